@@ -1,0 +1,59 @@
+"""KL to the reference: estimates from samples, and what sets the penalty's coefficient. All in nats."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def kl_estimate(
+    logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"], estimator: Estimator
+) -> Float[Tensor, "B T"]:
+    """Per-token estimates of KL(pi || pi_ref) from tokens drawn from pi (Schulman 2020, "Approximating KL divergence").
+
+        k1 = d,   k2 = d^2 / 2,   k3 = exp(-d) - 1 + d,      d = log pi - log pi_ref
+
+    E[k1] = E[k3] = KL; k2 is biased, but its expected gradient, as a loss, is that of KL exactly
+    (k1's is zero; k3's is the gradient of the reverse KL(pi_ref || pi)). k2 and k3 are never negative.
+    """
+    difference = logprobs - ref_logprobs
+    match estimator:
+        case "k1":
+            return difference
+        case "k2":
+            return 0.5 * difference**2
+        case "k3":
+            return torch.expm1(-difference) + difference
+
+
+def next_kl_coef(coef: float, *, kl: float, target: float, horizon: float, completions: int) -> float:
+    """The coefficient after a step of the proportional controller (Ziegler et al. 2019, sec. 2.2).
+
+        e = clip(KL / target - 1, -0.2, 0.2),   coef <- coef * (1 + e * completions / horizon)
+
+    Args:
+        coef: the coefficient of the step that measured `kl`.
+        kl: mean KL to the reference of the step's completions, in nats per *sequence*.
+        target: the wanted value, in the same unit.
+        horizon: in completions.
+        completions: how many the step sampled, over all processes.
+    """
+    error = min(max(kl / target - 1.0, -0.2), 0.2)
+    return coef * max(1.0 + error * completions / horizon, 0.0)
+
+
+def next_penalty_coef(coef: float, *, kl: float, target: float) -> float:
+    """The coefficient of the KL(old || new) penalty after a step (Schulman et al. 2017, sec. 4).
+
+    KL < target / 1.5 halves it, KL > target * 1.5 doubles it; both KLs in nats per token.
+    """
+    if kl < target / 1.5:
+        return coef / 2.0
+    if kl > target * 1.5:
+        return coef * 2.0
+    return coef

@@ -1,0 +1,185 @@
+"""The table of algorithms: configuration -> functions. The only dispatch on an algorithm's parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from rlhf.algo.advantages import (
+    gae,
+    group_centered,
+    group_normalized,
+    leave_one_out,
+    rewards_to_go,
+    token_rewards,
+    uniform_groups,
+)
+from rlhf.algo.kl import kl_estimate
+from rlhf.algo.policy_loss import (
+    PolicyLoss,
+    clipped_surrogate,
+    importance_ratio,
+    kl_old_new,
+    penalized_surrogate,
+    token_weights,
+)
+from rlhf.algo.value_loss import clipped_value_loss, value_clipped
+from rlhf.config.algorithm import BatchWhiten, ClipLoss, Gae, Group, Online, PenaltyLoss
+from rlhf.masked import Mean, whiten
+from rlhf.types import Experience, Rollout, extend
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coefs:
+    """The coefficients that controllers move between steps."""
+
+    kl: float  # units of score per nat to the reference
+    penalty: float  # weight of KL(old || new), for the penalized surrogate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """What the trained models say of a micro-batch."""
+
+    logprobs: Float[Tensor, "B T"]
+    entropy: Float[Tensor, "B T"]
+    values: Float[Tensor, "B T"]
+
+
+def credit(rollout: Rollout, algorithm: Online, coefs: Coefs) -> Experience:
+    """Rewards, advantages and returns of a whole step, statistics over all of its rows."""
+    mask = rollout.completion_mask
+    loss_mask = mask
+    if algorithm.drop_uniform_groups:
+        loss_mask = mask & ~uniform_groups(rollout.scores, rollout.group_size)[:, None]
+    rewards = token_rewards(rollout.scores, _reward_penalty(rollout, algorithm, coefs), mask)
+    advantages, returns = _advantages(rollout, rewards, algorithm)
+    return extend(
+        Experience,
+        rollout,
+        loss_mask=loss_mask,
+        rewards=rewards,
+        advantages=torch.where(loss_mask, advantages, 0.0),
+        returns=returns,
+    )
+
+
+def _reward_penalty(rollout: Rollout, algorithm: Online, coefs: Coefs) -> Float[Tensor, "B T"]:
+    if algorithm.kl.placement != "reward":
+        return torch.zeros_like(rollout.logprobs)
+    return coefs.kl * kl_estimate(rollout.logprobs, rollout.ref_logprobs, algorithm.kl.estimator)
+
+
+def _advantages(
+    rollout: Rollout, rewards: Float[Tensor, "B T"], algorithm: Online
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    mask = rollout.completion_mask
+    match algorithm.advantage:
+        case Gae() as how:
+            if how.whiten_rewards:
+                rewards = whiten(rewards, mask, shift_mean=False)
+            advantages, returns = gae(
+                rewards, rollout.values, mask, gamma=how.gamma, gae_lambda=how.gae_lambda
+            )
+            return (whiten(advantages, mask) if how.whiten else advantages), returns
+        case BatchWhiten() as how:
+            returns = rewards_to_go(rewards, mask, gamma=how.gamma)
+            return (whiten(returns, mask) if how.whiten else returns), returns
+        case Group() as how:
+            totals = rewards.sum(dim=1)
+            per_row = _group_advantage(totals, rollout.group_size, how)
+            return torch.where(mask, per_row[:, None], 0.0), rewards_to_go(rewards, mask, gamma=1.0)
+
+
+def _group_advantage(totals: Float[Tensor, " B"], group_size: int, how: Group) -> Float[Tensor, " B"]:
+    match how.baseline:
+        case "normalized":
+            return group_normalized(totals, group_size)
+        case "centered":
+            return group_centered(totals, group_size)
+        case "leave_one_out":
+            return leave_one_out(totals, group_size)
+
+
+class Objective:
+    """The online loss: named terms, each a sum over a micro-batch and a norm over the minibatch."""
+
+    def __init__(self, algorithm: Online, *, max_tokens: int) -> None:
+        self.algorithm = algorithm
+        self.max_tokens = max_tokens
+
+    def norms(self, minibatch: Experience) -> dict[str, float]:
+        """What each term's sum is divided by, from the whole minibatch's masks; never 0."""
+        _, policy = token_weights(
+            minibatch.loss_mask, self.algorithm.policy_loss.aggregate, max_tokens=self.max_tokens
+        )
+        tokens = float(minibatch.completion_mask.sum().item())
+        return {"policy": max(policy, 1.0), "value": max(tokens, 1.0)}
+
+    def loss(
+        self, micro: Experience, outputs: Outputs, coefs: Coefs
+    ) -> tuple[dict[str, Float[Tensor, ""]], dict[str, Mean]]:
+        """The terms of the loss, summed over `micro` (not yet divided), and what was observed."""
+        surrogate, observed = self._policy(micro, outputs, coefs)
+        per_token = surrogate.per_token - self.algorithm.policy_loss.entropy_coef * outputs.entropy
+        if self.algorithm.kl.placement == "loss":
+            penalty = kl_estimate(outputs.logprobs, micro.ref_logprobs, self.algorithm.kl.estimator)
+            per_token = per_token + coefs.kl * penalty
+            observed["loss/kl"] = Mean.of(coefs.kl * penalty, micro.loss_mask)
+        weights, _ = token_weights(
+            micro.loss_mask, self.algorithm.policy_loss.aggregate, max_tokens=self.max_tokens
+        )
+        terms = {"policy": _weighted_sum(per_token, weights, micro.loss_mask)}
+        if self.algorithm.value_loss is not None:
+            terms["value"] = self._value(micro, outputs, observed)
+        return terms, observed
+
+    def _policy(
+        self, micro: Experience, outputs: Outputs, coefs: Coefs
+    ) -> tuple[PolicyLoss, dict[str, Mean]]:
+        config, mask = self.algorithm.policy_loss, micro.loss_mask
+        ratio = importance_ratio(outputs.logprobs, micro.logprobs, mask, config.ratio)
+        old_kl = kl_old_new(outputs.logprobs, micro.logprobs, mask)
+        match config:
+            case ClipLoss():
+                surrogate = clipped_surrogate(
+                    ratio,
+                    micro.advantages,
+                    clip_eps_low=config.clip_eps_low,
+                    clip_eps_high=config.clip_eps_high,
+                    dual_clip=config.dual_clip,
+                )
+            case PenaltyLoss():
+                surrogate = penalized_surrogate(ratio, micro.advantages, old_kl, coef=coefs.penalty)
+        observed = {
+            "loss/policy": Mean.of(surrogate.per_token, mask),
+            "policy/clip_fraction": Mean.of(surrogate.clipped, mask),
+            "policy/ratio": Mean.of(ratio, mask),
+            "policy/entropy": Mean.of(outputs.entropy, mask),
+            "kl/old": Mean.of(old_kl, mask),
+        }
+        return surrogate, observed
+
+    def _value(self, micro: Experience, outputs: Outputs, observed: dict[str, Mean]) -> Float[Tensor, ""]:
+        config, mask = self.algorithm.value_loss, micro.completion_mask
+        assert config is not None
+        per_token = clipped_value_loss(outputs.values, micro.values, micro.returns, clip_eps=config.clip_eps)
+        clipped = value_clipped(outputs.values, micro.values, micro.returns, clip_eps=config.clip_eps)
+        observed["loss/value"] = Mean.of(per_token, mask)
+        observed["critic/clip_fraction"] = Mean.of(clipped, mask)
+        return config.coef * _weighted_sum(per_token, mask.double(), mask)
+
+
+def _weighted_sum(
+    per_token: Float[Tensor, "B T"], weights: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> Float[Tensor, ""]:
+    return (torch.where(mask, per_token, 0.0) * weights).sum()
+
+
+def scaled(terms: Mapping[str, Tensor], norms: Mapping[str, float]) -> dict[str, Tensor]:
+    """Each term's sum over the norm of the whole minibatch: its share of the loss."""
+    return {name: total / norms[name] for name, total in terms.items()}

@@ -1,0 +1,74 @@
+"""The data sections: which rows, from where, how long, and what to do with bad ones."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlhf.config.base import Section
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class DatasetConfig(Section):
+    """A data set: a JSON, JSONL, CSV or Parquet file (also .gz), a folder of them, or a hub id."""
+
+    path: str
+    """File, folder or hub id."""
+    split: str = "train"
+    """Which split of a folder or hub data set; a single file has only its own rows."""
+    limit: Count | None = None
+    """Use only the first so many usable rows."""
+    columns: dict[str, str] = {}
+    """Our name -> the file's name, where they differ: {prompt: question, completion: answer}."""
+    bad_rows: Literal["skip", "error"] = "skip"
+    """Malformed rows: count, show and skip them; or stop."""
+
+
+class PromptsConfig(DatasetConfig):
+    """Prompts to sample completions for."""
+
+    max_prompt_tokens: Count = 256
+    """Longest prompt, in tokens."""
+    too_long: Literal["skip", "truncate", "error"] = "skip"
+    """A longer prompt is counted and skipped, cut at its start, or fatal."""
+    first_tokens: Count | None = None
+    """Use only the first so many tokens of each text as the prompt (for plain-text data sets)."""
+
+
+class SftConfig(DatasetConfig):
+    """Texts, prompt-completion rows, Alpaca rows or conversations to imitate."""
+
+    max_tokens: Count = 512
+    """Longest prompt + completion, in tokens."""
+    too_long: Literal["skip", "truncate", "error"] = "skip"
+    """A longer row is counted and skipped, cut at its end (then it gets no EOS), or fatal."""
+
+
+class PreferencesConfig(DatasetConfig):
+    """Preference pairs in any of the dialects of docs/data.md."""
+
+    max_tokens: Count = 512
+    """Longest prompt + completion, in tokens, of either side."""
+    too_long: Literal["skip", "truncate", "error"] = "skip"
+    """A longer pair is counted and skipped, its prompt cut at the start, or fatal."""
+
+
+class DataConfig(Section):
+    """Every data set of a run. An algorithm reads some of them; one it does not read is a warning."""
+
+    prompts: PromptsConfig | None = None
+    """What an online algorithm samples for."""
+    eval_prompts: PromptsConfig | None = None
+    """Held-out prompts for evaluation."""
+    sft: SftConfig | None = None
+    """What SFT imitates, and PPO-ptx mixes in."""
+    eval_sft: SftConfig | None = None
+    """Held-out rows for the SFT loss."""
+    preferences: PreferencesConfig | None = None
+    """Preference pairs, for the reward model and the offline losses."""
+    eval_preferences: PreferencesConfig | None = None
+    """Held-out preference pairs."""
+    chat_template: str = "auto"
+    """auto: the tokenizer's own template where rows are conversations; none: never; or a path to a Jinja file."""

@@ -1,0 +1,374 @@
+"""What a run is: frozen, closed sections; every field's docstring is its help text. Sizes are global."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from rlhf.config.algorithm import Algorithm, Gae, Group, NonNegative, Offline, Online, Positive
+from rlhf.config.base import Section
+from rlhf.config.data import Count, DataConfig
+
+Size = Annotated[int, Field(ge=0)]
+Dtype = Literal["float32", "bfloat16", "float64"]
+
+
+class RunConfig(Section):
+    """Identity of the run."""
+
+    name: str = "run"
+    """Shown in the report and the progress display."""
+    seed: int = 0
+    """The one seed; every generator is derived from it."""
+    out_dir: str = "runs/run"
+    """The run folder: configuration, metrics, samples, checkpoints, report."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU where there is one."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters through peft; the reference is the same weights with the adapter off."""
+
+    r: Count = 16
+    """Rank."""
+    alpha: Positive = 32.0
+    """Scale: the adapter is multiplied by alpha / r."""
+    target_modules: list[str] | Literal["all-linear"] = "all-linear"
+    """Which modules get an adapter."""
+
+
+class OptimizerConfig(Section):
+    """AdamW and its limits, for one trained model."""
+
+    lr: Positive = 1e-6
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Adam's decay rates."""
+    adam_eps: Positive = 1e-5
+    """Adam's epsilon, outside the square root as in PyTorch."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: Positive = 1.0
+    """Gradients are scaled down to this global norm."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """sgd is plain and stateless: for equivalence tests."""
+
+
+class PolicyConfig(OptimizerConfig):
+    """The model being trained."""
+
+    model: str
+    """Folder or hub id of a causal LM."""
+    tokenizer: str | None = None
+    """Folder or hub id; null: the model's own."""
+    dtype: Dtype = "float32"
+    """Weights and arithmetic; log-probabilities are computed in float32 at least."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of all weights."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Evaluate and export an exponential moving average of the weights, with this decay per step; null: off."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a hub model. Off unless asked for by name."""
+
+
+class ReferenceConfig(Section):
+    """The frozen policy the KL is against."""
+
+    model: str | None = None
+    """null: the policy as it was at step 0 (with LoRA: the adapter switched off)."""
+
+
+class CriticConfig(OptimizerConfig):
+    """The value function: a backbone with a scalar head."""
+
+    lr: Positive = 5e-6
+    """Peak learning rate."""
+    init: str = "policy"
+    """Start from the policy's backbone with a new head, or from a reward model's folder, head included."""
+    shared: bool = False
+    """Put the value head on the policy's own backbone: half the memory, coupled gradients."""
+    warmup_steps: Size = 0
+    """First train only the critic for so many steps."""
+
+
+class FunctionSource(Section):
+    """A Python function by import path."""
+
+    type: Literal["function"] = "function"
+    target: str
+    """module:function, or path/to/file.py:function; called with prompts, completions and references (lists)."""
+    kwargs: dict[str, Any] = {}
+    """Passed to the function as they stand."""
+
+
+class ModelSource(Section):
+    """A trained reward model."""
+
+    type: Literal["model"] = "model"
+    path: str
+    """A reward-model run or a sequence-classification folder with one label."""
+    micro_batch_size: Count = 64
+    """Rows per forward pass; memory only."""
+
+
+class RemoteSource(Section):
+    """A reward server over HTTP."""
+
+    type: Literal["remote"] = "remote"
+    url: str
+    """Answers POST {prompts, completions, references} with {scores}."""
+    timeout_s: Positive = 60.0
+    """Per request."""
+    retries: Size = 4
+    """Tries after the first, with exponential backoff."""
+
+
+class EnsembleSource(Section):
+    """Several sources as one."""
+
+    type: Literal["ensemble"] = "ensemble"
+    sources: list[RewardSourceConfig]
+    """Its members."""
+    how: Literal["mean", "minimum", "mean_minus_std"] = "mean"
+    """minimum is worst-case optimization, mean_minus_std uncertainty-weighted (Coste et al. 2024)."""
+    std_coef: NonNegative = 1.0
+    """c in mean - c * std."""
+
+
+RewardSourceConfig = Annotated[
+    FunctionSource | ModelSource | RemoteSource | EnsembleSource, Field(discriminator="type")
+]
+
+
+class ShapingConfig(Section):
+    """What is done to a score before it becomes a reward."""
+
+    missing_eos_penalty: NonNegative = 0.0
+    """Subtracted from the score of a completion that did not end."""
+    clip: Positive | None = 10.0
+    """Scores are clipped to [-clip, clip]; null: not at all."""
+    overlong_buffer: Size = 0
+    """Tokens before max_new_tokens over which a penalty grows from 0 to overlong_penalty (DAPO, eq. 13); 0: off."""
+    overlong_penalty: NonNegative = 1.0
+    """The penalty at max_new_tokens, where overlong_buffer is set."""
+
+
+class RewardConfig(Section):
+    """Where scores come from."""
+
+    source: RewardSourceConfig
+    """function, model, remote or ensemble."""
+    shaping: ShapingConfig = ShapingConfig()
+    """Missing-EOS and overlong penalties, clip."""
+
+
+class SamplingConfig(Section):
+    """How completions are drawn: from the full distribution, so that ratios and KL mean what they say."""
+
+    backend: Literal["hf"] = "hf"
+    """hf: transformers over the live weights."""
+    completions_per_prompt: Count = 1
+    """The group size."""
+    max_new_tokens: Count = 128
+    """Longest completion, EOS included."""
+    temperature: Positive = 1.0
+    """Divides the logits here and wherever log-probabilities are computed."""
+    batch_size: Count = 256
+    """Rows decoded together per process; memory only."""
+
+
+class BatchConfig(Section):
+    """The sizes. All global but micro_batch_size, which is about memory only."""
+
+    prompts_per_step: Count = 64
+    """Prompts (online), examples or pairs (offline) per step, over all processes."""
+    epochs: Count = 1
+    """Passes over a step's experience (online)."""
+    minibatches: Count = 1
+    """Optimizer steps per epoch (online)."""
+    micro_batch_size: Count = 16
+    """Rows per forward and backward pass per process; never changes a result."""
+
+
+class ScheduleConfig(Section):
+    """How long, and the learning rate on the way."""
+
+    steps: Count | None = None
+    """Steps of the run; give this or epochs."""
+    epochs: Positive | None = None
+    """Passes over the data instead of steps."""
+    warmup_steps: Size = 0
+    """The learning rate rises linearly over the first so many steps."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: stay, or fall to zero at the last step."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> ScheduleConfig:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give schedule.steps or schedule.epochs, one of the two (the other null)")
+        return self
+
+
+class CheckpointConfig(Section):
+    """When state is saved and what a restart does."""
+
+    every: Size = 50
+    """Steps between checkpoints; 0: only at the end and on interruption."""
+    keep: Count = 2
+    """How many are kept; the oldest go first."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: continue from the newest whole checkpoint; never: refuse a folder that has one."""
+
+
+class LoggingConfig(Section):
+    """What is written down."""
+
+    every: Count = 1
+    """Steps between lines of metrics.jsonl."""
+    samples: Size = 4
+    """Completions of each logged step kept in samples.jsonl."""
+    backends: list[Literal["tensorboard", "wandb"]] = []
+    """Trackers besides metrics.jsonl, through accelerate."""
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out data during the run."""
+
+    every: Size = 50
+    """Steps between evaluations; 0: only before the first and after the last step."""
+    source: RewardSourceConfig | None = None
+    """The judge; null: the reward that is trained on."""
+    samples: Size = 64
+    """Held-out completions kept in samples.jsonl at each evaluation."""
+
+
+class TrainConfig(Section):
+    """One training run: SFT, or any online or offline algorithm."""
+
+    run: RunConfig = RunConfig()
+    """Identity."""
+    data: DataConfig = DataConfig()
+    """Data sets."""
+    policy: PolicyConfig
+    """The model being trained."""
+    reference: ReferenceConfig = ReferenceConfig()
+    """The frozen policy."""
+    critic: CriticConfig = CriticConfig()
+    """The value function (GAE only)."""
+    reward: RewardConfig | None = None
+    """Where scores come from (online)."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How completions are drawn (online, and evaluation)."""
+    algorithm: Algorithm
+    """The four axes of an online algorithm, or an offline loss."""
+    batch: BatchConfig = BatchConfig()
+    """Sizes."""
+    schedule: ScheduleConfig = ScheduleConfig(steps=100)
+    """Length and learning rate."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving and resuming."""
+    logging: LoggingConfig = LoggingConfig()
+    """What is written down."""
+    eval: EvalConfig = EvalConfig()
+    """Evaluation during the run."""
+
+    @model_validator(mode="after")
+    def _coherent(self) -> TrainConfig:
+        if isinstance(self.algorithm, Online):
+            self._check_online(self.algorithm)
+        elif self.data.sft is None:
+            raise ValueError("data.sft is missing: SFT needs texts to imitate; set data.sft.path")
+        return self
+
+    def _check_online(self, algorithm: Online) -> None:
+        if self.data.prompts is None:
+            raise ValueError(
+                "data.prompts is missing: an online algorithm needs prompts; set data.prompts.path"
+            )
+        if self.reward is None:
+            raise ValueError(
+                "reward is missing: set reward.source, e.g. reward.source.type=model reward.source.path=runs/rm"
+            )
+        if isinstance(algorithm.advantage, Group) and self.sampling.completions_per_prompt < 2:
+            raise ValueError("a group baseline needs sampling.completions_per_prompt >= 2")
+        if algorithm.ptx_coef > 0 and self.data.sft is None:
+            raise ValueError("algorithm.ptx_coef > 0 needs data.sft")
+        if self.critic.shared and self.critic.init != "policy":
+            raise ValueError("critic.shared puts the head on the policy: critic.init must then be 'policy'")
+        rows = self.batch.prompts_per_step * self.sampling.completions_per_prompt
+        if rows < self.batch.minibatches:
+            raise ValueError(
+                f"batch.minibatches is {self.batch.minibatches} but a step has only {rows} completions"
+            )
+        if isinstance(algorithm.advantage, Gae) and algorithm.advantage.whiten and rows < 8:
+            raise ValueError(
+                f"whitening over {rows} completions is noise: use 8 or more, or advantage.whiten=false"
+            )
+        if self.reward.shaping.overlong_buffer >= self.sampling.max_new_tokens:
+            raise ValueError("reward.shaping.overlong_buffer must be shorter than sampling.max_new_tokens")
+
+
+class RewardModelLoss(Section):
+    """Bradley-Terry, with the optional margin and centering of reward_model.losses."""
+
+    use_margin: bool = False
+    """Subtract the data's margin column from the score difference (Touvron et al. 2023, eq. 2)."""
+    centering: NonNegative = 0.0
+    """Weight of (r_chosen + r_rejected)^2, which holds scores near zero (Eisenstein et al. 2023); 0.01 is usual."""
+
+
+class CalibrationConfig(Section):
+    """The shift and scale stored in the model so that scores have mean 0 and std 1 on reference completions."""
+
+    data: Literal["chosen", "both", "none"] = "both"
+    """Which completions of the training pairs are the reference; none: leave scores as they are."""
+    limit: Count = 1024
+    """How many completions."""
+
+
+class RewardModelConfig(Section):
+    """One reward-model training run."""
+
+    run: RunConfig = RunConfig()
+    """Identity."""
+    data: DataConfig
+    """data.preferences, data.eval_preferences and the chat template."""
+    model: PolicyConfig
+    """The backbone to start from, usually the SFT model, and its optimizer."""
+    loss: RewardModelLoss = RewardModelLoss()
+    """Bradley-Terry."""
+    calibration: CalibrationConfig = CalibrationConfig()
+    """Mean and scale of scores."""
+    batch: BatchConfig = BatchConfig()
+    """Sizes; prompts_per_step counts pairs."""
+    schedule: ScheduleConfig = ScheduleConfig(epochs=1.0)
+    """Length and learning rate."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving and resuming."""
+    logging: LoggingConfig = LoggingConfig()
+    """What is written down."""
+    eval: EvalConfig = EvalConfig()
+    """Evaluation during the run."""
+
+    @model_validator(mode="after")
+    def _has_pairs(self) -> RewardModelConfig:
+        if self.data.preferences is None:
+            raise ValueError(
+                "data.preferences is missing: a reward model needs pairs; set data.preferences.path"
+            )
+        return self
+
+
+def online(config: TrainConfig) -> Online:
+    """The algorithm of a run that is known to be online."""
+    assert isinstance(config.algorithm, Online)
+    return config.algorithm
+
+
+def offline(config: TrainConfig) -> Offline:
+    """The algorithm of a run that is known to be offline."""
+    assert isinstance(config.algorithm, Offline)
+    return config.algorithm

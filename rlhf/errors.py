@@ -1,0 +1,27 @@
+"""Errors that are the user's to fix: printed as one plain message, never as a traceback, exit code 2."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Something the user can put right; the message says what is wrong, where, and what to do."""
+
+
+class ConfigError(UserError):
+    """A key, value or combination in the configuration."""
+
+
+class DataError(UserError):
+    """A data file, its rows, or what tokenization makes of them."""
+
+
+class ModelError(UserError):
+    """A model or tokenizer folder."""
+
+
+class RewardError(UserError):
+    """A reward source: its scores or its availability."""
+
+
+class CheckpointError(UserError):
+    """A run folder or a checkpoint in it."""

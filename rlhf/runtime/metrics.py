@@ -1,0 +1,131 @@
+"""Named means, and the one table of metric names: a name that is not in it is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from rlhf.masked import Mean
+
+
+@dataclass(frozen=True)
+class MetricInfo:
+    """What a name in metrics.jsonl means."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+def _table(rows: str) -> dict[str, MetricInfo]:
+    entries = (line.split("|") for line in rows.strip().splitlines())
+    infos = (MetricInfo(name.strip(), unit.strip(), meaning.strip()) for name, unit, meaning in entries)
+    return {info.name: info for info in infos}
+
+
+METRICS: dict[str, MetricInfo] = _table("""
+score/mean            | score    | mean score of the step's completions, after shaping
+score/std             | score    | their standard deviation
+score/raw             | score    | mean score before shaping
+score/best_of_group   | score    | mean over prompts of the best score in the group
+reward/kl_penalty     | score    | mean over completions of the summed KL penalty in the token rewards
+kl/reference          | nats     | KL(policy || reference) per sequence, k1 summed over tokens, mean over completions
+kl/coef               | score/nat| coefficient of the KL penalty during the step
+kl/penalty_coef       | 1/nat    | coefficient of KL(old || new) during the step (ppo_penalty)
+kl/old                | nats     | KL(old policy || policy) per token during the update
+kl/sampler_mismatch   | nats     | mean |sampler's log-prob - trainer's log-prob| of the sampled tokens
+policy/first_ratio_deviation | -  | max |ratio - 1| on the first minibatch of the step; 0 but for rounding
+policy/ratio          | -        | mean importance ratio
+policy/clip_fraction  | share    | tokens whose gradient the clip stops
+policy/entropy        | nats     | entropy of the next-token distribution at the sampled positions
+policy/grad_norm      | -        | global gradient norm before clipping
+policy/lr             | -        | learning rate
+policy/optimizer_steps| count    | optimizer steps taken in the step
+policy/early_stop     | 0/1      | 1 when target_kl ended the step's epochs early
+critic/explained_variance | share | 1 - Var(return - value) / Var(return), values before the update
+critic/clip_fraction  | share    | tokens whose value gradient the clip stops
+critic/value          | score    | mean predicted value
+critic/return         | score    | mean return
+critic/grad_norm      | -        | global gradient norm before clipping
+critic/lr             | -        | learning rate
+advantage/mean        | score    | mean advantage before whitening is undone: 0 when whitened
+advantage/std         | score    | standard deviation of the advantages
+completion/length     | tokens   | mean length, EOS included
+completion/finished   | share    | completions that ended with EOS
+completion/count      | count    | completions sampled since the start of the run
+group/uniform         | share    | completions in groups whose scores are all alike
+loss/policy           | -        | surrogate loss per token
+loss/kl               | score    | KL term of the loss per token
+loss/value            | score^2  | value loss per token, before its coefficient
+loss/ptx              | nats     | next-token loss per token on data.sft
+loss/sft              | nats     | negative log-likelihood per completion token
+loss/total            | -        | the loss that was descended
+loss/accuracy         | share    | completion tokens that are the model's first choice
+loss/rm               | nats     | Bradley-Terry loss per pair
+rm/accuracy           | share    | pairs whose chosen side scores higher
+rm/margin             | score    | mean score difference, chosen - rejected
+rm/score_mean         | score    | mean score over both sides
+skipped/nonfinite     | count    | optimizer steps not taken because of a NaN or Inf, since the start
+eval/score            | score    | mean score of the judge on held-out prompts, one sampled completion each
+eval/score_std        | score    | its standard deviation over prompts
+eval/score_greedy     | score    | mean score of greedy completions of held-out prompts
+eval/proxy            | score    | mean score of the trained-on reward on the same completions, before shaping
+eval/kl               | nats     | KL(policy || reference) per sequence on held-out prompts
+eval/kl_se            | nats     | its standard error
+eval/length           | tokens   | mean length of held-out completions
+eval/finished         | share    | held-out completions that ended with EOS
+eval/distinct_2       | share    | distinct bigrams over all bigrams of the held-out completions
+eval/entropy          | nats     | policy entropy on held-out completions
+eval/loss             | nats     | held-out negative log-likelihood per completion token
+eval/perplexity       | -        | exp of eval/loss
+eval/rm_accuracy      | share    | held-out pairs whose chosen side scores higher
+eval/rm_loss          | nats     | held-out Bradley-Terry loss per pair
+""")
+
+
+def describe(name: str) -> MetricInfo:
+    """The entry of `name`.
+
+    Raises:
+        KeyError: the name is not in METRICS; add it there with its unit and meaning.
+    """
+    return METRICS[name]
+
+
+class Metrics:
+    """Named Means that add: over micro-batches, optimizer steps and processes."""
+
+    def __init__(self, means: Mapping[str, Mean] | None = None) -> None:
+        self._means: dict[str, Mean] = {}
+        self.update(means or {})
+
+    def update(self, means: Mapping[str, Mean]) -> None:
+        """Add each mean to the one of the same name."""
+        for name, mean in means.items():
+            describe(name)
+            self._means[name] = self._means[name] + mean if name in self._means else mean
+
+    def add(self, name: str, value: float, weight: float = 1.0) -> None:
+        """Count `value` with `weight`."""
+        self.update({name: Mean(value * weight, weight)})
+
+    def merge(self, other: Metrics) -> None:
+        """Add all of another."""
+        self.update(other._means)
+
+    def means(self) -> dict[str, Mean]:
+        """A copy of the sums."""
+        return dict(self._means)
+
+    def values(self) -> dict[str, float]:
+        """Name -> value, divided now."""
+        return {name: mean.value for name, mean in self._means.items()}
+
+    def __getitem__(self, name: str) -> float:
+        return self._means[name].value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._means
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._means)
