@@ -32,7 +32,7 @@ class Batch:
 
     def rows(self: B, index: Tensor | slice) -> B:
         """The rows that `index` (integers, or a slice) names, in that order."""
-        picked = {}
+        picked: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Tensor):
@@ -45,15 +45,13 @@ class Batch:
     def split(self: B, size: int, order: Tensor | None = None) -> Iterator[B]:
         """Consecutive parts of at most `size` rows, the rows first put in `order`."""
         order = torch.arange(len(self)) if order is None else order
-        for part in order.split(size):
-            yield self.rows(part)
+        for start in range(0, len(order), size):
+            yield self.rows(order[start : start + size])
 
     def to(self: B, device: torch.device | str) -> B:
         """The same batch with its tensors on `device`."""
         moved = {
-            f.name: getattr(self, f.name).to(device)
-            for f in fields(self)
-            if isinstance(getattr(self, f.name), Tensor)
+            f.name: getattr(self, f.name).to(device) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)
         }
         return replace(self, **moved)
 
@@ -92,9 +90,7 @@ class Prompts(Batch):
 
     prompt_ids: Int[Tensor, "B P"]
     prompt_mask: Bool[Tensor, "B P"]
-    row_ids: Int[
-        Tensor, " B"
-    ]  # the row's number within the step, over all processes: randomness belongs to it
+    row_ids: Int[Tensor, " B"]  # the row's number within the step, over all processes: randomness belongs to it
     references: tuple[Mapping[str, Any], ...]  # what a function reward may need: the other columns of the row
 
 

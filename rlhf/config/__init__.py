@@ -1,0 +1,1 @@
+"""What a run is: frozen, closed sections, YAML in, key=value on top."""

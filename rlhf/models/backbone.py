@@ -1,0 +1,162 @@
+"""Load and save causal LMs: dtype, LoRA, dropout off, gradient checkpointing, vocabulary check."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import PeftModel, get_peft_model
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig as HfConfig
+
+from rlhf.config.sections import LoraConfig, PolicyConfig
+from rlhf.errors import ModelError
+
+
+def autocast(dtype: str, device: torch.device) -> AbstractContextManager[None]:
+    """bfloat16: arithmetic in bf16 over float32 weights, so that small updates are not lost; else nothing."""
+    if dtype != "bfloat16":
+        return nullcontext()
+    return torch.autocast(device_type=device.type, dtype=torch.bfloat16)
+
+
+def weight_dtype(dtype: str) -> torch.dtype:
+    """The dtype weights are kept in."""
+    return torch.float64 if dtype == "float64" else torch.float32
+
+
+def load_model_config(path: str, *, trust_remote_code: bool = False) -> HfConfig:
+    """The model's configuration with every dropout off.
+
+    Raises:
+        ModelError: there is no such folder or hub id, or it holds no model.
+    """
+    _check_local(path)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot load a model from {path!r}: {_first_line(error)}") from error
+    for name, value in config.to_dict().items():
+        if isinstance(value, float) and ("drop" in name or name.endswith("pdrop")):
+            setattr(config, name, 0.0)
+    return config
+
+
+def load_causal_lm(path: str, *, dtype: str = "float32", trust_remote_code: bool = False) -> PreTrainedModel:
+    """A causal LM from a folder or hub id; an adapter folder is loaded over its base and merged.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
+    folder = Path(path)
+    if (folder / "adapter_config.json").is_file():
+        return _merged_adapter(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+    config = load_model_config(path, trust_remote_code=trust_remote_code)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=weight_dtype(dtype), trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"cannot load a causal LM from {path!r}: {_first_line(error)}") from error
+    return _plain_generation(model)
+
+
+def load_policy(config: PolicyConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The model to train, as `config` asks, with room for every token of `tokenizer`."""
+    model = load_causal_lm(path, dtype=config.dtype, trust_remote_code=config.trust_remote_code)
+    fit_vocabulary(model, tokenizer, path)
+    if config.lora is not None:
+        model = add_lora(model, config.lora)
+    if config.gradient_checkpointing:
+        enable_checkpointing(model)
+    return model.train()
+
+
+def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Add embedding rows for tokens that we added (a pad token); refuse a tokenizer of another model.
+
+    Raises:
+        ModelError: the tokenizer has many more tokens than the model has embeddings.
+    """
+    rows = model.get_input_embeddings().weight.shape[0]
+    added = getattr(tokenizer, "rlhf_added_tokens", 0)
+    if len(tokenizer) - added > rows:
+        raise ModelError(
+            f"the tokenizer has {len(tokenizer) - added} tokens but the model {path!r} has {rows} embeddings: "
+            "they do not belong together; set policy.tokenizer to the model's own"
+        )
+    if len(tokenizer) > rows:
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+
+
+def add_lora(model: PreTrainedModel, config: LoraConfig) -> PreTrainedModel:
+    """The model with trainable low-rank adapters; all else is frozen."""
+    target = config.target_modules
+    adapter = PeftLoraConfig(
+        r=config.r,
+        lora_alpha=config.alpha,
+        lora_dropout=0.0,
+        target_modules=target if isinstance(target, str) else list(target),
+        task_type="CAUSAL_LM",
+    )
+    wrapped: PreTrainedModel = get_peft_model(model, adapter)
+    return wrapped
+
+
+def load_adapter(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """The base model with the adapter saved in `folder`, trainable."""
+    wrapped: PreTrainedModel = PeftModel.from_pretrained(base, folder, is_trainable=True)
+    return wrapped
+
+
+def enable_checkpointing(model: PreTrainedModel) -> None:
+    """Recompute activations in the backward pass."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+
+
+def freeze(model: nn.Module) -> nn.Module:
+    """Evaluation mode, no gradients."""
+    return model.eval().requires_grad_(False)
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """An ordinary `save_pretrained` folder, tokenizer included."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """The longest sequence the model was made for, where its configuration says."""
+    value = getattr(model.config, "max_position_embeddings", None)
+    return int(value) if value else None
+
+
+def _merged_adapter(folder: Path, *, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
+    from_adapter = PeftLoraConfig.from_pretrained(folder)
+    base = load_causal_lm(str(from_adapter.base_model_name_or_path), dtype=dtype, trust_remote_code=trust_remote_code)
+    merged: PreTrainedModel = PeftModel.from_pretrained(base, folder).merge_and_unload()
+    return merged
+
+
+def _plain_generation(model: PreTrainedModel) -> PreTrainedModel:
+    """Keep the folder's token ids, drop its top-k, penalties and the like: the sampler says everything itself."""
+    own = model.generation_config
+    model.generation_config = GenerationConfig(
+        bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id
+    )
+    return model
+
+
+def _check_local(path: str) -> None:
+    looks_local = path.startswith((".", "/", "~", "runs/")) or path.count("/") > 1
+    if looks_local and not Path(path).is_dir():
+        raise ModelError(f"no model folder {path!r}: give an existing folder or a hub id")
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

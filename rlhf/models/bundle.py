@@ -1,0 +1,146 @@
+"""The models of a run: policy, reference, critic; what each says of a batch of completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlhf.algo.objective import Outputs
+from rlhf.models.backbone import autocast
+from rlhf.models.logprobs import TokenOutputs, completion_outputs
+from rlhf.models.scalar_head import ScalarHeadModel, completion_values
+from rlhf.types import Completions, Demonstrations
+
+
+class SharedHead(nn.Module):
+    """A value head on the policy's own hidden states, zero at first."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, 1, dtype=dtype)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T"]:
+        """V of each hidden state."""
+        values: Tensor = self.linear(hidden.to(self.linear.weight.dtype)).squeeze(-1)
+        return values
+
+
+@dataclass
+class Models:
+    """Policy, and what stands beside it. The reference is a model, the policy with its adapter off, or absent."""
+
+    policy: PreTrainedModel
+    temperature: float
+    dtype: str
+    device: torch.device
+    reference: PreTrainedModel | None = None
+    adapter_off_is_reference: bool = False
+    critic: ScalarHeadModel | None = None
+    shared_head: SharedHead | None = None
+    entropy_gradient: bool = False
+    reads_reference: bool = field(default=True)  # False: no part of the objective needs it, its KL is not computed
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether values are estimated at all."""
+        return self.critic is not None or self.shared_head is not None
+
+    def outputs(self, batch: Completions) -> Outputs:
+        """Log-probs, entropy and values of the trained models, with gradient."""
+        tokens = self._tokens(self.policy, batch, with_hidden=self.shared_head is not None)
+        return Outputs(logprobs=tokens.logprobs, entropy=tokens.entropy, values=self._values(batch, tokens))
+
+    def policy_tokens(self, batch: Completions | Demonstrations) -> TokenOutputs:
+        """What the policy says of the completion tokens."""
+        return self._tokens(self.policy, batch)
+
+    def reference_logprobs(self, batch: Completions) -> Float[Tensor, "B T"]:
+        """log pi_ref of the completion tokens.
+
+        Raises:
+            RuntimeError: the run has no reference.
+        """
+        if self.reference is not None:
+            return self._tokens(self.reference, batch).logprobs
+        if not self.adapter_off_is_reference:
+            raise RuntimeError("this run has no reference model")
+        with self.policy.disable_adapter():
+            return self._tokens(self.policy, batch).logprobs
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a KL to a reference can be measured."""
+        return self.reference is not None or self.adapter_off_is_reference
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """The arithmetic of the run."""
+        return autocast(self.dtype, self.device)
+
+    def _values(self, batch: Completions, tokens: TokenOutputs) -> Float[Tensor, "B T"]:
+        if self.shared_head is not None:
+            assert tokens.hidden is not None
+            with self.autocast():
+                return torch.where(batch.completion_mask, self.shared_head(tokens.hidden), 0.0)
+        if self.critic is None:
+            return torch.zeros_like(tokens.logprobs)
+        with self.autocast():
+            return completion_values(
+                self.critic, batch.prompt_ids, batch.prompt_mask, batch.completion_ids, batch.completion_mask
+            )
+
+    def _tokens(
+        self, model: PreTrainedModel, batch: Completions | Demonstrations, *, with_hidden: bool = False
+    ) -> TokenOutputs:
+        with self.autocast():
+            return completion_outputs(
+                model,
+                batch.prompt_ids,
+                batch.prompt_mask,
+                batch.completion_ids,
+                batch.completion_mask,
+                temperature=self.temperature,
+                entropy_gradient=self.entropy_gradient,
+                with_hidden=with_hidden,
+            )
+
+
+class Ema:
+    """An exponential moving average of a module's trainable weights."""
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self._live = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.shadow = {name: p.detach().clone() for name, p in self._live.items()}
+
+    def update(self) -> None:
+        """shadow <- decay * shadow + (1 - decay) * live."""
+        for name, parameter in self._live.items():
+            self.shadow[name].lerp_(parameter.detach(), 1.0 - self.decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, the module has the averaged weights."""
+        live = {name: p.detach().clone() for name, p in self._live.items()}
+        self._copy(self.shadow)
+        try:
+            yield
+        finally:
+            self._copy(live)
+
+    def load(self, shadow: dict[str, Tensor]) -> None:
+        """Put back a saved average."""
+        for name, value in shadow.items():
+            self.shadow[name].copy_(value)
+
+    @torch.no_grad()
+    def _copy(self, source: dict[str, Tensor]) -> None:
+        for name, parameter in self._live.items():
+            parameter.copy_(source[name])

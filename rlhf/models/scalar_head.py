@@ -1,0 +1,159 @@
+"""A backbone with a scalar head: the critic and the reward model alike, kept as a sequence-classification folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf.errors import ModelError
+from rlhf.models.backbone import load_model_config, weight_dtype
+from rlhf.models.logprobs import Sequences
+from rlhf.runtime.seeding import generator
+
+HeadInit = Literal["zero", "normal"]
+
+
+class ScalarHeadModel(nn.Module):
+    """One number at every token: (head(hidden) - score_mean) / score_std; the shift and scale live in config.json."""
+
+    def __init__(self, classifier: PreTrainedModel) -> None:
+        super().__init__()
+        self.classifier = classifier
+
+    @property
+    def head(self) -> nn.Linear:
+        """The linear map from hidden state to score."""
+        head = self.classifier.score
+        assert isinstance(head, nn.Linear)
+        return head
+
+    @property
+    def calibration(self) -> tuple[float, float]:
+        """(mean, std) of raw scores on the reference completions; (0, 1) before calibration."""
+        config = self.classifier.config
+        return float(getattr(config, "score_mean", 0.0)), float(getattr(config, "score_std", 1.0))
+
+    def calibrate(self, mean: float, std: float) -> None:
+        """Store the shift and scale with the weights."""
+        self.classifier.config.score_mean, self.classifier.config.score_std = mean, std
+
+    def score_hidden(self, hidden: Float[Tensor, "*shape D"]) -> Float[Tensor, "*shape"]:
+        """The calibrated score of hidden states, in float32 at least."""
+        head = self.head
+        dtype = head.weight.dtype
+        with torch.autocast(device_type=hidden.device.type, enabled=False):
+            raw = nn.functional.linear(hidden.to(dtype), head.weight, head.bias).squeeze(-1)
+        mean, std = self.calibration
+        return (raw - mean) / std
+
+    def forward(self, sequences: Sequences) -> Float[Tensor, "B L"]:
+        """Scores at every position."""
+        outputs = self.classifier.base_model(
+            input_ids=sequences.input_ids,
+            attention_mask=sequences.attention_mask,
+            position_ids=sequences.position_ids,
+            use_cache=False,
+        )
+        return self.score_hidden(outputs.last_hidden_state)
+
+    def save(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+        """An ordinary `save_pretrained` folder that AutoModelForSequenceClassification loads."""
+        self.classifier.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def completion_values(
+    model: ScalarHeadModel,
+    prompt_ids: Int[Tensor, "B P"],
+    prompt_mask: Bool[Tensor, "B P"],
+    completion_ids: Int[Tensor, "B T"],
+    completion_mask: Bool[Tensor, "B T"],
+) -> Float[Tensor, "B T"]:
+    """V of the state in which completion token t is chosen: read one position before it; zero outside the mask."""
+    values = model(Sequences.join(prompt_ids, prompt_mask, completion_ids, completion_mask))
+    length = completion_ids.shape[1]
+    return torch.where(completion_mask, values[:, -length - 1 : -1], 0.0)
+
+
+def sequence_scores(
+    model: ScalarHeadModel,
+    prompt_ids: Int[Tensor, "B P"],
+    prompt_mask: Bool[Tensor, "B P"],
+    completion_ids: Int[Tensor, "B T"],
+    completion_mask: Bool[Tensor, "B T"],
+) -> Float[Tensor, " B"]:
+    """The score read at the last live token of prompt + completion, whichever side is padded."""
+    sequences = Sequences.join(prompt_ids, prompt_mask, completion_ids, completion_mask)
+    return last_live(model(sequences), sequences.attention_mask.bool())
+
+
+def last_live(values: Float[Tensor, "B L"], mask: Bool[Tensor, "B L"]) -> Float[Tensor, " B"]:
+    """The entry at each row's last live position."""
+    positions = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, positions, -1).amax(dim=1).clamp(min=0)
+    return values.gather(1, last[:, None]).squeeze(1)
+
+
+def load_scalar_head(
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    new_head: HeadInit | None,
+    dtype: str = "float32",
+    seed: int = 0,
+    trust_remote_code: bool = False,
+) -> ScalarHeadModel:
+    """A scalar-head model from a reward model's folder, or from a causal LM's with a new head.
+
+    Args:
+        path: folder or hub id.
+        tokenizer: its pad token is written into the configuration, which sequence classification needs.
+        new_head: zero, or normal: N(0, 1 / (d + 1)) (Stiennon et al. 2020; std 1/sqrt(d+1)); None: `path` has a head.
+        dtype: of the arithmetic; see backbone.autocast.
+        seed: of the new head.
+        trust_remote_code: run code that comes with a hub model.
+
+    Raises:
+        ModelError: it cannot be loaded, or has no scalar head where one is expected.
+    """
+    config = load_model_config(path, trust_remote_code=trust_remote_code)
+    if new_head is None and not _has_scalar_head(config):
+        raise ModelError(f"{path!r} is not a reward model (no sequence-classification head with one label)")
+    config.num_labels = 1
+    config.pad_token_id = tokenizer.pad_token_id
+    try:
+        classifier = AutoModelForSequenceClassification.from_pretrained(
+            path, config=config, dtype=weight_dtype(dtype), trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"cannot load a scalar-head model from {path!r}: {error}") from error
+    if not isinstance(getattr(classifier, "score", None), nn.Linear):
+        raise ModelError(
+            f"{path!r}: {type(classifier).__name__} keeps its head elsewhere than in `score`; not supported"
+        )
+    rows = classifier.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        classifier.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model = ScalarHeadModel(classifier)
+    if new_head is not None:
+        _initialize(model.head, new_head, seed)
+    return model
+
+
+def _has_scalar_head(config: object) -> bool:
+    architectures = getattr(config, "architectures", None) or []
+    return any("SequenceClassification" in name for name in architectures) and getattr(config, "num_labels", 0) == 1
+
+
+def _initialize(head: nn.Linear, how: HeadInit, seed: int) -> None:
+    std = (head.in_features + 1) ** -0.5 if how == "normal" else 0.0
+    noise = torch.randn(head.weight.shape, generator=generator(seed, "head"), dtype=torch.float64)
+    with torch.no_grad():
+        head.weight.copy_(noise * std)
+        if head.bias is not None:
+            head.bias.zero_()

@@ -1,0 +1,126 @@
+"""The plain sampler: transformers' generate over the live weights, one uniform number per (row, position)."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from rlhf.config.sections import SamplingConfig
+from rlhf.models.backbone import autocast
+from rlhf.runtime.seeding import uniforms
+from rlhf.types import Completions, Prompts, concat, extend
+
+
+class HFSampler:
+    """Samples from the full distribution at a temperature, by inverting its cumulative sum."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: SamplingConfig,
+        *,
+        eos_ids: tuple[int, ...],
+        pad_id: int,
+        dtype: str,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.eos_ids = eos_ids
+        self.pad_id = pad_id
+        self.dtype = dtype
+        self.device = device
+
+    def sample(self, prompts: Prompts, *, key: int, group_size: int, greedy: bool = False) -> Completions:
+        """See Sampler.sample; `greedy` takes the most likely token instead."""
+        repeated = prompts.rows(torch.arange(len(prompts)).repeat_interleave(group_size))
+        ids = prompts.row_ids.repeat_interleave(group_size) * group_size
+        repeated = extend_rows(repeated, ids + torch.arange(len(repeated)) % group_size)
+        parts = [self._part(part, key, group_size, greedy) for part in repeated.split(self.config.batch_size)]
+        return concat(parts)
+
+    @torch.no_grad()
+    def _part(self, prompts: Prompts, key: int, group_size: int, greedy: bool) -> Completions:
+        start = prompts.prompt_ids.shape[1]
+        draw = _Draw(
+            prompts.row_ids.to(self.device), key, start, self.config.max_new_tokens, self.config.temperature, greedy
+        )
+        was_training = self.model.training
+        self.model.eval()
+        with autocast(self.dtype, self.device):
+            output = self.model.generate(
+                input_ids=prompts.prompt_ids.to(self.device),
+                attention_mask=prompts.prompt_mask.long().to(self.device),
+                generation_config=GenerationConfig(
+                    do_sample=False,
+                    num_beams=1,
+                    max_new_tokens=self.config.max_new_tokens,
+                    eos_token_id=list(self.eos_ids),
+                    pad_token_id=self.pad_id,
+                    use_cache=True,
+                ),
+                logits_processor=LogitsProcessorList([draw]),
+            )
+        self.model.train(was_training)
+        completion_ids = output[:, start:].cpu()
+        lengths, finished = self._lengths(completion_ids)
+        mask = torch.arange(completion_ids.shape[1]) < lengths[:, None]
+        return extend(
+            Completions,
+            prompts,
+            completion_ids=torch.where(mask, completion_ids, self.pad_id),
+            completion_mask=mask,
+            sampler_logprobs=torch.where(mask, draw.logprobs[:, : completion_ids.shape[1]].cpu(), 0.0),
+            finished=finished,
+            group_size=group_size,
+        )
+
+    def _lengths(self, completion_ids: Int[Tensor, "B T"]) -> tuple[Int[Tensor, " B"], Tensor]:
+        """Tokens up to and including the first EOS; ids after it are padding whatever they are."""
+        ended = torch.isin(completion_ids, torch.tensor(self.eos_ids))
+        finished = ended.any(dim=1)
+        first = ended.int().argmax(dim=1) + 1
+        return torch.where(finished, first, completion_ids.shape[1]), finished
+
+
+def extend_rows(prompts: Prompts, row_ids: Int[Tensor, " B"]) -> Prompts:
+    """The same prompts under other row ids."""
+    return Prompts(
+        prompt_ids=prompts.prompt_ids,
+        prompt_mask=prompts.prompt_mask,
+        row_ids=row_ids,
+        references=prompts.references,
+    )
+
+
+class _Draw(LogitsProcessor):  # type: ignore[misc]
+    """Chooses the token itself: all scores but the drawn one become -inf, so that generate's argmax takes it."""
+
+    def __init__(
+        self, rows: Int[Tensor, " B"], key: int, start: int, max_new_tokens: int, temperature: float, greedy: bool
+    ) -> None:
+        self.rows, self.key, self.start = rows, key, start
+        self.temperature, self.greedy = temperature, greedy
+        self.logprobs = torch.zeros(len(rows), max_new_tokens, device=rows.device)
+
+    def __call__(self, input_ids: Int[Tensor, "B L"], scores: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
+        position = input_ids.shape[1] - self.start
+        wide = scores if scores.dtype == torch.float64 else scores.float()
+        log_softmax = (wide / self.temperature).log_softmax(dim=-1)
+        if self.greedy:
+            token = wide.argmax(dim=-1)
+        else:
+            token = draw(log_softmax, uniforms(self.key, self.rows, torch.full_like(self.rows, position)))
+        if self.logprobs.dtype != log_softmax.dtype:
+            self.logprobs = self.logprobs.to(log_softmax.dtype)
+        self.logprobs[:, position] = log_softmax.gather(1, token[:, None]).squeeze(1)
+        return torch.full_like(scores, -torch.inf).scatter_(1, token[:, None], 0.0)
+
+
+def draw(log_softmax: Float[Tensor, "B V"], uniform: Float[Tensor, " B"]) -> Int[Tensor, " B"]:
+    """The token at which the cumulative probability first exceeds `uniform`: one exact draw per row (float64 sums)."""
+    cumulative = log_softmax.double().exp().cumsum(dim=-1)
+    threshold = uniform * cumulative[:, -1]
+    return torch.searchsorted(cumulative, threshold[:, None], right=True).squeeze(1).clamp(max=log_softmax.shape[1] - 1)
