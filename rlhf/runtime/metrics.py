@@ -18,7 +18,7 @@ class MetricInfo:
 
 
 def _table(rows: str) -> dict[str, MetricInfo]:
-    entries = (line.split("|") for line in rows.strip().splitlines())
+    entries = (line.split("|", 2) for line in rows.strip().splitlines())
     infos = (MetricInfo(name.strip(), unit.strip(), meaning.strip()) for name, unit, meaning in entries)
     return {info.name: info for info in infos}
 
