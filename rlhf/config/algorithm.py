@@ -1,4 +1,4 @@
-"""The axes of an algorithm: advantage, policy loss, value loss, place of the KL. A choice is a value, not a subclass."""
+"""The axes of an algorithm: advantage, policy loss, value loss, place of the KL. A choice is a value."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ClipLoss(Section):
     clip_eps_high: NonNegative = 0.2
     """The ratio is clipped above at 1 + clip_eps_high."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """With a negative advantage, the objective is bounded below by dual_clip * A (Ye et al. 2020, eq. 5); off by default."""
+    """Where A < 0, the objective is bounded below by dual_clip * A (Ye et al. 2020, eq. 5); null: off."""
     aggregate: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
     """How tokens are weighted; see rlhf.algo.policy_loss.token_weights."""
     entropy_coef: NonNegative = 0.0
@@ -107,7 +107,7 @@ class AdaptiveKl(Section):
     target: Positive = 6.0
     """Wanted KL to the reference, in nats per sequence (summed over the tokens, averaged over completions)."""
     horizon: Positive = 10000.0
-    """Completions over which the coefficient moves by a factor of about e at an error of 1; the error is clipped at 0.2."""
+    """In completions: the coefficient is multiplied by 1 + error * completions / horizon, the error clipped at 0.2."""
 
 
 class Kl(Section):
@@ -125,9 +125,7 @@ class Kl(Section):
     @model_validator(mode="after")
     def _has_a_gradient(self) -> Kl:
         if self.placement == "loss" and self.estimator == "k1":
-            raise ValueError(
-                "k1 in the loss has an expected gradient of zero; use k2 (exact gradient) or k3 (GRPO's)"
-            )
+            raise ValueError("k1 in the loss has an expected gradient of zero; use k2 (exact gradient) or k3 (GRPO's)")
         if self.placement == "none" and self.controller.type == "adaptive":
             raise ValueError("an adaptive controller needs kl.placement to be reward or loss")
         return self
@@ -136,6 +134,8 @@ class Kl(Section):
 class Online(Section):
     """An algorithm that samples from the policy it trains."""
 
+    preset: str | None = None
+    """The named algorithm that these settings started from."""
     advantage: Advantage
     """Where credit comes from."""
     policy_loss: PolicyLossConfig = ClipLoss()
@@ -171,6 +171,8 @@ class SftLoss(Section):
 class Offline(Section):
     """An algorithm that learns from a fixed data set."""
 
+    preset: str | None = None
+    """The named algorithm that these settings started from."""
     loss: SftLoss = SftLoss()
     """What the policy descends."""
 
@@ -180,7 +182,5 @@ def _kind(value: object) -> str:
     return "offline" if offline else "online"
 
 
-Algorithm = Annotated[
-    Annotated[Online, Tag("online")] | Annotated[Offline, Tag("offline")], Discriminator(_kind)
-]
+Algorithm = Annotated[Annotated[Online, Tag("online")] | Annotated[Offline, Tag("offline")], Discriminator(_kind)]
 """Online unless it names a loss over fixed data."""

@@ -241,6 +241,8 @@ class EvalConfig(Section):
     """Steps between evaluations; 0: only before the first and after the last step."""
     source: RewardSourceConfig | None = None
     """The judge; null: the reward that is trained on."""
+    greedy: bool = False
+    """Score greedy completions too."""
     samples: Size = 64
     """Held-out completions kept in samples.jsonl at each evaluation."""
 
@@ -285,9 +287,7 @@ class TrainConfig(Section):
 
     def _check_online(self, algorithm: Online) -> None:
         if self.data.prompts is None:
-            raise ValueError(
-                "data.prompts is missing: an online algorithm needs prompts; set data.prompts.path"
-            )
+            raise ValueError("data.prompts is missing: an online algorithm needs prompts; set data.prompts.path")
         if self.reward is None:
             raise ValueError(
                 "reward is missing: set reward.source, e.g. reward.source.type=model reward.source.path=runs/rm"
@@ -300,13 +300,9 @@ class TrainConfig(Section):
             raise ValueError("critic.shared puts the head on the policy: critic.init must then be 'policy'")
         rows = self.batch.prompts_per_step * self.sampling.completions_per_prompt
         if rows < self.batch.minibatches:
-            raise ValueError(
-                f"batch.minibatches is {self.batch.minibatches} but a step has only {rows} completions"
-            )
+            raise ValueError(f"batch.minibatches is {self.batch.minibatches} but a step has only {rows} completions")
         if isinstance(algorithm.advantage, Gae) and algorithm.advantage.whiten and rows < 8:
-            raise ValueError(
-                f"whitening over {rows} completions is noise: use 8 or more, or advantage.whiten=false"
-            )
+            raise ValueError(f"whitening over {rows} completions is noise: use 8 or more, or advantage.whiten=false")
         if self.reward.shaping.overlong_buffer >= self.sampling.max_new_tokens:
             raise ValueError("reward.shaping.overlong_buffer must be shorter than sampling.max_new_tokens")
 
@@ -356,9 +352,7 @@ class RewardModelConfig(Section):
     @model_validator(mode="after")
     def _has_pairs(self) -> RewardModelConfig:
         if self.data.preferences is None:
-            raise ValueError(
-                "data.preferences is missing: a reward model needs pairs; set data.preferences.path"
-            )
+            raise ValueError("data.preferences is missing: a reward model needs pairs; set data.preferences.path")
         return self
 
 

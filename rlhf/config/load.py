@@ -1,0 +1,256 @@
+"""YAML + key=value -> a validated configuration: defaults < preset < file < command line."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from rlhf.config.algorithm import Gae, Online
+from rlhf.config.base import Section
+from rlhf.config.presets import PRESETS
+from rlhf.config.sections import RewardModelConfig, TrainConfig
+from rlhf.errors import ConfigError
+
+Tree = dict[str, Any]
+C = TypeVar("C", bound=Section)
+
+TAGS = ("type", "preset")
+NOT_SETTINGS = ("versions", "git_commit")  # what a run folder's config.yaml has besides
+
+ALIASES = {
+    "learning_rate": "lr",
+    "batch_size": "prompts_per_step or batch.micro_batch_size",
+    "mini_batch_size": "minibatches",
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "ppo_epochs": "epochs",
+    "max_steps": "steps",
+    "beta": "coef (algorithm.kl.coef)",
+    "kl_coef": "coef (algorithm.kl.coef)",
+    "cliprange": "clip_eps_low and clip_eps_high",
+    "clip_eps": "clip_eps_low and clip_eps_high",
+    "lam": "gae_lambda",
+    "n": "completions_per_prompt",
+    "group_size": "completions_per_prompt",
+    "num_generations": "completions_per_prompt",
+    "max_length": "max_new_tokens or max_tokens",
+    "output_dir": "out_dir",
+}
+
+
+def load_train(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """The training run that a YAML file and `key=value` overrides describe.
+
+    Raises:
+        ConfigError: the file, a key, a value or a combination is wrong; the message names it and says what to do.
+    """
+    return train_config(merge(read_yaml(path), parse_overrides(overrides)))
+
+
+def train_config(tree: Tree) -> TrainConfig:
+    """The training run that a tree of settings describes; its preset is expanded first."""
+    return validate(TrainConfig, expand_preset(tree))
+
+
+def load_reward_model(path: str | Path, overrides: Sequence[str] = ()) -> RewardModelConfig:
+    """The reward-model run that a YAML file and `key=value` overrides describe.
+
+    Raises:
+        ConfigError: as `load_train`.
+    """
+    return validate(RewardModelConfig, merge(read_yaml(path), parse_overrides(overrides)))
+
+
+def read_yaml(path: str | Path) -> Tree:
+    """The tree in a YAML file, without what a run folder adds to its own.
+
+    Raises:
+        ConfigError: no such file, not YAML, or not a mapping.
+    """
+    file = Path(path)
+    if file.is_dir() and (file / "config.yaml").is_file():
+        file = file / "config.yaml"
+    if not file.is_file():
+        near = difflib.get_close_matches(file.name, [f.name for f in file.parent.glob("*.y*ml")], n=1)
+        hint = f"; did you mean {file.parent / near[0]}?" if near else ""
+        raise ConfigError(f"no configuration file {str(path)!r}{hint}")
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold sections (run:, policy:, ...), not {type(tree).__name__}")
+    return {str(key): value for key, value in tree.items() if key not in NOT_SETTINGS}
+
+
+def parse_overrides(overrides: Sequence[str]) -> Tree:
+    """`["policy.lr=1e-6", ...]` as one tree; values are YAML (1e-6, true, null, [0, 1], text).
+
+    Raises:
+        ConfigError: an override without `=`, with an empty key, or whose value is not YAML.
+    """
+    tree: Tree = {}
+    for text in overrides:
+        key, equals, raw = text.partition("=")
+        parts = key.split(".")
+        if not equals or not all(parts):
+            raise ConfigError(f"cannot read {text!r}: write section.key=value, e.g. policy.lr=1e-6")
+        try:
+            value = yaml.safe_load(raw)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{key}: the value {raw!r} is not valid YAML; put it in quotes") from error
+        branch: Any = value
+        for part in reversed(parts):
+            branch = {part: branch}
+        tree = merge(tree, branch)
+    return tree
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
+    """Deep merge; except that naming another tag (`type`, `preset`) replaces the whole section."""
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping) and not _another_tag(old, value):
+            merged[key] = merge(old, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _another_tag(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    return any(tag in new and old.get(tag, new[tag]) != new[tag] for tag in TAGS)
+
+
+def expand_preset(tree: Tree) -> Tree:
+    """The tree with `algorithm.preset` written out beneath what the file says of the algorithm.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
+    algorithm = tree.get("algorithm")
+    if not isinstance(algorithm, Mapping) or "preset" not in algorithm or algorithm["preset"] is None:
+        return tree
+    name = algorithm["preset"]
+    if name not in PRESETS:
+        near = difflib.get_close_matches(str(name), PRESETS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"algorithm.preset: {name!r} is not one of {', '.join(PRESETS)}{hint}")
+    return {**tree, "algorithm": merge(PRESETS[name], algorithm)}
+
+
+def dump(config: Section) -> Tree:
+    """The configuration as plain data, every default filled in; loading it gives the same configuration."""
+    return config.model_dump(mode="json")
+
+
+def validate(kind: type[C], tree: Tree) -> C:
+    """A `kind` from a tree.
+
+    Raises:
+        ConfigError: with one line for every mistake.
+    """
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(kind, dict(mistake)) for mistake in error.errors()]
+        raise ConfigError("\n".join(lines)) from error
+
+
+def unread_sections(config: TrainConfig | RewardModelConfig) -> list[str]:
+    """One sentence for every section that is set but that nothing in this run reads."""
+    unread = _unread_by_training(config) if isinstance(config, TrainConfig) else _unread_by_reward_model(config)
+    return [f"{key} is set, but {why}: it has no effect" for key, why in unread]
+
+
+def _unread_by_training(config: TrainConfig) -> list[tuple[str, str]]:
+    named, data = config.model_fields_set, config.data.model_fields_set
+    found: list[tuple[str, str]] = []
+    algorithm = config.algorithm
+    if not isinstance(algorithm, Online):
+        offline = "an offline algorithm does not read it"
+        found += [(key, offline) for key in ("critic", "reward", "reference") if key in named]
+        found += [(f"data.{key}", offline) for key in ("prompts", "preferences", "eval_preferences") if key in data]
+        found += [(f"batch.{k}", offline) for k in ("epochs", "minibatches") if k in config.batch.model_fields_set]
+        return found
+    if "critic" in named and not isinstance(algorithm.advantage, Gae):
+        found.append(("critic", "only GAE has a critic"))
+    if "sft" in data and algorithm.ptx_coef == 0:
+        found.append(("data.sft", "algorithm.ptx_coef is 0"))
+    found += [
+        (f"data.{k}", "an online algorithm does not read it")
+        for k in ("preferences", "eval_preferences", "eval_sft")
+        if k in data
+    ]
+    return found
+
+
+def _unread_by_reward_model(config: RewardModelConfig) -> list[tuple[str, str]]:
+    why = "a reward model does not read it"
+    keys = ("prompts", "eval_prompts", "sft", "eval_sft")
+    found = [(f"data.{key}", why) for key in keys if key in config.data.model_fields_set]
+    found += [(f"batch.{key}", why) for key in ("epochs", "minibatches") if key in config.batch.model_fields_set]
+    if config.model.ema_decay is not None:
+        found.append(("model.ema_decay", why))
+    return found
+
+
+def _explain(kind: type[Section], mistake: Mapping[str, Any]) -> str:
+    keys, models = _walk(kind, mistake["loc"])
+    where = ".".join(keys)
+    if mistake["type"] == "extra_forbidden":
+        return f"{where}: unknown key{_nearest(keys[-1], models)}"
+    message = str(mistake["msg"]).removeprefix("Value error, ")
+    if mistake["type"] == "missing":
+        message = "is required; set it in the file or on the command line"
+    given = mistake.get("input")
+    shown = f" (got {given!r})" if where and mistake["type"] not in ("missing", "value_error") else ""
+    return f"{where}: {message}{shown}" if where else message
+
+
+def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], list[type[BaseModel]]]:
+    """The keys a user wrote on the way to a mistake (a union's tags left out), and the sections that hold the last."""
+    models: list[type[BaseModel]] = [kind]
+    keys: list[str] = []
+    for index, part in enumerate(location):
+        last = index == len(location) - 1
+        inner = [m for model in models if part in model.model_fields for m in _sections(model, str(part))]
+        is_key = isinstance(part, int) or last or any(part in model.model_fields for model in models)
+        if is_key:
+            keys.append(str(part))
+        else:
+            models = [model for model in models if _is_tagged(model, str(part))] or models
+        if not last and any(part in model.model_fields for model in models):
+            models = inner
+    return keys, models
+
+
+def _sections(model: type[BaseModel], field: str) -> list[type[BaseModel]]:
+    def flatten(annotation: Any) -> list[type[BaseModel]]:
+        if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
+            return [annotation] if issubclass(annotation, BaseModel) else []
+        return [found for inner in typing.get_args(annotation) for found in flatten(inner)]
+
+    return flatten(model.model_fields[field].annotation)
+
+
+def _is_tagged(model: type[BaseModel], tag: str) -> bool:
+    field = model.model_fields.get("type")
+    return (field is not None and field.default == tag) or model.__name__.lower() == tag
+
+
+def _nearest(key: str, models: Sequence[type[BaseModel]]) -> str:
+    valid = sorted({name for model in models for name in model.model_fields})
+    near = difflib.get_close_matches(key, valid, n=1)
+    if near:
+        return f"; did you mean {near[0]}?"
+    if key in ALIASES:
+        return f"; here it is called {ALIASES[key]}"
+    return f"; valid keys here: {', '.join(valid)}" if valid else ""

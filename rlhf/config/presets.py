@@ -1,0 +1,50 @@
+"""Named algorithms: a few lines of configuration each, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_CRITIC = {"advantage": {"type": "gae"}, "value_loss": {}}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "sft": {"loss": {"type": "sft"}},
+    "ppo": {**_CRITIC, "kl": {"placement": "reward", "estimator": "k1", "coef": 0.05}},
+    "ppo_penalty": {
+        **_CRITIC,
+        "policy_loss": {"type": "penalty"},
+        "kl": {"placement": "reward", "estimator": "k1", "coef": 0.05},
+    },
+    "reinforce_pp": {
+        "advantage": {"type": "batch_whiten"},
+        "kl": {"placement": "reward", "estimator": "k1", "coef": 0.01},
+    },
+    "rloo": {
+        "advantage": {"type": "group", "baseline": "leave_one_out"},
+        "policy_loss": {"ratio": "sequence", "aggregate": "sequence_mean"},
+        "kl": {"placement": "reward", "estimator": "k1", "coef": 0.05},
+    },
+    "grpo": {
+        "advantage": {"type": "group", "baseline": "normalized"},
+        "policy_loss": {"aggregate": "sequence_mean"},
+        "kl": {"placement": "loss", "estimator": "k3", "coef": 0.04},
+    },
+    "dr_grpo": {
+        "advantage": {"type": "group", "baseline": "centered"},
+        "policy_loss": {"aggregate": "constant"},
+    },
+    "dapo": {
+        "advantage": {"type": "group", "baseline": "normalized"},
+        "policy_loss": {"clip_eps_high": 0.28, "aggregate": "token_mean"},
+        "drop_uniform_groups": True,
+    },
+    "gspo": {
+        "advantage": {"type": "group", "baseline": "normalized"},
+        "policy_loss": {
+            "ratio": "sequence_mean",
+            "clip_eps_low": 3e-4,
+            "clip_eps_high": 4e-4,
+            "aggregate": "sequence_mean",
+        },
+    },
+}
+"""docs/algorithms/ has a page for each: equations, defaults, departures from the paper, what to watch."""

@@ -1,0 +1,64 @@
+"use strict";
+(() => {
+  const figures = JSON.parse(document.getElementById("figures").textContent);
+  const root = document.documentElement;
+  const system = window.matchMedia("(prefers-color-scheme: dark)");
+  const touch = window.matchMedia("(pointer: coarse)").matches;
+  const button = document.getElementById("theme");
+
+  const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : system.matches);
+  const color = (role) => getComputedStyle(root).getPropertyValue("--" + role).trim();
+
+  // Python names a role for every trace; the style sheet says what color the role has in this theme.
+  function colored(trace) {
+    const value = color((trace.meta && trace.meta.role) || "s1");
+    const copy = { ...trace, marker: { ...trace.marker, color: value } };
+    if (trace.type !== "bar") copy.line = { ...trace.line, color: value };
+    if (trace.error_y) copy.error_y = { ...trace.error_y, color: value };
+    return copy;
+  }
+
+  function layoutOf(figure) {
+    const axis = {
+      gridcolor: color("grid"), linecolor: color("grid"), zerolinecolor: color("grid"),
+      automargin: true, nticks: 6, fixedrange: touch,
+    };
+    return {
+      ...figure.layout,
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      font: { color: color("muted"), size: 12, family: getComputedStyle(document.body).fontFamily },
+      margin: { l: 44, r: 10, t: 8, b: 36 },
+      height: 250,
+      // Negative y below the axis title: beside the curves a phone has no room for a legend.
+      legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 11 } },
+      hoverlabel: { bgcolor: color("card"), bordercolor: color("grid"), font: { color: color("ink") } },
+      hovermode: "x unified",
+      dragmode: touch ? false : "zoom",
+      uirevision: "keep",
+      xaxis: { ...figure.layout.xaxis, ...axis, title: { ...(figure.layout.xaxis || {}).title, standoff: 4, font: { size: 11 } } },
+      yaxis: { ...figure.layout.yaxis, ...axis, title: { ...(figure.layout.yaxis || {}).title, standoff: 4, font: { size: 11 } } },
+    };
+  }
+
+  function draw() {
+    for (const place of document.querySelectorAll(".chart")) {
+      const figure = figures[place.dataset.figure];
+      Plotly.react(place, figure.data.map(colored), layoutOf(figure), { displayModeBar: false, responsive: true });
+    }
+    button.textContent = isDark() ? "☀ Light" : "☾ Dark";
+  }
+
+  button.hidden = false;
+  button.addEventListener("click", () => {
+    root.dataset.theme = isDark() ? "light" : "dark";
+    try {
+      localStorage.setItem("rlhf-theme", root.dataset.theme);
+    } catch (error) {
+      // No storage: see theme.js.
+    }
+    draw();
+  });
+  system.addEventListener("change", draw);
+  draw();
+  root.dataset.drawn = String(document.querySelectorAll(".chart .main-svg").length > 0);
+})();

@@ -1,0 +1,236 @@
+"""The gold reward: what a review is truly worth, computed from the texts of the prompt and the completion alone.
+
+The completion is read clause by clause against the grammar. A clause counts when it is complete and *fresh*: it
+judges a noun no earlier clause judged, with a word no earlier clause judged with. So saying a good word, or a good
+sentence, again adds nothing to any part and costs under `repetition`. The gold is the sum of seven parts:
+
+    sentiment   2.5 · w · Σ_c p_c / (n + 1)   n fresh clauses of polarity p_c in [-1, 1] after negation, w = ±1 wanted
+    topic       1 - 2^-k - 0.6 · min(o, 3)    k distinct nouns of the topic in fresh clauses, o of other topics anywhere
+    asked       0.4 where a fresh clause judges the aspect that the prompt asks for
+    ending      0.3 where the text ends with a period, else -0.3
+    form        -0.5 · min(clauses that are not complete, 3); an empty text has one such clause
+    repetition  -min(0.5 · r + 0.25 · g, 2.5) r content words and g four-word runs that were there before
+    length      -0.3 for each fresh clause short of three, -0.05 for each word over 45
+
+A perfect review of five clauses scores 3.75; an empty one -2.2; careless ones lie between about -4 and 2.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from rlhf.errors import RewardError
+from rlhf.lab.lexicon import (
+    ADJECTIVES,
+    ASPECT_TOPIC,
+    EFFECTS,
+    FILLERS,
+    FRIENDS,
+    INTENSIFIERS,
+    JOINS,
+    NEGATORS,
+    OPENERS,
+    OPINIONS,
+    PEOPLE,
+    PLAIN_STRENGTH,
+    SEASONS,
+    SENTIMENTS,
+    TAILS,
+    TARGETS,
+    TOPICS,
+    VERBS,
+    VERDICTS,
+)
+
+SENTIMENT_WEIGHT = 2.5
+OFF_TOPIC_COST = 0.6
+ASKED_WEIGHT = 0.4
+ENDING_WEIGHT = 0.3
+INCOMPLETE_COST = 0.5
+REPEATED_WORD_COST = 0.5
+REPEATED_RUN_COST = 0.25
+REPETITION_LIMIT = 2.5
+SHORT_COST = 0.3
+LONG_COST = 0.05
+MIN_CLAUSES = 3
+MAX_WORDS = 45
+COUNTED_AT_MOST = 3  # off-topic nouns, incomplete clauses
+RUN = 4  # words in a run that should not come twice
+
+CONTENT = frozenset(ADJECTIVES) | frozenset(ASPECT_TOPIC) | frozenset(INTENSIFIERS) | frozenset(VERBS)
+TONES = {tone: polarity for polarity, tones in SENTIMENTS.items() for tone in tones}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a prompt asks for, as read from its text."""
+
+    topic: str
+    sentiment: int
+    aspect: str
+
+
+@dataclass(frozen=True)
+class Clause:
+    """A complete clause: the noun it judges, the word it judges with, its polarity; a filler judges nothing."""
+
+    noun: str
+    judge: str
+    polarity: float  # in [-1, 1], after negation; 0 for a filler
+
+
+def gold_reward(prompts: list[str], completions: list[str], references: list[Mapping[str, Any]]) -> list[float]:
+    """The gold of each completion; `references` is not read, all is in the texts."""
+    return [sum(gold_parts(prompt, completion).values()) for prompt, completion in zip(prompts, completions, strict=True)]
+
+
+def gold_parts(prompt: str, completion: str) -> dict[str, float]:
+    """The weighted parts whose sum is the gold."""
+    asked = read_prompt(prompt)
+    sentences = _sentences(completion)
+    clauses = [clause for sentence in sentences for clause in _clauses(sentence)]
+    complete = [clause for clause in clauses if clause is not None]
+    fresh = _fresh(complete)
+    nouns = {clause.noun for clause in fresh}
+    mentioned = {word for sentence in sentences for word in sentence if word in ASPECT_TOPIC}
+    own = sum(ASPECT_TOPIC[noun] == asked.topic for noun in nouns)
+    off = sum(ASPECT_TOPIC[noun] != asked.topic for noun in mentioned)
+    words = sum(word != "," for sentence in sentences for word in sentence)
+    incomplete = max(len(clauses) - len(complete), 0 if clauses else 1)
+    return {
+        "sentiment": SENTIMENT_WEIGHT * asked.sentiment * sum(c.polarity for c in fresh) / (len(fresh) + 1),
+        "topic": 1 - 2.0**-own - OFF_TOPIC_COST * min(off, COUNTED_AT_MOST),
+        "asked": ASKED_WEIGHT * (asked.aspect in nouns),
+        "ending": ENDING_WEIGHT if completion.rstrip().endswith(".") else -ENDING_WEIGHT,
+        "form": -INCOMPLETE_COST * min(incomplete, COUNTED_AT_MOST),
+        "repetition": -_repetition(sentences),
+        "length": -SHORT_COST * max(MIN_CLAUSES - len(fresh), 0) - LONG_COST * max(words - MAX_WORDS, 0),
+    }
+
+
+def read_prompt(prompt: str) -> Asked:
+    """The topic, the wanted sentiment and the aspect that a prompt names."""
+    words = re.findall(r"[a-z]+", prompt.lower())
+    topic = next((word for word in words if word in TOPICS), None)
+    sentiment = next((TONES[word] for word in words if word in TONES), None)
+    if topic is None or sentiment is None:
+        raise RewardError(
+            f"the lab's gold reward cannot read the prompt {prompt!r}: it needs a topic ({', '.join(TOPICS)}) "
+            f"and a tone ({', '.join(TONES)}); for other prompts use another reward"
+        )
+    aspect = next((word for word in words if word in TOPICS[topic]), topic)
+    return Asked(topic=topic, sentiment=sentiment, aspect=aspect)
+
+
+def preference_probability(gold_a: float, gold_b: float, temperature: float) -> float:
+    """P(a preferred to b) = σ((g_a - g_b) / temperature) (Bradley & Terry 1952)."""
+    return 1 / (1 + math.exp(min((gold_b - gold_a) / temperature, 700.0)))
+
+
+def label_pair(gold_a: float, gold_b: float, temperature: float, rng: Random) -> bool:
+    """Whether a noisy judge prefers a to b: one draw from `preference_probability`."""
+    return rng.random() < preference_probability(gold_a, gold_b, temperature)
+
+
+def best_accuracy(gold_gaps: Sequence[float], temperature: float) -> float:
+    """The best expected accuracy on labels drawn at this temperature: the mean of max(p, 1 - p) over the gaps."""
+    assert gold_gaps, "no pairs"
+    return math.fsum(preference_probability(abs(gap), 0.0, temperature) for gap in gold_gaps) / len(gold_gaps)
+
+
+def _sentences(text: str) -> list[list[str]]:
+    """The words and commas of each sentence, in lower case; any other mark stays and makes its clause incomplete."""
+    parts = (re.findall(r"[a-z]+|[^a-z\s]", part) for part in text.lower().split("."))
+    return [part for part in parts if part]
+
+
+def _clauses(sentence: Sequence[str]) -> list[Clause | None]:
+    """The clauses between the commas, None where one is not complete; an opener before a clause is no clause."""
+    chunks = [chunk.strip() for chunk in " ".join(sentence).split(",")]
+    if len(chunks) > 1 and chunks[0] in OPENERS:
+        chunks = chunks[1:]
+    joined = [_without_join(chunk) for chunk in chunks[1:]]
+    return [_parse(chunk) for chunk in (chunks[0], *joined)]
+
+
+def _without_join(chunk: str) -> str:
+    """The clause after its connective; nothing, hence incomplete, where there is none."""
+    first, _, rest = chunk.partition(" ")
+    return rest if first in _JOIN_WORDS else ""
+
+
+def _parse(text: str) -> Clause | None:
+    if _FILLER.fullmatch(text):
+        return Clause(noun="", judge=text, polarity=0.0)
+    match = next((found for pattern in _PATTERNS if (found := pattern.fullmatch(text))), None)
+    if match is None:
+        return None
+    found = match.groupdict()
+    judge, polarity = VERBS[found["verb"]] if "verb" in found else (found["adj"], ADJECTIVES[found["adj"]])
+    strength = INTENSIFIERS.get(found.get("much") or "", PLAIN_STRENGTH)
+    if found.get("neg"):
+        polarity, strength = -polarity, PLAIN_STRENGTH
+    return Clause(noun=found["noun"], judge=judge, polarity=polarity * strength)
+
+
+def _fresh(clauses: Iterable[Clause]) -> list[Clause]:
+    """The judging clauses that use neither the noun nor the judging word of one before."""
+    fresh: list[Clause] = []
+    for clause in clauses:
+        if clause.polarity and all(clause.noun != c.noun and clause.judge != c.judge for c in fresh):
+            fresh.append(clause)
+    return fresh
+
+
+def _repetition(sentences: Sequence[Sequence[str]]) -> float:
+    content = Counter(VERBS[word][0] if word in VERBS else word for s in sentences for word in s if word in CONTENT)
+    runs = Counter(tuple(s[i : i + RUN]) for s in sentences for i in range(len(s) - RUN + 1))
+    cost = REPEATED_WORD_COST * (content.total() - len(content)) + REPEATED_RUN_COST * (runs.total() - len(runs))
+    return min(cost, REPETITION_LIMIT)
+
+
+def _any(words: Iterable[str]) -> str:
+    return "(?:" + "|".join(words) + ")"
+
+
+def _group(name: str, words: Iterable[str]) -> str:
+    return f"(?P<{name}>" + "|".join(words) + ")"
+
+
+_JOIN_WORDS = frozenset(word for words in JOINS.values() for word in words)
+_FILLER = re.compile(_any(f.format(season=_any(SEASONS), friend=_any(FRIENDS)) for f in FILLERS))
+
+
+def _patterns() -> list[re.Pattern[str]]:
+    """One pattern for each form of clause, over words joined by single spaces."""
+    noun, who = "the " + _group("noun", ASPECT_TOPIC), _any(PEOPLE)
+    adjective = f"(?:{_group('much', INTENSIFIERS)} )?{_group('adj', ADJECTIVES)}"
+    tail = f"(?: {_any(TAILS)})?"
+    opinions = [past for verbs in OPINIONS.values() for past in verbs]
+    opinion_bases = [base for verbs in OPINIONS.values() for base in verbs.values()]
+    effects = [past for verbs in EFFECTS.values() for past in verbs]
+    effect_bases = [base for verbs in EFFECTS.values() for base in verbs.values()]
+    verdicts = [verb for verbs in VERDICTS.values() for verb in verbs]
+    return [
+        re.compile(form)
+        for form in (
+            f"{noun} was (?:{_group('neg', NEGATORS)} )?{adjective}{tail}",
+            f"(?P<neg>nothing) about {noun} was {adjective}",
+            f"there was (?P<neg>nothing) {adjective} about {noun}",
+            f"(?:(?P<neg>nobody)|{who}) found {noun} {adjective}{tail}",
+            f"(?:(?P<neg>nobody|{who} never)|{who}) {_group('verb', opinions)} {noun}",
+            f"{who} (?P<neg>did not) {_group('verb', opinion_bases)} {noun}",
+            f"{noun} {_group('verb', effects)} {_any(TARGETS)}",
+            f"{noun} (?P<neg>did not) {_group('verb', effect_bases)} {_any(TARGETS)}",
+            f"{who} would (?:(?P<neg>never|not) )?{_group('verb', verdicts)} {noun}",
+        )
+    ]
+
+
+_PATTERNS = _patterns()

@@ -1,0 +1,109 @@
+"""The words of the lab's world, by what they do in a clause; the grammar writes with them, the gold reward reads them."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+TOPICS = MappingProxyType(
+    {
+        "hotel": ("room", "bed", "lobby", "pool", "bathroom", "reception", "balcony", "garden"),
+        "restaurant": ("soup", "dessert", "menu", "waiter", "wine", "bread", "salad", "chef"),
+        "film": ("plot", "acting", "ending", "soundtrack", "director", "script", "scenery", "cast"),
+        "book": ("chapter", "style", "hero", "author", "prose", "dialogue", "cover", "mystery"),
+        "phone": ("screen", "battery", "camera", "charger", "keyboard", "speaker", "signal", "price"),
+        "concert": ("band", "singer", "stage", "sound", "crowd", "drummer", "piano", "encore"),
+        "museum": ("gallery", "guide", "statue", "painting", "exhibit", "shop", "entrance", "map"),
+        "flight": ("seat", "pilot", "cabin", "crew", "takeoff", "landing", "boarding", "luggage"),
+    }
+)
+"""Each topic with its aspects; no noun belongs to two topics."""
+
+GENERAL = MappingProxyType(
+    {
+        1: ("good", "great", "lovely", "excellent", "wonderful", "pleasant", "charming", "superb", "delightful", "perfect"),
+        -1: ("bad", "awful", "poor", "terrible", "dreadful", "disappointing", "horrible", "unpleasant", "annoying", "ugly"),
+    }
+)
+"""Adjectives that suit every topic, by polarity."""
+
+SPECIAL = MappingProxyType(
+    {
+        "hotel": {1: ("clean", "quiet", "cosy"), -1: ("dirty", "noisy", "cramped")},
+        "restaurant": {1: ("tasty", "fresh", "generous"), -1: ("bland", "stale", "greasy")},
+        "film": {1: ("gripping", "clever", "moving"), -1: ("dull", "confusing", "predictable")},
+        "book": {1: ("witty", "vivid", "elegant"), -1: ("tedious", "clumsy", "shallow")},
+        "phone": {1: ("fast", "sturdy", "sharp"), -1: ("slow", "fragile", "blurry")},
+        "concert": {1: ("lively", "powerful", "joyful"), -1: ("sloppy", "shrill", "chaotic")},
+        "museum": {1: ("bright", "fascinating", "spacious"), -1: ("gloomy", "crowded", "dusty")},
+        "flight": {1: ("smooth", "punctual", "comfortable"), -1: ("bumpy", "late", "uncomfortable")},
+    }
+)
+"""Adjectives that belong to one topic, by polarity."""
+
+OPINIONS = MappingProxyType(
+    {
+        1: {"loved": "love", "liked": "like", "enjoyed": "enjoy", "admired": "admire"},
+        -1: {"hated": "hate", "disliked": "dislike", "regretted": "regret", "resented": "resent"},
+    }
+)
+"""What people did to a thing, past tense -> base, by polarity."""
+
+EFFECTS = MappingProxyType(
+    {
+        1: {"impressed": "impress", "pleased": "please", "delighted": "delight", "amused": "amuse"},
+        -1: {"annoyed": "annoy", "bored": "bore", "disappointed": "disappoint", "worried": "worry"},
+    }
+)
+"""What a thing did to people, past tense -> base, by polarity."""
+
+VERDICTS = MappingProxyType({1: ("recommend", "praise"), -1: ("avoid", "skip")})
+"""What a person would do to the whole topic, by polarity."""
+
+INTENSIFIERS = MappingProxyType(
+    {"very": 1.0, "truly": 1.0, "really": 1.0, "extremely": 1.0, "quite": 0.6, "rather": 0.6, "somewhat": 0.6, "fairly": 0.6}
+)
+"""Strength of a judgment with this word before its adjective."""
+
+PLAIN_STRENGTH = 0.8
+"""Strength of a judgment without an intensifier, or under a negator."""
+
+NEGATORS = ("not", "never", "hardly")
+PEOPLE = ("i", "we", "everyone")
+TARGETS = ("me", "us", "everyone")
+OPENERS = ("overall", "honestly", "in the end", "for once", "as usual", "this time")
+JOINS = MappingProxyType({"same": ("and",), "contrast": ("but", "while", "although")})
+TAILS = ("at night", "in the morning", "that day", "all week", "from the start")
+FILLERS = ("we went there in {season}", "my {friend} came along", "it was our first visit", "a {friend} told us about it")
+SEASONS = ("spring", "summer", "autumn", "winter")
+FRIENDS = ("sister", "brother", "neighbor", "colleague")
+
+SENTIMENTS = MappingProxyType({1: ("positive", "glowing", "kind"), -1: ("negative", "harsh", "critical")})
+"""How a prompt names the wanted sentiment, by polarity."""
+
+CITIES = ("Rome", "Paris", "Oslo", "Lima", "Cairo", "Tokyo", "Delhi", "Vienna", "Dublin", "Lisbon", "Boston", "Sydney")
+NAMES = ("Anna", "Boris", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Iris", "Jonas", "Karim", "Laura")
+
+ASPECT_TOPIC = MappingProxyType({noun: topic for topic, nouns in TOPICS.items() for noun in (topic, *nouns)})
+"""Every noun a review may judge -> the topic it belongs to."""
+
+ADJECTIVES = MappingProxyType(
+    {
+        adjective: polarity
+        for table in (GENERAL, *SPECIAL.values())
+        for polarity, adjectives in table.items()
+        for adjective in adjectives
+    }
+)
+"""Every adjective -> its polarity."""
+
+VERBS = MappingProxyType(
+    {
+        form: (base, polarity)
+        for table in (OPINIONS, EFFECTS)
+        for polarity, verbs in table.items()
+        for past, base in verbs.items()
+        for form in (past, base)
+    }
+    | {verb: (verb, polarity) for polarity, verbs in VERDICTS.items() for verb in verbs}
+)
+"""Every form of a judging verb -> its base form and polarity."""

@@ -1,0 +1,34 @@
+"""Stage 3: what the frozen models say of the completions, before any update."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rlhf.models.bundle import Models
+from rlhf.types import Completions, Rollout, Scores, extend
+
+
+@torch.no_grad()
+def annotate(completions: Completions, scores: Scores, models: Models, *, rows_per_pass: int) -> Rollout:
+    """Log-probs under the policy and the reference, and values; all on the CPU, as the completions are.
+
+    Without a reference its log-probs are the policy's (zero KL); without a critic the values are zero.
+    """
+    passes = [_pass(part.to(models.device), models) for part in completions.split(rows_per_pass)]
+    logprobs, ref_logprobs, values = (torch.cat(parts).cpu() for parts in zip(*passes, strict=True))
+    return extend(
+        Rollout,
+        completions,
+        scores=scores.values.to(logprobs.dtype),
+        logprobs=logprobs,
+        ref_logprobs=ref_logprobs,
+        values=values,
+    )
+
+
+def _pass(part: Completions, models: Models) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    outputs = models.outputs(part)
+    reference = models.reference_logprobs(part) if models.has_reference else outputs.logprobs
+    return outputs.logprobs, reference, outputs.values.to(outputs.logprobs.dtype)

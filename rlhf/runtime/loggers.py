@@ -1,0 +1,195 @@
+"""Where figures go: append-only JSON lines that can be rewound to a checkpoint, and trackers such as TensorBoard."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral, Real
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rlhf.errors import CheckpointError, UserError
+
+TRACKERS = {"tensorboard": "TensorBoardTracker", "wandb": "WandBTracker"}
+
+
+def plain(value: object) -> Any:
+    """`value` as what JSON has: numbers, strings, lists and string-keyed objects; NaN and infinity become null."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        number = float(value)
+        return number if math.isfinite(number) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    raise TypeError(f"cannot write {type(value).__name__} as JSON: {value!r}")
+
+
+def encode_line(record: Mapping[str, object]) -> bytes:
+    """One JSON line with sorted keys: the same record gives the same bytes."""
+    text = json.dumps(plain(record), sort_keys=True, ensure_ascii=False, allow_nan=False)
+    # A lone surrogate has no UTF-8 form; written as \udxxx it is a valid JSON escape and is read back unchanged.
+    return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of `path`; a last line that was not finished is left out, any other broken line is an error."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise CheckpointError(f"{path}, line {number}: not JSON ({error}); mend or remove that line") from None
+            if not isinstance(record, dict):
+                raise CheckpointError(f"{path}, line {number}: expected an object, found {type(record).__name__}")
+            yield record
+
+
+class JsonlLogger:
+    """Appends records to a file; `position` and `truncate` let a resumed run continue it as if never interrupted."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a+b")
+        self._drop_unfinished_line()
+
+    def log(self, record: Mapping[str, object]) -> None:
+        """Append one line and hand it to the operating system: a crash of this process loses nothing."""
+        self._file.write(encode_line(record))
+        self._file.flush()
+
+    def position(self) -> int:
+        """The length in bytes, everything up to there being on the disk: what a checkpoint keeps."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._file.seek(0, os.SEEK_END)
+
+    def truncate(self, position: int) -> None:
+        """Forget what was written after `position`, a value that `position()` gave earlier."""
+        length = self._file.seek(0, os.SEEK_END)
+        if position > length:
+            raise CheckpointError(
+                f"{self.path} has {length} bytes but the checkpoint was taken at {position}: lines have been removed "
+                "since; put the file back, or start anew in another run.out_dir"
+            )
+        if position and self._byte_before(position) != b"\n":
+            raise CheckpointError(
+                f"{self.path}: byte {position}, where the checkpoint was taken, is inside a line: the file has been "
+                "edited since; put it back, or start anew in another run.out_dir"
+            )
+        self._file.truncate(position)
+        self._file.seek(0, os.SEEK_END)
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        self._file.close()
+
+    def __enter__(self) -> JsonlLogger:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _byte_before(self, position: int) -> bytes:
+        self._file.seek(position - 1)
+        return self._file.read(1)
+
+    def _drop_unfinished_line(self) -> None:
+        """Cut what follows the last newline: the process died while writing it."""
+        end = self._file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - 65536)
+            self._file.seek(start)
+            newline = self._file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        self._file.truncate(end)
+        self._file.seek(0, os.SEEK_END)
+
+
+class Trackers:
+    """The trackers of a run, written to together."""
+
+    def __init__(self, trackers: Sequence[Any] = ()) -> None:
+        self._trackers = tuple(trackers)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of one step to every tracker."""
+        for tracker in self._trackers:
+            tracker.log({name: float(value) for name, value in metrics.items()}, step=step)
+
+    def close(self) -> None:
+        """Finish every tracker."""
+        for tracker in self._trackers:
+            tracker.finish()
+
+
+def open_trackers(
+    backends: Sequence[str], *, folder: Path, name: str, config: Mapping[str, object], first_step: int = 0
+) -> Trackers:
+    """Start the trackers that `backends` names through accelerate; none are imported when there are none.
+
+    Args:
+        folder: the run folder; tracker files go beneath it.
+        config: the resolved configuration, shown by the tracker as hyperparameters.
+        first_step: where a resumed run continues; TensorBoard hides what an earlier attempt wrote from there on.
+    """
+    for backend in backends:
+        if backend not in TRACKERS:
+            raise UserError(f"logging.backends: {backend!r} is not one of {', '.join(sorted(TRACKERS))}")
+        if importlib.util.find_spec(backend) is None:
+            raise UserError(
+                f"logging.backends names {backend}, which is not installed: run `pip install {backend}` "
+                "(or `pip install 'rlhf[track]'`), or take it out of logging.backends"
+            )
+    started = []
+    for backend in backends:
+        tracking = importlib.import_module("accelerate.tracking")
+        tracker = getattr(tracking, TRACKERS[backend])(**_arguments(backend, folder, name, first_step))
+        tracker.start()
+        tracker.store_init_configuration(_flat_strings(config))
+        started.append(tracker)
+    return Trackers(started)
+
+
+def _arguments(backend: str, folder: Path, name: str, first_step: int) -> dict[str, object]:
+    if backend == "tensorboard":
+        purge = {"purge_step": first_step} if first_step else {}
+        return {"run_name": "tensorboard", "logging_dir": str(folder), **purge}
+    return {"run_name": "rlhf", "name": name, "dir": str(folder)}
+
+
+def flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Nested mappings as one level with dotted keys; lists stay whole."""
+    flat: dict[str, object] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _flat_strings(config: Mapping[str, object]) -> dict[str, object]:
+    kept = (bool, int, float, str)
+    return {
+        key: value if isinstance(value, kept) else json.dumps(plain(value)) for key, value in flatten(config).items()
+    }

@@ -1,0 +1,239 @@
+"""What a run shows while it goes: a live display on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+SHORT = {
+    "score/mean": "score",
+    "kl/reference": "kl",
+    "kl/coef": "kl coef",
+    "loss/policy": "loss",
+    "loss/sft": "loss",
+    "loss/rm": "loss",
+    "loss/total": "loss",
+    "rm/accuracy": "accuracy",
+    "critic/explained_variance": "expl. var.",
+    "policy/entropy": "entropy",
+    "completion/length": "length",
+    "tokens_per_second": "tokens/s",
+}
+RECENT = 20  # updates over which the speed is measured: evaluation and checkpoints are in it, the first compile is not
+
+
+class Progress:
+    """Step, speed, time left and a few metrics of a run; also the clock of its phases.
+
+    Use as a context manager. On a terminal the display is drawn in place and `note` prints above it;
+    elsewhere each update is one line.
+
+    Args:
+        title: the run's name.
+        total_steps: where the count ends.
+        console: where to draw; standard output if None. `Console(quiet=True)` draws nothing.
+        start_step: steps done before this process began (a resumed run).
+        targets: metric -> the value it should have, shown beside it: {"kl/reference": 6.0}.
+        clock: seconds, for the tests.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total_steps: int,
+        console: Console | None = None,
+        *,
+        start_step: int = 0,
+        targets: Mapping[str, float] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.title = printable(title)
+        self.total_steps = total_steps
+        self.step = start_step
+        self._console = Console() if console is None else console
+        self._targets = dict(targets or {})
+        self._clock = clock
+        self._began = clock()
+        self._marks: deque[tuple[int, float]] = deque([(start_step, self._began)], maxlen=RECENT + 1)
+        self._shown: dict[str, str] = {}
+        self._phases = _PhaseClock(clock)
+        self._live = (
+            Live(console=self._console, get_renderable=self._display, refresh_per_second=4)
+            if self._console.is_interactive
+            else None
+        )
+
+    def __enter__(self) -> Progress:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time inside towards `name`; a phase inside a phase stops the outer one's clock meanwhile."""
+        self._phases.push(name)
+        try:
+            yield
+        finally:
+            self._phases.pop()
+
+    def take_timings(self) -> dict[str, float]:
+        """Seconds per phase since the last call."""
+        return self._phases.take()
+
+    def update(self, step: int, metrics: Mapping[str, float], show: Sequence[str]) -> None:
+        """Report that `step` steps are done; of `metrics`, display those that `show` names."""
+        self.step = step
+        if step != self._marks[-1][0]:
+            self._marks.append((step, self._clock()))
+        self._shown = {
+            label: _with_target(name, metrics[name], self._targets)
+            for name, label in _labels([name for name in show if name in metrics]).items()
+        }
+        if self._live is not None:
+            self._live.refresh()
+        else:
+            self._print(self._line())
+
+    def note(self, text: str) -> None:
+        """Print `text`, as it stands, above the display: a warning, a summary, a sample."""
+        self._print(printable(text))
+
+    def _print(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True, highlight=False)
+
+    def _seconds_per_step(self) -> float | None:
+        (first_step, first), (last_step, last) = self._marks[0], self._marks[-1]
+        return (last - first) / (last_step - first_step) if last_step > first_step else None
+
+    def _speed(self) -> str:
+        pace = self._seconds_per_step()
+        return "" if pace is None else f"{pace:.3g} s/step"
+
+    def _eta(self) -> str:
+        pace = self._seconds_per_step()
+        if pace is None or self.step >= self.total_steps:
+            return ""
+        return f"eta {duration(pace * (self.total_steps - self.step))}"
+
+    def _line(self) -> str:
+        shown = [f"{label} {value}" for label, value in self._shown.items()]
+        parts = [f"step {self.step}/{self.total_steps}", *shown, self._speed(), self._eta()]
+        return "  ".join(part for part in parts if part)
+
+    def _display(self) -> RenderableType:
+        head = Table.grid(padding=(0, 2), expand=True)
+        for _ in range(3):
+            head.add_column(no_wrap=True)
+        head.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        times = "  ".join(t for t in (duration(self._clock() - self._began), self._speed(), self._eta()) if t)
+        head.add_row(
+            Text(self.title, style="bold"),
+            ProgressBar(total=max(1, self.total_steps), completed=min(self.step, self.total_steps), width=28),
+            Text(f"{self.step}/{self.total_steps}"),
+            Text(times, style="cyan"),
+        )
+        return Group(head, self._metrics_row())
+
+    def _metrics_row(self) -> RenderableType:
+        row = Text(no_wrap=True, overflow="ellipsis")
+        for label, value in self._shown.items():
+            row.append(f"{label} ", style="dim").append(f"{value}  ")
+        phase = self._phases.current()
+        if phase:
+            row.append(f"▸ {printable(phase)}", style="magenta")
+        return row
+
+
+class _PhaseClock:
+    """Exclusive seconds per phase: each moment counts towards the innermost open one."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._open: list[str] = []
+        self._since = 0.0
+        self._seconds: dict[str, float] = {}
+
+    def push(self, name: str) -> None:
+        self._count()
+        self._open.append(name)
+
+    def pop(self) -> None:
+        self._count()
+        self._open.pop()
+
+    def current(self) -> str:
+        names = self._open[-1:]  # one read: the display's thread may ask while a phase ends
+        return names[0] if names else ""
+
+    def take(self) -> dict[str, float]:
+        self._count()
+        taken, self._seconds = self._seconds, {}
+        return taken
+
+    def _count(self) -> None:
+        now = self._clock()
+        if self._open:
+            name = self._open[-1]
+            self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
+        self._since = now
+
+
+def _labels(names: Sequence[str]) -> dict[str, str]:
+    """Short labels, or the whole name where two would be called alike."""
+    short = [SHORT.get(name, name) for name in names]
+    return {name: label if short.count(label) == 1 else name for name, label in zip(names, short, strict=True)}
+
+
+def _with_target(name: str, value: float, targets: Mapping[str, float]) -> str:
+    shown = number(value)
+    return f"{shown} (target {number(targets[name])})" if name in targets else shown
+
+
+def number(value: float) -> str:
+    """Two or three digits that matter: 0.53, 5.9, 12,400, 1e-06."""
+    if value != value or value in (float("inf"), float("-inf")):
+        return str(value)
+    size = abs(value)
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if size >= 10:
+        return f"{value:.1f}"
+    if size >= 0.01 or size == 0:
+        return f"{value:.2f}"
+    return f"{value:.1e}"
+
+
+def duration(seconds: float) -> str:
+    """8.2s, 1m20s, 2h05m."""
+    if seconds < 60:
+        return f"{seconds:.0f}s" if seconds >= 10 else f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    return f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+# Control characters (C0, C1, DEL) have no business on a terminal or in a page: model text could move the cursor.
+_CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in range(0x7F, 0xA0)}
+_CONTROLS |= {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"}
+
+
+def printable(text: str) -> str:
+    """`text` with control characters made visible and lone surrogates replaced; new lines and tabs stay."""
+    return text.translate(_CONTROLS).encode("utf-8", "replace").decode("utf-8")

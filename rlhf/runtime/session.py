@@ -1,0 +1,142 @@
+"""The course of a run: steps, evaluation, checkpoints, interruption. Every trainer's loop is `for step in session.steps()`."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+
+from rlhf.errors import CheckpointError
+from rlhf.runtime.checkpoint import Checkpoints
+from rlhf.runtime.recorder import Recorder
+
+STATE = "state.json"
+
+
+@dataclass
+class TrainState:
+    """What a checkpoint holds besides weights and optimizers. All else follows from the seed and the step."""
+
+    step: int = 0
+    kl_coef: float = 0.0
+    penalty_coef: float = 0.0
+    completions: int = 0  # sampled since the start
+    skipped: int = 0  # optimizer steps not taken because of NaN or Inf
+
+    def write(self, folder: Path, positions: Mapping[str, int]) -> None:
+        """state.json."""
+        (folder / STATE).write_text(json.dumps({"state": asdict(self), "positions": dict(positions)}), encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> tuple[TrainState, dict[str, int]]:
+        """The state and the positions of metrics.jsonl and samples.jsonl.
+
+        Raises:
+            CheckpointError: it was written by another version.
+        """
+        content = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        try:
+            return cls(**content["state"]), content["positions"]
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{folder / STATE} was written by another version of this program: {error}"
+            ) from error
+
+
+class Interruption:
+    """Ctrl-C or SIGTERM asks the run to save and stop after the step; a second Ctrl-C stops at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> Interruption:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+@dataclass
+class Session:
+    """A run's course. `save` fills a checkpoint folder with weights and optimizers; `evaluate` gives eval metrics."""
+
+    state: TrainState
+    total_steps: int
+    recorder: Recorder
+    checkpoints: Checkpoints
+    save: Callable[[Path], None]
+    evaluate: Callable[[int], dict[str, float]]
+    memory_mb: Callable[[], float]
+    checkpoint_every: int
+    eval_every: int
+    log_every: int
+    interrupted: bool = False
+
+    def __post_init__(self) -> None:
+        self._pending: tuple[dict[str, float], int] = ({}, 0)
+        self._saved_at = self.state.step if self.state.step else None
+
+    def steps(self) -> Iterator[int]:
+        """The steps still to do, from 1; around each: metrics, evaluation, checkpoint, and a stop when asked for."""
+        with Interruption() as stop:
+            if self.state.step == 0:
+                self._record(0, self._evaluated(0))
+            while self.state.step < self.total_steps and not stop.requested:
+                step = self.state.step + 1
+                yield step
+                self._after(step)
+            if stop.requested and self.state.step < self.total_steps:
+                self.interrupted = True
+                self._checkpoint()
+                self.recorder.note(f"stopped at step {self.state.step}; the same command continues from there")
+                return
+        self._checkpoint()
+
+    def report(self, metrics: Mapping[str, float], *, tokens: int) -> None:
+        """What the loop's body has to say of its step."""
+        self._pending = dict(metrics), tokens
+
+    def _after(self, step: int) -> None:
+        self.state.step = step
+        last = step == self.total_steps
+        metrics, tokens = self._pending
+        due = last or (self.eval_every and step % self.eval_every == 0)
+        if due:
+            metrics |= self._evaluated(step)
+        if due or step % self.log_every == 0:
+            self._record(step, metrics, tokens)
+        if self.checkpoint_every and step % self.checkpoint_every == 0:
+            self._checkpoint()
+
+    def _evaluated(self, step: int) -> dict[str, float]:
+        with self.recorder.phase("evaluate"):
+            return self.evaluate(step)
+
+    def _record(self, step: int, metrics: Mapping[str, float], tokens: int = 0) -> None:
+        if metrics:
+            self.recorder.metrics(step, metrics, tokens=tokens, memory_mb=self.memory_mb())
+
+    def _checkpoint(self) -> None:
+        if self._saved_at == self.state.step:
+            return
+        with self.recorder.phase("checkpoint"):
+            positions = self.recorder.positions()
+
+            def write(folder: Path) -> None:
+                self.save(folder)
+                self.state.write(folder, positions)
+
+            self.checkpoints.save(self.state.step, write)
+        self._saved_at = self.state.step
