@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from rlhf.algo.kl import kl_estimate
 from rlhf.models.bundle import Models
 from rlhf.types import Completions, Rollout, Scores, extend
 
@@ -32,3 +35,35 @@ def _pass(part: Completions, models: Models) -> tuple[Float[Tensor, "B T"], Floa
     outputs = models.outputs(part)
     reference = models.reference_logprobs(part) if models.has_reference else outputs.logprobs
     return outputs.logprobs, reference, outputs.values.to(outputs.logprobs.dtype)
+
+
+def sample_records(
+    rollout: Rollout,
+    decode: Callable[[Sequence[int]], str],
+    *,
+    step: int,
+    split: str,
+    limit: int,
+    parts: Mapping[str, torch.Tensor] | None = None,
+) -> list[dict[str, object]]:
+    """The first `limit` completions as lines of samples.jsonl."""
+    sequence_kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, "k1").sum(dim=1)
+    records: list[dict[str, object]] = []
+    for row in range(min(limit, len(rollout))):
+        length = int(rollout.completion_mask[row].sum())
+        prompt = rollout.prompt_ids[row][rollout.prompt_mask[row]].tolist()
+        records.append(
+            {
+                "step": step,
+                "split": split,
+                "row": int(rollout.row_ids[row]),
+                "prompt": decode(prompt),
+                "completion": decode(rollout.completion_ids[row, :length].tolist()),
+                "score": float(rollout.scores[row]),
+                "parts": {name: float(value[row]) for name, value in (parts or {}).items()},
+                "kl": float(sequence_kl[row]),
+                "length": length,
+                "finished": bool(rollout.finished[row]),
+            }
+        )
+    return records

@@ -6,9 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-GROUP_STD_EPS = (
-    1e-4  # papers do not say; population standard deviation + 1e-4, as in TRL and DeepSeekMath's successors
-)
+GROUP_STD_EPS = 1e-4  # papers do not say; population standard deviation + 1e-4, as in TRL and DeepSeekMath's successors
 
 
 def token_rewards(
@@ -54,9 +52,7 @@ def gae(
     return advantages, torch.where(mask, advantages + live_values, 0.0)
 
 
-def rewards_to_go(
-    rewards: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, gamma: float
-) -> Float[Tensor, "B T"]:
+def rewards_to_go(rewards: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, gamma: float) -> Float[Tensor, "B T"]:
     """R_t = r_t + gamma * R_{t+1} over live tokens; zero outside the mask."""
     advantages, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, gae_lambda=1.0)
     return advantages

@@ -82,9 +82,7 @@ def _advantages(
         case Gae() as how:
             if how.whiten_rewards:
                 rewards = whiten(rewards, mask, shift_mean=False)
-            advantages, returns = gae(
-                rewards, rollout.values, mask, gamma=how.gamma, gae_lambda=how.gae_lambda
-            )
+            advantages, returns = gae(rewards, rollout.values, mask, gamma=how.gamma, gae_lambda=how.gae_lambda)
             return (whiten(advantages, mask) if how.whiten else advantages), returns
         case BatchWhiten() as how:
             returns = rewards_to_go(rewards, mask, gamma=how.gamma)
@@ -114,9 +112,7 @@ class Objective:
 
     def norms(self, minibatch: Experience) -> dict[str, float]:
         """What each term's sum is divided by, from the whole minibatch's masks; never 0."""
-        _, policy = token_weights(
-            minibatch.loss_mask, self.algorithm.policy_loss.aggregate, max_tokens=self.max_tokens
-        )
+        _, policy = token_weights(minibatch.loss_mask, self.algorithm.policy_loss.aggregate, max_tokens=self.max_tokens)
         tokens = float(minibatch.completion_mask.sum().item())
         return {"policy": max(policy, 1.0), "value": max(tokens, 1.0)}
 
@@ -130,17 +126,13 @@ class Objective:
             penalty = kl_estimate(outputs.logprobs, micro.ref_logprobs, self.algorithm.kl.estimator)
             per_token = per_token + coefs.kl * penalty
             observed["loss/kl"] = Mean.of(coefs.kl * penalty, micro.loss_mask)
-        weights, _ = token_weights(
-            micro.loss_mask, self.algorithm.policy_loss.aggregate, max_tokens=self.max_tokens
-        )
+        weights, _ = token_weights(micro.loss_mask, self.algorithm.policy_loss.aggregate, max_tokens=self.max_tokens)
         terms = {"policy": _weighted_sum(per_token, weights, micro.loss_mask)}
         if self.algorithm.value_loss is not None:
             terms["value"] = self._value(micro, outputs, observed)
         return terms, observed
 
-    def _policy(
-        self, micro: Experience, outputs: Outputs, coefs: Coefs
-    ) -> tuple[PolicyLoss, dict[str, Mean]]:
+    def _policy(self, micro: Experience, outputs: Outputs, coefs: Coefs) -> tuple[PolicyLoss, dict[str, Mean]]:
         config, mask = self.algorithm.policy_loss, micro.loss_mask
         ratio = importance_ratio(outputs.logprobs, micro.logprobs, mask, config.ratio)
         old_kl = kl_old_new(outputs.logprobs, micro.logprobs, mask)

@@ -62,9 +62,7 @@ def clipped_surrogate(
     """
     clipped_ratio = ratio.clamp(1.0 - clip_eps_low, 1.0 + clip_eps_high)
     objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
-    clipped = ((advantages > 0) & (ratio > 1.0 + clip_eps_high)) | (
-        (advantages < 0) & (ratio < 1.0 - clip_eps_low)
-    )
+    clipped = ((advantages > 0) & (ratio > 1.0 + clip_eps_high)) | ((advantages < 0) & (ratio < 1.0 - clip_eps_low))
     if dual_clip is not None:
         floor = dual_clip * advantages
         objective = torch.where(advantages < 0, torch.maximum(objective, floor), objective)
@@ -98,9 +96,7 @@ def kl_old_new(
     return torch.expm1(difference) - difference
 
 
-def token_weights(
-    mask: Bool[Tensor, "B T"], how: Aggregate, *, max_tokens: int
-) -> tuple[Float[Tensor, "B T"], float]:
+def token_weights(mask: Bool[Tensor, "B T"], how: Aggregate, *, max_tokens: int) -> tuple[Float[Tensor, "B T"], float]:
     """Weight of every token and the norm to divide the weighted sum by; both depend on the mask alone.
 
         loss = sum(weights * per_token) / norm

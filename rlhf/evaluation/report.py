@@ -11,7 +11,7 @@ import yaml
 from rlhf.evaluation.report_card import calibration_bins, card_tables
 from rlhf.evaluation.report_charts import calibration_chart, chart_groups, timing_chart
 from rlhf.evaluation.report_page import write_page
-from rlhf.evaluation.report_record import Pair, Record, read_record
+from rlhf.evaluation.report_record import Record, read_record
 from rlhf.evaluation.report_summary import comparison, tiles, verdict
 from rlhf.runtime.metrics import METRICS, MetricInfo
 from rlhf.runtime.run_folder import RunFolder

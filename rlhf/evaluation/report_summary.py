@@ -12,7 +12,7 @@ from rlhf.evaluation.report_record import Pair, Record
 from rlhf.runtime.progress import duration, number
 
 # (metric, how a sentence calls it, its unit): the first of these that the run has is its result.
-HEADLINES = (
+HEADLINES: tuple[tuple[str, str, str], ...] = (
     ("eval/score", "Mean held-out score", ""),
     ("eval/rm_accuracy", "Accuracy on held-out pairs", ""),
     ("eval/loss", "Held-out loss", " nats per token"),

@@ -87,7 +87,9 @@ class Clause:
 
 def gold_reward(prompts: list[str], completions: list[str], references: list[Mapping[str, Any]]) -> list[float]:
     """The gold of each completion; `references` is not read, all is in the texts."""
-    return [sum(gold_parts(prompt, completion).values()) for prompt, completion in zip(prompts, completions, strict=True)]
+    return [
+        sum(gold_parts(prompt, completion).values()) for prompt, completion in zip(prompts, completions, strict=True)
+    ]
 
 
 def gold_parts(prompt: str, completion: str) -> dict[str, float]:

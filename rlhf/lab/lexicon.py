@@ -20,8 +20,30 @@ TOPICS = MappingProxyType(
 
 GENERAL = MappingProxyType(
     {
-        1: ("good", "great", "lovely", "excellent", "wonderful", "pleasant", "charming", "superb", "delightful", "perfect"),
-        -1: ("bad", "awful", "poor", "terrible", "dreadful", "disappointing", "horrible", "unpleasant", "annoying", "ugly"),
+        1: (
+            "good",
+            "great",
+            "lovely",
+            "excellent",
+            "wonderful",
+            "pleasant",
+            "charming",
+            "superb",
+            "delightful",
+            "perfect",
+        ),
+        -1: (
+            "bad",
+            "awful",
+            "poor",
+            "terrible",
+            "dreadful",
+            "disappointing",
+            "horrible",
+            "unpleasant",
+            "annoying",
+            "ugly",
+        ),
     }
 )
 """Adjectives that suit every topic, by polarity."""
@@ -60,7 +82,16 @@ VERDICTS = MappingProxyType({1: ("recommend", "praise"), -1: ("avoid", "skip")})
 """What a person would do to the whole topic, by polarity."""
 
 INTENSIFIERS = MappingProxyType(
-    {"very": 1.0, "truly": 1.0, "really": 1.0, "extremely": 1.0, "quite": 0.6, "rather": 0.6, "somewhat": 0.6, "fairly": 0.6}
+    {
+        "very": 1.0,
+        "truly": 1.0,
+        "really": 1.0,
+        "extremely": 1.0,
+        "quite": 0.6,
+        "rather": 0.6,
+        "somewhat": 0.6,
+        "fairly": 0.6,
+    }
 )
 """Strength of a judgment with this word before its adjective."""
 
@@ -73,11 +104,16 @@ TARGETS = ("me", "us", "everyone")
 OPENERS = ("overall", "honestly", "in the end", "for once", "as usual", "this time")
 JOINS = MappingProxyType({"same": ("and",), "contrast": ("but", "while", "although")})
 TAILS = ("at night", "in the morning", "that day", "all week", "from the start")
-FILLERS = ("we went there in {season}", "my {friend} came along", "it was our first visit", "a {friend} told us about it")
+FILLERS = (
+    "we went there in {season}",
+    "my {friend} came along",
+    "it was our first visit",
+    "a {friend} told us about it",
+)
 SEASONS = ("spring", "summer", "autumn", "winter")
 FRIENDS = ("sister", "brother", "neighbor", "colleague")
 
-SENTIMENTS = MappingProxyType({1: ("positive", "glowing", "kind"), -1: ("negative", "harsh", "critical")})
+SENTIMENTS = MappingProxyType({1: ("positive", "glowing"), -1: ("negative", "harsh")})
 """How a prompt names the wanted sentiment, by polarity."""
 
 CITIES = ("Rome", "Paris", "Oslo", "Lima", "Cairo", "Tokyo", "Delhi", "Vienna", "Dublin", "Lisbon", "Boston", "Sydney")

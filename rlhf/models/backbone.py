@@ -129,6 +129,13 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     tokenizer.save_pretrained(folder)
 
 
+def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every token that ends a completion: the tokenizer's, and those of the model's generation settings."""
+    own = model.generation_config.eos_token_id
+    listed = own if isinstance(own, list) else [own]
+    return tuple(dict.fromkeys(int(token) for token in (tokenizer.eos_token_id, *listed) if token is not None))
+
+
 def context_length(model: PreTrainedModel) -> int | None:
     """The longest sequence the model was made for, where its configuration says."""
     value = getattr(model.config, "max_position_embeddings", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -46,7 +46,6 @@ class Models:
     critic: ScalarHeadModel | None = None
     shared_head: SharedHead | None = None
     entropy_gradient: bool = False
-    reads_reference: bool = field(default=True)  # False: no part of the objective needs it, its KL is not computed
 
     @property
     def has_critic(self) -> bool:

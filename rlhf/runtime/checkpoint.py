@@ -68,7 +68,7 @@ class Checkpoints:
             note(f"checkpoint {path} is damaged ({damage}): passed over")
         if found:
             raise CheckpointError(
-                f"every checkpoint in {self.folder} is damaged; start anew in another run.out_dir, or remove that folder"
+                f"every checkpoint in {self.folder} is damaged: start in another run.out_dir, or remove that folder"
             )
         return None
 

@@ -230,7 +230,7 @@ def duration(seconds: float) -> str:
 
 
 # Control characters (C0, C1, DEL) have no business on a terminal or in a page: model text could move the cursor.
-_CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in range(0x7F, 0xA0)}
+_CONTROLS = dict.fromkeys(range(0x7F, 0xA0), "\N{REPLACEMENT CHARACTER}")
 _CONTROLS |= {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"}
 
 

@@ -1,4 +1,4 @@
-"""A run folder: the resolved configuration, metrics, timings, samples, checkpoints and the report, under fixed names."""
+"""A run folder: the resolved configuration, metrics, timings, samples, checkpoints, report, under fixed names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The course of a run: steps, evaluation, checkpoints, interruption. Every trainer's loop is `for step in session.steps()`."""
+"""The course of a run: steps, evaluation, checkpoints, interruption. Every loop is `for step in session.steps()`."""
 
 from __future__ import annotations
 
@@ -82,16 +82,18 @@ class Session:
     checkpoint_every: int
     eval_every: int
     log_every: int
+    resumed: bool = False  # continues from a checkpoint: what came before step 1 is done
     interrupted: bool = False
 
     def __post_init__(self) -> None:
-        self._pending: tuple[dict[str, float], int] = ({}, 0)
-        self._saved_at = self.state.step if self.state.step else None
+        self._pending: dict[str, float] = {}
+        self._tokens = 0  # since the last line of metrics
+        self._saved_at = self.state.step if self.resumed else None
 
     def steps(self) -> Iterator[int]:
         """The steps still to do, from 1; around each: metrics, evaluation, checkpoint, and a stop when asked for."""
         with Interruption() as stop:
-            if self.state.step == 0:
+            if not self.resumed:
                 self._record(0, self._evaluated(0))
             while self.state.step < self.total_steps and not stop.requested:
                 step = self.state.step + 1
@@ -106,17 +108,18 @@ class Session:
 
     def report(self, metrics: Mapping[str, float], *, tokens: int) -> None:
         """What the loop's body has to say of its step."""
-        self._pending = dict(metrics), tokens
+        self._pending = dict(metrics)
+        self._tokens += tokens
 
     def _after(self, step: int) -> None:
         self.state.step = step
         last = step == self.total_steps
-        metrics, tokens = self._pending
+        metrics = self._pending
         due = last or (self.eval_every and step % self.eval_every == 0)
         if due:
             metrics |= self._evaluated(step)
         if due or step % self.log_every == 0:
-            self._record(step, metrics, tokens)
+            self._record(step, metrics)
         if self.checkpoint_every and step % self.checkpoint_every == 0:
             self._checkpoint()
 
@@ -124,9 +127,10 @@ class Session:
         with self.recorder.phase("evaluate"):
             return self.evaluate(step)
 
-    def _record(self, step: int, metrics: Mapping[str, float], tokens: int = 0) -> None:
+    def _record(self, step: int, metrics: Mapping[str, float]) -> None:
         if metrics:
-            self.recorder.metrics(step, metrics, tokens=tokens, memory_mb=self.memory_mb())
+            self.recorder.metrics(step, metrics, tokens=self._tokens, memory_mb=self.memory_mb())
+            self._tokens = 0
 
     def _checkpoint(self) -> None:
         if self._saved_at == self.state.step:

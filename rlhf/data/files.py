@@ -1,0 +1,226 @@
+"""Rows from files, folders and the hub.
+
+Text files (JSON, JSONL, CSV; each also .gz) are read here line by line, so that a malformed line costs one row and
+is reported with its number, and so that a cell stays the text it was ("007", ""). Parquet files, folders written
+by `save_to_disk` and hub data sets are read through `datasets`.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import datasets
+from datasets.exceptions import DatasetsError
+
+from rlhf.config.data import DatasetConfig
+from rlhf.data.paths import looks_local, missing
+from rlhf.data.row import Row
+from rlhf.data.skips import Skips
+from rlhf.errors import DataError
+
+KINDS = ("jsonl", "json", "csv", "parquet")
+SUFFIXES = tuple(f".{kind}{gz}" for kind in KINDS for gz in (("", ".gz") if kind != "parquet" else ("",)))
+_SPLIT_NAMES = {"train", "test", "validation", "valid", "val", "dev", "eval"}
+_UNREADABLE = (OSError, EOFError, ValueError, RuntimeError, DatasetsError)  # what `datasets` and pyarrow raise
+
+
+def load_rows(config: DatasetConfig, skips: Skips | None = None) -> list[Row]:
+    """All rows of a data set, its columns renamed; a malformed one goes to `skips`, or is fatal where there is none."""
+    skips = Skips(config.path, fatal=True) if skips is None else skips
+    path = Path(config.path).expanduser()
+    if path.is_dir():
+        rows = list(_folder_rows(path, config.split, skips))
+    elif path.is_file():
+        rows = list(_file_rows(path, skips))
+    elif looks_local(config.path, SUFFIXES):
+        raise DataError(missing(config.path))
+    else:
+        rows = list(_hub_rows(config.path, config.split))
+    return _renamed(rows, config.columns)
+
+
+def _renamed(rows: list[Row], columns: dict[str, str]) -> list[Row]:
+    if not columns or not rows:
+        return rows
+    found: dict[str, set[str]] = {}
+    for row in rows:
+        found.setdefault(row.file, set()).update(row.values)
+    for file, names in found.items():
+        for ours, theirs in columns.items():
+            if theirs not in names:
+                raise DataError(
+                    f"{file}: columns says {ours}: {theirs}, but there is no column {theirs!r}; "
+                    f"there are: {', '.join(sorted(names)) or 'none'}"
+                )
+    renamed = []
+    for row in rows:
+        kept = {name: value for name, value in row.values.items() if name not in columns.values()}
+        new = {ours: row.values[theirs] for ours, theirs in columns.items() if theirs in row.values}
+        renamed.append(Row(kept | new, row.file, row.number))
+    return renamed
+
+
+def _kind(path: Path) -> str | None:
+    """Which of KINDS the name of a file says it is."""
+    return next((suffix.split(".")[1] for suffix in SUFFIXES if path.name.lower().endswith(suffix)), None)
+
+
+def _folder_rows(folder: Path, split: str, skips: Skips) -> Iterator[Row]:
+    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+        yield from _saved_rows(folder, split)
+        return
+    for path in _split_files(folder, split):
+        yield from _file_rows(path, skips)
+
+
+def _split_files(folder: Path, split: str) -> list[Path]:
+    """The files of `split` in a folder (or in its `data` folder): `train.jsonl.gz`, `train-00000-of-00002.parquet`.
+
+    A folder whose names speak of no split at all is one data set, if its files are of one kind.
+    """
+    files = sorted(p for p in folder.iterdir() if p.is_file() and _kind(p))
+    files = files or sorted(p for p in folder.glob("data/*") if p.is_file() and _kind(p))
+    if not files:
+        raise DataError(f"{folder}: no data files in this folder; readable are {', '.join(SUFFIXES)}")
+    named = [p for p in files if _stem(p) == split.lower()]
+    if named:
+        return named
+    names = ", ".join(p.name for p in files[:12])
+    if any(_SPLIT_NAMES.intersection(re.split(r"[-_.]", _stem(p))) for p in files):
+        raise DataError(f"{folder}: no file of the split {split!r}; there are: {names}. Set split, or path to a file.")
+    if len({_kind(p) for p in files}) > 1:
+        raise DataError(f"{folder}: several kinds of files and none named {split}: {names}. Set path to one file.")
+    return files
+
+
+def _stem(path: Path) -> str:
+    """The name without its suffix and without the number of a shard."""
+    name = path.name.lower()
+    suffix = next(suffix for suffix in SUFFIXES if name.endswith(suffix))
+    return re.sub(r"-\d+-of-\d+$", "", name.removesuffix(suffix))
+
+
+def _file_rows(path: Path, skips: Skips) -> Iterator[Row]:
+    try:
+        match _kind(path):
+            case "jsonl":
+                yield from _jsonl_rows(path, skips)
+            case "json":
+                yield from _json_rows(path, skips)
+            case "csv":
+                yield from _csv_rows(path, skips)
+            case "parquet":
+                stream = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+                yield from _numbered(stream, str(path))
+            case _:
+                raise DataError(f"{path}: not a kind of file that can be read; readable are {', '.join(SUFFIXES)}")
+    except (*_UNREADABLE, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read: {_one_line(error)}") from error
+
+
+def _saved_rows(folder: Path, split: str) -> Iterator[Row]:
+    try:
+        saved = datasets.load_from_disk(str(folder))
+        if isinstance(saved, datasets.DatasetDict):
+            if split not in saved:
+                raise DataError(f"{folder}: no split {split!r}; there are: {', '.join(saved)}")
+            saved = saved[split]
+        yield from _numbered(saved, str(folder))
+    except (*_UNREADABLE, KeyError, TypeError) as error:
+        raise DataError(f"{folder}: cannot be read as a folder of save_to_disk: {_one_line(error)}") from error
+
+
+def _hub_rows(name: str, split: str) -> Iterator[Row]:
+    try:
+        rows = datasets.load_dataset(name, split=split)
+        yield from _numbered(rows, f"{name}[{split}]")
+    except _UNREADABLE as error:
+        raise DataError(
+            f"{name}: there is no such file or folder here, and as a data set of the hub it could not be loaded: "
+            f"{_one_line(error)}"
+        ) from error
+
+
+def _numbered(rows: datasets.Dataset | datasets.IterableDataset, file: str) -> Iterator[Row]:
+    for number, values in enumerate(rows, start=1):
+        yield Row(dict(values), file, number)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _bytes(path: Path) -> bytes:
+    data = path.read_bytes()
+    return gzip.decompress(data) if path.name.lower().endswith(".gz") else data
+
+
+def _jsonl_rows(path: Path, skips: Skips) -> Iterator[Row]:
+    # Only "\n" ends a line of JSONL: str.splitlines() would also cut inside texts, at U+2028 for one.
+    for number, line in enumerate(_bytes(path).removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if line.strip():
+            yield from _json_row(line, Row({}, str(path), number), skips)
+
+
+def _json_row(line: bytes, blank: Row, skips: Skips) -> Iterator[Row]:
+    try:
+        values = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:  # broken UTF-8 and broken JSON are ValueErrors
+        skips.add(blank, "not JSON", _one_line(error))
+        return
+    yield from _object_row(values, blank, skips)
+
+
+def _object_row(values: object, blank: Row, skips: Skips) -> Iterator[Row]:
+    if isinstance(values, dict):
+        yield Row(values, blank.file, blank.number)
+    else:
+        skips.add(blank, "not a JSON object", f"a {type(values).__name__}")
+
+
+def _json_rows(path: Path, skips: Skips) -> Iterator[Row]:
+    data = _bytes(path)
+    try:
+        items = json.loads(data.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        # Many a file called .json holds one object a line.
+        if data.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
+            yield from _jsonl_rows(path, skips)
+            return
+        raise DataError(f"{path}: not JSON: {_one_line(error)}") from error
+    if not isinstance(items, list):
+        raise DataError(f"{path}: a JSON data set is an array of objects, [{{...}}, ...]; this is a single value")
+    for number, values in enumerate(items, start=1):
+        yield from _object_row(values, Row({}, str(path), number), skips)
+
+
+def _csv_rows(path: Path, skips: Skips) -> Iterator[Row]:
+    text = _bytes(path).decode("utf-8-sig")
+    csv.field_size_limit(2**31 - 1)  # the default refuses a cell of more than 128 KiB: a long transcript
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    header: list[str] | None = None
+    while True:
+        number = reader.line_num + 1  # where the row starts: a quoted cell may run over several lines
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            skips.add(Row({}, str(path), number), "not CSV", _one_line(error))
+            continue
+        if cells is None:
+            return
+        if header is None:
+            header = cells
+            if len(set(header)) < len(header):
+                raise DataError(f"{path}: two columns have the same name: {', '.join(header)}")
+        elif len(cells) == len(header):
+            yield Row(dict(zip(header, cells, strict=True)), str(path), number)
+        elif cells:
+            wrong = f"{len(cells)} cells where the header has {len(header)}"
+            skips.add(Row({}, str(path), number), "not as wide as the header", wrong)

@@ -1,0 +1,30 @@
+"""Lists of token ids to rectangles. Masks go by length, never by id: a pad token may be a real token elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+
+def left_pad(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Int[Tensor, "B P"], Bool[Tensor, "B P"]]:
+    """Rows ending together: `(ids, mask)`."""
+    return _pad(rows, pad_id, left=True)
+
+
+def right_pad(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
+    """Rows starting together: `(ids, mask)`."""
+    return _pad(rows, pad_id, left=False)
+
+
+def _pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
+    width = max((len(row) for row in rows), default=0)
+    ids = torch.full((len(rows), width), pad_id, dtype=torch.long)
+    mask = torch.zeros((len(rows), width), dtype=torch.bool)
+    for i, row in enumerate(rows):
+        live = slice(width - len(row), width) if left else slice(0, len(row))
+        ids[i, live] = torch.tensor(row, dtype=torch.long)
+        mask[i, live] = True
+    return ids, mask

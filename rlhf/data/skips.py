@@ -1,0 +1,73 @@
+"""What became of every row of a data set: used, cut, or skipped for a reason. Nothing is lost silently."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from rlhf.data.row import BadRow, Row
+from rlhf.errors import DataError
+
+EXAMPLES = 3
+
+
+class Skips:
+    """Counts of skipped rows by reason, with the first few rows of each."""
+
+    def __init__(self, source: str, *, fatal: bool = False) -> None:
+        self.source = source
+        self.fatal = fatal
+        self.used = 0
+        self.cut = 0
+        self.notes: list[str] = []
+        self.counts: dict[str, int] = defaultdict(int)
+        self._examples: dict[str, list[str]] = defaultdict(list)
+
+    @property
+    def skipped(self) -> int:
+        """How many rows were left out, for whatever reason."""
+        return sum(self.counts.values())
+
+    def add(self, row: Row, reason: str, detail: str = "") -> None:
+        """Skip a malformed row, or stop there where bad rows are fatal."""
+        if self.fatal:
+            raise DataError(
+                f"{row.place}: {BadRow(reason, detail)}. "
+                "Mend the row, or let bad_rows=skip count such rows and go on without them."
+            )
+        self.leave_out(row, reason, detail)
+
+    def leave_out(self, row: Row, reason: str, detail: str = "") -> None:
+        """Skip a row which is not malformed, such as one that is too long: never fatal."""
+        self.counts[reason] += 1
+        if len(self._examples[reason]) < EXAMPLES:
+            self._examples[reason].append(f"{row.place} ({detail})" if detail else row.place)
+
+    def note(self, text: str) -> None:
+        """Remember something the user should know of this data set; said once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def reasons(self) -> str:
+        """The reasons, most frequent first, each with its first rows."""
+        parts = []
+        for reason, count in sorted(self.counts.items(), key=lambda item: -item[1]):
+            more = ", ..." if count > len(self._examples[reason]) else ""
+            parts.append(f"{count:,} {reason} [{', '.join(self._examples[reason])}{more}]")
+        return "; ".join(parts)
+
+    def summary(self) -> str:
+        """One line for the user: rows used, cut and skipped, and why."""
+        text = f"{self.source}: {self.used:,} rows used"
+        if self.cut:
+            text += f" ({self.cut:,} of them cut to length)"
+        if self.skipped:
+            text += f", {self.skipped:,} skipped: {self.reasons()}"
+        return ". ".join([text, *self.notes])
+
+    def require_rows(self) -> None:
+        """Stop where no row is left."""
+        if self.used:
+            return
+        if not self.skipped:
+            raise DataError(f"{self.source}: no rows at all")
+        raise DataError(f"{self.source}: no usable rows; {self.skipped:,} skipped: {self.reasons()}")

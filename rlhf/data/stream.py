@@ -1,0 +1,60 @@
+"""Batches by step number alone: a resumed run continues exactly, with no cursor to save."""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+from typing import Generic, Protocol, TypeVar
+
+from rlhf.types import Batch
+
+B_co = TypeVar("B_co", bound=Batch, covariant=True)
+
+
+class RowSet(Protocol[B_co]):
+    """A data set that can put any of its rows into a batch."""
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+        ...
+
+    def collate(self, indices: list[int]) -> B_co:
+        """The rows at `indices`, in that order, as one batch."""
+        ...
+
+
+@lru_cache(maxsize=8)
+def _permutation(n: int, seed: int, epoch: int) -> tuple[int, ...]:
+    # Python promises the sequence of random() for a seed across versions; it promises nothing of shuffle().
+    draw = random.Random(f"{seed}/{epoch}").random
+    keys = [draw() for _ in range(n)]
+    return tuple(sorted(range(n), key=keys.__getitem__))
+
+
+def epoch_order(n: int, batch_size: int, seed: int, step: int) -> list[int]:
+    """The rows of batch `step` (from 1) when n rows are read in epochs, each in an order of its own.
+
+    Batch k is positions [(k-1)·batch_size, k·batch_size) of the endless sequence of epochs, so a batch may
+    run across the end of an epoch, and any n consecutive positions from a multiple of n hold every row once.
+    """
+    assert n > 0 and batch_size > 0 and step > 0
+    start = (step - 1) * batch_size
+    return [_permutation(n, seed, at // n)[at % n] for at in range(start, start + batch_size)]
+
+
+class BatchStream(Generic[B_co]):
+    """Endless shuffled batches of a data set, computed from the step number alone."""
+
+    def __init__(self, rows: RowSet[B_co], rows_per_step: int, seed: int) -> None:
+        self.rows = rows
+        self.rows_per_step = rows_per_step
+        self.seed = seed
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """How many steps read every row once."""
+        return len(self.rows) / self.rows_per_step
+
+    def batch(self, step: int) -> B_co:
+        """The batch of step `step`, counted from 1."""
+        return self.rows.collate(epoch_order(len(self.rows), self.rows_per_step, self.seed, step))

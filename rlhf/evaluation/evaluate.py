@@ -1,0 +1,105 @@
+"""Is it better? Held-out completions, their scores by the judge and by the trained-on reward, and what they cost in KL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rlhf.algo.kl import kl_estimate
+from rlhf.masked import Mean
+from rlhf.models.bundle import Models
+from rlhf.rewards.source import RewardSource
+from rlhf.rollout import annotate
+from rlhf.runtime.metrics import Metrics
+from rlhf.runtime.step import Loss
+from rlhf.sampling.sampler import Sampler
+from rlhf.types import Batch, Completions, Prompts, Rollout, Scores, concat
+
+
+@dataclass(frozen=True)
+class PolicyEvaluation:
+    """What evaluation found: the metrics, and the completions they are of, scored by the judge."""
+
+    metrics: dict[str, float]
+    rollout: Rollout
+    scores: Scores
+
+
+@torch.no_grad()
+def evaluate_policy(
+    prompts: Sequence[Prompts],
+    sampler: Sampler,
+    models: Models,
+    judge: RewardSource,
+    *,
+    proxy: RewardSource | None,
+    key: int,
+    greedy: bool,
+    rows_per_pass: int,
+) -> PolicyEvaluation:
+    """One sampled completion for each held-out prompt, the same random numbers at every evaluation.
+
+    Args:
+        prompts: batches of held-out prompts.
+        sampler: of the policy.
+        models: for log-probs under the policy and the reference.
+        judge: whose score counts.
+        proxy: the reward that is trained on, where it is not the judge.
+        key: of the random numbers.
+        greedy: score greedy completions too.
+        rows_per_pass: rows per forward pass; memory only.
+    """
+    completions = concat([sampler.sample(batch, key=key, group_size=1) for batch in prompts])
+    scores = judge(completions)
+    rollout = annotate(completions, scores, models, rows_per_pass=rows_per_pass)
+    metrics = _describe(rollout, models)
+    if proxy is not None:
+        metrics["eval/proxy"] = float(proxy(completions).values.double().mean())
+    if greedy:
+        best = concat([sampler.sample(batch, key=key, group_size=1, greedy=True) for batch in prompts])
+        metrics["eval/score_greedy"] = float(judge(best).values.double().mean())
+    return PolicyEvaluation(metrics, rollout, scores)
+
+
+def _describe(rollout: Rollout, models: Models) -> dict[str, float]:
+    scores, mask = rollout.scores.double(), rollout.completion_mask
+    metrics = {
+        "eval/score": float(scores.mean()),
+        "eval/score_std": float(scores.std(correction=0)),
+        "eval/length": Mean.of(mask.sum(dim=1)).value,
+        "eval/finished": Mean.of(rollout.finished).value,
+        "eval/distinct_2": distinct_n(completion_tokens(rollout), 2),
+        "eval/entropy": float(-rollout.logprobs.double().sum(dim=1).mean()),
+    }
+    if models.has_reference:
+        kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, "k1").double().sum(dim=1)
+        metrics["eval/kl"] = float(kl.mean())
+        metrics["eval/kl_se"] = float(kl.std(correction=0) / len(kl) ** 0.5)
+    return metrics
+
+
+def completion_tokens(completions: Completions) -> list[list[int]]:
+    """The live token ids of every completion."""
+    lengths = completions.completion_mask.sum(dim=1).tolist()
+    return [row[:length].tolist() for row, length in zip(completions.completion_ids, lengths, strict=True)]
+
+
+def distinct_n(sequences: Iterable[Sequence[int]], n: int) -> float:
+    """Distinct n-grams over all n-grams of all sequences (Li et al. 2016); NaN when there are none."""
+    grams = [tuple(seq[i : i + n]) for seq in sequences for i in range(len(seq) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else float("nan")
+
+
+@torch.no_grad()
+def evaluate_loss(batches: Iterable[Batch], loss: Loss, rename: Mapping[str, str]) -> dict[str, float]:
+    """The observed means of a loss over held-out batches, under their names for evaluation."""
+    metrics = Metrics()
+    for batch in batches:
+        _, observed = loss.terms(batch)
+        metrics.update({rename[name]: mean for name, mean in observed.items() if name in rename})
+    return metrics.values()
+
+
+EvaluateStep = Callable[[int], dict[str, float]]

@@ -1,0 +1,149 @@
+"""Any Python function as a reward, by import path."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+from rlhf.errors import RewardError, UserError
+from rlhf.rewards.texts import Decoder, Texts, checked_scores, decode, shown
+from rlhf.types import Completions, Scores
+
+
+class FunctionReward:
+    """Calls fn(prompts=[str], completions=[str], references=[dict], **kwargs), which gives one number a completion.
+
+    The function returns a list (or array) of numbers, or a pair of it and a dict of named parts, each such a list.
+    """
+
+    def __init__(self, target: str, kwargs: Mapping[str, Any], tokenizer: Decoder) -> None:
+        """`target` is module:function, or path/to/file.py:function.
+
+        Raises:
+            RewardError: it cannot be imported, is not callable, or does not take these arguments.
+        """
+        self.target = target
+        self.kwargs = dict(kwargs)
+        self.tokenizer = tokenizer
+        self._function = load_function(target)
+        _check_arguments(self._function, target, self.kwargs)
+
+    def __call__(self, completions: Completions) -> Scores:
+        """See RewardSource."""
+        texts = decode(completions, self.tokenizer)
+        with _Foreign(f"the reward function {self.target!r}", f" ({_size(texts)})"):
+            result = self._function(
+                prompts=texts.prompts, completions=texts.completions, references=texts.references, **self.kwargs
+            )
+        values, parts = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+        if not isinstance(parts, Mapping):  # a tuple of two scores
+            values, parts = result, {}
+        return checked_scores(values, parts, texts, who=f"the reward function {self.target!r}")
+
+
+def load_function(target: str) -> Callable[..., Any]:
+    """The function that `target` names: module:function, or path/to/file.py:function (imported by itself).
+
+    Raises:
+        RewardError: no such module, file or function, or its import fails.
+    """
+    place, colon, name = target.rpartition(":")
+    if not (colon and place and name):
+        raise RewardError(f"reward target {target!r}: write module:function or path/to/file.py:function")
+    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    function = getattr(module, name, None)
+    if function is None:
+        raise RewardError(f"reward target {target!r}: {place} has no {name!r}{_nearest(name, module)}")
+    if not callable(function):
+        raise RewardError(f"reward target {target!r}: {name!r} is a {type(function).__name__}, not a function")
+    checked: Callable[..., Any] = function
+    return checked
+
+
+def _load_module(name: str) -> ModuleType:
+    with _Foreign(f"importing the reward module {name!r}"):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # Only when the missing module is the one asked for; what that one lacks is told as its own error.
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            raise RewardError(
+                f"no module {name!r}: install it or put its folder on PYTHONPATH, "
+                "or name a file: path/to/file.py:function"
+            ) from error
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        beside = [str(other) for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(str(path), beside, n=1)
+        raise RewardError(f"no reward file {str(path)!r}{_meant(near)}")
+    name = f"reward file {path.resolve()}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
+    with _Foreign(f"importing the reward file {str(path)!r}"):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _nearest(name: str, module: ModuleType) -> str:
+    return _meant(difflib.get_close_matches(name, [n for n in vars(module) if callable(getattr(module, n))], n=1))
+
+
+def _meant(near: list[str]) -> str:
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _check_arguments(function: Callable[..., Any], target: str, kwargs: Mapping[str, Any]) -> None:
+    """Before anything is trained: a misspelled argument is known from the signature."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some built-ins have none
+        return
+    taken = sorted({"prompts", "completions", "references"} & set(kwargs))
+    if taken:
+        raise RewardError(f"reward.source.kwargs: {taken[0]!r} is given to {target!r} already; choose another name")
+    try:
+        signature.bind(prompts=[], completions=[], references=[], **kwargs)
+    except TypeError as error:
+        raise RewardError(
+            f"the reward function {target!r} is called with prompts, completions, references"
+            f"{''.join(f', {name}' for name in kwargs)}, but has the arguments {signature}: {error}"
+        ) from error
+
+
+def _size(texts: Texts) -> str:
+    first = f"; the first: {shown(texts.completions[0])}" if texts.completions else ""
+    return f"called with {len(texts.completions)} completions{first}"
+
+
+class _Foreign:
+    """Around the user's own code: whatever it raises becomes a RewardError that says where."""
+
+    def __init__(self, what: str, context: str = "") -> None:
+        self.what = what
+        self.context = context
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, Exception) or isinstance(error, UserError):
+            return
+        last = traceback.format_exception_only(error)[-1].strip()
+        frame = traceback.extract_tb(trace)[-1]
+        raise RewardError(f"{self.what} failed: {last} at {frame.filename}:{frame.lineno}{self.context}") from error

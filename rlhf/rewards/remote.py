@@ -1,0 +1,99 @@
+"""A reward server over HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from dataclasses import asdict
+
+from rlhf.errors import RewardError
+from rlhf.rewards.texts import Decoder, checked_scores, decode, shown
+from rlhf.types import Completions, Scores
+
+MAX_BACKOFF_S = 30.0
+
+
+class RemoteReward:
+    """POSTs {prompts, completions, references} as JSON; the answer is {"scores": [...]}, and "parts" if it likes.
+
+    A refused or broken connection, a timeout and a 5xx answer are tried again after backoff_s, 2 backoff_s, ...
+    (at most 30 s apart); any other answer is final.
+    """
+
+    def __init__(
+        self, url: str, tokenizer: Decoder, *, timeout_s: float = 60.0, retries: int = 4, backoff_s: float = 1.0
+    ) -> None:
+        """`timeout_s` is the longest silence allowed on a request, `retries` the tries after the first.
+
+        Raises:
+            RewardError: the address is not an HTTP one.
+        """
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in {"http", "https"} or not parts.hostname:
+            raise RewardError(f"reward.source.url {url!r}: give an http:// or https:// address")
+        self.url = url
+        self.tokenizer = tokenizer
+        self.timeout_s = timeout_s
+        self.retries = retries
+        self.backoff_s = backoff_s
+
+    def __call__(self, completions: Completions) -> Scores:
+        """See RewardSource."""
+        texts = decode(completions, self.tokenizer)
+        try:
+            body = json.dumps(asdict(texts), allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise RewardError(f"the prompts' other columns cannot be sent to {self.url} as JSON: {error}") from error
+        answer = self._parse(self._post(body))
+        return checked_scores(answer["scores"], answer.get("parts") or {}, texts, who=f"the reward server {self.url}")
+
+    def _post(self, body: bytes) -> bytes:
+        started = time.monotonic()
+        for attempt in range(self.retries + 1):
+            if attempt:
+                time.sleep(min(self.backoff_s * 2 ** (attempt - 1), MAX_BACKOFF_S))
+            try:
+                return self._once(body)
+            except (OSError, http.client.HTTPException) as error:
+                if isinstance(error, urllib.error.HTTPError) and error.code < 500:
+                    said = shown(error.read(1000).decode(errors="replace"))
+                    raise RewardError(
+                        f"the reward server {self.url} refused: HTTP {error.code} {error.reason}: {said}"
+                    ) from error
+                last = error
+        raise RewardError(
+            f"the reward server {self.url} gave no answer in {self.retries + 1} tries over "
+            f"{time.monotonic() - started:.1f} s (timeout {self.timeout_s:g} s each); the last: {_reason(last)}"
+        ) from last
+
+    def _once(self, body: bytes) -> bytes:
+        request = urllib.request.Request(self.url, data=body, headers={"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
+            answer: bytes = response.read()
+        return answer
+
+    def _parse(self, answer: bytes) -> dict[str, object]:
+        try:
+            parsed = json.loads(answer)
+        except ValueError as error:
+            raise RewardError(
+                f"the reward server {self.url} answered with something that is not JSON ({error}): "
+                f"{shown(answer.decode(errors='replace'))}"
+            ) from error
+        if not isinstance(parsed, dict) or "scores" not in parsed:
+            raise RewardError(
+                f'the reward server {self.url} must answer {{"scores": [...]}}; it said {shown(json.dumps(parsed))}'
+            )
+        return parsed
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, urllib.error.HTTPError):
+        return f"HTTP {error.code} {error.reason}"
+    if isinstance(error, urllib.error.URLError):
+        return str(error.reason)
+    return str(error) or type(error).__name__

@@ -1,0 +1,55 @@
+"""What a step's experience says of the run, as named means."""
+
+from __future__ import annotations
+
+import torch
+
+from rlhf.algo.advantages import uniform_groups
+from rlhf.algo.kl import kl_estimate
+from rlhf.algo.value_loss import explained_variance
+from rlhf.masked import Mean, masked_mean
+from rlhf.models.bundle import Models
+from rlhf.runtime.metrics import Metrics
+from rlhf.types import Experience, Scores
+
+
+def observe(experience: Experience, scores: Scores, models: Models, *, coef: float) -> Metrics:
+    """The metrics of a step that need no update; `coef` is the KL coefficient its rewards were made with."""
+    mask, values = experience.completion_mask, experience.scores.double()
+    sequence_kl = kl_estimate(experience.logprobs, experience.ref_logprobs, "k1").sum(dim=1)
+    mismatch = (experience.sampler_logprobs - experience.logprobs).abs()
+    metrics = Metrics(
+        {
+            "score/mean": Mean.of(values),
+            "kl/sampler_mismatch": Mean.of(mismatch, mask),
+            "completion/length": Mean.of(mask.sum(dim=1)),
+            "completion/finished": Mean.of(experience.finished),
+            "advantage/mean": Mean.of(experience.advantages, experience.loss_mask),
+            "reward/kl_penalty": Mean.of(values - experience.rewards.sum(dim=1).double()),
+        }
+    )
+    metrics.add("score/std", float(values.std(correction=0)))
+    metrics.add("advantage/std", _std(experience.advantages, experience.loss_mask))
+    if "raw" in scores.parts:
+        metrics.update({"score/raw": Mean.of(scores.parts["raw"])})
+    if models.has_reference:
+        metrics.update({"kl/reference": Mean.of(sequence_kl)})
+    if experience.group_size > 1:
+        best = values.view(-1, experience.group_size).amax(dim=1)
+        metrics.update(
+            {
+                "score/best_of_group": Mean.of(best),
+                "group/uniform": Mean.of(uniform_groups(experience.scores, experience.group_size)),
+            }
+        )
+    if models.has_critic:
+        metrics.update({"critic/value": Mean.of(experience.values, mask)})
+        metrics.update({"critic/return": Mean.of(experience.returns, mask)})
+        variance = explained_variance(experience.values, experience.returns, mask)
+        metrics.add("critic/explained_variance", variance)
+    return metrics
+
+
+def _std(values: torch.Tensor, mask: torch.Tensor) -> float:
+    mean = masked_mean(values, mask)
+    return float(masked_mean((values - mean) ** 2, mask).sqrt())

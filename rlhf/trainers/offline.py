@@ -1,0 +1,57 @@
+"""The offline loop: a batch of fixed data, one optimizer step; then again. SFT, and the preference losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from rlhf.config.sections import BatchConfig, ScheduleConfig
+from rlhf.models.bundle import Ema
+from rlhf.runtime.engine import Trained, lr_factor
+from rlhf.runtime.metrics import Metrics
+from rlhf.runtime.session import Session
+from rlhf.runtime.step import Loss, Part, optimizer_step
+from rlhf.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineRun:
+    """The collaborators of an offline run, made by rlhf.build."""
+
+    batch: BatchConfig
+    schedule: ScheduleConfig
+    session: Session
+    data: Callable[[int], Batch]  # the rows of a step
+    loss: Loss
+    trained: Trained
+    ema: Ema | None
+    tokens: Callable[[Batch], int]  # how many a batch holds, for the throughput
+
+
+def train_offline(run: OfflineRun) -> None:
+    """Every step of the run, from where it stands."""
+    for step in run.session.steps():
+        batch = run.data(step)
+        factor = lr_factor(
+            step,
+            steps=run.session.total_steps,
+            warmup_steps=run.schedule.warmup_steps,
+            decay=run.schedule.decay,
+        )
+        with run.session.recorder.phase("update"):
+            metrics = optimizer_step(
+                [Part(batch, run.loss)],
+                [run.trained],
+                micro_batch_size=run.batch.micro_batch_size,
+                lr_factor=factor,
+            )
+        if run.ema is not None:
+            run.ema.update()
+        run.session.report(counted(metrics, run.session), tokens=run.tokens(batch))
+
+
+def counted(metrics: Metrics, session: Session) -> Mapping[str, float]:
+    """The values of a step, its skipped optimizer steps added to the run's count."""
+    if "skipped/nonfinite" in metrics:
+        session.state.skipped += round(metrics.means()["skipped/nonfinite"].total)
+    return metrics.values() | {"skipped/nonfinite": float(session.state.skipped)}
