@@ -32,6 +32,7 @@ class Batch:
 
     def rows(self: B, index: Tensor | slice) -> B:
         """The rows that `index` (integers, or a slice) names, in that order."""
+        assert isinstance(index, slice) or index.dtype == torch.long, "rows are named by integers, not by a mask"
         picked: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -68,6 +69,8 @@ def concat(batches: Sequence[B]) -> B:
             joined[field.name] = tuple(entry for value in values for entry in value)
         elif isinstance(values[0], Tensor):
             joined[field.name] = torch.cat(_padded(values, left=field.name.startswith("prompt_")))
+        else:
+            assert all(value == values[0] for value in values), f"{field.name} differs between the batches: {values}"
     return replace(first, **joined)
 
 

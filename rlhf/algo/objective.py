@@ -123,7 +123,8 @@ class Objective:
         surrogate, observed = self._policy(micro, outputs, coefs)
         per_token = surrogate.per_token - self.algorithm.policy_loss.entropy_coef * outputs.entropy
         if self.algorithm.kl.placement == "loss":
-            penalty = kl_estimate(outputs.logprobs, micro.ref_logprobs, self.algorithm.kl.estimator)
+            logprobs, ref_logprobs = _live(micro.loss_mask, outputs.logprobs, micro.ref_logprobs)
+            penalty = kl_estimate(logprobs, ref_logprobs, self.algorithm.kl.estimator)
             per_token = per_token + coefs.kl * penalty
             observed["loss/kl"] = Mean.of(coefs.kl * penalty, micro.loss_mask)
         weights, _ = token_weights(micro.loss_mask, self.algorithm.policy_loss.aggregate, max_tokens=self.max_tokens)
@@ -159,11 +160,17 @@ class Objective:
     def _value(self, micro: Experience, outputs: Outputs, observed: dict[str, Mean]) -> Float[Tensor, ""]:
         config, mask = self.algorithm.value_loss, micro.completion_mask
         assert config is not None
-        per_token = clipped_value_loss(outputs.values, micro.values, micro.returns, clip_eps=config.clip_eps)
-        clipped = value_clipped(outputs.values, micro.values, micro.returns, clip_eps=config.clip_eps)
+        values, old_values, returns = _live(mask, outputs.values, micro.values, micro.returns)
+        per_token = clipped_value_loss(values, old_values, returns, clip_eps=config.clip_eps)
+        clipped = value_clipped(values, old_values, returns, clip_eps=config.clip_eps)
         observed["loss/value"] = Mean.of(per_token, mask)
         observed["critic/clip_fraction"] = Mean.of(clipped, mask)
         return config.coef * _weighted_sum(per_token, mask.double(), mask)
+
+
+def _live(mask: Bool[Tensor, "B T"], *tensors: Float[Tensor, "B T"]) -> tuple[Tensor, ...]:
+    """Zero where hidden, *before* the arithmetic: masking a result leaves 0 x NaN in its gradient."""
+    return tuple(torch.where(mask, tensor, 0.0) for tensor in tensors)
 
 
 def _weighted_sum(

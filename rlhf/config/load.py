@@ -254,3 +254,15 @@ def _nearest(key: str, models: Sequence[type[BaseModel]]) -> str:
     if key in ALIASES:
         return f"; here it is called {ALIASES[key]}"
     return f"; valid keys here: {', '.join(valid)}" if valid else ""
+
+
+def load_any(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig | RewardModelConfig:
+    """A training or reward-model configuration, whichever the file describes (`model:` makes a reward model).
+
+    Raises:
+        ConfigError: as `load_train`.
+    """
+    tree = merge(read_yaml(path), parse_overrides(overrides))
+    if "model" in tree and "policy" not in tree:
+        return validate(RewardModelConfig, tree)
+    return train_config(tree)

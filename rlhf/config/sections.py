@@ -86,8 +86,9 @@ class CriticConfig(OptimizerConfig):
 
     lr: Positive = 5e-6
     """Peak learning rate."""
-    init: str = "policy"
-    """Start from the policy's backbone with a new head, or from a reward model's folder, head included."""
+    init: str = "auto"
+    """policy: its backbone with a new head (zero); reward: the reward model of reward.source, head included;
+    a folder: that reward model; auto: reward where reward.source is a model, else policy."""
     shared: bool = False
     """Put the value head on the policy's own backbone: half the memory, coupled gradients."""
     warmup_steps: Size = 0
@@ -296,8 +297,10 @@ class TrainConfig(Section):
             raise ValueError("a group baseline needs sampling.completions_per_prompt >= 2")
         if algorithm.ptx_coef > 0 and self.data.sft is None:
             raise ValueError("algorithm.ptx_coef > 0 needs data.sft")
-        if self.critic.shared and self.critic.init != "policy":
-            raise ValueError("critic.shared puts the head on the policy: critic.init must then be 'policy'")
+        if self.critic.shared and self.critic.init not in ("policy", "auto"):
+            raise ValueError("critic.shared puts the head on the policy: critic.init must then be policy or auto")
+        if self.critic.init == "reward" and not isinstance(self.reward.source, ModelSource):
+            raise ValueError("critic.init is reward, but reward.source is not a model: use critic.init=policy")
         rows = self.batch.prompts_per_step * self.sampling.completions_per_prompt
         if rows < self.batch.minibatches:
             raise ValueError(f"batch.minibatches is {self.batch.minibatches} but a step has only {rows} completions")
@@ -353,6 +356,8 @@ class RewardModelConfig(Section):
     def _has_pairs(self) -> RewardModelConfig:
         if self.data.preferences is None:
             raise ValueError("data.preferences is missing: a reward model needs pairs; set data.preferences.path")
+        if self.model.lora is not None:
+            raise ValueError("model.lora: a reward model is trained in full; leave it null")
         return self
 
 

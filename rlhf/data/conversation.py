@@ -51,6 +51,11 @@ def some_text(value: object, name: str) -> str:
     return found
 
 
+def shown(value: object) -> str:
+    """A value as messages show it, which may be anything that JSON can hold."""
+    return repr(value)[:40] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+
+
 def is_messages(value: object) -> bool:
     """Whether `value` has the form of one message or of several."""
     return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(m, dict) for m in value))
@@ -70,7 +75,7 @@ def _message(item: object, name: str) -> Message:
     role = item.get("role", item.get("from"))
     known = ROLES.get(role.lower()) if isinstance(role, str) else None
     if known is None:
-        raise BadRow(f"a message of {name} has no known role", repr(role)[:40])
+        raise BadRow(f"a message of {name} has no known role", shown(role))
     return {
         "role": known,
         "content": as_text(item.get("content", item.get("value")), f"content of a message of {name}"),
@@ -93,11 +98,18 @@ def split_answer(conversation: list[Message], name: str) -> tuple[list[Message],
     return before, some_text(last["content"], name)
 
 
+def asking(conversation: list[Message], name: str) -> list[Message]:
+    """The conversation, which must leave the next word to the assistant."""
+    if not any(message["role"] == "user" for message in conversation):
+        raise BadRow(f"{name} has no user message to answer")
+    if conversation[-1]["role"] == "assistant":
+        raise BadRow(f"{name} leaves the assistant nothing to answer")
+    return conversation
+
+
 def open_question(conversation: list[Message], name: str) -> list[Message]:
     """The conversation up to where the assistant is to answer: without the answers at its end."""
     end = len(conversation)
     while end and conversation[end - 1]["role"] == "assistant":
         end -= 1
-    if not any(message["role"] == "user" for message in conversation[:end]):
-        raise BadRow(f"{name} has no user message to answer")
-    return conversation[:end]
+    return asking(conversation[:end], name)

@@ -18,9 +18,11 @@ from rlhf.data.conversation import (
     Message,
     Prompt,
     as_text,
+    asking,
     is_messages,
     messages,
     open_question,
+    shown,
     some_text,
     split_answer,
     text,
@@ -74,8 +76,8 @@ class LabelledText:
 
 def ask(value: object, name: str, *, turns: bool) -> Prompt:
     """A prompt column: text, or a conversation the assistant is to answer."""
-    if is_messages(value):
-        return open_question(messages(value, name), name)
+    if is_messages(value) or name != "prompt":
+        return asking(messages(value, name), name)
     found = as_text(value, name)
     return [_turn(some_text(found, name))] if turns else found
 
@@ -133,13 +135,13 @@ def _margin(values: Values) -> float:
 
 def _number(value: object, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise BadRow(f"{name} is not a number", repr(value)[:40])
+        raise BadRow(f"{name} is not a number", shown(value))
     try:
         number = float(value)
     except (ValueError, OverflowError) as error:
-        raise BadRow(f"{name} is not a number", repr(value)[:40]) from error
+        raise BadRow(f"{name} is not a number", shown(value)) from error
     if not math.isfinite(number):
-        raise BadRow(f"{name} is not a number", repr(value)[:40])
+        raise BadRow(f"{name} is not a number", shown(value))
     return number
 
 
@@ -152,13 +154,13 @@ def _pair(prompt: Prompt, chosen: str, rejected: str, values: Values) -> PairTex
 def explicit_pair(values: Values, *, turns: bool, column: str) -> PairText:
     """A prompt of its own; both sides are text, an assistant's message, or the whole conversation."""
     chosen, rejected = values.get("chosen"), values.get("rejected")
-    prompt = _asked(values, column, turns=turns)
     if is_messages(chosen) != is_messages(rejected):
         raise BadRow("chosen and rejected are not of the same form")
+    prompt = _asked(values, column, turns=turns or is_messages(chosen))
     if not is_messages(chosen):
         return _pair(prompt, some_text(chosen, "chosen"), some_text(rejected, "rejected"), values)
-    asked = [_turn(prompt)] if isinstance(prompt, str) else prompt
-    sides = [_whole(messages(side, name), asked, name) for side, name in ((chosen, "chosen"), (rejected, "rejected"))]
+    assert not isinstance(prompt, str)
+    sides = [_whole(messages(side, name), prompt, name) for side, name in ((chosen, "chosen"), (rejected, "rejected"))]
     return _conversations_pair(sides[0], sides[1], values)
 
 
@@ -190,9 +192,7 @@ def _conversations_pair(chosen: list[Message], rejected: list[Message], values: 
     other_context, other_answer = split_answer(rejected, "rejected")
     if context != other_context:
         raise BadRow("chosen and rejected differ before the last answer")
-    if not any(message["role"] == "user" for message in context):
-        raise BadRow("no user message before the answers")
-    return _pair(context, answer, other_answer, values)
+    return _pair(asking(context, "the conversation before the answers"), answer, other_answer, values)
 
 
 def _transcripts_pair(chosen: str, rejected: str, values: Values) -> PairText:
@@ -224,7 +224,7 @@ def conversation_demo(values: Values, *, turns: bool, column: str) -> DemoText:
     del turns
     conversation = with_system(messages(values.get(column), column), values)
     before, answer = split_answer(conversation, column)
-    return DemoText(open_question(before, column), answer)
+    return DemoText(asking(before, column), answer)
 
 
 def chosen_demo(values: Values, *, turns: bool, pair: Callable[..., PairText]) -> DemoText:
@@ -241,6 +241,9 @@ def text_demo(values: Values, *, turns: bool) -> DemoText:
 
 def column_prompt(values: Values, *, turns: bool, column: str) -> PromptText:
     """A column with the prompt; of a conversation, all before the assistant's last answer."""
+    if is_messages(values.get(column)):
+        conversation = with_system(messages(values[column], column), values)
+        return PromptText(open_question(conversation, column), dict(values))
     return PromptText(_asked(values, column, turns=turns), dict(values))
 
 
@@ -265,7 +268,7 @@ def _label(value: object) -> bool:
     names = {"true": True, "1": True, "false": False, "0": False}
     key = str(value).strip().lower() if isinstance(value, bool | int | str) else ""
     if key not in names:
-        raise BadRow("label is neither true nor false", repr(value)[:40])
+        raise BadRow("label is neither true nor false", shown(value))
     return names[key]
 
 

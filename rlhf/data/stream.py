@@ -37,7 +37,7 @@ def epoch_order(n: int, batch_size: int, seed: int, step: int) -> list[int]:
     Batch k is positions [(k-1)·batch_size, k·batch_size) of the endless sequence of epochs, so a batch may
     run across the end of an epoch, and any n consecutive positions from a multiple of n hold every row once.
     """
-    assert n > 0 and batch_size > 0 and step > 0
+    assert min(n, batch_size, step) > 0
     start = (step - 1) * batch_size
     return [_permutation(n, seed, at // n)[at % n] for at in range(start, start + batch_size)]
 

@@ -1,4 +1,4 @@
-"""Is it better? Held-out completions, their scores by the judge and by the trained-on reward, and what they cost in KL."""
+"""Is it better? Held-out completions, their scores by the judge and by the trained-on reward, their cost in KL."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _describe(rollout: Rollout, models: Models) -> dict[str, float]:
         "eval/length": Mean.of(mask.sum(dim=1)).value,
         "eval/finished": Mean.of(rollout.finished).value,
         "eval/distinct_2": distinct_n(completion_tokens(rollout), 2),
-        "eval/entropy": float(-rollout.logprobs.double().sum(dim=1).mean()),
+        "eval/entropy": Mean.of(-rollout.logprobs, mask).value,
     }
     if models.has_reference:
         kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, "k1").double().sum(dim=1)

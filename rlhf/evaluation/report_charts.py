@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import plotly.graph_objects as go
@@ -104,7 +104,9 @@ GROUPS: tuple[tuple[str, str, str, tuple[tuple[str, tuple[str, ...]], ...]], ...
             ("Importance ratio", ("policy/ratio",)),
             ("Ratio on the first minibatch: deviation from 1", ("policy/first_ratio_deviation",)),
             ("Sampler against trainer", ("kl/sampler_mismatch",)),
+            ("Optimizer steps", ("policy/optimizer_steps",)),
             ("Epochs ended early", ("policy/early_stop",)),
+            ("Optimizer steps skipped: NaN or infinity", ("skipped/nonfinite",)),
         ),
     ),
     (
@@ -117,6 +119,7 @@ GROUPS: tuple[tuple[str, str, str, tuple[tuple[str, tuple[str, ...]], ...]], ...
             ("Entropy", ("policy/entropy", "eval/entropy")),
             ("Distinct bigrams", ("eval/distinct_2",)),
             ("Groups with equal scores", ("group/uniform",)),
+            ("Sampled so far", ("completion/count",)),
         ),
     ),
     (
@@ -211,11 +214,11 @@ def running_mean(series: Series) -> Series:
     """Centered mean over about a tenth of the curve (at least 5 points), narrower at the ends; gaps are skipped."""
     points = series.finite()
     half = max(2, len(points) // 20)
+    sums = [0.0, *accumulate(value for _, value in points)]
     means: list[float | None] = []
     for index in range(len(points)):
         reach = min(half, index, len(points) - 1 - index)
-        window = points[index - reach : index + reach + 1]
-        means.append(math.fsum(value for _, value in window) / len(window))
+        means.append((sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1))
     return Series(series.name, tuple(step for step, _ in points), tuple(means))
 
 

@@ -45,6 +45,7 @@ def lab_model_config(
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.heads,
+        initializer_range=0.08,
         max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=True,
         pad_token_id=pad_token_id,

@@ -114,7 +114,11 @@ def load_adapter(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 def enable_checkpointing(model: PreTrainedModel) -> None:
     """Recompute activations in the backward pass."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    kwargs = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):  # renamed within transformers 5
+        model.activation_checkpointing_enable(kwargs)
+    else:
+        model.gradient_checkpointing_enable(kwargs)
     model.enable_input_require_grads()
 
 

@@ -125,7 +125,6 @@ def load_scalar_head(
     if new_head is None and not _has_scalar_head(config):
         raise ModelError(f"{path!r} is not a reward model (no sequence-classification head with one label)")
     config.num_labels = 1
-    config.pad_token_id = tokenizer.pad_token_id
     try:
         classifier = AutoModelForSequenceClassification.from_pretrained(
             path, config=config, dtype=weight_dtype(dtype), trust_remote_code=trust_remote_code
@@ -139,6 +138,7 @@ def load_scalar_head(
     rows = classifier.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         classifier.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    classifier.config.pad_token_id = tokenizer.pad_token_id  # only now is there a row for one that was added
     model = ScalarHeadModel(classifier)
     if new_head is not None:
         _initialize(model.head, new_head, seed)

@@ -75,7 +75,7 @@ eval/kl_se            | nats     | its standard error
 eval/length           | tokens   | mean length of held-out completions
 eval/finished         | share    | held-out completions that ended with EOS
 eval/distinct_2       | share    | distinct bigrams over all bigrams of the held-out completions
-eval/entropy          | nats     | policy entropy on held-out completions
+eval/entropy          | nats     | entropy per token: mean of -log pi over the sampled held-out tokens
 eval/loss             | nats     | held-out negative log-likelihood per completion token
 eval/perplexity       | -        | exp of eval/loss
 eval/rm_accuracy      | share    | held-out pairs whose chosen side scores higher

@@ -21,7 +21,7 @@
   function layoutOf(figure) {
     const axis = {
       gridcolor: color("grid"), linecolor: color("grid"), zerolinecolor: color("grid"),
-      automargin: true, nticks: 6, fixedrange: touch,
+      automargin: true, nticks: 6, exponentformat: "e", fixedrange: touch,
     };
     return {
       ...figure.layout,
@@ -29,7 +29,7 @@
       font: { color: color("muted"), size: 12, family: getComputedStyle(document.body).fontFamily },
       margin: { l: 44, r: 10, t: 8, b: 36 },
       height: 250,
-      // Negative y below the axis title: beside the curves a phone has no room for a legend.
+      // Above the curves: beside them a phone has no room for a legend.
       legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 11 } },
       hoverlabel: { bgcolor: color("card"), bordercolor: color("grid"), font: { color: color("ink") } },
       hovermode: "x unified",

@@ -1,0 +1,236 @@
+"""The report card of a reward model: what predicts trouble when a policy is trained against it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from reward_model.baselines import fit_bag_of_words, longer_wins
+from reward_model.losses import wins
+from reward_model.model import CHUNK, score_pairs, score_rows
+from reward_model.probes import PROBES, degraded
+from reward_model.statistics import (
+    Accuracy,
+    CalibrationBin,
+    MarginBin,
+    Part,
+    accuracy,
+    by_margin,
+    calibration,
+    part,
+    pearson,
+    spearman,
+)
+from rlhf.data.pairs import PairSet
+from rlhf.data.stream import RowSet
+from rlhf.errors import DataError, RewardError
+from rlhf.masked import Mean
+from rlhf.models.backbone import context_length
+from rlhf.models.scalar_head import ScalarHeadModel
+from rlhf.types import PreferencePairs
+
+
+@dataclass(frozen=True)
+class ByMargin:
+    """Accuracy by |margin|; `of` says whose margin: the data's, or where the data have none the score gap."""
+
+    of: str
+    bins: tuple[MarginBin, ...]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Whether σ(gap) is a probability: expected calibration error, and the bins of it."""
+
+    ece: float
+    bins: tuple[CalibrationBin, ...]
+
+
+@dataclass(frozen=True)
+class Length:
+    """How much of the score is length: correlation over all completions, accuracy by which side is the longer."""
+
+    pearson: float | None
+    spearman: float | None
+    accuracy: dict[str, Part]
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What a simple rule gets on the same pairs, and what it was fitted on."""
+
+    accuracy: float
+    low: float
+    high: float
+    n: int
+    n_train: int
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Share of the chosen completions of which the degraded copy scores higher (ties count half)."""
+
+    scores_higher: float | None
+    n: int
+
+
+@dataclass(frozen=True)
+class ReportCard:
+    """What is known of a reward model from held-out pairs."""
+
+    accuracy: float
+    accuracy_low: float  # 95 % bootstrap interval, prompts resampled
+    accuracy_high: float
+    n: int
+    loss: float  # -log σ(gap), nats per pair, of the raw scores and without margin or centering
+    score_mean: float
+    score_std: float
+    by_margin: ByMargin
+    calibration: Calibration
+    length: Length
+    baselines: dict[str, Baseline]
+    probes: dict[str, Probe]
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain data for report_card.json."""
+        return asdict(self)
+
+
+def pair_metrics(
+    model: ScalarHeadModel, pairs: RowSet[PreferencePairs], *, micro_batch_size: int, dtype: str
+) -> dict[str, Mean]:
+    """What is watched during training: accuracy and loss on held-out pairs."""
+    chosen, rejected = score_pairs(model, pairs, range(len(pairs)), micro_batch_size=micro_batch_size, dtype=dtype)
+    raw_gaps = raw(model, chosen - rejected)
+    return {"eval/rm_accuracy": Mean.of(wins(raw_gaps)), "eval/rm_loss": Mean.of(-logsigmoid(raw_gaps))}
+
+
+def raw(model: ScalarHeadModel, gaps: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """Score gaps without the calibration's scale: only then is σ(gap) the probability that was trained."""
+    return gaps.double() * model.calibration[1]
+
+
+def evaluate_reward_model(
+    model: ScalarHeadModel,
+    pairs: PairSet,
+    *,
+    train: PairSet,
+    eos_ids: Sequence[int],
+    micro_batch_size: int,
+    dtype: str,
+    seed: int = 0,
+) -> ReportCard:
+    """The report card on held-out `pairs`.
+
+    Args:
+        model: the reward model, calibrated or not.
+        pairs: held-out pairs.
+        train: the pairs it was trained on: the bag-of-words baseline is fitted on them.
+        eos_ids: tokens that end a completion; degraded copies keep their ending.
+        micro_batch_size: rows per forward pass.
+        dtype: arithmetic; see rlhf.models.backbone.autocast.
+        seed: of the bootstrap.
+
+    Raises:
+        DataError: there are no held-out pairs.
+        RewardError: the model's scores are NaN or infinite.
+    """
+    if len(pairs) == 0:
+        raise DataError("there are no held-out pairs to evaluate on: give data.eval_preferences usable rows")
+    chosen, rejected = score_pairs(model, pairs, range(len(pairs)), micro_batch_size=micro_batch_size, dtype=dtype)
+    scores = torch.stack([chosen, rejected]).double()
+    if not scores.isfinite().all():
+        raise RewardError("the reward model gives held-out completions scores that are NaN or infinite; training broke")
+    gaps = raw(model, chosen - rejected)
+    overall = accuracy(gaps, _prompts(pairs), seed=seed)
+    ece, bins = calibration(gaps)
+    return ReportCard(
+        accuracy=overall.accuracy,
+        accuracy_low=overall.low,
+        accuracy_high=overall.high,
+        n=overall.n,
+        loss=-logsigmoid(gaps).mean().item(),
+        score_mean=scores.mean().item(),
+        score_std=scores.std(correction=0).item(),
+        by_margin=_by_margin(gaps, pairs),
+        calibration=Calibration(ece=ece, bins=bins),
+        length=_length(scores, pairs),
+        baselines=_baselines(pairs, train, seed),
+        probes=_probes(model, chosen, pairs, eos_ids=eos_ids, micro_batch_size=micro_batch_size, dtype=dtype),
+    )
+
+
+def _prompts(pairs: PairSet) -> list[str]:
+    return [str(pair.prompt) for pair in pairs.texts]
+
+
+def _by_margin(gaps: Float[Tensor, " N"], pairs: PairSet) -> ByMargin:
+    margins = torch.tensor([pair.margin for pair in pairs.texts], dtype=torch.float64)
+    if margins.any():
+        return ByMargin(of="margin in the data", bins=by_margin(gaps, margins))
+    return ByMargin(of="score gap", bins=by_margin(gaps, gaps))
+
+
+def _length(scores: Float[Tensor, "2 N"], pairs: PairSet) -> Length:
+    sides = [[len(ids) for ids in side] for side in (pairs.chosen, pairs.rejected)]
+    lengths = torch.tensor(sides, dtype=torch.float64)
+    gaps, longer = scores[0] - scores[1], lengths[0] - lengths[1]
+    return Length(
+        pearson=pearson(lengths.flatten(), scores.flatten()),
+        spearman=spearman(lengths.flatten(), scores.flatten()),
+        accuracy={
+            "chosen_longer": part(gaps, longer > 0),
+            "chosen_shorter": part(gaps, longer < 0),
+            "same_length": part(gaps, longer == 0),
+        },
+    )
+
+
+def _baselines(pairs: PairSet, train: PairSet, seed: int) -> dict[str, Baseline]:
+    found = {"longer_wins": _baseline(accuracy(longer_wins(pairs), _prompts(pairs), seed=seed), 0)}
+    words = fit_bag_of_words(train.texts)
+    if words is not None:
+        found["bag_of_words"] = _baseline(accuracy(words.gaps(pairs.texts), _prompts(pairs), seed=seed), words.n_train)
+    return found
+
+
+def _baseline(found: Accuracy, n_train: int) -> Baseline:
+    return Baseline(accuracy=found.accuracy, low=found.low, high=found.high, n=found.n, n_train=n_train)
+
+
+def _probes(
+    model: ScalarHeadModel,
+    chosen: Float[Tensor, " N"],
+    pairs: PairSet,
+    *,
+    eos_ids: Sequence[int],
+    micro_batch_size: int,
+    dtype: str,
+) -> dict[str, Probe]:
+    """Degraded copies of the chosen side; a copy too long for the model's context is not counted."""
+    context = context_length(model.classifier)
+    won: dict[str, list[Tensor]] = {name: [] for name in PROBES}
+    for start in range(0, len(pairs), CHUNK):
+        batch = pairs.collate(range(start, min(start + CHUNK, len(pairs))))
+        original = chosen[start : start + CHUNK]
+        for name, how in PROBES.items():
+            ids, mask = degraded(batch.chosen_ids, batch.chosen_mask, how, eos_ids=eos_ids)
+            length = batch.prompt_mask.sum(dim=1) + mask.sum(dim=1)
+            fits = length <= context if context is not None else torch.ones_like(length, dtype=torch.bool)
+            if fits.any():
+                rows = (batch.prompt_ids[fits], batch.prompt_mask[fits], ids[fits], mask[fits])
+                scores = score_rows(model, *rows, micro_batch_size=micro_batch_size, dtype=dtype)
+                won[name].append(wins(scores - original[fits]))
+    return {name: _probe(parts) for name, parts in won.items()}
+
+
+def _probe(parts: list[Tensor]) -> Probe:
+    if not parts:
+        return Probe(scores_higher=None, n=0)
+    won = torch.cat(parts).double()
+    return Probe(scores_higher=won.mean().item(), n=len(won))

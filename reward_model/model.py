@@ -1,0 +1,105 @@
+"""Scores from a scalar-head model: both sides of pairs in one forward pass, and many rows without gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rlhf.data.stream import RowSet
+from rlhf.models.backbone import autocast
+from rlhf.models.scalar_head import ScalarHeadModel, sequence_scores
+from rlhf.types import PreferencePairs
+
+CHUNK = 256  # pairs put into one rectangle at a time: bounds the memory of padding, not of the model
+
+
+def pair_scores(model: ScalarHeadModel, pairs: PreferencePairs) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
+    """The scores of both sides, read at each side's last live token, by one forward pass over 2B rows."""
+    width = max(pairs.chosen_ids.shape[1], pairs.rejected_ids.shape[1])
+    scores = score(
+        model,
+        torch.cat([pairs.prompt_ids, pairs.prompt_ids]),
+        torch.cat([pairs.prompt_mask, pairs.prompt_mask]),
+        torch.cat([_widen(pairs.chosen_ids, width), _widen(pairs.rejected_ids, width)]),
+        torch.cat([_widen(pairs.chosen_mask, width), _widen(pairs.rejected_mask, width)]),
+    )
+    chosen, rejected = scores.chunk(2)
+    return chosen, rejected
+
+
+def score(
+    model: ScalarHeadModel,
+    prompt_ids: Int[Tensor, "B P"],
+    prompt_mask: Bool[Tensor, "B P"],
+    completion_ids: Int[Tensor, "B T"],
+    completion_mask: Bool[Tensor, "B T"],
+) -> Float[Tensor, " B"]:
+    """The score of each row, with gradient; columns in which no row is live are not computed."""
+    prompt_ids, prompt_mask = without_dead_columns(prompt_ids, prompt_mask)
+    completion_ids, completion_mask = without_dead_columns(completion_ids, completion_mask)
+    return sequence_scores(model, prompt_ids, prompt_mask, completion_ids, completion_mask)
+
+
+@torch.no_grad()
+def score_rows(
+    model: ScalarHeadModel,
+    prompt_ids: Int[Tensor, "B P"],
+    prompt_mask: Bool[Tensor, "B P"],
+    completion_ids: Int[Tensor, "B T"],
+    completion_mask: Bool[Tensor, "B T"],
+    *,
+    micro_batch_size: int,
+    dtype: str,
+) -> Float[Tensor, " B"]:
+    """The scores of many rows, in their order, on the CPU and without gradient.
+
+    Rows of like length share a forward pass, so that little of it is padding; the mode (train, eval) is put back.
+    """
+    device = model.head.weight.device
+    was_training = model.training
+    model.eval()
+    lengths = prompt_mask.sum(dim=1) + completion_mask.sum(dim=1)
+    order = torch.argsort(lengths, descending=True, stable=True)
+    scores = torch.empty(len(order), dtype=model.head.weight.dtype)
+    rows = (prompt_ids, prompt_mask, completion_ids, completion_mask)
+    with autocast(dtype, device):
+        for part in torch.split(order, micro_batch_size):
+            scores[part.cpu()] = score(model, *(tensor[part].to(device) for tensor in rows)).cpu()
+    model.train(was_training)
+    return scores
+
+
+def score_pairs(
+    model: ScalarHeadModel,
+    pairs: RowSet[PreferencePairs],
+    indices: Sequence[int],
+    *,
+    micro_batch_size: int,
+    dtype: str,
+) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
+    """The scores of both sides of the pairs at `indices`, without gradient, on the CPU."""
+    sides: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for start in range(0, len(indices), CHUNK):
+        part = pairs.collate(list(indices[start : start + CHUNK]))
+        prompt = part.prompt_ids, part.prompt_mask
+        for found, completion in zip(
+            sides, ((part.chosen_ids, part.chosen_mask), (part.rejected_ids, part.rejected_mask)), strict=True
+        ):
+            found.append(score_rows(model, *prompt, *completion, micro_batch_size=micro_batch_size, dtype=dtype))
+    return torch.cat(sides[0]), torch.cat(sides[1])
+
+
+def without_dead_columns(
+    ids: Int[Tensor, "B L"], mask: Bool[Tensor, "B L"]
+) -> tuple[Int[Tensor, "B K"], Bool[Tensor, "B K"]]:
+    """The columns in which some row is live; positions count live tokens only, so nothing else changes."""
+    live = mask.any(dim=0)
+    return ids[:, live], mask[:, live]
+
+
+def _widen(tensor: Tensor, width: int) -> Tensor:
+    return pad(tensor, (0, width - tensor.shape[1]))

@@ -1,0 +1,148 @@
+"""A trained reward model as a RewardSource: the only thing of this package that PPO sees."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from reward_model.model import score_rows
+from rlhf.data.chat import Rendered, load_tokenizer
+from rlhf.data.encode import Encoder, make_encoder
+from rlhf.data.pad import left_pad, right_pad
+from rlhf.errors import RewardError
+from rlhf.models.backbone import context_length, freeze
+from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
+from rlhf.types import Completions, Scores
+
+
+class RewardModelSource:
+    """Scores completions by a reward model; a RewardSource.
+
+    Where the policy's token ids mean the same to the reward model, they are used as they are. Otherwise prompt and
+    completion are decoded and encoded anew with the reward model's tokenizer, special tokens left out: its own BOS
+    and EOS take their place, a conversation's role marks are lost where they are special tokens.
+    """
+
+    def __init__(
+        self,
+        model: ScalarHeadModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        policy_tokenizer: PreTrainedTokenizerBase,
+        micro_batch_size: int,
+        dtype: str = "float32",
+    ) -> None:
+        """`tokenizer` is the reward model's own; the model stays on the device it is on."""
+        freeze(model)
+        self.model = model
+        self.policy_tokenizer = policy_tokenizer
+        self.micro_batch_size = micro_batch_size
+        self.dtype = dtype
+        self.encoder: Encoder = make_encoder(tokenizer, "none")
+        self.same_ids = same_ids(policy_tokenizer, tokenizer)
+        self.context = context_length(model.classifier)
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        policy_tokenizer: PreTrainedTokenizerBase,
+        *,
+        device: torch.device,
+        micro_batch_size: int,
+        dtype: str = "float32",
+    ) -> RewardModelSource:
+        """The reward model in a folder or under a hub id.
+
+        Raises:
+            ModelError: it is not a sequence-classification model with one label, or has no tokenizer.
+        """
+        tokenizer = load_tokenizer(path)
+        model = load_scalar_head(path, tokenizer, new_head=None, dtype=dtype).to(device)
+        return cls(model, tokenizer, policy_tokenizer=policy_tokenizer, micro_batch_size=micro_batch_size, dtype=dtype)
+
+    def __call__(self, completions: Completions) -> Scores:
+        """See RewardSource."""
+        own = self._own_pads(completions) if self.same_ids else self._encoded_anew(completions)
+        self._check_length(own)
+        values = score_rows(
+            self.model,
+            own.prompt_ids,
+            own.prompt_mask,
+            own.completion_ids,
+            own.completion_mask,
+            micro_batch_size=self.micro_batch_size,
+            dtype=self.dtype,
+        ).float()
+        self._check_finite(values)
+        return Scores(values=values, parts={})
+
+    def _own_pads(self, batch: Completions) -> Completions:
+        """The policy's ids, under the mask too such as the reward model knows; a pad token of ours it need not know."""
+        pad_id = self.encoder.pad_id
+        theirs = self.policy_tokenizer.pad_token_id
+        known = set(self.encoder.tokenizer.get_vocab().values())
+
+        def own(ids: Int[Tensor, "B L"], live: Tensor) -> Int[Tensor, "B L"]:
+            ids = torch.where(live, ids, pad_id)
+            return ids if theirs in known else torch.where(ids == theirs, pad_id, ids)
+
+        return replace(
+            batch,
+            prompt_ids=own(batch.prompt_ids, batch.prompt_mask),
+            completion_ids=own(batch.completion_ids, batch.completion_mask),
+        )
+
+    def _encoded_anew(self, batch: Completions) -> Completions:
+        rendered = [self._text(row) for row in batch.split(1)]
+        prompts, completions = self.encoder.prompts(rendered), self.encoder.completions(rendered, 0)
+        for ids, finished in zip(completions, batch.finished.tolist(), strict=True):
+            if not finished:
+                ids.pop()
+        prompt_ids, prompt_mask = left_pad(prompts, self.encoder.pad_id)
+        completion_ids, completion_mask = right_pad(completions, self.encoder.pad_id)
+        return replace(
+            batch,
+            prompt_ids=prompt_ids,
+            prompt_mask=prompt_mask,
+            completion_ids=completion_ids,
+            completion_mask=completion_mask,
+            sampler_logprobs=torch.zeros(completion_ids.shape),
+        )
+
+    def _text(self, row: Completions) -> Rendered:
+        prompt_ids = row.prompt_ids[row.prompt_mask].tolist()
+        prompt = self._decode(prompt_ids)
+        whole = self._decode(prompt_ids + row.completion_ids[row.completion_mask].tolist())
+        return Rendered(prompt, (whole.removeprefix(prompt),), templated=False)
+
+    def _decode(self, ids: list[int]) -> str:
+        text = self.policy_tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def _check_length(self, batch: Completions) -> None:
+        longest = int((batch.prompt_mask.sum(dim=1) + batch.completion_mask.sum(dim=1)).max())
+        if self.context is not None and longest > self.context:
+            raise RewardError(
+                f"a prompt with its completion is {longest} tokens long for the reward model, whose context is "
+                f"{self.context}: lower sampling.max_new_tokens or data.prompts.max_prompt_tokens"
+            )
+
+    def _check_finite(self, values: Float[Tensor, " B"]) -> None:
+        bad = (~values.isfinite()).nonzero().flatten().tolist()
+        if bad:
+            raise RewardError(
+                f"the reward model gave {len(bad)} of {len(values)} completions a score that is NaN or infinite "
+                f"(the first: row {bad[0]}): its weights or its calibration are broken; train it again"
+            )
+
+
+def same_ids(policy: PreTrainedTokenizerBase, reward: PreTrainedTokenizerBase) -> bool:
+    """Whether every token of the policy, but for a pad token we added, is the reward model's token of the same id."""
+    known = reward.get_vocab()
+    return all(known.get(token) == number or token == policy.pad_token for token, number in policy.get_vocab().items())

@@ -1,0 +1,137 @@
+"""Figures about scored pairs: accuracy with its interval, bins, calibration error, correlation."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from reward_model.losses import wins
+from rlhf.runtime.seeding import generator
+
+RESAMPLES = 2000
+MIN_CLUSTERS = 10
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Share of pairs whose chosen side scores higher (ties count half), with a 95 % bootstrap interval."""
+
+    accuracy: float
+    low: float
+    high: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """The accuracy on some of the pairs; None where there are none."""
+
+    accuracy: float | None
+    n: int
+
+
+@dataclass(frozen=True)
+class MarginBin:
+    """The pairs whose margin lies from `low` to `high`."""
+
+    low: float
+    high: float
+    accuracy: float
+    n: int
+
+
+@dataclass(frozen=True)
+class CalibrationBin:
+    """Pairs of like confidence: the mean probability given to the preferred-by-the-model side, and how often it won."""
+
+    predicted: float
+    observed: float
+    n: int
+
+
+def accuracy(gaps: Float[Tensor, " N"], clusters: Sequence[Hashable], *, seed: int) -> Accuracy:
+    """The accuracy of score gaps (chosen - rejected).
+
+    Pairs of one prompt are not independent: the bootstrap resamples whole clusters (prompts), unless there are fewer
+    than 10 of them, where it resamples pairs.
+    """
+    won = wins(gaps).double()
+    numbers = {cluster: number for number, cluster in enumerate(dict.fromkeys(clusters))}
+    if len(numbers) < MIN_CLUSTERS:
+        index, groups = torch.arange(len(won)), len(won)
+    else:
+        index, groups = torch.tensor([numbers[cluster] for cluster in clusters]), len(numbers)
+    totals = torch.zeros(groups, dtype=torch.float64).index_add_(0, index, won)
+    sizes = torch.zeros(groups, dtype=torch.float64).index_add_(0, index, torch.ones_like(won))
+    random = generator(seed, "bootstrap")
+    means = torch.empty(RESAMPLES, dtype=torch.float64)
+    for i in range(RESAMPLES):
+        draw = torch.randint(groups, (groups,), generator=random)
+        means[i] = totals[draw].sum() / sizes[draw].sum()
+    low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return Accuracy(accuracy=won.mean().item(), low=low, high=high, n=len(won))
+
+
+def part(gaps: Float[Tensor, " N"], where: Bool[Tensor, " N"]) -> Part:
+    """The accuracy on the pairs that `where` marks."""
+    picked = wins(gaps[where]).double()
+    return Part(accuracy=picked.mean().item() if len(picked) else None, n=len(picked))
+
+
+def by_margin(gaps: Float[Tensor, " N"], margins: Float[Tensor, " N"], *, bins: int = 5) -> tuple[MarginBin, ...]:
+    """Accuracy in quantile bins of |margin|; a value is never divided between bins, so many alike make fewer bins."""
+    size = margins.double().abs()
+    edges = torch.unique(size.quantile(torch.arange(1, bins, dtype=torch.float64) / bins))
+    bin_of = torch.bucketize(size, edges, right=True)
+    found = []
+    for number in torch.unique(bin_of).tolist():
+        inside = bin_of == number
+        won = wins(gaps[inside]).double()
+        low, high = size[inside].min().item(), size[inside].max().item()
+        found.append(MarginBin(low=low, high=high, accuracy=won.mean().item(), n=len(won)))
+    return tuple(found)
+
+
+def calibration(gaps: Float[Tensor, " N"], *, bins: int = 10) -> tuple[float, tuple[CalibrationBin, ...]]:
+    """Expected calibration error (Naeini et al. 2015) of P(preferred) = σ(gap), and the bins behind it.
+
+        ECE = Σ_k n_k / N · |predicted_k - observed_k|
+
+    Chosen always stands first, so the raw σ(gap) could only be compared with 1. Each pair is turned so that the side
+    that the model prefers comes first: predicted is the mean of σ(|gap|), in [½, 1], observed the share in which that
+    side is the chosen one (½ at a tie). Counting every pair in both orders gives the same, mirrored at ½. Bins are of
+    equal width in [½, 1].
+    """
+    confidence = gaps.double().abs().sigmoid()
+    right = wins(gaps).double()
+    bin_of = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
+    found, error = [], 0.0
+    for number in torch.unique(bin_of).tolist():
+        inside = bin_of == number
+        predicted, observed = confidence[inside].mean().item(), right[inside].mean().item()
+        found.append(CalibrationBin(predicted=predicted, observed=observed, n=int(inside.sum())))
+        error += inside.double().mean().item() * abs(predicted - observed)
+    return error, tuple(found)
+
+
+def pearson(x: Float[Tensor, " N"], y: Float[Tensor, " N"]) -> float | None:
+    """Linear correlation; None where one of the two does not vary."""
+    x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
+    scale = (x.norm() * y.norm()).item()
+    return (x @ y).item() / scale if scale > 0 else None
+
+
+def spearman(x: Float[Tensor, " N"], y: Float[Tensor, " N"]) -> float | None:
+    """Correlation of ranks, equal values sharing the mean of theirs."""
+    return pearson(_ranks(x), _ranks(y))
+
+
+def _ranks(values: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+    _, group, counts = torch.unique(values, return_inverse=True, return_counts=True)
+    ends = counts.cumsum(0).double()
+    ranks: Tensor = (ends - (counts.double() - 1) / 2)[group]
+    return ranks

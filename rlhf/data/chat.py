@@ -1,0 +1,165 @@
+"""Tokenizers made fit for training, and chat templates applied once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rlhf.data.conversation import Message, Prompt
+from rlhf.data.paths import looks_local, missing
+from rlhf.data.row import BadRow
+from rlhf.errors import DataError, ModelError
+
+PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>")
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub id, with an EOS and with a pad token that is neither EOS nor BOS.
+
+    Where we had to add the pad token, the model needs a row more: see `embedding_rows`.
+    """
+    _check_folder(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"{path}: no tokenizer could be loaded from here: {reason}") from error
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        raise ModelError(f"{path}: its tokenizer is empty: tokenizer.json is missing or has no vocabulary")
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"{path}: the tokenizer has no end-of-sequence token, so that no completion could ever end. "
+            'Name one of its tokens in tokenizer_config.json, as in "eos_token": "</s>".'
+        )
+    ensure_pad(tokenizer)
+    return tokenizer
+
+
+def _check_folder(path: str) -> None:
+    folder = Path(path).expanduser()
+    if not folder.exists() and looks_local(path):
+        raise ModelError(missing(path))
+    written = folder / "tokenizer.json"
+    if not written.is_file():
+        return
+    try:
+        parts = json.loads(written.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{written}: not a tokenizer: {error}") from error
+    if not isinstance(parts, dict) or "model" not in parts:
+        raise ModelError(f"{written}: not a tokenizer: it describes no model")
+
+
+def ensure_pad(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Give the tokenizer a pad token of its own where it has none, or only its EOS or BOS; True if its vocabulary grew.
+
+    Padding with EOS would hide real ends wherever something goes by token ids. We never do: masks go by length.
+    """
+    taken = {tokenizer.eos_token_id, tokenizer.bos_token_id}
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id not in taken:
+        return False
+    size = len(tokenizer)
+    name = next(n for n in PAD_NAMES if n not in (tokenizer.eos_token, tokenizer.bos_token))
+    tokenizer.add_special_tokens({"pad_token": name})
+    return len(tokenizer) > size
+
+
+def embedding_rows(tokenizer: PreTrainedTokenizerBase, rows: int, *, model: str) -> int:
+    """How many rows the embedding of `model` must have, now `rows`: one more where we added the pad token.
+
+    Raises:
+        ModelError: the tokenizer has tokens the model has never heard of: it was made for another model.
+    """
+    needed = max(tokenizer.get_vocab().values()) + 1
+    if needed <= rows:
+        return rows
+    added = tokenizer.pad_token_id == needed - 1 and tokenizer.pad_token in PAD_NAMES
+    if added and needed - 1 <= rows:
+        return needed
+    raise ModelError(
+        f"{model}: the tokenizer has {needed:,} tokens and the model only {rows:,}: they do not belong together. "
+        "Give the model and the tokenizer of one folder."
+    )
+
+
+@dataclass(frozen=True)
+class Template:
+    """How conversations become text: a Jinja source, or none; `turns`: text prompts become a user's turn too."""
+
+    source: str | None
+    turns: bool
+    choice: str  # what data.chat_template says
+
+
+def choose_template(tokenizer: PreTrainedTokenizerBase, choice: str) -> Template:
+    """The template `data.chat_template` means: the tokenizer's own (auto), none, or that of a file."""
+    if choice == "none":
+        return Template(None, False, choice)
+    if choice == "auto":
+        own = tokenizer.chat_template  # some have several, by name
+        return Template(own.get("default") if isinstance(own, dict) else own, False, choice)
+    path = Path(choice).expanduser()
+    if not path.is_file():
+        raise DataError(f"data.chat_template: {missing(choice)}; it is auto, none, or the path of a Jinja file")
+    try:
+        source = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise DataError(f"data.chat_template: {choice} cannot be read: {error}") from error
+    return Template(source, True, choice)
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A prompt and its completions as text, whose concatenation is what the model reads."""
+
+    prompt: str
+    completions: tuple[str, ...]
+    templated: bool  # then the template has written the special tokens
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, template: Template, prompt: Prompt, completions: Sequence[str]
+) -> Rendered:
+    """A prompt and completions as text. The template is applied once, to the conversation with each completion in it.
+
+    What the template writes after the prompt is the completion, its end-of-turn marks included.
+    """
+    if isinstance(prompt, str):
+        return Rendered(prompt, tuple(completions), templated=False)
+    before = _apply(tokenizer, template, prompt, answer=True)
+    if not before:
+        raise BadRow("the chat template makes nothing of the prompt")
+    after = []
+    for completion in completions:
+        whole = _apply(tokenizer, template, [*prompt, {"role": "assistant", "content": completion}], answer=False)
+        if not whole.startswith(before):
+            raise BadRow("the chat template writes the prompt differently once it is answered")
+        if not whole[len(before) :].strip():
+            raise BadRow("the chat template makes nothing of the completion")
+        after.append(whole[len(before) :])
+    return Rendered(before, tuple(after), templated=True)
+
+
+def _apply(tokenizer: PreTrainedTokenizerBase, template: Template, conversation: list[Message], *, answer: bool) -> str:
+    if template.source is None:
+        why = "data.chat_template is none" if template.choice == "none" else "the tokenizer has no chat template"
+        raise DataError(
+            f"The rows are conversations, and {why}. Set data.chat_template to the path of a Jinja file, "
+            "or give rows with a plain-text prompt (for transcripts: prompt, chosen and rejected as text)."
+        )
+    try:
+        written = tokenizer.apply_chat_template(
+            conversation, chat_template=template.source, tokenize=False, add_generation_prompt=answer
+        )
+    except jinja2.TemplateSyntaxError as error:
+        raise DataError(f"data.chat_template={template.choice}: line {error.lineno}: {error.message}") from error
+    except (jinja2.TemplateError, TypeError, ValueError) as error:  # a template raises to refuse a conversation
+        raise BadRow("the chat template refuses the conversation", str(error)[:100]) from error
+    assert isinstance(written, str)
+    return written

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Install what the tests need, then run them; options go to pytest, e.g.  bash scripts/test.sh -m slow tests/learning
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh dev
+
+# No test downloads anything. One thread a process: two processes that both want both cores wait for each other.
+export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+exec .venv/bin/python -m pytest -n "${TEST_PROCESSES:-2}" "$@"

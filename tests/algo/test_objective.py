@@ -1,0 +1,352 @@
+"""The table of algorithms: credit for a whole step, and the loss as sums that add over micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from algo_cases import (
+    ALGORITHMS,
+    CLIP_PPO,
+    COEFS,
+    KL_IN_LOSS,
+    NAN,
+    close,
+    experience,
+    online,
+    output_rows,
+    outputs,
+    rollout,
+    table,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf.algo.advantages import gae, rewards_to_go
+from rlhf.algo.kl import kl_estimate
+from rlhf.algo.objective import Coefs, Objective, Outputs, credit, scaled
+from rlhf.masked import Mean, masked_mean, masked_sum, whiten
+from rlhf.types import Rollout, concat
+
+names = st.sampled_from(sorted(ALGORITHMS))
+seeds = st.integers(0, 10_000)
+
+
+def total_loss(objective: Objective, batch, said: Outputs, *, size: int, order=None) -> torch.Tensor:
+    """The loss of a minibatch taken `size` rows at a time."""
+    norms = objective.norms(batch)
+    order = torch.arange(len(batch)) if order is None else order
+    loss = torch.zeros((), dtype=torch.float64)
+    for part in order.split(size):
+        terms, _ = objective.loss(batch.rows(part), output_rows(said, part), COEFS)
+        loss = loss + sum(scaled(terms, norms).values())
+    return loss
+
+
+def gradients(loss: torch.Tensor, said: Outputs) -> list[torch.Tensor]:
+    """With respect to everything the models said."""
+    found = torch.autograd.grad(loss, [said.logprobs, said.entropy, said.values], allow_unused=True, retain_graph=True)
+    return [torch.zeros_like(said.logprobs) if g is None else g for g in found]
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_the_micro_batch_changes_nothing(name, size):
+    algorithm = online(**ALGORITHMS[name])
+    batch, objective = experience(algorithm, seed=3), Objective(algorithm, max_tokens=5)
+    said = outputs(batch)
+    whole = total_loss(objective, batch, said, size=len(batch))
+    order = torch.tensor([4, 0, 7, 2, 1, 6, 5, 3])
+    parts = total_loss(objective, batch, said, size=size, order=order)
+    close(parts, whole)
+    for ours, theirs in zip(gradients(parts, said), gradients(whole, said), strict=True):
+        close(ours, theirs)
+
+
+@given(names, seeds, st.randoms(use_true_random=False))
+def test_credit_permutes_with_its_groups(name, seed, random):
+    algorithm = online(**ALGORITHMS[name])
+    plain = rollout(seed=seed)
+    groups = random.sample(range(4), 4)
+    order = torch.tensor([2 * g + member for g in groups for member in random.sample(range(2), 2)])
+    before, after = credit(plain, algorithm, COEFS).rows(order), credit(plain.rows(order), algorithm, COEFS)
+    for field in ("rewards", "advantages", "returns"):
+        close(getattr(after, field), getattr(before, field))
+    assert torch.equal(after.loss_mask, before.loss_mask)
+
+
+@given(names, seeds)
+def test_credit_and_loss_never_read_what_the_mask_hides(name, seed):
+    algorithm = online(**ALGORITHMS[name])
+    plain = rollout(seed=seed)
+    mask = plain.completion_mask
+
+    def hide(tensor):
+        return torch.where(mask, tensor, NAN)
+
+    fields = ("logprobs", "ref_logprobs", "values")
+    hidden = replace(plain, **{field: hide(getattr(plain, field)) for field in fields})
+    before, after = credit(plain, algorithm, COEFS), credit(hidden, algorithm, COEFS)
+    for field in ("rewards", "advantages", "returns"):
+        close(getattr(after, field), getattr(before, field))
+        assert (getattr(after, field)[~mask] == 0).all()
+    said = outputs(plain)
+    dark = Outputs(
+        logprobs=hide(said.logprobs.detach()).requires_grad_(),
+        entropy=hide(said.entropy.detach()).requires_grad_(),
+        values=hide(said.values.detach()).requires_grad_(),
+    )
+    objective = Objective(algorithm, max_tokens=5)
+    loss, dark_loss = total_loss(objective, before, said, size=8), total_loss(objective, after, dark, size=8)
+    close(dark_loss, loss)
+    for ours, theirs in zip(gradients(dark_loss, dark), gradients(loss, said), strict=True):
+        close(ours, theirs)
+    _, observed = objective.loss(before, said, COEFS)
+    _, dark_observed = objective.loss(after, dark, COEFS)
+    for key, mean in observed.items():
+        assert dark_observed[key].value == pytest.approx(mean.value, rel=1e-9, abs=1e-12), key
+
+
+@given(names, seeds, st.integers(1, 3))
+def test_extra_padding_changes_nothing(name, seed, extra):
+    algorithm = online(**ALGORITHMS[name])
+    plain = rollout(seed=seed)
+    longer = rollout(seed=seed + 1, tokens=5 + extra, full=True)
+    wide = concat([plain, longer]).rows(slice(0, len(plain)))
+    assert wide.completion_mask.shape[1] == 5 + extra
+    before, after = credit(plain, algorithm, COEFS), credit(wide, algorithm, COEFS)
+    for field in ("rewards", "advantages", "returns"):
+        close(getattr(after, field)[:, :5], getattr(before, field))
+        assert (getattr(after, field)[:, 5:] == 0).all()
+
+
+def hand_rollout() -> Rollout:
+    """One group of two completions, of two tokens and of one."""
+    return replace(
+        rollout(groups=1, group_size=2, tokens=2, full=True),
+        completion_mask=torch.tensor([[True, True], [True, False]]),
+        scores=table([3.0, 1.0])[0],
+        logprobs=table([-1.0, -2.0], [-1.5, 0.0]),
+        ref_logprobs=table([-1.2, -1.5], [-2.5, 0.0]),  # k1: .2, -.5 | 1
+        values=table([0.5, 1.0], [2.0, 0.0]),
+    )
+
+
+def test_credit_by_hand_with_a_critic():
+    algorithm = online(
+        advantage={"type": "gae", "gamma": 1.0, "gae_lambda": 0.5, "whiten": False},
+        value_loss={},
+        kl={"placement": "reward", "coef": 9.0},  # the coefficient in use is the controller's
+    )
+    batch = credit(hand_rollout(), algorithm, Coefs(kl=0.1, penalty=0.0))
+    close(batch.rewards, table([-0.02, 3.05], [0.9, 0.0]))
+    # delta: -.02 + 1 - .5 = .48, 3.05 - 1 = 2.05 | .9 - 2
+    close(batch.advantages, table([0.48 + 0.5 * 2.05, 2.05], [-1.1, 0.0]))
+    close(batch.returns, table([2.005, 3.05], [0.9, 0.0]))
+    assert torch.equal(batch.loss_mask, batch.completion_mask)
+
+
+@pytest.mark.parametrize(
+    "baseline, first, second",
+    [
+        ("centered", 2.13 / 2, -2.13 / 2),  # totals 3 - .1 * (.2 - .5) = 3.03 and 1 - .1 = .9
+        ("leave_one_out", 2.13, -2.13),
+        ("normalized", 1.065 / 1.0651, -1.065 / 1.0651),
+    ],
+)
+def test_credit_by_hand_with_a_group_baseline(baseline, first, second):
+    algorithm = online(advantage={"type": "group", "baseline": baseline}, kl={"placement": "reward", "coef": 0.1})
+    batch = credit(hand_rollout(), algorithm, Coefs(kl=0.1, penalty=0.0))
+    close(batch.advantages, table([first, first], [second, 0.0]))
+
+
+def test_credit_by_hand_with_reward_to_go():
+    algorithm = online(advantage={"type": "batch_whiten", "gamma": 0.5, "whiten": False}, kl={"placement": "reward"})
+    batch = credit(hand_rollout(), algorithm, Coefs(kl=0.1, penalty=0.0))
+    close(batch.advantages, table([-0.02 + 0.5 * 3.05, 3.05], [0.9, 0.0]))
+
+
+@pytest.mark.parametrize("estimator, penalties", [("k2", [0.02, 0.125, 0.5]), ("k3", [0.018730753, 0.1487212707, None])])
+def test_the_reward_penalty_uses_the_estimator(estimator, penalties):
+    algorithm = online(advantage={"type": "group"}, kl={"placement": "reward", "estimator": estimator})
+    rewards = credit(hand_rollout(), algorithm, Coefs(kl=0.1, penalty=0.0)).rewards
+    close(rewards[0], [-0.1 * penalties[0], 3.0 - 0.1 * penalties[1]], rtol=1e-9, atol=1e-10)
+    if penalties[2] is not None:
+        close(rewards[1, 0], 1.0 - 0.1 * penalties[2])
+
+
+def test_the_penalty_is_in_the_reward_only_where_it_is_placed_there():
+    for placement, penalized in (("reward", True), ("loss", False), ("none", False)):
+        algorithm = online(advantage={"type": "group"}, kl={"placement": placement, "estimator": "k2"})
+        rewards = credit(hand_rollout(), algorithm, COEFS).rewards
+        assert (rewards[0, 0].item() != 0.0) == penalized
+
+
+@given(seeds)
+def test_whitened_advantages_have_mean_zero_and_variance_one_over_the_step(seed):
+    for name in ("ppo", "reinforce_pp"):
+        batch = experience(online(**ALGORITHMS[name]), seed=seed)
+        close(masked_mean(batch.advantages, batch.completion_mask), 0.0)
+        close(masked_mean(batch.advantages**2, batch.completion_mask), 1.0, rtol=1e-6)
+
+
+@given(seeds)
+def test_returns_are_not_whitened(seed):
+    algorithm = online(advantage={"type": "gae", "gae_lambda": 1.0}, value_loss={}, kl={"placement": "reward"})
+    batch = experience(algorithm, seed=seed)
+    close(batch.returns, rewards_to_go(batch.rewards, batch.completion_mask, gamma=1.0))
+    expected = whiten(batch.returns - batch.values, batch.completion_mask)
+    close(batch.advantages, expected)
+
+
+@given(seeds)
+def test_whitened_rewards_keep_their_mean(seed):
+    algorithm = online(**ALGORITHMS["ppo_whitened_rewards"])
+    batch = experience(algorithm, seed=seed)
+    mask = batch.completion_mask
+    mean = masked_mean(batch.rewards, mask)
+    deviation = masked_mean((batch.rewards - mean) ** 2, mask).sqrt()
+    rewards = torch.where(mask, (batch.rewards - mean) / deviation + mean, 0.0)
+    _, returns = gae(rewards, batch.values, mask, gamma=0.9, gae_lambda=0.95)
+    close(batch.returns, returns, rtol=1e-6, atol=1e-6)
+
+
+def test_uniform_groups_leave_the_policy_loss_and_its_norm():
+    algorithm = online(**ALGORITHMS["dapo"])
+    plain = rollout(seed=5)
+    plain = replace(plain, scores=torch.where(torch.arange(8) < 4, 1.0, plain.scores))
+    batch, objective = credit(plain, algorithm, COEFS), Objective(algorithm, max_tokens=5)
+    assert not batch.loss_mask[:4].any()
+    assert torch.equal(batch.loss_mask[4:], batch.completion_mask[4:])
+    assert objective.norms(batch)["policy"] == batch.completion_mask[4:].sum().item()
+    said = outputs(batch)
+    slope, _, _ = gradients(total_loss(objective, batch, said, size=8), said)
+    assert (slope[:4] == 0).all()
+    rest = credit(plain.rows(slice(4, 8)), algorithm, COEFS)
+    close(total_loss(objective, batch, said, size=8), total_loss(objective, rest, output_rows(said, slice(4, 8)), size=4))
+
+
+def test_a_step_of_uniform_groups_only_is_no_step_and_no_division_by_zero():
+    algorithm = online(**ALGORITHMS["dapo"])
+    plain = replace(rollout(), scores=torch.ones(8, dtype=torch.float64))
+    batch, objective = credit(plain, algorithm, COEFS), Objective(algorithm, max_tokens=5)
+    said = outputs(batch)
+    assert total_loss(objective, batch, said, size=8).item() == 0.0
+    assert objective.norms(batch) == {"policy": 1.0, "value": float(batch.completion_mask.sum())}
+
+
+@given(seeds)
+def test_the_critic_learns_from_all_live_tokens_whatever_the_policy_leaves_out(seed):
+    algorithm = online(**CLIP_PPO)
+    batch, objective = experience(algorithm, seed=seed), Objective(algorithm, max_tokens=5)
+    said = outputs(batch)
+    some = replace(batch, loss_mask=batch.loss_mask & (torch.arange(8) < 3)[:, None])
+    terms, _ = objective.loss(batch, said, COEFS)
+    fewer, _ = objective.loss(some, said, COEFS)
+    close(fewer["value"], terms["value"])
+    assert objective.norms(some)["value"] == batch.completion_mask.sum().item()
+    assert objective.norms(some)["policy"] == some.loss_mask.sum().item()
+    (slope,) = torch.autograd.grad(terms["value"], said.values)
+    assert (slope[~batch.completion_mask] == 0).all()
+
+
+def test_the_value_term_by_hand():
+    algorithm = online(**{**CLIP_PPO, "value_loss": {"coef": 0.1, "clip_eps": 0.2}})
+    batch = replace(
+        credit(hand_rollout(), algorithm, COEFS),
+        values=table([0.0, 0.0], [0.0, 0.0]),
+        returns=table([2.0, 0.5], [2.0, 9.0]),
+    )
+    said = replace(outputs(batch), values=table([1.0, 1.0], [0.1, 5.0]))
+    terms, observed = Objective(algorithm, max_tokens=2).loss(batch, said, COEFS)
+    close(terms["value"], 0.1 * (1.62 + 0.125 + 1.805))
+    assert observed["loss/value"].weight == 3.0
+    assert observed["loss/value"].total == pytest.approx(1.62 + 0.125 + 1.805)
+    assert observed["critic/clip_fraction"] == Mean(1.0, 3.0)
+
+
+def test_the_policy_term_by_hand():
+    algorithm = online(
+        advantage={"type": "group"}, policy_loss={"type": "clip", "aggregate": "sequence_mean", "entropy_coef": 0.5}
+    )
+    batch = replace(credit(hand_rollout(), algorithm, COEFS), advantages=table([2.0, -2.0], [2.0, 0.0]))
+    ratios = table([1.1, 0.5], [1.5, 7.0])
+    said = Outputs(logprobs=batch.logprobs + ratios.log(), entropy=table([0.4, 0.6], [1.0, 9.0]), values=batch.values)
+    terms, observed = Objective(algorithm, max_tokens=2).loss(batch, said, COEFS)
+    assert set(terms) == {"policy"}
+    # Row 0: (-2.2 - .2 + 1.6 - .3) / 2; row 1: -2.4 - .5
+    close(terms["policy"], -0.55 - 2.9)
+    assert observed["policy/clip_fraction"] == Mean(2.0, 3.0)
+    assert observed["policy/ratio"].value == pytest.approx((1.1 + 0.5 + 1.5) / 3)
+    assert observed["policy/entropy"].value == pytest.approx(2.0 / 3)
+    assert observed["loss/policy"].value == pytest.approx((-2.2 + 1.6 - 2.4) / 3)
+    expected = sum(r - 1 - torch.tensor(r).log().item() for r in (1.1, 0.5, 1.5)) / 3
+    assert observed["kl/old"].value == pytest.approx(expected, rel=1e-5)
+
+
+@given(seeds)
+def test_entropy_is_a_bonus(seed):
+    batch = experience(online(**KL_IN_LOSS), seed=seed)
+    said = outputs(batch)
+    terms, _ = Objective(online(**KL_IN_LOSS), max_tokens=5).loss(batch, said, COEFS)
+    (slope,) = torch.autograd.grad(terms["policy"], said.entropy)
+    lengths = batch.loss_mask.sum(1, keepdim=True).double()
+    close(slope, torch.where(batch.loss_mask, -0.01 / lengths, 0.0))
+
+
+@given(seeds, st.sampled_from(["k2", "k3"]))
+def test_the_penalty_in_the_loss_is_its_weighted_sum(seed, estimator):
+    def loss(placement):
+        algorithm = online(
+            advantage={"type": "group"},
+            policy_loss={"type": "clip", "aggregate": "sequence_sum"},
+            kl={"placement": placement, "estimator": estimator},
+        )
+        return Objective(algorithm, max_tokens=5).loss(batch, said, COEFS)
+
+    batch = experience(online(**ALGORITHMS["dr_grpo"]), seed=seed)
+    said = outputs(batch)
+    penalized, observed = loss("loss")
+    plain, _ = loss("none")
+    penalty = masked_sum(COEFS.kl * kl_estimate(said.logprobs, batch.ref_logprobs, estimator), batch.loss_mask)
+    close(penalized["policy"] - plain["policy"], penalty.detach(), atol=1e-9)
+    assert observed["loss/kl"].total == pytest.approx(penalty.item(), rel=1e-9)
+    assert penalty > 0
+
+
+def test_the_penalized_surrogate_uses_the_coefficient_of_the_step():
+    algorithm = online(**ALGORITHMS["ppo_penalty"])
+    batch = experience(algorithm)
+    said = outputs(batch)
+    objective = Objective(algorithm, max_tokens=5)
+    low, observed = objective.loss(batch, said, Coefs(kl=0.0, penalty=1.0))
+    high, _ = objective.loss(batch, said, Coefs(kl=0.0, penalty=3.0))
+    close(high["policy"] - low["policy"], 2.0 * observed["kl/old"].total, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_at_the_old_policy_the_gradient_is_reinforce(name):
+    algorithm = online(**ALGORITHMS[name])
+    kind = algorithm.policy_loss.model_copy(update={"aggregate": "sequence_sum", "entropy_coef": 0.0})
+    if kind.ratio == "sequence":  # every token carries the whole sequence's ratio
+        kind = kind.model_copy(update={"aggregate": "sequence_mean"})
+    elif kind.ratio == "sequence_mean":
+        kind = kind.model_copy(update={"ratio": "token"})
+    algorithm = algorithm.model_copy(update={"policy_loss": kind, "kl": algorithm.kl.model_copy(update={"coef": 0.0})})
+    batch = experience(algorithm, seed=2)
+    said = replace(outputs(batch), logprobs=batch.logprobs.clone().requires_grad_())
+    terms, observed = Objective(algorithm, max_tokens=5).loss(batch, said, Coefs(kl=0.0, penalty=0.7))
+    (slope,) = torch.autograd.grad(terms["policy"], said.logprobs)
+    close(slope, -batch.advantages)
+    assert observed["policy/clip_fraction"].value == 0.0
+    assert observed["policy/ratio"].value == 1.0
+    assert observed["kl/old"].value == 0.0
+
+
+def test_only_an_algorithm_with_a_critic_has_a_value_term():
+    for choices in ALGORITHMS.values():
+        algorithm = online(**choices)
+        batch = experience(algorithm)
+        terms, _ = Objective(algorithm, max_tokens=5).loss(batch, outputs(batch), COEFS)
+        assert ("value" in terms) == (algorithm.value_loss is not None)

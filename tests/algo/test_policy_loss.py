@@ -1,0 +1,188 @@
+"""The surrogates: values by hand, where the gradient stops, and how tokens are weighted."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from algo_cases import NAN, close, grids, live, prefix_mask, table
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf.algo.policy_loss import clipped_surrogate, importance_ratio, kl_old_new, penalized_surrogate, token_weights
+
+AGGREGATES = ("token_mean", "sequence_mean", "sequence_sum", "constant")
+
+
+def loss_and_gradient(ratio: float, advantage: float, **how: float | None) -> tuple[float, float, bool]:
+    """Of one token, with respect to the ratio."""
+    variable = table([ratio]).requires_grad_()
+    loss = clipped_surrogate(variable, table([advantage]), **how)
+    loss.per_token.sum().backward()
+    return loss.per_token.item(), variable.grad.item(), loss.clipped.item()
+
+
+@pytest.mark.parametrize(
+    "ratio, advantage, loss, gradient",
+    [
+        (1.1, 2.0, -2.2, -2.0),  # inside
+        (1.5, 2.0, -2.6, 0.0),  # already more likely than it may become: stop
+        (0.5, 2.0, -1.0, -2.0),  # good but less likely than before: go on
+        (1.1, -2.0, 2.2, 2.0),  # inside
+        (1.5, -2.0, 3.0, 2.0),  # bad and more likely than before: go on
+        (0.5, -2.0, 1.6, 0.0),  # already less likely than it may become: stop
+        (1.25, 2.0, -2.5, -2.0),  # between the two bounds' sizes: low .2, high .3
+        (0.75, -2.0, 1.6, 0.0),
+        (0.5, 0.0, 0.0, 0.0),
+    ],
+)
+def test_the_cases_of_the_clip(ratio, advantage, loss, gradient):
+    value, slope, clipped = loss_and_gradient(ratio, advantage, clip_eps_low=0.2, clip_eps_high=0.3)
+    assert value == pytest.approx(loss, rel=1e-12)
+    assert slope == pytest.approx(gradient, rel=1e-12)
+    assert clipped == (gradient == 0.0 and advantage != 0.0)
+
+
+@pytest.mark.parametrize(
+    "ratio, advantage, loss, gradient",
+    [
+        (2.5, -2.0, 5.0, 2.0),  # below the dual clip
+        (4.0, -2.0, 6.0, 0.0),  # bad and far more likely: bounded by c * |A|
+        (0.5, -2.0, 1.6, 0.0),  # as without it
+        (4.0, 2.0, -2.6, 0.0),  # a positive advantage is not touched
+        (0.5, 2.0, -1.0, -2.0),
+        (1.1, 2.0, -2.2, -2.0),
+    ],
+)
+def test_the_cases_of_the_dual_clip(ratio, advantage, loss, gradient):
+    value, slope, clipped = loss_and_gradient(ratio, advantage, clip_eps_low=0.2, clip_eps_high=0.3, dual_clip=3.0)
+    assert value == pytest.approx(loss, rel=1e-12)
+    assert slope == pytest.approx(gradient, rel=1e-12)
+    assert clipped == (gradient == 0.0)
+
+
+@given(grids(), st.floats(0.05, 0.5), st.floats(0.05, 0.5), st.sampled_from([None, 2.0, 3.0]))
+def test_clipped_is_where_the_gradient_is_zero(grid, low, high, dual_clip):
+    ratio = grid.second.exp().requires_grad_()
+    loss = clipped_surrogate(ratio, grid.first, clip_eps_low=low, clip_eps_high=high, dual_clip=dual_clip)
+    (slope,) = torch.autograd.grad(loss.per_token.sum(), ratio)
+    assert torch.equal(loss.clipped, slope == 0)
+    close(torch.where(loss.clipped, 0.0, -grid.first), slope)
+
+
+@given(grids(), st.floats(0.05, 0.5), st.floats(0.05, 0.5))
+def test_the_clip_only_ever_makes_the_objective_worse(grid, low, high):
+    ratio = grid.second.exp()
+    plain = -ratio * grid.first
+    clipped = clipped_surrogate(ratio, grid.first, clip_eps_low=low, clip_eps_high=high)
+    assert (clipped.per_token >= plain - 1e-12).all()
+    assert (clipped.per_token[~clipped.clipped] == plain[~clipped.clipped]).all()
+
+
+@given(grids())
+def test_at_ratio_one_the_gradient_is_reinforce(grid):
+    logprobs = grid.second.clone().requires_grad_()
+    for level in ("token", "sequence", "sequence_mean"):
+        # A sequence's ratio carries the sum (mean) of its tokens, so its advantage is one number a row.
+        advantages = grid.first if level == "token" else grid.scores[:, None].expand_as(grid.first)
+        ratio = importance_ratio(logprobs, grid.second, grid.mask, level)
+        assert (ratio == 1).all()
+        lengths = grid.mask.sum(1, keepdim=True).clamp(min=1)
+        scale = {"token": 1.0, "sequence": lengths, "sequence_mean": 1.0}[level]
+        reinforce = torch.where(grid.mask, -advantages * scale, 0.0)
+        for loss in (
+            clipped_surrogate(ratio, advantages, clip_eps_low=0.2, clip_eps_high=0.2, dual_clip=3.0),
+            penalized_surrogate(ratio, advantages, kl_old_new(logprobs, grid.second, grid.mask), coef=2.0),
+        ):
+            total = torch.where(grid.mask, loss.per_token, 0.0).sum()
+            close(torch.autograd.grad(total, logprobs, retain_graph=True)[0], reinforce)
+
+
+def test_penalized_surrogate_by_hand():
+    loss = penalized_surrogate(table([1.5, 0.5]), table([2.0, -4.0]), table([0.1, 0.2]), coef=3.0)
+    close(loss.per_token, [[-2.7, 2.6]])
+    assert not loss.clipped.any()
+
+
+def test_importance_ratio_by_hand():
+    old = table([-1.0, -2.0, -3.0], [-1.0, NAN, NAN], [NAN, NAN, NAN])
+    new = table([-0.9, -2.3, -2.6], [-0.8, NAN, NAN], [NAN, NAN, NAN])  # differences .1, -.3, .4 | .2
+    mask = live([1, 1, 1], [1, 0, 0], [0, 0, 0])
+    e = math.exp
+    ones = [1.0, 1.0, 1.0]
+    close(importance_ratio(new, old, mask, "token"), table([e(0.1), e(-0.3), e(0.4)], [e(0.2), 1, 1], ones))
+    close(importance_ratio(new, old, mask, "sequence"), table([e(0.2)] * 3, [e(0.2), 1, 1], ones))
+    close(importance_ratio(new, old, mask, "sequence_mean"), table([e(0.2 / 3)] * 3, [e(0.2), 1, 1], ones))
+
+
+@given(grids(shortest=1))
+def test_the_levels_of_the_ratio_agree(grid):
+    token, sequence, mean = (
+        importance_ratio(grid.second, grid.second.flip(0), grid.mask, level)
+        for level in ("token", "sequence", "sequence_mean")
+    )
+    lengths = grid.mask.sum(1)
+    close(token.prod(1), sequence[:, 0])  # dead tokens count 1
+    close(mean[:, 0] ** lengths, sequence[:, 0])
+    single = prefix_mask([1] * len(lengths), grid.mask.shape[1])
+    close(
+        importance_ratio(grid.second, grid.first, single, "sequence"),
+        importance_ratio(grid.second, grid.first, single, "token"),
+    )
+
+
+def test_the_ratio_has_no_gradient_outside_the_mask():
+    new = table([-0.9, -2.3, NAN]).requires_grad_()
+    for level in ("token", "sequence", "sequence_mean"):
+        ratio = importance_ratio(new, table([-1.0, -2.0, NAN]), live([1, 1, 0]), level)
+        (slope,) = torch.autograd.grad(ratio.sum(), new)
+        assert slope[0, 2] == 0
+        assert (slope[0, :2] > 0).all()
+
+
+@pytest.mark.parametrize(
+    "how, weights, norm",
+    [
+        ("token_mean", table([1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]), 4.0),
+        ("sequence_mean", table([1 / 3, 1 / 3, 1 / 3, 0], [1, 0, 0, 0], [0, 0, 0, 0]), 2.0),
+        ("sequence_sum", table([1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]), 2.0),
+        ("constant", table([0.125, 0.125, 0.125, 0], [0.125, 0, 0, 0], [0, 0, 0, 0]), 2.0),
+    ],
+)
+def test_token_weights_by_hand(how, weights, norm):
+    ours, our_norm = token_weights(prefix_mask([3, 1, 0], 4), how, max_tokens=8)
+    close(ours, weights)
+    assert our_norm == norm
+
+
+@given(grids(holes=True), st.sampled_from(AGGREGATES), st.integers(0, 5))
+def test_aggregation_adds_over_rows(grid, how, cut):
+    weights, norm = token_weights(grid.mask, how, max_tokens=7)
+    parts = [token_weights(mask, how, max_tokens=7) for mask in (grid.mask[:cut], grid.mask[cut:])]
+    close(torch.cat([part[0] for part in parts]), weights)
+    assert sum(part[1] for part in parts) == norm
+    assert (weights[~grid.mask] == 0).all()
+
+
+@given(grids(shortest=1))
+def test_a_loss_of_one_everywhere_aggregates_to_one(grid):
+    """Or, for a sum, to the mean length; for a constant, to the mean length over the longest."""
+    mean_length = grid.mask.sum().item() / len(grid.mask)
+    expected = {"token_mean": 1.0, "sequence_mean": 1.0, "sequence_sum": mean_length, "constant": mean_length / 7}
+    for how in AGGREGATES:
+        weights, norm = token_weights(grid.mask, how, max_tokens=7)
+        assert weights.sum().item() / norm == pytest.approx(expected[how], rel=1e-12)
+
+
+@given(grids())
+def test_the_four_aggregations_agree_at_full_length(grid):
+    rows, tokens = grid.mask.shape
+    mask = torch.ones(rows, tokens, dtype=torch.bool)
+    values = {}
+    for how in AGGREGATES:
+        weights, norm = token_weights(mask, how, max_tokens=tokens)
+        values[how] = (weights * grid.first).sum() / norm
+    close(values["sequence_mean"], values["token_mean"])
+    close(values["constant"], values["token_mean"])
+    close(values["sequence_sum"], tokens * values["token_mean"])

@@ -1,0 +1,75 @@
+"""The critic's loss by hand, where its gradient stops, and explained variance."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from algo_cases import NAN, close, grids, live, table
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf.algo.value_loss import clipped_value_loss, explained_variance, value_clipped
+
+
+@pytest.mark.parametrize(
+    "value, target, loss, gradient",
+    [
+        (1.0, 2.0, 1.62, 0.0),  # moved enough towards the target: the error at .2 is the larger
+        (-1.0, -2.0, 1.62, 0.0),
+        (1.0, 0.5, 0.125, 0.5),  # moved past the target: its own error is the larger
+        (3.0, 1.0, 2.0, 2.0),
+        (0.1, 2.0, 1.805, -1.9),  # within the clip
+        (-1.0, 2.0, 4.5, -3.0),  # moved away: pulled back
+        (0.2, 2.0, 1.62, -1.8),  # at the edge
+    ],
+)
+def test_the_cases_of_the_value_clip(value, target, loss, gradient):
+    variable = table([value]).requires_grad_()
+    old, returns = table([0.0]), table([target])
+    per_token = clipped_value_loss(variable, old, returns, clip_eps=0.2)
+    per_token.sum().backward()
+    close(per_token, [[loss]])
+    # At the edge the two branches are one; autograd splits the gradient between them, and both give it.
+    close(variable.grad, [[gradient]])
+    assert value_clipped(variable.detach(), old, returns, clip_eps=0.2).item() == (gradient == 0.0)
+
+
+def test_without_a_clip_it_is_half_the_squared_error():
+    close(clipped_value_loss(table([1, 5]), table([0, 0]), table([2, 2]), clip_eps=None), [[0.5, 4.5]])
+    assert not value_clipped(table([1, 5]), table([0, 0]), table([2, 2]), clip_eps=None).any()
+
+
+@given(grids(), st.floats(0.01, 2.0))
+def test_the_clip_never_lowers_the_loss_and_says_where_it_stops(grid, eps):
+    values = (grid.first + grid.second).requires_grad_()
+    returns = grid.first.flip(0)
+    loss = clipped_value_loss(values, grid.first, returns, clip_eps=eps)
+    plain = clipped_value_loss(values, grid.first, returns, clip_eps=None)
+    assert (loss >= plain).all()
+    (slope,) = torch.autograd.grad(loss.sum(), values)
+    clipped = value_clipped(values.detach(), grid.first, returns, clip_eps=eps)
+    close(slope, torch.where(clipped, 0.0, values.detach() - returns))
+
+
+@pytest.mark.parametrize(
+    "values, expected",
+    [
+        ([1, 2, 3, 4], 1.0),
+        ([6, 7, 8, 9], 1.0),  # a constant error is no variance
+        ([2.5, 2.5, 2.5, 2.5], 0.0),
+        ([1, 2, 3, 3], 0.85),  # error variance 3/16 of 5/4
+        ([4, 3, 2, 1], -3.0),
+    ],
+)
+def test_explained_variance_by_hand(values, expected):
+    row = table([*values, NAN])
+    mask = live([1, 1, 1, 1, 0])
+    assert explained_variance(row, table([1, 2, 3, 4, NAN]), mask) == pytest.approx(expected, abs=1e-12)
+
+
+def test_explained_variance_of_a_constant_is_undefined():
+    mask = live([1, 1, 0])
+    assert math.isnan(explained_variance(table([1, 2, 3]), table([5, 5, 7]), mask))
+    assert math.isnan(explained_variance(table([1, 2, 3]), table([5, 5, 7]), torch.zeros_like(mask)))

@@ -1,0 +1,330 @@
+"""The expected gradient of every online loss, by enumeration, against the exact gradient of what it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from world import (
+    Problem,
+    World,
+    action_values,
+    enumerate_world,
+    expectation,
+    kl,
+    make_rollout,
+    objective_value,
+    random_scores,
+    random_table,
+    say,
+)
+
+from rlhf.algo.objective import Coefs, Objective, credit
+from rlhf.config.algorithm import Online
+
+WORLD = enumerate_world()
+PROBLEM = Problem(world=WORLD, reference=random_table(WORLD, 10), scores=random_scores(WORLD, 11))
+REFERENCE = WORLD.sequence_logprobs(PROBLEM.reference)
+BETA = 0.3
+COEFS = Coefs(kl=BETA, penalty=0.7)
+WIDE = {"clip_eps_low": 1.0, "clip_eps_high": 1e9}  # a clip that never binds
+
+
+class Network(torch.nn.Module):
+    """Logits from features of prompt and prefix: states share parameters, as in a language model."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        features = [
+            [float(c == k) for k in range(world.prompts)]
+            + [float(prefix.count(v)) for v in range(1, world.vocabulary)]
+            + [float(prefix[-1]) if prefix else 0.0, float(len(prefix))]
+            for c in range(world.prompts)
+            for prefix in world.prefixes
+        ]
+        self.features = torch.tensor(features, dtype=torch.float64).view(world.prompts, len(world.prefixes), -1)
+        width = self.features.shape[-1]
+        self.first = torch.nn.Parameter(torch.randn(width, 6, generator=generator, dtype=torch.float64))
+        self.second = torch.nn.Parameter(torch.randn(6, world.vocabulary, generator=generator, dtype=torch.float64))
+
+    def forward(self) -> Tensor:
+        """The policy's table."""
+        return ((self.features @ self.first).tanh() @ self.second).log_softmax(-1)
+
+
+class Table(torch.nn.Module):
+    """One logit a state and token."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.logits = torch.nn.Parameter(random_table(world, 12))
+
+    def forward(self) -> Tensor:
+        """The policy's table."""
+        return self.logits.log_softmax(-1)
+
+
+@pytest.fixture(params=[Table, Network])
+def policy(request: pytest.FixtureRequest) -> torch.nn.Module:
+    """A policy with and without parameters shared between states."""
+    return request.param(WORLD)
+
+
+def online(**choices: Any) -> Online:
+    """PPO's parts without whitening, which is not an expectation, and without a clip that binds."""
+    policy_loss = {"type": "clip", "aggregate": "sequence_sum", **WIDE}
+    return Online.model_validate(
+        {
+            "advantage": {"type": "gae", "whiten": False},
+            "policy_loss": policy_loss | choices.pop("policy_loss", {}),
+            "kl": {"placement": "reward", "estimator": "k1"},
+            **choices,
+        }
+        | ({} if "advantage" in choices else {"value_loss": {"clip_eps": None}})
+    )
+
+
+REINFORCE = {"advantage": {"type": "batch_whiten", "whiten": False}}
+
+
+def same_gradient(policy: torch.nn.Module, ours: Tensor, exact: Tensor, *, scale: float = 1.0) -> None:
+    """`ours` has `scale` times the gradient of `exact`, which is not zero, to 1e-8."""
+    parameters = list(policy.parameters())
+    mine = torch.autograd.grad(ours, parameters, retain_graph=True)
+    theirs = torch.autograd.grad(exact, parameters, retain_graph=True)
+    assert max(g.abs().max().item() for g in theirs) > 1e-3
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, scale * b, rtol=1e-8, atol=1e-10)
+
+
+def differ(policy: torch.nn.Module, ours: Tensor, other: Tensor) -> None:
+    """The gradients are far apart: the comparison above could have failed."""
+    parameters = list(policy.parameters())
+    pairs = zip(
+        torch.autograd.grad(ours, parameters, retain_graph=True),
+        torch.autograd.grad(other, parameters, retain_graph=True),
+        strict=True,
+    )
+    assert max((a - b).abs().max().item() for a, b in pairs) > 1e-3
+
+
+def exact_objective(table: Tensor, beta: float = BETA) -> Tensor:
+    """E[score] - beta * KL(policy || reference) over sequences."""
+    return objective_value(WORLD.sequence_logprobs(table), REFERENCE, PROBLEM.scores, beta)
+
+
+def visited(old: Tensor, per_state: Tensor) -> Tensor:
+    """The sum over tokens of a quantity of their states, expected under `old`, which is not differentiated."""
+    return (WORLD.state_logprobs(old.detach()).exp() * per_state).sum(1).mean()
+
+
+def test_weighing_rows_is_the_expectation_row_by_row(policy):
+    algorithm = online(policy_loss={"entropy_coef": 0.1})
+    table, rows = policy(), WORLD.all_rows()
+    values = random_scores(WORLD, 1)[:, : len(WORLD.prefixes)]
+    batch = PROBLEM.experience(algorithm, COEFS, table, values=values)
+    said, objective = say(WORLD, rows, table, values), Objective(algorithm, max_tokens=3)
+    probabilities = WORLD.sequence_logprobs(table.detach()).exp().flatten() / WORLD.prompts
+    assert probabilities.sum().item() == pytest.approx(1.0)
+    one_by_one = torch.zeros((), dtype=torch.float64)
+    for row in range(len(rows)):
+        part = slice(row, row + 1)
+        outputs = type(said)(logprobs=said.logprobs[part], entropy=said.entropy[part], values=said.values[part])
+        one_by_one = one_by_one + probabilities[row] * objective.loss(batch.rows(part), outputs, COEFS)[0]["policy"]
+    at_once = PROBLEM.expected_terms(algorithm, COEFS, old=table, new=table, values=values)["policy"]
+    same_gradient(policy, at_once, one_by_one)
+
+
+@pytest.mark.parametrize("gae_lambda", [0.0, 0.5, 0.95, 1.0])
+def test_ppo_with_the_exact_critic_at_any_lambda(policy, gae_lambda):
+    algorithm = online(
+        advantage={"type": "gae", "gamma": 1.0, "gae_lambda": gae_lambda, "whiten": False}, value_loss={}
+    )
+    table = policy()
+    values = PROBLEM.exact_values(algorithm, COEFS, table)
+    terms = PROBLEM.expected_terms(algorithm, COEFS, old=table, new=table, values=values)
+    same_gradient(policy, terms["policy"], exact_objective(table), scale=-1.0)
+
+
+def test_ppo_with_any_critic_at_lambda_one_but_not_below(policy):
+    table = policy()
+    wrong = random_scores(WORLD, 4)[:, : len(WORLD.prefixes)]
+    for gae_lambda, compare in ((1.0, same_gradient), (0.9, differ)):
+        algorithm = online(advantage={"type": "gae", "gae_lambda": gae_lambda, "whiten": False}, value_loss={})
+        terms = PROBLEM.expected_terms(algorithm, COEFS, old=table, new=table, values=wrong)
+        compare(policy, -terms["policy"], exact_objective(table))
+
+
+def test_the_default_clip_and_dual_clip_do_not_matter_at_the_old_policy(policy):
+    how = {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "dual_clip": 3.0}
+    algorithm = online(policy_loss=how, **REINFORCE)
+    table = policy()
+    terms = PROBLEM.expected_terms(algorithm, COEFS, old=table, new=table)
+    same_gradient(policy, terms["policy"], exact_objective(table), scale=-1.0)
+
+
+def test_token_mean_divides_by_the_expected_length(policy):
+    algorithm = online(policy_loss={"aggregate": "token_mean"}, **REINFORCE)
+    table = policy()
+    lengths = WORLD.mask.sum(1).double().expand(WORLD.prompts, -1)
+    mean_length = expectation(WORLD.sequence_logprobs(table.detach()), lengths)
+    terms = PROBLEM.expected_terms(algorithm, COEFS, old=table, new=table)
+    same_gradient(policy, terms["policy"] / mean_length, exact_objective(table), scale=-1.0 / mean_length.item())
+
+
+def test_the_constant_aggregate_divides_by_the_horizon(policy):
+    algorithm = online(policy_loss={"aggregate": "constant"}, **REINFORCE)
+    table = policy()
+    terms = PROBLEM.expected_terms(algorithm, COEFS, old=table, new=table)
+    same_gradient(policy, terms["policy"], exact_objective(table), scale=-1.0 / WORLD.horizon)
+
+
+def pair_terms(algorithm: Online, *, old: Tensor, new: Tensor) -> Tensor:
+    """The policy term expected over *pairs* of completions of a prompt, both from `old`: 2 rows a pair."""
+    n = len(WORLD.ids)
+    pairs = torch.cartesian_prod(torch.arange(n), torch.arange(n))
+    rows = torch.cat([c * n + pairs for c in range(WORLD.prompts)]).flatten()
+    single = WORLD.sequence_logprobs(old.detach())
+    joint = (single[:, :, None] + single[:, None, :]).exp().flatten() / WORLD.prompts
+    rollout = make_rollout(
+        WORLD, rows, old=old, reference=PROBLEM.reference, scores=PROBLEM.scores, group_size=2
+    )  # fmt: skip
+    batch = credit(rollout, algorithm, COEFS)
+    weights = joint.repeat_interleave(2) / 2  # the mean over the two of a pair
+    return Objective(algorithm, max_tokens=3).loss(batch, say(WORLD, rows, new, None, weights), COEFS)[0]["policy"]
+
+
+@pytest.mark.parametrize(
+    "baseline, how, scale",
+    [
+        ("leave_one_out", {"ratio": "token", "aggregate": "sequence_sum"}, 1.0),
+        ("leave_one_out", {"ratio": "sequence", "aggregate": "sequence_mean"}, 1.0),
+        ("centered", {"ratio": "token", "aggregate": "sequence_sum"}, 0.5),  # (G - 1) / G
+        ("centered", {"ratio": "token", "aggregate": "constant"}, 0.5 / 3),
+    ],
+)
+def test_group_baselines_over_all_pairs(policy, baseline, how, scale):
+    algorithm = online(advantage={"type": "group", "baseline": baseline}, policy_loss=how)
+    table = policy()
+    same_gradient(policy, pair_terms(algorithm, old=table, new=table), exact_objective(table), scale=-scale)
+
+
+def test_the_ratio_of_sequences_is_exact_away_from_the_old_policy_and_that_of_tokens_is_not(policy):
+    """Without a KL in the reward (it would be the old policy's), E_old[ratio * A] = E_new[A]."""
+    old, table = random_table(WORLD, 13), policy()
+    for ratio, aggregate, compare in (("sequence", "sequence_mean", same_gradient), ("token", "sequence_sum", differ)):
+        algorithm = online(
+            advantage={"type": "group", "baseline": "leave_one_out"},
+            policy_loss={"ratio": ratio, "aggregate": aggregate},
+            kl={"placement": "none", "coef": 0.0},
+        )
+        compare(policy, -pair_terms(algorithm, old=old, new=table), exact_objective(table, beta=0.0))
+
+
+def per_token_kl(table: Tensor, *, reverse: bool = False) -> Tensor:
+    """KL of the next token in every state `[C, S]`."""
+    first, second = (PROBLEM.reference, table) if reverse else (table, PROBLEM.reference)
+    return (first.exp() * (first - second)).sum(-1)
+
+
+@pytest.mark.parametrize("estimator, reverse", [("k2", False), ("k3", True)])
+def test_kl_in_the_loss_is_the_kl_of_each_token_in_states_taken_as_given(policy, estimator, reverse):
+    algorithm = online(kl={"placement": "loss", "estimator": estimator}, **REINFORCE)
+    table = policy()
+    ours = PROBLEM.expected_terms(algorithm, COEFS, old=table, new=table)["policy"]
+    exact = -exact_objective(table, beta=0.0) + BETA * visited(table, per_token_kl(table, reverse=reverse))
+    same_gradient(policy, ours, exact)
+    # What a token does to the KL of later tokens is seen only by a penalty in the reward.
+    differ(policy, ours, -exact_objective(table))
+
+
+def test_kl_in_the_loss_with_k2_is_exact_for_one_token():
+    world = enumerate_world(horizon=1)
+    problem = Problem(world=world, reference=random_table(world, 1), scores=random_scores(world, 2))
+    policy = Table(world)
+    table = policy()
+    algorithm = online(kl={"placement": "loss", "estimator": "k2"}, **REINFORCE)
+    ours = problem.expected_terms(algorithm, COEFS, old=table, new=table)["policy"]
+    reference = world.sequence_logprobs(problem.reference)
+    exact = objective_value(world.sequence_logprobs(table), reference, problem.scores, BETA)
+    same_gradient(policy, ours, exact, scale=-1.0)
+
+
+def test_the_entropy_bonus_raises_the_entropy_of_visited_states(policy):
+    algorithm = online(policy_loss={"entropy_coef": 0.4}, **REINFORCE)
+    table = policy()
+    ours = PROBLEM.expected_terms(algorithm, COEFS, old=table, new=table)["policy"]
+    entropies = -(table.exp() * table).sum(-1)
+    same_gradient(policy, ours, -exact_objective(table) - 0.4 * visited(table, entropies))
+
+
+def old_action_values(old: Tensor) -> tuple[Tensor, Tensor]:
+    """V and A = Q - V of the old policy, for rewards with the KL penalty in them."""
+    algorithm = online()
+    rewards = PROBLEM.experience(algorithm, COEFS, old).rewards
+    values = PROBLEM.exact_values(algorithm, COEFS, old)
+    return values, action_values(WORLD, old, rewards) - values[..., None]
+
+
+def surrogate(old: Tensor, new: Tensor, gain: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """E over states and tokens of the old policy of gain(ratio, A), the advantages exact."""
+    _, advantages = old_action_values(old)
+    return visited(old, (old.exp() * gain((new - old).exp(), advantages)).sum(-1))
+
+
+@pytest.mark.parametrize("gae_lambda", [0.0, 1.0])
+def test_the_penalized_surrogate_away_from_the_old_policy(policy, gae_lambda):
+    algorithm = online(
+        advantage={"type": "gae", "gae_lambda": gae_lambda, "whiten": False},
+        policy_loss={"type": "penalty"},
+        value_loss={},
+    )
+    old, table = random_table(WORLD, 13), policy()
+    values, _ = old_action_values(old)
+    ours = PROBLEM.expected_terms(algorithm, COEFS, old=old, new=table, values=values)["policy"]
+    divergence = kl(WORLD.sequence_logprobs(old), WORLD.sequence_logprobs(table))  # of whole sequences
+    exact = -surrogate(old, table, lambda ratio, advantage: ratio * advantage) + COEFS.penalty * divergence
+    same_gradient(policy, ours, exact)
+
+
+@pytest.mark.parametrize("dual_clip", [None, 1.5])
+def test_the_clipped_surrogate_away_from_the_old_policy(policy, dual_clip):
+    """At lambda = 0 with the exact critic, the advantage of a token is that of its state and action."""
+    how = {"clip_eps_low": 0.2, "clip_eps_high": 0.4, "dual_clip": dual_clip}
+    algorithm = online(
+        advantage={"type": "gae", "gae_lambda": 0.0, "whiten": False}, policy_loss=how, value_loss={}
+    )  # fmt: skip
+
+    def gain(ratio: Tensor, advantage: Tensor) -> Tensor:
+        bad = ratio.clamp(min=0.8) if dual_clip is None else ratio.clamp(0.8, dual_clip)
+        return advantage * torch.where(advantage > 0, ratio.clamp(max=1.4), bad)
+
+    old, table = random_table(WORLD, 13), policy()
+    values, _ = old_action_values(old)
+    ours = PROBLEM.expected_terms(algorithm, COEFS, old=old, new=table, values=values)["policy"]
+    same_gradient(policy, ours, surrogate(old, table, gain), scale=-1.0)
+    differ(policy, -ours, surrogate(old, table, lambda ratio, advantage: ratio * advantage))
+
+
+@pytest.mark.parametrize("gae_lambda", [0.95, 1.0])
+def test_the_critic_is_drawn_to_the_exact_values(gae_lambda):
+    algorithm = online(
+        advantage={"type": "gae", "gae_lambda": gae_lambda, "whiten": False},
+        value_loss={"clip_eps": None, "coef": 0.1},
+    )
+    table = random_table(WORLD, 12)
+    exact = PROBLEM.exact_values(algorithm, COEFS, table)
+    at_truth = exact.clone().requires_grad_()
+    term = PROBLEM.expected_terms(algorithm, COEFS, old=table, new=table, values=at_truth)["value"]
+    (slope,) = torch.autograd.grad(term, at_truth)
+    torch.testing.assert_close(slope, torch.zeros_like(slope), rtol=0, atol=1e-12)
+    if gae_lambda == 1.0:  # then the target does not depend on the critic: the gradient is that of the mean error
+        wrong = (exact + random_scores(WORLD, 4)[:, : len(WORLD.prefixes)]).requires_grad_()
+        term = PROBLEM.expected_terms(algorithm, COEFS, old=table, new=table, values=wrong)["value"]
+        (slope,) = torch.autograd.grad(term, wrong)
+        visits = WORLD.state_logprobs(table).exp() / WORLD.prompts
+        torch.testing.assert_close(slope, 0.1 * visits * (wrong - exact), rtol=1e-8, atol=1e-12)

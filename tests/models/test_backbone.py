@@ -1,0 +1,229 @@
+"""Folders load as plain models, mistakes are named, adapters come back merged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import EOS, PAD, VOCAB, ragged, saved, tiny, tokenizer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+
+from rlhf.config.sections import LoraConfig, PolicyConfig
+from rlhf.errors import ModelError
+from rlhf.models.backbone import (
+    add_lora,
+    context_length,
+    fit_vocabulary,
+    freeze,
+    load_adapter,
+    load_causal_lm,
+    load_policy,
+    save_model,
+)
+from rlhf.models.logprobs import completion_outputs
+
+
+def logprobs(model: PreTrainedModel) -> Tensor:
+    b = ragged()
+    return completion_outputs(
+        model, b.prompt_ids, b.prompt_mask, b.completion_ids, b.completion_mask, temperature=1.0
+    ).logprobs
+
+
+def nudged(model: PreTrainedModel) -> PreTrainedModel:
+    """An adapter starts as no change at all (B = 0); move it."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def test_a_folder_round_trips_and_is_an_ordinary_one(tmp_path: Path) -> None:
+    model = tiny()
+    save_model(model, tokenizer(), tmp_path)
+    ours = load_causal_lm(str(tmp_path), dtype="float64").eval()
+    assert torch.equal(logprobs(ours), logprobs(model))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logprobs(theirs.eval()), logprobs(model))
+    assert AutoTokenizer.from_pretrained(tmp_path)("t5 t7")["input_ids"] == [5, 7]
+
+
+@pytest.mark.parametrize(
+    "asked, kept", [("float32", torch.float32), ("bfloat16", torch.float32), ("float64", torch.float64)]
+)
+def test_weights_are_float32_at_least(asked: str, kept: torch.dtype, tmp_path: Path) -> None:
+    model = load_causal_lm(saved(tiny(dtype=torch.bfloat16), tmp_path), dtype=asked)
+    assert {p.dtype for p in model.parameters()} == {kept}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_dropout_is_off_even_in_training_mode(family: str, tmp_path: Path) -> None:
+    drops = {"attention_dropout": 0.5} if family == "llama" else {"resid_pdrop": 0.5, "embd_pdrop": 0.5}
+    path = saved(tiny(family, **drops), tmp_path)
+    dropping = AutoModelForCausalLM.from_pretrained(path).train()
+    assert not torch.equal(logprobs(dropping), logprobs(dropping))
+    model = load_policy(PolicyConfig(model=path, dtype="float64"), path, tokenizer())
+    assert model.training
+    assert torch.equal(logprobs(model), logprobs(model))
+    assert torch.equal(logprobs(model), logprobs(dropping.eval()))
+
+
+def test_the_folders_own_generation_settings_are_dropped(tmp_path: Path) -> None:
+    path = saved(tiny(), tmp_path)
+    GenerationConfig(
+        top_k=1, temperature=0.1, repetition_penalty=5.0, do_sample=True, eos_token_id=[EOS, 5], pad_token_id=PAD
+    ).save_pretrained(path)
+    kept = load_causal_lm(path).generation_config
+    assert kept.eos_token_id == [EOS, 5]
+    assert kept.pad_token_id == PAD
+    assert (kept.top_k, kept.temperature, kept.repetition_penalty, kept.do_sample) == (None, None, None, None)
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no model folder .*nowhere"):
+        load_causal_lm(str(tmp_path / "nowhere"))
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=tmp_path.name):
+        load_causal_lm(str(tmp_path))
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing", "noise"])
+def test_damaged_weights_are_a_model_error(damage: str, tmp_path: Path) -> None:
+    weights = Path(saved(tiny(), tmp_path)) / "model.safetensors"
+    if damage == "missing":
+        weights.unlink()
+    else:
+        weights.write_bytes(weights.read_bytes()[:2000] if damage == "cut" else b"not weights")
+    with pytest.raises(ModelError, match="cannot load a causal LM"):
+        load_causal_lm(str(tmp_path))
+
+
+def test_a_damaged_config_is_a_model_error(tmp_path: Path) -> None:
+    (Path(saved(tiny(), tmp_path)) / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot load"):
+        load_causal_lm(str(tmp_path))
+
+
+def test_a_tokenizer_of_another_model_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"30 tokens but the model 'some/model' has 23 embeddings.*policy\.tokenizer"):
+        fit_vocabulary(tiny(), tokenizer(30), "some/model")
+
+
+def test_a_smaller_tokenizer_is_fine() -> None:
+    model = tiny()
+    fit_vocabulary(model, tokenizer(VOCAB - 4), "some/model")
+    assert model.get_input_embeddings().weight.shape[0] == VOCAB
+
+
+def test_an_added_pad_token_gets_a_row_and_changes_nothing_else() -> None:
+    model, ours = tiny(), tokenizer()
+    before = model.get_input_embeddings().weight.detach().clone()
+    ours.add_special_tokens({"pad_token": "[PAD]"})
+    ours.rlhf_added_tokens = 1
+    fit_vocabulary(model, ours, "some/model")
+    after = model.get_input_embeddings().weight
+    assert after.shape[0] == VOCAB + 1
+    assert torch.equal(after[:VOCAB], before)
+
+
+def test_freeze_stops_every_gradient() -> None:
+    model = freeze(tiny().train())
+    assert not model.training
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_context_length() -> None:
+    assert context_length(tiny()) == 64
+    assert context_length(tiny("gpt2")) == 64
+
+
+def test_lora_trains_the_adapter_only_and_starts_as_the_base() -> None:
+    base = logprobs(tiny())
+    model = add_lora(tiny(), LoraConfig(r=2, alpha=4.0))
+    assert torch.equal(logprobs(model), base)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+    assert not torch.allclose(logprobs(nudged(model)), base)
+
+
+def test_lora_targets() -> None:
+    model = add_lora(tiny(), LoraConfig(r=2, target_modules=["q_proj"]))
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert len(names) == 4
+    assert all("q_proj" in name for name in names)
+
+
+def test_an_adapter_folder_loads_merged_over_its_base(tmp_path: Path) -> None:
+    path = saved(tiny(), tmp_path / "base")
+    base = load_causal_lm(path, dtype="float64")
+    model = nudged(add_lora(base, LoraConfig(r=2, alpha=4.0))).eval()
+    expected = logprobs(model)
+    save_model(model, tokenizer(), tmp_path / "adapter")
+    assert not (tmp_path / "adapter" / "model.safetensors").exists()
+    merged = load_causal_lm(str(tmp_path / "adapter"), dtype="float64").eval()
+    assert not any("lora_" in name for name, _ in merged.named_parameters())
+    torch.testing.assert_close(logprobs(merged), expected, rtol=0, atol=1e-6)  # the adapter's file is float32
+    again = load_adapter(load_causal_lm(path, dtype="float64"), tmp_path / "adapter").eval()
+    torch.testing.assert_close(logprobs(again), expected, rtol=0, atol=1e-6)
+    assert any(p.requires_grad for p in again.parameters())
+
+
+def test_an_adapter_whose_base_is_gone_is_a_model_error(tmp_path: Path) -> None:
+    path = saved(tiny(), tmp_path / "base")
+    add_lora(load_causal_lm(path), LoraConfig(r=2)).save_pretrained(tmp_path / "adapter")
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(ModelError, match="base"):
+        load_causal_lm(str(tmp_path / "adapter"))
+
+
+def test_a_damaged_adapter_is_a_model_error(tmp_path: Path) -> None:
+    path = saved(tiny(), tmp_path / "base")
+    add_lora(load_causal_lm(path), LoraConfig(r=2)).save_pretrained(tmp_path / "adapter")
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(ModelError, match="adapter"):
+        load_causal_lm(str(tmp_path / "adapter"))
+
+
+def test_an_adapter_over_a_policy_with_an_added_pad_token_round_trips(tmp_path: Path) -> None:
+    path = saved(tiny(), tmp_path / "base")
+    ours = tokenizer()
+    ours.add_special_tokens({"pad_token": "[PAD]"})
+    ours.rlhf_added_tokens = 1
+    config = PolicyConfig(model=path, dtype="float64", lora=LoraConfig(r=2, alpha=4.0))
+    model = nudged(load_policy(config, path, ours)).eval()
+    expected = logprobs(model)
+    save_model(model, ours, tmp_path / "adapter")
+    merged = load_causal_lm(str(tmp_path / "adapter"), dtype="float64").eval()
+    assert merged.get_input_embeddings().weight.shape[0] == VOCAB + 1
+    torch.testing.assert_close(logprobs(merged), expected, rtol=0, atol=1e-6)
+
+
+def test_a_lora_policy_with_checkpointing_has_a_gradient(tmp_path: Path) -> None:
+    path = saved(tiny(), tmp_path)
+    config = PolicyConfig(model=path, dtype="float64", lora=LoraConfig(r=2), gradient_checkpointing=True)
+    plain = load_policy(config.model_copy(update={"gradient_checkpointing": False}), path, tokenizer())
+    spared = load_policy(config, path, tokenizer())
+    spared.load_state_dict(plain.state_dict())
+    grads = []
+    for model in (plain, spared):
+        logprobs(nudged(model)).sum().backward()
+        grads.append([p.grad for p in model.parameters() if p.requires_grad])
+    assert len(grads[0]) == len(grads[1]) > 0
+    for one, other in zip(*grads, strict=True):
+        assert one is not None
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    assert max(g.abs().max().item() for g in grads[0] if g is not None) > 0
+
+
+def test_saved_weights_are_safetensors(tmp_path: Path) -> None:
+    save_model(tiny(), tokenizer(), tmp_path)
+    assert "model.embed_tokens.weight" in load_file(tmp_path / "model.safetensors")
+    assert not list(tmp_path.glob("*.bin"))

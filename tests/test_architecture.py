@@ -1,0 +1,211 @@
+"""Which way imports point, and who may import what; the rows themselves are in pyproject.toml, for import-linter."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LINTER = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-cache"]
+
+# Who may import these; nobody else. The upper half of rlhf meets a reward model as a RewardSource only.
+IMPORTERS = {
+    "reward_model": {"rlhf.build", "rlhf.lab.build", "rlhf.cli", "reward_model"},
+    "transformers": {"rlhf.models", "rlhf.data", "rlhf.sampling", "rlhf.lab", "reward_model"},
+    "deepspeed": {"rlhf.runtime.engine"},
+    "vllm": {"rlhf.sampling.vllm"},
+    "trl": set(),
+}
+TRAINERS = {f"transformers.{prefix}{name}" for prefix in ("", "Seq2Seq") for name in ("Trainer", "TrainingArguments")}
+
+# All that these may import; nothing else.
+MATHEMATICS = {"__future__", "collections", "dataclasses", "jaxtyping", "math", "torch", "typing"}
+MATHEMATICS |= {"rlhf.algo", "rlhf.config", "rlhf.masked", "rlhf.types"}
+
+# Of the lab, these may use the trainers; the rest is a world that knows nothing of training.
+HIGH_LAB = {"rlhf.lab.build"}
+WORLD_OF_OURS = {"rlhf.errors", "rlhf.types"}
+
+# These take seconds to import; the mathematics must be importable without any of them.
+HEAVY = {"transformers", "datasets", "peft", "accelerate", "evaluate", "plotly", "sklearn", "pandas", "deepspeed"}
+
+
+def inside(name: str, roots: set[str]) -> bool:
+    """Whether `name` is one of `roots` or something in one."""
+    return any(name == root or name.startswith(root + ".") for root in roots)
+
+
+def imports(source: str, module: str, *, package: bool = False) -> Iterator[str]:
+    """The dotted names that `source`, the text of `module`, imports: `from a.b import c` is `a.b.c`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".")[: None if package else -1]
+                base = ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [base])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (a.value for a in node.args[:1] if isinstance(a, ast.Constant) and isinstance(a.value, str))
+
+
+def uses(source: str) -> set[str]:
+    """The dotted names read in `source`, such as `transformers.Trainer`."""
+    return {ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+
+
+def modules() -> dict[str, Path]:
+    """Every module of both packages, by dotted name."""
+    found = {}
+    for package in ("rlhf", "reward_model"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+IMPORTED = {
+    name: set(imports(path.read_text(encoding="utf-8"), name, package=path.name == "__init__.py"))
+    for name, path in MODULES.items()
+}
+
+
+def rows() -> set[str]:
+    """The modules named in import-linter's rows."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
+    return {name.strip().strip("()") for layer in layers for name in layer.replace(":", "|").split("|")}
+
+
+def test_the_reader_of_imports_sees_every_form() -> None:
+    source = """
+import torch.nn as nn
+from rlhf import build
+from . import kl
+from .. import masked
+from ..types import Rollout
+
+def late():
+    import deepspeed
+    return importlib.import_module("vllm")
+"""
+    assert set(imports(source, "rlhf.algo.objective")) == {
+        "torch.nn",
+        "rlhf.build",
+        "rlhf.algo.kl",
+        "rlhf.masked",
+        "rlhf.types.Rollout",
+        "deepspeed",
+        "vllm",
+    }
+    assert set(imports("from .kl import k1", "rlhf.algo", package=True)) == {"rlhf.algo.kl.k1"}
+    assert "transformers.Trainer" in uses("trainer = transformers.Trainer(model)")
+
+
+def test_both_packages_are_read() -> None:
+    assert {"rlhf.types", "rlhf.config.sections", "reward_model"} <= set(MODULES)
+    assert "rlhf.config.base.Section" in IMPORTED["rlhf.config.sections"]
+
+
+def test_every_module_has_a_row() -> None:
+    named = rows()
+    homeless = {name for name in MODULES if not inside(name, named)}
+    # The two roofs stand above and below the rows at once, so they may hold nothing but a docstring.
+    assert homeless <= {"rlhf", "rlhf.lab"}, "give these a row in pyproject.toml's [tool.importlinter]"
+    assert [name for name in homeless if IMPORTED[name] - {"__future__.annotations"}] == []
+
+
+def test_imports_point_down() -> None:
+    done = subprocess.run(LINTER, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "module, line, kept",
+    [
+        ("rlhf/algo/kl.py", "from rlhf.types import Rollout", True),
+        ("rlhf/algo/kl.py", "from rlhf.runtime import engine", False),
+        ("rlhf/types.py", "import rlhf.algo.kl", False),
+        ("rlhf/runtime/engine.py", "import reward_model", False),
+        ("rlhf/runtime/engine.py", "import trl", False),
+    ],
+)
+def test_the_linter_bites(tmp_path: Path, module: str, line: str, kept: bool) -> None:
+    for name in ("rlhf/algo/kl.py", "rlhf/types.py", "rlhf/masked.py", "rlhf/errors.py", "rlhf/runtime/engine.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(line if name == module else "")
+        (path.parent / "__init__.py").touch()
+    (tmp_path / "reward_model").mkdir()
+    (tmp_path / "reward_model" / "__init__.py").touch()
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    done = subprocess.run(LINTER, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) is kept, done.stdout + done.stderr
+    assert ("BROKEN" in done.stdout) is not kept
+
+
+@pytest.mark.parametrize("library", sorted(IMPORTERS))
+def test_only_some_import(library: str) -> None:
+    allowed = IMPORTERS[library]
+    wrong = [
+        f"{m} imports {i}" for m in MODULES for i in IMPORTED[m] if inside(i, {library}) and not inside(m, allowed)
+    ]
+    assert wrong == []
+
+
+def test_no_trainer_but_ours() -> None:
+    wrong = [
+        name for name, path in MODULES.items() if TRAINERS & (IMPORTED[name] | uses(path.read_text(encoding="utf-8")))
+    ]
+    assert wrong == []
+
+
+def test_the_mathematics_imports_no_machinery() -> None:
+    algo = [name for name in MODULES if inside(name, {"rlhf.algo"})]
+    assert len(algo) > 1
+    assert [f"{m} imports {i}" for m in algo for i in IMPORTED[m] if not inside(i, MATHEMATICS)] == []
+
+
+def test_the_lab_world_knows_nothing_of_training() -> None:
+    world = {name for name in MODULES if inside(name, {"rlhf.lab"}) and not inside(name, HIGH_LAB)}
+    allowed = (world - {"rlhf.lab"}) | WORLD_OF_OURS
+    ours = {"rlhf", "reward_model"}
+    wrong = [f"{m} imports {i}" for m in world for i in IMPORTED[m] if inside(i, ours) and not inside(i, allowed)]
+    assert wrong == []
+
+
+def test_errors_are_caught_by_name() -> None:
+    wrong = []
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ExceptHandler) and node.type is not None:
+                caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+                if {ast.unparse(kind) for kind in caught} & {"Exception", "BaseException"}:
+                    wrong.append(f"{name}:{node.lineno}")
+    assert wrong == []
+
+
+def test_the_mathematics_is_light_to_import() -> None:
+    algo = [name for name in MODULES if inside(name, {"rlhf.algo"})]
+    code = f"import sys; import {', '.join(algo)}; print(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    loaded = {name.split(".")[0] for name in done.stdout.split()}
+    assert {"torch", "rlhf"} <= loaded
+    assert loaded & HEAVY == set()
+
+
+def test_the_heavy_libraries_exist() -> None:
+    """A misspelled name above would forbid nothing; deepspeed is an extra, so it may be absent."""
+    assert {name for name in HEAVY if importlib.util.find_spec(name) is None} <= {"deepspeed"}
