@@ -19,18 +19,25 @@ ALPHA = 15.0  # VADER's own normalization constant
 
 
 def score(
-    prompts: Sequence[str], completions: Sequence[str], references: Sequence[Mapping[str, Any]], *, lexicon: str
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    references: Sequence[Mapping[str, Any]],
+    *,
+    lexicon: str,
+    with_prompt: bool = False,
 ) -> list[float]:
     """s / sqrt(s^2 + 15) for each completion, s the sum of its words' valences; in (-1, 1), 0 without sentiment.
 
     Args:
-        prompts: not read: the reward is for what the model adds.
+        prompts: read only where `with_prompt`.
         completions: what is scored.
         references: not read.
         lexicon: path of vader_lexicon.txt.
+        with_prompt: score prompt and completion as one text; a word cut in two by the prompt's end is then whole.
     """
     valences = load_lexicon(lexicon)
-    return [normalized(total_valence(text, valences)) for text in completions]
+    texts = [before + own if with_prompt else own for before, own in zip(prompts, completions, strict=True)]
+    return [normalized(total_valence(text, valences)) for text in texts]
 
 
 def total_valence(text: str, valences: Mapping[str, float]) -> float:

@@ -31,7 +31,7 @@ def longer_wins(pairs: PairSet) -> Float[Tensor, " N"]:
 
 @dataclass(frozen=True)
 class BagOfWords:
-    """Scores a text by its words: r(y) = w · φ(y), φ the TF-IDF of words and word pairs."""
+    """Scores a text by its words: r(y) = w · φ(y), φ the TF-IDF of its words."""
 
     vectorizer: TfidfVectorizer
     weights: np.ndarray
@@ -53,7 +53,7 @@ def fit_bag_of_words(texts: Sequence[PairText]) -> BagOfWords | None:
     """
     if len(texts) < 2 * FOLDS:
         return None
-    vectorizer = TfidfVectorizer(sublinear_tf=True, ngram_range=(1, 2), min_df=2, token_pattern=r"(?u)\b\w+\b|[!?]")
+    vectorizer = TfidfVectorizer(sublinear_tf=True, min_df=2, token_pattern=r"(?u)\b\w+\b|[!?]")
     try:
         vectorizer.fit([side for pair in texts for side in (pair.chosen, pair.rejected)])
     except ValueError:  # scikit-learn's word for an empty vocabulary

@@ -27,12 +27,9 @@ from reward_model.statistics import (
     spearman,
 )
 from rlhf.data.pairs import PairSet
-from rlhf.data.stream import RowSet
 from rlhf.errors import DataError, RewardError
-from rlhf.masked import Mean
 from rlhf.models.backbone import context_length
 from rlhf.models.scalar_head import ScalarHeadModel
-from rlhf.types import PreferencePairs
 
 
 @dataclass(frozen=True)
@@ -99,15 +96,6 @@ class ReportCard:
     def as_dict(self) -> dict[str, object]:
         """Plain data for report_card.json."""
         return asdict(self)
-
-
-def pair_metrics(
-    model: ScalarHeadModel, pairs: RowSet[PreferencePairs], *, micro_batch_size: int, dtype: str
-) -> dict[str, Mean]:
-    """What is watched during training: accuracy and loss on held-out pairs."""
-    chosen, rejected = score_pairs(model, pairs, range(len(pairs)), micro_batch_size=micro_batch_size, dtype=dtype)
-    raw_gaps = raw(model, chosen - rejected)
-    return {"eval/rm_accuracy": Mean.of(wins(raw_gaps)), "eval/rm_loss": Mean.of(-logsigmoid(raw_gaps))}
 
 
 def raw(model: ScalarHeadModel, gaps: Float[Tensor, " N"]) -> Float[Tensor, " N"]:

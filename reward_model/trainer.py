@@ -1,4 +1,4 @@
-"""Fit a reward model on pairs: the offline loop."""
+"""Fit a reward model on pairs: the offline loop, for use without a run folder."""
 
 from __future__ import annotations
 
@@ -15,29 +15,21 @@ from rlhf.types import PreferencePairs
 TERMS = ("rm",)  # what Engine.train is told: the loss terms whose gradient reaches the reward model
 
 
-def total_steps(schedule: ScheduleConfig, steps_per_epoch: float) -> int:
-    """The length of the run in steps; a last, partial step of an epoch is not dropped."""
-    if schedule.steps is not None:
-        return schedule.steps
-    assert schedule.epochs is not None
-    return max(1, round(schedule.epochs * steps_per_epoch + 0.499))
-
-
 def fit(
     trained: Trained,
     loss: PairLoss,
     stream: BatchStream[PreferencePairs],
     schedule: ScheduleConfig,
     *,
+    steps: int,
     micro_batch_size: int,
     done: int = 0,
 ) -> Iterator[tuple[int, Metrics]]:
-    """Take the steps after the first `done`, one each time the next (step, metrics) is asked for.
+    """Take the steps after the first `done` up to `steps`, one each time the next (step, metrics) is asked for.
 
     Batches and learning rate follow from the step number, so a run that is restored to step `done` (weights and
     optimizer) continues as if it had never stopped; logging, evaluation and checkpoints are the caller's.
     """
-    steps = total_steps(schedule, stream.steps_per_epoch)
     trained.module.train()
     for step in range(done + 1, steps + 1):
         factor = lr_factor(step, steps=steps, warmup_steps=schedule.warmup_steps, decay=schedule.decay)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -85,7 +84,7 @@ def _train(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.config.load import load_train
     from rlhf.lab.build import with_lab
 
-    run_train(with_lab(load_train(parsed.target, parsed.overrides), console), console)
+    run_train(with_lab(load_train(parsed.target, parsed.overrides)), console)
 
 
 def _rm(parsed: argparse.Namespace, console: Console) -> None:
@@ -93,7 +92,7 @@ def _rm(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.config.load import load_reward_model
     from rlhf.lab.build import with_lab
 
-    run_reward_model(with_lab(load_reward_model(parsed.target, parsed.overrides), console), console)
+    run_reward_model(with_lab(load_reward_model(parsed.target, parsed.overrides)), console)
 
 
 def _config(parsed: argparse.Namespace, console: Console) -> None:
@@ -149,13 +148,11 @@ _VERBS: dict[str, Callable[[argparse.Namespace, Console], None]] = {
 
 
 def _quiet_libraries() -> None:
-    """Our own lines are the display; the libraries' loading bars and advice are not."""
+    """Our own lines are the display; the libraries' loading bars and advice are not. Read when they are imported."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 if __name__ == "__main__":

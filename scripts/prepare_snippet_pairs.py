@@ -3,8 +3,8 @@
     python scripts/prepare_snippet_pairs.py RATED.jsonl.gz PAIRS.jsonl [--rounds 4] [--min-gap 1] [--seed 0]
 
 Input rows have `text` and a rating (`human_sentiment`); output rows have `prompt`, `chosen`, `rejected` and `margin`,
-the difference of the ratings. In one round a text is in at most one pair: with `--rounds 1`, as for a test set, the pairs
-are independent of each other.
+the difference of the ratings. In one round a text is in at most one pair: with `--rounds 1`, as for a test set, the
+pairs are independent of each other.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from pathlib import Path
 
 Rated = tuple[str, float]
 
+ATTEMPTS = 5  # shuffles a round: those left unpaired by one, their ratings too close, are tried again in the next
+
 
 def read(path: Path, column: str) -> list[Rated]:
     """Text and rating of every row."""
@@ -29,16 +31,20 @@ def read(path: Path, column: str) -> list[Rated]:
 
 
 def pair_up(rated: Sequence[Rated], *, min_gap: float, rounds: int, seed: int) -> Iterator[tuple[Rated, Rated]]:
-    """Pairs (higher, lower) of different texts at least `min_gap` apart; no pair twice."""
-    seen: set[frozenset[int]] = set()
+    """Pairs (higher, lower) of different texts at least `min_gap` apart; no pair twice, no text twice in a round."""
+    seen: set[tuple[int, int]] = set()
     for number in range(rounds):
-        order = list(range(len(rated)))
-        random.Random(f"{seed}/{number}").shuffle(order)
-        for i, j in zip(order[0::2], order[1::2], strict=False):
-            high, low = (rated[i], rated[j]) if rated[i][1] >= rated[j][1] else (rated[j], rated[i])
-            if high[1] - low[1] >= min_gap and high[0] != low[0] and frozenset((i, j)) not in seen:
-                seen.add(frozenset((i, j)))
-                yield high, low
+        left = list(range(len(rated)))
+        for attempt in range(ATTEMPTS):
+            random.Random(f"{seed}/{number}/{attempt}").shuffle(left)
+            used = set()
+            for i, j in zip(left[0::2], left[1::2], strict=False):
+                high, low = (i, j) if rated[i][1] > rated[j][1] else (j, i)
+                if rated[high][1] - rated[low][1] >= min_gap and (high, low) not in seen:
+                    used |= {i, j}
+                    seen.add((high, low))
+                    yield rated[high], rated[low]
+            left = [i for i in left if i not in used]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -18,7 +18,7 @@ LINTER = [sys.executable, "-c", "from importlinter.cli import lint_imports_comma
 # Who may import these; nobody else. The upper half of rlhf meets a reward model as a RewardSource only.
 IMPORTERS = {
     "reward_model": {"rlhf.build", "rlhf.lab.build", "rlhf.cli", "reward_model"},
-    "transformers": {"rlhf.models", "rlhf.data", "rlhf.sampling", "rlhf.lab", "reward_model"},
+    "transformers": {"rlhf.models", "rlhf.data", "rlhf.sampling", "rlhf.lab", "rlhf.build", "reward_model"},
     "deepspeed": {"rlhf.runtime.engine"},
     "vllm": {"rlhf.sampling.vllm"},
     "trl": set(),

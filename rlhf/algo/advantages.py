@@ -81,7 +81,7 @@ def leave_one_out(scores: Float[Tensor, " B"], group_size: int) -> Float[Tensor,
 
 
 def uniform_groups(scores: Float[Tensor, " B"], group_size: int) -> Bool[Tensor, " B"]:
-    """True for the rows of groups whose scores are all alike: nothing to learn from (DAPO, Yu et al. 2025, sec. 3.2)."""
+    """True for the rows of groups whose scores are all alike: nothing to learn (DAPO, Yu et al. 2025, sec. 3.2)."""
     groups = scores.view(-1, group_size)
     same = (groups == groups[:, :1]).all(dim=1, keepdim=True)
     return same.expand_as(groups).flatten()

@@ -20,6 +20,10 @@ def kl_estimate(
 
     E[k1] = E[k3] = KL; k2 is biased, but its expected gradient, as a loss, is that of KL exactly
     (k1's is zero; k3's is the gradient of the reverse KL(pi_ref || pi)). k2 and k3 are never negative.
+
+    "KL" is that of the next token in a state taken as given. Summed over tokens, k1 in the *reward* gives the gradient
+    of the sequences' KL; any of them in the *loss* misses what a token does to the KL of later ones, and so leads to
+    pi(a | s) = pi_ref * exp(Q(s, a) / beta) with a Q that knows the score alone (k2), not to the objective's optimum.
     """
     difference = logprobs - ref_logprobs
     match estimator:

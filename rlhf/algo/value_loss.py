@@ -42,7 +42,7 @@ def value_clipped(
 
 
 def explained_variance(values: Float[Tensor, "B T"], returns: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> float:
-    """1 - Var(R - V) / Var(R) over live tokens: 1 is perfect, 0 is a constant, below 0 is worse; NaN when Var(R) is 0."""
+    """1 - Var(R - V) / Var(R) over live tokens: 1 is perfect, 0 a constant, below 0 is worse; NaN when Var(R) is 0."""
     error = returns - values
     error_variance = masked_mean((error - masked_mean(error, mask)) ** 2, mask)
     variance = masked_mean((returns - masked_mean(returns, mask)) ** 2, mask)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf.build.offline import build_sft, export_sft
-from rlhf.build.online import build_online, export
+from rlhf.build.context import MODEL
+from rlhf.build.offline import build_sft
+from rlhf.build.online import build_online
 from rlhf.build.reward_model import build_reward_model, finish_reward_model
 from rlhf.config.algorithm import Online
 from rlhf.config.sections import RewardModelConfig, TrainConfig
@@ -19,8 +21,8 @@ from rlhf.evaluation.report import write_report
 from rlhf.runtime.metrics import METRICS
 from rlhf.runtime.run_folder import RunFolder
 from rlhf.runtime.session import Session
-from rlhf.trainers.offline import train_offline
-from rlhf.trainers.online import train
+from rlhf.trainers.offline import OfflineRun, train_offline
+from rlhf.trainers.online import OnlineRun, train
 
 SUMMARY = (
     "eval/score",
@@ -36,21 +38,18 @@ SUMMARY = (
 
 def run_train(config: TrainConfig, console: Console) -> bool:
     """Train as `config` says; True when the run is complete, False when it was interrupted and saved."""
+    run: OnlineRun | OfflineRun
     if isinstance(config.algorithm, Online):
-        built = build_online(config, console)
-        session = built.session
-        with session.recorder.progress:
-            train(built)
-            if not session.interrupted:
-                export(built)
+        run = build_online(config, console)
+        loop: Callable[[], None] = partial(train, run)
     else:
-        sft = build_sft(config, console)
-        session = sft.run.session
-        with session.recorder.progress:
-            train_offline(sft.run)
-            if not session.interrupted:
-                export_sft(sft)
-    return finish(session, console)
+        run = build_sft(config, console)
+        loop = partial(train_offline, run)
+    with run.session.recorder.progress:
+        loop()
+        if not run.session.interrupted:
+            run.export(run.session.recorder.folder.path / MODEL)
+    return finish(run.session, console)
 
 
 def run_reward_model(config: RewardModelConfig, console: Console) -> bool:
@@ -93,17 +92,12 @@ def print_summary(folder: RunFolder, console: Console) -> None:
 def print_card(card: Mapping[str, Any], console: Console) -> None:
     """The reward model beside its baselines."""
     table = Table("on held-out pairs", "accuracy", box=None, pad_edge=False)
-    table.add_row("reward model", _accuracy(card))
-    for name, found in dict(card.get("baselines", {})).items():
-        table.add_row(str(name).replace("_", " "), _accuracy(found))
+    low, high = card["accuracy_low"], card["accuracy_high"]
+    table.add_row("reward model", f"{card['accuracy']:.3f} [{low:.3f}, {high:.3f}]")
+    for name, found in card["baselines"].items():
+        label = name.replace("_", " ")
+        table.add_row(label, f"{found['accuracy']:.3f} [{found['low']:.3f}, {found['high']:.3f}]")
     console.print(table)
-
-
-def _accuracy(found: Any) -> str:
-    value = found.get("accuracy") if isinstance(found, Mapping) else found
-    if isinstance(value, Mapping):
-        return f"{value['value']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
-    return f"{value:.3f}"
 
 
 def run_report(path: str, console: Console) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -11,6 +12,16 @@ from rlhf.config.base import Section
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+def type_or(default: str) -> Callable[[object], str]:
+    """Which member of a union a section means: its `type`, or `default` where it does not say."""
+
+    def tag(value: object) -> str:
+        found = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
+        return str(found)
+
+    return tag
 
 
 class Gae(Section):
@@ -82,7 +93,9 @@ class PenaltyLoss(Section):
     """Weight of the entropy bonus, per nat."""
 
 
-PolicyLossConfig = Annotated[ClipLoss | PenaltyLoss, Field(discriminator="type")]
+PolicyLossConfig = Annotated[
+    Annotated[ClipLoss, Tag("clip")] | Annotated[PenaltyLoss, Tag("penalty")], Discriminator(type_or("clip"))
+]
 
 
 class ValueLossConfig(Section):
@@ -119,7 +132,9 @@ class Kl(Section):
     """Schulman's estimators; in the loss only k2 and k3 (k1's expected gradient is zero)."""
     coef: NonNegative = 0.05
     """Units of score per nat."""
-    controller: Annotated[FixedKl | AdaptiveKl, Field(discriminator="type")] = FixedKl()
+    controller: Annotated[
+        Annotated[FixedKl, Tag("fixed")] | Annotated[AdaptiveKl, Tag("adaptive")], Discriminator(type_or("fixed"))
+    ] = FixedKl()
     """fixed or adaptive."""
 
     @model_validator(mode="after")

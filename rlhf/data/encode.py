@@ -62,7 +62,8 @@ class Encoder:
         """Whether the ids of prompt and completion decode to what their texts, encoded as one, decode to."""
         joint = self._plain([rendered.prompt + rendered.completions[0]])[0]
         whole = joint if rendered.templated else self._started(joint)
-        return self.decode([*prompt, *completion]) == self.decode(self._ended(whole))
+        head = self.head(whole)  # kept from _ended, for BOS may be EOS
+        return self.decode([*prompt, *completion]) == self.decode([*whole[:head], *self._ended(whole[head:])])
 
     def head(self, ids: Sequence[int]) -> int:
         """How many ids at the start are the special tokens before every text."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from rlhf.config.data import DatasetConfig
 from rlhf.data.chat import Rendered
@@ -20,6 +20,7 @@ CHUNK = 512  # rows tokenized in one call
 SEAMS = 16  # rows at which the seam between prompt and completion is looked at
 
 
+@runtime_checkable
 class Asks(Protocol):
     """A row in any of its forms has a prompt."""
 

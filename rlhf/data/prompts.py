@@ -130,3 +130,11 @@ def _reference(usable: Usable[PromptText], ids: Ids, encoder: Encoder) -> Mappin
     """The row's columns and the prompt's text: of a cut one, what is left of it."""
     text = usable.text.prompt if ids.whole else encoder.decode(ids.prompt[encoder.head(ids.prompt) :])
     return {**usable.found.reference, "prompt": text}
+
+
+def encode_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Prompts:
+    """Plain texts as one batch of prompts, encoded as those of a data set are."""
+    encoder = make_encoder(tokenizer, "none")
+    ids = encoder.prompts([encoder.render(text) for text in texts])
+    references = tuple({"prompt": text} for text in texts)
+    return PromptSet(tuple(ids), references, encoder.pad_id, Skips("the command line", fatal=True)).all()

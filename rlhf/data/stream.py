@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from functools import lru_cache
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from rlhf.types import Batch
 
 B_co = TypeVar("B_co", bound=Batch, covariant=True)
 
 
+@runtime_checkable
 class RowSet(Protocol[B_co]):
     """A data set that can put any of its rows into a batch."""
 

@@ -54,7 +54,7 @@ def write_report(run_dir: Path) -> Path:
         calibration=calibration,
         phases=phases,
         timing=timing,
-        notes=[*_gaps(record), *record.notes],
+        notes=_once([*_gaps(record), *record.notes]),
         glossary=_glossary(record, METRICS),
         config=_config_text(record),
     )
@@ -94,8 +94,10 @@ def _facts(record: Record) -> list[tuple[str, str]]:
     """The line under the title: what was trained, how, from which seed and commit."""
     loss = record.setting("algorithm", "loss", "type")
     advantage = record.setting("algorithm", "advantage", "type")
+    surrogate = record.setting("algorithm", "policy_loss", "type")
+    online = f"{advantage}, {surrogate}" if advantage and surrogate else advantage
     found = [
-        ("algorithm", record.setting("algorithm", "preset") or loss or advantage),
+        ("algorithm", record.setting("algorithm", "preset") or loss or online),
         ("model", record.setting("policy", "model") or record.setting("model", "model")),
         ("seed", record.setting("run", "seed")),
         ("commit", record.setting("git_commit")),
@@ -110,11 +112,18 @@ def _gaps(record: Record) -> list[dict[str, Any]]:
     for series in record.series.values():
         steps = [step for step, value in zip(series.steps, series.values, strict=True) if value is None]
         if steps:
-            shown = ", ".join(map(str, steps[:5])) + (" …" if len(steps) > 5 else "")
-            notes.append(
-                {"step": steps[0], "text": f"{series.name} was NaN or infinite at {len(steps)} steps: {shown}"}
-            )
+            shown = ", ".join(map(str, steps[:5])) + (f" … ({len(steps)} in all)" if len(steps) > 5 else "")
+            logged = "step" if len(steps) == 1 else "steps"
+            notes.append({"step": steps[0], "text": f"{series.name} was NaN or infinite at {logged} {shown}"})
     return notes
+
+
+def _once(notes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each text once: a resumed run says again what it skipped."""
+    first: dict[Any, dict[str, Any]] = {}
+    for note in notes:
+        first.setdefault(note.get("text"), note)
+    return list(first.values())
 
 
 def _glossary(record: Record, table: Mapping[str, MetricInfo]) -> list[MetricInfo]:

@@ -17,6 +17,15 @@ from rlhf.runtime.metrics import MetricInfo
 MAX_POINTS = 2000  # a curve with more is thinned: a page must open on a phone
 SMOOTH_FROM = 40  # points from which a running mean is drawn over the steps
 MAX_BARS = 80
+EXACT = {  # set, not measured: there is no noise to smooth
+    "policy/lr",
+    "critic/lr",
+    "kl/coef",
+    "kl/penalty_coef",
+    "completion/count",
+    "skipped/nonfinite",
+    "policy/optimizer_steps",
+}
 
 Json = dict[str, Any]
 
@@ -78,19 +87,26 @@ GROUPS: tuple[tuple[str, str, str, tuple[tuple[str, tuple[str, ...]], ...]], ...
         ),
     ),
     (
-        "losses",
-        "Losses and the critic",
-        "A policy-gradient loss need not fall. Explained variance near 1 means the critic predicts the return.",
+        "language-modeling",
+        "Language modeling",
+        "Held-out loss should fall; where it turns up while the training loss still falls, the run is too long.",
         (
             ("Negative log-likelihood", ("loss/sft", "eval/loss")),
             ("Perplexity", ("eval/perplexity",)),
             ("Token accuracy", ("loss/accuracy",)),
+            ("Pretraining loss", ("loss/ptx",)),
+        ),
+    ),
+    (
+        "losses",
+        "Losses and the critic",
+        "A policy-gradient loss need not fall. Explained variance near 1 means the critic predicts the return.",
+        (
             ("Policy loss", ("loss/policy",)),
             ("Value loss", ("loss/value",)),
             ("Explained variance", ("critic/explained_variance",)),
             ("Value and return", ("critic/value", "critic/return")),
             ("KL loss", ("loss/kl",)),
-            ("Pretraining loss", ("loss/ptx",)),
             ("Total loss", ("loss/total",)),
         ),
     ),
@@ -186,7 +202,7 @@ def _target(record: Record, names: Sequence[str]) -> float | None:
 def _add_curve(figure: go.Figure, series: Series, errors: Series | None, *, role: str) -> None:
     thin = decimate(series)
     held_out = series.name.startswith("eval/")
-    smooth = not held_out and len(series.finite()) >= SMOOTH_FROM
+    smooth = not held_out and series.name not in EXACT and len(series.finite()) >= SMOOTH_FROM
     few = len(thin.steps) <= 60
     trace = go.Scatter(
         x=thin.steps,
@@ -241,7 +257,11 @@ def decimate(series: Series, limit: int = MAX_POINTS) -> Series:
 
 
 def timing_chart(timings: Sequence[Mapping[str, Any]], phases: Sequence[str]) -> Chart:
-    """Seconds per step by phase, stacked; neighboring steps share a bar in a long run."""
+    """Seconds per step by phase, stacked; neighboring steps share a bar in a long run.
+
+    A step that was done twice, before and after an interruption, is drawn as it was the second time.
+    """
+    timings = list({row.get("step", 0): row for row in timings}.values())
     width = max(1, math.ceil(len(timings) / MAX_BARS))
     parts = [timings[i : i + width] for i in range(0, len(timings), width)]
     figure = go.Figure(layout={"barmode": "stack", "bargap": 0.15, "showlegend": True})

@@ -34,7 +34,7 @@ class Tile:
 
 def verdict(record: Record) -> str:
     """What the run did, in plain words."""
-    sentences = [_headline(record), _kl(record), _baselines(record)]
+    sentences = [_headline(record), _kl(record), _interval(record), _baselines(record)]
     return " ".join(sentence for sentence in sentences if sentence)
 
 
@@ -87,6 +87,13 @@ def final_kl(record: Record) -> float | None:
     return record.series["kl/reference"].tail_mean() if "kl/reference" in record.series else None
 
 
+def _interval(record: Record) -> str:
+    low, high, count = (record.card.get(key) for key in ("accuracy_low", "accuracy_high", "n"))
+    if not (isinstance(low, float) and isinstance(high, float) and isinstance(count, int)):
+        return ""
+    return f"95 % interval of the final accuracy: {low:.3f} to {high:.3f}, on {count:,} pairs."
+
+
 def _baselines(record: Record) -> str:
     baselines = record.card.get("baselines")
     if not isinstance(baselines, Mapping):
@@ -103,6 +110,7 @@ def tiles(record: Record) -> list[Tile]:
     """The key figures of the run; those that it does not have are left out."""
     found = [_headline_tile(record), *_kl_tiles(record)]
     for name, label in (
+        ("eval/rm_loss", "Held-out pair loss, nats"),
         ("eval/perplexity", "Held-out perplexity"),
         ("eval/length", "Held-out length, tokens"),
         ("eval/finished", "Held-out finished"),

@@ -12,7 +12,7 @@ sentence, again adds nothing to any part and costs under `repetition`. The gold 
     repetition  -min(0.5 · r + 0.25 · g, 2.5) r content words and g four-word runs that were there before
     length      -0.3 for each fresh clause short of three, -0.05 for each word over 45
 
-A perfect review of five clauses scores 3.75; an empty one -2.2; careless ones lie between about -4 and 2.
+A perfect review of five clauses scores 3.75, an empty text -1.7; careless reviews lie between about -5 and 2.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _without_join(chunk: str) -> str:
 def _parse(text: str) -> Clause | None:
     if _FILLER.fullmatch(text):
         return Clause(noun="", judge=text, polarity=0.0)
-    match = next((found for pattern in _PATTERNS if (found := pattern.fullmatch(text))), None)
+    match = next((match for pattern in _PATTERNS if (match := pattern.fullmatch(text))), None)
     if match is None:
         return None
     found = match.groupdict()

@@ -1,4 +1,4 @@
-"""The words of the lab's world, by what they do in a clause; the grammar writes with them, the gold reward reads them."""
+"""The words of the lab's world, by what they do in a clause: the grammar writes and the gold reads with them."""
 
 from __future__ import annotations
 

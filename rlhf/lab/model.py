@@ -26,8 +26,8 @@ class Shape:
 SHAPES = MappingProxyType(
     {
         "nano": Shape(layers=2, hidden=32, heads=2, intermediate=64),
-        "tiny": Shape(layers=3, hidden=96, heads=4, intermediate=256),
-        "small": Shape(layers=4, hidden=160, heads=5, intermediate=432),
+        "tiny": Shape(layers=2, hidden=128, heads=4, intermediate=344),
+        "small": Shape(layers=4, hidden=192, heads=6, intermediate=512),
     }
 )
 """nano is for tests; tiny is the quickstart's."""
@@ -45,7 +45,7 @@ def lab_model_config(
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.heads,
-        initializer_range=0.08,
+        initializer_range=shape.hidden**-0.5,  # the usual 0.02 suits wide models; at these widths it slows the start
         max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=True,
         pad_token_id=pad_token_id,

@@ -70,13 +70,13 @@ class Quality:
 
 
 QUALITIES = {
-    "good": Quality(agree=0.99, stray=0.02, repeat=0.01, cut=0.02, asked=0.8),
-    "fair": Quality(agree=0.80, stray=0.10, repeat=0.03, cut=0.08, asked=0.5),
-    "poor": Quality(agree=0.25, stray=0.20, repeat=0.08, cut=0.20, asked=0.3),
+    "good": Quality(agree=0.95, stray=0.02, repeat=0.01, cut=0.02, asked=0.8),
+    "fair": Quality(agree=0.55, stray=0.10, repeat=0.03, cut=0.08, asked=0.5),
+    "poor": Quality(agree=0.10, stray=0.20, repeat=0.08, cut=0.20, asked=0.3),
 }
 """The qualities a demonstration may have, by name."""
 
-SFT_MIX = {"good": 0.60, "fair": 0.25, "poor": 0.15}
+SFT_MIX = {"good": 0.50, "fair": 0.25, "poor": 0.25}
 """Shares of the qualities in the SFT corpus."""
 
 
@@ -99,7 +99,7 @@ def split_of(text: str) -> Split:
 def sft_rows(seed: int, count: int) -> list[dict[str, str]]:
     """The SFT corpus: prompts of the train split (they may recur), each with a review of drawn quality."""
     rng = Random(f"sft/{seed}")
-    rows = []
+    rows: list[dict[str, str]] = []
     while len(rows) < count:
         request = _request(rng)
         if split_of(request.text) == "train":

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
-from peft import PeftModel, get_peft_model
-from torch import nn
+from peft import PeftModel, get_peft_model, load_peft_weights
+from safetensors import SafetensorError
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers import PretrainedConfig as HfConfig
+from transformers.utils import logging as hf_logging
 
 from rlhf.config.sections import LoraConfig, PolicyConfig
 from rlhf.errors import ModelError
+
+if TYPE_CHECKING:  # a PeftModel passes on whatever it lacks to the model it wraps, which no annotation can say
+    CausalLM = PreTrainedModel
+else:
+    CausalLM = PreTrainedModel | PeftModel
 
 
 def autocast(dtype: str, device: torch.device) -> AbstractContextManager[None]:
@@ -35,8 +45,9 @@ def load_model_config(path: str, *, trust_remote_code: bool = False) -> HfConfig
         ModelError: there is no such folder or hub id, or it holds no model.
     """
     _check_local(path)
+    _no_loading_bars()
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config: HfConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot load a model from {path!r}: {_first_line(error)}") from error
     for name, value in config.to_dict().items():
@@ -59,12 +70,12 @@ def load_causal_lm(path: str, *, dtype: str = "float32", trust_remote_code: bool
         model = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=weight_dtype(dtype), trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"cannot load a causal LM from {path!r}: {_first_line(error)}") from error
     return _plain_generation(model)
 
 
-def load_policy(config: PolicyConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def load_policy(config: PolicyConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> CausalLM:
     """The model to train, as `config` asks, with room for every token of `tokenizer`."""
     model = load_causal_lm(path, dtype=config.dtype, trust_remote_code=config.trust_remote_code)
     fit_vocabulary(model, tokenizer, path)
@@ -72,7 +83,8 @@ def load_policy(config: PolicyConfig, path: str, tokenizer: PreTrainedTokenizerB
         model = add_lora(model, config.lora)
     if config.gradient_checkpointing:
         enable_checkpointing(model)
-    return model.train()
+    model.train()
+    return model
 
 
 def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
@@ -81,7 +93,9 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, p
     Raises:
         ModelError: the tokenizer has many more tokens than the model has embeddings.
     """
-    rows = model.get_input_embeddings().weight.shape[0]
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    rows = weight.shape[0]
     added = getattr(tokenizer, "rlhf_added_tokens", 0)
     if len(tokenizer) - added > rows:
         raise ModelError(
@@ -92,27 +106,30 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, p
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
 
 
-def add_lora(model: PreTrainedModel, config: LoraConfig) -> PreTrainedModel:
+def add_lora(model: PreTrainedModel, config: LoraConfig) -> CausalLM:
     """The model with trainable low-rank adapters; all else is frozen."""
     target = config.target_modules
     adapter = PeftLoraConfig(
         r=config.r,
-        lora_alpha=config.alpha,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # any number will do
         lora_dropout=0.0,
         target_modules=target if isinstance(target, str) else list(target),
         task_type="CAUSAL_LM",
     )
-    wrapped: PreTrainedModel = get_peft_model(model, adapter)
-    return wrapped
+    with _quiet_peft():
+        return cast(CausalLM, get_peft_model(model, adapter))
 
 
-def load_adapter(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """The base model with the adapter saved in `folder`, trainable."""
-    wrapped: PreTrainedModel = PeftModel.from_pretrained(base, folder, is_trainable=True)
-    return wrapped
+def load_adapter(base: PreTrainedModel, folder: Path) -> CausalLM:
+    """The base model with the adapter saved in `folder`, trainable.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
+    return cast(CausalLM, _adapted(base, folder, trainable=True))
 
 
-def enable_checkpointing(model: PreTrainedModel) -> None:
+def enable_checkpointing(model: CausalLM) -> None:
     """Recompute activations in the backward pass."""
     kwargs = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):  # renamed within transformers 5
@@ -122,35 +139,73 @@ def enable_checkpointing(model: PreTrainedModel) -> None:
     model.enable_input_require_grads()
 
 
-def freeze(model: nn.Module) -> nn.Module:
+M = TypeVar("M", bound=nn.Module)
+
+
+def freeze(model: M) -> M:
     """Evaluation mode, no gradients."""
-    return model.eval().requires_grad_(False)
+    model.eval()
+    model.requires_grad_(False)
+    return model
 
 
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def place(model: M, device: torch.device) -> M:
+    """The model, moved to `device`."""
+    nn.Module.to(model, device)
+    return model
+
+
+def save_model(model: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """An ordinary `save_pretrained` folder, tokenizer included."""
-    model.save_pretrained(folder)
+    with _quiet_peft():
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def eos_ids(model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every token that ends a completion: the tokenizer's, and those of the model's generation settings."""
     own = model.generation_config.eos_token_id
     listed = own if isinstance(own, list) else [own]
     return tuple(dict.fromkeys(int(token) for token in (tokenizer.eos_token_id, *listed) if token is not None))
 
 
-def context_length(model: PreTrainedModel) -> int | None:
+def context_length(model: CausalLM) -> int | None:
     """The longest sequence the model was made for, where its configuration says."""
     value = getattr(model.config, "max_position_embeddings", None)
     return int(value) if value else None
 
 
 def _merged_adapter(folder: Path, *, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
-    from_adapter = PeftLoraConfig.from_pretrained(folder)
+    from_adapter = PeftLoraConfig.from_pretrained(str(folder))
     base = load_causal_lm(str(from_adapter.base_model_name_or_path), dtype=dtype, trust_remote_code=trust_remote_code)
-    merged: PreTrainedModel = PeftModel.from_pretrained(base, folder).merge_and_unload()
-    return merged
+    return cast(PreTrainedModel, _adapted(base, folder, trainable=False).merge_and_unload())
+
+
+def _adapted(base: PreTrainedModel, folder: Path, *, trainable: bool) -> PeftModel:
+    try:
+        _make_room(base, load_peft_weights(str(folder), device="cpu"))
+        with _quiet_peft():
+            return PeftModel.from_pretrained(base, str(folder), is_trainable=trainable)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"cannot load the adapter in {str(folder)!r}: {_first_line(error)}") from error
+
+
+def _make_room(base: PreTrainedModel, adapter: Mapping[str, Tensor]) -> None:
+    """An adapter trained with an added pad token brings its embeddings along: more rows than its base has."""
+    embeddings = base.get_input_embeddings()
+    name = next(name for name, module in base.named_modules() if module is embeddings)
+    for key, weight in adapter.items():
+        if key.endswith(f"{name}.weight"):
+            base.resize_token_embeddings(weight.shape[0], mean_resizing=False)
+
+
+@contextmanager
+def _quiet_peft() -> Iterator[None]:
+    """What peft 0.21 says that is not the user's concern: a property that transformers renamed, embeddings it saves."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`", category=UserWarning)
+        yield
 
 
 def _plain_generation(model: PreTrainedModel) -> PreTrainedModel:
@@ -166,6 +221,12 @@ def _check_local(path: str) -> None:
     looks_local = path.startswith((".", "/", "~", "runs/")) or path.count("/") > 1
     if looks_local and not Path(path).is_dir():
         raise ModelError(f"no model folder {path!r}: give an existing folder or a hub id")
+
+
+def _no_loading_bars() -> None:
+    """Every load and save draws a bar, and a new head a table of warnings: our own lines are the display."""
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
 
 
 def _first_line(error: Exception) -> str:

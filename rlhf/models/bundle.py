@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
+from peft import PeftModel
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from rlhf.algo.objective import Outputs
-from rlhf.models.backbone import autocast
+from rlhf.models.backbone import CausalLM, autocast
 from rlhf.models.logprobs import TokenOutputs, completion_outputs
 from rlhf.models.scalar_head import ScalarHeadModel, completion_values
 from rlhf.types import Completions, Demonstrations
@@ -37,11 +37,11 @@ class SharedHead(nn.Module):
 class Models:
     """Policy, and what stands beside it. The reference is a model, the policy with its adapter off, or absent."""
 
-    policy: PreTrainedModel
+    policy: CausalLM
     temperature: float
     dtype: str
     device: torch.device
-    reference: PreTrainedModel | None = None
+    reference: CausalLM | None = None
     adapter_off_is_reference: bool = False
     critic: ScalarHeadModel | None = None
     shared_head: SharedHead | None = None
@@ -71,6 +71,7 @@ class Models:
             return self._tokens(self.reference, batch).logprobs
         if not self.adapter_off_is_reference:
             raise RuntimeError("this run has no reference model")
+        assert isinstance(self.policy, PeftModel)
         with self.policy.disable_adapter():
             return self._tokens(self.policy, batch).logprobs
 
@@ -96,7 +97,7 @@ class Models:
             )
 
     def _tokens(
-        self, model: PreTrainedModel, batch: Completions | Demonstrations, *, with_hidden: bool = False
+        self, model: CausalLM, batch: Completions | Demonstrations, *, with_hidden: bool = False
     ) -> TokenOutputs:
         with self.autocast():
             return completion_outputs(

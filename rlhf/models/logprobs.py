@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import PreTrainedModel
+
+from rlhf.models.backbone import CausalLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class Sequences:
 
 
 def completion_outputs(
-    model: PreTrainedModel,
+    model: CausalLM,
     prompt_ids: Int[Tensor, "B P"],
     prompt_mask: Bool[Tensor, "B P"],
     completion_ids: Int[Tensor, "B T"],

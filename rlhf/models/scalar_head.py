@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -129,7 +130,7 @@ def load_scalar_head(
         classifier = AutoModelForSequenceClassification.from_pretrained(
             path, config=config, dtype=weight_dtype(dtype), trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"cannot load a scalar-head model from {path!r}: {error}") from error
     if not isinstance(getattr(classifier, "score", None), nn.Linear):
         raise ModelError(

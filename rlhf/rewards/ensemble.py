@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -25,28 +25,32 @@ class EnsembleReward:
     here it is the standard deviation (the population's, so that one member has none), in the unit of the scores.
     """
 
-    def __init__(self, members: Mapping[str, RewardSource], *, how: How, std_coef: float = 1.0) -> None:
-        """`members` by the names that their parts carry.
+    def __init__(
+        self, members: Sequence[RewardSource], *, how: How, std_coef: float = 1.0, names: Sequence[str] | None = None
+    ) -> None:
+        """`names` are what the members' parts are called; without them sources.0, sources.1, ... as in the config.
 
         Raises:
             ConfigError: there is no member.
         """
         if not members:
             raise ConfigError("reward.source.sources is empty: an ensemble needs at least one source")
-        self.members = dict(members)
+        names = names or [f"sources.{i}" for i in range(len(members))]
+        assert len(set(names) - {"disagreement"}) == len(members)
+        self.members = dict(zip(names, members, strict=True))
         self.how = how
         self.std_coef = std_coef
 
     def __call__(self, completions: Completions) -> Scores:
         """See RewardSource."""
+        scores = {name: member(completions) for name, member in self.members.items()}
         parts: dict[str, Float[Tensor, " B"]] = {}
-        for name, member in self.members.items():
-            scores = member(completions)
-            parts[name] = scores.values
-            parts |= {f"{name}/{part}": values for part, values in scores.parts.items()}
-        scores_of_members = torch.stack([parts[name] for name in self.members])
-        parts["disagreement"] = scores_of_members.std(dim=0, correction=0)
-        return Scores(values=self._combine(scores_of_members, parts["disagreement"]), parts=parts)
+        for name, one in scores.items():
+            parts[name] = one.values
+            parts |= {f"{name}/{part}": values for part, values in one.parts.items()}
+        stacked = torch.stack([one.values for one in scores.values()])
+        parts["disagreement"] = stacked.std(dim=0, correction=0)
+        return Scores(values=self._combine(stacked, parts["disagreement"]), parts=parts)
 
     def _combine(self, scores: Float[Tensor, "K B"], std: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
         match self.how:

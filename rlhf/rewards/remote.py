@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import time
@@ -58,17 +59,16 @@ class RemoteReward:
                 time.sleep(min(self.backoff_s * 2 ** (attempt - 1), MAX_BACKOFF_S))
             try:
                 return self._once(body)
+            except urllib.error.HTTPError as error:
+                last = f"HTTP {error.code} {error.reason}{_said(error)}"
+                if error.code < 500:
+                    raise RewardError(f"the reward server {self.url} refused: {last}") from error
             except (OSError, http.client.HTTPException) as error:
-                if isinstance(error, urllib.error.HTTPError) and error.code < 500:
-                    said = shown(error.read(1000).decode(errors="replace"))
-                    raise RewardError(
-                        f"the reward server {self.url} refused: HTTP {error.code} {error.reason}: {said}"
-                    ) from error
-                last = error
+                last = str(getattr(error, "reason", error)) or type(error).__name__
         raise RewardError(
             f"the reward server {self.url} gave no answer in {self.retries + 1} tries over "
-            f"{time.monotonic() - started:.1f} s (timeout {self.timeout_s:g} s each); the last: {_reason(last)}"
-        ) from last
+            f"{time.monotonic() - started:.1f} s (timeout {self.timeout_s:g} s each); the last: {last}"
+        )
 
     def _once(self, body: bytes) -> bytes:
         request = urllib.request.Request(self.url, data=body, headers={"Content-Type": "application/json"})
@@ -91,9 +91,8 @@ class RemoteReward:
         return parsed
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, urllib.error.HTTPError):
-        return f"HTTP {error.code} {error.reason}"
-    if isinstance(error, urllib.error.URLError):
-        return str(error.reason)
-    return str(error) or type(error).__name__
+def _said(error: urllib.error.HTTPError) -> str:
+    """What an error answer says, as far as it can be read; its connection is closed."""
+    with error, contextlib.suppress(OSError, http.client.HTTPException):
+        return f": {shown(error.read(1000).decode(errors='replace'))}"
+    return ""

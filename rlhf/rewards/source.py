@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from rlhf.types import Completions, Scores
 
 
+@runtime_checkable
 class RewardSource(Protocol):
     """Anything that scores completions."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -15,6 +15,7 @@ from rlhf.errors import RewardError
 from rlhf.types import Completions, Scores
 
 
+@runtime_checkable
 class Decoder(Protocol):
     """The part of a tokenizer that rewards use."""
 

@@ -1,4 +1,4 @@
-"""The machine a run is on: device, trained models, what processes share. One process; sharding comes behind this seam."""
+"""The machine a run is on: its device, and the models trained on it. Sharding comes behind this seam."""
 
 from __future__ import annotations
 

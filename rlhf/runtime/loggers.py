@@ -162,6 +162,7 @@ def open_trackers(
             )
     started = []
     for backend in backends:
+        importlib.import_module("accelerate.state").PartialState()  # its trackers log through it and do not make it
         tracking = importlib.import_module("accelerate.tracking")
         tracker = getattr(tracking, TRACKERS[backend])(**_arguments(backend, folder, name, first_step))
         tracker.start()

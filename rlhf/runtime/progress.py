@@ -221,8 +221,10 @@ def number(value: float) -> str:
 
 def duration(seconds: float) -> str:
     """8.2s, 1m20s, 2h05m."""
-    if seconds < 60:
-        return f"{seconds:.0f}s" if seconds >= 10 else f"{seconds:.1f}s"
+    if seconds < 9.95:
+        return f"{seconds:.1f}s"
+    if round(seconds) < 60:
+        return f"{seconds:.0f}s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes}m{rest:02d}s"

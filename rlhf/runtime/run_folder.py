@@ -84,9 +84,9 @@ class RunFolder:
         return list(read_jsonl(self.notes))
 
     def write_report_card(self, card: Mapping[str, object]) -> None:
-        """Write report_card.json."""
+        """Write report_card.json; keys stay in their order, which is the order of the report's columns."""
         self.path.mkdir(parents=True, exist_ok=True)
-        write_aside(self.report_card, json.dumps(plain(card), indent=2, sort_keys=True) + "\n")
+        write_aside(self.report_card, json.dumps(plain(card), indent=2) + "\n")
 
     def read_report_card(self) -> dict[str, Any]:
         """What report_card.json holds; empty where there is none."""

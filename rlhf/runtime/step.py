@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from rlhf.runtime.metrics import Metrics
 from rlhf.types import Batch
 
 
+@runtime_checkable
 class Loss(Protocol):
     """A loss made of named terms; each is a sum over rows divided by a norm that masks alone decide."""
 

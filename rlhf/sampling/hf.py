@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from rlhf.config.sections import SamplingConfig
-from rlhf.models.backbone import autocast
+from rlhf.models.backbone import CausalLM, autocast
 from rlhf.runtime.seeding import uniforms
 from rlhf.types import Completions, Prompts, concat, extend
 
 
 class HFSampler:
-    """Samples from the full distribution at a temperature, by inverting its cumulative sum."""
+    """Samples from the full distribution at a temperature, by inverting its cumulative sum.
+
+    The model comes from rlhf.models.backbone, which drops the folder's own top-k and penalties, else used.
+    """
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: CausalLM,
         config: SamplingConfig,
         *,
         eos_ids: tuple[int, ...],
@@ -38,8 +43,8 @@ class HFSampler:
         repeated = prompts.rows(torch.arange(len(prompts)).repeat_interleave(group_size))
         ids = prompts.row_ids.repeat_interleave(group_size) * group_size
         repeated = extend_rows(repeated, ids + torch.arange(len(repeated)) % group_size)
-        parts = [self._part(part, key, group_size, greedy) for part in repeated.split(self.config.batch_size)]
-        return concat(parts)
+        found = concat([self._part(part, key, group_size, greedy) for part in repeated.split(self.config.batch_size)])
+        return replace(found, completion_ids=torch.where(found.completion_mask, found.completion_ids, self.pad_id))
 
     @torch.no_grad()
     def _part(self, prompts: Prompts, key: int, group_size: int, greedy: bool) -> Completions:
@@ -50,7 +55,7 @@ class HFSampler:
         was_training = self.model.training
         self.model.eval()
         with autocast(self.dtype, self.device):
-            output = self.model.generate(
+            output = self.model.generate(  # type: ignore[operator]  # of its GenerationMixin, which its type lacks
                 input_ids=prompts.prompt_ids.to(self.device),
                 attention_mask=prompts.prompt_mask.long().to(self.device),
                 generation_config=GenerationConfig(
@@ -70,7 +75,7 @@ class HFSampler:
         return extend(
             Completions,
             prompts,
-            completion_ids=torch.where(mask, completion_ids, self.pad_id),
+            completion_ids=completion_ids,
             completion_mask=mask,
             sampler_logprobs=torch.where(mask, draw.logprobs[:, : completion_ids.shape[1]].cpu(), 0.0),
             finished=finished,
@@ -95,7 +100,7 @@ def extend_rows(prompts: Prompts, row_ids: Int[Tensor, " B"]) -> Prompts:
     )
 
 
-class _Draw(LogitsProcessor):  # type: ignore[misc]
+class _Draw(LogitsProcessor):
     """Chooses the token itself: all scores but the drawn one become -inf, so that generate's argmax takes it."""
 
     def __init__(

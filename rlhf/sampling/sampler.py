@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from rlhf.types import Completions, Prompts
 
 
+@runtime_checkable
 class Sampler(Protocol):
     """Draws completions from the policy as it is now."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from rlhf.config.sections import BatchConfig, ScheduleConfig
 from rlhf.models.bundle import Ema
@@ -26,6 +27,7 @@ class OfflineRun:
     trained: Trained
     ema: Ema | None
     tokens: Callable[[Batch], int]  # how many a batch holds, for the throughput
+    export: Callable[[Path], None]  # writes the trained model as an ordinary folder
 
 
 def train_offline(run: OfflineRun) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -44,6 +45,7 @@ class OnlineRun:
     objective: Objective
     ema: Ema | None
     decode: Callable[[Sequence[int]], str]  # token ids to text, for samples.jsonl
+    export: Callable[[Path], None]  # writes the trained model as an ordinary folder
 
     @property
     def coefs(self) -> Coefs:
@@ -97,7 +99,7 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
                 break
         if stopped:
             break
-    metrics.add("policy/optimizer_steps", steps)
+    metrics.add("policy/optimizer_steps", float(steps))
     if run.algorithm.target_kl is not None:
         metrics.add("policy/early_stop", float(stopped))
     return metrics

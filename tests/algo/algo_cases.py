@@ -111,7 +111,7 @@ def grids(draw: st.DrawFn, *, holes: bool = False, shortest: int = 0) -> Grid:
 def rollout(
     *, groups: int = 4, group_size: int = 2, tokens: int = 5, seed: int = 0, full: bool = False, noise: float = 0.3
 ) -> Rollout:
-    """Random completions of 1 to `tokens` tokens, with the log-probs, values and scores that models could have given."""
+    """Random completions of 1 to `tokens` tokens, with log-probs, values and scores that models could have given."""
     rows = groups * group_size
     generator = torch.Generator().manual_seed(seed)
 

@@ -167,7 +167,9 @@ def test_credit_by_hand_with_reward_to_go():
     close(batch.advantages, table([-0.02 + 0.5 * 3.05, 3.05], [0.9, 0.0]))
 
 
-@pytest.mark.parametrize("estimator, penalties", [("k2", [0.02, 0.125, 0.5]), ("k3", [0.018730753, 0.1487212707, None])])
+@pytest.mark.parametrize(
+    "estimator, penalties", [("k2", [0.02, 0.125, 0.5]), ("k3", [0.018730753, 0.1487212707, None])]
+)
 def test_the_reward_penalty_uses_the_estimator(estimator, penalties):
     algorithm = online(advantage={"type": "group"}, kl={"placement": "reward", "estimator": estimator})
     rewards = credit(hand_rollout(), algorithm, Coefs(kl=0.1, penalty=0.0)).rewards
@@ -224,7 +226,9 @@ def test_uniform_groups_leave_the_policy_loss_and_its_norm():
     slope, _, _ = gradients(total_loss(objective, batch, said, size=8), said)
     assert (slope[:4] == 0).all()
     rest = credit(plain.rows(slice(4, 8)), algorithm, COEFS)
-    close(total_loss(objective, batch, said, size=8), total_loss(objective, rest, output_rows(said, slice(4, 8)), size=4))
+    close(
+        total_loss(objective, batch, said, size=8), total_loss(objective, rest, output_rows(said, slice(4, 8)), size=4)
+    )
 
 
 def test_a_step_of_uniform_groups_only_is_no_step_and_no_division_by_zero():
@@ -342,6 +346,21 @@ def test_at_the_old_policy_the_gradient_is_reinforce(name):
     assert observed["policy/clip_fraction"].value == 0.0
     assert observed["policy/ratio"].value == 1.0
     assert observed["kl/old"].value == 0.0
+
+
+def test_at_the_old_policy_gspo_is_grpo():
+    """The length's root and the length's weight are one division by the length, not two and not none."""
+    parts = {"advantage": {"type": "group"}}
+    grpo = online(**parts, policy_loss={"type": "clip", "ratio": "token", "aggregate": "sequence_mean"})
+    gspo = online(**parts, policy_loss={"type": "clip", "ratio": "sequence_mean", "aggregate": "sequence_mean"})
+    batch = experience(grpo, seed=4)
+    said = replace(outputs(batch), logprobs=batch.logprobs.clone().requires_grad_())
+    slopes = []
+    for algorithm in (grpo, gspo):
+        terms, _ = Objective(algorithm, max_tokens=5).loss(batch, said, COEFS)
+        slopes.append(torch.autograd.grad(terms["policy"], said.logprobs)[0])
+    close(slopes[0], slopes[1])
+    assert slopes[0].abs().sum() > 0
 
 
 def test_only_an_algorithm_with_a_critic_has_a_value_term():

@@ -74,18 +74,20 @@ def policy(request: pytest.FixtureRequest) -> torch.nn.Module:
     return request.param(WORLD)
 
 
-def online(**choices: Any) -> Online:
-    """PPO's parts without whitening, which is not an expectation, and without a clip that binds."""
-    policy_loss = {"type": "clip", "aggregate": "sequence_sum", **WIDE}
+def online(*, policy_loss: dict[str, Any] | None = None, **choices: Any) -> Online:
+    """PPO's parts without whitening, which is not an expectation, and without a clip that binds unless told."""
+    surrogate = policy_loss or {}
+    wide = WIDE if surrogate.get("type", "clip") == "clip" else {}
+    parts = {"kl": {"placement": "reward", "estimator": "k1"}, **choices}
     return Online.model_validate(
-        {
-            "advantage": {"type": "gae", "whiten": False},
-            "policy_loss": policy_loss | choices.pop("policy_loss", {}),
-            "kl": {"placement": "reward", "estimator": "k1"},
-            **choices,
-        }
-        | ({} if "advantage" in choices else {"value_loss": {"clip_eps": None}})
+        {**parts, "policy_loss": {"type": "clip", "aggregate": "sequence_sum", **wide, **surrogate}}
     )
+
+
+def with_critic(gae_lambda: float) -> dict[str, Any]:
+    """GAE and a critic without a clip."""
+    advantage = {"type": "gae", "gamma": 1.0, "gae_lambda": gae_lambda, "whiten": False}
+    return {"advantage": advantage, "value_loss": {"clip_eps": None, "coef": 0.1}}
 
 
 REINFORCE = {"advantage": {"type": "batch_whiten", "whiten": False}}
@@ -123,7 +125,7 @@ def visited(old: Tensor, per_state: Tensor) -> Tensor:
 
 
 def test_weighing_rows_is_the_expectation_row_by_row(policy):
-    algorithm = online(policy_loss={"entropy_coef": 0.1})
+    algorithm = online(policy_loss={"entropy_coef": 0.1}, **with_critic(0.9))
     table, rows = policy(), WORLD.all_rows()
     values = random_scores(WORLD, 1)[:, : len(WORLD.prefixes)]
     batch = PROBLEM.experience(algorithm, COEFS, table, values=values)
@@ -141,9 +143,7 @@ def test_weighing_rows_is_the_expectation_row_by_row(policy):
 
 @pytest.mark.parametrize("gae_lambda", [0.0, 0.5, 0.95, 1.0])
 def test_ppo_with_the_exact_critic_at_any_lambda(policy, gae_lambda):
-    algorithm = online(
-        advantage={"type": "gae", "gamma": 1.0, "gae_lambda": gae_lambda, "whiten": False}, value_loss={}
-    )
+    algorithm = online(**with_critic(gae_lambda))
     table = policy()
     values = PROBLEM.exact_values(algorithm, COEFS, table)
     terms = PROBLEM.expected_terms(algorithm, COEFS, old=table, new=table, values=values)
@@ -154,7 +154,7 @@ def test_ppo_with_any_critic_at_lambda_one_but_not_below(policy):
     table = policy()
     wrong = random_scores(WORLD, 4)[:, : len(WORLD.prefixes)]
     for gae_lambda, compare in ((1.0, same_gradient), (0.9, differ)):
-        algorithm = online(advantage={"type": "gae", "gae_lambda": gae_lambda, "whiten": False}, value_loss={})
+        algorithm = online(**with_critic(gae_lambda))
         terms = PROBLEM.expected_terms(algorithm, COEFS, old=table, new=table, values=wrong)
         compare(policy, -terms["policy"], exact_objective(table))
 
@@ -190,9 +190,7 @@ def pair_terms(algorithm: Online, *, old: Tensor, new: Tensor) -> Tensor:
     rows = torch.cat([c * n + pairs for c in range(WORLD.prompts)]).flatten()
     single = WORLD.sequence_logprobs(old.detach())
     joint = (single[:, :, None] + single[:, None, :]).exp().flatten() / WORLD.prompts
-    rollout = make_rollout(
-        WORLD, rows, old=old, reference=PROBLEM.reference, scores=PROBLEM.scores, group_size=2
-    )  # fmt: skip
+    rollout = make_rollout(WORLD, rows, old=old, reference=PROBLEM.reference, scores=PROBLEM.scores, group_size=2)
     batch = credit(rollout, algorithm, COEFS)
     weights = joint.repeat_interleave(2) / 2  # the mean over the two of a pair
     return Objective(algorithm, max_tokens=3).loss(batch, say(WORLD, rows, new, None, weights), COEFS)[0]["policy"]
@@ -264,7 +262,7 @@ def test_the_entropy_bonus_raises_the_entropy_of_visited_states(policy):
 
 def old_action_values(old: Tensor) -> tuple[Tensor, Tensor]:
     """V and A = Q - V of the old policy, for rewards with the KL penalty in them."""
-    algorithm = online()
+    algorithm = online(**REINFORCE)
     rewards = PROBLEM.experience(algorithm, COEFS, old).rewards
     values = PROBLEM.exact_values(algorithm, COEFS, old)
     return values, action_values(WORLD, old, rewards) - values[..., None]
@@ -278,11 +276,7 @@ def surrogate(old: Tensor, new: Tensor, gain: Callable[[Tensor, Tensor], Tensor]
 
 @pytest.mark.parametrize("gae_lambda", [0.0, 1.0])
 def test_the_penalized_surrogate_away_from_the_old_policy(policy, gae_lambda):
-    algorithm = online(
-        advantage={"type": "gae", "gae_lambda": gae_lambda, "whiten": False},
-        policy_loss={"type": "penalty"},
-        value_loss={},
-    )
+    algorithm = online(policy_loss={"type": "penalty"}, **with_critic(gae_lambda))
     old, table = random_table(WORLD, 13), policy()
     values, _ = old_action_values(old)
     ours = PROBLEM.expected_terms(algorithm, COEFS, old=old, new=table, values=values)["policy"]
@@ -295,9 +289,7 @@ def test_the_penalized_surrogate_away_from_the_old_policy(policy, gae_lambda):
 def test_the_clipped_surrogate_away_from_the_old_policy(policy, dual_clip):
     """At lambda = 0 with the exact critic, the advantage of a token is that of its state and action."""
     how = {"clip_eps_low": 0.2, "clip_eps_high": 0.4, "dual_clip": dual_clip}
-    algorithm = online(
-        advantage={"type": "gae", "gae_lambda": 0.0, "whiten": False}, policy_loss=how, value_loss={}
-    )  # fmt: skip
+    algorithm = online(policy_loss=how, **with_critic(0.0))
 
     def gain(ratio: Tensor, advantage: Tensor) -> Tensor:
         bad = ratio.clamp(min=0.8) if dual_clip is None else ratio.clamp(0.8, dual_clip)
@@ -312,10 +304,7 @@ def test_the_clipped_surrogate_away_from_the_old_policy(policy, dual_clip):
 
 @pytest.mark.parametrize("gae_lambda", [0.95, 1.0])
 def test_the_critic_is_drawn_to_the_exact_values(gae_lambda):
-    algorithm = online(
-        advantage={"type": "gae", "gae_lambda": gae_lambda, "whiten": False},
-        value_loss={"clip_eps": None, "coef": 0.1},
-    )
+    algorithm = online(**with_critic(gae_lambda))
     table = random_table(WORLD, 12)
     exact = PROBLEM.exact_values(algorithm, COEFS, table)
     at_truth = exact.clone().requires_grad_()

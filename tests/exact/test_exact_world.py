@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from world import (
@@ -79,8 +81,8 @@ def test_the_frontier_rises_and_is_where_bisection_finds_it():
     reference = WORLD.sequence_logprobs(random_table(WORLD, 2))
     scores = random_scores(WORLD, 3)
     points = frontier(reference, scores, [8.0, 2.0, 1.0, 0.5, 0.2])
-    assert all(b[0] > a[0] and b[1] > a[1] for a, b in zip(points, points[1:], strict=False))
-    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in zip(points, points[1:], strict=False)]
+    assert all(b[0] > a[0] and b[1] > a[1] for a, b in pairwise(points))
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(points)]
     assert slopes == sorted(slopes, reverse=True)  # concave
     for nats, score in points:
         assert best_score(reference, scores, nats) == pytest.approx(score, abs=1e-9)

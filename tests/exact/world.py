@@ -1,4 +1,4 @@
-"""A world small enough to enumerate: every completion of every prompt, its probability, and so every expectation exactly.
+"""A world small enough to enumerate: every completion of every prompt, its probability, every expectation exactly.
 
 A *table* `[C, S, V]` holds a policy: the log-probabilities of the next token, for each of C prompts and S states
 (a state is the prefix of live tokens so far). A *distribution* `[C, N]` holds log-probabilities of the N completions

@@ -144,10 +144,11 @@ def test_context_length() -> None:
     assert context_length(tiny("gpt2")) == 64
 
 
+@torch.no_grad()
 def test_lora_trains_the_adapter_only_and_starts_as_the_base() -> None:
     base = logprobs(tiny())
     model = add_lora(tiny(), LoraConfig(r=2, alpha=4.0))
-    assert torch.equal(logprobs(model), base)
+    torch.testing.assert_close(logprobs(model), base, rtol=0, atol=1e-13)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert trained
     assert all("lora_" in name for name in trained)

@@ -1,0 +1,177 @@
+"""rlhf quickstart: lab → SFT → preference pairs → reward model → PPO → report, on a laptop, nothing downloaded."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rlhf.build.completer import Completer
+from rlhf.build.evaluation import evaluate_model
+from rlhf.commands.train import run_reward_model, run_train
+from rlhf.config.load import load_reward_model, load_train
+from rlhf.config.sections import SamplingConfig, TrainConfig
+from rlhf.errors import ConfigError
+from rlhf.evaluation.evaluate import PolicyEvaluation
+from rlhf.evaluation.win_rate import mean_difference, win_rate
+from rlhf.lab.build import with_lab
+from rlhf.lab.preferences import PairsFile, write_pairs
+from rlhf.lab.world import Split
+from rlhf.runtime.progress import duration, printable
+from rlhf.runtime.run_folder import RunFolder, write_aside
+from rlhf.runtime.seeding import derive
+
+LABEL_TEMPERATURE = 0.5  # of the Bradley-Terry noise on the pairs, in units of gold
+PAIRS: dict[Split, int] = {"train": 3000, "eval": 500}  # prompts, two completions each
+EXAMPLES = 3
+
+
+def run_quickstart(out: str, *, seed: int, overrides: Sequence[str], console: Console) -> None:
+    """Every stage in its own run folder under `out`; a stage that is done is not done again.
+
+    `overrides` are for the PPO stage, e.g. algorithm.kl.controller.target=3.
+    """
+    began, folder = time.perf_counter(), Path(out)
+    seeded = [f"run.seed={seed}"]
+    console.rule("1/4  SFT: a tiny Llama learns to write reviews")
+    sft = with_lab(load_train(lab_config("sft"), [*seeded, f"run.out_dir={folder / 'sft'}"]))
+    if not run_train(sft, console):
+        return
+    console.rule("2/4  preference pairs: two completions a prompt, ranked with noise")
+    held_out = make_pairs(folder, sft.sampling, seed, console)
+    console.rule("3/4  reward model")
+    places = _places(folder)
+    if not run_reward_model(with_lab(load_reward_model(lab_config("reward_model"), [*seeded, *places["rm"]])), console):
+        return
+    console.rule("4/4  PPO against the reward model")
+    ppo = with_lab(load_train(lab_config("ppo"), [*seeded, *places["ppo"], *overrides]))
+    if not run_train(ppo, console):
+        return
+    console.rule("What came of it")
+    result = conclude(ppo, folder, held_out, console)
+    result["seconds"] = time.perf_counter() - began
+    write_aside(folder / "result.json", json.dumps(result, indent=2) + "\n")
+    console.print(
+        Text(f"{duration(time.perf_counter() - began)} in all; report: {folder / 'ppo' / 'report.html'}"),
+        soft_wrap=True,
+    )
+
+
+def lab_config(name: str) -> Path:
+    """The lab's configuration of that name: in the repository, or as installed with the package.
+
+    Raises:
+        ConfigError: neither is there.
+    """
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package.parent / "configs" / "lab", package / "lab" / "configs"):
+        if (folder / f"{name}.yaml").is_file():
+            return folder / f"{name}.yaml"
+    raise ConfigError(f"the lab's configuration {name}.yaml is not where it was installed; reinstall the package")
+
+
+def make_pairs(folder: Path, sampling: SamplingConfig, seed: int, console: Console) -> PairsFile:
+    """Sample and label the training and held-out pairs, once; returns the held-out ones."""
+    info = folder / "preferences" / "info.json"
+    if not info.is_file():
+        completer = Completer(str(folder / "sft"), sampling)
+
+        def sample(prompts: Sequence[str], count: int) -> list[list[str]]:
+            return completer.complete(prompts, count=count, key=derive(seed, "pairs", len(prompts)))
+
+        made = {
+            split: write_pairs(
+                info.parent / f"{split}.jsonl",
+                sample,
+                split=split,
+                count=count,
+                seed=seed,
+                temperature=LABEL_TEMPERATURE,
+            )
+            for split, count in PAIRS.items()
+        }
+        content = {split: {"pairs": found.pairs, "best_accuracy": found.best_accuracy} for split, found in made.items()}
+        write_aside(info, json.dumps(content, indent=2) + "\n")
+    known = json.loads(info.read_text(encoding="utf-8"))
+    train, held_out = (PairsFile(info.parent / f"{split}.jsonl", **known[split]) for split in ("train", "eval"))
+    console.print(
+        f"{train.pairs} pairs to train on, {held_out.pairs} held out; "
+        f"best possible accuracy on the held-out labels {held_out.best_accuracy:.3f}"
+    )
+    return held_out
+
+
+def conclude(config: TrainConfig, folder: Path, pairs: PairsFile, console: Console) -> dict[str, object]:
+    """PPO beside SFT under the gold, on held-out prompts with the same random numbers; printed and returned."""
+    before = evaluate_model(config, None, str(folder / "ppo"))
+    after = evaluate_model(config, str(folder / "ppo"), str(folder / "ppo"))
+    a, b = after.rollout.scores, before.rollout.scores
+    spread = float(b.double().std(correction=0))
+    wins, gain = win_rate(a, b), mean_difference(a, b)
+    accuracy = float(RunFolder(folder / "rm").read_report_card()["accuracy"])
+    rows = RunFolder(folder / "ppo").read_metrics()
+    steps = [row for row in rows if row["step"] > 0.8 * rows[-1]["step"]]
+    kl = sum(row["kl/reference"] for row in steps) / len(steps)
+    explained = rows[-1]["critic/explained_variance"]
+    table = Table("", "SFT", "PPO", box=None, pad_edge=False)
+    table.add_row("mean gold score", f"{float(b.mean()):.2f}", f"{float(a.mean()):.2f}")
+    table.add_row("gain, in standard deviations of SFT", "", f"{gain.value / spread:+.2f}")
+    table.add_row(f"win rate over SFT ({len(a)} held-out prompts)", "", str(wins))
+    table.add_row("KL to SFT, nats per sequence", "0", f"{after.metrics['eval/kl']:.2f}")
+    table.add_row("KL, mean of the last fifth of training", "", f"{kl:.2f}")
+    table.add_row(
+        "distinct bigrams", f"{before.metrics['eval/distinct_2']:.3f}", f"{after.metrics['eval/distinct_2']:.3f}"
+    )
+    table.add_row("mean length, tokens", f"{before.metrics['eval/length']:.1f}", f"{after.metrics['eval/length']:.1f}")
+    table.add_row("critic's explained variance at the end", "", f"{explained:.2f}")
+    table.add_row("reward model accuracy / best possible", "", f"{accuracy:.3f} / {pairs.best_accuracy:.3f}")
+    console.print(table)
+    _examples(folder, before, after, console)
+    return {
+        "gold_sft": float(b.mean()),
+        "gold_ppo": float(a.mean()),
+        "gold_std_sft": spread,
+        "gain_in_std": gain.value / spread,
+        "win_rate": [wins.value, wins.low, wins.high],
+        "kl_last_fifth": kl,
+        "kl_held_out": after.metrics["eval/kl"],
+        "explained_variance": explained,
+        "rm_accuracy": accuracy,
+        "rm_best_accuracy": pairs.best_accuracy,
+        "prompts": len(a),
+    }
+
+
+def _examples(folder: Path, before: PolicyEvaluation, after: PolicyEvaluation, console: Console) -> None:
+    from_run = Completer(str(folder / "ppo"), SamplingConfig())
+    for row in torch.linspace(0, len(before.rollout) - 1, EXAMPLES).long().tolist():
+        console.print(Text(printable(str(before.rollout.references[row]["prompt"])), style="bold"))
+        for name, found in (("SFT", before), ("PPO", after)):
+            text = from_run.text(found.rollout.completion_ids[row], found.rollout.completion_mask[row])
+            console.print(
+                Text(f"  {name} {float(found.rollout.scores[row]):+.2f}  {printable(text.strip())}"), soft_wrap=True
+            )
+
+
+def _places(folder: Path) -> dict[str, list[str]]:
+    """Where each stage finds the earlier ones, whatever the configuration files say."""
+    pairs = folder / "preferences"
+    return {
+        "rm": [
+            f"run.out_dir={folder / 'rm'}",
+            f"model.model={folder / 'sft'}",
+            f"data.preferences.path={pairs / 'train.jsonl'}",
+            f"data.eval_preferences.path={pairs / 'eval.jsonl'}",
+        ],
+        "ppo": [
+            f"run.out_dir={folder / 'ppo'}",
+            f"policy.model={folder / 'sft'}",
+            f"reward.source.path={folder / 'rm'}",
+        ],
+    }

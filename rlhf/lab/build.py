@@ -1,0 +1,146 @@
+"""The lab on disk: tokenizer, untrained model, texts and prompts, made from one seed and cached by content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlhf.config.base import Section
+from rlhf.errors import ConfigError
+from rlhf.lab import gold, lexicon, model, tokenizer, world
+from rlhf.lab.model import Size, lab_model_config
+from rlhf.lab.tokenizer import train_tokenizer
+from rlhf.lab.world import Request, prompts, sft_rows
+
+C = TypeVar("C", bound=Section)
+
+PREFIX = "lab:"
+NAMES = {
+    "base": "the untrained model with its tokenizer",
+    "sft.jsonl": "reviews of mixed quality to imitate",
+    "eval_sft.jsonl": "held-out reviews",
+    "prompts.jsonl": "prompts to train on",
+    "eval_prompts.jsonl": "held-out prompts",
+}
+
+
+@dataclass(frozen=True)
+class LabSpec:
+    """What the lab is made from; another spec is another lab, in another folder."""
+
+    seed: int = 0
+    size: Size = "tiny"
+    sft: int = 12000
+    eval_sft: int = 256
+    prompts: int = 2048
+    eval_prompts: int = 256
+
+
+def lab_folder(spec: LabSpec) -> Path:
+    """The lab's files, made if they are not there. Concurrent callers are safe: the folder is renamed into place."""
+    folder = _cache() / _key(spec)
+    if folder.is_dir():
+        return folder
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    _write(spec, aside)
+    try:
+        aside.rename(folder)
+    except OSError:  # another process was first; what it made is the same
+        shutil.rmtree(aside)
+    return folder
+
+
+def with_lab(config: C, spec: LabSpec | None = None) -> C:
+    """The configuration with every `lab:name` replaced by the path of that file; unchanged where there is none.
+
+    Raises:
+        ConfigError: the lab has nothing of that name.
+    """
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    if not any(text.startswith(PREFIX) for text in _strings(tree)):
+        return config
+    folder = lab_folder(spec or LabSpec())
+    replaced: C = type(config).model_validate(_replaced(tree, folder))
+    return replaced
+
+
+def _write(spec: LabSpec, folder: Path) -> None:
+    rows = sft_rows(spec.seed, spec.sft)
+    _jsonl(folder / "sft.jsonl", rows)
+    _jsonl(folder / "eval_sft.jsonl", sft_rows(spec.seed + 1, spec.eval_sft))
+    _jsonl(folder / "prompts.jsonl", map(_prompt_row, prompts(spec.seed, "train", spec.prompts)))
+    _jsonl(folder / "eval_prompts.jsonl", map(_prompt_row, prompts(spec.seed, "eval", spec.eval_prompts)))
+    words = train_tokenizer(row["prompt"] + row["completion"] for row in rows)
+    shape = lab_model_config(
+        len(words),
+        pad_token_id=int(words.pad_token_id),
+        bos_token_id=int(words.bos_token_id),
+        eos_token_id=int(words.eos_token_id),
+        size=spec.size,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        untrained = AutoModelForCausalLM.from_config(shape)
+    untrained.save_pretrained(folder / "base")
+    words.save_pretrained(folder / "base")
+
+
+def _prompt_row(request: Request) -> dict[str, object]:
+    return {
+        "prompt": request.text,
+        "topic": request.topic,
+        "sentiment": request.sentiment,
+        "aspect": request.aspect,
+    }
+
+
+def _jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
+def _key(spec: LabSpec) -> str:
+    """The spec and the code that the lab is made by: a change of either makes another lab."""
+    digest = hashlib.sha256(json.dumps(asdict(spec), sort_keys=True).encode())
+    for module in (gold, lexicon, model, tokenizer, world):
+        assert module.__file__ is not None
+        digest.update(Path(module.__file__).read_bytes())
+    digest.update(Path(__file__).read_bytes())
+    return f"{spec.size}-seed{spec.seed}-{digest.hexdigest()[:12]}"
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "rlhf" / "lab"
+
+
+def _strings(tree: Any) -> Iterable[str]:
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, dict | list):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from _strings(value)
+
+
+def _replaced(tree: Any, folder: Path) -> Any:
+    if isinstance(tree, dict):
+        return {key: _replaced(value, folder) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_replaced(value, folder) for value in tree]
+    if isinstance(tree, str) and tree.startswith(PREFIX):
+        name = tree.removeprefix(PREFIX)
+        if name not in NAMES:
+            known = "; ".join(f"lab:{key} ({meaning})" for key, meaning in NAMES.items())
+            raise ConfigError(f"{tree!r}: the lab has no {name!r}; it has {known}")
+        return str(folder / name)
+    return tree

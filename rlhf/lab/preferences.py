@@ -1,0 +1,60 @@
+"""Preference pairs of the lab: two completions by the SFT model, ranked by the gold with Bradley-Terry noise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from rlhf.lab.gold import best_accuracy, gold_reward, label_pair
+from rlhf.lab.world import Request, Split, prompts
+from rlhf.runtime.seeding import derive
+
+Sample = Callable[[Sequence[str], int], list[list[str]]]
+"""(prompts, completions of each) -> completions, prompt by prompt."""
+
+
+@dataclass(frozen=True)
+class PairsFile:
+    """A file of pairs, and the best accuracy that any model can expect on its noisy labels."""
+
+    path: Path
+    pairs: int
+    best_accuracy: float
+
+
+def write_pairs(path: Path, sample: Sample, *, split: Split, count: int, seed: int, temperature: float) -> PairsFile:
+    """Sample two completions of `count` prompts, rank each two, write them as JSON lines.
+
+    P(a preferred to b) = sigmoid((gold(a) - gold(b)) / temperature). Two completions that are the same text are
+    no pair and are left out.
+
+    Args:
+        path: the file.
+        sample: draws completions from the SFT model.
+        split: which prompts; the evaluation's are other texts than the training's.
+        count: prompts.
+        seed: of the prompts and the labels.
+        temperature: of the labels, in units of gold.
+    """
+    requests = prompts(derive(seed, "pairs", split), split, count)
+    drawn = sample([request.text for request in requests], 2)
+    rng = Random(derive(seed, "labels", split))
+    rows, gaps = [], []
+    for request, (first, second) in zip(requests, drawn, strict=True):
+        if first == second or not (first and second):
+            continue
+        golds = _golds(request, first, second)
+        gaps.append(golds[0] - golds[1])
+        texts = (first, second) if label_pair(*golds, temperature, rng) else (second, first)
+        rows.append({"prompt": request.text, "chosen": texts[0], "rejected": texts[1]})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return PairsFile(path, len(rows), best_accuracy(gaps, temperature))
+
+
+def _golds(request: Request, first: str, second: str) -> tuple[float, float]:
+    a, b = gold_reward([request.text] * 2, [first, second], [{}, {}])
+    return a, b

@@ -1,0 +1,204 @@
+"""The configuration is closed, typed, and says what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhf.config.algorithm import AdaptiveKl, Gae, Group, Online, PenaltyLoss
+from rlhf.config.load import (
+    dump,
+    expand_preset,
+    load_any,
+    load_train,
+    merge,
+    parse_overrides,
+    train_config,
+    unread_sections,
+    validate,
+)
+from rlhf.config.presets import PRESETS
+from rlhf.config.sections import RewardModelConfig, TrainConfig
+from rlhf.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "configs").rglob("*.yaml"))
+
+
+def base(**algorithm: Any) -> dict[str, Any]:
+    return {
+        "policy": {"model": "m"},
+        "data": {"prompts": {"path": "p"}, "sft": {"path": "s"}},
+        "reward": {"source": {"type": "model", "path": "rm"}},
+        "sampling": {"completions_per_prompt": 4},
+        "algorithm": algorithm or {"preset": "ppo"},
+    }
+
+
+@pytest.mark.parametrize("file", FILES, ids=[str(f.relative_to(ROOT)) for f in FILES])
+def test_every_shipped_file_loads_and_every_section_is_read(file: Path) -> None:
+    assert unread_sections(load_any(file)) == []
+
+
+def test_there_are_shipped_files() -> None:
+    assert {"ppo.yaml", "sft.yaml", "reward_model.yaml"} <= {f.name for f in FILES}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_coherent_and_dumps_to_itself(name: str) -> None:
+    config = train_config(base(preset=name))
+    assert config.algorithm.preset == name
+    assert train_config(dump(config)) == config
+
+
+def test_exponents_without_a_dot_are_numbers() -> None:
+    assert yaml.safe_load("1e-6") == "1e-6"  # what PyYAML makes of it
+    config = train_config(merge(base(), parse_overrides(["policy.lr=1e-6"])))
+    assert config.policy.lr == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("policy.learning_rate=1", "policy.learning_rate: unknown key; here it is called lr"),
+        ("sampling.temprature=1", "sampling.temprature: unknown key; did you mean temperature?"),
+        ("smapling.temperature=1", "smapling: unknown key; did you mean sampling?"),
+        ("algorithm.advantage.gae_lamda=.9", "algorithm.advantage.gae_lamda: unknown key; did you mean gae_lambda?"),
+        (
+            "algorithm.kl.controller={type: adaptive, targt: 3}",
+            "algorithm.kl.controller.targt: unknown key; did you mean",
+        ),
+        ("sampling.temperature=0", "sampling.temperature: Input should be greater than 0 (got 0)"),
+        ("sampling.max_new_tokens=many", "sampling.max_new_tokens: Input should be a valid integer"),
+        ("policy.lr=.nan", "policy.lr"),
+        ("algorithm.preset=grpoo", "'grpoo' is not one of"),
+        ("reward.source.type=modle", "does not match any of the expected tags"),
+        ("reward=null", "reward is missing: set reward.source"),
+        ("data.prompts=null", "data.prompts is missing"),
+        ("algorithm.kl={placement: loss, estimator: k1}", "k1 in the loss has an expected gradient of zero"),
+        ("algorithm.value_loss=null", "GAE needs algorithm.value_loss"),
+        ("algorithm.drop_uniform_groups=true", "drop_uniform_groups needs a group advantage"),
+        ("schedule.epochs=2", "give schedule.steps or schedule.epochs"),
+        ("batch.prompts_per_step=1", "whitening over 4 completions is noise"),
+        ("policy.lr", "cannot read 'policy.lr': write section.key=value"),
+        ("=3", "cannot read '=3'"),
+        ("policy.lr=[", "not valid YAML"),
+        ("critic.init=reward", None),
+    ],
+)
+def test_a_mistake_is_named(override: str, message: str | None) -> None:
+    tree = merge(base(), {"schedule": {"steps": 10}})
+    if message is None:
+        train_config(merge(tree, parse_overrides([override])))
+        return
+    with pytest.raises(ConfigError) as error:
+        train_config(merge(tree, parse_overrides([override])))
+    assert message in str(error.value)
+
+
+def test_every_mistake_is_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        train_config(merge(base(), parse_overrides(["policy.learning_rate=1", "sampling.temperature=-1"])))
+    assert len(str(error.value).splitlines()) == 2
+
+
+def test_a_group_baseline_needs_a_group() -> None:
+    with pytest.raises(ConfigError, match="completions_per_prompt >= 2"):
+        train_config(merge(base(preset="grpo"), {"sampling": {"completions_per_prompt": 1}}))
+
+
+def test_merge_is_deep_but_another_tag_replaces_the_section() -> None:
+    file = {"algorithm": {"preset": "ppo", "advantage": {"gae_lambda": 0.9}}, "policy": {"lr": 1, "model": "a"}}
+    assert merge(file, {"policy": {"lr": 2}})["policy"] == {"lr": 2, "model": "a"}
+    assert merge(file, {"algorithm": {"preset": "grpo"}})["algorithm"] == {"preset": "grpo"}
+    assert merge(file, {"algorithm": {"preset": "ppo"}}) == file
+
+
+def test_precedence_is_preset_then_file_then_command_line() -> None:
+    file = base(preset="ppo", kl={"coef": 0.2})
+    assert _online(train_config(base())).kl.coef == PRESETS["ppo"]["kl"]["coef"]
+    assert _online(train_config(file)).kl.coef == 0.2
+    assert _online(train_config(merge(file, parse_overrides(["algorithm.kl.coef=0.3"])))).kl.coef == 0.3
+
+
+def test_presets_are_what_they_say() -> None:
+    ppo, grpo, penalty = (_online(train_config(base(preset=name))) for name in ("ppo", "grpo", "ppo_penalty"))
+    assert isinstance(ppo.advantage, Gae)
+    assert (ppo.advantage.gamma, ppo.advantage.gae_lambda) == (1.0, 0.95)
+    assert isinstance(grpo.advantage, Group)
+    assert grpo.kl.estimator == "k3"
+    assert isinstance(penalty.policy_loss, PenaltyLoss)
+
+
+def test_an_adaptive_controller_from_the_command_line() -> None:
+    overrides = ["algorithm.kl.controller.type=adaptive", "algorithm.kl.controller.target=3"]
+    controller = _online(train_config(merge(base(), parse_overrides(overrides)))).kl.controller
+    assert isinstance(controller, AdaptiveKl)
+    assert controller.target == 3.0
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "changes", "expected"),
+    [
+        ("grpo", {"critic": {"lr": 1.0}}, "critic is set, but only GAE has a critic"),
+        ("ppo", {}, "data.sft is set, but algorithm.ptx_coef is 0"),
+        ("sft", {"critic": {"lr": 1.0}}, "critic is set, but an offline algorithm does not read it"),
+        ("sft", {"batch": {"epochs": 3}}, "batch.epochs is set, but an offline algorithm"),
+    ],
+)
+def test_a_section_that_nothing_reads_is_named(algorithm: str, changes: dict[str, Any], expected: str) -> None:
+    notes = unread_sections(train_config(merge(base(preset=algorithm), changes)))
+    assert any(note.startswith(expected) for note in notes), notes
+
+
+def test_a_run_folder_is_a_configuration_file(tmp_path: Path) -> None:
+    config = train_config(base())
+    written = {**dump(config), "versions": {"torch": "x"}, "git_commit": None}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(written))
+    assert load_train(tmp_path) == config
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "\x00"])
+def test_what_is_not_a_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError):
+        load_train(file)
+
+
+def test_a_missing_file_names_its_neighbor(tmp_path: Path) -> None:
+    (tmp_path / "ppo.yaml").write_text("{}")
+    with pytest.raises(ConfigError, match=r"did you mean .*ppo\.yaml"):
+        load_train(tmp_path / "pppo.yaml")
+
+
+def test_reward_models_refuse_adapters() -> None:
+    tree = {"model": {"model": "m", "lora": {}}, "data": {"preferences": {"path": "p"}}}
+    with pytest.raises(ConfigError, match="trained in full"):
+        validate(RewardModelConfig, tree)
+
+
+def test_every_field_has_a_description() -> None:
+    def undocumented(kind: Any, seen: set[Any]) -> list[str]:
+        schema = kind.model_json_schema()
+        return [
+            f"{name}.{key}"
+            for name, part in schema.get("$defs", {}).items()
+            for key, field in part.get("properties", {}).items()
+            if "description" not in field and key != "type"
+        ]
+
+    assert undocumented(TrainConfig, set()) == []
+
+
+def test_expanding_leaves_an_explicit_algorithm_alone() -> None:
+    tree = {"algorithm": {"advantage": {"type": "gae"}, "value_loss": {}}}
+    assert expand_preset(tree) == tree
+
+
+def _online(config: TrainConfig) -> Online:
+    assert isinstance(config.algorithm, Online)
+    return config.algorithm

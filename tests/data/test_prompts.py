@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from made_tokenizers import byte_tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.config.data import PromptsConfig
+from rlhf.data.prompts import PromptSet, PromptStream, load_prompts
+from rlhf.errors import DataError
+from rlhf.types import Prompts
+
+Write = Callable[..., str]
+
+
+def load(path: str, tokenizer: PreTrainedTokenizerBase, *, chat_template: str = "auto", **options: Any) -> PromptSet:
+    context, new = options.pop("context", None), options.pop("max_new_tokens", 0)
+    config = PromptsConfig(path=path, **options)
+    return load_prompts(config, tokenizer, chat_template=chat_template, context=context, max_new_tokens=new)
+
+
+def same(a: Prompts, b: Prompts) -> bool:
+    return (
+        torch.equal(a.prompt_ids, b.prompt_ids)
+        and torch.equal(a.prompt_mask, b.prompt_mask)
+        and torch.equal(a.row_ids, b.row_ids)
+        and a.references == b.references
+    )
+
+
+@pytest.fixture
+def seven(write: Write, plain: PreTrainedTokenizerBase) -> PromptSet:
+    return load(write([{"prompt": "p" * i, "answer": i} for i in range(1, 8)]), plain)
+
+
+def test_prompts_are_left_padded_and_keep_their_columns(write: Write, plain: PreTrainedTokenizerBase) -> None:
+    prompts = load(write([{"prompt": "abc", "answer": 7}, {"prompt": "d", "answer": 8}]), plain).all()
+    bos, pad = plain.bos_token_id, plain.pad_token_id
+    a, b, c, d = plain("abcd", add_special_tokens=False)["input_ids"]
+    assert prompts.prompt_ids.tolist() == [[bos, a, b, c], [pad, pad, bos, d]]
+    assert prompts.prompt_mask.tolist() == [[True] * 4, [False, False, True, True]]
+    assert prompts.references == ({"prompt": "abc", "answer": 7}, {"prompt": "d", "answer": 8})
+    assert prompts.row_ids.tolist() == [0, 1]
+
+
+def test_a_fresh_stream_gives_the_same_batch(seven: PromptSet) -> None:
+    first = [PromptStream(seven, 3, seed=5).batch(step) for step in range(1, 12)]
+    for step in (11, 2, 7):
+        assert same(PromptStream(seven, 3, seed=5).batch(step), first[step - 1])
+    assert not same(PromptStream(seven, 3, seed=6).batch(2), first[1])
+
+
+def test_every_prompt_comes_once_an_epoch_across_batches(seven: PromptSet) -> None:
+    stream = PromptStream(seven, 3, seed=0)
+    answers = [r["answer"] for step in range(1, 8) for r in stream.batch(step).references]
+    for epoch in range(3):
+        assert sorted(answers[7 * epoch : 7 * epoch + 7]) == list(range(1, 8))
+    assert stream.batch(4).row_ids.tolist() == [0, 1, 2]
+    assert stream.steps_per_epoch == pytest.approx(7 / 3)
+
+
+def test_evaluation_reads_all_in_order_with_numbers_of_the_set(seven: PromptSet) -> None:
+    batches = list(seven.batches(3))
+    assert [len(b) for b in batches] == [3, 3, 1]
+    assert [n for b in batches for n in b.row_ids.tolist()] == list(range(7))
+    assert [r["answer"] for b in batches for r in b.references] == list(range(1, 8))
+
+
+def test_first_tokens_do_not_count_bos(write: Write, plain: PreTrainedTokenizerBase) -> None:
+    found = load(write([{"text": "Once upon"}, {"text": "On"}]), plain, first_tokens=4)
+    assert found.texts == ("Once", "On")
+    assert [len(ids) for ids in found.ids] == [5, 3]
+    assert found.references[0] == {"text": "Once upon", "prompt": "Once"}
+    without = load(write([{"text": "Once upon"}]), byte_tokenizer(pad="<pad>"), first_tokens=4)
+    assert [len(ids) for ids in without.ids] == [4]
+
+
+def test_longer_prompts_are_skipped_cut_or_fatal(write: Write, plain: PreTrainedTokenizerBase) -> None:
+    path = write([{"prompt": "abc"}, {"prompt": "abcdef"}])
+    skipped = load(path, plain, max_prompt_tokens=4)
+    assert skipped.texts == ("abc",)
+    assert skipped.skips.summary().endswith("1 skipped: 1 longer than max_prompt_tokens of 4 tokens [rows.jsonl:2 (7)]")
+    cut = load(path, plain, max_prompt_tokens=4, too_long="truncate")
+    assert cut.texts == ("abc", "def")
+    assert plain.decode(cut.ids[1]) == "<s>def"
+    assert cut.skips.cut == 1
+    with pytest.raises(DataError, match=r"rows.jsonl:2: 7 tokens, which is longer than max_prompt_tokens of 4"):
+        load(path, plain, max_prompt_tokens=4, too_long="error")
+    with pytest.raises(DataError, match="no usable rows"):
+        load(path, plain, max_prompt_tokens=1, too_long="truncate")
+
+
+def test_a_prompt_that_leaves_no_room_in_the_context_is_an_error_with_both_numbers(
+    write: Write, plain: PreTrainedTokenizerBase
+) -> None:
+    path = write([{"prompt": "abc"}, {"prompt": "abcdef"}])
+    assert len(load(path, plain, context=15, max_new_tokens=8)) == 2
+    with pytest.raises(DataError, match=r"rows.jsonl:2: .*are 15, and the model's context is 14. .*at most 6"):
+        load(path, plain, context=14, max_new_tokens=8)
+    assert len(load(path, plain, context=14, max_new_tokens=8, max_prompt_tokens=6)) == 1
+
+
+def test_limit_counts_usable_rows_and_reads_none_beyond(write: Write, plain: PreTrainedTokenizerBase) -> None:
+    rows = [{"prompt": "a"}, {"prompt": None}, {"prompt": "b"}, {"prompt": "c"}, {"prompt": 3}]
+    found = load(write(rows), plain, limit=2)
+    assert found.texts == ("a", "b")
+    assert dict(found.skips.counts) == {"no prompt": 1}
+    assert len(load(write(rows), plain)) == 3
+
+
+def test_an_empty_prompt_needs_a_bos(write: Write, plain: PreTrainedTokenizerBase) -> None:
+    path = write([{"prompt": ""}, {"prompt": "a"}])
+    assert load(path, plain).ids[0] == [plain.bos_token_id]
+    found = load(path, byte_tokenizer(pad="<pad>"))
+    assert found.texts == ("a",)
+    assert dict(found.skips.counts) == {"empty prompt, and the tokenizer puts no token before a text": 1}
+
+
+def test_bad_rows_can_be_fatal(write: Write, plain: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(DataError, match=r"rows.jsonl:2: no prompt. Mend the row"):
+        load(write([{"prompt": "a"}, {"prompt": None}, {"prompt": "b"}]), plain, bad_rows="error")
+
+
+def test_plain_prompts_beside_a_template_are_remarked_upon(
+    write: Write, chatml: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    path = write([{"prompt": "Hi"}])
+    left = load(path, chatml)
+    assert left.texts == ("Hi",)
+    assert "the tokenizer's chat template is not used" in left.skips.summary()
+    (tmp_path / "t.jinja").write_text(str(chatml.chat_template))
+    wrapped = load(path, chatml, chat_template=str(tmp_path / "t.jinja"))
+    assert wrapped.texts == ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",)
+    assert not wrapped.skips.notes
+    assert not load(path, chatml, chat_template="none").skips.notes
+
+
+def test_conversations_are_written_by_the_template(write: Write, chatml: PreTrainedTokenizerBase) -> None:
+    row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}
+    found = load(write([row]), chatml)
+    assert found.texts == ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",)
+    assert chatml.decode(found.ids[0]) == found.texts[0]
+    assert found.references[0]["messages"] == row["messages"]
+
+
+def test_real_stories(shared: Path, stories: PreTrainedTokenizerBase) -> None:
+    found = load(
+        str(shared / "data/tinystories"), stories, split="test", first_tokens=12, context=512, max_new_tokens=48
+    )
+    assert len(found) == 213
+    assert Counter(map(len, found.ids)) == {13: 213}
+    assert all(str(r["text"]).startswith(text) for r, text in zip(found.references, found.texts, strict=True))
+    gsm = load(str(shared / "data/gsm8k"), stories, split="test", max_prompt_tokens=512, limit=50)
+    assert all("####" in str(r["answer"]) for r in gsm.references)

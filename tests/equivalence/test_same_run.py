@@ -1,0 +1,144 @@
+"""Runs that must be the same run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import largest_difference, make_model, online, ppo_tree, trained, trained_sft, weights, write_rows
+
+from rlhf.algo.objective import credit
+from rlhf.config.load import merge
+from rlhf.rollout import annotate
+from rlhf.trainers.online import train, update
+from rlhf.types import Experience
+
+EXACT = {"policy": {"dtype": "float64", "optimizer": "sgd"}, "critic": {"optimizer": "sgd"}}
+PRESETS = ("ppo", "ppo_penalty", "grpo", "rloo", "gspo", "dapo", "dr_grpo", "reinforce_pp")
+
+
+def exact(folder: Path, preset: str) -> dict[str, Any]:
+    make_model(folder / "model", dtype=torch.float64)
+    tree = merge(ppo_tree(folder), EXACT)
+    tree["algorithm"] = {"preset": preset}
+    tree["sampling"] = {**tree["sampling"], "completions_per_prompt": 4}
+    tree["batch"] = {**tree["batch"], "prompts_per_step": 5, "minibatches": 3}  # 20 rows in minibatches of 7, 7, 6
+    return tree
+
+
+def one_update(tree: dict[str, Any], micro_batch_size: int, experience: Experience | None) -> tuple[Any, Experience]:
+    shutil.rmtree(Path(tree["run"]["out_dir"]), ignore_errors=True)
+    run = online(tree, f"batch.micro_batch_size={micro_batch_size}")
+    if experience is None:
+        completions = run.sampler.sample(run.prompts(1), key=1, group_size=4)
+        rollout = annotate(completions, run.reward(completions), run.models, rows_per_pass=7)
+        experience = credit(rollout, run.algorithm, run.coefs)
+    update(experience, run, 1)
+    modules = {"policy": run.models.policy} | ({"critic": run.models.critic} if run.models.critic else {})
+    return {f"{n}.{k}": v for n, m in modules.items() for k, v in weights(m).items()}, experience
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_micro_batch_size_does_not_change_an_update(tmp_path: Path, preset: str) -> None:
+    tree = exact(tmp_path, preset)
+    whole, experience = one_update(tree, 64, None)
+    before = weights(online(tree).models.policy)
+    assert largest_difference(before, {k: whole[f"policy.{k}"] for k in before}) > 1e-6
+    for size in (1, 3):
+        parts, _ = one_update(tree, size, experience)
+        assert largest_difference(whole, parts) < 1e-10
+
+
+def test_the_sampler_does_not_see_the_batch(tmp_path: Path) -> None:
+    tree = ppo_tree(tmp_path)
+    run, small = online(tree), online(tree, "sampling.batch_size=3")
+    a, b = (one.sampler.sample(run.prompts(3), key=9, group_size=2) for one in (run, small))
+    assert torch.equal(a.completion_ids, b.completion_ids)
+    assert torch.equal(a.completion_mask, b.completion_mask)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / "run" / name).read_bytes() for name in ("metrics.jsonl", "samples.jsonl")}
+
+
+RESUMABLE: dict[str, dict[str, Any]] = {
+    "ppo": {"algorithm": {"kl": {"controller": {"type": "adaptive", "target": 1.0, "horizon": 100}}}},
+    "warm, averaged, early stop": {
+        "policy": {"ema_decay": 0.5},
+        "critic": {"warmup_steps": 1},
+        "algorithm": {"target_kl": 0.001},
+        "schedule": {"warmup_steps": 2, "decay": "cosine"},
+    },
+    "shared critic": {"critic": {"shared": True}},
+    "penalty": {"algorithm": {"preset": "ppo_penalty"}},
+    "lora": {"policy": {"lora": {"r": 2}}},
+}
+
+
+@pytest.mark.parametrize("name", RESUMABLE)
+def test_a_resumed_run_is_the_uninterrupted_run_bitwise(tmp_path: Path, name: str) -> None:
+    make_model(tmp_path / "model")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    for folder in ("a", "b"):
+        shutil.copytree(tmp_path / "model", tmp_path / folder / "model")
+    whole = trained(ppo_tree(tmp_path / "a", **RESUMABLE[name]))
+    tree = ppo_tree(tmp_path / "b", **RESUMABLE[name])
+    broken = online(tree)
+
+    class Killed(Exception):
+        """Stands for SIGKILL: after step 3 has begun, the newest checkpoint is of step 2."""
+
+    def die(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    real = broken.sampler.sample
+
+    def sample(prompts: Any, **options: Any) -> Any:
+        if broken.session.state.step == 3 and options["group_size"] == 1 and len(prompts) == 16:
+            die()
+        return real(prompts, **options)
+
+    broken.sampler.sample = sample  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        train(broken)
+    broken.session.recorder.close()
+    resumed = trained(tree)
+    assert largest_difference(weights(whole.models.policy), weights(resumed.models.policy)) == 0.0
+    if whole.models.critic is not None:
+        assert resumed.models.critic is not None
+        assert largest_difference(weights(whole.models.critic), weights(resumed.models.critic)) == 0.0
+    assert whole.session.state == resumed.session.state
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
+def test_a_resumed_sft_run_is_the_uninterrupted_run_bitwise(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    rows = write_rows(
+        tmp_path / "sft.jsonl", [{"prompt": f"red {n}", "completion": " good"} for n in ("one", "two")] * 8
+    )
+
+    def tree(name: str) -> dict[str, Any]:
+        return {
+            "run": {"out_dir": str(tmp_path / name), "device": "cpu"},
+            "data": {"sft": {"path": str(rows)}, "eval_sft": {"path": str(rows)}},
+            "policy": {"model": str(tmp_path / "model"), "lr": 1e-2},
+            "algorithm": {"preset": "sft"},
+            "batch": {"prompts_per_step": 5, "micro_batch_size": 2},
+            "schedule": {"steps": 6},
+            "checkpoint": {"every": 2},
+        }
+
+    whole = trained_sft(tree("a"))
+    trained_sft(tree("b"), "schedule.steps=4")
+    shutil.rmtree(tmp_path / "b" / "checkpoints" / "step-000004")
+    resumed = trained_sft(tree("b"))
+    assert largest_difference(weights(whole.trained.module), weights(resumed.trained.module)) == 0.0
+    losses = [
+        json.loads(line)["eval/loss"] for line in (tmp_path / "b" / "metrics.jsonl").open() if "eval/loss" in line
+    ]
+    assert losses[-1] < losses[0]

@@ -1,0 +1,124 @@
+"""The page in a real browser: nothing on the console, every section there, a phone's width, both themes."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.evaluation.report import write_report
+from rlhf.runtime.loggers import JsonlLogger
+from rlhf.runtime.run_folder import RunFolder
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium to open the page with")
+
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--hide-scrollbars", "--enable-logging=stderr", "--v=0"),
+    *("--virtual-time-budget=10000", "--window-size=1280,1000", "--allow-file-access-from-files", "--dump-dom"),
+)
+
+
+def browse(page: Path, profile: Path) -> tuple[str, list[str]]:
+    """The DOM after the page's scripts ran, and the lines they left on the console."""
+    assert BROWSER is not None
+    command = [BROWSER, *FLAGS, f"--user-data-dir={profile}", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = RunFolder(tmp_path_factory.mktemp("run"))
+    kl = {"controller": {"type": "adaptive", "target": 6.0}}
+    folder.write_config({"run": {"name": "browsed"}, "algorithm": {"kl": kl}, "schedule": {"steps": 60}})
+    with JsonlLogger(folder.metrics) as metrics, JsonlLogger(folder.timings) as timings:
+        metrics.log({"step": 0, "eval/score": 0.5, "eval/kl": 0.0, "eval/kl_se": 0.0})
+        for step in range(1, 61):
+            row: dict[str, Any] = {"step": step, "score/mean": math.sin(step), "kl/reference": 6.0, "own/metric": 1.0}
+            if step == 60:
+                row |= {"eval/score": 0.9, "eval/kl": 6.1, "eval/kl_se": 0.1, "loss/policy": math.nan}
+            metrics.log(row)
+            timings.log({"step": step, "seconds": {"sample": 1.0, "update": 0.5}})
+    with JsonlLogger(folder.samples) as samples:
+        for step in (0, 60):
+            completion = (
+                f"</script><script>document.title='owned {step}'</script><img src=x onerror=alert(1)>" + "w" * 500
+            )
+            samples.log(
+                {"step": step, "split": "eval", "row": 0, "prompt": "p", "completion": completion, "score": 0.5}
+            )
+    with JsonlLogger(folder.notes) as notes:
+        notes.log({"step": 0, "text": "one row skipped"})
+    bins = [{"predicted": 0.6, "observed": 0.6, "count": 3}]
+    folder.write_report_card({"accuracy": 0.7, "calibration": {"bins": bins}})
+    return write_report(folder.path)
+
+
+def test_the_page_opens_without_a_word_on_the_console_and_draws_everything(report: Path, tmp_path: Path) -> None:
+    dom, console = browse(report, tmp_path)
+    assert console == []
+    assert 'data-drawn="true"' in dom
+    assert "<title>browsed</title>" in dom  # no completion changed it
+    for section in ("verdict", "key-figures", "notes", "report-card", "completions", "timings", "glossary", "config"):
+        assert f'id="{section}"' in dom
+    for group in ("score", "kl", "other"):
+        assert f'id="group-{group}"' in dom
+    places = re.findall(r'<div class="chart[^"]*" data-figure="([^"]+)"', dom)
+    assert {"curve:score/mean", "curve:kl/reference", "curve:own/metric", "timings", "calibration"} <= set(places)
+    assert dom.count('<svg class="main-svg"') >= len(places)
+
+
+def test_an_error_on_the_console_would_be_seen(report: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.html"
+    injected = "<img src=http://127.0.0.1:9/x.png><script>window.owned = 1</script></body>"
+    broken.write_text(report.read_text(encoding="utf-8").replace("</body>", injected), encoding="utf-8")
+    _, console = browse(broken, tmp_path / "profile")
+    assert any("img-src" in line for line in console)  # the policy lets nothing be fetched
+    assert any("script-src" in line for line in console)  # and no foreign script run
+
+
+FRAME = """<!DOCTYPE html><body><iframe src="{page}" style="width:390px;height:2000px;border:0"></iframe>
+<pre id="found"></pre><script>
+document.querySelector("iframe").addEventListener("load", (event) => {{
+  const page = event.target.contentDocument, view = event.target.contentWindow;
+  const look = () => ({{
+    background: view.getComputedStyle(page.body).backgroundColor,
+    line: view.getComputedStyle(page.querySelector(".js-line")).stroke,
+    button: page.getElementById("theme").textContent,
+  }});
+  setTimeout(() => {{
+    const found = {{
+      width: page.documentElement.scrollWidth,
+      widest: Math.max(...[...page.querySelectorAll(".main-svg")].map((svg) => svg.getBoundingClientRect().width)),
+      first: look(),
+    }};
+    page.getElementById("theme").click();
+    setTimeout(() => {{
+      found.second = look();
+      document.getElementById("found").textContent = JSON.stringify(found);
+    }}, 500);
+  }}, 1000);
+}});
+</script></body>"""
+
+
+def test_on_a_phone_nothing_overflows_and_the_button_changes_page_and_curves(report: Path, tmp_path: Path) -> None:
+    frame = tmp_path / "frame.html"
+    frame.write_text(FRAME.format(page=report.as_uri()), encoding="utf-8")
+    dom, console = browse(frame, tmp_path / "profile")
+    assert console == []
+    found = json.loads(re.findall(r'<pre id="found">(.*?)</pre>', dom)[0])
+    assert found["width"] <= 390
+    assert 200 < found["widest"] <= 390
+    light, dark = found["first"], found["second"]
+    assert (light["button"], dark["button"]) == ("☾ Dark", "☀ Light")
+    assert (light["background"], dark["background"]) == ("rgb(246, 247, 249)", "rgb(18, 21, 27)")
+    assert (light["line"], dark["line"]) == ("rgb(31, 102, 193)", "rgb(106, 169, 255)")

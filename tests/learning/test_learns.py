@@ -1,0 +1,96 @@
+"""Does it learn: every preset raises a known reward on a tiny model; SFT imitates; PPO-ptx does both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import ppo_tree, trained, trained_sft, write_rows
+
+from rlhf.config.load import merge
+
+ONLINE = ("ppo", "ppo_penalty", "grpo", "rloo", "dr_grpo", "dapo", "gspo", "reinforce_pp")
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open()]
+
+
+def tree_of(folder: Path, preset: str) -> dict[str, Any]:
+    tree = ppo_tree(folder, schedule={"steps": 20}, eval={"every": 0}, checkpoint={"every": 0})
+    tree["algorithm"] = {"preset": preset}
+    if preset not in ("ppo", "ppo_penalty"):
+        tree = merge(tree, {"sampling": {"completions_per_prompt": 4}, "batch": {"prompts_per_step": 8}})
+        del tree["critic"]
+    return tree
+
+
+@pytest.mark.parametrize("preset", ONLINE)
+def test_every_online_preset_raises_the_gold(tmp_path: Path, preset: str) -> None:
+    trained(tree_of(tmp_path, preset))
+    rows = metrics(tmp_path)
+    assert rows[0]["eval/score"] < 0.3
+    assert rows[-1]["eval/score"] > 0.6
+    assert all(row["policy/first_ratio_deviation"] < 1e-5 for row in rows[1:])
+    assert all(row["kl/sampler_mismatch"] < 1e-5 for row in rows[1:])
+
+
+def test_the_critic_learns_too(tmp_path: Path) -> None:
+    trained(tree_of(tmp_path, "ppo"))
+    rows = metrics(tmp_path)
+    assert rows[1]["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)  # its head starts at zero
+    assert max(row["critic/explained_variance"] for row in rows[5:]) > 0.2
+
+
+def test_a_large_kl_coefficient_holds_the_policy(tmp_path: Path) -> None:
+    trained(tree_of(tmp_path, "ppo"), "algorithm.kl.coef=20.0")
+    assert metrics(tmp_path)[-1]["eval/kl"] < 0.3
+
+
+def test_adaptive_kl_moves_the_coefficient_towards_its_target(tmp_path: Path) -> None:
+    tree = tree_of(tmp_path, "ppo")
+    controller = "{type: adaptive, target: 1.0, horizon: 60}"
+    trained(tree, f"algorithm.kl={{coef: 0.02, controller: {controller}}}", "schedule.steps=40")
+    rows = metrics(tmp_path)[1:]
+    last = [row["kl/reference"] for row in rows[-10:]]
+    assert rows[-1]["kl/coef"] > 0.02
+    assert sum(last) / len(last) == pytest.approx(1.0, abs=0.5)
+
+
+def test_target_kl_ends_a_step_early(tmp_path: Path) -> None:
+    trained(tree_of(tmp_path, "ppo"), "algorithm.target_kl=1e-6", "schedule.steps=3", "batch.epochs=4")
+    rows = metrics(tmp_path)[1:]
+    assert all(row["policy/early_stop"] == 1.0 for row in rows)
+    assert all(row["policy/optimizer_steps"] == 2.0 for row in rows)  # the first has KL 0, the second shows the move
+
+
+def test_critic_warmup_leaves_the_policy_alone(tmp_path: Path) -> None:
+    trained(tree_of(tmp_path, "ppo"), "critic.warmup_steps=3", "schedule.steps=4")
+    rows = metrics(tmp_path)[1:]
+    assert [row["kl/reference"] for row in rows] == [0.0] * 4  # measured before each update
+    assert "policy/grad_norm" not in rows[2]
+    assert "policy/grad_norm" in rows[3]
+    assert rows[3]["critic/explained_variance"] != 0.0
+
+
+def test_sft_imitates_and_ptx_keeps_imitating(tmp_path: Path) -> None:
+    tree = tree_of(tmp_path, "ppo")
+    rows = [{"prompt": f"{c} {n}", "completion": " blue blue"} for c in ("red", "blue") for n in ("one", "two")] * 4
+    sft = str(write_rows(tmp_path / "sft.jsonl", rows))
+    taught = {
+        "run": {"out_dir": str(tmp_path / "sft"), "device": "cpu"},
+        "data": {"sft": {"path": sft}, "eval_sft": {"path": sft}},
+        "policy": tree["policy"],
+        "algorithm": {"preset": "sft"},
+        "batch": {"prompts_per_step": 8},
+        "schedule": {"steps": 40},
+    }
+    trained_sft(taught)
+    losses = [json.loads(line) for line in (tmp_path / "sft" / "metrics.jsonl").open()]
+    assert losses[0]["eval/loss"] > 1.8
+    assert losses[-1]["eval/loss"] < 0.1
+    trained(tree, "schedule.steps=12", "algorithm.ptx_coef=1.0", f"data.sft.path={sft}", "batch.epochs=1")
+    ptx = [row["loss/ptx"] for row in metrics(tmp_path)[1:]]
+    assert ptx[-1] < 0.7 * ptx[0]

@@ -1,0 +1,159 @@
+"""A trained reward model as PPO sees it: the policy's ids, or its text encoded anew."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rm_cases import made_model
+from tiny_models import COMPLETIONS, EOS, PAD, PROMPTS, completions_of, padded, ragged, saved, tiny, tokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+from reward_model.source import RewardModelSource, same_ids
+from rlhf.errors import ModelError, RewardError
+from rlhf.models.scalar_head import ScalarHeadModel, sequence_scores
+from rlhf.types import Completions
+
+
+def fields(batch: Completions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return batch.prompt_ids, batch.prompt_mask, batch.completion_ids, batch.completion_mask
+
+
+def source(model: ScalarHeadModel, policy: PreTrainedTokenizerFast | None = None, size: int = 2) -> RewardModelSource:
+    return RewardModelSource(
+        model, tokenizer(), policy_tokenizer=policy or tokenizer(), micro_batch_size=size, dtype="float64"
+    )
+
+
+def other_tokenizer(*, pad: str = "[PAD]") -> PreTrainedTokenizerFast:
+    """The same words under other ids, between other special tokens, and never a BOS by itself."""
+    words = {f"t{i}": 40 - i for i in range(3, 23)} | {"<|end|>": 0, pad: 1}
+    backend = Tokenizer(WordLevel(words, unk_token=pad))
+    backend.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=pad, eos_token="<|end|>")
+
+
+def with_bos() -> PreTrainedTokenizerFast:
+    """The reward model's tokenizer, putting <s> before every text."""
+    made = tokenizer()
+    made.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return made
+
+
+@pytest.mark.parametrize("size", [1, 3, 64])
+def test_the_scores_are_the_models_in_the_original_order(size: int, tmp_path: Path) -> None:
+    model = made_model(tmp_path)
+    model.calibrate(0.3, 2.0)
+    scores = source(model, size=size)(ragged(fill=17)).values
+    assert scores.dtype == torch.float32
+    for i, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+        expected = sequence_scores(model, *fields(completions_of([prompt], [completion])))
+        torch.testing.assert_close(scores[i].double(), expected[0], rtol=0, atol=1e-6)
+
+
+def test_the_model_is_frozen(tmp_path: Path) -> None:
+    model = made_model(tmp_path)
+    source(model)
+    assert not model.training
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_tokenizers_agree_up_to_a_pad_token_of_the_policys(tmp_path: Path) -> None:
+    grown = tokenizer()
+    grown.add_special_tokens({"pad_token": "[PAD]"})
+    assert same_ids(grown, tokenizer())
+    grown.add_tokens(["<tool>"])
+    assert not same_ids(grown, tokenizer())
+    assert not same_ids(other_tokenizer(), tokenizer())
+    assert not same_ids(tokenizer(24), tokenizer(23))
+    assert same_ids(tokenizer(23), tokenizer(24))
+
+
+def test_a_pad_token_the_reward_model_has_no_row_for_is_never_looked_up(tmp_path: Path) -> None:
+    grown = tokenizer()
+    grown.add_special_tokens({"pad_token": "[PAD]"})
+    assert grown.pad_token_id == 23  # the reward model has rows 0 .. 22
+    model = made_model(tmp_path)
+    scores = source(model, grown)(ragged(fill=23)).values
+    assert torch.equal(scores, source(model)(ragged()).values)
+    sampled = replace(ragged(), completion_ids=torch.where(ragged().completion_ids == PAD, 23, ragged().completion_ids))
+    assert source(model, grown)(sampled).values.isfinite().all()
+
+
+@pytest.mark.parametrize("ours", [tokenizer, with_bos])
+def test_another_tokenizers_text_is_encoded_anew(ours, tmp_path: Path) -> None:
+    policy, model = other_tokenizer(), made_model(tmp_path)
+    texts = [([5, 7, 9], [3, 14]), ([4], [15, 9, 6, 5]), ([8, 8], [10])]
+    finished = [True, False, True]
+
+    def theirs(ids: list[int]) -> list[int]:
+        return [40 - i for i in ids]
+
+    ends = [[0] if done else [] for done in finished]
+    asked = completions_of(
+        [[1, *theirs(prompt)] for prompt, _ in texts],  # a special token of the policy's own goes
+        [[*theirs(text), *end] for (_, text), end in zip(texts, ends, strict=True)],
+    )
+    asked = replace(asked, finished=torch.tensor(finished))
+    found = RewardModelSource(model, ours(), policy_tokenizer=policy, micro_batch_size=2, dtype="float64")(asked).values
+    bos = [1] if ours is with_bos else []
+    expected = completions_of(
+        [[*bos, *prompt] for prompt, _ in texts],
+        [[*text, *([EOS] if done else [])] for (_, text), done in zip(texts, finished, strict=True)],
+    )
+    torch.testing.assert_close(found.double(), sequence_scores(model, *fields(expected)).detach(), rtol=0, atol=1e-6)
+
+
+def test_an_empty_completion_is_scored(tmp_path: Path) -> None:
+    model = made_model(tmp_path)
+    policy = other_tokenizer()
+    asked = replace(completions_of([[35, 33]], [[0]]), finished=torch.tensor([True]))
+    found = source(model, policy)(asked).values
+    expected = sequence_scores(model, *fields(completions_of([[5, 7]], [[EOS]])))
+    torch.testing.assert_close(found.double(), expected.detach(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_scores_that_are_no_numbers_are_refused(value: float, tmp_path: Path) -> None:
+    model = made_model(tmp_path)
+    nn.init.constant_(model.head.weight, value)
+    with pytest.raises(RewardError, match="4 of 4 completions"):
+        source(model)(ragged())
+
+
+def test_a_row_beyond_the_context_is_refused(tmp_path: Path) -> None:
+    model = made_model(tmp_path, "gpt2")
+    ids, mask = padded([[5] * 60], left=False)
+    long = replace(
+        completions_of([[5, 6, 7, 8, 9]], [[3]]),
+        completion_ids=ids,
+        completion_mask=mask,
+        sampler_logprobs=torch.zeros(ids.shape),
+    )
+    with pytest.raises(RewardError, match=r"65 tokens long .* context is 64"):
+        source(model)(long)
+
+
+def test_a_folder_is_loaded_with_its_calibration(tmp_path: Path) -> None:
+    model = made_model(tmp_path / "start")
+    model.calibrate(-0.4, 0.5)
+    model.save(tokenizer(), tmp_path / "rm")
+    loaded = RewardModelSource.load(
+        str(tmp_path / "rm"), tokenizer(), device=torch.device("cpu"), micro_batch_size=2, dtype="float64"
+    )
+    assert torch.equal(loaded(ragged()).values, source(model)(ragged()).values)
+    assert loaded(ragged()).parts == {}
+
+
+def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="not a reward model"):
+        RewardModelSource.load(
+            saved(tiny(), tmp_path), tokenizer(), device=torch.device("cpu"), micro_batch_size=2, dtype="float64"
+        )

@@ -1,0 +1,143 @@
+"""The loss as `optimizer_step` sees it, and the loop: the micro-batch cannot change it, it resumes, it learns."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from rm_cases import RAGGED, favorites, made_model
+from torch import Tensor
+
+from reward_model.losses import bradley_terry, wins
+from reward_model.model import score_pairs
+from reward_model.objective import PairLoss
+from reward_model.trainer import TERMS, fit
+from rlhf.config.sections import OptimizerConfig, RewardModelLoss, ScheduleConfig
+from rlhf.data.pairs import PairSet
+from rlhf.data.stream import BatchStream
+from rlhf.models.scalar_head import ScalarHeadModel
+from rlhf.runtime.engine import Engine, Trained
+from rlhf.runtime.metrics import Metrics
+
+SGD = OptimizerConfig(lr=0.05, optimizer="sgd")
+
+
+def trained(model: ScalarHeadModel, config: OptimizerConfig = SGD) -> Trained:
+    return Engine(torch.device("cpu")).train("policy", model, config, terms=TERMS)
+
+
+def weights(model: ScalarHeadModel) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def run(
+    model: ScalarHeadModel,
+    pairs: PairSet,
+    *,
+    steps: int,
+    micro: int = 4,
+    rows: int = 4,
+    loss: RewardModelLoss | None = None,
+    config: OptimizerConfig = SGD,
+) -> list[Metrics]:
+    objective = PairLoss(model, loss or RewardModelLoss(), dtype="float64")
+    stream = BatchStream(pairs, rows, seed=0)
+    found = fit(
+        trained(model, config), objective, stream, ScheduleConfig(epochs=1), steps=steps, micro_batch_size=micro
+    )
+    return [metrics for _, metrics in found]
+
+
+def held_out(model: ScalarHeadModel, pairs: PairSet) -> tuple[float, float]:
+    """Accuracy and loss."""
+    chosen, rejected = score_pairs(model, pairs, range(len(pairs)), micro_batch_size=128, dtype="float32")
+    loss = bradley_terry(chosen, rejected, torch.zeros_like(chosen), centering=0.0)
+    return wins(chosen - rejected).mean().item(), loss.mean().item()
+
+
+def test_the_micro_batch_size_cannot_change_an_update(tmp_path: Path) -> None:
+    loss = RewardModelLoss(use_margin=True, centering=0.1)
+    results = []
+    for micro in (1, 3, 4):
+        model = made_model(tmp_path / str(micro))
+        start = weights(model)
+        run(model, RAGGED, steps=2, micro=micro, loss=loss)
+        results.append(weights(model))
+        assert (results[-1] - start).abs().max() > 1e-3
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=0, atol=1e-10)
+
+
+def test_terms_and_observations_by_hand(tmp_path: Path) -> None:
+    model = made_model(tmp_path)
+    chosen, rejected = score_pairs(model, RAGGED, range(4), micro_batch_size=4, dtype="float64")
+    loss = PairLoss(model, RewardModelLoss(use_margin=True, centering=0.2), dtype="float64")
+    batch = RAGGED.collate(range(4))
+    terms, observed = loss.terms(batch)
+    rows = list(zip(chosen.tolist(), rejected.tolist(), [0.5, 0.0, 2.0, 1.0], strict=True))
+    expected = [math.log1p(math.exp(-(c - r - m))) + 0.2 * (c + r) ** 2 for c, r, m in rows]
+    assert loss.norms(batch) == {"rm": 4.0}
+    assert terms["rm"].item() == pytest.approx(sum(expected), rel=1e-9)
+    assert observed["loss/rm"].value == pytest.approx(sum(expected) / 4, rel=1e-9)
+    assert observed["rm/accuracy"].value == sum(c > r for c, r, _ in rows) / 4
+    assert observed["rm/margin"].value == pytest.approx(sum(c - r for c, r, _ in rows) / 4)
+    assert observed["rm/score_mean"].value == pytest.approx(sum(c + r for c, r, _ in rows) / 8)
+
+
+def test_margins_count_only_when_asked_for(tmp_path: Path) -> None:
+    model = made_model(tmp_path)
+    batch = RAGGED.collate(range(4))
+    plain = PairLoss(model, RewardModelLoss(), dtype="float64").terms(batch)[0]["rm"]
+    wider = PairLoss(model, RewardModelLoss(use_margin=True), dtype="float64").terms(batch)[0]["rm"]
+    assert wider > plain + 0.1
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    pairs, config = favorites(40, seed=0), OptimizerConfig(lr=1e-2)
+    schedule = ScheduleConfig(epochs=1, warmup_steps=2, decay="cosine")
+
+    def part(model: ScalarHeadModel, optimizer: Trained, done: int, take: int) -> list[dict[str, float]]:
+        loss = PairLoss(model, RewardModelLoss(), dtype="float64")
+        stream = BatchStream(pairs, 8, seed=3)
+        steps = fit(optimizer, loss, stream, schedule, steps=6, micro_batch_size=8, done=done)
+        return [metrics.values() for _, metrics in (next(steps) for _ in range(take))]
+
+    whole = made_model(tmp_path / "whole")
+    expected = part(whole, trained(whole, config), 0, 6)
+    model = made_model(tmp_path / "first")
+    first = trained(model, config)
+    before = part(model, first, 0, 4)
+    again = made_model(tmp_path / "again", seed=5)
+    second = trained(again, config)
+    again.load_state_dict(model.state_dict())
+    second.load_state(first.state())
+    assert before + part(again, second, 4, 2) == expected
+    assert torch.equal(weights(again), weights(whole))
+
+
+def test_steps_are_numbered_from_the_first_to_the_last(tmp_path: Path) -> None:
+    model = made_model(tmp_path)
+    loss, stream = PairLoss(model, RewardModelLoss(), dtype="float64"), BatchStream(RAGGED, 2, seed=0)
+    found = fit(trained(model), loss, stream, ScheduleConfig(epochs=1), steps=5, micro_batch_size=2, done=1)
+    assert [step for step, _ in found] == [2, 3, 4, 5]
+
+
+def test_it_learns_a_preference(tmp_path: Path) -> None:
+    model, test = made_model(tmp_path, dtype="float32"), favorites(400, seed=1)
+    accuracy_before, _ = held_out(model, test)
+    metrics = run(
+        model,
+        favorites(1000, seed=0),
+        steps=60,
+        rows=64,
+        micro=64,
+        loss=RewardModelLoss(centering=0.01),
+        config=OptimizerConfig(lr=1e-2),
+    )
+    accuracy, loss = held_out(model, test)
+    assert accuracy_before < 0.8
+    assert accuracy > 0.95
+    assert loss < 0.25
+    assert metrics[-1]["loss/rm"] < 0.5 * metrics[0]["loss/rm"]

@@ -1,0 +1,251 @@
+"""A function reward sees the right texts, and every way to get it wrong is told plainly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import BOS, EOS, PAD, completions_of, tokenizer
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from rlhf.errors import RewardError
+from rlhf.rewards.function import FunctionReward, load_function
+from rlhf.rewards.texts import decode
+from rlhf.types import Completions
+
+
+def three() -> Completions:
+    """One finished, one with a pad token inside and not finished, one that is EOS alone."""
+    return completions_of([[BOS, 5, 7], [4], [PAD, 6, 8]], [[3, 14, EOS], [15, PAD, 9, 4], [EOS]])
+
+
+def written(folder: Path, body: str) -> str:
+    (folder / "mine.py").write_text(body)
+    return f"{folder / 'mine.py'}:score"
+
+
+def returning(folder: Path, value: str) -> Callable[[], Any]:
+    """Scoring the three by a function whose whole body is `return value`."""
+    target = written(folder, f"import math\ndef score(prompts, completions, references):\n    return {value}\n")
+    return lambda: FunctionReward(target, {}, tokenizer())(three())
+
+
+def test_it_is_called_with_texts_references_and_kwargs(tmp_path: Path) -> None:
+    target = written(
+        tmp_path,
+        "def score(prompts, completions, references, scale, shift=0):\n"
+        "    seen = [p + '|' + c + '|' + r['answer'] for p, c, r in zip(prompts, completions, references)]\n"
+        "    assert type(references) is list and type(references[0]) is dict\n"
+        "    assert seen == ['t5 t7|' + ' t3 t14|a', 't4| t15 t9 t4|b', 'asked||c'], seen\n"
+        "    return [scale * len(c.split()) + shift for c in completions]\n",
+    )
+    batch = replace(three(), references=({"answer": "a"}, {"answer": "b"}, {"answer": "c", "prompt": "asked"}))
+    scores = FunctionReward(target, {"scale": 2}, tokenizer())(batch)
+    assert scores.values.tolist() == [4.0, 6.0, 0.0]
+    assert scores.values.dtype == torch.float32
+    assert scores.parts == {}
+
+
+def test_a_prompt_column_that_is_no_text_is_not_the_prompt() -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    batch = replace(three(), references=({"prompt": messages}, {}, {"prompt": "asked"}))
+    assert decode(batch, tokenizer()).prompts == ["t5 t7", "t4", "asked"]
+
+
+def test_an_eos_that_is_no_special_token_is_left_out_only_where_it_ended_the_text() -> None:
+    plain = tokenizer()
+    batch = completions_of([[5], [5]], [[3, 9, 9], [3, 9]])
+    ended = replace(batch, finished=torch.tensor([True, False]))
+    assert decode(ended, plain).completions == [" t3 t9", " t3 t9"]
+
+
+def test_the_leading_space_of_a_completion_survives(shared: Path) -> None:
+    """Decoded alone, stories260K's tokens of " was a girl" lose their first space."""
+    theirs = AutoTokenizer.from_pretrained(shared / "models" / "stories260K" / "hf")
+    ids = theirs("Once upon a time, there was a girl")["input_ids"]
+    texts = decode(completions_of([ids[:7]], [ids[7:]]), theirs)
+    assert texts.prompts[0] + texts.completions[0] == "Once upon a time, there was a girl"
+    assert texts.completions[0].startswith(" ")
+
+
+def test_a_character_cut_by_the_prompts_end_breaks_nothing() -> None:
+    vocab = {symbol: i for i, symbol in enumerate(sorted(ByteLevel.alphabet()))}
+    backend = Tokenizer(BPE(vocab, []))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bytewise = PreTrainedTokenizerFast(tokenizer_object=backend)
+    ids = bytewise("aé!")["input_ids"]
+    assert len(ids) == 4
+    texts = decode(replace(completions_of([ids[:2]], [ids[2:]]), finished=torch.tensor([False])), bytewise)
+    assert texts.completions[0].endswith("!")
+    assert texts.prompts[0].startswith("a")
+
+
+@pytest.mark.parametrize(
+    "value, expected",
+    [
+        ("[1, 2.5, -3]", [1.0, 2.5, -3.0]),
+        ("(1, 2, 3)", [1.0, 2.0, 3.0]),
+        ("[True, False, True]", [1.0, 0.0, 1.0]),
+        ("__import__('numpy').array([1, 2, 3], dtype='int64')", [1.0, 2.0, 3.0]),
+        ("__import__('torch').tensor([0.5, 0.25, 4.0], dtype=__import__('torch').bfloat16)", [0.5, 0.25, 4.0]),
+        ("list(__import__('numpy').array([0.5, 1, 2], dtype='float32'))", [0.5, 1.0, 2.0]),
+        ("list(__import__('torch').tensor([0.5, 1, 2]))", [0.5, 1.0, 2.0]),
+    ],
+)
+def test_any_list_of_numbers_will_do(value: str, expected: list[float], tmp_path: Path) -> None:
+    assert returning(tmp_path, value)().values.tolist() == expected
+
+
+def test_parts_are_kept_by_name(tmp_path: Path) -> None:
+    scores = returning(tmp_path, "([1, 2, 3], {'length': [4, 5, 6], 'fit': [0.5, 0.5, 0]})")()
+    assert scores.values.tolist() == [1.0, 2.0, 3.0]
+    assert {name: part.tolist() for name, part in scores.parts.items()} == {
+        "length": [4.0, 5.0, 6.0],
+        "fit": [0.5, 0.5, 0.0],
+    }
+
+
+def test_two_scores_in_a_tuple_are_not_scores_and_parts(tmp_path: Path) -> None:
+    target = written(tmp_path, "def score(prompts, completions, references):\n    return (1.0, 2.0)\n")
+    two = three().rows(slice(0, 2))
+    assert FunctionReward(target, {}, tokenizer())(two).values.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        ("[1, 2]", r"2 scores for 3 completions; the first without one: ''"),
+        ("[1]", r"1 scores for 3 completions; the first without one: ' t15 t9 t4'"),
+        ("[1, 2, 3, 4]", r"4 scores for 3 completions$"),
+        ("[1, math.nan, math.nan]", r"2 scores of 3 that are not finite.*'nan', for the completion ' t15 t9 t4'"),
+        ("[1, 2, -math.inf]", r"1 scores of 3 .*'-inf', for the completion ''"),
+        ("[1e39, 2, 3]", r"1 scores of 3 .*'1e\+39', for the completion ' t3 t14'"),
+        ("[10**400, 2, 3]", r"1 scores of 3 .* for the completion ' t3 t14'"),
+        ("['0.5', 2, 3]", r"1 scores of 3 .*'0.5', for the completion ' t3 t14'"),
+        ("[1, None, 3]", r"1 scores of 3 .*'None', for the completion ' t15 t9 t4'"),
+        ("[[1], [2], [3]]", r"3 scores of 3 that are not finite numbers"),
+        ("None", r"returned NoneType for scores; give a list"),
+        ("0.5", r"returned float for scores"),
+        ("'abc'", r"returned str for scores"),
+        ("{0: 1, 1: 2, 2: 3}", r"returned dict for scores"),
+        ("([1, 2, 3], {'fit': [1, 2]})", r"2 values of part 'fit' for 3 completions"),
+        ("([1, 2, 3], {'fit': [1, 2, math.nan]})", r"1 values of part 'fit' of 3 that are not finite"),
+    ],
+)
+def test_what_is_no_list_of_finite_numbers_is_named(value: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match=message) as caught:
+        returning(tmp_path, value)()
+    assert "mine.py:score" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "raised", ["ValueError('bad answer')", "KeyError('answer')", "type('Odd', (Exception,), {})('bad answer')"]
+)
+def test_what_the_function_raises_is_told_with_its_line(raised: str, tmp_path: Path) -> None:
+    target = written(tmp_path, f"def score(prompts, completions, references):\n    raise {raised}\n")
+    reward = FunctionReward(target, {}, tokenizer())
+    with pytest.raises(
+        RewardError, match=r"answer'? at .*mine\.py:2 \(called with 3 completions; the first: ' t3 t14'\)"
+    ):
+        reward(three())
+
+
+def test_an_interruption_is_no_reward_error(tmp_path: Path) -> None:
+    target = written(tmp_path, "def score(prompts, completions, references):\n    raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        FunctionReward(target, {}, tokenizer())(three())
+
+
+def test_a_long_completion_is_cut_in_the_message(tmp_path: Path) -> None:
+    target = written(tmp_path, "def score(prompts, completions, references):\n    return [float('nan')]\n")
+    with pytest.raises(RewardError) as caught:
+        FunctionReward(target, {}, tokenizer())(completions_of([[5]], [[11] * 500]))
+    assert len(str(caught.value)) < 600
+    assert "…" in str(caught.value)
+
+
+def test_a_module_function_is_loaded_by_name() -> None:
+    assert load_function("math:sqrt") is math.sqrt
+    assert load_function("numpy.linalg:norm") is np.linalg.norm
+
+
+@pytest.mark.parametrize(
+    "target, message",
+    [
+        ("math", "write module:function or"),
+        ("math:", "write module:function or"),
+        (":sqrt", "write module:function or"),
+        ("math:sqr", "math has no 'sqr'; did you mean 'sqrt'"),
+        ("math:zzzzzz", "math has no 'zzzzzz'$"),
+        ("math:pi", "'pi' is a float, not a function"),
+        ("no_such_package.rewards:score", "no module 'no_such_package.rewards': install it"),
+        ("numpy.lineal:norm", "no module 'numpy.lineal'"),
+    ],
+)
+def test_a_wrong_target_is_named(target: str, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        load_function(target)
+
+
+def test_a_missing_file_is_named_with_the_nearest(tmp_path: Path) -> None:
+    written(tmp_path, "")
+    with pytest.raises(RewardError, match=r"no reward file .*mien\.py'; did you mean '.*mine\.py'"):
+        load_function(f"{tmp_path / 'mien.py'}:score")
+    with pytest.raises(RewardError, match="no reward file"):
+        load_function("nowhere/at/all.py:score")
+
+
+def test_a_missing_name_in_a_file_is_named_with_the_nearest(tmp_path: Path) -> None:
+    written(tmp_path, "def score(prompts, completions, references): ...")
+    with pytest.raises(RewardError, match="has no 'scores'; did you mean 'score'"):
+        load_function(f"{tmp_path / 'mine.py'}:scores")
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ("import no_such_helper\n", r"ModuleNotFoundError: No module named 'no_such_helper' at .*mine\.py:1"),
+        ("x = 1\nx / 0\n", r"ZeroDivisionError: division by zero at .*mine\.py:2"),
+        ("def score(:\n", r"SyntaxError"),
+    ],
+)
+def test_a_file_that_does_not_import_tells_the_cause(body: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match=message):
+        load_function(written(tmp_path, body))
+
+
+def test_a_module_that_lacks_another_tells_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lacking_module.py").write_text("import no_such_helper\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RewardError, match=r"importing .*'lacking_module' failed.*'no_such_helper'"):
+        load_function("lacking_module:score")
+
+
+def test_a_misspelled_argument_is_told_before_any_training(tmp_path: Path) -> None:
+    target = written(tmp_path, "def score(prompts, completions, references, *, lexicon): ...")
+    with pytest.raises(RewardError, match="lexicn"):
+        FunctionReward(target, {"lexicn": "x"}, tokenizer())
+    with pytest.raises(RewardError, match="missing a required argument: 'lexicon'"):
+        FunctionReward(target, {}, tokenizer())
+    with pytest.raises(RewardError, match=r"'prompts' is given .* already"):
+        FunctionReward(target, {"lexicon": "x", "prompts": []}, tokenizer())
+    FunctionReward(target, {"lexicon": "x"}, tokenizer())
+
+
+def test_a_file_may_define_dataclasses(tmp_path: Path) -> None:
+    """They look their module up by name."""
+    target = written(
+        tmp_path,
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\n"
+        "def score(prompts, completions, references):\n    return [A(2).x for _ in prompts]\n",
+    )
+    assert FunctionReward(target, {}, tokenizer())(three()).values.tolist() == [2.0, 2.0, 2.0]

@@ -1,0 +1,75 @@
+"""Clip first, penalties after: each by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import completions_of
+
+from rlhf.config.sections import ShapingConfig
+from rlhf.errors import RewardError
+from rlhf.rewards.shaping import ShapedReward, overlong_share
+from rlhf.types import Completions, Scores
+
+
+def batch(lengths: Sequence[int], finished: Sequence[bool]) -> Completions:
+    made = completions_of([[5]] * len(lengths), [[3] * n for n in lengths])
+    return replace(made, finished=torch.tensor(finished))
+
+
+def shaped(config: ShapingConfig, scores: Sequence[float], lengths: Sequence[int], finished: Sequence[bool]) -> Scores:
+    source = Scores(values=torch.tensor(scores), parts={"fit": torch.zeros(len(scores))})
+    return ShapedReward(lambda _: source, config, max_new_tokens=10)(batch(lengths, finished))
+
+
+def test_by_default_scores_are_clipped_at_ten_and_nothing_else() -> None:
+    found = shaped(ShapingConfig(), [-20.0, 3.0, 12.0], [1, 10, 4], [False, True, False])
+    assert found.values.tolist() == [-10.0, 3.0, 10.0]
+    assert found.parts["raw"].tolist() == [-20.0, 3.0, 12.0]
+    assert set(found.parts) == {"fit", "raw"}
+
+
+def test_no_clip() -> None:
+    assert shaped(ShapingConfig(clip=None), [-20.0], [1], [True]).values.tolist() == [-20.0]
+
+
+def test_a_missing_eos_costs_its_penalty_even_at_the_clip() -> None:
+    config = ShapingConfig(clip=2.0, missing_eos_penalty=1.5)
+    found = shaped(config, [1.0, 1.0, 5.0, -5.0], [3, 3, 3, 3], [True, False, False, False])
+    assert found.values.tolist() == [1.0, -0.5, 0.5, -3.5]
+    assert found.parts["missing_eos_penalty"].tolist() == [0.0, 1.5, 1.5, 1.5]
+
+
+def test_the_overlong_penalty_by_hand() -> None:
+    """max 10, buffer 4: free up to 6, then a quarter of 2.0 a token."""
+    config = ShapingConfig(overlong_buffer=4, overlong_penalty=2.0)
+    found = shaped(config, [0.0] * 6, [1, 6, 7, 8, 9, 10], [True] * 6)
+    assert found.values.tolist() == [0.0, 0.0, -0.5, -1.0, -1.5, -2.0]
+    assert found.parts["overlong_penalty"].tolist() == [0.0, 0.0, 0.5, 1.0, 1.5, 2.0]
+
+
+def test_all_together() -> None:
+    config = ShapingConfig(clip=1.0, missing_eos_penalty=0.25, overlong_buffer=2, overlong_penalty=0.5)
+    found = shaped(config, [4.0, 0.5, -0.5], [10, 9, 2], [False, True, True])
+    assert found.values.tolist() == [1.0 - 0.25 - 0.5, 0.5 - 0.25, -0.5]
+    assert found.parts["raw"].tolist() == [4.0, 0.5, -0.5]
+
+
+@given(st.integers(0, 100), st.integers(1, 99))
+def test_the_overlong_share_is_dapos_equation_13(length: int, buffer: int) -> None:
+    longest = 100
+    expected = 0.0 if length <= longest - buffer else -((longest - buffer) - length) / buffer
+    share = overlong_share(torch.tensor([length]), max_new_tokens=longest, buffer=buffer)
+    assert share.item() == pytest.approx(expected, abs=1e-12)
+    assert 0.0 <= share.item() <= 1.0
+
+
+def test_a_part_that_is_called_raw_is_refused() -> None:
+    source = Scores(values=torch.zeros(1), parts={"raw": torch.zeros(1)})
+    with pytest.raises(RewardError, match=r"'raw'.*rename it"):
+        ShapedReward(lambda _: source, ShapingConfig(), max_new_tokens=10)(batch([1], [True]))

@@ -1,0 +1,119 @@
+"""Whole runs small enough for a test: a tiny Llama over eight words, a reward that counts words, seconds a run."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from rlhf.build.offline import build_sft
+from rlhf.build.online import build_online
+from rlhf.config.load import merge, parse_overrides, train_config
+from rlhf.trainers.offline import OfflineRun, train_offline
+from rlhf.trainers.online import OnlineRun, train
+
+WORDS = ("<pad>", "<bos>", "<eos>", "<unk>", "good", "bad", "red", "blue", "one", "two")
+
+
+def count_good(*, prompts: list[str], completions: list[str], references: list[Mapping[str, Any]]) -> list[float]:
+    """The gold of these runs: the share of a completion's words that are `good`, minus the share that are `bad`."""
+    return [(words.count("good") - words.count("bad")) / max(len(words), 1) for words in map(str.split, completions)]
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def make_model(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """A random two-layer Llama and its tokenizer, saved in `folder`."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
+    )
+    config = LlamaConfig(
+        vocab_size=len(WORDS),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.15,
+    )
+    torch.manual_seed(seed)
+    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return folder
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def prompts_file(folder: Path) -> Path:
+    colors, numbers = ("red", "blue"), ("one", "two")
+    rows = [{"prompt": f"{c} {n} {d}".strip()} for c in colors for n in numbers for d in ("", *colors, *numbers)]
+    return write_rows(folder / "prompts.jsonl", rows)
+
+
+def ppo_tree(folder: Path, **changes: Any) -> dict[str, Any]:
+    """A small PPO run in `folder`; `changes` are sections merged on top."""
+    model = folder / "model"
+    if not model.is_dir():
+        make_model(model)
+    prompts = str(prompts_file(folder))
+    tree: dict[str, Any] = {
+        "run": {"out_dir": str(folder / "run"), "device": "cpu"},
+        "data": {"prompts": {"path": prompts}, "eval_prompts": {"path": prompts}},
+        "policy": {"model": str(model), "lr": 1e-2},
+        "critic": {"lr": 1e-2, "init": "policy"},
+        "reward": {"source": {"type": "function", "target": f"{__file__}:count_good"}},
+        "sampling": {"max_new_tokens": 6},
+        "algorithm": {"preset": "ppo"},
+        "batch": {"prompts_per_step": 16, "epochs": 2, "minibatches": 2, "micro_batch_size": 8},
+        "schedule": {"steps": 4},
+        "checkpoint": {"every": 2},
+        "eval": {"every": 2},
+    }
+    return merge(tree, changes)
+
+
+def online(tree: dict[str, Any], *overrides: str) -> OnlineRun:
+    """The run that the tree and `key=value` overrides describe."""
+    return build_online(train_config(merge(tree, parse_overrides(overrides))), quiet())
+
+
+def trained(tree: dict[str, Any], *overrides: str) -> OnlineRun:
+    """The same, run to its end."""
+    run = online(tree, *overrides)
+    train(run)
+    run.session.recorder.close()
+    return run
+
+
+def trained_sft(tree: dict[str, Any], *overrides: str) -> OfflineRun:
+    """An SFT run, run to its end."""
+    run = build_sft(train_config(merge(tree, parse_overrides(overrides))), quiet())
+    train_offline(run)
+    run.session.recorder.close()
+    return run
+
+
+def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def largest_difference(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)

@@ -1,0 +1,119 @@
+"""The course of a run: what is evaluated, recorded and saved at which step; interruption."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rlhf.errors import CheckpointError
+from rlhf.runtime.checkpoint import Checkpoints
+from rlhf.runtime.loggers import Trackers
+from rlhf.runtime.progress import Progress
+from rlhf.runtime.recorder import Recorder
+from rlhf.runtime.run_folder import RunFolder
+from rlhf.runtime.session import Session, TrainState
+
+
+def session(folder: Path, **changes: Any) -> Session:
+    run = RunFolder(folder)
+    recorder = Recorder(run, Progress("t", 5, Console(quiet=True)), Trackers(), show=())
+    settings: dict[str, Any] = {
+        "state": TrainState(),
+        "total_steps": 5,
+        "recorder": recorder,
+        "checkpoints": Checkpoints(run.checkpoints, keep=9),
+        "save": lambda path: (path / "weights").write_text("w"),
+        "evaluate": lambda step: {"eval/score": float(step)},
+        "memory_mb": lambda: 1.0,
+        "checkpoint_every": 2,
+        "eval_every": 3,
+        "log_every": 2,
+    }
+    return Session(**{**settings, **changes})
+
+
+def run_to_end(one: Session) -> list[int]:
+    done = []
+    for step in one.steps():
+        one.report({"score/mean": float(step)}, tokens=10)
+        done.append(step)
+    return done
+
+
+def test_what_happens_when(tmp_path: Path) -> None:
+    one = session(tmp_path)
+    assert run_to_end(one) == [1, 2, 3, 4, 5]
+    metrics = one.recorder.folder.read_metrics()
+    assert metrics == [
+        {"step": 0, "eval/score": 0.0},
+        {"step": 2, "score/mean": 2.0},
+        {"step": 3, "score/mean": 3.0, "eval/score": 3.0},
+        {"step": 4, "score/mean": 4.0},
+        {"step": 5, "score/mean": 5.0, "eval/score": 5.0},
+    ]
+    assert [path.name for path in one.checkpoints.all()] == ["step-000002", "step-000004", "step-000005"]
+    assert not one.interrupted
+
+
+def test_tokens_of_unlogged_steps_count_towards_the_next_line(tmp_path: Path) -> None:
+    one = session(tmp_path, eval_every=0)
+    run_to_end(one)
+    timings = one.recorder.folder.read_timings()
+    assert [row["step"] for row in timings] == [0, 2, 4, 5]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_after_the_step_and_says_how_to_continue(tmp_path: Path, number: int) -> None:
+    one = session(tmp_path)
+    for step in one.steps():
+        one.report({"score/mean": float(step)}, tokens=1)
+        if step == 3:
+            os.kill(os.getpid(), number)
+    assert one.interrupted
+    assert one.state.step == 3
+    assert one.checkpoints.all()[-1].name == "step-000003"
+    assert "the same command continues" in one.recorder.folder.read_notes()[-1]["text"]
+    state, positions = TrainState.read(one.checkpoints.all()[-1])
+    rest = session(tmp_path, state=state, resumed=True)
+    rest.recorder.rewind(positions)
+    assert run_to_end(rest) == [4, 5]
+    whole = session(tmp_path / "whole")
+    run_to_end(whole)
+    assert rest.recorder.folder.metrics.read_bytes() == whole.recorder.folder.metrics.read_bytes()
+
+
+def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
+    one = session(tmp_path)
+
+    def interrupt_twice() -> None:
+        for _ in one.steps():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_twice()
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)  # the handlers are as they were
+
+
+def test_a_finished_run_does_nothing(tmp_path: Path) -> None:
+    one = session(tmp_path, state=TrainState(step=5), resumed=True)
+    assert run_to_end(one) == []
+    assert one.checkpoints.all() == []
+
+
+def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text('{"state": {"stepp": 1}, "positions": {}}')
+    with pytest.raises(CheckpointError, match="another version"):
+        TrainState.read(tmp_path)
+
+
+def test_an_unknown_metric_is_an_error(tmp_path: Path) -> None:
+    one = session(tmp_path)
+    with pytest.raises(KeyError):
+        one.recorder.metrics(1, {"score/meen": 1.0}, tokens=1, memory_mb=1.0)
