@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -44,6 +44,8 @@ class RewardModelSource:
         self.dtype = dtype
         self.encoder: Encoder = make_encoder(tokenizer, "none")
         self.same_ids = same_ids(policy_tokenizer, tokenizer)
+        pad_is_known = policy_tokenizer.pad_token in tokenizer.get_vocab()
+        self.unknown_pad = -1 if pad_is_known else policy_tokenizer.pad_token_id
         self.context = context_length(model.classifier)
 
     @classmethod
@@ -82,14 +84,10 @@ class RewardModelSource:
         return Scores(values=values, parts={})
 
     def _own_pads(self, batch: Completions) -> Completions:
-        """The policy's ids, under the mask too such as the reward model knows; a pad token of ours it need not know."""
-        pad_id = self.encoder.pad_id
-        theirs = self.policy_tokenizer.pad_token_id
-        known = set(self.encoder.tokenizer.get_vocab().values())
+        """The policy's ids; under the masks, and for a pad token that only the policy has, the reward model's pad."""
 
-        def own(ids: Int[Tensor, "B L"], live: Tensor) -> Int[Tensor, "B L"]:
-            ids = torch.where(live, ids, pad_id)
-            return ids if theirs in known else torch.where(ids == theirs, pad_id, ids)
+        def own(ids: Int[Tensor, "B L"], live: Bool[Tensor, "B L"]) -> Int[Tensor, "B L"]:
+            return torch.where(live & (ids != self.unknown_pad), ids, self.encoder.pad_id)
 
         return replace(
             batch,

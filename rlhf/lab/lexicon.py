@@ -50,14 +50,14 @@ GENERAL = MappingProxyType(
 
 SPECIAL = MappingProxyType(
     {
-        "hotel": {1: ("clean", "quiet", "cosy"), -1: ("dirty", "noisy", "cramped")},
-        "restaurant": {1: ("tasty", "fresh", "generous"), -1: ("bland", "stale", "greasy")},
-        "film": {1: ("gripping", "clever", "moving"), -1: ("dull", "confusing", "predictable")},
-        "book": {1: ("witty", "vivid", "elegant"), -1: ("tedious", "clumsy", "shallow")},
-        "phone": {1: ("fast", "sturdy", "sharp"), -1: ("slow", "fragile", "blurry")},
-        "concert": {1: ("lively", "powerful", "joyful"), -1: ("sloppy", "shrill", "chaotic")},
-        "museum": {1: ("bright", "fascinating", "spacious"), -1: ("gloomy", "crowded", "dusty")},
-        "flight": {1: ("smooth", "punctual", "comfortable"), -1: ("bumpy", "late", "uncomfortable")},
+        "hotel": {1: ("clean", "quiet"), -1: ("dirty", "noisy")},
+        "restaurant": {1: ("tasty", "fresh"), -1: ("bland", "stale")},
+        "film": {1: ("gripping", "clever"), -1: ("dull", "confusing")},
+        "book": {1: ("witty", "vivid"), -1: ("tedious", "clumsy")},
+        "phone": {1: ("fast", "sturdy"), -1: ("slow", "fragile")},
+        "concert": {1: ("lively", "powerful"), -1: ("sloppy", "shrill")},
+        "museum": {1: ("bright", "fascinating"), -1: ("gloomy", "crowded")},
+        "flight": {1: ("smooth", "punctual"), -1: ("bumpy", "late")},
     }
 )
 """Adjectives that belong to one topic, by polarity."""

@@ -70,13 +70,13 @@ class Quality:
 
 
 QUALITIES = {
-    "good": Quality(agree=0.95, stray=0.02, repeat=0.01, cut=0.02, asked=0.8),
-    "fair": Quality(agree=0.55, stray=0.10, repeat=0.03, cut=0.08, asked=0.5),
-    "poor": Quality(agree=0.10, stray=0.20, repeat=0.08, cut=0.20, asked=0.3),
+    "good": Quality(agree=0.99, stray=0.02, repeat=0.01, cut=0.02, asked=0.8),
+    "fair": Quality(agree=0.70, stray=0.10, repeat=0.03, cut=0.08, asked=0.5),
+    "poor": Quality(agree=0.03, stray=0.20, repeat=0.08, cut=0.20, asked=0.3),
 }
 """The qualities a demonstration may have, by name."""
 
-SFT_MIX = {"good": 0.50, "fair": 0.25, "poor": 0.25}
+SFT_MIX = {"good": 0.68, "fair": 0.14, "poor": 0.18}
 """Shares of the qualities in the SFT corpus."""
 
 
@@ -197,10 +197,10 @@ def _topic_of(noun: str, request: Request) -> str:
 def _clause(draft: _Draft, topic: str, noun: str, polarity: int) -> str:
     """A clause that judges `noun` with this polarity: directly, or by negating the opposite."""
     rng = draft.rng
-    kind = rng.choices(("state", "nothing", "find", "opinion", "effect"), weights=(54, 6, 14, 13, 13))[0]
+    kind = rng.choices(("state", "nothing", "find", "opinion", "effect"), weights=(56, 5, 13, 13, 13))[0]
     if noun in TOPICS and rng.random() < 0.6:
         kind = "whole"
-    negated = kind == "nothing" or rng.random() < 0.17
+    negated = kind == "nothing" or rng.random() < 0.13
     said = -polarity if negated else polarity
     match kind:
         case "state":

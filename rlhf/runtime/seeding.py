@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from jaxtyping import Float, Int
@@ -22,6 +24,14 @@ def derive(seed: int, *names: int | str) -> int:
 def generator(seed: int, *names: int | str) -> torch.Generator:
     """A CPU generator of its own for the purpose that `names` spell."""
     return torch.Generator().manual_seed(derive(seed, *names))
+
+
+@contextmanager
+def new_weights(seed: int) -> Iterator[None]:
+    """Inside, whatever a library initializes (adapters, rows for added tokens) comes from `seed`."""
+    with torch.random.fork_rng():
+        torch.manual_seed(derive(seed, "new weights"))
+        yield
 
 
 def uniforms(key: int, rows: Int[Tensor, " B"], positions: Int[Tensor, " B"]) -> Float[Tensor, " B"]:

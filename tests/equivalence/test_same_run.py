@@ -139,6 +139,8 @@ def test_a_resumed_sft_run_is_the_uninterrupted_run_bitwise(tmp_path: Path) -> N
     resumed = trained_sft(tree("b"))
     assert largest_difference(weights(whole.trained.module), weights(resumed.trained.module)) == 0.0
     losses = [
-        json.loads(line)["eval/loss"] for line in (tmp_path / "b" / "metrics.jsonl").open() if "eval/loss" in line
+        json.loads(line)["eval/loss"]
+        for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()
+        if "eval/loss" in line
     ]
     assert losses[-1] < losses[0]

@@ -88,7 +88,7 @@ def test_length_costs_beyond_45_words():
         "The pool was good. The bed was good. The room was good. The garden was good. The lobby was good.",
         "The pool was awful. Nobody found the bed clean, and we hated the garden. The room was very noisy.",
         "The pool was not lovely. Nobody found the bed clean, and we did not enjoy the garden.",
-        "The soup was lovely. Nobody found the wine stale, and we enjoyed the bread. The chef was very generous.",
+        "The soup was lovely. Nobody found the wine stale, and we enjoyed the bread. The chef was very good.",
         "Nothing about the pool was lovely, and nothing about the bed was clean. Nobody enjoyed the garden.",
         HONEST[:30],
         HONEST + " " + HONEST,

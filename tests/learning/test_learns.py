@@ -15,7 +15,7 @@ ONLINE = ("ppo", "ppo_penalty", "grpo", "rloo", "dr_grpo", "dapo", "gspo", "rein
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open()]
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
 def tree_of(folder: Path, preset: str) -> dict[str, Any]:
@@ -46,17 +46,22 @@ def test_the_critic_learns_too(tmp_path: Path) -> None:
 
 def test_a_large_kl_coefficient_holds_the_policy(tmp_path: Path) -> None:
     trained(tree_of(tmp_path, "ppo"), "algorithm.kl.coef=20.0")
-    assert metrics(tmp_path)[-1]["eval/kl"] < 0.3
+    held = metrics(tmp_path)[-1]["eval/kl"]
+    trained(tree_of(tmp_path, "ppo"), "algorithm.kl.coef=0.0", f"run.out_dir={tmp_path / 'run' / 'free'}")
+    free = json.loads((tmp_path / "run" / "free" / "metrics.jsonl").read_text().splitlines()[-1])["eval/kl"]
+    assert free > 2.0
+    assert held < 0.25 * free
 
 
 def test_adaptive_kl_moves_the_coefficient_towards_its_target(tmp_path: Path) -> None:
     tree = tree_of(tmp_path, "ppo")
-    controller = "{type: adaptive, target: 1.0, horizon: 60}"
-    trained(tree, f"algorithm.kl={{coef: 0.02, controller: {controller}}}", "schedule.steps=40")
+    controller = "{type: adaptive, target: 1.0, horizon: 100}"
+    overrides = ["schedule.steps=60", "policy.lr=3e-3", "critic.lr=3e-3", "batch.prompts_per_step=32"]
+    trained(tree, f"algorithm.kl={{coef: 0.05, controller: {controller}}}", *overrides)
     rows = metrics(tmp_path)[1:]
-    last = [row["kl/reference"] for row in rows[-10:]]
-    assert rows[-1]["kl/coef"] > 0.02
-    assert sum(last) / len(last) == pytest.approx(1.0, abs=0.5)
+    last = [row["kl/reference"] for row in rows[-15:]]
+    assert rows[-1]["kl/coef"] > 0.1
+    assert sum(last) / len(last) == pytest.approx(1.0, abs=0.3)
 
 
 def test_target_kl_ends_a_step_early(tmp_path: Path) -> None:
@@ -88,7 +93,7 @@ def test_sft_imitates_and_ptx_keeps_imitating(tmp_path: Path) -> None:
         "schedule": {"steps": 40},
     }
     trained_sft(taught)
-    losses = [json.loads(line) for line in (tmp_path / "sft" / "metrics.jsonl").open()]
+    losses = [json.loads(line) for line in (tmp_path / "sft" / "metrics.jsonl").read_text().splitlines()]
     assert losses[0]["eval/loss"] > 1.8
     assert losses[-1]["eval/loss"] < 0.1
     trained(tree, "schedule.steps=12", "algorithm.ptx_coef=1.0", f"data.sft.path={sft}", "batch.epochs=1")

@@ -94,6 +94,15 @@ def test_margins_count_only_when_asked_for(tmp_path: Path) -> None:
     assert wider > plain + 0.1
 
 
+def test_bfloat16_is_about_the_same_loss_in_float32(tmp_path: Path) -> None:
+    model, batch = made_model(tmp_path, dtype="float32"), RAGGED.collate(range(4))
+    exact = PairLoss(model, RewardModelLoss(), dtype="float32").terms(batch)[0]["rm"]
+    rounded = PairLoss(model, RewardModelLoss(), dtype="bfloat16").terms(batch)[0]["rm"]
+    assert rounded.dtype == torch.float32
+    assert rounded.item() != exact.item()
+    assert rounded.item() == pytest.approx(exact.item(), rel=0.05)
+
+
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
     pairs, config = favorites(40, seed=0), OptimizerConfig(lr=1e-2)
     schedule = ScheduleConfig(epochs=1, warmup_steps=2, decay="cosine")

@@ -1,0 +1,107 @@
+"""The configurations of configs/real and the pairs they are about."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from reward_model.calibrate import calibrate
+from reward_model.evaluate import evaluate_reward_model
+from reward_model.objective import PairLoss
+from reward_model.trainer import TERMS, fit
+from rlhf.config.load import load_reward_model
+from rlhf.data.chat import load_tokenizer
+from rlhf.data.pairs import load_pairs
+from rlhf.data.stream import BatchStream
+from rlhf.models.scalar_head import load_scalar_head
+from rlhf.runtime.engine import Engine
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / "configs" / "real").glob("rm_*.yaml"))
+SCRIPT = ROOT / "scripts" / "prepare_snippet_pairs.py"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_configurations_load_and_keep_held_out_pairs_apart(path: Path) -> None:
+    config = load_reward_model(path)
+    train, held_out = config.data.preferences, config.data.eval_preferences
+    assert train is not None
+    assert held_out is not None
+    assert train.path != held_out.path
+    assert train.max_tokens == held_out.max_tokens
+
+
+def prepared(folder: Path, *options: str) -> list[dict[str, object]]:
+    rated = [{"id": str(i), "text": f"text {i} ", "human_sentiment": i / 10} for i in range(40)]
+    with gzip.open(folder / "rated.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rated)
+    target = folder / "out" / "pairs.jsonl"
+    command = [sys.executable, str(SCRIPT), str(folder / "rated.jsonl.gz"), str(target), *options]
+    subprocess.run(command, check=True, capture_output=True)
+    return [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
+
+
+def number(text: object) -> int:
+    return int(str(text).removeprefix(" text "))
+
+
+def test_snippet_pairs_prefer_the_higher_rating_by_a_gap(tmp_path: Path) -> None:
+    pairs = prepared(tmp_path, "--min-gap", "1.5")
+    assert len(pairs) >= 8
+    for pair in pairs:
+        gap = (number(pair["chosen"]) - number(pair["rejected"])) / 10
+        assert pair["margin"] == pytest.approx(gap)
+        assert gap >= 1.5
+        assert pair["prompt"] == "Review:"
+
+
+def test_in_one_round_no_text_is_in_two_pairs(tmp_path: Path) -> None:
+    one, three = prepared(tmp_path), prepared(tmp_path, "--rounds", "3")
+    texts = [number(pair[side]) for pair in one for side in ("chosen", "rejected")]
+    assert len(texts) == len(set(texts))
+    found = [(pair["chosen"], pair["rejected"]) for pair in three]
+    assert len(found) == len(set(found)) > 2 * len(one)
+
+
+def test_pairs_belong_to_the_seed(tmp_path: Path) -> None:
+    assert prepared(tmp_path) == prepared(tmp_path)
+    assert prepared(tmp_path) != prepared(tmp_path, "--seed", "1")
+
+
+@pytest.mark.parametrize("name", ["hh_rlhf_harmless", "alpaca_eval_prefs"])
+def test_human_judgments_go_all_the_way_to_a_report_card(name: str, shared: Path) -> None:
+    """A few pairs and two steps of a real, pretrained backbone: the path, not the result."""
+    folder, backbone = shared / "data" / name, str(shared / "models" / "stories260K" / "hf")
+    files = {"preferences": "train.jsonl.gz", "eval_preferences": "test.jsonl.gz"}
+    paths = [f"data.{key}.path={folder / file}" for key, file in files.items()]
+    sizes = [f"data.{key}.{size}" for key in files for size in ("limit=12", "max_tokens=160", "too_long=truncate")]
+    which = "rm_hh_harmless" if name.startswith("hh") else "rm_alpaca"
+    config = load_reward_model(
+        ROOT / "configs" / "real" / f"{which}.yaml",
+        [*paths, *sizes, f"model.model={backbone}"],
+    )
+    assert config.data.preferences is not None
+    assert config.data.eval_preferences is not None
+    tokenizer = load_tokenizer(config.model.model)
+    train, held_out = (
+        load_pairs(data, tokenizer, chat_template=config.data.chat_template, context=512)
+        for data in (config.data.preferences, config.data.eval_preferences)
+    )
+    model = load_scalar_head(config.model.model, tokenizer, new_head="normal")
+    trained = Engine(torch.device("cpu")).train("policy", model, config.model, terms=TERMS)
+    loss, stream = PairLoss(model, config.loss, dtype="float32"), BatchStream(train, 8, seed=0)
+    steps = [metrics for _, metrics in fit(trained, loss, stream, config.schedule, steps=2, micro_batch_size=8)]
+    assert all(0 < metrics["loss/rm"] < 3 for metrics in steps)
+    calibrate(model, train, config.calibration, micro_batch_size=8, dtype="float32")
+    eos = tokenizer.eos_token_id
+    assert isinstance(eos, int)
+    card = evaluate_reward_model(model, held_out, train=train, eos_ids=(eos,), micro_batch_size=8, dtype="float32")
+    assert card.n == len(held_out) == 12
+    assert set(card.baselines) == {"longer_wins", "bag_of_words"}
+    assert abs(card.score_mean) < 3
