@@ -30,7 +30,7 @@ MATHEMATICS = {"__future__", "collections", "dataclasses", "jaxtyping", "math", 
 MATHEMATICS |= {"rlhf.algo", "rlhf.config", "rlhf.masked", "rlhf.types"}
 
 # Of the lab, these may use the trainers; the rest is a world that knows nothing of training.
-HIGH_LAB = {"rlhf.lab.build"}
+HIGH_LAB = {"rlhf.lab.build", "rlhf.lab.preferences"}
 WORLD_OF_OURS = {"rlhf.errors", "rlhf.types"}
 
 # These take seconds to import; the mathematics must be importable without any of them.

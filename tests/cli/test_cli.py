@@ -1,0 +1,196 @@
+"""The command line: what works, and what a user's mistake looks like (exit code 2, one plain message, no traceback)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from runs import make_model, ppo_tree, prompts_file, write_rows
+
+from rlhf.cli import main
+from rlhf.config.load import merge
+
+
+def write_config(path: Path, tree: dict[str, Any]) -> str:
+    path.write_text(yaml.safe_dump(tree))
+    return str(path)
+
+
+def sft_tree(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    make_model(folder / "model")
+    return {
+        "run": {"out_dir": str(folder / "sft"), "device": "cpu"},
+        "data": {"sft": {"path": str(write_rows(folder / "sft.jsonl", rows))}},
+        "policy": {"model": str(folder / "model"), "lr": 1e-2},
+        "algorithm": {"preset": "sft"},
+        "batch": {"prompts_per_step": 4},
+        "schedule": {"steps": 3},
+    }
+
+
+GOOD_ROWS = [{"prompt": f"{color} one", "completion": " good"} for color in ("red", "blue")] * 4
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(list(arguments)) == 2
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.out + captured.err
+    assert captured.err.startswith("error: ")
+    return captured.err
+
+
+def test_sft_reward_model_ppo_eval_sample_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sft = write_config(tmp_path / "sft.yaml", sft_tree(tmp_path, GOOD_ROWS))
+    assert main(["train", sft]) == 0
+    pairs = [{"prompt": f"{c} one", "chosen": " good good", "rejected": " bad"} for c in ("red", "blue")] * 8
+    data = str(write_rows(tmp_path / "pairs.jsonl", pairs))
+    rm = {
+        "run": {"out_dir": str(tmp_path / "rm"), "device": "cpu"},
+        "data": {"preferences": {"path": data}, "eval_preferences": {"path": data}},
+        "model": {"model": str(tmp_path / "sft"), "lr": 1e-2},
+        "batch": {"prompts_per_step": 8},
+        "schedule": {"steps": 10},
+    }
+    assert main(["rm", write_config(tmp_path / "rm.yaml", rm)]) == 0
+    assert json.loads((tmp_path / "rm" / "report_card.json").read_text())["accuracy"] == 1.0
+    ppo = merge(
+        ppo_tree(tmp_path),
+        {
+            "policy": {"model": str(tmp_path / "sft")},
+            "reward": {"source": {"type": "model", "path": str(tmp_path / "rm"), "target": None}},
+            "critic": {"init": "reward"},
+        },
+    )
+    del ppo["reward"]["source"]["target"]
+    assert main(["train", write_config(tmp_path / "ppo.yaml", ppo), "schedule.steps=2"]) == 0
+    run = str(tmp_path / "run")
+    capsys.readouterr()
+    assert main(["eval", run]) == 0
+    found = json.loads((tmp_path / "run" / "eval.json").read_text())
+    assert found["prompts"] == 20
+    assert 0 <= found["win_rate"]["low"] <= found["win_rate"]["value"] <= found["win_rate"]["high"] <= 1
+    assert "win rate over the reference" in capsys.readouterr().out
+    assert main(["eval", str(tmp_path / "rm")]) == 0
+    assert "bag of words" in capsys.readouterr().out
+    assert main(["sample", run, "--prompt", "red one", "--count", "2"]) == 0
+    assert capsys.readouterr().out.count("→") == 2
+    (tmp_path / "run" / "report.html").unlink()
+    assert main(["report", run]) == 0
+    assert (tmp_path / "run" / "report.html").stat().st_size > 1000
+
+
+def test_config_prints_what_it_resolves_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_config(tmp_path / "ppo.yaml", ppo_tree(tmp_path))
+    assert main(["config", file, "policy.lr=1e-6", "algorithm.kl.coef=0.3"]) == 0
+    resolved = yaml.safe_load(capsys.readouterr().out)
+    assert resolved["policy"]["lr"] == 1e-6
+    assert resolved["algorithm"]["kl"]["coef"] == 0.3
+    assert resolved["algorithm"]["advantage"]["gae_lambda"] == 0.95
+
+
+def test_an_unread_section_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = sft_tree(tmp_path, GOOD_ROWS) | {"critic": {"lr": 1.0}}
+    assert main(["train", write_config(tmp_path / "c.yaml", tree)]) == 0
+    assert "warning: critic is set, but" in capsys.readouterr().out
+
+
+def nan_reward(**_: Any) -> list[float]:
+    return [float("nan")] * 16
+
+
+def short_reward(**_: Any) -> list[float]:
+    return [1.0]
+
+
+def broken_reward(**_: Any) -> list[float]:
+    raise KeyError("no such thing")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["policy.learning_rate=1"], "here it is called lr"),
+        (["policy.model={tmp}/nowhere"], "nowhere"),
+        (["data.prompts.path={tmp}/promts.jsonl"], "promts.jsonl"),
+        (["data.prompts.path={tmp}/empty.jsonl", "data.eval_prompts=null"], "empty.jsonl"),
+        (["data.prompts.max_prompt_tokens=1", "data.eval_prompts=null"], "no usable rows"),
+        (["sampling.max_new_tokens=64"], "context"),
+        (["reward.source.target=nowhere:f"], "nowhere"),
+        (["reward.source.target={here}:nan_rewad"], "nan_reward"),
+        (["reward.source.target={here}:nan_reward"], "nan"),
+        (["reward.source.target={here}:short_reward"], "1"),
+        (["reward.source.target={here}:broken_reward"], "no such thing"),
+        (["policy.tokenizer={tmp}/other"], "do not belong together"),
+        (["critic.init={tmp}/model"], "is not a reward model"),
+        (["run.device=cuda"], "no GPU"),
+    ],
+)
+def test_a_mistake_is_one_plain_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], expected: str
+) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    tree = ppo_tree(tmp_path)
+    big = make_model(tmp_path / "other")
+    tokenizer = json.loads((big / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] |= {f"w{i}": 10 + i for i in range(40)}
+    (big / "tokenizer.json").write_text(json.dumps(tokenizer))
+    file = write_config(tmp_path / "c.yaml", tree)
+    filled = [text.replace("{tmp}", str(tmp_path)).replace("{here}", __file__) for text in overrides]
+    assert expected.lower() in error_of(capsys, "train", file, *filled).lower()
+
+
+def test_a_missing_file_and_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no configuration file" in error_of(capsys, "train", str(tmp_path / "none.yaml"))
+    assert "not a run folder" in error_of(capsys, "eval", str(tmp_path))
+    assert error_of(capsys, "report", str(tmp_path))
+    assert error_of(capsys, "sample", str(tmp_path / "none"), "--prompt", "x")
+
+
+def test_resume_never_refuses_a_folder_with_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_config(tmp_path / "c.yaml", sft_tree(tmp_path, GOOD_ROWS))
+    assert main(["train", file]) == 0
+    assert "choose another run.out_dir" in error_of(capsys, "train", file, "checkpoint.resume=never")
+    assert main(["train", file]) == 0  # and auto finds it finished
+
+
+def test_the_process_exits_0_on_sigterm_and_the_same_command_continues(tmp_path: Path) -> None:
+    prompts_file(tmp_path)
+    tree = ppo_tree(tmp_path, schedule={"steps": 60}, eval={"every": 0}, checkpoint={"every": 0})
+    file = write_config(tmp_path / "c.yaml", tree)
+    command = [sys.executable, "-m", "rlhf", "train", file]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and (not metrics.exists() or len(metrics.read_text().splitlines()) < 4):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "the same command continues" in out
+    assert "Traceback" not in err
+    done = len(metrics.read_text().splitlines())
+    assert done < 61
+    again = subprocess.run([*command, f"schedule.steps={done + 1}"], capture_output=True, text=True, env=environment)
+    assert again.returncode == 0, again.stderr
+    assert "continuing from" in again.stdout
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == list(range(done + 2))
+
+
+def test_help_is_quick_and_imports_no_torch() -> None:
+    code = (
+        "import sys; from rlhf.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "rlhf quickstart" in done.stdout
+    assert done.stdout.strip().endswith("False")
