@@ -1,0 +1,213 @@
+"""`python scripts/make_config_doc.py` writes docs/configuration.md from the sections that files are checked by."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from rlhf.config.base import Section
+from rlhf.config.presets import PRESETS
+from rlhf.config.sections import RewardModelConfig, TrainConfig
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+ROOTS: tuple[tuple[str, type[Section]], ...] = (
+    ("rlhf train", TrainConfig),
+    ("rlhf rm", RewardModelConfig),
+)
+NAMES = {str: "text", int: "integer", float: "number", bool: "true or false"}
+SIGNS = {Gt: (">", "gt"), Ge: ("≥", "ge"), Lt: ("<", "lt"), Le: ("≤", "le")}
+
+INTRODUCTION = """\
+# Configuration
+
+This page is made by `python scripts/make_config_doc.py` from the sections in `rlhf/config/`. Change it there.
+
+A run is a YAML file and `key=value` on the command line:
+
+    rlhf train configs/ppo.yaml policy.lr=2e-6 algorithm.kl.controller.target=4
+    rlhf config configs/ppo.yaml policy.lr=2e-6
+
+The second prints the whole configuration with every default filled in, and runs nothing.
+
+- **Who wins.** The command line over the file, the file over the preset, the preset over the defaults.
+- **Values** on the command line are YAML: `1e-6`, `true`, `null`, `[0.9, 0.95]`, `{type: fixed}`. Quote what the shell
+  would take apart.
+- **Sections are merged**, key by key. A section that names another `type` or `preset` replaces the old one whole: what
+  belonged to the old one is gone.
+- **A key that does not exist is an error**, and so is a value of the wrong type; the message names the nearest key. A
+  section that nothing in the run reads is a warning.
+- **Sizes are global.** `batch.micro_batch_size`, `sampling.batch_size` and `reward.source.micro_batch_size` are about
+  memory only.
+- **`lab:name`** as a path is a file of the built-in lab, made on first use: see
+  [own_model_and_data.md](own_model_and_data.md#the-lab).
+"""
+
+
+@dataclass
+class Shape:
+    """A section class, and the keys under which it stands."""
+
+    kind: type[Section]
+    keys: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting: where, and what its default is."""
+
+    key: str
+    default: object
+
+
+def page() -> str:
+    """The whole page."""
+    lines, known = [INTRODUCTION], dict[type[Section], list[str]]()
+    for command, root in ROOTS:
+        found = shapes(root)
+        lines += [f"## {command}\n", *_table(found[0])]
+        for shape in found[1:]:
+            if shape.kind not in known:
+                lines += _section(shape, found)
+            elif not set(shape.keys) & set(known[shape.kind]):
+                lines.append(f"### `{shape.keys[0]}`\n\nThe same settings as `{known[shape.kind][0]}`.\n")
+        known = {shape.kind: shape.keys for shape in found} | known
+    presets = yaml.dump(PRESETS, Dumper=_Written, sort_keys=False, default_flow_style=None, width=110)
+    lines += ["## Presets\n", "What `algorithm.preset` stands for; what it does not name has its default.\n"]
+    return "\n".join([*lines, f"```yaml\n{presets}```\n"])
+
+
+class _Written(yaml.SafeDumper):
+    """Writes what is shared out in full, each time."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Always."""
+        return True
+
+
+def shapes(root: type[Section]) -> list[Shape]:
+    """Every section class under `root`, in the order in which a reader meets them, with all its keys."""
+    found: dict[type[Section], Shape] = {}
+
+    def visit(kind: type[Section], key: str) -> None:
+        shape = found.setdefault(kind, Shape(kind))
+        if key in shape.keys:
+            return
+        shape.keys.append(key)
+        for name, annotation in hints_of(kind).items():
+            if typing.get_origin(annotation) is not list:
+                for inner in _kinds(annotation):
+                    visit(inner, f"{key}.{name}" if key else name)
+
+    visit(root, "")
+    return list(found.values())
+
+
+def hints_of(kind: type[Section]) -> dict[str, Any]:
+    """The annotation of every setting, limits included."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {name: hints[name] for name in kind.model_fields}
+
+
+def settings() -> Iterator[Setting]:
+    """Every setting of every variant; a key comes several times where variants share its name."""
+    for _, root in ROOTS:
+        for shape in shapes(root):
+            for key in shape.keys:
+                for name, info in shape.kind.model_fields.items():
+                    yield Setting(f"{key}.{name}" if key else name, _plain_default(info))
+
+
+def _section(shape: Shape, among: list[Shape]) -> Iterator[str]:
+    keys = ", ".join(f"`{key}`" for key in shape.keys)
+    tag = shape.kind.model_fields.get("type")
+    variant = f" (type: {tag.default})" if tag is not None else ""
+    if tag is None and sum(shape.keys == other.keys for other in among) > 1:
+        variant = f" ({shape.kind.__name__.lower()})"
+    yield f"### {keys}{variant}\n"
+    yield f"{' '.join((shape.kind.__doc__ or '').split())}\n"
+    yield from _table(shape)
+
+
+def _table(shape: Shape) -> Iterator[str]:
+    rows = [name for name in shape.kind.model_fields if name != "type"]
+    if not rows:
+        return
+    kinds = hints_of(shape.kind)
+    yield "| key | type | default | meaning |\n|---|---|---|---|"
+    for name in rows:
+        info = shape.kind.model_fields[name]
+        key = f"{shape.keys[0]}.{name}" if shape.keys[0] else name
+        cells = (f"`{key}`", _named(kinds[name]), _default(info), " ".join((info.description or "").split()))
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    yield ""
+
+
+def _plain_default(info: FieldInfo) -> object:
+    """The default as plain data: of a section, what it sets itself."""
+    if info.is_required():
+        return PydanticUndefined
+    if isinstance(info.default, Section):
+        own = info.default.model_dump(mode="json")
+        return {key: own[key] for key in own if key == "type" or key in info.default.model_fields_set}
+    return list(info.default) if isinstance(info.default, tuple) else info.default
+
+
+def _default(info: FieldInfo) -> str:
+    default = _plain_default(info)
+    if default is PydanticUndefined:
+        return "required"
+    if default == {} and isinstance(info.default, Section):
+        return "see below"
+    text = yaml.safe_dump(default, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+    return f"`{text}`"
+
+
+def _named(annotation: Any, metadata: typing.Sequence[object] = ()) -> str:
+    """A type in words, its limits after it."""
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _named(inner[0], [limit for given in inner[1:] for limit in getattr(given, "metadata", [])])
+    if origin is typing.Literal:
+        return " or ".join(f"`{value}`" for value in inner)
+    if origin in (typing.Union, types.UnionType):
+        members = [_named(member) for member in inner if member is not types.NoneType]
+        return " or ".join(dict.fromkeys([*members, *(["null"] if types.NoneType in inner else [])]))
+    if origin is list:
+        return f"list of {_named(inner[0])}"
+    if origin is tuple:
+        return f"[{', '.join(map(_named, inner))}]"
+    if origin is dict or annotation is dict:
+        return "mapping"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "section"
+    return NAMES.get(annotation, str(annotation)) + _limits(metadata)
+
+
+def _limits(metadata: typing.Sequence[object]) -> str:
+    found = [
+        f"{sign} {getattr(limit, name):g}"
+        for limit in metadata
+        for kind, (sign, name) in SIGNS.items()
+        if isinstance(limit, kind)
+    ]
+    return f" {', '.join(found)}" if found else ""
+
+
+def _kinds(annotation: Any) -> list[type[Section]]:
+    """The section classes that an annotation names."""
+    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
+        return [annotation] if issubclass(annotation, Section) else []
+    return [kind for inner in typing.get_args(annotation) for kind in _kinds(inner)]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,292 @@
+"""The pages say what the program does: made pages are up to date, commands and settings exist, links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import TypeAdapter
+from tiny_models import EOS, completions_of, tokenizer
+
+from rlhf.cli import _VERBS, _parser
+from rlhf.config.load import (
+    dump,
+    expand_preset,
+    load_any,
+    load_reward_model,
+    load_train,
+    train_config,
+    unread_sections,
+)
+from rlhf.config.presets import PRESETS
+from rlhf.config.sections import RewardModelConfig, TrainConfig
+from rlhf.errors import ConfigError
+from rlhf.rewards.function import FunctionReward
+from rlhf.runtime.metrics import METRICS
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ALGORITHMS = sorted((ROOT / "docs" / "algorithms").glob("*.md"))
+MADE = {"metrics.md": "make_metrics_doc.py", "configuration.md": "make_config_doc.py"}
+
+PLACEHOLDER = re.compile(r"…|<[^<>]*>")
+FENCE = re.compile(r"^(```+)(\w*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^()\s]+)\)")
+FILES = ("py", "json", "jsonl", "yaml", "html", "md")
+
+
+def named(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=map(named, PAGES))
+
+
+def fences(page: Path, language: str) -> list[str]:
+    return [body for _, found, body in FENCE.findall(page.read_text(encoding="utf-8")) if found == language]
+
+
+def spans(page: Path) -> list[str]:
+    return SPAN.findall(FENCE.sub("", page.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_made_pages_are_up_to_date(name: str) -> None:
+    script = ROOT / "scripts" / MADE[name]
+    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == runpy.run_path(str(script))["page"](), (
+        f"docs/{name} is out of date: run python scripts/{MADE[name]}"
+    )
+
+
+# Commands
+
+
+def command_lines(text: str) -> Iterator[str]:
+    """Every `rlhf …` in a code block, indented or fenced, or in a code span; `;` and `&&` part commands."""
+    blocks = [line.strip() for line in text.replace("\\\n", " ").splitlines() if line.startswith(("    ", "\t"))]
+    blocks += [line.strip() for _, _, body in FENCE.findall(text) for line in body.replace("\\\n", " ").splitlines()]
+    for line in [*blocks, *SPAN.findall(FENCE.sub("", text))]:
+        for part in re.split(r"\s(?:;|&&|\|)\s", line):
+            command = re.sub(r"^(?:\$ |\.venv/bin/|python -m )+", "", part.strip())
+            if command.startswith("rlhf "):
+                yield command
+
+
+def filled(word: str) -> str:
+    """A placeholder value stands for some text."""
+    key, equals, value = word.partition("=")
+    return f"{key}=something" if equals and PLACEHOLDER.search(value) else word
+
+
+def check_command(command: str) -> None:
+    """The parser takes it, and where its file is one of ours, the file and the overrides load."""
+    words = [filled(word) for word in shlex.split(command, comments=True)[1:]]
+    if PLACEHOLDER.search(words[0]) or words[0].startswith("-"):
+        return
+    assert words[0] in _VERBS, f"{command}: no such verb"
+    if len(words) == 1 and words[0] != "quickstart":  # the verb is only spoken of
+        return
+    if "--help" in words:
+        return
+    try:
+        parsed = _parser().parse_args(words)
+    except SystemExit:
+        raise AssertionError(f"{command}: the command line refuses it") from None
+    loader = {"train": load_train, "rm": load_reward_model, "config": load_any}.get(parsed.verb)
+    target = getattr(parsed, "target", "")
+    if loader is not None and not PLACEHOLDER.search(target) and not target.startswith("runs/"):
+        loader(ROOT / target, parsed.overrides)
+
+
+@each_page
+def test_commands_are_understood(page: Path) -> None:
+    for command in command_lines(page.read_text(encoding="utf-8")):
+        try:
+            check_command(command)
+        except ConfigError as error:
+            pytest.fail(f"{named(page)}: {command}: {error}")
+
+
+def test_there_are_commands() -> None:
+    found = [command for page in PAGES[1:] for command in command_lines(page.read_text(encoding="utf-8"))]
+    assert {command.split()[1] for command in found} >= {"train", "rm", "eval", "sample", "config"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "rlhf trian configs/ppo.yaml",
+        "rlhf train configs/ppo.yaml --fast",
+        "rlhf train configs/nowhere.yaml policy.lr=1e-6",
+        "rlhf train configs/ppo.yaml policy.lrr=…",
+        "rlhf train configs/ppo.yaml policy.lr=fast",
+        "rlhf rm configs/ppo.yaml policy.lr=1e-6",
+        "rlhf sample runs/ppo",
+    ],
+)
+def test_a_wrong_command_would_be_noticed(command: str) -> None:
+    with pytest.raises((ConfigError, AssertionError)):
+        check_command(command)
+
+
+# Links
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments of a page's headings, as GitHub makes them."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    titles = re.findall(r"^#{1,6} +(.+?) *$", text, re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).lower()) for title in titles]
+    return {title.replace(" ", "-") for title in plain}
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        place, _, fragment = link.partition("#")
+        target = (page.parent / place).resolve() if place else page
+        assert target.exists(), f"{named(page)}: {link} leads nowhere"
+        if fragment:
+            assert fragment in anchors(target), f"{named(page)}: {link}: no such heading in {named(target)}"
+
+
+# Names of settings and metrics
+
+
+def known_settings() -> dict[str, list[object]]:
+    """Key -> the defaults it has, one for each variant of its section."""
+    found: dict[str, list[object]] = {}
+    for setting in runpy.run_path(str(ROOT / "scripts" / "make_config_doc.py"))["settings"]():
+        found.setdefault(setting.key, []).append(setting.default)
+    return found
+
+
+SETTINGS = known_settings()
+TOP = {key for key in SETTINGS if "." not in key}
+PREFIXES = {name.partition("/")[0] for name in METRICS}
+
+
+@each_page
+def test_settings_and_metrics_that_are_spoken_of_exist(page: Path) -> None:
+    for span in spans(page):
+        key = re.sub(r"[=:].*$", "", span)
+        if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", key) and key.split(".")[0] in TOP and key.split(".")[-1] not in FILES:
+            assert key in SETTINGS, f"{named(page)}: no setting {key}"
+        if re.fullmatch(r"[a-z]+/[a-z_0-9]+", span) and span.split("/")[0] in PREFIXES:
+            assert span in METRICS, f"{named(page)}: no metric {span}"
+
+
+def tables(page: Path) -> Iterator[tuple[list[str], list[str]]]:
+    """(header, row) for each row of each table whose header begins with setting, default."""
+    header: list[str] = []
+    for line in page.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")] if line.startswith("|") else []
+        if cells[:2] == ["setting", "default"]:
+            header = cells
+        elif not cells:
+            header = []
+        elif header and not line.startswith("|--"):
+            yield header, cells
+
+
+def at(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        tree = tree[part]
+    return tree
+
+
+def value_of(cell: str) -> object:
+    value = yaml.safe_load(cell.strip("`"))
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+@each_page
+def test_defaults_in_tables_are_the_defaults(page: Path) -> None:
+    """Where key and default are code spans, the default is that; a column named by a file has that file's value."""
+    for header, row in tables(page):
+        key = row[0].strip("`")
+        if row[0] != f"`{key}`" or not (row[1].startswith("`") and row[1].endswith("`")):
+            continue
+        assert key in SETTINGS, f"{named(page)}: no setting {key}"
+        assert value_of(row[1]) in SETTINGS[key], f"{named(page)}: {key} is {SETTINGS[key]} by default"
+        for name, cell in zip(header[2:], row[2:], strict=False):
+            if name.startswith("`configs/"):
+                value = at(dump(load_any(ROOT / name.strip("`"))), key)
+                assert value == value_of(cell), f"{named(page)}: {key} is {value} in {name}"
+
+
+# Examples in YAML and Python
+
+WRITTEN_OUT = re.compile(r"# preset: (\w+), written out\n")
+
+
+def check_yaml(text: str) -> None:
+    """A complete file loads and all of it is read; of a part, each section is valid on its own."""
+    tree = yaml.safe_load(text)
+    if not isinstance(tree, Mapping) or not set(tree) <= TOP:
+        return
+    if {"policy", "algorithm"} <= set(tree):
+        assert unread_sections(train_config(dict(tree))) == []
+        return
+    fields = {**RewardModelConfig.model_fields, **TrainConfig.model_fields}
+    for name, section in expand_preset(dict(tree)).items():
+        TypeAdapter(fields[name].annotation).validate_python(section)
+
+
+@each_page
+def test_yaml_examples_are_valid(page: Path) -> None:
+    for body in fences(page, "yaml"):
+        check_yaml(body)
+
+
+def written_out() -> Iterator[tuple[str, str]]:
+    for page in ALGORITHMS:
+        for body in fences(page, "yaml"):
+            if found := WRITTEN_OUT.match(body):
+                yield found[1], body
+
+
+@pytest.mark.parametrize("name, body", list(written_out()), ids=[name for name, _ in written_out()])
+def test_presets_are_what_the_pages_say(name: str, body: str) -> None:
+    stated = yaml.safe_load(body)["algorithm"]
+    adapter = TypeAdapter(TrainConfig.model_fields["algorithm"].annotation)
+    preset = adapter.validate_python({**PRESETS[name], "preset": name})
+    assert adapter.validate_python(stated) == preset
+    assert stated["preset"] == name
+    optional = {key for key, value in dump(preset).items() if value in (None, False, 0.0)}
+    assert set(dump(preset)) - optional <= set(stated), "every part that is not off is written out"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_has_a_page(name: str) -> None:
+    assert any(name in spans(page) for page in ALGORITHMS), f"no page of docs/algorithms names `{name}`"
+
+
+@each_page
+def test_python_examples_are_python(page: Path) -> None:
+    for body in fences(page, "python"):
+        ast.parse(body)
+
+
+def test_the_reward_in_the_page_works(tmp_path: Path) -> None:
+    source = next(body for body in fences(ROOT / "docs" / "own_reward.md", "python") if "def score" in body)
+    (tmp_path / "my_reward.py").write_text(source, encoding="utf-8")
+    reward = FunctionReward(f"{tmp_path / 'my_reward.py'}:score", {"weight": 0.5}, tokenizer())
+    completions = completions_of([[4], [4]], [[3, 14, EOS], [5, EOS]])
+    scores = reward(replace(completions, references=({"answer": "t14"}, {"answer": "t14"})))
+    assert scores.values.tolist() == pytest.approx([1.0 - 0.5 * 2 / 100, -0.5 * 1 / 100])
+    assert scores.parts["right"].tolist() == [1.0, 0.0]
