@@ -158,3 +158,32 @@ class PreferencePairs(Batch):
     rejected_ids: Int[Tensor, "B Tr"]
     rejected_mask: Bool[Tensor, "B Tr"]
     margins: Float[Tensor, " B"]  # by how much chosen is to be preferred; zero when the data do not say
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnnotatedPairs(PreferencePairs):
+    """With what the reference says of both sides: log-probabilities summed over tokens; 0 where a loss has none."""
+
+    chosen_ref_logprobs: Float[Tensor, " B"]
+    rejected_ref_logprobs: Float[Tensor, " B"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labelled(Demonstrations):
+    """Completions with a verdict on each, for losses that need no pairs (KTO)."""
+
+    desirable: Bool[Tensor, " B"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnnotatedLabelled(Labelled):
+    """With what the reference says of them: log-probabilities summed over tokens."""
+
+    ref_logprobs: Float[Tensor, " B"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaselinedLabelled(AnnotatedLabelled):
+    """With the baseline of the whole minibatch at every row, so that a micro-batch of them is complete."""
+
+    baselines: Float[Tensor, " B"]  # KTO's z0: nats

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf.build.context import MODEL
-from rlhf.build.offline import build_sft
+from rlhf.build.offline import build_offline
 from rlhf.build.online import build_online
 from rlhf.build.reward_model import build_reward_model, finish_reward_model
 from rlhf.config.algorithm import Online
@@ -43,7 +43,7 @@ def run_train(config: TrainConfig, console: Console) -> bool:
         run = build_online(config, console)
         loop: Callable[[], None] = partial(train, run)
     else:
-        run = build_sft(config, console)
+        run = build_offline(config, console)
         loop = partial(train_offline, run)
     with run.session.recorder.progress:
         loop()

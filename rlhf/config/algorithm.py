@@ -183,13 +183,120 @@ class SftLoss(Section):
     """How tokens are weighted."""
 
 
+Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
+
+
+class DpoLoss(Section):
+    """Direct preference optimization (Rafailov et al. 2023); with label smoothing, conservative DPO."""
+
+    type: Literal["dpo"] = "dpo"
+    beta: Positive = 0.1
+    """Nats of log-ratio to the reference, summed over the completion, are multiplied by it: larger stays nearer."""
+    label_smoothing: Smoothing = 0.0
+    """The share of labels taken to be flipped; 0.1 is usual for cDPO."""
+
+
+class RobustDpoLoss(Section):
+    """DPO that is unbiased under flipped labels (Chowdhury et al. 2024)."""
+
+    type: Literal["robust_dpo"] = "robust_dpo"
+    beta: Positive = 0.1
+    """As DPO's."""
+    label_smoothing: Smoothing = 0.1
+    """The probability that a label is flipped; set larger than it is, the loss falls without bound."""
+
+
+class IpoLoss(Section):
+    """Identity preference optimization (Azar et al. 2024)."""
+
+    type: Literal["ipo"] = "ipo"
+    beta: Positive = 0.1
+    """The paper's tau: the difference of log-ratios is drawn towards 1 / (2 beta) nats."""
+    normalize: Literal["none", "length"] = "none"
+    """none: log-ratios summed over a completion (the paper); length: divided by its tokens (TRL). Another beta each."""
+
+
+class HingeLoss(Section):
+    """DPO with a hinge instead of the logistic loss (Liu et al. 2024)."""
+
+    type: Literal["hinge"] = "hinge"
+    beta: Positive = 0.1
+    """As DPO's."""
+    margin: Positive = 1.0
+    """A pair whose rewards are this far apart is left alone."""
+
+
+class SlicLoss(Section):
+    """SLiC-HF (Zhao et al. 2023): a hinge on log-probabilities, and likelihood of the chosen side; no reference."""
+
+    type: Literal["slic"] = "slic"
+    margin: Positive = 1.0
+    """Nats, summed over the completion, by which the chosen side is to be likelier."""
+    nll_coef: NonNegative = 0.5
+    """Weight of the chosen side's negative log-likelihood, summed over its tokens."""
+
+
+class SimpoLoss(Section):
+    """Simple preference optimization (Meng et al. 2024); no reference."""
+
+    type: Literal["simpo"] = "simpo"
+    beta: Positive = 2.0
+    """Mean log-probabilities per token, in nats, are multiplied by it."""
+    gamma: NonNegative = 1.0
+    """The margin between the rewards, after beta."""
+
+
+class OrpoLoss(Section):
+    """Odds ratio preference optimization (Hong et al. 2024): SFT on the chosen side and an odds ratio; no reference."""
+
+    type: Literal["orpo"] = "orpo"
+    coef: NonNegative = 0.1
+    """Weight of the odds ratio beside the likelihood: the paper's lambda."""
+
+
+class KtoLoss(Section):
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024): completions with a label each, or pairs taken apart."""
+
+    type: Literal["kto"] = "kto"
+    beta: Positive = 0.1
+    """As DPO's."""
+    desirable_weight: NonNegative = 1.0
+    """Weight of desirable completions; weights x counts of the two kinds should be within 1:1 to 4:3 of each other."""
+    undesirable_weight: NonNegative = 1.0
+    """Weight of undesirable ones."""
+
+    @model_validator(mode="after")
+    def _something_to_learn(self) -> KtoLoss:
+        if self.desirable_weight + self.undesirable_weight == 0:
+            raise ValueError("desirable_weight and undesirable_weight are both 0: nothing would be learned")
+        return self
+
+
+ReferencedLoss = DpoLoss | RobustDpoLoss | IpoLoss | HingeLoss | KtoLoss
+"""Those that read a reference's log-probabilities."""
+PairLossConfig = DpoLoss | RobustDpoLoss | IpoLoss | HingeLoss | SlicLoss | SimpoLoss | OrpoLoss
+"""Those that need both sides of a pair at once."""
+OfflineLoss = Annotated[
+    Annotated[SftLoss, Tag("sft")]
+    | Annotated[DpoLoss, Tag("dpo")]
+    | Annotated[RobustDpoLoss, Tag("robust_dpo")]
+    | Annotated[IpoLoss, Tag("ipo")]
+    | Annotated[HingeLoss, Tag("hinge")]
+    | Annotated[SlicLoss, Tag("slic")]
+    | Annotated[SimpoLoss, Tag("simpo")]
+    | Annotated[OrpoLoss, Tag("orpo")]
+    | Annotated[KtoLoss, Tag("kto")],
+    Discriminator(type_or("sft")),
+]
+
+
 class Offline(Section):
     """An algorithm that learns from a fixed data set."""
 
     preset: str | None = None
     """The named algorithm that these settings started from."""
-    loss: SftLoss = SftLoss()
-    """What the policy descends."""
+    loss: OfflineLoss = SftLoss()
+    """What the policy descends: sft, or a preference loss (dpo, robust_dpo, ipo, hinge, slic, simpo, orpo, kto)."""
 
 
 def _kind(value: object) -> str:

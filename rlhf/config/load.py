@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from rlhf.config.algorithm import Gae, Online
+from rlhf.config.algorithm import Gae, Offline, Online, SftLoss
 from rlhf.config.base import Section
 from rlhf.config.presets import PRESETS
-from rlhf.config.sections import RewardModelConfig, TrainConfig
+from rlhf.config.sections import RewardModelConfig, TrainConfig, reads_reference
 from rlhf.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -32,7 +32,7 @@ ALIASES = {
     "num_train_epochs": "epochs",
     "ppo_epochs": "epochs",
     "max_steps": "steps",
-    "beta": "coef (algorithm.kl.coef)",
+    "beta": "coef (algorithm.kl.coef; ORPO's is algorithm.loss.coef)",
     "kl_coef": "coef (algorithm.kl.coef)",
     "cliprange": "clip_eps_low and clip_eps_high",
     "clip_eps": "clip_eps_low and clip_eps_high",
@@ -175,13 +175,11 @@ def _unread_by_training(config: TrainConfig) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     algorithm = config.algorithm
     if not isinstance(algorithm, Online):
-        offline = "an offline algorithm does not read it"
-        found += [(key, offline) for key in ("critic", "reward", "reference") if key in named]
-        found += [(f"data.{key}", offline) for key in ("prompts", "preferences", "eval_preferences") if key in data]
-        found += [(f"batch.{k}", offline) for k in ("epochs", "minibatches") if k in config.batch.model_fields_set]
-        return found
+        return _unread_by_offline(config, algorithm)
     if "critic" in named and not isinstance(algorithm.advantage, Gae):
         found.append(("critic", "only GAE has a critic"))
+    if config.critic.shared and "lr" in config.critic.model_fields_set:
+        found.append(("critic.lr", "critic.shared trains the head with the policy"))
     if "sft" in data and algorithm.ptx_coef == 0:
         found.append(("data.sft", "algorithm.ptx_coef is 0"))
     found += [
@@ -189,6 +187,23 @@ def _unread_by_training(config: TrainConfig) -> list[tuple[str, str]]:
         for k in ("preferences", "eval_preferences", "eval_sft")
         if k in data
     ]
+    return found
+
+
+def _unread_by_offline(config: TrainConfig, algorithm: Offline) -> list[tuple[str, str]]:
+    named, data = config.model_fields_set, config.data.model_fields_set
+    offline = "an offline algorithm does not read it"
+    name = algorithm.preset or algorithm.loss.type
+    others = ("preferences", "eval_preferences") if isinstance(algorithm.loss, SftLoss) else ("sft", "eval_sft")
+    found = [(key, offline) for key in ("critic", "reward") if key in named]
+    if "reference" in named and not reads_reference(config):
+        found.append(("reference", f"{name} has no reference"))
+    if "prompts" in data:
+        found.append(("data.prompts", offline))
+    found += [(f"data.{key}", f"{name} does not read it") for key in others if key in data]
+    if config.data.eval_prompts is not None and config.eval.source is None:
+        found.append(("data.eval_prompts", "eval.source, the judge of an offline run, is not"))
+    found += [(f"batch.{k}", offline) for k in ("epochs", "minibatches") if k in config.batch.model_fields_set]
     return found
 
 

@@ -8,6 +8,16 @@ _CRITIC = {"advantage": {"type": "gae"}, "value_loss": {}}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "sft": {"loss": {"type": "sft"}},
+    "dpo": {"loss": {"type": "dpo", "beta": 0.1}},
+    "cdpo": {"loss": {"type": "dpo", "beta": 0.1, "label_smoothing": 0.1}},
+    "robust_dpo": {"loss": {"type": "robust_dpo", "beta": 0.1, "label_smoothing": 0.1}},
+    "ipo": {"loss": {"type": "ipo", "beta": 0.1, "normalize": "none"}},
+    "ipo_per_token": {"loss": {"type": "ipo", "beta": 0.1, "normalize": "length"}},
+    "hinge": {"loss": {"type": "hinge", "beta": 0.1, "margin": 1.0}},
+    "slic": {"loss": {"type": "slic", "margin": 1.0, "nll_coef": 0.5}},
+    "simpo": {"loss": {"type": "simpo", "beta": 2.0, "gamma": 1.0}},
+    "orpo": {"loss": {"type": "orpo", "coef": 0.1}},
+    "kto": {"loss": {"type": "kto", "beta": 0.1}},
     "ppo": {**_CRITIC, "kl": {"placement": "reward", "estimator": "k1", "coef": 0.05}},
     "ppo_penalty": {
         **_CRITIC,

@@ -6,7 +6,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf.config.algorithm import Algorithm, Gae, Group, NonNegative, Offline, Online, Positive
+from rlhf.config.algorithm import (
+    Algorithm,
+    Gae,
+    Group,
+    KtoLoss,
+    NonNegative,
+    Offline,
+    Online,
+    PenaltyLoss,
+    Positive,
+    ReferencedLoss,
+    SftLoss,
+)
 from rlhf.config.base import Section
 from rlhf.config.data import Count, DataConfig
 
@@ -25,6 +37,8 @@ class RunConfig(Section):
     """The run folder: configuration, metrics, samples, checkpoints, report."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU where there is one."""
+    cache_dir: str | None = None
+    """Where reference log-probabilities are kept between runs; null: $XDG_CACHE_HOME/rlhf, or ~/.cache/rlhf."""
 
 
 class LoraConfig(Section):
@@ -63,7 +77,7 @@ class PolicyConfig(OptimizerConfig):
     tokenizer: str | None = None
     """Folder or hub id; null: the model's own."""
     dtype: Dtype = "float32"
-    """Weights and arithmetic; log-probabilities are computed in float32 at least."""
+    """bfloat16: arithmetic in bf16 over float32 weights; else both. Log-probabilities are in float32 at least."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights."""
     gradient_checkpointing: bool = False
@@ -75,7 +89,7 @@ class PolicyConfig(OptimizerConfig):
 
 
 class ReferenceConfig(Section):
-    """The frozen policy the KL is against."""
+    """The frozen policy that the KL, or a preference loss, is against."""
 
     model: str | None = None
     """null: the policy as it was at step 0 (with LoRA: the adapter switched off)."""
@@ -185,13 +199,13 @@ class BatchConfig(Section):
     """The sizes. All global but micro_batch_size, which is about memory only."""
 
     prompts_per_step: Count = 64
-    """Prompts (online), examples or pairs (offline) per step, over all processes."""
+    """Prompts (online), examples, pairs or, for KTO, completions (offline) per step, over all processes."""
     epochs: Count = 1
     """Passes over a step's experience (online)."""
     minibatches: Count = 1
     """Optimizer steps per epoch (online)."""
     micro_batch_size: Count = 16
-    """Rows per forward and backward pass per process; never changes a result."""
+    """Rows (for preference losses, pairs) per forward and backward pass per process; never changes a result."""
 
 
 class ScheduleConfig(Section):
@@ -204,7 +218,7 @@ class ScheduleConfig(Section):
     warmup_steps: Size = 0
     """The learning rate rises linearly over the first so many steps."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: stay, or fall to zero at the last step."""
+    """After the warm-up: stay, or fall towards zero, which the step after the last would have."""
 
     @model_validator(mode="after")
     def _one_length(self) -> ScheduleConfig:
@@ -282,9 +296,20 @@ class TrainConfig(Section):
     def _coherent(self) -> TrainConfig:
         if isinstance(self.algorithm, Online):
             self._check_online(self.algorithm)
-        elif self.data.sft is None:
-            raise ValueError("data.sft is missing: SFT needs texts to imitate; set data.sft.path")
+        else:
+            self._check_offline(self.algorithm)
         return self
+
+    def _check_offline(self, algorithm: Offline) -> None:
+        if isinstance(algorithm.loss, SftLoss):
+            if self.data.sft is None:
+                raise ValueError("data.sft is missing: SFT needs texts to imitate; set data.sft.path")
+            return
+        name = algorithm.preset or algorithm.loss.type
+        if self.data.preferences is None:
+            raise ValueError(f"data.preferences is missing: {name} needs pairs; set data.preferences.path")
+        if isinstance(algorithm.loss, KtoLoss) and self.batch.prompts_per_step < 2:
+            raise ValueError("KTO's z0 pairs a prompt with another's completion: batch.prompts_per_step must be >= 2")
 
     def _check_online(self, algorithm: Online) -> None:
         if self.data.prompts is None:
@@ -299,6 +324,13 @@ class TrainConfig(Section):
             raise ValueError("algorithm.ptx_coef > 0 needs data.sft")
         if self.critic.shared and self.critic.init not in ("policy", "auto"):
             raise ValueError("critic.shared puts the head on the policy: critic.init must then be policy or auto")
+        if self.critic.shared and self.critic.warmup_steps:
+            raise ValueError("critic.warmup_steps trains the critic alone: not possible where critic.shared is true")
+        if isinstance(algorithm.policy_loss, PenaltyLoss) and self.batch.epochs * self.batch.minibatches < 2:
+            raise ValueError(
+                "the penalty is steered by KL(old || new), which is 0 at a step's first update: "
+                "set batch.epochs or batch.minibatches to 2 or more"
+            )
         if self.critic.init == "reward" and not isinstance(self.reward.source, ModelSource):
             raise ValueError("critic.init is reward, but reward.source is not a model: use critic.init=policy")
         rows = self.batch.prompts_per_step * self.sampling.completions_per_prompt
@@ -371,3 +403,19 @@ def offline(config: TrainConfig) -> Offline:
     """The algorithm of a run that is known to be offline."""
     assert isinstance(config.algorithm, Offline)
     return config.algorithm
+
+
+def judged(config: TrainConfig) -> bool:
+    """Whether an offline run samples held-out completions and has a judge for them."""
+    return config.data.eval_prompts is not None and config.eval.source is not None
+
+
+def reads_reference(config: TrainConfig) -> bool:
+    """Whether a reference has a part in this run: in the loss, or in the KL that evaluation reports.
+
+    SFT's evaluation reports it where reference.model names one: what SFT starts from is rarely what it is to stay near.
+    """
+    if isinstance(config.algorithm, Online) or isinstance(config.algorithm.loss, ReferencedLoss):
+        return True
+    named = config.reference.model is not None or not isinstance(config.algorithm.loss, SftLoss)
+    return named and judged(config)

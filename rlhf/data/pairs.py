@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.data import PreferencesConfig, SftConfig
@@ -19,14 +17,7 @@ from rlhf.data.pad import left_pad, right_pad
 from rlhf.data.row import Row
 from rlhf.data.skips import Skips
 from rlhf.data.stream import BatchStream, epoch_order
-from rlhf.types import Demonstrations, PreferencePairs
-
-
-@dataclass(frozen=True, kw_only=True)
-class Labelled(Demonstrations):
-    """Completions with a verdict on each, for losses that need no pairs (KTO)."""
-
-    desirable: Bool[Tensor, " B"]
+from rlhf.types import Demonstrations, Labelled, PreferencePairs
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,22 @@ GROUPS: tuple[tuple[str, str, str, tuple[tuple[str, tuple[str, ...]], ...]], ...
         ),
     ),
     (
+        "preferences",
+        "Preference loss",
+        "Held-out accuracy is the one to believe; 0.5 is chance. Both log-probabilities falling is common: watch that "
+        "the chosen side's does not fall far, and that the held-out score follows the margin.",
+        (
+            ("Accuracy of the implicit reward", ("preference/accuracy", "eval/preference_accuracy")),
+            ("Log-probability of chosen and rejected", ("preference/chosen_logprob", "preference/rejected_logprob")),
+            ("Implicit reward of chosen and rejected", ("preference/chosen_reward", "preference/rejected_reward")),
+            ("Margin", ("preference/margin", "eval/preference_margin")),
+            ("Preference loss", ("loss/preference", "eval/preference_loss")),
+            ("Held-out log-probability", ("eval/chosen_logprob", "eval/rejected_logprob")),
+            ("Held-out implicit reward", ("eval/chosen_reward", "eval/rejected_reward")),
+            ("KTO's z0", ("preference/baseline",)),
+        ),
+    ),
+    (
         "reward-model",
         "Preference pairs",
         "Held-out accuracy says how often the chosen side scores higher; 0.5 is chance.",

@@ -34,6 +34,7 @@ from rlhf.lab.lexicon import (
     FRIENDS,
     INTENSIFIERS,
     JOINS,
+    MOODS,
     NEGATORS,
     OPENERS,
     OPINIONS,
@@ -155,7 +156,7 @@ def _sentences(text: str) -> list[list[str]]:
 def _clauses(sentence: Sequence[str]) -> list[Clause | None]:
     """The clauses between the commas, None where one is not complete; an opener before a clause is no clause."""
     chunks = [chunk.strip() for chunk in " ".join(sentence).split(",")]
-    if len(chunks) > 1 and chunks[0] in OPENERS:
+    if len(chunks) > 1 and chunks[0] in _OPENING:
         chunks = chunks[1:]
     joined = [_without_join(chunk) for chunk in chunks[1:]]
     return [_parse(chunk) for chunk in (chunks[0], *joined)]
@@ -205,6 +206,7 @@ def _group(name: str, words: Iterable[str]) -> str:
     return f"(?P<{name}>" + "|".join(words) + ")"
 
 
+_OPENING = frozenset((*OPENERS, *MOODS[1], *MOODS[-1]))
 _JOIN_WORDS = frozenset(word for words in JOINS.values() for word in words)
 _FILLER = re.compile(_any(f.format(season=_any(SEASONS), friend=_any(FRIENDS)) for f in FILLERS))
 
@@ -230,6 +232,7 @@ def _patterns() -> list[re.Pattern[str]]:
             f"{who} (?P<neg>did not) {_group('verb', opinion_bases)} {noun}",
             f"{noun} {_group('verb', effects)} {_any(TARGETS)}",
             f"{noun} (?P<neg>did not) {_group('verb', effect_bases)} {_any(TARGETS)}",
+            f"(?:(?P<neg>not) )?an? {adjective} {_group('noun', ASPECT_TOPIC)}",
             f"{who} would (?:(?P<neg>never|not) )?{_group('verb', verdicts)} {noun}",
         )
     ]

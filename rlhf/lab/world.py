@@ -22,6 +22,7 @@ from rlhf.lab.lexicon import (
     GENERAL,
     INTENSIFIERS,
     JOINS,
+    MOODS,
     NAMES,
     NEGATORS,
     OPENERS,
@@ -70,13 +71,13 @@ class Quality:
 
 
 QUALITIES = {
-    "good": Quality(agree=0.99, stray=0.02, repeat=0.01, cut=0.02, asked=0.8),
-    "fair": Quality(agree=0.70, stray=0.10, repeat=0.03, cut=0.08, asked=0.5),
-    "poor": Quality(agree=0.03, stray=0.20, repeat=0.08, cut=0.20, asked=0.3),
+    "good": Quality(agree=0.97, stray=0.02, repeat=0.01, cut=0.02, asked=0.8),
+    "fair": Quality(agree=0.60, stray=0.10, repeat=0.03, cut=0.08, asked=0.5),
+    "poor": Quality(agree=0.05, stray=0.20, repeat=0.08, cut=0.20, asked=0.3),
 }
 """The qualities a demonstration may have, by name."""
 
-SFT_MIX = {"good": 0.68, "fair": 0.14, "poor": 0.18}
+SFT_MIX = {"good": 0.58, "fair": 0.14, "poor": 0.28}
 """Shares of the qualities in the SFT corpus."""
 
 
@@ -111,19 +112,24 @@ def sft_rows(seed: int, count: int) -> list[dict[str, str]]:
 def write_review(request: Request, rng: Random, quality: Quality) -> str:
     """A review that answers the request as well as `quality` says."""
     draft = _Draft(rng=rng)
-    nouns = _nouns(request, rng, quality, count=rng.choices((3, 4, 5), weights=(4, 4, 1))[0])
-    for noun in nouns:
-        polarity = request.sentiment if rng.random() < quality.agree else -request.sentiment
-        draft.add(_clause(draft, _topic_of(noun, request), noun, polarity), polarity)
+    polarity = _polarity(request, rng, quality)
+    headline = _headline(draft, request.topic, polarity)
+    for noun in _nouns(request, rng, quality, count=rng.choices((2, 3, 4), weights=(3, 4, 2))[0]):
+        polarity = _polarity(request, rng, quality)
+        draft.add(_clause(draft, _topic_of(noun), noun, polarity), polarity)
         if rng.random() < quality.repeat:
             draft.repeat()
     if rng.random() < 0.15:
         draft.add(_filler(rng), 0)
-    text = draft.text()
+    text = f"{headline} {draft.text()}"
     if rng.random() < quality.cut:
         words = text.split(" ")
         text = " ".join(words[: rng.randint(len(words) // 2, len(words) - 1)]).rstrip(".,")
     return text
+
+
+def _polarity(request: Request, rng: Random, quality: Quality) -> int:
+    return request.sentiment if rng.random() < quality.agree else -request.sentiment
 
 
 def _request(rng: Random) -> Request:
@@ -148,9 +154,10 @@ class _Draft:
     used: set[str] = field(default_factory=set)
 
     def fresh(self, words: Iterable[str]) -> str:
-        """One of `words`, one that the draft has not used if any is left."""
+        """One of `words`, the earlier ones more often, one that the draft has not used if any is left."""
         words = list(words)
-        word = self.rng.choice([word for word in words if word not in self.used] or words)
+        left = [word for word in words if word not in self.used] or words
+        word = self.rng.choices(left, weights=[1 / (1 + words.index(word)) for word in left])[0]
         self.used.add(word)
         return word
 
@@ -171,8 +178,10 @@ class _Draft:
                 following, other = clauses.pop(0)
                 join = self.rng.choice(JOINS["contrast" if polarity * other < 0 else "same"])
                 sentence = f"{sentence}, {join} {following}"
-            if self.rng.random() < 0.12:
-                sentence = f"{self.rng.choice(OPENERS)}, {sentence}"
+            if self.rng.random() < 0.25:
+                neutral = polarity == 0 or self.rng.random() < 0.2
+                opener = self.rng.choice(OPENERS if neutral else MOODS[polarity])
+                sentence = f"{opener}, {sentence}"
             sentence = " ".join("I" if word == "i" else word for word in sentence.split(" "))
             sentences.append(sentence[0].upper() + sentence[1:] + ".")
         return " ".join(sentences)
@@ -180,7 +189,7 @@ class _Draft:
 
 def _nouns(request: Request, rng: Random, quality: Quality, count: int) -> list[str]:
     """What to judge, in order: distinct nouns, the one asked for among them or not."""
-    own = [noun for noun in (*TOPICS[request.topic], request.topic) if noun != request.aspect]
+    own = [noun for noun in TOPICS[request.topic] if noun != request.aspect]
     other = [noun for topic, nouns in TOPICS.items() if topic != request.topic for noun in nouns]
     strays = sum(rng.random() < quality.stray for _ in range(count))
     nouns = rng.sample(own, count - strays) + rng.sample(other, strays)
@@ -190,16 +199,23 @@ def _nouns(request: Request, rng: Random, quality: Quality, count: int) -> list[
     return nouns
 
 
-def _topic_of(noun: str, request: Request) -> str:
-    return next((topic for topic, nouns in TOPICS.items() if noun in nouns), request.topic)
+def _topic_of(noun: str) -> str:
+    return next(topic for topic, nouns in TOPICS.items() if noun in nouns)
+
+
+def _headline(draft: _Draft, topic: str, polarity: int) -> str:
+    """A first sentence that says it all: "A good hotel." or "Not a bad film."."""
+    negated = draft.rng.random() < 0.1
+    adjective = draft.fresh(GENERAL[-polarity if negated else polarity])
+    article = "an" if adjective[0] in "aeiou" else "a"
+    opening = f"Not {article}" if negated else article.capitalize()
+    return f"{opening} {adjective} {topic}."
 
 
 def _clause(draft: _Draft, topic: str, noun: str, polarity: int) -> str:
     """A clause that judges `noun` with this polarity: directly, or by negating the opposite."""
     rng = draft.rng
-    kind = rng.choices(("state", "nothing", "find", "opinion", "effect"), weights=(56, 5, 13, 13, 13))[0]
-    if noun in TOPICS and rng.random() < 0.6:
-        kind = "whole"
+    kind = rng.choices(("state", "nothing", "find", "opinion", "effect", "verdict"), weights=(52, 6, 12, 12, 12, 6))[0]
     negated = kind == "nothing" or rng.random() < 0.13
     said = -polarity if negated else polarity
     match kind:
@@ -234,7 +250,8 @@ def _judgment(draft: _Draft, topic: str, polarity: int, negated: bool) -> str:
 
 
 def _adjective(draft: _Draft, topic: str, polarity: int) -> str:
-    return draft.fresh((*GENERAL[polarity], *SPECIAL[topic][polarity], *SPECIAL[topic][polarity]))
+    special = draft.rng.random() < 0.3
+    return draft.fresh(SPECIAL[topic][polarity] if special else GENERAL[polarity])
 
 
 def _opinion(draft: _Draft, polarity: int, negated: bool) -> str:

@@ -61,7 +61,7 @@ class Models:
         """What the policy says of the completion tokens."""
         return self._tokens(self.policy, batch)
 
-    def reference_logprobs(self, batch: Completions) -> Float[Tensor, "B T"]:
+    def reference_logprobs(self, batch: Completions | Demonstrations) -> Float[Tensor, "B T"]:
         """log pi_ref of the completion tokens.
 
         Raises:

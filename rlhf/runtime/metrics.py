@@ -33,6 +33,7 @@ kl/reference          | nats     | KL(policy || reference) per sequence, k1 summ
 kl/coef               | score/nat| coefficient of the KL penalty during the step
 kl/penalty_coef       | 1/nat    | coefficient of KL(old || new) during the step (ppo_penalty)
 kl/old                | nats     | KL(old policy || policy) per token during the update
+kl/old_last           | nats     | KL(old policy || policy) per token on the step's last minibatch; steers ppo_penalty
 kl/sampler_mismatch   | nats     | mean |sampler's log-prob - trainer's log-prob| of the sampled tokens
 policy/first_ratio_deviation | -  | max |ratio - 1| on the first minibatch of the step; 0 but for rounding
 policy/ratio          | -        | mean importance ratio
@@ -62,6 +63,14 @@ loss/sft              | nats     | negative log-likelihood per completion token
 loss/total            | -        | the loss that was descended
 loss/accuracy         | share    | completion tokens that are the model's first choice
 loss/rm               | nats     | Bradley-Terry loss per pair
+loss/preference       | -        | preference loss per pair; of KTO, per completion
+preference/accuracy   | share    | pairs whose chosen side has the higher implicit reward; of KTO, completions on their side of z0
+preference/margin     | reward   | mean implicit reward of chosen minus rejected sides
+preference/chosen_reward | reward | mean implicit reward of chosen (of KTO, desirable) completions, as the loss defines it
+preference/rejected_reward | reward | mean implicit reward of rejected (of KTO, undesirable) completions
+preference/chosen_logprob | nats | log-probability under the policy of chosen (desirable) completions, summed over tokens
+preference/rejected_logprob | nats | log-probability under the policy of rejected (undesirable) ones, summed over tokens
+preference/baseline   | nats     | KTO's z0: mean log-ratio to the reference of mismatched completions, at least 0
 rm/accuracy           | share    | pairs whose chosen side scores higher
 rm/margin             | score    | mean score difference, chosen - rejected
 rm/score_mean         | score    | mean score over both sides
@@ -77,7 +86,13 @@ eval/finished         | share    | held-out completions that ended with EOS
 eval/distinct_2       | share    | distinct bigrams over all bigrams of the held-out completions
 eval/entropy          | nats     | entropy per token: mean of -log pi over the sampled held-out tokens
 eval/loss             | nats     | held-out negative log-likelihood per completion token
-eval/perplexity       | -        | exp of eval/loss
+eval/preference_loss  | -        | held-out preference loss per pair; of KTO, per completion
+eval/preference_accuracy | share | held-out pairs whose chosen side has the higher implicit reward
+eval/preference_margin | reward  | held-out mean implicit reward of chosen minus rejected sides
+eval/chosen_reward    | reward   | mean implicit reward of held-out chosen (of KTO, desirable) completions
+eval/rejected_reward  | reward   | mean implicit reward of held-out rejected (of KTO, undesirable) completions
+eval/chosen_logprob   | nats     | log-probability of held-out chosen (desirable) completions, summed over tokens
+eval/rejected_logprob | nats     | log-probability of held-out rejected (undesirable) completions, summed over tokens
 eval/rm_accuracy      | share    | held-out pairs whose chosen side scores higher
 eval/rm_loss          | nats     | held-out Bradley-Terry loss per pair
 """)

@@ -22,7 +22,7 @@ class OfflineRun:
     batch: BatchConfig
     schedule: ScheduleConfig
     session: Session
-    data: Callable[[int], Batch]  # the rows of a step
+    data: Callable[[int], Batch]  # the rows of a step, with all that its loss reads of the whole minibatch
     loss: Loss
     trained: Trained
     ema: Ema | None
@@ -33,7 +33,8 @@ class OfflineRun:
 def train_offline(run: OfflineRun) -> None:
     """Every step of the run, from where it stands."""
     for step in run.session.steps():
-        batch = run.data(step)
+        with run.session.recorder.phase("data"):
+            batch = run.data(step)
         factor = lr_factor(
             step,
             steps=run.session.total_steps,

@@ -100,6 +100,7 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
         if stopped:
             break
     metrics.add("policy/optimizer_steps", float(steps))
+    metrics.add("kl/old_last", seen["kl/old"])
     if run.algorithm.target_kl is not None:
         metrics.add("policy/early_stop", float(stopped))
     return metrics
@@ -140,7 +141,7 @@ def _control(run: OnlineRun, metrics: Metrics, completions: int) -> None:
     if isinstance(run.algorithm.policy_loss, PenaltyLoss):
         metrics.add("kl/penalty_coef", state.penalty_coef)
         state.penalty_coef = next_penalty_coef(
-            state.penalty_coef, kl=metrics["kl/old"], target=run.algorithm.policy_loss.target
+            state.penalty_coef, kl=metrics["kl/old_last"], target=run.algorithm.policy_loss.target
         )
     state.completions += completions
     if "skipped/nonfinite" in metrics:

@@ -1,0 +1,143 @@
+"""Policy, reference and critic from configuration, new or from a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf.build.context import CRITIC, MODEL, Context, model_folder
+from rlhf.config.algorithm import Online
+from rlhf.config.sections import ModelSource, PolicyConfig, TrainConfig
+from rlhf.data.chat import load_tokenizer
+from rlhf.models.backbone import (
+    CausalLM,
+    enable_checkpointing,
+    fit_vocabulary,
+    freeze,
+    load_adapter,
+    load_causal_lm,
+    load_policy,
+    place,
+    save_model,
+)
+from rlhf.models.bundle import Ema, Models, SharedHead
+from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
+from rlhf.runtime.seeding import derive, new_weights
+
+
+def build_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
+    """The policy's tokenizer, with a pad token of its own."""
+    path = config.tokenizer or model_folder(config.model)
+    return load_tokenizer(path, trust_remote_code=config.trust_remote_code)
+
+
+def build_policy(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase, resume: Path | None, seed: int) -> CausalLM:
+    """The model to train: the one configured, or a checkpoint's."""
+    with new_weights(seed):
+        return _policy(config, tokenizer, resume)
+
+
+def _policy(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase, resume: Path | None) -> CausalLM:
+    start = model_folder(config.model)
+    if resume is None:
+        return load_policy(config, start, tokenizer)
+    if config.lora is None:
+        return load_policy(config, str(resume / MODEL), tokenizer)
+    base = load_causal_lm(start, dtype=config.dtype, trust_remote_code=config.trust_remote_code)
+    fit_vocabulary(base, tokenizer, start)
+    model = load_adapter(base, resume / MODEL)
+    if config.gradient_checkpointing:
+        enable_checkpointing(model)
+    model.train()
+    return model
+
+
+def build_online_models(config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase) -> Models:
+    """All the models of an online run."""
+    algorithm = config.algorithm
+    assert isinstance(algorithm, Online)
+    device = context.engine.device
+    policy = place(build_policy(config.policy, tokenizer, context.resume, context.seed), device)
+    with new_weights(context.seed):
+        reference = build_reference(config, tokenizer)
+    models = Models(
+        policy=policy,
+        temperature=config.sampling.temperature,
+        dtype=config.policy.dtype,
+        device=device,
+        reference=place(reference, device) if reference is not None else None,
+        adapter_off_is_reference=reference is None,
+        entropy_gradient=algorithm.policy_loss.entropy_coef > 0,
+    )
+    if algorithm.value_loss is not None:
+        if config.critic.shared:
+            models.shared_head = SharedHead(policy.config.hidden_size, next(policy.parameters()).dtype).to(device)
+        else:
+            with new_weights(context.seed):
+                models.critic = place(_critic(config, context, tokenizer), device)
+    return models
+
+
+def build_reference(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | None:
+    """The frozen policy; None where it is the policy with its adapter off."""
+    if config.reference.model is None and config.policy.lora is not None:
+        return None
+    path = model_folder(config.reference.model or config.policy.model)
+    model = load_causal_lm(path, dtype=config.policy.dtype, trust_remote_code=config.policy.trust_remote_code)
+    fit_vocabulary(model, tokenizer, path)
+    return freeze(model)
+
+
+def _critic(config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase) -> ScalarHeadModel:
+    path, is_new = _critic_start(config, context)
+    critic = load_scalar_head(
+        path,
+        tokenizer,
+        new_head="zero" if is_new else None,
+        dtype=config.policy.dtype,
+        seed=derive(context.seed, "critic"),
+        trust_remote_code=config.policy.trust_remote_code,
+    )
+    return critic.train()
+
+
+def _critic_start(config: TrainConfig, context: Context) -> tuple[str, bool]:
+    """The folder to start the critic from, and whether it needs a new head."""
+    if context.resume is not None:
+        return str(context.resume / CRITIC), False
+    init, source = config.critic.init, config.reward.source if config.reward else None
+    if init in ("reward", "auto") and isinstance(source, ModelSource):
+        return model_folder(source.path), False
+    if init in ("policy", "auto"):
+        return model_folder(config.policy.model), True
+    return model_folder(init), False
+
+
+def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
+    """Token ids to text, special tokens shown."""
+
+    def decode(ids: Sequence[int]) -> str:
+        text = tokenizer.decode(list(ids))
+        assert isinstance(text, str)
+        return text
+
+    return decode
+
+
+def export(policy: CausalLM, ema: Ema | None, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the trained policy (its average, where there is one) as an ordinary model folder."""
+    with nullcontext() if ema is None else ema.applied():
+        save_model(exported(policy), tokenizer, folder)
+
+
+def exported(policy: CausalLM) -> CausalLM:
+    """The policy as an ordinary model: adapters merged into a copy of the weights."""
+    if not isinstance(policy, PeftModel):
+        return policy
+    merged: CausalLM = copy.deepcopy(policy).merge_and_unload()
+    return merged

@@ -1,0 +1,175 @@
+"""An offline run from its configuration: SFT, or a preference loss, over one loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.build.context import MODEL, TRAINER, Context, open_context, total_steps
+from rlhf.build.models import build_policy, build_tokenizer, export
+from rlhf.build.online import EvaluatePrompts, build_sampler
+from rlhf.build.preferences import attach_reference, preference_task
+from rlhf.build.rewards import build_source
+from rlhf.build.task import Task
+from rlhf.config.algorithm import SftLoss
+from rlhf.config.data import SftConfig
+from rlhf.config.sections import TrainConfig, judged, offline
+from rlhf.data.pairs import DemonstrationSet, load_demonstrations
+from rlhf.data.stream import BatchStream
+from rlhf.evaluation.evaluate import evaluate_loss
+from rlhf.models.backbone import context_length, place, save_model
+from rlhf.models.bundle import Ema, Models
+from rlhf.runtime.engine import Trained
+from rlhf.runtime.seeding import derive
+from rlhf.trainers.losses import DemonstrationLoss
+from rlhf.trainers.offline import OfflineRun
+from rlhf.trainers.preference import TERM
+from rlhf.types import Batch, Demonstrations
+
+SHOW = ("loss/sft", "loss/accuracy", "policy/grad_norm", "policy/lr", "eval/loss", "eval/score")
+EVAL_NAMES = {"loss/sft": "eval/loss"}
+
+
+def build_offline(config: TrainConfig, console: Console | None = None) -> OfflineRun:
+    """Everything an offline run needs, from step 0 or from its newest checkpoint.
+
+    Raises:
+        UserError: of the kind that fits.
+    """
+    context = open_context(config, console)
+    tokenizer = build_tokenizer(config.policy)
+    policy = place(build_policy(config.policy, tokenizer, context.resume, context.seed), context.engine.device)
+    is_sft = isinstance(offline(config).loss, SftLoss)
+    models = Models(
+        policy=policy,
+        temperature=1.0 if is_sft else config.sampling.temperature,
+        dtype=config.policy.dtype,
+        device=context.engine.device,
+    )
+    attach_reference(config, context, tokenizer, models)
+    task = (sft_task if is_sft else preference_task)(config, context, tokenizer, models)
+    trained = context.engine.train("policy", policy, config.policy, terms=("sft", TERM))
+    ema = Ema(policy, config.policy.ema_decay) if config.policy.ema_decay else None
+    if context.resume is not None:
+        _restore(context.resume / TRAINER, trained, ema)
+    evaluate = _Evaluation(config, context, tokenizer, models, task, ema)
+    session = context.session(
+        total_steps=total_steps(config.schedule, task.steps_per_epoch),
+        save=_saver(models, trained, tokenizer, ema),
+        evaluate=evaluate,
+        show=task.show,
+    )
+    evaluate.connect(session.recorder.samples)
+    return OfflineRun(
+        batch=config.batch,
+        schedule=config.schedule,
+        session=session,
+        data=task.data,
+        loss=task.loss,
+        trained=trained,
+        ema=ema,
+        tokens=task.tokens,
+        export=lambda folder: export(policy, ema, tokenizer, folder),
+    )
+
+
+def sft_task(config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase, models: Models) -> Task:
+    """Texts to imitate, and their likelihood."""
+    loss_config = offline(config).loss
+    assert isinstance(loss_config, SftLoss)
+    assert config.data.sft is not None
+    loss = DemonstrationLoss(models, aggregate=loss_config.aggregate)
+    rows = _rows(config, config.data.sft, context, tokenizer, models)
+    stream = BatchStream(rows, config.batch.prompts_per_step, derive(context.seed, "sft"))
+    test = config.data.eval_sft
+    held_out = _rows(config, test, context, tokenizer, models) if test is not None else None
+    return Task(
+        loss=loss,
+        data=stream.batch,
+        steps_per_epoch=stream.steps_per_epoch,
+        tokens=_tokens,
+        held_out=_likelihood(held_out, loss, config.batch.micro_batch_size) if held_out is not None else dict,
+        show=SHOW,
+    )
+
+
+def _rows(
+    config: TrainConfig, data: SftConfig, context: Context, tokenizer: PreTrainedTokenizerBase, models: Models
+) -> DemonstrationSet:
+    rows = load_demonstrations(
+        data, tokenizer, chat_template=config.data.chat_template, context=context_length(models.policy)
+    )
+    context.notes.append(rows.skips.summary())
+    return rows
+
+
+def _likelihood(rows: DemonstrationSet, loss: DemonstrationLoss, size: int) -> Callable[[], dict[str, float]]:
+    def batches() -> Iterator[Demonstrations]:
+        for start in range(0, len(rows), size):
+            yield rows.collate(range(start, min(start + size, len(rows))))
+
+    return lambda: evaluate_loss(batches(), loss, EVAL_NAMES)
+
+
+def _tokens(batch: Batch) -> int:
+    assert isinstance(batch, Demonstrations)
+    return int(batch.prompt_mask.sum() + batch.completion_mask.sum())
+
+
+def _saver(
+    models: Models, trained: Trained, tokenizer: PreTrainedTokenizerBase, ema: Ema | None
+) -> Callable[[Path], None]:
+    def save(folder: Path) -> None:
+        save_model(models.policy, tokenizer, folder / MODEL)
+        state = {"policy": trained.state()} | ({"ema": ema.shadow} if ema is not None else {})
+        torch.save(state, folder / TRAINER)
+
+    return save
+
+
+def _restore(path: Path, trained: Trained, ema: Ema | None) -> None:
+    state = torch.load(path, weights_only=True)
+    trained.load_state(state["policy"])
+    if ema is not None and "ema" in state:
+        ema.load(state["ema"])
+
+
+class _Evaluation:
+    """The held-out loss, and, where there are prompts and a judge, held-out completions; of the average, if any."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        context: Context,
+        tokenizer: PreTrainedTokenizerBase,
+        models: Models,
+        task: Task,
+        ema: Ema | None,
+    ) -> None:
+        self.task, self.ema = task, ema
+        self.prompts: EvaluatePrompts | None = None
+        if judged(config):
+            assert config.eval.source is not None
+            sampled = replace(models, temperature=config.sampling.temperature)
+            judge = build_source(config.eval.source, tokenizer, models.device)
+            sampler = build_sampler(config, sampled, tokenizer)
+            self.prompts = EvaluatePrompts(config, context, tokenizer, sampled, sampler, judge, None)
+
+    def connect(self, record: Callable[[list[dict[str, object]]], None]) -> None:
+        """Where held-out samples go."""
+        if self.prompts is not None:
+            self.prompts.record = record
+
+    def __call__(self, step: int) -> dict[str, float]:
+        if self.ema is None:
+            return self._now(step)
+        with self.ema.applied():
+            return self._now(step)
+
+    def _now(self, step: int) -> dict[str, float]:
+        return self.task.held_out() | (self.prompts(step) if self.prompts is not None else {})

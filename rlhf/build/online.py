@@ -1,0 +1,235 @@
+"""An online run from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.algo.objective import Objective
+from rlhf.build.context import CRITIC, MODEL, TRAINER, Context, open_context, total_steps
+from rlhf.build.models import build_online_models, build_tokenizer, decoder, export
+from rlhf.build.rewards import build_source
+from rlhf.config.algorithm import AdaptiveKl, Online, PenaltyLoss
+from rlhf.config.sections import TrainConfig
+from rlhf.data.pairs import load_demonstrations
+from rlhf.data.prompts import PromptStream, load_prompts
+from rlhf.data.stream import BatchStream
+from rlhf.evaluation.evaluate import evaluate_policy
+from rlhf.models.backbone import context_length, eos_ids, save_model
+from rlhf.models.bundle import Ema, Models
+from rlhf.rewards.shaping import ShapedReward
+from rlhf.rewards.source import RewardSource
+from rlhf.rollout import sample_records
+from rlhf.runtime.engine import Trained
+from rlhf.runtime.seeding import derive
+from rlhf.sampling.hf import HFSampler
+from rlhf.sampling.sampler import Sampler
+from rlhf.trainers.online import ROWS_PER_PASS, OnlineRun
+from rlhf.types import Demonstrations, Prompts
+
+SHOW = ("score/mean", "kl/reference", "kl/coef", "critic/explained_variance", "completion/length", "eval/score")
+
+
+def build_online(config: TrainConfig, console: Console | None = None) -> OnlineRun:
+    """Everything an online run needs, from step 0 or from its newest checkpoint.
+
+    Raises:
+        UserError: of the kind that fits: a model, data set, reward or checkpoint is not as it should be.
+    """
+    algorithm = config.algorithm
+    assert isinstance(algorithm, Online)
+    assert config.reward is not None
+    context = open_context(config, console)
+    tokenizer = build_tokenizer(config.policy)
+    models = build_online_models(config, context, tokenizer)
+    source = build_source(config.reward.source, tokenizer, context.engine.device)
+    sampler = build_sampler(config, models, tokenizer)
+    trained = _trained(config, models, context)
+    ema = Ema(models.policy, config.policy.ema_decay) if config.policy.ema_decay else None
+    if context.resume is not None:
+        _restore(context.resume / TRAINER, trained, ema)
+    elif context.state.step == 0:
+        context.state.kl_coef = algorithm.kl.coef
+        if isinstance(algorithm.policy_loss, PenaltyLoss):
+            context.state.penalty_coef = algorithm.policy_loss.coef
+    prompts = _prompts(config, context, tokenizer, models)
+    ptx = _ptx(config, context, tokenizer)
+    judge = build_source(config.eval.source, tokenizer, models.device) if config.eval.source else source
+    proxy = source if config.eval.source else None
+    evaluate = EvaluatePrompts(config, context, tokenizer, models, sampler, judge, proxy)
+    controller = algorithm.kl.controller
+    session = context.session(
+        total_steps=total_steps(config.schedule, prompts.steps_per_epoch),
+        save=_Save(models, trained, tokenizer, ema),
+        evaluate=_averaged(evaluate, ema),
+        show=SHOW,
+        targets={"kl/reference": controller.target} if isinstance(controller, AdaptiveKl) else None,
+    )
+    evaluate.record = session.recorder.samples
+    return OnlineRun(
+        config=config,
+        algorithm=algorithm,
+        session=session,
+        prompts=prompts.batch,
+        ptx=ptx,
+        sampler=sampler,
+        reward=ShapedReward(source, config.reward.shaping, config.sampling.max_new_tokens),
+        models=models,
+        policy=trained["policy"],
+        critic=trained.get("critic"),
+        objective=Objective(algorithm, max_tokens=config.sampling.max_new_tokens),
+        ema=ema,
+        decode=decoder(tokenizer),
+        export=lambda folder: export(models.policy, ema, tokenizer, folder),
+    )
+
+
+def build_sampler(config: TrainConfig, models: Models, tokenizer: PreTrainedTokenizerBase) -> Sampler:
+    """The sampler over the live policy."""
+    return HFSampler(
+        models.policy,
+        config.sampling,
+        eos_ids=eos_ids(models.policy, tokenizer),
+        pad_id=int(tokenizer.pad_token_id),
+        dtype=config.policy.dtype,
+        device=models.device,
+    )
+
+
+def _prompts(config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase, models: Models) -> PromptStream:
+    assert config.data.prompts is not None
+    prompts = load_prompts(
+        config.data.prompts,
+        tokenizer,
+        chat_template=config.data.chat_template,
+        context=context_length(models.policy),
+        max_new_tokens=config.sampling.max_new_tokens,
+    )
+    context.notes.append(prompts.skips.summary())
+    return PromptStream(prompts, config.batch.prompts_per_step, derive(context.seed, "prompts"))
+
+
+def _ptx(
+    config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase
+) -> Callable[[int], Demonstrations] | None:
+    algorithm = config.algorithm
+    assert isinstance(algorithm, Online)
+    if algorithm.ptx_coef == 0:
+        return None
+    assert config.data.sft is not None
+    rows = load_demonstrations(config.data.sft, tokenizer, chat_template=config.data.chat_template)
+    context.notes.append(rows.skips.summary())
+    per_step = config.batch.prompts_per_step * config.sampling.completions_per_prompt
+    size = max(1, per_step // config.batch.minibatches)
+    return BatchStream(rows, size, derive(context.seed, "ptx")).batch
+
+
+def _trained(config: TrainConfig, models: Models, context: Context) -> dict[str, Trained]:
+    engine = context.engine
+    if models.shared_head is not None:
+        both = nn.ModuleDict({"policy": models.policy, "head": models.shared_head})
+        return {"policy": engine.train("policy", both, config.policy, terms=("policy", "ptx", "value"))}
+    trained = {"policy": engine.train("policy", models.policy, config.policy, terms=("policy", "ptx"))}
+    if models.critic is not None:
+        trained["critic"] = engine.train("critic", models.critic, config.critic, terms=("value",))
+    return trained
+
+
+class _Save:
+    """Fills a checkpoint folder: models as ordinary folders, optimizers and averages in one file."""
+
+    def __init__(
+        self, models: Models, trained: dict[str, Trained], tokenizer: PreTrainedTokenizerBase, ema: Ema | None
+    ) -> None:
+        self.models, self.trained, self.tokenizer, self.ema = models, trained, tokenizer, ema
+
+    def __call__(self, folder: Path) -> None:
+        save_model(self.models.policy, self.tokenizer, folder / MODEL)
+        if self.models.critic is not None:
+            self.models.critic.save(self.tokenizer, folder / CRITIC)
+        state: dict[str, Any] = {name: model.state() for name, model in self.trained.items()}
+        if self.models.shared_head is not None:
+            state["shared_head"] = self.models.shared_head.state_dict()
+        if self.ema is not None:
+            state["ema"] = self.ema.shadow
+        torch.save(state, folder / TRAINER)
+
+
+def _restore(path: Path, trained: dict[str, Trained], ema: Ema | None) -> None:
+    state = torch.load(path, weights_only=True)
+    for name, model in trained.items():
+        model.load_state(state[name])
+    if "shared_head" in state:
+        both = trained["policy"].module
+        assert isinstance(both, nn.ModuleDict)
+        both["head"].load_state_dict(state["shared_head"])
+    if ema is not None and "ema" in state:
+        ema.load(state["ema"])
+
+
+class EvaluatePrompts:
+    """Evaluation during a run, on held-out prompts; nothing where there are none."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        context: Context,
+        tokenizer: PreTrainedTokenizerBase,
+        models: Models,
+        sampler: Sampler,
+        judge: RewardSource,
+        proxy: RewardSource | None,
+    ) -> None:
+        """`proxy` is the reward that is trained on, where it is not the judge."""
+        self.config, self.models, self.sampler = config, models, sampler
+        self.judge, self.proxy = judge, proxy
+        self.decode = decoder(tokenizer)
+        self.key = derive(context.seed, "eval")
+        self.record: Callable[[list[dict[str, object]]], None] = lambda _: None
+        self.batches: list[Prompts] = []
+        if config.data.eval_prompts is not None:
+            held_out = load_prompts(
+                config.data.eval_prompts,
+                tokenizer,
+                chat_template=config.data.chat_template,
+                context=context_length(models.policy),
+                max_new_tokens=config.sampling.max_new_tokens,
+            )
+            context.notes.append(held_out.skips.summary())
+            self.batches = list(held_out.batches(config.sampling.batch_size))
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """The metrics of the policy as it is now; samples go to `record`."""
+        if not self.batches:
+            return {}
+        found = evaluate_policy(
+            self.batches,
+            self.sampler,
+            self.models,
+            self.judge,
+            proxy=self.proxy,
+            key=self.key,
+            greedy=self.config.eval.greedy,
+            rows_per_pass=self.config.batch.micro_batch_size * ROWS_PER_PASS,
+        )
+        parts, limit = found.scores.parts, self.config.eval.samples
+        self.record(sample_records(found.rollout, self.decode, step=step, split="eval", limit=limit, parts=parts))
+        return found.metrics
+
+
+def _averaged(evaluate: EvaluatePrompts, ema: Ema | None) -> Callable[[int], dict[str, float]]:
+    """Evaluate the average of the weights, where there is one."""
+    if ema is None:
+        return evaluate
+
+    def under_average(step: int) -> dict[str, float]:
+        with ema.applied():
+            return evaluate(step)
+
+    return under_average

@@ -1,0 +1,185 @@
+"""A reward-model run from its configuration, and what follows it: calibration, report card, export."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from reward_model.calibrate import calibrate
+from reward_model.evaluate import evaluate_reward_model
+from reward_model.objective import PairLoss
+from rlhf.build.context import MODEL, TRAINER, Context, model_folder, open_context, total_steps
+from rlhf.build.models import build_tokenizer
+from rlhf.config.data import PreferencesConfig
+from rlhf.config.sections import RewardModelConfig
+from rlhf.data.pairs import PairSet, load_pairs
+from rlhf.data.stream import BatchStream
+from rlhf.errors import ConfigError
+from rlhf.evaluation.evaluate import evaluate_loss
+from rlhf.models.backbone import context_length, enable_checkpointing
+from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
+from rlhf.runtime.seeding import derive, new_weights
+from rlhf.trainers.offline import OfflineRun
+from rlhf.types import Batch, PreferencePairs
+
+SHOW = ("loss/rm", "rm/accuracy", "policy/grad_norm", "eval/rm_accuracy")
+EVAL_NAMES = {"loss/rm": "eval/rm_loss", "rm/accuracy": "eval/rm_accuracy"}
+
+
+@dataclass(frozen=True)
+class RewardModelRun:
+    """A run with what calibration, the report card and the export need."""
+
+    run: OfflineRun
+    config: RewardModelConfig
+    model: ScalarHeadModel
+    tokenizer: PreTrainedTokenizerBase
+    pairs: PairSet
+    eval_pairs: PairSet | None
+
+
+def build_reward_model(config: RewardModelConfig, console: Console | None = None) -> RewardModelRun:
+    """Everything a reward-model run needs, from step 0 or from its newest checkpoint.
+
+    Raises:
+        UserError: of the kind that fits.
+    """
+    assert config.data.preferences is not None
+    context = open_context(config, console)
+    tokenizer = build_tokenizer(config.model)
+    model = _model(config, context, tokenizer)
+    trained = context.engine.train("policy", model, config.model, terms=("rm",))
+    if context.resume is not None:
+        trained.load_state(torch.load(context.resume / TRAINER, weights_only=True)["model"])
+    longest = context_length(model.classifier)
+    pairs = _pairs(config, config.data.preferences, context, tokenizer, longest)
+    held_out = config.data.eval_preferences
+    eval_pairs = _pairs(config, held_out, context, tokenizer, longest) if held_out is not None else None
+    loss = PairLoss(model, config.loss, dtype=config.model.dtype)
+    stream = BatchStream(pairs, config.batch.prompts_per_step, derive(context.seed, "pairs"))
+
+    def save(folder: Path) -> None:
+        model.save(tokenizer, folder / MODEL)
+        torch.save({"model": trained.state()}, folder / TRAINER)
+
+    def evaluate(_step: int) -> dict[str, float]:
+        return _held_out(eval_pairs, loss, config.batch.micro_batch_size)
+
+    session = context.session(
+        total_steps=total_steps(config.schedule, stream.steps_per_epoch), save=save, evaluate=evaluate, show=SHOW
+    )
+    run = OfflineRun(
+        batch=config.batch,
+        schedule=config.schedule,
+        session=session,
+        data=stream.batch,
+        loss=loss,
+        trained=trained,
+        ema=None,
+        tokens=_tokens,
+        export=lambda folder: model.save(tokenizer, folder),
+    )
+    return RewardModelRun(run, config, model, tokenizer, pairs, eval_pairs)
+
+
+def report_card_of(config: RewardModelConfig, path: str) -> dict[str, Any]:
+    """The report card of the reward model in `path`, on the pairs that `config` names.
+
+    Raises:
+        ConfigError: there are no held-out pairs.
+    """
+    if config.data.preferences is None or config.data.eval_preferences is None:
+        raise ConfigError("nothing to evaluate on: set data.eval_preferences.path")
+    tokenizer = build_tokenizer(config.model.model_copy(update={"model": path}))
+    model = load_scalar_head(model_folder(path), tokenizer, new_head=None, dtype=config.model.dtype)
+    longest, template = context_length(model.classifier), config.data.chat_template
+    train, held_out = (
+        load_pairs(data, tokenizer, chat_template=template, context=longest)
+        for data in (config.data.preferences, config.data.eval_preferences)
+    )
+    return _card(config, model, tokenizer, train, held_out)
+
+
+def finish_reward_model(built: RewardModelRun) -> dict[str, Any]:
+    """Calibrate, export to the run folder, and write the report card; returns the card."""
+    config, folder = built.config, built.run.session.recorder.folder
+    size, dtype = config.batch.micro_batch_size, config.model.dtype
+    calibrate(built.model, built.pairs, config.calibration, micro_batch_size=size, dtype=dtype)
+    built.run.export(folder.path / MODEL)
+    if built.eval_pairs is None:
+        return {}
+    card = _card(config, built.model, built.tokenizer, built.pairs, built.eval_pairs)
+    folder.write_report_card(card)
+    return card
+
+
+def _card(
+    config: RewardModelConfig,
+    model: ScalarHeadModel,
+    tokenizer: PreTrainedTokenizerBase,
+    train: PairSet,
+    held_out: PairSet,
+) -> dict[str, Any]:
+    return evaluate_reward_model(
+        model,
+        held_out,
+        train=train,
+        eos_ids=(int(tokenizer.eos_token_id),),
+        micro_batch_size=config.batch.micro_batch_size,
+        dtype=config.model.dtype,
+        seed=config.run.seed,
+    ).as_dict()
+
+
+def _model(config: RewardModelConfig, context: Context, tokenizer: PreTrainedTokenizerBase) -> ScalarHeadModel:
+    path = str(context.resume / MODEL) if context.resume else model_folder(config.model.model)
+    with new_weights(context.seed):
+        model = _load(config, context, path, tokenizer)
+    if config.model.gradient_checkpointing:
+        enable_checkpointing(model.classifier)
+    model.train()
+    return model
+
+
+def _load(
+    config: RewardModelConfig, context: Context, path: str, tokenizer: PreTrainedTokenizerBase
+) -> ScalarHeadModel:
+    return load_scalar_head(
+        path,
+        tokenizer,
+        new_head=None if context.resume else "normal",
+        dtype=config.model.dtype,
+        seed=derive(context.seed, "reward model"),
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def _pairs(
+    config: RewardModelConfig,
+    data: PreferencesConfig,
+    context: Context,
+    tokenizer: PreTrainedTokenizerBase,
+    longest: int | None,
+) -> PairSet:
+    pairs = load_pairs(data, tokenizer, chat_template=config.data.chat_template, context=longest)
+    context.notes.append(pairs.skips.summary())
+    return pairs
+
+
+def _held_out(pairs: PairSet | None, loss: PairLoss, size: int) -> dict[str, float]:
+    if pairs is None:
+        return {}
+    starts = range(0, len(pairs), size)
+    batches = (pairs.collate(list(range(start, min(start + size, len(pairs))))) for start in starts)
+    return evaluate_loss(batches, loss, EVAL_NAMES)
+
+
+def _tokens(batch: Batch) -> int:
+    assert isinstance(batch, PreferencePairs)
+    prompts = 2 * int(batch.prompt_mask.sum())
+    return prompts + int(batch.chosen_mask.sum() + batch.rejected_mask.sum())

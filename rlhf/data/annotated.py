@@ -1,0 +1,120 @@
+"""Data sets of the preference losses: pairs, or single labelled completions, with the reference's log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.config.data import PreferencesConfig
+from rlhf.data.dialects import LABELLED
+from rlhf.data.files import load_rows
+from rlhf.data.pad import left_pad, right_pad
+from rlhf.data.pairs import LabelledSet, PairSet, load_labelled, load_pairs
+from rlhf.data.skips import Skips
+from rlhf.types import AnnotatedLabelled, AnnotatedPairs, Demonstrations, extend
+
+
+@dataclass(frozen=True)
+class CompletionRows:
+    """Completions, one a row, as token ids."""
+
+    prompts: tuple[list[int], ...]
+    completions: tuple[list[int], ...]
+    pad_id: int
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def by_length(self) -> list[int]:
+        """The rows' numbers, the longest first: rows of like length share a forward pass, and memory shows at once."""
+        lengths = [len(p) + len(c) for p, c in zip(self.prompts, self.completions, strict=True)]
+        return sorted(range(len(self)), key=lambda row: (-lengths[row], row))
+
+    def collate(self, indices: Sequence[int]) -> Demonstrations:
+        """These rows as one batch."""
+        prompt_ids, prompt_mask = left_pad([self.prompts[i] for i in indices], self.pad_id)
+        completion_ids, completion_mask = right_pad([self.completions[i] for i in indices], self.pad_id)
+        return Demonstrations(
+            prompt_ids=prompt_ids,
+            prompt_mask=prompt_mask,
+            completion_ids=completion_ids,
+            completion_mask=completion_mask,
+            loss_mask=completion_mask.clone(),
+        )
+
+
+@dataclass(frozen=True)
+class AnnotatedPairSet:
+    """Pairs with the reference's log-probabilities of both sides; zero for a loss without a reference."""
+
+    pairs: PairSet
+    chosen_ref_logprobs: Float[Tensor, " N"]
+    rejected_ref_logprobs: Float[Tensor, " N"]
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def collate(self, indices: Sequence[int]) -> AnnotatedPairs:
+        """These pairs as one batch."""
+        rows = torch.tensor(list(indices), dtype=torch.long)
+        return extend(
+            AnnotatedPairs,
+            self.pairs.collate(indices),
+            chosen_ref_logprobs=self.chosen_ref_logprobs[rows],
+            rejected_ref_logprobs=self.rejected_ref_logprobs[rows],
+        )
+
+
+@dataclass(frozen=True)
+class AnnotatedLabelledSet:
+    """Single completions, each with its label and the reference's log-probability."""
+
+    rows: CompletionRows
+    desirable: tuple[bool, ...]
+    ref_logprobs: Float[Tensor, " N"]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def collate(self, indices: Sequence[int]) -> AnnotatedLabelled:
+        """These completions as one batch."""
+        return extend(
+            AnnotatedLabelled,
+            self.rows.collate(indices),
+            desirable=torch.tensor([self.desirable[i] for i in indices], dtype=torch.bool),
+            ref_logprobs=self.ref_logprobs[torch.tensor(list(indices), dtype=torch.long)],
+        )
+
+
+def rows_of(found: PairSet | LabelledSet) -> CompletionRows:
+    """Every completion as a row of its own; of pairs, all chosen sides and then all rejected ones."""
+    if isinstance(found, LabelledSet):
+        return CompletionRows(found.prompts, found.completions, found.pad_id)
+    return CompletionRows(found.prompts * 2, found.chosen + found.rejected, found.pad_id)
+
+
+def labels_of(found: PairSet | LabelledSet) -> tuple[bool, ...]:
+    """The label of each of `rows_of`: the chosen side of a pair is desirable, the rejected one is not."""
+    if isinstance(found, LabelledSet):
+        return tuple(text.desirable for text in found.texts)
+    return (True,) * len(found) + (False,) * len(found)
+
+
+def load_judgments(
+    config: PreferencesConfig, tokenizer: PreTrainedTokenizerBase, *, chat_template: str, context: int | None = None
+) -> PairSet | LabelledSet:
+    """Labelled completions where the data set has a `label` column and no pairs, else pairs."""
+    load = load_labelled if _is_labelled(config) else load_pairs
+    return load(config, tokenizer, chat_template=chat_template, context=context)
+
+
+def _is_labelled(config: PreferencesConfig) -> bool:
+    """Whether the columns that rows have are those of labelled completions."""
+    rows = load_rows(config, Skips(config.path))
+    columns = {name for row in rows for name in row.values}
+    return "chosen" not in columns and any(set(shape.columns) <= columns for shape in LABELLED.shapes)

@@ -1,0 +1,98 @@
+"""Reference log-probabilities on disk: one number a completion, computed once for a model and a data set."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+VERSION = 1  # of the file and of what the numbers mean: another one is another key
+_NAME = "logprobs"
+
+
+def cache_folder(configured: str | None, environment: Mapping[str, str]) -> Path:
+    """Where reference log-probabilities are kept: `reference/` in the configured folder or the user's own cache."""
+    if configured is not None:
+        return Path(configured).expanduser() / "reference"
+    home = environment.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "rlhf" / "reference"
+
+
+def rows_fingerprint(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> str:
+    """A digest of token ids, row by row: other rows, another order, tokenizer or template make another digest."""
+    digest = hashlib.sha256()
+    for prompt, completion in zip(prompts, completions, strict=True):
+        digest.update(f"{len(prompt)} {len(completion)}:{[*prompt, *completion]}".encode())
+    return digest.hexdigest()
+
+
+def cache_key(*, weights: str, rows: str, dtype: str, temperature: float) -> str:
+    """The name under which log-probabilities of these rows under these weights are kept."""
+    parts = {"version": VERSION, "weights": weights, "rows": rows, "dtype": dtype, "temperature": temperature}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+class ReferenceCache:
+    """A folder of files, one a key, each with a checksum of its numbers; `notes` says what was wrong with one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.notes: list[str] = []
+
+    def path(self, key: str) -> Path:
+        """The file of a key."""
+        return self.folder / f"{key}.safetensors"
+
+    def read(self, key: str, *, count: int) -> Float[Tensor, " N"] | None:
+        """The `count` numbers kept under `key`; None where there are none, or where the file is damaged (noted)."""
+        path = self.path(key)
+        if not path.is_file():
+            return None
+        try:
+            with safe_open(path, framework="pt") as file:
+                values, metadata = file.get_tensor(_NAME), file.metadata() or {}
+        except (OSError, SafetensorError) as error:
+            return self._damaged(path, str(error).splitlines()[0])
+        if metadata.get("checksum") != _checksum(values):
+            return self._damaged(path, "its checksum does not match")
+        if values.shape != (count,):
+            return self._damaged(path, f"it holds {tuple(values.shape)} numbers instead of {count}")
+        return values
+
+    def write(self, key: str, values: Float[Tensor, " N"]) -> None:
+        """Keep the numbers: written aside, then renamed. A folder that cannot be written to is noted, not fatal."""
+        values = values.detach().cpu().contiguous()
+        content = save({_NAME: values}, metadata={"checksum": _checksum(values)})
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle, aside = tempfile.mkstemp(dir=self.folder, prefix=".writing-")
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+                Path(aside).replace(self.path(key))
+            except OSError:
+                Path(aside).unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            self.notes.append(
+                f"reference log-probs could not be kept in {self.folder} ({error}): the next run computes them again; "
+                "set run.cache_dir to a folder that can be written to"
+            )
+
+    def _damaged(self, path: Path, why: str) -> None:
+        self.notes.append(f"{path} is damaged ({why}): computed anew")
+
+
+def _checksum(values: Tensor) -> str:
+    return hashlib.sha256(values.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -1,0 +1,26 @@
+"""What a model computes, as a short text: for caches that must not outlive the weights they were made with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import torch
+from peft import PeftModel
+
+from rlhf.models.backbone import CausalLM
+
+_NOT_ARITHMETIC = {"_name_or_path", "transformers_version", "use_cache", "dtype", "torch_dtype"}
+
+
+def weights_fingerprint(model: CausalLM) -> str:
+    """A digest of every weight and of the configuration; of a model with adapters, that of the model beneath them."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    settings = {name: value for name, value in base.config.to_dict().items() if name not in _NOT_ARITHMETIC}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(base.state_dict().items()):
+        if "lora_" in name:
+            continue
+        digest.update(f"{name.replace('.base_layer', '')} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().data)
+    return digest.hexdigest()
