@@ -13,7 +13,7 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rlhf.build.offline import build_sft
+from rlhf.build.offline import build_offline
 from rlhf.build.online import build_online
 from rlhf.config.load import merge, parse_overrides, train_config
 from rlhf.trainers.offline import OfflineRun, train_offline
@@ -102,12 +102,20 @@ def trained(tree: dict[str, Any], *overrides: str) -> OnlineRun:
     return run
 
 
-def trained_sft(tree: dict[str, Any], *overrides: str) -> OfflineRun:
-    """An SFT run, run to its end."""
-    run = build_sft(train_config(merge(tree, parse_overrides(overrides))), quiet())
+def offline(tree: dict[str, Any], *overrides: str) -> OfflineRun:
+    """The offline run that the tree and `key=value` overrides describe."""
+    return build_offline(train_config(merge(tree, parse_overrides(overrides))), quiet())
+
+
+def trained_offline(tree: dict[str, Any], *overrides: str) -> OfflineRun:
+    """The same, run to its end."""
+    run = offline(tree, *overrides)
     train_offline(run)
     run.session.recorder.close()
     return run
+
+
+trained_sft = trained_offline
 
 
 def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -75,9 +75,7 @@ def keeps_reference(config: TrainConfig) -> bool:
     return isinstance(offline(config).loss, KtoLoss) or (judged(config) and reads_reference(config))
 
 
-def preference_task(
-    config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase, models: Models
-) -> Task:
+def preference_task(config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase, models: Models) -> Task:
     """Rows with the reference's log-probabilities, and their loss; the policy must not have been trained on yet."""
     assert config.data.preferences is not None
     annotate = _Annotator(config, context, models)
@@ -127,7 +125,9 @@ def _labelled_task(
     test: PairSet | LabelledSet | None,
 ) -> Task:
     loss = LabelledLoss(models, config_loss, rows_per_pass=_rows_per_pass(config))
-    stream = BatchStream(annotate.labelled(train), config.batch.prompts_per_step, derive(config.run.seed, "preferences"))
+    stream = BatchStream(
+        annotate.labelled(train), config.batch.prompts_per_step, derive(config.run.seed, "preferences")
+    )
     held_out: HeldOut = dict
     if isinstance(test, PairSet):  # its implicit reward is DPO's: beta times the log-ratio
         names = {name: new for name, new in EVAL_NAMES.items() if name not in OF_ITS_OWN_LOSS}
@@ -172,9 +172,7 @@ def _load(
     models: Models,
 ) -> PairSet | LabelledSet:
     load = load_judgments if isinstance(offline(config).loss, KtoLoss) else load_pairs
-    found = load(
-        data, tokenizer, chat_template=config.data.chat_template, context=context_length(models.policy)
-    )
+    found = load(data, tokenizer, chat_template=config.data.chat_template, context=context_length(models.policy))
     context.notes.append(found.skips.summary())
     return found
 

@@ -57,15 +57,12 @@ class ReferenceCache:
         path = self.path(key)
         if not path.is_file():
             return None
-        try:
-            with safe_open(path, framework="pt") as file:
-                values, metadata = file.get_tensor(_NAME), file.metadata() or {}
-        except (OSError, SafetensorError) as error:
-            return self._damaged(path, str(error).splitlines()[0])
-        if metadata.get("checksum") != _checksum(values):
-            return self._damaged(path, "its checksum does not match")
-        if values.shape != (count,):
-            return self._damaged(path, f"it holds {tuple(values.shape)} numbers instead of {count}")
+        damage, values = _opened(path)
+        if not damage and values.shape != (count,):
+            damage = f"it holds {tuple(values.shape)} numbers instead of {count}"
+        if damage:
+            self.notes.append(f"{path} is damaged ({damage}): computed anew")
+            return None
         return values
 
     def write(self, key: str, values: Float[Tensor, " N"]) -> None:
@@ -90,8 +87,15 @@ class ReferenceCache:
                 "set run.cache_dir to a folder that can be written to"
             )
 
-    def _damaged(self, path: Path, why: str) -> None:
-        self.notes.append(f"{path} is damaged ({why}): computed anew")
+
+def _opened(path: Path) -> tuple[str, Tensor]:
+    """What is wrong with a file (nothing: empty), and its numbers."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            values, metadata = file.get_tensor(_NAME), file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        return str(error).splitlines()[0], torch.empty(0)
+    return "" if metadata.get("checksum") == _checksum(values) else "its checksum does not match", values
 
 
 def _checksum(values: Tensor) -> str:

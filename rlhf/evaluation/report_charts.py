@@ -108,7 +108,6 @@ GROUPS: tuple[tuple[str, str, str, tuple[tuple[str, tuple[str, ...]], ...]], ...
         "Held-out loss should fall; where it turns up while the training loss still falls, the run is too long.",
         (
             ("Negative log-likelihood", ("loss/sft", "eval/loss")),
-            ("Perplexity", ("eval/perplexity",)),
             ("Token accuracy", ("loss/accuracy",)),
             ("Pretraining loss", ("loss/ptx",)),
         ),

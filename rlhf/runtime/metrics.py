@@ -64,12 +64,12 @@ loss/total            | -        | the loss that was descended
 loss/accuracy         | share    | completion tokens that are the model's first choice
 loss/rm               | nats     | Bradley-Terry loss per pair
 loss/preference       | -        | preference loss per pair; of KTO, per completion
-preference/accuracy   | share    | pairs whose chosen side has the higher implicit reward; of KTO, completions on their side of z0
+preference/accuracy   | share    | pairs whose chosen side has the higher reward; of KTO, rows on their side of z0
 preference/margin     | reward   | mean implicit reward of chosen minus rejected sides
-preference/chosen_reward | reward | mean implicit reward of chosen (of KTO, desirable) completions, as the loss defines it
+preference/chosen_reward | reward | mean implicit reward of chosen (of KTO, desirable) completions
 preference/rejected_reward | reward | mean implicit reward of rejected (of KTO, undesirable) completions
-preference/chosen_logprob | nats | log-probability under the policy of chosen (desirable) completions, summed over tokens
-preference/rejected_logprob | nats | log-probability under the policy of rejected (undesirable) ones, summed over tokens
+preference/chosen_logprob | nats | log-probability of chosen (desirable) completions, summed over tokens
+preference/rejected_logprob | nats | log-probability of rejected (undesirable) completions, summed over tokens
 preference/baseline   | nats     | KTO's z0: mean log-ratio to the reference of mismatched completions, at least 0
 rm/accuracy           | share    | pairs whose chosen side scores higher
 rm/margin             | score    | mean score difference, chosen - rejected

@@ -31,10 +31,11 @@ FILES = sorted((ROOT / "configs").rglob("*.yaml"))
 def base(**algorithm: Any) -> dict[str, Any]:
     return {
         "policy": {"model": "m"},
-        "data": {"prompts": {"path": "p"}, "sft": {"path": "s"}},
+        "data": {"prompts": {"path": "p"}, "sft": {"path": "s"}, "preferences": {"path": "d"}},
         "reward": {"source": {"type": "model", "path": "rm"}},
         "sampling": {"completions_per_prompt": 4},
         "algorithm": algorithm or {"preset": "ppo"},
+        "batch": {"epochs": 2},
     }
 
 
@@ -147,11 +148,49 @@ def test_an_adaptive_controller_from_the_command_line() -> None:
         ("ppo", {}, "data.sft is set, but algorithm.ptx_coef is 0"),
         ("sft", {"critic": {"lr": 1.0}}, "critic is set, but an offline algorithm does not read it"),
         ("sft", {"batch": {"epochs": 3}}, "batch.epochs is set, but an offline algorithm"),
+        ("sft", {"reference": {"model": "r"}}, "reference is set, but sft has no reference"),
+        ("sft", {}, "data.preferences is set, but sft does not read it"),
+        ("simpo", {"reference": {"model": "r"}}, "reference is set, but simpo has no reference"),
+        ("dpo", {}, "data.sft is set, but dpo does not read it"),
+        ("cdpo", {"data": {"eval_prompts": {"path": "e"}}}, "data.eval_prompts is set, but eval.source, the judge"),
     ],
 )
 def test_a_section_that_nothing_reads_is_named(algorithm: str, changes: dict[str, Any], expected: str) -> None:
     notes = unread_sections(train_config(merge(base(preset=algorithm), changes)))
     assert any(note.startswith(expected) for note in notes), notes
+
+
+JUDGED = {"data": {"eval_prompts": {"path": "e"}}, "eval": {"source": {"type": "model", "path": "judge"}}}
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes"), [("dpo", {}), ("kto", {}), ("simpo", JUDGED), ("sft", JUDGED), ("ipo", JUDGED)]
+)
+def test_a_reference_that_has_a_part_is_not_warned_of(preset: str, changes: dict[str, Any]) -> None:
+    config = train_config(merge(merge(base(preset=preset), {"reference": {"model": "r"}}), changes))
+    assert not [note for note in unread_sections(config) if note.startswith(("reference", "data.eval_prompts"))]
+
+
+@pytest.mark.parametrize(
+    ("preset", "override", "message"),
+    [
+        ("dpo", "algorithm.loss.label_smoothing=0.5", "algorithm.loss.label_smoothing: Input should be less than 0.5"),
+        ("robust_dpo", "algorithm.loss.label_smoothing=0.7", "should be less than 0.5"),
+        ("dpo", "algorithm.loss.beta=0", "algorithm.loss.beta: Input should be greater than 0"),
+        ("ipo", "algorithm.loss.normalize=sum", "algorithm.loss.normalize"),
+        ("simpo", "algorithm.loss.gama=1", "algorithm.loss.gama: unknown key; did you mean gamma?"),
+        ("orpo", "algorithm.loss.beta=1", "algorithm.loss.beta: unknown key; here it is called coef"),
+        ("kto", "algorithm.loss={desirable_weight: 0, undesirable_weight: 0}", "nothing would be learned"),
+        ("kto", "batch.prompts_per_step=1", "batch.prompts_per_step must be >= 2"),
+        ("dpo", "data.preferences=null", "data.preferences is missing: dpo needs pairs"),
+        ("sft", "data.sft=null", "data.sft is missing: SFT needs texts"),
+        ("dpo", "algorithm.loss.type=dppo", "does not match any of the expected tags"),
+    ],
+)
+def test_a_mistake_in_an_offline_loss_is_named(preset: str, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        train_config(merge(base(preset=preset), parse_overrides([override])))
+    assert message in str(error.value)
 
 
 def test_a_run_folder_is_a_configuration_file(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from machinery import MACHINERY
 from mutant import Mutant
 
 MUTANTS = [
+    *MACHINERY,
     Mutant(
         name="whiten-keeps-mean",
         file="rlhf/masked.py",
