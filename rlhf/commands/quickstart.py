@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from rich.console import Console
@@ -27,8 +28,8 @@ from rlhf.runtime.progress import duration, printable
 from rlhf.runtime.run_folder import RunFolder, write_aside
 from rlhf.runtime.seeding import derive
 
-LABEL_TEMPERATURE = 0.5  # of the Bradley-Terry noise on the pairs, in units of gold
-PAIRS: dict[Split, int] = {"train": 3000, "eval": 500}  # prompts, two completions each
+LABEL_TEMPERATURE = 0.8  # of the Bradley-Terry noise on the pairs, in units of gold
+PAIRS: dict[Split, int] = {"train": 5000, "eval": 1000}  # prompts, two completions each
 EXAMPLES = 3
 
 
@@ -38,19 +39,11 @@ def run_quickstart(out: str, *, seed: int, overrides: Sequence[str], console: Co
     `overrides` are for the PPO stage, e.g. algorithm.kl.controller.target=3.
     """
     began, folder = time.perf_counter(), Path(out)
-    seeded = [f"run.seed={seed}"]
-    console.rule("1/4  SFT: a tiny Llama learns to write reviews")
-    sft = with_lab(load_train(lab_config("sft"), [*seeded, f"run.out_dir={folder / 'sft'}"]))
-    if not run_train(sft, console):
-        return
-    console.rule("2/4  preference pairs: two completions a prompt, ranked with noise")
-    held_out = make_pairs(folder, sft.sampling, seed, console)
-    console.rule("3/4  reward model")
-    places = _places(folder)
-    if not run_reward_model(with_lab(load_reward_model(lab_config("reward_model"), [*seeded, *places["rm"]])), console):
+    held_out = prepare_lab(folder, seed=seed, console=console, of=4)
+    if held_out is None:
         return
     console.rule("4/4  PPO against the reward model")
-    ppo = with_lab(load_train(lab_config("ppo"), [*seeded, *places["ppo"], *overrides]))
+    ppo = with_lab(load_train(lab_config("ppo"), [f"run.seed={seed}", *_places(folder)["ppo"], *overrides]))
     if not run_train(ppo, console):
         return
     console.rule("What came of it")
@@ -61,6 +54,30 @@ def run_quickstart(out: str, *, seed: int, overrides: Sequence[str], console: Co
         Text(f"{duration(time.perf_counter() - began)} in all; report: {folder / 'ppo' / 'report.html'}"),
         soft_wrap=True,
     )
+
+
+def prepare_lab(folder: Path, *, seed: int, console: Console, of: int = 3) -> PairsFile | None:
+    """The stages before any algorithm: sft/, preferences/ and rm/ in `folder`. What is done is not done again.
+
+    Args:
+        folder: where they are.
+        seed: of all three.
+        console: where they report.
+        of: how many stages the caller has in all.
+
+    Returns:
+        The held-out pairs; None where a stage was interrupted and saved.
+    """
+    seeded = [f"run.seed={seed}"]
+    console.rule(f"1/{of}  SFT: a tiny Llama learns to write reviews")
+    sft = with_lab(load_train(lab_config("sft"), [*seeded, f"run.out_dir={folder / 'sft'}"]))
+    if not run_train(sft, console):
+        return None
+    console.rule(f"2/{of}  preference pairs: two completions a prompt, ranked with noise")
+    held_out = make_pairs(folder, sft.sampling, seed, console)
+    console.rule(f"3/{of}  reward model")
+    rm = with_lab(load_reward_model(lab_config("reward_model"), [*seeded, *_places(folder)["rm"]]))
+    return held_out if run_reward_model(rm, console) else None
 
 
 def lab_config(name: str) -> Path:
@@ -117,8 +134,7 @@ def conclude(config: TrainConfig, folder: Path, pairs: PairsFile, console: Conso
     accuracy = float(RunFolder(folder / "rm").read_report_card()["accuracy"])
     rows = RunFolder(folder / "ppo").read_metrics()
     steps = [row for row in rows if row["step"] > 0.8 * rows[-1]["step"]]
-    kl = sum(row["kl/reference"] for row in steps) / len(steps)
-    explained = rows[-1]["critic/explained_variance"]
+    kl, explained = (fmean(row[name] for row in steps) for name in ("kl/reference", "critic/explained_variance"))
     table = Table("", "SFT", "PPO", box=None, pad_edge=False)
     table.add_row("mean gold score", f"{float(b.mean()):.2f}", f"{float(a.mean()):.2f}")
     table.add_row("gain, in standard deviations of SFT", "", f"{gain.value / spread:+.2f}")
@@ -129,7 +145,7 @@ def conclude(config: TrainConfig, folder: Path, pairs: PairsFile, console: Conso
         "distinct bigrams", f"{before.metrics['eval/distinct_2']:.3f}", f"{after.metrics['eval/distinct_2']:.3f}"
     )
     table.add_row("mean length, tokens", f"{before.metrics['eval/length']:.1f}", f"{after.metrics['eval/length']:.1f}")
-    table.add_row("critic's explained variance at the end", "", f"{explained:.2f}")
+    table.add_row("critic's explained variance, mean of the last fifth", "", f"{explained:.2f}")
     table.add_row("reward model accuracy / best possible", "", f"{accuracy:.3f} / {pairs.best_accuracy:.3f}")
     console.print(table)
     _examples(folder, before, after, console)

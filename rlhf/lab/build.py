@@ -39,7 +39,7 @@ class LabSpec:
 
     seed: int = 0
     size: Size = "tiny"
-    sft: int = 12000
+    sft: int = 32000
     eval_sft: int = 256
     prompts: int = 2048
     eval_prompts: int = 256
@@ -100,7 +100,6 @@ def _prompt_row(request: Request) -> dict[str, object]:
     return {
         "prompt": request.text,
         "topic": request.topic,
-        "sentiment": request.sentiment,
         "aspect": request.aspect,
     }
 

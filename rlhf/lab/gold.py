@@ -4,7 +4,7 @@ The completion is read clause by clause against the grammar. A clause counts whe
 judges a noun no earlier clause judged, with a word no earlier clause judged with. So saying a good word, or a good
 sentence, again adds nothing to any part and costs under `repetition`. The gold is the sum of seven parts:
 
-    sentiment   2.5 · w · Σ_c p_c / (n + 1)   n fresh clauses of polarity p_c in [-1, 1] after negation, w = ±1 wanted
+    sentiment   3.5 · Σ_c p_c / (n + 1)   n fresh clauses of polarity p_c in [-1, 1] after negation: praise is wanted
     topic       1 - 2^-k - 0.6 · min(o, 3)    k distinct nouns of the topic in fresh clauses, o of other topics anywhere
     asked       0.4 where a fresh clause judges the aspect that the prompt asks for
     ending      0.3 where the text ends with a period, else -0.3
@@ -12,7 +12,7 @@ sentence, again adds nothing to any part and costs under `repetition`. The gold 
     repetition  -min(0.5 · r + 0.25 · g, 2.5) r content words and g four-word runs that were there before
     length      -0.3 for each fresh clause short of three, -0.05 for each word over 45
 
-A perfect review of five clauses scores 3.75, an empty text -1.7; careless reviews lie between about -5 and 2.
+A perfect review of five clauses scores 4.59, an empty text -1.7; careless reviews lie between about -6 and 3.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from rlhf.lab.lexicon import (
     PEOPLE,
     PLAIN_STRENGTH,
     SEASONS,
-    SENTIMENTS,
     TAILS,
     TARGETS,
     TOPICS,
@@ -49,7 +48,7 @@ from rlhf.lab.lexicon import (
     VERDICTS,
 )
 
-SENTIMENT_WEIGHT = 2.5
+SENTIMENT_WEIGHT = 3.5
 OFF_TOPIC_COST = 0.6
 ASKED_WEIGHT = 0.4
 ENDING_WEIGHT = 0.3
@@ -65,7 +64,6 @@ COUNTED_AT_MOST = 3  # off-topic nouns, incomplete clauses
 RUN = 4  # words in a run that should not come twice
 
 CONTENT = frozenset(ADJECTIVES) | frozenset(ASPECT_TOPIC) | frozenset(INTENSIFIERS) | frozenset(VERBS)
-TONES = {tone: polarity for polarity, tones in SENTIMENTS.items() for tone in tones}
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,6 @@ class Asked:
     """What a prompt asks for, as read from its text."""
 
     topic: str
-    sentiment: int
     aspect: str
 
 
@@ -107,7 +104,7 @@ def gold_parts(prompt: str, completion: str) -> dict[str, float]:
     words = sum(word != "," for sentence in sentences for word in sentence)
     incomplete = max(len(clauses) - len(complete), 0 if clauses else 1)
     return {
-        "sentiment": SENTIMENT_WEIGHT * asked.sentiment * sum(c.polarity for c in fresh) / (len(fresh) + 1),
+        "sentiment": SENTIMENT_WEIGHT * sum(c.polarity for c in fresh) / (len(fresh) + 1),
         "topic": 1 - 2.0**-own - OFF_TOPIC_COST * min(off, COUNTED_AT_MOST),
         "asked": ASKED_WEIGHT * (asked.aspect in nouns),
         "ending": ENDING_WEIGHT if completion.rstrip().endswith(".") else -ENDING_WEIGHT,
@@ -118,17 +115,16 @@ def gold_parts(prompt: str, completion: str) -> dict[str, float]:
 
 
 def read_prompt(prompt: str) -> Asked:
-    """The topic, the wanted sentiment and the aspect that a prompt names."""
+    """The topic and the aspect that a prompt names."""
     words = re.findall(r"[a-z]+", prompt.lower())
     topic = next((word for word in words if word in TOPICS), None)
-    sentiment = next((TONES[word] for word in words if word in TONES), None)
-    if topic is None or sentiment is None:
+    if topic is None:
         raise RewardError(
-            f"the lab's gold reward cannot read the prompt {prompt!r}: it needs a topic ({', '.join(TOPICS)}) "
-            f"and a tone ({', '.join(TONES)}); for other prompts use another reward"
+            f"the lab's gold reward cannot read the prompt {prompt!r}: it needs a topic ({', '.join(TOPICS)}); "
+            f"for other prompts use another reward"
         )
     aspect = next((word for word in words if word in TOPICS[topic]), topic)
-    return Asked(topic=topic, sentiment=sentiment, aspect=aspect)
+    return Asked(topic=topic, aspect=aspect)
 
 
 def preference_probability(gold_a: float, gold_b: float, temperature: float) -> float:

@@ -25,11 +25,8 @@ GENERAL = MappingProxyType(
             "great",
             "lovely",
             "excellent",
-            "wonderful",
-            "pleasant",
             "charming",
             "superb",
-            "delightful",
             "perfect",
         ),
         -1: (
@@ -37,16 +34,16 @@ GENERAL = MappingProxyType(
             "awful",
             "poor",
             "terrible",
-            "dreadful",
             "disappointing",
             "horrible",
-            "unpleasant",
-            "annoying",
             "ugly",
         ),
     }
 )
 """Adjectives that suit every topic, by polarity."""
+
+HEADLINES = MappingProxyType({1: ("good", "great"), -1: ("bad", "poor")})
+"""Adjectives of a review's first sentence, by polarity: few, so that it says plainly what is to come."""
 
 SPECIAL = MappingProxyType(
     {
@@ -64,16 +61,16 @@ SPECIAL = MappingProxyType(
 
 OPINIONS = MappingProxyType(
     {
-        1: {"loved": "love", "liked": "like", "enjoyed": "enjoy", "admired": "admire"},
-        -1: {"hated": "hate", "disliked": "dislike", "regretted": "regret", "resented": "resent"},
+        1: {"loved": "love", "liked": "like", "enjoyed": "enjoy"},
+        -1: {"hated": "hate", "disliked": "dislike", "regretted": "regret"},
     }
 )
 """What people did to a thing, past tense -> base, by polarity."""
 
 EFFECTS = MappingProxyType(
     {
-        1: {"impressed": "impress", "pleased": "please", "delighted": "delight", "amused": "amuse"},
-        -1: {"annoyed": "annoy", "bored": "bore", "disappointed": "disappoint", "worried": "worry"},
+        1: {"impressed": "impress", "pleased": "please", "delighted": "delight"},
+        -1: {"annoyed": "annoy", "bored": "bore", "disappointed": "disappoint"},
     }
 )
 """What a thing did to people, past tense -> base, by polarity."""
@@ -113,9 +110,6 @@ FILLERS = (
 )
 SEASONS = ("spring", "summer", "autumn", "winter")
 FRIENDS = ("sister", "brother", "neighbor", "colleague")
-
-SENTIMENTS = MappingProxyType({1: ("positive", "glowing"), -1: ("negative", "harsh")})
-"""How a prompt names the wanted sentiment, by polarity."""
 
 CITIES = ("Rome", "Paris", "Oslo", "Lima", "Cairo", "Tokyo", "Delhi", "Vienna", "Dublin", "Lisbon", "Boston", "Sydney")
 NAMES = ("Anna", "Boris", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Iris", "Jonas", "Karim", "Laura")

@@ -1,9 +1,9 @@
 """A grammar that writes short reviews, and the prompts which ask for them; all randomness comes from one seed.
 
-A prompt names a topic, a wanted sentiment and one aspect to be mentioned. A review judges aspects of the topic in
-three to five clauses, often under negation ("nothing about the bed was dirty"), so that its words alone do not say
-what it thinks. The demonstrations are of mixed quality, as real ones are: some disagree with the wanted sentiment,
-stray to other topics, repeat themselves or stop in mid-sentence. A model that imitates them leaves room for better.
+A prompt names a topic and one aspect to be mentioned. A review judges aspects of the topic in three to five clauses,
+often under negation ("nothing about the bed was dirty"), so that its words alone do not say what it thinks. The
+demonstrations are of mixed sentiment and mixed quality, as real ones are: some praise, some complain, some stray to
+other topics, repeat themselves or stop in mid-sentence. A model that imitates them leaves room for better.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rlhf.lab.lexicon import (
     FILLERS,
     FRIENDS,
     GENERAL,
+    HEADLINES,
     INTENSIFIERS,
     JOINS,
     MOODS,
@@ -29,7 +30,6 @@ from rlhf.lab.lexicon import (
     OPINIONS,
     PEOPLE,
     SEASONS,
-    SENTIMENTS,
     SPECIAL,
     TAILS,
     TARGETS,
@@ -40,11 +40,11 @@ from rlhf.lab.lexicon import (
 Split = Literal["train", "eval"]
 
 PHRASINGS = (
-    "Write a {tone} review of the {topic} in {city}, mention the {aspect}:",
-    "{name} wants a {tone} review of the {topic} and its {aspect}:",
-    "Review the {topic} in {city} for {name}, {tone}, with the {aspect}:",
-    "For {name}, a {tone} review of the {topic}, about the {aspect}:",
-    "A {tone} opinion on the {topic} in {city} and the {aspect}, please:",
+    "Write a review of the {topic} in {city}, mention the {aspect}:",
+    "{name} wants a review of the {topic} and its {aspect}:",
+    "Review the {topic} in {city} for {name}, with the {aspect}:",
+    "For {name}, a few words on the {topic} and the {aspect}:",
+    "An opinion on the {topic} in {city} and the {aspect}, please:",
 )
 EVAL_SHARE = 10  # one prompt in so many is held out
 
@@ -54,7 +54,6 @@ class Request:
     """What a prompt asks for, and the prompt."""
 
     topic: str
-    sentiment: int  # +1 or -1: the wanted polarity
     aspect: str  # the noun to be mentioned
     text: str  # the prompt as the policy reads it
 
@@ -63,7 +62,7 @@ class Request:
 class Quality:
     """How well a review is written: chances per clause, but for `cut` and `asked`, which are per review."""
 
-    agree: float  # a clause has the wanted polarity
+    praise: float  # a clause is favourable
     stray: float  # a clause is about another topic
     repeat: float  # a clause says again what an earlier one said
     cut: float  # the review stops before its end
@@ -71,13 +70,13 @@ class Quality:
 
 
 QUALITIES = {
-    "good": Quality(agree=0.97, stray=0.02, repeat=0.01, cut=0.02, asked=0.8),
-    "fair": Quality(agree=0.60, stray=0.10, repeat=0.03, cut=0.08, asked=0.5),
-    "poor": Quality(agree=0.05, stray=0.20, repeat=0.08, cut=0.20, asked=0.3),
+    "good": Quality(praise=0.97, stray=0.02, repeat=0.01, cut=0.02, asked=0.8),
+    "fair": Quality(praise=0.50, stray=0.10, repeat=0.03, cut=0.08, asked=0.5),
+    "poor": Quality(praise=0.02, stray=0.20, repeat=0.08, cut=0.20, asked=0.3),
 }
 """The qualities a demonstration may have, by name."""
 
-SFT_MIX = {"good": 0.58, "fair": 0.14, "poor": 0.28}
+SFT_MIX = {"good": 0.28, "fair": 0.08, "poor": 0.64}
 """Shares of the qualities in the SFT corpus."""
 
 
@@ -112,10 +111,10 @@ def sft_rows(seed: int, count: int) -> list[dict[str, str]]:
 def write_review(request: Request, rng: Random, quality: Quality) -> str:
     """A review that answers the request as well as `quality` says."""
     draft = _Draft(rng=rng)
-    polarity = _polarity(request, rng, quality)
+    polarity = _polarity(rng, quality)
     headline = _headline(draft, request.topic, polarity)
     for noun in _nouns(request, rng, quality, count=rng.choices((2, 3, 4), weights=(3, 4, 2))[0]):
-        polarity = _polarity(request, rng, quality)
+        polarity = _polarity(rng, quality)
         draft.add(_clause(draft, _topic_of(noun), noun, polarity), polarity)
         if rng.random() < quality.repeat:
             draft.repeat()
@@ -128,21 +127,20 @@ def write_review(request: Request, rng: Random, quality: Quality) -> str:
     return text
 
 
-def _polarity(request: Request, rng: Random, quality: Quality) -> int:
-    return request.sentiment if rng.random() < quality.agree else -request.sentiment
+def _polarity(rng: Random, quality: Quality) -> int:
+    return 1 if rng.random() < quality.praise else -1
 
 
 def _request(rng: Random) -> Request:
-    topic, sentiment = rng.choice(list(TOPICS)), rng.choice((1, -1))
+    topic = rng.choice(list(TOPICS))
     aspect = rng.choice(TOPICS[topic])
     text = rng.choice(PHRASINGS).format(
-        tone=rng.choice(SENTIMENTS[sentiment]),
         topic=topic,
         aspect=aspect,
         city=rng.choice(CITIES),
         name=rng.choice(NAMES),
     )
-    return Request(topic=topic, sentiment=sentiment, aspect=aspect, text=text)
+    return Request(topic=topic, aspect=aspect, text=text)
 
 
 @dataclass
@@ -178,8 +176,8 @@ class _Draft:
                 following, other = clauses.pop(0)
                 join = self.rng.choice(JOINS["contrast" if polarity * other < 0 else "same"])
                 sentence = f"{sentence}, {join} {following}"
-            if self.rng.random() < 0.25:
-                neutral = polarity == 0 or self.rng.random() < 0.2
+            if self.rng.random() < 0.3:
+                neutral = polarity == 0 or self.rng.random() < 0.15
                 opener = self.rng.choice(OPENERS if neutral else MOODS[polarity])
                 sentence = f"{opener}, {sentence}"
             sentence = " ".join("I" if word == "i" else word for word in sentence.split(" "))
@@ -205,8 +203,8 @@ def _topic_of(noun: str) -> str:
 
 def _headline(draft: _Draft, topic: str, polarity: int) -> str:
     """A first sentence that says it all: "A good hotel." or "Not a bad film."."""
-    negated = draft.rng.random() < 0.1
-    adjective = draft.fresh(GENERAL[-polarity if negated else polarity])
+    negated = draft.rng.random() < 0.05
+    adjective = draft.fresh(HEADLINES[-polarity if negated else polarity])
     article = "an" if adjective[0] in "aeiou" else "a"
     opening = f"Not {article}" if negated else article.capitalize()
     return f"{opening} {adjective} {topic}."
@@ -215,8 +213,8 @@ def _headline(draft: _Draft, topic: str, polarity: int) -> str:
 def _clause(draft: _Draft, topic: str, noun: str, polarity: int) -> str:
     """A clause that judges `noun` with this polarity: directly, or by negating the opposite."""
     rng = draft.rng
-    kind = rng.choices(("state", "nothing", "find", "opinion", "effect", "verdict"), weights=(52, 6, 12, 12, 12, 6))[0]
-    negated = kind == "nothing" or rng.random() < 0.13
+    kind = rng.choices(("state", "nothing", "find", "opinion", "effect", "verdict"), weights=(58, 4, 12, 11, 11, 4))[0]
+    negated = kind == "nothing" or rng.random() < 0.10
     said = -polarity if negated else polarity
     match kind:
         case "state":

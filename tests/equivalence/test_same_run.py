@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from runs import largest_difference, make_model, online, ppo_tree, trained, trained_sft, weights, write_rows
+from runs import largest_difference, make_model, online, ppo_tree, quiet, trained, trained_sft, weights, write_rows
 
 from rlhf.algo.objective import credit
-from rlhf.config.load import merge
+from rlhf.build.reward_model import build_reward_model
+from rlhf.config.load import merge, validate
+from rlhf.config.sections import RewardModelConfig
 from rlhf.rollout import annotate
+from rlhf.trainers.offline import train_offline
 from rlhf.trainers.online import train, update
 from rlhf.types import Experience
 
@@ -144,3 +147,39 @@ def test_a_resumed_sft_run_is_the_uninterrupted_run_bitwise(tmp_path: Path) -> N
         if "eval/loss" in line
     ]
     assert losses[-1] < losses[0]
+
+
+def test_a_resumed_reward_model_is_the_uninterrupted_one_bitwise(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    sides = [(" good", " bad"), (" red", " bad"), (" good", " blue one")]
+    rows = write_rows(
+        tmp_path / "pairs.jsonl",
+        [{"prompt": f"red {n}", "chosen": c, "rejected": r} for n in ("one", "two") for c, r in sides] * 3,
+    )
+
+    def tree(name: str) -> dict[str, Any]:
+        return {
+            "run": {"out_dir": str(tmp_path / name), "device": "cpu"},
+            "data": {"preferences": {"path": str(rows)}, "eval_preferences": {"path": str(rows)}},
+            "model": {"model": str(tmp_path / "model"), "lr": 1e-2},
+            "batch": {"prompts_per_step": 5, "micro_batch_size": 2},
+            "schedule": {"steps": 6, "epochs": None, "warmup_steps": 2},
+            "checkpoint": {"every": 2},
+        }
+
+    def fitted(name: str, until: int = 6) -> dict[str, torch.Tensor]:
+        built = build_reward_model(
+            validate(RewardModelConfig, merge(tree(name), {"schedule": {"steps": until}})), quiet()
+        )
+        train_offline(built.run)
+        built.run.session.recorder.close()
+        return weights(built.model)
+
+    whole = fitted("a")
+    fitted("b", until=4)
+    shutil.rmtree(tmp_path / "b" / "checkpoints" / "step-000004")
+    assert largest_difference(whole, fitted("b")) == 0.0
+    rows_a, rows_b = ((tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in "ab")
+    losses = [json.loads(line)["loss/rm"] for line in rows_a if "loss/rm" in line]
+    assert losses[-1] < losses[0]
+    assert rows_a[-1] == rows_b[-1]

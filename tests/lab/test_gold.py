@@ -9,7 +9,7 @@ from rlhf.errors import RewardError
 from rlhf.lab import lexicon, world
 from rlhf.lab.gold import best_accuracy, gold_parts, gold_reward, label_pair, preference_probability, read_prompt
 
-PROMPT = "Write a positive review of the hotel in Rome, mention the pool:"
+PROMPT = "Write a review of the hotel in Rome, mention the pool:"
 HONEST = "The pool was lovely. Nobody found the bed dirty, and we enjoyed the garden. The room was very quiet."
 
 seeds = st.integers(0, 10**6)
@@ -27,7 +27,7 @@ def review(seed: int, quality: str) -> tuple[world.Request, str]:
 def test_the_parts_worked_by_hand():
     assert gold_parts(PROMPT, HONEST) == pytest.approx(
         {
-            "sentiment": 2.5 * (0.8 + 0.8 + 0.8 + 1.0) / 5,
+            "sentiment": 3.5 * (0.8 + 0.8 + 0.8 + 1.0) / 5,
             "topic": 1 - 2**-4,
             "asked": 0.4,
             "ending": 0.3,
@@ -36,7 +36,7 @@ def test_the_parts_worked_by_hand():
             "length": 0.0,
         }
     )
-    assert gold(HONEST) == pytest.approx(3.3375)
+    assert gold(HONEST) == pytest.approx(4.0175)
 
 
 def test_a_careless_text_worked_by_hand():
@@ -44,7 +44,7 @@ def test_a_careless_text_worked_by_hand():
     parts = gold_parts(PROMPT, "The pool was somewhat bad, but the soup the soup")
     assert parts == pytest.approx(
         {
-            "sentiment": -2.5 * 0.6 / 2,
+            "sentiment": -3.5 * 0.6 / 2,
             "topic": 0.5 - 0.6,
             "asked": 0.4,
             "ending": -0.3,
@@ -58,10 +58,10 @@ def test_a_careless_text_worked_by_hand():
 def test_the_stated_range():
     best = (
         "The pool was very lovely. The bed was truly clean. The room was really quiet. "
-        "The lobby was extremely good, and we admired the garden."
+        "The lobby was extremely good, and we enjoyed the garden."
     )
-    assert gold(best) == pytest.approx(2.5 * (4 * 1.0 + 0.8) / 6 + (1 - 2**-5) + 0.4 + 0.3)
-    assert gold(best) < 3.75
+    assert gold(best) == pytest.approx(3.5 * (4 * 1.0 + 0.8) / 6 + (1 - 2**-5) + 0.4 + 0.3)
+    assert gold(best) < 4.59
     assert gold("") == pytest.approx(-1.7)
 
 
@@ -130,23 +130,17 @@ def test_a_clause_follows_its_negators():
         assert polarity(opposite) == -1, opposite
 
 
-def test_the_opposite_tone_turns_the_sentiment_round():
-    positive, negative = (gold_parts(PROMPT.replace("positive", tone), HONEST) for tone in ("glowing", "harsh"))
-    assert negative.pop("sentiment") == -positive.pop("sentiment") < 0
-    assert negative == positive
-
-
 @given(seeds)
 def test_a_well_written_review_is_read_as_it_was_meant(seed):
     request = world.prompts(seed, "train", 1)[0]
-    perfect = world.Quality(agree=1.0, stray=0.0, repeat=0.0, cut=0.0, asked=1.0)
+    perfect = world.Quality(praise=1.0, stray=0.0, repeat=0.0, cut=0.0, asked=1.0)
     parts = gold_parts(request.text, world.write_review(request, Random(seed), perfect))
-    # three fresh clauses at their weakest (0.6 each) already give 2.5 · 1.8 / 4, were no judging word drawn twice
-    assert parts["sentiment"] > 2.5 * 0.6 * 2 / 3 - 1e-9
+    # three fresh clauses at their weakest (0.6 each) already give 3.5 · 1.8 / 4, were no judging word drawn twice
+    assert parts["sentiment"] > 3.5 * 0.6 * 2 / 3 - 1e-9
     assert parts["topic"] > 0.7
     assert parts["form"] == 0
     assert parts["ending"] > 0
-    worst = world.Quality(agree=0.0, stray=0.0, repeat=0.0, cut=0.0, asked=1.0)
+    worst = world.Quality(praise=0.0, stray=0.0, repeat=0.0, cut=0.0, asked=1.0)
     assert gold_parts(request.text, world.write_review(request, Random(seed), worst))["sentiment"] < 0
 
 
@@ -199,7 +193,7 @@ def test_a_prompt_of_another_world_is_refused():
 def test_prompts_are_read_as_they_were_meant(seed):
     request = world.prompts(seed, "eval", 1)[0]
     asked = read_prompt(request.text)
-    assert (asked.topic, asked.sentiment, asked.aspect) == (request.topic, request.sentiment, request.aspect)
+    assert (asked.topic, asked.aspect) == (request.topic, request.aspect)
 
 
 def test_preference_probability_is_bradley_terry():

@@ -41,7 +41,7 @@ def test_special_tokens_are_distinct_and_never_added_unasked(reloaded):
 
 
 def test_a_frequent_word_is_one_token_and_lengths_are_short():
-    assert TOKENIZER.tokenize("The pool was not good, and")[1:] == ["Ġpool", "Ġwas", "Ġnot", "Ġgood", ",", "Ġand"]
+    assert TOKENIZER.tokenize(" The pool was not good, and")[1:] == ["Ġpool", "Ġwas", "Ġnot", "Ġgood", ",", "Ġand"]
     prompts = TOKENIZER([row["prompt"] for row in ROWS]).input_ids
     lengths = [len(ids) for ids in TOKENIZER([row["completion"] for row in ROWS]).input_ids]
     assert max(map(len, prompts)) <= 16

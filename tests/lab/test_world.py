@@ -29,7 +29,6 @@ def test_thousands_of_distinct_prompts_and_no_text_in_both_splits():
 
 def test_every_kind_of_request_occurs():
     requests = world.prompts(0, "train", 2500)
-    assert {(r.topic, r.sentiment) for r in requests} == {(t, s) for t in lexicon.TOPICS for s in (1, -1)}
     assert {(r.topic, r.aspect) for r in requests} == {(t, a) for t, nouns in lexicon.TOPICS.items() for a in nouns}
 
 
@@ -50,8 +49,8 @@ def test_the_vocabulary_is_a_few_hundred_words():
 
 def test_a_cut_review_stops_short_and_a_whole_one_with_a_period():
     request = world.prompts(0, "train", 1)[0]
-    whole = world.Quality(agree=1.0, stray=0.0, repeat=0.0, cut=0.0, asked=1.0)
-    cut = world.Quality(agree=1.0, stray=0.0, repeat=0.0, cut=1.0, asked=1.0)
+    whole = world.Quality(praise=1.0, stray=0.0, repeat=0.0, cut=0.0, asked=1.0)
+    cut = world.Quality(praise=1.0, stray=0.0, repeat=0.0, cut=1.0, asked=1.0)
     for seed in range(50):
         full = world.write_review(request, Random(seed), whole)
         part = world.write_review(request, Random(seed), cut)
@@ -62,14 +61,14 @@ def test_a_cut_review_stops_short_and_a_whole_one_with_a_period():
 
 def test_repeats_and_strays_are_what_the_quality_says():
     request = world.prompts(0, "train", 1)[0]
-    quality = world.Quality(agree=1.0, stray=0.0, repeat=1.0, cut=0.0, asked=1.0)
+    quality = world.Quality(praise=1.0, stray=0.0, repeat=1.0, cut=0.0, asked=1.0)
     assert gold_parts(request.text, world.write_review(request, Random(0), quality))["repetition"] < 0
-    quality = world.Quality(agree=1.0, stray=1.0, repeat=0.0, cut=0.0, asked=0.0)
+    quality = world.Quality(praise=1.0, stray=1.0, repeat=0.0, cut=0.0, asked=0.0)
     parts = gold_parts(request.text, world.write_review(request, Random(0), quality))
-    assert parts["topic"] == pytest.approx(-1.8)
+    assert parts["topic"] == pytest.approx(0.5 - 2 * 0.6)  # the headline is on the topic, two clauses are not
 
 
 def test_negation_is_common_and_words_alone_do_not_tell_the_sentiment():
     rows = world.sft_rows(0, 1000)
     negated = sum(bool(re.search(r"\b(not|never|hardly|nothing|nobody)\b", r["completion"], re.I)) for r in rows)
-    assert 0.4 < negated / len(rows) < 0.9
+    assert 0.3 < negated / len(rows) < 0.9

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from fitting import TERMS, fit
 
 from reward_model.calibrate import calibrate
 from reward_model.evaluate import evaluate_reward_model
 from reward_model.objective import PairLoss
-from reward_model.trainer import TERMS, fit
 from rlhf.config.load import load_reward_model
 from rlhf.data.chat import load_tokenizer
 from rlhf.data.pairs import load_pairs
@@ -96,7 +96,7 @@ def test_human_judgments_go_all_the_way_to_a_report_card(name: str, shared: Path
     model = load_scalar_head(config.model.model, tokenizer, new_head="normal")
     trained = Engine(torch.device("cpu")).train("policy", model, config.model, terms=TERMS)
     loss, stream = PairLoss(model, config.loss, dtype="float32"), BatchStream(train, 8, seed=0)
-    steps = [metrics for _, metrics in fit(trained, loss, stream, config.schedule, steps=2, micro_batch_size=8)]
+    steps = fit(trained, loss, stream, steps=2, micro_batch_size=8)
     assert all(0 < metrics["loss/rm"] < 3 for metrics in steps)
     calibrate(model, train, config.calibration, micro_batch_size=8, dtype="float32")
     eos = tokenizer.eos_token_id

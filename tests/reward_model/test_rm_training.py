@@ -1,4 +1,4 @@
-"""The loss as `optimizer_step` sees it, and the loop: the micro-batch cannot change it, it resumes, it learns."""
+"""The loss as `optimizer_step` sees it, the micro-batch cannot change it, it learns."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from fitting import TERMS, fit
 from rm_cases import RAGGED, favorites, made_model
 from torch import Tensor
 
 from reward_model.losses import bradley_terry, wins
 from reward_model.model import score_pairs
 from reward_model.objective import PairLoss
-from reward_model.trainer import TERMS, fit
-from rlhf.config.sections import OptimizerConfig, RewardModelLoss, ScheduleConfig
+from rlhf.config.sections import OptimizerConfig, RewardModelLoss
 from rlhf.data.pairs import PairSet
 from rlhf.data.stream import BatchStream
 from rlhf.models.scalar_head import ScalarHeadModel
@@ -44,10 +44,7 @@ def run(
 ) -> list[Metrics]:
     objective = PairLoss(model, loss or RewardModelLoss(), dtype="float64")
     stream = BatchStream(pairs, rows, seed=0)
-    found = fit(
-        trained(model, config), objective, stream, ScheduleConfig(epochs=1), steps=steps, micro_batch_size=micro
-    )
-    return [metrics for _, metrics in found]
+    return fit(trained(model, config), objective, stream, steps=steps, micro_batch_size=micro)
 
 
 def held_out(model: ScalarHeadModel, pairs: PairSet) -> tuple[float, float]:
@@ -101,36 +98,6 @@ def test_bfloat16_is_about_the_same_loss_in_float32(tmp_path: Path) -> None:
     assert rounded.dtype == torch.float32
     assert rounded.item() != exact.item()
     assert rounded.item() == pytest.approx(exact.item(), rel=0.05)
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    pairs, config = favorites(40, seed=0), OptimizerConfig(lr=1e-2)
-    schedule = ScheduleConfig(epochs=1, warmup_steps=2, decay="cosine")
-
-    def part(model: ScalarHeadModel, optimizer: Trained, done: int, take: int) -> list[dict[str, float]]:
-        loss = PairLoss(model, RewardModelLoss(), dtype="float64")
-        stream = BatchStream(pairs, 8, seed=3)
-        steps = fit(optimizer, loss, stream, schedule, steps=6, micro_batch_size=8, done=done)
-        return [metrics.values() for _, metrics in (next(steps) for _ in range(take))]
-
-    whole = made_model(tmp_path / "whole")
-    expected = part(whole, trained(whole, config), 0, 6)
-    model = made_model(tmp_path / "first")
-    first = trained(model, config)
-    before = part(model, first, 0, 4)
-    again = made_model(tmp_path / "again", seed=5)
-    second = trained(again, config)
-    again.load_state_dict(model.state_dict())
-    second.load_state(first.state())
-    assert before + part(again, second, 4, 2) == expected
-    assert torch.equal(weights(again), weights(whole))
-
-
-def test_steps_are_numbered_from_the_first_to_the_last(tmp_path: Path) -> None:
-    model = made_model(tmp_path)
-    loss, stream = PairLoss(model, RewardModelLoss(), dtype="float64"), BatchStream(RAGGED, 2, seed=0)
-    found = fit(trained(model), loss, stream, ScheduleConfig(epochs=1), steps=5, micro_batch_size=2, done=1)
-    assert [step for step, _ in found] == [2, 3, 4, 5]
 
 
 def test_it_learns_a_preference(tmp_path: Path) -> None:

@@ -1,0 +1,23 @@
+"""A few optimizer steps on pairs, without a run folder."""
+
+from __future__ import annotations
+
+from reward_model.objective import PairLoss
+from rlhf.data.stream import BatchStream
+from rlhf.runtime.engine import Trained
+from rlhf.runtime.metrics import Metrics
+from rlhf.runtime.step import Part, optimizer_step
+from rlhf.types import PreferencePairs
+
+TERMS = ("rm",)
+
+
+def fit(
+    trained: Trained, loss: PairLoss, stream: BatchStream[PreferencePairs], *, steps: int, micro_batch_size: int
+) -> list[Metrics]:
+    """The metrics of the first `steps` steps."""
+    trained.module.train()
+    return [
+        optimizer_step([Part(stream.batch(step), loss)], [trained], micro_batch_size=micro_batch_size, lr_factor=1.0)
+        for step in range(1, steps + 1)
+    ]
