@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import yaml
 from rich.console import Console
@@ -18,6 +19,7 @@ rlhf quickstart                                   the whole pipeline on the lab,
 rlhf train  configs/sft.yaml policy.model=… data.sft.path=…
 rlhf rm     configs/reward_model.yaml data.preferences.path=…
 rlhf train  configs/ppo.yaml reward.source.path=runs/rm
+rlhf compare configs/lab/compare_quick.yaml       several algorithms, one budget, one judge, one page
 rlhf eval   runs/ppo
 rlhf sample runs/ppo --prompt "…"
 rlhf report runs/ppo
@@ -60,11 +62,12 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in (
         ("train", "run any algorithm, online or offline, from a configuration"),
         ("rm", "train a reward model on preference pairs"),
+        ("compare", "several algorithms from one start, on one budget, under one judge"),
         ("config", "print the resolved configuration, run nothing"),
     ):
         verb(name, text, "file").add_argument("overrides", **overrides)  # type: ignore[arg-type]
     verb("eval", "a run against the model it started from", "run").add_argument("overrides", **overrides)  # type: ignore[arg-type]
-    verb("report", "rebuild the page of a run from its folder", "run")
+    verb("report", "rebuild the page of a run, or of a comparison, from its folder", "run")
     sample = verb("sample", "talk to the model of a run, or in a model folder", "run")
     sample.add_argument("--prompt", action="append", required=True, help="may be given several times")
     sample.add_argument("--count", type=int, default=1, help="completions of each prompt")
@@ -95,6 +98,13 @@ def _rm(parsed: argparse.Namespace, console: Console) -> None:
     run_reward_model(with_lab(load_reward_model(parsed.target, parsed.overrides)), console)
 
 
+def _compare(parsed: argparse.Namespace, console: Console) -> None:
+    from rlhf.commands.compare import run_compare
+    from rlhf.config.load import load_compare
+
+    run_compare(load_compare(parsed.target, parsed.overrides), beside=Path(parsed.target).parent, console=console)
+
+
 def _config(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.config.load import dump, load_any, unread_sections
 
@@ -111,9 +121,13 @@ def _eval(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def _report(parsed: argparse.Namespace, console: Console) -> None:
+    from rlhf.commands.compare import is_comparison, rebuild_comparison
     from rlhf.commands.train import run_report
 
-    run_report(parsed.target, console)
+    if is_comparison(parsed.target):
+        rebuild_comparison(parsed.target, console)
+    else:
+        run_report(parsed.target, console)
 
 
 def _sample(parsed: argparse.Namespace, console: Console) -> None:
@@ -139,6 +153,7 @@ def _quickstart(parsed: argparse.Namespace, console: Console) -> None:
 _VERBS: dict[str, Callable[[argparse.Namespace, Console], None]] = {
     "train": _train,
     "rm": _rm,
+    "compare": _compare,
     "config": _config,
     "eval": _eval,
     "report": _report,

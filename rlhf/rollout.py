@@ -14,10 +14,18 @@ from rlhf.types import Completions, Rollout, Scores, extend
 
 
 @torch.no_grad()
-def annotate(completions: Completions, scores: Scores, models: Models, *, rows_per_pass: int) -> Rollout:
+def annotate(
+    completions: Completions,
+    scores: Scores,
+    models: Models,
+    *,
+    rows_per_pass: int,
+    baselines: Float[Tensor, " B"] | None = None,
+) -> Rollout:
     """Log-probs under the policy and the reference, and values; all on the CPU, as the completions are.
 
-    Without a reference its log-probs are the policy's (zero KL); without a critic the values are zero.
+    Without a reference its log-probs are the policy's (zero KL); without a critic the values are zero, and so are the
+    baselines where none are given.
     """
     passes = [_pass(part.to(models.device), models) for part in completions.split(rows_per_pass)]
     logprobs, ref_logprobs, values = (torch.cat(parts).cpu() for parts in zip(*passes, strict=True))
@@ -25,6 +33,7 @@ def annotate(completions: Completions, scores: Scores, models: Models, *, rows_p
         Rollout,
         completions,
         scores=scores.values.to(logprobs.dtype),
+        baselines=(torch.zeros_like(scores.values) if baselines is None else baselines).to(logprobs.dtype),
         logprobs=logprobs,
         ref_logprobs=ref_logprobs,
         values=values,

@@ -121,6 +121,7 @@ class Rollout(Completions):
     """What the frozen models say of it, before any update."""
 
     scores: Float[Tensor, " B"]  # one number a completion, after shaping
+    baselines: Float[Tensor, " B"]  # score of the prompt's greedy completion (ReMax); zero where none was sampled
     logprobs: Float[Tensor, "B T"]  # log pi_old: the policy at the start of this step; nats
     ref_logprobs: Float[Tensor, "B T"]  # of the policy itself when there is no reference: zero KL
     values: Float[Tensor, "B T"]  # V of the state in which token t is chosen; zero when there is no critic

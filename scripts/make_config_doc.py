@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from rlhf.config.base import Section
+from rlhf.config.compare import CompareConfig
 from rlhf.config.presets import PRESETS
 from rlhf.config.sections import RewardModelConfig, TrainConfig
 
@@ -22,6 +23,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 ROOTS: tuple[tuple[str, type[Section]], ...] = (
     ("rlhf train", TrainConfig),
     ("rlhf rm", RewardModelConfig),
+    ("rlhf compare", CompareConfig),
 )
 NAMES = {str: "text", int: "integer", float: "number", bool: "true or false"}
 SIGNS = {Gt: (">", "gt"), Ge: ("≥", "ge"), Lt: ("<", "lt"), Le: ("≤", "le")}
@@ -78,7 +80,8 @@ def page() -> str:
             if shape.kind not in known:
                 lines += _section(shape, found)
             elif not set(shape.keys) & set(known[shape.kind]):
-                lines.append(f"### `{shape.keys[0]}`\n\nThe same settings as `{known[shape.kind][0]}`.\n")
+                same = f"### `{shape.keys[0]}`\n\nThe same settings as `{known[shape.kind][0]}`.\n"
+                lines += [same] if same not in lines else []
         known = {shape.kind: shape.keys for shape in found} | known
     presets = yaml.dump(PRESETS, Dumper=_Written, sort_keys=False, default_flow_style=None, width=110)
     lines += ["## Presets\n", "What `algorithm.preset` stands for; what it does not name has its default.\n"]
@@ -104,8 +107,9 @@ def shapes(root: type[Section]) -> list[Shape]:
         shape.keys.append(key)
         for name, annotation in hints_of(kind).items():
             if typing.get_origin(annotation) is not list:
+                each = ".<name>" if _is_mapping(annotation) else ""
                 for inner in _kinds(annotation):
-                    visit(inner, f"{key}.{name}" if key else name)
+                    visit(inner, (f"{key}.{name}" if key else name) + each)
 
     visit(root, "")
     return list(found.values())
@@ -186,7 +190,7 @@ def _named(annotation: Any, metadata: typing.Sequence[object] = ()) -> str:
     if origin is tuple:
         return f"[{', '.join(map(_named, inner))}]"
     if origin is dict or annotation is dict:
-        return "mapping"
+        return "mapping of sections" if _kinds(annotation) else "mapping"
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return "section"
     return NAMES.get(annotation, str(annotation)) + _limits(metadata)
@@ -200,6 +204,12 @@ def _limits(metadata: typing.Sequence[object]) -> str:
         if isinstance(limit, kind)
     ]
     return f" {', '.join(found)}" if found else ""
+
+
+def _is_mapping(annotation: Any) -> bool:
+    """Whether the sections stand under names that the user gives."""
+    bare = typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
+    return typing.get_origin(bare) is dict
 
 
 def _kinds(annotation: Any) -> list[type[Section]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,11 @@ WORDS = ("<pad>", "<bos>", "<eos>", "<unk>", "good", "bad", "red", "blue", "one"
 def count_good(*, prompts: list[str], completions: list[str], references: list[Mapping[str, Any]]) -> list[float]:
     """The gold of these runs: the share of a completion's words that are `good`, minus the share that are `bad`."""
     return [(words.count("good") - words.count("bad")) / max(len(words), 1) for words in map(str.split, completions)]
+
+
+def count_words(*, prompts: list[str], completions: list[str], references: list[Mapping[str, Any]]) -> list[float]:
+    """A judge that is not the reward: `good` counts, whatever else there is."""
+    return [float(words.count("good")) for words in map(str.split, completions)]
 
 
 def quiet() -> Console:
@@ -62,9 +68,72 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:
 
 
 def prompts_file(folder: Path) -> Path:
+    return write_rows(folder / "prompts.jsonl", [{"prompt": prompt} for prompt in colored_prompts()])
+
+
+def colored_prompts() -> list[str]:
     colors, numbers = ("red", "blue"), ("one", "two")
-    rows = [{"prompt": f"{c} {n} {d}".strip()} for c in colors for n in numbers for d in ("", *colors, *numbers)]
-    return write_rows(folder / "prompts.jsonl", rows)
+    return [f"{c} {n} {d}".strip() for c in colors for n in numbers for d in ("", *colors, *numbers)]
+
+
+def golds(*completions: str) -> list[float]:
+    return count_good(prompts=[], completions=list(completions), references=[])
+
+
+def written(seed: int, count: int) -> list[tuple[str, str]]:
+    """Prompts, each with a completion of 1 to 4 random words."""
+    draw, prompts = random.Random(seed), colored_prompts()
+    return [
+        (prompts[i % len(prompts)], "".join(f" {draw.choice(WORDS[4:])}" for _ in range(draw.randint(1, 4))))
+        for i in range(count)
+    ]
+
+
+def pairs_file(folder: Path, *, count: int = 120, seed: int = 0) -> Path:
+    """Pairs of random completions of a prompt, the better one by `count_good` chosen; ties are no pairs."""
+    both = zip(written(2 * seed, count), written(2 * seed + 1, count), strict=True)
+    rows = []
+    for (prompt, first), (_, second) in both:
+        a, b = golds(first, second)
+        if a != b:
+            rows.append(
+                {"prompt": prompt, "chosen": first if a > b else second, "rejected": second if a > b else first}
+            )
+    return write_rows(folder / f"pairs-{seed}.jsonl", rows)
+
+
+def labelled_file(folder: Path, *, count: int = 160, seed: int = 0) -> Path:
+    """Single random completions, desirable where `count_good` is above 0; those of 0 are left out."""
+    rows = [
+        {"prompt": prompt, "completion": completion, "label": gold > 0}
+        for prompt, completion in written(2 * seed, count)
+        for gold in golds(completion)
+        if gold != 0
+    ]
+    return write_rows(folder / f"labelled-{seed}.jsonl", rows)
+
+
+def offline_tree(folder: Path, preset: str, **changes: Any) -> dict[str, Any]:
+    """A small run of a preference loss in `folder`; `changes` are sections merged on top."""
+    model = folder / "model"
+    if not model.is_dir():
+        make_model(model)
+    tree: dict[str, Any] = {
+        "run": {"out_dir": str(folder / "run"), "device": "cpu", "cache_dir": str(folder / "cache")},
+        "data": {
+            "preferences": {"path": str(pairs_file(folder))},
+            "eval_preferences": {"path": str(pairs_file(folder, count=40, seed=1))},
+            "eval_prompts": {"path": str(prompts_file(folder))},
+        },
+        "policy": {"model": str(model), "lr": 1e-2},
+        "sampling": {"max_new_tokens": 6},
+        "algorithm": {"preset": preset},
+        "batch": {"prompts_per_step": 16, "micro_batch_size": 8},
+        "schedule": {"steps": 4},
+        "checkpoint": {"every": 2},
+        "eval": {"every": 2, "source": {"type": "function", "target": f"{__file__}:count_good"}},
+    }
+    return merge(tree, changes)
 
 
 def ppo_tree(folder: Path, **changes: Any) -> dict[str, Any]:

@@ -17,10 +17,12 @@ from pydantic import TypeAdapter
 from tiny_models import EOS, completions_of, tokenizer
 
 from rlhf.cli import _VERBS, _parser
+from rlhf.config.compare import CompareConfig
 from rlhf.config.load import (
     dump,
     expand_preset,
     load_any,
+    load_compare,
     load_reward_model,
     load_train,
     train_config,
@@ -101,7 +103,9 @@ def check_command(command: str) -> None:
         parsed = _parser().parse_args(words)
     except SystemExit:
         raise AssertionError(f"{command}: the command line refuses it") from None
-    loader = {"train": load_train, "rm": load_reward_model, "config": load_any}.get(parsed.verb)
+    loader = {"train": load_train, "rm": load_reward_model, "config": load_any, "compare": load_compare}.get(
+        parsed.verb
+    )
     target = getattr(parsed, "target", "")
     if loader is not None and not PLACEHOLDER.search(target) and not target.startswith("runs/"):
         loader(ROOT / target, parsed.overrides)
@@ -242,7 +246,7 @@ def check_yaml(text: str) -> None:
     if {"policy", "algorithm"} <= set(tree):
         assert unread_sections(train_config(dict(tree))) == []
         return
-    fields = {**RewardModelConfig.model_fields, **TrainConfig.model_fields}
+    fields = {**CompareConfig.model_fields, **RewardModelConfig.model_fields, **TrainConfig.model_fields}
     for name, section in expand_preset(dict(tree)).items():
         TypeAdapter(fields[name].annotation).validate_python(section)
 

@@ -123,13 +123,14 @@ def test_concat_refuses_batches_of_different_groups():
 def test_extend_keeps_what_was_there():
     batch = completions(2, tokens=4)
     numbers = torch.zeros(2, 4, dtype=torch.float64)
-    stage = extend(Rollout, batch, scores=torch.ones(2), logprobs=numbers, ref_logprobs=numbers + 1, values=numbers + 2)
+    annotations = {"logprobs": numbers, "ref_logprobs": numbers + 1, "values": numbers + 2}
+    stage = extend(Rollout, batch, scores=torch.ones(2), baselines=torch.zeros(2), **annotations)
     assert type(stage) is Rollout
     for field in fields(Completions):
         assert getattr(stage, field.name) is getattr(batch, field.name)
     assert stage.ref_logprobs.sum() == 8
     with pytest.raises(TypeError, match="values"):
-        extend(Rollout, batch, scores=torch.ones(2), logprobs=numbers, ref_logprobs=numbers)
+        extend(Rollout, batch, scores=torch.ones(2), baselines=torch.zeros(2), logprobs=numbers, ref_logprobs=numbers)
 
 
 def test_to_moves_every_tensor_and_nothing_else():

@@ -58,6 +58,17 @@ def rewards_to_go(rewards: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, g
     return advantages
 
 
+def less_baseline(
+    rewards: Float[Tensor, "B T"], baselines: Float[Tensor, " B"], mask: Bool[Tensor, "B T"]
+) -> Float[Tensor, "B T"]:
+    """R_t - b over live tokens, with R_t the undiscounted reward-to-go and b one number a row; zero outside the mask.
+
+    With b the score of the prompt's greedy completion: ReMax (Li et al. 2024, alg. 1). b must not depend on the row's
+    own completion; then the expected gradient is that without it.
+    """
+    return torch.where(mask, rewards_to_go(rewards, mask, gamma=1.0) - baselines[:, None], 0.0)
+
+
 def group_centered(scores: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
     """score - mean of its group (Dr. GRPO, Liu et al. 2025, eq. 3)."""
     groups = scores.view(-1, group_size)

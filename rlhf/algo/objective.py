@@ -14,6 +14,7 @@ from rlhf.algo.advantages import (
     group_centered,
     group_normalized,
     leave_one_out,
+    less_baseline,
     rewards_to_go,
     token_rewards,
     uniform_groups,
@@ -24,11 +25,23 @@ from rlhf.algo.policy_loss import (
     clipped_surrogate,
     importance_ratio,
     kl_old_new,
+    log_likelihood,
     penalized_surrogate,
     token_weights,
+    weighted_log_likelihood,
 )
 from rlhf.algo.value_loss import clipped_value_loss, value_clipped
-from rlhf.config.algorithm import BatchWhiten, ClipLoss, Gae, Group, Online, PenaltyLoss
+from rlhf.config.algorithm import (
+    BatchWhiten,
+    CispoLoss,
+    ClipLoss,
+    Gae,
+    Greedy,
+    Group,
+    Online,
+    PenaltyLoss,
+    PolicyGradientLoss,
+)
 from rlhf.masked import Mean, whiten
 from rlhf.types import Experience, Rollout, extend
 
@@ -87,6 +100,9 @@ def _advantages(
         case BatchWhiten() as how:
             returns = rewards_to_go(rewards, mask, gamma=how.gamma)
             return (whiten(returns, mask) if how.whiten else returns), returns
+        case Greedy():
+            returns = rewards_to_go(rewards, mask, gamma=1.0)
+            return less_baseline(rewards, rollout.baselines, mask), returns
         case Group() as how:
             totals = rewards.sum(dim=1)
             per_row = _group_advantage(totals, rollout.group_size, how)
@@ -135,7 +151,8 @@ class Objective:
 
     def _policy(self, micro: Experience, outputs: Outputs, coefs: Coefs) -> tuple[PolicyLoss, dict[str, Mean]]:
         config, mask = self.algorithm.policy_loss, micro.loss_mask
-        ratio = importance_ratio(outputs.logprobs, micro.logprobs, mask, config.ratio)
+        level = config.ratio if isinstance(config, ClipLoss | PenaltyLoss) else "token"
+        ratio = importance_ratio(outputs.logprobs, micro.logprobs, mask, level)
         old_kl = kl_old_new(outputs.logprobs, micro.logprobs, mask)
         match config:
             case ClipLoss():
@@ -148,6 +165,18 @@ class Objective:
                 )
             case PenaltyLoss():
                 surrogate = penalized_surrogate(ratio, micro.advantages, old_kl, coef=coefs.penalty)
+            case CispoLoss():
+                (logprobs,) = _live(mask, outputs.logprobs)
+                surrogate = weighted_log_likelihood(
+                    ratio,
+                    logprobs,
+                    micro.advantages,
+                    clip_eps_low=config.clip_eps_low,
+                    clip_eps_high=config.clip_eps_high,
+                )
+            case PolicyGradientLoss():
+                (logprobs,) = _live(mask, outputs.logprobs)
+                surrogate = log_likelihood(logprobs, micro.advantages)
         observed = {
             "loss/policy": Mean.of(surrogate.per_token, mask),
             "policy/clip_fraction": Mean.of(surrogate.clipped, mask),

@@ -18,7 +18,7 @@ class PolicyLoss:
     """A loss per token and what was observed on the way, per token too."""
 
     per_token: Float[Tensor, "B T"]
-    clipped: Bool[Tensor, "B T"]  # where the clip stops the gradient
+    clipped: Bool[Tensor, "B T"]  # where the clip stops the gradient; of CISPO, where it bounds the weight
 
 
 def importance_ratio(
@@ -81,6 +81,31 @@ def penalized_surrogate(
     return PolicyLoss(
         per_token=-(ratio * advantages - coef * old_kl), clipped=torch.zeros_like(ratio, dtype=torch.bool)
     )
+
+
+def weighted_log_likelihood(
+    ratio: Float[Tensor, "B T"],
+    logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    *,
+    clip_eps_low: float,
+    clip_eps_high: float,
+) -> PolicyLoss:
+    """-sg(clip(ratio, 1 - low, 1 + high)) * A * log pi   (CISPO: MiniMax 2025, MiniMax-M1, eq. 4 and 5).
+
+    sg stops the gradient, so every token keeps its own, -weight * A * grad log pi, also where the clip binds: the
+    clip bounds a token's weight and never silences it. Where it does not bind, the gradient is that of ratio * A.
+    """
+    weight = ratio.detach().clamp(1.0 - clip_eps_low, 1.0 + clip_eps_high)
+    return PolicyLoss(per_token=-weight * advantages * logprobs, clipped=weight != ratio.detach())
+
+
+def log_likelihood(logprobs: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"]) -> PolicyLoss:
+    """-A * log pi: the policy gradient itself (Williams 1992, REINFORCE), right for tokens that pi drew.
+
+    Its gradient is that of every ratio-based surrogate at ratio 1; there is no ratio here that could leave 1.
+    """
+    return PolicyLoss(per_token=-advantages * logprobs, clipped=torch.zeros_like(logprobs, dtype=torch.bool))
 
 
 def kl_old_new(

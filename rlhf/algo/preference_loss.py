@@ -101,7 +101,7 @@ def slic(
         L = max(0, δ - log π(y_w) + log π(y_l)) - λ log π(y_w)
 
     `chosen` and `rejected` are log π, λ is `nll_coef`. Departure: the paper's second term is on a target of the SFT
-    data; here it is on the chosen completion, which the paper names as the other choice.
+    data, or on the best-ranked of several samples; of a pair, the best-ranked is the chosen completion.
     """
     per_pair = (margin - chosen + rejected).relu() - nll_coef * chosen
     return PreferenceLoss(per_pair=per_pair, chosen_reward=chosen, rejected_reward=rejected)
@@ -154,8 +154,9 @@ def kto(
     `log_ratios` are h and `baselines` z0, which has no gradient: see `kto_baseline`.
     """
     distance = beta * (log_ratios - baselines.detach())
-    weights = torch.where(desirable, desirable_weight, undesirable_weight).to(distance.dtype)
-    per_completion = weights * torch.sigmoid(torch.where(desirable, -distance, distance))
+    per_completion = torch.where(
+        desirable, desirable_weight * torch.sigmoid(-distance), undesirable_weight * torch.sigmoid(distance)
+    )
     return LabelLoss(per_completion=per_completion, reward=beta * log_ratios)
 
 
@@ -175,8 +176,10 @@ def mismatched(prompts: Sequence[Hashable]) -> list[int]:
     The paper shifts a batch by one; where neighbors share a prompt, that is no mismatch.
     """
     count = len(prompts)
-    partners = []
-    for row, prompt in enumerate(prompts):
-        others = ((row + shift) % count for shift in range(1, count))
-        partners.append(next((other for other in others if prompts[other] != prompt), (row + 1) % count))
+    partners = [(row + 1) % count for row in range(count)]
+    if len(set(prompts)) > 1:
+        for row in reversed(range(2 * count)):  # twice around, for the last rows look past the end
+            here, following = row % count, (row + 1) % count
+            if prompts[here] == prompts[following]:
+                partners[here] = partners[following]
     return partners

@@ -19,15 +19,17 @@ from rlhf.types import Completions
 class Completer:
     """The model of a run, or in a model folder, ready to sample."""
 
-    def __init__(self, path: str, sampling: SamplingConfig) -> None:
+    def __init__(self, path: str, sampling: SamplingConfig, device: torch.device | None = None) -> None:
+        """`device` is a GPU where there is one, unless it is given."""
         folder = model_folder(path)
         self.tokenizer = load_tokenizer(folder)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = load_causal_lm(folder)
         fit_vocabulary(model, self.tokenizer, folder)
         freeze(model)
+        self.model = place(model, device)
         self.sampler = HFSampler(
-            place(model, device),
+            self.model,
             sampling,
             eos_ids=eos_ids(model, self.tokenizer),
             pad_id=int(self.tokenizer.pad_token_id),

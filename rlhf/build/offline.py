@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +13,15 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.build.context import MODEL, TRAINER, Context, open_context, total_steps
 from rlhf.build.models import build_policy, build_tokenizer, export
 from rlhf.build.online import EvaluatePrompts, build_sampler
-from rlhf.build.preferences import attach_reference, preference_task
+from rlhf.build.preferences import preference_task
+from rlhf.build.reference import attach_reference
 from rlhf.build.rewards import build_source
 from rlhf.build.task import Task
 from rlhf.config.algorithm import SftLoss
 from rlhf.config.data import SftConfig
 from rlhf.config.sections import TrainConfig, judged, offline
 from rlhf.data.pairs import DemonstrationSet, load_demonstrations
-from rlhf.data.stream import BatchStream
+from rlhf.data.stream import BatchStream, in_order
 from rlhf.evaluation.evaluate import evaluate_loss
 from rlhf.models.backbone import context_length, place, save_model
 from rlhf.models.bundle import Ema, Models
@@ -109,11 +110,7 @@ def _rows(
 
 
 def _likelihood(rows: DemonstrationSet, loss: DemonstrationLoss, size: int) -> Callable[[], dict[str, float]]:
-    def batches() -> Iterator[Demonstrations]:
-        for start in range(0, len(rows), size):
-            yield rows.collate(range(start, min(start + size, len(rows))))
-
-    return lambda: evaluate_loss(batches(), loss, EVAL_NAMES)
+    return lambda: evaluate_loss(in_order(rows, size), loss, EVAL_NAMES)
 
 
 def _tokens(batch: Batch) -> int:

@@ -77,6 +77,7 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
         algorithm=algorithm,
         session=session,
         prompts=prompts.batch,
+        refill=BatchStream(prompts.rows, prompts.rows_per_step, derive(context.seed, "refill")).batch,
         ptx=ptx,
         sampler=sampler,
         reward=ShapedReward(source, config.reward.shaping, config.sampling.max_new_tokens),

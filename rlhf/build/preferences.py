@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
-import torch
-from jaxtyping import Float
-from rich.text import Text
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.build.context import Context
-from rlhf.build.models import build_reference
+from rlhf.build.reference import Annotator, keeps_reference, rows_per_pass
 from rlhf.build.task import Task
-from rlhf.config.algorithm import DpoLoss, KtoLoss, PairLossConfig, ReferencedLoss, SftLoss
+from rlhf.config.algorithm import DpoLoss, KtoLoss, PairLossConfig, SftLoss
 from rlhf.config.data import PreferencesConfig
-from rlhf.config.sections import TrainConfig, judged, offline, reads_reference
-from rlhf.data.annotated import (
-    AnnotatedLabelledSet,
-    AnnotatedPairSet,
-    CompletionRows,
-    labels_of,
-    load_judgments,
-    rows_of,
-)
+from rlhf.config.sections import TrainConfig, offline
+from rlhf.data.annotated import AnnotatedLabelledSet, load_judgments
 from rlhf.data.pairs import LabelledSet, PairSet, load_pairs
-from rlhf.data.reference_cache import ReferenceCache, cache_folder, cache_key, rows_fingerprint
-from rlhf.data.stream import BatchStream
+from rlhf.data.stream import BatchStream, in_order
 from rlhf.evaluation.evaluate import evaluate_loss
-from rlhf.models.backbone import context_length, place
+from rlhf.models.backbone import context_length
 from rlhf.models.bundle import Models
-from rlhf.models.fingerprint import weights_fingerprint
-from rlhf.runtime.seeding import derive, new_weights
-from rlhf.trainers.online import ROWS_PER_PASS
-from rlhf.trainers.preference import LabelledLoss, PairwiseLoss, completion_logprobs, tokens_of
-from rlhf.types import AnnotatedPairs, BaselinedLabelled
+from rlhf.runtime.seeding import derive
+from rlhf.trainers.preference import LabelledLoss, PairwiseLoss, tokens_of
+from rlhf.types import BaselinedLabelled
 
 SHOW = ("loss/preference", "preference/accuracy", "preference/margin", "eval/preference_accuracy", "eval/score")
 EVAL_NAMES = {
@@ -50,90 +36,68 @@ EVAL_NAMES = {
 OF_PAIRS_ONLY = ("preference/accuracy", "preference/margin")
 OF_ITS_OWN_LOSS = ("loss/preference",)
 
-HeldOut = Callable[[], dict[str, float]]
+S = TypeVar("S", PairSet, PairSet | LabelledSet)
 
 
-def attach_reference(config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase, models: Models) -> None:
-    """Give the models the reference that this run reads, if it needs a model of its own for it.
+class Judgments:
+    """The preference data of a run: loaded, its skipped rows noted, annotated."""
 
-    It does not where the reference is the policy with its adapter off, nor, for log-probabilities that are computed
-    before the first step, where it is the policy as it then is.
-    """
-    if not reads_reference(config):
-        return
-    if config.policy.lora is not None and config.reference.model is None:
-        models.adapter_off_is_reference = True
-    elif keeps_reference(config) or context.resume is not None or config.reference.model is not None:
-        with new_weights(context.seed):
-            reference = build_reference(config, tokenizer)
-        assert reference is not None
-        models.reference = place(reference, context.engine.device)
+    def __init__(
+        self, config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase, models: Models
+    ) -> None:
+        self.config, self.context, self.tokenizer, self.models = config, context, tokenizer, models
+        self.annotate = Annotator(config, context, models)
 
-
-def keeps_reference(config: TrainConfig) -> bool:
-    """Whether the reference is read while the run goes on: for KTO's z0, or for the KL of held-out completions."""
-    return isinstance(offline(config).loss, KtoLoss) or (judged(config) and reads_reference(config))
+    def load(self, load: Callable[..., S], data: PreferencesConfig) -> S:
+        """The rows of `data`, encoded."""
+        limit = context_length(self.models.policy)
+        found = load(data, self.tokenizer, chat_template=self.config.data.chat_template, context=limit)
+        self.context.notes.append(found.skips.summary())
+        return found
 
 
 def preference_task(config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase, models: Models) -> Task:
     """Rows with the reference's log-probabilities, and their loss; the policy must not have been trained on yet."""
-    assert config.data.preferences is not None
-    annotate = _Annotator(config, context, models)
-    train = _load(config, config.data.preferences, context, tokenizer, models)
-    held_out = config.data.eval_preferences
-    test = _load(config, held_out, context, tokenizer, models) if held_out is not None else None
-    loss = offline(config).loss
+    judgments, loss = Judgments(config, context, tokenizer, models), offline(config).loss
     assert not isinstance(loss, SftLoss)
-    task = (
-        _labelled_task(config, models, loss, annotate, train, test)
-        if isinstance(loss, KtoLoss)
-        else _pairs_task(config, models, loss, annotate, train, test)
-    )
+    task = labelled_task(judgments, loss) if isinstance(loss, KtoLoss) else pairs_task(judgments, loss)
     if not keeps_reference(config):
         models.reference = None
     return task
 
 
-def _pairs_task(
-    config: TrainConfig,
-    models: Models,
-    config_loss: PairLossConfig,
-    annotate: _Annotator,
-    train: PairSet | LabelledSet,
-    test: PairSet | LabelledSet | None,
-) -> Task:
-    assert isinstance(train, PairSet)
-    assert not isinstance(test, LabelledSet)
-    loss = PairwiseLoss(models, config_loss)
-    stream = BatchStream(annotate.pairs(train), config.batch.prompts_per_step, derive(config.run.seed, "preferences"))
+def pairs_task(judgments: Judgments, loss_config: PairLossConfig) -> Task:
+    """For a loss that compares the two sides of a pair."""
+    config, data = judgments.config, judgments.config.data
+    assert data.preferences is not None
+    loss = PairwiseLoss(judgments.models, loss_config)
+    train = judgments.annotate.pairs(judgments.load(load_pairs, data.preferences))
+    test = judgments.load(load_pairs, data.eval_preferences) if data.eval_preferences is not None else None
+    stream = BatchStream(train, config.batch.prompts_per_step, derive(config.run.seed, "preferences"))
     return Task(
         loss=loss,
         data=stream.batch,
         steps_per_epoch=stream.steps_per_epoch,
         tokens=tokens_of,
-        held_out=_on_pairs(config, loss, annotate.pairs(test), EVAL_NAMES) if test is not None else dict,
+        held_out=on_pairs(judgments, loss, test, EVAL_NAMES) if test is not None else dict,
         show=SHOW,
     )
 
 
-def _labelled_task(
-    config: TrainConfig,
-    models: Models,
-    config_loss: KtoLoss,
-    annotate: _Annotator,
-    train: PairSet | LabelledSet,
-    test: PairSet | LabelledSet | None,
-) -> Task:
-    loss = LabelledLoss(models, config_loss, rows_per_pass=_rows_per_pass(config))
-    stream = BatchStream(
-        annotate.labelled(train), config.batch.prompts_per_step, derive(config.run.seed, "preferences")
-    )
-    held_out: HeldOut = dict
-    if isinstance(test, PairSet):  # its implicit reward is DPO's: beta times the log-ratio
+def labelled_task(judgments: Judgments, loss_config: KtoLoss) -> Task:
+    """For a loss that judges completions one by one; pairs are taken apart."""
+    config, data, models = judgments.config, judgments.config.data, judgments.models
+    assert data.preferences is not None
+    loss = LabelledLoss(models, loss_config, rows_per_pass=rows_per_pass(config), context=context_length(models.policy))
+    train = judgments.annotate.labelled(judgments.load(load_judgments, data.preferences))
+    test = judgments.load(load_judgments, data.eval_preferences) if data.eval_preferences is not None else None
+    held_out: Callable[[], dict[str, float]] = dict
+    if isinstance(test, PairSet):  # their implicit reward is DPO's: beta times the log-ratio
         names = {name: new for name, new in EVAL_NAMES.items() if name not in OF_ITS_OWN_LOSS}
-        held_out = _on_pairs(config, PairwiseLoss(models, DpoLoss(beta=config_loss.beta)), annotate.pairs(test), names)
+        held_out = on_pairs(judgments, PairwiseLoss(models, DpoLoss(beta=loss_config.beta)), test, names)
     elif test is not None:
-        held_out = _on_labels(config, loss, annotate.labelled(test))
+        held_out = on_labels(judgments, loss, judgments.annotate.labelled(test))
+    stream = BatchStream(train, config.batch.prompts_per_step, derive(config.run.seed, "preferences"))
     return Task(
         loss=loss,
         data=lambda step: loss.with_baseline(stream.batch(step)),
@@ -144,90 +108,20 @@ def _labelled_task(
     )
 
 
-def _on_pairs(config: TrainConfig, loss: PairwiseLoss, pairs: AnnotatedPairSet, names: dict[str, str]) -> HeldOut:
-    size = config.batch.micro_batch_size
-
-    def batches() -> Iterator[AnnotatedPairs]:
-        for start in range(0, len(pairs), size):
-            yield pairs.collate(range(start, min(start + size, len(pairs))))
-
-    return lambda: evaluate_loss(batches(), loss, names)
+def on_pairs(
+    judgments: Judgments, loss: PairwiseLoss, found: PairSet, names: dict[str, str]
+) -> Callable[[], dict[str, float]]:
+    """How the policy does on held-out pairs, when called."""
+    pairs, size = judgments.annotate.pairs(found), judgments.config.batch.micro_batch_size
+    return lambda: evaluate_loss(in_order(pairs, size), loss, names)
 
 
-def _on_labels(config: TrainConfig, loss: LabelledLoss, rows: AnnotatedLabelledSet) -> HeldOut:
+def on_labels(judgments: Judgments, loss: LabelledLoss, rows: AnnotatedLabelledSet) -> Callable[[], dict[str, float]]:
+    """How the policy does on held-out labelled completions, when called."""
     names = {name: new for name, new in EVAL_NAMES.items() if name not in OF_PAIRS_ONLY}
 
     def batches() -> Iterator[BaselinedLabelled]:
         whole = loss.with_baseline(rows.collate(range(len(rows))))  # one z0, of all held-out rows
-        yield from whole.split(config.batch.micro_batch_size)
+        yield from whole.split(judgments.config.batch.micro_batch_size)
 
     return lambda: evaluate_loss(batches(), loss, names)
-
-
-def _load(
-    config: TrainConfig,
-    data: PreferencesConfig,
-    context: Context,
-    tokenizer: PreTrainedTokenizerBase,
-    models: Models,
-) -> PairSet | LabelledSet:
-    load = load_judgments if isinstance(offline(config).loss, KtoLoss) else load_pairs
-    found = load(data, tokenizer, chat_template=config.data.chat_template, context=context_length(models.policy))
-    context.notes.append(found.skips.summary())
-    return found
-
-
-def _rows_per_pass(config: TrainConfig) -> int:
-    return config.batch.micro_batch_size * ROWS_PER_PASS
-
-
-class _Annotator:
-    """The reference's log-probability of every completion of a data set: from the cache, or computed and kept."""
-
-    def __init__(self, config: TrainConfig, context: Context, models: Models) -> None:
-        self.config, self.context, self.models = config, context, models
-        self.cache = ReferenceCache(cache_folder(config.run.cache_dir, os.environ))
-        self._weights: str | None = None
-
-    def pairs(self, found: PairSet) -> AnnotatedPairSet:
-        """The pairs, annotated."""
-        chosen, rejected = self._annotated(rows_of(found)).chunk(2)
-        return AnnotatedPairSet(found, chosen, rejected)
-
-    def labelled(self, found: PairSet | LabelledSet) -> AnnotatedLabelledSet:
-        """Single completions, annotated."""
-        rows = rows_of(found)
-        return AnnotatedLabelledSet(rows, labels_of(found), self._annotated(rows))
-
-    def _annotated(self, rows: CompletionRows) -> Float[Tensor, " N"]:
-        if not isinstance(offline(self.config).loss, ReferencedLoss):
-            return torch.zeros(len(rows), dtype=torch.float64)
-        key = cache_key(
-            weights=self._fingerprint(),
-            rows=rows_fingerprint(rows.prompts, rows.completions),
-            dtype=self.models.dtype,
-            temperature=self.models.temperature,
-        )
-        values = self.cache.read(key, count=len(rows))
-        if values is None:
-            values = self._computed(rows)
-            self.cache.write(key, values)
-        else:
-            self.context.notes.append(f"reference log-probs of {len(rows):,} completions: from {self.cache.path(key)}")
-        self.context.notes += self.cache.notes
-        self.cache.notes.clear()
-        return values
-
-    def _computed(self, rows: CompletionRows) -> Float[Tensor, " N"]:
-        text = f"reference log-probs of {len(rows):,} completions: computed once, kept in {self.cache.folder}"
-        if self.context.console is not None:
-            self.context.console.print(Text(text), soft_wrap=True)  # now: a large data set takes its time
-        models = self.models
-        assert models.has_reference or self.context.resume is None, "the policy is its own reference at step 0 only"
-        say = models.reference_logprobs if models.has_reference else lambda batch: models.policy_tokens(batch).logprobs
-        return completion_logprobs(rows, say, rows_per_pass=_rows_per_pass(self.config), device=models.device)
-
-    def _fingerprint(self) -> str:
-        if self._weights is None:
-            self._weights = weights_fingerprint(self.models.reference or self.models.policy)
-        return self._weights

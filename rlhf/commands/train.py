@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf.build.context import MODEL
-from rlhf.build.offline import build_offline
-from rlhf.build.online import build_online
 from rlhf.build.reward_model import build_reward_model, finish_reward_model
-from rlhf.config.algorithm import Online
+from rlhf.build.run import build_run
 from rlhf.config.sections import RewardModelConfig, TrainConfig
 from rlhf.evaluation.report import write_report
 from rlhf.runtime.metrics import METRICS
 from rlhf.runtime.run_folder import RunFolder
 from rlhf.runtime.session import Session
-from rlhf.trainers.offline import OfflineRun, train_offline
-from rlhf.trainers.online import OnlineRun, train
+from rlhf.trainers.offline import train_offline
 
 SUMMARY = (
     "eval/score",
@@ -38,17 +33,8 @@ SUMMARY = (
 
 def run_train(config: TrainConfig, console: Console) -> bool:
     """Train as `config` says; True when the run is complete, False when it was interrupted and saved."""
-    run: OnlineRun | OfflineRun
-    if isinstance(config.algorithm, Online):
-        run = build_online(config, console)
-        loop: Callable[[], None] = partial(train, run)
-    else:
-        run = build_offline(config, console)
-        loop = partial(train_offline, run)
-    with run.session.recorder.progress:
-        loop()
-        if not run.session.interrupted:
-            run.export(run.session.recorder.folder.path / MODEL)
+    run = build_run(config, console)
+    run.train()
     return finish(run.session, console)
 
 

@@ -56,7 +56,13 @@ class BatchWhiten(Section):
     """False leaves plain REINFORCE without a baseline."""
 
 
-Advantage = Annotated[Gae | Group | BatchWhiten, Field(discriminator="type")]
+class Greedy(Section):
+    """Reward-to-go less the score of the prompt's greedy completion (ReMax, Li et al. 2024); no critic."""
+
+    type: Literal["greedy"] = "greedy"
+
+
+Advantage = Annotated[Gae | Group | BatchWhiten | Greedy, Field(discriminator="type")]
 
 
 class ClipLoss(Section):
@@ -93,8 +99,36 @@ class PenaltyLoss(Section):
     """Weight of the entropy bonus, per nat."""
 
 
+class CispoLoss(Section):
+    """Log-probability weighted by the clipped importance ratio, which has no gradient (MiniMax 2025, eq. 4 and 5)."""
+
+    type: Literal["cispo"] = "cispo"
+    clip_eps_low: Fraction = 1.0
+    """The weight is at least 1 - clip_eps_low; 1: no lower bound, as in the paper."""
+    clip_eps_high: NonNegative = 4.0
+    """The weight is at most 1 + clip_eps_high; the paper names no number."""
+    aggregate: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
+    """How tokens are weighted; see rlhf.algo.policy_loss.token_weights."""
+    entropy_coef: NonNegative = 0.0
+    """Weight of the entropy bonus, per nat."""
+
+
+class PolicyGradientLoss(Section):
+    """-advantage x log-probability: no ratio and no clip, so one optimizer step for each sampled batch."""
+
+    type: Literal["policy_gradient"] = "policy_gradient"
+    aggregate: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
+    """How tokens are weighted; see rlhf.algo.policy_loss.token_weights."""
+    entropy_coef: NonNegative = 0.0
+    """Weight of the entropy bonus, per nat."""
+
+
 PolicyLossConfig = Annotated[
-    Annotated[ClipLoss, Tag("clip")] | Annotated[PenaltyLoss, Tag("penalty")], Discriminator(type_or("clip"))
+    Annotated[ClipLoss, Tag("clip")]
+    | Annotated[PenaltyLoss, Tag("penalty")]
+    | Annotated[CispoLoss, Tag("cispo")]
+    | Annotated[PolicyGradientLoss, Tag("policy_gradient")],
+    Discriminator(type_or("clip")),
 ]
 
 
@@ -140,7 +174,10 @@ class Kl(Section):
     @model_validator(mode="after")
     def _has_a_gradient(self) -> Kl:
         if self.placement == "loss" and self.estimator == "k1":
-            raise ValueError("k1 in the loss has an expected gradient of zero; use k2 (exact gradient) or k3 (GRPO's)")
+            raise ValueError(
+                "k1 in the loss has an expected gradient of zero: it is that of log pi alone, noise without a pull. "
+                "Use kl.placement=reward, or k2 (exact gradient) or k3 (GRPO's) in the loss"
+            )
         if self.placement == "none" and self.controller.type == "adaptive":
             raise ValueError("an adaptive controller needs kl.placement to be reward or loss")
         return self
@@ -163,6 +200,8 @@ class Online(Section):
     """Stop a step's remaining epochs when KL(old || new) exceeds 1.5 x this, nats per token; null: never."""
     drop_uniform_groups: bool = False
     """Leave out groups whose completions all scored alike (DAPO)."""
+    refill_rounds: Annotated[int, Field(ge=0)] = 0
+    """How many times a step samples other prompts in place of groups it would leave out (DAPO); 0: it does not."""
     ptx_coef: NonNegative = 0.0
     """Weight of the next-token loss on data.sft beside the policy's (PPO-ptx, Ouyang et al. 2022, eq. 2)."""
 
@@ -172,6 +211,8 @@ class Online(Section):
             raise ValueError("GAE needs algorithm.value_loss, and only GAE does")
         if self.drop_uniform_groups and not isinstance(self.advantage, Group):
             raise ValueError("drop_uniform_groups needs a group advantage")
+        if self.refill_rounds and not self.drop_uniform_groups:
+            raise ValueError("refill_rounds replaces dropped groups: set drop_uniform_groups=true too")
         return self
 
 
@@ -261,7 +302,7 @@ class KtoLoss(Section):
     beta: Positive = 0.1
     """As DPO's."""
     desirable_weight: NonNegative = 1.0
-    """Weight of desirable completions; weights x counts of the two kinds should be within 1:1 to 4:3 of each other."""
+    """Weight of desirable completions; times their number, it should be 1 to 1.5 times that of the undesirable ones."""
     undesirable_weight: NonNegative = 1.0
     """Weight of undesirable ones."""
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from rlhf.config.algorithm import Gae, Offline, Online, SftLoss
 from rlhf.config.base import Section
+from rlhf.config.compare import CompareConfig
 from rlhf.config.presets import PRESETS
 from rlhf.config.sections import RewardModelConfig, TrainConfig, reads_reference
 from rlhf.errors import ConfigError
@@ -66,6 +67,22 @@ def load_reward_model(path: str | Path, overrides: Sequence[str] = ()) -> Reward
         ConfigError: as `load_train`.
     """
     return validate(RewardModelConfig, merge(read_yaml(path), parse_overrides(overrides)))
+
+
+def load_compare(path: str | Path, overrides: Sequence[str] = ()) -> CompareConfig:
+    """The comparison that a YAML file and `key=value` overrides describe; `arms.name=null` leaves an arm out.
+
+    Raises:
+        ConfigError: as `load_train`.
+    """
+    return compare_config(merge(read_yaml(path), parse_overrides(overrides)))
+
+
+def compare_config(tree: Tree) -> CompareConfig:
+    """The comparison that a tree of settings describes."""
+    if isinstance(tree.get("arms"), Mapping):
+        tree = {**tree, "arms": {name: arm for name, arm in tree["arms"].items() if arm is not None}}
+    return validate(CompareConfig, tree)
 
 
 def read_yaml(path: str | Path) -> Tree:
@@ -164,10 +181,17 @@ def validate(kind: type[C], tree: Tree) -> C:
         raise ConfigError("\n".join(lines)) from error
 
 
-def unread_sections(config: TrainConfig | RewardModelConfig) -> list[str]:
+def unread_sections(config: TrainConfig | RewardModelConfig | CompareConfig) -> list[str]:
     """One sentence for every section that is set but that nothing in this run reads."""
+    if isinstance(config, CompareConfig):  # what an arm does not read of the base is expected; its own is said then
+        return []
     unread = _unread_by_training(config) if isinstance(config, TrainConfig) else _unread_by_reward_model(config)
     return [f"{key} is set, but {why}: it has no effect" for key, why in unread]
+
+
+def unread_keys(config: TrainConfig) -> list[str]:
+    """The dotted keys of `unread_sections`."""
+    return [key for key, _ in _unread_by_training(config)]
 
 
 def _unread_by_training(config: TrainConfig) -> list[tuple[str, str]]:
@@ -271,13 +295,15 @@ def _nearest(key: str, models: Sequence[type[BaseModel]]) -> str:
     return f"; valid keys here: {', '.join(valid)}" if valid else ""
 
 
-def load_any(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig | RewardModelConfig:
-    """A training or reward-model configuration, whichever the file describes (`model:` makes a reward model).
+def load_any(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig | RewardModelConfig | CompareConfig:
+    """Whatever the file describes: `model:` makes a reward model, `arms:` a comparison, all else is a training run.
 
     Raises:
         ConfigError: as `load_train`.
     """
     tree = merge(read_yaml(path), parse_overrides(overrides))
+    if "arms" in tree:
+        return compare_config(tree)
     if "model" in tree and "policy" not in tree:
         return validate(RewardModelConfig, tree)
     return train_config(tree)

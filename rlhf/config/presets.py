@@ -24,6 +24,22 @@ PRESETS: dict[str, dict[str, Any]] = {
         "policy_loss": {"type": "penalty"},
         "kl": {"placement": "reward", "estimator": "k1", "coef": 0.05},
     },
+    "a2c": {
+        "advantage": {"type": "gae"},
+        "policy_loss": {"type": "policy_gradient"},
+        "value_loss": {"clip_eps": None},
+        "kl": {"placement": "reward", "estimator": "k1", "coef": 0.05},
+    },
+    "reinforce": {
+        "advantage": {"type": "batch_whiten", "whiten": False},
+        "policy_loss": {"type": "policy_gradient", "aggregate": "sequence_sum"},
+        "kl": {"placement": "reward", "estimator": "k1", "coef": 0.05},
+    },
+    "remax": {
+        "advantage": {"type": "greedy"},
+        "policy_loss": {"type": "policy_gradient", "aggregate": "sequence_sum"},
+        "kl": {"placement": "reward", "estimator": "k1", "coef": 0.05},
+    },
     "reinforce_pp": {
         "advantage": {"type": "batch_whiten"},
         "kl": {"placement": "reward", "estimator": "k1", "coef": 0.01},
@@ -45,6 +61,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dapo": {
         "advantage": {"type": "group", "baseline": "normalized"},
         "policy_loss": {"clip_eps_high": 0.28, "aggregate": "token_mean"},
+        "drop_uniform_groups": True,
+    },
+    "cispo": {
+        "advantage": {"type": "group", "baseline": "normalized"},
+        "policy_loss": {"type": "cispo"},
         "drop_uniform_groups": True,
     },
     "gspo": {

@@ -15,6 +15,7 @@ from rlhf.config.algorithm import (
     Offline,
     Online,
     PenaltyLoss,
+    PolicyGradientLoss,
     Positive,
     ReferencedLoss,
     SftLoss,
@@ -307,7 +308,8 @@ class TrainConfig(Section):
             return
         name = algorithm.preset or algorithm.loss.type
         if self.data.preferences is None:
-            raise ValueError(f"data.preferences is missing: {name} needs pairs; set data.preferences.path")
+            what = "pairs or labelled completions" if isinstance(algorithm.loss, KtoLoss) else "pairs"
+            raise ValueError(f"data.preferences is missing: {name} needs {what}; set data.preferences.path")
         if isinstance(algorithm.loss, KtoLoss) and self.batch.prompts_per_step < 2:
             raise ValueError("KTO's z0 pairs a prompt with another's completion: batch.prompts_per_step must be >= 2")
 
@@ -330,6 +332,11 @@ class TrainConfig(Section):
             raise ValueError(
                 "the penalty is steered by KL(old || new), which is 0 at a step's first update: "
                 "set batch.epochs or batch.minibatches to 2 or more"
+            )
+        if isinstance(algorithm.policy_loss, PolicyGradientLoss) and self.batch.epochs * self.batch.minibatches > 1:
+            raise ValueError(
+                "the policy_gradient loss has no importance ratio, so a second optimizer step on the same completions "
+                "would be wrong: set batch.epochs=1 batch.minibatches=1, or algorithm.policy_loss.type=clip"
             )
         if self.critic.init == "reward" and not isinstance(self.reward.source, ModelSource):
             raise ValueError("critic.init is reward, but reward.source is not a model: use critic.init=policy")

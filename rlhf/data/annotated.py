@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.data import PreferencesConfig
-from rlhf.data.dialects import LABELLED
+from rlhf.data.dialects import LABELLED, PAIRS
 from rlhf.data.files import load_rows
 from rlhf.data.pad import left_pad, right_pad
 from rlhf.data.pairs import LabelledSet, PairSet, load_labelled, load_pairs
@@ -108,13 +108,8 @@ def labels_of(found: PairSet | LabelledSet) -> tuple[bool, ...]:
 def load_judgments(
     config: PreferencesConfig, tokenizer: PreTrainedTokenizerBase, *, chat_template: str, context: int | None = None
 ) -> PairSet | LabelledSet:
-    """Labelled completions where the data set has a `label` column and no pairs, else pairs."""
-    load = load_labelled if _is_labelled(config) else load_pairs
+    """Labelled completions where that is what the columns of the data set say, else pairs."""
+    columns = {name for row in load_rows(config, Skips(config.path)) for name in row.values}
+    is_pairs, is_labelled = (any(set(shape.columns) <= columns for shape in use.shapes) for use in (PAIRS, LABELLED))
+    load = load_labelled if is_labelled and not is_pairs else load_pairs
     return load(config, tokenizer, chat_template=chat_template, context=context)
-
-
-def _is_labelled(config: PreferencesConfig) -> bool:
-    """Whether the columns that rows have are those of labelled completions."""
-    rows = load_rows(config, Skips(config.path))
-    columns = {name for row in rows for name in row.values}
-    return "chosen" not in columns and any(set(shape.columns) <= columns for shape in LABELLED.shapes)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -69,19 +69,14 @@ class ReferenceCache:
         """Keep the numbers: written aside, then renamed. A folder that cannot be written to is noted, not fatal."""
         values = values.detach().cpu().contiguous()
         content = save({_NAME: values}, metadata={"checksum": _checksum(values)})
+        aside = self.folder / f".{key}.{os.getpid()}.new"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            handle, aside = tempfile.mkstemp(dir=self.folder, prefix=".writing-")
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-                Path(aside).replace(self.path(key))
-            except OSError:
-                Path(aside).unlink(missing_ok=True)
-                raise
+            aside.write_bytes(content)
+            aside.replace(self.path(key))
         except OSError as error:
+            with suppress(OSError):
+                aside.unlink()
             self.notes.append(
                 f"reference log-probs could not be kept in {self.folder} ({error}): the next run computes them again; "
                 "set run.cache_dir to a folder that can be written to"

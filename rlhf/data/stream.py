@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
@@ -41,6 +42,12 @@ def epoch_order(n: int, batch_size: int, seed: int, step: int) -> list[int]:
     assert min(n, batch_size, step) > 0
     start = (step - 1) * batch_size
     return [_permutation(n, seed, at // n)[at % n] for at in range(start, start + batch_size)]
+
+
+def in_order(rows: RowSet[B_co], size: int) -> Iterator[B_co]:
+    """Every row once, in the order of the data set, at most `size` at a time."""
+    for start in range(0, len(rows), size):
+        yield rows.collate(list(range(start, min(start + size, len(rows)))))
 
 
 class BatchStream(Generic[B_co]):

@@ -131,7 +131,7 @@ GROUPS: tuple[tuple[str, str, str, tuple[tuple[str, tuple[str, ...]], ...]], ...
         "A clip fraction near zero means timid updates; above about 0.3 much of the gradient is thrown away.",
         (
             ("Clip fraction", ("policy/clip_fraction", "critic/clip_fraction")),
-            ("KL(old || new)", ("kl/old",)),
+            ("KL(old || new)", ("kl/old", "kl/old_last")),
             ("Importance ratio", ("policy/ratio",)),
             ("Ratio on the first minibatch: deviation from 1", ("policy/first_ratio_deviation",)),
             ("Sampler against trainer", ("kl/sampler_mismatch",)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from rlhf.runtime.seeding import generator
@@ -41,3 +41,29 @@ def bootstrap(values: Float[Tensor, " N"], *, seed: int = 0) -> Interval:
     means = values.double()[index].mean(dim=1)
     low, high = torch.quantile(means, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return Interval(float(values.double().mean()), low, high)
+
+
+def bootstrap_crossed(values: Float[Tensor, "S P"], *, seed: int = 0) -> Interval:
+    """The mean of `values` [seeds, prompts] and its interval, seeds and prompts resampled each on their own.
+
+    All seeds share the prompts, so the two are crossed: each of the 2,000 resamples draws S seeds and P prompts with
+    replacement and takes the mean over all their pairs (Owen 2007). With one seed it is the interval over prompts;
+    with two or three, what the seeds contribute is only roughly known.
+    """
+    draw = generator(seed, "bootstrap")
+    seeds, prompts = values.shape
+    rows = torch.randint(seeds, (RESAMPLES, seeds), generator=draw)
+    columns = torch.randint(prompts, (RESAMPLES, prompts), generator=draw)
+    wide = values.double()
+    # The mean over the drawn cells, from counts: counts_s^T V counts_p / (S P).
+    by_seed = _counts(rows, seeds) @ wide / seeds
+    means = (by_seed * _counts(columns, prompts)).sum(dim=1) / prompts
+    low, high = torch.quantile(means, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return Interval(float(wide.mean()), low, high)
+
+
+def _counts(drawn: Int[Tensor, "R K"], size: int) -> Float[Tensor, "R K"]:
+    """How often each of `size` numbers was drawn in each row."""
+    return torch.zeros(len(drawn), size, dtype=torch.float64).scatter_add(
+        1, drawn, torch.ones(drawn.shape, dtype=torch.float64)
+    )

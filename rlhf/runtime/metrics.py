@@ -27,6 +27,8 @@ METRICS: dict[str, MetricInfo] = _table("""
 score/mean            | score    | mean score of the step's completions, after shaping
 score/std             | score    | their standard deviation
 score/raw             | score    | mean score before shaping
+score/greedy          | score    | mean score of the greedy completions that are the baseline (remax)
+score/first_draw      | score    | with refill_rounds: mean score of the step's first samples, the policy's own
 score/best_of_group   | score    | mean over prompts of the best score in the group
 reward/kl_penalty     | score    | mean over completions of the summed KL penalty in the token rewards
 kl/reference          | nats     | KL(policy || reference) per sequence, k1 summed over tokens, mean over completions
@@ -37,7 +39,7 @@ kl/old_last           | nats     | KL(old policy || policy) per token on the ste
 kl/sampler_mismatch   | nats     | mean |sampler's log-prob - trainer's log-prob| of the sampled tokens
 policy/first_ratio_deviation | -  | max |ratio - 1| on the first minibatch of the step; 0 but for rounding
 policy/ratio          | -        | mean importance ratio
-policy/clip_fraction  | share    | tokens whose gradient the clip stops
+policy/clip_fraction  | share    | tokens whose gradient the clip stops; of cispo, whose weight it bounds
 policy/entropy        | nats     | entropy of the next-token distribution at the sampled positions
 policy/grad_norm      | -        | global gradient norm before clipping
 policy/lr             | -        | learning rate
@@ -53,8 +55,10 @@ advantage/mean        | score    | mean advantage before whitening is undone: 0 
 advantage/std         | score    | standard deviation of the advantages
 completion/length     | tokens   | mean length, EOS included
 completion/finished   | share    | completions that ended with EOS
-completion/count      | count    | completions sampled since the start of the run
+completion/count      | count    | completions sampled since the start of the run, those not learned from included
+completion/extra      | count    | sampled in the step and not learned from: greedy baselines, groups that were replaced
 group/uniform         | share    | completions in groups whose scores are all alike
+group/refilled        | share    | groups of the step that stand in for uniform ones (refill_rounds)
 loss/policy           | -        | surrogate loss per token
 loss/kl               | score    | KL term of the loss per token
 loss/value            | score^2  | value loss per token, before its coefficient

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Protocol, runtime_checkable
 
 from rlhf.errors import CheckpointError
 from rlhf.runtime.checkpoint import Checkpoints
@@ -68,6 +70,18 @@ class Interruption:
         self.requested = True
 
 
+@runtime_checkable
+class Budget(Protocol):
+    """What a run may spend besides its number of steps. It outlives an interruption: it knows what was spent before."""
+
+    @property
+    def spent(self) -> bool:
+        """Whether the run is to end here."""
+
+    def spend(self, step: int, metrics: Mapping[str, float], *, tokens: int, seconds: float) -> None:
+        """Count a step: its metrics, the tokens of its rows, and the seconds its loop took, evaluation apart."""
+
+
 @dataclass
 class Session:
     """A run's course. `save` fills a checkpoint folder with weights and optimizers; `evaluate` gives eval metrics."""
@@ -84,9 +98,11 @@ class Session:
     log_every: int
     resumed: bool = False  # continues from a checkpoint: what came before step 1 is done
     interrupted: bool = False
+    budget: Budget | None = None
 
     def __post_init__(self) -> None:
         self._pending: dict[str, float] = {}
+        self._step_tokens = 0
         self._tokens = 0  # since the last line of metrics
         self._saved_at = self.state.step if self.resumed else None
 
@@ -95,11 +111,11 @@ class Session:
         with Interruption() as stop:
             if not self.resumed:
                 self._record(0, self._evaluated(0))
-            while self.state.step < self.total_steps and not stop.requested:
-                step = self.state.step + 1
+            while not self._is_over() and not stop.requested:
+                step, began = self.state.step + 1, time.perf_counter()
                 yield step
-                self._after(step)
-            if stop.requested and self.state.step < self.total_steps:
+                self._after(step, time.perf_counter() - began)
+            if stop.requested and not self._is_over():
                 self.interrupted = True
                 self._checkpoint()
                 self.recorder.note(f"stopped at step {self.state.step}; the same command continues from there")
@@ -109,12 +125,18 @@ class Session:
     def report(self, metrics: Mapping[str, float], *, tokens: int) -> None:
         """What the loop's body has to say of its step."""
         self._pending = dict(metrics)
+        self._step_tokens = tokens
         self._tokens += tokens
 
-    def _after(self, step: int) -> None:
+    def _is_over(self) -> bool:
+        return self.state.step >= self.total_steps or (self.budget is not None and self.budget.spent)
+
+    def _after(self, step: int, seconds: float) -> None:
         self.state.step = step
-        last = step == self.total_steps
         metrics = self._pending
+        if self.budget is not None:
+            self.budget.spend(step, metrics, tokens=self._step_tokens, seconds=seconds)
+        last = self._is_over()
         due = last or (self.eval_every and step % self.eval_every == 0)
         if due:
             metrics |= self._evaluated(step)

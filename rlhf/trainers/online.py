@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,9 +22,10 @@ from rlhf.runtime.seeding import derive, generator
 from rlhf.runtime.session import Session
 from rlhf.runtime.step import Part, optimizer_step
 from rlhf.sampling.sampler import Sampler
+from rlhf.trainers.collect import Draw, collect, live_tokens
 from rlhf.trainers.losses import DemonstrationLoss, OnlineLoss
 from rlhf.trainers.observe import observe
-from rlhf.types import Demonstrations, Experience, Prompts, Rollout
+from rlhf.types import Completions, Demonstrations, Experience, Prompts, Rollout, Scores
 
 ROWS_PER_PASS = 4  # micro-batches that fit where no gradient is kept
 
@@ -36,6 +38,7 @@ class OnlineRun:
     algorithm: Online
     session: Session
     prompts: Callable[[int], Prompts]  # the prompts of a step
+    refill: Callable[[int], Prompts]  # as many others, counted from 1 over all refilling rounds of the run
     ptx: Callable[[int], Demonstrations] | None  # the demonstrations mixed into a step (PPO-ptx)
     sampler: Sampler
     reward: RewardSource
@@ -56,24 +59,46 @@ class OnlineRun:
 def train(run: OnlineRun) -> None:
     """Every step of the run, from where it stands."""
     phase = run.session.recorder.phase
+    rows = run.config.batch.micro_batch_size * ROWS_PER_PASS
     for step in run.session.steps():
-        with phase("sample"):
-            completions = run.sampler.sample(
-                run.prompts(step),
-                key=derive(run.config.run.seed, "train", step),
-                group_size=run.config.sampling.completions_per_prompt,
-            )  # Completions [B, T]
-        with phase("score"):
-            scores = run.reward(completions)  # Scores [B]
+        found = collect(  # Completions [B, T], Scores [B]
+            run.prompts(step),
+            _draw(run, step),
+            partial(_refill, run, step),
+            run.algorithm,
+            group_size=run.config.sampling.completions_per_prompt,
+        )
         with phase("annotate"):
-            rows = run.config.batch.micro_batch_size * ROWS_PER_PASS
-            rollout = annotate(completions, scores, run.models, rows_per_pass=rows)  # + log-probs, values
+            rollout = annotate(  # + log-probs, values
+                found.completions, found.scores, run.models, rows_per_pass=rows, baselines=found.baselines
+            )
         experience = credit(rollout, run.algorithm, run.coefs)  # + rewards, advantages, returns
-        metrics = observe(experience, scores, run.models, coef=run.coefs.kl)
+        metrics = observe(experience, found.scores, run.models, coef=run.coefs.kl)
+        metrics.merge(found.metrics)
         with phase("update"):
             metrics.merge(update(experience, run, step))  # epochs x minibatches of optimizer steps
-        _control(run, metrics, len(completions))
-        _report(run, step, rollout, metrics)
+        _control(run, metrics, len(rollout))
+        run.session.state.completions += len(rollout) + found.extra
+        _report(run, step, rollout, metrics, tokens=live_tokens(rollout) + found.extra_tokens)
+
+
+def _draw(run: OnlineRun, step: int) -> Draw:
+    """Sampling and scoring in one step's name."""
+    phase = run.session.recorder.phase
+
+    def draw(prompts: Prompts, *names: int | str, group_size: int, greedy: bool = False) -> tuple[Completions, Scores]:
+        key = derive(run.config.run.seed, "train", step, *names)
+        with phase("sample"):
+            completions = run.sampler.sample(prompts, key=key, group_size=group_size, greedy=greedy)
+        with phase("score"):
+            return completions, run.reward(completions)
+
+    return draw
+
+
+def _refill(run: OnlineRun, step: int, number: int) -> Prompts:
+    """Prompts that no other round of any step has (until an epoch of them ends)."""
+    return run.refill((step - 1) * run.algorithm.refill_rounds + number)
 
 
 def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
@@ -126,7 +151,7 @@ def _lr_factor(run: OnlineRun, step: int) -> float:
 
 
 def _control(run: OnlineRun, metrics: Metrics, completions: int) -> None:
-    """Move the coefficients for the next step, and the counts."""
+    """Move the coefficients for the next step, and count what was skipped."""
     state = run.session.state
     metrics.add("kl/coef", state.kl_coef)
     controller = run.algorithm.kl.controller
@@ -143,20 +168,18 @@ def _control(run: OnlineRun, metrics: Metrics, completions: int) -> None:
         state.penalty_coef = next_penalty_coef(
             state.penalty_coef, kl=metrics["kl/old_last"], target=run.algorithm.policy_loss.target
         )
-    state.completions += completions
     if "skipped/nonfinite" in metrics:
         state.skipped += round(metrics.means()["skipped/nonfinite"].total)
     if run.ema is not None:
         run.ema.update()
 
 
-def _report(run: OnlineRun, step: int, rollout: Rollout, metrics: Metrics) -> None:
+def _report(run: OnlineRun, step: int, rollout: Rollout, metrics: Metrics, *, tokens: int) -> None:
     state = run.session.state
     values = metrics.values() | {
         "completion/count": float(state.completions),
         "skipped/nonfinite": float(state.skipped),
     }
-    tokens = int(rollout.prompt_mask.sum() + rollout.completion_mask.sum())
     run.session.report(values, tokens=tokens)
     if step % run.config.logging.every == 0:
         records = sample_records(rollout, run.decode, step=step, split="train", limit=run.config.logging.samples)

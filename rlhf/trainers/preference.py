@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rlhf.algo.preference_loss import (
@@ -68,6 +68,11 @@ class Side:
         return self.logprobs - self.ref_logprobs
 
     @property
+    def mean_log_ratios(self) -> Float[Tensor, " B"]:
+        """h per token."""
+        return self.log_ratios / self.lengths
+
+    @property
     def mean_logprobs(self) -> Float[Tensor, " B"]:
         """m = log pi per token."""
         return self.logprobs / self.lengths
@@ -82,7 +87,7 @@ def pair_loss(config: PairLossConfig, chosen: Side, rejected: Side) -> Preferenc
         case RobustDpoLoss():
             return robust_dpo(*h, beta=config.beta, label_smoothing=config.label_smoothing)
         case IpoLoss(normalize="length"):
-            return ipo(h[0] / chosen.lengths, h[1] / rejected.lengths, beta=config.beta)
+            return ipo(chosen.mean_log_ratios, rejected.mean_log_ratios, beta=config.beta)
         case IpoLoss():
             return ipo(*h, beta=config.beta)
         case HingeLoss():
@@ -159,26 +164,29 @@ class PairwiseLoss:
 class LabelledLoss:
     """KTO; a rlhf.runtime.step.Loss over BaselinedLabelled, which `with_baseline` makes of a whole minibatch."""
 
-    def __init__(self, models: Models, config: KtoLoss, *, rows_per_pass: int) -> None:
-        """`rows_per_pass` is the rows of a forward pass without gradient; memory only."""
+    def __init__(self, models: Models, config: KtoLoss, *, rows_per_pass: int, context: int | None) -> None:
+        """`rows_per_pass`: rows of a pass without gradient, memory only; `context`: tokens that a model can read."""
         self.models = models
         self.config = config
         self.rows_per_pass = rows_per_pass
+        self.context = context
 
     @torch.no_grad()
     def with_baseline(self, batch: AnnotatedLabelled) -> BaselinedLabelled:
         """The minibatch with z0 of the policy as it is now, at every row: one more pass of policy and reference.
 
-        It is part of the batch, so the micro-batches it is later cut into cannot change it.
+        It is part of the batch, so the micro-batches it is later cut into cannot change it. A prompt and another's
+        completion may together be too long for the models; then the completion is read as far as the context goes.
         """
         prompts = [tuple(ids[mask].tolist()) for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]
         partners = torch.tensor(mismatched(prompts), dtype=torch.long)
+        mask = batch.completion_mask[partners] & self._has_room(batch)
         others = Demonstrations(
             prompt_ids=batch.prompt_ids,
             prompt_mask=batch.prompt_mask,
             completion_ids=batch.completion_ids[partners],
-            completion_mask=batch.completion_mask[partners],
-            loss_mask=batch.loss_mask[partners],
+            completion_mask=mask,
+            loss_mask=mask,
         )
         ratios = []
         for part in others.split(self.rows_per_pass):
@@ -187,6 +195,13 @@ class LabelledLoss:
             ratios.append((summed(said) - summed(reference)).cpu())
         baseline = kto_baseline(torch.cat(ratios))
         return extend(BaselinedLabelled, batch, baselines=baseline.expand(len(batch)).clone())
+
+    def _has_room(self, batch: Demonstrations) -> Bool[Tensor, "B T"]:
+        """Where a completion token of any row would still stand within the context of this row's prompt."""
+        if self.context is None:
+            return torch.ones_like(batch.completion_mask)
+        room = self.context - batch.prompt_mask.sum(dim=1)
+        return torch.arange(batch.completion_ids.shape[1]) < room[:, None]
 
     def norms(self, batch: BaselinedLabelled) -> dict[str, float]:
         """The number of completions in the minibatch, desirable or not."""

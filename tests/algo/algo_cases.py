@@ -45,6 +45,16 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "policy_loss": {"type": "clip", "clip_eps_high": 0.28, "dual_clip": 3.0},
         "drop_uniform_groups": True,
     },
+    "cispo": {
+        "advantage": {"type": "group"},
+        "policy_loss": {"type": "cispo", "clip_eps_low": 0.3, "clip_eps_high": 0.3, "entropy_coef": 0.01},
+    },
+    "a2c": {**CLIP_PPO, "policy_loss": {"type": "policy_gradient", "entropy_coef": 0.01}},
+    "remax": {
+        "advantage": {"type": "greedy"},
+        "policy_loss": {"type": "policy_gradient", "aggregate": "sequence_sum"},
+        "kl": {"placement": "reward", "coef": 0.05},
+    },
     "gspo": {
         "advantage": {"type": "group"},
         "policy_loss": {"type": "clip", "ratio": "sequence_mean", "aggregate": "sequence_mean"},
@@ -132,6 +142,7 @@ def rollout(
         finished=torch.ones(rows, dtype=torch.bool),
         group_size=group_size,
         scores=normal(rows),
+        baselines=0.5 * torch.arange(groups, dtype=torch.float64).repeat_interleave(group_size),
         logprobs=logprobs,
         ref_logprobs=logprobs + noise * normal(rows, tokens),
         values=normal(rows, tokens),

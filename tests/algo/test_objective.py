@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from rlhf.algo.advantages import gae, rewards_to_go
 from rlhf.algo.kl import kl_estimate
 from rlhf.algo.objective import Coefs, Objective, Outputs, credit, scaled
+from rlhf.config.presets import PRESETS
 from rlhf.masked import Mean, masked_mean, masked_sum, whiten
 from rlhf.types import Rollout, concat
 
@@ -167,6 +168,14 @@ def test_credit_by_hand_with_reward_to_go():
     close(batch.advantages, table([-0.02 + 0.5 * 3.05, 3.05], [0.9, 0.0]))
 
 
+def test_credit_by_hand_with_greedy_baselines():
+    """To go: 3.05 - .02 and 3.05 | .9; the greedy completion of the prompt scored 2 (no KL of its own)."""
+    algorithm = online(advantage={"type": "greedy"}, kl={"placement": "reward"})
+    batch = credit(replace(hand_rollout(), baselines=table([2.0, 2.0])[0]), algorithm, Coefs(kl=0.1, penalty=0.0))
+    close(batch.advantages, table([1.03, 1.05], [-1.1, 0.0]))
+    close(batch.returns, table([3.03, 3.05], [0.9, 0.0]))
+
+
 @pytest.mark.parametrize(
     "estimator, penalties", [("k2", [0.02, 0.125, 0.5]), ("k3", [0.018730753, 0.1487212707, None])]
 )
@@ -289,6 +298,54 @@ def test_the_policy_term_by_hand():
     assert observed["kl/old"].value == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "loss, expected, clipped",
+    [
+        # Advantages 2, -2 | 2; log-probs -.9, -2.5 | -.7; ratios 1.1, .5 | 1.5 clipped to [.8, 1.3]
+        ({"type": "cispo", "clip_eps_low": 0.2, "clip_eps_high": 0.3}, [1.1 * 1.8, -0.8 * 5.0, 1.3 * 1.4], 2.0),
+        ({"type": "cispo"}, [1.1 * 1.8, -0.5 * 5.0, 1.5 * 1.4], 0.0),
+        ({"type": "policy_gradient"}, [1.8, -5.0, 1.4], 0.0),
+    ],
+)
+def test_losses_of_log_probabilities_by_hand(loss, expected, clipped):
+    algorithm = online(advantage={"type": "group"}, policy_loss=loss)
+    ratios, logprobs = table([1.1, 0.5], [1.5, 7.0]), table([-0.9, -2.5], [-0.7, NAN])
+    batch = replace(
+        credit(hand_rollout(), algorithm, COEFS),
+        logprobs=logprobs - ratios.log(),
+        advantages=table([2.0, -2.0], [2.0, 0.0]),
+    )
+    said = Outputs(logprobs=logprobs, entropy=torch.zeros_like(logprobs), values=batch.values)
+    terms, observed = Objective(algorithm, max_tokens=2).loss(batch, said, COEFS)
+    close(terms["policy"], sum(expected))
+    assert observed["loss/policy"].value == pytest.approx(sum(expected) / 3)
+    assert observed["policy/clip_fraction"] == Mean(clipped, 3.0)
+    assert observed["policy/ratio"].value == pytest.approx((1.1 + 0.5 + 1.5) / 3)
+
+
+def test_a2c_is_ppo_at_the_first_optimizer_step_and_not_after():
+    ppo, a2c = (online(**PRESETS[name]) for name in ("ppo", "a2c"))
+    plain = rollout(seed=6)
+    batch = credit(plain, ppo, COEFS)
+    for field in ("rewards", "advantages", "returns"):
+        close(getattr(credit(plain, a2c, COEFS), field), getattr(batch, field))
+    said = outputs(batch)
+    first = replace(
+        said, logprobs=batch.logprobs.clone().requires_grad_(), values=batch.values.clone().requires_grad_()
+    )
+    for moment, same in ((first, True), (said, False)):
+        ours, theirs = (
+            gradients(total_loss(Objective(algorithm, max_tokens=5), batch, moment, size=3), moment)
+            for algorithm in (a2c, ppo)
+        )
+        assert theirs[0].abs().sum() > 0.1
+        assert theirs[2].abs().sum() > 0.01
+        assert torch.allclose(ours[0], theirs[0], rtol=1e-12, atol=0) == same
+        close(ours[1], theirs[1])
+        if same:
+            close(ours[2], theirs[2], rtol=1e-12)
+
+
 @given(seeds)
 def test_entropy_is_a_bonus(seed):
     batch = experience(online(**KL_IN_LOSS), seed=seed)
@@ -333,9 +390,10 @@ def test_the_penalized_surrogate_uses_the_coefficient_of_the_step():
 def test_at_the_old_policy_the_gradient_is_reinforce(name):
     algorithm = online(**ALGORITHMS[name])
     kind = algorithm.policy_loss.model_copy(update={"aggregate": "sequence_sum", "entropy_coef": 0.0})
-    if kind.ratio == "sequence":  # every token carries the whole sequence's ratio
+    level = getattr(kind, "ratio", "token")
+    if level == "sequence":  # every token carries the whole sequence's ratio
         kind = kind.model_copy(update={"aggregate": "sequence_mean"})
-    elif kind.ratio == "sequence_mean":
+    elif level == "sequence_mean":
         kind = kind.model_copy(update={"ratio": "token"})
     algorithm = algorithm.model_copy(update={"policy_loss": kind, "kl": algorithm.kl.model_copy(update={"coef": 0.0})})
     batch = experience(algorithm, seed=2)

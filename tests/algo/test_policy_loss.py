@@ -10,7 +10,15 @@ from algo_cases import NAN, close, grids, live, prefix_mask, table
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.algo.policy_loss import clipped_surrogate, importance_ratio, kl_old_new, penalized_surrogate, token_weights
+from rlhf.algo.policy_loss import (
+    clipped_surrogate,
+    importance_ratio,
+    kl_old_new,
+    log_likelihood,
+    penalized_surrogate,
+    token_weights,
+    weighted_log_likelihood,
+)
 
 AGGREGATES = ("token_mean", "sequence_mean", "sequence_sum", "constant")
 
@@ -97,6 +105,61 @@ def test_at_ratio_one_the_gradient_is_reinforce(grid):
         ):
             total = torch.where(grid.mask, loss.per_token, 0.0).sum()
             close(torch.autograd.grad(total, logprobs, retain_graph=True)[0], reinforce)
+        if level != "token":
+            continue
+        for loss in (
+            weighted_log_likelihood(ratio, logprobs, advantages, clip_eps_low=0.2, clip_eps_high=0.2),
+            log_likelihood(logprobs, advantages),
+        ):
+            assert not loss.clipped.any()
+            total = torch.where(grid.mask, loss.per_token, 0.0).sum()
+            close(torch.autograd.grad(total, logprobs, retain_graph=True)[0], reinforce)
+
+
+@pytest.mark.parametrize(
+    "ratio, advantage, logprob, loss, gradient, clipped",
+    [
+        (1.1, 2.0, -3.0, 6.6, -2.2, False),  # 1.1 * 2 * 3
+        (1.5, 2.0, -3.0, 7.8, -2.6, True),  # the weight is 1.3, and the token still learns
+        (0.5, 2.0, -3.0, 4.8, -1.6, True),  # the weight is 0.8
+        (1.5, -2.0, -0.5, -1.3, 2.6, True),
+        (0.5, -2.0, -0.5, -0.8, 1.6, True),  # PPO's clip would stop it
+        (0.9, -2.0, -0.5, -0.9, 1.8, False),
+        (1.5, 0.0, -0.5, 0.0, 0.0, True),
+    ],
+)
+def test_the_cases_of_cispo(ratio, advantage, logprob, loss, gradient, clipped):
+    """Low .2, high .3; the gradient is with respect to the log-probability, which the ratio moves with."""
+    old = logprob - math.log(ratio)
+    variable = table([logprob]).requires_grad_()
+    found = weighted_log_likelihood(
+        (variable - old).exp(), variable, table([advantage]), clip_eps_low=0.2, clip_eps_high=0.3
+    )
+    (slope,) = torch.autograd.grad(found.per_token.sum(), variable)
+    assert found.per_token.item() == pytest.approx(loss, rel=1e-12)
+    assert slope.item() == pytest.approx(gradient, rel=1e-12)
+    assert found.clipped.item() == clipped
+
+
+@given(grids(), st.floats(0.05, 0.5), st.floats(0.05, 0.5))
+def test_cispo_is_the_plain_surrogate_where_it_does_not_clip_and_a_bounded_one_where_it_does(grid, low, high):
+    logprobs = grid.second.clone().requires_grad_()
+    ratio = (logprobs - grid.second.flip(1)).exp()
+    ours = weighted_log_likelihood(ratio, logprobs, grid.first, clip_eps_low=low, clip_eps_high=high)
+    (slope,) = torch.autograd.grad(ours.per_token.sum(), logprobs, retain_graph=True)
+    (plain,) = torch.autograd.grad((-ratio * grid.first).sum(), logprobs)
+    close(slope[~ours.clipped], plain[~ours.clipped])
+    assert torch.equal(slope != 0, grid.first != 0)
+    bound = torch.where(ratio.detach() > 1, torch.full_like(grid.first, 1 + high), 1 - low)
+    close(slope[ours.clipped], (-bound * grid.first)[ours.clipped])
+
+
+def test_log_likelihood_by_hand():
+    logprobs = table([-1.5, -0.5]).requires_grad_()
+    loss = log_likelihood(logprobs, table([2.0, -4.0]))
+    close(loss.per_token.detach(), [[3.0, -2.0]])
+    close(torch.autograd.grad(loss.per_token.sum(), logprobs)[0], [[-2.0, 4.0]])
+    assert not loss.clipped.any()
 
 
 def test_penalized_surrogate_by_hand():

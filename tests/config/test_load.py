@@ -50,7 +50,8 @@ def test_there_are_shipped_files() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_coherent_and_dumps_to_itself(name: str) -> None:
-    config = train_config(base(preset=name))
+    batch = {"epochs": 1} if name in ("a2c", "reinforce", "remax") else {}
+    config = train_config(merge(base(preset=name), {"batch": batch}))
     assert config.algorithm.preset == name
     assert train_config(dump(config)) == config
 
@@ -82,6 +83,12 @@ def test_exponents_without_a_dot_are_numbers() -> None:
         ("algorithm.kl={placement: loss, estimator: k1}", "k1 in the loss has an expected gradient of zero"),
         ("algorithm.value_loss=null", "GAE needs algorithm.value_loss"),
         ("algorithm.drop_uniform_groups=true", "drop_uniform_groups needs a group advantage"),
+        ("algorithm.refill_rounds=2", "refill_rounds replaces dropped groups: set drop_uniform_groups=true"),
+        (
+            "algorithm.policy_loss.type=policy_gradient",
+            "set batch.epochs=1 batch.minibatches=1, or algorithm.policy_loss",
+        ),
+        ("algorithm.policy_loss={type: cispo, clip_eps: 1}", "algorithm.policy_loss.clip_eps: unknown key"),
         ("schedule.epochs=2", "give schedule.steps or schedule.epochs"),
         ("batch.prompts_per_step=1", "whitening over 4 completions is noise"),
         ("policy.lr", "cannot read 'policy.lr': write section.key=value"),

@@ -21,7 +21,7 @@ from rlhf.trainers.online import train, update
 from rlhf.types import Experience
 
 EXACT = {"policy": {"dtype": "float64", "optimizer": "sgd"}, "critic": {"optimizer": "sgd"}}
-PRESETS = ("ppo", "ppo_penalty", "grpo", "rloo", "gspo", "dapo", "dr_grpo", "reinforce_pp")
+PRESETS = ("ppo", "ppo_penalty", "grpo", "rloo", "gspo", "cispo", "dapo", "dr_grpo", "reinforce_pp")
 
 
 def exact(folder: Path, preset: str) -> dict[str, Any]:
@@ -56,6 +56,28 @@ def test_the_micro_batch_size_does_not_change_an_update(tmp_path: Path, preset: 
         assert largest_difference(whole, parts) < 1e-10
 
 
+def test_a2c_is_ppo_at_one_epoch_of_one_minibatch(tmp_path: Path) -> None:
+    whole = {}
+    for preset in ("ppo", "a2c"):
+        tree = merge(exact(tmp_path, preset), {"batch": {"epochs": 1, "minibatches": 1}})
+        shutil.rmtree(Path(tree["run"]["out_dir"]), ignore_errors=True)
+        before = weights(online(tree).models.policy)
+        models = trained(tree).models
+        whole[preset] = weights(models.policy) | {f"critic.{k}": v for k, v in weights(models.critic).items()}
+        assert largest_difference(before, {k: whole[preset][k] for k in before}) > 1e-4
+    assert largest_difference(whole["ppo"], whole["a2c"]) < 1e-12
+
+
+def test_refilling_changes_nothing_where_no_group_is_uniform(tmp_path: Path) -> None:
+    """With 16 completions of a fresh model no group is."""
+    found = []
+    for rounds in (0, 3):
+        tree = merge(exact(tmp_path, "dapo"), {"sampling": {"completions_per_prompt": 16}, "schedule": {"steps": 2}})
+        shutil.rmtree(Path(tree["run"]["out_dir"]), ignore_errors=True)
+        found.append(weights(trained(tree, f"algorithm.refill_rounds={rounds}").models.policy))
+    assert largest_difference(*found) == 0.0
+
+
 def test_the_sampler_does_not_see_the_batch(tmp_path: Path) -> None:
     tree = ppo_tree(tmp_path)
     run, small = online(tree), online(tree, "sampling.batch_size=3")
@@ -79,6 +101,11 @@ RESUMABLE: dict[str, dict[str, Any]] = {
     "shared critic": {"critic": {"shared": True}},
     "penalty": {"algorithm": {"preset": "ppo_penalty"}},
     "lora": {"policy": {"lora": {"r": 2}}},
+    "greedy baselines": {"algorithm": {"preset": "remax"}, "batch": {"epochs": 1, "minibatches": 1}},
+    "refilled groups": {
+        "algorithm": {"preset": "dapo", "refill_rounds": 2},
+        "sampling": {"completions_per_prompt": 2},
+    },
 }
 
 
@@ -102,7 +129,7 @@ def test_a_resumed_run_is_the_uninterrupted_run_bitwise(tmp_path: Path, name: st
     real = broken.sampler.sample
 
     def sample(prompts: Any, **options: Any) -> Any:
-        if broken.session.state.step == 3 and options["group_size"] == 1 and len(prompts) == 16:
+        if broken.session.state.step == 3 and len(prompts) == 16:
             die()
         return real(prompts, **options)
 

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import BROWSER, browse, on_a_phone
 
 from rlhf.evaluation.report import write_report
 from rlhf.runtime.loggers import JsonlLogger
 from rlhf.runtime.run_folder import RunFolder
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium to open the page with")
-
-FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
-    *("--disable-component-update", "--disable-sync", "--hide-scrollbars", "--enable-logging=stderr", "--v=0"),
-    *("--virtual-time-budget=10000", "--window-size=1280,1000", "--allow-file-access-from-files", "--dump-dom"),
-)
-
-
-def browse(page: Path, profile: Path) -> tuple[str, list[str]]:
-    """The DOM after the page's scripts ran, and the lines they left on the console."""
-    assert BROWSER is not None
-    command = [BROWSER, *FLAGS, f"--user-data-dir={profile}", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
 @pytest.fixture(scope="module")
@@ -85,37 +68,9 @@ def test_an_error_on_the_console_would_be_seen(report: Path, tmp_path: Path) -> 
     assert any("script-src" in line for line in console)  # and no foreign script run
 
 
-FRAME = """<!DOCTYPE html><body><iframe src="{page}" style="width:390px;height:2000px;border:0"></iframe>
-<pre id="found"></pre><script>
-document.querySelector("iframe").addEventListener("load", (event) => {{
-  const page = event.target.contentDocument, view = event.target.contentWindow;
-  const look = () => ({{
-    background: view.getComputedStyle(page.body).backgroundColor,
-    line: view.getComputedStyle(page.querySelector(".js-line")).stroke,
-    button: page.getElementById("theme").textContent,
-  }});
-  setTimeout(() => {{
-    const found = {{
-      width: page.documentElement.scrollWidth,
-      widest: Math.max(...[...page.querySelectorAll(".main-svg")].map((svg) => svg.getBoundingClientRect().width)),
-      first: look(),
-    }};
-    page.getElementById("theme").click();
-    setTimeout(() => {{
-      found.second = look();
-      document.getElementById("found").textContent = JSON.stringify(found);
-    }}, 500);
-  }}, 1000);
-}});
-</script></body>"""
-
-
 def test_on_a_phone_nothing_overflows_and_the_button_changes_page_and_curves(report: Path, tmp_path: Path) -> None:
-    frame = tmp_path / "frame.html"
-    frame.write_text(FRAME.format(page=report.as_uri()), encoding="utf-8")
-    dom, console = browse(frame, tmp_path / "profile")
+    found, console = on_a_phone(report, tmp_path)
     assert console == []
-    found = json.loads(re.findall(r'<pre id="found">(.*?)</pre>', dom)[0])
     assert found["width"] <= 390
     assert 200 < found["widest"] <= 390
     light, dark = found["first"], found["second"]

@@ -161,16 +161,18 @@ RLOO = {
 }
 PPO = {"advantage": {"type": "gae"}, "policy_loss": {"type": "clip"}, "value_loss": {"coef": 1.0, "clip_eps": None}}
 PENALTY = {**PPO, "policy_loss": {"type": "penalty"}}
+A2C = {**PPO, "policy_loss": {"type": "policy_gradient"}}
+CISPO = {"advantage": {"type": "group", "baseline": "leave_one_out"}, "policy_loss": {"type": "cispo"}}
 
 
 @pytest.mark.parametrize(
-    "parts",
-    [RLOO, PPO, PENALTY],
-    ids=["rloo", "ppo", "ppo_penalty"],
+    "parts, epochs",
+    [(RLOO, 2), (PPO, 2), (PENALTY, 2), (CISPO, 2), (A2C, 1)],
+    ids=["rloo", "ppo", "ppo_penalty", "cispo", "a2c"],
 )
-def test_samples_lead_to_the_optimum(parts):
+def test_samples_lead_to_the_optimum(parts, epochs):
     beta = 0.5
-    table, _ = learn(online(**parts), beta=beta, steps=150, epochs=2)
+    table, _ = learn(online(**parts), beta=beta, steps=150 if epochs > 1 else 300, epochs=epochs)
     distribution = WORLD.sequence_logprobs(table)
     best = optimum(REFERENCE, PROBLEM.scores, beta)
     assert kl(REFERENCE, best) > 0.1  # there was something to learn

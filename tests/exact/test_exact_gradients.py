@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -91,6 +92,7 @@ def with_critic(gae_lambda: float) -> dict[str, Any]:
 
 
 REINFORCE = {"advantage": {"type": "batch_whiten", "whiten": False}}
+PLAIN = {"type": "policy_gradient"}
 
 
 def same_gradient(policy: torch.nn.Module, ours: Tensor, exact: Tensor, *, scale: float = 1.0) -> None:
@@ -139,6 +141,47 @@ def test_weighing_rows_is_the_expectation_row_by_row(policy):
         one_by_one = one_by_one + probabilities[row] * objective.loss(batch.rows(part), outputs, COEFS)[0]["policy"]
     at_once = PROBLEM.expected_terms(algorithm, COEFS, old=table, new=table, values=values)["policy"]
     same_gradient(policy, at_once, one_by_one)
+
+
+@pytest.mark.parametrize("parts", [REINFORCE, with_critic(0.95)], ids=["reinforce", "a2c"])
+def test_the_plain_policy_gradient_at_the_old_policy_and_not_away_from_it(policy, parts):
+    algorithm = online(policy_loss=PLAIN, **parts)
+    table = policy()
+    for old, compare in ((table, same_gradient), (random_table(WORLD, 13), differ)):
+        values = PROBLEM.exact_values(algorithm, COEFS, old) if algorithm.value_loss is not None else None
+        ours = PROBLEM.expected_terms(algorithm, COEFS, old=old, new=table, values=values)["policy"]
+        compare(policy, -ours, exact_objective(table))
+
+
+def baselined_terms(table: Tensor, baselines: Callable[[Tensor], Tensor]) -> Tensor:
+    """ReMax's policy term expected over completions; `baselines` gives one number for each row from its scores."""
+    rows = WORLD.all_rows()
+    rollout = make_rollout(WORLD, rows, old=table, reference=PROBLEM.reference, scores=PROBLEM.scores)
+    algorithm = online(advantage={"type": "greedy"}, policy_loss=PLAIN)
+    batch = credit(replace(rollout, baselines=baselines(rollout.scores)), algorithm, COEFS)
+    weights = WORLD.sequence_logprobs(table.detach()).exp().flatten() / WORLD.prompts
+    said = say(WORLD, rows, table, None, weights)
+    return Objective(algorithm, max_tokens=3).loss(batch, said, COEFS)[0]["policy"]
+
+
+def greedy_scores(table: Tensor) -> Tensor:
+    """The score `[C]` of the completion made of the most likely tokens."""
+    found = []
+    for prompt in range(WORLD.prompts):
+        prefix: tuple[int, ...] = ()
+        while prefix in WORLD.prefixes:
+            prefix = (*prefix, int(table[prompt, WORLD.prefixes.index(prefix)].argmax()))
+        ends = [tuple(ids[mask].tolist()) for ids, mask in zip(WORLD.ids, WORLD.mask, strict=True)]
+        found.append(PROBLEM.scores[prompt, ends.index(prefix)])
+    return torch.stack(found)
+
+
+def test_a_greedy_baseline_leaves_the_gradient_and_one_that_knows_the_completion_does_not(policy):
+    table = policy()
+    greedy = greedy_scores(table).repeat_interleave(len(WORLD.ids))
+    assert greedy.abs().min() > 0.05
+    same_gradient(policy, baselined_terms(table, lambda _: greedy), exact_objective(table), scale=-1.0)
+    differ(policy, -baselined_terms(table, lambda scores: 0.5 * scores), exact_objective(table))
 
 
 @pytest.mark.parametrize("gae_lambda", [0.0, 0.5, 0.95, 1.0])
@@ -300,6 +343,20 @@ def test_the_clipped_surrogate_away_from_the_old_policy(policy, dual_clip):
     ours = PROBLEM.expected_terms(algorithm, COEFS, old=old, new=table, values=values)["policy"]
     same_gradient(policy, ours, surrogate(old, table, gain), scale=-1.0)
     differ(policy, -ours, surrogate(old, table, lambda ratio, advantage: ratio * advantage))
+
+
+@pytest.mark.parametrize("bounds", [(0.2, 0.4), (1.0, 0.3), (1.0, 1e9)])
+def test_cispo_away_from_the_old_policy(policy, bounds):
+    """Every token keeps its gradient, with the weight that its bounds leave it; unbounded, it is the surrogate's."""
+    low, high = bounds
+    algorithm = online(policy_loss={"type": "cispo", "clip_eps_low": low, "clip_eps_high": high}, **with_critic(0.0))
+    old, table = random_table(WORLD, 13), policy()
+    values, advantages = old_action_values(old)
+    ours = PROBLEM.expected_terms(algorithm, COEFS, old=old, new=table, values=values)["policy"]
+    plain = surrogate(old, table, lambda ratio, advantage: ratio * advantage)
+    weights = (table.detach() - old).exp().clamp(1 - low, 1 + high)
+    same_gradient(policy, ours, visited(old, (old.exp() * weights * advantages * table).sum(-1)), scale=-1.0)
+    (same_gradient if high > 1e6 else differ)(policy, -ours, plain)
 
 
 @pytest.mark.parametrize("gae_lambda", [0.95, 1.0])

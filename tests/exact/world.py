@@ -228,6 +228,7 @@ def make_rollout(
         Rollout,
         completions,
         scores=scores.flatten()[rows],
+        baselines=torch.zeros_like(logprobs[:, 0]),
         logprobs=logprobs,
         ref_logprobs=world.token_logprobs(reference, rows),
         values=torch.where(mask, world.per_token(values, rows), 0.0).detach(),

@@ -11,7 +11,11 @@ from runs import ppo_tree, trained, trained_sft, write_rows
 
 from rlhf.config.load import merge
 
-ONLINE = ("ppo", "ppo_penalty", "grpo", "rloo", "dr_grpo", "dapo", "gspo", "reinforce_pp")
+ONLINE = (
+    *("ppo", "ppo_penalty", "a2c", "reinforce", "remax", "reinforce_pp"),
+    *("grpo", "rloo", "dr_grpo", "dapo", "cispo", "gspo"),
+)
+ONE_STEP = ("a2c", "reinforce", "remax")  # no importance ratio: one optimizer step for each sampled batch
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -21,7 +25,9 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 def tree_of(folder: Path, preset: str) -> dict[str, Any]:
     tree = ppo_tree(folder, schedule={"steps": 20}, eval={"every": 0}, checkpoint={"every": 0})
     tree["algorithm"] = {"preset": preset}
-    if preset not in ("ppo", "ppo_penalty"):
+    if preset in ONE_STEP:
+        tree = merge(tree, {"batch": {"epochs": 1, "minibatches": 1}, "schedule": {"steps": 40}})
+    if preset not in ("ppo", "ppo_penalty", "a2c"):
         tree = merge(tree, {"sampling": {"completions_per_prompt": 4}, "batch": {"prompts_per_step": 8}})
         del tree["critic"]
     return tree
@@ -35,6 +41,28 @@ def test_every_online_preset_raises_the_gold(tmp_path: Path, preset: str) -> Non
     assert rows[-1]["eval/score"] > 0.6
     assert all(row["policy/first_ratio_deviation"] < 1e-5 for row in rows[1:])
     assert all(row["kl/sampler_mismatch"] < 1e-5 for row in rows[1:])
+
+
+def test_refilled_groups_are_counted_and_learned_from(tmp_path: Path) -> None:
+    """As the policy learns, all of a group score alike: other prompts stand in, and the count says what they cost."""
+    run = trained(tree_of(tmp_path, "dapo"), "algorithm.refill_rounds=2", "sampling.completions_per_prompt=2")
+    rows = metrics(tmp_path)
+    assert rows[-1]["eval/score"] > 0.6
+    extra = [row["completion/extra"] for row in rows[1:]]
+    assert max(extra) > 0
+    assert rows[-1]["completion/count"] == run.session.state.completions == sum(16 + each for each in extra)
+    refilled = [row for row in rows[1:] if row["group/refilled"] > 0]
+    assert len(refilled) > 3
+    assert all(row["policy/first_ratio_deviation"] < 1e-5 for row in rows[1:])
+    assert any(row["score/first_draw"] != pytest.approx(row["score/mean"]) for row in refilled)
+
+
+def test_greedy_baselines_are_counted(tmp_path: Path) -> None:
+    trained(tree_of(tmp_path, "remax"), "schedule.steps=3")
+    rows = metrics(tmp_path)[1:]
+    assert [row["completion/count"] for row in rows] == [40.0, 80.0, 120.0]  # 8 prompts: 32 sampled, 8 greedy
+    assert all(row["completion/extra"] == 8.0 for row in rows)
+    assert all(-1.0 <= row["score/greedy"] <= 1.0 for row in rows)
 
 
 def test_the_critic_learns_too(tmp_path: Path) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from machinery import MACHINERY
 from mutant import Mutant
+from offline import OFFLINE
+from online_arms import ONLINE_ARMS
 
 MUTANTS = [
     *MACHINERY,
+    *ONLINE_ARMS,
+    *OFFLINE,
     Mutant(
         name="whiten-keeps-mean",
         file="rlhf/masked.py",

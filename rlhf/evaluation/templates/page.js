@@ -14,6 +14,7 @@
     const value = color((trace.meta && trace.meta.role) || "s1");
     const copy = { ...trace, marker: { ...trace.marker, color: value } };
     if (trace.type !== "bar") copy.line = { ...trace.line, color: value };
+    if (trace.fill) copy.fillcolor = value + "26";
     if (trace.error_y) copy.error_y = { ...trace.error_y, color: value };
     return copy;
   }
@@ -28,11 +29,11 @@
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { color: color("muted"), size: 12, family: getComputedStyle(document.body).fontFamily },
       margin: { l: 44, r: 10, t: 8, b: 36 },
-      height: 250,
+      height: figure.layout.height || 250,
       // Above the curves: beside them a phone has no room for a legend.
       legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 11 } },
       hoverlabel: { bgcolor: color("card"), bordercolor: color("grid"), font: { color: color("ink") } },
-      hovermode: "x unified",
+      hovermode: figure.layout.hovermode || "x unified",
       dragmode: touch ? false : "zoom",
       uirevision: "keep",
       xaxis: { ...figure.layout.xaxis, ...axis, title: { ...(figure.layout.xaxis || {}).title, standoff: 4, font: { size: 11 } } },

@@ -1,0 +1,104 @@
+"""The reference of an offline run: which model it is, and what it says of a data set, computed once and kept."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from jaxtyping import Float
+from rich.text import Text
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.build.context import Context
+from rlhf.build.models import build_reference
+from rlhf.config.algorithm import KtoLoss, ReferencedLoss
+from rlhf.config.sections import TrainConfig, judged, offline, reads_reference
+from rlhf.data.annotated import AnnotatedLabelledSet, AnnotatedPairSet, CompletionRows, labels_of, rows_of
+from rlhf.data.pairs import LabelledSet, PairSet
+from rlhf.data.reference_cache import ReferenceCache, cache_folder, cache_key, rows_fingerprint
+from rlhf.models.backbone import place
+from rlhf.models.bundle import Models
+from rlhf.models.fingerprint import weights_fingerprint
+from rlhf.runtime.seeding import new_weights
+from rlhf.trainers.online import ROWS_PER_PASS
+from rlhf.trainers.preference import completion_logprobs
+
+
+def attach_reference(config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase, models: Models) -> None:
+    """Give the models the reference that this run reads, if it needs a model of its own for it.
+
+    It does not where the reference is the policy with its adapter off, nor, for log-probabilities that are computed
+    before the first step, where it is the policy as it then is.
+    """
+    if not reads_reference(config):
+        return
+    if config.policy.lora is not None and config.reference.model is None:
+        models.adapter_off_is_reference = True
+    elif keeps_reference(config) or context.resume is not None or config.reference.model is not None:
+        with new_weights(context.seed):
+            reference = build_reference(config, tokenizer)
+        assert reference is not None
+        models.reference = place(reference, context.engine.device)
+
+
+def keeps_reference(config: TrainConfig) -> bool:
+    """Whether the reference is read while the run goes on: for KTO's z0, or for the KL of held-out completions."""
+    return isinstance(offline(config).loss, KtoLoss) or (judged(config) and reads_reference(config))
+
+
+def rows_per_pass(config: TrainConfig) -> int:
+    """Rows of a forward pass without gradient; memory only."""
+    return config.batch.micro_batch_size * ROWS_PER_PASS
+
+
+class Annotator:
+    """The reference's log-probability of every completion of a data set: from the cache, or computed and kept."""
+
+    def __init__(self, config: TrainConfig, context: Context, models: Models) -> None:
+        self.config, self.context, self.models = config, context, models
+        self.cache = ReferenceCache(cache_folder(config.run.cache_dir, os.environ))
+        self._weights: str | None = None
+
+    def pairs(self, found: PairSet) -> AnnotatedPairSet:
+        """The pairs, annotated."""
+        chosen, rejected = self._annotated(rows_of(found)).chunk(2)
+        return AnnotatedPairSet(found, chosen, rejected)
+
+    def labelled(self, found: PairSet | LabelledSet) -> AnnotatedLabelledSet:
+        """Single completions, annotated; pairs are taken apart."""
+        rows = rows_of(found)
+        return AnnotatedLabelledSet(rows, labels_of(found), self._annotated(rows))
+
+    def _annotated(self, rows: CompletionRows) -> Float[Tensor, " N"]:
+        if not isinstance(offline(self.config).loss, ReferencedLoss):
+            return torch.zeros(len(rows), dtype=torch.float64)
+        key = cache_key(
+            weights=self._fingerprint(),
+            rows=rows_fingerprint(rows.prompts, rows.completions),
+            dtype=self.models.dtype,
+            temperature=self.models.temperature,
+        )
+        values = self.cache.read(key, count=len(rows))
+        if values is None:
+            values = self._computed(rows)
+            self.cache.write(key, values)
+        else:
+            self.context.notes.append(f"reference log-probs of {len(rows):,} completions: from {self.cache.path(key)}")
+        self.context.notes += self.cache.notes
+        self.cache.notes.clear()
+        return values
+
+    def _computed(self, rows: CompletionRows) -> Float[Tensor, " N"]:
+        text = f"reference log-probs of {len(rows):,} completions: computed once, kept in {self.cache.folder}"
+        if self.context.console is not None:
+            self.context.console.print(Text(text), soft_wrap=True)  # now: a large data set takes its time
+        models = self.models
+        assert models.has_reference or self.context.resume is None, "the policy is its own reference at step 0 only"
+        say = models.reference_logprobs if models.has_reference else lambda batch: models.policy_tokens(batch).logprobs
+        return completion_logprobs(rows, say, rows_per_pass=rows_per_pass(self.config), device=models.device)
+
+    def _fingerprint(self) -> str:
+        if self._weights is None:
+            self._weights = weights_fingerprint(self.models.reference or self.models.policy)
+        return self._weights

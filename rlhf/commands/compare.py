@@ -1,0 +1,99 @@
+"""rlhf compare: several algorithms from one start, on one budget, under one judge; continues where it stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rlhf.build.context import MODEL
+from rlhf.commands.quickstart import prepare_lab
+from rlhf.compare.page import write_compare_page
+from rlhf.compare.plan import Plan, make_plan, read_plan
+from rlhf.compare.results import read_cells, summarize, write_results
+from rlhf.compare.runner import RunCell, run_cells, run_in_process
+from rlhf.compare.words import interval, ranking, verdict
+from rlhf.config.compare import START, CompareConfig
+from rlhf.config.load import compare_config, dump, read_yaml
+from rlhf.errors import UserError
+from rlhf.runtime.progress import printable
+from rlhf.runtime.run_folder import write_aside
+
+COMPARE = "compare.yaml"
+
+
+def run_compare(config: CompareConfig, *, beside: Path, console: Console, run: RunCell = run_in_process) -> bool:
+    """Prepare the lab where it is asked for, run what is not done, write results and page.
+
+    Args:
+        config: the comparison.
+        beside: the folder of its file, in which its base is looked for too.
+        console: where it reports.
+        run: how a cell is run.
+
+    Returns:
+        Whether every cell was come to; False where the user stopped it.
+
+    Raises:
+        UserError: the comparison is not a valid one; an arm that fails is no error.
+    """
+    plan = make_plan(config, beside=beside)
+    if config.lab is not None and not _lab_is_there(Path(config.lab.folder)):
+        if prepare_lab(Path(config.lab.folder), seed=config.lab.seed, console=console) is None:
+            return False
+        plan = make_plan(config, beside=beside)
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    write_aside(plan.folder / COMPARE, yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True))
+    complete = run_cells(plan, run, console)
+    if not complete:
+        console.print("stopped; the same command continues from here")
+    _conclude(plan, console)
+    return complete
+
+
+def is_comparison(path: str) -> bool:
+    """Whether a folder holds a comparison."""
+    return (Path(path) / COMPARE).is_file()
+
+
+def rebuild_comparison(path: str, console: Console) -> None:
+    """results.json, results.parquet and report.html again, from the folder of a comparison.
+
+    Raises:
+        UserError: nothing of it is judged yet.
+    """
+    folder = Path(path)
+    _conclude(read_plan(compare_config(read_yaml(folder / COMPARE)), folder), console, must=True)
+
+
+def _lab_is_there(folder: Path) -> bool:
+    return all((folder / stage / MODEL).is_dir() for stage in ("sft", "rm"))
+
+
+def _conclude(plan: Plan, console: Console, *, must: bool = False) -> None:
+    cells = read_cells(plan)
+    if all(one.judged is None for one in cells if one.cell.arm == START):
+        if must:
+            raise UserError(f"{plan.folder}: the start model is not judged yet, so there is nothing to report")
+        return
+    results = summarize(plan, cells)
+    write_results(plan, results, cells)
+    report = write_compare_page(plan, results, cells)
+    table = Table("arm", "judge's score", "gain over start", "KL, nats", "status", box=None, pad_edge=False)
+    for name in [*ranking(results), *(name for name in results["arms"] if name not in ranking(results))]:
+        arm = results["arms"][name]
+        kl, score = arm.get("kl"), arm.get("score")
+        bound = "≤ " if arm["kl_is_bound"] else ""
+        table.add_row(
+            name,
+            "" if score is None else f"{score:.2f}",
+            "" if score is None else interval(arm["gain"], sign=True),
+            "" if kl is None else f"{bound}{kl:.2f}",
+            arm["status"],
+        )
+    console.print(table)
+    console.print(Text(printable(verdict(results))))
+    console.print(Text(f"report  {report}"), soft_wrap=True)

@@ -1,0 +1,43 @@
+"""One cell from its start, or from where it stands, to its judgment."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from rlhf.build.run import build_run
+from rlhf.compare.costs import Ledger
+from rlhf.compare.draws import run_best_of_n
+from rlhf.compare.judge import Judged, judge_model
+from rlhf.compare.plan import Cell
+
+
+def run_cell(cell: Cell, console: Console) -> bool:
+    """Train (where it trains), judge, write judged.json; False where it was interrupted and saved.
+
+    Raises:
+        UserError: of the kind that fits.
+    """
+    config = cell.config
+    if Judged.read(cell.folder) is not None:
+        return True
+    if config.best_of_n is not None:
+        judged = run_best_of_n(config, cell.folder)
+    elif config.budget is None:
+        judged = judge_model(config, None)
+    else:
+        if not _train(cell, console):
+            return False
+        judged = judge_model(config, str(cell.folder))
+    judged.write(cell.folder)
+    return True
+
+
+def _train(cell: Cell, console: Console) -> bool:
+    config = cell.config
+    assert config.budget is not None
+    run = build_run(config.train, console)
+    run.session.budget = Ledger(cell.folder, run.run, config.train, config.budget)
+    try:
+        return run.train()
+    finally:
+        run.session.recorder.close()

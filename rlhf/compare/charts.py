@@ -1,0 +1,188 @@
+"""The figures of a comparison: frontier, learning curves with seed bands, proxy against gold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from statistics import fmean
+from typing import Any
+
+import plotly.graph_objects as go
+
+from rlhf.evaluation.frontier import overoptimized
+from rlhf.evaluation.report_charts import Chart, to_json
+
+ROLES, DASHES = 8, ("solid", "dash", "dot", "dashdot")
+AXES = {
+    "completions": "completions",
+    "tokens": "tokens, generated and trained",
+    "flops": "estimated FLOPs",
+    "seconds": "seconds of training",
+}
+MARGIN_SE = 2.0  # standard errors by which the gold must have fallen to be marked
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Style:
+    """How an arm is drawn wherever it is: one of the page's colors, and another dash for each eight arms."""
+
+    role: str
+    dash: str
+
+
+def styles(arms: Sequence[str]) -> dict[str, Style]:
+    """A style for each arm, the same in every figure."""
+    return {arm: Style(f"s{i % ROLES + 1}", DASHES[i // ROLES % len(DASHES)]) for i, arm in enumerate(arms)}
+
+
+def frontier_chart(results: Json, drawn: Mapping[str, Style]) -> Chart:
+    """The judge's score against KL: every evaluation of every arm and seed, and best-of-n's curve."""
+    figure = go.Figure(layout={"hovermode": "closest", "height": 440, "showlegend": True})
+    start = results["start_model"]
+    for arm, style in drawn.items():
+        first = True
+        for rows in by_seed(results, arm).values():
+            points = [row for row in rows if row["kl"] is not None]
+            figure.add_trace(_seed_trace(arm, points, style, showlegend=first))
+            first = False
+        if arm in results["best_of_n"]:
+            figure.add_trace(_curve_trace(arm, results["best_of_n"][arm], style))
+    point = go.Scatter(x=[0.0], y=[start["score"]], mode="markers", name="start", meta={"role": "target"})
+    figure.add_trace(point.update(marker={"size": 12, "symbol": "diamond"}))
+    figure.update_xaxes(title="KL to the start model, nats per sequence").update_yaxes(title="judge's score")
+    return Chart("frontier", "Score against KL", "", to_json(figure))
+
+
+def curve_charts(results: Json, drawn: Mapping[str, Style]) -> list[Chart]:
+    """Learning curves over the governing cost: mean over seeds, with a band from the lowest seed to the highest."""
+    unit = results["budget"]["unit"]
+    charts = []
+    for name, title, axis in (
+        ("score", "Judge's score", "score"),
+        ("proxy", "Score under the trained-on reward", "score"),
+        ("kl", "KL to the start model", "nats"),
+        ("length", "Length", "tokens"),
+        ("distinct_2", "Distinct bigrams", "share"),
+    ):
+        figure = go.Figure(layout={"showlegend": True})
+        for arm, style in drawn.items():
+            points = seed_means(by_seed(results, arm), name, unit)
+            if points:
+                _add_band(figure, arm, points, style)
+        if figure.data:
+            figure.update_xaxes(title=AXES[unit])
+            charts.append(Chart(f"curve:{name}", title, axis, to_json(figure)))
+    return charts
+
+
+def proxy_charts(results: Json, drawn: Mapping[str, Style]) -> list[Chart]:
+    """Proxy and gold of each arm, as gains in standard deviations of the start model; crosses mark gaming."""
+    return [chart for arm in drawn if (chart := _proxy_chart(results, arm)) is not None]
+
+
+def gaming(results: Json, arm: str) -> list[tuple[float, float]]:
+    """(cost, judge's score) of the evaluations where the proxy is up and the gold is down from its best."""
+    rows = _proxy_rows(results, arm)
+    margins = [MARGIN_SE * row["score_std"] / sqrt(results["prompts"]) for row in rows]
+    marked = overoptimized([row["proxy"] for row in rows], [row["score"] for row in rows], margins)
+    return [(row["cost"], row["score"]) for row, mark in zip(rows, marked, strict=True) if mark]
+
+
+def by_seed(results: Json, arm: str) -> dict[int, list[Json]]:
+    """The evaluations of an arm, in order, by seed."""
+    found: dict[int, list[Json]] = {}
+    for row in results["evaluations"]:
+        if row["arm"] == arm:
+            found.setdefault(row["seed"], []).append(row)
+    return found
+
+
+def seed_means(seeds: Mapping[int, Sequence[Json]], name: str, unit: str) -> list[tuple[float, float, float, float]]:
+    """(cost, mean, lowest, highest) of each evaluation that every seed has reached; the cost is the mean of theirs."""
+    found = []
+    for rows in zip(*seeds.values(), strict=False):
+        values = [row[name] for row in rows if row[name] is not None]
+        if len(values) == len(rows):
+            found.append((fmean(row[unit] for row in rows), fmean(values), min(values), max(values)))
+    return found
+
+
+def _seed_trace(arm: str, points: Sequence[Json], style: Style, *, showlegend: bool) -> go.Scatter:
+    sizes = [5] * (len(points) - 1) + [11] if points else []
+    trace = go.Scatter(
+        x=[row["kl"] for row in points],
+        y=[row["score"] for row in points],
+        text=[f"{arm}, seed {row['seed']}, step {row['step']}" for row in points],
+        name=arm,
+        legendgroup=arm,
+        showlegend=showlegend,
+        mode="lines+markers",
+        meta={"role": style.role},
+    )
+    return trace.update(line={"width": 1, "dash": style.dash}, marker={"size": sizes}, hovertemplate=_HOVER)
+
+
+def _curve_trace(arm: str, curve: Sequence[Json], style: Style) -> go.Scatter:
+    trace = go.Scatter(
+        x=[point["kl"] for point in curve],
+        y=[point["score"] for point in curve],
+        text=[f"best of {point['n']:g} (KL: its bound)" for point in curve],
+        name=arm,
+        legendgroup=arm,
+        mode="lines+markers",
+        meta={"role": style.role},
+    )
+    return trace.update(line={"width": 2.5, "dash": "dot"}, marker={"size": 5}, hovertemplate=_HOVER)
+
+
+_HOVER = "%{text}<br>score %{y:.3f}<br>KL %{x:.2f}<extra></extra>"
+
+
+def _add_band(figure: go.Figure, arm: str, points: Sequence[tuple[float, float, float, float]], style: Style) -> None:
+    xs = [x for x, _, _, _ in points]
+    if any(high > low for _, _, low, high in points):
+        edge = [high for _, _, _, high in points] + [low for _, _, low, _ in reversed(points)]
+        band = go.Scatter(x=xs + xs[::-1], y=edge, fill="toself", mode="lines", name=arm, legendgroup=arm)
+        figure.add_trace(band.update(line={"width": 0}, showlegend=False, hoverinfo="skip", meta={"role": style.role}))
+    line = go.Scatter(x=xs, y=[mean for _, mean, _, _ in points], name=arm, legendgroup=arm, mode="lines+markers")
+    line.update(line={"width": 2, "dash": style.dash}, marker={"size": 4}, meta={"role": style.role})
+    figure.add_trace(line)
+
+
+def _proxy_rows(results: Json, arm: str) -> list[Json]:
+    """The means over seeds of the evaluations that have both scores."""
+    seeds, unit = by_seed(results, arm), results["budget"]["unit"]
+    names = ("proxy", "score", "score_std")
+    rows = []
+    for group in zip(*seeds.values(), strict=False):
+        if all(row[name] is not None for row in group for name in names):
+            means = {name: fmean(row[name] for row in group) for name in names}
+            rows.append({"cost": fmean(row[unit] for row in group), **means})
+    return rows
+
+
+def _proxy_chart(results: Json, arm: str) -> Chart | None:
+    rows, unit = _proxy_rows(results, arm), results["budget"]["unit"]
+    if len(rows) < 2:
+        return None
+    figure = go.Figure(layout={"showlegend": True})
+    xs = [row["cost"] for row in rows]
+    for name, label, role in (("score", "judge", "s1"), ("proxy", "trained-on reward", "s2")):
+        gains = [row[name] - rows[0][name] for row in rows]
+        line = go.Scatter(x=xs, y=gains, name=label, mode="lines+markers", meta={"role": role})
+        figure.add_trace(line.update(marker={"size": 4}))
+    marked = gaming(results, arm)
+    if marked:
+        crosses = go.Scatter(
+            x=[cost for cost, _ in marked],
+            y=[score - rows[0]["score"] for _, score in marked],
+            mode="markers",
+            name="reward up, judge down",
+            meta={"role": "s7"},
+        )
+        figure.add_trace(crosses.update(marker={"size": 11, "symbol": "x"}))
+    figure.update_xaxes(title=AXES[unit])
+    return Chart(f"proxy:{arm}", arm, "gain over the start, each in its own score", to_json(figure))

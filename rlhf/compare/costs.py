@@ -1,0 +1,178 @@
+"""What an arm cost: completions, tokens, estimated FLOPs and seconds, step by step; and when its budget is spent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import nn
+
+from rlhf.build.context import model_folder
+from rlhf.config.compare import BudgetConfig
+from rlhf.config.sections import EnsembleSource, ModelSource, RewardSourceConfig, TrainConfig, reads_reference
+from rlhf.runtime.loggers import encode_line, read_jsonl
+from rlhf.runtime.run_folder import write_aside
+from rlhf.trainers.offline import OfflineRun
+from rlhf.trainers.online import OnlineRun
+
+COSTS = "costs.jsonl"
+FORWARD, BACKWARD = 2, 4  # FLOPs a parameter and token (Kaplan et al. 2020, section 2.1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What was spent so far."""
+
+    completions: int = 0  # sampled (online), or read from the data, two a pair (offline)
+    generated_tokens: int = 0
+    trained_tokens: int = 0  # prompt and completion, once for each pass with gradient
+    flops: float = 0.0  # estimated
+    seconds: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Generated plus trained."""
+        return self.generated_tokens + self.trained_tokens
+
+    def plus(self, other: Costs) -> Costs:
+        """The sum."""
+        return Costs(**{key: value + getattr(other, key) for key, value in asdict(self).items()})
+
+    def record(self) -> dict[str, Any]:
+        """The four that a budget can be in, and the two kinds of tokens."""
+        return {**asdict(self), "tokens": self.tokens}
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Costs:
+        """What `record` gave."""
+        return cls(**{key: record[key] for key in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Parameters of the models that a run reads; 0 for one that it does not have."""
+
+    policy: int
+    reference: int = 0
+    critic: int = 0
+    reward: int = 0
+
+
+def online_flops(sizes: Sizes, *, tokens: int, passes: float) -> float:
+    """An online step: sample, score, annotate by policy, reference and critic, then `passes` updates of both.
+
+        tokens * (2 N_policy + 2 N_reward + 2 (N_policy + N_reference + N_critic) + passes * 6 (N_policy + N_critic))
+
+    Args:
+        sizes: N, embeddings included; attention over the context is left out.
+        tokens: prompts and completions of the step.
+        passes: over the step's completions with gradient.
+    """
+    forward = 2 * sizes.policy + sizes.reward + sizes.reference + sizes.critic
+    update = passes * (FORWARD + BACKWARD) * (sizes.policy + sizes.critic)
+    return float(tokens * (FORWARD * forward + update))
+
+
+def offline_flops(sizes: Sizes, *, tokens: int) -> float:
+    """An offline step: the policy forward and backward, the reference forward (though a cache may have spared it).
+
+    tokens * (6 N_policy + 2 N_reference)
+    """
+    return float(tokens * ((FORWARD + BACKWARD) * sizes.policy + FORWARD * sizes.reference))
+
+
+def sampling_flops(sizes: Sizes, *, tokens: int) -> float:
+    """Best-of-n: sample and score; tokens * (2 N_policy + 2 N_reward)."""
+    return float(tokens * FORWARD * (sizes.policy + sizes.reward))
+
+
+class Ledger:
+    """The running sum of a run's costs, one line a step in costs.jsonl; a rlhf.runtime.session.Budget."""
+
+    def __init__(self, folder: Path, run: OnlineRun | OfflineRun, config: TrainConfig, budget: BudgetConfig) -> None:
+        """`folder` is the run's; lines after the checkpoint that it continues from are forgotten."""
+        self.path = folder / COSTS
+        self.run, self.config, self.budget = run, config, budget
+        self.sizes = _sizes(run, config)
+        step = run.session.state.step
+        rows = [row for row in read_jsonl(self.path) if row["step"] <= step]
+        write_aside(self.path, "".join(encode_line(row).decode() for row in rows))
+        self.total = Costs.of(rows[-1]) if rows else Costs()
+
+    @property
+    def spent(self) -> bool:
+        """Whether the governing cost has reached its limit."""
+        return float(self.total.record()[self.budget.unit]) >= self.budget.limit
+
+    def spend(self, step: int, metrics: Mapping[str, float], *, tokens: int, seconds: float) -> None:
+        """Count a step."""
+        self.total = self.total.plus(self._of_step(metrics, tokens, seconds))
+        with self.path.open("ab") as file:
+            file.write(encode_line({"step": step, **self.total.record()}))
+
+    def _of_step(self, metrics: Mapping[str, float], tokens: int, seconds: float) -> Costs:
+        if isinstance(self.run, OfflineRun):
+            flops = offline_flops(self.sizes, tokens=tokens)
+            rows = completions_of(self.config)
+            return Costs(completions=rows, trained_tokens=tokens, flops=flops, seconds=seconds)
+        rows = round(metrics["completion/count"]) - self.total.completions
+        passes = metrics["policy/optimizer_steps"] / self.config.batch.minibatches
+        return Costs(
+            completions=rows,
+            generated_tokens=round(metrics["completion/length"] * rows),
+            trained_tokens=round(tokens * passes),
+            flops=online_flops(self.sizes, tokens=tokens, passes=passes),
+            seconds=seconds,
+        )
+
+
+def completions_of(config: TrainConfig) -> int:
+    """Completions that a step samples (online) or reads (offline: two a pair, one a row of SFT or KTO)."""
+    rows = config.batch.prompts_per_step
+    loss = getattr(config.algorithm, "loss", None)
+    if loss is None:
+        return rows * config.sampling.completions_per_prompt
+    return rows if loss.type in ("sft", "kto") else 2 * rows
+
+
+def parameters_of(module: nn.Module | None) -> int:
+    """How many numbers a module has; 0 without one."""
+    return sum(p.numel() for p in module.parameters()) if module is not None else 0
+
+
+def source_parameters(source: RewardSourceConfig | None) -> int:
+    """How many parameters a reward source has; 0 for a function or a server, whose cost is not known."""
+    if isinstance(source, EnsembleSource):
+        return sum(source_parameters(member) for member in source.sources)
+    if not isinstance(source, ModelSource):
+        return 0
+    return sum(_numbers(file) for file in sorted(Path(model_folder(source.path)).glob("*.safetensors")))
+
+
+def _numbers(file: Path) -> int:
+    with safe_open(file, framework="pt") as weights:
+        shapes = [weights.get_slice(name).get_shape() for name in weights.keys()]  # noqa: SIM118  # not a mapping
+    return sum(_product(shape) for shape in shapes)
+
+
+def _product(shape: list[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _sizes(run: OnlineRun | OfflineRun, config: TrainConfig) -> Sizes:
+    if isinstance(run, OfflineRun):
+        policy = parameters_of(run.trained.module)
+        return Sizes(policy=policy, reference=policy if reads_reference(config) else 0)
+    policy = parameters_of(run.models.policy)
+    return Sizes(
+        policy=policy,
+        reference=policy if run.models.has_reference else 0,
+        critic=parameters_of(run.models.critic),
+        reward=source_parameters(config.reward.source if config.reward else None),
+    )

@@ -1,0 +1,76 @@
+"""A cell's final model on the held-out prompts, as every other cell's: same random numbers for the same seed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rlhf.build.context import model_folder
+from rlhf.build.evaluation import evaluate_model
+from rlhf.build.models import build_tokenizer, decoder
+from rlhf.build.rewards import build_source
+from rlhf.config.compare import CellConfig
+from rlhf.rollout import sample_records
+from rlhf.runtime.engine import make_engine
+from rlhf.runtime.loggers import plain
+from rlhf.runtime.run_folder import write_aside
+
+JUDGED = "judged.json"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What judged.json holds: the means, and one record for each held-out prompt.
+
+    A record has row, prompt, completion, score (the judge's), proxy (the trained-on reward's, where there is one),
+    kl (nats), length (tokens), finished.
+    """
+
+    metrics: Mapping[str, float | None]
+    rows: Sequence[Mapping[str, Any]]
+
+    def column(self, name: str) -> Float[Tensor, " P"]:
+        """A number of every row, in the order of the prompts."""
+        return torch.tensor([row[name] for row in self.rows], dtype=torch.float64)
+
+    def write(self, folder: Path) -> None:
+        """judged.json, whole or not at all: the cell is done where it exists."""
+        content = {"metrics": plain(self.metrics), "rows": plain(list(self.rows))}
+        write_aside(folder / JUDGED, json.dumps(content, ensure_ascii=False) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> Judged | None:
+        """What `write` wrote; None where it has not."""
+        path = folder / JUDGED
+        if not path.is_file():
+            return None
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return cls(content["metrics"], content["rows"])
+
+
+def judge_model(cell: CellConfig, path: str | None) -> Judged:
+    """The model in `path` (None: the start model) on the cell's held-out prompts.
+
+    Raises:
+        UserError: a model, the data, the judge or the proxy is not as it should be.
+    """
+    train = cell.train
+    tokenizer_from = model_folder(path or train.policy.model)
+    found = evaluate_model(train, path, tokenizer_from)
+    tokenizer = build_tokenizer(train.policy.model_copy(update={"model": tokenizer_from}))
+    records = sample_records(
+        found.rollout, decoder(tokenizer), step=-1, split="judged", limit=len(found.rollout), parts=found.scores.parts
+    )
+    metrics: dict[str, float | None] = dict(found.metrics)
+    if cell.proxy is not None:
+        proxy = build_source(cell.proxy, tokenizer, make_engine(train.run).device)(found.rollout).values
+        metrics["eval/proxy"] = float(proxy.double().mean())
+        records = [{**record, "proxy": float(value)} for record, value in zip(records, proxy, strict=True)]
+    return Judged(metrics, records)

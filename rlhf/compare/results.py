@@ -1,0 +1,264 @@
+"""What a comparison found, from its folders alone: results.json and results.parquet."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+from datasets import Dataset
+from jaxtyping import Float
+from torch import Tensor
+
+from rlhf.compare.costs import COSTS, Costs
+from rlhf.compare.draws import read_curve
+from rlhf.compare.judge import Judged
+from rlhf.compare.plan import Cell, Plan
+from rlhf.compare.runner import failure_of
+from rlhf.config.compare import START, BestOfNArm
+from rlhf.evaluation.frontier import at_kl
+from rlhf.evaluation.win_rate import Interval, bootstrap_crossed
+from rlhf.runtime.loggers import plain, read_jsonl
+from rlhf.runtime.run_folder import RunFolder, write_aside
+
+SCHEMA = 1
+RESULTS, TABLE = "results.json", "results.parquet"
+
+MEASURES = {  # of a final model: name in results.json -> name in the metrics
+    "score": "eval/score",
+    "score_std": "eval/score_std",
+    "proxy": "eval/proxy",
+    "kl": "eval/kl",
+    "kl_se": "eval/kl_se",
+    "length": "eval/length",
+    "finished": "eval/finished",
+    "distinct_2": "eval/distinct_2",
+    "entropy": "eval/entropy",
+}
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A cell and what its folder holds."""
+
+    cell: Cell
+    judged: Judged | None
+    error: str | None
+    evaluations: list[Json]  # of training, in order; each with what had been spent
+    costs: Costs | None
+
+    @property
+    def status(self) -> str:
+        """done, failed, or unfinished."""
+        return "done" if self.judged is not None else "failed" if self.error is not None else "unfinished"
+
+
+def read_cells(plan: Plan) -> list[Found]:
+    """What every cell's folder holds."""
+    return [_read(cell) for cell in plan.cells]
+
+
+def summarize(plan: Plan, cells: Sequence[Found]) -> Json:
+    """Everything of results.json; docs/compare.md says what each key means."""
+    config = plan.config
+    start = {found.cell.seed: found.judged for found in cells if found.cell.arm == START and found.judged is not None}
+    assert start, "the start model is judged before any arm"
+    spread = fmean(float(judged.column("score").std(correction=0)) for judged in start.values())
+    arms = {name: [found for found in cells if found.cell.arm == name] for name in config.arms}
+    level = config.equal_kl or _common_kl(arms)
+    proxy = cells[0].cell.config.proxy
+    judge = cells[0].cell.config.train.eval.source
+    assert judge is not None
+    return {
+        "schema": SCHEMA,
+        "name": config.name,
+        "start": cells[0].cell.config.train.policy.model,
+        "judge": judge.model_dump(mode="json"),
+        "reward_source": proxy.model_dump(mode="json") if proxy is not None else None,
+        "judge_is_trained_on": judge == proxy,
+        "budget": {"unit": config.budget.unit, "limit": config.budget.limit},
+        "seeds": list(config.seeds),
+        "prompts": len(next(iter(start.values())).rows),
+        "start_model": {**_measures([judged.metrics for judged in start.values()]), "spread": spread},
+        "equal_kl": level,
+        "arms": {name: _arm(name, found, start, spread, level) for name, found in arms.items()},
+        "win_rates": _win_rates(arms),
+        "evaluations": [row for found in cells for row in found.evaluations],
+        "best_of_n": {name: curve for name, found in arms.items() if (curve := _curve(found))},
+    }
+
+
+def write_results(plan: Plan, results: Json, cells: Sequence[Found]) -> None:
+    """results.json, and results.parquet: one row for each evaluation, final model and n of best-of-n."""
+    write_aside(plan.folder / RESULTS, json.dumps(plain(results), indent=1, ensure_ascii=False) + "\n")
+    columns = ("kind", "arm", "seed", "step", "n", *MEASURES, *Costs().record())
+    rows = [{name: plain(row.get(name)) for name in columns} for row in _table_rows(results, cells)]
+    floats = set(columns) - {"kind", "arm", "seed", "step"}
+    table = {
+        name: [float(row[name]) if name in floats and row[name] is not None else row[name] for row in rows]
+        for name in columns
+    }
+    aside = plan.folder / f".{TABLE}.new"
+    Dataset.from_dict(table).to_parquet(str(aside))
+    aside.replace(plan.folder / TABLE)
+
+
+def scores_of(found: Sequence[Found], seeds: Sequence[int]) -> Float[Tensor, "S P"]:
+    """The judge's score of every held-out prompt, one row a seed."""
+    by_seed = {one.cell.seed: one.judged for one in found if one.judged is not None}
+    return torch.stack([by_seed[seed].column("score") for seed in seeds])
+
+
+def common_seeds(*arms: Sequence[Found]) -> list[int]:
+    """The seeds that all of them finished."""
+    done = [{one.cell.seed for one in found if one.judged is not None} for found in arms]
+    return sorted(set.intersection(*done)) if done else []
+
+
+def _read(cell: Cell) -> Found:
+    costs = {row["step"]: row for row in read_jsonl(cell.folder / COSTS)}
+    judged = Judged.read(cell.folder)
+    rows = []
+    for metrics in RunFolder(cell.folder).read_metrics() if cell.config.budget is not None else []:
+        if metrics.get("eval/score") is not None:
+            spent = costs.get(metrics["step"], Costs().record())
+            measures = {name: metrics.get(key) for name, key in MEASURES.items()}
+            spent = {key: value for key, value in spent.items() if key != "step"}
+            rows.append({"arm": cell.arm, "seed": cell.seed, "step": metrics["step"], **measures, **spent})
+    return Found(
+        cell=cell,
+        judged=judged,
+        error=failure_of(cell.folder),
+        evaluations=rows,
+        costs=Costs.of(costs[max(costs)]) if costs else None,
+    )
+
+
+def _arm(name: str, found: Sequence[Found], start: Mapping[int, Judged], spread: float, level: float | None) -> Json:
+    done = [one for one in found if one.judged is not None]
+    cells = [
+        {
+            "seed": one.cell.seed,
+            "status": one.status,
+            "error": one.error,
+            "folder": f"{name}/seed-{one.cell.seed}",
+            **_measures([one.judged.metrics] if one.judged is not None else []),
+            "costs": one.costs.record() if one.costs is not None else None,
+        }
+        for one in found
+    ]
+    arm = found[0].cell.config
+    said = arm.train.algorithm
+    about: Json = {
+        "type": "best_of_n" if arm.best_of_n is not None else "train",
+        "preset": None if arm.best_of_n is not None else said.preset,
+        "n": arm.best_of_n.n if isinstance(arm.best_of_n, BestOfNArm) else None,
+        "kl_is_bound": arm.best_of_n is not None,
+        "status": _status(found),
+        "seeds": cells,
+    }
+    if not done:
+        return about
+    seeds = [one.cell.seed for one in done]
+    finals = scores_of(done, seeds)
+    starts = torch.stack([start[seed].column("score") for seed in seeds])
+    gain = bootstrap_crossed(finals - starts)
+    costs = [one.costs.record() for one in done if one.costs is not None]
+    return about | {
+        **_measures([one.judged.metrics for one in done if one.judged is not None]),
+        "gain": _interval(gain),
+        "gain_in_std": {key: value / spread for key, value in _interval(gain).items()} if spread else None,
+        "win_rate_over_start": _interval(bootstrap_crossed(_wins(finals, starts))),
+        "at_equal_kl": _at_equal_kl(done, level),
+        "costs": {key: fmean(row[key] for row in costs) for key in costs[0]} if costs else None,
+    }
+
+
+def _status(found: Sequence[Found]) -> str:
+    statuses = {one.status for one in found}
+    return statuses.pop() if len(statuses) == 1 else "partly done" if "done" in statuses else "failed"
+
+
+def _measures(metrics: Sequence[Mapping[str, float | None]]) -> Json:
+    """The means over seeds; null for what was not measured."""
+    found: Json = {}
+    for name, key in MEASURES.items():
+        values = [value for row in metrics if (value := row.get(key)) is not None]
+        found[name] = fmean(values) if values else None
+    return found
+
+
+def _points(one: Found) -> list[tuple[float, float]]:
+    """(KL, score) along a cell: its evaluations, or best-of-n's curve."""
+    if one.cell.config.best_of_n is not None:
+        return [(point["kl"], point["score"]) for point in read_curve(one.cell.folder)]
+    return [(row["kl"], row["score"]) for row in one.evaluations if row["kl"] is not None]
+
+
+def _common_kl(arms: Mapping[str, Sequence[Found]]) -> float | None:
+    """The most nats that every finished cell reached."""
+    reached = [
+        max(kl for kl, _ in points)
+        for found in arms.values()
+        for one in found
+        if one.judged is not None and (points := _points(one))
+    ]
+    return min(reached) if reached and min(reached) > 0 else None
+
+
+def _at_equal_kl(done: Sequence[Found], level: float | None) -> Json | None:
+    if level is None:
+        return None
+    values = [at_kl(_points(one), level) for one in done]
+    reached = [value for value in values if value is not None]
+    return {
+        "kl": level,
+        "score": fmean(reached) if reached else None,
+        "low": min(reached) if reached else None,
+        "high": max(reached) if reached else None,
+        "seeds": len(reached),
+    }
+
+
+def _win_rates(arms: Mapping[str, Sequence[Found]]) -> list[Json]:
+    found = []
+    for a in arms:
+        for b in arms:
+            seeds = common_seeds(arms[a], arms[b])
+            if a != b and seeds:
+                left, right = scores_of(arms[a], seeds), scores_of(arms[b], seeds)
+                rate = _interval(bootstrap_crossed(_wins(left, right)))
+                gap = _interval(bootstrap_crossed(left - right))
+                found.append({"a": a, "b": b, **rate, "difference": gap, "seeds": len(seeds)})
+    return found
+
+
+def _wins(a: Float[Tensor, "S P"], b: Float[Tensor, "S P"]) -> Float[Tensor, "S P"]:
+    return (a > b).double() + 0.5 * (a == b).double()
+
+
+def _interval(found: Interval) -> dict[str, float]:
+    return {"value": found.value, "low": found.low, "high": found.high}
+
+
+def _curve(found: Sequence[Found]) -> list[dict[str, float]]:
+    """Best-of-n's curve, the mean over seeds."""
+    curves = [curve for one in found if (curve := read_curve(one.cell.folder))]
+    return [{key: fmean(point[key] for point in points) for key in points[0]} for points in zip(*curves, strict=False)]
+
+
+def _table_rows(results: Json, cells: Sequence[Found]) -> list[Json]:
+    rows = [{"kind": "evaluation", **row} for row in results["evaluations"]]
+    for one in cells:
+        if one.judged is not None:
+            costs = (one.costs or Costs()).record()
+            measures = _measures([one.judged.metrics])
+            rows.append({"kind": "final", "arm": one.cell.arm, "seed": one.cell.seed, **measures, **costs})
+        for point in read_curve(one.cell.folder):
+            rows.append({"kind": "best_of_n", "arm": one.cell.arm, "seed": one.cell.seed, **point})
+    return rows

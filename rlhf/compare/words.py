@@ -1,0 +1,162 @@
+"""What a comparison says in words and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf.evaluation.report_card import Table
+from rlhf.runtime.progress import duration, number
+
+Json = dict[str, Any]
+
+UNITS = {
+    "completions": "completions",
+    "tokens": "tokens, generated and trained",
+    "flops": "estimated FLOPs",
+    "seconds": "seconds of training",
+}
+
+
+def verdict(results: Json) -> str:
+    """Two sentences: which trained arm is best and by how much, and how it stands against the next."""
+    ranked = ranking(results)
+    trained = [arm for arm in ranked if results["arms"][arm]["type"] == "train"]
+    if not ranked:
+        return "No arm was finished, so there is nothing to compare. What went wrong is in the notes below."
+    best = (trained or ranked)[0]
+    found = results["arms"][best]
+    gain, in_std = interval(found["gain"], sign=True), interval(found["gain_in_std"], sign=True)
+    first = (
+        f"{best} has the highest score of the judge, {number(found['score'])}: {gain} over the start model, or "
+        f"{in_std} of its standard deviations, {_kl(found)} after {_budget(results)}."
+    )
+    return f"{first} {_second(results, best, [arm for arm in trained if arm != best])}"
+
+
+def _second(results: Json, best: str, others: Sequence[str]) -> str:
+    searched = [arm for arm, found in results["arms"].items() if found["type"] == "best_of_n" and found.get("gain")]
+    search = "; ".join(
+        f"the best of {results['arms'][arm]['n']} samples of the start model gains "
+        f"{interval(results['arms'][arm]['gain'], sign=True)}"
+        for arm in searched
+        if arm != best
+    )
+    if not others:
+        return f"There is no other trained arm to set it against{'; ' + search if search else ''}."
+    rate = next(row for row in results["win_rates"] if row["a"] == best and row["b"] == others[0])
+    apart = rate["difference"]["low"] > 0 or rate["difference"]["high"] < 0
+    judged = "the difference is clear of zero" if apart else "these data do not tell the two apart"
+    return (
+        f"Against {others[0]}, the next, it wins {percent(rate)} of the prompts and scores "
+        f"{interval(rate['difference'], sign=True)} higher, so {judged}{'; ' + search if search else ''}."
+    )
+
+
+def ranking(results: Json) -> list[str]:
+    """The arms that have a final score, the best first."""
+    scored = {name: arm["score"] for name, arm in results["arms"].items() if arm.get("score") is not None}
+    return sorted(scored, key=lambda name: -scored[name])
+
+
+def interval(found: Mapping[str, Any] | None, *, sign: bool = False) -> str:
+    """A value with its 95 % interval."""
+    if found is None:
+        return "–"
+    shown = [f"{found[key]:{'+' if sign else ''}.2f}" for key in ("value", "low", "high")]
+    return f"{shown[0]} [{shown[1]}, {shown[2]}]"
+
+
+def percent(found: Mapping[str, Any]) -> str:
+    """A share with its interval, in percent."""
+    value, low, high = (round(100 * found[key]) for key in ("value", "low", "high"))
+    return f"{value} % [{low}, {high}]"
+
+
+def notes(results: Json) -> list[str]:
+    """What a reader must know besides."""
+    found = [
+        f"{name}, seed {cell['seed']}, failed: {cell['error']}"
+        for name, arm in results["arms"].items()
+        for cell in arm["seeds"]
+        if cell["status"] == "failed"
+    ]
+    unfinished = [
+        f"{name}, seed {cell['seed']}"
+        for name, arm in results["arms"].items()
+        for cell in arm["seeds"]
+        if cell["status"] == "unfinished"
+    ]
+    if unfinished:
+        found.append(f"Not finished: {'; '.join(unfinished)}. The same command continues.")
+    if results["judge_is_trained_on"]:
+        found.append("The judge is the reward that the arms are trained on: gaming it cannot be seen. Set judge.")
+    if len(results["seeds"]) < 3:
+        count = len(results["seeds"])
+        found.append(f"{count} seed{'s' if count > 1 else ''}: what a seed changes is only roughly in the intervals.")
+    if any(arm["kl_is_bound"] for arm in results["arms"].values()):
+        found.append("Best-of-n trains nothing and is no part of the budget: its cost is paid at every use.")
+    return found
+
+
+def end_table(results: Json) -> Table:
+    """Every arm at its end, the best first, after the start model."""
+    rows: list[list[Any]] = [["start model", *_row(results["start_model"]), "–", "–", "–"]]
+    for name in ranking(results):
+        arm = results["arms"][name]
+        rate = arm["win_rate_over_start"]
+        rows.append(
+            [name, *_row(arm), interval(arm["gain"], sign=True), interval(arm["gain_in_std"], sign=True), percent(rate)]
+        )
+    columns = ["", "score", "proxy", "KL, nats", "length", "finished", "distinct-2"]
+    return Table("At the end", [*columns, "gain over start", "in its standard deviations", "win rate over start"], rows)
+
+
+def equal_kl_table(results: Json) -> Table | None:
+    """Every arm where it first reached the common KL; None where there is none."""
+    level, start = results["equal_kl"], results["start_model"]["score"]
+    if level is None:
+        return None
+    rows = []
+    for name, arm in results["arms"].items():
+        at = arm.get("at_equal_kl")
+        if at is None or at["score"] is None:
+            rows.append([name, "not reached", None, None, 0])
+        else:
+            span = f"{at['low']:.2f} to {at['high']:.2f}"
+            rows.append([name, at["score"], at["score"] - start, span, at["seeds"]])
+    rows.sort(key=lambda row: -row[1] if isinstance(row[1], float) else float("inf"))
+    return Table(
+        f"At a KL of {number(level)} nats", ["", "score", "gain over start", "lowest to highest seed", "seeds"], rows
+    )
+
+
+def cost_table(results: Json) -> Table:
+    """What every arm spent, the mean over its seeds."""
+    rows = []
+    for name, arm in results["arms"].items():
+        costs = arm.get("costs")
+        if costs is not None:
+            tokens = [round(costs[key]) for key in ("generated_tokens", "trained_tokens")]
+            when = "at every use" if arm["type"] == "best_of_n" else "once"
+            flops = f"{costs['flops']:.2e}"
+            rows.append([name, round(costs["completions"]), *tokens, flops, duration(costs["seconds"]), when])
+    columns = ["", "completions", "tokens generated", "tokens trained", "FLOPs, estimated", "seconds", "paid"]
+    return Table("Mean over seeds", columns, rows)
+
+
+def _row(found: Json) -> list[Any]:
+    kl: Any = found["kl"]
+    if found.get("kl_is_bound"):
+        kl = f"≤ {found['kl']:.2f}"
+    return [found["score"], found["proxy"], kl, found["length"], found["finished"], found["distinct_2"]]
+
+
+def _kl(found: Json) -> str:
+    bound = "at most " if found["kl_is_bound"] else ""
+    return f"at {bound}{number(found['kl'])} nats of KL" if found["kl"] is not None else "at a KL not measured"
+
+
+def _budget(results: Json) -> str:
+    budget = results["budget"]
+    return f"{number(budget['limit'])} {UNITS[budget['unit']]}"

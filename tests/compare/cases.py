@@ -1,0 +1,67 @@
+"""Comparisons small enough for a test: tiny models, and cells run in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from runs import ppo_tree, quiet, write_rows
+
+from rlhf.commands.compare import run_compare
+from rlhf.compare.cell import run_cell
+from rlhf.compare.plan import Cell, Plan, make_plan
+from rlhf.compare.runner import Outcome, record_failure
+from rlhf.config.load import compare_config, merge
+from rlhf.errors import UserError
+
+PAIRS = [
+    {"prompt": f"{c} {n}", "chosen": " good one", "rejected": " bad two"}
+    for c in ("red", "blue")
+    for n in ("one", "two")
+]
+GROUPS = {"sampling": {"completions_per_prompt": 4}, "batch": {"prompts_per_step": 4}}
+
+
+def compare_tree(folder: Path, **changes: Any) -> dict[str, Any]:
+    """ppo, grpo, dpo and best-of-n, two seeds, four steps of sixteen completions each."""
+    base = ppo_tree(folder)
+    judge = base["reward"]["source"]
+    base["eval"]["source"] = {**judge, "target": judge["target"].replace("count_good", "count_words")}
+    (folder / "base.yaml").write_text(yaml.safe_dump(base), encoding="utf-8")
+    pairs = str(write_rows(folder / "pairs.jsonl", PAIRS * 4))
+    tree: dict[str, Any] = {
+        "name": "tiny",
+        "base": str(folder / "base.yaml"),
+        "out_dir": str(folder / "compare"),
+        "seeds": [0, 1],
+        "budget": {"completions": 64},
+        "evaluations": 2,
+        "shared": {"data": {"preferences": {"path": pairs}}},
+        "arms": {
+            "ppo": {},
+            "grpo": {"algorithm": {"preset": "grpo"}, **GROUPS},
+            "dpo": {"algorithm": {"preset": "dpo"}, "batch": {"prompts_per_step": 8}},
+            "best_of_n": {"type": "best_of_n", "n": 2, "samples": 4},
+        },
+    }
+    return merge(tree, changes)
+
+
+def plan_of(tree: dict[str, Any]) -> Plan:
+    """Its cells."""
+    return make_plan(compare_config(tree), beside=Path())
+
+
+def here(cell: Cell) -> Outcome:
+    """The cell in this process."""
+    try:
+        return "done" if run_cell(cell, quiet()) else "interrupted"
+    except UserError as error:
+        record_failure(cell.folder, str(error))
+        return "failed"
+
+
+def compared(tree: dict[str, Any]) -> bool:
+    """The whole comparison in this process; False where it was interrupted."""
+    return run_compare(compare_config(tree), beside=Path(), console=quiet(), run=here)

@@ -1,0 +1,165 @@
+"""A comparison's cells: budgets become lengths, arms differ only where they say, mistakes are named at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import GROUPS, compare_tree, plan_of
+from runs import make_model
+
+from rlhf.compare.costs import completions_of
+from rlhf.compare.differences import differences
+from rlhf.compare.plan import ENDLESS, claim, make_plan, read_cell, read_plan
+from rlhf.config.compare import START
+from rlhf.config.load import compare_config, load_compare, unread_sections
+from rlhf.config.sections import FunctionSource
+from rlhf.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_arm_gets_the_same_completions(tmp_path: Path) -> None:
+    plan = plan_of(compare_tree(tmp_path))
+    assert [(c.arm, c.seed) for c in plan.cells[:6]] == [
+        *((START, 0), (START, 1)),
+        *(("ppo", 0), ("grpo", 0), ("dpo", 0), ("best_of_n", 0)),
+    ]
+    for arm in ("ppo", "grpo", "dpo"):  # 16 a step each: 16 prompts, 4 groups of 4, 8 pairs
+        train = plan.of(arm)[0].config.train
+        assert train.schedule.steps == 4
+        assert train.eval.every == 2
+    train = plan.of("ppo")[1].config.train
+    assert (train.run.seed, train.run.out_dir) == (1, str(tmp_path / "compare" / "ppo" / "seed-1"))
+    assert plan_of(compare_tree(tmp_path, budget={"completions": 63})).of("ppo")[0].config.train.schedule.steps == 3
+
+
+def test_what_an_arm_does_not_read_of_the_base_is_left_out_and_its_own_is_not(tmp_path: Path) -> None:
+    plan = plan_of(compare_tree(tmp_path))
+    for cell in plan.cells:
+        if cell.config.budget is not None:
+            assert unread_sections(cell.config.train) == []
+    dpo = plan.of("dpo")[0].config.train
+    assert dpo.reward is None
+    assert dpo.data.prompts is None
+    assert dpo.batch.epochs == 1
+    noisy = plan_of(compare_tree(tmp_path, arms={"dpo": {"critic": {"lr": 0.5}}}))
+    assert "critic" in unread_sections(noisy.of("dpo")[0].config.train)[0]
+
+
+def test_start_reward_and_judge_are_the_same_for_all(tmp_path: Path) -> None:
+    other = make_model(tmp_path / "other", seed=7)
+    source = {"type": "function", "target": "a:b"}
+    plan = plan_of(compare_tree(tmp_path, start=str(other), reward_source=source, judge={**source, "target": "c:d"}))
+    for cell in plan.cells:
+        train = cell.config.train
+        assert train.policy.model == str(other)
+        assert train.eval.source == FunctionSource(target="c:d")
+        assert cell.config.proxy == FunctionSource(target="a:b")
+        assert train.reward is None or train.reward.source == cell.config.proxy
+
+
+def test_the_lab_gives_start_pairs_and_reward(tmp_path: Path) -> None:
+    tree = compare_tree(tmp_path, lab={"folder": "somewhere"})
+    train = plan_of(tree).of("dpo")[0].config.train
+    assert train.policy.model == "somewhere/sft"
+    assert train.data.preferences is not None
+    assert train.data.preferences.path == "somewhere/preferences/train.jsonl"
+    found = plan_of(tree).of("ppo")[0].config
+    assert found.proxy is not None
+    assert found.proxy.model_dump()["path"] == "somewhere/rm"
+
+
+@pytest.mark.parametrize("unit, limit", [("tokens", 1000), ("flops", 1e9), ("seconds", 2.5)])
+def test_other_budgets_are_met_on_the_way(tmp_path: Path, unit: str, limit: float) -> None:
+    plan = plan_of(compare_tree(tmp_path, budget={"completions": None, unit: limit}))
+    cell = plan.of("ppo")[0].config
+    assert cell.train.schedule.steps == ENDLESS
+    assert cell.train.eval.every == 2  # the base's
+    assert cell.budget is not None
+    assert (cell.budget.unit, cell.budget.limit) == (unit, limit)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"budget": {"tokens": 5}}, "exactly one"),
+        ({"budget": {"completions": None}}, "exactly one"),
+        ({"seeds": [1, 1]}, "twice"),
+        ({"seeds": []}, "seeds"),
+        ({"arms": {"start": {}}}, "cannot be the name of an arm"),
+        ({"arms": {"../up": {}}}, "cannot be the name of an arm"),
+        ({"arms": {"ppo": {"polcy": {}}}}, "did you mean policy"),
+        ({"arms": {"ppo": {"policy": {"learning_rate": 1}}}}, "arms.ppo: policy.learning_rate"),
+        ({"arms": {"ppo": {"schedule": {"steps": 3}}}}, "set by budget"),
+        ({"arms": {"ppo": {"policy": {"model": "x"}}}}, "set by start"),
+        ({"arms": {"ppo": {"eval": {"source": {}}}}}, "set by judge"),
+        ({"shared": {"schedule": {"epochs": 1}}}, "set by budget"),
+        ({"arms": {"best_of_n": {"samples": 1}}}, "at least 2"),
+        ({"arms": {"more": {"type": "search"}}}, "arms.more"),
+        ({"base": "nowhere.yaml"}, "nowhere.yaml"),
+        ({"shared": {"eval": {"source": None}}}, "judge is missing"),
+        ({"shared": {"data": {"eval_prompts": None}}}, "nothing to judge on"),
+        ({"shared": {"schedule": {"decay": "linear"}}, "budget": {"completions": None, "tokens": 9}}, "constant"),
+        ({"arms": {"grpo": {"sampling": {"completions_per_prompt": 1}}}}, "arms.grpo: a group baseline"),
+    ],
+)
+def test_a_mistake_is_named_before_anything_runs(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_of(compare_tree(tmp_path, **changes))
+    assert not (tmp_path / "compare").exists()
+
+
+@pytest.mark.parametrize("name", ["compare.yaml", "compare_quick.yaml"])
+def test_the_lab_comparisons_are_valid(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the lab's files not made: only the settings are looked at."""
+    monkeypatch.setattr("rlhf.compare.plan.with_lab", lambda config: config)
+    monkeypatch.chdir(ROOT)
+    config = load_compare(ROOT / "configs" / "lab" / name)
+    plan = make_plan(config, beside=ROOT / "configs" / "lab")
+    assert {"ppo", "grpo", "dpo", "best_of_n"} <= set(config.arms)
+    for arm in config.arms:
+        cell = plan.of(arm)[0].config
+        if cell.budget is not None:
+            assert unread_sections(cell.train) == []
+            assert cell.train.schedule.steps is not None
+            assert cell.train.schedule.steps * completions_of(cell.train) == config.budget.completions
+            assert cell.train.eval.every * config.evaluations == cell.train.schedule.steps
+
+
+def test_a_base_is_found_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = compare_tree(tmp_path) | {"base": "base.yaml"}
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert make_plan(compare_config(tree), beside=tmp_path).cells
+
+
+def test_an_arm_set_to_null_is_left_out(tmp_path: Path) -> None:
+    tree = compare_tree(tmp_path, arms={"dpo": None})
+    assert list(compare_config(tree).arms) == ["ppo", "grpo", "best_of_n"]
+
+
+def test_a_cell_is_read_back_as_it_was_written_and_no_other_takes_its_folder(tmp_path: Path) -> None:
+    plan = plan_of(compare_tree(tmp_path))
+    for cell in plan.cells:
+        claim(cell)
+        assert read_cell(cell.folder) == cell
+        claim(cell)
+    assert read_plan(plan.config, plan.folder).cells != []
+    assert unread_sections(read_cell(plan.of("grpo")[0].folder).config.train) == []
+    changed = plan_of(compare_tree(tmp_path, arms={"grpo": {"policy": {"lr": 0.5}}}))
+    with pytest.raises(ConfigError, match=r"train\.policy\.lr.*another out_dir"):
+        claim(changed.of("grpo")[0])
+    claim(changed.of("ppo")[0])
+
+
+def test_only_what_differs_is_a_difference(tmp_path: Path) -> None:
+    plan = plan_of(compare_tree(tmp_path))
+    configs = {arm: plan.of(arm)[0].config.train for arm in ("ppo", "grpo", "dpo")}
+    found = differences(configs)
+    assert found["algorithm.preset"] == {"ppo": "ppo", "grpo": "grpo", "dpo": "dpo"}
+    assert found["sampling.completions_per_prompt"] == {"ppo": 1, "grpo": 4, "dpo": 1}
+    assert found["critic.lr"] == {"ppo": 1e-2}  # the others have no critic
+    assert not {"run.name", "run.out_dir", "policy.lr", "schedule.steps"} & set(found)
+    assert GROUPS["batch"]["prompts_per_step"] == found["batch.prompts_per_step"]["grpo"]

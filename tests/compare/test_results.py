@@ -1,0 +1,241 @@
+"""What a comparison writes: results.json and its schema, results.parquet, words, and the page in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from browser import BROWSER, browse, on_a_phone
+from cases import compare_tree, compared, plan_of
+from datasets import Dataset
+
+from rlhf.cli import main
+from rlhf.compare.charts import gaming, seed_means, styles
+from rlhf.compare.judge import Judged
+from rlhf.compare.page import difference_table, win_matrix
+from rlhf.compare.results import MEASURES
+from rlhf.compare.words import equal_kl_table, interval, notes, ranking, verdict
+from rlhf.config.load import read_yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+ARMS = ("ppo", "grpo", "dpo", "best_of_n")
+KEYS = {
+    *("schema", "name", "start", "judge", "reward_source", "judge_is_trained_on", "budget", "seeds", "prompts"),
+    *("start_model", "equal_kl", "arms", "win_rates", "evaluations", "best_of_n"),
+}
+OF_AN_ARM = {
+    *("type", "preset", "n", "kl_is_bound", "status", "seeds", "gain", "gain_in_std", "win_rate_over_start"),
+    *("at_equal_kl", "costs", *MEASURES),
+}
+EVIL = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished comparison with a failed arm, and a completion that would like to act."""
+    path = tmp_path_factory.mktemp("c")
+    tree = compare_tree(path, arms={"broken": {"critic": {"init": str(path / "nowhere")}}})
+    assert compared(tree)
+    found = Judged.read(path / "compare" / "ppo" / "seed-0")
+    assert found is not None
+    rows = [{**found.rows[0], "completion": EVIL + "w" * 400}, *found.rows[1:]]
+    Judged(found.metrics, rows).write(path / "compare" / "ppo" / "seed-0")
+    assert main(["report", str(path / "compare")]) == 0
+    return path / "compare"
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    return loaded
+
+
+def test_the_schema_is_what_the_page_says(results: dict[str, Any]) -> None:
+    assert set(results) == KEYS
+    for name in ARMS:
+        assert set(results["arms"][name]) == OF_AN_ARM, name
+    page = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
+    for key in KEYS | OF_AN_ARM:
+        assert f"`{key}`" in page, f"docs/compare.md does not say what {key} is"
+
+
+def test_gains_are_paired_with_the_start_model(folder: Path, results: dict[str, Any]) -> None:
+    gains = []
+    for seed in (0, 1):
+        a, b = (Judged.read(folder / arm / f"seed-{seed}") for arm in ("grpo", "start"))
+        assert a is not None
+        assert b is not None
+        assert [row["prompt"] for row in a.rows] == [row["prompt"] for row in b.rows]
+        gains.append(a.column("score") - b.column("score"))
+    found = results["arms"]["grpo"]["gain"]
+    assert found["value"] == pytest.approx(float(torch.stack(gains).mean()))
+    assert found["low"] <= found["value"] <= found["high"]
+    spread = results["start_model"]["spread"]
+    assert results["arms"]["grpo"]["gain_in_std"]["value"] == pytest.approx(found["value"] / spread)
+
+
+def test_win_rates_of_a_pair_add_up_to_one(results: dict[str, Any]) -> None:
+    rates = {(row["a"], row["b"]): row for row in results["win_rates"]}
+    assert set(rates) == {(a, b) for a in ARMS for b in ARMS if a != b}
+    for (a, b), row in rates.items():
+        assert row["value"] + rates[b, a]["value"] == pytest.approx(1.0)
+        assert row["difference"]["value"] == pytest.approx(-rates[b, a]["difference"]["value"])
+        assert row["seeds"] == 2
+
+
+def test_every_evaluation_has_what_it_measured_and_what_had_been_spent(results: dict[str, Any]) -> None:
+    rows = results["evaluations"]
+    assert [(r["arm"], r["seed"], r["step"]) for r in rows if r["arm"] == "ppo"] == [
+        ("ppo", seed, step) for seed in (0, 1) for step in (0, 2, 4)
+    ]
+    for row in rows:
+        assert row["completions"] == 16 * row["step"]
+        assert row["score"] is not None
+        assert row["kl"] is not None
+        assert (row["tokens"] > 0) == (row["step"] > 0)
+    level = results["equal_kl"]
+    reached = [
+        max(r["kl"] for r in rows if (r["arm"], r["seed"]) == (arm, seed)) for arm in ARMS[:3] for seed in (0, 1)
+    ]
+    assert level == pytest.approx(min(*reached, results["best_of_n"]["best_of_n"][-1]["kl"]))
+    for name in ARMS:
+        assert results["arms"][name]["at_equal_kl"]["seeds"] == 2
+
+
+def test_best_of_n_has_a_curve_and_a_bound(results: dict[str, Any]) -> None:
+    curve = results["best_of_n"]["best_of_n"]
+    assert [point["n"] for point in curve] == [1, 2, 3, 4]
+    assert curve[0]["kl"] == 0
+    proxies = [point["proxy"] for point in curve]
+    assert proxies == sorted(proxies)
+    arm = results["arms"]["best_of_n"]
+    assert arm["kl_is_bound"]
+    assert arm["kl"] == pytest.approx(curve[1]["kl"])
+    assert arm["proxy"] > results["start_model"]["proxy"]
+
+
+def test_the_table_holds_the_same(folder: Path, results: dict[str, Any]) -> None:
+    table = Dataset.from_parquet(str(folder / "results.parquet"))
+    rows = [dict(row) for row in table]
+    assert {row["kind"] for row in rows} == {"evaluation", "final", "best_of_n"}
+    evaluations = [row for row in rows if row["kind"] == "evaluation"]
+    assert [row["score"] for row in evaluations] == pytest.approx([row["score"] for row in results["evaluations"]])
+    finals = {(row["arm"], row["seed"]): row for row in rows if row["kind"] == "final"}
+    assert set(finals) == {(arm, seed) for arm in ("start", *ARMS) for seed in (0, 1)}
+    mean = (finals["ppo", 0]["score"] + finals["ppo", 1]["score"]) / 2
+    assert mean == pytest.approx(results["arms"]["ppo"]["score"])
+
+
+def test_the_words(results: dict[str, Any]) -> None:
+    text = verdict(results)
+    best = next(name for name in ranking(results) if name != "best_of_n")
+    assert text.startswith(f"{best} has the highest score of the judge")
+    assert interval(results["arms"][best]["gain"], sign=True) in text
+    assert "best of 2 samples of the start model gains" in text
+    assert len(re.findall(r"\.(?= [A-Z]|$)", text)) == 2  # two sentences
+    said = notes(results)
+    assert any(note.startswith("broken, seed 0, failed: ") and "nowhere" in note for note in said)
+    assert any(note.startswith("2 seeds") for note in said)
+    assert not any("trained on" in note for note in said)
+    assert equal_kl_table(results) is not None
+
+
+def test_nothing_finished_is_said_too(results: dict[str, Any]) -> None:
+    broken = {**results, "arms": {"broken": results["arms"]["broken"]}, "win_rates": [], "evaluations": []}
+    assert verdict(broken).startswith("No arm was finished")
+    assert win_matrix(broken) == []
+    one = {**results, "arms": {"ppo": results["arms"]["ppo"]}}
+    assert "no other trained arm" in verdict(one)
+
+
+def test_bands_and_marks_by_hand() -> None:
+    def row(seed: int, step: int, score: float, proxy: float) -> dict[str, Any]:
+        return {
+            "arm": "a",
+            "seed": seed,
+            "step": step,
+            "score": score,
+            "proxy": proxy,
+            "score_std": 1.0,
+            "tokens": step,
+        }
+
+    seeds = {0: [row(0, 1, 1.0, 0.0), row(0, 2, 3.0, 1.0)], 1: [row(1, 3, 2.0, 0.0)]}
+    assert seed_means(seeds, "score", "tokens") == [(2.0, 1.5, 1.0, 2.0)]  # the second: not every seed has come to it
+    rows = [row(0, i, gold, proxy) for i, (gold, proxy) in enumerate([(0.0, 0.0), (2.0, 1.0), (1.9, 2.0), (1.0, 3.0)])]
+    found = {"evaluations": rows, "budget": {"unit": "tokens"}, "prompts": 100}
+    assert gaming(found, "a") == [(3.0, 1.0)]  # 1.9 is within two standard errors (0.2) of 2.0
+    drawn = styles([f"a{i}" for i in range(9)])
+    assert drawn["a0"].role == drawn["a8"].role == "s1"
+    assert drawn["a0"].dash != drawn["a8"].dash
+
+
+def test_the_folder_holds_the_comparison_itself(folder: Path) -> None:
+    settings = read_yaml(folder / "compare.yaml")
+    assert list(settings["arms"]) == [*ARMS, "broken"]
+    assert (folder / "ppo" / "seed-1" / "config.yaml").is_file()  # an ordinary run folder
+    table = difference_table({arm: plan_of(settings).of(arm)[0].config.train for arm in ("ppo", "grpo")})
+    assert table is not None
+    assert ["algorithm.preset", "ppo", "grpo"] in [list(row) for row in table.rows]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium to open the page with")
+class TestInABrowser:
+    def test_nothing_on_the_console_and_every_arm_and_figure_there(self, folder: Path, tmp_path: Path) -> None:
+        dom, console = browse(folder / "report.html", tmp_path)
+        assert console == []
+        assert 'data-drawn="true"' in dom
+        assert "<title>tiny</title>" in dom  # no completion changed it
+        for section in (
+            "verdict",
+            "notes",
+            "frontier",
+            "curves",
+            "win-rates",
+            "tables",
+            "costs",
+            "completions",
+            "configs",
+        ):
+            assert f'id="{section}"' in dom, section
+        places = set(re.findall(r'<div class="chart[^"]*" data-figure="([^"]+)"', dom))
+        assert {"frontier", "curve:score", "curve:kl", "proxy:ppo", "proxy:grpo"} <= places
+        assert dom.count('<svg class="main-svg"') >= len(places)
+        for arm in ("start", *ARMS):
+            assert f'<div class="when">{arm}</div>' in dom, arm
+        legend = re.findall(r'class="legendtext"[^>]*>([^<]+)<', dom)
+        assert set(ARMS) | {"start"} <= set(legend)
+        assert "broken, seed 0, failed" in dom
+
+    def test_on_a_phone_and_in_the_dark(self, folder: Path, tmp_path: Path) -> None:
+        found, console = on_a_phone(folder / "report.html", tmp_path)
+        assert console == []
+        assert found["width"] <= 390
+        assert 200 < found["widest"] <= 390
+        assert found["first"]["background"] != found["second"]["background"]
+        assert found["first"]["line"] != found["second"]["line"]
+
+
+def test_the_command_runs_cells_in_processes_of_their_own(tmp_path: Path) -> None:
+    """One arm fails inside its process, the other finishes; the command is done, and says which."""
+    arms = {"grpo": None, "dpo": None, "best_of_n": None, "bad": {"critic": {"init": str(tmp_path / "nowhere")}}}
+    tree = compare_tree(tmp_path, seeds=[0], arms=arms)
+    tree["arms"] = {name: arm for name, arm in tree["arms"].items() if arm is not None}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+    command = [sys.executable, "-m", "rlhf", "compare", str(tmp_path / "c.yaml"), "budget.completions=32"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    results = json.loads((tmp_path / "compare" / "results.json").read_text())
+    assert results["arms"]["ppo"]["status"] == "done"
+    assert results["arms"]["bad"]["status"] == "failed"
+    assert "nowhere" in results["arms"]["bad"]["seeds"][0]["error"]
+    assert "nowhere" in (tmp_path / "compare" / "bad" / "seed-0" / "errors.log").read_text()
+    assert results["arms"]["ppo"]["costs"]["completions"] == 32

@@ -1,0 +1,91 @@
+"""Preference runs that must be the same run: whatever the micro-batch, and interrupted or not."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import labelled_file, largest_difference, make_model, offline, offline_tree, trained_offline, weights
+
+PRESETS = ("dpo", "cdpo", "robust_dpo", "ipo", "ipo_per_token", "hinge", "slic", "simpo", "orpo", "kto")
+
+
+UNJUDGED: dict[str, Any] = {"data": {"eval_prompts": None}, "eval": {"source": None}}
+
+
+def after_two_steps(folder: Path, preset: str, micro_batch_size: int) -> dict[str, torch.Tensor]:
+    make_model(folder / "model", dtype=torch.float64)
+    tree = offline_tree(
+        folder,
+        preset,
+        policy={"dtype": "float64", "optimizer": "sgd", "lr": 0.3},
+        batch={"prompts_per_step": 13, "micro_batch_size": micro_batch_size},
+        schedule={"steps": 2},
+        **UNJUDGED,
+        run={"out_dir": str(folder / f"run-{micro_batch_size}")},
+    )
+    return weights(trained_offline(tree).trained.module)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_micro_batch_size_does_not_change_a_run(tmp_path: Path, preset: str) -> None:
+    whole = after_two_steps(tmp_path, preset, 64)
+    make_model(tmp_path / "start", dtype=torch.float64)
+    start = weights(offline(offline_tree(tmp_path, preset, policy={"dtype": "float64"})).trained.module)
+    assert largest_difference(start, whole) > 1e-4
+    for size in (1, 5):
+        assert largest_difference(whole, after_two_steps(tmp_path, preset, size)) < 1e-10
+
+
+RESUMABLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "dpo": ("dpo", {}),
+    "dpo without a judge": ("dpo", UNJUDGED),
+    "dpo, averaged, scheduled": (
+        "dpo",
+        {"policy": {"ema_decay": 0.5}, "schedule": {"warmup_steps": 2, "decay": "cosine"}},
+    ),
+    "dpo with adapters": ("dpo", {"policy": {"lora": {"r": 2}}}),
+    "kto": ("kto", {}),
+    "kto with adapters": ("kto", {"policy": {"lora": {"r": 2}}}),
+    "simpo": ("simpo", {}),
+}
+
+
+@pytest.mark.parametrize("name", RESUMABLE)
+def test_a_resumed_run_is_the_uninterrupted_run_bitwise(tmp_path: Path, name: str) -> None:
+    preset, changes = RESUMABLE[name]
+
+    def tree(folder: str) -> dict[str, Any]:
+        return offline_tree(tmp_path, preset, **{**changes, "run": {"out_dir": str(tmp_path / folder)}})
+
+    whole = trained_offline(tree("a"))
+    shutil.copytree(tmp_path / "a", tmp_path / "b")  # as it was when killed after step 3, its checkpoint of step 2
+    shutil.rmtree(tmp_path / "b" / "checkpoints" / "step-000004")
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)  # the reference is asked again, and must be the first one
+    resumed = trained_offline(tree("b"))
+    assert resumed.session.resumed
+    assert largest_difference(weights(whole.trained.module), weights(resumed.trained.module)) == 0.0
+    for file in ("metrics.jsonl", "samples.jsonl"):
+        a, b = (tmp_path / folder / file for folder in "ab")
+        assert a.exists() == b.exists()
+        if a.exists():
+            assert a.read_bytes() == b.read_bytes()
+
+
+def test_a_resumed_run_on_labelled_completions_is_the_uninterrupted_run_bitwise(tmp_path: Path) -> None:
+    path = str(labelled_file(tmp_path))
+
+    def tree(folder: str) -> dict[str, Any]:
+        data = {"preferences": {"path": path}, "eval_preferences": {"path": path}}
+        return offline_tree(tmp_path, "kto", data=data, run={"out_dir": str(tmp_path / folder)})
+
+    whole = trained_offline(tree("a"))
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    shutil.rmtree(tmp_path / "b" / "checkpoints" / "step-000004")
+    resumed = trained_offline(tree("b"))
+    assert largest_difference(weights(whole.trained.module), weights(resumed.trained.module)) == 0.0
+    a, b = ((tmp_path / folder / "metrics.jsonl").read_bytes() for folder in "ab")
+    assert a == b
