@@ -16,7 +16,7 @@ from rlhf.compare.plan import Plan, make_plan, read_plan
 from rlhf.compare.results import read_cells, summarize, write_results
 from rlhf.compare.runner import RunCell, run_cells, run_in_process
 from rlhf.compare.words import interval, ranking, verdict
-from rlhf.config.compare import START, CompareConfig
+from rlhf.config.compare import START, CompareConfig, LabConfig
 from rlhf.config.load import compare_config, dump, read_yaml
 from rlhf.errors import UserError
 from rlhf.runtime.progress import printable
@@ -41,10 +41,8 @@ def run_compare(config: CompareConfig, *, beside: Path, console: Console, run: R
         UserError: the comparison is not a valid one; an arm that fails is no error.
     """
     plan = make_plan(config, beside=beside)
-    if config.lab is not None and not _lab_is_there(Path(config.lab.folder)):
-        if prepare_lab(Path(config.lab.folder), seed=config.lab.seed, console=console) is None:
-            return False
-        plan = make_plan(config, beside=beside)
+    if config.lab is not None and not _prepared(config.lab, console):
+        return False
     plan.folder.mkdir(parents=True, exist_ok=True)
     write_aside(plan.folder / COMPARE, yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True))
     complete = run_cells(plan, run, console)
@@ -69,8 +67,14 @@ def rebuild_comparison(path: str, console: Console) -> None:
     _conclude(read_plan(compare_config(read_yaml(folder / COMPARE)), folder), console, must=True)
 
 
-def _lab_is_there(folder: Path) -> bool:
-    return all((folder / stage / MODEL).is_dir() for stage in ("sft", "rm"))
+def _prepared(lab: LabConfig, console: Console) -> bool:
+    """The lab's stages are there, or were made now; False where the user stopped them."""
+    folder = Path(lab.folder)
+    needed = (folder / "sft" / MODEL, folder / "preferences" / "train.jsonl", folder / "rm" / MODEL)
+    if all(path.exists() for path in needed):
+        console.print(Text(f"the lab's start model, pairs and reward model: as they are in {folder}"))
+        return True
+    return prepare_lab(folder, seed=lab.seed, console=console) is not None
 
 
 def _conclude(plan: Plan, console: Console, *, must: bool = False) -> None:

@@ -29,7 +29,7 @@ from rlhf.runtime.run_folder import RunFolder, write_aside
 from rlhf.runtime.seeding import derive
 
 LABEL_TEMPERATURE = 0.8  # of the Bradley-Terry noise on the pairs, in units of gold
-PAIRS: dict[Split, int] = {"train": 5000, "eval": 1000}  # prompts, two completions each
+PAIRS: dict[Split, int] = {"train": 8000, "eval": 1000}  # prompts, two completions each
 EXAMPLES = 3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -112,6 +113,13 @@ class Ledger:
         self.total = self.total.plus(self._of_step(metrics, tokens, seconds))
         with self.path.open("ab") as file:
             file.write(encode_line({"step": step, **self.total.record()}))
+        self._show_length(step)
+
+    def _show_length(self, step: int) -> None:
+        """Tell the display how many steps there will be, where only the budget knows."""
+        spent = float(self.total.record()[self.budget.unit])
+        if self.budget.unit != "completions" and spent > 0:
+            self.run.session.recorder.progress.total_steps = math.ceil(step * max(1.0, self.budget.limit / spent))
 
     def _of_step(self, metrics: Mapping[str, float], tokens: int, seconds: float) -> Costs:
         if isinstance(self.run, OfflineRun):
@@ -119,12 +127,13 @@ class Ledger:
             rows = completions_of(self.config)
             return Costs(completions=rows, trained_tokens=tokens, flops=flops, seconds=seconds)
         rows = round(metrics["completion/count"]) - self.total.completions
+        extra = round(metrics.get("completion/extra_tokens", 0.0))  # sampled and scored, not learned from
         passes = metrics["policy/optimizer_steps"] / self.config.batch.minibatches
         return Costs(
             completions=rows,
             generated_tokens=round(metrics["completion/length"] * rows),
             trained_tokens=round(tokens * passes),
-            flops=online_flops(self.sizes, tokens=tokens, passes=passes),
+            flops=online_flops(self.sizes, tokens=tokens, passes=passes) + sampling_flops(self.sizes, tokens=extra),
             seconds=seconds,
         )
 
@@ -155,14 +164,7 @@ def source_parameters(source: RewardSourceConfig | None) -> int:
 def _numbers(file: Path) -> int:
     with safe_open(file, framework="pt") as weights:
         shapes = [weights.get_slice(name).get_shape() for name in weights.keys()]  # noqa: SIM118  # not a mapping
-    return sum(_product(shape) for shape in shapes)
-
-
-def _product(shape: list[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
+    return sum(math.prod(shape) for shape in shapes)
 
 
 def _sizes(run: OnlineRun | OfflineRun, config: TrainConfig) -> Sizes:

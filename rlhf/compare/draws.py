@@ -134,7 +134,7 @@ def _judged(draws: Draws, arm: BestOfNArm, completer: Completer) -> Judged:
             "completion": decode(kept.completion_ids[row][kept.completion_mask[row]].tolist()),
             "score": float(golds[row]),
             "proxy": float(proxies[row]),
-            "kl": bound,
+            "kl": None,  # of one completion it is not known
             "length": int(lengths[row]),
             "finished": bool(kept.finished[row]),
         }

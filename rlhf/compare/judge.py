@@ -30,7 +30,7 @@ class Judged:
     """What judged.json holds: the means, and one record for each held-out prompt.
 
     A record has row, prompt, completion, score (the judge's), proxy (the trained-on reward's, where there is one),
-    kl (nats), length (tokens), finished.
+    kl (nats; null for best-of-n), length (tokens), finished.
     """
 
     metrics: Mapping[str, float | None]

@@ -89,10 +89,10 @@ def run_in_process(cell: Cell) -> Outcome:
                 process.kill()
                 process.wait()
     code = process.returncode
+    if code == INTERRUPTED or stop.requested:  # of a cell that was finished all the same, judged.json is there
+        return "interrupted"
     if code == 0:
         return "done"
-    if code == INTERRUPTED or stop.requested:
-        return "interrupted"
     record_failure(cell.folder, _last_words(log, code))
     return "failed"
 

@@ -44,7 +44,9 @@ def _second(results: Json, best: str, others: Sequence[str]) -> str:
     )
     if not others:
         return f"There is no other trained arm to set it against{'; ' + search if search else ''}."
-    rate = next(row for row in results["win_rates"] if row["a"] == best and row["b"] == others[0])
+    rate = next((row for row in results["win_rates"] if row["a"] == best and row["b"] == others[0]), None)
+    if rate is None:
+        return f"{others[0]}, the next, has no seed in common with it{'; ' + search if search else ''}."
     apart = rate["difference"]["low"] > 0 or rate["difference"]["high"] < 0
     judged = "the difference is clear of zero" if apart else "these data do not tell the two apart"
     return (
@@ -118,9 +120,9 @@ def equal_kl_table(results: Json) -> Table | None:
     if level is None:
         return None
     rows = []
-    for name, arm in results["arms"].items():
-        at = arm.get("at_equal_kl")
-        if at is None or at["score"] is None:
+    for name in ranking(results):
+        at = results["arms"][name]["at_equal_kl"]
+        if at["score"] is None:
             rows.append([name, "not reached", None, None, 0])
         else:
             span = f"{at['low']:.2f} to {at['high']:.2f}"

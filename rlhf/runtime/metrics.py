@@ -57,6 +57,7 @@ completion/length     | tokens   | mean length, EOS included
 completion/finished   | share    | completions that ended with EOS
 completion/count      | count    | completions sampled since the start of the run, those not learned from included
 completion/extra      | count    | sampled in the step and not learned from: greedy baselines, groups that were replaced
+completion/extra_tokens | tokens | theirs, prompts included
 group/uniform         | share    | completions in groups whose scores are all alike
 group/refilled        | share    | groups of the step that stand in for uniform ones (refill_rounds)
 loss/policy           | -        | surrogate loss per token

@@ -35,7 +35,6 @@ class Collected:
     scores: Scores
     baselines: Float[Tensor, " B"]  # score of the prompt's greedy completion; zero where none was sampled
     extra: int  # completions sampled and not learned from
-    extra_tokens: int  # theirs, prompts included
     metrics: Metrics
 
 
@@ -68,12 +67,12 @@ def collect(
     extra = sum(len(each) for each in unused)
     if algorithm.refill_rounds > 0 or unused:
         metrics.add("completion/extra", float(extra))
+        metrics.add("completion/extra_tokens", float(sum(live_tokens(each) for each in unused)))
     return Collected(
         completions=completions,
         scores=scores,
         baselines=baselines,
         extra=extra,
-        extra_tokens=sum(live_tokens(each) for each in unused),
         metrics=metrics,
     )
 

@@ -79,7 +79,7 @@ def train(run: OnlineRun) -> None:
             metrics.merge(update(experience, run, step))  # epochs x minibatches of optimizer steps
         _control(run, metrics, len(rollout))
         run.session.state.completions += len(rollout) + found.extra
-        _report(run, step, rollout, metrics, tokens=live_tokens(rollout) + found.extra_tokens)
+        _report(run, step, rollout, metrics, tokens=live_tokens(rollout))
 
 
 def _draw(run: OnlineRun, step: int) -> Draw:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,10 @@ from rlhf.compare.charts import gaming, seed_means, styles
 from rlhf.compare.judge import Judged
 from rlhf.compare.page import difference_table, win_matrix
 from rlhf.compare.results import MEASURES
+from rlhf.compare.runner import failure_of
 from rlhf.compare.words import equal_kl_table, interval, notes, ranking, verdict
 from rlhf.config.load import read_yaml
+from rlhf.runtime.loggers import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
 ARMS = ("ppo", "grpo", "dpo", "best_of_n")
@@ -153,6 +158,7 @@ def test_nothing_finished_is_said_too(results: dict[str, Any]) -> None:
     assert win_matrix(broken) == []
     one = {**results, "arms": {"ppo": results["arms"]["ppo"]}}
     assert "no other trained arm" in verdict(one)
+    assert "no seed in common" in verdict({**results, "win_rates": []})
 
 
 def test_bands_and_marks_by_hand() -> None:
@@ -221,6 +227,29 @@ class TestInABrowser:
         assert 200 < found["widest"] <= 390
         assert found["first"]["background"] != found["second"]["background"]
         assert found["first"]["line"] != found["second"]["line"]
+
+
+def test_a_signal_to_the_command_reaches_the_cell_which_saves(tmp_path: Path) -> None:
+    tree = compare_tree(tmp_path, seeds=[0], budget={"completions": 32000}, evaluations=1)
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**tree, "arms": {"ppo": {}}}))
+    command = [sys.executable, "-m", "rlhf", "compare", str(tmp_path / "c.yaml")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    cell = tmp_path / "compare" / "ppo" / "seed-0"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and len(list(read_jsonl(cell / "costs.jsonl"))) < 3:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "the same command continues" in out
+    assert "Traceback" not in out + err
+    steps = [row["step"] for row in read_jsonl(cell / "costs.jsonl")]
+    assert 3 <= len(steps) < 2000
+    assert f"step-{steps[-1]:06d}" in {path.name for path in (cell / "checkpoints").iterdir()}
+    assert failure_of(cell) is None
+    results = json.loads((tmp_path / "compare" / "results.json").read_text())
+    assert results["arms"]["ppo"]["status"] == "unfinished"
 
 
 def test_the_command_runs_cells_in_processes_of_their_own(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from comparison import COMPARISON
 from machinery import MACHINERY
 from mutant import Mutant
 from offline import OFFLINE
@@ -11,6 +12,7 @@ MUTANTS = [
     *MACHINERY,
     *ONLINE_ARMS,
     *OFFLINE,
+    *COMPARISON,
     Mutant(
         name="whiten-keeps-mean",
         file="rlhf/masked.py",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +119,45 @@ def test_an_unknown_metric_is_an_error(tmp_path: Path) -> None:
     one = session(tmp_path)
     with pytest.raises(KeyError):
         one.recorder.metrics(1, {"score/meen": 1.0}, tokens=1, memory_mb=1.0)
+
+
+class Purse:
+    """A budget of tokens."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.tokens, self.steps = limit, 0, list[int]()
+        self.seconds: list[float] = []
+
+    @property
+    def spent(self) -> bool:
+        return self.tokens >= self.limit
+
+    def spend(self, step: int, metrics: Mapping[str, float], *, tokens: int, seconds: float) -> None:
+        assert metrics == {"score/mean": float(step)}  # what the loop said, before evaluation adds to it
+        self.tokens += tokens
+        self.steps.append(step)
+        self.seconds.append(seconds)
+
+
+def test_a_run_ends_as_runs_end_when_its_budget_is_spent(tmp_path: Path) -> None:
+    purse = Purse(25)
+    one = session(tmp_path, budget=purse)
+    assert run_to_end(one) == [1, 2, 3]  # ten tokens each
+    assert purse.steps == [1, 2, 3]
+    assert all(seconds > 0 for seconds in purse.seconds)
+    assert not one.interrupted
+    assert one.recorder.folder.read_metrics()[-1] == {"step": 3, "score/mean": 3.0, "eval/score": 3.0}
+    assert one.checkpoints.all()[-1].name == "step-000003"
+    again = session(tmp_path, state=TrainState(step=3), resumed=True, budget=purse)
+    assert run_to_end(again) == []
+
+
+def test_evaluation_is_not_in_the_seconds_of_a_step(tmp_path: Path) -> None:
+    purse = Purse(1000)
+
+    def slow(_: int) -> dict[str, float]:
+        time.sleep(0.3)
+        return {}
+
+    run_to_end(session(tmp_path, budget=purse, evaluate=slow, eval_every=1, checkpoint_every=0))
+    assert max(purse.seconds) < 0.2

@@ -82,7 +82,7 @@ def test_without_options_it_is_one_draw() -> None:
     assert bench.asked == [((), [3, 4, 5], [0, 1, 2], 2, False)]
     assert found.scores.values.tolist() == [1, 2, 7, 7, 1, 2]
     assert found.baselines.tolist() == [0.0] * 6
-    assert (found.extra, found.extra_tokens, found.metrics.values()) == (0, 0, {})
+    assert (found.extra, found.metrics.values()) == (0, {})
 
 
 def test_a_uniform_group_is_replaced_by_another_prompt_in_its_place() -> None:
@@ -97,7 +97,7 @@ def test_a_uniform_group_is_replaced_by_another_prompt_in_its_place() -> None:
     assert found.completions.prompt_ids[:, -1].tolist() == [3, 3, 8, 8, 5, 5]
     assert found.completions.completion_mask.sum(1).tolist() == [3, 3, 4, 4, 3, 3]
     assert found.extra == 2
-    assert found.extra_tokens == 2 * (1 + 3)  # the two that were thrown away
+    assert found.metrics["completion/extra_tokens"] == 2 * (1 + 3)  # the two that were thrown away
     assert found.metrics["completion/extra"] == 2.0
     assert found.metrics["group/refilled"] == pytest.approx(1 / 3)
     assert found.metrics["score/first_draw"] == pytest.approx(20 / 6)
@@ -116,7 +116,9 @@ def test_rounds_go_on_for_what_is_still_uniform_and_end_at_the_limit() -> None:
     assert uniform_groups(found.scores.values, 2).tolist() == [True, True, False, False, False, False]
     assert found.extra == 2 * (3 + 3 + 2) - 6
     assert found.metrics["group/refilled"] == pytest.approx(2 / 3)
-    assert live_tokens(found.completions) + found.extra_tokens == 6 * (1 + 3) + 6 * (1 + 4) + 4 * (1 + 5)
+    assert live_tokens(found.completions) + found.metrics["completion/extra_tokens"] == 6 * (1 + 3) + 6 * (
+        1 + 4
+    ) + 4 * (1 + 5)
 
 
 def test_nothing_is_refilled_where_nothing_is_uniform() -> None:
@@ -134,5 +136,8 @@ def test_a_greedy_completion_of_each_prompt_is_the_baseline_of_its_group(size: i
     assert found.baselines.tolist() == [score for score in (0.5, -0.5, 6.0) for _ in range(size)]
     assert found.scores.values.tolist() == [1.0, 2.0, 3.0][:size] * 3
     assert found.extra == 3
-    assert found.extra_tokens == 3 * (1 + 4)
-    assert found.metrics.values() == {"score/greedy": 2.0, "completion/extra": 3.0}
+    assert found.metrics.values() == {
+        "score/greedy": 2.0,
+        "completion/extra": 3.0,
+        "completion/extra_tokens": 3 * (1 + 4),
+    }

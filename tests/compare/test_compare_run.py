@@ -98,7 +98,7 @@ def test_a_run_ends_when_its_budget_is_spent(tmp_path: Path, unit: str, share: f
     metrics = RunFolder(folder).read_metrics()
     assert metrics[-1]["step"] == len(spent)
     assert "eval/score" in metrics[-1]  # it ended as a run ends: evaluated, saved, exported
-    assert [path.name for path in (folder / "checkpoints").iterdir()][-1:] != []
+    assert f"step-{len(spent):06d}" in {path.name for path in (folder / "checkpoints").iterdir()}
     assert (folder / "model").is_dir()
 
 
@@ -143,7 +143,10 @@ def test_without_the_start_model_there_is_nothing_to_compare(tmp_path: Path) -> 
         compared(tree)
 
 
-def test_an_interrupted_comparison_continues_to_the_same_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("killed", [False, True], ids=["saved", "killed"])
+def test_an_interrupted_comparison_continues_to_the_same_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
     whole, parts = (
         compare_tree(tmp_path, seeds=[0]) | {"out_dir": str(tmp_path / name)} for name in ("whole", "parts")
     )
@@ -152,16 +155,21 @@ def test_an_interrupted_comparison_continues_to_the_same_end(tmp_path: Path, mon
 
     def interrupted(self: Ledger, step: int, metrics: Mapping[str, float], *, tokens: int, seconds: float) -> None:
         spend(self, step, metrics, tokens=tokens, seconds=seconds)
+        if step == 3 and killed:
+            raise KeyboardInterrupt  # the newest checkpoint is then that of step 2
         if step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
         patch.setattr(Ledger, "spend", interrupted)
-        assert not compared(parts)  # ppo stops after its third step, saved
-    ppo = tmp_path / "parts" / "ppo" / "seed-0"
-    assert len(list(read_jsonl(ppo / COSTS))) == 3
-    results = json.loads((tmp_path / "parts" / "results.json").read_text())
-    assert results["arms"]["ppo"]["status"] == results["arms"]["dpo"]["status"] == "unfinished"
+        if killed:
+            with pytest.raises(KeyboardInterrupt):
+                compared(parts)
+        else:
+            assert not compared(parts)  # ppo stops after its third step, saved
+            results = json.loads((tmp_path / "parts" / "results.json").read_text())
+            assert results["arms"]["ppo"]["status"] == results["arms"]["dpo"]["status"] == "unfinished"
+    assert len(list(read_jsonl(tmp_path / "parts" / "ppo" / "seed-0" / COSTS))) == 3
     assert compared(parts)
     for arm in ("ppo", "grpo", "dpo", "best_of_n"):
         one, other = (tmp_path / name / arm / "seed-0" for name in ("whole", "parts"))
@@ -184,7 +192,7 @@ def test_a_run_that_spent_its_budget_before_it_was_judged_goes_no_further(
     assert (folder / JUDGED).is_file()
 
 
-def test_costs_after_the_checkpoint_are_forgotten(tmp_path: Path) -> None:
+def test_costs_add_and_are_read_back() -> None:
     found = Costs(completions=3, generated_tokens=4, trained_tokens=5, flops=6.0, seconds=7.0)
     assert Costs.of(found.record()) == found
     assert found.plus(found).record() == {key: 2 * value for key, value in found.record().items()}
