@@ -26,8 +26,8 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 @pytest.fixture
 def shared() -> Path:
     """The folder of real data and models beside the checkout; a test that needs it is skipped where it is not."""
-    if not SHARED.is_dir():
-        pytest.skip("no ../shared folder: real data and models are not at hand")
+    if not all((SHARED / name).is_dir() for name in ("data", "models", "tokenizers")):
+        pytest.skip("no ../shared folder with data, models and tokenizers: the real ones are not at hand")
     return SHARED
 
 
