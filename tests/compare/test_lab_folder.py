@@ -35,6 +35,7 @@ def test_another_seed_or_another_version_is_refused(tmp_path: Path, monkeypatch:
     folder = tmp_path / "lab"
     claim_lab(folder, seed=3, console=quiet())
     before = (folder / RECORD).read_bytes()
+    monkeypatch.setattr(quickstart, "run_train", lambda *_: pytest.fail("a stage began"))
     with pytest.raises(ConfigError, match=r"lab was made with seed 3 instead of 4: give another folder .* or remove"):
         prepare_lab(folder, seed=4, console=quiet())
     monkeypatch.setattr(quickstart, "lab_key", lambda spec: "tiny-new")
