@@ -27,8 +27,10 @@ ROWS = {
     "KL, last fifth (target 4), nats per sequence": lambda r: f"{r['kl_last_fifth']:.2f}",
     "KL on held-out prompts": lambda r: f"{r['kl_held_out']:.2f}",
     "critic's explained variance, last fifth": lambda r: f"{r['explained_variance']:.2f}",
-    "reward model accuracy / best possible": lambda r: (
-        f"{r['rm_accuracy']:.3f} / {r['rm_best_accuracy']:.3f} = {r['rm_accuracy'] / r['rm_best_accuracy']:.3f}"
+    "reward model accuracy on the held-out labels": lambda r: f"{r['rm_accuracy']:.3f}",
+    "the same in expectation over their noise / best possible": lambda r: (
+        f"{r['rm_expected_accuracy']:.3f} / {r['rm_best_accuracy']:.3f} = "
+        f"{r['rm_expected_accuracy'] / r['rm_best_accuracy']:.3f}"
     ),
     "seconds": lambda r: f"{r['seconds']:.0f}",
 }

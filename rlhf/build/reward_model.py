@@ -12,12 +12,13 @@ from transformers import PreTrainedTokenizerBase
 
 from reward_model.calibrate import calibrate
 from reward_model.evaluate import evaluate_reward_model
+from reward_model.model import score_pairs
 from reward_model.objective import PairLoss
 from rlhf.build.context import MODEL, TRAINER, Context, model_folder, open_context, total_steps
 from rlhf.build.models import build_tokenizer
 from rlhf.config.data import PreferencesConfig
 from rlhf.config.sections import RewardModelConfig
-from rlhf.data.pairs import PairSet, load_pairs
+from rlhf.data.pairs import PairSet, PairText, load_pairs
 from rlhf.data.stream import BatchStream
 from rlhf.errors import ConfigError
 from rlhf.evaluation.evaluate import evaluate_loss
@@ -95,14 +96,30 @@ def report_card_of(config: RewardModelConfig, path: str) -> dict[str, Any]:
     """
     if config.data.preferences is None or config.data.eval_preferences is None:
         raise ConfigError("nothing to evaluate on: set data.eval_preferences.path")
-    tokenizer = build_tokenizer(config.model.model_copy(update={"model": path}))
-    model = load_scalar_head(model_folder(path), tokenizer, new_head=None, dtype=config.model.dtype)
-    longest, template = context_length(model.classifier), config.data.chat_template
+    model, tokenizer = _saved(config, path)
     train, held_out = (
-        load_pairs(data, tokenizer, chat_template=template, context=longest)
+        load_pairs(data, tokenizer, chat_template=config.data.chat_template, context=context_length(model.classifier))
         for data in (config.data.preferences, config.data.eval_preferences)
     )
     return _card(config, model, tokenizer, train, held_out)
+
+
+def gaps_of(config: RewardModelConfig, path: str) -> tuple[tuple[PairText, ...], list[float]]:
+    """The held-out pairs that `config` names, and the score gaps (chosen minus rejected) of the reward model in `path`.
+
+    Raises:
+        ConfigError: there are no held-out pairs.
+    """
+    if config.data.eval_preferences is None:
+        raise ConfigError("nothing to evaluate on: set data.eval_preferences.path")
+    model, tokenizer = _saved(config, path)
+    longest = context_length(model.classifier)
+    pairs = load_pairs(
+        config.data.eval_preferences, tokenizer, chat_template=config.data.chat_template, context=longest
+    )
+    size, dtype = config.batch.micro_batch_size, config.model.dtype
+    chosen, rejected = score_pairs(model, pairs, range(len(pairs)), micro_batch_size=size, dtype=dtype)
+    return pairs.texts, (chosen - rejected).tolist()
 
 
 def finish_reward_model(built: RewardModelRun) -> dict[str, Any]:
@@ -116,6 +133,11 @@ def finish_reward_model(built: RewardModelRun) -> dict[str, Any]:
     card = _card(config, built.model, built.tokenizer, built.pairs, built.eval_pairs)
     folder.write_report_card(card)
     return card
+
+
+def _saved(config: RewardModelConfig, path: str) -> tuple[ScalarHeadModel, PreTrainedTokenizerBase]:
+    tokenizer = build_tokenizer(config.model.model_copy(update={"model": path}))
+    return load_scalar_head(model_folder(path), tokenizer, new_head=None, dtype=config.model.dtype), tokenizer
 
 
 def _card(

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from rlhf.build.completer import Completer
 from rlhf.build.evaluation import evaluate_model
+from rlhf.build.reward_model import gaps_of
 from rlhf.commands.train import run_reward_model, run_train
 from rlhf.config.load import load_reward_model, load_train
 from rlhf.config.sections import SamplingConfig, TrainConfig
@@ -22,7 +23,8 @@ from rlhf.errors import ConfigError
 from rlhf.evaluation.evaluate import PolicyEvaluation
 from rlhf.evaluation.win_rate import mean_difference, win_rate
 from rlhf.lab.build import LabSpec, lab_key, with_lab
-from rlhf.lab.preferences import PairsFile, write_pairs
+from rlhf.lab.gold import expected_accuracy
+from rlhf.lab.preferences import PairsFile, gold_gaps, write_pairs
 from rlhf.lab.world import Split
 from rlhf.runtime.progress import duration, printable
 from rlhf.runtime.run_folder import RunFolder, write_aside
@@ -165,6 +167,7 @@ def conclude(config: TrainConfig, folder: Path, pairs: PairsFile, console: Conso
     spread = float(b.double().std(correction=0))
     wins, gain = win_rate(a, b), mean_difference(a, b)
     accuracy = float(RunFolder(folder / "rm").read_report_card()["accuracy"])
+    expected = rm_accuracy(folder)
     rows = RunFolder(folder / "ppo").read_metrics()
     steps = [row for row in rows if row["step"] > 0.8 * rows[-1]["step"]]
     kl, explained = (fmean(row[name] for row in steps) for name in ("kl/reference", "critic/explained_variance"))
@@ -179,7 +182,10 @@ def conclude(config: TrainConfig, folder: Path, pairs: PairsFile, console: Conso
     )
     table.add_row("mean length, tokens", f"{before.metrics['eval/length']:.1f}", f"{after.metrics['eval/length']:.1f}")
     table.add_row("critic's explained variance, mean of the last fifth", "", f"{explained:.2f}")
-    table.add_row("reward model accuracy / best possible", "", f"{accuracy:.3f} / {pairs.best_accuracy:.3f}")
+    table.add_row("reward model accuracy on the held-out labels", "", f"{accuracy:.3f}")
+    table.add_row(
+        "  the same in expectation over their noise / best", "", f"{expected:.3f} / {pairs.best_accuracy:.3f}"
+    )
     console.print(table)
     _examples(folder, before, after, console)
     return {
@@ -192,9 +198,18 @@ def conclude(config: TrainConfig, folder: Path, pairs: PairsFile, console: Conso
         "kl_held_out": after.metrics["eval/kl"],
         "explained_variance": explained,
         "rm_accuracy": accuracy,
+        "rm_expected_accuracy": expected,
         "rm_best_accuracy": pairs.best_accuracy,
         "prompts": len(a),
     }
+
+
+def rm_accuracy(folder: Path) -> float:
+    """The reward model's accuracy on the held-out pairs, in expectation over the noise of their labels."""
+    config = with_lab(load_reward_model(folder / "rm" / "config.yaml", []))
+    texts, gaps = gaps_of(config, str(folder / "rm"))
+    rows = [{"prompt": text.prompt, "chosen": text.chosen, "rejected": text.rejected} for text in texts]
+    return expected_accuracy(gaps, gold_gaps(rows), LABEL_TEMPERATURE)
 
 
 def _examples(folder: Path, before: PolicyEvaluation, after: PolicyEvaluation, console: Console) -> None:

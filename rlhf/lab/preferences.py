@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 from rlhf.lab.gold import best_accuracy, gold_reward, label_pair
-from rlhf.lab.world import Request, Split, prompts
+from rlhf.lab.world import Split, prompts
 from rlhf.runtime.seeding import derive
 
 Sample = Callable[[Sequence[str], int], list[list[str]]]
@@ -46,7 +46,7 @@ def write_pairs(path: Path, sample: Sample, *, split: Split, count: int, seed: i
     for request, (first, second) in zip(requests, drawn, strict=True):
         if first == second or not (first and second):
             continue
-        golds = _golds(request, first, second)
+        golds = _golds(request.text, first, second)
         gaps.append(golds[0] - golds[1])
         texts = (first, second) if label_pair(*golds, temperature, rng) else (second, first)
         rows.append({"prompt": request.text, "chosen": texts[0], "rejected": texts[1]})
@@ -55,6 +55,12 @@ def write_pairs(path: Path, sample: Sample, *, split: Split, count: int, seed: i
     return PairsFile(path, len(rows), best_accuracy(gaps, temperature))
 
 
-def _golds(request: Request, first: str, second: str) -> tuple[float, float]:
-    a, b = gold_reward([request.text] * 2, [first, second], [{}, {}])
+def gold_gaps(rows: Sequence[Mapping[str, str]]) -> list[float]:
+    """Gold of the chosen side minus gold of the rejected one, for rows of a file of pairs."""
+    golds = (_golds(row["prompt"], row["chosen"], row["rejected"]) for row in rows)
+    return [chosen - rejected for chosen, rejected in golds]
+
+
+def _golds(prompt: str, first: str, second: str) -> tuple[float, float]:
+    a, b = gold_reward([prompt] * 2, [first, second], [{}, {}])
     return a, b

@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 
 from rlhf.errors import RewardError
 from rlhf.lab import lexicon, world
-from rlhf.lab.gold import best_accuracy, gold_parts, gold_reward, label_pair, preference_probability, read_prompt
+from rlhf.lab.gold import (
+    best_accuracy,
+    expected_accuracy,
+    gold_parts,
+    gold_reward,
+    label_pair,
+    preference_probability,
+    read_prompt,
+)
 
 PROMPT = "Write a review of the hotel in Rome, mention the pool:"
 HONEST = "The pool was lovely. Nobody found the bed dirty, and we enjoyed the garden. The room was very quiet."
@@ -215,6 +223,16 @@ def test_best_accuracy_is_that_of_the_judge_who_knows_the_gold():
     assert best_accuracy(gaps, temperature) == pytest.approx(by_hand)
     hits = [label_pair(gap, 0.0, temperature, rng) == (gap > 0) for gap in gaps for _ in range(2000)]
     assert sum(hits) / len(hits) == pytest.approx(by_hand, abs=0.02)
+
+
+def test_expected_accuracy_lies_between_the_judge_and_his_opposite():
+    gold, model, temperature = [-2.0, -0.5, 0.3, 1.0], [-1.0, 0.2, 5.0, 0.0], 0.5
+    p = [1 / (1 + math.exp(-gap / temperature)) for gap in gold]
+    by_hand = ((1 - p[0]) + p[1] + p[2] + 0.5) / 4
+    assert expected_accuracy(model, gold, temperature) == pytest.approx(by_hand)
+    best = best_accuracy(gold, temperature)
+    assert expected_accuracy(gold, gold, temperature) == pytest.approx(best)
+    assert expected_accuracy([-gap for gap in gold], gold, temperature) == pytest.approx(1 - best)
 
 
 def _at_limit(prompt: str, text: str) -> bool:
