@@ -13,7 +13,7 @@ from reward_model.model import score_rows
 from rlhf.data.chat import Rendered, load_tokenizer
 from rlhf.data.encode import Encoder, make_encoder
 from rlhf.data.pad import left_pad, right_pad
-from rlhf.errors import RewardError
+from rlhf.errors import NonFiniteScores, RewardError
 from rlhf.models.backbone import context_length, freeze
 from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
 from rlhf.types import Completions, Scores
@@ -134,7 +134,7 @@ class RewardModelSource:
     def _check_finite(self, values: Float[Tensor, " B"]) -> None:
         bad = (~values.isfinite()).nonzero().flatten().tolist()
         if bad:
-            raise RewardError(
+            raise NonFiniteScores(
                 f"the reward model gave {len(bad)} of {len(values)} completions a score that is NaN or infinite "
                 f"(the first: row {bad[0]}): its weights or its calibration are broken; train it again"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -36,6 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _VERBS[parsed.verb](parsed, console)
     except UserError as error:
         Console(stderr=True).print(Text(f"error: {error}", style="red"), soft_wrap=True)
+        return 2
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        Console(stderr=True).print(Text(f"error: {error}: make room, then run it again", style="red"), soft_wrap=True)
         return 2
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped")

@@ -23,6 +23,7 @@ from rlhf.errors import ConfigError
 from rlhf.evaluation.evaluate import evaluate_loss
 from rlhf.models.backbone import context_length, enable_checkpointing
 from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
+from rlhf.runtime.checkpoint import replace_folder
 from rlhf.runtime.seeding import derive, new_weights
 from rlhf.trainers.offline import OfflineRun
 from rlhf.types import Batch, PreferencePairs
@@ -110,7 +111,7 @@ def finish_reward_model(built: RewardModelRun) -> dict[str, Any]:
     config, folder = built.config, built.run.session.recorder.folder
     size, dtype = config.batch.micro_batch_size, config.model.dtype
     calibrate(built.model, built.pairs, config.calibration, micro_batch_size=size, dtype=dtype)
-    built.run.export(folder.path / MODEL)
+    replace_folder(folder.path / MODEL, built.run.export)
     if built.eval_pairs is None:
         return {}
     card = _card(config, built.model, built.tokenizer, built.pairs, built.eval_pairs)

@@ -23,7 +23,7 @@ def build_source(config: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase,
     """
     match config:
         case FunctionSource():
-            return FunctionReward(config.target, config.kwargs, tokenizer)
+            return FunctionReward(config.target, config.kwargs, tokenizer, timeout_s=config.timeout_s)
         case ModelSource():
             return RewardModelSource.load(
                 model_folder(config.path), tokenizer, device=device, micro_batch_size=config.micro_batch_size

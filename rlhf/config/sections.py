@@ -118,6 +118,8 @@ class FunctionSource(Section):
     """module:function, or path/to/file.py:function; called with prompts, completions and references (lists)."""
     kwargs: dict[str, Any] = {}
     """Passed to the function as they stand."""
+    timeout_s: Positive | None = None
+    """Longest time of one call; a call that takes longer ends the run, saved. null: no limit."""
 
 
 class ModelSource(Section):
@@ -220,6 +222,8 @@ class ScheduleConfig(Section):
     """The learning rate rises linearly over the first so many steps."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: stay, or fall towards zero, which the step after the last would have."""
+    max_bad_steps: Count = 10
+    """So many optimizer steps in a row that a NaN or Inf in loss, gradient or scores prevents, and the run stops."""
 
     @model_validator(mode="after")
     def _one_length(self) -> ScheduleConfig:

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlhf.errors import RewardError
+from rlhf.errors import NonFiniteScores, RewardError
 from rlhf.types import Completions, Scores
 
 
@@ -61,7 +61,8 @@ def checked_scores(values: object, parts: object, texts: Texts, *, who: str) -> 
     """The scores `who` returned, as tensors.
 
     Raises:
-        RewardError: not one finite number a completion, in the scores or in a part.
+        RewardError: not one number a completion, in the scores or in a part.
+        NonFiniteScores: one that is NaN or infinite.
     """
     if not isinstance(parts, Mapping):
         raise RewardError(
@@ -100,7 +101,7 @@ def _numbers(values: object, completions: list[str], *, who: str, what: str) -> 
     numbers = [_number(value) for value in values]
     bad = [i for i, number in enumerate(numbers) if not math.isfinite(number)]
     if bad:
-        raise RewardError(
+        raise NonFiniteScores(
             f"{who} returned {len(bad)} {what} of {len(values)} that are not finite numbers; "
             f"the first is {shown(str(values[bad[0]]))}, for the completion {shown(completions[bad[0]])}"
         )
