@@ -244,7 +244,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
 def test_other_optimizers_than_the_checkpoints_are_refused(tmp_path: Path) -> None:
     trained(ppo_tree(tmp_path, schedule={"steps": 1}))
     tree = ppo_tree(tmp_path, policy={"lora": {"r": 2}})
-    with pytest.raises(Exception) as caught:  # noqa: PT011
+    with pytest.raises(Exception) as caught:
         online(tree)
     assert type(caught.value).__module__ == "rlhf.errors", caught.value
 
