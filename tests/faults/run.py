@@ -20,6 +20,7 @@ Exit code 0 if the final weights, optimizers, metrics and samples are the same t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -200,10 +201,8 @@ def due_at(moment: str, share: float, out: Path, life_s: float, began: float) ->
 
 def stop(process: subprocess.Popen[bytes]) -> None:
     """End the whole group."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
@@ -296,9 +295,7 @@ def report(options: argparse.Namespace, seed: int, folder: Path) -> int:
     life_s = time.monotonic() - began
     say(f"uninterrupted: {life_s:.1f} s")
     draw, kills, found, runs = random.Random(seed), list[Kill](), list[str](), 1
-    say(
-        f"{'kill':>4} {'moment':<11} {'rank':>4} {'after s':>8} {'lines':>6} {'newest':<12} {'others s':>8}  left behind"
-    )
+    say(f"{'kill':>4} {'moment':<11} {'rank':>4} {'after s':>8} {'lines':>6} {'newest':<12} {'others s':>8}  left")
     while len(kills) < options.kills:
         kill = killed(runners["killed"], draw, life_s, options.patience)
         if kill is None:
