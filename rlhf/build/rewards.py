@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from reward_model.source import RewardModelSource
 from rlhf.build.context import model_folder
 from rlhf.config.sections import EnsembleSource, FunctionSource, ModelSource, RemoteSource, RewardSourceConfig
+from rlhf.data.chat import vocabulary_digest
+from rlhf.errors import ConfigError
 from rlhf.rewards.ensemble import EnsembleReward
 from rlhf.rewards.function import FunctionReward
 from rlhf.rewards.remote import RemoteReward
@@ -19,6 +23,7 @@ def build_source(config: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase,
 
     Raises:
         RewardError: a function that cannot be imported.
+        ConfigError: a token that is not in the environment.
         ModelError: a reward model that cannot be loaded.
     """
     match config:
@@ -29,7 +34,21 @@ def build_source(config: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase,
                 model_folder(config.path), tokenizer, device=device, micro_batch_size=config.micro_batch_size
             )
         case RemoteSource():
-            return RemoteReward(config.url, tokenizer, timeout_s=config.timeout_s, retries=config.retries)
+            return _remote(config, tokenizer)
         case EnsembleSource():
             members = [build_source(member, tokenizer, device) for member in config.sources]
             return EnsembleReward(members, how=config.how, std_coef=config.std_coef)
+
+
+def _remote(config: RemoteSource, tokenizer: PreTrainedTokenizerBase) -> RemoteReward:
+    name = config.token_env
+    if name is not None and not os.environ.get(name):
+        raise ConfigError(f"reward.source.token_env: the environment variable {name} is not set: put the token in it")
+    return RemoteReward(
+        config.url,
+        tokenizer,
+        timeout_s=config.timeout_s,
+        retries=config.retries,
+        secret=os.environ[name] if name is not None else None,
+        vocabulary=vocabulary_digest(tokenizer) if config.send_tokens else None,
+    )

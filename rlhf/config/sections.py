@@ -140,8 +140,12 @@ class RemoteSource(Section):
     """Answers POST {prompts, completions, references} with {scores}."""
     timeout_s: Positive = 60.0
     """Per request."""
-    retries: Size = 4
-    """Tries after the first, with exponential backoff."""
+    retries: Size = 8
+    """Tries after the first, 1 s, 2 s, 4 s ... 30 s apart (about two minutes in all); then the run saves and stops."""
+    token_env: str | None = None
+    """The environment variable that holds the server's token, sent as Authorization: Bearer; null: none is sent."""
+    send_tokens: bool = False
+    """Send token ids besides the texts: rlhf serve-reward then gives the very scores of the model in this process."""
 
 
 class EnsembleSource(Section):

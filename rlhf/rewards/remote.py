@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import random
 import time
 import urllib.error
 import urllib.parse
@@ -12,7 +13,7 @@ import urllib.request
 from dataclasses import asdict
 
 from rlhf.errors import RewardError
-from rlhf.rewards.texts import Decoder, checked_scores, decode, shown
+from rlhf.rewards.texts import Decoder, checked_scores, decode, live_ids, shown
 from rlhf.types import Completions, Scores
 
 MAX_BACKOFF_S = 30.0
@@ -21,14 +22,29 @@ MAX_BACKOFF_S = 30.0
 class RemoteReward:
     """POSTs {prompts, completions, references} as JSON; the answer is {"scores": [...]}, and "parts" if it likes.
 
+    With a `vocabulary` also {finished, tokens: {vocabulary, prompts, completions}}: what rlhf serve-reward needs to
+    give the very scores that the model gives in this process.
+
     A refused or broken connection, a timeout and a 5xx answer are tried again after backoff_s, 2 backoff_s, ...
-    (at most 30 s apart); any other answer is final.
+    (at most 30 s apart), each up to half shorter by chance, so that many clients do not come back at once; any other
+    answer is final.
     """
 
     def __init__(
-        self, url: str, tokenizer: Decoder, *, timeout_s: float = 60.0, retries: int = 4, backoff_s: float = 1.0
+        self,
+        url: str,
+        tokenizer: Decoder,
+        *,
+        timeout_s: float = 60.0,
+        retries: int = 8,
+        backoff_s: float = 1.0,
+        secret: str | None = None,
+        vocabulary: str | None = None,
     ) -> None:
         """`timeout_s` is the longest silence allowed on a request, `retries` the tries after the first.
+
+        `secret` is sent as the bearer of the authorization, and is never part of an error; `vocabulary` is the digest
+        of the policy's (rlhf.data.chat.vocabulary_digest) where its token ids are to be sent too.
 
         Raises:
             RewardError: the address is not an HTTP one.
@@ -41,22 +57,31 @@ class RemoteReward:
         self.timeout_s = timeout_s
         self.retries = retries
         self.backoff_s = backoff_s
+        self.secret = secret
+        self.vocabulary = vocabulary
 
     def __call__(self, completions: Completions) -> Scores:
         """See RewardSource."""
         texts = decode(completions, self.tokenizer)
         try:
-            body = json.dumps(asdict(texts), allow_nan=False).encode()
+            body = json.dumps(asdict(texts) | self._ids(completions), allow_nan=False).encode()
         except (TypeError, ValueError) as error:
             raise RewardError(f"the prompts' other columns cannot be sent to {self.url} as JSON: {error}") from error
         answer = self._parse(self._post(body))
         return checked_scores(answer["scores"], answer.get("parts") or {}, texts, who=f"the reward server {self.url}")
 
+    def _ids(self, completions: Completions) -> dict[str, object]:
+        if self.vocabulary is None:
+            return {}
+        prompts, own = live_ids(completions)
+        tokens = {"vocabulary": self.vocabulary, "prompts": prompts, "completions": own}
+        return {"finished": completions.finished.tolist(), "tokens": tokens}
+
     def _post(self, body: bytes) -> bytes:
         started = time.monotonic()
         for attempt in range(self.retries + 1):
             if attempt:
-                time.sleep(min(self.backoff_s * 2 ** (attempt - 1), MAX_BACKOFF_S))
+                time.sleep(min(self.backoff_s * 2 ** (attempt - 1), MAX_BACKOFF_S) * random.uniform(0.5, 1.0))
             try:
                 return self._once(body)
             except urllib.error.HTTPError as error:
@@ -72,6 +97,8 @@ class RemoteReward:
 
     def _once(self, body: bytes) -> bytes:
         request = urllib.request.Request(self.url, data=body, headers={"Content-Type": "application/json"})
+        if self.secret is not None:
+            request.add_unredirected_header("Authorization", f"Bearer {self.secret}")
         with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
             answer: bytes = response.read()
         return answer

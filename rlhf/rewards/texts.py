@@ -38,8 +38,7 @@ def decode(completions: Completions, tokenizer: Decoder) -> Texts:
     A prompt is the text of its row's "prompt" column where there is one, else its decoded tokens. A completion is what
     it adds to the decoded prompt: many tokenizers drop a leading space, so its tokens alone would lose one.
     """
-    prompt_ids = _live(completions.prompt_ids, completions.prompt_mask)
-    own_ids = _live(completions.completion_ids, completions.completion_mask)
+    prompt_ids, own_ids = live_ids(completions)
     own_ids = [ids[:-1] if ended else ids for ids, ended in zip(own_ids, completions.finished.tolist(), strict=True)]
     prompts = tokenizer.batch_decode(prompt_ids, skip_special_tokens=True)
     alone = tokenizer.batch_decode(own_ids, skip_special_tokens=True)
@@ -80,6 +79,12 @@ def checked_scores(values: object, parts: object, texts: Texts, *, who: str) -> 
 def shown(text: str, limit: int = 200) -> str:
     """A text for an error message: quoted, and cut when long."""
     return repr(text if len(text) <= limit else text[:limit] + "…")
+
+
+def live_ids(completions: Completions) -> tuple[list[list[int]], list[list[int]]]:
+    """The token ids of every prompt and of every completion, its EOS included."""
+    prompts = _live(completions.prompt_ids, completions.prompt_mask)
+    return prompts, _live(completions.completion_ids, completions.completion_mask)
 
 
 def _live(ids: Tensor, mask: Tensor) -> list[list[int]]:
