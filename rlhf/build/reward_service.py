@@ -42,6 +42,8 @@ def serve_reward(path: str, options: ServiceOptions, environment: Mapping[str, s
         ConfigError: an option, or the address, cannot be used.
         ModelError: there is no reward model.
     """
+    if not 0 <= options.port < 2**16:
+        raise ConfigError("--port must be between 0 and 65535")
     token = _token(options.token_env, environment)
     for name in ("max_request_bytes", "max_batch"):
         if getattr(options, name) < 1:
@@ -78,7 +80,7 @@ def _listening(options: ServiceOptions) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         return socket.create_server((options.host, options.port), family=family, backlog=1024)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ConfigError(f"cannot listen on {options.host} port {options.port}: {error}") from error
 
 
