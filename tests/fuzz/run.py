@@ -22,7 +22,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "data"), str(HERE.parents[1])]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
-from cases import CONFIGURATION, DATA_FILE, check_configuration, check_data_file  # noqa: E402
+from fuzz_cases import CONFIGURATION, DATA_FILE, check_configuration, check_data_file  # noqa: E402
 from hypothesis import HealthCheck, given, seed, settings  # noqa: E402
 from made_tokenizers import CHATML, byte_tokenizer  # noqa: E402
 

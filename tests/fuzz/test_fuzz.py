@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fuzz_cases import CONFIGURATION, DATA_FILE, check_configuration, check_data_file
 from hypothesis import HealthCheck, given, settings
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "data")]
-
-from cases import CONFIGURATION, DATA_FILE, check_configuration, check_data_file
 from made_tokenizers import CHATML, byte_tokenizer
 from transformers import PreTrainedTokenizerBase
 
