@@ -22,6 +22,7 @@ rlhf rm     configs/reward_model.yaml data.preferences.path=…
 rlhf train  configs/ppo.yaml reward.source.path=runs/rm
 rlhf compare configs/lab/compare_quick.yaml       several algorithms, one budget, one judge, one page
 rlhf eval   runs/ppo
+rlhf eval   runs/ppo --suite gsm8k --data …        an alignment evaluation: hh, persona, gsm8k, lab, lm-eval:TASK
 rlhf sample runs/ppo --prompt "…"
 rlhf report runs/ppo
 rlhf serve-reward runs/rm --port 8000             for reward.source.type=remote
@@ -31,7 +32,7 @@ rlhf config configs/ppo.yaml policy.lr=1e-6
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; 0 when done (or interrupted and saved), 2 for a mistake of the user's."""
-    parsed = _parser().parse_args(arguments)
+    parsed = parse(arguments)
     console = Console()
     _quiet_libraries()
     try:
@@ -48,6 +49,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Console(stderr=True).print("stopped")
         return 130
     return 0
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The parsed command line; key=value may stand behind options too, where argparse no longer looks for it."""
+    parser = _parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    late = [word for word in rest if "=" in word and not word.startswith("-")]
+    if len(late) < len(rest) or (late and not hasattr(parsed, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if late:
+        parsed.overrides = [*parsed.overrides, *late]
+    return parsed
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,7 +86,15 @@ def _parser() -> argparse.ArgumentParser:
         ("config", "print the resolved configuration, run nothing"),
     ):
         verb(name, text, "file").add_argument("overrides", **overrides)  # type: ignore[arg-type]
-    verb("eval", "a run against the model it started from", "run").add_argument("overrides", **overrides)  # type: ignore[arg-type]
+    evaluation = verb("eval", "a run against the model it started from, or another", "run")
+    evaluation.add_argument("overrides", **overrides)  # type: ignore[arg-type]
+    evaluation.add_argument(
+        "--against", metavar="run-or-model", default="start", help="a run, a model folder, or start (the default)"
+    )
+    evaluation.add_argument("--suite", help="an alignment evaluation: hh, persona, gsm8k, lab or lm-eval:TASK")
+    evaluation.add_argument("--data", metavar="path", help="what the suite is to be run on")
+    evaluation.add_argument("--limit", type=int, help="only so many rows of it")
+    evaluation.add_argument("--out", metavar="file", help="where its JSON goes; else evals/ of the run")
     verb("report", "rebuild the page of a run, or of a comparison, from its folder", "run")
     sample = verb("sample", "talk to the model of a run, or in a model folder", "run")
     sample.add_argument("--prompt", action="append", required=True, help="may be given several times")
@@ -128,9 +149,17 @@ def _config(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def _eval(parsed: argparse.Namespace, console: Console) -> None:
+    if parsed.suite is not None:
+        from rlhf.commands.suites import run_suite
+
+        options = {name: getattr(parsed, name) for name in ("data", "limit", "out", "against", "overrides")}
+        run_suite(parsed.target, parsed.suite, **options, console=console)
+        return
+    if any(option is not None for option in (parsed.data, parsed.limit, parsed.out)):
+        raise UserError("--data, --limit and --out are a suite's: name one, as in --suite persona")
     from rlhf.commands.evaluate import run_eval
 
-    run_eval(parsed.target, parsed.overrides, console)
+    run_eval(parsed.target, parsed.overrides, console, against=parsed.against)
 
 
 def _report(parsed: argparse.Namespace, console: Console) -> None:

@@ -170,6 +170,14 @@ class AnnotatedPairs(PreferencePairs):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SampledPairs(AnnotatedPairs):
+    """Drawn from the policy that learns from them: with what it said of both sides when it drew them."""
+
+    chosen_old_logprobs: Float[Tensor, "B T"]
+    rejected_old_logprobs: Float[Tensor, "B T"]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Labelled(Demonstrations):
     """Completions with a verdict on each, for losses that need no pairs (KTO)."""
 

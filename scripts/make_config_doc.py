@@ -16,7 +16,7 @@ from pydantic_core import PydanticUndefined
 
 from rlhf.config.base import Section
 from rlhf.config.compare import CompareConfig
-from rlhf.config.presets import PRESETS
+from rlhf.config.presets import PRESETS, SIZES
 from rlhf.config.sections import RewardModelConfig, TrainConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
@@ -40,7 +40,9 @@ A run is a YAML file and `key=value` on the command line:
 
 The second prints the whole configuration with every default filled in, and runs nothing.
 
-- **Who wins.** The command line over the file, the file over the preset, the preset over the defaults.
+- **Who wins.** The command line over the file, the file over the preset, the preset over the defaults. A few presets
+  set sizes outside `algorithm` too ([below](#presets)). Where the command line, or an arm of a comparison, names
+  another preset than the file's, the sizes of that preset go over the file's.
 - **Values** on the command line are YAML: `1e-6`, `true`, `null`, `[0.9, 0.95]`, `{type: fixed}`. Quote what the shell
   would take apart.
 - **Sections are merged**, key by key. A section that names another `type` or `preset` replaces the old one whole: what
@@ -83,9 +85,13 @@ def page() -> str:
                 same = f"### `{shape.keys[0]}`\n\nThe same settings as `{known[shape.kind][0]}`.\n"
                 lines += [same] if same not in lines else []
         known = {shape.kind: shape.keys for shape in found} | known
-    presets = yaml.dump(PRESETS, Dumper=_Written, sort_keys=False, default_flow_style=None, width=110)
+    presets, sizes = (
+        yaml.dump(tree, Dumper=_Written, sort_keys=False, default_flow_style=None, width=110)
+        for tree in (PRESETS, SIZES)
+    )
     lines += ["## Presets\n", "What `algorithm.preset` stands for; what it does not name has its default.\n"]
-    return "\n".join([*lines, f"```yaml\n{presets}```\n"])
+    lines += [f"```yaml\n{presets}```\n", "What some of them set outside `algorithm`:\n"]
+    return "\n".join([*lines, f"```yaml\n{sizes}```\n"])
 
 
 class _Written(yaml.SafeDumper):

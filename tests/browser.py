@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -42,12 +43,32 @@ document.querySelector("iframe").addEventListener("load", (event) => {{
 </script></body>"""
 
 
+AFTER = """<!DOCTYPE html><body><iframe src="{page}" style="width:{width}px;height:2000px;border:0"></iframe>
+<pre id="found"></pre><script>
+document.querySelector("iframe").addEventListener("load", (event) => {{
+  const page = event.target.contentDocument;
+  setTimeout(() => {{
+    {script}
+    setTimeout(() => {{ document.getElementById("found").textContent = JSON.stringify({found}); }}, 1000);
+  }}, 1000);
+}});
+</script></body>"""
+
+
 def browse(page: Path, profile: Path) -> tuple[str, list[str]]:
     """The DOM after the page's scripts ran, and the lines they left on the console."""
     assert BROWSER is not None
     command = [BROWSER, *FLAGS, f"--user-data-dir={profile}", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def after(page: Path, folder: Path, *, script: str, found: str, width: int = 390) -> tuple[Any, list[str]]:
+    """What the JavaScript expression `found` gives after `script` ran, and the console's lines; both see `page`."""
+    frame = folder / "after.html"
+    frame.write_text(AFTER.format(page=page.as_uri(), width=width, script=script, found=found), encoding="utf-8")
+    dom, console = browse(frame, folder / "profile")
+    return json.loads(html.unescape(re.findall(r'<pre id="found">(.*?)</pre>', dom)[0])), console
 
 
 def on_a_phone(page: Path, folder: Path) -> tuple[dict[str, Any], list[str]]:

@@ -184,9 +184,6 @@ def trained_offline(tree: dict[str, Any], *overrides: str) -> OfflineRun:
     return run
 
 
-trained_sft = trained_offline
-
-
 def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 

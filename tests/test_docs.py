@@ -16,7 +16,7 @@ import yaml
 from pydantic import TypeAdapter
 from tiny_models import EOS, completions_of, tokenizer
 
-from rlhf.cli import _VERBS, _parser
+from rlhf.cli import _VERBS, parse
 from rlhf.config.compare import CompareConfig
 from rlhf.config.load import (
     dump,
@@ -100,7 +100,7 @@ def check_command(command: str) -> None:
     if "--help" in words:
         return
     try:
-        parsed = _parser().parse_args(words)
+        parsed = parse(words)
     except SystemExit:
         raise AssertionError(f"{command}: the command line refuses it") from None
     loader = {"train": load_train, "rm": load_reward_model, "config": load_any, "compare": load_compare}.get(

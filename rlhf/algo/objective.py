@@ -30,20 +30,25 @@ from rlhf.algo.policy_loss import (
     token_weights,
     weighted_log_likelihood,
 )
+from rlhf.algo.selection import kept, pair_signs, pairs_of
 from rlhf.algo.value_loss import clipped_value_loss, value_clipped
 from rlhf.config.algorithm import (
     BatchWhiten,
+    Best,
+    BestAndWorst,
     CispoLoss,
     ClipLoss,
     Gae,
     Greedy,
     Group,
     Online,
+    OnlinePairLoss,
     PenaltyLoss,
     PolicyGradientLoss,
+    Surrogate,
 )
 from rlhf.masked import Mean, whiten
-from rlhf.types import Experience, Rollout, extend
+from rlhf.types import Experience, Rollout, SampledPairs, extend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +71,9 @@ class Outputs:
 def credit(rollout: Rollout, algorithm: Online, coefs: Coefs) -> Experience:
     """Rewards, advantages and returns of a whole step, statistics over all of its rows."""
     mask = rollout.completion_mask
-    loss_mask = mask
-    if algorithm.drop_uniform_groups:
-        loss_mask = mask & ~uniform_groups(rollout.scores, rollout.group_size)[:, None]
     rewards = token_rewards(rollout.scores, _reward_penalty(rollout, algorithm, coefs), mask)
     advantages, returns = _advantages(rollout, rewards, algorithm)
+    loss_mask = mask & _learned_from(rollout, advantages, algorithm)[:, None]
     return extend(
         Experience,
         rollout,
@@ -79,6 +82,26 @@ def credit(rollout: Rollout, algorithm: Online, coefs: Coefs) -> Experience:
         advantages=torch.where(loss_mask, advantages, 0.0),
         returns=returns,
     )
+
+
+def lesson(experience: Experience, algorithm: Online) -> Experience | SampledPairs:
+    """What the update reads of a step: every row, the kept rows alone, or pairs of them. It may be empty."""
+    match algorithm.advantage:
+        case BestAndWorst():
+            return pairs_of(experience)
+        case Best():
+            return experience.rows(experience.loss_mask.any(dim=1).nonzero().flatten())
+        case _:
+            return experience
+
+
+def _learned_from(rollout: Rollout, advantages: Float[Tensor, "B T"], algorithm: Online) -> Bool[Tensor, " B"]:
+    """The rows that the loss is taken over."""
+    if isinstance(algorithm.advantage, Best | BestAndWorst):
+        return (advantages != 0).any(dim=1)
+    if algorithm.drop_uniform_groups:
+        return ~uniform_groups(rollout.scores, rollout.group_size)
+    return torch.ones_like(rollout.finished)
 
 
 def _reward_penalty(rollout: Rollout, algorithm: Online, coefs: Coefs) -> Float[Tensor, "B T"]:
@@ -104,9 +127,19 @@ def _advantages(
             returns = rewards_to_go(rewards, mask, gamma=1.0)
             return less_baseline(rewards, rollout.baselines, mask), returns
         case Group() as how:
-            totals = rewards.sum(dim=1)
-            per_row = _group_advantage(totals, rollout.group_size, how)
-            return torch.where(mask, per_row[:, None], 0.0), rewards_to_go(rewards, mask, gamma=1.0)
+            return _per_row(_group_advantage(rewards.sum(dim=1), rollout.group_size, how), rewards, mask)
+        case Best() as how:
+            chosen = kept(rewards.sum(dim=1), rollout.group_size, keep=how.keep, min_score=how.min_score)
+            return _per_row(chosen.to(rewards.dtype), rewards, mask)
+        case BestAndWorst():
+            return _per_row(pair_signs(rollout.scores, rollout.group_size), rewards, mask)
+
+
+def _per_row(
+    advantages: Float[Tensor, " B"], rewards: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    """One advantage for all live tokens of a row, and the rewards-to-go."""
+    return torch.where(mask, advantages[:, None], 0.0), rewards_to_go(rewards, mask, gamma=1.0)
 
 
 def _group_advantage(totals: Float[Tensor, " B"], group_size: int, how: Group) -> Float[Tensor, " B"]:
@@ -120,15 +153,22 @@ def _group_advantage(totals: Float[Tensor, " B"], group_size: int, how: Group) -
 
 
 class Objective:
-    """The online loss: named terms, each a sum over a micro-batch and a norm over the minibatch."""
+    """The online loss of tokens: named terms, each a sum over a micro-batch and a norm over the minibatch."""
 
     def __init__(self, algorithm: Online, *, max_tokens: int) -> None:
         self.algorithm = algorithm
         self.max_tokens = max_tokens
 
+    @property
+    def surrogate(self) -> Surrogate:
+        """How tokens are learned from; a pair loss has no Objective but its own (rlhf.trainers.losses)."""
+        config = self.algorithm.policy_loss
+        assert not isinstance(config, OnlinePairLoss)
+        return config
+
     def norms(self, minibatch: Experience) -> dict[str, float]:
         """What each term's sum is divided by, from the whole minibatch's masks; never 0."""
-        _, policy = token_weights(minibatch.loss_mask, self.algorithm.policy_loss.aggregate, max_tokens=self.max_tokens)
+        _, policy = token_weights(minibatch.loss_mask, self.surrogate.aggregate, max_tokens=self.max_tokens)
         tokens = float(minibatch.completion_mask.sum().item())
         return {"policy": max(policy, 1.0), "value": max(tokens, 1.0)}
 
@@ -137,20 +177,20 @@ class Objective:
     ) -> tuple[dict[str, Float[Tensor, ""]], dict[str, Mean]]:
         """The terms of the loss, summed over `micro` (not yet divided), and what was observed."""
         surrogate, observed = self._policy(micro, outputs, coefs)
-        per_token = surrogate.per_token - self.algorithm.policy_loss.entropy_coef * outputs.entropy
+        per_token = surrogate.per_token - self.surrogate.entropy_coef * outputs.entropy
         if self.algorithm.kl.placement == "loss":
             logprobs, ref_logprobs = _live(micro.loss_mask, outputs.logprobs, micro.ref_logprobs)
             penalty = kl_estimate(logprobs, ref_logprobs, self.algorithm.kl.estimator)
             per_token = per_token + coefs.kl * penalty
             observed["loss/kl"] = Mean.of(coefs.kl * penalty, micro.loss_mask)
-        weights, _ = token_weights(micro.loss_mask, self.algorithm.policy_loss.aggregate, max_tokens=self.max_tokens)
+        weights, _ = token_weights(micro.loss_mask, self.surrogate.aggregate, max_tokens=self.max_tokens)
         terms = {"policy": _weighted_sum(per_token, weights, micro.loss_mask)}
         if self.algorithm.value_loss is not None:
             terms["value"] = self._value(micro, outputs, observed)
         return terms, observed
 
     def _policy(self, micro: Experience, outputs: Outputs, coefs: Coefs) -> tuple[PolicyLoss, dict[str, Mean]]:
-        config, mask = self.algorithm.policy_loss, micro.loss_mask
+        config, mask = self.surrogate, micro.loss_mask
         level = config.ratio if isinstance(config, ClipLoss | PenaltyLoss) else "token"
         ratio = importance_ratio(outputs.logprobs, micro.logprobs, mask, level)
         old_kl = kl_old_new(outputs.logprobs, micro.logprobs, mask)

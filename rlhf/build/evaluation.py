@@ -1,9 +1,13 @@
-"""A finished run beside the model it started from: same prompts, same random numbers, same judge."""
+"""A finished run beside another model: same prompts, same random numbers, same judge."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.build.context import model_folder
@@ -11,26 +15,70 @@ from rlhf.build.models import build_tokenizer
 from rlhf.build.rewards import build_source
 from rlhf.config.sections import RewardSourceConfig, SamplingConfig, TrainConfig
 from rlhf.data.prompts import load_prompts
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, DataError
 from rlhf.evaluation.evaluate import PolicyEvaluation, evaluate_policy
-from rlhf.evaluation.win_rate import Interval, mean_difference, win_rate
+from rlhf.evaluation.pairwise import PairJudge, Verdicts
+from rlhf.evaluation.win_rate import (
+    Interval,
+    LengthControlled,
+    bootstrap,
+    length_controlled_win_rate,
+    mean_difference,
+    outcomes,
+    win_rate,
+)
 from rlhf.models.backbone import context_length, eos_ids, fit_vocabulary, freeze, load_causal_lm, place
 from rlhf.models.bundle import Models
+from rlhf.rewards.chat import ChatModel
+from rlhf.rewards.texts import Texts, decode
 from rlhf.runtime.engine import make_engine
 from rlhf.runtime.seeding import derive
 from rlhf.sampling.hf import HFSampler
 from rlhf.trainers.online import ROWS_PER_PASS
+from rlhf.types import Completions, Scores
+
+START = "start"  # as --against: the model that the run started from
+
+
+@dataclass(frozen=True)
+class PairwiseComparison:
+    """What eval.judge said of the pairs, each asked in both orders."""
+
+    judge: str
+    win_rate: Interval
+    length_controlled: LengthControlled
+    inconsistent: float  # share of pairs on which the two orders disagree; they count as ties
+    first_shown: float  # share of the answers for a side that are for the one shown first
+    unreadable: int  # answers that are no verdict; their pairs count as ties
+    answers: int
 
 
 @dataclass(frozen=True)
 class PolicyComparison:
-    """What `rlhf eval` found."""
+    """What `rlhf eval` found; `reference` is the other model's. Without scores the first three intervals are null."""
 
     prompts: int
+    against: str
     run: dict[str, float]
     reference: dict[str, float]
-    win_rate: Interval
-    difference: Interval
+    win_rate: Interval | None
+    length_controlled: LengthControlled | None
+    difference: Interval | None
+    pairwise: PairwiseComparison | None = None
+    rows: list[dict[str, object]] = field(default_factory=list)  # of the pairwise judge: prompt, texts, both verdicts
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One model: what was measured, its texts, and the tokenizer that they were made with."""
+
+    found: PolicyEvaluation
+    texts: Texts
+    tokenizer: PreTrainedTokenizerBase
+
+    def column(self, name: str) -> list[object]:
+        """A column of the prompts' rows."""
+        return [row.get(name) for row in self.texts.references]
 
 
 def compare_to_reference(config: TrainConfig, run: str) -> PolicyComparison:
@@ -39,18 +87,95 @@ def compare_to_reference(config: TrainConfig, run: str) -> PolicyComparison:
     Raises:
         UserError: there is no judge, no prompts, or a model cannot be loaded.
     """
-    before, after = (evaluate_model(config, path, run) for path in (None, run))
-    a, b = after.rollout.scores, before.rollout.scores
+    return compare_models(config, run, START)
+
+
+def compare_models(config: TrainConfig, run: str, against: str) -> PolicyComparison:
+    """Evaluate the model of `run` and another: a run, a model folder or hub id, or `start`.
+
+    One of another vocabulary has its own tokenizer, no KL, and lengths in characters where the two are compared.
+
+    Raises:
+        UserError: there is no judge, no prompts, or a model cannot be loaded.
+    """
+    pairs = _pair_judge(config)  # before anything is sampled
+    after = _side(config, run, run)
+    before = _other_side(config, run, against, after)
+    if before.column("prompt") != after.column("prompt"):
+        raise DataError(
+            f"{run} and {against} read the held-out prompts differently (one leaves out or cuts prompts that the other "
+            "does not): set data.eval_prompts.max_prompt_tokens so that both read them whole"
+        )
+    longer = _longer(after, before)
+    scored = _judge(config) is not None
+    a, b = after.found.rollout.scores, before.found.rollout.scores
+    verdicts = pairs(after.texts.prompts, after.texts.completions, before.texts.completions) if pairs else None
     return PolicyComparison(
         prompts=len(a),
-        run=after.metrics,
-        reference=before.metrics,
-        win_rate=win_rate(a, b),
-        difference=mean_difference(a, b),
+        against=against,
+        run=after.found.metrics,
+        reference=before.found.metrics,
+        win_rate=win_rate(a, b) if scored else None,
+        length_controlled=length_controlled_win_rate(outcomes(a, b)[None], longer[None]) if scored else None,
+        difference=mean_difference(a, b) if scored else None,
+        pairwise=_pairwise(pairs, verdicts, longer) if pairs and verdicts else None,
+        rows=_rows(after, before, verdicts) if verdicts else [],
     )
 
 
-def evaluate_model(config: TrainConfig, path: str | None, tokenizer_from: str) -> PolicyEvaluation:
+def _side(config: TrainConfig, path: str | None, tokenizer_from: str, *, with_reference: bool = True) -> _Side:
+    tokenizer = build_tokenizer(config.policy.model_copy(update={"model": tokenizer_from}))
+    found = evaluate_model(config, path, tokenizer_from, with_reference=with_reference)
+    return _Side(found, decode(found.rollout, tokenizer), tokenizer)
+
+
+def _other_side(config: TrainConfig, run: str, against: str, after: _Side) -> _Side:
+    if against == START:
+        return _side(config, None, run)
+    own = config.model_copy(update={"policy": config.policy.model_copy(update={"tokenizer": None})})
+    tokenizer = build_tokenizer(own.policy.model_copy(update={"model": against}))
+    if tokenizer.get_vocab() == after.tokenizer.get_vocab():
+        return _side(config, against, run)
+    return _side(own, against, against, with_reference=False)
+
+
+def _longer(after: _Side, before: _Side) -> Float[Tensor, " N"]:
+    """How much longer each completion of the first is: in tokens, or in characters where tokens differ."""
+    if after.tokenizer.get_vocab() == before.tokenizer.get_vocab():
+        a, b = (side.found.rollout.completion_mask.sum(dim=1) for side in (after, before))
+    else:
+        a, b = (torch.tensor([len(text) for text in side.texts.completions]) for side in (after, before))
+    return (a - b).double()
+
+
+def _pair_judge(config: TrainConfig) -> PairJudge | None:
+    section = "eval.judge"
+    chat = config.eval.judge
+    return PairJudge(chat, ChatModel(chat, os.environ, section=section), section=section) if chat is not None else None
+
+
+def _pairwise(judge: PairJudge, verdicts: Verdicts, longer: Float[Tensor, " N"]) -> PairwiseComparison:
+    return PairwiseComparison(
+        judge=judge.model.config.model,
+        win_rate=bootstrap(verdicts.wins),
+        length_controlled=length_controlled_win_rate(verdicts.wins[None], longer[None]),
+        inconsistent=verdicts.inconsistent,
+        first_shown=verdicts.first_shown,
+        unreadable=verdicts.unreadable,
+        answers=verdicts.answers,
+    )
+
+
+def _rows(after: _Side, before: _Side, verdicts: Verdicts) -> list[dict[str, object]]:
+    columns = (after.texts.prompts, after.texts.completions, before.texts.completions)
+    said = (verdicts.straight, verdicts.swapped, verdicts.wins.tolist())
+    names = ("prompt", "run", "reference", "run_shown_first", "run_shown_second", "outcome")
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, *said, strict=True)]
+
+
+def evaluate_model(
+    config: TrainConfig, path: str | None, tokenizer_from: str, *, with_reference: bool = True
+) -> PolicyEvaluation:
     """The model in `path` (None: the run's reference) on the run's held-out prompts, judged as the run is."""
     assert config.data.eval_prompts is not None
     engine = make_engine(config.run)
@@ -58,7 +183,7 @@ def evaluate_model(config: TrainConfig, path: str | None, tokenizer_from: str) -
     start = model_folder(config.reference.model or config.policy.model)
     models = Models(
         policy=place(_load(config, model_folder(path) if path else start, tokenizer), engine.device),
-        reference=place(_load(config, start, tokenizer), engine.device),
+        reference=place(_load(config, start, tokenizer), engine.device) if with_reference else None,
         temperature=config.sampling.temperature,
         dtype=config.policy.dtype,
         device=engine.device,
@@ -70,25 +195,39 @@ def evaluate_model(config: TrainConfig, path: str | None, tokenizer_from: str) -
         context=context_length(models.policy),
         max_new_tokens=config.sampling.max_new_tokens,
     )
-    judge = build_source(_judge(config), tokenizer, engine.device)
-    return evaluate_policy(
+    source = _judge(config)
+    found = evaluate_policy(
         list(held_out.batches(config.sampling.batch_size)),
         _sampler(config.sampling, models, tokenizer, config.policy.dtype),
         models,
-        judge,
+        build_source(source, tokenizer, engine.device) if source is not None else _unscored,
         proxy=None,
         key=derive(config.run.seed, "eval"),
-        greedy=config.eval.greedy,
+        greedy=config.eval.greedy and source is not None,
         rows_per_pass=config.batch.micro_batch_size * ROWS_PER_PASS,
     )
+    if source is not None:
+        return found
+    kept = {name: value for name, value in found.metrics.items() if not name.startswith("eval/score")}
+    return PolicyEvaluation(kept, found.rollout, found.scores, found.exact_kl)
 
 
-def _judge(config: TrainConfig) -> RewardSourceConfig:
+def _unscored(completions: Completions) -> Scores:
+    """For an evaluation of which only the pairs are judged."""
+    return Scores(values=torch.zeros(len(completions)), parts={})
+
+
+def _judge(config: TrainConfig) -> RewardSourceConfig | None:
+    """What scores the completions; None where eval.judge alone decides."""
     if config.eval.source is not None:
         return config.eval.source
-    if config.reward is None:
-        raise ConfigError("no judge: set eval.source, e.g. eval.source.type=model eval.source.path=runs/rm")
-    return config.reward.source
+    if config.reward is not None:
+        return config.reward.source
+    if config.eval.judge is not None:
+        return None
+    raise ConfigError(
+        "no judge: set eval.source, e.g. eval.source.type=model eval.source.path=runs/rm, or eval.judge for pairs"
+    )
 
 
 def _load(config: TrainConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:

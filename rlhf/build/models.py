@@ -11,7 +11,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.build.context import CRITIC, MODEL, Context, model_folder
-from rlhf.config.algorithm import Online
+from rlhf.config.algorithm import Online, TokenLoss
 from rlhf.config.sections import ModelSource, PolicyConfig, TrainConfig
 from rlhf.data.chat import load_tokenizer
 from rlhf.models.backbone import (
@@ -62,6 +62,7 @@ def build_online_models(config: TrainConfig, context: Context, tokenizer: PreTra
     algorithm = config.algorithm
     assert isinstance(algorithm, Online)
     device = context.engine.device
+    loss = algorithm.policy_loss
     policy = place(build_policy(config.policy, tokenizer, context.resume, context.seed), device)
     with new_weights(context.seed):
         reference = build_reference(config, tokenizer)
@@ -72,7 +73,7 @@ def build_online_models(config: TrainConfig, context: Context, tokenizer: PreTra
         device=device,
         reference=place(reference, device) if reference is not None else None,
         adapter_off_is_reference=reference is None,
-        entropy_gradient=algorithm.policy_loss.entropy_coef > 0,
+        entropy_gradient=isinstance(loss, TokenLoss) and loss.entropy_coef > 0,
     )
     if algorithm.value_loss is not None:
         if config.critic.shared:

@@ -32,6 +32,7 @@ from rlhf.sampling.hf import HFSampler
 from rlhf.sampling.sampler import Sampler
 from rlhf.trainers.offline import fitting
 from rlhf.trainers.online import ROWS_PER_PASS, OnlineRun
+from rlhf.trainers.preference import TERM
 from rlhf.types import Demonstrations, Prompts
 
 SHOW = ("score/mean", "kl/reference", "kl/coef", "critic/explained_variance", "completion/length", "eval/score")
@@ -140,7 +141,7 @@ def _trained(config: TrainConfig, models: Models, context: Context) -> dict[str,
     if models.shared_head is not None:
         both = nn.ModuleDict({"policy": models.policy, "head": models.shared_head})
         return {"policy": engine.train("policy", both, config.policy, terms=("policy", "ptx", "value"))}
-    trained = {"policy": engine.train("policy", models.policy, config.policy, terms=("policy", "ptx"))}
+    trained = {"policy": engine.train("policy", models.policy, config.policy, terms=("policy", TERM, "ptx"))}
     if models.critic is not None:
         trained["critic"] = engine.train("critic", models.critic, config.critic, terms=("value",))
     return trained

@@ -9,9 +9,12 @@ from transformers import PreTrainedTokenizerBase
 
 from reward_model.source import RewardModelSource
 from rlhf.build.context import model_folder
+from rlhf.config.judge import ChatSource
 from rlhf.config.sections import EnsembleSource, FunctionSource, ModelSource, RemoteSource, RewardSourceConfig
 from rlhf.data.chat import vocabulary_digest
 from rlhf.errors import ConfigError
+from rlhf.rewards.chat import ChatModel
+from rlhf.rewards.chat_score import ChatReward
 from rlhf.rewards.ensemble import EnsembleReward
 from rlhf.rewards.function import FunctionReward
 from rlhf.rewards.remote import RemoteReward
@@ -22,8 +25,8 @@ def build_source(config: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase,
     """The source that `config` describes, for completions in `tokenizer`'s ids.
 
     Raises:
-        RewardError: a function that cannot be imported.
-        ConfigError: a token that is not in the environment.
+        RewardError: a function that cannot be imported, an address that is none.
+        ConfigError: a template without its fields, a key or token that is not in the environment.
         ModelError: a reward model that cannot be loaded.
     """
     match config:
@@ -35,6 +38,9 @@ def build_source(config: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase,
             )
         case RemoteSource():
             return _remote(config, tokenizer)
+        case ChatSource():
+            chat = ChatModel(config, os.environ, section="source")
+            return ChatReward(config, tokenizer, chat, section="source")
         case EnsembleSource():
             members = [build_source(member, tokenizer, device) for member in config.sources]
             return EnsembleReward(members, how=config.how, std_coef=config.std_coef)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -10,29 +12,32 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf.build.context import MODEL
-from rlhf.commands.quickstart import prepare_lab
+from rlhf.commands.quickstart import claim_lab, prepare_lab
+from rlhf.compare.figures import write_figures
 from rlhf.compare.page import write_compare_page
 from rlhf.compare.plan import Plan, make_plan, read_plan
+from rlhf.compare.processes import CellProcess
 from rlhf.compare.results import read_cells, summarize, write_results
-from rlhf.compare.runner import RunCell, run_cells, run_in_process
+from rlhf.compare.runner import StartCell, run_cells
 from rlhf.compare.words import interval, ranking, verdict
 from rlhf.config.compare import START, CompareConfig, LabConfig
 from rlhf.config.load import compare_config, dump, read_yaml
-from rlhf.errors import UserError
+from rlhf.errors import ConfigError, UserError
 from rlhf.runtime.progress import printable
 from rlhf.runtime.run_folder import write_aside
 
 COMPARE = "compare.yaml"
+EXACT_FRONTIER = "exact_frontier.json"
 
 
-def run_compare(config: CompareConfig, *, beside: Path, console: Console, run: RunCell = run_in_process) -> bool:
+def run_compare(config: CompareConfig, *, beside: Path, console: Console, start: StartCell | None = None) -> bool:
     """Prepare the lab where it is asked for, run what is not done, write results and page.
 
     Args:
         config: the comparison.
         beside: the folder of its file, in which its base is looked for too.
         console: where it reports.
-        run: how a cell is run.
+        start: how a cell is started; in a process of its own if None.
 
     Returns:
         Whether every cell was come to; False where the user stopped it.
@@ -45,7 +50,7 @@ def run_compare(config: CompareConfig, *, beside: Path, console: Console, run: R
         return False
     plan.folder.mkdir(parents=True, exist_ok=True)
     write_aside(plan.folder / COMPARE, yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True))
-    complete = run_cells(plan, run, console)
+    complete = run_cells(plan, start or partial(CellProcess, jobs=config.jobs), console)
     if not complete:
         console.print("stopped; the same command continues from here")
     _conclude(plan, console)
@@ -72,9 +77,26 @@ def _prepared(lab: LabConfig, console: Console) -> bool:
     folder = Path(lab.folder)
     needed = (folder / "sft" / MODEL, folder / "preferences" / "train.jsonl", folder / "rm" / MODEL)
     if all(path.exists() for path in needed):
+        claim_lab(folder, seed=lab.seed, console=console)
         console.print(Text(f"the lab's start model, pairs and reward model: as they are in {folder}"))
         return True
     return prepare_lab(folder, seed=lab.seed, console=console) is not None
+
+
+def exact_frontier_of(folder: Path) -> dict[str, list[dict[str, float]]]:
+    """The exact optimum's curve, where somebody who can enumerate the task has put it into the folder.
+
+    Raises:
+        ConfigError: exact_frontier.json is not a list of points with `kl` and `score`.
+    """
+    path = folder / EXACT_FRONTIER
+    if not path.is_file():
+        return {}
+    try:
+        points = [{name: float(point[name]) for name in ("kl", "score")} for point in json.loads(path.read_bytes())]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f'{path} should be a list of points like {{"kl": 1.5, "score": 2.0}}: {error!r}') from error
+    return {"exact_frontier": sorted(points, key=lambda point: point["kl"])}
 
 
 def _conclude(plan: Plan, console: Console, *, must: bool = False) -> None:
@@ -83,9 +105,9 @@ def _conclude(plan: Plan, console: Console, *, must: bool = False) -> None:
         if must:
             raise UserError(f"{plan.folder}: the start model is not judged yet, so there is nothing to report")
         return
-    results = summarize(plan, cells)
+    results = summarize(plan, cells) | exact_frontier_of(plan.folder)
     write_results(plan, results, cells)
-    report = write_compare_page(plan, results, cells)
+    report = write_compare_page(plan, results, cells, write_figures(plan.folder, results))
     table = Table("arm", "judge's score", "gain over start", "KL, nats", "status", box=None, pad_edge=False)
     for name in [*ranking(results), *(name for name in results["arms"] if name not in ranking(results))]:
         arm = results["arms"][name]

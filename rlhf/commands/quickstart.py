@@ -21,7 +21,7 @@ from rlhf.config.sections import SamplingConfig, TrainConfig
 from rlhf.errors import ConfigError
 from rlhf.evaluation.evaluate import PolicyEvaluation
 from rlhf.evaluation.win_rate import mean_difference, win_rate
-from rlhf.lab.build import with_lab
+from rlhf.lab.build import LabSpec, lab_key, with_lab
 from rlhf.lab.preferences import PairsFile, write_pairs
 from rlhf.lab.world import Split
 from rlhf.runtime.progress import duration, printable
@@ -31,6 +31,7 @@ from rlhf.runtime.seeding import derive
 LABEL_TEMPERATURE = 0.8  # of the Bradley-Terry noise on the pairs, in units of gold
 PAIRS: dict[Split, int] = {"train": 8000, "eval": 1000}  # prompts, two completions each
 EXAMPLES = 3
+RECORD = "lab.json"  # which seed and which version of the lab a folder was made with
 
 
 def run_quickstart(out: str, *, seed: int, overrides: Sequence[str], console: Console) -> None:
@@ -67,7 +68,11 @@ def prepare_lab(folder: Path, *, seed: int, console: Console, of: int = 3) -> Pa
 
     Returns:
         The held-out pairs; None where a stage was interrupted and saved.
+
+    Raises:
+        ConfigError: what is there was made with another seed, or by another version of the lab.
     """
+    claim_lab(folder, seed=seed, console=console)
     seeded = [f"run.seed={seed}"]
     console.rule(f"1/{of}  SFT: a tiny Llama learns to write reviews")
     sft = with_lab(load_train(lab_config("sft"), [*seeded, f"run.out_dir={folder / 'sft'}"]))
@@ -78,6 +83,37 @@ def prepare_lab(folder: Path, *, seed: int, console: Console, of: int = 3) -> Pa
     console.rule(f"3/{of}  reward model")
     rm = with_lab(load_reward_model(lab_config("reward_model"), [*seeded, *_places(folder)["rm"]]))
     return held_out if run_reward_model(rm, console) else None
+
+
+def claim_lab(folder: Path, *, seed: int, console: Console) -> None:
+    """See that `folder` is this lab's, or make it so: lab.json has the seed and the version that it was made with.
+
+    A folder without lab.json that holds a start model already is taken as it is, with a warning.
+
+    Raises:
+        ConfigError: it was made with another seed, or by another version of the lab's code.
+    """
+    path, ours = folder / RECORD, {"seed": seed, "lab": lab_key(LabSpec())}
+    if not path.is_file():
+        if (folder / "sft").exists():
+            warning = f"warning: {folder} has no {RECORD}, so its seed and the version it was made by are not checked"
+            console.print(Text(warning, style="yellow"), soft_wrap=True)
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        write_aside(path, json.dumps(ours) + "\n")
+        return
+    theirs = json.loads(path.read_text(encoding="utf-8"))
+    found = [
+        f"seed {theirs['seed']} instead of {seed}" if theirs["seed"] != seed else "",
+        f"another version of the lab ({theirs['lab']} instead of {ours['lab']})"
+        if theirs["lab"] != ours["lab"]
+        else "",
+    ]
+    if any(found):
+        raise ConfigError(
+            f"{folder} was made with {' and '.join(filter(None, found))}: give another folder (--out of rlhf "
+            "quickstart, lab.folder of rlhf compare), ask for the seed that it has (--seed, lab.seed), or remove it"
+        )
 
 
 def lab_config(name: str) -> Path:

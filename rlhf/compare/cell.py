@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 from rich.console import Console
 
 from rlhf.build.run import build_run
 from rlhf.compare.costs import Ledger
 from rlhf.compare.draws import run_best_of_n
 from rlhf.compare.judge import Judged, judge_model
-from rlhf.compare.plan import Cell
+from rlhf.compare.plan import Cell, read_cell
+from rlhf.errors import UserError
+
+INTERRUPTED = 3  # exit code of a cell that was stopped and saved
+
+
+def cell_main(folder: Path) -> int:
+    """Run the cell in `folder` as the whole of a process; what is wrong goes to standard error.
+
+    Returns:
+        The exit code: 0 when the cell is done, 2 for a mistake of the user's, INTERRUPTED where it was stopped.
+    """
+    try:
+        return 0 if run_cell(read_cell(folder), Console()) else INTERRUPTED
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def run_cell(cell: Cell, console: Console) -> bool:

@@ -10,16 +10,28 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from rlhf.compare.words import ranking
 from rlhf.evaluation.frontier import overoptimized
 from rlhf.evaluation.report_charts import Chart, to_json
 
 ROLES, DASHES = 8, ("solid", "dash", "dot", "dashdot")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x", "star")
+FEW = 8  # arms that fit on one chart; of more, the best SHOWN are shown at first
+SHOWN = 6
+EXACT = "exact optimum"
 AXES = {
     "completions": "completions",
     "tokens": "tokens, generated and trained",
     "flops": "estimated FLOPs",
     "seconds": "seconds of training",
 }
+CURVES = (  # measure, title, unit
+    ("score", "Judge's score", "score"),
+    ("proxy", "Score under the trained-on reward", "score"),
+    ("kl", "KL to the start model", "nats"),
+    ("length", "Length", "tokens"),
+    ("distinct_2", "Distinct bigrams", "share"),
+)
 MARGIN_SE = 2.0  # standard errors by which the gold must have fallen to be marked
 
 Json = dict[str, Any]
@@ -27,15 +39,30 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Style:
-    """How an arm is drawn wherever it is: one of the page's colors, and another dash for each eight arms."""
+    """How an arm is drawn wherever it is: a color of the page, a symbol, and another dash for each eight arms.
+
+    Of 64 arms no two have color and symbol in common; of the first eight no two have either.
+    """
 
     role: str
     dash: str
+    symbol: str
 
 
 def styles(arms: Sequence[str]) -> dict[str, Style]:
     """A style for each arm, the same in every figure."""
-    return {arm: Style(f"s{i % ROLES + 1}", DASHES[i // ROLES % len(DASHES)]) for i, arm in enumerate(arms)}
+    return {
+        arm: Style(f"s{i % ROLES + 1}", DASHES[i // ROLES % len(DASHES)], SYMBOLS[(i + i // ROLES) % len(SYMBOLS)])
+        for i, arm in enumerate(arms)
+    }
+
+
+def drawing_order(results: Json) -> list[str]:
+    """The arms as they stand in the file; of many, the best first, so that those shown first look least alike."""
+    arms = list(results["arms"])
+    if len(arms) <= FEW:
+        return arms
+    return [*ranking(results), *(arm for arm in arms if arm not in ranking(results))]
 
 
 def frontier_chart(results: Json, drawn: Mapping[str, Style]) -> Chart:
@@ -50,6 +77,8 @@ def frontier_chart(results: Json, drawn: Mapping[str, Style]) -> Chart:
             first = False
         if arm in results["best_of_n"]:
             figure.add_trace(_curve_trace(arm, results["best_of_n"][arm], style))
+    if results.get("exact_frontier"):
+        figure.add_trace(_exact_trace(results["exact_frontier"]))
     point = go.Scatter(x=[0.0], y=[start["score"]], mode="markers", name="start", meta={"role": "target"})
     figure.add_trace(point.update(marker={"size": 12, "symbol": "diamond"}))
     figure.update_xaxes(title="KL to the start model, nats per sequence").update_yaxes(title="judge's score")
@@ -60,13 +89,7 @@ def curve_charts(results: Json, drawn: Mapping[str, Style]) -> list[Chart]:
     """Learning curves over the governing cost: mean over seeds, with a band from the lowest seed to the highest."""
     unit = results["budget"]["unit"]
     charts = []
-    for name, title, axis in (
-        ("score", "Judge's score", "score"),
-        ("proxy", "Score under the trained-on reward", "score"),
-        ("kl", "KL to the start model", "nats"),
-        ("length", "Length", "tokens"),
-        ("distinct_2", "Distinct bigrams", "share"),
-    ):
+    for name, title, axis in CURVES:
         figure = go.Figure(layout={"showlegend": True})
         for arm, style in drawn.items():
             points = seed_means(by_seed(results, arm), name, unit)
@@ -85,7 +108,7 @@ def proxy_charts(results: Json, drawn: Mapping[str, Style]) -> list[Chart]:
 
 def gaming(results: Json, arm: str) -> list[tuple[float, float]]:
     """(cost, judge's score) of the evaluations where the proxy is up and the gold is down from its best."""
-    rows = _proxy_rows(results, arm)
+    rows = proxy_rows(results, arm)
     margins = [MARGIN_SE * row["score_std"] / sqrt(results["prompts"]) for row in rows]
     marked = overoptimized([row["proxy"] for row in rows], [row["score"] for row in rows], margins)
     return [(row["cost"], row["score"]) for row, mark in zip(rows, marked, strict=True) if mark]
@@ -122,7 +145,9 @@ def _seed_trace(arm: str, points: Sequence[Json], style: Style, *, showlegend: b
         mode="lines+markers",
         meta={"role": style.role},
     )
-    return trace.update(line={"width": 1, "dash": style.dash}, marker={"size": sizes}, hovertemplate=_HOVER)
+    return trace.update(
+        line={"width": 1, "dash": style.dash}, marker={"size": sizes, "symbol": style.symbol}, hovertemplate=_HOVER
+    )
 
 
 def _curve_trace(arm: str, curve: Sequence[Json], style: Style) -> go.Scatter:
@@ -135,7 +160,15 @@ def _curve_trace(arm: str, curve: Sequence[Json], style: Style) -> go.Scatter:
         mode="lines+markers",
         meta={"role": style.role},
     )
-    return trace.update(line={"width": 2.5, "dash": "dot"}, marker={"size": 5}, hovertemplate=_HOVER)
+    return trace.update(
+        line={"width": 2.5, "dash": "dot"}, marker={"size": 5, "symbol": style.symbol}, hovertemplate=_HOVER
+    )
+
+
+def _exact_trace(curve: Sequence[Json]) -> go.Scatter:
+    xs, ys = ([point[key] for point in curve] for key in ("kl", "score"))
+    trace = go.Scatter(x=xs, y=ys, name=EXACT, mode="lines", text=[EXACT] * len(xs), meta={"role": "target"})
+    return trace.update(line={"width": 2.5, "dash": "dash"}, hovertemplate=_HOVER)
 
 
 _HOVER = "%{text}<br>score %{y:.3f}<br>KL %{x:.2f}<extra></extra>"
@@ -148,11 +181,12 @@ def _add_band(figure: go.Figure, arm: str, points: Sequence[tuple[float, float, 
         band = go.Scatter(x=xs + xs[::-1], y=edge, fill="toself", mode="lines", name=arm, legendgroup=arm)
         figure.add_trace(band.update(line={"width": 0}, showlegend=False, hoverinfo="skip", meta={"role": style.role}))
     line = go.Scatter(x=xs, y=[mean for _, mean, _, _ in points], name=arm, legendgroup=arm, mode="lines+markers")
-    line.update(line={"width": 2, "dash": style.dash}, marker={"size": 4}, meta={"role": style.role})
+    marker = {"size": 5, "symbol": style.symbol}
+    line.update(line={"width": 2, "dash": style.dash}, marker=marker, meta={"role": style.role})
     figure.add_trace(line)
 
 
-def _proxy_rows(results: Json, arm: str) -> list[Json]:
+def proxy_rows(results: Json, arm: str) -> list[Json]:
     """The means over seeds of the evaluations that have both scores."""
     seeds, unit = by_seed(results, arm), results["budget"]["unit"]
     names = ("proxy", "score", "score_std")
@@ -165,7 +199,7 @@ def _proxy_rows(results: Json, arm: str) -> list[Json]:
 
 
 def _proxy_chart(results: Json, arm: str) -> Chart | None:
-    rows, unit = _proxy_rows(results, arm), results["budget"]["unit"]
+    rows, unit = proxy_rows(results, arm), results["budget"]["unit"]
     if len(rows) < 2:
         return None
     figure = go.Figure(layout={"showlegend": True})

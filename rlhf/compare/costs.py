@@ -70,7 +70,7 @@ def online_flops(sizes: Sizes, *, tokens: int, passes: float) -> float:
     Args:
         sizes: N, embeddings included; attention over the context is left out.
         tokens: prompts and completions of the step.
-        passes: over the step's completions with gradient.
+        passes: over the step's completions with gradient; a fraction where only some are learned from.
     """
     forward = 2 * sizes.policy + sizes.reward + sizes.reference + sizes.critic
     update = passes * (FORWARD + BACKWARD) * (sizes.policy + sizes.critic)
@@ -128,12 +128,13 @@ class Ledger:
             return Costs(completions=rows, trained_tokens=tokens, flops=flops, seconds=seconds)
         rows = round(metrics["completion/count"]) - self.total.completions
         extra = round(metrics.get("completion/extra_tokens", 0.0))  # sampled and scored, not learned from
-        passes = metrics["policy/optimizer_steps"] / self.config.batch.minibatches
+        trained = round(metrics["completion/trained_tokens"])  # of the chosen ones alone, where completions are chosen
         return Costs(
             completions=rows,
             generated_tokens=round(metrics["completion/length"] * rows),
-            trained_tokens=round(tokens * passes),
-            flops=online_flops(self.sizes, tokens=tokens, passes=passes) + sampling_flops(self.sizes, tokens=extra),
+            trained_tokens=trained,
+            flops=online_flops(self.sizes, tokens=tokens, passes=trained / tokens)
+            + sampling_flops(self.sizes, tokens=extra),
             seconds=seconds,
         )
 

@@ -20,7 +20,7 @@ from rlhf.compare.judge import Judged
 from rlhf.config.compare import BestOfNArm, CellConfig
 from rlhf.data.prompts import load_prompts
 from rlhf.evaluation.best_of_n import curve_sizes, expected_best, kl_bound, picks
-from rlhf.evaluation.evaluate import completion_tokens, distinct_n
+from rlhf.evaluation.diversity import diversity
 from rlhf.models.backbone import context_length
 from rlhf.runtime.engine import make_engine
 from rlhf.runtime.loggers import encode_line
@@ -147,6 +147,6 @@ def _judged(draws: Draws, arm: BestOfNArm, completer: Completer) -> Judged:
         "eval/kl": bound,
         "eval/length": float(lengths.double().mean()),
         "eval/finished": float(kept.finished.double().mean()),
-        "eval/distinct_2": distinct_n(completion_tokens(kept), 2),
+        **diversity(kept),
     }
     return Judged(metrics, rows)

@@ -30,7 +30,7 @@ class Judged:
     """What judged.json holds: the means, and one record for each held-out prompt.
 
     A record has row, prompt, completion, score (the judge's), proxy (the trained-on reward's, where there is one),
-    kl (nats; null for best-of-n), length (tokens), finished.
+    kl and kl_exact (nats; null and not there for best-of-n), length (tokens), finished.
     """
 
     metrics: Mapping[str, float | None]
@@ -68,6 +68,8 @@ def judge_model(cell: CellConfig, path: str | None) -> Judged:
     records = sample_records(
         found.rollout, decoder(tokenizer), step=-1, split="judged", limit=len(found.rollout), parts=found.scores.parts
     )
+    exact = found.exact_kl.tolist()
+    records = [{**record, "kl_exact": value} for record, value in zip(records, exact, strict=True)]
     metrics: dict[str, float | None] = dict(found.metrics)
     if cell.proxy is not None:
         proxy = build_source(cell.proxy, tokenizer, make_engine(train.run).device)(found.rollout).values

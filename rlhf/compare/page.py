@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rlhf.compare.charts import AXES, curve_charts, frontier_chart, gaming, proxy_charts, styles
+from rlhf.compare.charts import (
+    AXES,
+    FEW,
+    SHOWN,
+    Style,
+    curve_charts,
+    drawing_order,
+    frontier_chart,
+    gaming,
+    proxy_charts,
+    styles,
+)
 from rlhf.compare.differences import differences
 from rlhf.compare.plan import Plan
 from rlhf.compare.results import Found
-from rlhf.compare.words import cost_table, end_table, equal_kl_table, notes, percent, verdict
+from rlhf.compare.words import at_once, cost_table, end_table, equal_kl_table, notes, ranking, verdict
 from rlhf.config.compare import START
 from rlhf.config.load import dump
 from rlhf.evaluation.report import pair_details
@@ -22,13 +34,23 @@ from rlhf.evaluation.report_page import write_page
 REPORT = "report.html"
 PROMPTS = 8  # shown side by side
 FIRST_PROMPTS = 3  # shown at once; the rest is folded
+FIGURES = "figures"  # the folder of drawings for print
+GLYPHS = {
+    **{"circle": "●", "square": "■", "diamond": "◆", "triangle-up": "▲"},
+    **{"triangle-down": "▼", "cross": "✚", "x": "✖", "star": "★"},
+}
 
 Json = dict[str, Any]
 
 
-def write_compare_page(plan: Plan, results: Json, cells: Sequence[Found]) -> Path:
-    """Write report.html into the comparison's folder and return its path."""
-    drawn = styles(list(results["arms"]))
+def write_compare_page(
+    plan: Plan, results: Json, cells: Sequence[Found], drawings: Sequence[tuple[str, str]] = ()
+) -> Path:
+    """Write report.html into the comparison's folder and return its path.
+
+    `drawings` are the figures that write_figures drew: (name of the file, less its ending; title).
+    """
+    drawn = styles(drawing_order(results))
     frontier, curves, proxies = (
         frontier_chart(results, drawn),
         curve_charts(results, drawn),
@@ -42,8 +64,12 @@ def write_compare_page(plan: Plan, results: Json, cells: Sequence[Found]) -> Pat
         title=results["name"],
         facts=_facts(results),
         verdict=verdict(results),
-        notes=notes(results),
+        notes=[*notes(results), *at_once(plan.config.jobs)],
         frontier=frontier,
+        chips=chips(results, drawn),
+        figures_in=FIGURES,
+        drawings=drawings,
+        exact=bool(results.get("exact_frontier")),
         curves=curves,
         axis=AXES[results["budget"]["unit"]],
         matrix=win_matrix(results),
@@ -60,20 +86,50 @@ def write_compare_page(plan: Plan, results: Json, cells: Sequence[Found]) -> Pat
     )
 
 
-def win_matrix(results: Json) -> list[tuple[str, list[tuple[str, int | None]]]]:
-    """(arm, a cell for each arm): the share of prompts that the row wins against the column, and its percent."""
-    found = {(row["a"], row["b"]): row for row in results["win_rates"]}
-    arms = [name for name, arm in results["arms"].items() if arm.get("score") is not None]
+@dataclass(frozen=True)
+class Chip:
+    """A button that shows or hides an arm."""
+
+    arm: str
+    role: str
+    glyph: str
+    shown: bool
+
+
+def chips(results: Json, drawn: Mapping[str, Style]) -> list[Chip]:
+    """A button for each arm that has anything to show, the best on at first; none where a chart has room for all."""
+    if len(drawn) <= FEW:
+        return []
+    begun = {row["arm"] for row in results["evaluations"]} | set(results["best_of_n"])
     return [
-        (
-            a,
-            [
-                (percent(found[a, b]), round(100 * found[a, b]["value"])) if (a, b) in found else ("–", None)
-                for b in arms
-            ],
-        )
-        for a in arms
+        Chip(arm, style.role, GLYPHS[style.symbol], place < SHOWN)
+        for place, (arm, style) in enumerate(drawn.items())
+        if arm in begun
     ]
+
+
+@dataclass(frozen=True)
+class Win:
+    """How often the row wins against the column, in percent; None on the diagonal and where no seed is in common."""
+
+    share: int | None
+    low: int = 0
+    high: int = 0
+
+    @property
+    def clear(self) -> bool:
+        """Whether the interval leaves out 50 %."""
+        return self.share is not None and not self.low <= 50 <= self.high
+
+
+def win_matrix(results: Json) -> list[tuple[str, list[Win]]]:
+    """(arm, a Win against each arm), both in the order of their scores."""
+    found = {
+        (row["a"], row["b"]): Win(*(round(100 * row[key]) for key in ("value", "low", "high")))
+        for row in results["win_rates"]
+    }
+    arms = ranking(results)
+    return [(a, [found.get((a, b), Win(None)) for b in arms]) for a in arms]
 
 
 def side_by_side(arms: Sequence[str], cells: Sequence[Found]) -> list[Json]:

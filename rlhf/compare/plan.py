@@ -11,7 +11,7 @@ import yaml
 
 from rlhf.compare.costs import completions_of
 from rlhf.config.compare import START, Arm, BestOfNArm, CellConfig, CompareConfig, Overrides, TrainedArm
-from rlhf.config.load import merge, read_yaml, train_config, unread_keys, validate
+from rlhf.config.load import merge, override, read_yaml, train_config, unread_keys, validate
 from rlhf.config.sections import TrainConfig
 from rlhf.errors import ConfigError
 from rlhf.lab.build import with_lab
@@ -165,7 +165,7 @@ def _cell(config: CompareConfig, base: Tree, name: str, arm: Arm, seed: int) -> 
     if isinstance(arm, TrainedArm):
         _refuse(arm, tuple(FIXED), f"arms.{name}")
     out_dir = str(Path(config.out_dir) / name / f"seed-{seed}")
-    tree = merge(merge(base, own), {"run": {"name": f"{name} seed {seed}", "seed": seed, "out_dir": out_dir}})
+    tree = merge(override(base, own), {"run": {"name": f"{name} seed {seed}", "seed": seed, "out_dir": out_dir}})
     is_trained = isinstance(arm, TrainedArm) and name != START
     try:
         whole = train_config(tree)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
@@ -20,7 +20,7 @@ from rlhf.compare.plan import Cell, Plan
 from rlhf.compare.runner import failure_of
 from rlhf.config.compare import START, BestOfNArm
 from rlhf.evaluation.frontier import at_kl
-from rlhf.evaluation.win_rate import Interval, bootstrap_crossed
+from rlhf.evaluation.win_rate import Interval, bootstrap_crossed, length_controlled_win_rate, outcomes
 from rlhf.runtime.loggers import plain, read_jsonl
 from rlhf.runtime.run_folder import RunFolder, write_aside
 
@@ -33,9 +33,15 @@ MEASURES = {  # of a final model: name in results.json -> name in the metrics
     "proxy": "eval/proxy",
     "kl": "eval/kl",
     "kl_se": "eval/kl_se",
+    "kl_exact": "eval/kl_exact",
+    "kl_exact_se": "eval/kl_exact_se",
+    "reference_perplexity": "eval/reference_perplexity",
     "length": "eval/length",
     "finished": "eval/finished",
+    "distinct_1": "eval/distinct_1",
     "distinct_2": "eval/distinct_2",
+    "distinct_3": "eval/distinct_3",
+    "repetition": "eval/repetition",
     "entropy": "eval/entropy",
 }
 
@@ -110,8 +116,12 @@ def write_results(plan: Plan, results: Json, cells: Sequence[Found]) -> None:
 
 def scores_of(found: Sequence[Found], seeds: Sequence[int]) -> Float[Tensor, "S P"]:
     """The judge's score of every held-out prompt, one row a seed."""
+    return _column(found, seeds, "score")
+
+
+def _column(found: Sequence[Found], seeds: Sequence[int], name: str) -> Float[Tensor, "S P"]:
     by_seed = {one.cell.seed: one.judged for one in found if one.judged is not None}
-    return torch.stack([by_seed[seed].column("score") for seed in seeds])
+    return torch.stack([by_seed[seed].column(name) for seed in seeds])
 
 
 def common_seeds(*arms: Sequence[Found]) -> list[int]:
@@ -167,13 +177,15 @@ def _arm(name: str, found: Sequence[Found], start: Mapping[int, Judged], spread:
     seeds = [one.cell.seed for one in done]
     finals = scores_of(done, seeds)
     starts = torch.stack([start[seed].column("score") for seed in seeds])
+    longer = _column(done, seeds, "length") - torch.stack([start[seed].column("length") for seed in seeds])
     gain = bootstrap_crossed(finals - starts)
     costs = [one.costs.record() for one in done if one.costs is not None]
     return about | {
         **_measures([one.judged.metrics for one in done if one.judged is not None]),
         "gain": _interval(gain),
         "gain_in_std": {key: value / spread for key, value in _interval(gain).items()} if spread else None,
-        "win_rate_over_start": _interval(bootstrap_crossed(_wins(finals, starts))),
+        "win_rate_over_start": _interval(bootstrap_crossed(outcomes(finals, starts))),
+        "length_controlled_win_rate_over_start": _at_equal_length(outcomes(finals, starts), longer),
         "at_equal_kl": _at_equal_kl(done, level),
         "costs": {key: fmean(row[key] for row in costs) for key in costs[0]} if costs else None,
     }
@@ -226,20 +238,31 @@ def _at_equal_kl(done: Sequence[Found], level: float | None) -> Json | None:
 
 
 def _win_rates(arms: Mapping[str, Sequence[Found]]) -> list[Json]:
-    found = []
+    found: dict[tuple[str, str], Json] = {}
     for a in arms:
         for b in arms:
             seeds = common_seeds(arms[a], arms[b])
             if a != b and seeds:
                 left, right = scores_of(arms[a], seeds), scores_of(arms[b], seeds)
-                rate = _interval(bootstrap_crossed(_wins(left, right)))
-                gap = _interval(bootstrap_crossed(left - right))
-                found.append({"a": a, "b": b, **rate, "difference": gap, "seeds": len(seeds)})
-    return found
+                longer = _column(arms[a], seeds, "length") - _column(arms[b], seeds, "length")
+                wins, other = outcomes(left, right), found.get((b, a))
+                found[a, b] = {
+                    **{"a": a, "b": b, **_interval(bootstrap_crossed(wins))},
+                    "length_controlled": _swapped(other) if other is not None else _at_equal_length(wins, longer),
+                    "difference": _interval(bootstrap_crossed(left - right)),
+                    "seeds": len(seeds),
+                }
+    return list(found.values())
 
 
-def _wins(a: Float[Tensor, "S P"], b: Float[Tensor, "S P"]) -> Float[Tensor, "S P"]:
-    return (a > b).double() + 0.5 * (a == b).double()
+def _at_equal_length(wins: Float[Tensor, "S P"], longer: Float[Tensor, "S P"]) -> Json:
+    return asdict(length_controlled_win_rate(wins, longer))
+
+
+def _swapped(row: Json) -> Json:
+    """The length-controlled win rate of the same pair with its sides exchanged."""
+    rate = row["length_controlled"]
+    return {**rate, "value": 1 - rate["value"], "low": 1 - rate["high"], "high": 1 - rate["low"]}
 
 
 def _interval(found: Interval) -> dict[str, float]:

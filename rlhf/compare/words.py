@@ -101,17 +101,27 @@ def notes(results: Json) -> list[str]:
     return found
 
 
+def at_once(jobs: int) -> list[str]:
+    """What several cells at a time do to the seconds."""
+    shared = f"{jobs} cells ran at once on shares of one machine: their seconds do not compare with those of one alone."
+    return [shared] if jobs > 1 else []
+
+
 def end_table(results: Json) -> Table:
     """Every arm at its end, the best first, after the start model."""
-    rows: list[list[Any]] = [["start model", *_row(results["start_model"]), "–", "–", "–"]]
+    rows: list[list[Any]] = [["start model", *_row(results["start_model"]), "–", "–", "–", "–"]]
     for name in ranking(results):
         arm = results["arms"][name]
         rate = arm["win_rate_over_start"]
         rows.append(
-            [name, *_row(arm), interval(arm["gain"], sign=True), interval(arm["gain_in_std"], sign=True), percent(rate)]
+            [
+                *(name, *_row(arm), interval(arm["gain"], sign=True), interval(arm["gain_in_std"], sign=True)),
+                *(percent(rate), percent(arm["length_controlled_win_rate_over_start"])),
+            ]
         )
-    columns = ["", "score", "proxy", "KL, nats", "length", "finished", "distinct-2"]
-    return Table("At the end", [*columns, "gain over start", "in its standard deviations", "win rate over start"], rows)
+    columns = ["", "score", "proxy", "KL, nats", "exact KL", "length", "finished", "distinct-2", "repetition"]
+    gains = ["gain over start", "in its standard deviations", "win rate over start", "at equal length"]
+    return Table("At the end", [*columns, *gains], rows)
 
 
 def equal_kl_table(results: Json) -> Table | None:
@@ -151,7 +161,8 @@ def _row(found: Json) -> list[Any]:
     kl: Any = found["kl"]
     if found.get("kl_is_bound"):
         kl = f"≤ {found['kl']:.2f}"
-    return [found["score"], found["proxy"], kl, found["length"], found["finished"], found["distinct_2"]]
+    texts = [found["length"], found["finished"], found["distinct_2"], found["repetition"]]
+    return [found["score"], found["proxy"], kl, found["kl_exact"], *texts]
 
 
 def _kl(found: Json) -> str:
@@ -161,4 +172,5 @@ def _kl(found: Json) -> str:
 
 def _budget(results: Json) -> str:
     budget = results["budget"]
-    return f"{number(budget['limit'])} {UNITS[budget['unit']]}"
+    limit = budget["limit"]
+    return f"{f'{limit:,.0f}' if limit == int(limit) < 1e9 else number(limit)} {UNITS[budget['unit']]}"

@@ -62,10 +62,36 @@ class Greedy(Section):
     type: Literal["greedy"] = "greedy"
 
 
-Advantage = Annotated[Gae | Group | BatchWhiten | Greedy, Field(discriminator="type")]
+class Best(Section):
+    """1 for the best completions of a prompt, which alone are learned from (Dong et al. 2023, RAFT); no critic."""
+
+    type: Literal["best"] = "best"
+    keep: Annotated[int, Field(ge=1)] = 1
+    """How many of a prompt's completions are kept."""
+    min_score: float | None = None
+    """Kept ones score at least this too, after shaping and the KL penalty in the reward; null: no threshold."""
 
 
-class ClipLoss(Section):
+class BestAndWorst(Section):
+    """A pair of each prompt's completions: the best is chosen, the worst rejected; for the pair loss."""
+
+    type: Literal["best_and_worst"] = "best_and_worst"
+
+
+Advantage = Annotated[Gae | Group | BatchWhiten | Greedy | Best | BestAndWorst, Field(discriminator="type")]
+
+
+class TokenLoss(Section):
+    """What every surrogate has: a weight for each token, and an entropy bonus."""
+
+    type: str
+    aggregate: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
+    """How tokens are weighted; see rlhf.algo.policy_loss.token_weights."""
+    entropy_coef: NonNegative = 0.0
+    """Weight of the entropy bonus, per nat."""
+
+
+class ClipLoss(TokenLoss):
     """The clipped surrogate (Schulman et al. 2017, eq. 7)."""
 
     type: Literal["clip"] = "clip"
@@ -77,13 +103,9 @@ class ClipLoss(Section):
     """The ratio is clipped above at 1 + clip_eps_high."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Where A < 0, the objective is bounded below by dual_clip * A (Ye et al. 2020, eq. 5); null: off."""
-    aggregate: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
-    """How tokens are weighted; see rlhf.algo.policy_loss.token_weights."""
-    entropy_coef: NonNegative = 0.0
-    """Weight of the entropy bonus, per nat."""
 
 
-class PenaltyLoss(Section):
+class PenaltyLoss(TokenLoss):
     """The surrogate with an adaptive penalty on KL(old || new) instead of the clip (Schulman et al. 2017, sec. 4)."""
 
     type: Literal["penalty"] = "penalty"
@@ -93,13 +115,9 @@ class PenaltyLoss(Section):
     """The first coefficient of KL(old || new); doubled or halved after each step."""
     target: Positive = 0.01
     """Wanted KL(old || new), nats per token: above 1.5 x the coefficient doubles, below target / 1.5 it halves."""
-    aggregate: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
-    """How tokens are weighted; see rlhf.algo.policy_loss.token_weights."""
-    entropy_coef: NonNegative = 0.0
-    """Weight of the entropy bonus, per nat."""
 
 
-class CispoLoss(Section):
+class CispoLoss(TokenLoss):
     """Log-probability weighted by the clipped importance ratio, which has no gradient (MiniMax 2025, eq. 4 and 5)."""
 
     type: Literal["cispo"] = "cispo"
@@ -107,27 +125,83 @@ class CispoLoss(Section):
     """The weight is at least 1 - clip_eps_low; 1: no lower bound, as in the paper."""
     clip_eps_high: NonNegative = 4.0
     """The weight is at most 1 + clip_eps_high; the paper names no number."""
-    aggregate: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
-    """How tokens are weighted; see rlhf.algo.policy_loss.token_weights."""
-    entropy_coef: NonNegative = 0.0
-    """Weight of the entropy bonus, per nat."""
 
 
-class PolicyGradientLoss(Section):
+class PolicyGradientLoss(TokenLoss):
     """-advantage x log-probability: no ratio and no clip, so one optimizer step for each sampled batch."""
 
     type: Literal["policy_gradient"] = "policy_gradient"
-    aggregate: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
-    """How tokens are weighted; see rlhf.algo.policy_loss.token_weights."""
-    entropy_coef: NonNegative = 0.0
-    """Weight of the entropy bonus, per nat."""
 
 
+Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
+
+
+class DpoLoss(Section):
+    """Direct preference optimization (Rafailov et al. 2023); with label smoothing, conservative DPO."""
+
+    type: Literal["dpo"] = "dpo"
+    beta: Positive = 0.1
+    """Nats of log-ratio to the reference, summed over the completion, are multiplied by it: larger stays nearer."""
+    label_smoothing: Smoothing = 0.0
+    """The share of labels taken to be flipped; 0.1 is usual for cDPO."""
+
+
+class RobustDpoLoss(Section):
+    """DPO that is unbiased under flipped labels (Chowdhury et al. 2024)."""
+
+    type: Literal["robust_dpo"] = "robust_dpo"
+    beta: Positive = 0.1
+    """As DPO's."""
+    label_smoothing: Smoothing = 0.1
+    """The probability that a label is flipped; set larger than it is, the loss falls without bound."""
+
+
+class IpoLoss(Section):
+    """Identity preference optimization (Azar et al. 2024)."""
+
+    type: Literal["ipo"] = "ipo"
+    beta: Positive = 0.1
+    """The paper's tau: the difference of log-ratios is drawn towards 1 / (2 beta) nats."""
+    normalize: Literal["none", "length"] = "none"
+    """none: log-ratios summed over a completion (the paper); length: divided by its tokens (TRL). Another beta each."""
+
+
+class HingeLoss(Section):
+    """DPO with a hinge instead of the logistic loss (Liu et al. 2024)."""
+
+    type: Literal["hinge"] = "hinge"
+    beta: Positive = 0.1
+    """As DPO's."""
+    margin: Positive = 1.0
+    """A pair whose rewards are this far apart is left alone."""
+
+
+ReferencedPairLoss = DpoLoss | RobustDpoLoss | IpoLoss | HingeLoss
+"""Those that need both sides of a pair and a reference's log-probabilities."""
+
+
+class OnlinePairLoss(Section):
+    """A preference loss on pairs that the policy itself drew and the reward ranked (Guo et al. 2024)."""
+
+    type: Literal["pair"] = "pair"
+    loss: Annotated[
+        Annotated[DpoLoss, Tag("dpo")]
+        | Annotated[RobustDpoLoss, Tag("robust_dpo")]
+        | Annotated[IpoLoss, Tag("ipo")]
+        | Annotated[HingeLoss, Tag("hinge")],
+        Discriminator(type_or("dpo")),
+    ] = DpoLoss()
+    """dpo, robust_dpo, ipo or hinge, as offline; its beta is the only pull to the reference."""
+
+
+Surrogate = ClipLoss | PenaltyLoss | CispoLoss | PolicyGradientLoss
+"""Those that weigh each token by an advantage."""
 PolicyLossConfig = Annotated[
     Annotated[ClipLoss, Tag("clip")]
     | Annotated[PenaltyLoss, Tag("penalty")]
     | Annotated[CispoLoss, Tag("cispo")]
-    | Annotated[PolicyGradientLoss, Tag("policy_gradient")],
+    | Annotated[PolicyGradientLoss, Tag("policy_gradient")]
+    | Annotated[OnlinePairLoss, Tag("pair")],
     Discriminator(type_or("clip")),
 ]
 
@@ -215,6 +289,19 @@ class Online(Section):
             raise ValueError("refill_rounds replaces dropped groups: set drop_uniform_groups=true too")
         return self
 
+    @model_validator(mode="after")
+    def _pairs_where_compared(self) -> Online:
+        if isinstance(self.advantage, BestAndWorst) != isinstance(self.policy_loss, OnlinePairLoss):
+            raise ValueError(
+                "policy_loss.type=pair learns from the pairs of advantage.type=best_and_worst: set both or neither"
+            )
+        if isinstance(self.policy_loss, OnlinePairLoss) and self.kl.placement != "none":
+            raise ValueError(
+                f"a pair loss reads no KL penalty, but kl.placement is {self.kl.placement}: leave algorithm.kl out; "
+                "the pull to the reference is policy_loss.loss.beta"
+            )
+        return self
+
 
 class SftLoss(Section):
     """Next-token negative log-likelihood over completion tokens."""
@@ -222,49 +309,6 @@ class SftLoss(Section):
     type: Literal["sft"] = "sft"
     aggregate: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
     """How tokens are weighted."""
-
-
-Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
-
-
-class DpoLoss(Section):
-    """Direct preference optimization (Rafailov et al. 2023); with label smoothing, conservative DPO."""
-
-    type: Literal["dpo"] = "dpo"
-    beta: Positive = 0.1
-    """Nats of log-ratio to the reference, summed over the completion, are multiplied by it: larger stays nearer."""
-    label_smoothing: Smoothing = 0.0
-    """The share of labels taken to be flipped; 0.1 is usual for cDPO."""
-
-
-class RobustDpoLoss(Section):
-    """DPO that is unbiased under flipped labels (Chowdhury et al. 2024)."""
-
-    type: Literal["robust_dpo"] = "robust_dpo"
-    beta: Positive = 0.1
-    """As DPO's."""
-    label_smoothing: Smoothing = 0.1
-    """The probability that a label is flipped; set larger than it is, the loss falls without bound."""
-
-
-class IpoLoss(Section):
-    """Identity preference optimization (Azar et al. 2024)."""
-
-    type: Literal["ipo"] = "ipo"
-    beta: Positive = 0.1
-    """The paper's tau: the difference of log-ratios is drawn towards 1 / (2 beta) nats."""
-    normalize: Literal["none", "length"] = "none"
-    """none: log-ratios summed over a completion (the paper); length: divided by its tokens (TRL). Another beta each."""
-
-
-class HingeLoss(Section):
-    """DPO with a hinge instead of the logistic loss (Liu et al. 2024)."""
-
-    type: Literal["hinge"] = "hinge"
-    beta: Positive = 0.1
-    """As DPO's."""
-    margin: Positive = 1.0
-    """A pair whose rewards are this far apart is left alone."""
 
 
 class SlicLoss(Section):
@@ -313,9 +357,9 @@ class KtoLoss(Section):
         return self
 
 
-ReferencedLoss = DpoLoss | RobustDpoLoss | IpoLoss | HingeLoss | KtoLoss
+ReferencedLoss = ReferencedPairLoss | KtoLoss
 """Those that read a reference's log-probabilities."""
-PairLossConfig = DpoLoss | RobustDpoLoss | IpoLoss | HingeLoss | SlicLoss | SimpoLoss | OrpoLoss
+PairLossConfig = ReferencedPairLoss | SlicLoss | SimpoLoss | OrpoLoss
 """Those that need both sides of a pair at once."""
 OfflineLoss = Annotated[
     Annotated[SftLoss, Tag("sft")]

@@ -143,6 +143,8 @@ class CompareConfig(Section):
     """What every trained arm may spend."""
     seeds: Annotated[list[int], Field(min_length=1)] = [0, 1, 2]
     """Each arm is run once for each."""
+    jobs: Count = 1
+    """Cells that run at once, each on its share of the processor's cores and, where there are several, on one GPU."""
     evaluations: Count = 10
     """Evaluations along each run, where the budget is in completions; eval.every of an arm goes before."""
     equal_kl: Positive | None = None
@@ -151,6 +153,15 @@ class CompareConfig(Section):
     """Settings merged over the base for every arm."""
     arms: Annotated[dict[str, Arm], Field(min_length=1)]
     """Name -> what differs from the base."""
+
+    @model_validator(mode="after")
+    def _seconds_are_not_shared(self) -> CompareConfig:
+        if self.jobs > 1 and self.budget.unit == "seconds":
+            raise ValueError(
+                f"budget.seconds with jobs={self.jobs}: cells that run at once slow each other down, so equal seconds "
+                "are not equal work; set jobs=1, or give the budget in completions, tokens or flops"
+            )
+        return self
 
     @model_validator(mode="after")
     def _named_well(self) -> CompareConfig:

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from rlhf.config.algorithm import Gae, Offline, Online, SftLoss
+from rlhf.config.algorithm import Gae, Offline, Online, OnlinePairLoss, SftLoss
 from rlhf.config.base import Section
 from rlhf.config.compare import CompareConfig
-from rlhf.config.presets import PRESETS
+from rlhf.config.presets import PRESETS, SIZES
 from rlhf.config.sections import RewardModelConfig, TrainConfig, reads_reference
 from rlhf.config.yaml_text import UnusableYaml, parse_yaml
 from rlhf.errors import ConfigError
@@ -52,7 +52,7 @@ def load_train(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
         ConfigError: the file, a key, a value or a combination is wrong; the message names it and says what to do.
     """
-    return train_config(merge(read_yaml(path), parse_overrides(overrides)))
+    return train_config(override(read_yaml(path), parse_overrides(overrides)))
 
 
 def train_config(tree: Tree) -> TrainConfig:
@@ -148,8 +148,20 @@ def _another_tag(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     return any(tag in new and old.get(tag, new[tag]) != new[tag] for tag in TAGS)
 
 
+def override(base: Tree, over: Tree) -> Tree:
+    """`merge`, where naming another preset than the base's brings the sizes that the preset sets (SIZES) along."""
+    named = _preset(over)
+    brought = SIZES.get(str(named), {}) if named != _preset(base) else {}
+    return merge(merge(base, brought), over)
+
+
+def _preset(tree: Mapping[str, Any]) -> object:
+    algorithm = tree.get("algorithm")
+    return algorithm.get("preset") if isinstance(algorithm, Mapping) else None
+
+
 def expand_preset(tree: Tree) -> Tree:
-    """The tree with `algorithm.preset` written out beneath what the file says of the algorithm.
+    """The tree with `algorithm.preset` written out beneath what the file says, sizes (SIZES) included.
 
     Raises:
         ConfigError: there is no such preset.
@@ -162,7 +174,7 @@ def expand_preset(tree: Tree) -> Tree:
         near = difflib.get_close_matches(str(name), PRESETS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"algorithm.preset: {name!r} is not one of {', '.join(PRESETS)}{hint}")
-    return {**tree, "algorithm": merge(PRESETS[name], algorithm)}
+    return merge(SIZES.get(name, {}), {**tree, "algorithm": merge(PRESETS[name], algorithm)})
 
 
 def dump(config: Section) -> Tree:
@@ -208,6 +220,8 @@ def _unread_by_training(config: TrainConfig) -> list[tuple[str, str]]:
         found.append(("critic.lr", "critic.shared trains the head with the policy"))
     if "sft" in data and algorithm.ptx_coef == 0:
         found.append(("data.sft", "algorithm.ptx_coef is 0"))
+    if isinstance(algorithm.policy_loss, OnlinePairLoss) and "kl" in algorithm.model_fields_set and algorithm.kl.coef:
+        found.append(("algorithm.kl", "the beta of policy_loss.loss is a pair loss's pull to the reference"))
     found += [
         (f"data.{k}", "an online algorithm does not read it")
         for k in ("preferences", "eval_preferences", "eval_sft")
@@ -245,6 +259,8 @@ def _unread_by_reward_model(config: RewardModelConfig) -> list[tuple[str, str]]:
 
 def _explain(kind: type[Section], mistake: Mapping[str, Any]) -> str:
     keys, models = _walk(kind, mistake["loc"])
+    if mistake["type"] == "value_error" and keys and any(_is_tagged(model, keys[-1]) for model in models):
+        keys.pop()  # a whole member of a union is wrong: its tag is no key that a user wrote
     where = ".".join(keys)
     if mistake["type"] == "extra_forbidden":
         return f"{where}: unknown key{_nearest(keys[-1], models)}"
@@ -303,7 +319,7 @@ def load_any(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig | R
     Raises:
         ConfigError: as `load_train`.
     """
-    tree = merge(read_yaml(path), parse_overrides(overrides))
+    tree = override(read_yaml(path), parse_overrides(overrides))
     if "arms" in tree:
         return compare_config(tree)
     if "model" in tree and "policy" not in tree:

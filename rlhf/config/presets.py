@@ -77,5 +77,24 @@ PRESETS: dict[str, dict[str, Any]] = {
             "aggregate": "sequence_mean",
         },
     },
+    "online_dpo": {
+        "advantage": {"type": "best_and_worst"},
+        "policy_loss": {"type": "pair", "loss": {"type": "dpo", "beta": 0.1}},
+    },
+    "rejection_sampling": {
+        "advantage": {"type": "best", "keep": 1},
+        "policy_loss": {"type": "policy_gradient", "aggregate": "token_mean"},
+    },
 }
 """docs/algorithms/ has a page for each: equations, defaults, departures from the paper, what to watch."""
+
+_ONE_STEP = {"batch": {"epochs": 1, "minibatches": 1}}
+
+SIZES: dict[str, dict[str, Any]] = {
+    "a2c": _ONE_STEP,
+    "reinforce": _ONE_STEP,
+    "remax": _ONE_STEP,
+    "online_dpo": {"sampling": {"completions_per_prompt": 2}, **_ONE_STEP},
+    "rejection_sampling": {"sampling": {"completions_per_prompt": 8}, **_ONE_STEP},
+}
+"""What a preset sets outside `algorithm`: the sizes it needs, or is meant for."""

@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from rlhf.config.algorithm import (
     Algorithm,
+    Best,
+    BestAndWorst,
     Gae,
     Group,
     KtoLoss,
@@ -22,6 +24,7 @@ from rlhf.config.algorithm import (
 )
 from rlhf.config.base import Section
 from rlhf.config.data import Count, DataConfig
+from rlhf.config.judge import ChatPairsConfig, ChatSource
 
 Size = Annotated[int, Field(ge=0)]
 Dtype = Literal["float32", "bfloat16", "float64"]
@@ -161,7 +164,7 @@ class EnsembleSource(Section):
 
 
 RewardSourceConfig = Annotated[
-    FunctionSource | ModelSource | RemoteSource | EnsembleSource, Field(discriminator="type")
+    FunctionSource | ModelSource | RemoteSource | ChatSource | EnsembleSource, Field(discriminator="type")
 ]
 
 
@@ -182,7 +185,7 @@ class RewardConfig(Section):
     """Where scores come from."""
 
     source: RewardSourceConfig
-    """function, model, remote or ensemble."""
+    """function, model, remote, openai or ensemble."""
     shaping: ShapingConfig = ShapingConfig()
     """Missing-EOS and overlong penalties, clip."""
 
@@ -265,6 +268,8 @@ class EvalConfig(Section):
     """Steps between evaluations; 0: only before the first and after the last step."""
     source: RewardSourceConfig | None = None
     """The judge; null: the reward that is trained on."""
+    judge: ChatPairsConfig | None = None
+    """A language model that says which of two completions is better, besides the scores; for rlhf eval only."""
     greedy: bool = False
     """Score greedy completions too."""
     samples: Size = 64
@@ -330,6 +335,7 @@ class TrainConfig(Section):
             )
         if isinstance(algorithm.advantage, Group) and self.sampling.completions_per_prompt < 2:
             raise ValueError("a group baseline needs sampling.completions_per_prompt >= 2")
+        self._check_choice(algorithm)
         if algorithm.ptx_coef > 0 and self.data.sft is None:
             raise ValueError("algorithm.ptx_coef > 0 needs data.sft")
         if self.critic.shared and self.critic.init not in ("policy", "auto"):
@@ -341,7 +347,8 @@ class TrainConfig(Section):
                 "the penalty is steered by KL(old || new), which is 0 at a step's first update: "
                 "set batch.epochs or batch.minibatches to 2 or more"
             )
-        if isinstance(algorithm.policy_loss, PolicyGradientLoss) and self.batch.epochs * self.batch.minibatches > 1:
+        plain = isinstance(algorithm.policy_loss, PolicyGradientLoss) and not isinstance(algorithm.advantage, Best)
+        if plain and self.batch.epochs * self.batch.minibatches > 1:
             raise ValueError(
                 "the policy_gradient loss has no importance ratio, so a second optimizer step on the same completions "
                 "would be wrong: set batch.epochs=1 batch.minibatches=1, or algorithm.policy_loss.type=clip"
@@ -355,6 +362,23 @@ class TrainConfig(Section):
             raise ValueError(f"whitening over {rows} completions is noise: use 8 or more, or advantage.whiten=false")
         if self.reward.shaping.overlong_buffer >= self.sampling.max_new_tokens:
             raise ValueError("reward.shaping.overlong_buffer must be shorter than sampling.max_new_tokens")
+
+    def _check_choice(self, algorithm: Online) -> None:
+        """That there is something to choose from, and enough of it to cut into minibatches."""
+        how, size = algorithm.advantage, self.sampling.completions_per_prompt
+        if not isinstance(how, Best | BestAndWorst):
+            return
+        if isinstance(how, BestAndWorst) and size < 2:
+            raise ValueError("a pair of a prompt's completions needs sampling.completions_per_prompt >= 2")
+        if isinstance(how, Best) and how.keep >= size and how.min_score is None:
+            raise ValueError(
+                f"advantage.keep is {how.keep} of {size} completions, so nothing is chosen: "
+                "set sampling.completions_per_prompt higher, or advantage.min_score"
+            )
+        learned = self.batch.prompts_per_step * (min(how.keep, size) if isinstance(how, Best) else 1)
+        if learned < self.batch.minibatches:
+            what = "completions are kept" if isinstance(how, Best) else "pairs are made"
+            raise ValueError(f"batch.minibatches is {self.batch.minibatches}, but at most {learned} {what} in a step")
 
 
 class RewardModelLoss(Section):

@@ -51,7 +51,9 @@ def _check_size(text: str) -> None:
             case yaml.AliasEvent():
                 if event.anchor in open_anchors:
                     raise UnusableYaml(f"&{event.anchor} refers to itself")
-                count += sizes.get(event.anchor, 1)
+                count += sizes.get(event.anchor or "", 1)
+            case _:
+                pass
         if len(inside) > DEEPEST:
             raise UnusableYaml(f"it is nested more than {DEEPEST} deep")
         if count > LARGEST:

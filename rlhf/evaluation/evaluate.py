@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import exp, inf
 
 import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 from rlhf.algo.kl import kl_estimate
+from rlhf.evaluation.diversity import diversity
 from rlhf.masked import Mean
 from rlhf.models.bundle import Models
 from rlhf.rewards.source import RewardSource
-from rlhf.rollout import annotate
 from rlhf.runtime.metrics import Metrics
 from rlhf.runtime.step import Loss
 from rlhf.sampling.sampler import Sampler
-from rlhf.types import Batch, Completions, Prompts, Rollout, Scores, concat
+from rlhf.types import Batch, Completions, Prompts, Rollout, Scores, concat, extend
+
+LARGEST_EXPONENT = 709.0  # exp of more does not fit a float
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,7 @@ class PolicyEvaluation:
     metrics: dict[str, float]
     rollout: Rollout
     scores: Scores
+    exact_kl: Float[Tensor, " B"]  # nats, summed over the tokens of each; zero without a reference
 
 
 @torch.no_grad()
@@ -53,43 +59,81 @@ def evaluate_policy(
     """
     completions = concat([sampler.sample(batch, key=key, group_size=1) for batch in prompts])
     scores = judge(completions)
-    rollout = annotate(completions, scores, models, rows_per_pass=rows_per_pass)
-    metrics = _describe(rollout, models)
+    rollout, exact_kl = _measured(completions, scores, models, rows_per_pass)
+    metrics = _describe(rollout)
+    if models.has_reference:
+        metrics |= _against_reference(rollout, exact_kl)
     if proxy is not None:
         metrics["eval/proxy"] = float(proxy(completions).values.double().mean())
     if greedy:
         best = concat([sampler.sample(batch, key=key, group_size=1, greedy=True) for batch in prompts])
         metrics["eval/score_greedy"] = float(judge(best).values.double().mean())
-    return PolicyEvaluation(metrics, rollout, scores)
+    return PolicyEvaluation(metrics, rollout, scores, exact_kl)
 
 
-def _describe(rollout: Rollout, models: Models) -> dict[str, float]:
+def _measured(
+    completions: Completions, scores: Scores, models: Models, rows_per_pass: int
+) -> tuple[Rollout, Float[Tensor, " B"]]:
+    """The completions with their log-probabilities, and the exact KL of each, summed over its tokens.
+
+    As `annotate` does for training, but with the KL from the same pass, and without the critic: values are 0.
+    """
+    passes = [_pass(part.to(models.device), models) for part in completions.split(rows_per_pass)]
+    logprobs, ref_logprobs, kl = (torch.cat(parts).cpu() for parts in zip(*passes, strict=True))
+    values = scores.values.to(logprobs.dtype)
+    rollout = extend(
+        Rollout,
+        completions,
+        scores=values,
+        baselines=torch.zeros_like(values),
+        logprobs=logprobs,
+        ref_logprobs=ref_logprobs,
+        values=torch.zeros_like(logprobs),
+    )
+    return rollout, kl.double().sum(dim=1)
+
+
+def _pass(part: Completions, models: Models) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    if models.has_reference:
+        found = models.beside_reference(part)
+        return found.logprobs, found.ref_logprobs, found.kl
+    logprobs = models.policy_tokens(part).logprobs
+    return logprobs, logprobs, torch.zeros_like(logprobs)
+
+
+def _describe(rollout: Rollout) -> dict[str, float]:
     scores, mask = rollout.scores.double(), rollout.completion_mask
-    metrics = {
+    return {
         "eval/score": float(scores.mean()),
         "eval/score_std": float(scores.std(correction=0)),
         "eval/length": Mean.of(mask.sum(dim=1)).value,
         "eval/finished": Mean.of(rollout.finished).value,
-        "eval/distinct_2": distinct_n(completion_tokens(rollout), 2),
+        **diversity(rollout),
         "eval/entropy": Mean.of(-rollout.logprobs, mask).value,
     }
-    if models.has_reference:
-        kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, "k1").double().sum(dim=1)
-        metrics["eval/kl"] = float(kl.mean())
-        metrics["eval/kl_se"] = float(kl.std(correction=0) / len(kl) ** 0.5)
-    return metrics
 
 
-def completion_tokens(completions: Completions) -> list[list[int]]:
-    """The live token ids of every completion."""
-    lengths = completions.completion_mask.sum(dim=1).tolist()
-    return [row[:length].tolist() for row, length in zip(completions.completion_ids, lengths, strict=True)]
+def _against_reference(rollout: Rollout, exact_kl: Float[Tensor, " B"]) -> dict[str, float]:
+    sampled = kl_estimate(rollout.logprobs, rollout.ref_logprobs, "k1").double().sum(dim=1)
+    return {
+        **_with_error("eval/kl", sampled),
+        **_with_error("eval/kl_exact", exact_kl),
+        "eval/reference_perplexity": perplexity(rollout.ref_logprobs, rollout.completion_mask),
+    }
 
 
-def distinct_n(sequences: Iterable[Sequence[int]], n: int) -> float:
-    """Distinct n-grams over all n-grams of all sequences (Li et al. 2016); NaN when there are none."""
-    grams = [tuple(seq[i : i + n]) for seq in sequences for i in range(len(seq) - n + 1)]
-    return len(set(grams)) / len(grams) if grams else float("nan")
+def _with_error(name: str, values: Float[Tensor, " B"]) -> dict[str, float]:
+    """The mean over completions and its standard error."""
+    return {name: float(values.mean()), f"{name}_se": float(values.std(correction=0) / len(values) ** 0.5)}
+
+
+def perplexity(logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> float:
+    """exp(-sum of log-probabilities / number of tokens), both sums over the live tokens of all completions.
+
+    Infinite where the mean is beyond what a float can hold.
+    """
+    mean = Mean.of(-logprobs, mask).value
+    return exp(mean) if mean < LARGEST_EXPONENT else inf
 
 
 @torch.no_grad()

@@ -69,10 +69,11 @@ GROUPS: tuple[tuple[str, str, str, tuple[tuple[str, tuple[str, ...]], ...]], ...
         "Distance from the reference",
         "KL per sequence should settle (at its target, where the coefficient is adaptive), not climb for ever.",
         (
-            ("KL to the reference", ("kl/reference", "eval/kl")),
+            ("KL to the reference", ("kl/reference", "eval/kl", "eval/kl_exact")),
             ("KL coefficient", ("kl/coef",)),
             ("KL penalty in the rewards", ("reward/kl_penalty",)),
             ("Coefficient of KL(old || new)", ("kl/penalty_coef",)),
+            ("Perplexity under the reference", ("eval/reference_perplexity",)),
         ),
     ),
     (
@@ -143,12 +144,14 @@ GROUPS: tuple[tuple[str, str, str, tuple[tuple[str, tuple[str, ...]], ...]], ...
     (
         "completions",
         "Completions",
-        "Falling entropy and distinct bigrams warn of collapse; lengths drifting to the limit, of a length bias.",
+        "Falling entropy and distinct bigrams, and rising repetition, warn of collapse; lengths drifting to the limit, "
+        "of a length bias.",
         (
             ("Length", ("completion/length", "eval/length")),
             ("Finished", ("completion/finished", "eval/finished")),
             ("Entropy", ("policy/entropy", "eval/entropy")),
-            ("Distinct bigrams", ("eval/distinct_2",)),
+            ("Distinct bigrams, tokens and trigrams", ("eval/distinct_2", "eval/distinct_1", "eval/distinct_3")),
+            ("Repeated 4-grams", ("eval/repetition",)),
             ("Groups with equal scores", ("group/uniform",)),
             ("Sampled so far", ("completion/count",)),
         ),

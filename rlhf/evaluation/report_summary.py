@@ -115,6 +115,8 @@ def tiles(record: Record) -> list[Tile]:
         ("eval/length", "Held-out length, tokens"),
         ("eval/finished", "Held-out finished"),
         ("eval/distinct_2", "Distinct bigrams"),
+        ("eval/repetition", "Repeated 4-grams"),
+        ("eval/reference_perplexity", "Perplexity under the reference"),
     ):
         found.append(_before_after_tile(record, name, label))
     if record.points("critic/explained_variance"):
@@ -143,6 +145,8 @@ def _kl_tiles(record: Record) -> list[Tile | None]:
     if value is None:
         return []
     found: list[Tile | None] = [Tile("KL to the reference, nats", show(value), _error(record, "eval/kl"))]
+    if exact := record.points("eval/kl_exact"):
+        found.append(Tile("The same, exact per token", show(exact[-1][1]), _error(record, "eval/kl_exact")))
     if target is not None and record.points("kl/reference"):
         tail = record.series["kl/reference"].tail_mean()
         found.append(Tile("KL in training, last fifth", show(tail), f"target {target:g}"))

@@ -1,4 +1,4 @@
-"""A against B on the same prompts: win rate with ties, differences, and intervals by bootstrap over prompts."""
+"""A against B on the same prompts: win rates, raw and at equal length, differences, and intervals by bootstrap."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from rlhf.runtime.seeding import generator
 
 RESAMPLES = 2000
+RESAMPLES_AT_ONCE = 250  # regressions fitted together; memory only
+RIDGE = 0.01  # a hundredth of a prompt's weight
+NEWTON_STEPS, HALVINGS = 100, 40
 
 
 @dataclass(frozen=True)
@@ -25,9 +29,95 @@ class Interval:
         return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
 
 
+@dataclass(frozen=True)
+class LengthControlled(Interval):
+    """A length-controlled win rate, and what it rests on."""
+
+    length_effect: float  # phi: log-odds of winning at a large length difference; above 0, longer wins
+    extrapolated: bool  # one side is longer on every prompt: nothing was seen at equal length
+
+
+def outcomes(a: Float[Tensor, "*shape"], b: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """1 where A scores higher than B, 0 where lower, 0.5 where they tie."""
+    return (a > b).double() + 0.5 * (a == b).double()
+
+
 def win_rate(a: Float[Tensor, " N"], b: Float[Tensor, " N"], *, seed: int = 0) -> Interval:
     """Share of prompts on which A scores higher than B; a tie counts half."""
-    return bootstrap((a > b).double() + 0.5 * (a == b).double(), seed=seed)
+    return bootstrap(outcomes(a, b), seed=seed)
+
+
+def length_controlled_win_rate(
+    wins: Float[Tensor, "S P"], longer: Float[Tensor, "S P"], *, seed: int = 0
+) -> LengthControlled:
+    """The win rate that A would have were its completions as long as B's (Dubois et al. 2024, sec. 3).
+
+        P(win) = sigmoid(theta + phi * tanh(longer / std(longer))),   result = sigmoid(theta)
+
+    A logistic regression of the outcomes on the length difference, read at difference zero. Two models are compared,
+    so the paper's terms for models are the one theta; its term for how hard a prompt is needs many models and is left
+    out. `RIDGE` / 2 * (theta^2 + phi^2) is subtracted from the log-likelihood: where length alone separates wins from
+    losses there would be no maximum. Swapping the sides gives one minus the result.
+
+    Args:
+        wins: 1, 0.5 or 0 for A; seeds by prompts, resampled as in `bootstrap_crossed`.
+        longer: length of A's completion less that of B's, in the same unit throughout.
+    """
+    wins, longer = wins.double(), longer.double()
+    scale = longer.std(correction=0)
+    # A constant difference has no scale: tanh(c / 0) is the sign of c.
+    features = torch.tanh(longer / scale) if scale > 0 else longer.sign()
+    cells, index = torch.stack([features.flatten(), wins.flatten()]).unique(dim=1, return_inverse=True)
+    rows, columns = _crossed_draws(*wins.shape, seed=seed)
+    by_seed, by_prompt = _counts(rows, len(wins)), _counts(columns, wins.shape[1])
+    weights = torch.zeros(RESAMPLES, cells.shape[1], dtype=torch.float64)
+    for one, of_seed in enumerate(index.view(wins.shape)):
+        weights.index_add_(1, of_seed, by_seed[:, one, None] * by_prompt)
+    found = fit_logistic(torch.bincount(index, minlength=cells.shape[1]).double()[None], cells[0], cells[1])[0]
+    theta = torch.cat([fit_logistic(part, cells[0], cells[1])[:, 0] for part in weights.split(RESAMPLES_AT_ONCE)])
+    low, high = torch.quantile(theta.sigmoid(), torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return LengthControlled(
+        value=float(found[0].sigmoid()),
+        low=low,
+        high=high,
+        length_effect=float(found[1]),
+        extrapolated=bool((longer > 0).all() or (longer < 0).all()),
+    )
+
+
+def fit_logistic(
+    weights: Float[Tensor, "R K"], features: Float[Tensor, " K"], targets: Float[Tensor, " K"]
+) -> Float[Tensor, "R 2"]:
+    """theta and phi of R weighted logistic regressions at once, each the maximum over (theta, phi) of
+
+        sum_k w_k (y_k log p_k + (1 - y_k) log(1 - p_k)) - RIDGE / 2 (theta^2 + phi^2),   p_k = sigmoid(theta + phi x_k)
+
+    by Newton's method, a step halved until it climbs; there is one maximum, for the whole is strictly concave.
+    """
+    design = torch.stack([torch.ones_like(features), features], dim=1)
+    ridge = RIDGE * torch.eye(2, dtype=torch.float64)
+
+    def climbed(at: Float[Tensor, "R 2"]) -> Float[Tensor, " R"]:
+        odds = at @ design.T
+        log_likelihood: Tensor = (weights * (targets * odds - softplus(odds))).sum(dim=1)
+        return log_likelihood - 0.5 * RIDGE * (at**2).sum(dim=1)
+
+    found = torch.zeros(len(weights), 2, dtype=torch.float64)
+    for _ in range(NEWTON_STEPS):
+        p = (found @ design.T).sigmoid()
+        gradient = (weights * (targets - p)) @ design - RIDGE * found
+        curvature = torch.einsum("rk,ki,kj->rij", weights * p * (1 - p), design, design) + ridge
+        step: Tensor = torch.linalg.solve(curvature, gradient)
+        if bool((step.abs() <= 1e-8 * (1 + found.abs())).all()):  # the next would be its square
+            return found + step
+        height = climbed(found)
+        for _ in range(HALVINGS):
+            below = climbed(found + step) < height - 1e-12 * (1 + height.abs())  # by more than rounding
+            if not bool(below.any()):
+                break
+            step = torch.where(below[:, None], 0.5 * step, step)
+        found = found + step
+    return found
 
 
 def mean_difference(a: Float[Tensor, " N"], b: Float[Tensor, " N"], *, seed: int = 0) -> Interval:
@@ -50,16 +140,21 @@ def bootstrap_crossed(values: Float[Tensor, "S P"], *, seed: int = 0) -> Interva
     replacement and takes the mean over all their pairs (Owen 2007). With one seed it is the interval over prompts;
     with two or three, what the seeds contribute is only roughly known.
     """
-    draw = generator(seed, "bootstrap")
     seeds, prompts = values.shape
-    rows = torch.randint(seeds, (RESAMPLES, seeds), generator=draw)
-    columns = torch.randint(prompts, (RESAMPLES, prompts), generator=draw)
+    rows, columns = _crossed_draws(seeds, prompts, seed=seed)
     wide = values.double()
     # The mean over the drawn cells, from counts: counts_s^T V counts_p / (S P).
     by_seed = _counts(rows, seeds) @ wide / seeds
     means = (by_seed * _counts(columns, prompts)).sum(dim=1) / prompts
     low, high = torch.quantile(means, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return Interval(float(wide.mean()), low, high)
+
+
+def _crossed_draws(seeds: int, prompts: int, *, seed: int) -> tuple[Int[Tensor, "R S"], Int[Tensor, "R P"]]:
+    """Which seeds and which prompts each resample draws."""
+    draw = generator(seed, "bootstrap")
+    rows = torch.randint(seeds, (RESAMPLES, seeds), generator=draw)
+    return rows, torch.randint(prompts, (RESAMPLES, prompts), generator=draw)
 
 
 def _counts(drawn: Int[Tensor, "R K"], size: int) -> Float[Tensor, "R K"]:

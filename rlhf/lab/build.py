@@ -47,7 +47,7 @@ class LabSpec:
 
 def lab_folder(spec: LabSpec) -> Path:
     """The lab's files, made if they are not there. Concurrent callers are safe: the folder is renamed into place."""
-    folder = _cache() / _key(spec)
+    folder = _cache() / lab_key(spec)
     if folder.is_dir():
         return folder
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
@@ -73,6 +73,16 @@ def with_lab(config: C, spec: LabSpec | None = None) -> C:
     folder = lab_folder(spec or LabSpec())
     replaced: C = type(config).model_validate(_replaced(tree, folder))
     return replaced
+
+
+def lab_key(spec: LabSpec) -> str:
+    """A name made of the spec and of the code that the lab is made by: a change of either makes another lab."""
+    digest = hashlib.sha256(json.dumps(asdict(spec), sort_keys=True).encode())
+    for module in (gold, lexicon, model, tokenizer, world):
+        assert module.__file__ is not None
+        digest.update(Path(module.__file__).read_bytes())
+    digest.update(Path(__file__).read_bytes())
+    return f"{spec.size}-seed{spec.seed}-{digest.hexdigest()[:12]}"
 
 
 def _write(spec: LabSpec, folder: Path) -> None:
@@ -106,16 +116,6 @@ def _prompt_row(request: Request) -> dict[str, object]:
 
 def _jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-
-
-def _key(spec: LabSpec) -> str:
-    """The spec and the code that the lab is made by: a change of either makes another lab."""
-    digest = hashlib.sha256(json.dumps(asdict(spec), sort_keys=True).encode())
-    for module in (gold, lexicon, model, tokenizer, world):
-        assert module.__file__ is not None
-        digest.update(Path(module.__file__).read_bytes())
-    digest.update(Path(__file__).read_bytes())
-    return f"{spec.size}-seed{spec.seed}-{digest.hexdigest()[:12]}"
 
 
 def _cache() -> Path:

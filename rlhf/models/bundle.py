@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +11,10 @@ from jaxtyping import Float
 from peft import PeftModel
 from torch import Tensor, nn
 
+from rlhf.algo.kl import full_vocabulary_kl
 from rlhf.algo.objective import Outputs
 from rlhf.models.backbone import CausalLM, autocast
-from rlhf.models.logprobs import TokenOutputs, completion_outputs
+from rlhf.models.logprobs import Sequences, TokenOutputs, completion_logits, completion_outputs, token_outputs
 from rlhf.models.scalar_head import ScalarHeadModel, completion_values
 from rlhf.types import Completions, Demonstrations
 
@@ -31,6 +32,15 @@ class SharedHead(nn.Module):
         """V of each hidden state."""
         values: Tensor = self.linear(hidden.to(self.linear.weight.dtype)).squeeze(-1)
         return values
+
+
+@dataclass(frozen=True)
+class BesideReference:
+    """Policy and reference on the same completion tokens; nats, zero outside the mask."""
+
+    logprobs: Float[Tensor, "B T"]
+    ref_logprobs: Float[Tensor, "B T"]
+    kl: Float[Tensor, "B T"]  # KL(policy || reference) of the next token, over the whole vocabulary
 
 
 @dataclass
@@ -74,6 +84,32 @@ class Models:
         assert isinstance(self.policy, PeftModel)
         with self.policy.disable_adapter():
             return self._tokens(self.policy, batch).logprobs
+
+    @torch.no_grad()
+    def beside_reference(self, batch: Completions) -> BesideReference:
+        """Log-probabilities under both, and the KL of the next token over the whole vocabulary; one pass of each.
+
+        Raises:
+            RuntimeError: the run has no reference.
+        """
+        reference, adapter_off = self.reference, nullcontext()
+        if reference is None:
+            if not self.adapter_off_is_reference:
+                raise RuntimeError("this run has no reference model")
+            assert isinstance(self.policy, PeftModel)
+            reference, adapter_off = self.policy, self.policy.disable_adapter()
+        ids, mask, temperature = batch.completion_ids, batch.completion_mask, self.temperature
+        sequences = Sequences.join(batch.prompt_ids, batch.prompt_mask, ids, mask)
+        with self.autocast():
+            logits, _ = completion_logits(self.policy, sequences, ids.shape[1])
+            with adapter_off:
+                ref_logits, _ = completion_logits(reference, sequences, ids.shape[1])
+            tokens, ref_tokens = (
+                token_outputs(one, ids, mask, temperature=temperature).logprobs for one in (logits, ref_logits)
+            )
+        return BesideReference(
+            tokens, ref_tokens, full_vocabulary_kl(logits, ref_logits, mask, temperature=temperature)
+        )
 
     @property
     def has_reference(self) -> bool:

@@ -63,7 +63,41 @@ def completion_outputs(
     the LM head. They are divided by `temperature` and normalized in float32 at least.
     """
     sequences = Sequences.join(prompt_ids, prompt_mask, completion_ids, completion_mask)
-    length = completion_ids.shape[1]
+    logits, hidden = completion_logits(model, sequences, completion_ids.shape[1], with_hidden=with_hidden)
+    return token_outputs(
+        logits,
+        completion_ids,
+        completion_mask,
+        temperature=temperature,
+        entropy_gradient=entropy_gradient,
+        hidden=hidden,
+    )
+
+
+def token_outputs(
+    logits: Float[Tensor, "B T V"],
+    completion_ids: Int[Tensor, "B T"],
+    completion_mask: Bool[Tensor, "B T"],
+    *,
+    temperature: float,
+    entropy_gradient: bool = False,
+    hidden: Float[Tensor, "B T D"] | None = None,
+) -> TokenOutputs:
+    """What the logits that choose each completion token say of it."""
+    logprobs, entropy, first = _token_statistics(logits, completion_ids, temperature, entropy_gradient)
+    zero = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
+    return TokenOutputs(
+        logprobs=torch.where(completion_mask, logprobs, zero),
+        entropy=torch.where(completion_mask, entropy, zero),
+        first_choice=first & completion_mask,
+        hidden=hidden,
+    )
+
+
+def completion_logits(
+    model: CausalLM, sequences: Sequences, length: int, *, with_hidden: bool = False
+) -> tuple[Float[Tensor, "B T V"], Float[Tensor, "B T D"] | None]:
+    """The logits that choose each of the last `length` tokens, and the hidden states they come from when asked for."""
     outputs = model(
         input_ids=sequences.input_ids,
         attention_mask=sequences.attention_mask,
@@ -73,15 +107,7 @@ def completion_outputs(
         use_cache=False,
     )
     logits = outputs.logits[:, -length - 1 : -1]
-    logprobs, entropy, first = _token_statistics(logits, completion_ids, temperature, entropy_gradient)
-    hidden = outputs.hidden_states[-1][:, -length - 1 : -1] if with_hidden else None
-    zero = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
-    return TokenOutputs(
-        logprobs=torch.where(completion_mask, logprobs, zero),
-        entropy=torch.where(completion_mask, entropy, zero),
-        first_choice=first & completion_mask,
-        hidden=hidden,
-    )
+    return logits, outputs.hidden_states[-1][:, -length - 1 : -1] if with_hidden else None
 
 
 def _token_statistics(

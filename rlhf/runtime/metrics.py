@@ -58,8 +58,15 @@ completion/finished   | share    | completions that ended with EOS
 completion/count      | count    | completions sampled since the start of the run, those not learned from included
 completion/extra      | count    | sampled in the step and not learned from: greedy baselines, groups that were replaced
 completion/extra_tokens | tokens | theirs, prompts included
+completion/trained_tokens | tokens | read by the step's passes with gradient, prompts included; without data.sft's
 group/uniform         | share    | completions in groups whose scores are all alike
 group/refilled        | share    | groups of the step that stand in for uniform ones (refill_rounds)
+pair/count            | count    | online_dpo: pairs learned from in the step, one a prompt at most
+pair/ties             | count    | online_dpo: prompts of the step without a pair: their completions all scored alike
+pair/score_gap        | score    | online_dpo: mean score of chosen minus rejected completions
+kept/count            | count    | rejection_sampling: completions of the step that are learned from
+kept/none             | count    | rejection_sampling: prompts of the step of which none was kept (min_score)
+kept/score            | score    | rejection_sampling: mean score of the kept completions
 loss/policy           | -        | surrogate loss per token
 loss/kl               | score    | KL term of the loss per token
 loss/value            | score^2  | value loss per token, before its coefficient
@@ -85,11 +92,17 @@ eval/score            | score    | mean score of the judge on held-out prompts, 
 eval/score_std        | score    | its standard deviation over prompts
 eval/score_greedy     | score    | mean score of greedy completions of held-out prompts
 eval/proxy            | score    | mean score of the trained-on reward on the same completions, before shaping
-eval/kl               | nats     | KL(policy || reference) per sequence on held-out prompts
+eval/kl               | nats     | KL(policy || reference) per sequence on held-out prompts, k1 of the sampled tokens
 eval/kl_se            | nats     | its standard error
+eval/kl_exact         | nats     | the same KL, over the whole vocabulary at every sampled position instead of k1
+eval/kl_exact_se      | nats     | its standard error
+eval/reference_perplexity | -     | perplexity of the held-out completions under the reference, per token
 eval/length           | tokens   | mean length of held-out completions
 eval/finished         | share    | held-out completions that ended with EOS
+eval/distinct_1       | share    | distinct tokens over all tokens of the held-out completions
 eval/distinct_2       | share    | distinct bigrams over all bigrams of the held-out completions
+eval/distinct_3       | share    | distinct trigrams over all trigrams of the held-out completions
+eval/repetition       | share    | 4-grams that occurred earlier in the same held-out completion, over all its 4-grams
 eval/entropy          | nats     | entropy per token: mean of -log pi over the sampled held-out tokens
 eval/loss             | nats     | held-out negative log-likelihood per completion token
 eval/preference_loss  | -        | held-out preference loss per pair; of KTO, per completion

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rlhf.algo.objective import Coefs, Objective
-from rlhf.algo.policy_loss import Aggregate, token_weights
+from rlhf.algo.policy_loss import Aggregate, importance_ratio, kl_old_new, token_weights
+from rlhf.config.algorithm import OnlinePairLoss
 from rlhf.masked import Mean
 from rlhf.models.bundle import Models
-from rlhf.types import Demonstrations, Experience
+from rlhf.trainers.preference import PairwiseLoss, both_sides
+from rlhf.types import Demonstrations, Experience, SampledPairs
+
+
+def online_loss(models: Models, objective: Objective, coefs: Coefs) -> OnlineLoss | SampledPairLoss:
+    """The loss of an online update: over the tokens of an Experience, or over SampledPairs."""
+    config = objective.algorithm.policy_loss
+    if isinstance(config, OnlinePairLoss):
+        return SampledPairLoss(models, config)
+    return OnlineLoss(models, objective, coefs)
 
 
 class OnlineLoss:
@@ -29,13 +40,47 @@ class OnlineLoss:
         """Sums over a micro-batch."""
         micro = micro.to(self.models.device)
         outputs = self.models.outputs(micro)
-        self._observe_ratio(outputs.logprobs.detach(), micro)
+        deviation = ratio_deviation(outputs.logprobs, micro.logprobs, micro.loss_mask)
+        self.ratio_deviation = max(self.ratio_deviation, deviation)
         return self.objective.loss(micro, outputs, self.coefs)
 
-    def _observe_ratio(self, logprobs: Tensor, micro: Experience) -> None:
-        difference = torch.where(micro.loss_mask, logprobs - micro.logprobs, 0.0)
-        deviation = float(torch.expm1(difference).abs().max())
-        self.ratio_deviation = max(self.ratio_deviation, deviation)
+
+class SampledPairLoss:
+    """An offline pair loss on pairs that the policy drew; a rlhf.runtime.step.Loss over SampledPairs.
+
+    It adds to the offline loss what an online update is watched by: the distance from the policy that drew the pairs.
+    """
+
+    def __init__(self, models: Models, config: OnlinePairLoss) -> None:
+        self.models = models
+        self.pairs = PairwiseLoss(models, config.loss)
+        self.ratio_deviation = 0.0  # as OnlineLoss's
+
+    def norms(self, batch: SampledPairs) -> dict[str, float]:
+        """The number of pairs in the minibatch."""
+        return self.pairs.norms(batch)
+
+    def terms(self, micro: SampledPairs) -> tuple[dict[str, Tensor], dict[str, Mean]]:
+        """The loss summed over the pairs of `micro`: a row is a pair, so no cut can part its sides."""
+        micro = micro.to(self.models.device)
+        rows = both_sides(micro)
+        old, mask = torch.cat([micro.chosen_old_logprobs, micro.rejected_old_logprobs]), rows.completion_mask
+        tokens = self.models.policy_tokens(rows)
+        said = tokens.logprobs.detach()
+        self.ratio_deviation = max(self.ratio_deviation, ratio_deviation(said, old, mask))
+        terms, observed = self.pairs.compare(micro, rows, tokens.logprobs)
+        observed |= {
+            "policy/ratio": Mean.of(importance_ratio(said, old, mask, "token"), mask),
+            "policy/entropy": Mean.of(tokens.entropy, mask),
+            "kl/old": Mean.of(kl_old_new(said, old, mask), mask),
+        }
+        return terms, observed
+
+
+def ratio_deviation(logprobs: Float[Tensor, "B T"], old: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> float:
+    """The largest |pi / pi_old - 1| of a live token."""
+    difference = torch.where(mask, logprobs.detach() - old, 0.0)
+    return float(torch.expm1(difference).abs().max())
 
 
 class DemonstrationLoss:

@@ -6,7 +6,9 @@ import torch
 
 from rlhf.algo.advantages import uniform_groups
 from rlhf.algo.kl import kl_estimate
+from rlhf.algo.selection import best_and_worst
 from rlhf.algo.value_loss import explained_variance
+from rlhf.config.algorithm import Best, BestAndWorst, Online
 from rlhf.masked import Mean, masked_mean
 from rlhf.models.bundle import Models
 from rlhf.runtime.metrics import Metrics
@@ -47,6 +49,26 @@ def observe(experience: Experience, scores: Scores, models: Models, *, coef: flo
         metrics.update({"critic/return": Mean.of(experience.returns, mask)})
         variance = explained_variance(experience.values, experience.returns, mask)
         metrics.add("critic/explained_variance", variance)
+    return metrics
+
+
+def observe_choice(experience: Experience, algorithm: Online) -> Metrics:
+    """How many of a step's completions were chosen to learn from, and how they scored; nothing where all are."""
+    scores, groups = experience.scores.double(), len(experience) // experience.group_size
+    metrics = Metrics()
+    match algorithm.advantage:
+        case Best():
+            kept = experience.loss_mask.any(dim=1)
+            metrics.add("kept/count", float(kept.sum()))
+            metrics.add("kept/none", float((~kept.view(groups, -1).any(dim=1)).sum()))
+            metrics.update({"kept/score": Mean.of(scores, kept)})
+        case BestAndWorst():
+            best, worst = best_and_worst(experience.scores, experience.group_size)
+            metrics.add("pair/count", float(len(best)))
+            metrics.add("pair/ties", float(groups - len(best)))
+            metrics.update({"pair/score_gap": Mean.of(scores[best] - scores[worst])})
+        case _:
+            pass
     return metrics
 
 

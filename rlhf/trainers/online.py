@@ -1,4 +1,4 @@
-"""The online loop: sample, score, annotate, credit, update; then again. PPO, GRPO, RLOO and kin by configuration."""
+"""The online loop: sample, score, annotate, credit, update; again. PPO, GRPO, online DPO and kin by configuration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from rlhf.algo.kl import next_kl_coef, next_penalty_coef
-from rlhf.algo.objective import Coefs, Objective, credit
+from rlhf.algo.objective import Coefs, Objective, credit, lesson
 from rlhf.config.algorithm import AdaptiveKl, Online, PenaltyLoss
 from rlhf.config.sections import TrainConfig
 from rlhf.errors import NonFiniteScores, RewardError
@@ -25,8 +25,9 @@ from rlhf.runtime.session import Session
 from rlhf.runtime.step import Part, optimizer_step
 from rlhf.sampling.sampler import Sampler
 from rlhf.trainers.collect import Collected, Draw, collect, live_tokens
-from rlhf.trainers.losses import DemonstrationLoss, OnlineLoss
-from rlhf.trainers.observe import observe
+from rlhf.trainers.losses import DemonstrationLoss, online_loss
+from rlhf.trainers.observe import observe, observe_choice
+from rlhf.trainers.preference import tokens_of
 from rlhf.types import Completions, Demonstrations, Experience, Prompts, Rollout, Scores
 
 ROWS_PER_PASS = 4  # micro-batches that fit where no gradient is kept
@@ -71,6 +72,7 @@ def train(run: OnlineRun) -> None:
             rollout = _annotated(found, run)  # + log-probs, values
         experience = credit(rollout, run.algorithm, run.coefs)  # + rewards, advantages, returns
         metrics = observe(experience, found.scores, run.models, coef=run.coefs.kl)
+        metrics.merge(observe_choice(experience, run.algorithm))
         metrics.merge(found.metrics)
         with phase("update"):
             metrics.merge(update(experience, run, step))  # epochs x minibatches of optimizer steps
@@ -125,15 +127,19 @@ def _refill(run: OnlineRun, step: int, number: int) -> Prompts:
 
 
 def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
-    """Several shuffled epochs over one experience; ended early where the policy has moved too far (target_kl)."""
+    """Several shuffled epochs over one experience; ended early where the policy has moved too far (target_kl).
+
+    Where nothing is to be learned (every group a tie, no completion above the threshold), no model moves.
+    """
     batch, metrics = run.config.batch, Metrics()
-    loss = OnlineLoss(run.models, run.objective, run.coefs)
+    learned = lesson(experience, run.algorithm)  # rows, or pairs of them
+    loss = online_loss(run.models, run.objective, run.coefs)
     trained = _trained(run, step)
-    rows = -(-len(experience) // batch.minibatches)
-    steps, stopped = 0, False
+    rows = max(1, -(-len(learned) // batch.minibatches))
+    steps, tokens, stopped = 0, 0, False
     for epoch in range(batch.epochs):
-        order = torch.randperm(len(experience), generator=generator(run.config.run.seed, "order", step, epoch))
-        for minibatch in experience.split(rows, order):
+        order = torch.randperm(len(learned), generator=generator(run.config.run.seed, "order", step, epoch))
+        for minibatch in learned.split(rows, order):
             parts = [Part(minibatch, loss), *_ptx(run, step)]
             seen = optimizer_step(parts, trained, micro_batch_size=run.rows, lr_factor=_lr_factor(run, step))
             run.session.watch(seen)
@@ -141,13 +147,16 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
                 metrics.add("policy/first_ratio_deviation", loss.ratio_deviation)
             metrics.merge(seen)
             steps += 1
+            tokens += tokens_of(minibatch)
             stopped = run.algorithm.target_kl is not None and seen["kl/old"] > 1.5 * run.algorithm.target_kl
             if stopped:
                 break
         if stopped:
             break
     metrics.add("policy/optimizer_steps", float(steps))
-    metrics.add("kl/old_last", seen["kl/old"])
+    metrics.add("completion/trained_tokens", float(tokens))
+    if steps:
+        metrics.add("kl/old_last", seen["kl/old"])
     if run.algorithm.target_kl is not None:
         metrics.add("policy/early_stop", float(stopped))
     return metrics

@@ -41,8 +41,8 @@ from rlhf.types import (
     AnnotatedPairs,
     BaselinedLabelled,
     Batch,
+    Completions,
     Demonstrations,
-    Labelled,
     PreferencePairs,
     concat,
     extend,
@@ -135,7 +135,15 @@ class PairwiseLoss:
 
     def terms(self, micro: AnnotatedPairs) -> tuple[dict[str, Tensor], dict[str, Mean]]:
         """The loss summed over the pairs of `micro`, and what both sides are worth."""
-        chosen, rejected = self._sides(micro.to(self.models.device))
+        pairs = micro.to(self.models.device)
+        rows = both_sides(pairs)
+        return self.compare(pairs, rows, self.models.policy_tokens(rows).logprobs)
+
+    def compare(
+        self, pairs: AnnotatedPairs, rows: Demonstrations, logprobs: Float[Tensor, "B2 T"]
+    ) -> tuple[dict[str, Tensor], dict[str, Mean]]:
+        """The same from what the policy says of `rows`, which are `both_sides(pairs)`."""
+        chosen, rejected = _sides(pairs, rows, logprobs)
         found = pair_loss(self.config, chosen, rejected)
         gaps = (found.chosen_reward - found.rejected_reward).detach()
         observed = {
@@ -149,16 +157,16 @@ class PairwiseLoss:
         }
         return {TERM: found.per_pair.sum()}, observed
 
-    def _sides(self, pairs: AnnotatedPairs) -> tuple[Side, Side]:
-        rows = both_sides(pairs)
-        logprobs = summed(self.models.policy_tokens(rows).logprobs).chunk(2)
-        lengths = rows.completion_mask.sum(dim=1).to(logprobs[0].dtype).chunk(2)
-        references = pairs.chosen_ref_logprobs, pairs.rejected_ref_logprobs
-        first, second = (
-            Side(logprobs=said, ref_logprobs=ref.to(said.dtype), lengths=length)
-            for said, ref, length in zip(logprobs, references, lengths, strict=True)
-        )
-        return first, second
+
+def _sides(pairs: AnnotatedPairs, rows: Demonstrations, logprobs: Float[Tensor, "B2 T"]) -> tuple[Side, Side]:
+    totals = summed(logprobs).chunk(2)
+    lengths = rows.completion_mask.sum(dim=1).to(totals[0].dtype).chunk(2)
+    references = pairs.chosen_ref_logprobs, pairs.rejected_ref_logprobs
+    first, second = (
+        Side(logprobs=said, ref_logprobs=ref.to(said.dtype), lengths=length)
+        for said, ref, length in zip(totals, references, lengths, strict=True)
+    )
+    return first, second
 
 
 class LabelledLoss:
@@ -250,5 +258,5 @@ def tokens_of(batch: Batch) -> int:
     """How many tokens a pass over the batch reads; a pair reads its prompt twice."""
     if isinstance(batch, PreferencePairs):
         return int(2 * batch.prompt_mask.sum() + batch.chosen_mask.sum() + batch.rejected_mask.sum())
-    assert isinstance(batch, Labelled)
+    assert isinstance(batch, Demonstrations | Completions)
     return int(batch.prompt_mask.sum() + batch.completion_mask.sum())

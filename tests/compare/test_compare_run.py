@@ -36,6 +36,12 @@ from rlhf.runtime.run_folder import RunFolder
 ONLY_PPO = {"grpo": None, "dpo": None, "best_of_n": None}
 
 
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take seconds to draw, and test_figures.py looks at them."""
+    monkeypatch.setattr("rlhf.commands.compare.write_figures", lambda folder, results: [])
+
+
 def without_seconds(path: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "seconds"} for row in read_jsonl(path)]
 
@@ -223,7 +229,7 @@ def test_a_cell_that_is_done_is_not_run_again(tmp_path: Path) -> None:
     assert compared(tree)
     seen: list[str] = []
 
-    def refuse(cell: Any) -> Any:
+    def refuse(cell: Any, place: int) -> Any:
         seen.append(cell.arm)
         raise AssertionError("a finished cell was run again")
 

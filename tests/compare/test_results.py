@@ -37,6 +37,7 @@ KEYS = {
 }
 OF_AN_ARM = {
     *("type", "preset", "n", "kl_is_bound", "status", "seeds", "gain", "gain_in_std", "win_rate_over_start"),
+    *("length_controlled_win_rate_over_start",),
     *("at_equal_kl", "costs", *MEASURES),
 }
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
@@ -92,7 +93,27 @@ def test_win_rates_of_a_pair_add_up_to_one(results: dict[str, Any]) -> None:
     for (a, b), row in rates.items():
         assert row["value"] + rates[b, a]["value"] == pytest.approx(1.0)
         assert row["difference"]["value"] == pytest.approx(-rates[b, a]["difference"]["value"])
+        equal, swapped = row["length_controlled"], rates[b, a]["length_controlled"]
+        assert equal["low"] <= equal["value"] <= equal["high"]
+        assert (equal["value"], equal["low"]) == pytest.approx((1 - swapped["value"], 1 - swapped["high"]))
         assert row["seeds"] == 2
+
+
+def test_the_exact_kl_and_the_texts_measures_are_there(folder: Path, results: dict[str, Any]) -> None:
+    for name in ("ppo", "grpo", "dpo"):
+        arm = results["arms"][name]
+        assert abs(arm["kl_exact"] - arm["kl"]) < 5 * (arm["kl_se"] + arm["kl_exact_se"])
+        assert arm["kl_exact"] > 0
+        assert 1 < arm["reference_perplexity"] < 100
+        assert 0 <= arm["distinct_1"] <= arm["distinct_2"] <= arm["distinct_3"] <= 1
+        judged = Judged.read(folder / name / "seed-0")
+        assert judged is not None
+        assert (judged.column("kl_exact") >= 0).all()
+        assert float(judged.column("kl_exact").mean()) == pytest.approx(judged.metrics["eval/kl_exact"])
+    best = results["arms"]["best_of_n"]
+    assert (best["kl_exact"], best["reference_perplexity"]) == (None, None)
+    assert best["repetition"] is not None
+    assert results["start_model"]["kl_exact"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_every_evaluation_has_what_it_measured_and_what_had_been_spent(results: dict[str, Any]) -> None:
@@ -181,6 +202,7 @@ def test_bands_and_marks_by_hand() -> None:
     drawn = styles([f"a{i}" for i in range(9)])
     assert drawn["a0"].role == drawn["a8"].role == "s1"
     assert drawn["a0"].dash != drawn["a8"].dash
+    assert drawn["a0"].symbol != drawn["a8"].symbol
 
 
 def test_the_folder_holds_the_comparison_itself(folder: Path) -> None:
@@ -214,6 +236,9 @@ class TestInABrowser:
         places = set(re.findall(r'<div class="chart[^"]*" data-figure="([^"]+)"', dom))
         assert {"frontier", "curve:score", "curve:kl", "proxy:ppo", "proxy:grpo"} <= places
         assert dom.count('<svg class="main-svg"') >= len(places)
+        for name in ("frontier", "learning_curves", "proxy_against_judge", "win_rates", "costs"):
+            assert f'href="figures/{name}.svg"' in dom
+            assert (folder / "figures" / f"{name}.svg").is_file()
         for arm in ("start", *ARMS):
             assert f'<div class="when">{arm}</div>' in dom, arm
         legend = re.findall(r'class="legendtext"[^>]*>([^<]+)<', dom)
@@ -229,27 +254,35 @@ class TestInABrowser:
         assert found["first"]["line"] != found["second"]["line"]
 
 
-def test_a_signal_to_the_command_reaches_the_cell_which_saves(tmp_path: Path) -> None:
-    tree = compare_tree(tmp_path, seeds=[0], budget={"completions": 32000}, evaluations=1)
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**tree, "arms": {"ppo": {}}}))
+def test_control_c_stops_the_command_and_its_cells_which_save(tmp_path: Path) -> None:
+    """As a terminal sends it: to every process of the group at once, those that cells are forked from included."""
+    tree = compare_tree(tmp_path, seeds=[0], budget={"completions": 32000}, evaluations=1, jobs=2)
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**tree, "arms": {"ppo": {}, "again": {}}}))
     command = [sys.executable, "-m", "rlhf", "compare", str(tmp_path / "c.yaml")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    cell = tmp_path / "compare" / "ppo" / "seed-0"
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    cells = [tmp_path / "compare" / arm / "seed-0" for arm in ("ppo", "again")]
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and len(list(read_jsonl(cell / "costs.jsonl"))) < 3:
+    while time.monotonic() < deadline and any(len(list(read_jsonl(cell / "costs.jsonl"))) < 3 for cell in cells):
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "the same command continues" in out
     assert "Traceback" not in out + err
-    steps = [row["step"] for row in read_jsonl(cell / "costs.jsonl")]
-    assert 3 <= len(steps) < 2000
-    assert f"step-{steps[-1]:06d}" in {path.name for path in (cell / "checkpoints").iterdir()}
-    assert failure_of(cell) is None
     results = json.loads((tmp_path / "compare" / "results.json").read_text())
-    assert results["arms"]["ppo"]["status"] == "unfinished"
+    for cell in cells:
+        steps = [row["step"] for row in read_jsonl(cell / "costs.jsonl")]
+        assert 3 <= len(steps) < 2000
+        assert f"step-{steps[-1]:06d}" in {path.name for path in (cell / "checkpoints").iterdir()}
+        assert failure_of(cell) is None
+        assert results["arms"][cell.parent.name]["status"] == "unfinished"
 
 
 def test_the_command_runs_cells_in_processes_of_their_own(tmp_path: Path) -> None:

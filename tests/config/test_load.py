@@ -51,7 +51,8 @@ def test_there_are_shipped_files() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_coherent_and_dumps_to_itself(name: str) -> None:
     batch = {"epochs": 1} if name in ("a2c", "reinforce", "remax") else {}
-    config = train_config(merge(base(preset=name), {"batch": batch}))
+    tree = merge(base(preset=name), {"batch": batch, "sampling": {"completions_per_prompt": 12}})
+    config = train_config(tree)
     assert config.algorithm.preset == name
     assert train_config(dump(config)) == config
 
@@ -107,6 +108,76 @@ def test_a_mistake_is_named(override: str, message: str | None) -> None:
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("preset", "override", "message"),
+    [
+        ("online_dpo", "sampling.completions_per_prompt=1", "a pair of a prompt's completions needs"),
+        ("online_dpo", "algorithm.advantage.type=group", "set both or neither"),
+        ("grpo", "algorithm.advantage.type=best_and_worst", "set both or neither"),
+        (
+            "online_dpo",
+            "algorithm.kl={placement: loss, estimator: k3}",
+            "reads no KL penalty, but kl.placement is loss",
+        ),
+        ("online_dpo", "algorithm.kl.controller.type=adaptive", "reads no KL penalty, but kl.placement is reward"),
+        ("online_dpo", "algorithm.advantage.whiten=true", "algorithm.advantage.whiten: unknown key"),
+        ("online_dpo", "algorithm.policy_loss.beta=1", "algorithm.policy_loss.beta: unknown key"),
+        ("online_dpo", "algorithm.policy_loss.loss.beta=0", "algorithm.policy_loss.loss.beta: Input should be greater"),
+        ("online_dpo", "algorithm.policy_loss.loss.type=simpo", "does not match any of the expected tags"),
+        ("online_dpo", "algorithm.policy_loss.entropy_coef=0.1", "algorithm.policy_loss.entropy_coef: unknown key"),
+        ("online_dpo", "batch={prompts_per_step: 3, minibatches: 4}", "at most 3 pairs are made in a step"),
+        ("online_dpo", "algorithm.drop_uniform_groups=true", "drop_uniform_groups needs a group advantage"),
+        ("rejection_sampling", "algorithm.advantage.keep=4", "keep is 4 of 4 completions, so nothing is chosen"),
+        ("rejection_sampling", "sampling.completions_per_prompt=1", "keep is 1 of 1 completions"),
+        ("rejection_sampling", "algorithm.advantage.keep=0", "algorithm.advantage.keep: Input should be greater"),
+        ("rejection_sampling", "batch={prompts_per_step: 3, minibatches: 4}", "at most 3 completions are kept"),
+    ],
+)
+def test_a_mistake_in_what_is_chosen_is_named(preset: str, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        train_config(merge(base(preset=preset), parse_overrides([override])))
+    assert message in str(error.value)
+
+
+def test_likelihood_of_a_fixed_choice_may_be_climbed_by_several_steps() -> None:
+    for choice in ("{keep: 1}", "{keep: 4, min_score: 0.5}"):
+        overrides = [f"algorithm.advantage={choice}", "batch={epochs: 2, minibatches: 4}"]
+        config = train_config(merge(base(preset="rejection_sampling"), parse_overrides(overrides)))
+        assert config.batch.epochs * config.batch.minibatches == 8
+
+
+SIZED = {"a2c": 1, "reinforce": 1, "remax": 1, "online_dpo": 2, "rejection_sampling": 8}
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_a_preset_brings_its_sizes_where_it_is_named(name: str, tmp_path: Path) -> None:
+    """Over the defaults; over a file of another preset from the command line; under what is named beside it."""
+    file = {"data": {"prompts": {"path": "p"}}, **{key: base()[key] for key in ("policy", "reward")}}
+    alone = train_config({**file, "algorithm": {"preset": name}})
+    ppo = tmp_path / "ppo.yaml"
+    sizes = {"sampling": {"completions_per_prompt": 1}, "batch": {"epochs": 4, "minibatches": 2}}
+    ppo.write_text(yaml.safe_dump({**file, "algorithm": {"preset": "ppo"}, **sizes}))
+    over = load_train(ppo, [f"algorithm.preset={name}"])
+    for config in (alone, over):
+        assert (config.batch.epochs, config.batch.minibatches) == (1, 1)
+        assert config.sampling.completions_per_prompt == SIZED[name]
+    assert load_any(ppo, [f"algorithm.preset={name}"]) == over
+    said = load_train(ppo, [f"algorithm.preset={name}", "sampling.completions_per_prompt=3"])
+    assert said.sampling.completions_per_prompt == 3
+    assert load_train(ppo, ["algorithm.preset=ppo"]).batch.epochs == 4
+
+
+def test_the_file_that_names_a_preset_goes_before_its_sizes() -> None:
+    config = train_config(merge(base(preset="online_dpo"), {"batch": {"epochs": 2}}))
+    assert (config.batch.epochs, config.sampling.completions_per_prompt) == (2, 4)
+
+
+def test_a_mistake_of_a_whole_algorithm_is_under_the_key_that_a_user_writes() -> None:
+    with pytest.raises(ConfigError) as error:
+        train_config(merge(base(preset="online_dpo"), parse_overrides(["algorithm.kl.placement=reward"])))
+    assert str(error.value).startswith("algorithm: a pair loss reads no KL penalty")
+
+
 def test_every_mistake_is_reported_at_once() -> None:
     with pytest.raises(ConfigError) as error:
         train_config(merge(base(), parse_overrides(["policy.learning_rate=1", "sampling.temperature=-1"])))
@@ -159,6 +230,9 @@ def test_an_adaptive_controller_from_the_command_line() -> None:
         ("sft", {}, "data.preferences is set, but sft does not read it"),
         ("simpo", {"reference": {"model": "r"}}, "reference is set, but simpo has no reference"),
         ("dpo", {}, "data.sft is set, but dpo does not read it"),
+        ("online_dpo", {}, "data.preferences is set, but an online algorithm does not read it"),
+        ("online_dpo", {"algorithm": {"kl": {"placement": "none", "coef": 0.1}}}, "algorithm.kl is set, but the beta"),
+        ("rejection_sampling", {"critic": {"lr": 1.0}}, "critic is set, but only GAE has a critic"),
         ("cdpo", {"data": {"eval_prompts": {"path": "e"}}}, "data.eval_prompts is set, but eval.source, the judge"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import largest_difference, make_model, online, ppo_tree, quiet, trained, trained_sft, weights, write_rows
+from runs import largest_difference, make_model, online, ppo_tree, quiet, trained, trained_offline, weights, write_rows
 
 from rlhf.algo.objective import credit
 from rlhf.build.reward_model import build_reward_model
@@ -21,7 +21,10 @@ from rlhf.trainers.online import train, update
 from rlhf.types import Experience
 
 EXACT = {"policy": {"dtype": "float64", "optimizer": "sgd"}, "critic": {"optimizer": "sgd"}}
-PRESETS = ("ppo", "ppo_penalty", "grpo", "rloo", "gspo", "cispo", "dapo", "dr_grpo", "reinforce_pp")
+PRESETS = (
+    *("ppo", "ppo_penalty", "grpo", "rloo", "gspo", "cispo", "dapo", "dr_grpo", "reinforce_pp"),
+    *("online_dpo", "rejection_sampling"),
+)
 
 
 def exact(folder: Path, preset: str) -> dict[str, Any]:
@@ -102,6 +105,14 @@ RESUMABLE: dict[str, dict[str, Any]] = {
     "penalty": {"algorithm": {"preset": "ppo_penalty"}},
     "lora": {"policy": {"lora": {"r": 2}}},
     "greedy baselines": {"algorithm": {"preset": "remax"}, "batch": {"epochs": 1, "minibatches": 1}},
+    "online dpo": {
+        "algorithm": {"preset": "online_dpo", "policy_loss": {"loss": {"type": "ipo"}}},
+        "sampling": {"completions_per_prompt": 3},
+    },
+    "rejection sampling": {
+        "algorithm": {"preset": "rejection_sampling", "advantage": {"keep": 2, "min_score": 0.2}},
+        "sampling": {"completions_per_prompt": 4},
+    },
     "refilled groups": {
         "algorithm": {"preset": "dapo", "refill_rounds": 2},
         "sampling": {"completions_per_prompt": 2},
@@ -163,10 +174,10 @@ def test_a_resumed_sft_run_is_the_uninterrupted_run_bitwise(tmp_path: Path) -> N
             "checkpoint": {"every": 2},
         }
 
-    whole = trained_sft(tree("a"))
-    trained_sft(tree("b"), "schedule.steps=4")
+    whole = trained_offline(tree("a"))
+    trained_offline(tree("b"), "schedule.steps=4")
     shutil.rmtree(tmp_path / "b" / "checkpoints" / "step-000004")
-    resumed = trained_sft(tree("b"))
+    resumed = trained_offline(tree("b"))
     assert largest_difference(weights(whole.trained.module), weights(resumed.trained.module)) == 0.0
     losses = [
         json.loads(line)["eval/loss"]

@@ -57,7 +57,7 @@ def well() -> Iterator[None]:
 
 
 SAID = {
-    "raises": r"ZeroDivisionError: no words at .*test_reward_faults\.py:\d+ \(called with \d+ completions; the first: '",
+    "raises": r"ZeroDivisionError: no words at .*faults\.py:\d+ \(called with \d+ completions; the first: '",
     "hangs": r"gave no answer in 0\.5 s \(called with \d+ completions; the first: '.*timeout_s",
     "too few": r"\d+ scores for \d+ completions; the first without one: '",
 }
@@ -156,7 +156,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dying]:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses between tries, not slept."""
     waited: list[float] = []
-    monkeypatch.setattr("rlhf.rewards.remote.time.sleep", waited.append)
+    monkeypatch.setattr("rlhf.rewards.post.time.sleep", waited.append)
     return waited
 
 

@@ -3,7 +3,7 @@ from random import Random
 
 import pytest
 
-from rlhf.lab import lexicon, world
+from rlhf.lab import gold, lexicon, world
 from rlhf.lab.gold import gold_parts
 
 
@@ -68,7 +68,10 @@ def test_repeats_and_strays_are_what_the_quality_says():
     assert parts["topic"] == pytest.approx(0.5 - 2 * 0.6)  # the headline is on the topic, two clauses are not
 
 
-def test_negation_is_common_and_words_alone_do_not_tell_the_sentiment():
-    rows = world.sft_rows(0, 1000)
-    negated = sum(bool(re.search(r"\b(not|never|hardly|nothing|nobody)\b", r["completion"], re.I)) for r in rows)
-    assert 0.3 < negated / len(rows) < 0.9
+def test_negation_turns_the_words_round_in_a_good_share_of_clauses():
+    texts = [row["completion"] for row in world.sft_rows(0, 1000)]
+    clauses = [c for text in texts for s in gold._sentences(text) for c in gold._clauses(s) if c is not None]
+    judging = [clause for clause in clauses if clause.polarity]
+    said = {**lexicon.ADJECTIVES, **{form: polarity for form, (_, polarity) in lexicon.VERBS.items()}}
+    turned = sum(said[clause.judge] * clause.polarity < 0 for clause in judging)
+    assert 0.08 < turned / len(judging) < 0.2

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import ppo_tree, trained, trained_sft, write_rows
+from runs import ppo_tree, trained, trained_offline, write_rows
 
 from rlhf.config.load import merge
 
@@ -41,6 +41,56 @@ def test_every_online_preset_raises_the_gold(tmp_path: Path, preset: str) -> Non
     assert rows[-1]["eval/score"] > 0.6
     assert all(row["policy/first_ratio_deviation"] < 1e-5 for row in rows[1:])
     assert all(row["kl/sampler_mismatch"] < 1e-5 for row in rows[1:])
+
+
+def chosen_from(folder: Path, preset: str, *overrides: str) -> list[dict[str, Any]]:
+    """The metrics of 40 steps of 16 prompts, the sizes the preset's own but for the number of completions."""
+    tree = ppo_tree(folder, schedule={"steps": 40}, eval={"every": 0}, checkpoint={"every": 0})
+    tree |= {"algorithm": {"preset": preset}, "batch": {"prompts_per_step": 16, "micro_batch_size": 8}}
+    del tree["critic"]
+    trained(tree, *overrides)
+    return metrics(folder)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "hinge", "robust_dpo"])
+def test_online_dpo_raises_the_gold_and_counts_its_pairs(tmp_path: Path, loss: str) -> None:
+    rows = chosen_from(tmp_path, "online_dpo", f"algorithm.policy_loss.loss.type={loss}")
+    assert rows[0]["eval/score"] < 0.3
+    assert rows[-1]["eval/score"] > 0.6
+    assert all(row["pair/count"] + row["pair/ties"] == 16.0 for row in rows[1:])
+    assert all(row["group/uniform"] == row["pair/ties"] / 16 for row in rows[1:])
+    learned = [row for row in rows[1:] if row["pair/count"]]
+    assert all(row["policy/first_ratio_deviation"] < 1e-5 for row in learned)
+    assert all(row["pair/score_gap"] > 0 for row in learned)
+    assert all(row["policy/optimizer_steps"] == min(row["pair/count"], 1.0) for row in rows[1:])
+    assert max(row["pair/ties"] for row in rows[1:]) > 0  # as it learns, more and more score alike
+
+
+def test_a_large_beta_holds_online_dpo(tmp_path: Path) -> None:
+    kl = {}
+    for beta in ("0.1", "5.0"):
+        (tmp_path / beta).mkdir()
+        kl[beta] = chosen_from(tmp_path / beta, "online_dpo", f"algorithm.policy_loss.loss.beta={beta}")[-1]["eval/kl"]
+    assert kl["0.1"] > 2.0
+    assert kl["5.0"] < 0.25 * kl["0.1"]
+
+
+def test_rejection_sampling_raises_the_gold_and_counts_what_it_kept(tmp_path: Path) -> None:
+    rows = chosen_from(tmp_path, "rejection_sampling", "sampling.completions_per_prompt=4")
+    assert rows[0]["eval/score"] < 0.3
+    assert rows[-1]["eval/score"] > 0.6
+    assert all(row["kept/count"] == 16.0 for row in rows[1:])
+    assert all(row["kept/score"] == pytest.approx(row["score/best_of_group"]) for row in rows[1:])
+    assert all(row["policy/first_ratio_deviation"] < 1e-5 for row in rows[1:])
+
+
+def test_a_threshold_leaves_prompts_without_a_completion(tmp_path: Path) -> None:
+    rows = chosen_from(
+        tmp_path, "rejection_sampling", "algorithm.advantage={keep: 8, min_score: 0.5}", "schedule.steps=6"
+    )[1:]
+    assert all(0 < row["kept/count"] < 128 for row in rows[:3])
+    assert rows[0]["kept/none"] > 0
+    assert all(row["kept/score"] >= 0.5 for row in rows)
 
 
 def test_refilled_groups_are_counted_and_learned_from(tmp_path: Path) -> None:
@@ -120,7 +170,7 @@ def test_sft_imitates_and_ptx_keeps_imitating(tmp_path: Path) -> None:
         "batch": {"prompts_per_step": 8},
         "schedule": {"steps": 40},
     }
-    trained_sft(taught)
+    trained_offline(taught)
     losses = [json.loads(line) for line in (tmp_path / "sft" / "metrics.jsonl").read_text().splitlines()]
     assert losses[0]["eval/loss"] > 1.8
     assert losses[-1]["eval/loss"] < 0.1

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from choosing import CHOOSING
 from comparison import COMPARISON
 from machinery import MACHINERY
+from measurement import MEASUREMENT
 from mutant import Mutant
 from offline import OFFLINE
 from online_arms import ONLINE_ARMS
+from suites import SUITES
 
 MUTANTS = [
     *MACHINERY,
     *ONLINE_ARMS,
     *OFFLINE,
     *COMPARISON,
+    *SUITES,
+    *MEASUREMENT,
+    *CHOOSING,
     Mutant(
         name="whiten-keeps-mean",
         file="rlhf/masked.py",
@@ -112,8 +118,8 @@ MUTANTS = [
     Mutant(
         name="uniform-groups-inverted",
         file="rlhf/algo/objective.py",
-        before="mask & ~uniform_groups(",
-        after="mask & uniform_groups(",
+        before="return ~uniform_groups(",
+        after="return uniform_groups(",
         why="DAPO keeps the groups with nothing to learn and drops the others",
         tests=("tests/algo/test_objective.py",),
     ),
@@ -304,8 +310,8 @@ MUTANTS = [
     Mutant(
         name="entropy-penalty",
         file="rlhf/algo/objective.py",
-        before="surrogate.per_token - self.algorithm",
-        after="surrogate.per_token + self.algorithm",
+        before="surrogate.per_token - self.surrogate",
+        after="surrogate.per_token + self.surrogate",
         why="the bonus is a penalty: the policy collapses sooner",
         tests=("tests/algo/test_objective.py",),
     ),

@@ -91,8 +91,8 @@ OFFLINE = [
     Mutant(
         name="sides-swapped",
         file=TRAINER,
-        before="        first, second = (\n",
-        after="        second, first = (\n",
+        before="    first, second = (\n",
+        after="    second, first = (\n",
         why="the rejected completion is preferred",
         tests=OF_TRAINER,
     ),

@@ -116,8 +116,8 @@ ONLINE_ARMS = [
     Mutant(
         name="a-second-step-without-a-ratio",
         file="rlhf/config/sections.py",
-        before="PolicyGradientLoss) and self.batch.epochs * self.batch.minibatches > 1",
-        after="PolicyGradientLoss) and self.batch.epochs * self.batch.minibatches > 4",
+        before="if plain and self.batch.epochs * self.batch.minibatches > 1",
+        after="if plain and self.batch.epochs * self.batch.minibatches > 4",
         why="A2C takes stale completions for fresh ones, and nothing says so",
         tests=("tests/config/test_load.py",),
     ),

@@ -237,7 +237,7 @@ def test_the_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("RM_TOKEN", "opensesame")
     source = build_source(config, tokenizer(), torch.device("cpu"))
     assert isinstance(source, RemoteReward)
-    assert (source.secret, source.vocabulary) == ("opensesame", vocabulary_digest(tokenizer()))
+    assert (source.poster.secret, source.vocabulary) == ("opensesame", vocabulary_digest(tokenizer()))
 
 
 def test_a_question_is_read_or_refused() -> None:

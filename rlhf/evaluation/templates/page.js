@@ -5,6 +5,7 @@
   const system = window.matchMedia("(prefers-color-scheme: dark)");
   const touch = window.matchMedia("(pointer: coarse)").matches;
   const button = document.getElementById("theme");
+  const chips = [...document.querySelectorAll("[data-toggle]")];
 
   const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : system.matches);
   const color = (role) => getComputedStyle(root).getPropertyValue("--" + role).trim();
@@ -18,6 +19,9 @@
     if (trace.error_y) copy.error_y = { ...trace.error_y, color: value };
     return copy;
   }
+
+  // Chips, where a page has them, show and hide all that belongs to an arm: traces, figures, completions.
+  const hidden = () => new Set(chips.filter((chip) => chip.getAttribute("aria-pressed") !== "true").map((chip) => chip.dataset.toggle));
 
   function layoutOf(figure) {
     const axis = {
@@ -42,12 +46,33 @@
   }
 
   function draw() {
+    const away = hidden();
+    for (const part of document.querySelectorAll("[data-arm]")) part.hidden = away.has(part.dataset.arm);
     for (const place of document.querySelectorAll(".chart")) {
+      if (place.closest("[hidden]")) continue; // it has no width to draw in
       const figure = figures[place.dataset.figure];
-      Plotly.react(place, figure.data.map(colored), layoutOf(figure), { displayModeBar: false, responsive: true });
+      const traces = figure.data.map(colored).map((trace) => ({ ...trace, visible: !away.has(trace.legendgroup) }));
+      Plotly.react(place, traces, layoutOf(figure), { displayModeBar: false, responsive: true });
     }
     button.textContent = isDark() ? "☀ Light" : "☾ Dark";
   }
+
+  function press(chip, on) {
+    chip.setAttribute("aria-pressed", String(on));
+  }
+  for (const chip of chips) {
+    chip.addEventListener("click", () => {
+      press(chip, chip.getAttribute("aria-pressed") !== "true");
+      draw();
+    });
+  }
+  for (const every of document.querySelectorAll("[data-all]")) {
+    every.addEventListener("click", () => {
+      for (const chip of chips) press(chip, every.dataset.all === "true");
+      draw();
+    });
+  }
+  if (chips.length) document.getElementById("arms").hidden = false;
 
   button.hidden = false;
   button.addEventListener("click", () => {

@@ -1,0 +1,247 @@
+"""The figures of a comparison for print: PNG and SVG of what the page shows, drawn offline by matplotlib.
+
+Same data, same order and same colors and symbols as on the page, on white. The palette keeps apart for the common
+kinds of color blindness only together with symbols and dashes, which is why no arm is told by its color alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+from rlhf.compare.charts import (
+    AXES,
+    CURVES,
+    EXACT,
+    FEW,
+    SHOWN,
+    Json,
+    Style,
+    by_seed,
+    drawing_order,
+    gaming,
+    proxy_rows,
+    seed_means,
+    styles,
+)
+from rlhf.compare.page import FIGURES
+from rlhf.compare.words import ranking
+
+# The page's colors by role, in the light (style.css).
+PALETTE = {
+    **{"s1": "#1f66c1", "s2": "#c8570e", "s3": "#16825d", "s4": "#a2357f"},
+    **{"s5": "#7a6a00", "s6": "#0f7f95", "s7": "#b3261e", "s8": "#6249b5", "target": "#7a8496"},
+}
+MARKERS = {
+    **{"circle": "o", "square": "s", "diamond": "D", "triangle-up": "^"},
+    **{"triangle-down": "v", "cross": "P", "x": "X", "star": "*"},
+}
+LINES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
+KL_LABEL = "KL to the start model (nats per sequence)"
+DPI = 180
+LOOK: Any = {
+    **{"font.size": 9.0, "axes.titlesize": 10.0, "legend.fontsize": 8.0, "axes.grid": True, "grid.color": "#e3e6ec"},
+    **{"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True},
+    **{
+        "svg.fonttype": "none",
+        "svg.hashsalt": "rlhf",
+        "figure.facecolor": "white",
+    },  # text stays text, bytes stay equal
+}
+
+Drawing = Callable[[Json, Mapping[str, Style]], Figure | None]
+
+
+def write_figures(folder: Path, results: Json) -> list[tuple[str, str]]:
+    """Draw every figure that there is data for into `folder`/figures, as PNG and SVG.
+
+    Returns:
+        (name of the files, less their endings; title) of each.
+    """
+    drawn, found = styles(drawing_order(results)), []
+    with rc_context(LOOK):
+        for name, title, draw in DRAWINGS:
+            figure = draw(results, drawn)
+            if figure is None:
+                continue
+            figure.draw_without_rendering()  # lay it out once, not for each file
+            figure.set_layout_engine("none")
+            (folder / FIGURES).mkdir(parents=True, exist_ok=True)
+            for ending, metadata in (("png", {"Software": None}), ("svg", {"Date": None, "Creator": None})):
+                aside = folder / FIGURES / f".{name}.new"
+                figure.savefig(aside, format=ending, dpi=DPI, metadata=metadata)
+                aside.replace(folder / FIGURES / f"{name}.{ending}")
+            found.append((name, title))
+    return found
+
+
+def frontier(results: Json, drawn: Mapping[str, Style]) -> Figure:
+    """The judge's score against KL: every evaluation of every arm and seed, the last one larger."""
+    figure, axes = _blank(7.2, 4.6)
+    for arm, style in drawn.items():
+        look, before = _look(style), len(axes.lines)
+        for rows in by_seed(results, arm).values():
+            xs, ys = _columns([row for row in rows if row["kl"] is not None], "kl", "score")
+            axes.plot(xs, ys, **look, linewidth=0.8, markersize=3, alpha=0.8)
+            axes.plot(xs[-1:], ys[-1:], **look, markersize=7, linewidth=0)
+        if arm in results["best_of_n"]:
+            xs, ys = _columns(results["best_of_n"][arm], "kl", "score")
+            axes.plot(xs, ys, **{**look, "linestyle": ":"}, linewidth=1.8, markersize=3)
+        if axes.lines[before:]:
+            axes.plot([], [], **look, linewidth=1.2, markersize=5, label=arm)
+    if results.get("exact_frontier"):
+        xs, ys = _columns(results["exact_frontier"], "kl", "score")
+        axes.plot(xs, ys, color="black", linewidth=1.4, linestyle="--", label=EXACT)
+    start = results["start_model"]["score"]
+    axes.plot([0.0], [start], color=PALETTE["target"], marker="D", markersize=8, linewidth=0, label="start")
+    axes.set(xlabel=KL_LABEL, ylabel="judge's score", title="Score against KL")
+    _legend(figure, axes)
+    return figure
+
+
+def learning_curves(results: Json, drawn: Mapping[str, Style]) -> Figure | None:
+    """Every measure over the governing cost: the mean over seeds, and a band from the lowest seed to the highest."""
+    unit = results["budget"]["unit"]
+    found = {
+        name: {arm: points for arm in drawn if (points := seed_means(by_seed(results, arm), name, unit))}
+        for name, _, _ in CURVES
+    }
+    shown = [(name, title, axis) for name, title, axis in CURVES if found[name]]
+    if not shown:
+        return None
+    banded = list(drawn)[: SHOWN if len(drawn) > FEW else FEW]
+    figure, grid = _grid(len(shown), columns=2, width=3.8, height=2.6)
+    for axes, (name, title, axis) in zip(grid, shown, strict=False):
+        for arm, points in found[name].items():
+            xs, means, lows, highs = (list(column) for column in zip(*points, strict=True))
+            look = _look(drawn[arm])
+            if len(results["seeds"]) > 1 and arm in banded:
+                axes.fill_between(xs, lows, highs, color=look["color"], alpha=0.13, linewidth=0)
+            axes.plot(xs, means, **look, linewidth=1.4, markersize=3.5, label=arm)
+        axes.set(title=title, ylabel=axis, xlabel=AXES[unit])
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    if len(drawn) > len(banded):
+        figure.supxlabel(f"bands from the lowest seed to the highest: the best {len(banded)} only", fontsize=8)
+    _legend(figure, max(grid, key=lambda axes: len(axes.lines)))
+    return figure
+
+
+def proxy_against_judge(results: Json, drawn: Mapping[str, Style]) -> Figure | None:
+    """The gain in both scores of each arm, one panel each; crosses where the reward is up and the judge down."""
+    found = {arm: rows for arm in drawn if len(rows := proxy_rows(results, arm)) > 1}
+    if not found:
+        return None
+    unit = results["budget"]["unit"]
+    figure, grid = _grid(len(found), columns=min(4, max(2, len(found))), width=2.5, height=2.0)
+    for axes, (arm, rows) in zip(grid, found.items(), strict=False):
+        xs = [row["cost"] for row in rows]
+        for name, label, color, line in (("score", "judge", "s1", "-"), ("proxy", "trained-on reward", "s2", "--")):
+            gains = [row[name] - rows[0][name] for row in rows]
+            axes.plot(xs, gains, color=PALETTE[color], linestyle=line, linewidth=1.3, label=label)
+        marked = gaming(results, arm)
+        if marked:
+            ys = [score - rows[0]["score"] for _, score in marked]
+            axes.plot([x for x, _ in marked], ys, "X", color=PALETTE["s7"], label="reward up, judge down")
+        axes.set(title=arm, ylabel="gain", xlabel=AXES[unit])
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    _legend(figure, max(grid, key=lambda axes: len(axes.lines)))
+    return figure
+
+
+def win_rates(results: Json, drawn: Mapping[str, Style]) -> Figure | None:
+    """In how many percent of the prompts the row wins against the column, with 95 % intervals."""
+    arms = ranking(results)
+    found = {(row["a"], row["b"]): row for row in results["win_rates"]}
+    if len(arms) < 2 or not found:
+        return None
+    size = max(4.2, 0.62 * len(arms) + 1.4)
+    figure, axes = _blank(size + 0.6, size)
+    values = [[100 * found[a, b]["value"] if (a, b) in found else 50.0 for b in arms] for a in arms]
+    shades = LinearSegmentedColormap.from_list("wins", [PALETTE["s2"], "#ffffff", PALETTE["s1"]])
+    image = axes.imshow(values, cmap=shades, vmin=0, vmax=100)
+    for i, a in enumerate(arms):
+        for j, b in enumerate(arms):
+            row = found.get((a, b))
+            if row is None:
+                continue
+            low, high = (round(100 * row[key]) for key in ("low", "high"))
+            color = "white" if abs(values[i][j] - 50) > 35 else "black"
+            weight = "normal" if low <= 50 <= high else "bold"
+            axes.text(j, i - 0.12, f"{values[i][j]:.0f}", ha="center", va="center", color=color, weight=weight)
+            axes.text(j, i + 0.26, f"{low}–{high}", ha="center", va="center", color=color, fontsize=5.5)
+    axes.set_xticks(range(len(arms)), arms, rotation=45, ha="left", rotation_mode="anchor")
+    axes.set_yticks(range(len(arms)), arms)
+    axes.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False, length=0)
+    axes.grid(visible=False)
+    axes.set_xlabel("row against column: % of prompts won, a tie half; beneath, the 95 % interval (bold: clear of 50)")
+    figure.colorbar(image, ax=axes, shrink=0.6, pad=0.01, label="% of prompts won")
+    return figure
+
+
+def costs(results: Json, drawn: Mapping[str, Style]) -> Figure | None:
+    """What every arm spent, the mean over seeds, in each of the four units."""
+    found = {arm: results["arms"][arm]["costs"] for arm in drawn if results["arms"][arm].get("costs")}
+    if not found:
+        return None
+    figure, grid = _grid(4, columns=4, width=2.3, height=1.0 + 0.2 * len(found), share_y=True)
+    names = list(found)[::-1]
+    for axes, (unit, label) in zip(grid, AXES.items(), strict=True):
+        colors = [PALETTE[drawn[arm].role] for arm in names]
+        hatches = ["////" if results["arms"][arm]["type"] == "best_of_n" else "" for arm in names]
+        axes.barh(names, [found[arm][unit] for arm in names], color=colors, hatch=hatches, edgecolor="white")
+        axes.set_xlabel(label)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.grid(visible=False, axis="y")
+        axes.margins(y=0.02)
+    if any(results["arms"][arm]["type"] == "best_of_n" for arm in names):
+        figure.supxlabel("hatched: paid at every use, and no part of the budget", fontsize=8)
+    return figure
+
+
+DRAWINGS: tuple[tuple[str, str, Drawing], ...] = (
+    ("frontier", "score against KL", frontier),
+    ("learning_curves", "learning curves", learning_curves),
+    ("proxy_against_judge", "reward against judge", proxy_against_judge),
+    ("win_rates", "win rates", win_rates),
+    ("costs", "cost", costs),
+)
+
+
+def _look(style: Style) -> dict[str, Any]:
+    return {"color": PALETTE[style.role], "marker": MARKERS[style.symbol], "linestyle": LINES[style.dash]}
+
+
+def _columns(rows: Sequence[Json], *names: str) -> list[list[float]]:
+    return [[row[name] for row in rows] for name in names]
+
+
+def _blank(width: float, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _grid(count: int, *, columns: int, width: float, height: float, share_y: bool = False) -> tuple[Figure, list[Axes]]:
+    """`count` panels of that size in inches, row by row."""
+    rows = -(-count // columns)
+    figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
+    found: list[Axes] = []
+    for number in range(count):
+        beside = found[0] if share_y and found else None
+        found.append(figure.add_subplot(rows, columns, number + 1, sharey=beside))
+        if beside is not None:
+            found[-1].tick_params(labelleft=False)
+    return figure, found
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    """Beside the panels, in as many columns as keep it no taller than they are."""
+    handles, labels = axes.get_legend_handles_labels()
+    tall = max(1, int(figure.get_figheight() / 0.2))
+    figure.legend(handles, labels, loc="outside right upper", ncols=-(-len(labels) // tall), frameon=False)

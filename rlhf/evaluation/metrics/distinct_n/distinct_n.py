@@ -1,0 +1,28 @@
+"""Distinct n-grams."""
+
+from __future__ import annotations
+
+import datasets
+import evaluate
+
+from rlhf.evaluation.diversity import distinct_n
+
+DESCRIPTION = """Distinct n-grams over all n-grams of all texts, words being what blank space separates
+(Li et al. 2016): near 0 where texts repeat themselves or each other; NaN where there is no n-gram."""
+
+
+class DistinctN(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
+    """See DESCRIPTION."""
+
+    def _info(self) -> evaluate.MetricInfo:
+        return evaluate.MetricInfo(
+            description=DESCRIPTION,
+            citation="Li et al. (2016), A diversity-promoting objective function for neural conversation models.",
+            inputs_description="predictions: texts. n: a list of n.",
+            features=datasets.Features({"predictions": datasets.Value("string")}),
+        )
+
+    def _compute(self, predictions: list[str], n: tuple[int, ...] = (1, 2)) -> dict[str, float]:
+        numbers: dict[str, int] = {}
+        texts = [[numbers.setdefault(word, len(numbers)) for word in text.split()] for text in predictions]
+        return {f"distinct_{size}": distinct_n(texts, size) for size in n}

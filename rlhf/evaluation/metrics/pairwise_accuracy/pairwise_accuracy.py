@@ -1,0 +1,29 @@
+"""How often scores put the chosen side of a pair first."""
+
+from __future__ import annotations
+
+import datasets
+import evaluate
+
+from rlhf.evaluation.suites.estimates import mean, wilson, wins
+
+DESCRIPTION = """The share of preference pairs whose chosen side is scored higher; a tie counts half. With the 95 %
+interval of Wilson (1927). Of rewards it is a reward model's accuracy, of beta (log pi - log pi_ref) that of DPO's
+implicit reward (Rafailov et al. 2023)."""
+
+
+class PairwiseAccuracy(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
+    """See DESCRIPTION."""
+
+    def _info(self) -> evaluate.MetricInfo:
+        return evaluate.MetricInfo(
+            description=DESCRIPTION,
+            citation="Rafailov et al. (2023), Direct preference optimization.",
+            inputs_description="predictions: scores of the chosen sides. references: scores of the rejected sides.",
+            features=datasets.Features({name: datasets.Value("float64") for name in ("predictions", "references")}),
+        )
+
+    def _compute(self, predictions: list[float], references: list[float]) -> dict[str, float]:
+        verdicts = wins(list(predictions), list(references))
+        low, high = wilson(sum(verdicts), len(verdicts))
+        return {"accuracy": mean(verdicts), "low": low, "high": high}

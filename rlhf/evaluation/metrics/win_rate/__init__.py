@@ -1,0 +1,1 @@
+"""A metric of the `evaluate` library."""

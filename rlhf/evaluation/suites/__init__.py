@@ -1,0 +1,1 @@
+"""Alignment evaluations that a user names: hh, persona, gsm8k, lab, and any task of lm-eval."""

@@ -1,0 +1,95 @@
+"""The lab's true reward and its parts, on prompts no run was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhf.data.chat import Rendered
+from rlhf.data.conversation import some_text
+from rlhf.data.row import BadRow
+from rlhf.errors import RewardError
+from rlhf.evaluation.suites.estimates import wins
+from rlhf.evaluation.suites.figures import Figure, LeftOut, SuiteResult, average, skipped_and_notes
+from rlhf.evaluation.suites.questions import NEW, read_items, too_long, without
+from rlhf.evaluation.suites.settings import LabSettings
+from rlhf.evaluation.suites.subject import Subject
+from rlhf.lab.gold import gold_parts, read_prompt
+from rlhf.runtime.seeding import derive
+
+EXAMPLES = 8
+
+
+@dataclass(frozen=True)
+class _Golds:
+    """The model's completions, and the parts of the gold of each."""
+
+    texts: list[str]
+    parts: list[dict[str, float]]
+
+    @property
+    def totals(self) -> list[float]:
+        return [sum(parts.values()) for parts in self.parts]
+
+
+def run_lab(settings: LabSettings, subject: Subject, *, reference: Subject | None) -> SuiteResult:
+    """Measure lab; `reference` is the model to compare with, where there is one.
+
+    Raises:
+        DataError: no usable prompt.
+    """
+    items, skips = read_items(settings.dataset, _read_prompt, columns=("prompt",), what="prompts of the lab")
+    encoded = subject.encoder.prompts([Rendered(item.found, (), templated=False) for item in items])
+    by_id = {id(item): ids for item, ids in zip(items, encoded, strict=True)}
+    room = settings.sampling.max_new_tokens
+    items = without(items, skips, lambda item: too_long(subject, len(by_id[id(item)]), room, of=NEW))
+    prompts, ids = [item.found for item in items], [by_id[id(item)] for item in items]
+    own = _golds(subject, prompts, ids, settings.seed)
+    figures = [average("gold", own.totals, "true reward of the model's answers", seed=settings.seed)]
+    figures += _compared(own, reference, prompts, ids, settings.seed)
+    figures += [
+        average(f"gold_{part}", [parts[part] for parts in own.parts], f"its part {part}", seed=settings.seed)
+        for part in own.parts[0]
+    ]
+    skipped, notes = skipped_and_notes(skips)
+    left_out = () if reference else (LeftOut("win rate over the start model", "no reference: set reference=PATH"),)
+    examples = zip(prompts[:EXAMPLES], own.texts, own.totals, own.parts, strict=False)
+    return SuiteResult(
+        tuple(figures),
+        len(items),
+        skipped,
+        left_out,
+        notes,
+        examples=tuple({"prompt": p, "completion": t, "gold": g, "parts": parts} for p, t, g, parts in examples),
+    )
+
+
+def _golds(model: Subject, prompts: Sequence[str], ids: Sequence[list[int]], seed: int) -> _Golds:
+    drawn = model.sample(ids, prompts, key=derive(seed, "lab"))
+    texts = model.texts(drawn)
+    return _Golds(texts, [gold_parts(prompt, text) for prompt, text in zip(prompts, texts, strict=True)])
+
+
+def _compared(
+    own: _Golds, reference: Subject | None, prompts: Sequence[str], ids: Sequence[list[int]], seed: int
+) -> list[Figure]:
+    if reference is None:
+        return []
+    start = _golds(reference, prompts, ids, seed).totals
+    won = wins(own.totals, start)
+    more = [a - b for a, b in zip(own.totals, start, strict=True)]
+    return [
+        average("gold_start", start, "true reward of the start model's answers", seed=seed),
+        average("gold_difference", more, "the model's less the start model's, prompt by prompt", seed=seed),
+        average("win_rate_start", won, "the model's answer is worth more; a tie counts half", seed=seed),
+    ]
+
+
+def _read_prompt(values: Mapping[str, object]) -> str:
+    """The prompt of a row, which must ask for one of the lab's topics."""
+    prompt = some_text(values.get("prompt"), "prompt")
+    try:
+        read_prompt(prompt)
+    except RewardError as error:
+        raise BadRow("not a prompt of the lab: it names none of its topics") from error
+    return prompt

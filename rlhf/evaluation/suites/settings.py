@@ -1,0 +1,160 @@
+"""The settings of each suite: closed sections, as those of a run."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rlhf.config.algorithm import Positive
+from rlhf.config.base import Section
+from rlhf.config.data import Count, DatasetConfig, PreferencesConfig
+from rlhf.config.sections import Dtype, RewardSourceConfig
+
+
+class EvalRows(DatasetConfig):
+    """Rows to evaluate on."""
+
+    split: str = "test"
+    """Which split of a folder or hub data set; a single file has only its own rows."""
+
+
+class EvalPairs(PreferencesConfig):
+    """Preference pairs to evaluate on."""
+
+    split: str = "test"
+    """Which split of a folder or hub data set; a single file has only its own rows."""
+
+
+class Writing(Section):
+    """How completions are drawn: from the full distribution."""
+
+    max_new_tokens: Count = 128
+    """Longest completion, EOS included."""
+    temperature: Positive = 1.0
+    """Divides the logits, here and in the log-probabilities of hh."""
+    batch_size: Count = 256
+    """Rows decoded together; memory only."""
+
+
+class SuiteSettings(Section):
+    """What every suite reads. Of a run, its own settings are the defaults."""
+
+    seed: int = 0
+    """Of the sampling and of the bootstrap."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU where there is one."""
+    dtype: Dtype = "float32"
+    """As policy.dtype."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a hub model."""
+    chat_template: str = "auto"
+    """auto: questions go through the tokenizer's own template where it has one; none; or a path to a Jinja file."""
+    rows_per_pass: Count = 32
+    """Rows of a forward pass; memory only."""
+    sampling: Writing = Writing()
+    """How completions are drawn."""
+
+
+class HhSettings(SuiteSettings):
+    """Settings of hh."""
+
+    dataset: EvalPairs
+    """Preference pairs; --data is dataset.path."""
+    source: RewardSourceConfig | None = None
+    """What scores completions; null: the run's judge or reward, where it has one."""
+    reference: str | None = None
+    """Folder or hub id of the model that DPO's implicit reward is against and that completions are compared with."""
+    beta: Positive = 0.1
+    """Of the implicit reward: scales the margin, not the accuracy."""
+    stop: list[str] = ["\n\nHuman:"]
+    """A completion ends before the first of these texts."""
+
+
+class PersonaSettings(SuiteSettings):
+    """Settings of persona."""
+
+    dataset: EvalRows
+    """Yes/no items; --data is dataset.path."""
+    template: str = "{question}\nAnswer {first} or {second}.\nAnswer:"
+    """The prompt; {first} and {second} are the answers, offered in both orders. Without them: one order, no check."""
+    min_confidence: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Leave out items whose label_confidence is below."""
+
+    @model_validator(mode="after")
+    def _asks(self) -> PersonaSettings:
+        _has_question(self.template)
+        if ("{first}" in self.template) != ("{second}" in self.template):
+            raise ValueError("template offers one answer alone: write both {first} and {second}, or neither")
+        return self
+
+
+class Gsm8kSettings(SuiteSettings):
+    """Settings of gsm8k."""
+
+    sampling: Writing = Writing(max_new_tokens=256)
+    """How solutions are drawn."""
+    dataset: EvalRows
+    """Problems; --data is dataset.path."""
+    samples: Count = 1
+    """Solutions of each problem."""
+    k: list[Count] = [1]
+    """Report pass@k for these k; none above `samples`."""
+    greedy: bool | None = None
+    """The most likely token each time; null: where samples is 1."""
+    shots: Annotated[int, Field(ge=0)] = 0
+    """Solved examples before the question."""
+    examples: DatasetConfig | None = None
+    """Where the examples come from; null: the train split of the folder in dataset.path."""
+    template: str = "Question: {question}\nAnswer:"
+    """A problem; examples follow it with a space and their solution, a blank line between them."""
+    announced_only: bool = False
+    """Count an answer only where it is announced (####, boxed, "the answer is")."""
+    stop: list[str] = ["\nQuestion:"]
+    """A solution ends before the first of these texts."""
+
+    @model_validator(mode="after")
+    def _can_be_asked(self) -> Gsm8kSettings:
+        _has_question(self.template)
+        if max(self.k, default=1) > self.samples:
+            raise ValueError(f"k: pass@{max(self.k)} needs samples={max(self.k)} or more (samples is {self.samples})")
+        if self.greedy and self.samples > 1:
+            raise ValueError("greedy: samples of a problem would all be the same; set greedy=false or samples=1")
+        return self
+
+
+class LabSettings(SuiteSettings):
+    """Settings of lab."""
+
+    dataset: EvalRows
+    """Prompts of the lab; --data is dataset.path. Unless given: lab:eval_prompts.jsonl, the held-out ones."""
+    reference: str | None = None
+    """Folder or hub id of the model to compare with."""
+
+
+class HarnessSettings(SuiteSettings):
+    """Settings of lm-eval."""
+
+    include: str | None = None
+    """A folder of task files of one's own; --data is include."""
+    limit: Count | None = None
+    """Only so many documents of each task; --limit."""
+    num_fewshot: Annotated[int, Field(ge=0)] | None = None
+    """Examples before each question; null: as the task says."""
+    apply_chat_template: bool = False
+    """Give questions and examples through the chat template, each a turn; results are then not those of others."""
+
+
+FIELDS = ("question", "first", "second")
+_FIELD = re.compile("{(" + "|".join(FIELDS) + ")}")
+
+
+def fill(template: str, **fields: str) -> str:
+    """The template with its fields filled in; braces in a field's text, or around another word, stay as they are."""
+    return _FIELD.sub(lambda found: fields.get(found[1], found[0]), template)
+
+
+def _has_question(template: str) -> None:
+    if "{question}" not in template:
+        raise ValueError("template: write {question} where the question is to stand")

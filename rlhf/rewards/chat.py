@@ -1,0 +1,162 @@
+"""Questions to a language model behind an OpenAI-compatible endpoint, its answers kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from rlhf.config.judge import ChatConfig
+from rlhf.errors import ConfigError, RewardError
+from rlhf.rewards.post import Poster, busy_or_server_error
+from rlhf.rewards.texts import shown
+from rlhf.runtime.run_folder import write_aside
+
+VERSION = 1  # of the kept files: another one is asked anew
+ENOUGH = 4  # so many answers, none of them readable, are no accident
+
+
+class ChatModel:
+    """Asks at temperature 0, several at a time; the same question is asked once, also over runs."""
+
+    def __init__(
+        self, config: ChatConfig, environment: Mapping[str, str], *, section: str, backoff_s: float = 1.0
+    ) -> None:
+        """`environment` has the key and the default folder of kept answers; `section` is named in errors.
+
+        Raises:
+            ConfigError: the variable that should hold the key is not set.
+            RewardError: the address is not an HTTP one.
+        """
+        name = config.api_key_env
+        if name is not None and not environment.get(name):
+            raise ConfigError(f"{section}.api_key_env: the environment variable {name} is not set: put the key in it")
+        self.config = config
+        self.folder = answer_folder(config.cache_dir, environment)
+        self.poster = Poster(
+            f"{config.base_url.rstrip('/')}/chat/completions",
+            key=f"{section}.base_url",
+            who="the judge",
+            timeout_s=config.timeout_s,
+            retries=config.retries,
+            backoff_s=backoff_s,
+            passing=busy_or_server_error,
+            secret=environment[name] if name is not None else None,
+        )
+
+    @property
+    def who(self) -> str:
+        """The model, for messages."""
+        return f"the judge {self.config.model} at {self.config.base_url}"
+
+    def ask(self, questions: Sequence[str]) -> list[str]:
+        """An answer for each question, in their order; an answer without text is empty.
+
+        What was answered before an error or an interruption is kept.
+
+        Raises:
+            RewardError: the endpoint refuses, is silent for too long, or does not answer as an OpenAI one does.
+        """
+        bodies = {self._key(body): body for body in map(self._body, questions)}
+        answers = {key: answer for key in bodies if (answer := self._kept(key)) is not None}
+        pool = ThreadPoolExecutor(max_workers=self.config.concurrency)
+        try:
+            asked = {key: pool.submit(self._ask, key, body) for key, body in bodies.items() if key not in answers}
+            done, _ = wait(asked.values(), return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            answers |= {key: future.result() for key, future in asked.items()}
+        finally:
+            pool.shutdown(cancel_futures=True)
+        return [answers[self._key(self._body(question))] for question in questions]
+
+    def _body(self, question: str) -> bytes:
+        ours = {
+            "model": self.config.model,
+            "messages": [{"role": "user", "content": question}],
+            "temperature": 0,
+            "max_tokens": self.config.max_tokens,
+        }
+        request = {key: value for key, value in {**ours, **self.config.request}.items() if value is not None}
+        return json.dumps(request, sort_keys=True).encode()
+
+    def _key(self, body: bytes) -> str:
+        return hashlib.sha256(f"{VERSION} {self.poster.url} ".encode() + body).hexdigest()
+
+    def _kept(self, key: str) -> str | None:
+        path = self._path(key)
+        if not path.is_file():
+            return None
+        try:
+            kept = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:  # a damaged file: asked anew
+            return None
+        answer = kept.get("answer") if isinstance(kept, dict) else None
+        return answer if isinstance(answer, str) else None
+
+    def _path(self, key: str) -> Path:
+        return self.folder / key[:2] / f"{key}.json"
+
+    def _ask(self, key: str, body: bytes) -> str:
+        answer = self._content(self.poster.post(body))
+        path = self._path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_aside(path, json.dumps({"model": self.config.model, "answer": answer}, ensure_ascii=False) + "\n")
+        return answer
+
+    def _content(self, answer: bytes) -> str:
+        try:
+            parsed: Any = json.loads(answer)
+            content = parsed["choices"][0]["message"]["content"]
+        except (ValueError, LookupError, TypeError):
+            content = answer
+        if content is not None and not isinstance(content, str):
+            raise RewardError(
+                f"{self.who} did not answer as an OpenAI endpoint does (choices[0].message.content): "
+                f"{shown(answer.decode(errors='replace'))}"
+            )
+        return content or ""
+
+
+def answer_folder(configured: str | None, environment: Mapping[str, str]) -> Path:
+    """Where answers are kept: `judgments/` in the configured folder or the user's own cache."""
+    if configured is not None:
+        return Path(configured).expanduser() / "judgments"
+    return Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rlhf" / "judgments"
+
+
+def read_template(path: str | None, shipped: str, fields: Sequence[str], *, section: str, hint: str = "") -> str:
+    """The question's text: that of the file at `path`, or the one shipped; every field stands in it as {field}.
+
+    Raises:
+        ConfigError: no such file, or a field is missing; `hint` is added.
+    """
+    if path is None:
+        return shipped
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"{section}.template: no file {path}")
+    text = file.read_text(encoding="utf-8")
+    missing = [f"{{{name}}}" for name in fields if f"{{{name}}}" not in text]
+    if missing:
+        raise ConfigError(f"{section}.template: {path} has no {' and no '.join(missing)}{hint}")
+    return text
+
+
+def fill(template: str, **values: str) -> str:
+    """The template with each {name} replaced, in one pass: braces inside the values stay as they are."""
+    return re.sub(r"\{(" + "|".join(values) + r")\}", lambda found: values[found[1]], template)
+
+
+def check_readable(readable: Sequence[bool], answers: Sequence[str], *, who: str, wanted: str) -> None:
+    """A judge of which nothing can be read is no judge.
+
+    Raises:
+        RewardError: no answer of four or more can be read.
+    """
+    if len(answers) >= ENOUGH and not any(readable):
+        raise RewardError(f"none of {len(answers)} answers of {who} is {wanted}; the first: {shown(answers[0])}")

@@ -1,0 +1,94 @@
+"""Preference pairs from a model and a reward: for DPO and its kin where no pairs exist, on the same reward as PPO's.
+
+    python scripts/sample_pairs.py CONFIG.yaml PAIRS.jsonl [--prompts N] [--completions 4] [section.key=value ...]
+
+CONFIG is one of `rlhf train`'s online configurations: its policy.model writes, its data.prompts are answered, its
+reward.source ranks, as its sampling says. Of each prompt's completions the best and the worst make the pair, empty ones
+left out. Rows have `prompt`, `chosen`, `rejected`, `score_chosen` and `score_rejected`. Prompts whose completions all
+score alike give no pair; how many is said at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf.build.completer import Completer
+from rlhf.build.rewards import build_source
+from rlhf.config.load import load_train
+from rlhf.config.sections import TrainConfig
+from rlhf.data.prompts import load_prompts
+from rlhf.errors import ConfigError, UserError
+from rlhf.models.backbone import context_length
+from rlhf.rewards.texts import decode
+from rlhf.runtime.seeding import derive
+
+PROMPTS_AT_ONCE = 128
+
+
+def pairs(config: TrainConfig, completions: int, limit: int | None) -> Iterator[dict[str, Any] | None]:
+    """A row for each prompt, None where no two completions that are not empty differ in score."""
+    if config.reward is None or config.data.prompts is None:
+        raise ConfigError("pairs need data.prompts and reward.source: name a configuration of PPO or its kin")
+    writer = Completer(config.policy.model, config.sampling)
+    source = build_source(config.reward.source, writer.tokenizer, torch.device("cpu"))
+    prompts = load_prompts(
+        config.data.prompts,
+        writer.tokenizer,
+        chat_template=config.data.chat_template,
+        context=context_length(writer.model),
+        max_new_tokens=config.sampling.max_new_tokens,
+    )
+    sys.stderr.write(f"{prompts.skips.summary()}\n")
+    every = prompts.all() if limit is None else prompts.collate(range(min(limit, len(prompts))))
+    key = derive(config.run.seed, "sampled pairs")
+    for part in every.split(PROMPTS_AT_ONCE):
+        drawn = writer.sampler.sample(part, key=key, group_size=completions)
+        texts, scores = decode(drawn, writer.tokenizer), source(drawn).values.tolist()
+        for start in range(0, len(drawn), completions):
+            written = [row for row in range(start, start + completions) if texts.completions[row]]
+            if len({scores[row] for row in written}) < 2:
+                yield None
+                continue
+            best, worst = max(written, key=scores.__getitem__), min(written, key=scores.__getitem__)
+            yield {
+                "prompt": texts.prompts[start],
+                "chosen": texts.completions[best],
+                "rejected": texts.completions[worst],
+                "score_chosen": scores[best],
+                "score_rejected": scores[worst],
+            }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read, sample, rank, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("pairs", type=Path)
+    parser.add_argument("--prompts", type=int, help="how many; all where it is not given")
+    parser.add_argument("--completions", type=int, default=4, help="of each prompt, at least 2")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_intermixed_args(argv)
+    if args.completions < 2:
+        parser.error("--completions: a pair needs at least 2")
+    try:
+        rows = list(pairs(load_train(args.config, args.overrides), args.completions, args.prompts))
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    found = [row for row in rows if row is not None]
+    args.pairs.parent.mkdir(parents=True, exist_ok=True)
+    args.pairs.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found), encoding="utf-8")
+    alike = len(rows) - len(found)
+    sys.stdout.write(f"{len(found)} pairs in {args.pairs}; {alike} prompts gave none, all scores alike\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

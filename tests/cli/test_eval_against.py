@@ -1,0 +1,198 @@
+"""rlhf eval --against: another run, another model, another vocabulary; and a language model as the judge of pairs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_server import Reply, serving
+from runs import make_model, offline_tree, ppo_tree, trained, trained_offline, write_rows
+
+from rlhf.cli import main, parse
+from rlhf.config.load import merge
+
+SECRET = "sk-very-secret"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished PPO run, and another model."""
+    path = tmp_path_factory.mktemp("against")
+    trained(ppo_tree(path), "schedule.steps=2")
+    make_model(path / "other", seed=5)
+    return path
+
+
+def more_good(_: int, question: str) -> Reply:
+    first, second = (re.search(rf"<answer {side}>\n(.*?)\n</answer {side}>", question, re.S) for side in "AB")
+    assert first is not None
+    assert second is not None
+    a, b = first[1].count("good"), second[1].count("good")
+    return "A" if a > b else "B" if b > a else "tie"
+
+
+def evaluated(folder: Path, *arguments: str, name: str = "eval.json") -> dict[str, Any]:
+    assert main(["eval", str(folder / "run"), *arguments]) == 0
+    found: dict[str, Any] = json.loads((folder / "run" / name).read_text())
+    return found
+
+
+def name_of(against: Path) -> str:
+    return f"eval-{re.sub(r'[^A-Za-z0-9.]+', '-', '/'.join(against.parts[-3:])).strip('-.')}.json"
+
+
+def test_the_table_has_every_measure(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = evaluated(folder)
+    out = capsys.readouterr().out
+    for name in ("kl", "kl_se", "kl_exact", "kl_exact_se", "reference_perplexity", "distinct_1", "distinct_3"):
+        assert f"eval/{name}" in out
+        assert found["run"][f"eval/{name}"] is not None
+    assert "eval/repetition" in out
+    assert "at equal length" in out
+    assert found["against"] == "start"
+    assert found["reference"]["eval/kl_exact"] == pytest.approx(0.0, abs=1e-6)
+    equal = found["length_controlled"]
+    assert 0 <= equal["low"] <= equal["value"] <= equal["high"] <= 1
+    assert found["pairwise"] is None
+
+
+def test_against_itself_is_half_and_against_its_start_is_the_default(folder: Path) -> None:
+    run = folder / "run"
+    itself = evaluated(folder, "--against", str(run), name=name_of(run))
+    assert itself["run"] == itself["reference"]
+    assert itself["win_rate"] == {"value": 0.5, "low": 0.5, "high": 0.5}
+    assert itself["length_controlled"]["value"] == pytest.approx(0.5)
+    start = evaluated(folder, "--against", "start")
+    model = evaluated(folder, "--against", str(folder / "model"), name=name_of(folder / "model"))
+    assert model["win_rate"] == start["win_rate"]
+    assert model["reference"] == start["reference"]
+
+
+def test_overrides_may_stand_behind_the_option(folder: Path) -> None:
+    other = str(folder / "other")
+    found = evaluated(folder, "--against", other, "sampling.max_new_tokens=3", name=name_of(folder / "other"))
+    assert found["run"]["eval/length"] <= 3
+    assert found["reference"]["eval/kl_exact"] > 0.01  # to the run's own reference
+
+
+def test_a_model_of_another_vocabulary_has_no_kl(folder: Path) -> None:
+    """The same words under other numbers."""
+    shutil.copytree(folder / "model", folder / "foreign")
+    tokenizer = json.loads((folder / "model" / "tokenizer.json").read_text())
+    words = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].get)
+    moved = [*words[:4], *reversed(words[4:])]  # the special ones stay
+    tokenizer["model"]["vocab"] = {word: i for i, word in enumerate(moved)}
+    (folder / "foreign" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    found = evaluated(folder, "--against", str(folder / "foreign"), name=name_of(folder / "foreign"))
+    assert "eval/kl" in found["run"]
+    assert "eval/kl" not in found["reference"]
+    assert found["win_rate"]["value"] is not None
+
+
+def test_pairs_are_judged_in_both_orders_and_never_twice(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", SECRET)
+    with serving(more_good) as server:
+        judge = {
+            "base_url": server.url,
+            "model": "judge-1",
+            "api_key_env": "JUDGE_KEY",
+            "cache_dir": str(tmp_path / "cache"),
+        }
+        arguments = ["--against", str(folder / "other"), f"eval.judge={json.dumps(judge)}"]
+        found = evaluated(folder, *arguments, name=name_of(folder / "other"))
+        out = capsys.readouterr().out
+        count = len(server.requests)
+        again = evaluated(folder, *arguments, name=name_of(folder / "other"))
+        assert len(server.requests) == count > 0
+    assert again == found
+    pairs = found["pairwise"]
+    assert (pairs["judge"], pairs["inconsistent"], pairs["unreadable"]) == ("judge-1", 0.0, 0)
+    assert pairs["answers"] >= count
+    assert "judge-1: win rate over" in out
+    assert "0.0% of the pairs judged differently when swapped" in out
+    outcomes = [row["outcome"] for row in found["rows"]]
+    assert pairs["win_rate"]["value"] == pytest.approx(sum(outcomes) / len(outcomes))
+    for row in found["rows"]:
+        a, b = (row[side].count("good") for side in ("run", "reference"))
+        assert row["outcome"] == (1.0 if a > b else 0.0 if b > a else 0.5)
+    for path in [*folder.rglob("*"), *tmp_path.rglob("*")]:
+        assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
+
+
+def test_a_judge_that_goes_by_position_is_said_to(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with serving(lambda _n, _question: "A") as server:
+        judge = {"base_url": server.url, "model": "judge-1", "cache_dir": str(tmp_path)}
+        found = evaluated(
+            folder,
+            "--against",
+            str(folder / "other"),
+            f"eval.judge={json.dumps(judge)}",
+            name=name_of(folder / "other"),
+        )
+    assert found["pairwise"]["win_rate"]["value"] == 0.5
+    assert found["pairwise"]["inconsistent"] == 1.0
+    assert "100.0% of the verdicts for the side shown first" in capsys.readouterr().out
+
+
+def test_pairs_alone_need_no_scores(tmp_path: Path) -> None:
+    tree = offline_tree(tmp_path, "dpo")
+    tree["eval"].pop("source")
+    trained_offline(merge(tree, {"schedule": {"steps": 1}}))
+    with serving(more_good) as server:
+        judge = {"base_url": server.url, "model": "judge-1", "cache_dir": str(tmp_path / "cache")}
+        found = evaluated(tmp_path, f"eval.judge={json.dumps(judge)}")
+    assert found["win_rate"] is found["difference"] is found["length_controlled"] is None
+    assert found["pairwise"]["win_rate"]["value"] is not None
+    assert not any(name.startswith("eval/score") for name in found["run"])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert main(list(arguments)) == 2
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.out + captured.err
+    return captured.err
+
+
+def test_mistakes_are_named(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run, gone = str(folder / "run"), str(tmp_path / "gone")
+    assert "gone" in refused(capsys, "eval", run, "--against", gone)
+    judge = {"base_url": "http://127.0.0.1:9/v1", "model": "m", "api_key_env": "NO_SUCH_KEY"}
+    told = refused(capsys, "eval", run, f"eval.judge={json.dumps(judge)}")
+    assert "eval.judge.api_key_env: the environment variable NO_SUCH_KEY is not set" in told
+    (tmp_path / "t.txt").write_text("{prompt} {completion}")
+    source = {"type": "openai", "base_url": "http://127.0.0.1:9/v1", "model": "m", "template": str(tmp_path / "t.txt")}
+    told = refused(capsys, "eval", run, f"eval.judge={json.dumps(source)}")
+    assert "t.txt has no {a} and no {b}" in told
+    tokens = write_rows(tmp_path / "p.jsonl", [{"prompt": "red one"}])
+    assert "unknown key" in refused(capsys, "eval", run, f"data.eval_prompts.pathh={tokens}")
+
+
+def test_the_parser_takes_settings_on_either_side() -> None:
+    for words in (["a=1", "--against", "x"], ["--against", "x", "a=1"]):
+        assert parse(["eval", "run", *words]).overrides == ["a=1"]
+    with pytest.raises(SystemExit):
+        parse(["eval", "run", "--against", "x", "--wrong=1"])
+    with pytest.raises(SystemExit):
+        parse(["report", "run", "a=1"])
+
+
+def test_a_language_model_that_gives_numbers_is_a_source_like_any_other(folder: Path, tmp_path: Path) -> None:
+    def rate(_: int, question: str) -> Reply:
+        found = re.search(r"<answer>\n(.*?)\n</answer>", question, re.S)
+        assert found is not None
+        return f"Score: {min(1 + found[1].count('good'), 10)}"
+
+    with serving(rate) as server:
+        source = {"type": "openai", "base_url": server.url, "model": "judge-1", "cache_dir": str(tmp_path)}
+        found = evaluated(folder, f"eval.source={json.dumps(source)}")
+    assert 1 <= found["reference"]["eval/score"] < found["run"]["eval/score"] <= 10  # it was paid for `good`
+    assert found["win_rate"]["value"] > 0.5

@@ -1,0 +1,135 @@
+"""What an evaluation measures of completions: diversity, repetition, perplexity, and both estimates of the KL."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_models import EOS, completions_of, prompts_of, ragged, sampler_of, tiny
+
+from rlhf.config.sections import LoraConfig, SamplingConfig
+from rlhf.evaluation.diversity import distinct_n, diversity, repetition
+from rlhf.evaluation.evaluate import evaluate_policy, perplexity
+from rlhf.models.backbone import add_lora
+from rlhf.models.bundle import Models
+from rlhf.rollout import annotate
+from rlhf.runtime.metrics import METRICS
+from rlhf.types import Completions, Scores
+
+
+def lengths_as_scores(completions: Completions) -> Scores:
+    return Scores(values=completions.completion_mask.sum(dim=1).float(), parts={})
+
+
+def test_distinct_by_hand() -> None:
+    texts = [[1, 2, 1, 2], [1, 2, 3], [9]]
+    assert distinct_n(texts, 1) == pytest.approx(4 / 8)
+    assert distinct_n(texts, 2) == pytest.approx(3 / 5)  # 12 21 12 | 12 23
+    assert distinct_n(texts, 3) == pytest.approx(3 / 3)
+    assert math.isnan(distinct_n(texts, 5))
+
+
+def test_repetition_by_hand() -> None:
+    assert repetition([[1, 2, 3, 4, 1, 2, 3, 4]]).value == pytest.approx(1 / 5)  # 1234 2341 3412 4123 1234
+    assert repetition([[7] * 10]).value == pytest.approx(6 / 7)
+    # The same 4-gram in two completions is no repetition; the short one has none; every 4-gram counts the same.
+    found = repetition([[1, 2, 3, 4], [1, 2, 3, 4], [5] * 6, [1, 1, 1]])
+    assert (found.total, found.weight) == (2, 5)
+    assert math.isnan(repetition([[1, 2, 3]]).value)
+    assert repetition([[1, 2, 1, 2]], n=2).value == pytest.approx(1 / 3)
+
+
+def test_only_live_tokens_count() -> None:
+    short = completions_of([[5]], [[3, 3, 3, 3, EOS]])
+    padded = completions_of([[5], [5]], [[3, 3, 3, 3, EOS], [4] * 9], fill=3).rows(slice(0, 1))
+    assert padded.completion_ids.shape[1] == 9
+    assert diversity(padded) == pytest.approx(diversity(short))
+
+
+def test_perplexity_is_of_all_tokens_together() -> None:
+    logprobs = torch.tensor([[0.5, 0.25, 0.125], [0.5, 99.0, 99.0]], dtype=torch.float64).log()
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    assert perplexity(logprobs, mask) == pytest.approx((2 * 4 * 8 * 2) ** 0.25)
+    assert perplexity(torch.full((1, 2), -1e4), torch.ones(1, 2, dtype=torch.bool)) == math.inf
+
+
+def nudged() -> Models:
+    policy = tiny()
+    torch.manual_seed(1)
+    for parameter in policy.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return Models(policy=policy, reference=tiny(), temperature=0.7, dtype="float64", device=torch.device("cpu"))
+
+
+def test_both_estimates_of_the_kl_agree_and_the_exact_one_has_the_smaller_error() -> None:
+    models, count = nudged(), 1500
+    config = SamplingConfig(max_new_tokens=6, temperature=0.7)
+    prompts = prompts_of([[1, 4 + i % 3, 6] for i in range(count)])
+    sampler = sampler_of(models.policy, config)
+    found = evaluate_policy(
+        [prompts], sampler, models, lengths_as_scores, proxy=None, key=3, greedy=False, rows_per_pass=512
+    )
+    metrics = found.metrics
+    gap = metrics["eval/kl"] - metrics["eval/kl_exact"]
+    assert abs(gap) < 4 * metrics["eval/kl_se"]
+    assert metrics["eval/kl_exact_se"] < 0.8 * metrics["eval/kl_se"]
+    assert metrics["eval/kl_exact"] > 0.05
+    assert float(found.exact_kl.mean()) == pytest.approx(metrics["eval/kl_exact"])
+    assert metrics["eval/kl_exact_se"] == pytest.approx(float(found.exact_kl.std(correction=0)) / count**0.5)
+    assert set(metrics) <= set(METRICS)
+    assert metrics["eval/reference_perplexity"] == pytest.approx(
+        perplexity(found.rollout.ref_logprobs, found.rollout.completion_mask)
+    )
+
+
+def test_the_kl_of_a_position_is_that_of_the_models_distributions_there() -> None:
+    models, batch = nudged(), ragged()
+    found = models.beside_reference(batch).kl
+    expected = torch.zeros_like(found)
+    for row in range(len(batch)):
+        prompt = batch.prompt_ids[row][batch.prompt_mask[row]]
+        own = batch.completion_ids[row][batch.completion_mask[row]]
+        ids = torch.cat([prompt, own])[None]
+        assert models.reference is not None
+        pi, ref = ((m(ids).logits[0] / 0.7).log_softmax(-1) for m in (models.policy, models.reference))
+        for t in range(len(own)):
+            at = len(prompt) + t - 1
+            expected[row, t] = (pi[at].exp() * (pi[at] - ref[at])).sum()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def test_log_probabilities_are_those_of_annotate() -> None:
+    models, batch = nudged(), ragged()
+    scores = lengths_as_scores(batch)
+    expected, found = annotate(batch, scores, models, rows_per_pass=2), models.beside_reference(batch)
+    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.ref_logprobs, expected.ref_logprobs, rtol=0, atol=1e-12)
+
+
+def test_with_an_adapter_the_reference_is_the_model_without_it() -> None:
+    policy = add_lora(tiny(), LoraConfig(r=2))
+    models = Models(
+        policy=policy, temperature=1.0, dtype="float64", device=torch.device("cpu"), adapter_off_is_reference=True
+    )
+    assert float(models.beside_reference(ragged()).kl.abs().max()) < 1e-12  # a new adapter changes nothing
+    torch.manual_seed(0)
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    other = replace(models, adapter_off_is_reference=False, reference=tiny())
+    torch.testing.assert_close(models.beside_reference(ragged()).kl, other.beside_reference(ragged()).kl)
+    assert float(models.beside_reference(ragged()).kl.max()) > 1e-3
+
+
+def test_without_a_reference_there_is_no_kl() -> None:
+    models = replace(nudged(), reference=None)
+    sampler = sampler_of(models.policy, SamplingConfig(max_new_tokens=4))
+    how = {"proxy": None, "key": 3, "greedy": True, "rows_per_pass": 2}
+    found = evaluate_policy([prompts_of([[5, 6], [7]])], sampler, models, lengths_as_scores, **how)  # type: ignore[arg-type]
+    assert not {"eval/kl", "eval/kl_exact", "eval/reference_perplexity"} & set(found.metrics)
+    assert "eval/score_greedy" in found.metrics
+    assert found.exact_kl.tolist() == [0.0, 0.0]
+    with pytest.raises(RuntimeError, match="no reference"):
+        models.beside_reference(ragged())

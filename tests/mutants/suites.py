@@ -1,0 +1,126 @@
+"""Bugs seeded in the alignment evaluations: answers misread, sides swapped, intervals that are none."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+ANSWERS = ("tests/evaluation/suites/test_answers.py",)
+ESTIMATES = ("tests/evaluation/suites/test_estimates.py",)
+PERSONA = ("tests/evaluation/suites/test_persona.py",)
+GSM8K = ("tests/evaluation/suites/test_gsm8k.py",)
+HH = ("tests/evaluation/suites/test_hh.py",)
+
+SUITES = [
+    Mutant(
+        name="pass-at-k-is-biased",
+        file="rlhf/evaluation/suites/estimates.py",
+        before="return 1 - math.comb(samples - correct, k) / math.comb(samples, k)",
+        after="return 1 - (1 - correct / samples) ** k",
+        why="the plug-in estimate of pass@k is too low (Chen et al. 2021, section 2.1)",
+        tests=ESTIMATES,
+    ),
+    Mutant(
+        name="wilson-without-its-shift",
+        file="rlhf/evaluation/suites/estimates.py",
+        before="center = share + z2 / (2 * total)",
+        after="center = share",
+        why="shares near 0 and 1 have intervals on the wrong side of the middle",
+        tests=ESTIMATES,
+    ),
+    Mutant(
+        name="ties-lose",
+        file="rlhf/evaluation/suites/estimates.py",
+        before="1.0 if x > y else 0.5 if x == y else 0.0",
+        after="1.0 if x > y else 0.0",
+        why="a model that answers as the other does loses to it",
+        tests=ESTIMATES,
+    ),
+    Mutant(
+        name="first-announcement-counts",
+        file="rlhf/evaluation/suites/answers.py",
+        before="for match in reversed(list(_ANSWER.finditer(text))):",
+        after="for match in list(_ANSWER.finditer(text)):",
+        why="a solution that corrects itself is graded on what it took back",
+        tests=ANSWERS,
+    ),
+    Mutant(
+        name="headings-are-answers",
+        file="rlhf/evaluation/suites/answers.py",
+        before="if _BEGINS.match(plain(line)) and not _LISTED.match(line):",
+        after="if line:",
+        why="#### Step 2 is read as the answer 2",
+        tests=ANSWERS,
+    ),
+    Mutant(
+        name="left-of-the-equation",
+        file="rlhf/evaluation/suites/answers.py",
+        before="for side in (after, part) for found",
+        after="for side in (part,) for found",
+        why="The answer is 3 + 4 = 7 is read as 3",
+        tests=ANSWERS,
+    ),
+    Mutant(
+        name="a-difference-is-negative",
+        file="rlhf/evaluation/suites/numbers.py",
+        before=r"(?P<minus>(?<![\w.)\]])-",
+        after=r"(?P<minus>-",
+        why="10-3 ends in minus three",
+        tests=ANSWERS,
+    ),
+    Mutant(
+        name="mixed-numbers-lose-their-whole",
+        file="rlhf/evaluation/suites/numbers.py",
+        before='value += _exact(found["whole"])',
+        after="value += 0",
+        why="2 1/2 cups are half a cup",
+        tests=ANSWERS,
+    ),
+    Mutant(
+        name="persona-one-order-decides",
+        file="rlhf/evaluation/suites/persona.py",
+        before="return sum(self.log_odds) / len(self.log_odds)",
+        after="return self.log_odds[0]",
+        why="what is offered first is taken for what the model says",
+        tests=PERSONA,
+    ),
+    Mutant(
+        name="persona-scores-the-eos-too",
+        file="rlhf/evaluation/suites/persona.py",
+        before="subject.encoder.completions([rendered], which)[0][:-1]",
+        after="subject.encoder.completions([rendered], which)[0]",
+        why="how readily the model stops after Yes counts as how readily it says Yes",
+        tests=PERSONA,
+    ),
+    Mutant(
+        name="persona-orders-the-same",
+        file="rlhf/evaluation/suites/persona.py",
+        before="ORDERS = ((YES, NO), (NO, YES))",
+        after="ORDERS = ((YES, NO), (YES, NO))",
+        why="the position check asks the same twice and never finds anything",
+        tests=PERSONA,
+    ),
+    Mutant(
+        name="implicit-reward-without-its-reference",
+        file="rlhf/evaluation/suites/hh.py",
+        before="return beta * (logprobs - ref_logprobs)",
+        after="return beta * logprobs",
+        why="the accuracy is the likelihood's: what the start model knew counts as learned",
+        tests=HH,
+    ),
+    Mutant(
+        name="examples-are-asked",
+        file="rlhf/evaluation/suites/gsm8k.py",
+        before="repeated if item.found.question in shown_already else None",
+        after="None",
+        why="problems whose solution stands in the prompt are counted",
+        tests=GSM8K,
+    ),
+    Mutant(
+        name="calculator-marks-are-shown",
+        file="rlhf/evaluation/suites/gsm8k.py",
+        before="_MARKS.sub('', p.solution).strip()",
+        after="p.solution.strip()",
+        why="the examples teach the model to write marks that nothing computes",
+        tests=GSM8K,
+    ),
+]
