@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -43,21 +43,35 @@ def within(seconds: float | None, call: Callable[[], T]) -> T:
         signal.signal(signal.SIGALRM, before)
 
 
+class _Kept:
+    """Keeps what is raised inside, for another thread to raise."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.error = error
+        return True
+
+
 def _in_a_thread(seconds: float, call: Callable[[], T]) -> T:
     done: list[T] = []
-    failed: list[BaseException] = []
+    kept = _Kept()
 
     def work() -> None:
-        try:
+        with kept:
             done.append(call())
-        except BaseException as error:
-            failed.append(error)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(seconds)
-    if failed:
-        raise failed[0]
+    if kept.error is not None:
+        raise kept.error
     if not done:
         raise Elapsed
     return done[0]
