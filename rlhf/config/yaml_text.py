@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 import yaml
@@ -22,10 +23,32 @@ def parse_yaml(text: str) -> Any:
     """
     try:
         _check_size(text)
-        return yaml.safe_load(text)
+        value = yaml.safe_load(text)
+        _check_plain(value)
+        return value
     # Besides its own errors PyYAML lets through what its makers of values meet: the 99th of a month, !!int "".
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as error:
         raise UnusableYaml(str(error) or type(error).__name__) from error
+
+
+def _check_plain(value: Any) -> None:
+    """Settings are what JSON has, and dates: they are written to the run folder, and read from there."""
+    match value:
+        case dict():
+            for key, inner in value.items():
+                if isinstance(key, bytes | tuple | frozenset):
+                    raise UnusableYaml(f"a key is a {type(key).__name__}")
+                _check_plain(key)
+                _check_plain(inner)
+        case list():
+            for inner in value:
+                _check_plain(inner)
+        case str():
+            value.encode()  # half of a surrogate pair is no text: a UnicodeEncodeError, which is a ValueError
+        case None | bool() | int() | float() | datetime.date():
+            pass
+        case _:
+            raise UnusableYaml(f"a value is a {type(value).__name__}, which is no setting")
 
 
 def _check_size(text: str) -> None:

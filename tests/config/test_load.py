@@ -322,3 +322,22 @@ def test_expanding_leaves_an_explicit_algorithm_alone() -> None:
 def _online(config: TrainConfig) -> Online:
     assert isinstance(config.algorithm, Online)
     return config.algorithm
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("run: 2001-99-99", "not valid YAML"),
+        ("run: !!int ''", "not valid YAML"),
+        ("run: &a [*a]", "refers to itself"),
+        ("run: " + "[" * 200 + "]" * 200, "nested more than"),
+        ("a: &a [x,x,x,x,x,x,x,x]\n" + "".join(f"{b}: &{b} [{f'*{a},' * 8}]\n" for a, b in zip("abcdefg", "bcdefgh")), "larger"),
+        ("arms: {a: !!binary gA==}", "bytes"),
+        ('arms: {a: "\\ud800"}', "not valid YAML"),
+        ("algorithm: {preset: [ppo]}", "is not one of"),
+    ],
+)  # fmt: skip
+def test_odd_yaml_is_one_plain_error(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_any(tmp_path / "c.yaml")
