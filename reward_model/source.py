@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -13,7 +14,7 @@ from reward_model.model import score_rows
 from rlhf.data.chat import Rendered, load_tokenizer
 from rlhf.data.encode import Encoder, make_encoder
 from rlhf.data.pad import left_pad, right_pad
-from rlhf.errors import RewardError
+from rlhf.errors import NonFiniteScores, RewardError
 from rlhf.models.backbone import context_length, freeze
 from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
 from rlhf.types import Completions, Scores
@@ -97,10 +98,7 @@ class RewardModelSource:
 
     def _encoded_anew(self, batch: Completions) -> Completions:
         rendered = [self._text(row) for row in batch.split(1)]
-        prompts, completions = self.encoder.prompts(rendered), self.encoder.completions(rendered, 0)
-        for ids, finished in zip(completions, batch.finished.tolist(), strict=True):
-            if not finished:
-                ids.pop()
+        prompts, completions = encoded(self.encoder, rendered, batch.finished.tolist())
         prompt_ids, prompt_mask = left_pad(prompts, self.encoder.pad_id)
         completion_ids, completion_mask = right_pad(completions, self.encoder.pad_id)
         return replace(
@@ -134,10 +132,21 @@ class RewardModelSource:
     def _check_finite(self, values: Float[Tensor, " B"]) -> None:
         bad = (~values.isfinite()).nonzero().flatten().tolist()
         if bad:
-            raise RewardError(
+            raise NonFiniteScores(
                 f"the reward model gave {len(bad)} of {len(values)} completions a score that is NaN or infinite "
                 f"(the first: row {bad[0]}): its weights or its calibration are broken; train it again"
             )
+
+
+def encoded(
+    encoder: Encoder, rendered: Sequence[Rendered], finished: Sequence[bool]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """The ids of prompts and completions; a completion that did not end by itself has no EOS."""
+    prompts, completions = encoder.prompts(rendered), encoder.completions(rendered, 0)
+    for ids, ended in zip(completions, finished, strict=True):
+        if not ended:
+            ids.pop()
+    return prompts, completions
 
 
 def same_ids(policy: PreTrainedTokenizerBase, reward: PreTrainedTokenizerBase) -> bool:

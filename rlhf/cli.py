@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ rlhf eval   runs/ppo
 rlhf eval   runs/ppo --suite gsm8k --data …        an alignment evaluation: hh, persona, gsm8k, lab, lm-eval:TASK
 rlhf sample runs/ppo --prompt "…"
 rlhf report runs/ppo
+rlhf serve-reward runs/rm --port 8000             for reward.source.type=remote
 rlhf config configs/ppo.yaml policy.lr=1e-6
 """
 
@@ -37,6 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _VERBS[parsed.verb](parsed, console)
     except UserError as error:
         Console(stderr=True).print(Text(f"error: {error}", style="red"), soft_wrap=True)
+        return 2
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        Console(stderr=True).print(Text(f"error: {error}: make room, then run it again", style="red"), soft_wrap=True)
         return 2
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped")
@@ -96,6 +103,12 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--greedy", action="store_true", help="the most likely token each time")
     sample.add_argument("--max-new-tokens", type=int)
     sample.add_argument("--temperature", type=float)
+    serve = verb("serve-reward", "answer reward.source.type=remote with a trained reward model", "run")
+    serve.add_argument("--host", default="127.0.0.1", help="this machine only, unless you say otherwise")
+    serve.add_argument("--port", type=int, default=8000, help="0: any that is free")
+    serve.add_argument("--token-env", metavar="VAR", help="environment variable with the token to ask for")
+    serve.add_argument("--max-request-bytes", type=int, default=16 * 2**20)
+    serve.add_argument("--max-batch", type=int, default=64, help="completions scored together")
     quickstart = verb("quickstart", "lab → SFT → preference pairs → reward model → PPO → report", None)
     quickstart.add_argument("overrides", **overrides)  # type: ignore[arg-type]
     quickstart.add_argument("--seed", type=int, default=0)
@@ -173,6 +186,23 @@ def _sample(parsed: argparse.Namespace, console: Console) -> None:
     )
 
 
+def _serve_reward(parsed: argparse.Namespace, console: Console) -> None:
+    try:
+        from rlhf.build.reward_service import ServiceOptions, serve_reward
+    except ModuleNotFoundError as error:
+        if error.name not in ("fastapi", "starlette", "uvicorn"):
+            raise
+        raise UserError("serve-reward needs FastAPI and uvicorn: pip install 'rlhf[serve]'") from error
+    options = ServiceOptions(
+        host=parsed.host,
+        port=parsed.port,
+        token_env=parsed.token_env,
+        max_request_bytes=parsed.max_request_bytes,
+        max_batch=parsed.max_batch,
+    )
+    serve_reward(parsed.target, options, os.environ, console)
+
+
 def _quickstart(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.commands.quickstart import run_quickstart
 
@@ -187,6 +217,7 @@ _VERBS: dict[str, Callable[[argparse.Namespace, Console], None]] = {
     "eval": _eval,
     "report": _report,
     "sample": _sample,
+    "serve-reward": _serve_reward,
     "quickstart": _quickstart,
 }
 

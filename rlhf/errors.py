@@ -25,3 +25,15 @@ class RewardError(UserError):
 
 class CheckpointError(UserError):
     """A run folder or a checkpoint in it."""
+
+
+class NonFiniteScores(RewardError):
+    """A score that is NaN or infinite; the message names the completion."""
+
+
+class DivergenceError(UserError):
+    """NaN or Inf, too often in a row."""
+
+
+class ResourceError(UserError):
+    """The machine has too little: memory, disk."""

@@ -13,6 +13,7 @@ from rlhf.config.sections import RewardModelConfig, ScheduleConfig, TrainConfig
 from rlhf.errors import CheckpointError, ConfigError, ModelError
 from rlhf.runtime.checkpoint import Checkpoints
 from rlhf.runtime.engine import Engine, make_engine
+from rlhf.runtime.lock import FolderLock
 from rlhf.runtime.loggers import open_trackers
 from rlhf.runtime.progress import Progress
 from rlhf.runtime.recorder import Recorder
@@ -36,6 +37,7 @@ class Context:
     state: TrainState
     positions: Mapping[str, int]
     console: Console | None
+    lock: FolderLock
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -64,7 +66,7 @@ class Context:
             config=resolved,
             first_step=self.state.step,
         )
-        recorder = Recorder(self.folder, progress, trackers, show=show)
+        recorder = Recorder(self.folder, progress, trackers, show=show, release=self.lock.release)
         recorder.rewind(self.positions)
         for text in [*self.notes, *_about_resuming(self, changed, total_steps)]:
             recorder.note(text)
@@ -79,6 +81,7 @@ class Context:
             checkpoint_every=config.checkpoint.every,
             eval_every=config.eval.every,
             log_every=config.logging.every,
+            max_bad_steps=config.schedule.max_bad_steps,
             resumed=self.resume is not None,
         )
 
@@ -87,9 +90,10 @@ def open_context(config: TrainConfig | RewardModelConfig, console: Console | Non
     """Look at the run folder and decide where to start.
 
     Raises:
-        CheckpointError: resuming is forbidden and there is a checkpoint, or none is whole.
+        CheckpointError: resuming is forbidden and there is a checkpoint, none is whole, or another process is there.
     """
     folder = RunFolder(config.run.out_dir)
+    lock = FolderLock(folder.path)
     checkpoints = Checkpoints(folder.checkpoints, keep=config.checkpoint.keep)
     notes = [f"warning: {text}" for text in unread_sections(config)]
     if config.checkpoint.resume == "never" and checkpoints.all():
@@ -107,6 +111,7 @@ def open_context(config: TrainConfig | RewardModelConfig, console: Console | Non
         state=state,
         positions=positions,
         console=console,
+        lock=lock,
         notes=notes,
     )
 

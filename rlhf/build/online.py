@@ -30,6 +30,7 @@ from rlhf.runtime.engine import Trained
 from rlhf.runtime.seeding import derive
 from rlhf.sampling.hf import HFSampler
 from rlhf.sampling.sampler import Sampler
+from rlhf.trainers.offline import fitting
 from rlhf.trainers.online import ROWS_PER_PASS, OnlineRun
 from rlhf.trainers.preference import TERM
 from rlhf.types import Demonstrations, Prompts
@@ -73,6 +74,7 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
         targets={"kl/reference": controller.target} if isinstance(controller, AdaptiveKl) else None,
     )
     evaluate.record = session.recorder.samples
+    size = config.batch.micro_batch_size
     return OnlineRun(
         config=config,
         algorithm=algorithm,
@@ -87,6 +89,8 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
         critic=trained.get("critic"),
         objective=Objective(algorithm, max_tokens=config.sampling.max_new_tokens),
         ema=ema,
+        rows=fitting(size, session),
+        passes=fitting(size * ROWS_PER_PASS, session, what="a forward pass"),
         decode=decoder(tokenizer),
         export=lambda folder: export(models.policy, ema, tokenizer, folder),
     )

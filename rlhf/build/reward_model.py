@@ -18,12 +18,14 @@ from rlhf.build.context import MODEL, TRAINER, Context, model_folder, open_conte
 from rlhf.build.models import build_tokenizer
 from rlhf.config.data import PreferencesConfig
 from rlhf.config.sections import RewardModelConfig
-from rlhf.data.pairs import PairSet, PairText, load_pairs
+from rlhf.data.dialects import PairText
+from rlhf.data.pairs import PairSet, load_pairs
 from rlhf.data.stream import BatchStream
 from rlhf.errors import ConfigError
 from rlhf.evaluation.evaluate import evaluate_loss
 from rlhf.models.backbone import context_length, enable_checkpointing
 from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
+from rlhf.runtime.checkpoint import replace_folder
 from rlhf.runtime.seeding import derive, new_weights
 from rlhf.trainers.offline import OfflineRun
 from rlhf.types import Batch, PreferencePairs
@@ -127,7 +129,7 @@ def finish_reward_model(built: RewardModelRun) -> dict[str, Any]:
     config, folder = built.config, built.run.session.recorder.folder
     size, dtype = config.batch.micro_batch_size, config.model.dtype
     calibrate(built.model, built.pairs, config.calibration, micro_batch_size=size, dtype=dtype)
-    built.run.export(folder.path / MODEL)
+    replace_folder(folder.path / MODEL, built.run.export)
     if built.eval_pairs is None:
         return {}
     card = _card(config, built.model, built.tokenizer, built.pairs, built.eval_pairs)

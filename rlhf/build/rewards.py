@@ -11,6 +11,8 @@ from reward_model.source import RewardModelSource
 from rlhf.build.context import model_folder
 from rlhf.config.judge import ChatSource
 from rlhf.config.sections import EnsembleSource, FunctionSource, ModelSource, RemoteSource, RewardSourceConfig
+from rlhf.data.chat import vocabulary_digest
+from rlhf.errors import ConfigError
 from rlhf.rewards.chat import ChatModel
 from rlhf.rewards.chat_score import ChatReward
 from rlhf.rewards.ensemble import EnsembleReward
@@ -24,21 +26,35 @@ def build_source(config: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase,
 
     Raises:
         RewardError: a function that cannot be imported, an address that is none.
-        ConfigError: a template without its fields, a key that is not in the environment.
+        ConfigError: a template without its fields, a key or token that is not in the environment.
         ModelError: a reward model that cannot be loaded.
     """
     match config:
         case FunctionSource():
-            return FunctionReward(config.target, config.kwargs, tokenizer)
+            return FunctionReward(config.target, config.kwargs, tokenizer, timeout_s=config.timeout_s)
         case ModelSource():
             return RewardModelSource.load(
                 model_folder(config.path), tokenizer, device=device, micro_batch_size=config.micro_batch_size
             )
         case RemoteSource():
-            return RemoteReward(config.url, tokenizer, timeout_s=config.timeout_s, retries=config.retries)
+            return _remote(config, tokenizer)
         case ChatSource():
             chat = ChatModel(config, os.environ, section="source")
             return ChatReward(config, tokenizer, chat, section="source")
         case EnsembleSource():
             members = [build_source(member, tokenizer, device) for member in config.sources]
             return EnsembleReward(members, how=config.how, std_coef=config.std_coef)
+
+
+def _remote(config: RemoteSource, tokenizer: PreTrainedTokenizerBase) -> RemoteReward:
+    name = config.token_env
+    if name is not None and not os.environ.get(name):
+        raise ConfigError(f"reward.source.token_env: the environment variable {name} is not set: put the token in it")
+    return RemoteReward(
+        config.url,
+        tokenizer,
+        timeout_s=config.timeout_s,
+        retries=config.retries,
+        secret=os.environ[name] if name is not None else None,
+        vocabulary=vocabulary_digest(tokenizer) if config.send_tokens else None,
+    )

@@ -13,6 +13,7 @@ from rlhf.build.offline import build_offline
 from rlhf.build.online import build_online
 from rlhf.config.algorithm import Online
 from rlhf.config.sections import TrainConfig
+from rlhf.runtime.checkpoint import replace_folder
 from rlhf.runtime.session import Session
 from rlhf.trainers.offline import OfflineRun, train_offline
 from rlhf.trainers.online import OnlineRun, train
@@ -35,7 +36,7 @@ class TrainingRun:
         with self.session.recorder.progress:
             self.loop()
             if not self.session.interrupted:
-                self.run.export(self.session.recorder.folder.path / MODEL)
+                replace_folder(self.session.recorder.folder.path / MODEL, self.run.export)
         return not self.session.interrupted
 
 

@@ -208,7 +208,7 @@ def rm_accuracy(folder: Path) -> float:
     """The reward model's accuracy on the held-out pairs, in expectation over the noise of their labels."""
     config = with_lab(load_reward_model(folder / "rm" / "config.yaml", []))
     texts, gaps = gaps_of(config, str(folder / "rm"))
-    rows = [{"prompt": text.prompt, "chosen": text.chosen, "rejected": text.rejected} for text in texts]
+    rows = [{"prompt": str(text.prompt), "chosen": text.chosen, "rejected": text.rejected} for text in texts]
     return expected_accuracy(gaps, gold_gaps(rows), LABEL_TEMPERATURE)
 
 

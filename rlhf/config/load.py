@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from rlhf.config.algorithm import Gae, Offline, Online, OnlinePairLoss, SftLoss
@@ -17,6 +16,7 @@ from rlhf.config.base import Section
 from rlhf.config.compare import CompareConfig
 from rlhf.config.presets import PRESETS, SIZES
 from rlhf.config.sections import RewardModelConfig, TrainConfig, reads_reference
+from rlhf.config.yaml_text import UnusableYaml, parse_yaml
 from rlhf.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -99,8 +99,8 @@ def read_yaml(path: str | Path) -> Tree:
         hint = f"; did you mean {file.parent / near[0]}?" if near else ""
         raise ConfigError(f"no configuration file {str(path)!r}{hint}")
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        tree = parse_yaml(file.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold sections (run:, policy:, ...), not {type(tree).__name__}")
@@ -120,9 +120,11 @@ def parse_overrides(overrides: Sequence[str]) -> Tree:
         if not equals or not all(parts):
             raise ConfigError(f"cannot read {text!r}: write section.key=value, e.g. policy.lr=1e-6")
         try:
-            value = yaml.safe_load(raw)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{key}: the value {raw!r} is not valid YAML; put it in quotes") from error
+            value = parse_yaml(raw)
+        except UnusableYaml as error:
+            raise ConfigError(
+                f"{key}: the value {raw[:200]!r} is not valid YAML ({error}); put it in quotes"
+            ) from error
         branch: Any = value
         for part in reversed(parts):
             branch = {part: branch}
@@ -168,7 +170,7 @@ def expand_preset(tree: Tree) -> Tree:
     if not isinstance(algorithm, Mapping) or "preset" not in algorithm or algorithm["preset"] is None:
         return tree
     name = algorithm["preset"]
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         near = difflib.get_close_matches(str(name), PRESETS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"algorithm.preset: {name!r} is not one of {', '.join(PRESETS)}{hint}")

@@ -121,6 +121,8 @@ class FunctionSource(Section):
     """module:function, or path/to/file.py:function; called with prompts, completions and references (lists)."""
     kwargs: dict[str, Any] = {}
     """Passed to the function as they stand."""
+    timeout_s: Positive | None = None
+    """Longest time of one call; a call that takes longer ends the run, saved. null: no limit."""
 
 
 class ModelSource(Section):
@@ -141,8 +143,12 @@ class RemoteSource(Section):
     """Answers POST {prompts, completions, references} with {scores}."""
     timeout_s: Positive = 60.0
     """Per request."""
-    retries: Size = 4
-    """Tries after the first, with exponential backoff."""
+    retries: Size = 8
+    """Tries after the first, 1 s, 2 s, 4 s ... 30 s apart (about two minutes in all); then the run saves and stops."""
+    token_env: str | None = None
+    """The environment variable that holds the server's token, sent as Authorization: Bearer; null: none is sent."""
+    send_tokens: bool = False
+    """Send token ids besides the texts: rlhf serve-reward then gives the very scores of the model in this process."""
 
 
 class EnsembleSource(Section):
@@ -223,6 +229,8 @@ class ScheduleConfig(Section):
     """The learning rate rises linearly over the first so many steps."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: stay, or fall towards zero, which the step after the last would have."""
+    max_bad_steps: Count = 10
+    """So many optimizer steps in a row that a NaN or Inf in loss, gradient or scores prevents, and the run stops."""
 
     @model_validator(mode="after")
     def _one_length(self) -> ScheduleConfig:

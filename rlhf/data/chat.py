@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -163,3 +164,9 @@ def _apply(tokenizer: PreTrainedTokenizerBase, template: Template, conversation:
         raise BadRow("the chat template refuses the conversation", str(error)[:100]) from error
     assert isinstance(written, str)
     return written
+
+
+def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of every token with its id, the pad token left out: equal where ids mean the same."""
+    known = sorted((number, token) for token, number in tokenizer.get_vocab().items() if token != tokenizer.pad_token)
+    return hashlib.sha256(json.dumps(known, ensure_ascii=True).encode()).hexdigest()

@@ -15,6 +15,7 @@ from typing import Any
 
 from rlhf.errors import RewardError, UserError
 from rlhf.rewards.texts import Decoder, Texts, checked_scores, decode, shown
+from rlhf.rewards.timeout import Elapsed, within
 from rlhf.types import Completions, Scores
 
 
@@ -24,8 +25,10 @@ class FunctionReward:
     The function returns a list (or array) of numbers, or a pair of it and a dict of named parts, each such a list.
     """
 
-    def __init__(self, target: str, kwargs: Mapping[str, Any], tokenizer: Decoder) -> None:
-        """`target` is module:function, or path/to/file.py:function.
+    def __init__(
+        self, target: str, kwargs: Mapping[str, Any], tokenizer: Decoder, *, timeout_s: float | None = None
+    ) -> None:
+        """`target` is module:function, or path/to/file.py:function; `timeout_s` limits a call (None: no limit).
 
         Raises:
             RewardError: it cannot be imported, is not callable, or does not take these arguments.
@@ -33,6 +36,7 @@ class FunctionReward:
         self.target = target
         self.kwargs = dict(kwargs)
         self.tokenizer = tokenizer
+        self.timeout_s = timeout_s
         self._function = load_function(target)
         _check_arguments(self._function, target, self.kwargs)
 
@@ -40,13 +44,21 @@ class FunctionReward:
         """See RewardSource."""
         texts = decode(completions, self.tokenizer)
         with _Foreign(f"the reward function {self.target!r}", f" ({_size(texts)})"):
-            result = self._function(
-                prompts=texts.prompts, completions=texts.completions, references=texts.references, **self.kwargs
-            )
+            result = self._called(texts)
         values, parts = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if not isinstance(parts, Mapping):  # a tuple of two scores
             values, parts = result, {}
         return checked_scores(values, parts, texts, who=f"the reward function {self.target!r}")
+
+    def _called(self, texts: Texts) -> Any:
+        given = {"prompts": texts.prompts, "completions": texts.completions, "references": texts.references}
+        try:
+            return within(self.timeout_s, lambda: self._function(**given, **self.kwargs))
+        except Elapsed as error:
+            raise RewardError(
+                f"the reward function {self.target!r} gave no answer in {self.timeout_s:g} s ({_size(texts)}): "
+                "look for what it waits for, or raise reward.source.timeout_s"
+            ) from error
 
 
 def load_function(target: str) -> Callable[..., Any]:

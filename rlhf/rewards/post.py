@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import random
 import time
 import urllib.error
 import urllib.parse
@@ -31,7 +32,7 @@ class Poster:
 
     A refused or broken connection, a timeout and a status that `passing` names are tried again after backoff_s,
     2 backoff_s, ... (at most 30 s apart; where the server says Retry-After, at least that, up to 30 s); any other
-    answer is final.
+    answer is final. Each pause is up to half shorter by chance, so that many clients do not come back at once.
     """
 
     def __init__(
@@ -79,7 +80,8 @@ class Poster:
         started, asked_to_wait = time.monotonic(), 0.0
         for attempt in range(self.retries + 1):
             if attempt:
-                time.sleep(min(max(self.backoff_s * 2 ** (attempt - 1), asked_to_wait), MAX_BACKOFF_S))
+                backoff = min(self.backoff_s * 2 ** (attempt - 1), MAX_BACKOFF_S) * random.uniform(0.5, 1.0)
+                time.sleep(min(max(backoff, asked_to_wait), MAX_BACKOFF_S))
             try:
                 return self._once(body)
             except urllib.error.HTTPError as error:

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlhf.errors import RewardError
+from rlhf.errors import NonFiniteScores, RewardError
 from rlhf.types import Completions, Scores
 
 
@@ -38,8 +38,7 @@ def decode(completions: Completions, tokenizer: Decoder) -> Texts:
     A prompt is the text of its row's "prompt" column where there is one, else its decoded tokens. A completion is what
     it adds to the decoded prompt: many tokenizers drop a leading space, so its tokens alone would lose one.
     """
-    prompt_ids = _live(completions.prompt_ids, completions.prompt_mask)
-    own_ids = _live(completions.completion_ids, completions.completion_mask)
+    prompt_ids, own_ids = live_ids(completions)
     own_ids = [ids[:-1] if ended else ids for ids, ended in zip(own_ids, completions.finished.tolist(), strict=True)]
     prompts = tokenizer.batch_decode(prompt_ids, skip_special_tokens=True)
     alone = tokenizer.batch_decode(own_ids, skip_special_tokens=True)
@@ -61,7 +60,8 @@ def checked_scores(values: object, parts: object, texts: Texts, *, who: str) -> 
     """The scores `who` returned, as tensors.
 
     Raises:
-        RewardError: not one finite number a completion, in the scores or in a part.
+        RewardError: not one number a completion, in the scores or in a part.
+        NonFiniteScores: one that is NaN or infinite.
     """
     if not isinstance(parts, Mapping):
         raise RewardError(
@@ -79,6 +79,12 @@ def checked_scores(values: object, parts: object, texts: Texts, *, who: str) -> 
 def shown(text: str, limit: int = 200) -> str:
     """A text for an error message: quoted, and cut when long."""
     return repr(text if len(text) <= limit else text[:limit] + "…")
+
+
+def live_ids(completions: Completions) -> tuple[list[list[int]], list[list[int]]]:
+    """The token ids of every prompt and of every completion, its EOS included."""
+    prompts = _live(completions.prompt_ids, completions.prompt_mask)
+    return prompts, _live(completions.completion_ids, completions.completion_mask)
 
 
 def _live(ids: Tensor, mask: Tensor) -> list[list[int]]:
@@ -100,7 +106,7 @@ def _numbers(values: object, completions: list[str], *, who: str, what: str) -> 
     numbers = [_number(value) for value in values]
     bad = [i for i, number in enumerate(numbers) if not math.isfinite(number)]
     if bad:
-        raise RewardError(
+        raise NonFiniteScores(
             f"{who} returned {len(bad)} {what} of {len(values)} that are not finite numbers; "
             f"the first is {shown(str(values[bad[0]]))}, for the completion {shown(completions[bad[0]])}"
         )

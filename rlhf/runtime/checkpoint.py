@@ -7,13 +7,18 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
-from rlhf.errors import CheckpointError
+from safetensors import SafetensorError
+
+from rlhf.errors import CheckpointError, UserError
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{6,})")
+_ASIDE = (".writing-", ".deleting-")  # folders that are no checkpoint yet, or no longer
 
 
 class Checkpoints:
@@ -31,28 +36,36 @@ class Checkpoints:
         """
         aside = self.folder / f".writing-step-{step:06d}"
         target = self.folder / f"step-{step:06d}"
-        try:
-            shutil.rmtree(aside, ignore_errors=True)
+        with Writing(f"the checkpoint {target}", aside):
+            self.sweep()
             aside.mkdir(parents=True)
             write(aside)
             _write_manifest(aside)
             if target.exists():
-                shutil.rmtree(target)
+                _delete(target)
             aside.rename(target)
             _sync_folder(self.folder)
-        except OSError as error:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise CheckpointError(f"cannot write the checkpoint {target}: {error}") from error
-        for old in self.all()[: -self.keep]:
-            shutil.rmtree(old)
+            self._rotate(step)
         return target
+
+    def sweep(self) -> None:
+        """Remove what a killed process left half written or half deleted."""
+        for path in self.folder.glob(".*") if self.folder.is_dir() else ():
+            if path.name.startswith(_ASIDE):
+                shutil.rmtree(path)
+
+    def _rotate(self, step: int) -> None:
+        """Keep the newest up to `step`. Later ones are damaged, or of a course that was left: a restart passed them."""
+        for later in [path for path in self.all() if _step(path) > step]:
+            _delete(later)
+        for old in self.all()[: -self.keep]:
+            _delete(old)
 
     def all(self) -> list[Path]:
         """Every checkpoint folder, oldest first; whether it is whole is not looked at."""
         if not self.folder.is_dir():
             return []
-        named = [(match, path) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-        return [path for _, path in sorted((int(match[1]), path) for match, path in named)]
+        return sorted((path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)), key=_step)
 
     def newest(self, note: Callable[[str], None]) -> Path | None:
         """The newest whole checkpoint; damaged ones are passed over, and `note` is told of each.
@@ -77,30 +90,125 @@ def damage_of(path: Path) -> str | None:
     """What is wrong with a checkpoint folder; None when every file is there with its size and checksum."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        files = dict(manifest["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"its {MANIFEST} cannot be read: {type(error).__name__}"
-    for name, expected in files.items():
+        files = _listed(manifest)
+    except (OSError, ValueError, RecursionError) as error:
+        return f"its {MANIFEST} cannot be read: {error}"
+    for name, (size, checksum) in files.items():
         file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != expected["size"]:
-            return f"{name} has {file.stat().st_size} bytes, not {expected['size']}"
-        if _sha256(file) != expected["sha256"]:
-            return f"{name} does not match its checksum"
+        try:
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != size:
+                return f"{name} has {file.stat().st_size} bytes, not {size}"
+            if _sha256(file) != checksum:
+                return f"{name} does not match its checksum"
+        except OSError as error:
+            return f"{name} cannot be read: {error}"
     return None
 
 
+def _listed(manifest: Any) -> dict[str, tuple[int, str]]:
+    """Name -> size and checksum of each file.
+
+    Raises:
+        ValueError: the manifest is not one, or not the one that was written.
+    """
+    if not isinstance(manifest, dict) or set(manifest) != {"files", "sha256"}:
+        raise ValueError("it is not a list of files with a checksum")
+    files = manifest["files"]
+    if _checksum_of(files) != manifest["sha256"]:
+        raise ValueError("it does not match its own checksum")
+    return {str(name): (int(entry["size"]), str(entry["sha256"])) for name, entry in files.items()}
+
+
+def _checksum_of(files: Any) -> str:
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+class Writing:
+    """Around the filling of the folder `aside`: a failure removes it and is a CheckpointError that says what failed.
+
+    Libraries say "no space left" in their own ways: torch by a RuntimeError, safetensors and tokenizers by errors of
+    their own with the system's text in them.
+    """
+
+    def __init__(self, what: str, aside: Path) -> None:
+        self.what, self.aside = what, aside
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
+        free = _free_mb(self.aside.parent)
+        shutil.rmtree(self.aside, ignore_errors=True)
+        ours = isinstance(error, OSError | RuntimeError | SafetensorError) or "os error" in str(error)
+        if ours and not isinstance(error, UserError):
+            raise CheckpointError(
+                f"cannot write {self.what}: {error}. What was there before is untouched. {free}"
+                "Make room, or whatever else it lacks; then the same command continues from the newest checkpoint"
+            ) from error
+
+
+def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a folder beside `target`, then put it in its place: a reader sees the old one or the new one.
+
+    Raises:
+        CheckpointError: it could not be written; what was there before is untouched.
+    """
+    aside = target.with_name(f".writing-{target.name}")
+    with Writing(str(target), aside):
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        write(aside)
+        _sync_tree(aside)
+        if target.exists():
+            _delete(target)
+        aside.rename(target)
+        _sync_folder(target.parent)
+
+
+def _delete(folder: Path) -> None:
+    """Rename, then remove: a kill in between leaves nothing that looks like a checkpoint."""
+    aside = folder.with_name(f".deleting-{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+    shutil.rmtree(aside)
+
+
+def _free_mb(folder: Path) -> str:
+    try:
+        return f"The disk has {shutil.disk_usage(folder).free / 2**20:,.0f} MB free. "
+    except OSError:
+        return ""
+
+
+def _step(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            _sync_folder(path)
+        else:
+            _sync_file(path)
+    _sync_folder(folder)
+
+
 def _write_manifest(folder: Path) -> None:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    entries = {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sha256(path)} for path in files
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files: Mapping[str, Mapping[str, int | str]] = {
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sha256(path)} for path in paths
     }
-    for path in files:
-        _sync_file(path)
-    manifest = folder / MANIFEST
-    manifest.write_text(json.dumps({"files": entries}, indent=1), encoding="utf-8")
-    _sync_file(manifest)
+    manifest = {"files": files, "sha256": _checksum_of(files)}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    _sync_tree(folder)
 
 
 def _sha256(path: Path) -> str:

@@ -64,17 +64,27 @@ class JsonlLogger:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+b")
+        self._file = path.open("a+b", buffering=0)  # a line that could not be written must not wait for another try
         self._drop_unfinished_line()
 
     def log(self, record: Mapping[str, object]) -> None:
-        """Append one line and hand it to the operating system: a crash of this process loses nothing."""
-        self._file.write(encode_line(record))
-        self._file.flush()
+        """Append one line and hand it to the operating system: a crash of this process loses nothing.
+
+        Raises:
+            CheckpointError: it could not be written (a full disk, say); what is there of it is cut off at a restart.
+        """
+        rest = memoryview(encode_line(record))
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write {self.path}: {error}. Make room, or whatever else it lacks; "
+                "then the same command continues from the newest checkpoint"
+            ) from error
 
     def position(self) -> int:
         """The length in bytes, everything up to there being on the disk: what a checkpoint keeps."""
-        self._file.flush()
         os.fsync(self._file.fileno())
         return self._file.seek(0, os.SEEK_END)
 

@@ -87,6 +87,7 @@ rm/accuracy           | share    | pairs whose chosen side scores higher
 rm/margin             | score    | mean score difference, chosen - rejected
 rm/score_mean         | score    | mean score over both sides
 skipped/nonfinite     | count    | optimizer steps not taken because of a NaN or Inf, since the start
+skipped/unscored      | count    | steps not taken because a score was NaN or infinite, since the start
 eval/score            | score    | mean score of the judge on held-out prompts, one sampled completion each
 eval/score_std        | score    | its standard deviation over prompts
 eval/score_greedy     | score    | mean score of greedy completions of held-out prompts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rlhf.runtime.loggers import JsonlLogger, Trackers
@@ -15,12 +15,21 @@ from rlhf.runtime.run_folder import RunFolder
 class Recorder:
     """The run's files and its display. Metrics and samples are deterministic; times are kept apart."""
 
-    def __init__(self, folder: RunFolder, progress: Progress, trackers: Trackers, *, show: Sequence[str]) -> None:
-        """`show` are the metrics for the progress display."""
+    def __init__(
+        self,
+        folder: RunFolder,
+        progress: Progress,
+        trackers: Trackers,
+        *,
+        show: Sequence[str],
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`show` are the metrics for the progress display; `release` lets other processes into the folder."""
         self.folder = folder
         self.progress = progress
         self.trackers = trackers
         self.show = tuple(show)
+        self._release = release
         self._metrics = JsonlLogger(folder.metrics)
         self._samples = JsonlLogger(folder.samples)
         self._timings = JsonlLogger(folder.timings)
@@ -75,3 +84,4 @@ class Recorder:
         for logger in (self._metrics, self._samples, self._timings, self._notes):
             logger.close()
         self.trackers.close()
+        self._release()

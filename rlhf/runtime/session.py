@@ -11,8 +11,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol, runtime_checkable
 
-from rlhf.errors import CheckpointError
+from rlhf.errors import CheckpointError, DivergenceError, NonFiniteScores, RewardError
 from rlhf.runtime.checkpoint import Checkpoints
+from rlhf.runtime.metrics import Metrics
 from rlhf.runtime.recorder import Recorder
 
 STATE = "state.json"
@@ -27,6 +28,9 @@ class TrainState:
     penalty_coef: float = 0.0
     completions: int = 0  # sampled since the start
     skipped: int = 0  # optimizer steps not taken because of NaN or Inf
+    unscored: int = 0  # steps not taken because of a score that is NaN or infinite
+    bad_in_a_row: int = 0  # of both, the last ones
+    owed: dict[str, float] | None = None  # metrics of `step`, where its evaluation could not be made
 
     def write(self, folder: Path, positions: Mapping[str, int]) -> None:
         """state.json."""
@@ -96,6 +100,7 @@ class Session:
     checkpoint_every: int
     eval_every: int
     log_every: int
+    max_bad_steps: int = 10
     resumed: bool = False  # continues from a checkpoint: what came before step 1 is done
     interrupted: bool = False
     budget: Budget | None = None
@@ -104,13 +109,15 @@ class Session:
         self._pending: dict[str, float] = {}
         self._step_tokens = 0
         self._tokens = 0  # since the last line of metrics
-        self._saved_at = self.state.step if self.resumed else None
+        self._saved_at = self.state.step if self.resumed and self.state.owed is None else None
 
     def steps(self) -> Iterator[int]:
         """The steps still to do, from 1; around each: metrics, evaluation, checkpoint, and a stop when asked for."""
         with Interruption() as stop:
             if not self.resumed:
-                self._record(0, self._evaluated(0))
+                self._record(0, self._evaluated())
+            if self.state.owed is not None:
+                self._conclude(self.state.owed)
             while not self._is_over() and not stop.requested:
                 step, began = self.state.step + 1, time.perf_counter()
                 yield step
@@ -128,26 +135,87 @@ class Session:
         self._step_tokens = tokens
         self._tokens += tokens
 
+    def watch(self, seen: Metrics) -> None:
+        """Count an optimizer step that a NaN or Inf prevented; one that was taken ends the row of such steps.
+
+        Raises:
+            DivergenceError: there were too many in a row.
+        """
+        if "skipped/nonfinite" in seen:
+            self.state.skipped += 1
+            self._bad("a NaN or Inf in the loss or a gradient")
+        else:
+            self.state.bad_in_a_row = 0
+
+    def unscored(self, error: NonFiniteScores) -> None:
+        """Leave out a step because of its scores.
+
+        Raises:
+            NonFiniteScores: it is the first step: the source is broken, rather than a completion odd.
+            DivergenceError: there were too many bad steps in a row.
+        """
+        if self.state.step == 0:
+            raise error
+        self.state.unscored += 1
+        self._bad(str(error))
+
+    def stopped_by(self, error: RewardError) -> RewardError:
+        """Save the run as it was after its last step; the error, with how to go on."""
+        if self.state.step == 0:  # there is nothing to lose
+            return error
+        self._checkpoint()
+        return RewardError(
+            f"{error}. The run is saved at step {self.state.step}: the same command continues from there"
+        )
+
+    def _bad(self, what: str) -> None:
+        state = self.state
+        state.bad_in_a_row += 1
+        if state.bad_in_a_row == 1:
+            self.recorder.note(f"step {state.step + 1}: {what}: the step was not taken")
+        if state.bad_in_a_row >= self.max_bad_steps:
+            whole = self.checkpoints.all()
+            raise DivergenceError(
+                f"{what}; no step could be taken {state.bad_in_a_row} times in a row (schedule.max_bad_steps), so the "
+                f"run stopped in step {state.step + 1}. "
+                + (f"The last good checkpoint is {whole[-1]}. " if whole else "There is no checkpoint yet. ")
+                + "Try a lower policy.lr or max_grad_norm, and look at the data and the reward; the same command, with "
+                "that changed, goes on from there"
+            )
+
     def _is_over(self) -> bool:
         return self.state.step >= self.total_steps or (self.budget is not None and self.budget.spent)
 
     def _after(self, step: int, seconds: float) -> None:
         self.state.step = step
-        metrics = self._pending
         if self.budget is not None:
-            self.budget.spend(step, metrics, tokens=self._step_tokens, seconds=seconds)
-        last = self._is_over()
-        due = last or (self.eval_every and step % self.eval_every == 0)
-        if due:
-            metrics |= self._evaluated(step)
+            self.budget.spend(step, self._pending, tokens=self._step_tokens, seconds=seconds)
+        self._conclude(self._pending)
+
+    def _conclude(self, metrics: Mapping[str, float]) -> None:
+        """What follows a step: evaluation, its line, a checkpoint; none while bad steps are counted."""
+        step = self.state.step
+        due = self._is_over() or (self.eval_every and step % self.eval_every == 0)
+        found = self._evaluated(metrics) if due else {}
+        self.state.owed = None
         if due or step % self.log_every == 0:
-            self._record(step, metrics)
-        if self.checkpoint_every and step % self.checkpoint_every == 0:
+            self._record(step, {**metrics, **found})
+        if self.checkpoint_every and step % self.checkpoint_every == 0 and not self.state.bad_in_a_row:
             self._checkpoint()
 
-    def _evaluated(self, step: int) -> dict[str, float]:
-        with self.recorder.phase("evaluate"):
-            return self.evaluate(step)
+    def _evaluated(self, owed: Mapping[str, float] | None = None) -> dict[str, float]:
+        """The evaluation of the step; where the judge fails, the run is saved with what it `owed` its metrics."""
+        try:
+            with self.recorder.phase("evaluate"):
+                return self.evaluate(self.state.step)
+        except NonFiniteScores as error:
+            if self.state.step == 0:
+                raise
+            self.recorder.note(f"step {self.state.step} is not evaluated: {error}")
+            return {}
+        except RewardError as error:
+            self.state.owed = dict(owed) if owed is not None else None
+            raise self.stopped_by(error) from error
 
     def _record(self, step: int, metrics: Mapping[str, float]) -> None:
         if metrics:
@@ -158,11 +226,10 @@ class Session:
         if self._saved_at == self.state.step:
             return
         with self.recorder.phase("checkpoint"):
-            positions = self.recorder.positions()
 
             def write(folder: Path) -> None:
                 self.save(folder)
-                self.state.write(folder, positions)
+                self.state.write(folder, self.recorder.positions())
 
             self.checkpoints.save(self.state.step, write)
         self._saved_at = self.state.step

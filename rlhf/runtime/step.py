@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlhf.masked import Mean
 from rlhf.runtime.engine import Trained
+from rlhf.runtime.memory import Fitting
 from rlhf.runtime.metrics import Metrics
 from rlhf.types import Batch
 
@@ -35,13 +36,25 @@ class Part:
 
 
 def optimizer_step(
-    parts: Sequence[Part], trained: Sequence[Trained], *, micro_batch_size: int, lr_factor: float
+    parts: Sequence[Part], trained: Sequence[Trained], *, micro_batch_size: int | Fitting, lr_factor: float
 ) -> Metrics:
     """One step of every `trained` model on the sum of all parts' losses.
 
     The micro-batch size is about memory: gradients are sums divided by whole-minibatch norms, so it cannot change
-    the step. A NaN or Inf in a loss or gradient drops the whole step (no model moves) and counts it.
+    the step; where memory runs out it is halved and the gradient begun anew. A NaN or Inf in a loss or gradient drops
+    the whole step (no model moves) and counts it.
     """
+    rows = micro_batch_size if isinstance(micro_batch_size, Fitting) else Fitting(micro_batch_size)
+    metrics, total = rows.run(lambda size: _gradients(parts, trained, size))
+    metrics.add("loss/total", total)
+    _step(trained, metrics, finite=math.isfinite(total), lr_factor=lr_factor)
+    return metrics
+
+
+def _gradients(parts: Sequence[Part], trained: Sequence[Trained], micro_batch_size: int) -> tuple[Metrics, float]:
+    """The gradient of every model; what was observed, and the loss."""
+    for model in trained:
+        model.drop_gradient()  # of passes that memory ran out in
     metrics, total = Metrics(), 0.0
     for part in parts:
         norms = part.loss.norms(part.batch)
@@ -51,9 +64,7 @@ def optimizer_step(
             _backward(terms, trained)
             total += sum(float(value.detach()) for value in terms.values())
             metrics.update(observed)
-    metrics.add("loss/total", total)
-    _step(trained, metrics, finite=math.isfinite(total), lr_factor=lr_factor)
-    return metrics
+    return metrics, total
 
 
 def _backward(terms: Mapping[str, Tensor], trained: Sequence[Trained]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from rlhf.config.sections import BatchConfig, ScheduleConfig
 from rlhf.models.bundle import Ema
 from rlhf.runtime.engine import Trained, lr_factor
+from rlhf.runtime.memory import Fitting
 from rlhf.runtime.metrics import Metrics
 from rlhf.runtime.session import Session
 from rlhf.runtime.step import Loss, Part, optimizer_step
@@ -32,6 +33,7 @@ class OfflineRun:
 
 def train_offline(run: OfflineRun) -> None:
     """Every step of the run, from where it stands."""
+    rows = fitting(run.batch.micro_batch_size, run.session)
     for step in run.session.steps():
         with run.session.recorder.phase("data"):
             batch = run.data(step)
@@ -45,16 +47,20 @@ def train_offline(run: OfflineRun) -> None:
             metrics = optimizer_step(
                 [Part(batch, run.loss)],
                 [run.trained],
-                micro_batch_size=run.batch.micro_batch_size,
+                micro_batch_size=rows,
                 lr_factor=factor,
             )
+        run.session.watch(metrics)
         if run.ema is not None:
             run.ema.update()
         run.session.report(counted(metrics, run.session), tokens=run.tokens(batch))
 
 
 def counted(metrics: Metrics, session: Session) -> Mapping[str, float]:
-    """The values of a step, its skipped optimizer steps added to the run's count."""
-    if "skipped/nonfinite" in metrics:
-        session.state.skipped += round(metrics.means()["skipped/nonfinite"].total)
+    """The values of a step, with the run's count of optimizer steps that were not taken."""
     return metrics.values() | {"skipped/nonfinite": float(session.state.skipped)}
+
+
+def fitting(rows: int, session: Session, *, what: str = "a forward and backward pass") -> Fitting:
+    """So many rows at a time, or as many of them as memory holds; the user is told."""
+    return Fitting(rows, what=what, note=session.recorder.note)

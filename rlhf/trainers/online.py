@@ -13,16 +13,18 @@ from rlhf.algo.kl import next_kl_coef, next_penalty_coef
 from rlhf.algo.objective import Coefs, Objective, credit, lesson
 from rlhf.config.algorithm import AdaptiveKl, Online, PenaltyLoss
 from rlhf.config.sections import TrainConfig
+from rlhf.errors import NonFiniteScores, RewardError
 from rlhf.models.bundle import Ema, Models
 from rlhf.rewards.source import RewardSource
 from rlhf.rollout import annotate, sample_records
 from rlhf.runtime.engine import Trained, lr_factor
+from rlhf.runtime.memory import Fitting
 from rlhf.runtime.metrics import Metrics
 from rlhf.runtime.seeding import derive, generator
 from rlhf.runtime.session import Session
 from rlhf.runtime.step import Part, optimizer_step
 from rlhf.sampling.sampler import Sampler
-from rlhf.trainers.collect import Draw, collect, live_tokens
+from rlhf.trainers.collect import Collected, Draw, collect, live_tokens
 from rlhf.trainers.losses import DemonstrationLoss, online_loss
 from rlhf.trainers.observe import observe, observe_choice
 from rlhf.trainers.preference import tokens_of
@@ -48,6 +50,8 @@ class OnlineRun:
     critic: Trained | None  # None without one, and where it shares the policy's backbone
     objective: Objective
     ema: Ema | None
+    rows: Fitting  # rows of a pass with gradient
+    passes: Fitting  # and of one without
     decode: Callable[[Sequence[int]], str]  # token ids to text, for samples.jsonl
     export: Callable[[Path], None]  # writes the trained model as an ordinary folder
 
@@ -60,19 +64,12 @@ class OnlineRun:
 def train(run: OnlineRun) -> None:
     """Every step of the run, from where it stands."""
     phase = run.session.recorder.phase
-    rows = run.config.batch.micro_batch_size * ROWS_PER_PASS
     for step in run.session.steps():
-        found = collect(  # Completions [B, T], Scores [B]
-            run.prompts(step),
-            _draw(run, step),
-            partial(_refill, run, step),
-            run.algorithm,
-            group_size=run.config.sampling.completions_per_prompt,
-        )
+        found = _collected(run, step)  # Completions [B, T], Scores [B]
+        if found is None:
+            continue
         with phase("annotate"):
-            rollout = annotate(  # + log-probs, values
-                found.completions, found.scores, run.models, rows_per_pass=rows, baselines=found.baselines
-            )
+            rollout = _annotated(found, run)  # + log-probs, values
         experience = credit(rollout, run.algorithm, run.coefs)  # + rewards, advantages, returns
         metrics = observe(experience, found.scores, run.models, coef=run.coefs.kl)
         metrics.merge(observe_choice(experience, run.algorithm))
@@ -82,6 +79,32 @@ def train(run: OnlineRun) -> None:
         _control(run, metrics, len(rollout))
         run.session.state.completions += len(rollout) + found.extra
         _report(run, step, rollout, metrics, tokens=live_tokens(rollout))
+
+
+def _collected(run: OnlineRun, step: int) -> Collected | None:
+    """What the step learns from; None where a score is NaN or infinite: the step is then left out.
+
+    Raises:
+        RewardError: there are no scores; the run is saved as it was before the step.
+    """
+    size = run.config.sampling.completions_per_prompt
+    try:
+        return collect(run.prompts(step), _draw(run, step), partial(_refill, run, step), run.algorithm, group_size=size)
+    except NonFiniteScores as error:
+        run.session.unscored(error)
+        run.session.state.completions += len(run.prompts(step)) * size
+        run.session.report(_counts(run), tokens=0)
+        return None
+    except RewardError as error:
+        raise run.session.stopped_by(error) from error
+
+
+def _annotated(found: Collected, run: OnlineRun) -> Rollout:
+    return run.passes.run(
+        lambda rows: annotate(
+            found.completions, found.scores, run.models, rows_per_pass=rows, baselines=found.baselines
+        )
+    )
 
 
 def _draw(run: OnlineRun, step: int) -> Draw:
@@ -118,9 +141,8 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
         order = torch.randperm(len(learned), generator=generator(run.config.run.seed, "order", step, epoch))
         for minibatch in learned.split(rows, order):
             parts = [Part(minibatch, loss), *_ptx(run, step)]
-            seen = optimizer_step(
-                parts, trained, micro_batch_size=batch.micro_batch_size, lr_factor=_lr_factor(run, step)
-            )
+            seen = optimizer_step(parts, trained, micro_batch_size=run.rows, lr_factor=_lr_factor(run, step))
+            run.session.watch(seen)
             if steps == 0:
                 metrics.add("policy/first_ratio_deviation", loss.ratio_deviation)
             metrics.merge(seen)
@@ -160,7 +182,7 @@ def _lr_factor(run: OnlineRun, step: int) -> float:
 
 
 def _control(run: OnlineRun, metrics: Metrics, completions: int) -> None:
-    """Move the coefficients for the next step, and count what was skipped."""
+    """Move the coefficients for the next step, and the average of the weights."""
     state = run.session.state
     metrics.add("kl/coef", state.kl_coef)
     controller = run.algorithm.kl.controller
@@ -177,19 +199,21 @@ def _control(run: OnlineRun, metrics: Metrics, completions: int) -> None:
         state.penalty_coef = next_penalty_coef(
             state.penalty_coef, kl=metrics["kl/old_last"], target=run.algorithm.policy_loss.target
         )
-    if "skipped/nonfinite" in metrics:
-        state.skipped += round(metrics.means()["skipped/nonfinite"].total)
     if run.ema is not None:
         run.ema.update()
 
 
 def _report(run: OnlineRun, step: int, rollout: Rollout, metrics: Metrics, *, tokens: int) -> None:
-    state = run.session.state
-    values = metrics.values() | {
-        "completion/count": float(state.completions),
-        "skipped/nonfinite": float(state.skipped),
-    }
-    run.session.report(values, tokens=tokens)
+    run.session.report(metrics.values() | _counts(run), tokens=tokens)
     if step % run.config.logging.every == 0:
         records = sample_records(rollout, run.decode, step=step, split="train", limit=run.config.logging.samples)
         run.session.recorder.samples(records)
+
+
+def _counts(run: OnlineRun) -> dict[str, float]:
+    state = run.session.state
+    return {
+        "completion/count": float(state.completions),
+        "skipped/nonfinite": float(state.skipped),
+        "skipped/unscored": float(state.unscored),
+    }

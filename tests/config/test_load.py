@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -322,3 +323,27 @@ def test_expanding_leaves_an_explicit_algorithm_alone() -> None:
 def _online(config: TrainConfig) -> Online:
     assert isinstance(config.algorithm, Online)
     return config.algorithm
+
+
+LAUGHS = "a: &a [x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{name}: &{name} [{f'*{before},' * 8}]\n" for before, name in itertools.pairwise("abcdefgh")
+)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("run: 2001-99-99", "not valid YAML"),
+        ("run: !!int ''", "not valid YAML"),
+        ("run: &a [*a]", "refers to itself"),
+        ("run: " + "[" * 200 + "]" * 200, "nested more than"),
+        (LAUGHS, "larger"),
+        ("arms: {a: !!binary gA==}", "bytes"),
+        ('arms: {a: "\\ud800"}', "not valid YAML"),
+        ("algorithm: {preset: [ppo]}", "is not one of"),
+    ],
+)  # fmt: skip
+def test_odd_yaml_is_one_plain_error(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_any(tmp_path / "c.yaml")

@@ -1,0 +1,162 @@
+"""A reward model that scores what comes over the wire: texts, or token ids where they mean the same to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from reward_model.model import score_rows
+from reward_model.source import encoded
+from rlhf.data.chat import Rendered, vocabulary_digest
+from rlhf.data.encode import make_encoder
+from rlhf.data.pad import left_pad, right_pad
+from rlhf.errors import DataError
+from rlhf.models.backbone import context_length, freeze
+from rlhf.models.scalar_head import ScalarHeadModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """The ids that the texts were made of, and whose they are."""
+
+    vocabulary: str
+    prompts: list[list[int]]
+    completions: list[list[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A request: completions to score; one entry a row."""
+
+    prompts: list[str]
+    completions: list[str]
+    finished: list[bool]
+    tokens: Tokens | None
+
+
+Row = tuple[list[int], list[int]]  # the ids of a prompt and of its completion
+
+
+class TextScorer:
+    """Scores as RewardModelSource does: by the ids that were sent where they mean the same, else by the texts."""
+
+    def __init__(
+        self, model: ScalarHeadModel, tokenizer: PreTrainedTokenizerBase, *, max_batch: int, dtype: str = "float32"
+    ) -> None:
+        """`tokenizer` is the reward model's own; the model stays on the device it is on."""
+        freeze(model)
+        self.model, self.max_batch, self.dtype = model, max_batch, dtype
+        self.encoder = make_encoder(tokenizer, "none")
+        self.vocabulary = vocabulary_digest(tokenizer)
+        self.size = len(tokenizer)
+        self.context = context_length(model.classifier)
+
+    def rows(self, question: Question) -> list[Row]:
+        """The ids to score.
+
+        Raises:
+            DataError: a row that the model cannot score, named.
+        """
+        sent = question.tokens
+        if sent is not None and sent.vocabulary == self.vocabulary:
+            rows = list(zip(sent.prompts, sent.completions, strict=True))
+        else:
+            both = zip(question.prompts, question.completions, strict=True)
+            rendered = [Rendered(prompt, (completion,), templated=False) for prompt, completion in both]
+            rows = list(zip(*encoded(self.encoder, rendered, question.finished), strict=True))
+        for number, (prompt, completion) in enumerate(rows):
+            self._check(number, prompt, completion)
+        return rows
+
+    def _check(self, number: int, prompt: list[int], completion: list[int]) -> None:
+        length = len(prompt) + len(completion)
+        if not completion:
+            raise DataError(f"row {number}: the completion is empty")
+        if self.context is not None and length > self.context:
+            raise DataError(f"row {number}: {length} tokens, but the reward model's context is {self.context}")
+        if not all(0 <= token < self.size for token in (*prompt, *completion)):
+            raise DataError(f"row {number}: a token id that is not in the vocabulary of {self.size}")
+
+    def scores(self, rows: Sequence[Row]) -> list[float | None]:
+        """The score of each row; None for one that is NaN or infinite, which JSON does not have."""
+        if not rows:
+            return []
+        prompts, prompt_mask = left_pad([prompt for prompt, _ in rows], self.encoder.pad_id)
+        completions, completion_mask = right_pad([completion for _, completion in rows], self.encoder.pad_id)
+        found: list[float] = (
+            score_rows(
+                self.model,
+                prompts,
+                prompt_mask,
+                completions,
+                completion_mask,
+                micro_batch_size=self.max_batch,
+                dtype=self.dtype,
+            )
+            .float()
+            .tolist()
+        )
+        return [value if math.isfinite(value) else None for value in found]
+
+
+def question_of(asked: Any) -> Question:
+    """The request in a JSON value.
+
+    Raises:
+        DataError: what is wrong with it.
+    """
+    if not isinstance(asked, dict):
+        raise DataError(f"expected an object with prompts and completions, found {_kind(asked)}")
+    prompts, completions = (_texts(asked, key) for key in ("prompts", "completions"))
+    if len(prompts) != len(completions):
+        raise DataError(f"{len(prompts)} prompts but {len(completions)} completions")
+    finished = asked.get("finished")
+    if finished is None:
+        finished = [True] * len(prompts)
+    if not _is_list(finished, bool) or len(finished) != len(prompts):
+        raise DataError(f"finished must be a list of {len(prompts)} booleans, one a completion")
+    return Question(prompts=prompts, completions=completions, finished=finished, tokens=_tokens(asked, len(prompts)))
+
+
+def _texts(asked: dict[str, Any], key: str) -> list[str]:
+    texts = asked.get(key)
+    if not _is_list(texts, str):
+        raise DataError(f"{key} must be a list of strings" + ("" if key in asked else "; it is missing"))
+    assert isinstance(texts, list)
+    for number, text in enumerate(texts):
+        if not _is_unicode(text):
+            raise DataError(f"{key}[{number}] is not Unicode text: it has half of a surrogate pair")
+    return texts
+
+
+def _tokens(asked: dict[str, Any], count: int) -> Tokens | None:
+    sent = asked.get("tokens")
+    if sent is None:
+        return None
+    if not isinstance(sent, dict) or not isinstance(sent.get("vocabulary"), str):
+        raise DataError("tokens must be an object with vocabulary, prompts and completions")
+    for key in ("prompts", "completions"):
+        rows = sent.get(key)
+        if not isinstance(rows, list) or len(rows) != count or not all(_is_list(row, int) for row in rows):
+            raise DataError(f"tokens.{key} must be a list of {count} lists of token ids")
+    return Tokens(vocabulary=sent["vocabulary"], prompts=sent["prompts"], completions=sent["completions"])
+
+
+def _is_list(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(type(entry) is kind for entry in value)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _kind(value: Any) -> str:
+    return {list: "a list", str: "a string", type(None): "null"}.get(type(value), f"a {type(value).__name__}")

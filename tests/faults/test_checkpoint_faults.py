@@ -1,0 +1,262 @@
+"""Damage to checkpoints, a full disk, a second process: refused or survived, and said aloud."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from runs import largest_difference, online, ppo_tree, trained, weights
+
+from rlhf.errors import CheckpointError
+from rlhf.runtime.checkpoint import MANIFEST, Checkpoints, damage_of, replace_folder
+from rlhf.runtime.lock import FolderLock
+from rlhf.runtime.loggers import JsonlLogger, read_jsonl
+from rlhf.trainers.online import train
+
+
+def writer(text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "model").mkdir()
+        (folder / "model" / "weights").write_text(text)
+        (folder / "state.json").write_text("{}")
+
+    return write
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Inside, no file can grow past `size` bytes: what a full disk does to a writer, without filling one."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_flipped_bit_of_any_byte_is_found(tmp_path: Path) -> None:
+    """Of the manifest too: it is never read as another one, and never an exception."""
+    checkpoint = Checkpoints(tmp_path, keep=1).save(1, writer("w"))
+    for file in [path for path in checkpoint.rglob("*") if path.is_file()]:
+        whole = file.read_bytes()
+        name = file.relative_to(checkpoint).as_posix()
+        for place in range(len(whole)):
+            flipped = bytearray(whole)
+            flipped[place] ^= 1 << place % 8
+            file.write_bytes(bytes(flipped))
+            damage = damage_of(checkpoint)
+            if damage is None:  # white space of the manifest, at most
+                assert name == MANIFEST
+                assert json.loads(flipped) == json.loads(whole)
+            else:
+                assert name in damage
+        file.write_bytes(whole)
+    assert damage_of(checkpoint) is None
+
+
+def test_every_shortened_file_is_found(tmp_path: Path) -> None:
+    checkpoint = Checkpoints(tmp_path, keep=1).save(1, writer("some weights"))
+    for file in [path for path in checkpoint.rglob("*") if path.is_file()]:
+        whole = file.read_bytes()
+        for size in range(len(whole)):
+            file.write_bytes(whole[:size])
+            assert file.name in (damage_of(checkpoint) or "")
+        file.unlink()
+        assert file.name in (damage_of(checkpoint) or "")
+        file.write_bytes(whole)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "half deleted"])
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path: Path, damage: str) -> None:
+    tree = ppo_tree(tmp_path)
+    whole = trained(tree)
+    kept = {name: (tmp_path / "run" / name).read_bytes() for name in ("metrics.jsonl", "samples.jsonl")}
+    last = tmp_path / "run" / "checkpoints" / "step-000004"
+    model = last / "model" / "model.safetensors"
+    match damage:
+        case "truncated":
+            model.write_bytes(model.read_bytes()[:-100])
+        case "flipped":
+            data = bytearray(model.read_bytes())
+            data[len(data) // 2] ^= 1
+            model.write_bytes(bytes(data))
+        case "half deleted":
+            shutil.rmtree(last / "model")
+    resumed = trained(tree)
+    notes = [row["text"] for row in resumed.session.recorder.folder.read_notes()]
+    assert any("step-000004 is damaged (model/" in text and "passed over" in text for text in notes)
+    assert any("continuing from" in text and "step-000002" in text for text in notes)
+    assert largest_difference(weights(whole.models.policy), weights(resumed.models.policy)) == 0.0
+    assert kept == {name: (tmp_path / "run" / name).read_bytes() for name in kept}
+    assert damage_of(last) is None  # written again
+
+
+def test_a_damaged_later_checkpoint_does_not_displace_the_good_ones(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    (checkpoints.save(4, writer("four")) / "state.json").unlink()
+    checkpoints.save(3, writer("three"))  # the restart came from before 4
+    assert [path.name for path in checkpoints.all()] == ["step-000003"]
+    assert checkpoints.newest(lambda _: None) is not None
+
+
+def test_what_a_kill_left_is_swept_up(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    for name in (".writing-step-000001", ".deleting-step-000000"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text("half")
+    checkpoints.save(2, writer("two"))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+
+
+@pytest.mark.parametrize("size", [100, 2_000, 8_000, 20_000])
+def test_a_full_disk_leaves_the_older_checkpoint_and_says_so(tmp_path: Path, size: int) -> None:
+    """The sizes make the tokenizer, the weights, the optimizers or the manifest fail: each library in its own way."""
+    tree = ppo_tree(tmp_path)
+    run = online(tree)
+    step = run.session.steps()
+    run.session.checkpoint_every = 1
+    folder = run.session.checkpoints.folder
+    next(step)
+    next(step)
+    assert [path.name for path in run.session.checkpoints.all()] == ["step-000001"]
+    run.session._saved_at = None
+    message = r"cannot write .*MB free.*the same command continues"
+    with files_of_at_most(size), pytest.raises(CheckpointError, match=message):
+        run.session._checkpoint()
+    assert [path.name for path in folder.iterdir()] == ["step-000001"]
+    assert damage_of(folder / "step-000001") is None
+
+
+def test_a_run_whose_disk_was_full_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    whole = trained(ppo_tree(tmp_path, run={"out_dir": str(tmp_path / "a")}))
+    tree = ppo_tree(tmp_path, run={"out_dir": str(tmp_path / "b")})
+    broken = online(tree)
+    save = broken.session.save
+
+    def full(folder: Path) -> None:
+        if broken.session.state.step == 4:
+            with files_of_at_most(5_000):
+                save(folder)
+        save(folder)
+
+    broken.session.save = full
+    with pytest.raises(CheckpointError, match="cannot write the checkpoint"):
+        train(broken)
+    broken.session.recorder.close()
+    resumed = trained(tree)
+    assert largest_difference(weights(whole.models.policy), weights(resumed.models.policy)) == 0.0
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_a_line_that_does_not_fit_is_cut_off_at_the_restart(tmp_path: Path) -> None:
+    logger = JsonlLogger(tmp_path / "metrics.jsonl")
+    logger.log({"step": 1})
+    with files_of_at_most(20), pytest.raises(CheckpointError, match=r"cannot write .*metrics\.jsonl"):
+        logger.log({"step": 2, "more": "x" * 50})
+    logger.close()
+    assert (tmp_path / "metrics.jsonl").stat().st_size == 20
+    with JsonlLogger(tmp_path / "metrics.jsonl") as again:
+        again.log({"step": 2})
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    replace_folder(target, lambda folder: (folder / "weights").write_text("one"))
+
+    def half(folder: Path) -> None:
+        (folder / "weights").write_text("two")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CheckpointError, match="No space left"):
+        replace_folder(target, half)
+    assert (target / "weights").read_text() == "one"
+    replace_folder(target, lambda folder: (folder / "weights").write_text("three"))
+    assert (target / "weights").read_text() == "three"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+HOLD = "import sys; from pathlib import Path; from rlhf.runtime.lock import FolderLock; "
+HOLD += "lock = FolderLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+
+
+def holder(folder: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def close(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def test_a_second_process_is_refused_and_a_dead_one_is_no_trap(tmp_path: Path) -> None:
+    other = holder(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=rf"in use by another process \(pid {other.pid}\).*run\.out_dir"):
+        online(ppo_tree(tmp_path))
+    close(other)
+    assert (tmp_path / "run" / ".lock").exists()
+    assert trained(ppo_tree(tmp_path, schedule={"steps": 1})).session.state.step == 1
+
+
+def test_a_run_lets_go_of_its_folder(tmp_path: Path) -> None:
+    run = online(ppo_tree(tmp_path))
+    again = FolderLock(tmp_path / "run")  # the same process may
+    run.session.recorder.close()
+    again.release()
+    again.release()
+    close(holder(tmp_path / "run"))
+
+
+def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    reader, end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(end)
+        os.read(reader, 1)  # lives on after the parent has let go
+        os._exit(0)
+    lock.release()
+    close(holder(tmp_path))
+    os.write(end, b"x")
+    os.waitpid(child, 0)
+    os.close(reader)
+    os.close(end)
+
+
+def test_other_optimizers_than_the_checkpoints_are_refused(tmp_path: Path) -> None:
+    trained(ppo_tree(tmp_path, schedule={"steps": 1}))
+    tree = ppo_tree(tmp_path, policy={"lora": {"r": 2}})
+    with pytest.raises(Exception) as caught:
+        online(tree)
+    assert type(caught.value).__module__ == "rlhf.errors", caught.value
+
+
+def test_the_checkpoint_has_every_generator_there_is(tmp_path: Path) -> None:
+    """None: no step reads a global generator, whatever it holds."""
+    whole = trained(ppo_tree(tmp_path, run={"out_dir": str(tmp_path / "a")}))
+    disturbed = online(ppo_tree(tmp_path, run={"out_dir": str(tmp_path / "b")}))
+    sample = disturbed.sampler.sample
+
+    def disturb(*args: object, **kwargs: object) -> object:
+        torch.manual_seed(torch.randint(0, 2**31, ()).item())
+        torch.rand(17)
+        return sample(*args, **kwargs)  # type: ignore[arg-type]
+
+    disturbed.sampler.sample = disturb  # type: ignore[method-assign, assignment]
+    train(disturbed)
+    assert largest_difference(weights(whole.models.policy), weights(disturbed.models.policy)) == 0.0
