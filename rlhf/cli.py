@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from rlhf.errors import UserError
 
+OTHERS_WAIT_S = 3.0  # before another process than the first tells of an error
 EPILOG = """\
 rlhf quickstart                                   the whole pipeline on the lab, in minutes
 rlhf train  configs/sft.yaml policy.model=… data.sft.path=…
@@ -30,17 +32,26 @@ rlhf config configs/ppo.yaml policy.lr=1e-6
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; 0 when done (or interrupted and saved), 2 for a mistake of the user's."""
     parsed = _parser().parse_args(arguments)
-    console = Console()
+    rank = int(os.environ.get("RANK", "0"))
+    console = Console(quiet=rank > 0)
     _quiet_libraries()
     try:
         _VERBS[parsed.verb](parsed, console)
     except UserError as error:
-        Console(stderr=True).print(Text(f"error: {error}", style="red"), soft_wrap=True)
+        _say(error, rank)
         return 2
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped")
         return 130
     return 0
+
+
+def _say(error: UserError, rank: int) -> None:
+    """Once: the launcher ends the other processes as soon as the first has failed, and most mistakes are everyone's."""
+    if rank:
+        time.sleep(OTHERS_WAIT_S)
+    where = f" (process {rank})" if rank else ""
+    Console(stderr=True).print(Text(f"error{where}: {error}", style="red"), soft_wrap=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,6 +61,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument(
+        "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
+    )  # deepspeed's launcher says it
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb")
 
     def verb(name: str, help_text: str, target: str | None) -> argparse.ArgumentParser:

@@ -56,15 +56,16 @@ class Context:
         config = self.config
         progress = Progress(config.run.name, total_steps, self.console, start_step=self.state.step, targets=targets)
         resolved = dump(config)
-        changed = self.folder.write_config(resolved)
+        ranks = self.engine.ranks
+        changed = ranks.on_main(lambda: self._write_configs(resolved))
         trackers = open_trackers(
-            config.logging.backends,
+            config.logging.backends if ranks.is_main else [],
             folder=self.folder.path,
             name=config.run.name,
             config=resolved,
             first_step=self.state.step,
         )
-        recorder = Recorder(self.folder, progress, trackers, show=show)
+        recorder = Recorder(self.folder, progress, trackers, show=show, writes=ranks.is_main)
         recorder.rewind(self.positions)
         for text in [*self.notes, *_about_resuming(self, changed, total_steps)]:
             recorder.note(text)
@@ -80,7 +81,14 @@ class Context:
             eval_every=config.eval.every,
             log_every=config.logging.every,
             resumed=self.resume is not None,
+            ranks=ranks,
         )
+
+    def _write_configs(self, resolved: Mapping[str, object]) -> list[str]:
+        changed = self.folder.write_config(resolved)
+        for name, settings in self.engine.written.items():
+            self.folder.write_deepspeed(name, settings)
+        return changed
 
 
 def open_context(config: TrainConfig | RewardModelConfig, console: Console | None) -> Context:
@@ -89,20 +97,30 @@ def open_context(config: TrainConfig | RewardModelConfig, console: Console | Non
     Raises:
         CheckpointError: resuming is forbidden and there is a checkpoint, or none is whole.
     """
+    engine = make_engine(config.run, config.sharding)
+    ranks = engine.ranks
     folder = RunFolder(config.run.out_dir)
-    checkpoints = Checkpoints(folder.checkpoints, keep=config.checkpoint.keep)
+    checkpoints = Checkpoints(folder.checkpoints, keep=config.checkpoint.keep, ranks=ranks)
     notes = [f"warning: {text}" for text in unread_sections(config)]
-    if config.checkpoint.resume == "never" and checkpoints.all():
-        raise CheckpointError(
-            f"{folder.path} already holds a run and checkpoint.resume is never: choose another run.out_dir"
-        )
-    resume = checkpoints.newest(notes.append)
+    if ranks.world > 1 and config.sharding.mode == "none":
+        notes.append(f"{ranks.world} processes and sharding=none: they share the rows of a step, as with sharding=ddp")
+
+    def newest() -> tuple[Path | None, list[str]]:
+        if config.checkpoint.resume == "never" and checkpoints.all():
+            raise CheckpointError(
+                f"{folder.path} already holds a run and checkpoint.resume is never: choose another run.out_dir"
+            )
+        said: list[str] = []
+        return checkpoints.newest(said.append), said
+
+    resume, damaged = ranks.on_main(newest)
+    notes += damaged
     state, positions = TrainState.read(resume) if resume else (TrainState(), {"metrics": 0, "samples": 0})
     return Context(
         config=config,
         folder=folder,
         checkpoints=checkpoints,
-        engine=make_engine(config.run),
+        engine=engine,
         resume=resume,
         state=state,
         positions=positions,

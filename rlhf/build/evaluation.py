@@ -62,6 +62,7 @@ def evaluate_model(config: TrainConfig, path: str | None, tokenizer_from: str) -
         temperature=config.sampling.temperature,
         dtype=config.policy.dtype,
         device=engine.device,
+        engine=engine,
     )
     held_out = load_prompts(
         config.data.eval_prompts,
@@ -70,7 +71,7 @@ def evaluate_model(config: TrainConfig, path: str | None, tokenizer_from: str) -
         context=context_length(models.policy),
         max_new_tokens=config.sampling.max_new_tokens,
     )
-    judge = build_source(_judge(config), tokenizer, engine.device)
+    judge = build_source(_judge(config), tokenizer, engine)
     return evaluate_policy(
         list(held_out.batches(config.sampling.batch_size)),
         _sampler(config.sampling, models, tokenizer, config.policy.dtype),
@@ -105,4 +106,5 @@ def _sampler(config: SamplingConfig, models: Models, tokenizer: PreTrainedTokeni
         pad_id=int(tokenizer.pad_token_id),
         dtype=dtype,
         device=models.device,
+        engine=models.engine,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from reward_model.source import RewardModelSource
@@ -12,10 +11,12 @@ from rlhf.rewards.ensemble import EnsembleReward
 from rlhf.rewards.function import FunctionReward
 from rlhf.rewards.remote import RemoteReward
 from rlhf.rewards.source import RewardSource
+from rlhf.rewards.spread import DealtReward, MainReward
+from rlhf.runtime.engine import Engine
 
 
-def build_source(config: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> RewardSource:
-    """The source that `config` describes, for completions in `tokenizer`'s ids.
+def build_source(config: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase, engine: Engine) -> RewardSource:
+    """The source that `config` describes, for completions in `tokenizer`'s ids; the same in every process.
 
     Raises:
         RewardError: a function that cannot be imported.
@@ -23,13 +24,16 @@ def build_source(config: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase,
     """
     match config:
         case FunctionSource():
-            return FunctionReward(config.target, config.kwargs, tokenizer)
+            return MainReward(FunctionReward(config.target, config.kwargs, tokenizer), engine.ranks)
         case ModelSource():
-            return RewardModelSource.load(
-                model_folder(config.path), tokenizer, device=device, micro_batch_size=config.micro_batch_size
+            source = RewardModelSource.load(
+                model_folder(config.path), tokenizer, device=engine.device, micro_batch_size=config.micro_batch_size
             )
+            source.model = engine.freeze("reward", source.model)
+            return DealtReward(source, engine.ranks)
         case RemoteSource():
-            return RemoteReward(config.url, tokenizer, timeout_s=config.timeout_s, retries=config.retries)
+            remote = RemoteReward(config.url, tokenizer, timeout_s=config.timeout_s, retries=config.retries)
+            return MainReward(remote, engine.ranks)
         case EnsembleSource():
-            members = [build_source(member, tokenizer, device) for member in config.sources]
+            members = [build_source(member, tokenizer, engine) for member in config.sources]
             return EnsembleReward(members, how=config.how, std_coef=config.std_coef)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlhf.errors import CheckpointError
+from rlhf.runtime.ranks import ALONE, Ranks
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -19,12 +20,16 @@ _NAME = re.compile(r"step-(\d{6,})")
 class Checkpoints:
     """The checkpoints of a run folder. A folder `step-…` exists only when it was whole."""
 
-    def __init__(self, folder: Path, *, keep: int) -> None:
+    def __init__(self, folder: Path, *, keep: int, ranks: Ranks = ALONE) -> None:
         self.folder = folder
         self.keep = keep
+        self.ranks = ranks
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
         """Let `write` fill a new folder, then make it the checkpoint of `step` in one rename; drop the oldest.
+
+        Every process calls it, and `write` in every process, since weights may have to be gathered; files are made by
+        the main one.
 
         Raises:
             CheckpointError: it could not be written (a full disk, say); what was there before is untouched.
@@ -32,20 +37,23 @@ class Checkpoints:
         aside = self.folder / f".writing-step-{step:06d}"
         target = self.folder / f"step-{step:06d}"
         try:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
+            self.ranks.on_main(lambda: _begin(aside))
             write(aside)
-            _write_manifest(aside)
-            if target.exists():
-                shutil.rmtree(target)
-            aside.rename(target)
-            _sync_folder(self.folder)
+            self.ranks.on_main(lambda: self._finish(aside, target))
         except OSError as error:
-            shutil.rmtree(aside, ignore_errors=True)
+            if self.ranks.is_main:
+                shutil.rmtree(aside, ignore_errors=True)
             raise CheckpointError(f"cannot write the checkpoint {target}: {error}") from error
+        return target
+
+    def _finish(self, aside: Path, target: Path) -> None:
+        _write_manifest(aside)
+        if target.exists():
+            shutil.rmtree(target)
+        aside.rename(target)
+        _sync_folder(self.folder)
         for old in self.all()[: -self.keep]:
             shutil.rmtree(old)
-        return target
 
     def all(self) -> list[Path]:
         """Every checkpoint folder, oldest first; whether it is whole is not looked at."""
@@ -89,6 +97,11 @@ def damage_of(path: Path) -> str | None:
         if _sha256(file) != expected["sha256"]:
             return f"{name} does not match its checksum"
     return None
+
+
+def _begin(aside: Path) -> None:
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
 
 
 def _write_manifest(folder: Path) -> None:

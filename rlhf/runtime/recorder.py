@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
-from rlhf.runtime.loggers import JsonlLogger, Trackers
+from rlhf.runtime.loggers import JsonlLogger, SilentLogger, Trackers
 from rlhf.runtime.metrics import describe
 from rlhf.runtime.progress import Progress
 from rlhf.runtime.run_folder import RunFolder
@@ -15,16 +16,22 @@ from rlhf.runtime.run_folder import RunFolder
 class Recorder:
     """The run's files and its display. Metrics and samples are deterministic; times are kept apart."""
 
-    def __init__(self, folder: RunFolder, progress: Progress, trackers: Trackers, *, show: Sequence[str]) -> None:
-        """`show` are the metrics for the progress display."""
+    def __init__(
+        self, folder: RunFolder, progress: Progress, trackers: Trackers, *, show: Sequence[str], writes: bool = True
+    ) -> None:
+        """`show` are the metrics for the progress display; `writes` is False where another process writes the files."""
         self.folder = folder
         self.progress = progress
         self.trackers = trackers
         self.show = tuple(show)
-        self._metrics = JsonlLogger(folder.metrics)
-        self._samples = JsonlLogger(folder.samples)
-        self._timings = JsonlLogger(folder.timings)
-        self._notes = JsonlLogger(folder.notes)
+
+        def opened(path: Path) -> JsonlLogger | SilentLogger:
+            return JsonlLogger(path) if writes else SilentLogger()
+
+        self._metrics = opened(folder.metrics)
+        self._samples = opened(folder.samples)
+        self._timings = opened(folder.timings)
+        self._notes = opened(folder.notes)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

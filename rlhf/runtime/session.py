@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 
 from rlhf.errors import CheckpointError
 from rlhf.runtime.checkpoint import Checkpoints
+from rlhf.runtime.ranks import ALONE, Ranks
 from rlhf.runtime.recorder import Recorder
 
 STATE = "state.json"
@@ -99,6 +100,7 @@ class Session:
     resumed: bool = False  # continues from a checkpoint: what came before step 1 is done
     interrupted: bool = False
     budget: Budget | None = None
+    ranks: Ranks = ALONE  # every process takes the same course, decided in the main one
 
     def __post_init__(self) -> None:
         self._pending: dict[str, float] = {}
@@ -111,11 +113,13 @@ class Session:
         with Interruption() as stop:
             if not self.resumed:
                 self._record(0, self._evaluated(0))
-            while not self._is_over() and not stop.requested:
+            stopped = self.ranks.any(stop.requested)
+            while not self._is_over() and not stopped:
                 step, began = self.state.step + 1, time.perf_counter()
                 yield step
                 self._after(step, time.perf_counter() - began)
-            if stop.requested and not self._is_over():
+                stopped = self.ranks.any(stop.requested)
+            if stopped and not self._is_over():
                 self.interrupted = True
                 self._checkpoint()
                 self.recorder.note(f"stopped at step {self.state.step}; the same command continues from there")
@@ -129,7 +133,8 @@ class Session:
         self._tokens += tokens
 
     def _is_over(self) -> bool:
-        return self.state.step >= self.total_steps or (self.budget is not None and self.budget.spent)
+        over = self.state.step >= self.total_steps or (self.budget is not None and self.budget.spent)
+        return self.ranks.from_main(over)  # a budget may be one of seconds
 
     def _after(self, step: int, seconds: float) -> None:
         self.state.step = step
@@ -162,7 +167,7 @@ class Session:
 
             def write(folder: Path) -> None:
                 self.save(folder)
-                self.state.write(folder, positions)
+                self.ranks.on_main(lambda: self.state.write(folder, positions))
 
             self.checkpoints.save(self.state.step, write)
         self._saved_at = self.state.step

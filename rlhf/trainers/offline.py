@@ -47,6 +47,7 @@ def train_offline(run: OfflineRun) -> None:
                 [run.trained],
                 micro_batch_size=run.batch.micro_batch_size,
                 lr_factor=factor,
+                ranks=run.session.ranks,
             )
         if run.ema is not None:
             run.ema.update()

@@ -113,10 +113,15 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
         for minibatch in experience.split(rows, order):
             parts = [Part(minibatch, loss), *_ptx(run, step)]
             seen = optimizer_step(
-                parts, trained, micro_batch_size=batch.micro_batch_size, lr_factor=_lr_factor(run, step)
+                parts,
+                trained,
+                micro_batch_size=batch.micro_batch_size,
+                lr_factor=_lr_factor(run, step),
+                ranks=run.session.ranks,
             )
             if steps == 0:
-                metrics.add("policy/first_ratio_deviation", loss.ratio_deviation)
+                deviation = run.session.ranks.largest(loss.ratio_deviation)
+                metrics.add("policy/first_ratio_deviation", deviation)
             metrics.merge(seen)
             steps += 1
             stopped = run.algorithm.target_kl is not None and seen["kl/old"] > 1.5 * run.algorithm.target_kl
