@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import time
@@ -43,7 +44,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped")
         return 130
+    _part()
     return 0
+
+
+def _part() -> None:
+    """Part from the other processes of the run, where there are any."""
+    distributed = sys.modules.get("rlhf.runtime.ranks")
+    if distributed is not None:
+        distributed.leave()
 
 
 def _say(error: UserError, rank: int) -> None:
@@ -182,6 +191,7 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -18,21 +19,22 @@ from rlhf.compare.runner import RunCell, run_cells, run_in_process
 from rlhf.compare.words import interval, ranking, verdict
 from rlhf.config.compare import START, CompareConfig, LabConfig
 from rlhf.config.load import compare_config, dump, read_yaml
-from rlhf.errors import UserError
+from rlhf.errors import ConfigError, UserError
 from rlhf.runtime.progress import printable
+from rlhf.runtime.ranks import launched
 from rlhf.runtime.run_folder import write_aside
 
 COMPARE = "compare.yaml"
 
 
-def run_compare(config: CompareConfig, *, beside: Path, console: Console, run: RunCell = run_in_process) -> bool:
+def run_compare(config: CompareConfig, *, beside: Path, console: Console, run: RunCell | None = None) -> bool:
     """Prepare the lab where it is asked for, run what is not done, write results and page.
 
     Args:
         config: the comparison.
         beside: the folder of its file, in which its base is looked for too.
         console: where it reports.
-        run: how a cell is run.
+        run: how a cell is run; in processes of its own if None.
 
     Returns:
         Whether every cell was come to; False where the user stopped it.
@@ -40,12 +42,16 @@ def run_compare(config: CompareConfig, *, beside: Path, console: Console, run: R
     Raises:
         UserError: the comparison is not a valid one; an arm that fails is no error.
     """
+    if launched() > 1:
+        raise ConfigError(
+            "rlhf compare starts the processes of each arm itself: run it without a launcher, processes=N"
+        )
     plan = make_plan(config, beside=beside)
     if config.lab is not None and not _prepared(config.lab, console):
         return False
     plan.folder.mkdir(parents=True, exist_ok=True)
     write_aside(plan.folder / COMPARE, yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True))
-    complete = run_cells(plan, run, console)
+    complete = run_cells(plan, run or partial(run_in_process, processes=config.processes), console)
     if not complete:
         console.print("stopped; the same command continues from here")
     _conclude(plan, console)

@@ -9,6 +9,7 @@ from rlhf.compare.costs import Ledger
 from rlhf.compare.draws import run_best_of_n
 from rlhf.compare.judge import Judged, judge_model
 from rlhf.compare.plan import Cell
+from rlhf.runtime.ranks import is_main_process
 
 
 def run_cell(cell: Cell, console: Console) -> bool:
@@ -28,7 +29,8 @@ def run_cell(cell: Cell, console: Console) -> bool:
         if not _train(cell, console):
             return False
         judged = judge_model(config, str(cell.folder))
-    judged.write(cell.folder)
+    if is_main_process():
+        judged.write(cell.folder)
     return True
 
 

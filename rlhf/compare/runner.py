@@ -71,9 +71,12 @@ def failure_of(folder: Path) -> str | None:
     return str(json.loads(path.read_text(encoding="utf-8"))["error"])
 
 
-def run_in_process(cell: Cell) -> Outcome:
-    """The cell in a process of its own; Ctrl-C and SIGTERM are passed on, and the cell saves and stops."""
-    command = [sys.executable, "-m", "rlhf.compare", str(cell.folder)]
+def run_in_process(cell: Cell, *, processes: int = 1) -> Outcome:
+    """The cell in a process of its own; Ctrl-C and SIGTERM are passed on, and the cell saves and stops.
+
+    A cell that trains is run in so many `processes`.
+    """
+    command = [sys.executable, *_launcher(cell, processes), "-m", "rlhf.compare", str(cell.folder)]
     log = cell.folder / ERRORS
     with log.open("wb") as errors, Interruption() as stop:
         process = subprocess.Popen(command, stderr=errors, env={**os.environ, "PYTHONUNBUFFERED": "1"})
@@ -97,12 +100,21 @@ def run_in_process(cell: Cell) -> Outcome:
     return "failed"
 
 
+def _launcher(cell: Cell, processes: int) -> list[str]:
+    """torchrun with a port of its own, where there is more than one process to start."""
+    if processes == 1 or cell.config.budget is None:
+        return []
+    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+
+
 def _last_words(log: Path, code: int) -> str:
     """The error that ended a process, from what it wrote last."""
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     starts = [i for i, line in enumerate(lines) if line.startswith("error: ")]
     if code == 2 and starts:
         return "\n".join(lines[starts[-1] :]).removeprefix("error: ")
+    if starts:  # of several processes: what follows is the launcher's
+        return lines[starts[-1]].removeprefix("error: ")
     if code < 0:
         return f"the process was ended by {signal.Signals(-code).name}; out of memory, if nobody did it"
     return f"{lines[-1] if lines else f'exit code {code}'} (all of it is in {log})"

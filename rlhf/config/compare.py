@@ -80,6 +80,8 @@ class Overrides(Section):
     """See rlhf train; another preset than the base's replaces the base's algorithm whole."""
     batch: dict[str, Any] = {}
     """See rlhf train."""
+    sharding: str | dict[str, Any] = {}
+    """See rlhf train."""
     schedule: dict[str, Any] = {}
     """See rlhf train; the length comes from the budget."""
     checkpoint: dict[str, Any] = {}
@@ -143,6 +145,8 @@ class CompareConfig(Section):
     """What every trained arm may spend."""
     seeds: Annotated[list[int], Field(min_length=1)] = [0, 1, 2]
     """Each arm is run once for each."""
+    processes: Count = 1
+    """Processes that each trained arm runs in, started by torchrun on this host; never changes a result."""
     evaluations: Count = 10
     """Evaluations along each run, where the budget is in completions; eval.every of an arm goes before."""
     equal_kl: Positive | None = None

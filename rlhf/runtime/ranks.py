@@ -165,6 +165,7 @@ def meet(device: torch.device, *, timeout_s: float) -> Ranks:
         if launched() > 1:
             dist.init_process_group(backend, timeout=timeout)
         else:
+            os.environ.setdefault("LOCAL_RANK", "0")  # which DeepSpeed asks for
             dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     group = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else None
     return Ranks(dist.get_rank(), dist.get_world_size(), group)

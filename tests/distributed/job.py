@@ -14,16 +14,16 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
-from runs import quiet  # noqa: E402
+import torch
+from runs import quiet
 
-from rlhf.build.reward_model import build_reward_model, finish_reward_model  # noqa: E402
-from rlhf.build.run import build_run  # noqa: E402
-from rlhf.config.load import merge, train_config, validate  # noqa: E402
-from rlhf.config.sections import RewardModelConfig  # noqa: E402
-from rlhf.runtime.ranks import leave  # noqa: E402
-from rlhf.runtime.session import Session  # noqa: E402
-from rlhf.trainers.offline import train_offline  # noqa: E402
+from rlhf.build.reward_model import build_reward_model, finish_reward_model
+from rlhf.build.run import build_run
+from rlhf.config.load import merge, train_config, validate
+from rlhf.config.sections import RewardModelConfig
+from rlhf.runtime.ranks import leave
+from rlhf.runtime.session import Session
+from rlhf.trainers.offline import train_offline
 
 
 def run_one(tree: dict[str, Any]) -> Session:

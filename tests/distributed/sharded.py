@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import socket
@@ -11,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from runs import make_model, offline_tree, pairs_file, ppo_tree, prompts_file, written, write_rows
+from runs import make_model, offline_tree, pairs_file, ppo_tree, prompts_file, write_rows, written
 from safetensors.torch import load_file
 
 from rlhf.config.load import merge
@@ -25,6 +27,7 @@ TRAINERS = ("sft", "rm", "ppo", "grpo", "dpo")
 Tree = dict[str, Any]
 
 STEPS = 6
+LIMIT = 1e-6  # |w - w'| / |w| after so many steps in float32
 # 9 rows in minibatches of 5 and 4, in passes of 2: over two processes shares and passes are ragged.
 ONLINE = {"prompts_per_step": 9, "epochs": 2, "minibatches": 2, "micro_batch_size": 2}
 
@@ -109,6 +112,12 @@ def _rm(_: str, folder: Path) -> Tree:
     }
 
 
+def needs(mode: str) -> None:
+    """Skip where the mode is one of DeepSpeed's and it is not there."""
+    if mode.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed: bash scripts/setup.sh dev deepspeed")
+
+
 def at(tree: Tree, out: Path, *, sharding: str | Tree = "none", **changes: Any) -> Tree:
     """The same run in another folder, under another sharding."""
     return merge(tree, {"run": {"out_dir": str(out)}, "sharding": sharding, **changes})
@@ -123,7 +132,12 @@ def launch(trees: Sequence[Tree], folder: Path, *, processes: int, timeout_s: fl
     if processes > 1:
         command += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--master-port={free_port()}"]
     done = subprocess.run(
-        [*command, str(JOB), str(plan)], env=environment(), capture_output=True, text=True, timeout=timeout_s, check=False
+        [*command, str(JOB), str(plan)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 
