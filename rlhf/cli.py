@@ -56,11 +56,23 @@ def _part() -> None:
 
 
 def _say(error: UserError, rank: int) -> None:
-    """Once: the launcher ends the other processes as soon as the first has failed, and most mistakes are everyone's."""
-    if rank:
-        time.sleep(OTHERS_WAIT_S)
+    """In one process of each host where all make the same mistake, in the first where it told the others of its own."""
+    distributed = sys.modules.get("rlhf.runtime.ranks")
+    if os.environ.get("LOCAL_RANK", "0") != "0" and not (distributed and distributed.met()):
+        return
+    if rank and getattr(error, "told_by_main", False):
+        return
+    if rank and distributed and distributed.met():
+        time.sleep(OTHERS_WAIT_S)  # the launcher ends this process if the first has failed too
     where = f" (process {rank})" if rank else ""
     Console(stderr=True).print(Text(f"error{where}: {error}", style="red"), soft_wrap=True)
+
+
+def _part() -> None:
+    """Part from the other processes of the run, where there are any."""
+    distributed = sys.modules.get("rlhf.runtime.ranks")
+    if distributed is not None:
+        distributed.leave()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -110,6 +110,8 @@ class Ranks:
                 outcome = None, error
         value, failed = self.from_main(outcome)
         if failed is not None:
+            if not self.is_main:
+                failed.told_by_main = True  # type: ignore[attr-defined]  # so that it is said once
             raise failed
         found: T = value
         return found
@@ -169,6 +171,11 @@ def meet(device: torch.device, *, timeout_s: float) -> Ranks:
             dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     group = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else None
     return Ranks(dist.get_rank(), dist.get_world_size(), group)
+
+
+def met() -> bool:
+    """Whether this process has joined the others."""
+    return dist.is_initialized()
 
 
 def leave() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from job import run_one
 from runs import make_model, offline_tree, pairs_file, ppo_tree, prompts_file, write_rows, written
 from safetensors.torch import load_file
 
@@ -124,7 +125,14 @@ def at(tree: Tree, out: Path, *, sharding: str | Tree = "none", **changes: Any) 
 
 
 def launch(trees: Sequence[Tree], folder: Path, *, processes: int, timeout_s: float = 300.0) -> None:
-    """Run them, one after another, in so many processes; one alone is started without a launcher."""
+    """Run them, one after another, in so many processes; one alone is started without a launcher.
+
+    What needs no process group is run right here: importing everything takes longer than the runs.
+    """
+    if processes == 1 and all(tree["sharding"]["mode"] in ("none", "ddp") for tree in trees):
+        for tree in trees:
+            run_one(tree)
+        return
     folder.mkdir(parents=True, exist_ok=True)
     plan = folder / "plan.json"
     plan.write_text(json.dumps(list(trees)))
