@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import errno
+import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from rich.text import Text
 
 from rlhf.errors import UserError
 
+OTHERS_WAIT_S = 3.0  # before another process than the first tells of an error
 EPILOG = """\
 rlhf quickstart                                   the whole pipeline on the lab, in minutes
 rlhf train  configs/sft.yaml policy.model=… data.sft.path=…
@@ -33,12 +36,13 @@ rlhf config configs/ppo.yaml policy.lr=1e-6
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; 0 when done (or interrupted and saved), 2 for a mistake of the user's."""
     parsed = parse(arguments)
-    console = Console()
+    rank = int(os.environ.get("RANK", "0"))
+    console = Console(quiet=rank > 0)
     _quiet_libraries()
     try:
         _VERBS[parsed.verb](parsed, console)
     except UserError as error:
-        Console(stderr=True).print(Text(f"error: {error}", style="red"), soft_wrap=True)
+        _say(error, rank)
         return 2
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -48,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped")
         return 130
+    _part()
     return 0
 
 
@@ -63,6 +68,26 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parsed
 
 
+def _say(error: UserError, rank: int) -> None:
+    """In one process of each host where all make the same mistake, in the first where it told the others of its own."""
+    distributed = sys.modules.get("rlhf.runtime.ranks")
+    if os.environ.get("LOCAL_RANK", "0") != "0" and not (distributed and distributed.met()):
+        return
+    if rank and getattr(error, "told_by_main", False):
+        return
+    if rank and distributed and distributed.met():
+        time.sleep(OTHERS_WAIT_S)  # the launcher ends this process if the first has failed too
+    where = f" (process {rank})" if rank else ""
+    Console(stderr=True).print(Text(f"error{where}: {error}", style="red"), soft_wrap=True)
+
+
+def _part() -> None:
+    """Part from the other processes of the run, where there are any."""
+    distributed = sys.modules.get("rlhf.runtime.ranks")
+    if distributed is not None:
+        distributed.leave()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rlhf",
@@ -70,6 +95,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument(
+        "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
+    )  # deepspeed's launcher says it
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb")
 
     def verb(name: str, help_text: str, target: str | None) -> argparse.ArgumentParser:
@@ -228,6 +256,7 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
 if __name__ == "__main__":

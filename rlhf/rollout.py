@@ -27,8 +27,12 @@ def annotate(
     Without a reference its log-probs are the policy's (zero KL); without a critic the values are zero, and so are the
     baselines where none are given.
     """
-    passes = [_pass(part.to(models.device), models) for part in completions.split(rows_per_pass)]
-    logprobs, ref_logprobs, values = (torch.cat(parts).cpu() for parts in zip(*passes, strict=True))
+
+    def work(share: Completions) -> tuple[Tensor, ...]:
+        passes = [_pass(part.to(models.device), models) for part in share.split(rows_per_pass)]
+        return tuple(torch.cat(parts).cpu() for parts in zip(*passes, strict=True))
+
+    logprobs, ref_logprobs, values = models.engine.ranks.spread_tensors(completions, work)
     return extend(
         Rollout,
         completions,

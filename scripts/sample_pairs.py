@@ -27,6 +27,7 @@ from rlhf.data.prompts import load_prompts
 from rlhf.errors import ConfigError, UserError
 from rlhf.models.backbone import context_length
 from rlhf.rewards.texts import decode
+from rlhf.runtime.engine import Engine
 from rlhf.runtime.seeding import derive
 
 PROMPTS_AT_ONCE = 128
@@ -37,7 +38,7 @@ def pairs(config: TrainConfig, completions: int, limit: int | None) -> Iterator[
     if config.reward is None or config.data.prompts is None:
         raise ConfigError("pairs need data.prompts and reward.source: name a configuration of PPO or its kin")
     writer = Completer(config.policy.model, config.sampling)
-    source = build_source(config.reward.source, writer.tokenizer, torch.device("cpu"))
+    source = build_source(config.reward.source, writer.tokenizer, Engine(torch.device("cpu")))
     prompts = load_prompts(
         config.data.prompts,
         writer.tokenizer,

@@ -16,6 +16,7 @@ from rlhf.runtime.engine import Engine, make_engine
 from rlhf.runtime.lock import FolderLock
 from rlhf.runtime.loggers import open_trackers
 from rlhf.runtime.progress import Progress
+from rlhf.runtime.ranks import Ranks
 from rlhf.runtime.recorder import Recorder
 from rlhf.runtime.run_folder import RunFolder
 from rlhf.runtime.session import Session, TrainState
@@ -37,7 +38,7 @@ class Context:
     state: TrainState
     positions: Mapping[str, int]
     console: Console | None
-    lock: FolderLock
+    release: Callable[[], None]  # lets other processes into the folder
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -58,15 +59,16 @@ class Context:
         config = self.config
         progress = Progress(config.run.name, total_steps, self.console, start_step=self.state.step, targets=targets)
         resolved = dump(config)
-        changed = self.folder.write_config(resolved)
+        ranks = self.engine.ranks
+        changed = ranks.on_main(lambda: self._write_configs(resolved))
         trackers = open_trackers(
-            config.logging.backends,
+            config.logging.backends if ranks.is_main else [],
             folder=self.folder.path,
             name=config.run.name,
             config=resolved,
             first_step=self.state.step,
         )
-        recorder = Recorder(self.folder, progress, trackers, show=show, release=self.lock.release)
+        recorder = Recorder(self.folder, progress, trackers, show=show, writes=ranks.is_main, release=self.release)
         recorder.rewind(self.positions)
         for text in [*self.notes, *_about_resuming(self, changed, total_steps)]:
             recorder.note(text)
@@ -83,7 +85,14 @@ class Context:
             log_every=config.logging.every,
             max_bad_steps=config.schedule.max_bad_steps,
             resumed=self.resume is not None,
+            ranks=ranks,
         )
+
+    def _write_configs(self, resolved: Mapping[str, object]) -> list[str]:
+        changed = self.folder.write_config(resolved)
+        for name, settings in self.engine.written.items():
+            self.folder.write_deepspeed(name, settings)
+        return changed
 
 
 def open_context(config: TrainConfig | RewardModelConfig, console: Console | None) -> Context:
@@ -92,28 +101,45 @@ def open_context(config: TrainConfig | RewardModelConfig, console: Console | Non
     Raises:
         CheckpointError: resuming is forbidden and there is a checkpoint, none is whole, or another process is there.
     """
+    engine = make_engine(config.run, config.sharding)
+    ranks = engine.ranks
     folder = RunFolder(config.run.out_dir)
-    lock = FolderLock(folder.path)
-    checkpoints = Checkpoints(folder.checkpoints, keep=config.checkpoint.keep)
+    release = _locked(folder.path, ranks)
+    checkpoints = Checkpoints(folder.checkpoints, keep=config.checkpoint.keep, ranks=ranks)
     notes = [f"warning: {text}" for text in unread_sections(config)]
-    if config.checkpoint.resume == "never" and checkpoints.all():
-        raise CheckpointError(
-            f"{folder.path} already holds a run and checkpoint.resume is never: choose another run.out_dir"
-        )
-    resume = checkpoints.newest(notes.append)
+    if ranks.world > 1 and config.sharding.mode == "none":
+        notes.append(f"{ranks.world} processes and sharding=none: they share the rows of a step, as with sharding=ddp")
+
+    def newest() -> tuple[Path | None, list[str]]:
+        if config.checkpoint.resume == "never" and checkpoints.all():
+            raise CheckpointError(
+                f"{folder.path} already holds a run and checkpoint.resume is never: choose another run.out_dir"
+            )
+        said: list[str] = []
+        return checkpoints.newest(said.append), said
+
+    resume, damaged = ranks.on_main(newest)
+    notes += damaged
     state, positions = TrainState.read(resume) if resume else (TrainState(), {"metrics": 0, "samples": 0})
     return Context(
         config=config,
         folder=folder,
         checkpoints=checkpoints,
-        engine=make_engine(config.run),
+        engine=engine,
         resume=resume,
         state=state,
         positions=positions,
         console=console,
-        lock=lock,
+        release=release,
         notes=notes,
     )
+
+
+def _locked(folder: Path, ranks: Ranks) -> Callable[[], None]:
+    """Keep other runs out of the folder, in the name of all processes of this one; gives what lets them in."""
+    held: list[FolderLock] = []
+    ranks.on_main(lambda: held.append(FolderLock(folder)))
+    return held[0].release if held else lambda: None
 
 
 def _about_resuming(context: Context, changed: Sequence[str], total_steps: int) -> list[str]:

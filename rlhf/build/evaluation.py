@@ -187,6 +187,7 @@ def evaluate_model(
         temperature=config.sampling.temperature,
         dtype=config.policy.dtype,
         device=engine.device,
+        engine=engine,
     )
     held_out = load_prompts(
         config.data.eval_prompts,
@@ -200,7 +201,7 @@ def evaluate_model(
         list(held_out.batches(config.sampling.batch_size)),
         _sampler(config.sampling, models, tokenizer, config.policy.dtype),
         models,
-        build_source(source, tokenizer, engine.device) if source is not None else _unscored,
+        build_source(source, tokenizer, engine) if source is not None else _unscored,
         proxy=None,
         key=derive(config.run.seed, "eval"),
         greedy=config.eval.greedy and source is not None,
@@ -244,4 +245,5 @@ def _sampler(config: SamplingConfig, models: Models, tokenizer: PreTrainedTokeni
         pad_id=int(tokenizer.pad_token_id),
         dtype=dtype,
         device=models.device,
+        engine=models.engine,
     )

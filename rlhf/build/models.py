@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.build.context import CRITIC, MODEL, Context, model_folder
+from rlhf.build.saving import export_policy
 from rlhf.config.algorithm import Online, TokenLoss
 from rlhf.config.sections import ModelSource, PolicyConfig, TrainConfig
 from rlhf.data.chat import load_tokenizer
@@ -22,11 +21,10 @@ from rlhf.models.backbone import (
     load_adapter,
     load_causal_lm,
     load_policy,
-    place,
-    save_model,
 )
 from rlhf.models.bundle import Ema, Models, SharedHead
 from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
+from rlhf.runtime.engine import Engine
 from rlhf.runtime.seeding import derive, new_weights
 
 
@@ -61,26 +59,26 @@ def build_online_models(config: TrainConfig, context: Context, tokenizer: PreTra
     """All the models of an online run."""
     algorithm = config.algorithm
     assert isinstance(algorithm, Online)
-    device = context.engine.device
-    loss = algorithm.policy_loss
-    policy = place(build_policy(config.policy, tokenizer, context.resume, context.seed), device)
+    engine, loss = context.engine, algorithm.policy_loss
+    policy = engine.place(build_policy(config.policy, tokenizer, context.resume, context.seed))
     with new_weights(context.seed):
         reference = build_reference(config, tokenizer)
     models = Models(
         policy=policy,
         temperature=config.sampling.temperature,
         dtype=config.policy.dtype,
-        device=device,
-        reference=place(reference, device) if reference is not None else None,
+        device=engine.device,
+        reference=engine.freeze("reference", reference) if reference is not None else None,
         adapter_off_is_reference=reference is None,
         entropy_gradient=isinstance(loss, TokenLoss) and loss.entropy_coef > 0,
+        engine=engine,
     )
     if algorithm.value_loss is not None:
         if config.critic.shared:
-            models.shared_head = SharedHead(policy.config.hidden_size, next(policy.parameters()).dtype).to(device)
+            models.shared_head = engine.place(SharedHead(policy.config.hidden_size, next(policy.parameters()).dtype))
         else:
             with new_weights(context.seed):
-                models.critic = place(_critic(config, context, tokenizer), device)
+                models.critic = engine.place(_critic(config, context, tokenizer))
     return models
 
 
@@ -130,15 +128,7 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str
     return decode
 
 
-def export(policy: CausalLM, ema: Ema | None, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def export(policy: CausalLM, ema: Ema | None, tokenizer: PreTrainedTokenizerBase, folder: Path, engine: Engine) -> None:
     """Write the trained policy (its average, where there is one) as an ordinary model folder."""
     with nullcontext() if ema is None else ema.applied():
-        save_model(exported(policy), tokenizer, folder)
-
-
-def exported(policy: CausalLM) -> CausalLM:
-    """The policy as an ordinary model: adapters merged into a copy of the weights."""
-    if not isinstance(policy, PeftModel):
-        return policy
-    merged: CausalLM = copy.deepcopy(policy).merge_and_unload()
-    return merged
+        export_policy(policy, tokenizer, folder, engine)

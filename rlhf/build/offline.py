@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.build.context import MODEL, TRAINER, Context, open_context, total_steps
+from rlhf.build.context import MODEL, Context, open_context, total_steps
 from rlhf.build.models import build_policy, build_tokenizer, export
 from rlhf.build.online import EvaluatePrompts, build_sampler
 from rlhf.build.preferences import preference_task
 from rlhf.build.reference import attach_reference
 from rlhf.build.rewards import build_source
+from rlhf.build.saving import load_trainer, save_policy, save_trainer
 from rlhf.build.task import Task
 from rlhf.config.algorithm import SftLoss
 from rlhf.config.data import SftConfig
@@ -23,7 +24,7 @@ from rlhf.config.sections import TrainConfig, judged, offline
 from rlhf.data.pairs import DemonstrationSet, load_demonstrations
 from rlhf.data.stream import BatchStream, in_order
 from rlhf.evaluation.evaluate import evaluate_loss
-from rlhf.models.backbone import context_length, place, save_model
+from rlhf.models.backbone import context_length
 from rlhf.models.bundle import Ema, Models
 from rlhf.runtime.engine import Trained
 from rlhf.runtime.seeding import derive
@@ -44,20 +45,22 @@ def build_offline(config: TrainConfig, console: Console | None = None) -> Offlin
     """
     context = open_context(config, console)
     tokenizer = build_tokenizer(config.policy)
-    policy = place(build_policy(config.policy, tokenizer, context.resume, context.seed), context.engine.device)
+    engine = context.engine
+    policy = engine.place(build_policy(config.policy, tokenizer, context.resume, context.seed))
     is_sft = isinstance(offline(config).loss, SftLoss)
     models = Models(
         policy=policy,
         temperature=1.0 if is_sft else config.sampling.temperature,
         dtype=config.policy.dtype,
-        device=context.engine.device,
+        device=engine.device,
+        engine=engine,
     )
     attach_reference(config, context, tokenizer, models)
+    trained = engine.train("policy", policy, config.policy, terms=("sft", TERM))
     task = (sft_task if is_sft else preference_task)(config, context, tokenizer, models)
-    trained = context.engine.train("policy", policy, config.policy, terms=("sft", TERM))
-    ema = Ema(policy, config.policy.ema_decay) if config.policy.ema_decay else None
+    ema = Ema(policy, config.policy.ema_decay, engine) if config.policy.ema_decay else None
     if context.resume is not None:
-        _restore(context.resume / TRAINER, trained, ema)
+        _restore(load_trainer(context.resume), trained, ema)
     evaluate = _Evaluation(config, context, tokenizer, models, task, ema)
     session = context.session(
         total_steps=total_steps(config.schedule, task.steps_per_epoch),
@@ -75,7 +78,7 @@ def build_offline(config: TrainConfig, console: Console | None = None) -> Offlin
         trained=trained,
         ema=ema,
         tokens=task.tokens,
-        export=lambda folder: export(policy, ema, tokenizer, folder),
+        export=lambda folder: export(policy, ema, tokenizer, folder, engine),
     )
 
 
@@ -110,7 +113,7 @@ def _rows(
 
 
 def _likelihood(rows: DemonstrationSet, loss: DemonstrationLoss, size: int) -> Callable[[], dict[str, float]]:
-    return lambda: evaluate_loss(in_order(rows, size), loss, EVAL_NAMES)
+    return lambda: evaluate_loss(in_order(rows, size), loss, EVAL_NAMES, loss.models.engine.ranks)
 
 
 def _tokens(batch: Batch) -> int:
@@ -122,15 +125,14 @@ def _saver(
     models: Models, trained: Trained, tokenizer: PreTrainedTokenizerBase, ema: Ema | None
 ) -> Callable[[Path], None]:
     def save(folder: Path) -> None:
-        save_model(models.policy, tokenizer, folder / MODEL)
-        state = {"policy": trained.state()} | ({"ema": ema.shadow} if ema is not None else {})
-        torch.save(state, folder / TRAINER)
+        save_policy(models.policy, tokenizer, folder / MODEL, models.engine)
+        besides = {"ema": ema.saved()} if ema is not None else {}
+        save_trainer(folder, {"policy": trained}, besides, models.engine)
 
     return save
 
 
-def _restore(path: Path, trained: Trained, ema: Ema | None) -> None:
-    state = torch.load(path, weights_only=True)
+def _restore(state: dict[str, Any], trained: Trained, ema: Ema | None) -> None:
     trained.load_state(state["policy"])
     if ema is not None and "ema" in state:
         ema.load(state["ema"])
@@ -153,7 +155,7 @@ class _Evaluation:
         if judged(config):
             assert config.eval.source is not None
             sampled = replace(models, temperature=config.sampling.temperature)
-            judge = build_source(config.eval.source, tokenizer, models.device)
+            judge = build_source(config.eval.source, tokenizer, models.engine)
             sampler = build_sampler(config, sampled, tokenizer)
             self.prompts = EvaluatePrompts(config, context, tokenizer, sampled, sampler, judge, None)
 

@@ -6,22 +6,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.algo.objective import Objective
-from rlhf.build.context import CRITIC, MODEL, TRAINER, Context, open_context, total_steps
+from rlhf.build.context import CRITIC, MODEL, Context, open_context, total_steps
 from rlhf.build.models import build_online_models, build_tokenizer, decoder, export
 from rlhf.build.rewards import build_source
+from rlhf.build.saving import load_trainer, save_policy, save_scalar_head, save_trainer
 from rlhf.config.algorithm import AdaptiveKl, Online, PenaltyLoss
 from rlhf.config.sections import TrainConfig
 from rlhf.data.pairs import load_demonstrations
 from rlhf.data.prompts import PromptStream, load_prompts
 from rlhf.data.stream import BatchStream
 from rlhf.evaluation.evaluate import evaluate_policy
-from rlhf.models.backbone import context_length, eos_ids, save_model
+from rlhf.models.backbone import context_length, eos_ids
 from rlhf.models.bundle import Ema, Models
 from rlhf.rewards.shaping import ShapedReward
 from rlhf.rewards.source import RewardSource
@@ -50,19 +50,22 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
     context = open_context(config, console)
     tokenizer = build_tokenizer(config.policy)
     models = build_online_models(config, context, tokenizer)
-    source = build_source(config.reward.source, tokenizer, context.engine.device)
+    source = build_source(config.reward.source, tokenizer, context.engine)
     sampler = build_sampler(config, models, tokenizer)
+    saved = load_trainer(context.resume) if context.resume is not None else None
+    if saved is not None and models.shared_head is not None:
+        models.shared_head.load_state_dict(saved["shared_head"])
     trained = _trained(config, models, context)
-    ema = Ema(models.policy, config.policy.ema_decay) if config.policy.ema_decay else None
-    if context.resume is not None:
-        _restore(context.resume / TRAINER, trained, ema)
+    ema = Ema(models.policy, config.policy.ema_decay, context.engine) if config.policy.ema_decay else None
+    if saved is not None:
+        _restore(saved, trained, ema)
     elif context.state.step == 0:
         context.state.kl_coef = algorithm.kl.coef
         if isinstance(algorithm.policy_loss, PenaltyLoss):
             context.state.penalty_coef = algorithm.policy_loss.coef
     prompts = _prompts(config, context, tokenizer, models)
     ptx = _ptx(config, context, tokenizer)
-    judge = build_source(config.eval.source, tokenizer, models.device) if config.eval.source else source
+    judge = build_source(config.eval.source, tokenizer, context.engine) if config.eval.source else source
     proxy = source if config.eval.source else None
     evaluate = EvaluatePrompts(config, context, tokenizer, models, sampler, judge, proxy)
     controller = algorithm.kl.controller
@@ -92,7 +95,7 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
         rows=fitting(size, session),
         passes=fitting(size * ROWS_PER_PASS, session, what="a forward pass"),
         decode=decoder(tokenizer),
-        export=lambda folder: export(models.policy, ema, tokenizer, folder),
+        export=lambda folder: export(models.policy, ema, tokenizer, folder, context.engine),
     )
 
 
@@ -105,6 +108,7 @@ def build_sampler(config: TrainConfig, models: Models, tokenizer: PreTrainedToke
         pad_id=int(tokenizer.pad_token_id),
         dtype=config.policy.dtype,
         device=models.device,
+        engine=models.engine,
     )
 
 
@@ -156,25 +160,22 @@ class _Save:
         self.models, self.trained, self.tokenizer, self.ema = models, trained, tokenizer, ema
 
     def __call__(self, folder: Path) -> None:
-        save_model(self.models.policy, self.tokenizer, folder / MODEL)
+        engine, head = self.models.engine, self.models.shared_head
+        save_policy(self.models.policy, self.tokenizer, folder / MODEL, engine)
         if self.models.critic is not None:
-            self.models.critic.save(self.tokenizer, folder / CRITIC)
-        state: dict[str, Any] = {name: model.state() for name, model in self.trained.items()}
-        if self.models.shared_head is not None:
-            state["shared_head"] = self.models.shared_head.state_dict()
+            save_scalar_head(self.models.critic, self.tokenizer, folder / CRITIC, engine)
+        besides: dict[str, Any] = {}
+        if head is not None:
+            whole = engine.full_state(head)
+            besides["shared_head"] = head.state_dict() if whole is None else whole
         if self.ema is not None:
-            state["ema"] = self.ema.shadow
-        torch.save(state, folder / TRAINER)
+            besides["ema"] = self.ema.saved()
+        save_trainer(folder, self.trained, besides, engine)
 
 
-def _restore(path: Path, trained: dict[str, Trained], ema: Ema | None) -> None:
-    state = torch.load(path, weights_only=True)
+def _restore(state: dict[str, Any], trained: dict[str, Trained], ema: Ema | None) -> None:
     for name, model in trained.items():
         model.load_state(state[name])
-    if "shared_head" in state:
-        both = trained["policy"].module
-        assert isinstance(both, nn.ModuleDict)
-        both["head"].load_state_dict(state["shared_head"])
     if ema is not None and "ema" in state:
         ema.load(state["ema"])
 

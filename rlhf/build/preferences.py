@@ -113,7 +113,7 @@ def on_pairs(
 ) -> Callable[[], dict[str, float]]:
     """How the policy does on held-out pairs, when called."""
     pairs, size = judgments.annotate.pairs(found), judgments.config.batch.micro_batch_size
-    return lambda: evaluate_loss(in_order(pairs, size), loss, names)
+    return lambda: evaluate_loss(in_order(pairs, size), loss, names, judgments.context.engine.ranks)
 
 
 def on_labels(judgments: Judgments, loss: LabelledLoss, rows: AnnotatedLabelledSet) -> Callable[[], dict[str, float]]:
@@ -124,4 +124,4 @@ def on_labels(judgments: Judgments, loss: LabelledLoss, rows: AnnotatedLabelledS
         whole = loss.with_baseline(rows.collate(range(len(rows))))  # one z0, of all held-out rows
         yield from whole.split(judgments.config.batch.micro_batch_size)
 
-    return lambda: evaluate_loss(batches(), loss, names)
+    return lambda: evaluate_loss(batches(), loss, names, judgments.context.engine.ranks)

@@ -17,7 +17,6 @@ from rlhf.config.sections import TrainConfig, judged, offline, reads_reference
 from rlhf.data.annotated import AnnotatedLabelledSet, AnnotatedPairSet, CompletionRows, labels_of, rows_of
 from rlhf.data.pairs import LabelledSet, PairSet
 from rlhf.data.reference_cache import ReferenceCache, cache_folder, cache_key, rows_fingerprint
-from rlhf.models.backbone import place
 from rlhf.models.bundle import Models
 from rlhf.models.fingerprint import weights_fingerprint
 from rlhf.runtime.seeding import new_weights
@@ -39,7 +38,7 @@ def attach_reference(config: TrainConfig, context: Context, tokenizer: PreTraine
         with new_weights(context.seed):
             reference = build_reference(config, tokenizer)
         assert reference is not None
-        models.reference = place(reference, context.engine.device)
+        models.reference = context.engine.freeze("reference", reference)
 
 
 def keeps_reference(config: TrainConfig) -> bool:
@@ -79,10 +78,11 @@ class Annotator:
             dtype=self.models.dtype,
             temperature=self.models.temperature,
         )
-        values = self.cache.read(key, count=len(rows))
+        ranks = self.context.engine.ranks
+        values = ranks.on_main(lambda: self.cache.read(key, count=len(rows)))
         if values is None:
-            values = self._computed(rows)
-            self.cache.write(key, values)
+            values = computed = self._computed(rows)
+            ranks.on_main(lambda: self.cache.write(key, computed))
         else:
             self.context.notes.append(f"reference log-probs of {len(rows):,} completions: from {self.cache.path(key)}")
         self.context.notes += self.cache.notes
@@ -96,9 +96,13 @@ class Annotator:
         models = self.models
         assert models.has_reference or self.context.resume is None, "the policy is its own reference at step 0 only"
         say = models.reference_logprobs if models.has_reference else lambda batch: models.policy_tokens(batch).logprobs
-        return completion_logprobs(rows, say, rows_per_pass=rows_per_pass(self.config), device=models.device)
+        return completion_logprobs(
+            rows, say, rows_per_pass=rows_per_pass(self.config), device=models.device, ranks=models.engine.ranks
+        )
 
     def _fingerprint(self) -> str:
         if self._weights is None:
-            self._weights = weights_fingerprint(self.models.reference or self.models.policy)
+            model, engine = self.models.reference or self.models.policy, self.context.engine
+            state = engine.full_state(model)
+            self._weights = engine.ranks.on_main(lambda: weights_fingerprint(model, state))
         return self._weights

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
@@ -14,8 +13,9 @@ from reward_model.calibrate import calibrate
 from reward_model.evaluate import evaluate_reward_model
 from reward_model.model import score_pairs
 from reward_model.objective import PairLoss
-from rlhf.build.context import MODEL, TRAINER, Context, model_folder, open_context, total_steps
+from rlhf.build.context import MODEL, Context, model_folder, open_context, total_steps
 from rlhf.build.models import build_tokenizer
+from rlhf.build.saving import load_trainer, save_scalar_head, save_trainer
 from rlhf.config.data import PreferencesConfig
 from rlhf.config.sections import RewardModelConfig
 from rlhf.data.dialects import PairText
@@ -26,6 +26,7 @@ from rlhf.evaluation.evaluate import evaluate_loss
 from rlhf.models.backbone import context_length, enable_checkpointing
 from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
 from rlhf.runtime.checkpoint import replace_folder
+from rlhf.runtime.ranks import Ranks
 from rlhf.runtime.seeding import derive, new_weights
 from rlhf.trainers.offline import OfflineRun
 from rlhf.types import Batch, PreferencePairs
@@ -58,7 +59,7 @@ def build_reward_model(config: RewardModelConfig, console: Console | None = None
     model = _model(config, context, tokenizer)
     trained = context.engine.train("policy", model, config.model, terms=("rm",))
     if context.resume is not None:
-        trained.load_state(torch.load(context.resume / TRAINER, weights_only=True)["model"])
+        trained.load_state(load_trainer(context.resume)["model"])
     longest = context_length(model.classifier)
     pairs = _pairs(config, config.data.preferences, context, tokenizer, longest)
     held_out = config.data.eval_preferences
@@ -67,11 +68,11 @@ def build_reward_model(config: RewardModelConfig, console: Console | None = None
     stream = BatchStream(pairs, config.batch.prompts_per_step, derive(context.seed, "pairs"))
 
     def save(folder: Path) -> None:
-        model.save(tokenizer, folder / MODEL)
-        torch.save({"model": trained.state()}, folder / TRAINER)
+        save_scalar_head(model, tokenizer, folder / MODEL, context.engine)
+        save_trainer(folder, {"model": trained}, {}, context.engine)
 
     def evaluate(_step: int) -> dict[str, float]:
-        return _held_out(eval_pairs, loss, config.batch.micro_batch_size)
+        return _held_out(eval_pairs, loss, config.batch.micro_batch_size, context.engine.ranks)
 
     session = context.session(
         total_steps=total_steps(config.schedule, stream.steps_per_epoch), save=save, evaluate=evaluate, show=SHOW
@@ -85,7 +86,7 @@ def build_reward_model(config: RewardModelConfig, console: Console | None = None
         trained=trained,
         ema=None,
         tokens=_tokens,
-        export=lambda folder: model.save(tokenizer, folder),
+        export=lambda folder: save_scalar_head(model, tokenizer, folder, context.engine),
     )
     return RewardModelRun(run, config, model, tokenizer, pairs, eval_pairs)
 
@@ -129,11 +130,11 @@ def finish_reward_model(built: RewardModelRun) -> dict[str, Any]:
     config, folder = built.config, built.run.session.recorder.folder
     size, dtype = config.batch.micro_batch_size, config.model.dtype
     calibrate(built.model, built.pairs, config.calibration, micro_batch_size=size, dtype=dtype)
-    replace_folder(folder.path / MODEL, built.run.export)
+    replace_folder(folder.path / MODEL, built.run.export, built.run.session.ranks)
     if built.eval_pairs is None:
         return {}
     card = _card(config, built.model, built.tokenizer, built.pairs, built.eval_pairs)
-    folder.write_report_card(card)
+    built.run.session.ranks.on_main(lambda: folder.write_report_card(card))
     return card
 
 
@@ -195,12 +196,12 @@ def _pairs(
     return pairs
 
 
-def _held_out(pairs: PairSet | None, loss: PairLoss, size: int) -> dict[str, float]:
+def _held_out(pairs: PairSet | None, loss: PairLoss, size: int, ranks: Ranks) -> dict[str, float]:
     if pairs is None:
         return {}
     starts = range(0, len(pairs), size)
     batches = (pairs.collate(list(range(start, min(start + size, len(pairs))))) for start in starts)
-    return evaluate_loss(batches, loss, EVAL_NAMES)
+    return evaluate_loss(batches, loss, EVAL_NAMES, ranks)
 
 
 def _tokens(batch: Batch) -> int:

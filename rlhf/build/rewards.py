@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from reward_model.source import RewardModelSource
@@ -19,10 +18,12 @@ from rlhf.rewards.ensemble import EnsembleReward
 from rlhf.rewards.function import FunctionReward
 from rlhf.rewards.remote import RemoteReward
 from rlhf.rewards.source import RewardSource
+from rlhf.rewards.spread import DealtReward, MainReward
+from rlhf.runtime.engine import Engine
 
 
-def build_source(config: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> RewardSource:
-    """The source that `config` describes, for completions in `tokenizer`'s ids.
+def build_source(config: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase, engine: Engine) -> RewardSource:
+    """The source that `config` describes, for completions in `tokenizer`'s ids; the same in every process.
 
     Raises:
         RewardError: a function that cannot be imported, an address that is none.
@@ -31,18 +32,21 @@ def build_source(config: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase,
     """
     match config:
         case FunctionSource():
-            return FunctionReward(config.target, config.kwargs, tokenizer, timeout_s=config.timeout_s)
+            function = FunctionReward(config.target, config.kwargs, tokenizer, timeout_s=config.timeout_s)
+            return MainReward(function, engine.ranks)
         case ModelSource():
-            return RewardModelSource.load(
-                model_folder(config.path), tokenizer, device=device, micro_batch_size=config.micro_batch_size
+            source = RewardModelSource.load(
+                model_folder(config.path), tokenizer, device=engine.device, micro_batch_size=config.micro_batch_size
             )
+            source.model = engine.freeze("reward", source.model)
+            return DealtReward(source, engine.ranks)
         case RemoteSource():
-            return _remote(config, tokenizer)
+            return MainReward(_remote(config, tokenizer), engine.ranks)
         case ChatSource():
             chat = ChatModel(config, os.environ, section="source")
-            return ChatReward(config, tokenizer, chat, section="source")
+            return MainReward(ChatReward(config, tokenizer, chat, section="source"), engine.ranks)
         case EnsembleSource():
-            members = [build_source(member, tokenizer, device) for member in config.sources]
+            members = [build_source(member, tokenizer, engine) for member in config.sources]
             return EnsembleReward(members, how=config.how, std_coef=config.std_coef)
 
 

@@ -36,7 +36,7 @@ class TrainingRun:
         with self.session.recorder.progress:
             self.loop()
             if not self.session.interrupted:
-                replace_folder(self.session.recorder.folder.path / MODEL, self.run.export)
+                replace_folder(self.session.recorder.folder.path / MODEL, self.run.export, self.session.ranks)
         return not self.session.interrupted
 
 

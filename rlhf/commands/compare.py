@@ -14,9 +14,9 @@ from rich.text import Text
 from rlhf.build.context import MODEL
 from rlhf.commands.quickstart import claim_lab, prepare_lab
 from rlhf.compare.figures import write_figures
+from rlhf.compare.launched import start_cell
 from rlhf.compare.page import write_compare_page
 from rlhf.compare.plan import Plan, make_plan, read_plan
-from rlhf.compare.processes import CellProcess
 from rlhf.compare.results import read_cells, summarize, write_results
 from rlhf.compare.runner import StartCell, run_cells
 from rlhf.compare.words import interval, ranking, verdict
@@ -24,6 +24,7 @@ from rlhf.config.compare import START, CompareConfig, LabConfig
 from rlhf.config.load import compare_config, dump, read_yaml
 from rlhf.errors import ConfigError, UserError
 from rlhf.runtime.progress import printable
+from rlhf.runtime.ranks import launched
 from rlhf.runtime.run_folder import write_aside
 
 COMPARE = "compare.yaml"
@@ -45,12 +46,16 @@ def run_compare(config: CompareConfig, *, beside: Path, console: Console, start:
     Raises:
         UserError: the comparison is not a valid one; an arm that fails is no error.
     """
+    if launched() > 1:
+        raise ConfigError(
+            "rlhf compare starts the processes of each arm itself: run it without a launcher, processes=N"
+        )
     plan = make_plan(config, beside=beside)
     if config.lab is not None and not _prepared(config.lab, console):
         return False
     plan.folder.mkdir(parents=True, exist_ok=True)
     write_aside(plan.folder / COMPARE, yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True))
-    complete = run_cells(plan, start or partial(CellProcess, jobs=config.jobs), console)
+    complete = run_cells(plan, start or partial(start_cell, jobs=config.jobs, processes=config.processes), console)
     if not complete:
         console.print("stopped; the same command continues from here")
     _conclude(plan, console)

@@ -38,6 +38,7 @@ from rlhf.evaluation.suites.settings import (
 from rlhf.evaluation.suites.subject import Subject, load_subject
 from rlhf.lab.build import with_lab
 from rlhf.models.fingerprint import weights_fingerprint
+from rlhf.runtime.engine import Engine
 from rlhf.runtime.loggers import plain
 from rlhf.runtime.run_folder import versions, write_aside
 
@@ -222,7 +223,7 @@ def _device(settings: SuiteSettings) -> torch.device:
 
 def _hh(settings: HhSettings, subject: Subject, _: str) -> SuiteResult:
     source = settings.source
-    scorer = None if source is None else build_source(source, subject.encoder.tokenizer, subject.device)
+    scorer = None if source is None else build_source(source, subject.encoder.tokenizer, Engine(subject.device))
     return run_hh(settings, subject, reference=_reference(settings, subject), source=scorer)
 
 

@@ -46,7 +46,7 @@ def run_reward_model(config: RewardModelConfig, console: Console) -> bool:
         train_offline(built.run)
         card = {} if session.interrupted else finish_reward_model(built)
     complete = finish(session, console)
-    if card:
+    if card and session.ranks.is_main:
         print_card(card, console)
     return complete
 
@@ -57,6 +57,8 @@ def finish(session: Session, console: Console) -> bool:
     folder = session.recorder.folder
     if session.interrupted:
         return False
+    if not session.ranks.is_main:
+        return True
     report = write_report(folder.path)
     print_summary(folder, console)
     console.print(Text(f"model   {folder.path / 'model'}\nreport  {report}"), soft_wrap=True)

@@ -13,6 +13,7 @@ from rlhf.compare.draws import run_best_of_n
 from rlhf.compare.judge import Judged, judge_model
 from rlhf.compare.plan import Cell, read_cell
 from rlhf.errors import UserError
+from rlhf.runtime.ranks import is_main_process, leave
 
 INTERRUPTED = 3  # exit code of a cell that was stopped and saved
 
@@ -24,12 +25,14 @@ def cell_main(folder: Path) -> int:
         The exit code: 0 when the cell is done, 2 for a mistake of the user's, INTERRUPTED where it was stopped.
     """
     try:
-        return 0 if run_cell(read_cell(folder), Console()) else INTERRUPTED
+        return 0 if run_cell(read_cell(folder), Console(quiet=not is_main_process())) else INTERRUPTED
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED
+    finally:
+        leave()
 
 
 def run_cell(cell: Cell, console: Console) -> bool:
@@ -49,7 +52,8 @@ def run_cell(cell: Cell, console: Console) -> bool:
         if not _train(cell, console):
             return False
         judged = judge_model(config, str(cell.folder))
-    judged.write(cell.folder)
+    if is_main_process():
+        judged.write(cell.folder)
     return True
 
 

@@ -99,8 +99,14 @@ class Ledger:
         self.run, self.config, self.budget = run, config, budget
         self.sizes = _sizes(run, config)
         step = run.session.state.step
-        rows = [row for row in read_jsonl(self.path) if row["step"] <= step]
-        write_aside(self.path, "".join(encode_line(row).decode() for row in rows))
+        ranks = run.session.ranks
+
+        def forget() -> list[dict[str, Any]]:
+            kept = [row for row in read_jsonl(self.path) if row["step"] <= step]
+            write_aside(self.path, "".join(encode_line(row).decode() for row in kept))
+            return kept
+
+        rows = ranks.on_main(forget)
         self.total = Costs.of(rows[-1]) if rows else Costs()
 
     @property
@@ -111,8 +117,9 @@ class Ledger:
     def spend(self, step: int, metrics: Mapping[str, float], *, tokens: int, seconds: float) -> None:
         """Count a step."""
         self.total = self.total.plus(self._of_step(metrics, tokens, seconds))
-        with self.path.open("ab") as file:
-            file.write(encode_line({"step": step, **self.total.record()}))
+        if self.run.session.ranks.is_main:
+            with self.path.open("ab") as file:
+                file.write(encode_line({"step": step, **self.total.record()}))
         self._show_length(step)
 
     def _show_length(self, step: int) -> None:
@@ -150,7 +157,9 @@ def completions_of(config: TrainConfig) -> int:
 
 def parameters_of(module: nn.Module | None) -> int:
     """How many numbers a module has; 0 without one."""
-    return sum(p.numel() for p in module.parameters()) if module is not None else 0
+    if module is None:
+        return 0
+    return sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())  # of a split one, numel() is the part's
 
 
 def source_parameters(source: RewardSourceConfig | None) -> int:

@@ -22,7 +22,7 @@ from rlhf.data.prompts import load_prompts
 from rlhf.evaluation.best_of_n import curve_sizes, expected_best, kl_bound, picks
 from rlhf.evaluation.diversity import diversity
 from rlhf.models.backbone import context_length
-from rlhf.runtime.engine import make_engine
+from rlhf.runtime.engine import Engine, make_engine
 from rlhf.runtime.loggers import encode_line
 from rlhf.runtime.run_folder import write_aside
 from rlhf.runtime.seeding import derive
@@ -57,10 +57,10 @@ def run_best_of_n(cell: CellConfig, folder: Path) -> Judged:
     """
     arm, train = cell.best_of_n, cell.train
     assert arm is not None
-    device = make_engine(train.run).device
-    completer = Completer(train.policy.model, train.sampling, device)
+    engine = make_engine(train.run)
+    completer = Completer(train.policy.model, train.sampling, engine.device)
     began = time.perf_counter()
-    draws, seconds = _draw(cell, completer, arm, device, began)
+    draws, seconds = _draw(cell, completer, arm, engine, began)
     tokens = int(draws.completions.prompt_mask.sum() + draws.completions.completion_mask.sum())
     sizes = Sizes(policy=parameters_of(completer.model), reward=source_parameters(cell.proxy))
     cost = Costs(
@@ -97,9 +97,7 @@ def curve_of(gold: Float[Tensor, "P N"], proxy: Float[Tensor, "P N"]) -> list[di
     ]
 
 
-def _draw(
-    cell: CellConfig, completer: Completer, arm: BestOfNArm, device: torch.device, began: float
-) -> tuple[Draws, float]:
+def _draw(cell: CellConfig, completer: Completer, arm: BestOfNArm, engine: Engine, began: float) -> tuple[Draws, float]:
     """The draws, and the seconds that sampling and picking took (judging is not a cost of the arm)."""
     train = cell.train
     assert train.data.eval_prompts is not None
@@ -114,10 +112,10 @@ def _draw(
     key = derive(cell.seed, "best of n")
     batches = prompts.batches(max(1, train.sampling.batch_size // arm.samples))
     completions = concat([completer.sampler.sample(batch, key=key, group_size=arm.samples) for batch in batches])
-    proxy = build_source(cell.proxy, completer.tokenizer, device)(completions)
+    proxy = build_source(cell.proxy, completer.tokenizer, engine)(completions)
     seconds = time.perf_counter() - began
     assert train.eval.source is not None
-    gold = build_source(train.eval.source, completer.tokenizer, device)(completions)
+    gold = build_source(train.eval.source, completer.tokenizer, engine)(completions)
     return Draws(completions, gold, proxy, arm.samples), seconds
 
 

@@ -72,7 +72,7 @@ def judge_model(cell: CellConfig, path: str | None) -> Judged:
     records = [{**record, "kl_exact": value} for record, value in zip(records, exact, strict=True)]
     metrics: dict[str, float | None] = dict(found.metrics)
     if cell.proxy is not None:
-        proxy = build_source(cell.proxy, tokenizer, make_engine(train.run).device)(found.rollout).values
+        proxy = build_source(cell.proxy, tokenizer, make_engine(train.run))(found.rollout).values
         metrics["eval/proxy"] = float(proxy.double().mean())
         records = [{**record, "proxy": float(value)} for record, value in zip(records, proxy, strict=True)]
     return Judged(metrics, records)

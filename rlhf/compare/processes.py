@@ -38,7 +38,7 @@ class CellProcess:
     def __init__(self, cell: Cell, place: int, jobs: int) -> None:
         """Start it on place `place` of `jobs`."""
         self.cell = cell
-        environment = share(place, jobs, cores=_cores(), devices=visible_devices(os.environ), environ=os.environ)
+        environment = share(place, jobs, cores=cores(), devices=visible_devices(os.environ), environ=os.environ)
         threads = int(environment[THREADS]) if THREADS in environment else None
         self.process: BaseProcess = _context().Process(target=run, args=(cell.folder, jobs > 1, threads))
         (cell.folder / OUTPUT).unlink(missing_ok=True)
@@ -109,13 +109,15 @@ def visible_devices(environ: Mapping[str, str]) -> list[str]:
     return named[:count] if named else [str(number) for number in range(count)]
 
 
-def last_words(log: Path, code: int) -> str:
-    """The error that ended a process, from what it wrote last."""
+def last_words(log: Path, code: int, *, launched: bool = False) -> str:
+    """The error that ended a process, from what it wrote last; `launched` says that a launcher wrote after it."""
     written = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     lines = [line for line in written.splitlines() if line.strip()]
     starts = [i for i, line in enumerate(lines) if line.startswith("error: ")]
     if code == 2 and starts:
         return "\n".join(lines[starts[-1] :]).removeprefix("error: ")
+    if launched and starts:
+        return lines[starts[-1]].removeprefix("error: ")
     if code < 0:
         return f"the process was ended by {signal.Signals(-code).name}; out of memory, if nobody did it"
     return f"{lines[-1] if lines else f'exit code {code}'} (all of it is in {log})"
@@ -129,7 +131,8 @@ def _context() -> ForkServerContext | SpawnContext:
     return context
 
 
-def _cores() -> int:
+def cores() -> int:
+    """Processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 

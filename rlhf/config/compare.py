@@ -80,6 +80,8 @@ class Overrides(Section):
     """See rlhf train; another preset than the base's replaces the base's algorithm whole."""
     batch: dict[str, Any] = {}
     """See rlhf train."""
+    sharding: str | dict[str, Any] = {}
+    """See rlhf train."""
     schedule: dict[str, Any] = {}
     """See rlhf train; the length comes from the budget."""
     checkpoint: dict[str, Any] = {}
@@ -145,6 +147,8 @@ class CompareConfig(Section):
     """Each arm is run once for each."""
     jobs: Count = 1
     """Cells that run at once, each on its share of the processor's cores and, where there are several, on one GPU."""
+    processes: Count = 1
+    """Processes that each trained arm runs in, started by torchrun on this host; never changes a result."""
     evaluations: Count = 10
     """Evaluations along each run, where the budget is in completions; eval.every of an arm goes before."""
     equal_kl: Positive | None = None

@@ -23,6 +23,7 @@ Tree = dict[str, Any]
 C = TypeVar("C", bound=Section)
 
 TAGS = ("type", "preset")
+SHORT = {"sharding": "mode"}  # sections that a word stands for: sharding=zero3 is sharding.mode=zero3
 NOT_SETTINGS = ("versions", "git_commit")  # what a run folder's config.yaml has besides
 
 ALIASES = {
@@ -134,14 +135,18 @@ def parse_overrides(overrides: Sequence[str]) -> Tree:
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     """Deep merge; except that naming another tag (`type`, `preset`) replaces the whole section."""
-    merged = dict(base)
+    merged = {key: _spelled_out(key, value) for key, value in base.items()}
     for key, value in over.items():
-        old = merged.get(key)
+        old, value = merged.get(key), _spelled_out(key, value)
         if isinstance(old, Mapping) and isinstance(value, Mapping) and not _another_tag(old, value):
             merged[key] = merge(old, value)
         else:
             merged[key] = value
     return merged
+
+
+def _spelled_out(key: str, value: Any) -> Any:
+    return {SHORT[key]: value} if key in SHORT and isinstance(value, str) else value
 
 
 def _another_tag(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:

@@ -25,6 +25,7 @@ from rlhf.config.algorithm import (
 from rlhf.config.base import Section
 from rlhf.config.data import Count, DataConfig
 from rlhf.config.judge import ChatPairsConfig, ChatSource
+from rlhf.config.sharding import ShardingConfig
 
 Size = Annotated[int, Field(ge=0)]
 Dtype = Literal["float32", "bfloat16", "float64"]
@@ -297,6 +298,8 @@ class TrainConfig(Section):
     """The four axes of an online algorithm, or an offline loss."""
     batch: BatchConfig = BatchConfig()
     """Sizes."""
+    sharding: ShardingConfig = ShardingConfig()
+    """How the run is spread over processes."""
     schedule: ScheduleConfig = ScheduleConfig(steps=100)
     """Length and learning rate."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -308,6 +311,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _coherent(self) -> TrainConfig:
+        _check_sharding(self.sharding, self.policy.dtype, "policy")
         if isinstance(self.algorithm, Online):
             self._check_online(self.algorithm)
         else:
@@ -414,6 +418,8 @@ class RewardModelConfig(Section):
     """Mean and scale of scores."""
     batch: BatchConfig = BatchConfig()
     """Sizes; prompts_per_step counts pairs."""
+    sharding: ShardingConfig = ShardingConfig()
+    """How the run is spread over processes."""
     schedule: ScheduleConfig = ScheduleConfig(epochs=1.0)
     """Length and learning rate."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -427,9 +433,15 @@ class RewardModelConfig(Section):
     def _has_pairs(self) -> RewardModelConfig:
         if self.data.preferences is None:
             raise ValueError("data.preferences is missing: a reward model needs pairs; set data.preferences.path")
+        _check_sharding(self.sharding, self.model.dtype, "model")
         if self.model.lora is not None:
             raise ValueError("model.lora: a reward model is trained in full; leave it null")
         return self
+
+
+def _check_sharding(sharding: ShardingConfig, dtype: Dtype, section: str) -> None:
+    if sharding.uses_deepspeed and dtype == "float64":
+        raise ValueError(f"{section}.dtype is float64, but DeepSpeed steps in float32: set sharding=ddp, or float32")
 
 
 def online(config: TrainConfig) -> Online:

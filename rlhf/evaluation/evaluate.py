@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, inf
 
@@ -16,6 +16,7 @@ from rlhf.masked import Mean
 from rlhf.models.bundle import Models
 from rlhf.rewards.source import RewardSource
 from rlhf.runtime.metrics import Metrics
+from rlhf.runtime.ranks import ALONE, Ranks
 from rlhf.runtime.step import Loss
 from rlhf.sampling.sampler import Sampler
 from rlhf.types import Batch, Completions, Prompts, Rollout, Scores, concat, extend
@@ -57,7 +58,8 @@ def evaluate_policy(
         greedy: score greedy completions too.
         rows_per_pass: rows per forward pass; memory only.
     """
-    completions = concat([sampler.sample(batch, key=key, group_size=1) for batch in prompts])
+    with models.engine.whole(models.policy):
+        completions = concat([sampler.sample(batch, key=key, group_size=1) for batch in prompts])
     scores = judge(completions)
     rollout, exact_kl = _measured(completions, scores, models, rows_per_pass)
     metrics = _describe(rollout)
@@ -66,7 +68,8 @@ def evaluate_policy(
     if proxy is not None:
         metrics["eval/proxy"] = float(proxy(completions).values.double().mean())
     if greedy:
-        best = concat([sampler.sample(batch, key=key, group_size=1, greedy=True) for batch in prompts])
+        with models.engine.whole(models.policy):
+            best = concat([sampler.sample(batch, key=key, group_size=1, greedy=True) for batch in prompts])
         metrics["eval/score_greedy"] = float(judge(best).values.double().mean())
     return PolicyEvaluation(metrics, rollout, scores, exact_kl)
 
@@ -78,8 +81,12 @@ def _measured(
 
     As `annotate` does for training, but with the KL from the same pass, and without the critic: values are 0.
     """
-    passes = [_pass(part.to(models.device), models) for part in completions.split(rows_per_pass)]
-    logprobs, ref_logprobs, kl = (torch.cat(parts).cpu() for parts in zip(*passes, strict=True))
+
+    def work(share: Completions) -> tuple[Tensor, ...]:
+        passes = [_pass(part.to(models.device), models) for part in share.split(rows_per_pass)]
+        return tuple(torch.cat(parts).cpu() for parts in zip(*passes, strict=True))
+
+    logprobs, ref_logprobs, kl = models.engine.ranks.spread_tensors(completions, work)
     values = scores.values.to(logprobs.dtype)
     rollout = extend(
         Rollout,
@@ -137,13 +144,35 @@ def perplexity(logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> flo
 
 
 @torch.no_grad()
-def evaluate_loss(batches: Iterable[Batch], loss: Loss, rename: Mapping[str, str]) -> dict[str, float]:
-    """The observed means of a loss over held-out batches, under their names for evaluation."""
+def evaluate_loss(
+    batches: Iterable[Batch], loss: Loss, rename: Mapping[str, str], ranks: Ranks = ALONE
+) -> dict[str, float]:
+    """The observed means of a loss over held-out batches, under their names for evaluation.
+
+    Every process takes its turn at the batches, and all of them pass over as many.
+    """
     metrics = Metrics()
-    for batch in batches:
+    for batch, counts in _turns(batches, ranks):
         _, observed = loss.terms(batch)
-        metrics.update({rename[name]: mean for name, mean in observed.items() if name in rename})
-    return metrics.values()
+        if counts:
+            metrics.update({rename[name]: mean for name, mean in observed.items() if name in rename})
+    together = Metrics()
+    for means in ranks.gather(metrics.means()):
+        together.update(means)
+    return together.values()
+
+
+def _turns(batches: Iterable[Batch], ranks: Ranks) -> Iterator[tuple[Batch, bool]]:
+    """This process's batches; in the last round it may have to repeat another's, which then counts for nothing."""
+    held: list[Batch] = []
+    for batch in batches:
+        held.append(batch)
+        if len(held) == ranks.world:
+            yield held[ranks.rank], True
+            held = []
+    if held:
+        mine = ranks.rank < len(held)
+        yield held[ranks.rank if mine else 0], mine
 
 
 EvaluateStep = Callable[[int], dict[str, float]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -155,10 +156,15 @@ def place(model: M, device: torch.device) -> M:
     return model
 
 
-def save_model(model: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """An ordinary `save_pretrained` folder, tokenizer included."""
+def save_model(
+    model: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path, state: dict[str, Tensor] | None = None
+) -> None:
+    """An ordinary `save_pretrained` folder, tokenizer included.
+
+    `state` are the whole weights where this process has only a part of them.
+    """
     with _quiet_peft():
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=state)
     tokenizer.save_pretrained(folder)
 
 
@@ -206,6 +212,25 @@ def _quiet_peft() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
         warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`", category=UserWarning)
         yield
+
+
+def whole_copy(model: CausalLM, state: dict[str, Tensor] | None) -> PreTrainedModel:
+    """An ordinary model with the same weights, adapters merged, that shares nothing with `model`.
+
+    `state` are the whole weights where this process has only a part of them.
+    """
+    if state is None:
+        twin = copy.deepcopy(model)
+    else:
+        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        plain = AutoModelForCausalLM.from_config(base.config, dtype=next(iter(state.values())).dtype)
+        plain.generation_config = copy.deepcopy(base.generation_config)
+        twin = plain
+        if isinstance(model, PeftModel):
+            with _quiet_peft():
+                twin = get_peft_model(plain, copy.deepcopy(model.peft_config["default"]))
+        twin.load_state_dict(state)
+    return cast(PreTrainedModel, twin.merge_and_unload()) if isinstance(twin, PeftModel) else twin
 
 
 def _plain_generation(model: PreTrainedModel) -> PreTrainedModel:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
@@ -16,6 +16,7 @@ from rlhf.algo.objective import Outputs
 from rlhf.models.backbone import CausalLM, autocast
 from rlhf.models.logprobs import Sequences, TokenOutputs, completion_logits, completion_outputs, token_outputs
 from rlhf.models.scalar_head import ScalarHeadModel, completion_values
+from rlhf.runtime.engine import Engine
 from rlhf.types import Completions, Demonstrations
 
 
@@ -56,6 +57,7 @@ class Models:
     critic: ScalarHeadModel | None = None
     shared_head: SharedHead | None = None
     entropy_gradient: bool = False
+    engine: Engine = field(default_factory=lambda: Engine(torch.device("cpu")))
 
     @property
     def has_critic(self) -> bool:
@@ -149,34 +151,49 @@ class Models:
 
 
 class Ema:
-    """An exponential moving average of a module's trainable weights."""
+    """An exponential moving average of a module's trainable weights; each process averages what it holds of them."""
 
-    def __init__(self, module: nn.Module, decay: float) -> None:
+    def __init__(self, module: nn.Module, decay: float, engine: Engine | None = None) -> None:
+        """`engine` is the one that `module` was given to, before."""
         self.decay = decay
+        self.module = module
+        self.engine = engine or Engine(torch.device("cpu"))
         self._live = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.shadow = {name: p.detach().clone() for name, p in self._live.items()}
+        self.shadow = self._parts()
 
     def update(self) -> None:
         """shadow <- decay * shadow + (1 - decay) * live."""
         for name, parameter in self._live.items():
-            self.shadow[name].lerp_(parameter.detach(), 1.0 - self.decay)
+            self.shadow[name].lerp_(self.engine.part(parameter), 1.0 - self.decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Inside, the module has the averaged weights."""
-        live = {name: p.detach().clone() for name, p in self._live.items()}
+        live = self._parts()
         self._copy(self.shadow)
         try:
             yield
         finally:
             self._copy(live)
 
-    def load(self, shadow: dict[str, Tensor]) -> None:
-        """Put back a saved average."""
+    def load(self, shadow: Mapping[str, Tensor]) -> None:
+        """Put back a saved average, whole weights as `saved` gives them."""
         for name, value in shadow.items():
-            self.shadow[name].copy_(value)
+            self.shadow[name].copy_(self.engine.part_of(self._live[name], value))
+
+    def saved(self) -> dict[str, Tensor]:
+        """The average as whole weights, in the main process; every process must call it."""
+        with self.applied():
+            whole = self.engine.full_state(self.module)
+        if whole is None:
+            return self.shadow
+        return {name: value for name, value in whole.items() if name in self.shadow}
+
+    def _parts(self) -> dict[str, Tensor]:
+        return {name: self.engine.part(p).clone() for name, p in self._live.items()}
 
     @torch.no_grad()
     def _copy(self, source: dict[str, Tensor]) -> None:
+        self.engine.forget_gathered(self.module)
         for name, parameter in self._live.items():
-            parameter.copy_(source[name])
+            self.engine.part(parameter).copy_(source[name])

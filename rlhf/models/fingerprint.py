@@ -7,18 +7,24 @@ import json
 
 import torch
 from peft import PeftModel
+from torch import Tensor
 
 from rlhf.models.backbone import CausalLM
 
 _NOT_ARITHMETIC = {"_name_or_path", "transformers_version", "use_cache", "dtype", "torch_dtype"}
 
 
-def weights_fingerprint(model: CausalLM) -> str:
-    """A digest of every weight and of the configuration; of a model with adapters, that of the model beneath them."""
+def weights_fingerprint(model: CausalLM, state: dict[str, Tensor] | None = None) -> str:
+    """A digest of every weight and of the configuration; of a model with adapters, that of the model beneath them.
+
+    `state` are the whole weights where this process has only a part of them.
+    """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
+    if state is not None:
+        state = {name.removeprefix("base_model.model.") if base is not model else name: w for name, w in state.items()}
     settings = {name: value for name, value in base.config.to_dict().items() if name not in _NOT_ARITHMETIC}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(base.state_dict().items()):
+    for name, tensor in sorted((base.state_dict() if state is None else state).items()):
         if "lora_" in name:
             continue
         digest.update(f"{name.replace('.base_layer', '')} {tensor.dtype} {tuple(tensor.shape)}".encode())

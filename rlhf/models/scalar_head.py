@@ -48,7 +48,7 @@ class ScalarHeadModel(nn.Module):
         head = self.head
         dtype = head.weight.dtype
         with torch.autocast(device_type=hidden.device.type, enabled=False):
-            raw = nn.functional.linear(hidden.to(dtype), head.weight, head.bias).squeeze(-1)
+            raw: Tensor = head(hidden.to(dtype)).squeeze(-1)  # called as a module: its weight may be gathered only then
         mean, std = self.calibration
         return (raw - mean) / std
 
@@ -62,9 +62,12 @@ class ScalarHeadModel(nn.Module):
         )
         return self.score_hidden(outputs.last_hidden_state)
 
-    def save(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-        """An ordinary `save_pretrained` folder that AutoModelForSequenceClassification loads."""
-        self.classifier.save_pretrained(folder)
+    def save(self, tokenizer: PreTrainedTokenizerBase, folder: Path, state: dict[str, Tensor] | None = None) -> None:
+        """An ordinary `save_pretrained` folder that AutoModelForSequenceClassification loads.
+
+        `state` are the classifier's whole weights where this process has only a part of them.
+        """
+        self.classifier.save_pretrained(folder, state_dict=state)
         tokenizer.save_pretrained(folder)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from rlhf.errors import CheckpointError, UserError
+from rlhf.runtime.ranks import ALONE, Ranks
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -24,29 +25,36 @@ _ASIDE = (".writing-", ".deleting-")  # folders that are no checkpoint yet, or n
 class Checkpoints:
     """The checkpoints of a run folder. A folder `step-…` exists only when it was whole."""
 
-    def __init__(self, folder: Path, *, keep: int) -> None:
+    def __init__(self, folder: Path, *, keep: int, ranks: Ranks = ALONE) -> None:
         self.folder = folder
         self.keep = keep
+        self.ranks = ranks
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
         """Let `write` fill a new folder, then make it the checkpoint of `step` in one rename; drop the oldest.
+
+        Every process calls it, and `write` in every process, since weights may have to be gathered; files are made by
+        the main one.
 
         Raises:
             CheckpointError: it could not be written (a full disk, say); what was there before is untouched.
         """
         aside = self.folder / f".writing-step-{step:06d}"
         target = self.folder / f"step-{step:06d}"
-        with Writing(f"the checkpoint {target}", aside):
-            self.sweep()
-            aside.mkdir(parents=True)
+        with Writing(f"the checkpoint {target}", aside, self.ranks):
+            self.ranks.on_main(lambda: self._begin(aside))
             write(aside)
-            _write_manifest(aside)
-            if target.exists():
-                _delete(target)
-            aside.rename(target)
-            _sync_folder(self.folder)
-            self._rotate(step)
+            self.ranks.on_main(lambda: self._finish(step, aside, target))
         return target
+
+    def _begin(self, aside: Path) -> None:
+        self.sweep()
+        aside.mkdir(parents=True)
+
+    def _finish(self, step: int, aside: Path, target: Path) -> None:
+        _write_manifest(aside)
+        _put(aside, target)
+        self._rotate(step)
 
     def sweep(self) -> None:
         """Remove what a killed process left half written or half deleted."""
@@ -132,8 +140,8 @@ class Writing:
     their own with the system's text in them.
     """
 
-    def __init__(self, what: str, aside: Path) -> None:
-        self.what, self.aside = what, aside
+    def __init__(self, what: str, aside: Path, ranks: Ranks = ALONE) -> None:
+        self.what, self.aside, self.ranks = what, aside, ranks
 
     def __enter__(self) -> None:
         return None
@@ -144,7 +152,8 @@ class Writing:
         if error is None:
             return
         free = _free_mb(self.aside.parent)
-        shutil.rmtree(self.aside, ignore_errors=True)
+        if self.ranks.is_main:
+            shutil.rmtree(self.aside, ignore_errors=True)
         ours = isinstance(error, OSError | RuntimeError | SafetensorError) or "os error" in str(error)
         if ours and not isinstance(error, UserError):
             raise CheckpointError(
@@ -153,22 +162,36 @@ class Writing:
             ) from error
 
 
-def replace_folder(target: Path, write: Callable[[Path], None]) -> None:
+def replace_folder(target: Path, write: Callable[[Path], None], ranks: Ranks = ALONE) -> None:
     """Let `write` fill a folder beside `target`, then put it in its place: a reader sees the old one or the new one.
+
+    Every process calls it, as Checkpoints.save.
 
     Raises:
         CheckpointError: it could not be written; what was there before is untouched.
     """
     aside = target.with_name(f".writing-{target.name}")
-    with Writing(str(target), aside):
+
+    def begin() -> None:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        write(aside)
+
+    def finish() -> None:
         _sync_tree(aside)
-        if target.exists():
-            _delete(target)
-        aside.rename(target)
-        _sync_folder(target.parent)
+        _put(aside, target)
+
+    with Writing(str(target), aside, ranks):
+        ranks.on_main(begin)
+        write(aside)
+        ranks.on_main(finish)
+
+
+def _put(aside: Path, target: Path) -> None:
+    """Make the folder `aside`, which is on the disk, the folder `target`."""
+    if target.exists():
+        _delete(target)
+    aside.rename(target)
+    _sync_folder(target.parent)
 
 
 def _delete(folder: Path) -> None:

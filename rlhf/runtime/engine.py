@@ -1,44 +1,87 @@
-"""The machine a run is on: its device, and the models trained on it. Sharding comes behind this seam."""
+"""The machine a run is on: its device, its processes, and the models trained on it, whole or sharded."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from rlhf.config.sections import OptimizerConfig, RunConfig
-from rlhf.errors import ConfigError
+from rlhf.config.sharding import ShardingConfig, deepspeed_json
+from rlhf.errors import CheckpointError, ConfigError
+from rlhf.runtime.ranks import ALONE, Ranks, launched, meet
+
+M = TypeVar("M", bound=nn.Module)
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's, as torch and DeepSpeed call them
 
 
-class Trained:
+@runtime_checkable
+class Trained(Protocol):
     """A module with its optimizer: backward, gradient norm, step."""
 
-    def __init__(self, name: str, module: nn.Module, config: OptimizerConfig, *, terms: Sequence[str]) -> None:
+    name: str
+    module: nn.Module
+    terms: tuple[str, ...]
+    parameters: list[nn.Parameter]
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradient of `loss` to what is there; `last`: the step's gradient is then complete."""
+
+    def grad_norm(self) -> float:
+        """Global 2-norm of the gradient, added up over the processes."""
+
+    def step(self, *, norm: float, lr_factor: float) -> float:
+        """Clip by the norm, step, forget the gradient; returns the learning rate used."""
+
+    def drop_gradient(self) -> None:
+        """Forget the gradient."""
+
+    def state(self) -> dict[str, Any]:
+        """The optimizer's state by parameter name, whole whatever the sharding; empty but in the main process."""
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Put back what `state` returned, under this or any other sharding."""
+
+
+class LocalTrained:
+    """A Trained whose weights and optimizer are whole in every process."""
+
+    def __init__(
+        self, name: str, module: nn.Module, config: OptimizerConfig, *, terms: Sequence[str], ranks: Ranks = ALONE
+    ) -> None:
         """`terms` are the loss terms whose gradient reaches this module."""
         self.name = name
         self.module = module
         self.config = config
         self.terms = tuple(terms)
-        self.parameters = [p for p in module.parameters() if p.requires_grad]
-        self.optimizer = _optimizer(self.parameters, config)
+        self.ranks = ranks
+        self.named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.parameters = list(self.named.values())
+        self.optimizer = make_optimizer(self.parameters, config)
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of `loss` to what is there."""
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """See Trained."""
         torch.autograd.backward(loss)
+        if last:
+            self.ranks.add_gradients([p.grad for p in self.parameters if p.grad is not None])
 
     def grad_norm(self) -> float:
-        """Global 2-norm of the gradient."""
+        """See Trained."""
         grads = [p.grad for p in self.parameters if p.grad is not None]
         return float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
 
     def step(self, *, norm: float, lr_factor: float) -> float:
-        """Clip by the norm, step, forget the gradient; returns the learning rate used."""
-        grads = [p for p in self.parameters if p.grad is not None]
-        torch.nn.utils.clip_grads_with_norm_(grads, self.config.max_grad_norm, torch.tensor(norm))
+        """See Trained."""
+        moving = [p for p in self.parameters if p.grad is not None]
+        torch.nn.utils.clip_grads_with_norm_(moving, self.config.max_grad_norm, torch.tensor(norm))
         lr = self.config.lr * lr_factor
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -47,19 +90,49 @@ class Trained:
         return lr
 
     def drop_gradient(self) -> None:
-        """Forget the gradient."""
+        """See Trained."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Any]:
-        """The optimizer's state; weights are saved apart."""
-        return dict(self.optimizer.state_dict())
+        """See Trained."""
+        held = {name: self.optimizer.state[p] for name, p in self.named.items() if "step" in self.optimizer.state[p]}
+        steps = [int(state["step"]) for state in held.values()]
+        return {
+            "step": max(steps, default=0),
+            "moments": {key: {name: state[key] for name, state in held.items()} for key in MOMENTS} if held else {},
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Put back what `state` returned."""
-        self.optimizer.load_state_dict(state)
+        """See Trained."""
+        step, moments = unpacked(state, self.named)
+        for key, named in moments.items():
+            for name, value in named.items():
+                parameter = self.named[name]
+                own = self.optimizer.state[parameter]
+                own["step"] = torch.tensor(float(step))
+                own[key] = value.to(parameter.device, parameter.dtype, copy=True)
 
 
-def _optimizer(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+def unpacked(state: dict[str, Any], named: dict[str, nn.Parameter]) -> tuple[int, dict[str, dict[str, Tensor]]]:
+    """The step and the moments by name in what `Trained.state` returned.
+
+    Raises:
+        CheckpointError: it is of another model, or of another version of this program.
+    """
+    if set(state) != {"step", "moments"}:
+        raise CheckpointError("the optimizer's state in the checkpoint was written by another version of this program")
+    moments: dict[str, dict[str, Tensor]] = state["moments"]
+    for values in moments.values():
+        unknown = sorted(set(values) - set(named))
+        if unknown:
+            raise CheckpointError(
+                f"the checkpoint has optimizer state of parameters that are not trained: {unknown[0]}"
+            )
+    return int(state["step"]), moments
+
+
+def make_optimizer(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer that `config` describes."""
     if config.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=config.lr, weight_decay=config.weight_decay)
     return torch.optim.AdamW(
@@ -68,14 +141,72 @@ def _optimizer(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch
 
 
 class Engine:
-    """Where the run computes."""
+    """Where the run computes, and in how many processes."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, ranks: Ranks = ALONE, sharding: ShardingConfig | None = None) -> None:
         self.device = device
+        self.ranks = ranks
+        self.sharding = sharding or ShardingConfig()
+        self.written: dict[str, dict[str, Any]] = {}  # DeepSpeed's JSON of each model
+        self._zero = importlib.import_module("rlhf.runtime.zero") if self.sharding.uses_deepspeed else None
+
+    @property
+    def splits_weights(self) -> bool:
+        """Whether a process holds a part of each weight only (ZeRO-3)."""
+        return self.sharding.stage == 3
 
     def train(self, name: str, module: nn.Module, config: OptimizerConfig, *, terms: Sequence[str]) -> Trained:
-        """Move a module here and give it an optimizer."""
-        return Trained(name, module.to(self.device), config, terms=terms)
+        """Move a module here, or its share, and give it an optimizer."""
+        if self._zero is None:
+            return LocalTrained(name, module.to(self.device), config, terms=terms, ranks=self.ranks)
+        settings = deepspeed_json(self.sharding, processes=self.ranks.world, max_grad_norm=config.max_grad_norm)
+        self.written[name] = settings
+        trained: Trained = self._zero.ZeroTrained(
+            name, module, config, terms=terms, ranks=self.ranks, settings=settings, cpu_adam=self.sharding.cpu_adam
+        )
+        return trained
+
+    def place(self, module: M) -> M:
+        """A module that is to be trained, where its forward passes can be made at once; whole until `train`."""
+        return module if self.splits_weights else module.to(self.device)
+
+    def freeze(self, name: str, module: M) -> M:
+        """Move a module here, or its share, that is only read."""
+        if self._zero is None or not self.splits_weights:
+            return module.to(self.device)
+        settings = deepspeed_json(self.sharding, processes=self.ranks.world, max_grad_norm=None)
+        self.written[name] = settings
+        self._zero.freeze(module, settings)
+        return module
+
+    @contextmanager
+    def whole(self, module: nn.Module) -> Iterator[None]:
+        """Inside, all weights of `module` are in every process, which may then make passes of its own; read only."""
+        if self._zero is None or not self.splits_weights:
+            yield
+            return
+        with self._zero.gathered(module):
+            yield
+
+    def full_state(self, module: nn.Module) -> dict[str, Tensor] | None:
+        """The state dict with whole weights, on the CPU, in the main process; None where the module has them."""
+        if self._zero is None or not self.splits_weights:
+            return None
+        found: dict[str, Tensor] = self._zero.full_state(module, keep=self.ranks.is_main)
+        return found
+
+    def part(self, parameter: nn.Parameter) -> Tensor:
+        """What this process holds of a weight."""
+        return parameter.detach() if self._zero is None else self._zero.part(parameter)
+
+    def part_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        """What of `whole`, shaped as the weight, belongs to this process."""
+        return whole if self._zero is None else self._zero.part_of(parameter, whole)
+
+    def forget_gathered(self, module: nn.Module) -> None:
+        """The parts of the weights were changed by hand: what was gathered of them before is out of date."""
+        if self._zero is not None and self.splits_weights:
+            self._zero.release(module)
 
     def peak_memory_mb(self) -> float:
         """Largest memory so far, in MB: the GPU's where there is one, else the process's resident set."""
@@ -92,18 +223,36 @@ def _peak_resident_mb() -> float:
     return float("nan")
 
 
-def make_engine(config: RunConfig) -> Engine:
-    """The engine for this process.
+def make_engine(config: RunConfig, sharding: ShardingConfig | None = None) -> Engine:
+    """The engine for this process; with several processes, or DeepSpeed, they meet here.
 
     Raises:
-        ConfigError: a GPU is asked for and there is none, or several processes were launched.
+        ConfigError: a GPU is asked for and there is none, or DeepSpeed is asked for and not installed.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("this version trains in one process: start it without torchrun / accelerate launch")
+    sharding = sharding or ShardingConfig()
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("run.device is cuda but torch sees no GPU; set run.device=cpu or auto")
-    use_gpu = config.device != "cpu" and torch.cuda.is_available()
-    return Engine(torch.device("cuda" if use_gpu else "cpu"))
+    if sharding.uses_deepspeed and importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError(
+            f"sharding={sharding.mode} needs DeepSpeed, which is not installed: run `pip install 'rlhf[deepspeed]'`, "
+            "or set sharding=ddp"
+        )
+    device = _device(config)
+    if launched() == 1 and not sharding.uses_deepspeed:
+        return Engine(device, sharding=sharding)
+    if sharding.uses_deepspeed and device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is imported
+    return Engine(device, ranks=meet(device, timeout_s=sharding.timeout_s), sharding=sharding)
+
+
+def _device(config: RunConfig) -> torch.device:
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if launched() == 1:
+        return torch.device("cuda")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
 
 
 def lr_factor(step: int, *, steps: int, warmup_steps: int, decay: str) -> float:

@@ -135,6 +135,23 @@ class JsonlLogger:
         self._file.seek(0, os.SEEK_END)
 
 
+class SilentLogger:
+    """A JsonlLogger that writes nothing: of the processes that are not the main one."""
+
+    def log(self, record: Mapping[str, object]) -> None:
+        """Nothing."""
+
+    def position(self) -> int:
+        """0."""
+        return 0
+
+    def truncate(self, position: int) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 class Trackers:
     """The trackers of a run, written to together."""
 

@@ -22,8 +22,8 @@ class Fitting:
         self.note = note
         self._said = False
 
-    def run(self, work: Callable[[int], T]) -> T:
-        """What `work(rows)` gives; on running out of memory it is begun anew with half the rows.
+    def run(self, work: Callable[[int], T], *, again: Callable[[], object] = lambda: None) -> T:
+        """What `work(rows)` gives; on running out of memory, and after `again`, it is begun anew with half the rows.
 
         Raises:
             ResourceError: one row does not fit, or other processes are in the middle of the same pass.
@@ -35,6 +35,7 @@ class Fitting:
                 if self.rows == 1 or _in_company():
                     raise ResourceError(self._advice()) from error
             # Only here, with the error gone, is what its frames held free again.
+            again()
             torch.cuda.empty_cache()
             before, self.rows = self.rows, -(-self.rows // 2)
             if not self._said:
@@ -47,7 +48,9 @@ class Fitting:
     def _advice(self) -> str:
         how = f"{self.what} of {self.rows} row{'s' if self.rows > 1 else ''}"
         if self.rows > 1:
-            return f"out of memory in {how} in one of several processes: set batch.micro_batch_size lower"
+            return (
+                f"out of memory in {how} in company of other processes or DeepSpeed: set batch.micro_batch_size lower"
+            )
         return (
             f"out of memory in {how}: set sampling.max_new_tokens or data.*.max_tokens lower, "
             "policy.gradient_checkpointing=true, policy.lora.r=16, or policy.dtype=bfloat16"
@@ -55,9 +58,5 @@ class Fitting:
 
 
 def _in_company() -> bool:
-    """Whether other processes wait for this one's passes: it cannot make other ones than they do."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized() and _world() > 1
-
-
-def _world() -> int:
-    return torch.distributed.get_world_size()
+    """Whether others are in the middle of this pass: processes that must make the same ones, or DeepSpeed's hooks."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
-from rlhf.runtime.loggers import JsonlLogger, Trackers
+from rlhf.runtime.loggers import JsonlLogger, SilentLogger, Trackers
 from rlhf.runtime.metrics import describe
 from rlhf.runtime.progress import Progress
 from rlhf.runtime.run_folder import RunFolder
@@ -22,18 +23,24 @@ class Recorder:
         trackers: Trackers,
         *,
         show: Sequence[str],
+        writes: bool = True,
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        """`show` are the metrics for the progress display; `release` lets other processes into the folder."""
+        """`show` are the metrics for the progress display; `writes` is False where another process writes the files;
+        `release` lets other processes into the folder."""
         self.folder = folder
         self.progress = progress
         self.trackers = trackers
         self.show = tuple(show)
         self._release = release
-        self._metrics = JsonlLogger(folder.metrics)
-        self._samples = JsonlLogger(folder.samples)
-        self._timings = JsonlLogger(folder.timings)
-        self._notes = JsonlLogger(folder.notes)
+
+        def opened(path: Path) -> JsonlLogger | SilentLogger:
+            return JsonlLogger(path) if writes else SilentLogger()
+
+        self._metrics = opened(folder.metrics)
+        self._samples = opened(folder.samples)
+        self._timings = opened(folder.timings)
+        self._notes = opened(folder.notes)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -16,7 +16,18 @@ import yaml
 from rlhf.errors import CheckpointError
 from rlhf.runtime.loggers import flatten, plain, read_jsonl
 
-PACKAGES = ("rlhf", "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors", "numpy")
+PACKAGES = (
+    "rlhf",
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "deepspeed",
+)
 
 
 class RunFolder:
@@ -29,6 +40,7 @@ class RunFolder:
     notes.jsonl       {"step", "text"}: skipped rows and warnings
     report_card.json  what a reward model's evaluation found
     checkpoints/      state to resume from
+    deepspeed/        DeepSpeed's whole JSON of each model, where sharding is one of its modes
     report.html       the page
     """
 
@@ -54,6 +66,12 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         write_aside(self.config, yaml.safe_dump(new, sort_keys=False, allow_unicode=True, width=100))
         return []
+
+    def write_deepspeed(self, name: str, settings: Mapping[str, object]) -> None:
+        """Write deepspeed/<name>.json: what DeepSpeed was given for that model."""
+        folder = self.path / "deepspeed"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_aside(folder / f"{name}.json", json.dumps(plain(settings), indent=2) + "\n")
 
     def read_config(self) -> dict[str, Any]:
         """What config.yaml holds; empty where there is none."""

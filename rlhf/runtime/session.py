@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 from rlhf.errors import CheckpointError, DivergenceError, NonFiniteScores, RewardError
 from rlhf.runtime.checkpoint import Checkpoints
 from rlhf.runtime.metrics import Metrics
+from rlhf.runtime.ranks import ALONE, Ranks
 from rlhf.runtime.recorder import Recorder
 
 STATE = "state.json"
@@ -104,6 +105,7 @@ class Session:
     resumed: bool = False  # continues from a checkpoint: what came before step 1 is done
     interrupted: bool = False
     budget: Budget | None = None
+    ranks: Ranks = ALONE  # every process takes the same course, decided in the main one
 
     def __post_init__(self) -> None:
         self._pending: dict[str, float] = {}
@@ -118,11 +120,13 @@ class Session:
                 self._record(0, self._evaluated())
             if self.state.owed is not None:
                 self._conclude(self.state.owed)
-            while not self._is_over() and not stop.requested:
+            stopped = self.ranks.any(stop.requested)
+            while not self._is_over() and not stopped:
                 step, began = self.state.step + 1, time.perf_counter()
                 yield step
                 self._after(step, time.perf_counter() - began)
-            if stop.requested and not self._is_over():
+                stopped = self.ranks.any(stop.requested)
+            if stopped and not self._is_over():
                 self.interrupted = True
                 self._checkpoint()
                 self.recorder.note(f"stopped at step {self.state.step}; the same command continues from there")
@@ -184,7 +188,8 @@ class Session:
             )
 
     def _is_over(self) -> bool:
-        return self.state.step >= self.total_steps or (self.budget is not None and self.budget.spent)
+        over = self.state.step >= self.total_steps or (self.budget is not None and self.budget.spent)
+        return self.ranks.from_main(over)  # a budget may be one of seconds
 
     def _after(self, step: int, seconds: float) -> None:
         self.state.step = step
@@ -229,7 +234,7 @@ class Session:
 
             def write(folder: Path) -> None:
                 self.save(folder)
-                self.state.write(folder, self.recorder.positions())
+                self.ranks.on_main(lambda: self.state.write(folder, self.recorder.positions()))
 
             self.checkpoints.save(self.state.step, write)
         self._saved_at = self.state.step

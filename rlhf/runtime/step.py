@@ -13,6 +13,7 @@ from rlhf.masked import Mean
 from rlhf.runtime.engine import Trained
 from rlhf.runtime.memory import Fitting
 from rlhf.runtime.metrics import Metrics
+from rlhf.runtime.ranks import ALONE, Ranks
 from rlhf.types import Batch
 
 
@@ -35,53 +36,103 @@ class Part:
     loss: Loss
 
 
+@dataclass(frozen=True)
+class Pass:
+    """The rows of one forward and backward pass; `counts` is False for one made only to keep step with the others."""
+
+    rows: Batch
+    counts: bool
+
+
 def optimizer_step(
-    parts: Sequence[Part], trained: Sequence[Trained], *, micro_batch_size: int | Fitting, lr_factor: float
+    parts: Sequence[Part],
+    trained: Sequence[Trained],
+    *,
+    micro_batch_size: int | Fitting,
+    lr_factor: float,
+    ranks: Ranks = ALONE,
 ) -> Metrics:
     """One step of every `trained` model on the sum of all parts' losses.
 
-    The micro-batch size is about memory: gradients are sums divided by whole-minibatch norms, so it cannot change
-    the step; where memory runs out it is halved and the gradient begun anew. A NaN or Inf in a loss or gradient drops
-    the whole step (no model moves) and counts it.
+    The micro-batch size and the number of processes are about memory and speed: gradients are sums divided by
+    whole-minibatch norms, so they cannot change the step; where memory runs out the micro-batch is halved and the
+    gradient begun anew. Each process is given whole parts and takes its share of their rows; the metrics are those of
+    all. A NaN or Inf in a loss or gradient drops the whole step (no model moves) and counts it.
     """
     rows = micro_batch_size if isinstance(micro_batch_size, Fitting) else Fitting(micro_batch_size)
-    metrics, total = rows.run(lambda size: _gradients(parts, trained, size))
+    metrics, total = rows.run(
+        lambda size: _gradients(parts, trained, size, ranks),
+        again=lambda: _drop(trained),  # of the passes that memory ran out in
+    )
     metrics.add("loss/total", total)
     _step(trained, metrics, finite=math.isfinite(total), lr_factor=lr_factor)
     return metrics
 
 
-def _gradients(parts: Sequence[Part], trained: Sequence[Trained], micro_batch_size: int) -> tuple[Metrics, float]:
+def _gradients(
+    parts: Sequence[Part], trained: Sequence[Trained], micro_batch_size: int, ranks: Ranks
+) -> tuple[Metrics, float]:
     """The gradient of every model; what was observed, and the loss."""
-    for model in trained:
-        model.drop_gradient()  # of passes that memory ran out in
     metrics, total = Metrics(), 0.0
-    for part in parts:
+    for number, part in enumerate(parts):
         norms = part.loss.norms(part.batch)
-        for micro in part.batch.split(micro_batch_size):
-            sums, observed = part.loss.terms(micro)
+        passes = passes_of(part.batch, micro_batch_size, ranks)
+        for index, one in enumerate(passes):
+            sums, observed = part.loss.terms(one.rows)
             terms = {name: value / norms[name] for name, value in sums.items()}
-            _backward(terms, trained)
-            total += sum(float(value.detach()) for value in terms.values())
-            metrics.update(observed)
-    return metrics, total
+            if not one.counts:
+                terms = {name: 0.0 * value for name, value in terms.items()}
+            ended = index == len(passes) - 1
+            later = {name for other in parts[number + 1 :] for name in other.loss.norms(other.batch)} if ended else None
+            _backward(terms, trained, later)
+            if one.counts:
+                total += sum(float(value.detach()) for value in terms.values())
+                metrics.update(observed)
+    return _of_all(metrics, total, ranks)
 
 
-def _backward(terms: Mapping[str, Tensor], trained: Sequence[Trained]) -> None:
+def passes_of(batch: Batch, micro_batch_size: int, ranks: Ranks) -> list[Pass]:
+    """This process's passes over its share of the rows: as many in every process, since those of a sharded model meet.
+
+    A process that runs out of rows repeats one of them, which then counts for nothing.
+    """
+    share = ranks.share(len(batch))
+    own = share.rows[: share.live]
+    passes = [Pass(batch.rows(rows), True) for rows in own.split(micro_batch_size) if len(rows)]
+    missing = -(-len(share.rows) // micro_batch_size) - len(passes)
+    return passes + [Pass(batch.rows(share.rows[-1:]), False)] * missing
+
+
+def _of_all(metrics: Metrics, total: float, ranks: Ranks) -> tuple[Metrics, float]:
+    """What all processes observed, and their loss: the same in each."""
+    found = ranks.gather((metrics.means(), total))
+    together = Metrics()
+    for means, _ in found:
+        together.update(means)
+    return together, sum(each for _, each in found)
+
+
+def _backward(terms: Mapping[str, Tensor], trained: Sequence[Trained], later: set[str] | None) -> None:
+    """`later` are the terms of the parts still to come; None where this part goes on."""
     for model in trained:
         own = [terms[name] for name in model.terms if name in terms]
         if own:
-            model.backward(sum(own[1:], start=own[0]))
+            last = later is not None and not later & set(model.terms)
+            model.backward(sum(own[1:], start=own[0]), last=last)
 
 
 def _step(trained: Sequence[Trained], metrics: Metrics, *, finite: bool, lr_factor: float) -> None:
     norms = [model.grad_norm() for model in trained]
     if not (finite and all(math.isfinite(norm) for norm in norms)):
-        for model in trained:
-            model.drop_gradient()
+        _drop(trained)
         metrics.update({"skipped/nonfinite": Mean(1.0, 1.0)})
         return
     for model, norm in zip(trained, norms, strict=True):
         lr = model.step(norm=norm, lr_factor=lr_factor)
         metrics.add(f"{model.name}/grad_norm", norm)
         metrics.add(f"{model.name}/lr", lr)
+
+
+def _drop(trained: Sequence[Trained]) -> None:
+    for model in trained:
+        model.drop_gradient()

@@ -11,6 +11,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from rlhf.config.sections import SamplingConfig
 from rlhf.models.backbone import CausalLM, autocast
+from rlhf.runtime.engine import Engine
 from rlhf.runtime.seeding import uniforms
 from rlhf.types import Completions, Prompts, concat, extend
 
@@ -30,20 +31,28 @@ class HFSampler:
         pad_id: int,
         dtype: str,
         device: torch.device,
+        engine: Engine | None = None,
     ) -> None:
+        """`engine` is the one that the model was given to, if it was: rows are dealt to its processes."""
         self.model = model
         self.config = config
         self.eos_ids = eos_ids
         self.pad_id = pad_id
         self.dtype = dtype
         self.device = device
+        self.engine = engine or Engine(device)
 
     def sample(self, prompts: Prompts, *, key: int, group_size: int, greedy: bool = False) -> Completions:
         """See Sampler.sample; `greedy` takes the most likely token instead."""
         repeated = prompts.rows(torch.arange(len(prompts)).repeat_interleave(group_size))
         ids = prompts.row_ids.repeat_interleave(group_size) * group_size
         repeated = extend_rows(repeated, ids + torch.arange(len(repeated)) % group_size)
-        found = concat([self._part(part, key, group_size, greedy) for part in repeated.split(self.config.batch_size)])
+
+        def work(share: Prompts) -> Completions:
+            return concat([self._part(part, key, group_size, greedy) for part in share.split(self.config.batch_size)])
+
+        with self.engine.whole(self.model):
+            found = self.engine.ranks.spread(repeated, work)
         return replace(found, completion_ids=torch.where(found.completion_mask, found.completion_ids, self.pad_id))
 
     @torch.no_grad()

@@ -49,6 +49,7 @@ def train_offline(run: OfflineRun) -> None:
                 [run.trained],
                 micro_batch_size=rows,
                 lr_factor=factor,
+                ranks=run.session.ranks,
             )
         run.session.watch(metrics)
         if run.ema is not None:

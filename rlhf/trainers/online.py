@@ -141,10 +141,13 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
         order = torch.randperm(len(learned), generator=generator(run.config.run.seed, "order", step, epoch))
         for minibatch in learned.split(rows, order):
             parts = [Part(minibatch, loss), *_ptx(run, step)]
-            seen = optimizer_step(parts, trained, micro_batch_size=run.rows, lr_factor=_lr_factor(run, step))
+            seen = optimizer_step(
+                parts, trained, micro_batch_size=run.rows, lr_factor=_lr_factor(run, step), ranks=run.session.ranks
+            )
             run.session.watch(seen)
             if steps == 0:
-                metrics.add("policy/first_ratio_deviation", loss.ratio_deviation)
+                deviation = run.session.ranks.largest(loss.ratio_deviation)
+                metrics.add("policy/first_ratio_deviation", deviation)
             metrics.merge(seen)
             steps += 1
             tokens += tokens_of(minibatch)

@@ -36,6 +36,7 @@ from rlhf.config.algorithm import (
 from rlhf.data.annotated import CompletionRows
 from rlhf.masked import Mean
 from rlhf.models.bundle import Models
+from rlhf.runtime.ranks import ALONE, Ranks
 from rlhf.types import (
     AnnotatedLabelled,
     AnnotatedPairs,
@@ -196,13 +197,17 @@ class LabelledLoss:
             completion_mask=mask,
             loss_mask=mask,
         )
-        ratios = []
-        for part in others.split(self.rows_per_pass):
-            rows = part.to(self.models.device)
-            said, reference = self.models.policy_tokens(rows).logprobs, self.models.reference_logprobs(rows)
-            ratios.append((summed(said) - summed(reference)).cpu())
-        baseline = kto_baseline(torch.cat(ratios))
+        (ratios,) = self.models.engine.ranks.spread_tensors(others, self._log_ratios)
+        baseline = kto_baseline(ratios)
         return extend(BaselinedLabelled, batch, baselines=baseline.expand(len(batch)).clone())
+
+    def _log_ratios(self, rows: Demonstrations) -> tuple[Tensor, ...]:
+        ratios = []
+        for part in rows.split(self.rows_per_pass):
+            some = part.to(self.models.device)
+            said, reference = self.models.policy_tokens(some).logprobs, self.models.reference_logprobs(some)
+            ratios.append((summed(said) - summed(reference)).cpu())
+        return (torch.cat(ratios),)
 
     def _has_room(self, batch: Demonstrations) -> Bool[Tensor, "B T"]:
         """Where a completion token of any row would still stand within the context of this row's prompt."""
@@ -243,15 +248,22 @@ class LabelledLoss:
 
 @torch.no_grad()
 def completion_logprobs(
-    rows: CompletionRows, say: TokenLogprobs, *, rows_per_pass: int, device: torch.device
+    rows: CompletionRows, say: TokenLogprobs, *, rows_per_pass: int, device: torch.device, ranks: Ranks = ALONE
 ) -> Float[Tensor, " N"]:
-    """The log-probability of every completion, summed over its tokens; rows of like length share a pass."""
+    """The log-probability of every completion, summed over its tokens; rows of like length share a pass.
+
+    The processes take turns at the passes, and all of them make as many.
+    """
     found = torch.zeros(len(rows), dtype=torch.float64)
     order = rows.by_length()
-    for start in range(0, len(order), rows_per_pass):
-        part = order[start : start + rows_per_pass]
-        found[torch.tensor(part)] = summed(say(rows.collate(part).to(device))).cpu()
-    return found
+    parts = [order[start : start + rows_per_pass] for start in range(0, len(order), rows_per_pass)]
+    for first in range(0, len(parts), ranks.world):
+        mine = first + ranks.rank < len(parts)
+        part = parts[first + ranks.rank if mine else first]
+        said = summed(say(rows.collate(part).to(device))).cpu()
+        if mine:
+            found[torch.tensor(part)] = said
+    return torch.stack(ranks.gather(found)).sum(dim=0)  # each entry is one process's, and 0 in the others
 
 
 def tokens_of(batch: Batch) -> int:

@@ -33,6 +33,8 @@ from rlhf.config.sections import RemoteSource
 from rlhf.data.chat import vocabulary_digest
 from rlhf.errors import ConfigError, DataError, NonFiniteScores, RewardError
 from rlhf.rewards.remote import RemoteReward
+from rlhf.rewards.spread import MainReward
+from rlhf.runtime.engine import Engine
 from rlhf.trainers.online import train
 
 uvicorn = pytest.importorskip("uvicorn")
@@ -233,11 +235,12 @@ def test_the_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
     config = RemoteSource(url="http://127.0.0.1:1/score", token_env="RM_TOKEN", send_tokens=True)
     monkeypatch.delenv("RM_TOKEN", raising=False)
     with pytest.raises(ConfigError, match=r"token_env: the environment variable RM_TOKEN is not set"):
-        build_source(config, tokenizer(), torch.device("cpu"))
+        build_source(config, tokenizer(), Engine(torch.device("cpu")))
     monkeypatch.setenv("RM_TOKEN", "opensesame")
-    source = build_source(config, tokenizer(), torch.device("cpu"))
-    assert isinstance(source, RemoteReward)
-    assert (source.poster.secret, source.vocabulary) == ("opensesame", vocabulary_digest(tokenizer()))
+    source = build_source(config, tokenizer(), Engine(torch.device("cpu")))
+    assert isinstance(source, MainReward)
+    assert isinstance(source.source, RemoteReward)
+    assert (source.source.poster.secret, source.source.vocabulary) == ("opensesame", vocabulary_digest(tokenizer()))
 
 
 def test_a_question_is_read_or_refused() -> None:

@@ -262,6 +262,3 @@ def test_the_engine_refuses_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"run\.device"):
         make_engine(RunConfig(device="cuda"))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="one process"):
-        make_engine(RunConfig(device="cpu"))

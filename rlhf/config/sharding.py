@@ -1,0 +1,128 @@
+"""How a run is spread over processes: presets over DeepSpeed's own JSON, any key of which can be overridden."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from rlhf.config.base import Section
+
+Mode = Literal["none", "ddp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"]
+
+# Keys of DeepSpeed's JSON that say what another setting of ours says: the setting to use instead.
+OURS = {
+    "optimizer": "policy.optimizer, policy.lr and their neighbors",
+    "scheduler": "schedule",
+    "gradient_clipping": "policy.max_grad_norm and critic.max_grad_norm",
+    "train_batch_size": "batch.prompts_per_step",
+    "train_micro_batch_size_per_gpu": "batch.micro_batch_size",
+    "gradient_accumulation_steps": "batch.micro_batch_size; what does not fit in one pass is accumulated",
+    "managed_gradient_accumulation": "nothing: the optimizer step says when a step is complete",
+    "fp16": "policy.dtype=bfloat16",
+    "bf16": "policy.dtype=bfloat16, which keeps the weights in float32",
+    "torch_autocast": "policy.dtype=bfloat16",
+    "zero_optimization.stage": "sharding.mode",
+}
+
+
+class ShardingConfig(Section):
+    """How weights, gradients and optimizer state are spread over processes; `sharding=zero3` is short for the mode."""
+
+    mode: Mode = "none"
+    """none, ddp: every process holds all (several processes share the rows of a step); zero1: optimizer state is
+    split; zero2: gradients too; zero3: weights too, those of frozen models included; _offload: optimizer state, and
+    with zero3 the weights, wait in CPU memory. Never changes a result."""
+    deepspeed: dict[str, Any] = {}
+    """Keys of DeepSpeed's JSON that replace those of the preset, e.g.
+    sharding.deepspeed.zero_optimization.overlap_comm=false."""
+    cpu_adam: bool = False
+    """With _offload: DeepSpeed's fused Adam on the CPU instead of torch's; the first use compiles it (about 90 s; needs
+    g++ and ninja)."""
+    timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """How long a process waits for the others before it gives up."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return {"mode": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _coherent(self) -> ShardingConfig:
+        for key in _dotted(self.deepspeed):
+            for ours, instead in OURS.items():
+                if key == ours or key.startswith(f"{ours}."):
+                    raise ValueError(f"deepspeed.{key} is ours to set: use {instead}")
+        if self.deepspeed and not self.uses_deepspeed:
+            raise ValueError(f"deepspeed keys are set, but the mode {self.mode} does not use DeepSpeed")
+        if self.cpu_adam and not self.offloads:
+            raise ValueError(f"cpu_adam is for optimizers in CPU memory, which the mode {self.mode} has not")
+        return self
+
+    @property
+    def uses_deepspeed(self) -> bool:
+        """Whether the mode is one of DeepSpeed's."""
+        return self.mode.startswith("zero")
+
+    @property
+    def stage(self) -> int:
+        """DeepSpeed's ZeRO stage; 0 where nothing is split."""
+        return int(self.mode[4]) if self.uses_deepspeed else 0
+
+    @property
+    def offloads(self) -> bool:
+        """Whether optimizer state waits in CPU memory."""
+        return self.mode.endswith("_offload")
+
+
+def deepspeed_json(config: ShardingConfig, *, processes: int, max_grad_norm: float | None) -> dict[str, Any]:
+    """DeepSpeed's configuration for one model: the preset, then the user's keys; `max_grad_norm` None is a frozen one.
+
+    DeepSpeed's own sizes are 1: rows are dealt and sums are divided by us, and a step is complete when we say so.
+    """
+    zero: dict[str, Any] = {
+        "stage": config.stage,
+        "overlap_comm": False,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": 50_000_000,
+        "allgather_bucket_size": 50_000_000,
+    }
+    if config.stage == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": 50_000_000,
+            "stage3_param_persistence_threshold": 10_000,
+            "stage3_max_live_parameters": 1_000_000_000,
+            "stage3_max_reuse_distance": 1_000_000_000,
+        }
+    if config.offloads:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+        if config.stage == 3:
+            zero["offload_param"] = {"device": "cpu", "pin_memory": False}
+    preset: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "train_batch_size": processes,
+        "gradient_clipping": 0.0 if max_grad_norm is None else max_grad_norm,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 1_000_000_000,
+        "wall_clock_breakdown": False,
+    }
+    return _merged(preset, config.deepspeed)
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _dotted(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{prefix}{key}.")

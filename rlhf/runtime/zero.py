@@ -1,0 +1,238 @@
+"""Models sharded by DeepSpeed's ZeRO: the only module that imports it. Written against DeepSpeed 0.19."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import deepspeed
+import torch
+from deepspeed.runtime.utils import combine_grad_norm_groups
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state, safe_set_local_optimizer_state
+from torch import Tensor, nn
+
+from rlhf.config.sections import OptimizerConfig
+from rlhf.runtime.engine import MOMENTS, make_optimizer, unpacked
+from rlhf.runtime.ranks import Ranks
+
+logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+# On torch 2.13: collectives that DeepSpeed 0.19 calls by a name which is to go.
+warnings.filterwarnings("ignore", category=FutureWarning, module=r"deepspeed\.|torch\.distributed")
+
+GATHER_AT_ONCE = 50_000_000  # numbers gathered together where whole weights are collected one after another
+
+_OFFLOADS: WeakKeyDictionary[nn.Module, DeepSpeedZeRoOffload] = WeakKeyDictionary()  # of modules split by ZeRO-3
+_WHOLE: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how many `gathered` are open
+
+
+def initialize(module: nn.Module, settings: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> Any:
+    """DeepSpeed's engine around a module; the process group must be there."""
+    if not torch.cuda.is_available():
+        # Its shared-memory collectives would be compiled first (a minute, g++): gloo carries all on the CPU.
+        deepspeed.ops.__dict__.setdefault("__compatible_ops__", {"deepspeed_shm_comm": False})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings, dist_init_required=False)
+    if settings["zero_optimization"]["stage"] == 3:
+        offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
+        for each in (module, *module.children()):
+            _OFFLOADS[each] = offload
+    return engine
+
+
+def freeze(module: nn.Module, settings: dict[str, Any]) -> None:
+    """Split a module that is only read: a forward pass gathers its weights layer by layer."""
+    initialize(module, settings, None)
+
+
+class ZeroTrained:
+    """A rlhf.runtime.engine.Trained whose optimizer, gradient or weights are split over the processes."""
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        config: OptimizerConfig,
+        *,
+        terms: Sequence[str],
+        ranks: Ranks,
+        settings: dict[str, Any],
+        cpu_adam: bool,
+    ) -> None:
+        """`settings` are DeepSpeed's."""
+        self.name = name
+        self.module = module
+        self.config = config
+        self.terms = tuple(terms)
+        self.ranks = ranks
+        self.named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.parameters = list(self.named.values())
+        self.stage = int(settings["zero_optimization"]["stage"])
+        self.engine = initialize(module, settings, _optimizer(self.parameters, config, cpu_adam=cpu_adam))
+        self.optimizer = self.engine.optimizer
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """See Trained. The modules are called directly, so what DeepSpeed's own forward prepares is done here."""
+        self.engine.set_gradient_accumulation_boundary(last)
+        self.optimizer.clear_backward_seen_flag()
+        self.optimizer.backward_prologue()
+        self.optimizer.enter_backward()
+        self.engine.backward(loss * self.ranks.world)  # DeepSpeed takes the mean over the processes; ours is a sum
+
+    @torch.no_grad()
+    def grad_norm(self) -> float:
+        """See Trained; infinite where it is not a number."""
+        if self.stage == 3:
+            return float(combine_grad_norm_groups(self.optimizer._get_norm_groups()))
+        return float(self.optimizer.scaled_global_norm())
+
+    def step(self, *, norm: float, lr_factor: float) -> float:
+        """See Trained. DeepSpeed clips by the norm that it computes itself, which is `norm`."""
+        lr = self.config.lr * lr_factor
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.engine.step()
+        return lr
+
+    def drop_gradient(self) -> None:
+        """See Trained: DeepSpeed forgets a gradient whose norm is infinite."""
+        norm = "_get_norm_groups" if self.stage == 3 else "scaled_global_norm"
+        infinite = torch.tensor(float("inf"))
+        setattr(self.optimizer, norm, lambda: [infinite] if self.stage == 3 else infinite)
+        try:
+            self.engine.step()
+        finally:
+            delattr(self.optimizer, norm)
+
+    def state(self) -> dict[str, Any]:
+        """See Trained; every process must call it."""
+        held = [self.optimizer.state[flat] for flat in self._flat()]
+        steps = [int(state["step"]) for state in held if "step" in state]
+        step = int(self.ranks.largest(max(steps, default=0)))
+        moments: dict[str, dict[str, Tensor]] = {}
+        if step and self.config.optimizer == "adamw":
+            for key in MOMENTS:
+                moments[key] = {}
+                for name, parameter in self.named.items():
+                    value = safe_get_full_optimizer_state(parameter, key)
+                    if self.ranks.is_main:
+                        moments[key][name] = value.cpu().clone()
+        return {"step": step, "moments": moments}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """See Trained; every process must be given the whole state."""
+        step, moments = unpacked(state, self.named)
+        if not moments:
+            return
+        for flat in self._flat():
+            own = self.optimizer.state[flat]
+            own["step"] = step if _is_cpu_adam(self.optimizer.optimizer) else torch.tensor(float(step))
+            own |= {key: torch.zeros_like(flat) for key in MOMENTS}
+        if self.stage < 3:
+            self.optimizer._lazy_init_hp_params_optimizer_state()
+        for key, named in moments.items():
+            for name, whole in named.items():
+                parameter = self.named[name]
+                if self.stage == 3:
+                    safe_set_local_optimizer_state(parameter, part_of(parameter, whole), key)
+                else:
+                    safe_set_full_optimizer_state(parameter, whole, key)
+
+    def _flat(self) -> list[Tensor]:
+        """The tensors that the optimizer steps: this process's parts of many parameters, end to end."""
+        if self.stage == 3:
+            return list(self.optimizer.fp32_partitioned_groups_flat)
+        return list(self.optimizer.single_partition_of_fp32_groups)
+
+
+def _optimizer(parameters: list[nn.Parameter], config: OptimizerConfig, *, cpu_adam: bool) -> torch.optim.Optimizer:
+    if not cpu_adam or config.optimizer == "sgd":
+        return make_optimizer(parameters, config)
+    fused: torch.optim.Optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(
+        parameters,
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+        adamw_mode=True,
+    )
+    return fused
+
+
+def _is_cpu_adam(optimizer: object) -> bool:
+    return isinstance(optimizer, deepspeed.ops.adam.DeepSpeedCPUAdam)
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Inside, the weights are whole in every process and the hooks that would gather and free them are off."""
+    offload = _OFFLOADS[module]
+    _WHOLE[module] = _WHOLE.get(module, 0) + 1
+    try:
+        if _WHOLE[module] > 1:
+            yield
+            return
+        with deepspeed.zero.GatheredParameters(list(module.parameters())):
+            for parameter in module.parameters():
+                parameter.ds_active_sub_modules.clear()  # type: ignore[attr-defined]  # DeepSpeed adds these
+            for hook in offload.forward_hooks + offload.backward_hooks:
+                hook.remove()
+            offload.forward_hooks, offload.backward_hooks = [], []
+            try:
+                yield
+            finally:
+                offload._register_deepspeed_module(offload.module)
+    finally:
+        _WHOLE[module] -= 1
+
+
+def full_state(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """The state dict with whole weights on the CPU where `keep`, else empty; every process must call it."""
+    named = dict(module.named_parameters(remove_duplicate=False))
+    whole: dict[int, Tensor] = {}
+    for group in _groups(list({id(p): p for p in named.values()}.values())):
+        with deepspeed.zero.GatheredParameters(group):
+            if keep:
+                whole |= {id(p): p.detach().cpu().clone() for p in group}
+    if not keep:
+        return {}
+    state = module.state_dict()
+    return {name: whole[id(named[name])] if name in named else value.cpu() for name, value in state.items()}
+
+
+def _groups(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    group: list[nn.Parameter] = []
+    for parameter in parameters:
+        if group and sum(p.ds_numel for p in (*group, parameter)) > GATHER_AT_ONCE:  # type: ignore[attr-defined]
+            yield group
+            group = []
+        group.append(parameter)
+    if group:
+        yield group
+
+
+def part(parameter: nn.Parameter) -> Tensor:
+    """What this process holds of a weight."""
+    held = getattr(parameter, "ds_tensor", parameter)
+    assert isinstance(held, Tensor)
+    return held.detach()
+
+
+def part_of(parameter: nn.Parameter, whole: Tensor) -> Tensor:
+    """What of `whole` belongs to this process: DeepSpeed cuts it, flat and padded, into equal parts."""
+    if not hasattr(parameter, "ds_tensor"):
+        return whole
+    size = parameter.ds_tensor.numel()
+    start = torch.distributed.get_rank() * size
+    own = whole.flatten()[start : start + size]
+    return torch.nn.functional.pad(own, (0, size - own.numel())).to(parameter.ds_tensor.device)
+
+
+def release(module: nn.Module) -> None:
+    """Free what is gathered, so that the next pass gathers it anew."""
+    _OFFLOADS[module].partition_all_parameters()

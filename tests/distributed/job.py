@@ -1,0 +1,61 @@
+"""What each process of a distributed test does:  torchrun … job.py PLAN.json  — whole runs, one after another.
+
+PLAN.json is a list of trees of settings; what comes of them is in their run folders.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from runs import quiet
+
+from rlhf.build.reward_model import build_reward_model, finish_reward_model
+from rlhf.build.run import build_run
+from rlhf.config.load import merge, train_config, validate
+from rlhf.config.sections import RewardModelConfig
+from rlhf.runtime.ranks import leave
+from rlhf.runtime.session import Session
+from rlhf.trainers.offline import train_offline
+
+
+def run_one(tree: dict[str, Any]) -> Session:
+    """One run to its end, or to the end of `stop_after` steps, as an interrupted one is: saved, not exported."""
+    tree = dict(tree)
+    stop_after = tree.pop("stop_after", None)
+    if "model" in tree:
+        built = build_reward_model(validate(RewardModelConfig, merge({}, tree)), quiet())
+        _stop(built.run.session, stop_after)
+        train_offline(built.run)
+        if stop_after is None:
+            finish_reward_model(built)
+        session = built.run.session
+    else:
+        run = build_run(train_config(merge({}, tree)), quiet())
+        _stop(run.session, stop_after)
+        if stop_after is None:
+            run.train()
+        else:
+            run.loop()
+        session = run.session
+    session.recorder.close()
+    return session
+
+
+def _stop(session: Session, after: int | None) -> None:
+    if after is not None:
+        session.total_steps = after
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for each in json.loads(Path(sys.argv[1]).read_text()):
+        run_one(each)
+    leave()
