@@ -66,6 +66,8 @@ def _variants(folder: Path) -> dict[str, Tree]:
         "ppo_ptx": {"algorithm": {"ptx_coef": 0.5}, "data": {"sft": {"path": str(_sft_file(folder))}}},
         "ppo_rm": {"reward": {"source": _reward_model(folder)}},
         "remax": {"algorithm": {"preset": "remax"}, "batch": {"epochs": 1, "minibatches": 1}},
+        "online_dpo": {"algorithm": {"preset": "online_dpo"}, **groups},
+        "rejection_sampling": {"algorithm": {"preset": "rejection_sampling"}, **groups},
         "dapo": {"algorithm": {"preset": "dapo", "refill_rounds": 2}, **groups},
     }
 

@@ -26,6 +26,8 @@ VARIANTS = (
     "remax",
     "dapo",
     "kto",
+    "online_dpo",
+    "rejection_sampling",
 )
 
 
