@@ -46,7 +46,7 @@ def tiny(
     """A random model of the family, in evaluation mode; the same at each call."""
     tokens = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
     torch.manual_seed(0)
-    made = AutoConfig.for_model(family, vocab_size=vocab, **{**FAMILIES[family], **tokens, **config})
+    made = AutoConfig.for_model(family, vocab_size=vocab, **{**FAMILIES.get(family, _LLAMA_LIKE), **tokens, **config})
     model: PreTrainedModel = AutoModelForCausalLM.from_config(made, dtype=dtype)
     return model.eval()
 

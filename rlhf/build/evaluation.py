@@ -187,6 +187,7 @@ def evaluate_model(
         temperature=config.sampling.temperature,
         dtype=config.policy.dtype,
         device=engine.device,
+        log_probs=config.policy.log_probs,
         engine=engine,
     )
     held_out = load_prompts(

@@ -68,6 +68,7 @@ def build_online_models(config: TrainConfig, context: Context, tokenizer: PreTra
         temperature=config.sampling.temperature,
         dtype=config.policy.dtype,
         device=engine.device,
+        log_probs=config.policy.log_probs,
         reference=engine.freeze("reference", reference) if reference is not None else None,
         adapter_off_is_reference=reference is None,
         entropy_gradient=isinstance(loss, TokenLoss) and loss.entropy_coef > 0,

@@ -53,8 +53,10 @@ def build_offline(config: TrainConfig, console: Console | None = None) -> Offlin
         temperature=1.0 if is_sft else config.sampling.temperature,
         dtype=config.policy.dtype,
         device=engine.device,
+        log_probs=config.policy.log_probs,
         engine=engine,
     )
+    context.notes += models.fallbacks()
     attach_reference(config, context, tokenizer, models)
     trained = engine.train("policy", policy, config.policy, terms=("sft", TERM))
     task = (sft_task if is_sft else preference_task)(config, context, tokenizer, models)

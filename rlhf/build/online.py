@@ -50,6 +50,7 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
     context = open_context(config, console)
     tokenizer = build_tokenizer(config.policy)
     models = build_online_models(config, context, tokenizer)
+    context.notes += models.fallbacks()
     source = build_source(config.reward.source, tokenizer, context.engine)
     sampler = build_sampler(config, models, tokenizer)
     saved = load_trainer(context.resume) if context.resume is not None else None

@@ -29,6 +29,7 @@ from rlhf.config.sharding import ShardingConfig
 
 Size = Annotated[int, Field(ge=0)]
 Dtype = Literal["float32", "bfloat16", "float64"]
+LogProbs = Literal["auto", "naive", "chunked"]
 
 
 class RunConfig(Section):
@@ -89,6 +90,9 @@ class PolicyConfig(OptimizerConfig):
     """Recompute activations in the backward pass: less memory, more time."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Evaluate and export an exponential moving average of the weights, with this decay per step; null: off."""
+    log_probs: LogProbs = "auto"
+    """chunked: logits of a few completion tokens at a time, never of the whole batch; naive: all at once; auto:
+    chunked where the model allows it. The numbers are the same to rounding."""
     trust_remote_code: bool = False
     """Run Python code that comes with a hub model. Off unless asked for by name."""
 

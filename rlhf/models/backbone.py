@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # a PeftModel passes on whatever it lacks to the model it wra
 else:
     CausalLM = PreTrainedModel | PeftModel
 
+ALIGNMENT = 64  # bytes, as torch allocates
+
 
 def autocast(dtype: str, device: torch.device) -> AbstractContextManager[None]:
     """bfloat16: arithmetic in bf16 over float32 weights, so that small updates are not lost; else nothing."""
@@ -73,7 +75,7 @@ def load_causal_lm(path: str, *, dtype: str = "float32", trust_remote_code: bool
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"cannot load a causal LM from {path!r}: {_first_line(error)}") from error
-    return _plain_generation(model)
+    return _plain_generation(aligned(model))
 
 
 def load_policy(config: PolicyConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> CausalLM:
@@ -141,6 +143,19 @@ def enable_checkpointing(model: CausalLM) -> None:
 
 
 M = TypeVar("M", bound=nn.Module)
+
+
+@torch.no_grad()
+def aligned(model: M) -> M:
+    """The model with its weights where fresh tensors stand: the last bit of a matrix product depends on it (MKL).
+
+    Weights that are views of a file stand anywhere; a run that continues from one would else differ from one that
+    went on.
+    """
+    for parameter in model.parameters():
+        if parameter.data_ptr() % ALIGNMENT:
+            parameter.data = parameter.data.clone()
+    return model
 
 
 def freeze(model: M) -> M:

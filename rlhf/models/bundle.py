@@ -13,8 +13,17 @@ from torch import Tensor, nn
 
 from rlhf.algo.kl import full_vocabulary_kl
 from rlhf.algo.objective import Outputs
+from rlhf.config.sections import LogProbs
 from rlhf.models.backbone import CausalLM, autocast
-from rlhf.models.logprobs import Sequences, TokenOutputs, completion_logits, completion_outputs, token_outputs
+from rlhf.models.head import why_naive
+from rlhf.models.logprobs import (
+    Sequences,
+    TokenOutputs,
+    completion_logits,
+    completion_outputs,
+    in_chunks,
+    token_outputs,
+)
 from rlhf.models.scalar_head import ScalarHeadModel, completion_values
 from rlhf.runtime.engine import Engine
 from rlhf.types import Completions, Demonstrations
@@ -57,12 +66,23 @@ class Models:
     critic: ScalarHeadModel | None = None
     shared_head: SharedHead | None = None
     entropy_gradient: bool = False
+    log_probs: LogProbs = "auto"
     engine: Engine = field(default_factory=lambda: Engine(torch.device("cpu")))
 
     @property
     def has_critic(self) -> bool:
         """Whether values are estimated at all."""
         return self.critic is not None or self.shared_head is not None
+
+    def fallbacks(self) -> list[str]:
+        """What cannot be done the quick way, in words for the user; called while weights are whole.
+
+        Raises:
+            ModelError: it was asked for by name.
+        """
+        in_chunks(self.policy, self.log_probs)
+        reason = "" if self.log_probs == "naive" else why_naive(self.policy)
+        return [f"log-probabilities are taken from all logits at once (naive): {reason}"] if reason else []
 
     def outputs(self, batch: Completions) -> Outputs:
         """Log-probs, entropy and values of the trained models, with gradient."""
@@ -147,6 +167,7 @@ class Models:
                 temperature=self.temperature,
                 entropy_gradient=self.entropy_gradient,
                 with_hidden=with_hidden,
+                log_probs=self.log_probs,
             )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.errors import ModelError
-from rlhf.models.backbone import load_model_config, weight_dtype
+from rlhf.models.backbone import aligned, load_model_config, weight_dtype
 from rlhf.models.logprobs import Sequences
 from rlhf.runtime.seeding import generator
 
@@ -143,7 +143,7 @@ def load_scalar_head(
     if len(tokenizer) > rows:
         classifier.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     classifier.config.pad_token_id = tokenizer.pad_token_id  # only now is there a row for one that was added
-    model = ScalarHeadModel(classifier)
+    model = ScalarHeadModel(aligned(classifier))
     if new_head is not None:
         _initialize(model.head, new_head, seed)
     return model

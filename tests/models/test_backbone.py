@@ -15,6 +15,7 @@ from rlhf.config.sections import LoraConfig, PolicyConfig
 from rlhf.errors import ModelError
 from rlhf.models.backbone import (
     add_lora,
+    aligned,
     context_length,
     fit_vocabulary,
     freeze,
@@ -49,7 +50,8 @@ def test_a_folder_round_trips_and_is_an_ordinary_one(tmp_path: Path) -> None:
     ours = load_causal_lm(str(tmp_path), dtype="float64").eval()
     assert torch.equal(logprobs(ours), logprobs(model))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(logprobs(theirs.eval()), logprobs(model))
+    # Its weights are views of the file, not aligned as fresh ones are: products differ in the last bit.
+    torch.testing.assert_close(logprobs(theirs.eval()), logprobs(model), rtol=0, atol=1e-12)
     assert AutoTokenizer.from_pretrained(tmp_path)("t5 t7")["input_ids"] == [5, 7]
 
 
@@ -70,7 +72,7 @@ def test_dropout_is_off_even_in_training_mode(family: str, tmp_path: Path) -> No
     model = load_policy(PolicyConfig(model=path, dtype="float64"), path, tokenizer())
     assert model.training
     assert torch.equal(logprobs(model), logprobs(model))
-    assert torch.equal(logprobs(model), logprobs(dropping.eval()))
+    assert torch.equal(logprobs(model), logprobs(aligned(dropping.eval())))
 
 
 def test_the_folders_own_generation_settings_are_dropped(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -10,11 +11,21 @@ from tiny_models import BOS, COMPLETIONS, EOS, FAMILIES, PROMPTS, VOCAB, complet
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlhf.config.sections import LogProbs
 from rlhf.models.backbone import autocast, enable_checkpointing
 from rlhf.models.logprobs import TokenOutputs, completion_outputs
 from rlhf.types import Completions
 
 T = 0.7
+
+
+HOW: LogProbs = "chunked"  # what the fixture sets
+
+
+@pytest.fixture(params=["chunked", "naive"], autouse=True)
+def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test holds of both ways."""
+    monkeypatch.setattr(sys.modules[__name__], "HOW", request.param)
 
 
 def outputs(model: PreTrainedModel, batch: Completions, *, temperature: float = T, **more: bool) -> TokenOutputs:
@@ -25,6 +36,7 @@ def outputs(model: PreTrainedModel, batch: Completions, *, temperature: float = 
         batch.completion_ids,
         batch.completion_mask,
         temperature=temperature,
+        log_probs=HOW,
         **more,
     )
 

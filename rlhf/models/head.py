@@ -1,0 +1,243 @@
+"""From the hidden states that choose tokens to what is said of the tokens, without logits of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Float, Int
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from rlhf.models.backbone import CausalLM
+
+ROWS = {"cpu": 256, "cuda": 4096}  # tokens whose logits are there at a time: measured, see benchmarks/NOTES_forward.md
+NUMBERS = {"cpu": 2**23, "cuda": 2**26}  # and never more logits than these, whatever the vocabulary
+KEPT = {"cpu": 2**24, "cuda": 2**27}  # so many probabilities wait for the backward pass; more are computed again there
+
+Statistics = Float[Tensor, "3 *shape"]
+"""Of each token: log-probability (nats), entropy of its distribution (nats), 1.0 where it is the most likely one."""
+
+
+def statistics(
+    logits: Float[Tensor, "*shape V"], ids: Int[Tensor, "*shape"], temperature: float, *, entropy_gradient: bool
+) -> Statistics:
+    """The plain computation, all logits at once; the reference of the others.
+
+    log p = z_a − log Σ exp z,  H = − Σ p log p,  z = logits / temperature, in float32 at least.
+    """
+    log_softmax = (wide(logits) / temperature).log_softmax(dim=-1)
+    logprobs = log_softmax.gather(-1, ids[..., None]).squeeze(-1)
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        entropy = -(log_softmax.exp() * log_softmax).sum(dim=-1)
+    return torch.stack([logprobs, entropy, (log_softmax.argmax(dim=-1) == ids).to(logprobs.dtype)])
+
+
+def wide(logits: Tensor) -> Tensor:
+    """In float32 at least."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def chunk_rows(vocabulary: int, device: torch.device) -> int:
+    """How many tokens' logits are computed at a time."""
+    return max(1, min(ROWS.get(device.type, 1024), NUMBERS.get(device.type, 2**23) // vocabulary))
+
+
+def chunked_statistics(
+    head: nn.Module,
+    plain: Callable[[Tensor], Tensor],
+    hidden: Float[Tensor, "N D"],
+    ids: Int[Tensor, " N"],
+    *,
+    temperature: float,
+    entropy_gradient: bool,
+) -> Statistics:
+    """`statistics` of `head(hidden)`, a few tokens' logits at a time in both passes.
+
+    A linear head has a backward pass of its own; any other (an adapter on it) is called again, chunk by chunk.
+    `plain` is the head's own forward.
+    """
+    if type(head) is nn.Linear:
+        return _linear(head, hidden, ids, temperature, entropy_gradient)
+    size = chunk_rows(_vocabulary(head), hidden.device)
+
+    def one(some: Tensor, those: Tensor) -> Tensor:
+        return statistics(plain(some), those, temperature, entropy_gradient=entropy_gradient)
+
+    parts = [
+        cast(Tensor, checkpoint(one, some, those, use_reentrant=False, preserve_rng_state=False))
+        for some, those in zip(hidden.split(size), ids.split(size), strict=True)
+    ]
+    return torch.cat(parts, dim=1)
+
+
+def _linear(
+    head: nn.Linear, hidden: Float[Tensor, "N D"], ids: Int[Tensor, " N"], temperature: float, entropy_gradient: bool
+) -> Statistics:
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
+    with torch.autocast(device_type=kind, enabled=False):
+        found: tuple[Tensor, ...] = _Linear.apply(
+            hidden.to(dtype), head.weight, head.bias, ids, temperature, entropy_gradient
+        )  # type: ignore[no-untyped-call]
+    return torch.stack(found)
+
+
+class _Linear(torch.autograd.Function):
+    """(log p, H, first) of z = (h W' + b) / temperature, with dz/dlogits computed where it is needed.
+
+    d log p_a / dz = 1_a − p,   dH / dz = − p (log p + H).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        temperature: float,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Chunks of tokens; what the backward pass needs again is kept as far as `KEPT` goes."""
+        count, vocabulary = len(ids), weight.shape[0]
+        size = chunk_rows(vocabulary, hidden.device)
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        logprobs, entropy, first, logsums = torch.empty(4, count, dtype=dtype, device=hidden.device).unbind()
+        learns = any(ctx.needs_input_grad[:3])
+        budget = KEPT.get(hidden.device.type, 2**24) if learns and not entropy_gradient else 0
+        kept: list[Tensor] = []
+        own = weight.to(hidden.dtype)
+        for part in _parts(count, size):
+            z = _scaled(hidden[part], own, bias, temperature)
+            top, best = z.max(dim=-1)
+            chosen = z.gather(1, ids[part, None]).squeeze(1)
+            exps = z.sub_(top[:, None]).exp()
+            total = exps.sum(dim=-1)
+            logsums[part] = total.log() + top
+            logprobs[part] = chosen - logsums[part]
+            entropy[part] = total.log() - torch.bmm(exps[:, None], z[:, :, None])[:, 0, 0] / total
+            first[part] = (best == ids[part]).to(dtype)
+            budget -= exps.numel()
+            if budget >= 0:
+                kept.append(exps.div_(total[:, None]))
+        ctx.save_for_backward(hidden, weight, bias, ids, logsums, entropy, *kept)
+        ctx.temperature, ctx.entropy_gradient, ctx.size = temperature, entropy_gradient, size
+        ctx.mark_non_differentiable(*([first] if entropy_gradient else [entropy, first]))
+        return logprobs, entropy, first
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_logprobs: Tensor, d_entropy: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Logits again, where their probabilities were not kept; then the gradient of hidden, weight and bias."""
+        hidden, weight, bias, ids, logsums, entropy, *kept = ctx.saved_tensors
+        to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
+        own = weight.to(hidden.dtype)
+        d_hidden = torch.empty_like(hidden) if to_hidden else None
+        d_weight = torch.zeros_like(weight) if to_weight else None
+        d_bias = torch.zeros_like(bias) if to_bias else None
+        for number, part in enumerate(_parts(len(ids), ctx.size)):
+            if number < len(kept):
+                d_logits = kept[number].mul(-d_logprobs[part, None])
+            else:
+                logs = _scaled(hidden[part], own, bias, ctx.temperature).sub_(logsums[part, None])
+                slope = -d_logprobs[part, None]
+                if ctx.entropy_gradient and d_entropy is not None:
+                    slope = slope - d_entropy[part, None] * (logs + entropy[part, None])
+                d_logits = logs.exp_().mul_(slope)
+            d_logits.scatter_add_(1, ids[part, None], d_logprobs[part, None])
+            d_logits = d_logits.div_(ctx.temperature).to(hidden.dtype)
+            if d_hidden is not None:
+                torch.mm(d_logits, own, out=d_hidden[part])
+            if d_weight is not None:
+                if d_weight.dtype == d_logits.dtype:
+                    d_weight.addmm_(d_logits.t(), hidden[part])
+                else:
+                    d_weight += d_logits.t() @ hidden[part]
+            if d_bias is not None:
+                d_bias += d_logits.sum(dim=0)
+        return d_hidden, d_weight, d_bias, None, None, None
+
+
+def _scaled(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Float[Tensor, "N V"]:
+    logits = hidden @ weight.t() if bias is None else torch.addmm(bias.to(hidden.dtype), hidden, weight.t())
+    logits = wide(logits)
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _parts(count: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _vocabulary(head: nn.Module) -> int:
+    """Rows of the head's largest matrix: its own, whatever stands around it."""
+    return max((p.shape[0] for p in head.parameters() if p.ndim == 2), default=2**16)
+
+
+@contextmanager
+def reading(head: nn.Module, read: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> Iterator[None]:
+    """Inside, the head answers `read(its own forward, hidden)` instead of logits.
+
+    It is still called as a module, so that whatever hangs on it (weights that are gathered only then) is served.
+    """
+    plain, own = head.forward, "forward" in vars(head)
+    vars(head)["forward"] = lambda hidden: read(plain, hidden)
+    try:
+        yield
+    finally:
+        if own:
+            vars(head)["forward"] = plain
+        else:
+            del vars(head)["forward"]
+
+
+def output_head(model: CausalLM) -> nn.Module:
+    """The module whose answers become logits."""
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Module)
+    return head
+
+
+_REASONS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # a fact of each model, found out once
+
+
+def why_naive(model: CausalLM) -> str:
+    """Why logits of `model` must be taken as a whole; empty where they are its head's answer and nothing more.
+
+    Found out by a pass in which the head answers numbers of its own, from -1,000 to 1,000: a forward that caps, scales,
+    cuts or reshapes them gives others back, or fails.
+    """
+    if model not in _REASONS:
+        _REASONS[model] = _why_naive(model)
+    return _REASONS[model]
+
+
+@torch.no_grad()
+def _why_naive(model: CausalLM) -> str:
+    name = type(model.get_base_model() if isinstance(model, PeftModel) else model).__name__
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Module):
+        return f"{name} has no output embeddings"
+    seen: list[torch.Size] = []
+    ids = torch.zeros(1, 5, dtype=torch.long, device=next(head.parameters()).device)
+
+    def read(_: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        seen.append(hidden.shape)
+        return torch.linspace(-1e3, 1e3, 21, dtype=hidden.dtype, device=hidden.device).reshape(3, 7)
+
+    try:
+        with reading(head, read):
+            given = model(input_ids=ids, use_cache=False).logits
+    except (RuntimeError, IndexError, ValueError, TypeError):
+        return f"the forward of {name} does not take its head's answer as it is"
+    expected = torch.linspace(-1e3, 1e3, 21, dtype=given.dtype, device=given.device).reshape(3, 7)
+    if given.shape != expected.shape or not torch.equal(given, expected):
+        return f"the forward of {name} changes the logits after its head"
+    if len(seen) != 1 or seen[0][:2] != ids.shape:
+        return f"the forward of {name} does not ask its head once, for all positions"
+    return ""

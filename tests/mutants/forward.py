@@ -1,0 +1,34 @@
+"""Bugs seeded in the quick ways of a forward pass: chunks of logits, rows without padding, shared prompts."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+HEAD = ("tests/models/test_head.py",)
+
+FORWARD = [
+    Mutant(
+        name="chunk-forgets-temperature-in-backward",
+        file="rlhf/models/head.py",
+        before="d_logits = d_logits.div_(ctx.temperature).to(hidden.dtype)",
+        after="d_logits = d_logits.to(hidden.dtype)",
+        why="values are right, gradients are off by the temperature: nothing but the step shows it",
+        tests=HEAD,
+    ),
+    Mutant(
+        name="chunk-entropy-slope",
+        file="rlhf/models/head.py",
+        before="slope = slope - d_entropy[part, None] * (logs + entropy[part, None])",
+        after="slope = slope - d_entropy[part, None] * logs",
+        why="the entropy bonus pushes along a wrong gradient, by a constant that softmax does not forgive",
+        tests=HEAD,
+    ),
+    Mutant(
+        name="softcap-lost",
+        file="rlhf/models/head.py",
+        before="    if given.shape != expected.shape or not torch.equal(given, expected):",
+        after="    if given.shape != expected.shape:",
+        why="a model that caps its logits is trained on log-probs of another distribution than it samples from",
+        tests=HEAD,
+    ),
+]
