@@ -9,8 +9,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlhf.algo.kl import kl_estimate
+from rlhf.config.sections import OldLogProbs
 from rlhf.models.bundle import Models
 from rlhf.types import Completions, Rollout, Scores, extend
+
+COMPARED = 2  # rows whose log-probs the trainer computes too, at every step
+AGREE = {torch.float64: 1e-9}  # nats; a token's log-probs differ by rounding only
+AGREE_ELSE = 1e-4
 
 
 @torch.no_grad()
@@ -21,15 +26,17 @@ def annotate(
     *,
     rows_per_pass: int,
     baselines: Float[Tensor, " B"] | None = None,
+    old_log_probs: OldLogProbs = "trainer",
 ) -> Rollout:
     """Log-probs under the policy and the reference, and values; all on the CPU, as the completions are.
 
     Without a reference its log-probs are the policy's (zero KL); without a critic the values are zero, and so are the
-    baselines where none are given.
+    baselines where none are given. `old_log_probs` says whether the policy's are computed or the sampler's are taken.
     """
+    given = takes_sampler_logprobs(completions, models, old_log_probs)
 
     def work(share: Completions) -> tuple[Tensor, ...]:
-        passes = [_pass(part.to(models.device), models) for part in share.split(rows_per_pass)]
+        passes = [_pass(part.to(models.device), models, given=given) for part in share.split(rows_per_pass)]
         return tuple(torch.cat(parts).cpu() for parts in zip(*passes, strict=True))
 
     logprobs, ref_logprobs, values = models.engine.ranks.spread_tensors(completions, work)
@@ -44,10 +51,35 @@ def annotate(
     )
 
 
-def _pass(part: Completions, models: Models) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-    outputs = models.outputs(part)
-    reference = models.reference_logprobs(part) if models.has_reference else outputs.logprobs
-    return outputs.logprobs, reference, outputs.values.to(outputs.logprobs.dtype)
+@torch.no_grad()
+def takes_sampler_logprobs(completions: Completions, models: Models, old_log_probs: OldLogProbs) -> bool:
+    """Whether the sampler's log-probs serve as the policy's of this step.
+
+    auto: where they are the trainer's to rounding. Both use the same weights, temperature and (but for bfloat16) the
+    same arithmetic; the first rows are computed to see that it is so. A decision of the step alone, the same in every
+    process and after a restart.
+    """
+    if old_log_probs != "auto":
+        return old_log_probs == "sampler"
+    if models.dtype == "bfloat16" or models.shared_head is not None:
+        return False
+    some = completions.rows(slice(0, COMPARED)).to(models.device)
+    trainer = models.policy_tokens(some).logprobs
+    difference = torch.where(some.completion_mask, trainer - some.sampler_logprobs, 0.0).abs().max()
+    return bool(difference <= AGREE.get(trainer.dtype, AGREE_ELSE))
+
+
+def _pass(
+    part: Completions, models: Models, *, given: bool
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    if given:
+        logprobs, values = part.sampler_logprobs, models.values(part)
+    else:
+        outputs = models.outputs(part)
+        logprobs, values = outputs.logprobs, outputs.values
+    reference = models.reference_logprobs(part) if models.has_reference else logprobs
+    logprobs = logprobs.to(reference.dtype)
+    return logprobs, reference, values.to(logprobs.dtype)
 
 
 def sample_records(

@@ -30,6 +30,8 @@ from rlhf.config.sharding import ShardingConfig
 Size = Annotated[int, Field(ge=0)]
 Dtype = Literal["float32", "bfloat16", "float64"]
 LogProbs = Literal["auto", "naive", "chunked"]
+Packing = Literal["auto", "off"]
+OldLogProbs = Literal["auto", "sampler", "trainer"]
 
 
 class RunConfig(Section):
@@ -43,6 +45,9 @@ class RunConfig(Section):
     """The run folder: configuration, metrics, samples, checkpoints, report."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU where there is one."""
+    keep_memory: bool = True
+    """On a CPU under Linux: keep freed memory for the next tensors instead of returning it at every step (glibc's
+    mallopt). Faster; the peak may be higher."""
     cache_dir: str | None = None
     """Where reference log-probabilities are kept between runs; null: $XDG_CACHE_HOME/rlhf, or ~/.cache/rlhf."""
 
@@ -93,6 +98,9 @@ class PolicyConfig(OptimizerConfig):
     log_probs: LogProbs = "auto"
     """chunked: logits of a few completion tokens at a time, never of the whole batch; naive: all at once; auto:
     chunked where the model allows it. The numbers are the same to rounding."""
+    packing: Packing = "auto"
+    """auto: rows go through the model without padding, and those of one prompt share it, where the model allows that;
+    off: as a padded rectangle. Also of reference, critic and reward model. The numbers are the same to rounding."""
     trust_remote_code: bool = False
     """Run Python code that comes with a hub model. Off unless asked for by name."""
 
@@ -208,6 +216,10 @@ class SamplingConfig(Section):
     """Divides the logits here and wherever log-probabilities are computed."""
     batch_size: Count = 256
     """Rows decoded together per process; memory only."""
+    old_log_probs: OldLogProbs = "auto"
+    """Whose log-probabilities of the completions the update's ratios are against. trainer: those of one more forward
+    pass; sampler: those it drew by; auto: the sampler's, except in bfloat16, with a shared critic, or at a step where
+    they differ from the trainer's on the rows that are compared."""
 
 
 class BatchConfig(Section):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from rlhf.algo.kl import full_vocabulary_kl
 from rlhf.algo.objective import Outputs
-from rlhf.config.sections import LogProbs
-from rlhf.models.backbone import CausalLM, autocast
+from rlhf.config.sections import LogProbs, Packing
+from rlhf.models.backbone import CausalLM, autocast, weight_dtype
 from rlhf.models.head import why_naive
 from rlhf.models.logprobs import (
     Sequences,
@@ -67,6 +67,7 @@ class Models:
     shared_head: SharedHead | None = None
     entropy_gradient: bool = False
     log_probs: LogProbs = "auto"
+    packing: Packing = "auto"
     engine: Engine = field(default_factory=lambda: Engine(torch.device("cpu")))
 
     @property
@@ -87,7 +88,17 @@ class Models:
     def outputs(self, batch: Completions) -> Outputs:
         """Log-probs, entropy and values of the trained models, with gradient."""
         tokens = self._tokens(self.policy, batch, with_hidden=self.shared_head is not None)
-        return Outputs(logprobs=tokens.logprobs, entropy=tokens.entropy, values=self._values(batch, tokens))
+        return Outputs(logprobs=tokens.logprobs, entropy=tokens.entropy, values=self._values(batch, tokens.hidden))
+
+    def values(self, batch: Completions) -> Float[Tensor, "B T"]:
+        """The critic's values alone; zero without one.
+
+        Raises:
+            RuntimeError: the critic is the policy's own backbone.
+        """
+        if self.shared_head is not None:
+            raise RuntimeError("a shared critic has no pass of its own")
+        return self._values(batch, None)
 
     def policy_tokens(self, batch: Completions | Demonstrations) -> TokenOutputs:
         """What the policy says of the completion tokens."""
@@ -142,13 +153,13 @@ class Models:
         """The arithmetic of the run."""
         return autocast(self.dtype, self.device)
 
-    def _values(self, batch: Completions, tokens: TokenOutputs) -> Float[Tensor, "B T"]:
+    def _values(self, batch: Completions, hidden: Float[Tensor, "B T D"] | None) -> Float[Tensor, "B T"]:
         if self.shared_head is not None:
-            assert tokens.hidden is not None
+            assert hidden is not None
             with self.autocast():
-                return torch.where(batch.completion_mask, self.shared_head(tokens.hidden), 0.0)
+                return torch.where(batch.completion_mask, self.shared_head(hidden), 0.0)
         if self.critic is None:
-            return torch.zeros_like(tokens.logprobs)
+            return torch.zeros(batch.completion_ids.shape, dtype=weight_dtype(self.dtype), device=self.device)
         with self.autocast():
             return completion_values(
                 self.critic, batch.prompt_ids, batch.prompt_mask, batch.completion_ids, batch.completion_mask

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf.config.sections import Packing
 from rlhf.errors import ModelError
 from rlhf.models.backbone import aligned, load_model_config, weight_dtype
 from rlhf.models.logprobs import Sequences
@@ -25,6 +26,7 @@ class ScalarHeadModel(nn.Module):
     def __init__(self, classifier: PreTrainedModel) -> None:
         super().__init__()
         self.classifier = classifier
+        self.packing: Packing = "auto"
 
     @property
     def head(self) -> nn.Linear:

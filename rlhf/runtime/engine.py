@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rlhf.config.sections import OptimizerConfig, RunConfig
 from rlhf.config.sharding import ShardingConfig, deepspeed_json
 from rlhf.errors import CheckpointError, ConfigError
+from rlhf.runtime.allocator import keep_memory
 from rlhf.runtime.ranks import ALONE, Ranks, launched, meet
 
 M = TypeVar("M", bound=nn.Module)
@@ -238,6 +239,8 @@ def make_engine(config: RunConfig, sharding: ShardingConfig | None = None) -> En
             "or set sharding=ddp"
         )
     device = _device(config)
+    if config.keep_memory and device.type == "cpu":
+        keep_memory()
     if launched() == 1 and not sharding.uses_deepspeed:
         return Engine(device, sharding=sharding)
     if sharding.uses_deepspeed and device.type == "cpu":

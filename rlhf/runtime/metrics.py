@@ -36,7 +36,7 @@ kl/coef               | score/nat| coefficient of the KL penalty during the step
 kl/penalty_coef       | 1/nat    | coefficient of KL(old || new) during the step (ppo_penalty)
 kl/old                | nats     | KL(old policy || policy) per token during the update
 kl/old_last           | nats     | KL(old policy || policy) per token on the step's last minibatch; steers ppo_penalty
-kl/sampler_mismatch   | nats     | mean |sampler's log-prob - trainer's log-prob| of the sampled tokens
+kl/sampler_mismatch   | nats     | mean |sampler's - old log-prob| of the sampled tokens; 0 where the sampler's serve
 policy/first_ratio_deviation | -  | max |ratio - 1| on the first minibatch of the step; 0 but for rounding
 policy/ratio          | -        | mean importance ratio
 policy/clip_fraction  | share    | tokens whose gradient the clip stops; of cispo, whose weight it bounds

@@ -102,7 +102,12 @@ def _collected(run: OnlineRun, step: int) -> Collected | None:
 def _annotated(found: Collected, run: OnlineRun) -> Rollout:
     return run.passes.run(
         lambda rows: annotate(
-            found.completions, found.scores, run.models, rows_per_pass=rows, baselines=found.baselines
+            found.completions,
+            found.scores,
+            run.models,
+            rows_per_pass=rows,
+            baselines=found.baselines,
+            old_log_probs=run.config.sampling.old_log_probs,
         )
     )
 

@@ -31,4 +31,12 @@ FORWARD = [
         why="a model that caps its logits is trained on log-probs of another distribution than it samples from",
         tests=HEAD,
     ),
+    Mutant(
+        name="sampler-logprobs-unchecked",
+        file="rlhf/rollout.py",
+        before="return bool(difference <= AGREE.get(trainer.dtype, AGREE_ELSE))",
+        after="return bool(difference < 1e9)",
+        why="ratios are against another policy than the one that is updated, and nothing says so",
+        tests=("tests/sampling/test_old_logprobs.py",),
+    ),
 ]

@@ -1,0 +1,319 @@
+"""Forward and backward passes the quick way against the plain one, run alternately: seconds and peak memory.
+
+    python benchmarks/forward.py --size tiny --rounds 5 --json benchmarks/results/forward_tiny.json
+
+plain: all logits of a rectangle of rows (policy.log_probs=naive, policy.packing=off). quick: what is the default.
+A step is the passes and the optimizer step of one batch: SFT 32 rows; reward model 32 pairs; DPO 32 pairs, reference
+included; PPO 64 rows, annotated, then 4 minibatches, critic and reference included; GRPO 8 prompts x 8, annotated,
+one optimizer step. Prompts have 16 to 64 tokens, completions 16 to 96 (PPO, GRPO: to 64), drawn evenly; float32.
+The peak is of resident memory over that before the first step, each way in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+
+from reward_model.objective import PairLoss
+from rlhf.algo.objective import Coefs, Objective, credit
+from rlhf.config.algorithm import DpoLoss, Online
+from rlhf.config.presets import PRESETS
+from rlhf.config.sections import OptimizerConfig, RewardModelLoss
+from rlhf.models.bundle import Models
+from rlhf.models.scalar_head import ScalarHeadModel
+from rlhf.rollout import annotate
+from rlhf.runtime.allocator import keep_memory
+from rlhf.runtime.engine import LocalTrained
+from rlhf.runtime.step import Loss, Part, optimizer_step
+from rlhf.trainers.losses import DemonstrationLoss, online_loss
+from rlhf.trainers.preference import PairwiseLoss, both_sides, summed
+from rlhf.types import AnnotatedPairs, Completions, Demonstrations, PreferencePairs, Scores, extend
+
+SIZES = {
+    "tiny": {"num_hidden_layers": 4, "hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 6},
+    "small": {"num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 8},
+}
+VOCABULARY = {"tiny": 2048, "small": 8192}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {"log_probs": "naive", "packing": "off"},
+    "quick": {"log_probs": "auto", "packing": "auto"},
+    "chunked": {"log_probs": "auto", "packing": "off"},
+}
+CPU = torch.device("cpu")
+MICRO = 16
+Step = Callable[[], object]
+
+
+def model_config(size: str) -> LlamaConfig:
+    """A Llama of this size; tied embeddings."""
+    return LlamaConfig(
+        vocab_size=VOCABULARY[size],
+        tie_word_embeddings=True,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        **SIZES[size],
+    )
+
+
+def causal_lm(size: str) -> Any:
+    """Random weights, always the same."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(model_config(size), dtype=torch.float32)
+
+
+def scalar_head(size: str, packing: str) -> ScalarHeadModel:
+    """A critic or reward model with random weights."""
+    config = model_config(size)
+    config.num_labels = 1
+    torch.manual_seed(1)
+    model = ScalarHeadModel(AutoModelForSequenceClassification.from_config(config, dtype=torch.float32))
+    model.packing = packing  # type: ignore[assignment]
+    return model
+
+
+def ragged(rows: int, low: int, high: int, vocabulary: int, seed: int, *, left: bool) -> tuple[Tensor, Tensor]:
+    """Ids and mask of rows whose lengths are drawn evenly."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(low, high + 1, (rows,), generator=generator)
+    lengths[0] = high
+    mask = torch.arange(high) < lengths[:, None]
+    ids = torch.randint(3, vocabulary, (rows, high), generator=generator)
+    mask = mask.flip(1) if left else mask
+    return torch.where(mask, ids, 0), mask
+
+
+def completions(size: str, prompts: int, group: int) -> Completions:
+    """A rollout's rows, `group` of each prompt."""
+    vocabulary, rows = VOCABULARY[size], prompts * group
+    prompt_ids, prompt_mask = ragged(prompts, 16, 64, vocabulary, 1, left=True)
+    ids, mask = ragged(rows, 16, 64, vocabulary, 2, left=False)
+    return Completions(
+        prompt_ids=prompt_ids.repeat_interleave(group, 0),
+        prompt_mask=prompt_mask.repeat_interleave(group, 0),
+        row_ids=torch.arange(rows),
+        references=tuple({} for _ in range(rows)),
+        completion_ids=ids,
+        completion_mask=mask,
+        sampler_logprobs=torch.zeros(ids.shape),
+        finished=torch.ones(rows, dtype=torch.bool),
+        group_size=group,
+    )
+
+
+def pairs(size: str) -> PreferencePairs:
+    """32 pairs."""
+    vocabulary = VOCABULARY[size]
+    prompt = ragged(32, 16, 64, vocabulary, 1, left=True)
+    chosen, rejected = (ragged(32, 16, 96, vocabulary, seed, left=False) for seed in (2, 3))
+    return PreferencePairs(
+        prompt_ids=prompt[0],
+        prompt_mask=prompt[1],
+        chosen_ids=chosen[0],
+        chosen_mask=chosen[1],
+        rejected_ids=rejected[0],
+        rejected_mask=rejected[1],
+        margins=torch.zeros(32),
+    )
+
+
+def trained(name: str, module: Any, *terms: str) -> LocalTrained:
+    """With AdamW at a rate that hardly moves it."""
+    return LocalTrained(name, module.train(), OptimizerConfig(lr=1e-8), terms=terms)
+
+
+def descend(batch: Any, loss: Loss, models: list[LocalTrained]) -> None:
+    """One optimizer step."""
+    optimizer_step([Part(batch, loss)], models, micro_batch_size=MICRO, lr_factor=1.0)
+
+
+def models_of(size: str, way: dict[str, Any], **more: Any) -> Models:
+    """The policy and what stands beside it."""
+    return Models(policy=causal_lm(size), temperature=1.0, dtype="float32", device=CPU, **way, **more)
+
+
+def sft(size: str, way: dict[str, Any]) -> Step:
+    """32 demonstrations."""
+    models, vocabulary = models_of(size, way), VOCABULARY[size]
+    prompt = ragged(32, 16, 64, vocabulary, 1, left=True)
+    ids, mask = ragged(32, 16, 96, vocabulary, 2, left=False)
+    batch = Demonstrations(
+        prompt_ids=prompt[0], prompt_mask=prompt[1], completion_ids=ids, completion_mask=mask, loss_mask=mask
+    )
+    policy, loss = trained("policy", models.policy, "sft"), DemonstrationLoss(models, aggregate="token_mean")
+    return lambda: descend(batch, loss, [policy])
+
+
+def rm(size: str, way: dict[str, Any]) -> Step:
+    """32 pairs."""
+    model, batch = scalar_head(size, way["packing"]), pairs(size)
+    policy, loss = trained("policy", model, "rm"), PairLoss(model, RewardModelLoss(), dtype="float32")
+    return lambda: descend(batch, loss, [policy])
+
+
+def dpo(size: str, way: dict[str, Any]) -> Step:
+    """32 pairs, the reference's log-probs among the work."""
+    models, batch = models_of(size, way, reference=causal_lm(size).eval()), pairs(size)
+    policy, loss = trained("policy", models.policy, "preference"), PairwiseLoss(models, DpoLoss())
+
+    def step() -> None:
+        with torch.no_grad():
+            found = [summed(models.reference_logprobs(both_sides(part))).chunk(2) for part in batch.split(2 * MICRO)]
+        chosen, rejected = (torch.cat(each) for each in zip(*found, strict=True))
+        told = extend(AnnotatedPairs, batch, chosen_ref_logprobs=chosen, rejected_ref_logprobs=rejected)
+        descend(told, loss, [policy])
+
+    return step
+
+
+def online(preset: str, size: str, way: dict[str, Any], *, prompts: int, group: int, minibatches: int) -> Step:
+    """Annotate a rollout, then one epoch over it."""
+    algorithm = Online.model_validate({"preset": preset, **PRESETS[preset]})
+    critic = scalar_head(size, way["packing"]) if algorithm.value_loss is not None else None
+    reference = causal_lm(size).eval() if preset == "ppo" else None
+    models = models_of(size, way, critic=critic, reference=reference)
+    train = [trained("policy", models.policy, "policy")]
+    train += [trained("critic", critic, "value")] if critic is not None else []
+    batch = completions(size, prompts, group)
+    scores = Scores(values=torch.randn(len(batch), generator=torch.Generator().manual_seed(3)), parts={})
+    coefs, objective = Coefs(kl=0.05, penalty=0.0), Objective(algorithm, max_tokens=64)
+
+    def step() -> None:
+        rollout = annotate(batch, scores, models, rows_per_pass=4 * MICRO)
+        experience = credit(rollout, algorithm, coefs)
+        loss = online_loss(models, objective, coefs)
+        order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
+        for minibatch in experience.split(len(batch) // minibatches, order):
+            descend(minibatch, loss, train)
+
+    return step
+
+
+CASES: dict[str, Callable[[str, dict[str, Any]], Step]] = {
+    "sft": sft,
+    "rm": rm,
+    "dpo": dpo,
+    "ppo": lambda size, way: online("ppo", size, way, prompts=64, group=1, minibatches=4),
+    "grpo": lambda size, way: online("grpo", size, way, prompts=8, group=8, minibatches=1),
+}
+
+
+def seconds(step: Step) -> float:
+    """Of one step: of the processor, the system's share for page faults included."""
+    start = time.process_time()  # one thread on a shared machine: what others do then counts for less
+    step()
+    return time.process_time() - start
+
+
+def compare(case: str, size: str, ways: list[str], rounds: int) -> dict[str, Any]:
+    """Seconds of each way, alternately, after one step that is not counted; ratios to the first way, step by step."""
+    steps = {way: CASES[case](size, WAYS[way]) for way in ways}
+    for step in steps.values():
+        step()
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way, step in steps.items():
+            found[way].append(seconds(step))
+    first = found[ways[0]]
+    ratios = {way: sorted(a / b for a, b in zip(first, found[way], strict=True)) for way in ways[1:]}
+    return {"case": case, "size": size, "seconds": found, "ratios": ratios}
+
+
+def resident_mb(what: str) -> float:
+    """VmRSS or VmHWM of this process."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(what))
+
+
+def peak_mb(case: str, size: str, way: str, *, keep: bool) -> float:
+    """Resident memory that two steps need above what is there before the first."""
+    command = [
+        sys.executable,
+        __file__,
+        "--size",
+        size,
+        "--case",
+        case,
+        "--peak-of",
+        way,
+        *(["--keep"] if keep else []),
+    ]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+
+def main() -> None:
+    """The table, and JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--case", choices=CASES, action="append", help="may be given several times; all")
+    parser.add_argument("--way", choices=WAYS, action="append", help="which ways, the first is compared with; all")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--keep", action="store_true", help="with run.keep_memory, as runs have it")
+    parser.add_argument("--no-memory", action="store_true", help="seconds only")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--peak-of", choices=WAYS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    if options.keep:
+        keep_memory()
+    cases, ways = options.case or list(CASES), options.way or ["plain", "quick"]
+    if options.peak_of:
+        step = CASES[cases[0]](options.size, WAYS[options.peak_of])
+        before = resident_mb("VmRSS")
+        step()
+        step()
+        say(f"{resident_mb('VmHWM') - before:.1f}")
+        return
+    results = []
+    for case in cases:
+        found = compare(case, options.size, ways, options.rounds)
+        if not options.no_memory:
+            found["peak_mb"] = {way: peak_mb(case, options.size, way, keep=options.keep) for way in ways}
+        results.append(found)
+        say(line(found))
+    if options.json:
+        about = {
+            "command": " ".join(sys.argv),
+            "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "date": time.strftime("%Y-%m-%d"),
+        }
+        options.json.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n", encoding="utf-8")
+
+
+def line(found: dict[str, Any]) -> str:
+    """One case in words."""
+    parts = [f"{found['case']:5} {found['size']:6}"]
+    for way, times in found["seconds"].items():
+        text = f"{way} {statistics.median(times):.3f} s"
+        if way in found["ratios"]:
+            ratios = found["ratios"][way]
+            text += f" ({statistics.median(ratios):.2f}x, {ratios[0]:.2f} to {ratios[-1]:.2f})"
+        if "peak_mb" in found:
+            text += f" {found['peak_mb'][way]:.0f} MB"
+        parts.append(text)
+    return "  ".join(parts)
+
+
+def say(text: str) -> None:
+    """To standard output, at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

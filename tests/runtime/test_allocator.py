@@ -1,0 +1,49 @@
+"""Freed memory is kept where glibc can be told to; elsewhere nothing happens."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from rlhf.config.sections import RunConfig
+from rlhf.runtime import allocator, engine
+
+FAULTS = """
+import resource, torch
+from rlhf.runtime.allocator import keep_memory
+if {keep}: assert keep_memory()
+def work():
+    for _ in range(20):
+        torch.ones(2**24)
+work()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+work()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(allocator.platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
+def test_pages_are_not_asked_for_again() -> None:
+    plain, kept = (
+        int(subprocess.run([sys.executable, "-c", FAULTS.format(keep=keep)], capture_output=True, check=True).stdout)
+        for keep in (False, True)
+    )
+    assert kept < plain / 10
+
+
+def test_elsewhere_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocator.sys, "platform", "darwin")
+    assert not allocator.keep_memory()
+    monkeypatch.setattr(allocator.sys, "platform", "linux")
+    monkeypatch.setattr(allocator.platform, "libc_ver", lambda: ("musl", "1.2"))
+    assert not allocator.keep_memory()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_setting_decides(keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(engine, "keep_memory", lambda: told.append(True))
+    engine.make_engine(RunConfig(device="cpu", keep_memory=keep))
+    assert told == [True] * keep
