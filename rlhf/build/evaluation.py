@@ -188,6 +188,7 @@ def evaluate_model(
         dtype=config.policy.dtype,
         device=engine.device,
         log_probs=config.policy.log_probs,
+        packing=config.policy.packing,
         engine=engine,
     )
     held_out = load_prompts(

@@ -69,6 +69,7 @@ def build_online_models(config: TrainConfig, context: Context, tokenizer: PreTra
         dtype=config.policy.dtype,
         device=engine.device,
         log_probs=config.policy.log_probs,
+        packing=config.policy.packing,
         reference=engine.freeze("reference", reference) if reference is not None else None,
         adapter_off_is_reference=reference is None,
         entropy_gradient=isinstance(loss, TokenLoss) and loss.entropy_coef > 0,
@@ -103,6 +104,7 @@ def _critic(config: TrainConfig, context: Context, tokenizer: PreTrainedTokenize
         seed=derive(context.seed, "critic"),
         trust_remote_code=config.policy.trust_remote_code,
     )
+    critic.packing = config.policy.packing
     return critic.train()
 
 

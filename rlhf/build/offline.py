@@ -54,6 +54,7 @@ def build_offline(config: TrainConfig, console: Console | None = None) -> Offlin
         dtype=config.policy.dtype,
         device=engine.device,
         log_probs=config.policy.log_probs,
+        packing=config.policy.packing,
         engine=engine,
     )
     context.notes += models.fallbacks()

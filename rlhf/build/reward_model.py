@@ -174,7 +174,7 @@ def _model(config: RewardModelConfig, context: Context, tokenizer: PreTrainedTok
 def _load(
     config: RewardModelConfig, context: Context, path: str, tokenizer: PreTrainedTokenizerBase
 ) -> ScalarHeadModel:
-    return load_scalar_head(
+    model = load_scalar_head(
         path,
         tokenizer,
         new_head=None if context.resume else "normal",
@@ -182,6 +182,8 @@ def _load(
         seed=derive(context.seed, "reward model"),
         trust_remote_code=config.model.trust_remote_code,
     )
+    model.packing = config.model.packing
+    return model
 
 
 def _pairs(

@@ -190,6 +190,14 @@ def eos_ids(model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> tuple[int, .
     return tuple(dict.fromkeys(int(token) for token in (tokenizer.eos_token_id, *listed) if token is not None))
 
 
+def body_of(model: CausalLM) -> nn.Module:
+    """The transformer without its head, adapters in place."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    body = base.base_model
+    assert isinstance(body, nn.Module)
+    return body
+
+
 def context_length(model: CausalLM) -> int | None:
     """The longest sequence the model was made for, where its configuration says."""
     value = getattr(model.config, "max_position_embeddings", None)

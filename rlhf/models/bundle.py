@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rlhf.algo.kl import full_vocabulary_kl
 from rlhf.algo.objective import Outputs
 from rlhf.config.sections import LogProbs, Packing
-from rlhf.models.backbone import CausalLM, autocast, weight_dtype
+from rlhf.models.backbone import CausalLM, autocast, body_of, weight_dtype
 from rlhf.models.head import why_naive
 from rlhf.models.logprobs import (
     Sequences,
@@ -24,6 +24,7 @@ from rlhf.models.logprobs import (
     in_chunks,
     token_outputs,
 )
+from rlhf.models.rows import why_padded
 from rlhf.models.scalar_head import ScalarHeadModel, completion_values
 from rlhf.runtime.engine import Engine
 from rlhf.types import Completions, Demonstrations
@@ -83,7 +84,11 @@ class Models:
         """
         in_chunks(self.policy, self.log_probs)
         reason = "" if self.log_probs == "naive" else why_naive(self.policy)
-        return [f"log-probabilities are taken from all logits at once (naive): {reason}"] if reason else []
+        notes = [f"log-probabilities are taken from all logits at once (naive): {reason}"] if reason else []
+        padded = "" if self.packing == "off" else why_padded(body_of(self.policy))
+        if self.critic is not None and self.packing == "auto":
+            why_padded(self.critic.classifier.base_model)  # found out now; it is the policy's architecture, or says so
+        return notes + ([f"rows go through the model padded: {padded}"] if padded else [])
 
     def outputs(self, batch: Completions) -> Outputs:
         """Log-probs, entropy and values of the trained models, with gradient."""
@@ -179,6 +184,7 @@ class Models:
                 entropy_gradient=self.entropy_gradient,
                 with_hidden=with_hidden,
                 log_probs=self.log_probs,
+                packing=self.packing,
             )
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlhf.config.sections import LogProbs
+from rlhf.config.sections import LogProbs, Packing
 from rlhf.errors import ModelError
-from rlhf.models.backbone import CausalLM
+from rlhf.models.backbone import CausalLM, body_of
 from rlhf.models.head import chunked_statistics, output_head, reading, statistics, why_naive
+from rlhf.models.rows import Rows, body_inputs, lay, why_padded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,27 +63,24 @@ def completion_outputs(
     entropy_gradient: bool = False,
     with_hidden: bool = False,
     log_probs: LogProbs = "auto",
+    packing: Packing = "auto",
 ) -> TokenOutputs:
     """Log-probability and entropy of every completion token given all before it.
 
     The logits that choose completion token t stand one position before it. They are divided by `temperature` and
     normalized in float32 at least. Only the live tokens' reach the LM head, a chunk at a time; all of them at once
     where `log_probs` is naive, and where the model's forward does more to them than its head (see head.why_naive).
+    Rows go through the model without padding where `packing` is auto and it is so (see rows.why_padded).
 
     Raises:
         ModelError: `log_probs` is chunked and the model's forward does more.
     """
-    sequences = Sequences.join(prompt_ids, prompt_mask, completion_ids, completion_mask)
+    fields = prompt_ids, prompt_mask, completion_ids, completion_mask
     if in_chunks(model, log_probs):
-        return _chunked_outputs(
-            model,
-            sequences,
-            completion_ids,
-            completion_mask,
-            temperature=temperature,
-            entropy_gradient=entropy_gradient,
-            with_hidden=with_hidden,
-        )
+        rows = lay(*fields) if packing == "auto" and not why_padded(body_of(model)) else None
+        read = _Reading(completion_ids, completion_mask, temperature, entropy_gradient, with_hidden)
+        return read.rectangle(model, Sequences.join(*fields)) if rows is None else read.rows(model, rows)
+    sequences = Sequences.join(*fields)
     logits, hidden = completion_logits(model, sequences, completion_ids.shape[1], with_hidden=with_hidden)
     return token_outputs(
         logits,
@@ -105,34 +104,52 @@ def in_chunks(model: CausalLM, log_probs: LogProbs) -> bool:
     return log_probs != "naive" and not reason
 
 
-def _chunked_outputs(
-    model: CausalLM,
-    sequences: Sequences,
-    completion_ids: Int[Tensor, "B T"],
-    completion_mask: Bool[Tensor, "B T"],
-    *,
-    temperature: float,
-    entropy_gradient: bool,
-    with_hidden: bool,
-) -> TokenOutputs:
-    head, length = output_head(model), completion_ids.shape[1]
-    ids = completion_ids[completion_mask]
+@dataclass(frozen=True)
+class _Reading:
+    """What is asked of the completion tokens, a chunk of logits at a time."""
 
-    def read(plain: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        live = hidden[:, -length - 1 : -1][completion_mask]
-        return chunked_statistics(head, plain, live, ids, temperature=temperature, entropy_gradient=entropy_gradient)
+    ids: Int[Tensor, "B T"]
+    mask: Bool[Tensor, "B T"]
+    temperature: float
+    entropy_gradient: bool
+    with_hidden: bool
 
-    with reading(head, read):
-        outputs = model(
-            input_ids=sequences.input_ids,
-            attention_mask=sequences.attention_mask,
-            position_ids=sequences.position_ids,
-            output_hidden_states=with_hidden,
-            use_cache=False,
-        )
-    logprobs, entropy, first = (_spread(each, completion_mask) for each in outputs.logits)
-    hidden = outputs.hidden_states[-1][:, -length - 1 : -1] if with_hidden else None
-    return _outputs(logprobs, entropy, first, hidden, entropy_gradient=entropy_gradient)
+    def rectangle(self, model: CausalLM, sequences: Sequences) -> TokenOutputs:
+        """From padded rows; tokens are chosen one position before their own."""
+        length = self.ids.shape[1]
+        inputs = {
+            "input_ids": sequences.input_ids,
+            "attention_mask": sequences.attention_mask,
+            "position_ids": sequences.position_ids,
+            "use_cache": False,
+        }
+        return self._outputs(model, inputs, lambda hidden: hidden[:, -length - 1 : -1][self.mask])
+
+    def rows(self, model: CausalLM, rows: Rows) -> TokenOutputs:
+        """From rows without padding."""
+        return self._outputs(model, body_inputs(rows), lambda hidden: hidden[0].index_select(0, rows.choosers))
+
+    def _outputs(self, model: CausalLM, inputs: dict[str, Any], live: Callable[[Tensor], Tensor]) -> TokenOutputs:
+        head, ids = output_head(model), self.ids[self.mask]
+
+        def read(plain: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+            return chunked_statistics(
+                head,
+                plain,
+                live(hidden),
+                ids,
+                temperature=self.temperature,
+                entropy_gradient=self.entropy_gradient,
+            )
+
+        with reading(head, read):
+            outputs = model(**inputs, output_hidden_states=self.with_hidden)
+        logprobs, entropy, first = (_spread(each, self.mask) for each in outputs.logits)
+        hidden = None
+        if self.with_hidden:
+            states = live(outputs.hidden_states[-1])
+            hidden = states.new_zeros(*self.mask.shape, states.shape[-1]).masked_scatter(self.mask[..., None], states)
+        return _outputs(logprobs, entropy, first, hidden, entropy_gradient=self.entropy_gradient)
 
 
 def _spread(values: Float[Tensor, " N"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:

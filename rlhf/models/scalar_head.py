@@ -15,6 +15,7 @@ from rlhf.config.sections import Packing
 from rlhf.errors import ModelError
 from rlhf.models.backbone import aligned, load_model_config, weight_dtype
 from rlhf.models.logprobs import Sequences
+from rlhf.models.rows import Rows, body_inputs, lay, why_padded
 from rlhf.runtime.seeding import generator
 
 HeadInit = Literal["zero", "normal"]
@@ -54,8 +55,10 @@ class ScalarHeadModel(nn.Module):
         mean, std = self.calibration
         return (raw - mean) / std
 
-    def forward(self, sequences: Sequences) -> Float[Tensor, "B L"]:
-        """Scores at every position."""
+    def forward(self, sequences: Sequences | Rows) -> Float[Tensor, "B L"]:
+        """Scores at every position; of rows without padding in one line."""
+        if isinstance(sequences, Rows):
+            return self.score_hidden(self.classifier.base_model(**body_inputs(sequences)).last_hidden_state)
         outputs = self.classifier.base_model(
             input_ids=sequences.input_ids,
             attention_mask=sequences.attention_mask,
@@ -63,6 +66,18 @@ class ScalarHeadModel(nn.Module):
             use_cache=False,
         )
         return self.score_hidden(outputs.last_hidden_state)
+
+    def rows(
+        self,
+        prompt_ids: Int[Tensor, "B P"],
+        prompt_mask: Bool[Tensor, "B P"],
+        completion_ids: Int[Tensor, "B T"],
+        completion_mask: Bool[Tensor, "B T"],
+    ) -> Rows | None:
+        """The rows without padding; None where they must have it."""
+        if self.packing == "off" or why_padded(self.classifier.base_model):
+            return None
+        return lay(prompt_ids, prompt_mask, completion_ids, completion_mask)
 
     def save(self, tokenizer: PreTrainedTokenizerBase, folder: Path, state: dict[str, Tensor] | None = None) -> None:
         """An ordinary `save_pretrained` folder that AutoModelForSequenceClassification loads.
@@ -81,6 +96,10 @@ def completion_values(
     completion_mask: Bool[Tensor, "B T"],
 ) -> Float[Tensor, "B T"]:
     """V of the state in which completion token t is chosen: read one position before it; zero outside the mask."""
+    rows = model.rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
+    if rows is not None:
+        chosen: Tensor = model(rows)[0].index_select(0, rows.choosers)
+        return chosen.new_zeros(completion_mask.shape).masked_scatter(completion_mask, chosen)
     values = model(Sequences.join(prompt_ids, prompt_mask, completion_ids, completion_mask))
     length = completion_ids.shape[1]
     return torch.where(completion_mask, values[:, -length - 1 : -1], 0.0)
@@ -94,6 +113,10 @@ def sequence_scores(
     completion_mask: Bool[Tensor, "B T"],
 ) -> Float[Tensor, " B"]:
     """The score read at the last live token of prompt + completion, whichever side is padded."""
+    rows = model.rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
+    if rows is not None:
+        scores: Tensor = model(rows)[0].index_select(0, rows.last)
+        return scores
     sequences = Sequences.join(prompt_ids, prompt_mask, completion_ids, completion_mask)
     return last_live(model(sequences), sequences.attention_mask.bool())
 

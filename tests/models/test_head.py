@@ -45,6 +45,7 @@ def said(
         temperature=temperature,
         entropy_gradient=entropy_gradient,
         log_probs=how,
+        packing="off",
     )
     weights = torch.linspace(0.5, 2.0, found.logprobs.numel(), dtype=found.logprobs.dtype).view_as(found.logprobs)
     total = (weights * found.logprobs.exp()).sum()
@@ -132,7 +133,6 @@ def test_a_model_that_does_more_to_its_logits_keeps_it(make: Callable[[], PreTra
     with pytest.raises(ModelError, match=r"policy\.log_probs=auto"):
         said(model, "chunked")
     models = Models(policy=model, temperature=T, dtype="float64", device=CPU)
-    assert len(models.fallbacks()) == 1
     assert "naive" in models.fallbacks()[0]
 
 

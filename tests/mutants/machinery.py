@@ -8,10 +8,10 @@ MACHINERY = [
     Mutant(
         name="logprobs-off-by-one",
         file="rlhf/models/logprobs.py",
-        before="live = hidden[:, -length - 1 : -1][completion_mask]",
-        after="live = hidden[:, -length:][completion_mask]",
+        before="lambda hidden: hidden[:, -length - 1 : -1][self.mask]",
+        after="lambda hidden: hidden[:, -length:][self.mask]",
         why="each token is scored by the distribution after it: the commonest bug of RLHF code",
-        tests=("tests/models/test_logprobs.py",),
+        tests=("tests/models/test_logprobs.py", "tests/models/test_rows.py"),
     ),
     Mutant(
         name="temperature-forgotten",
@@ -35,7 +35,7 @@ MACHINERY = [
         before="return torch.where(completion_mask, values[:, -length - 1 : -1], 0.0)",
         after="return torch.where(completion_mask, values[:, -length:], 0.0)",
         why="V_t has seen token t: the baseline knows the action",
-        tests=("tests/models/test_scalar_head.py",),
+        tests=("tests/models/test_scalar_head.py", "tests/models/test_rows.py"),
     ),
     Mutant(
         name="score-at-minus-one",
@@ -112,8 +112,8 @@ MACHINERY = [
     Mutant(
         name="reference-is-live",
         file="rlhf/rollout.py",
-        before="reference = models.reference_logprobs(part) if models.has_reference else outputs.logprobs",
-        after="reference = outputs.logprobs",
+        before="reference = models.reference_logprobs(part) if models.has_reference else logprobs",
+        after="reference = logprobs",
         why="the KL is always 0: nothing holds the policy",
         tests=("tests/learning/test_learns.py::test_a_large_kl_coefficient_holds_the_policy",),
     ),

@@ -32,16 +32,15 @@ def annotated(models: Models, batch: Completions, how: str) -> Rollout:
     return annotate(batch, scores, models, rows_per_pass=4, old_log_probs=how)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype, atol", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-def test_they_are_the_trainers_to_rounding(dtype: torch.dtype, atol: float) -> None:
-    models = bundle(dtype, reference=tiny(dtype=dtype, initializer_range=0.2))
+def test_they_are_the_trainers_to_rounding() -> None:
+    models = bundle(reference=tiny(dtype=torch.float32, initializer_range=0.2))
     batch = drawn(models)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Models, "outputs", None)  # no pass over all rows
         taken = annotated(models, batch, "auto")
     computed = annotated(models, batch, "trainer")
     assert torch.equal(taken.logprobs, batch.sampler_logprobs)
-    torch.testing.assert_close(taken.logprobs, computed.logprobs, rtol=0, atol=atol)
+    torch.testing.assert_close(taken.logprobs, computed.logprobs, rtol=0, atol=1e-5)
     for name in ("ref_logprobs", "values", "scores"):
         assert torch.equal(getattr(taken, name), getattr(computed, name))
         assert getattr(taken, name).dtype == getattr(computed, name).dtype

@@ -1,0 +1,324 @@
+"""Rows without padding: the live tokens of a batch end to end, each prompt once, attention row by row.
+
+Linear layers and norms see live tokens only. Attention is computed per row, causal, so no token sees another row; rows
+of one prompt may share its tokens: its keys are visible to each completion, completions are blind to each other, and
+positions count from the prompt's first token. Which is what a padded rectangle computes, to rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.modeling_utils import AttentionInterface
+
+SHARED_FROM = 0.1  # a prompt is shared where that leaves out this share of the tokens: measured
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where tokens laid end to end stand in a rectangle of rows, and where in it each of them is."""
+
+    start: int  # the first of these tokens, among all
+    count: int
+    grid: Int[Tensor, " RW"]  # the token at each place, row by row; some token at a dead one
+    back: Int[Tensor, " K"]  # the place of each token
+    shape: tuple[int, int]  # R, W
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The tokens of a batch end to end: either whole rows, or prompts and then completions."""
+
+    input_ids: Int[Tensor, "1 N"]
+    position_ids: Int[Tensor, "1 N"]
+    choosers: Int[Tensor, " M"]  # the token before each live completion token, in the order of completion_mask
+    last: Int[Tensor, " B"]  # the last live token of each row
+    first: Places  # whole rows; prompts, where they are shared
+    second: Places | None  # completions, where prompts are shared
+    prompt_of: Int[Tensor, " B"]  # the prompt of each completion
+    mask: Bool[Tensor, "B 1 T PT"] | None  # which keys (the prompt's, then its own) a completion token sees
+
+
+def lay(
+    prompt_ids: Int[Tensor, "B P"],
+    prompt_mask: Bool[Tensor, "B P"],
+    completion_ids: Int[Tensor, "B T"],
+    completion_mask: Bool[Tensor, "B T"],
+    *,
+    share: bool = True,
+) -> Rows | None:
+    """The rows of a batch without padding; None where a row has no prompt, which leaves its first token unchosen."""
+    device = prompt_ids.device
+    asked, asked_mask, said, said_mask = (
+        each.cpu() for each in (prompt_ids, prompt_mask, completion_ids, completion_mask)
+    )
+    prompts = [ids[mask] for ids, mask in zip(asked, asked_mask, strict=True)]
+    completions = [ids[mask] for ids, mask in zip(said, said_mask, strict=True)]
+    if not all(len(prompt) for prompt in prompts):
+        return None
+    names: dict[tuple[int, ...], int] = {}
+    prompt_of = [names.setdefault(tuple(prompt.tolist()), len(names)) for prompt in prompts]
+    once = [torch.tensor(name) for name in names]
+    total = int(asked_mask.sum() + said_mask.sum())
+    spared = int(asked_mask.sum()) - sum(len(prompt) for prompt in once)
+    if share and spared >= SHARED_FROM * total:
+        rows = _shared(once, completions, torch.tensor(prompt_of))
+    else:
+        rows = _whole(prompts, completions)
+    return _to(rows, device)
+
+
+def _whole(prompts: list[Tensor], completions: list[Tensor]) -> Rows:
+    lengths = torch.tensor([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)])
+    starts = lengths.cumsum(0) - lengths
+    choosers = [
+        int(start) + len(p) - 1 + torch.arange(len(c)) for start, p, c in zip(starts, prompts, completions, strict=True)
+    ]
+    ids = torch.cat([each for pair in zip(prompts, completions, strict=True) for each in pair])
+    return Rows(
+        input_ids=ids[None],
+        position_ids=torch.cat([torch.arange(int(n)) for n in lengths])[None],
+        choosers=torch.cat(choosers),
+        last=starts + lengths - 1,
+        first=_places(lengths, 0),
+        second=None,
+        prompt_of=torch.arange(len(prompts)),
+        mask=None,
+    )
+
+
+def _shared(once: list[Tensor], completions: list[Tensor], prompt_of: Int[Tensor, " B"]) -> Rows:
+    asked, said = torch.tensor([len(p) for p in once]), torch.tensor([len(c) for c in completions])
+    first = _places(asked, 0)
+    second = _places(said, first.count)
+    ends = (asked.cumsum(0) - 1)[prompt_of]  # the last token of each completion's prompt
+    starts = first.count + said.cumsum(0) - said
+    choosers = [
+        torch.cat([end[None], start + torch.arange(int(n) - 1)]) if n else end[None][:0]
+        for end, start, n in zip(ends, starts, said, strict=True)
+    ]
+    width, length = first.shape[1], second.shape[1]
+    before = torch.arange(width) < asked[prompt_of][:, None]
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    rows = len(completions)
+    return Rows(
+        input_ids=torch.cat([*once, *completions])[None],
+        position_ids=torch.cat(
+            [torch.arange(int(n)) for n in asked]
+            + [int(asked[u]) + torch.arange(int(n)) for u, n in zip(prompt_of, said, strict=True)]
+        )[None],
+        choosers=torch.cat(choosers),
+        last=torch.where(said > 0, starts + said - 1, ends),
+        first=first,
+        second=second,
+        prompt_of=prompt_of,
+        mask=torch.cat([before[:, None].expand(rows, length, width), causal.expand(rows, length, length)], dim=2)[
+            :, None
+        ],
+    )
+
+
+def _places(lengths: Int[Tensor, " R"], start: int) -> Places:
+    width = max(int(lengths.max()), 1)
+    live = torch.arange(width) < lengths[:, None]
+    grid = torch.zeros(live.shape, dtype=torch.long)
+    count = int(lengths.sum())
+    grid[live] = torch.arange(count)
+    return Places(start, count, grid.reshape(-1), live.reshape(-1).nonzero().squeeze(1), (len(lengths), width))
+
+
+def _to(rows: Rows, device: torch.device) -> Rows:
+    if device.type == "cpu":
+        return rows
+    moved: dict[str, Any] = {}
+    for name, value in vars(rows).items():
+        if isinstance(value, Tensor):
+            moved[name] = value.to(device)
+        elif isinstance(value, Places):
+            moved[name] = Places(value.start, value.count, value.grid.to(device), value.back.to(device), value.shape)
+        else:
+            moved[name] = value
+    return Rows(**moved)
+
+
+class _Spread(torch.autograd.Function):
+    """Tokens to their places. A dead place holds some token, which no live one sees and whose output nobody reads."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, grid: Tensor, back: Tensor) -> Tensor:
+        """tokens[grid]."""
+        ctx.save_for_backward(back)
+        return tokens.index_select(0, grid)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Each token has one live place, so its gradient is read there: no sum."""
+        (back,) = ctx.saved_tensors
+        return gradient.index_select(0, back), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """The tokens at their places, end to end again."""
+
+    @staticmethod
+    def forward(ctx: Any, places: Tensor, back: Tensor) -> Tensor:
+        """places[back]."""
+        ctx.save_for_backward(back)
+        ctx.shape = places.shape
+        return places.index_select(0, back)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Zero at dead places."""
+        (back,) = ctx.saved_tensors
+        return gradient.new_zeros(ctx.shape).index_copy_(0, back, gradient), None
+
+
+def _spread(states: Float[Tensor, "1 H N d"], places: Places) -> Float[Tensor, "R H W d"]:
+    tokens = states[0].transpose(0, 1)[places.start : places.start + places.count]
+    found: Tensor = _Spread.apply(tokens, places.grid, places.back)  # type: ignore[no-untyped-call]
+    return found.view(*places.shape, *found.shape[1:]).transpose(1, 2)
+
+
+def _collect(states: Float[Tensor, "R H W d"], places: Places) -> Float[Tensor, "K H d"]:
+    tokens = states.transpose(1, 2).flatten(0, 1)
+    found: Tensor = _Collect.apply(tokens, places.back)  # type: ignore[no-untyped-call]
+    return found
+
+
+def attend(
+    query: Float[Tensor, "1 H N d"],
+    key: Float[Tensor, "1 K N d"],
+    value: Float[Tensor, "1 K N d"],
+    rows: Rows,
+    *,
+    scale: float | None,
+) -> Float[Tensor, "1 N H d"]:
+    """Causal attention within each row."""
+    groups = query.shape[1] // key.shape[1]
+    first = [_spread(states, rows.first) for states in (query, key, value)]
+    found = _collect(_attention(*first, groups=groups, mask=None, scale=scale), rows.first)
+    if rows.second is None:
+        return found[None]
+    own = [_spread(states, rows.second) for states in (query, key, value)]
+    keys, values = (
+        torch.cat([prompts.index_select(0, rows.prompt_of), completions], dim=2)
+        for prompts, completions in zip(first[1:], own[1:], strict=True)
+    )
+    second = _collect(_attention(own[0], keys, values, groups=groups, mask=rows.mask, scale=scale), rows.second)
+    return torch.cat([found, second])[None]
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, *, groups: int, mask: Tensor | None, scale: float | None
+) -> Tensor:
+    found: Tensor = scaled_dot_product_attention(
+        query,
+        repeat_kv(key, groups),
+        repeat_kv(value, groups),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+    )
+    return found
+
+
+KNOWN = {"position_ids", "use_cache", "output_hidden_states", "output_attentions", "return_dict", "logits_to_keep"}
+
+
+def _sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    rows: Rows | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """transformers' own `sdpa`, except for a pass over `rows`.
+
+    Raises:
+        NotImplementedError: the model asks for something that rows without padding have not: a window, a bias, a cap.
+    """
+    if rows is None:
+        found: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **more
+        )
+        return found
+    asked = sorted(name for name, given in more.items() if name not in KNOWN and given is not None)
+    if asked or dropout or is_causal is False or not getattr(module, "is_causal", True):
+        raise NotImplementedError(f"attention with {', '.join(asked) or 'dropout, or not causal'}")
+    return attend(query, key, value, rows, scale=scaling), None
+
+
+AttentionInterface.register("sdpa", _sdpa)  # by name, so that layers that are computed again find the rows too
+
+
+def body_inputs(rows: Rows) -> dict[str, Any]:
+    """What a model is called with. The mask says nothing: of four axes, it is passed on as it is and not read."""
+    return {
+        "input_ids": rows.input_ids,
+        "position_ids": rows.position_ids,
+        "attention_mask": rows.input_ids.new_zeros(1, 1, 1, 1, dtype=torch.float32),
+        "use_cache": False,
+        "rows": rows,
+    }
+
+
+# A fact of each model, found out once; one with dropout is another in training.
+_REASONS: WeakKeyDictionary[nn.Module, dict[bool, str]] = WeakKeyDictionary()
+CLOSE = 1e-4  # of the largest hidden number; float32 rounds far below, a token that sees another row is far above
+TOKENS = [[3, 1, 4, 1, 5], [2, 6, 5], [3, 1, 4, 1, 5], [7, 3]], [[9, 2, 6], [5, 3, 5, 8], [9, 7], [9]]
+
+
+def why_padded(body: nn.Module) -> str:
+    """Why rows of `body` (a transformer without its head) must be padded; empty where they need not.
+
+    Found out by passes over a few rows: the hidden states of each must be those it has alone.
+    """
+    known = _REASONS.setdefault(body, {})
+    if body.training not in known:
+        known[body.training] = _why_padded(body)
+    return known[body.training]
+
+
+@torch.no_grad()
+def _why_padded(body: nn.Module) -> str:
+    name, config = type(body).__name__, getattr(body, "config", None)
+    if getattr(config, "_attn_implementation", None) != "sdpa":
+        return f"{name} does not use sdpa attention"
+    if getattr(config, "attention_chunk_size", None):
+        return f"{name} attends in chunks"
+    device = next(body.parameters()).device
+    tokens = [[torch.tensor(row) for row in side] for side in TOKENS]
+    alone = [
+        body(input_ids=torch.cat([p, c])[None].to(device), use_cache=False).last_hidden_state[0]
+        for p, c in zip(*tokens, strict=True)
+    ]
+    for rows in (_whole(*tokens), _shared(tokens[0][:2] + tokens[0][3:], tokens[1], torch.tensor([0, 1, 0, 2]))):
+        rows = _to(rows, device)
+        try:
+            hidden = body(**body_inputs(rows)).last_hidden_state[0]
+        except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError) as error:
+            return f"{name} cannot do without padding ({error})"
+        at, chosen = 0, hidden[rows.choosers]
+        for state, prompt, completion in zip(alone, *tokens, strict=True):
+            expected = state[len(prompt) - 1 : -1]
+            found = chosen[at : at + len(completion)]
+            at += len(completion)
+            if not torch.allclose(found, expected, rtol=0, atol=CLOSE * float(state.abs().max())):
+                return f"rows of {name} without padding give other numbers"
+    return ""
