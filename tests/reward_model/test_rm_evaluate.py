@@ -27,6 +27,7 @@ class Counting(ScalarHeadModel):
 
     def __init__(self, model: ScalarHeadModel, *, favorite: float, token: float) -> None:
         super().__init__(model.classifier)
+        self.packing = "off"  # its forward counts in a rectangle
         self.favorite = favorite
         self.token = token
 
