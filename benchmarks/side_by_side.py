@@ -25,13 +25,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from peers.runs import Found, phase, run_side
 from peers.work import SHAPES, TRAINERS, Job, Sizes, make_work
 
-HERE = Path(__file__).resolve().parent
 GOALS = {  # TRL / ours: tiny, small
     "grpo": (2.5, 2.0),
     "ppo": (2.5, 2.5),
@@ -41,25 +40,6 @@ GOALS = {  # TRL / ours: tiny, small
     "sft": (1.2, 1.2),
 }
 HEAD = "| trainer | TRL ÷ ours [range] | goal | generation alone | ours, s | TRL, s | peak RSS MB, ours / TRL |"
-Found = dict[str, Any]
-
-
-def run_side(python: str, script: str, job: Job, folder: Path) -> Found:
-    """One job in a process of its own.
-
-    Raises:
-        RuntimeError: it failed; with the last lines it wrote.
-    """
-    plan = folder / "job.json"
-    job.write(plan)
-    environment = {**os.environ, "OMP_NUM_THREADS": str(job.threads), "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(
-        [python, str(HERE / "peers" / script), str(plan)], capture_output=True, text=True, check=False, env=environment
-    )
-    if done.returncode:
-        raise RuntimeError(f"{script} {job.trainer}: {done.stderr[-2000:]}")
-    found: Found = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def step_seconds(found: Found, trainer: str, job: Job, *, ours: bool) -> float:
@@ -68,12 +48,6 @@ def step_seconds(found: Found, trainer: str, job: Job, *, ours: bool) -> float:
     if ours and trainer == "dpo":
         seconds += found.get("reference", 0.0) / job.steps
     return seconds
-
-
-def phase(found: Found, name: str) -> float | None:
-    """The median seconds of a phase; None where it was not seen."""
-    values = [each[name] for each in found["phases"] if name in each]
-    return statistics.median(values) if values else None
 
 
 def summarize(trainer: str, rounds: list[tuple[Found, Found]], job: Job) -> Found:

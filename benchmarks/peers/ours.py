@@ -87,7 +87,7 @@ def tree_of(job: Job, out: Path) -> Tree:
         tree["critic"].pop("dtype")
     if name != "reward":
         tree["algorithm"] = {"preset": name, **tree.get("algorithm", {})}
-    return tree
+    return merge(tree, job.overrides)
 
 
 def run(job: Job, out: Path) -> dict[str, Any]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -50,6 +51,7 @@ class Job:
     device: str = "cpu"
     threads: int = 2
     sizes: Sizes = Sizes()
+    overrides: dict[str, Any] = field(default_factory=dict)  # of our configuration
 
     def write(self, path: Path) -> None:
         """As JSON."""
