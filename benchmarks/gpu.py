@@ -71,7 +71,7 @@ def everything(options: argparse.Namespace) -> dict[str, Any]:
     device, dtype = ("cpu", "float32") if toy else ("cuda", "bfloat16")
     small, large = ("toy", "toy") if toy else ("0.5b", "1.5b")
     wide = Sizes(prompts=2, group=2, new_tokens=8) if toy else Sizes(prompts=32, group=8, new_tokens=256)
-    usual = Sizes(rows=4, prompts=2, group=2, ppo_prompts=8, new_tokens=8) if toy else Sizes(new_tokens=256)
+    usual = Sizes(rows=4, prompts=2, group=2, ppo_prompts=32, new_tokens=8) if toy else Sizes(new_tokens=256)
     steps = 2 if toy else 4
     about = {"torch": torch.__version__, "device": "cpu" if toy else torch.cuda.get_device_name()}
     results: dict[str, Any] = {"about": about}

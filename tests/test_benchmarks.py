@@ -31,7 +31,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
 @pytest.fixture
 def sizes(modules: dict[str, ModuleType]) -> Any:
     return modules["peers.work"].Sizes(
-        rows=4, prompts=2, group=2, ppo_prompts=4, ppo_epochs=2, ppo_minibatches=2, new_tokens=4
+        rows=4, prompts=2, group=2, ppo_prompts=16, ppo_epochs=2, ppo_minibatches=2, new_tokens=4
     )
 
 
