@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from choosing import CHOOSING
 from comparison import COMPARISON
+from faults import FAULTS
 from machinery import MACHINERY
 from measurement import MEASUREMENT
 from mutant import Mutant
@@ -19,6 +20,7 @@ MUTANTS = [
     *SUITES,
     *MEASUREMENT,
     *CHOOSING,
+    *FAULTS,
     Mutant(
         name="whiten-keeps-mean",
         file="rlhf/masked.py",
