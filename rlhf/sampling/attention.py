@@ -36,33 +36,43 @@ def attend(
     groups, prompt, columns = keys.shape[1], prompt_keys.shape[2], keys.shape[2]
     each = heads // groups
     asked = query.reshape(rows, groups, each, dim)
-    together = _to_lanes(asked, plan) @ prompt_keys.transpose(2, 3)  # [L, G, width x each, P]
-    own = torch.bmm(asked.reshape(rows * groups, each, dim), _flat(keys).transpose(1, 2))
+    together = torch.bmm(_to_lanes(asked, plan), _flat(prompt_keys).transpose(1, 2))  # [L G, width each, P]
+    own = torch.bmm(asked.view(rows * groups, each, dim), _flat(keys).transpose(1, 2))
     scores = query.new_empty(rows, groups, each, prompt + columns)
-    scores[..., :prompt] = _to_rows(together, plan, each)
+    if plan.cells is None:
+        _in_lanes(scores, plan)[..., :prompt] = _by_rows(together, plan, groups)
+    else:
+        scores[..., :prompt] = _by_rows(together, plan, groups).flatten(0, 1)[plan.cells]
     scores[..., prompt:] = own.view(rows, groups, each, columns)
     if bias is not None:
         scores += bias[:, None, None, :]
     weights = scores.softmax(dim=-1)
-    shared = _to_rows(_to_lanes(weights[..., :prompt], plan) @ prompt_values, plan, each)
     found = torch.bmm(weights[..., prompt:].reshape(rows * groups, each, columns), _flat(values))
-    return (found.view(rows, groups, each, -1) + shared).reshape(rows, heads, -1)
+    found = found.view(rows, groups, each, -1)
+    shared = _by_rows(torch.bmm(_to_lanes(weights[..., :prompt], plan), _flat(prompt_values)), plan, groups)
+    if plan.cells is None:
+        _in_lanes(found, plan).add_(shared)
+    else:
+        found += shared.flatten(0, 1)[plan.cells]
+    return found.reshape(rows, heads, -1)
 
 
-def _to_lanes(rows: Float[Tensor, "N G E X"], plan: Plan) -> Float[Tensor, "L G M X"]:
+def _in_lanes(rows: Float[Tensor, "N G E X"], plan: Plan) -> Float[Tensor, "L W G E X"]:
+    return rows.view(plan.lanes, plan.width, *rows.shape[1:])
+
+
+def _to_lanes(rows: Float[Tensor, "N G E X"], plan: Plan) -> Float[Tensor, "M R X"]:
+    """For every lane and key head one matrix of its rows' queries (or weights): M = L x G, R = width x E."""
     _, groups, each, size = rows.shape
     if plan.cells is not None:
-        table = rows.new_zeros(plan.lanes * plan.width, groups, each, size)
-        rows = table.index_copy_(0, plan.cells, rows)
-    table = rows.reshape(plan.lanes, plan.width, groups, each, size).transpose(1, 2)
-    return table.reshape(plan.lanes, groups, plan.width * each, size)
+        rows = rows.new_zeros(plan.lanes * plan.width, groups, each, size).index_copy_(0, plan.cells, rows)
+    table = rows.unflatten(0, (plan.lanes, plan.width)).transpose(1, 2)
+    return table.reshape(plan.lanes * groups, plan.width * each, size)
 
 
-def _to_rows(table: Float[Tensor, "L G M X"], plan: Plan, each: int) -> Float[Tensor, "N G E X"]:
-    lanes, groups, _, size = table.shape
-    rows = table.view(lanes, groups, plan.width, each, size).transpose(1, 2)
-    rows = rows.reshape(lanes * plan.width, groups, each, size) if plan.cells is not None else rows.flatten(0, 1)
-    return rows if plan.cells is None else rows.index_select(0, plan.cells)
+def _by_rows(table: Float[Tensor, "M R X"], plan: Plan, groups: int) -> Float[Tensor, "L W G E X"]:
+    """The way back from `_to_lanes`, as a view."""
+    return table.view(plan.lanes, groups, plan.width, -1, table.shape[2]).transpose(1, 2)
 
 
 def _flat(memory: Float[Tensor, "N G C X"]) -> Float[Tensor, "M C X"]:

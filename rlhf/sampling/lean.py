@@ -17,27 +17,26 @@ from torch.nn import functional
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from rlhf.models.backbone import CausalLM
+from rlhf.sampling.products import Linear
 from rlhf.sampling.slots import Slots
 
 FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 ROTATIONS = ("default", "linear", "llama3", "yarn")  # those that depend on the position alone
 
-Product = Callable[[Tensor], Tensor]
-
-
 @dataclass(frozen=True)
 class _Layer:
     before: Callable[[Tensor], Tensor]
-    qkv: Product
+    qkv: Linear
     query_norm: Callable[[Tensor], Tensor] | None
     key_norm: Callable[[Tensor], Tensor] | None
     scaling: float
     window: int | None
-    out: Product
+    out: Linear
     after: Callable[[Tensor], Tensor]
-    gate_up: Product
-    act: Callable[[Tensor], Tensor]
-    down: Product
+    gate: Linear
+    up: Linear
+    act: Callable[[Tensor], Tensor] | None  # None: silu
+    down: Linear
 
 
 class LeanDecoder:
@@ -62,8 +61,9 @@ class LeanDecoder:
         half = cos.shape[-1] // 2
         self.cos, self.sin = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
-        def product(*modules: nn.Module) -> Product:
-            return _product([_weight(each) for each in modules], [_bias(each) for each in modules], rows, low)
+        def product(*modules: nn.Module) -> Linear:
+            weights, biases = [_weight(each) for each in modules], [_bias(each) for each in modules]
+            return Linear(weights, biases, rows=rows, low=low)
 
         self.layers = [
             _Layer(
@@ -75,8 +75,9 @@ class LeanDecoder:
                 window=_window(layer.self_attn),
                 out=product(layer.self_attn.o_proj),
                 after=_norm(layer.post_attention_layernorm),
-                gate_up=product(layer.mlp.gate_proj, layer.mlp.up_proj),
-                act=layer.mlp.act_fn,
+                gate=product(layer.mlp.gate_proj),
+                up=product(layer.mlp.up_proj),
+                act=None if config.hidden_act == "silu" else layer.mlp.act_fn,
                 down=product(layer.mlp.down_proj),
             )
             for layer in inner.layers
@@ -90,9 +91,11 @@ class LeanDecoder:
         hidden = functional.embedding(tokens, self.embedding)
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         for number, layer in enumerate(self.layers):
-            hidden = hidden + layer.out(self._attention(number, layer, layer.before(hidden), cos, sin, slots))
-            gate, up = layer.gate_up(layer.after(hidden)).chunk(2, dim=-1)
-            hidden = hidden + layer.down(layer.act(gate) * up)
+            found = self._attention(number, layer, layer.before(hidden), cos, sin, slots)
+            hidden = layer.out.plus(found, hidden)
+            inner = layer.after(hidden)
+            gate = layer.gate.silu(inner) if layer.act is None else layer.act(layer.gate(inner))
+            hidden = layer.down.plus(layer.up.times(inner, gate), hidden)
         return self.head(self.norm(hidden))
 
     def _attention(
@@ -179,21 +182,3 @@ def _norm(module: nn.Module) -> Callable[[Tensor], Tensor]:
         return functional.rms_norm(hidden, weight.shape, weight, eps)
 
     return normalized
-
-
-def _product(weights: list[Tensor], biases: list[Tensor | None], rows: int, low: torch.dtype | None) -> Product:
-    """x -> x W^T + b with the rows of all the weights one after another."""
-    weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-    bias = None
-    if any(each is not None for each in biases):
-        bias = torch.cat(
-            [w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)]
-        )
-    if low is not None:
-        weight, bias = weight.to(low), None if bias is None else bias.to(low)
-    dtype = weight.dtype
-
-    def plain(x: Tensor) -> Tensor:
-        return functional.linear(x.to(dtype), weight, bias)
-
-    return plain
