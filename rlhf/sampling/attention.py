@@ -72,7 +72,8 @@ def _to_lanes(rows: Float[Tensor, "N G E X"], plan: Plan) -> Float[Tensor, "M R 
 
 def _by_rows(table: Float[Tensor, "M R X"], plan: Plan, groups: int) -> Float[Tensor, "L W G E X"]:
     """The way back from `_to_lanes`, as a view."""
-    return table.view(plan.lanes, groups, plan.width, -1, table.shape[2]).transpose(1, 2)
+    rows: Tensor = table.view(plan.lanes, groups, plan.width, -1, table.shape[2]).transpose(1, 2)
+    return rows
 
 
 def _flat(memory: Float[Tensor, "N G C X"]) -> Float[Tensor, "M C X"]:

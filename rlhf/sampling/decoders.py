@@ -62,6 +62,7 @@ class ModelDecoder:
         with _our_attention(self.model.config):
             output = self.model(
                 input_ids=tokens[:, None],
+                attention_mask=torch.ones_like(tokens)[:, None],  # nobody reads it, but some warn where there is none
                 position_ids=positions[:, None],
                 past_key_values=_Written(),
                 use_cache=True,

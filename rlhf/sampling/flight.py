@@ -52,10 +52,9 @@ class Flight:
         config: SamplingConfig,
         *,
         key: int | None,
-        windows: bool,
         device: torch.device,
     ) -> None:
-        """`key` of None takes the most likely token everywhere; `windows`: some layer sees the last tokens only."""
+        """`key` of None takes the most likely token everywhere."""
         self.model, self.decoder, self.device = model, decoder, device
         self.temperature, self.length = config.temperature, config.max_new_tokens
         rows = len(prompts)
@@ -64,9 +63,9 @@ class Flight:
         self.prompt_ids = prompts.prompt_ids[first][:, -longest:]
         self.prompt_mask = prompts.prompt_mask[first][:, -longest:]
         self.size = min(config.batch_size, rows)
-        self.slots = Slots(
-            self.size, min(self.size, len(first)), longest, self.length, device=device, windows=windows
-        )
+        window = getattr(model.config, "sliding_window", None)
+        windows = window is not None and longest + self.length > window
+        self.slots = Slots(self.size, min(self.size, len(first)), longest, self.length, device=device, windows=windows)
         # One column more than there are tokens: what a finished row goes on to draw before it leaves falls there.
         self.ids = torch.zeros(rows, self.length + 1, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(rows, self.length + 1, device=device)

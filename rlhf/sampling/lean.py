@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -14,7 +15,7 @@ from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from rlhf.models.backbone import CausalLM
 from rlhf.sampling.products import Linear
@@ -22,6 +23,7 @@ from rlhf.sampling.slots import Slots
 
 FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 ROTATIONS = ("default", "linear", "llama3", "yarn")  # those that depend on the position alone
+
 
 @dataclass(frozen=True)
 class _Layer:
@@ -143,7 +145,7 @@ def rotate(heads: Float[Tensor, "N H D"], cos: Float[Tensor, "N 1 E"], sin: Floa
     return turned
 
 
-def _is_linear(module: nn.Module) -> bool:
+def _is_linear(module: Any) -> bool:
     if type(module) is nn.Linear:
         return True
     if type(module) is not LoraLinear or type(module.base_layer) is not nn.Linear:
@@ -151,7 +153,7 @@ def _is_linear(module: nn.Module) -> bool:
     return not any(module.use_dora.values()) and not module.disable_adapters and not any(module.lora_bias.values())
 
 
-def _weight(module: nn.Module) -> Tensor:
+def _weight(module: Any) -> Tensor:
     """The weight, adapter added."""
     if type(module) is nn.Linear:
         return module.weight.detach()
@@ -162,19 +164,19 @@ def _weight(module: nn.Module) -> Tensor:
     return weight
 
 
-def _bias(module: nn.Module) -> Tensor | None:
+def _bias(module: Any) -> Tensor | None:
     bias = module.bias if type(module) is nn.Linear else module.base_layer.bias
     return None if bias is None else bias.detach()
 
 
-def _window(attention: nn.Module) -> int | None:
+def _window(attention: Any) -> int | None:
     own = getattr(attention, "sliding_window", None)
-    if own is None and isinstance(attention.config, MistralForCausalLM.config_class):
+    if own is None and isinstance(attention.config, MistralConfig):
         own = attention.config.sliding_window
     return own
 
 
-def _norm(module: nn.Module) -> Callable[[Tensor], Tensor]:
+def _norm(module: Any) -> Callable[[Tensor], Tensor]:
     """Root mean square layer norm, computed in float32 at least, as theirs is."""
     weight, eps = module.weight.detach(), float(module.variance_epsilon)
 
