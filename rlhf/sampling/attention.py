@@ -58,7 +58,8 @@ def attend(
 
 
 def _in_lanes(rows: Float[Tensor, "N G E X"], plan: Plan) -> Float[Tensor, "L W G E X"]:
-    return rows.view(plan.lanes, plan.width, *rows.shape[1:])
+    found: Tensor = rows.unflatten(0, (plan.lanes, plan.width))
+    return found
 
 
 def _to_lanes(rows: Float[Tensor, "N G E X"], plan: Plan) -> Float[Tensor, "M R X"]:
@@ -66,7 +67,7 @@ def _to_lanes(rows: Float[Tensor, "N G E X"], plan: Plan) -> Float[Tensor, "M R 
     _, groups, each, size = rows.shape
     if plan.cells is not None:
         rows = rows.new_zeros(plan.lanes * plan.width, groups, each, size).index_copy_(0, plan.cells, rows)
-    table = rows.unflatten(0, (plan.lanes, plan.width)).transpose(1, 2)
+    table: Tensor = rows.unflatten(0, (plan.lanes, plan.width)).transpose(1, 2)
     return table.reshape(plan.lanes * groups, plan.width * each, size)
 
 

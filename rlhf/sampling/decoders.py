@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,6 +21,7 @@ class Unsupported(Exception):
     """The model does something in its attention that the fast sampler does not know; says what."""
 
 
+@runtime_checkable
 class Decoder(Protocol):
     """One token further, for all rows at once."""
 

@@ -17,8 +17,6 @@ from rlhf.sampling.lean import LeanDecoder, fits
 from rlhf.sampling.trial import STEPS, trial
 from rlhf.types import Completions, Prompts, extend
 
-Make = Callable[[Prompts], Decoder]
-
 
 class FastSampler:
     """Samples as HFSampler does: the same numbers decide, so the same completions come out (float32).
@@ -64,44 +62,40 @@ class FastSampler:
         self.plain = HFSampler(
             model, config, eos_ids=eos_ids, pad_id=pad_id, dtype=dtype, device=device, engine=self.engine
         )
-        self._untried: list[Make] = [*([self._lean] if lean and fits(model) else []), lambda _: ModelDecoder(model)]
-        self._make: Make | None = None  # the one that passed its trial
+        self.uses: str | None = None  # lean, model or generate, once that is settled
+        self._lean_fits = lean and fits(model)
 
     def sample(self, prompts: Prompts, *, key: int, group_size: int, greedy: bool = False) -> Completions:
         """See Sampler.sample; `greedy` takes the most likely token instead."""
         repeated = repeat_rows(prompts, group_size)
         with self.engine.whole(self.model):
-            if self._make is None and self._untried:
-                self._try(repeated)
-            make = self._make
-            if make is not None:
+            if self.uses is None:
+                self.uses = self._settle(repeated)
+            if self.uses != "generate":
                 return self.engine.ranks.spread(
-                    repeated, lambda share: self._share(share, make, None if greedy else key, group_size)
+                    repeated, lambda share: self._share(share, None if greedy else key, group_size)
                 )
         return self.plain.sample(prompts, key=key, group_size=group_size, greedy=greedy)
 
-    def _try(self, prompts: Prompts) -> None:
-        """Settle which decoder is used, in all processes alike: they all try the same prompts."""
-        for number, decoder in enumerate(self._decoders(prompts)):
+    def _settle(self, prompts: Prompts) -> str:
+        """Which decoder is used, in all processes alike: they all try the same prompts."""
+        length, reason = self.config.max_new_tokens, ""
+        for uses in ("lean", "model") if self._lean_fits else ("model",):
             try:
                 with _quiet(self.model), autocast(self.dtype, self.device):
-                    self._trial(decoder, prompts)
+                    decoder = self._decoder(prompts, uses)
+                    trial(self.model, decoder, prompts, length=length, dtype=self.dtype, device=self.device)
+                return uses
             except Unsupported as error:
                 reason = str(error)
-                continue
-            self._make = self._untried[number]
-            break
-        else:
-            self.tell(f"sampling with transformers' generate, which is slower: {reason}")
-        self._untried = []
+        self.tell(f"sampling with transformers' generate, which is slower: {reason}")
+        return "generate"
 
-    def _trial(self, decoder: Decoder, prompts: Prompts) -> None:
-        length = self.config.max_new_tokens
-        trial(self.model, decoder, prompts, length=length, dtype=self.dtype, device=self.device)
-
-    def _share(self, prompts: Prompts, make: Make, key: int | None, group_size: int) -> Completions:
+    def _share(self, prompts: Prompts, key: int | None, group_size: int) -> Completions:
         with _quiet(self.model), autocast(self.dtype, self.device):
-            flight = Flight(prompts, self.model, make(prompts), self.config, key=key, device=self.device)
+            flight = Flight(
+                prompts, self.model, self._decoder(prompts, self.uses), self.config, key=key, device=self.device
+            )
             ids, logprobs, lengths, finished = flight.land(self.eos_ids)
         width = int(lengths.max())
         mask = torch.arange(width) < lengths[:, None]
@@ -115,12 +109,9 @@ class FastSampler:
             group_size=group_size,
         )
 
-    def _decoders(self, prompts: Prompts) -> Iterator[Decoder]:
-        for make in self._untried:
-            with torch.no_grad():
-                yield make(prompts)
-
-    def _lean(self, prompts: Prompts) -> Decoder:
+    def _decoder(self, prompts: Prompts, uses: str | None) -> Decoder:
+        if uses != "lean":
+            return ModelDecoder(self.model)
         return LeanDecoder(
             self.model,
             rows=min(self.config.batch_size, len(prompts)),
