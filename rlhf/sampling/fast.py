@@ -12,6 +12,7 @@ from rlhf.models.backbone import CausalLM, autocast
 from rlhf.runtime.engine import Engine
 from rlhf.sampling.decoders import Decoder, ModelDecoder, Unsupported
 from rlhf.sampling.flight import Flight
+from rlhf.sampling.graphs import GraphDecoder
 from rlhf.sampling.hf import HFSampler, repeat_rows
 from rlhf.sampling.lean import LeanDecoder, fits
 from rlhf.sampling.trial import STEPS, trial
@@ -36,6 +37,7 @@ class FastSampler:
         device: torch.device,
         engine: Engine | None = None,
         lean: bool = True,
+        static: bool | None = None,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
         """A sampler over the live weights.
@@ -49,6 +51,7 @@ class FastSampler:
             device: where the model is.
             engine: the one that the model was given to, if it was: rows are dealt to its processes.
             lean: without it only the model's own modules are used.
+            static: whether steps are made to be recorded, and on a GPU are; None: on a GPU.
             tell: hears why HFSampler took over.
         """
         self.model = model
@@ -59,6 +62,7 @@ class FastSampler:
         self.device = device
         self.engine = engine or Engine(device)
         self.tell = tell
+        self.static = device.type == "cuda" if static is None else static
         self.plain = HFSampler(
             model, config, eos_ids=eos_ids, pad_id=pad_id, dtype=dtype, device=device, engine=self.engine
         )
@@ -93,9 +97,10 @@ class FastSampler:
 
     def _share(self, prompts: Prompts, key: int | None, group_size: int) -> Completions:
         with _quiet(self.model), autocast(self.dtype, self.device):
-            flight = Flight(
-                prompts, self.model, self._decoder(prompts, self.uses), self.config, key=key, device=self.device
-            )
+            decoder, static = self._decoder(prompts, self.uses), self.static and self.uses == "lean"
+            if static and self.device.type == "cuda":
+                decoder = GraphDecoder(decoder)
+            flight = Flight(prompts, self.model, decoder, self.config, key=key, device=self.device, static=static)
             ids, logprobs, lengths, finished = flight.land(self.eos_ids)
         width = int(lengths.max())
         mask = torch.arange(width) < lengths[:, None]

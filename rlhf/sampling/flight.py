@@ -53,8 +53,9 @@ class Flight:
         *,
         key: int | None,
         device: torch.device,
+        static: bool = False,
     ) -> None:
-        """`key` of None takes the most likely token everywhere."""
+        """`key` of None takes the most likely token everywhere; `static` as that of Slots."""
         self.model, self.decoder, self.device = model, decoder, device
         self.temperature, self.length = config.temperature, config.max_new_tokens
         rows = len(prompts)
@@ -65,7 +66,8 @@ class Flight:
         self.size = min(config.batch_size, rows)
         window = getattr(model.config, "sliding_window", None)
         windows = window is not None and longest + self.length > window
-        self.slots = Slots(self.size, min(self.size, len(first)), longest, self.length, device=device, windows=windows)
+        lanes = min(self.size, len(first))
+        self.slots = Slots(self.size, lanes, longest, self.length, device=device, windows=windows, static=static)
         # One column more than there are tokens: what a finished row goes on to draw before it leaves falls there.
         self.ids = torch.zeros(rows, self.length + 1, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(rows, self.length + 1, device=device)
@@ -92,6 +94,7 @@ class Flight:
         steps = 0
         while self.seated is not None and len(self.seated.row):
             seated = self.seated
+            self.slots.advance()
             logits = self.decoder.step(self.slots, seated.token, seated.position)
             self._draw(logits, seated, ends)
             steps += 1

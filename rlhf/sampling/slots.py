@@ -22,7 +22,15 @@ class Slots:
     """
 
     def __init__(
-        self, size: int, lanes: int, prompt: int, length: int, *, device: torch.device, windows: bool = False
+        self,
+        size: int,
+        lanes: int,
+        prompt: int,
+        length: int,
+        *,
+        device: torch.device,
+        windows: bool = False,
+        static: bool = False,
     ) -> None:
         """Room for `size` rows of `lanes` prompts.
 
@@ -33,6 +41,7 @@ class Slots:
             length: tokens of the longest completion.
             device: where they lie.
             windows: some layer may see the last tokens only: positions are kept.
+            static: a step's work depends on numbers on the device only, so that it can be recorded and replayed.
         """
         self.size, self.prompt, self.ring, self.device = size, prompt, max(1, length - 1), device
         self.lanes = lanes
@@ -47,7 +56,9 @@ class Slots:
         if windows:
             self.positions = torch.zeros(size, prompt + self.ring, dtype=torch.long, device=device)
         self.plan = Plan(lanes=0, width=0, cells=None)
-        self._column = 0
+        self.static = static
+        self.arrangements = 0  # how often rows have come or gone: what was recorded before holds no longer
+        self._column = torch.zeros(1, dtype=torch.long, device=device)
         self._windowed: dict[int, Tensor] = {}
 
     # -- rows come and go -------------------------------------------------------------------------------------------
@@ -130,6 +141,7 @@ class Slots:
         return renamed
 
     def _arrange(self) -> None:
+        self.arrangements += 1
         lanes = self.lane[: self.live]
         counts = torch.bincount(lanes, minlength=self.prompts)
         order = lanes.argsort(stable=True)
@@ -158,14 +170,18 @@ class Slots:
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    def begin_step(self, positions: Int[Tensor, " N"]) -> None:
-        """The next column is every row's; `positions` are those of the tokens that go there."""
-        self._column = self.now % self.ring
+    def advance(self) -> None:
+        """To the next column, which is every row's: before each step."""
+        self._column.fill_(self.now % self.ring)
         self.now += 1
-        self.bias[: self.live, self.prompt + self._column] = 0.0
+
+    def begin_step(self, positions: Int[Tensor, " N"]) -> None:
+        """The column can be seen; `positions` are those of the tokens that go there."""
         self._windowed.clear()
+        self.bias[: self.live, self.prompt :].index_fill_(1, self._column, 0.0)
         if self.positions is not None:
-            self.positions[: self.live, self.prompt + self._column] = positions
+            self.positions[: self.live, self.prompt :].index_copy_(1, self._column, positions[:, None])
+            self._own = positions
 
     def attend(
         self,
@@ -179,9 +195,9 @@ class Slots:
     ) -> Float[Tensor, "N H Dv"]:
         """Keep the token's key and value, and read everything that each row may see."""
         prompt_keys, prompt_values, keys, values = self.memory[layer]
-        keys[: self.live, :, self._column] = key
-        values[: self.live, :, self._column] = value
-        used = min(self.now, self.ring)
+        keys[: self.live].index_copy_(2, self._column, key.to(keys.dtype)[:, :, None])
+        values[: self.live].index_copy_(2, self._column, value.to(values.dtype)[:, :, None])
+        used = self.ring if self.static else min(self.now, self.ring)
         found = attend(
             query.to(keys.dtype) * scaling,
             prompt_keys[: self.prompts],
@@ -196,13 +212,12 @@ class Slots:
     def _bias(self, used: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """What is added to the scores of the rows; None where every row may see every column."""
         if window is None or self.positions is None:
-            if not (self.masked or self.masked_prompts):
+            if not (self.static or self.masked or self.masked_prompts):
                 return None
             return self.bias[: self.live, : self.prompt + used].to(dtype)
         if window not in self._windowed:
             columns = self.positions[: self.live, : self.prompt + used]
-            own = self.positions[: self.live, self.prompt + self._column]
-            near = columns > own[:, None] - window
+            near = columns > self._own[:, None] - window
             bias = self.bias[: self.live, : self.prompt + used]
             self._windowed[window] = torch.where(near, bias, -torch.inf).to(dtype)
         return self._windowed[window]

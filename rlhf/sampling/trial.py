@@ -40,6 +40,7 @@ def trial(
     everything, live = ids[lane], mask[lane]
     token = logits.argmax(dim=-1)[lane]
     for _ in range(STEPS):
+        slots.advance()
         said.append(decoder.step(slots, token, positions))
         everything, live = (
             torch.cat([everything, token[:, None]], 1),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +45,15 @@ def model_of(family: str = "llama", **more: object) -> PreTrainedModel:
     return tiny(family, dtype=torch.float32, **settings)
 
 
+class Checked(FastSampler):
+    """Sees to it that generate does not take over unnoticed."""
+
+    def sample(self, prompts: Prompts, **how: Any) -> Completions:
+        found = super().sample(prompts, **how)
+        assert self.uses == ("lean" if self._lean_fits else "model")
+        return found
+
+
 def fast_of(
     model: PreTrainedModel,
     sampling: SamplingConfig,
@@ -54,9 +62,12 @@ def fast_of(
     pad_id: int = PAD,
     lean: bool = True,
     dtype: str = "float32",
-    tell: Callable[[str], None] = lambda _: None,
+    device: torch.device = CPU,
+    static: bool | None = None,
 ) -> FastSampler:
-    return FastSampler(model, sampling, eos_ids=eos_ids, pad_id=pad_id, dtype=dtype, device=CPU, lean=lean, tell=tell)
+    return Checked(
+        model, sampling, eos_ids=eos_ids, pad_id=pad_id, dtype=dtype, device=device, lean=lean, static=static
+    )
 
 
 def same(found: Completions, expected: Completions, *, within: float = 1e-5) -> None:
@@ -219,6 +230,28 @@ def test_sampling_leaves_the_model_as_it_was() -> None:
     assert not any(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_step_made_to_be_recorded_is_the_same_step(family: str) -> None:
+    model, prompts = model_of(family), prompts_of(ROWS)
+    expected = sampler_of(model, config()).sample(prompts, key=KEY, group_size=4)
+    for slots in (5, 100):
+        same(fast_of(model, config(batch_size=slots), static=True).sample(prompts, key=KEY, group_size=4), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_recorded_step_is_the_same_step(dtype: str) -> None:
+    device, prompts = torch.device("cuda"), prompts_of(ROWS)
+    model: Any = model_of().to(device)
+    for slots in (5, 100):
+        eager = fast_of(model, config(batch_size=slots), device=device, dtype=dtype, static=False)
+        replayed = fast_of(model, config(batch_size=slots), device=device, dtype=dtype)
+        found = replayed.sample(prompts, key=KEY, group_size=4)
+        if dtype == "float32":
+            same(found, eager.sample(prompts, key=KEY, group_size=4))
+        assert torch.isfinite(found.sampler_logprobs).all()
+
+
 class _Counted:
     """How many prompts are read, and how many rows and steps decoded."""
 
@@ -323,7 +356,9 @@ def test_a_model_that_says_something_else_is_left_to_generate(monkeypatch: pytes
 
         monkeypatch.setattr(layer.self_attn, "forward", odd)
     told: list[str] = []
-    sampler = fast_of(model, config(), lean=False, tell=told.append)
+    sampler = FastSampler(
+        model, config(), eos_ids=(EOS,), pad_id=PAD, dtype="float32", device=CPU, tell=told.append, lean=False
+    )
     found = sampler.sample(prompts_of(ROWS), key=KEY, group_size=2)
     same(found, sampler_of(model, config()).sample(prompts_of(ROWS), key=KEY, group_size=2))
     sampler.sample(prompts_of(ROWS), key=KEY, group_size=2)
