@@ -193,6 +193,18 @@ def test_an_adapter_is_sampled_from(lean: bool) -> None:
     assert sampler.uses == ("lean" if lean else "model")
 
 
+@pytest.mark.parametrize("family,lean", [("llama", True), ("llama", False), ("gpt2", False), ("qwen3", True)])
+def test_the_ratio_to_the_trainer_is_one(family: str, lean: bool) -> None:
+    """What the first minibatch compares: the trainer's log-probs with those that the tokens were drawn at."""
+    model = model_of(family)
+    found = fast_of(model, config(batch_size=5), lean=lean).sample(prompts_of(ROWS), key=KEY, group_size=3)
+    with torch.no_grad():
+        trainer = completion_outputs(
+            model, found.prompt_ids, found.prompt_mask, found.completion_ids, found.completion_mask, temperature=0.9
+        ).logprobs
+    assert (trainer - found.sampler_logprobs).exp().sub(1.0).abs().max() < 1e-5
+
+
 def test_the_live_weights_are_sampled_from() -> None:
     """The copies that it decodes with are made anew for each rollout."""
     model, prompts = model_of(), prompts_of(ROWS)
