@@ -10,10 +10,12 @@ from measurement import MEASUREMENT
 from mutant import Mutant
 from offline import OFFLINE
 from online_arms import ONLINE_ARMS
+from sampling import SAMPLING
 from suites import SUITES
 
 MUTANTS = [
     *MACHINERY,
+    *SAMPLING,
     *ONLINE_ARMS,
     *OFFLINE,
     *COMPARISON,
