@@ -65,7 +65,7 @@ MACHINERY = [
         name="micro-batch-norms",
         file="rlhf/runtime/step.py",
         before="terms = {name: value / norms[name] for name, value in sums.items()}",
-        after="terms = {name: value / part.loss.norms(micro)[name] for name, value in sums.items()}",
+        after="terms = {name: value / part.loss.norms(one.rows)[name] for name, value in sums.items()}",
         why="each micro-batch is averaged by itself: gradient accumulation changes the step",
         tests=("tests/runtime/test_step.py",),
     ),
