@@ -18,6 +18,7 @@ from rich.text import Text
 from rlhf.errors import UserError
 
 OTHERS_WAIT_S = 3.0  # before another process than the first tells of an error
+SILENT_WAIT_S = 60.0  # before one that leaves the telling to the first ends: launchers end all when one has ended
 EPILOG = """\
 rlhf quickstart                                   the whole pipeline on the lab, in minutes
 rlhf train  configs/sft.yaml policy.model=… data.sft.path=…
@@ -69,13 +70,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _say(error: UserError, rank: int) -> None:
-    """In one process of each host where all make the same mistake, in the first where it told the others of its own."""
+    """In one process of each host where all make the same mistake, in the first where it told the others of its own.
+
+    Those that say nothing wait: a launcher ends all processes once one has ended, the one about to speak too.
+    """
     distributed = sys.modules.get("rlhf.runtime.ranks")
-    if os.environ.get("LOCAL_RANK", "0") != "0" and not (distributed and distributed.met()):
+    met = bool(distributed and distributed.met())
+    same_mistake = os.environ.get("LOCAL_RANK", "0") != "0" and not met
+    if same_mistake or (rank and getattr(error, "told_by_main", False)):
+        time.sleep(SILENT_WAIT_S)
         return
-    if rank and getattr(error, "told_by_main", False):
-        return
-    if rank and distributed and distributed.met():
+    if rank and met:
         time.sleep(OTHERS_WAIT_S)  # the launcher ends this process if the first has failed too
     where = f" (process {rank})" if rank else ""
     Console(stderr=True).print(Text(f"error{where}: {error}", style="red"), soft_wrap=True)

@@ -37,3 +37,7 @@ class DivergenceError(UserError):
 
 class ResourceError(UserError):
     """The machine has too little: memory, disk."""
+
+
+class ProcessLost(UserError):
+    """Another process of the run died, or was silent for too long."""

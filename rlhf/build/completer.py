@@ -12,7 +12,7 @@ from rlhf.config.sections import SamplingConfig
 from rlhf.data.chat import load_tokenizer
 from rlhf.data.prompts import encode_texts
 from rlhf.models.backbone import eos_ids, fit_vocabulary, freeze, load_causal_lm, place
-from rlhf.sampling.hf import HFSampler
+from rlhf.sampling.choice import make_sampler
 from rlhf.types import Completions
 
 
@@ -28,7 +28,7 @@ class Completer:
         fit_vocabulary(model, self.tokenizer, folder)
         freeze(model)
         self.model = place(model, device)
-        self.sampler = HFSampler(
+        self.sampler = make_sampler(
             self.model,
             sampling,
             eos_ids=eos_ids(model, self.tokenizer),

@@ -33,7 +33,8 @@ from rlhf.rewards.chat import ChatModel
 from rlhf.rewards.texts import Texts, decode
 from rlhf.runtime.engine import make_engine
 from rlhf.runtime.seeding import derive
-from rlhf.sampling.hf import HFSampler
+from rlhf.sampling.choice import make_sampler
+from rlhf.sampling.sampler import Sampler
 from rlhf.trainers.online import ROWS_PER_PASS
 from rlhf.types import Completions, Scores
 
@@ -239,8 +240,8 @@ def _load(config: TrainConfig, path: str, tokenizer: PreTrainedTokenizerBase) ->
     return freeze(model)
 
 
-def _sampler(config: SamplingConfig, models: Models, tokenizer: PreTrainedTokenizerBase, dtype: str) -> HFSampler:
-    return HFSampler(
+def _sampler(config: SamplingConfig, models: Models, tokenizer: PreTrainedTokenizerBase, dtype: str) -> Sampler:
+    return make_sampler(
         models.policy,
         config,
         eos_ids=eos_ids(models.policy, tokenizer),

@@ -28,7 +28,7 @@ from rlhf.rewards.source import RewardSource
 from rlhf.rollout import sample_records
 from rlhf.runtime.engine import Trained
 from rlhf.runtime.seeding import derive
-from rlhf.sampling.hf import HFSampler
+from rlhf.sampling.choice import make_sampler
 from rlhf.sampling.sampler import Sampler
 from rlhf.trainers.offline import fitting
 from rlhf.trainers.online import ROWS_PER_PASS, OnlineRun
@@ -52,7 +52,7 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
     models = build_online_models(config, context, tokenizer)
     context.notes += models.fallbacks()
     source = build_source(config.reward.source, tokenizer, context.engine)
-    sampler = build_sampler(config, models, tokenizer)
+    sampler = build_sampler(config, models, tokenizer, context.notes.append)
     saved = load_trainer(context.resume) if context.resume is not None else None
     if saved is not None and models.shared_head is not None:
         models.shared_head.load_state_dict(saved["shared_head"])
@@ -100,9 +100,14 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
     )
 
 
-def build_sampler(config: TrainConfig, models: Models, tokenizer: PreTrainedTokenizerBase) -> Sampler:
-    """The sampler over the live policy."""
-    return HFSampler(
+def build_sampler(
+    config: TrainConfig,
+    models: Models,
+    tokenizer: PreTrainedTokenizerBase,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Sampler:
+    """The sampler over the live policy; `tell` hears why it is not the fast one."""
+    return make_sampler(
         models.policy,
         config.sampling,
         eos_ids=eos_ids(models.policy, tokenizer),
@@ -110,6 +115,7 @@ def build_sampler(config: TrainConfig, models: Models, tokenizer: PreTrainedToke
         dtype=config.policy.dtype,
         device=models.device,
         engine=models.engine,
+        tell=tell,
     )
 
 

@@ -206,8 +206,8 @@ class RewardConfig(Section):
 class SamplingConfig(Section):
     """How completions are drawn: from the full distribution, so that ratios and KL mean what they say."""
 
-    backend: Literal["hf"] = "hf"
-    """hf: transformers over the live weights."""
+    backend: Literal["auto", "fast", "hf"] = "auto"
+    """fast: our own decoding over the live weights; hf: transformers' generate; auto: fast where it knows the model."""
     completions_per_prompt: Count = 1
     """The group size."""
     max_new_tokens: Count = 128

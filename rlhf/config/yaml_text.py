@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import datetime
 from typing import Any
 
 import yaml
 
 DEEPEST = 32
 LARGEST = 100_000  # values, each alias counted as all that it stands for
+
+
+class _Settings(yaml.SafeLoader):
+    """2000-01-01 is text: settings are what JSON has, so what the run folder has of them is read as it was."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in found if tag != "tag:yaml.org,2002:timestamp"]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
 class UnusableYaml(ValueError):
@@ -23,7 +31,7 @@ def parse_yaml(text: str) -> Any:
     """
     try:
         _check_size(text)
-        value = yaml.safe_load(text)
+        value = yaml.load(text, Loader=_Settings)
         _check_plain(value)
         return value
     # Besides its own errors PyYAML lets through what its makers of values meet: the 99th of a month, !!int "".
@@ -32,7 +40,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def _check_plain(value: Any) -> None:
-    """Settings are what JSON has, and dates: they are written to the run folder, and read from there."""
+    """Settings are what JSON has: they are written to the run folder, and read from there."""
     match value:
         case dict():
             for key, inner in value.items():
@@ -45,7 +53,7 @@ def _check_plain(value: Any) -> None:
                 _check_plain(inner)
         case str():
             value.encode()  # half of a surrogate pair is no text: a UnicodeEncodeError, which is a ValueError
-        case None | bool() | int() | float() | datetime.date():
+        case None | bool() | int() | float():
             pass
         case _:
             raise UnusableYaml(f"a value is a {type(value).__name__}, which is no setting")

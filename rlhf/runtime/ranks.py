@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf.errors import UserError
+from rlhf.errors import ProcessLost, UserError
 from rlhf.types import Batch, concat
 
 T = TypeVar("T")
@@ -83,7 +84,8 @@ class Ranks:
         if self.world == 1:
             return [value]
         found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value, group=self._group)
+        with _hearing():
+            dist.all_gather_object(found, value, group=self._group)
         return found
 
     def from_main(self, value: T) -> T:
@@ -91,7 +93,8 @@ class Ranks:
         if self.world == 1:
             return value
         held = [value]
-        dist.broadcast_object_list(held, src=0, group=self._group)
+        with _hearing():
+            dist.broadcast_object_list(held, src=0, group=self._group)
         return held[0]
 
     def on_main(self, work: Callable[[], T]) -> T:
@@ -161,6 +164,20 @@ class Ranks:
 ALONE = Ranks()
 
 
+@contextmanager
+def _hearing() -> Iterator[None]:
+    """Around what all processes do together: gloo and NCCL say by a RuntimeError that one of them is not there."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise ProcessLost(
+            "another process of the run is gone, or said nothing for sharding.timeout_s: this one stops too, and the "
+            f"same command continues from the newest checkpoint ({error})"
+        ) from error
+
+
 def _portable(error: Exception) -> Exception:
     """The error as other processes can be told of it."""
     return error if isinstance(error, UserError | OSError) else UserError(f"{type(error).__name__}: {error}")
@@ -168,7 +185,8 @@ def _portable(error: Exception) -> Exception:
 
 def _add(gradients: Sequence[Tensor]) -> None:
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    dist.all_reduce(flat)
+    with _hearing():
+        dist.all_reduce(flat)
     parts = flat.split([gradient.numel() for gradient in gradients])
     for gradient, part in zip(gradients, parts, strict=True):
         gradient.copy_(part.view_as(gradient))

@@ -44,9 +44,7 @@ class HFSampler:
 
     def sample(self, prompts: Prompts, *, key: int, group_size: int, greedy: bool = False) -> Completions:
         """See Sampler.sample; `greedy` takes the most likely token instead."""
-        repeated = prompts.rows(torch.arange(len(prompts)).repeat_interleave(group_size))
-        ids = prompts.row_ids.repeat_interleave(group_size) * group_size
-        repeated = extend_rows(repeated, ids + torch.arange(len(repeated)) % group_size)
+        repeated = repeat_rows(prompts, group_size)
 
         def work(share: Prompts) -> Completions:
             return concat([self._part(part, key, group_size, greedy) for part in share.split(self.config.batch_size)])
@@ -99,13 +97,14 @@ class HFSampler:
         return torch.where(finished, first, completion_ids.shape[1]), finished
 
 
-def extend_rows(prompts: Prompts, row_ids: Int[Tensor, " B"]) -> Prompts:
-    """The same prompts under other row ids."""
+def repeat_rows(prompts: Prompts, group_size: int) -> Prompts:
+    """Each prompt `group_size` times, one after another, under row ids of their own."""
+    repeated = prompts.rows(torch.arange(len(prompts)).repeat_interleave(group_size))
     return Prompts(
-        prompt_ids=prompts.prompt_ids,
-        prompt_mask=prompts.prompt_mask,
-        row_ids=row_ids,
-        references=prompts.references,
+        prompt_ids=repeated.prompt_ids,
+        prompt_mask=repeated.prompt_mask,
+        row_ids=repeated.row_ids * group_size + torch.arange(len(repeated)) % group_size,
+        references=repeated.references,
     )
 
 

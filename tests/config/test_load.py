@@ -23,6 +23,7 @@ from rlhf.config.load import (
 )
 from rlhf.config.presets import PRESETS
 from rlhf.config.sections import RewardModelConfig, TrainConfig
+from rlhf.config.yaml_text import UnusableYaml, parse_yaml
 from rlhf.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -333,7 +334,7 @@ LAUGHS = "a: &a [x,x,x,x,x,x,x,x]\n" + "".join(
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("run: 2001-99-99", "not valid YAML"),
+        ("run: !!timestamp 2001-99-99", "not valid YAML"),
         ("run: !!int ''", "not valid YAML"),
         ("run: &a [*a]", "refers to itself"),
         ("run: " + "[" * 200 + "]" * 200, "nested more than"),
@@ -347,3 +348,15 @@ def test_odd_yaml_is_one_plain_error(tmp_path: Path, text: str, message: str) ->
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_any(tmp_path / "c.yaml")
+
+
+def test_a_date_is_text_and_so_the_same_when_it_is_read_again() -> None:
+    """A reward function got a date in the first run, and its text from the run folder's config.yaml."""
+    assert parse_yaml("2000-01-01") == "2000-01-01"
+    source = {"type": "function", "target": "m:f", "kwargs": {}}
+    tree = base(preset="grpo") | {"reward": {"source": source}, "batch": {}}
+    override = "reward.source.kwargs.since=2000-01-01"
+    config = train_config(merge(tree, parse_overrides([override])))
+    assert validate(type(config), dump(config)) == config
+    with pytest.raises(UnusableYaml, match="a value is a date"):
+        parse_yaml("!!timestamp 2000-01-01")

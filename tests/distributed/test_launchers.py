@@ -14,10 +14,13 @@ from sharded import at, case, environment, free_port, launch, needs, samples
 BIN = Path(sys.executable).parent
 
 
-def torchrun(processes: int = 2) -> list[str]:
+LATE_FIRST = str(Path(__file__).with_name("late_first.py"))
+
+
+def torchrun(processes: int = 2, program: tuple[str, ...] = ("-m", "rlhf")) -> list[str]:
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
-        *(f"--nproc-per-node={processes}", f"--master-port={free_port()}", "-m", "rlhf"),
+        *(f"--nproc-per-node={processes}", f"--master-port={free_port()}", *program),
     ]
 
 
@@ -34,9 +37,9 @@ def config_file(folder: Path, name: str = "ppo") -> Path:
     return path
 
 
-def test_only_the_first_process_speaks_and_a_mistake_is_said_once(tmp_path: Path) -> None:
+def test_only_the_first_process_speaks_and_a_mistake_is_said_once_even_where_it_comes_last(tmp_path: Path) -> None:
     file = config_file(tmp_path)
-    done = started([*torchrun(), "train", str(file), "policy.lrr=1"], tmp_path)
+    done = started([*torchrun(program=(LATE_FIRST,)), "train", str(file), "policy.lrr=1"], tmp_path)
     assert done.returncode != 0
     assert (done.stdout + done.stderr).count("policy.lrr: unknown key") == 1
     assert "Traceback" not in done.stderr.split("policy.lrr")[0]

@@ -1,11 +1,11 @@
 """Kill a run at random moments, start it again each time, and compare it with the run that was left alone.
 
-    python tests/faults/run.py --kills 20                           # PPO
+    python tests/faults/run.py --kills 20                           # PPO in two processes: SIGKILL for one of them
     python tests/faults/run.py --kills 5 --algorithm grpo           # or dpo
-    python tests/faults/run.py --kills 20 --processes 2             # SIGKILL for one rank of several
+    python tests/faults/run.py --kills 20 --processes 1             # no launcher
 
-A small run (a two-layer model, seconds) is made once without interruption and once with kills. Where a kill falls is
-drawn from --seed, which is printed:
+A small run (a two-layer model, seconds) is made once without interruption and once with kills. Which process is killed,
+and when, is drawn from --seed, which is printed:
 
     anywhere     a uniform moment of the process's life, its start and end included
     training     a uniform moment of the first seconds after its first new line of metrics
@@ -140,10 +140,9 @@ def killed(runner: Runner, draw: random.Random, life_s: float, patience_s: float
     moment = draw.choice(MOMENTS)
     share, rank = draw.random(), draw.randrange(runner.processes)
     process, began = runner.start(), time.monotonic()
-    due = due_at(moment, share, runner.out, life_s, began)
-    while process.poll() is None and not due():
+    due, ranks = due_at(moment, share, runner.out, life_s, began), list[int]()
+    while process.poll() is None and not (due() and (ranks := runner.ranks(process))):
         time.sleep(POLL_S)
-    ranks = runner.ranks(process)
     if process.poll() is not None or not ranks:
         stop(process)
         return None
@@ -261,7 +260,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--algorithm", choices=["ppo", "grpo", "dpo"], default="ppo")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, help="of the moments and ranks; drawn and printed if not given")
-    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--sharding", default="ddp", help="where there are several processes")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds the other ranks have to end")
     parser.add_argument("--keep", type=Path, help="leave both run folders here")

@@ -65,7 +65,7 @@ MACHINERY = [
         name="micro-batch-norms",
         file="rlhf/runtime/step.py",
         before="terms = {name: value / norms[name] for name, value in sums.items()}",
-        after="terms = {name: value / part.loss.norms(micro)[name] for name, value in sums.items()}",
+        after="terms = {name: value / part.loss.norms(one.rows)[name] for name, value in sums.items()}",
         why="each micro-batch is averaged by itself: gradient accumulation changes the step",
         tests=("tests/runtime/test_step.py",),
     ),
@@ -80,7 +80,7 @@ MACHINERY = [
     Mutant(
         name="clip-forgotten",
         file="rlhf/runtime/engine.py",
-        before="torch.nn.utils.clip_grads_with_norm_(grads, self.config.max_grad_norm, torch.tensor(norm))",
+        before="torch.nn.utils.clip_grads_with_norm_(moving, self.config.max_grad_norm, torch.tensor(norm))",
         after="pass",
         why="max_grad_norm has no effect",
         tests=("tests/runtime/test_step.py",),
@@ -88,7 +88,7 @@ MACHINERY = [
     Mutant(
         name="damaged-checkpoint-trusted",
         file="rlhf/runtime/checkpoint.py",
-        before='if _sha256(file) != expected["sha256"]:',
+        before="if _sha256(file) != checksum:",
         after="if False:",
         why="a flipped bit is loaded without a word",
         tests=("tests/runtime/test_checkpoint.py",),

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from choosing import CHOOSING
 from comparison import COMPARISON
+from faults import FAULTS
 from forward import FORWARD
 from machinery import MACHINERY
 from measurement import MEASUREMENT
 from mutant import Mutant
 from offline import OFFLINE
 from online_arms import ONLINE_ARMS
+from sampling import SAMPLING
 from suites import SUITES
 
 MUTANTS = [
     *MACHINERY,
+    *SAMPLING,
     *ONLINE_ARMS,
     *OFFLINE,
     *COMPARISON,
     *SUITES,
     *MEASUREMENT,
     *CHOOSING,
+    *FAULTS,
     *FORWARD,
     Mutant(
         name="whiten-keeps-mean",

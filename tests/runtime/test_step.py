@@ -152,9 +152,9 @@ def test_a_step_that_is_not_finite_moves_no_model(
     metrics = optimizer_step(
         [Part(points(), Poisoned(loss, term, spoil))], models, micro_batch_size=micro_batch_size, lr_factor=1.0
     )
+    assert torch.equal(weights(loss.policy, loss.critic), before)
     assert metrics["skipped/nonfinite"] == 1.0
     assert "policy/lr" not in metrics
-    assert torch.equal(weights(loss.policy, loss.critic), before)
     assert all(p.grad is None for model in models for p in model.parameters)
     # The next step is that of a run in which nothing happened.
     clean, fresh = two_models(optimizer="adamw")

@@ -31,7 +31,7 @@ from rlhf.models.backbone import (
 )
 from rlhf.models.logprobs import completion_outputs
 from rlhf.rewards.texts import decode
-from rlhf.sampling.hf import HFSampler
+from rlhf.sampling.choice import make_sampler
 from rlhf.sampling.sampler import Sampler
 from rlhf.types import Completions, Prompts, concat
 
@@ -176,8 +176,8 @@ def load_subject(
     return Subject(path, model, encoder, sampler, sampling, dtype, device, rows_per_pass)
 
 
-def _sampler(model: CausalLM, encoder: Encoder, sampling: Writing, dtype: str, device: torch.device) -> HFSampler:
-    return HFSampler(
+def _sampler(model: CausalLM, encoder: Encoder, sampling: Writing, dtype: str, device: torch.device) -> Sampler:
+    return make_sampler(
         model,
         SamplingConfig(**sampling.model_dump()),
         eos_ids=eos_ids(model, encoder.tokenizer),

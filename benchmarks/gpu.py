@@ -1,0 +1,117 @@
+"""What only a GPU shows, on one GPU in under ten minutes:   python benchmarks/gpu.py [--peer-python PY] [--json F]
+
+Random weights shaped like a 0.5B and a 1.5B model, bfloat16 arithmetic over float32 weights.
+  rollout   our sampler beside transformers' generate, 256 completions at once, 0.5B shape
+  update    the share of this card's measured bf16 matmul rate that the update phase of SFT reaches, 1.5B shape
+  steps     GRPO and PPO beside TRL's on this card (--peer-python, --ppo-peer-python), 0.5B shape
+With --toy everything runs on the CPU at toy size: that it works, not how fast it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+from floor import floors, measure
+from peers.runs import Found, phase, run_side
+from peers.work import SHAPES, Job, Sizes, make_work
+
+Runs = Callable[[str, str, Job], Found]  # python, script, job
+
+
+def rollout(job: Job, run: Runs) -> dict[str, float]:
+    """Seconds of sampling with each backend, and their ratio."""
+    found = {}
+    for backend in ("hf", "auto"):
+        settings = {"sampling": {"backend": backend, "batch_size": job.sizes.prompts * job.sizes.group}}
+        found[backend] = phase(run(sys.executable, "ours.py", replace(job, overrides=settings)), "sample") or 0.0
+    return {**found, "ratio": found["hf"] / found["auto"]}
+
+
+def update(job: Job, shape: str, run: Runs) -> dict[str, float]:
+    """FLOP/s of the update phase (6 a weight and token) over the matmul rate with as many rows."""
+    dtype = torch.bfloat16 if job.dtype == "bfloat16" else torch.float32
+    rates = measure(SHAPES[shape][1], dtype, job.device, few=64)
+    found = run(sys.executable, "ours.py", job)
+    seconds = phase(found, "update") or 0.0
+    reached = floors("sft", shape, job.sizes, dtype.itemsize)["update"].flops / seconds
+    return {
+        "seconds": seconds,
+        "tflops": reached / 1e12,
+        "matmul_tflops": rates.many / 1e12,
+        "share": reached / rates.many,
+    }
+
+
+def beside(job: Job, peer: str | None, run: Runs) -> dict[str, Any]:
+    """A step of ours, of the peer where there is one, and the ratio."""
+    ours = run(sys.executable, "ours.py", job)
+    found: dict[str, Any] = {"ours_s": statistics.median(ours["steps"]), "phases": ours["phases"][-1]}
+    found["peak_gpu_mb"] = ours.get("peak_gpu_mb")
+    if peer is not None:
+        theirs = run(peer, "trl_side.py", job)
+        found |= {"trl_s": statistics.median(theirs["steps"]), "trl_peak_gpu_mb": theirs.get("peak_gpu_mb")}
+        found["ratio"] = found["trl_s"] / found["ours_s"]
+    return found
+
+
+def everything(options: argparse.Namespace) -> dict[str, Any]:
+    """All three, each as soon as it is known on the terminal."""
+    toy = options.toy
+    device, dtype = ("cpu", "float32") if toy else ("cuda", "bfloat16")
+    small, large = ("toy", "toy") if toy else ("0.5b", "1.5b")
+    wide = Sizes(prompts=2, group=2, new_tokens=8) if toy else Sizes(prompts=32, group=8, new_tokens=256)
+    usual = Sizes(rows=4, prompts=2, group=2, ppo_prompts=32, new_tokens=8) if toy else Sizes(new_tokens=256)
+    steps = 2 if toy else 4
+    about = {"torch": torch.__version__, "device": "cpu" if toy else torch.cuda.get_device_name()}
+    results: dict[str, Any] = {"about": about}
+    sys.stdout.write(f"{json.dumps(about)}\n")
+
+    def work(shape: str, sizes: Sizes, task: Callable[[str, Runs], dict[str, Any]], name: str) -> None:
+        with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
+            make_work(Path(folder), shape, steps, sizes)
+            results[name] = task(folder, lambda python, script, job: run_side(python, script, job, Path(folder)))
+        sys.stdout.write(f"{name}: {json.dumps(results[name])}\n")
+        sys.stdout.flush()
+
+    def job(trainer: str, folder: str, sizes: Sizes) -> Job:
+        return Job(trainer, steps, folder, dtype, device, options.threads, sizes)
+
+    work(small, wide, lambda folder, run: rollout(job("grpo", folder, wide), run), "rollout")
+    work(large, usual, lambda folder, run: update(job("sft", folder, usual), large, run), "update")
+    for trainer, peer in (("grpo", options.peer_python), ("ppo", options.ppo_peer_python)):
+        work(
+            small,
+            usual,
+            lambda folder, run, trainer=trainer, peer=peer: beside(job(trainer, folder, usual), peer, run),  # type: ignore[misc]
+            trainer,
+        )
+    return results
+
+
+def main() -> None:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer-python")
+    parser.add_argument("--ppo-peer-python")
+    parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    results = everything(options)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""What each process holds under ddp, zero1, zero2 and zero3, beside the formula of the ZeRO paper.
+
+    python benchmarks/memory_per_rank.py [--processes 2] [--hidden 768] [--layers 12]
+
+A random Llama in float32 with AdamW takes two optimizer steps on one short row a process, so activations hardly count.
+Counted, in the first process: the bytes of every tensor alive, once per storage, when the gradient is complete and
+before the step is taken (the most that a step holds); and how far the process's memory grew by then and at its peak,
+loading included. On a GPU (one process each; by default as many as there are) the peak is the allocator's.
+
+Formula (Rajbhandari et al. 2020, sec. 3, for float32): a parameter is 4 bytes of weight, 4 of gradient, 8 of Adam's
+moments; zero1 divides the moments by the number of processes, zero2 the gradients too, zero3 the weights too.
+
+Writes benchmarks/results/memory_per_rank.json and prints the table in Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from jaxtyping import Int  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+from rlhf.config.sections import OptimizerConfig, RunConfig  # noqa: E402
+from rlhf.config.sharding import ShardingConfig  # noqa: E402
+from rlhf.masked import Mean  # noqa: E402
+from rlhf.runtime.engine import Trained, make_engine  # noqa: E402
+from rlhf.runtime.ranks import leave  # noqa: E402
+from rlhf.runtime.step import Part, optimizer_step  # noqa: E402
+from rlhf.types import Batch  # noqa: E402
+
+RESULT = ROOT / "benchmarks" / "results" / "memory_per_rank.json"
+MODES = ("ddp", "zero1", "zero2", "zero3")
+PARTS = {"weights": 4, "gradients": 4, "moments": 8}  # bytes a parameter
+SPLIT: dict[str, tuple[str, ...]] = {
+    "ddp": (),
+    "zero1": ("moments",),
+    "zero2": ("moments", "gradients"),
+    "zero3": ("moments", "gradients", "weights"),
+}
+MB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Texts(Batch):
+    """Token ids."""
+
+    ids: Int[Tensor, "B T"]
+
+
+class NextToken:
+    """Cross-entropy of the next token; a rlhf.runtime.step.Loss."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.model, self.device = model, device
+
+    def norms(self, batch: Texts) -> dict[str, float]:
+        """Tokens predicted."""
+        return {"sft": float(batch.ids[:, 1:].numel())}
+
+    def terms(self, micro: Texts) -> tuple[dict[str, Tensor], dict[str, Mean]]:
+        """The sum over a micro-batch."""
+        ids = micro.ids.to(self.device)
+        logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1]
+        return {"sft": nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")}, {}
+
+
+class Watched:
+    """A Trained that is looked at between the backward pass and the step."""
+
+    def __init__(self, inner: Trained) -> None:
+        self.inner = inner
+        self.seen: dict[str, float] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def step(self, *, norm: float, lr_factor: float) -> float:
+        """See Trained."""
+        self.seen = held(self.inner) | {"resident_mb": resident_mb("VmRSS")}
+        return self.inner.step(norm=norm, lr_factor=lr_factor)
+
+
+def storages(tensors: list[Tensor]) -> dict[int, int]:
+    """Address -> bytes of what lies behind them."""
+    behind = [tensor.untyped_storage() for tensor in tensors]
+    return {storage.data_ptr(): storage.nbytes() for storage in behind if storage.nbytes()}
+
+
+def held(trained: Trained) -> dict[str, float]:
+    """MB of weights, the optimizer's copy of them, its moments, and the rest (gradients, buffers), by storage."""
+    outer = trained.optimizer  # type: ignore[attr-defined]
+    inner = getattr(outer, "optimizer", outer)
+    parameters = list(trained.module.parameters())
+    weights = storages([*(p.data for p in parameters), *(p.ds_tensor for p in parameters if hasattr(p, "ds_tensor"))])
+    states = [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
+    gc.collect()
+    alive = [one for one in gc.get_objects() if issubclass(type(one), Tensor) and not one.is_meta]
+    alive += [one.grad for one in alive if one.is_leaf and one.grad is not None]
+    rest = storages([*alive, *states])
+    moments = {key: size for key, size in storages(states).items() if key not in weights}
+    flat = storages(trained._flat()) if hasattr(trained, "_flat") else {}  # what DeepSpeed's optimizer steps
+    copies = {key: size for key, size in flat.items() if key not in weights}
+    for known in (*weights, *moments, *copies):
+        rest.pop(known, None)
+    found = {"weights": weights, "copy of weights": copies, "moments": moments, "gradients and buffers": rest}
+    return {name: sum(each.values()) / MB for name, each in found.items()}
+
+
+def resident_mb(key: str) -> float:
+    """This process's VmRSS or VmHWM (its peak)."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) / 1024 for line in status if line.startswith(f"{key}:"))
+
+
+def work(mode: str, hidden: int, layers: int, out: Path) -> None:
+    """In each process."""
+    torch.set_num_threads(1)
+    engine = make_engine(RunConfig(), ShardingConfig(mode=mode))  # type: ignore[arg-type]
+    before = resident_mb("VmRSS")
+    config = LlamaConfig(
+        vocab_size=2048,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).train()
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = Watched(engine.train("policy", model, OptimizerConfig(lr=1e-4), terms=["sft"]))
+    batch = Texts(ids=torch.arange(16).repeat(engine.ranks.world, 1))
+    for _ in range(2):  # Adam's moments are there from the first step on
+        part = Part(batch, NextToken(model, engine.device))
+        optimizer_step([part], [trained], micro_batch_size=1, lr_factor=1.0, ranks=engine.ranks)
+    if engine.ranks.is_main:
+        seen = trained.seen
+        resident = seen.pop("resident_mb") - before
+        peak = engine.peak_memory_mb() - (before if engine.device.type == "cpu" else 0.0)
+        row = {
+            "mode": mode,
+            "processes": engine.ranks.world,
+            "device": engine.device.type,
+            "parameters": parameters,
+            "formula_mb": formula_mb(mode, parameters, engine.ranks.world),
+            "tensors_mb": sum(seen.values()),
+            "parts_mb": seen,
+            "resident_mb": resident,
+            "peak_mb": peak,
+        }
+        out.write_text(json.dumps(row), encoding="utf-8")
+    leave()
+
+
+def formula_mb(mode: str, parameters: int, processes: int) -> float:
+    """The paper's."""
+    return sum(parameters * size / (processes if name in SPLIT[mode] else 1) for name, size in PARTS.items()) / MB
+
+
+def launch(mode: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One mode's figures."""
+    with tempfile.TemporaryDirectory(prefix="rlhf-memory-") as name:
+        out = Path(name, "row.json")
+        mine = [__file__, "--worker", mode, str(out), f"--hidden={options.hidden}", f"--layers={options.layers}"]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.processes}"]
+        subprocess.run([sys.executable, *torchrun, *mine], env={"OMP_NUM_THREADS": "1", **os.environ}, check=True)
+        row: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+        return row
+
+
+def main() -> None:
+    """Measure, write, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=torch.cuda.device_count() or 2)
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(options.worker[0], options.hidden, options.layers, Path(options.worker[1]))
+        return
+    rows = [launch(mode, options) for mode in options.modes]
+    about = {name: version(name) for name in ("torch", "transformers", "deepspeed")}
+    about |= {"python": platform.python_version(), "machine": platform.machine()}
+    RESULT.write_text(json.dumps({"about": about, "rows": rows}, indent=2) + "\n", encoding="utf-8")
+    names = list(rows[0]["parts_mb"])
+    first = rows[0]
+    lines = [
+        f"{first['parameters'] / 1e6:.0f} M parameters, {first['processes']} process(es), {first['device']}, MB each",
+        "",
+        f"| mode | formula | tensors | {' | '.join(names)} | memory grew by | at its peak by |",
+        "|---|" + "---|" * (len(names) + 4),
+        *(
+            f"| {row['mode']} | {row['formula_mb']:.0f} | {row['tensors_mb']:.0f} | "
+            + " | ".join(f"{row['parts_mb'][name]:.0f}" for name in names)
+            + f" | {row['resident_mb']:.0f} | {row['peak_mb']:.0f} |"
+            for row in rows
+        ),
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

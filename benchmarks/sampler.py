@@ -1,0 +1,178 @@
+"""The fast sampler beside transformers' generate, on random weights: ratios of alternating runs in one process.
+
+    python benchmarks/sampler.py --size tiny --rounds 7
+    python benchmarks/sampler.py --size small --rounds 3 --json benchmarks/results/sampler.json
+
+`generate` is transformers' own sampling (do_sample, the whole distribution), `hf` our plain sampler over it,
+`model` the fast sampler through the model's own modules, `fast` as it comes. Every round runs each of them once; what
+is printed is the median over the rounds of generate's time divided by theirs, with the smallest and the largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from rlhf.config.sections import SamplingConfig
+from rlhf.sampling.fast import FastSampler
+from rlhf.sampling.hf import HFSampler
+from rlhf.types import Prompts
+
+SIZES = {  # layers, width, inner width, heads, vocabulary: 2.16M and 29.5M parameters
+    "toy": (2, 32, 64, 2, 128),
+    "tiny": (4, 192, 512, 6, 2048),
+    "small": (8, 512, 1376, 8, 8192),
+}
+CLOCK = time.process_time  # of one thread: other programs on the machine lengthen it little
+PROMPTS, GROUP, NEW = 8, 8, 64
+SHORTEST, LONGEST = 16, 64  # tokens of a prompt
+
+
+def model_of(size: str) -> LlamaForCausalLM:
+    """Random weights."""
+    layers, width, inner, heads, vocabulary = SIZES[size]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def prompts_of(vocabulary: int) -> Prompts:
+    """Prompts of random tokens, 16 to 64 of them, left-padded."""
+    torch.manual_seed(1)
+    lengths = torch.randint(SHORTEST, LONGEST + 1, (PROMPTS,))
+    lengths[0] = LONGEST
+    return Prompts(
+        prompt_ids=torch.randint(3, vocabulary, (PROMPTS, LONGEST)),
+        prompt_mask=torch.arange(LONGEST) >= LONGEST - lengths[:, None],
+        row_ids=torch.arange(PROMPTS),
+        references=tuple({} for _ in range(PROMPTS)),
+    )
+
+
+def eos_of(lengths: str, vocabulary: int) -> tuple[int, ...]:
+    """fixed: none can be drawn. eos: one token in 40 ends a row, which gives lengths from 1 to the limit."""
+    return (vocabulary,) if lengths == "fixed" else tuple(range(0, vocabulary, 40))
+
+
+def contenders(
+    model: LlamaForCausalLM, prompts: Prompts, eos: tuple[int, ...], dtype: str, slots: int
+) -> dict[str, Callable[[int], int]]:
+    """What is timed, by name: takes a seed, gives the number of tokens drawn."""
+    config = SamplingConfig(max_new_tokens=NEW, batch_size=slots)
+    cpu = torch.device("cpu")
+    common = {"eos_ids": eos, "pad_id": 0, "dtype": dtype, "device": cpu}
+    repeated = prompts.rows(torch.arange(PROMPTS).repeat_interleave(GROUP))
+    settings = GenerationConfig(
+        do_sample=True, top_k=0, max_new_tokens=NEW, eos_token_id=list(eos), pad_token_id=0, use_cache=True
+    )
+
+    def generate(seed: int) -> int:
+        torch.manual_seed(seed)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            found = model.generate(
+                input_ids=repeated.prompt_ids,
+                attention_mask=repeated.prompt_mask.long(),
+                generation_config=settings,
+            )
+        return int(found[:, LONGEST:].numel())
+
+    def ours(sampler: HFSampler | FastSampler) -> Callable[[int], int]:
+        def run(seed: int) -> int:
+            return int(sampler.sample(prompts, key=seed, group_size=GROUP).completion_mask.sum())
+
+        return run
+
+    return {
+        "generate": generate,
+        "hf": ours(HFSampler(model, config, **common)),
+        "model": ours(FastSampler(model, config, **common, lean=False)),
+        "fast": ours(FastSampler(model, config, **common)),
+    }
+
+
+def measure(runs: dict[str, Callable[[int], int]], rounds: int) -> dict[str, dict[str, float]]:
+    """Seconds of each, in turn, and the ratio of the first one's to it."""
+    for run in runs.values():
+        run(0)
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(1, rounds + 1):
+        for name, run in runs.items():
+            start = CLOCK()
+            run(number)
+            seconds[name].append(CLOCK() - start)
+    first = next(iter(runs))
+    found = {}
+    for name, times in seconds.items():
+        ratios = [a / b for a, b in zip(seconds[first], times, strict=True)]
+        found[name] = {
+            "seconds": statistics.median(times),
+            "ratio": statistics.median(ratios),
+            "least": min(ratios),
+            "most": max(ratios),
+        }
+    return found
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=sorted(SIZES), default="tiny")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--lengths", choices=["fixed", "eos", "both"], default="both")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--slots", type=int, default=PROMPTS * GROUP, help="rows decoded together")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--without", nargs="*", default=[], help="leave these out")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    model = model_of(options.size)
+    vocabulary = model.config.vocab_size
+    report = {
+        "size": options.size,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "dtype": options.dtype,
+        "slots": options.slots,
+        "threads": options.threads,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "results": {},
+    }
+    for lengths in ["fixed", "eos"] if options.lengths == "both" else [options.lengths]:
+        runs = contenders(model, prompts_of(vocabulary), eos_of(lengths, vocabulary), options.dtype, options.slots)
+        found = measure({name: run for name, run in runs.items() if name not in options.without}, options.rounds)
+        report["results"][lengths] = found
+        for name, values in found.items():
+            sys.stdout.write(
+                f"{options.size} {lengths:5} {name:9} {values['seconds']:8.3f} s   "
+                f"x{values['ratio']:.2f} ({values['least']:.2f} to {values['most']:.2f})\n"
+            )
+        sys.stdout.flush()
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""How the cost of our step grows:   python benchmarks/scaling.py [--trainers grpo dpo] [--out benchmarks/results]
+
+One quantity at a time around a base of the tiny shape: rows, new tokens, group size, vocabulary, model. Writes
+scaling.json and scaling.png (log-log), and prints the exponent of a fit: 1 is linear.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from matplotlib.figure import Figure
+from peers import work
+from peers.runs import run_side
+from peers.work import Job, Sizes, make_work
+
+Point = tuple[float, float]
+BASE = Sizes()
+
+
+def cases(trainer: str) -> dict[str, list[tuple[float, str, Sizes]]]:
+    """Quantity -> (its value, shape, sizes)."""
+    layers, width, heads, vocabulary = work.SHAPES["tiny"]
+    vocabularies, widths = (512, 2048, 8192, 32768), (64, 128, 256, 512)
+    for each in vocabularies:
+        work.SHAPES[f"v{each}"] = (layers, width, heads, each)
+    for each in widths:
+        work.SHAPES[f"w{each}"] = (layers, each, heads, vocabulary)
+    found = {
+        "vocabulary": [(float(v), f"v{v}", BASE) for v in vocabularies],
+        "width": [(float(w), f"w{w}", BASE) for w in widths],
+    }
+    if trainer in ("grpo", "rloo"):
+        return found | {
+            "prompts a step": [(float(n), "tiny", replace(BASE, prompts=n)) for n in (2, 4, 8, 16, 32)],
+            "new tokens": [(float(n), "tiny", replace(BASE, new_tokens=n)) for n in (16, 32, 64, 128)],
+            "group size": [(float(n), "tiny", replace(BASE, group=n)) for n in (2, 4, 8, 16)],
+        }
+    return found | {"rows a step": [(float(n), "tiny", replace(BASE, rows=n)) for n in (8, 16, 32, 64)]}
+
+
+def exponent(points: list[Point]) -> float:
+    """The slope of log seconds over log quantity, by least squares."""
+    xs, ys = [math.log(x) for x, _ in points], [math.log(y) for _, y in points]
+    return statistics.linear_regression(xs, ys).slope
+
+
+def main() -> None:
+    """Run every case, print, write, draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trainers", nargs="+", default=["grpo", "dpo_cached"])
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
+    options = parser.parse_args()
+    found: dict[str, dict[str, list[Point]]] = {}
+    for trainer in options.trainers:
+        found[trainer] = {}
+        for quantity, values in cases(trainer).items():
+            points = [(x, _seconds(trainer, shape, sizes, options)) for x, shape, sizes in values]
+            found[trainer][quantity] = points
+            shown = ", ".join(f"{x:g}: {y:.3f} s" for x, y in points)
+            sys.stdout.write(f"{trainer}, {quantity}: exponent {exponent(points):.2f}   ({shown})\n")
+            sys.stdout.flush()
+    (options.out / "scaling.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    draw(found).savefig(options.out / "scaling.png", dpi=140)
+
+
+def _seconds(trainer: str, shape: str, sizes: Sizes, options: argparse.Namespace) -> float:
+    with tempfile.TemporaryDirectory(prefix="scaling-") as name:
+        make_work(Path(name), shape, options.steps, sizes)
+        job = Job(trainer, options.steps, name, threads=options.threads, sizes=sizes)
+        return statistics.median(run_side(sys.executable, "ours.py", job, Path(name))["steps"])
+
+
+def draw(found: dict[str, dict[str, list[Point]]]) -> Figure:
+    """A panel for each quantity, a line for each trainer."""
+    names = sorted({quantity for each in found.values() for quantity in each})
+    figure = Figure(figsize=(3.2 * len(names), 3.0), layout="constrained")
+    for number, quantity in enumerate(names, start=1):
+        axes = figure.add_subplot(1, len(names), number, xscale="log", yscale="log")
+        for trainer, each in found.items():
+            if quantity in each:
+                axes.plot(*zip(*each[quantity], strict=True), marker="o", label=trainer)
+        axes.set(xlabel=quantity, ylabel="seconds a step")
+        axes.legend()
+        axes.grid(visible=True, which="both", alpha=0.3)
+    return figure
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Which sampler a run gets, and why not the fast one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from peft import PeftModel
+
+from rlhf.config.sections import SamplingConfig
+from rlhf.errors import ConfigError
+from rlhf.models.backbone import CausalLM
+from rlhf.runtime.engine import Engine
+from rlhf.sampling.fast import FastSampler
+from rlhf.sampling.hf import HFSampler
+from rlhf.sampling.sampler import Sampler
+
+LAYERS = {"full_attention", "sliding_attention"}  # of which the fast sampler keeps the keys and values
+SCORES = ("attn_logit_softcapping", "alibi")  # settings of models whose attention adds something to the scores
+
+
+def make_sampler(
+    model: CausalLM,
+    config: SamplingConfig,
+    *,
+    eos_ids: tuple[int, ...],
+    pad_id: int,
+    dtype: str,
+    device: torch.device,
+    engine: Engine | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Sampler:
+    """The sampler that `sampling.backend` asks for; `tell` hears why it is not the fast one where auto chose.
+
+    Raises:
+        ConfigError: the fast one is asked for and cannot sample from this model.
+    """
+    reason = None if config.backend == "hf" else unsupported(model)
+    if reason is not None and config.backend == "fast":
+        raise ConfigError(f"sampling.backend=fast cannot sample from this model: {reason}; set sampling.backend=auto")
+    if reason is not None:
+        tell(f"sampling with transformers' generate, which is slower: {reason}")
+    if config.backend == "hf" or reason is not None:
+        return HFSampler(model, config, eos_ids=eos_ids, pad_id=pad_id, dtype=dtype, device=device, engine=engine)
+    return FastSampler(
+        model, config, eos_ids=eos_ids, pad_id=pad_id, dtype=dtype, device=device, engine=engine, tell=tell
+    )
+
+
+def unsupported(model: CausalLM) -> str | None:
+    """Why the fast sampler cannot take this model; None where it can."""
+    plain = model.get_base_model() if isinstance(model, PeftModel) else model
+    config, name = plain.config, type(plain).__name__
+    if isinstance(model, PeftModel) and model.peft_type != "LORA":
+        return f"an adapter of the kind {model.peft_type} is not known to the fast sampler"
+    if getattr(config, "is_encoder_decoder", False):
+        return f"{name} is no decoder-only model"
+    if not getattr(plain, "_supports_attention_backend", False):
+        return f"the attention of {name} cannot be given another cache"
+    kinds = set(getattr(config, "layer_types", None) or ()) - LAYERS
+    if kinds:
+        return f"{name} has layers of the kind {', '.join(sorted(kinds))}"
+    for setting in SCORES:
+        if getattr(config, setting, None):
+            return f"{name} sets {setting}"
+    return None

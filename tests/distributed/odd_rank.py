@@ -1,0 +1,55 @@
+"""`python -m rlhf` with something wrong in one of the processes:  torchrun … odd_rank.py FAULT train CONFIG …
+
+FAULT is JSON: {"rank": of the process, "call": the call of Ranks.gather at which it happens, counted from 1,
+"what": die | freeze | dawdle | sigterm | sigterm_launcher}. `{}`: nothing is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from rlhf.cli import main
+from rlhf.runtime.ranks import Ranks
+
+DAWDLES_S = 0.15  # before each word to the others
+HAPPENS = "it happens here"
+
+
+def inject(rank: int, call: int, what: str) -> None:
+    """Let it happen in the process of this rank."""
+    if os.environ.get("RANK") != str(rank):
+        return
+    gather, calls = Ranks.gather, list[int]()
+
+    def odd(self: Ranks, value: Any) -> list[Any]:
+        calls.append(1)
+        if what == "dawdle" and len(calls) >= call:
+            time.sleep(DAWDLES_S)
+        elif len(calls) == call:
+            print(f"{HAPPENS}: {what}", flush=True)  # noqa: T201
+            match what:
+                case "die":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "freeze":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                case "sigterm":
+                    os.kill(os.getpid(), signal.SIGTERM)
+                case "sigterm_launcher":
+                    os.kill(os.getppid(), signal.SIGTERM)
+                case _:
+                    raise ValueError(what)
+        return gather(self, value)
+
+    Ranks.gather = odd  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    fault = json.loads(sys.argv[1])
+    if fault:
+        inject(**fault)
+    sys.exit(main(sys.argv[2:]))

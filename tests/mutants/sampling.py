@@ -1,0 +1,106 @@
+"""Bugs seeded in the fast sampler: shared prompts, slots that change hands, the draw."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+FAST = "tests/sampling/test_fast.py"
+
+SAMPLING = [
+    Mutant(
+        name="slot-keeps-the-last-rows-columns",
+        file="rlhf/sampling/slots.py",
+        before="        self.bias[where, self.prompt :] = -torch.inf\n        if self.positions",
+        after="        if self.positions",
+        why="a row that takes a slot reads the completion of the row that left it",
+        tests=(f"{FAST}::test_any_length",),
+    ),
+    Mutant(
+        name="own-column-masked",
+        file="rlhf/sampling/slots.py",
+        before="self.bias[: self.live, self.prompt :].index_fill_(1, self._column, 0.0)",
+        after="self.bias[: self.live, self.prompt :].index_fill_(1, (self._column - 1).clamp(min=0), 0.0)",
+        why="a token does not see itself",
+        tests=(f"{FAST}::test_any_length",),
+    ),
+    Mutant(
+        name="moved-row-leaves-its-mask",
+        file="rlhf/sampling/slots.py",
+        before="            self.bias[to] = self.bias[origin]\n",
+        after="",
+        why="a row that moves up reads by the mask of the one that left",
+        tests=(f"{FAST}::test_any_length",),
+    ),
+    Mutant(
+        name="lanes-not-renamed",
+        file="rlhf/sampling/slots.py",
+        before="renamed[index] = torch.arange(len(index))",
+        after="renamed[index] = index",
+        why="rows read another prompt once prompts have moved up",
+        tests=(f"{FAST}::test_any_length",),
+    ),
+    Mutant(
+        name="window-one-too-wide",
+        file="rlhf/sampling/slots.py",
+        before="near = columns > self._own[:, None] - window",
+        after="near = columns >= self._own[:, None] - window",
+        why="a sliding window of one token more than the model has",
+        tests=(f"{FAST}::test_the_completions_are_the_plain_samplers",),
+    ),
+    Mutant(
+        name="prompt-padding-seen",
+        file="rlhf/sampling/slots.py",
+        before="self.lane_bias[first:last, self.prompt - width :].masked_fill_(mask, 0.0)",
+        after="self.lane_bias[first:last, self.prompt - width :] = 0.0",
+        why="left padding is read as a prompt",
+        tests=(f"{FAST}::test_the_completions_are_the_plain_samplers",),
+    ),
+    Mutant(
+        name="first-token-at-the-prompts-last-position",
+        file="rlhf/sampling/flight.py",
+        before="new = _Seated(on, on, (lengths - 1).to(self.device)",
+        after="new = _Seated(on, on, (lengths - 2).to(self.device)",
+        why="positions of the completion are one off",
+        tests=(f"{FAST}::test_the_completions_are_the_plain_samplers",),
+    ),
+    Mutant(
+        name="draw-by-slot",
+        file="rlhf/sampling/flight.py",
+        before="self.uniforms[seated.row, seated.drawn]",
+        after="self.uniforms[torch.arange(len(seated.row)), seated.drawn]",
+        why="the numbers belong to the slot, not to the row: other slots, other completions",
+        tests=(f"{FAST}::test_the_completions_are_the_plain_samplers",),
+    ),
+    Mutant(
+        name="half-read-group-reads-the-next-prompt",
+        file="rlhf/sampling/flight.py",
+        before="self.after, self.lane = table[-1:], {int(needed[-1]): lanes[-1]}",
+        after="self.after, self.lane = table[:1], {int(needed[-1]): lanes[-1]}",
+        why="the rest of a group starts from the logits of another prompt",
+        tests=(f"{FAST}::test_the_completions_are_the_plain_samplers",),
+    ),
+    Mutant(
+        name="finished-rows-stay",
+        file="rlhf/sampling/flight.py",
+        before="if count == 0 or (count < len(done) and count * SLACK < len(done)):",
+        after="if count < len(done):",
+        why="every row is decoded until the longest is finished, and slots stand empty while others wait",
+        tests=(f"{FAST}::test_each_prompt_is_read_once_and_finished_rows_are_not_decoded",),
+    ),
+    Mutant(
+        name="block-sum-includes-its-own",
+        file="rlhf/sampling/drawing.py",
+        before="before = torch.where(block > 0, upto.gather(1, (block - 1).clamp(min=0)), 0.0)",
+        after="before = torch.where(block > 0, upto.gather(1, block), 0.0)",
+        why="the draw inside a block starts from the sum after it: always its first token",
+        tests=(f"{FAST}::test_invert_draws_what_draw_draws",),
+    ),
+    Mutant(
+        name="adapter-not-merged-into-the-copies",
+        file="rlhf/sampling/lean.py",
+        before="weight = weight + module.get_delta_weight(name).detach()",
+        after="weight = weight + 0.0 * module.get_delta_weight(name).detach()",
+        why="LoRA trains, the rollouts come from the base model",
+        tests=(f"{FAST}::test_an_adapter_is_sampled_from",),
+    ),
+]

@@ -1,0 +1,391 @@
+"""The fast sampler draws what the plain one draws, whatever the slots, the groups and the way it decodes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import BOS, EOS, FAMILIES, PAD, prompts_of, sampler_of, tiny
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf.config.sections import LoraConfig, SamplingConfig
+from rlhf.errors import ConfigError
+from rlhf.models.backbone import add_lora, load_causal_lm
+from rlhf.models.logprobs import completion_outputs
+from rlhf.runtime.seeding import derive
+from rlhf.sampling import flight as flights
+from rlhf.sampling.choice import make_sampler, unsupported
+from rlhf.sampling.decoders import NAME
+from rlhf.sampling.drawing import invert, pick
+from rlhf.sampling.fast import FastSampler
+from rlhf.sampling.flight import distinct
+from rlhf.sampling.hf import HFSampler, draw
+from rlhf.types import Completions, Prompts
+
+KEY = derive(0, "sample", 1)
+ROWS = [[BOS, 5, 7], [BOS, 4], [BOS, 6, 8, 9, 3, 12], [8], [BOS, 11, 11, 3], [BOS, 17], [20, 21, 22]]
+CPU = torch.device("cpu")
+NEOX = {k: FAMILIES["phi"][k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
+MORE: dict[str, dict[str, Any]] = {"gpt_neox": {**NEOX, "max_position_embeddings": 64, "initializer_range": 0.3}}
+
+
+def config(**more: object) -> SamplingConfig:
+    return SamplingConfig(**{"max_new_tokens": 10, "temperature": 0.9, **more})  # type: ignore[arg-type]
+
+
+def model_of(family: str = "llama", **more: object) -> PreTrainedModel:
+    settings = {**MORE.get(family, {}), "initializer_range": 0.2, **more}
+    if family not in FAMILIES:
+        FAMILIES[family] = MORE[family]
+    return tiny(family, dtype=torch.float32, **settings)
+
+
+class Checked(FastSampler):
+    """Sees to it that generate does not take over unnoticed."""
+
+    def sample(self, prompts: Prompts, **how: Any) -> Completions:
+        found = super().sample(prompts, **how)
+        assert self.uses == ("lean" if self._lean_fits else "model")
+        return found
+
+
+def fast_of(
+    model: PreTrainedModel,
+    sampling: SamplingConfig,
+    *,
+    eos_ids: tuple[int, ...] = (EOS,),
+    pad_id: int = PAD,
+    lean: bool = True,
+    dtype: str = "float32",
+    device: torch.device = CPU,
+    static: bool | None = None,
+) -> FastSampler:
+    return Checked(
+        model, sampling, eos_ids=eos_ids, pad_id=pad_id, dtype=dtype, device=device, lean=lean, static=static
+    )
+
+
+def same(found: Completions, expected: Completions, *, within: float = 1e-5) -> None:
+    assert torch.equal(found.completion_ids, expected.completion_ids)
+    assert torch.equal(found.completion_mask, expected.completion_mask)
+    assert torch.equal(found.finished, expected.finished)
+    assert torch.equal(found.row_ids, expected.row_ids)
+    assert torch.equal(found.prompt_ids, expected.prompt_ids)
+    assert found.references == expected.references
+    assert found.group_size == expected.group_size
+    torch.testing.assert_close(found.sampler_logprobs, expected.sampler_logprobs, rtol=0, atol=within)
+
+
+@pytest.mark.parametrize(
+    "family,uses",
+    [("llama", "lean"), ("qwen2", "lean"), ("qwen3", "lean"), ("mistral", "lean")]
+    + [(family, "model") for family in ("llama", "qwen2", "mistral", "gpt2", "gpt_neox", "gemma", "phi")],
+)
+@pytest.mark.parametrize("slots,group", [(3, 4), (100, 3), (1, 1)])
+def test_the_completions_are_the_plain_samplers(family: str, uses: str, slots: int, group: int) -> None:
+    """Slots fewer than rows, than a group, and more than there are; mistral's window is of 4 tokens."""
+    model, prompts = model_of(family), prompts_of(ROWS)
+    expected = sampler_of(model, config()).sample(prompts, key=KEY, group_size=group)
+    sampler = fast_of(model, config(batch_size=slots), lean=uses == "lean")
+    same(sampler.sample(prompts, key=KEY, group_size=group), expected)
+    assert sampler.uses == uses
+    assert group == 1 or len(set(expected.completion_mask.sum(dim=1).tolist())) > 3
+
+
+@pytest.mark.parametrize("length", [1, 2, 40])
+@pytest.mark.parametrize("slots", [2, 5, 100])
+def test_any_length(length: int, slots: int) -> None:
+    """Of 1 nothing is decoded after the prompts; of 40 the ring of each slot goes round while others wait."""
+    model, prompts = model_of(), prompts_of(ROWS)
+    sampling = config(max_new_tokens=length, batch_size=slots)
+    expected = sampler_of(model, config(max_new_tokens=length)).sample(prompts, key=KEY, group_size=4)
+    same(fast_of(model, sampling).sample(prompts, key=KEY, group_size=4), expected)
+
+
+@pytest.mark.parametrize("slots", [2, 100])
+def test_rows_that_finish_at_once(slots: int) -> None:
+    """Two tokens in three end a row: most leave with their first, some groups whole."""
+    ends = tuple(range(0, 23, 3)) + tuple(range(1, 23, 3))
+    model, prompts = model_of(), prompts_of(ROWS)
+    expected = sampler_of(model, config(), eos_ids=ends).sample(prompts, key=KEY, group_size=3)
+    found = fast_of(model, config(batch_size=slots), eos_ids=ends).sample(prompts, key=KEY, group_size=3)
+    same(found, expected)
+    lengths = found.completion_mask.sum(dim=1)
+    assert (lengths == 1).view(-1, 3).all(dim=1).any()
+    assert lengths.max() > 2
+
+
+def test_all_finish_at_once() -> None:
+    found = fast_of(model_of(), config(batch_size=4), eos_ids=tuple(range(23)), pad_id=19).sample(
+        prompts_of(ROWS), key=KEY, group_size=2
+    )
+    assert found.completion_ids.shape == (14, 1)
+    assert found.finished.all()
+
+
+def test_padding_to_the_left_changes_nothing() -> None:
+    model, prompts = model_of(), prompts_of(ROWS)
+    wide = replace(
+        prompts,
+        prompt_ids=torch.nn.functional.pad(prompts.prompt_ids, (5, 0), value=7),
+        prompt_mask=torch.nn.functional.pad(prompts.prompt_mask, (5, 0)),
+    )
+    for lean in (True, False):
+        narrow = fast_of(model, config(), lean=lean).sample(prompts, key=KEY, group_size=2)
+        found = fast_of(model, config(), lean=lean).sample(wide, key=KEY, group_size=2)
+        assert torch.equal(found.completion_ids, narrow.completion_ids)
+        assert torch.equal(found.sampler_logprobs, narrow.sampler_logprobs)
+
+
+@pytest.mark.parametrize("slots", [4, 100])
+def test_no_row_leaks_into_another(slots: int) -> None:
+    """One prompt is another: only its own rows are others."""
+    model, changed = model_of(), [list(row) for row in ROWS]
+    changed[2] = [BOS, 13, 8, 9, 3, 18]
+    sampler = fast_of(model, config(batch_size=slots))
+    one = sampler.sample(prompts_of(ROWS), key=KEY, group_size=3)
+    other = sampler.sample(prompts_of(changed), key=KEY, group_size=3)
+    own = torch.arange(len(one)) // 3 == 2
+    width = min(one.completion_ids.shape[1], other.completion_ids.shape[1])
+    assert torch.equal(one.completion_ids[~own, :width], other.completion_ids[~own, :width])
+    assert torch.allclose(one.sampler_logprobs[~own, :width], other.sampler_logprobs[~own, :width], atol=1e-5)
+    assert not torch.equal(one.completion_ids[own, :width], other.completion_ids[own, :width])
+
+
+def test_a_completion_is_the_same_in_any_order_and_company() -> None:
+    prompts = prompts_of(ROWS)
+    sampler = fast_of(model_of(), config(batch_size=3))
+    together = sampler.sample(prompts, key=KEY, group_size=1)
+    order = torch.tensor([4, 0, 6, 2])
+    others = sampler.sample(prompts.rows(order), key=KEY, group_size=1)
+    width = others.completion_ids.shape[1]
+    assert torch.equal(others.completion_ids, together.completion_ids[order][:, :width])
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_the_temperature(temperature: float) -> None:
+    model, prompts = model_of(), prompts_of(ROWS)
+    expected = sampler_of(model, config(temperature=temperature)).sample(prompts, key=KEY, group_size=2)
+    same(fast_of(model, config(temperature=temperature)).sample(prompts, key=KEY, group_size=2), expected)
+
+
+def test_greedy() -> None:
+    model, prompts = model_of(), prompts_of(ROWS)
+    expected = sampler_of(model, config()).sample(prompts, key=1, group_size=1, greedy=True)
+    same(fast_of(model, config(batch_size=3)).sample(prompts, key=2, group_size=1, greedy=True), expected)
+
+
+@pytest.mark.parametrize("lean", [True, False])
+def test_an_adapter_is_sampled_from(lean: bool) -> None:
+    model: Any = add_lora(model_of(), LoraConfig(r=2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.3)
+    expected = sampler_of(model, config()).sample(prompts_of(ROWS), key=KEY, group_size=2)
+    sampler = fast_of(model, config(), lean=lean)
+    same(sampler.sample(prompts_of(ROWS), key=KEY, group_size=2), expected)
+    assert sampler.uses == ("lean" if lean else "model")
+
+
+@pytest.mark.parametrize("family,lean", [("llama", True), ("llama", False), ("gpt2", False), ("qwen3", True)])
+def test_the_ratio_to_the_trainer_is_one(family: str, lean: bool) -> None:
+    """What the first minibatch compares: the trainer's log-probs with those that the tokens were drawn at."""
+    model = model_of(family)
+    found = fast_of(model, config(batch_size=5), lean=lean).sample(prompts_of(ROWS), key=KEY, group_size=3)
+    with torch.no_grad():
+        trainer = completion_outputs(
+            model, found.prompt_ids, found.prompt_mask, found.completion_ids, found.completion_mask, temperature=0.9
+        ).logprobs
+    assert (trainer - found.sampler_logprobs).exp().sub(1.0).abs().max() < 1e-5
+
+
+def test_the_live_weights_are_sampled_from() -> None:
+    """The copies that it decodes with are made anew for each rollout."""
+    model, prompts = model_of(), prompts_of(ROWS)
+    sampler = fast_of(model, config())
+    sampler.sample(prompts, key=KEY, group_size=2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1).add_(0.01)
+    expected = sampler_of(model, config()).sample(prompts, key=KEY, group_size=2)
+    same(sampler.sample(prompts, key=KEY, group_size=2), expected)
+
+
+@pytest.mark.parametrize("lean", [True, False])
+def test_bf16_arithmetic_is_near_the_trainers(lean: bool) -> None:
+    model = model_of()
+    sampler = fast_of(model, config(), lean=lean, dtype="bfloat16")
+    found = sampler.sample(prompts_of(ROWS), key=KEY, group_size=4)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        trainer = completion_outputs(
+            model, found.prompt_ids, found.prompt_mask, found.completion_ids, found.completion_mask, temperature=0.9
+        ).logprobs
+    far = (found.sampler_logprobs - trainer)[found.completion_mask].abs()
+    assert far.mean() < 0.01
+    assert sampler.uses == ("lean" if lean else "model")
+
+
+def test_sampling_leaves_the_model_as_it_was() -> None:
+    model = model_of().train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for lean in (True, False):
+        fast_of(model, config(max_new_tokens=2), lean=lean).sample(prompts_of(ROWS), key=KEY, group_size=1)
+    assert model.training
+    assert model.config._attn_implementation != NAME
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not any(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_step_made_to_be_recorded_is_the_same_step(family: str) -> None:
+    model, prompts = model_of(family), prompts_of(ROWS)
+    expected = sampler_of(model, config()).sample(prompts, key=KEY, group_size=4)
+    for slots in (5, 100):
+        same(fast_of(model, config(batch_size=slots), static=True).sample(prompts, key=KEY, group_size=4), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_recorded_step_is_the_same_step(dtype: str) -> None:
+    device, prompts = torch.device("cuda"), prompts_of(ROWS)
+    model: Any = model_of().to(device)
+    for slots in (5, 100):
+        eager = fast_of(model, config(batch_size=slots), device=device, dtype=dtype, static=False)
+        replayed = fast_of(model, config(batch_size=slots), device=device, dtype=dtype)
+        found = replayed.sample(prompts, key=KEY, group_size=4)
+        if dtype == "float32":
+            same(found, eager.sample(prompts, key=KEY, group_size=4))
+        assert torch.isfinite(found.sampler_logprobs).all()
+
+
+class _Counted:
+    """How many prompts are read, and how many rows and steps decoded."""
+
+    def __init__(self, sampler: FastSampler, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.prompts = self.rows = self.steps = 0
+        self.sampler = sampler
+        read, step = flights.prefill, sampler._decoder
+
+        def counted_read(model: Any, ids: Tensor, mask: Tensor) -> Any:
+            self.prompts += len(ids)
+            return read(model, ids, mask)
+
+        def counted_step(prompts: Prompts, uses: str | None) -> Any:
+            decoder = step(prompts, uses)
+            own = decoder.step
+
+            def counted(slots: Any, tokens: Tensor, positions: Tensor) -> Tensor:
+                self.rows += len(tokens)
+                self.steps += 1
+                return own(slots, tokens, positions)
+
+            decoder.step = counted  # type: ignore[method-assign]
+            return decoder
+
+        monkeypatch.setattr(flights, "prefill", counted_read)
+        monkeypatch.setattr(sampler, "_decoder", counted_step)
+
+
+@pytest.mark.parametrize("slots", [3, 8, 100])
+def test_each_prompt_is_read_once_and_finished_rows_are_not_decoded(
+    slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = fast_of(model_of(), config(max_new_tokens=40, batch_size=slots))
+    prompts = prompts_of(ROWS)
+    sampler.sample(prompts_of(ROWS[:2]), key=KEY, group_size=1)  # its trial is over
+    counted = _Counted(sampler, monkeypatch)
+    found = sampler.sample(prompts, key=KEY, group_size=8)
+    lengths = found.completion_mask.sum(dim=1)
+    needed = int((lengths - 1).sum())
+    assert counted.prompts == len(ROWS)
+    assert needed <= counted.rows <= 1.3 * needed + 8
+    assert counted.rows < 0.75 * len(found) * int(lengths.max())
+    if slots < len(found):  # the slots are kept full while rows wait
+        assert counted.steps < 2 * needed / slots + 40
+
+
+def test_the_reader_of_equal_neighbours() -> None:
+    first, number = distinct(prompts_of([[5, 6], [5, 6], [6], [5, 6], [6], [6]]))
+    assert first.tolist() == [0, 2, 3, 4]
+    assert number.tolist() == [0, 0, 1, 2, 3, 3]
+
+
+def test_invert_draws_what_draw_draws() -> None:
+    torch.manual_seed(0)
+    for vocabulary in (4, 64, 100, 1000):
+        scores = torch.randn(300, vocabulary, dtype=torch.float64) * 2
+        uniform = torch.rand(300, dtype=torch.float64)
+        assert torch.equal(invert(scores.softmax(-1), uniform), draw(scores.log_softmax(-1), uniform))
+
+
+def test_invert_never_takes_an_impossible_token() -> None:
+    probabilities = torch.zeros(4, 200, dtype=torch.float64)
+    probabilities[:, 70], probabilities[:, 150] = 0.25, 0.75
+    uniform = torch.tensor([0.0, 0.2499, 0.25, 1 - 2**-53], dtype=torch.float64)
+    assert invert(probabilities, uniform).tolist() == [70, 70, 150, 150]
+
+
+def test_pick_gives_the_log_probability_at_the_temperature() -> None:
+    scores = torch.tensor([[1.0, 3.0, 2.0]])
+    token, logprob = pick(scores, None, 0.5)
+    assert token.tolist() == [1]
+    assert logprob.item() == pytest.approx((scores / 0.5).log_softmax(-1)[0, 1].item(), abs=1e-6)
+
+
+def test_what_it_cannot_take_is_said() -> None:
+    told: list[str] = []
+    model = model_of(attn_logit_softcapping=None)
+    assert unsupported(model) is None
+    model.config.attn_logit_softcapping = 30.0
+    common: dict[str, Any] = {"eos_ids": (EOS,), "pad_id": PAD, "dtype": "float32", "device": CPU}
+    made = make_sampler(model, config(), **common, tell=told.append)
+    assert isinstance(made, HFSampler)
+    assert told == [
+        "sampling with transformers' generate, which is slower: LlamaForCausalLM sets attn_logit_softcapping"
+    ]
+    with pytest.raises(ConfigError, match=re.escape("sampling.backend=fast cannot sample from this model: Llama")):
+        make_sampler(model, config(backend="fast"), **common)
+    assert isinstance(make_sampler(model_of(), config(backend="hf"), **common, tell=told.append), HFSampler)
+    assert isinstance(make_sampler(model_of(), config(), **common, tell=told.append), FastSampler)
+    assert len(told) == 1
+
+
+def test_a_model_that_says_something_else_is_left_to_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention of which ours knows nothing, as a family to come may have it: found out before the first draw."""
+    model = model_of()
+    for layer in model.model.layers:
+        forward = layer.self_attn.forward
+
+        def odd(*args: Any, own: Any = forward, **kwargs: Any) -> Any:
+            hidden, rest = own(*args, **kwargs)
+            return hidden * (1.0 if hidden.shape[1] > 1 else 1.5), rest
+
+        monkeypatch.setattr(layer.self_attn, "forward", odd)
+    told: list[str] = []
+    sampler = FastSampler(
+        model, config(), eos_ids=(EOS,), pad_id=PAD, dtype="float32", device=CPU, tell=told.append, lean=False
+    )
+    found = sampler.sample(prompts_of(ROWS), key=KEY, group_size=2)
+    same(found, sampler_of(model, config()).sample(prompts_of(ROWS), key=KEY, group_size=2))
+    sampler.sample(prompts_of(ROWS), key=KEY, group_size=2)
+    assert sampler.uses == "generate"
+    assert len(told) == 1
+    assert told[0].startswith("sampling with transformers' generate, which is slower: its logits come out")
+
+
+def test_stories_are_the_plain_samplers(shared: Path) -> None:
+    model = load_causal_lm(str(shared / "models" / "stories260K" / "hf"))
+    prompts = prompts_of([[1, 403, 407, 261], [1, 403], [1, 410, 429, 376, 298, 315], [1]])
+    sampling = config(max_new_tokens=48, temperature=1.0)
+    expected = sampler_of(model, sampling, eos_ids=(1,)).sample(prompts, key=KEY, group_size=4)
+    for slots in (100, 6):
+        sampler = fast_of(model, sampling.model_copy(update={"batch_size": slots}), eos_ids=(1,))
+        # Each of the two is up to 1e-5 from what float64 gives, for logits of up to 20.
+        same(sampler.sample(prompts, key=KEY, group_size=4), expected, within=2e-5)
+        assert sampler.uses == "lean"
