@@ -115,6 +115,8 @@ def run(job: Job, out: Path) -> dict[str, Any]:
         "tokens": tokens,
         "before": before,
         "reference": reference,
+        "peak_rss_mb": [line["peak_memory_mb"] for line in lines][-1],
+        "memory_by_phase": lines[-1]["peak_memory_mb_by_phase"],
     }
 
 
@@ -154,9 +156,9 @@ def main() -> None:
     _timed_reference()
     with tempfile.TemporaryDirectory(prefix="rlhf-bench-") as out:
         found = run(job, Path(out) / "run")
-    found["peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if job.device == "cuda":
-        found["peak_gpu_mb"] = torch.cuda.max_memory_allocated() / 2**20
+        found["peak_gpu_mb"] = found["peak_rss_mb"]
+        found["peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     sys.stdout.write(json.dumps(found) + "\n")
 
 

@@ -68,7 +68,15 @@ class Context:
             config=resolved,
             first_step=self.state.step,
         )
-        recorder = Recorder(self.folder, progress, trackers, show=show, writes=ranks.is_main, release=self.release)
+        recorder = Recorder(
+            self.folder,
+            progress,
+            trackers,
+            show=show,
+            writes=ranks.is_main,
+            memory=self.engine.memory,
+            release=self.release,
+        )
         recorder.rewind(self.positions)
         for text in [*self.notes, *_about_resuming(self, changed, total_steps)]:
             recorder.note(text)

@@ -76,8 +76,9 @@ class OptimizerConfig(Section):
     """Decoupled weight decay."""
     max_grad_norm: Positive = 1.0
     """Gradients are scaled down to this global norm."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """sgd is plain and stateless: for equivalence tests."""
+    optimizer: Literal["adamw", "adamw_8bit", "sgd"] = "adamw"
+    """adamw_8bit keeps Adam's moments in 8 bits (bitsandbytes): a quarter of their memory; not with DeepSpeed, which
+    splits them instead. sgd is plain and stateless: for equivalence tests."""
 
 
 class PolicyConfig(OptimizerConfig):
@@ -327,7 +328,8 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _coherent(self) -> TrainConfig:
-        _check_sharding(self.sharding, self.policy.dtype, "policy")
+        for name, section in (("policy", self.policy), ("critic", self.critic)):
+            _check_optimizer(self.sharding, section, self.policy.dtype, name)
         if isinstance(self.algorithm, Online):
             self._check_online(self.algorithm)
         else:
@@ -449,15 +451,21 @@ class RewardModelConfig(Section):
     def _has_pairs(self) -> RewardModelConfig:
         if self.data.preferences is None:
             raise ValueError("data.preferences is missing: a reward model needs pairs; set data.preferences.path")
-        _check_sharding(self.sharding, self.model.dtype, "model")
+        _check_optimizer(self.sharding, self.model, self.model.dtype, "model")
         if self.model.lora is not None:
             raise ValueError("model.lora: a reward model is trained in full; leave it null")
         return self
 
 
-def _check_sharding(sharding: ShardingConfig, dtype: Dtype, section: str) -> None:
+def _check_optimizer(sharding: ShardingConfig, section: OptimizerConfig, dtype: Dtype, name: str) -> None:
     if sharding.uses_deepspeed and dtype == "float64":
-        raise ValueError(f"{section}.dtype is float64, but DeepSpeed steps in float32: set sharding=ddp, or float32")
+        raise ValueError(f"{name}.dtype is float64, but DeepSpeed steps in float32: set sharding=ddp, or float32")
+    if section.optimizer == "adamw_8bit" and sharding.uses_deepspeed:
+        raise ValueError(
+            f"{name}.optimizer is adamw_8bit, which DeepSpeed cannot split: set sharding=ddp or none, or adamw"
+        )
+    if section.optimizer == "adamw_8bit" and dtype == "float64":
+        raise ValueError(f"{name}.optimizer is adamw_8bit, which has no float64: set {name}.dtype=float32, or adamw")
 
 
 def online(config: TrainConfig) -> Online:

@@ -173,8 +173,18 @@ def _machine_tiles(timings: Sequence[Mapping[str, Any]]) -> list[Tile]:
         found.append(Tile("Tokens per second", f"{median(speeds):,.0f}", "median"))
     memory = [row["peak_memory_mb"] for row in timings if row.get("peak_memory_mb")]
     if memory:
-        found.append(Tile("Peak memory", f"{max(memory):,.0f} MB"))
+        found.append(Tile("Peak memory", f"{max(memory):,.0f} MB", _by_phase(timings)))
     return found
+
+
+def _by_phase(timings: Sequence[Mapping[str, Any]]) -> str:
+    """The three phases that need most."""
+    peaks: dict[str, float] = {}
+    for row in timings:
+        for name, peak in row.get("peak_memory_mb_by_phase", {}).items():
+            peaks[name] = max(peak, peaks.get(name, 0.0))
+    most = sorted(peaks, key=peaks.__getitem__, reverse=True)[:3]
+    return ", ".join(f"{name} {peaks[name]:,.0f}" for name in most)
 
 
 def comparison(pairs: Sequence[Pair]) -> str:

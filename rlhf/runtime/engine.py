@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from rlhf.config.sections import OptimizerConfig, RunConfig
 from rlhf.config.sharding import ShardingConfig, deepspeed_json
-from rlhf.errors import CheckpointError, ConfigError
+from rlhf.errors import ConfigError
 from rlhf.runtime.allocator import keep_memory
+from rlhf.runtime.gauge import memory_gauge
+from rlhf.runtime.optimizers import make_optimizer, put_state, state_of
 from rlhf.runtime.ranks import ALONE, Ranks, launched, meet
 
 M = TypeVar("M", bound=nn.Module)
-
-MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's, as torch and DeepSpeed call them
 
 
 @runtime_checkable
@@ -96,49 +96,11 @@ class LocalTrained:
 
     def state(self) -> dict[str, Any]:
         """See Trained."""
-        held = {name: self.optimizer.state[p] for name, p in self.named.items() if "step" in self.optimizer.state[p]}
-        steps = [int(state["step"]) for state in held.values()]
-        return {
-            "step": max(steps, default=0),
-            "moments": {key: {name: state[key] for name, state in held.items()} for key in MOMENTS} if held else {},
-        }
+        return state_of(self.optimizer, self.named, self.config.optimizer)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """See Trained."""
-        step, moments = unpacked(state, self.named)
-        for key, named in moments.items():
-            for name, value in named.items():
-                parameter = self.named[name]
-                own = self.optimizer.state[parameter]
-                own["step"] = torch.tensor(float(step))
-                own[key] = value.to(parameter.device, parameter.dtype, copy=True)
-
-
-def unpacked(state: dict[str, Any], named: dict[str, nn.Parameter]) -> tuple[int, dict[str, dict[str, Tensor]]]:
-    """The step and the moments by name in what `Trained.state` returned.
-
-    Raises:
-        CheckpointError: it is of another model, or of another version of this program.
-    """
-    if set(state) != {"step", "moments"}:
-        raise CheckpointError("the optimizer's state in the checkpoint was written by another version of this program")
-    moments: dict[str, dict[str, Tensor]] = state["moments"]
-    for values in moments.values():
-        unknown = sorted(set(values) - set(named))
-        if unknown:
-            raise CheckpointError(
-                f"the checkpoint has optimizer state of parameters that are not trained: {unknown[0]}"
-            )
-    return int(state["step"]), moments
-
-
-def make_optimizer(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer that `config` describes."""
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=config.lr, weight_decay=config.weight_decay)
-    return torch.optim.AdamW(
-        parameters, lr=config.lr, betas=config.betas, eps=config.adam_eps, weight_decay=config.weight_decay
-    )
+        put_state(self.optimizer, self.named, state, self.config.optimizer)
 
 
 class Engine:
@@ -149,6 +111,7 @@ class Engine:
         self.ranks = ranks
         self.sharding = sharding or ShardingConfig()
         self.written: dict[str, dict[str, Any]] = {}  # DeepSpeed's JSON of each model
+        self.memory = memory_gauge(device)
         self._zero = importlib.import_module("rlhf.runtime.zero") if self.sharding.uses_deepspeed else None
 
     @property
@@ -211,17 +174,7 @@ class Engine:
 
     def peak_memory_mb(self) -> float:
         """Largest memory so far, in MB: the GPU's where there is one, else the process's resident set."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) / 2**20
-        return _peak_resident_mb()
-
-
-def _peak_resident_mb() -> float:
-    with open("/proc/self/status", encoding="ascii") as status:
-        for line in status:
-            if line.startswith("VmHWM"):
-                return int(line.split()[1]) / 1024
-    return float("nan")
+        return self.memory.peak_mb()
 
 
 def make_engine(config: RunConfig, sharding: ShardingConfig | None = None) -> Engine:

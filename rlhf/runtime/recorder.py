@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from rlhf.runtime.gauge import MemoryGauge
 from rlhf.runtime.loggers import JsonlLogger, SilentLogger, Trackers
 from rlhf.runtime.metrics import describe
 from rlhf.runtime.progress import Progress
@@ -24,14 +25,16 @@ class Recorder:
         *,
         show: Sequence[str],
         writes: bool = True,
+        memory: MemoryGauge | None = None,
         release: Callable[[], None] = lambda: None,
     ) -> None:
         """`show` are the metrics for the progress display; `writes` is False where another process writes the files;
-        `release` lets other processes into the folder."""
+        `memory` tells the peak of each phase; `release` lets other processes into the folder."""
         self.folder = folder
         self.progress = progress
         self.trackers = trackers
         self.show = tuple(show)
+        self._memory = memory
         self._release = release
 
         def opened(path: Path) -> JsonlLogger | SilentLogger:
@@ -44,8 +47,8 @@ class Recorder:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside towards `name`."""
-        with self.progress.phase(name):
+        """Count the time inside, and the peak of memory, towards `name`."""
+        with self.progress.phase(name), self._memory.phase(name) if self._memory else nullcontext():
             yield
 
     def note(self, text: str) -> None:
@@ -66,6 +69,7 @@ class Recorder:
                 "seconds": seconds,
                 "tokens_per_second": tokens / spent if spent else None,
                 "peak_memory_mb": memory_mb,
+                "peak_memory_mb_by_phase": self._memory.take() if self._memory else {},
                 "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             }
         )

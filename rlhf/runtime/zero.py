@@ -17,7 +17,7 @@ from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimiz
 from torch import Tensor, nn
 
 from rlhf.config.sections import OptimizerConfig
-from rlhf.runtime.engine import MOMENTS, make_optimizer, unpacked
+from rlhf.runtime.optimizers import MOMENTS, make_optimizer, unpacked
 from rlhf.runtime.ranks import Ranks
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -126,7 +126,7 @@ class ZeroTrained:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """See Trained; every process must be given the whole state."""
-        step, moments = unpacked(state, self.named)
+        step, moments = unpacked(state, self.named, self.config.optimizer)
         if not moments:
             return
         for flat in self._flat():
