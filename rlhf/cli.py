@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import logging
 import os
 import sys
 import time
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rlhf.errors import UserError
+from rlhf.quiet import quiet_libraries
 
 OTHERS_WAIT_S = 3.0  # before another process than the first tells of an error
 SILENT_WAIT_S = 60.0  # before one that leaves the telling to the first ends: launchers end all when one has ended
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parse(arguments)
     rank = int(os.environ.get("RANK", "0"))
     console = Console(quiet=rank > 0)
-    _quiet_libraries()
+    quiet_libraries()
     try:
         _VERBS[parsed.verb](parsed, console)
     except UserError as error:
@@ -253,15 +253,6 @@ _VERBS: dict[str, Callable[[argparse.Namespace, Console], None]] = {
     "serve-reward": _serve_reward,
     "quickstart": _quickstart,
 }
-
-
-def _quiet_libraries() -> None:
-    """Our own lines are the display; the libraries' loading bars and advice are not. Read when they are imported."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ nursery.py). CUDA does not survive a fork: there, and on other systems, each cel
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -24,9 +25,11 @@ from rlhf.compare.board import OUTPUT
 from rlhf.compare.cell import INTERRUPTED, cell_main
 from rlhf.compare.plan import Cell
 from rlhf.compare.runner import Outcome, record_failure
+from rlhf.quiet import quiet_libraries
 
 ERRORS = "errors.log"
 NURSERY = "rlhf.compare.nursery"
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 THREADS, DEVICES = "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"
 
 _told_to_stop = False
@@ -70,6 +73,8 @@ class CellProcess:
 def run(folder: Path, beside_others: bool, threads: int | None) -> None:
     """In the new process: run the cell in `folder`, its errors and (beside others) its output into files there."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    quiet_libraries()
+    end_with_parent()
     if _told_to_stop:
         sys.exit(INTERRUPTED)
     _into(folder / ERRORS, 2)
@@ -80,6 +85,13 @@ def run(folder: Path, beside_others: bool, threads: int | None) -> None:
     if threads is not None:
         torch.set_num_threads(threads)
     sys.exit(cell_main(folder))
+
+
+def end_with_parent() -> None:
+    """On Linux: SIGTERM for this process (save and stop) when its parent dies. The process that cells are forked from
+    dies with the comparison, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def remember_to_stop(_number: int, _frame: FrameType | None) -> None:

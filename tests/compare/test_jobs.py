@@ -6,6 +6,8 @@ import io
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -196,3 +198,25 @@ def test_on_a_terminal_each_cell_has_one_line(tmp_path: Path) -> None:
         board.ended(cell)
     console.print(board._display())
     assert "start" not in console.export_text()
+
+
+ORPHAN = """
+import os, signal, sys, time
+from rlhf.compare.processes import end_with_parent
+if os.fork() == 0:
+    end_with_parent()
+    time.sleep(100)
+    os._exit(0)
+time.sleep(1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_a_cell_does_not_outlive_a_comparison_that_is_killed() -> None:
+    began = time.monotonic()
+    with subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE) as started:
+        assert started.stdout is not None
+        started.stdout.read()  # its end comes when both are gone
+        assert started.wait() == -signal.SIGKILL
+    assert time.monotonic() - began < 60

@@ -1,0 +1,16 @@
+"""What libraries print of their own is kept from the terminal: our lines are the display."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+
+def quiet_libraries() -> None:
+    """No loading bars and no advice. Most of it is read when the libraries are imported, so before that."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    for name in ("DeepSpeed", "bitsandbytes.backends.cpu.ops"):
+        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
