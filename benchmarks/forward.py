@@ -37,6 +37,7 @@ from rlhf.models.scalar_head import ScalarHeadModel
 from rlhf.rollout import annotate
 from rlhf.runtime.allocator import keep_memory
 from rlhf.runtime.engine import LocalTrained
+from rlhf.runtime.memory import Fitting
 from rlhf.runtime.step import Loss, Part, optimizer_step
 from rlhf.trainers.losses import DemonstrationLoss, online_loss
 from rlhf.trainers.preference import PairwiseLoss, both_sides, summed
@@ -191,7 +192,7 @@ def online(preset: str, size: str, way: dict[str, Any], *, prompts: int, group: 
     coefs, objective = Coefs(kl=0.05, penalty=0.0), Objective(algorithm, max_tokens=64)
 
     def step() -> None:
-        rollout = annotate(batch, scores, models, rows_per_pass=4 * MICRO)
+        rollout = annotate(batch, scores, models, cut=Fitting(4 * MICRO).cut)
         experience = credit(rollout, algorithm, coefs)
         loss = online_loss(models, objective, coefs)
         order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))

@@ -24,19 +24,19 @@ def annotate(
     scores: Scores,
     models: Models,
     *,
-    rows_per_pass: int,
+    cut: Callable[[Completions], Sequence[Tensor]],
     baselines: Float[Tensor, " B"] | None = None,
     old_log_probs: OldLogProbs = "trainer",
 ) -> Rollout:
     """Log-probs under the policy and the reference, and values; all on the CPU, as the completions are.
 
     Without a reference its log-probs are the policy's (zero KL); without a critic the values are zero, and so are the
-    baselines where none are given. `old_log_probs` says whether the policy's are computed or the sampler's are taken.
+    baselines where none are given. `cut` says which rows go through the models together. `old_log_probs` says whether the policy's are computed or the sampler's are taken.
     """
     given = takes_sampler_logprobs(completions, models, old_log_probs)
 
     def work(share: Completions) -> tuple[Tensor, ...]:
-        passes = [_pass(part.to(models.device), models, given=given) for part in share.split(rows_per_pass)]
+        passes = [_pass(share.rows(rows).to(models.device), models, given=given) for rows in cut(share)]
         return tuple(torch.cat(parts).cpu() for parts in zip(*passes, strict=True))
 
     logprobs, ref_logprobs, values = models.engine.ranks.spread_tensors(completions, work)

@@ -49,12 +49,30 @@ class Batch:
         for start in range(0, len(order), size):
             yield self.rows(order[start : start + size])
 
+    def live_tokens(self) -> Int[Tensor, " B"]:
+        """How many tokens each row has, prompt and completions; the two sides of a pair count their prompt once."""
+        masks = [getattr(self, f.name) for f in fields(self) if f.name.endswith("_mask") and f.name != "loss_mask"]
+        counts = torch.stack([mask.sum(dim=1) for mask in masks])
+        return counts.sum(dim=0)
+
     def to(self: B, device: torch.device | str) -> B:
         """The same batch with its tensors on `device`."""
         moved = {
             f.name: getattr(self, f.name).to(device) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)
         }
         return replace(self, **moved)
+
+
+def portions(sizes: Int[Tensor, " B"], limit: int) -> list[Int[Tensor, " part"]]:
+    """Consecutive rows, as many at a time as have no more than `limit` together; at least one."""
+    found, rows, filled = [], [], 0
+    for row, size in enumerate(sizes.tolist()):
+        if rows and filled + size > limit:
+            found.append(torch.tensor(rows))
+            rows, filled = [], 0
+        rows.append(row)
+        filled += size
+    return [*found, torch.tensor(rows)] if rows else found
 
 
 def concat(batches: Sequence[B]) -> B:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 from torch import Tensor
 
-from rlhf.types import Batch, Completions, PreferencePairs, Prompts, Rollout, Scores, concat, extend
+from rlhf.types import Batch, Completions, PreferencePairs, Prompts, Rollout, Scores, concat, extend, portions
 
 
 def prompts(rows: int, width: int = 3, *, start: int = 0) -> Prompts:
@@ -181,3 +181,27 @@ def test_scores_are_one_number_a_completion():
     with pytest.raises(TypeCheckError):
         Scores(values=torch.zeros(2, 3), parts={})
     assert Scores(values=torch.zeros(2), parts={"length": torch.zeros(2)}).values.shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit", "expected"),
+    [
+        ([3, 3, 3], 6, [[0, 1], [2]]),
+        ([3, 9, 1, 1], 4, [[0], [1], [2, 3]]),  # one that is too large stands alone
+        ([5], 1, [[0]]),
+        ([2, 2, 2], 100, [[0, 1, 2]]),
+        ([], 3, []),
+    ],
+)
+def test_portions_hold_as_much_as_the_limit_allows(sizes, limit, expected):
+    assert [rows.tolist() for rows in portions(torch.tensor(sizes, dtype=torch.long), limit)] == expected
+
+
+def test_live_tokens_are_those_of_prompt_and_completions():
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    ids = mask.long()
+    pairs = PreferencePairs(
+        prompt_ids=ids, prompt_mask=mask, chosen_ids=ids, chosen_mask=mask, rejected_ids=ids, rejected_mask=mask,
+        margins=torch.zeros(2),
+    )  # fmt: skip
+    assert pairs.live_tokens().tolist() == [6, 3]

@@ -78,7 +78,6 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
         targets={"kl/reference": controller.target} if isinstance(controller, AdaptiveKl) else None,
     )
     evaluate.record = session.recorder.samples
-    size = config.batch.micro_batch_size
     return OnlineRun(
         config=config,
         algorithm=algorithm,
@@ -93,8 +92,8 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
         critic=trained.get("critic"),
         objective=Objective(algorithm, max_tokens=config.sampling.max_new_tokens),
         ema=ema,
-        rows=fitting(size, session),
-        passes=fitting(size * ROWS_PER_PASS, session, what="a forward pass"),
+        rows=fitting(config.batch, session),
+        passes=fitting(config.batch, session, times=ROWS_PER_PASS, what="a forward pass"),
         decode=decoder(tokenizer),
         export=lambda folder: export(models.policy, ema, tokenizer, folder, context.engine),
     )

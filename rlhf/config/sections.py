@@ -224,7 +224,7 @@ class SamplingConfig(Section):
 
 
 class BatchConfig(Section):
-    """The sizes. All global but micro_batch_size, which is about memory only."""
+    """The sizes. All global but those of micro-batches, which are about memory only."""
 
     prompts_per_step: Count = 64
     """Prompts (online), examples, pairs or, for KTO, completions (offline) per step, over all processes."""
@@ -234,6 +234,9 @@ class BatchConfig(Section):
     """Optimizer steps per epoch (online)."""
     micro_batch_size: Count = 16
     """Rows (for preference losses, pairs) per forward and backward pass per process; never changes a result."""
+    micro_batch_tokens: Count | None = None
+    """Live tokens per pass instead of rows: as many rows as have no more of them together, at least one. For rows of
+    very different lengths; never changes a result. null: micro_batch_size decides."""
 
 
 class ScheduleConfig(Section):

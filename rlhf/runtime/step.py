@@ -59,9 +59,9 @@ def optimizer_step(
     gradient begun anew. Each process is given whole parts and takes its share of their rows; the metrics are those of
     all. A NaN or Inf in a loss or gradient drops the whole step (no model moves) and counts it.
     """
-    rows = micro_batch_size if isinstance(micro_batch_size, Fitting) else Fitting(micro_batch_size)
-    metrics, total = rows.run(
-        lambda size: _gradients(parts, trained, size, ranks),
+    fitting = micro_batch_size if isinstance(micro_batch_size, Fitting) else Fitting(micro_batch_size)
+    metrics, total = fitting.run(
+        lambda size: _gradients(parts, trained, fitting, size, ranks),
         again=lambda: _drop(trained),  # of the passes that memory ran out in
     )
     metrics.add("loss/total", total)
@@ -70,13 +70,13 @@ def optimizer_step(
 
 
 def _gradients(
-    parts: Sequence[Part], trained: Sequence[Trained], micro_batch_size: int, ranks: Ranks
+    parts: Sequence[Part], trained: Sequence[Trained], fitting: Fitting, size: int, ranks: Ranks
 ) -> tuple[Metrics, float]:
     """The gradient of every model; what was observed, and the loss."""
     metrics, total = Metrics(), 0.0
     for number, part in enumerate(parts):
         norms = part.loss.norms(part.batch)
-        passes = passes_of(part.batch, micro_batch_size, ranks)
+        passes = passes_of(part.batch, fitting, size, ranks)
         for index, one in enumerate(passes):
             sums, observed = part.loss.terms(one.rows)
             terms = {name: value / norms[name] for name, value in sums.items()}
@@ -91,15 +91,16 @@ def _gradients(
     return _of_all(metrics, total, ranks)
 
 
-def passes_of(batch: Batch, micro_batch_size: int, ranks: Ranks) -> list[Pass]:
+def passes_of(batch: Batch, fitting: Fitting, size: int, ranks: Ranks) -> list[Pass]:
     """This process's passes over its share of the rows: as many in every process, since those of a sharded model meet.
 
     A process that runs out of rows repeats one of them, which then counts for nothing.
     """
     share = ranks.share(len(batch))
-    own = share.rows[: share.live]
-    passes = [Pass(batch.rows(rows), True) for rows in own.split(micro_batch_size) if len(rows)]
-    missing = -(-len(share.rows) // micro_batch_size) - len(passes)
+    own = batch.rows(share.rows[: share.live])
+    passes = [Pass(own.rows(rows), True) for rows in fitting.cut(own, size) if len(rows)]
+    most = ranks.largest(float(len(passes))) if fitting.tokens else -(-len(share.rows) // size)
+    missing = int(most) - len(passes)
     return passes + [Pass(batch.rows(share.rows[-1:]), False)] * missing
 
 

@@ -16,6 +16,9 @@ from rlhf.runtime.step import Loss, Part, optimizer_step
 from rlhf.types import Batch
 
 
+GRADIENT_PASS = "a forward and backward pass"
+
+
 @dataclass(frozen=True, kw_only=True)
 class OfflineRun:
     """The collaborators of an offline run, made by rlhf.build."""
@@ -33,7 +36,7 @@ class OfflineRun:
 
 def train_offline(run: OfflineRun) -> None:
     """Every step of the run, from where it stands."""
-    rows = fitting(run.batch.micro_batch_size, run.session)
+    rows = fitting(run.batch, run.session)
     for step in run.session.steps():
         with run.session.recorder.phase("data"):
             batch = run.data(step)
@@ -62,6 +65,7 @@ def counted(metrics: Metrics, session: Session) -> Mapping[str, float]:
     return metrics.values() | {"skipped/nonfinite": float(session.state.skipped)}
 
 
-def fitting(rows: int, session: Session, *, what: str = "a forward and backward pass") -> Fitting:
-    """So many rows at a time, or as many of them as memory holds; the user is told."""
-    return Fitting(rows, what=what, note=session.recorder.note)
+def fitting(batch: BatchConfig, session: Session, *, times: int = 1, what: str = GRADIENT_PASS) -> Fitting:
+    """A micro-batch at a time (`times` as much), or as much of it as memory holds; the user is told."""
+    size = batch.micro_batch_tokens or batch.micro_batch_size
+    return Fitting(size * times, tokens=batch.micro_batch_tokens is not None, what=what, note=session.recorder.note)

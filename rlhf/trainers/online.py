@@ -101,11 +101,11 @@ def _collected(run: OnlineRun, step: int) -> Collected | None:
 
 def _annotated(found: Collected, run: OnlineRun) -> Rollout:
     return run.passes.run(
-        lambda rows: annotate(
+        lambda size: annotate(
             found.completions,
             found.scores,
             run.models,
-            rows_per_pass=rows,
+            cut=lambda rows: run.passes.cut(rows, size),
             baselines=found.baselines,
             old_log_probs=run.config.sampling.old_log_probs,
         )
@@ -144,7 +144,8 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
     steps, tokens, stopped = 0, 0, False
     for epoch in range(batch.epochs):
         order = torch.randperm(len(learned), generator=generator(run.config.run.seed, "order", step, epoch))
-        for minibatch in learned.split(rows, order):
+        for drawn in order.split(rows):
+            minibatch = learned.rows(drawn.sort().values)  # rows of one prompt together: they share it
             parts = [Part(minibatch, loss), *_ptx(run, step)]
             seen = optimizer_step(
                 parts, trained, micro_batch_size=run.rows, lr_factor=_lr_factor(run, step), ranks=run.session.ranks

@@ -18,6 +18,7 @@ from rlhf.data.annotated import CompletionRows
 from rlhf.data.pad import left_pad, right_pad
 from rlhf.masked import Mean
 from rlhf.rollout import annotate
+from rlhf.runtime.memory import Fitting
 from rlhf.runtime.step import Loss, Part, optimizer_step
 from rlhf.trainers.losses import DemonstrationLoss
 from rlhf.trainers.online import OnlineRun, update
@@ -45,7 +46,7 @@ def fresh(tree: dict[str, Any]) -> OnlineRun:
 
 def experience_of(run: OnlineRun) -> Experience:
     completions = run.sampler.sample(run.prompts(1), key=1, group_size=run.config.sampling.completions_per_prompt)
-    rollout = annotate(completions, run.reward(completions), run.models, rows_per_pass=7)
+    rollout = annotate(completions, run.reward(completions), run.models, cut=Fitting(7).cut)
     return credit(rollout, run.algorithm, run.coefs)
 
 

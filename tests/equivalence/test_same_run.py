@@ -17,6 +17,7 @@ from rlhf.build.reward_model import build_reward_model
 from rlhf.config.load import merge, validate
 from rlhf.config.sections import RewardModelConfig
 from rlhf.rollout import annotate
+from rlhf.runtime.memory import Fitting
 from rlhf.trainers.offline import train_offline
 from rlhf.trainers.online import train, update
 from rlhf.types import Experience
@@ -48,12 +49,12 @@ def exact(folder: Path, preset: str) -> dict[str, Any]:
     return tree
 
 
-def one_update(tree: dict[str, Any], micro_batch_size: int, experience: Experience | None) -> tuple[Any, Experience]:
+def one_update(tree: dict[str, Any], experience: Experience | None, *settings: str) -> tuple[Any, Experience]:
     shutil.rmtree(Path(tree["run"]["out_dir"]), ignore_errors=True)
-    run = online(tree, f"batch.micro_batch_size={micro_batch_size}")
+    run = online(tree, *settings)
     if experience is None:
         completions = run.sampler.sample(run.prompts(1), key=1, group_size=4)
-        rollout = annotate(completions, run.reward(completions), run.models, rows_per_pass=7)
+        rollout = annotate(completions, run.reward(completions), run.models, cut=Fitting(7).cut)
         experience = credit(rollout, run.algorithm, run.coefs)
     update(experience, run, 1)
     modules = {"policy": run.models.policy} | ({"critic": run.models.critic} if run.models.critic else {})
@@ -64,11 +65,11 @@ def one_update(tree: dict[str, Any], micro_batch_size: int, experience: Experien
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_micro_batch_size_does_not_change_an_update(tmp_path: Path, preset: str) -> None:
     tree = exact(tmp_path, preset)
-    whole, experience = one_update(tree, 64, None)
+    whole, experience = one_update(tree, None, "batch.micro_batch_size=64")
     before = weights(online(tree).models.policy)
     assert largest_difference(before, {k: whole[f"policy.{k}"] for k in before}) > 1e-6
-    for size in (1, 3):
-        parts, _ = one_update(tree, size, experience)
+    for micro in ("micro_batch_size=1", "micro_batch_size=3", "micro_batch_tokens=1", "micro_batch_tokens=30"):
+        parts, _ = one_update(tree, experience, f"batch.{micro}")
         assert largest_difference(whole, parts) < 1e-10
 
 

@@ -15,6 +15,7 @@ from rlhf.evaluation.evaluate import evaluate_policy, perplexity
 from rlhf.models.backbone import add_lora
 from rlhf.models.bundle import Models
 from rlhf.rollout import annotate
+from rlhf.runtime.memory import Fitting
 from rlhf.runtime.metrics import METRICS
 from rlhf.types import Completions, Scores
 
@@ -103,7 +104,7 @@ def test_the_kl_of_a_position_is_that_of_the_models_distributions_there() -> Non
 def test_log_probabilities_are_those_of_annotate() -> None:
     models, batch = nudged(), ragged()
     scores = lengths_as_scores(batch)
-    expected, found = annotate(batch, scores, models, rows_per_pass=2), models.beside_reference(batch)
+    expected, found = annotate(batch, scores, models, cut=Fitting(2).cut), models.beside_reference(batch)
     torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-12)
     torch.testing.assert_close(found.ref_logprobs, expected.ref_logprobs, rtol=0, atol=1e-12)
 

@@ -12,6 +12,7 @@ from tiny_models import ragged
 
 from rlhf.errors import ConfigError, NonFiniteScores, UserError
 from rlhf.rewards.spread import DealtReward, MainReward
+from rlhf.runtime.memory import Fitting
 from rlhf.runtime.ranks import ALONE, Ranks
 from rlhf.runtime.step import passes_of
 from rlhf.types import Completions, Scores
@@ -46,16 +47,28 @@ def test_shares_are_a_partition_of_equal_size(count: int, world: int) -> None:
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 3))
 def test_every_process_makes_as_many_passes_and_counts_its_rows_once(rows: int, world: int, size: int) -> None:
     batch = ragged().rows(torch.arange(rows))
-    passes = [passes_of(batch, size, Ranks(rank, world)) for rank in range(world)]
+    passes = [passes_of(batch, Fitting(size), size, Ranks(rank, world)) for rank in range(world)]
     assert len({len(found) for found in passes}) == 1
     counted = [int(row) for found in passes for one in found if one.counts for row in one.rows.row_ids]
     assert counted == list(range(rows))
     assert all(1 <= len(one.rows) <= size for found in passes for one in found)
 
 
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 20))
+def test_passes_by_tokens_hold_no_more_and_are_as_many_in_every_process(rows: int, world: int, limit: int) -> None:
+    batch, by_tokens = ragged().rows(torch.arange(rows)), Fitting(limit, tokens=True)
+    lengths = batch.live_tokens().tolist()
+    own = [len(by_tokens.cut(batch.rows(torch.arange(*Ranks(r, world)._bounds(rows, r))))) for r in range(world)]
+    passes = [passes_of(batch, by_tokens, limit, Others(rank, world, [[float(count) for count in own]])) for rank in range(world)]
+    assert {len(found) for found in passes} == {max(own)}
+    counted = [[int(row) for row in one.rows.row_ids] for found in passes for one in found if one.counts]
+    assert [row for found in counted for row in found] == list(range(rows))
+    assert all(len(found) == 1 or sum(lengths[row] for row in found) <= limit for found in counted)
+
+
 def test_alone_passes_are_the_batch_in_order() -> None:
     batch = ragged()
-    assert [one.rows.row_ids.tolist() for one in passes_of(batch, 3, ALONE)] == [[0, 1, 2], [3]]
+    assert [one.rows.row_ids.tolist() for one in passes_of(batch, Fitting(3), 3, ALONE)] == [[0, 1, 2], [3]]
     assert ALONE.on_main(lambda: 3) == 3
     assert ALONE.gather(2) == [2]
 

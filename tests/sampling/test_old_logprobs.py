@@ -12,6 +12,7 @@ from torch import nn
 from rlhf.config.sections import SamplingConfig
 from rlhf.models.bundle import Models, SharedHead
 from rlhf.rollout import annotate, takes_sampler_logprobs
+from rlhf.runtime.memory import Fitting
 from rlhf.types import Completions, Rollout, Scores
 
 CPU = torch.device("cpu")
@@ -29,7 +30,7 @@ def bundle(dtype: torch.dtype = torch.float32, **more: object) -> Models:
 
 def annotated(models: Models, batch: Completions, how: str) -> Rollout:
     scores = Scores(values=torch.zeros(len(batch)), parts={})
-    return annotate(batch, scores, models, rows_per_pass=4, old_log_probs=how)  # type: ignore[arg-type]
+    return annotate(batch, scores, models, cut=Fitting(4).cut, old_log_probs=how)  # type: ignore[arg-type]
 
 
 def test_they_are_the_trainers_to_rounding() -> None:
