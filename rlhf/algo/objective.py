@@ -28,6 +28,7 @@ from rlhf.algo.policy_loss import (
     log_likelihood,
     penalized_surrogate,
     token_weights,
+    truncated_importance,
     weighted_log_likelihood,
 )
 from rlhf.algo.selection import kept, pair_signs, pairs_of
@@ -68,11 +69,16 @@ class Outputs:
     values: Float[Tensor, "B T"]
 
 
-def credit(rollout: Rollout, algorithm: Online, coefs: Coefs) -> Experience:
-    """Rewards, advantages and returns of a whole step, statistics over all of its rows."""
+def credit(rollout: Rollout, algorithm: Online, coefs: Coefs, *, ratio_cap: float | None = None) -> Experience:
+    """Rewards, advantages and returns of a whole step, statistics over all of its rows.
+
+    `ratio_cap`: the completions are of an older policy, and advantages are weighted by policy_loss.truncated_importance.
+    """
     mask = rollout.completion_mask
     rewards = token_rewards(rollout.scores, _reward_penalty(rollout, algorithm, coefs), mask)
     advantages, returns = _advantages(rollout, rewards, algorithm)
+    if ratio_cap is not None:
+        advantages = advantages * truncated_importance(rollout.logprobs, rollout.sampler_logprobs, mask, cap=ratio_cap)
     loss_mask = mask & _learned_from(rollout, advantages, algorithm)[:, None]
     return extend(
         Experience,

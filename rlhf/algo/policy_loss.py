@@ -108,6 +108,22 @@ def log_likelihood(logprobs: Float[Tensor, "B T"], advantages: Float[Tensor, "B 
     return PolicyLoss(per_token=-advantages * logprobs, clipped=torch.zeros_like(logprobs, dtype=torch.bool))
 
 
+def truncated_importance(
+    logprobs: Float[Tensor, "B T"],
+    sampler_logprobs: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    *,
+    cap: float,
+) -> Float[Tensor, "B T"]:
+    """min(pi_old / pi_sampler, cap) of each token; 1 outside the mask.
+
+    The weight of a token that an older policy drew (IMPALA, Espeholt et al. 2018, eq. 1; decoupled from the clipped
+    ratio to pi_old as in Hilton et al. 2022, sec. 2). Every surrogate here is linear in a positive factor of the
+    advantage, so weighting advantages weights its gradient.
+    """
+    return (torch.where(mask, logprobs - sampler_logprobs, 0.0)).exp().clamp(max=cap)
+
+
 def kl_old_new(
     logprobs: Float[Tensor, "B T"], old_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.algo.objective import Objective
 from rlhf.build.context import CRITIC, MODEL, Context, open_context, total_steps
+from rlhf.build.ahead import build_ahead
 from rlhf.build.models import build_online_models, build_tokenizer, decoder, export
 from rlhf.build.rewards import build_source
 from rlhf.build.saving import load_trainer, save_policy, save_scalar_head, save_trainer
@@ -20,6 +21,7 @@ from rlhf.config.sections import TrainConfig
 from rlhf.data.pairs import load_demonstrations
 from rlhf.data.prompts import PromptStream, load_prompts
 from rlhf.data.stream import BatchStream
+from rlhf.errors import ConfigError
 from rlhf.evaluation.evaluate import evaluate_policy
 from rlhf.models.backbone import context_length, eos_ids
 from rlhf.models.bundle import Ema, Models
@@ -28,10 +30,12 @@ from rlhf.rewards.source import RewardSource
 from rlhf.rollout import sample_records
 from rlhf.runtime.engine import Trained
 from rlhf.runtime.seeding import derive
+from rlhf.runtime.session import TrainState
 from rlhf.sampling.choice import make_sampler
 from rlhf.sampling.sampler import Sampler
 from rlhf.trainers.offline import fitting
 from rlhf.trainers.online import ROWS_PER_PASS, OnlineRun
+from rlhf.trainers.overlap import Ahead
 from rlhf.trainers.preference import TERM
 from rlhf.types import Demonstrations, Prompts
 
@@ -48,6 +52,8 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
     assert isinstance(algorithm, Online)
     assert config.reward is not None
     context = open_context(config, console)
+    if config.overlap.reward_parts > 1 and context.engine.ranks.world > 1:
+        raise ConfigError("overlap.reward_parts works in one process: set overlap.reward_parts=1")
     tokenizer = build_tokenizer(config.policy)
     models = build_online_models(config, context, tokenizer)
     context.notes += models.fallbacks()
@@ -70,9 +76,13 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
     proxy = source if config.eval.source else None
     evaluate = EvaluatePrompts(config, context, tokenizer, models, sampler, judge, proxy)
     controller = algorithm.kl.controller
+    steps = total_steps(config.schedule, prompts.steps_per_epoch)
+    ahead = None
+    if config.overlap.ahead:
+        ahead = build_ahead(config, context, models, tokenizer, prompts, (saved or {}).get("ahead"), last_step=steps)
     session = context.session(
-        total_steps=total_steps(config.schedule, prompts.steps_per_epoch),
-        save=_Save(models, trained, tokenizer, ema),
+        total_steps=steps,
+        save=_Save(models, trained, tokenizer, ema, ahead, context.state),
         evaluate=_averaged(evaluate, ema),
         show=SHOW,
         targets={"kl/reference": controller.target} if isinstance(controller, AdaptiveKl) else None,
@@ -86,6 +96,7 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
         refill=BatchStream(prompts.rows, prompts.rows_per_step, derive(context.seed, "refill")).batch,
         ptx=ptx,
         sampler=sampler,
+        ahead=ahead,
         reward=ShapedReward(source, config.reward.shaping, config.sampling.max_new_tokens),
         models=models,
         policy=trained["policy"],
@@ -161,9 +172,16 @@ class _Save:
     """Fills a checkpoint folder: models as ordinary folders, optimizers and averages in one file."""
 
     def __init__(
-        self, models: Models, trained: dict[str, Trained], tokenizer: PreTrainedTokenizerBase, ema: Ema | None
+        self,
+        models: Models,
+        trained: dict[str, Trained],
+        tokenizer: PreTrainedTokenizerBase,
+        ema: Ema | None,
+        ahead: Ahead | None,
+        state: TrainState,
     ) -> None:
         self.models, self.trained, self.tokenizer, self.ema = models, trained, tokenizer, ema
+        self.ahead, self.state = ahead, state
 
     def __call__(self, folder: Path) -> None:
         engine, head = self.models.engine, self.models.shared_head
@@ -176,6 +194,8 @@ class _Save:
             besides["shared_head"] = head.state_dict() if whole is None else whole
         if self.ema is not None:
             besides["ema"] = self.ema.saved()
+        if self.ahead is not None:
+            besides["ahead"] = self.ahead.saved(self.state)
         save_trainer(folder, self.trained, besides, engine)
 
 

@@ -240,7 +240,7 @@ def _unread_by_offline(config: TrainConfig, algorithm: Offline) -> list[tuple[st
     offline = "an offline algorithm does not read it"
     name = algorithm.preset or algorithm.loss.type
     others = ("preferences", "eval_preferences") if isinstance(algorithm.loss, SftLoss) else ("sft", "eval_sft")
-    found: list[tuple[str, str]] = [(key, offline) for key in ("critic", "reward") if key in named]
+    found: list[tuple[str, str]] = [(key, offline) for key in ("critic", "reward", "overlap") if key in named]
     if "reference" in named and not reads_reference(config):
         found.append(("reference", f"{name} has no reference"))
     if "prompts" in data:

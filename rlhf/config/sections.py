@@ -11,6 +11,7 @@ from rlhf.config.algorithm import (
     Best,
     BestAndWorst,
     Gae,
+    Greedy,
     Group,
     KtoLoss,
     NonNegative,
@@ -223,6 +224,20 @@ class SamplingConfig(Section):
     they differ from the trainer's on the rows that are compared."""
 
 
+class OverlapConfig(Section):
+    """What is done at the same time. Off by default, for one process."""
+
+    reward_parts: Count = 1
+    """A step's prompts are sampled in so many parts, and each is scored in a thread while the next is sampled. The same
+    numbers; for rewards that wait, as servers do. 1: off."""
+    ahead: bool = False
+    """A step's completions are drawn while the step before it updates, by the policy as it was before that update: one
+    step off-policy, corrected for by ratio_cap. Takes the memory of one more policy."""
+    ratio_cap: Positive = 2.0
+    """Where ahead: each token's advantage is multiplied by pi_old / pi_sampler, at most this (truncated importance
+    sampling, Espeholt et al. 2018)."""
+
+
 class BatchConfig(Section):
     """The sizes. All global but those of micro-batches, which are about memory only."""
 
@@ -316,6 +331,8 @@ class TrainConfig(Section):
     """How completions are drawn (online, and evaluation)."""
     algorithm: Algorithm
     """The four axes of an online algorithm, or an offline loss."""
+    overlap: OverlapConfig = OverlapConfig()
+    """What is done at the same time (online)."""
     batch: BatchConfig = BatchConfig()
     """Sizes."""
     sharding: ShardingConfig = ShardingConfig()
@@ -361,6 +378,7 @@ class TrainConfig(Section):
         if isinstance(algorithm.advantage, Group) and self.sampling.completions_per_prompt < 2:
             raise ValueError("a group baseline needs sampling.completions_per_prompt >= 2")
         self._check_choice(algorithm)
+        self._check_overlap(algorithm)
         if algorithm.ptx_coef > 0 and self.data.sft is None:
             raise ValueError("algorithm.ptx_coef > 0 needs data.sft")
         if self.critic.shared and self.critic.init not in ("policy", "auto"):
@@ -387,6 +405,19 @@ class TrainConfig(Section):
             raise ValueError(f"whitening over {rows} completions is noise: use 8 or more, or advantage.whiten=false")
         if self.reward.shaping.overlong_buffer >= self.sampling.max_new_tokens:
             raise ValueError("reward.shaping.overlong_buffer must be shorter than sampling.max_new_tokens")
+
+    def _check_overlap(self, algorithm: Online) -> None:
+        """That what is drawn ahead is all that is drawn, and that a weight can correct for it."""
+        if self.overlap.ahead and isinstance(algorithm.advantage, Best | BestAndWorst | Greedy):
+            raise ValueError(
+                "overlap.ahead corrects by weights of advantages: not with rejection_sampling, online_dpo or remax"
+            )
+        if self.overlap.ahead and algorithm.refill_rounds:
+            raise ValueError("overlap.ahead cannot refill groups: set algorithm.refill_rounds=0")
+        if self.overlap.ahead and self.overlap.reward_parts > 1:
+            raise ValueError("overlap.ahead draws a step as a whole: set overlap.reward_parts=1")
+        if self.overlap.ahead and self.sampling.old_log_probs == "sampler":
+            raise ValueError("overlap.ahead needs the trainer's own log-probabilities: set sampling.old_log_probs=auto")
 
     def _check_choice(self, algorithm: Online) -> None:
         """That there is something to choose from, and enough of it to cut into minibatches."""

@@ -27,6 +27,7 @@ from rlhf.sampling.sampler import Sampler
 from rlhf.trainers.collect import Collected, Draw, collect, live_tokens
 from rlhf.trainers.losses import DemonstrationLoss, online_loss
 from rlhf.trainers.observe import observe, observe_choice
+from rlhf.trainers.overlap import Ahead, scored_in_parts
 from rlhf.trainers.preference import tokens_of
 from rlhf.types import Completions, Demonstrations, Experience, Prompts, Rollout, Scores
 
@@ -44,6 +45,7 @@ class OnlineRun:
     refill: Callable[[int], Prompts]  # as many others, counted from 1 over all refilling rounds of the run
     ptx: Callable[[int], Demonstrations] | None  # the demonstrations mixed into a step (PPO-ptx)
     sampler: Sampler
+    ahead: Ahead | None  # draws the next step's completions meanwhile
     reward: RewardSource
     models: Models
     policy: Trained
@@ -70,7 +72,7 @@ def train(run: OnlineRun) -> None:
             continue
         with phase("annotate"):
             rollout = _annotated(found, run)  # + log-probs, values
-        experience = credit(rollout, run.algorithm, run.coefs)  # + rewards, advantages, returns
+        experience = credit(rollout, run.algorithm, run.coefs, ratio_cap=_ratio_cap(run))  # + rewards, advantages, returns
         metrics = observe(experience, found.scores, run.models, coef=run.coefs.kl)
         metrics.merge(observe_choice(experience, run.algorithm))
         metrics.merge(found.metrics)
@@ -107,7 +109,7 @@ def _annotated(found: Collected, run: OnlineRun) -> Rollout:
             run.models,
             cut=lambda rows: run.passes.cut(rows, size),
             baselines=found.baselines,
-            old_log_probs=run.config.sampling.old_log_probs,
+            old_log_probs=run.config.sampling.old_log_probs if run.ahead is None else "trainer",
         )
     )
 
@@ -117,13 +119,29 @@ def _draw(run: OnlineRun, step: int) -> Draw:
     phase = run.session.recorder.phase
 
     def draw(prompts: Prompts, *names: int | str, group_size: int, greedy: bool = False) -> tuple[Completions, Scores]:
-        key = derive(run.config.run.seed, "train", step, *names)
+        key = sampling_key(run.config, step, *names)
+
+        def sample(some: Prompts) -> Completions:
+            return run.sampler.sample(some, key=key, group_size=group_size, greedy=greedy)
+
+        if run.config.overlap.reward_parts > 1:
+            with phase("sample"):
+                return scored_in_parts(prompts, sample, run.reward, parts=run.config.overlap.reward_parts)
         with phase("sample"):
-            completions = run.sampler.sample(prompts, key=key, group_size=group_size, greedy=greedy)
+            completions = sample(prompts) if run.ahead is None else run.ahead.take(step)
         with phase("score"):
             return completions, run.reward(completions)
 
     return draw
+
+
+def sampling_key(config: TrainConfig, step: int, *names: int | str) -> int:
+    """Of the random numbers of a step's completions."""
+    return derive(config.run.seed, "train", step, *names)
+
+
+def _ratio_cap(run: OnlineRun) -> float | None:
+    return None if run.ahead is None else run.config.overlap.ratio_cap
 
 
 def _refill(run: OnlineRun, step: int, number: int) -> Prompts:

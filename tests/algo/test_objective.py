@@ -52,6 +52,20 @@ def gradients(loss: torch.Tensor, said: Outputs) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_completions_of_an_older_policy_are_weighted_token_by_token(name):
+    """d loss / d logprob of each token is that of an on-policy token times min(pi_old / pi_sampler, cap)."""
+    algorithm = online(**ALGORITHMS[name])
+    here = rollout(seed=3)
+    gap = torch.linspace(-1.0, 1.0, here.logprobs.numel(), dtype=here.logprobs.dtype).view_as(here.logprobs)
+    older = replace(here, sampler_logprobs=torch.where(here.completion_mask, here.logprobs - gap, 0.0))
+    plain, weighted = credit(older, algorithm, COEFS), credit(older, algorithm, COEFS, ratio_cap=1.5)
+    expected = plain.advantages * gap.exp().clamp(max=1.5)
+    close(weighted.advantages, torch.where(here.completion_mask, expected, 0.0))
+    close(weighted.returns, plain.returns)
+    close(credit(replace(here, sampler_logprobs=here.logprobs), algorithm, COEFS, ratio_cap=1.5).advantages, plain.advantages)
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_the_micro_batch_changes_nothing(name, size):
     algorithm = online(**ALGORITHMS[name])

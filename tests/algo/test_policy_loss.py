@@ -17,6 +17,7 @@ from rlhf.algo.policy_loss import (
     log_likelihood,
     penalized_surrogate,
     token_weights,
+    truncated_importance,
     weighted_log_likelihood,
 )
 
@@ -249,3 +250,11 @@ def test_the_four_aggregations_agree_at_full_length(grid):
     close(values["sequence_mean"], values["token_mean"])
     close(values["constant"], values["token_mean"])
     close(values["sequence_sum"], tokens * values["token_mean"])
+
+
+def test_truncated_importance_by_hand() -> None:
+    logprobs = table([math.log(0.6), math.log(0.2), math.log(0.9), NAN])
+    drawn_by = table([math.log(0.4), math.log(0.4), math.log(0.1), NAN])
+    mask = torch.tensor([[True, True, True, False]])
+    found = truncated_importance(logprobs, drawn_by, mask, cap=2.0)
+    close(found, table([1.5, 0.5, 2.0, 1.0]))

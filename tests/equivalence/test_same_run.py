@@ -127,6 +127,7 @@ RESUMABLE: dict[str, dict[str, Any]] = {
         "algorithm": {"preset": "rejection_sampling", "advantage": {"keep": 2, "min_score": 0.2}},
         "sampling": {"completions_per_prompt": 4},
     },
+    "drawn ahead": {"overlap": {"ahead": True}},
     "refilled groups": {
         "algorithm": {"preset": "dapo", "refill_rounds": 2},
         "sampling": {"completions_per_prompt": 2},
@@ -159,6 +160,9 @@ def test_a_resumed_run_is_the_uninterrupted_run_bitwise(tmp_path: Path, name: st
         return real(prompts, **options)
 
     broken.sampler.sample = sample  # type: ignore[method-assign]
+    if broken.ahead is not None:
+        take = broken.ahead.take
+        broken.ahead.take = lambda step: die() if step == 4 else take(step)  # type: ignore[method-assign,func-returns-value]
     with pytest.raises(Killed):
         train(broken)
     broken.session.recorder.close()

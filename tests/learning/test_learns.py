@@ -43,6 +43,15 @@ def test_every_online_preset_raises_the_gold(tmp_path: Path, preset: str) -> Non
     assert all(row["kl/sampler_mismatch"] < 1e-5 for row in rows[1:])
 
 
+def test_a_policy_that_learns_one_step_behind_raises_the_gold_too(tmp_path: Path) -> None:
+    trained(tree_of(tmp_path, "ppo"), "overlap.ahead=true", "schedule.steps=30")
+    rows = metrics(tmp_path)
+    assert rows[0]["eval/score"] < 0.3
+    assert rows[-1]["eval/score"] > 0.6
+    assert rows[1]["kl/sampler_mismatch"] < 1e-5  # nothing was learned before the first step
+    assert all(row["kl/sampler_mismatch"] > 1e-4 for row in rows[2:])
+
+
 def chosen_from(folder: Path, preset: str, *overrides: str) -> list[dict[str, Any]]:
     """The metrics of 40 steps of 16 prompts, the sizes the preset's own but for the number of completions."""
     tree = ppo_tree(folder, schedule={"steps": 40}, eval={"every": 0}, checkpoint={"every": 0})
