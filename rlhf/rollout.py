@@ -31,7 +31,8 @@ def annotate(
     """Log-probs under the policy and the reference, and values; all on the CPU, as the completions are.
 
     Without a reference its log-probs are the policy's (zero KL); without a critic the values are zero, and so are the
-    baselines where none are given. `cut` says which rows go through the models together. `old_log_probs` says whether the policy's are computed or the sampler's are taken.
+    baselines where none are given. `cut` says which rows go through the models together, `old_log_probs` whether the
+    policy's are computed or the sampler's are taken.
     """
     given = takes_sampler_logprobs(completions, models, old_log_probs)
 

@@ -65,7 +65,9 @@ class Batch:
 
 def portions(sizes: Int[Tensor, " B"], limit: int) -> list[Int[Tensor, " part"]]:
     """Consecutive rows, as many at a time as have no more than `limit` together; at least one."""
-    found, rows, filled = [], [], 0
+    found: list[Tensor] = []
+    rows: list[int] = []
+    filled = 0
     for row, size in enumerate(sizes.tolist()):
         if rows and filled + size > limit:
             found.append(torch.tensor(rows))

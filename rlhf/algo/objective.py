@@ -72,7 +72,7 @@ class Outputs:
 def credit(rollout: Rollout, algorithm: Online, coefs: Coefs, *, ratio_cap: float | None = None) -> Experience:
     """Rewards, advantages and returns of a whole step, statistics over all of its rows.
 
-    `ratio_cap`: the completions are of an older policy, and advantages are weighted by policy_loss.truncated_importance.
+    `ratio_cap`: the completions are of an older policy; advantages are weighted by policy_loss.truncated_importance.
     """
     mask = rollout.completion_mask
     rewards = token_rewards(rollout.scores, _reward_penalty(rollout, algorithm, coefs), mask)

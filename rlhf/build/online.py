@@ -11,8 +11,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.algo.objective import Objective
-from rlhf.build.context import CRITIC, MODEL, Context, open_context, total_steps
 from rlhf.build.ahead import build_ahead
+from rlhf.build.context import CRITIC, MODEL, Context, open_context, total_steps
 from rlhf.build.models import build_online_models, build_tokenizer, decoder, export
 from rlhf.build.rewards import build_source
 from rlhf.build.saving import load_trainer, save_policy, save_scalar_head, save_trainer

@@ -60,8 +60,8 @@ class Fitting:
             before, self.size = self.size, -(-self.size // 2)
             if not self._said:
                 self.note(
-                    f"out of memory in {self.what} of {before} {self.unit}s: halved, and again as often as needed; results do "
-                    f"not change, speed does (set {self._setting} lower to start there)"
+                    f"out of memory in {self.what} of {before} {self.unit}s: halved, and again as often as needed; "
+                    f"results do not change, speed does (set {self._setting} lower to start there)"
                 )
                 self._said = True
 

@@ -35,7 +35,8 @@ class RunFolder:
 
     config.yaml       the resolved configuration, `versions:` and `git_commit:`
     metrics.jsonl     {"step", "<metric>": float, ...}: no times, so equal runs give equal bytes
-    timings.jsonl     {"step", "seconds": {phase: s}, "tokens_per_second", "peak_memory_mb", "peak_memory_mb_by_phase", "time"}
+    timings.jsonl     {"step", "seconds": {phase: s}, "tokens_per_second", "peak_memory_mb",
+                       "peak_memory_mb_by_phase": {phase: MB}, "time"}
     samples.jsonl     {"step", "split", "row", "prompt", "completion", "score", "parts", "kl", "length", "finished"}
     notes.jsonl       {"step", "text"}: skipped rows and warnings
     report_card.json  what a reward model's evaluation found

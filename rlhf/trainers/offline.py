@@ -15,7 +15,6 @@ from rlhf.runtime.session import Session
 from rlhf.runtime.step import Loss, Part, optimizer_step
 from rlhf.types import Batch
 
-
 GRADIENT_PASS = "a forward and backward pass"
 
 

@@ -72,7 +72,9 @@ def train(run: OnlineRun) -> None:
             continue
         with phase("annotate"):
             rollout = _annotated(found, run)  # + log-probs, values
-        experience = credit(rollout, run.algorithm, run.coefs, ratio_cap=_ratio_cap(run))  # + rewards, advantages, returns
+        experience = credit(
+            rollout, run.algorithm, run.coefs, ratio_cap=_ratio_cap(run)
+        )  # + rewards, advantages, returns
         metrics = observe(experience, found.scores, run.models, coef=run.coefs.kl)
         metrics.merge(observe_choice(experience, run.algorithm))
         metrics.merge(found.metrics)

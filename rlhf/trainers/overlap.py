@@ -16,7 +16,9 @@ from rlhf.types import Completions, Prompts, Scores, concat
 Sample = Callable[[Prompts], Completions]
 
 
-def scored_in_parts(prompts: Prompts, sample: Sample, reward: RewardSource, *, parts: int) -> tuple[Completions, Scores]:
+def scored_in_parts(
+    prompts: Prompts, sample: Sample, reward: RewardSource, *, parts: int
+) -> tuple[Completions, Scores]:
     """Completions and scores of `prompts`, sampled in `parts` of which each is scored while the next is sampled.
 
     A completion does not depend on what is sampled beside it, so they are those of one part; a source that looks at

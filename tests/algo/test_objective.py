@@ -62,7 +62,10 @@ def test_completions_of_an_older_policy_are_weighted_token_by_token(name):
     expected = plain.advantages * gap.exp().clamp(max=1.5)
     close(weighted.advantages, torch.where(here.completion_mask, expected, 0.0))
     close(weighted.returns, plain.returns)
-    close(credit(replace(here, sampler_logprobs=here.logprobs), algorithm, COEFS, ratio_cap=1.5).advantages, plain.advantages)
+    close(
+        credit(replace(here, sampler_logprobs=here.logprobs), algorithm, COEFS, ratio_cap=1.5).advantages,
+        plain.advantages,
+    )
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from runs import largest_difference, make_model, online, ppo_tree, quiet, trained, trained_offline, weights, write_rows
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from rlhf.algo.objective import credit
 from rlhf.build.reward_model import build_reward_model

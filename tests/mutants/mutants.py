@@ -11,6 +11,7 @@ from measurement import MEASUREMENT
 from mutant import Mutant
 from offline import OFFLINE
 from online_arms import ONLINE_ARMS
+from overlap import OVERLAPPING
 from sampling import SAMPLING
 from suites import SUITES
 
@@ -25,6 +26,7 @@ MUTANTS = [
     *CHOOSING,
     *FAULTS,
     *FORWARD,
+    *OVERLAPPING,
     Mutant(
         name="whiten-keeps-mean",
         file="rlhf/masked.py",

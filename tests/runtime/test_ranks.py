@@ -59,7 +59,8 @@ def test_passes_by_tokens_hold_no_more_and_are_as_many_in_every_process(rows: in
     batch, by_tokens = ragged().rows(torch.arange(rows)), Fitting(limit, tokens=True)
     lengths = batch.live_tokens().tolist()
     own = [len(by_tokens.cut(batch.rows(torch.arange(*Ranks(r, world)._bounds(rows, r))))) for r in range(world)]
-    passes = [passes_of(batch, by_tokens, limit, Others(rank, world, [[float(count) for count in own]])) for rank in range(world)]
+    told = [float(count) for count in own]
+    passes = [passes_of(batch, by_tokens, limit, Others(rank, world, [told])) for rank in range(world)]
     assert {len(found) for found in passes} == {max(own)}
     counted = [[int(row) for row in one.rows.row_ids] for found in passes for one in found if one.counts]
     assert [row for found in counted for row in found] == list(range(rows))

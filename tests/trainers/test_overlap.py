@@ -73,13 +73,16 @@ def test_a_run_scored_in_parts_is_the_run(tmp_path: Path) -> None:
 def test_a_step_is_drawn_by_the_policy_before_the_last_update(tmp_path: Path) -> None:
     run = online(ppo_tree(tmp_path, overlap={"ahead": True}))
     assert run.ahead is not None
-    first = [
-        run.sampler.sample(run.prompts(step), key=sampling_key(run.config, step), group_size=1) for step in (1, 2)
-    ]
+    first = [run.sampler.sample(run.prompts(step), key=sampling_key(run.config, step), group_size=1) for step in (1, 2)]
     taken: list[Completions] = []
     take = run.ahead.take
 
+    third: list[Completions] = []
+
     def noted(step: int) -> Completions:
+        if step == 2:  # after one update: those of step 3 are drawn by the weights as they are now
+            key = sampling_key(run.config, 3)
+            third.append(run.sampler.sample(run.prompts(3), key=key, group_size=1))
         taken.append(take(step))
         return taken[-1]
 
@@ -88,6 +91,7 @@ def test_a_step_is_drawn_by_the_policy_before_the_last_update(tmp_path: Path) ->
     for step in (0, 1):  # both by the weights at the start
         assert torch.equal(taken[step].completion_ids, first[step].completion_ids)
         assert torch.allclose(taken[step].sampler_logprobs, first[step].sampler_logprobs, atol=1e-6)
+    assert torch.equal(taken[2].completion_ids, third[0].completion_ids)
     again = run.sampler.sample(run.prompts(2), key=sampling_key(run.config, 2), group_size=1)
     assert not torch.equal(again.completion_ids, taken[1].completion_ids)  # those of the end draw others
     assert len(taken) == 4
