@@ -22,10 +22,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 import torch
 import transformers
+from peers.work import SHAPES, llama_config
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from reward_model.objective import PairLoss
 from rlhf.algo.objective import Coefs, Objective, credit
@@ -43,11 +46,6 @@ from rlhf.trainers.losses import DemonstrationLoss, online_loss
 from rlhf.trainers.preference import PairwiseLoss, both_sides, summed
 from rlhf.types import AnnotatedPairs, Completions, Demonstrations, PreferencePairs, Scores, extend
 
-SIZES = {
-    "tiny": {"num_hidden_layers": 4, "hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 6},
-    "small": {"num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 8},
-}
-VOCABULARY = {"tiny": 2048, "small": 8192}
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"log_probs": "naive", "packing": "off"},
     "quick": {"log_probs": "auto", "packing": "auto"},
@@ -58,26 +56,15 @@ MICRO = 16
 Step = Callable[[], object]
 
 
-def model_config(size: str) -> LlamaConfig:
-    """A Llama of this size; tied embeddings."""
-    return LlamaConfig(
-        vocab_size=VOCABULARY[size],
-        tie_word_embeddings=True,
-        max_position_embeddings=256,
-        pad_token_id=0,
-        **SIZES[size],
-    )
-
-
 def causal_lm(size: str) -> Any:
     """Random weights, always the same."""
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(model_config(size), dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(llama_config(size), dtype=torch.float32)
 
 
 def scalar_head(size: str, packing: str) -> ScalarHeadModel:
     """A critic or reward model with random weights."""
-    config = model_config(size)
+    config = llama_config(size)
     config.num_labels = 1
     torch.manual_seed(1)
     model = ScalarHeadModel(AutoModelForSequenceClassification.from_config(config, dtype=torch.float32))
@@ -98,7 +85,7 @@ def ragged(rows: int, low: int, high: int, vocabulary: int, seed: int, *, left: 
 
 def completions(size: str, prompts: int, group: int) -> Completions:
     """A rollout's rows, `group` of each prompt."""
-    vocabulary, rows = VOCABULARY[size], prompts * group
+    vocabulary, rows = llama_config(size).vocab_size, prompts * group
     prompt_ids, prompt_mask = ragged(prompts, 16, 64, vocabulary, 1, left=True)
     ids, mask = ragged(rows, 16, 64, vocabulary, 2, left=False)
     return Completions(
@@ -116,7 +103,7 @@ def completions(size: str, prompts: int, group: int) -> Completions:
 
 def pairs(size: str) -> PreferencePairs:
     """32 pairs."""
-    vocabulary = VOCABULARY[size]
+    vocabulary = llama_config(size).vocab_size
     prompt = ragged(32, 16, 64, vocabulary, 1, left=True)
     chosen, rejected = (ragged(32, 16, 96, vocabulary, seed, left=False) for seed in (2, 3))
     return PreferencePairs(
@@ -147,7 +134,7 @@ def models_of(size: str, way: dict[str, Any], **more: Any) -> Models:
 
 def sft(size: str, way: dict[str, Any]) -> Step:
     """32 demonstrations."""
-    models, vocabulary = models_of(size, way), VOCABULARY[size]
+    models, vocabulary = models_of(size, way), llama_config(size).vocab_size
     prompt = ragged(32, 16, 64, vocabulary, 1, left=True)
     ids, mask = ragged(32, 16, 96, vocabulary, 2, left=False)
     batch = Demonstrations(
@@ -257,7 +244,7 @@ def peak_mb(case: str, size: str, way: str, *, keep: bool) -> float:
 def main() -> None:
     """The table, and JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--size", choices=SHAPES, default="tiny")
     parser.add_argument("--case", choices=CASES, action="append", help="may be given several times; all")
     parser.add_argument("--way", choices=WAYS, action="append", help="which ways, the first is compared with; all")
     parser.add_argument("--rounds", type=int, default=5)

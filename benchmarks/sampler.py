@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import sys
@@ -19,42 +20,27 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 import torch
 import transformers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from peers.work import SHAPES, llama_config
+from transformers import GenerationConfig, LlamaForCausalLM
 
 from rlhf.config.sections import SamplingConfig
 from rlhf.sampling.fast import FastSampler
 from rlhf.sampling.hf import HFSampler
 from rlhf.types import Prompts
 
-SIZES = {  # layers, width, inner width, heads, vocabulary: 2.16M and 29.5M parameters
-    "toy": (2, 32, 64, 2, 128),
-    "tiny": (4, 192, 512, 6, 2048),
-    "small": (8, 512, 1376, 8, 8192),
-}
-CLOCK = time.process_time  # of one thread: other programs on the machine lengthen it little
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 PROMPTS, GROUP, NEW = 8, 8, 64
 SHORTEST, LONGEST = 16, 64  # tokens of a prompt
 
 
 def model_of(size: str) -> LlamaForCausalLM:
     """Random weights."""
-    layers, width, inner, heads, vocabulary = SIZES[size]
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(llama_config(size)).eval()
 
 
 def prompts_of(vocabulary: int) -> Prompts:
@@ -111,16 +97,18 @@ def contenders(
     }
 
 
-def measure(runs: dict[str, Callable[[int], int]], rounds: int) -> dict[str, dict[str, float]]:
+def measure(
+    runs: dict[str, Callable[[int], int]], rounds: int, clock: Callable[[], float]
+) -> dict[str, dict[str, float]]:
     """Seconds of each, in turn, and the ratio of the first one's to it."""
     for run in runs.values():
         run(0)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(1, rounds + 1):
         for name, run in runs.items():
-            start = CLOCK()
+            start = clock()
             run(number)
-            seconds[name].append(CLOCK() - start)
+            seconds[name].append(clock() - start)
     first = next(iter(runs))
     found = {}
     for name, times in seconds.items():
@@ -137,12 +125,13 @@ def measure(runs: dict[str, Callable[[int], int]], rounds: int) -> dict[str, dic
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=sorted(SIZES), default="tiny")
+    parser.add_argument("--size", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--lengths", choices=["fixed", "eos", "both"], default="both")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--slots", type=int, default=PROMPTS * GROUP, help="rows decoded together")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall", help="cpu: one thread on a shared machine")
     parser.add_argument("--without", nargs="*", default=[], help="leave these out")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -155,6 +144,7 @@ def main() -> None:
         "dtype": options.dtype,
         "slots": options.slots,
         "threads": options.threads,
+        "clock": options.clock,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
@@ -162,7 +152,8 @@ def main() -> None:
     }
     for lengths in ["fixed", "eos"] if options.lengths == "both" else [options.lengths]:
         runs = contenders(model, prompts_of(vocabulary), eos_of(lengths, vocabulary), options.dtype, options.slots)
-        found = measure({name: run for name, run in runs.items() if name not in options.without}, options.rounds)
+        kept = {name: run for name, run in runs.items() if name not in options.without}
+        found = measure(kept, options.rounds, CLOCKS[options.clock])
         report["results"][lengths] = found
         for name, values in found.items():
             sys.stdout.write(

@@ -102,3 +102,17 @@ def test_gpu_benchmark_runs_on_a_cpu_at_toy_size(
     results = json.loads(out.read_text())
     assert set(results) == {"about", "rollout", "update", "grpo", "ppo"}
     assert results["update"]["share"] > 0
+
+
+@pytest.mark.parametrize("name", ["sampler", "forward"])
+def test_ours_beside_the_plain_way(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    module = importlib.import_module(name)
+    rest = {"sampler": ["--lengths", "fixed", "--threads", "1"], "forward": ["--no-memory", "--case", "grpo"]}[name]
+    out = tmp_path / "found.json"
+    monkeypatch.setattr(sys, "argv", [name, "--size", "toy", "--rounds", "1", "--json", str(out), *rest])
+    module.main()
+    assert "toy" in out.read_text()
+    assert capsys.readouterr().out

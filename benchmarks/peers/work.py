@@ -64,11 +64,10 @@ class Job:
         return cls(**{**content, "sizes": Sizes(**content["sizes"])})
 
 
-def make_work(folder: Path, shape: str, steps: int, sizes: Sizes) -> int:
-    """policy/, reward/, prompts.jsonl, pairs.jsonl, sft.jsonl in `folder`; returns the policy's parameters."""
+def llama_config(shape: str) -> LlamaConfig:
+    """The model of a shape, embeddings tied."""
     layers, width, heads, vocabulary = SHAPES[shape]
-    tokenizer = _tokenizer(vocabulary)
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=width,
         intermediate_size=round(width * 8 / 3 / 64) * 64,
@@ -81,6 +80,13 @@ def make_work(folder: Path, shape: str, steps: int, sizes: Sizes) -> int:
         bos_token_id=1,
         eos_token_id=2,
     )
+
+
+def make_work(folder: Path, shape: str, steps: int, sizes: Sizes) -> int:
+    """policy/, reward/, prompts.jsonl, pairs.jsonl, sft.jsonl in `folder`; returns the policy's parameters."""
+    config = llama_config(shape)
+    vocabulary = config.vocab_size
+    tokenizer = _tokenizer(vocabulary)
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
     for name, each in (("policy", model), ("reward", LlamaForSequenceClassification(_one_label(config)))):
