@@ -46,7 +46,8 @@ def step_seconds(found: Found, trainer: str, job: Job, *, ours: bool) -> float:
     """The median step."""
     seconds = statistics.median(found["steps"])
     if ours and trainer == "dpo":
-        seconds += found.get("reference", 0.0) / job.steps
+        pairs = job.steps * max(job.sizes.rows, job.sizes.ppo_prompts, job.sizes.prompts)  # as make_work writes them
+        seconds += found.get("reference", 0.0) * job.sizes.rows / pairs
     return seconds
 
 

@@ -81,9 +81,9 @@ def test_ratios_are_of_the_medians_of_each_round(modules: dict[str, ModuleType],
     def found(steps: list[float], **more: Any) -> dict[str, Any]:
         return {"steps": steps, "phases": [{"update": 1.0}], "tokens": [10.0], "peak_rss_mb": 100.0, **more}
 
-    rounds = [(found([1.0, 2.0, 9.0], reference=4.0), found([6.0])), (found([1.0], reference=0.0), found([4.0]))]
+    rounds = [(found([1.0, 2.0, 9.0], reference=16.0), found([6.0])), (found([1.0], reference=0.0), found([4.0]))]
     summary = side.summarize("dpo", rounds, job)
-    assert summary["ratio_range"] == [6.0 / 3.0, 4.0]  # 2 s a step, and a quarter of the reference's 4 s
+    assert summary["ratio_range"] == [6.0 / 3.0, 4.0]  # 2 s a step; the reference of its 4 pairs of 64: 1 s
     assert summary["ratio"] == statistics.median([2.0, 4.0])
     assert "| dpo | 3.00 [2.00, 4.00] | 1.8 |" in side.row("dpo", summary, "tiny")
 

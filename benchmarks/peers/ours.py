@@ -75,7 +75,7 @@ def tree_of(job: Job, out: Path) -> Tree:
         "sft": [offline, {"policy": policy, "data": {"sft": {"path": str(folder / "sft.jsonl")}}}],
         "reward": [offline, pairs, {"model": policy, "calibration": {"limit": sizes.rows}}],
         "dpo": [offline, pairs, {"policy": policy}],
-        "grpo": [online, groups, {"algorithm": {"kl": {"coef": 0.0}}}],
+        "grpo": [online, groups, {"algorithm": {"kl": {"coef": 0.0}}, "reference": {"measure": False}}],
         "rloo": [online, groups],
         "ppo": [online, ppo],
     }
@@ -114,7 +114,7 @@ def run(job: Job, out: Path) -> dict[str, Any]:
         "phases": [line["seconds"] for line in lines if line["step"] > 1],
         "tokens": tokens,
         "before": before,
-        "reference": reference,
+        "reference": reference,  # of every pair in the data
         "peak_rss_mb": [line["peak_memory_mb"] for line in lines][-1],
         "memory_by_phase": lines[-1]["peak_memory_mb_by_phase"],
     }

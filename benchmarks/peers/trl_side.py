@@ -144,7 +144,7 @@ def trainer_of(job: Job, out: str) -> Any:
     data = rows("prompts").map(lambda row: {"input_ids": tokenizer(row["prompt"])["input_ids"]})
     args = PPOConfig(
         **common,
-        per_device_train_batch_size=sizes.ppo_prompts // sizes.ppo_minibatches,
+        per_device_train_batch_size=sizes.ppo_prompts,  # of a rollout
         gradient_accumulation_steps=1,
         num_mini_batches=sizes.ppo_minibatches,
         num_ppo_epochs=sizes.ppo_epochs,

@@ -62,7 +62,7 @@ def build_online_models(config: TrainConfig, context: Context, tokenizer: PreTra
     engine, loss = context.engine, algorithm.policy_loss
     policy = engine.place(build_policy(config.policy, tokenizer, context.resume, context.seed))
     with new_weights(context.seed):
-        reference = build_reference(config, tokenizer)
+        reference = build_reference(config, tokenizer) if config.reference.measure else None
     models = Models(
         policy=policy,
         temperature=config.sampling.temperature,
@@ -71,7 +71,7 @@ def build_online_models(config: TrainConfig, context: Context, tokenizer: PreTra
         log_probs=config.policy.log_probs,
         packing=config.policy.packing,
         reference=engine.freeze("reference", reference) if reference is not None else None,
-        adapter_off_is_reference=reference is None,
+        adapter_off_is_reference=reference is None and config.reference.measure,
         entropy_gradient=isinstance(loss, TokenLoss) and loss.entropy_coef > 0,
         engine=engine,
     )

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from rlhf.config.algorithm import (
+    AdaptiveKl,
     Algorithm,
     Best,
     BestAndWorst,
@@ -17,6 +18,7 @@ from rlhf.config.algorithm import (
     NonNegative,
     Offline,
     Online,
+    OnlinePairLoss,
     PenaltyLoss,
     PolicyGradientLoss,
     Positive,
@@ -112,6 +114,9 @@ class ReferenceConfig(Section):
 
     model: str | None = None
     """null: the policy as it was at step 0 (with LoRA: the adapter switched off)."""
+    measure: bool = True
+    """Measure the KL to it where the algorithm has no KL penalty (online). false: none is loaded, and a step saves its
+    pass over the completions."""
 
 
 class CriticConfig(OptimizerConfig):
@@ -377,6 +382,11 @@ class TrainConfig(Section):
             )
         if isinstance(algorithm.advantage, Group) and self.sampling.completions_per_prompt < 2:
             raise ValueError("a group baseline needs sampling.completions_per_prompt >= 2")
+        if not self.reference.measure and reference_is_learned_from(algorithm):
+            raise ValueError(
+                "reference.measure is false, but the loss or the reward has a KL to the reference: "
+                "set algorithm.kl.coef=0, or reference.measure=true"
+            )
         self._check_choice(algorithm)
         self._check_overlap(algorithm)
         if algorithm.ptx_coef > 0 and self.data.sft is None:
@@ -517,6 +527,13 @@ def offline(config: TrainConfig) -> Offline:
 def judged(config: TrainConfig) -> bool:
     """Whether an offline run samples held-out completions and has a judge for them."""
     return config.data.eval_prompts is not None and config.eval.source is not None
+
+
+def reference_is_learned_from(algorithm: Online) -> bool:
+    """Whether a gradient or a reward of an online run depends on the reference."""
+    kl = algorithm.kl
+    penalty = kl.placement != "none" and (kl.coef > 0 or isinstance(kl.controller, AdaptiveKl))
+    return penalty or isinstance(algorithm.policy_loss, OnlinePairLoss)
 
 
 def reads_reference(config: TrainConfig) -> bool:

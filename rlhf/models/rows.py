@@ -303,7 +303,8 @@ def _why_padded(body: nn.Module) -> str:
     if getattr(config, "attention_chunk_size", None):
         return f"{name} attends in chunks"
     device = next(body.parameters()).device
-    tokens = [[torch.tensor(row) for row in side] for side in TOKENS]
+    vocabulary = body.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    tokens = [[torch.tensor(row) % vocabulary for row in side] for side in TOKENS]
     alone = [
         body(input_ids=torch.cat([p, c])[None].to(device), use_cache=False).last_hidden_state[0]
         for p, c in zip(*tokens, strict=True)

@@ -164,7 +164,7 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
     steps, tokens, stopped = 0, 0, False
     for epoch in range(batch.epochs):
         order = torch.randperm(len(learned), generator=generator(run.config.run.seed, "order", step, epoch))
-        for drawn in order.split(rows):
+        for drawn in order.split(rows) if len(order) else ():
             minibatch = learned.rows(drawn.sort().values)  # rows of one prompt together: they share it
             parts = [Part(minibatch, loss), *_ptx(run, step)]
             seen = optimizer_step(

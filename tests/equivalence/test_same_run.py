@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from runs import largest_difference, make_model, online, ppo_tree, quiet, trained, trained_offline, weights, write_rows
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from rlhf.algo.objective import credit
 from rlhf.build.reward_model import build_reward_model
 from rlhf.config.load import merge, validate
 from rlhf.config.sections import RewardModelConfig
+from rlhf.errors import ConfigError
 from rlhf.rollout import annotate
 from rlhf.runtime.memory import Fitting
 from rlhf.trainers.offline import train_offline
@@ -27,17 +27,6 @@ PRESETS = (
     *("ppo", "ppo_penalty", "grpo", "rloo", "gspo", "cispo", "dapo", "dr_grpo", "reinforce_pp"),
     *("online_dpo", "rejection_sampling"),
 )
-
-
-@pytest.fixture
-def wide_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms in the model's own precision: transformers' rounds to float32, and gradients with it at 1e-7."""
-
-    def forward(self: LlamaRMSNorm, hidden: torch.Tensor) -> torch.Tensor:
-        mean = hidden.pow(2).mean(-1, keepdim=True)
-        return self.weight * hidden * torch.rsqrt(mean + self.variance_epsilon)
-
-    monkeypatch.setattr(LlamaRMSNorm, "forward", forward)
 
 
 def exact(folder: Path, preset: str) -> dict[str, Any]:
@@ -71,6 +60,24 @@ def test_the_micro_batch_size_does_not_change_an_update(tmp_path: Path, preset: 
     for micro in ("micro_batch_size=1", "micro_batch_size=3", "micro_batch_tokens=1", "micro_batch_tokens=30"):
         parts, _ = one_update(tree, experience, f"batch.{micro}")
         assert largest_difference(whole, parts) < 1e-10
+
+
+def test_a_reference_that_is_only_measured_changes_nothing(tmp_path: Path) -> None:
+    found = []
+    for measure in ("true", "false"):
+        tree = exact(tmp_path, "grpo")
+        shutil.rmtree(Path(tree["run"]["out_dir"]), ignore_errors=True)
+        run = trained(tree, "algorithm.kl.coef=0.0", f"reference.measure={measure}")
+        found.append(weights(run.models.policy))
+        named = "kl/reference" in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8")
+        assert named == run.models.has_reference == (measure == "true")
+    assert largest_difference(*found) == 0.0
+
+
+def test_a_reference_that_is_learned_from_cannot_be_left_out(tmp_path: Path) -> None:
+    for preset in ("ppo", "grpo", "online_dpo"):
+        with pytest.raises(ConfigError, match=r"reference\.measure=true"):
+            online(exact(tmp_path, preset), "reference.measure=false")
 
 
 def test_a2c_is_ppo_at_one_epoch_of_one_minibatch(tmp_path: Path) -> None:

