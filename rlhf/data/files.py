@@ -117,8 +117,7 @@ def _file_rows(path: Path, skips: Skips) -> Iterator[Row]:
             case "csv":
                 yield from _csv_rows(path, skips)
             case "parquet":
-                stream = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
-                yield from _numbered(stream, str(path))
+                yield from _parquet_rows(path)
             case _:
                 raise DataError(f"{path}: not a kind of file that can be read; readable are {', '.join(SUFFIXES)}")
     except (*_UNREADABLE, zlib.error) as error:
@@ -146,6 +145,14 @@ def _hub_rows(name: str, split: str) -> Iterator[Row]:
             f"{name}: there is no such file or folder here, and as a data set of the hub it could not be loaded: "
             f"{_one_line(error)}"
         ) from error
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    try:
+        stream = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+        yield from _numbered(stream, str(path))
+    except (KeyError, TypeError) as error:  # column names that Arrow gives back changed
+        raise DataError(f"{path}: cannot be read: {_one_line(error)}") from error
 
 
 def _numbered(rows: datasets.Dataset | datasets.IterableDataset, file: str) -> Iterator[Row]:

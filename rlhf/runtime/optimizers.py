@@ -41,12 +41,12 @@ def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.opt
 
 def _adamw_8bit(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     try:
-        from bitsandbytes.optim import AdamW8bit
+        from bitsandbytes.optim.adamw import AdamW8bit
     except ImportError as error:
         raise ConfigError(
             "optimizer is adamw_8bit, which needs bitsandbytes: pip install 'rlhf[eightbit]', or set it to adamw"
         ) from error
-    optimizer: torch.optim.Optimizer = AdamW8bit(
+    optimizer: torch.optim.Optimizer = AdamW8bit(  # type: ignore[no-untyped-call, unused-ignore]
         parameters, lr=config.lr, betas=config.betas, eps=config.adam_eps, weight_decay=config.weight_decay
     )
     return optimizer

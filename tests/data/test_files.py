@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rlhf.config.data import DatasetConfig
@@ -187,3 +189,10 @@ def test_real_folders(shared: Path) -> None:
 
 def test_a_place_names_the_file_without_its_folder() -> None:
     assert Row({}, "some/where/a.jsonl", 7).place == "a.jsonl:7"
+
+
+def test_a_parquet_column_that_the_reader_loses_is_one_plain_error(tmp_path: Path) -> None:
+    """A name with a NUL in it comes back as another: datasets answers with a KeyError."""
+    pq.write_table(pa.table({"": ["a"], "\0": ["b"]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="cannot be read"):
+        load_rows(DatasetConfig(path=str(tmp_path / "a.parquet")))
