@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,15 @@ def test_a_signal_saves_after_the_step_and_says_how_to_continue(tmp_path: Path, 
     assert rest.recorder.folder.metrics.read_bytes() == whole.recorder.folder.metrics.read_bytes()
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises, as in a terminal; in a shell's background process it is ignored from the start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
     one = session(tmp_path)
 
