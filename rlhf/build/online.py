@@ -28,7 +28,7 @@ from rlhf.models.bundle import Ema, Models
 from rlhf.rewards.shaping import ShapedReward
 from rlhf.rewards.source import RewardSource
 from rlhf.rollout import sample_records
-from rlhf.runtime.engine import Trained
+from rlhf.runtime.engine import Engine, Trained
 from rlhf.runtime.seeding import derive
 from rlhf.runtime.session import TrainState
 from rlhf.sampling.choice import make_sampler
@@ -104,10 +104,23 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
         objective=Objective(algorithm, max_tokens=config.sampling.max_new_tokens),
         ema=ema,
         rows=fitting(config.batch, session),
-        passes=fitting(config.batch, session, times=ROWS_PER_PASS, what="a forward pass"),
+        passes=fitting(config.batch, session, times=frozen_times(config, context.engine), what="a forward pass"),
         decode=decoder(tokenizer),
         export=lambda folder: export(models.policy, ema, tokenizer, folder, context.engine),
     )
+
+
+def frozen_times(config: TrainConfig, engine: Engine) -> int:
+    """Micro-batches in a pass without gradient.
+
+    On one GPU the whole step at first: what does not fit is halved, once, and stays so. A CPU says too late that memory
+    has run out, and several processes cannot halve: there it is a fixed number.
+    """
+    if engine.device.type == "cpu" or engine.ranks.world > 1 or engine.sharding.uses_deepspeed:
+        return ROWS_PER_PASS
+    rows = config.batch.prompts_per_step * config.sampling.completions_per_prompt
+    micro = 1 if config.batch.micro_batch_tokens else config.batch.micro_batch_size
+    return max(ROWS_PER_PASS, -(-rows // micro))
 
 
 def build_sampler(

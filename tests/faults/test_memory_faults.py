@@ -11,9 +11,12 @@ import torch
 from runs import largest_difference, make_model, offline, offline_tree, online, ppo_tree, trained, weights
 from torch import nn
 
-from rlhf.config.load import merge
+from rlhf.build.online import frozen_times
+from rlhf.config.load import merge, train_config
 from rlhf.errors import ResourceError
+from rlhf.runtime.engine import Engine
 from rlhf.runtime.memory import Fitting
+from rlhf.runtime.ranks import Ranks
 from rlhf.trainers.offline import train_offline
 from rlhf.trainers.online import train
 
@@ -149,3 +152,11 @@ def test_in_company_a_rank_does_not_go_its_own_way(monkeypatch: pytest.MonkeyPat
         ResourceError, match=r"in company of other processes or DeepSpeed: set batch\.micro_batch_size lower"
     ):
         Fitting(8).run(fail)
+
+
+def test_frozen_passes_of_one_gpu_begin_with_the_whole_step(tmp_path: Path) -> None:
+    config = train_config(tree_of(tmp_path, "run"))  # 16 completions a step, micro-batches of 8
+    assert frozen_times(config, Engine(torch.device("cpu"))) == 4
+    many = config.model_copy(update={"batch": config.batch.model_copy(update={"prompts_per_step": 100})})
+    assert frozen_times(many, Engine(torch.device("cuda"))) == 13
+    assert frozen_times(many, Engine(torch.device("cuda"), ranks=Ranks(0, 2))) == 4
