@@ -76,6 +76,8 @@ class Overrides(Section):
     """See rlhf train."""
     sampling: dict[str, Any] = {}
     """See rlhf train."""
+    overlap: dict[str, Any] = {}
+    """See rlhf train."""
     algorithm: dict[str, Any] = {}
     """See rlhf train; another preset than the base's replaces the base's algorithm whole."""
     batch: dict[str, Any] = {}
