@@ -234,7 +234,7 @@ class OverlapConfig(Section):
 
     reward_parts: Count = 1
     """A step's prompts are sampled in so many parts, and each is scored in a thread while the next is sampled. The same
-    numbers; for rewards that wait, as servers do. 1: off."""
+    numbers to rounding; for rewards that wait, as servers do. 1: off."""
     ahead: bool = False
     """A step's completions are drawn while the step before it updates, by the policy as it was before that update: one
     step off-policy, corrected for by ratio_cap. Takes the memory of one more policy."""
