@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from rlhf.compare.cell import cell_main
+from rlhf.ending import end_process
 
 if __name__ == "__main__":
-    sys.exit(cell_main(Path(sys.argv[1])))
+    end_process(cell_main(Path(sys.argv[1])))

@@ -21,6 +21,7 @@ from rlhf.build.reward_model import build_reward_model, finish_reward_model
 from rlhf.build.run import build_run
 from rlhf.config.load import merge, train_config, validate
 from rlhf.config.sections import RewardModelConfig
+from rlhf.ending import end_process
 from rlhf.runtime.ranks import leave
 from rlhf.runtime.session import Session
 from rlhf.trainers.offline import train_offline
@@ -59,3 +60,4 @@ if __name__ == "__main__":
     for each in json.loads(Path(sys.argv[1]).read_text()):
         run_one(each)
     leave()
+    end_process(0)

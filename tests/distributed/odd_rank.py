@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 from rlhf.cli import main
+from rlhf.ending import end_process
 from rlhf.runtime.ranks import Ranks
 
 DAWDLES_S = 0.15  # before each word to the others
@@ -52,4 +53,4 @@ if __name__ == "__main__":
     fault = json.loads(sys.argv[1])
     if fault:
         inject(**fault)
-    sys.exit(main(sys.argv[2:]))
+    end_process(main(sys.argv[2:]))
