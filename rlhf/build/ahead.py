@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.build.context import Context
+from rlhf.build.sampler import build_sampler
 from rlhf.config.sections import TrainConfig
 from rlhf.data.prompts import PromptStream
 from rlhf.errors import CheckpointError, ConfigError
-from rlhf.models.backbone import CausalLM, eos_ids, freeze
+from rlhf.models.backbone import CausalLM, freeze
 from rlhf.models.bundle import Models
-from rlhf.sampling.choice import make_sampler
 from rlhf.sampling.hf import repeat_rows
 from rlhf.trainers.online import sampling_key
 from rlhf.trainers.overlap import Ahead
@@ -41,14 +42,7 @@ def build_ahead(
         raise ConfigError("overlap.ahead works in one process without DeepSpeed: set overlap.ahead=false")
     twin = freeze(copy.deepcopy(models.policy))
     group_size = config.sampling.completions_per_prompt
-    sampler = make_sampler(
-        twin,
-        config.sampling,
-        eos_ids=eos_ids(twin, tokenizer),
-        pad_id=int(tokenizer.pad_token_id),
-        dtype=config.policy.dtype,
-        device=models.device,
-    )
+    sampler = build_sampler(config, replace(models, policy=twin), tokenizer)
 
     def draw(step: int) -> Completions:
         return sampler.sample(prompts.batch(step), key=sampling_key(config, step), group_size=group_size)

@@ -13,7 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf.build.context import model_folder
 from rlhf.build.models import build_tokenizer
 from rlhf.build.rewards import build_source
-from rlhf.config.sections import RewardSourceConfig, SamplingConfig, TrainConfig
+from rlhf.build.sampler import build_sampler
+from rlhf.config.reward import RewardSourceConfig
+from rlhf.config.sections import TrainConfig
 from rlhf.data.prompts import load_prompts
 from rlhf.errors import ConfigError, DataError
 from rlhf.evaluation.evaluate import PolicyEvaluation, evaluate_policy
@@ -27,14 +29,12 @@ from rlhf.evaluation.win_rate import (
     outcomes,
     win_rate,
 )
-from rlhf.models.backbone import context_length, eos_ids, fit_vocabulary, freeze, load_causal_lm, place
+from rlhf.models.backbone import context_length, fit_vocabulary, freeze, load_causal_lm, place
 from rlhf.models.bundle import Models
 from rlhf.rewards.chat import ChatModel
 from rlhf.rewards.texts import Texts, decode
 from rlhf.runtime.engine import make_engine
 from rlhf.runtime.seeding import derive
-from rlhf.sampling.choice import make_sampler
-from rlhf.sampling.sampler import Sampler
 from rlhf.trainers.online import ROWS_PER_PASS
 from rlhf.types import Completions, Scores
 
@@ -202,7 +202,7 @@ def evaluate_model(
     source = _judge(config)
     found = evaluate_policy(
         list(held_out.batches(config.sampling.batch_size)),
-        _sampler(config.sampling, models, tokenizer, config.policy.dtype),
+        build_sampler(config, models, tokenizer),
         models,
         build_source(source, tokenizer, engine) if source is not None else _unscored,
         proxy=None,
@@ -238,15 +238,3 @@ def _load(config: TrainConfig, path: str, tokenizer: PreTrainedTokenizerBase) ->
     model = load_causal_lm(path, dtype=config.policy.dtype, trust_remote_code=config.policy.trust_remote_code)
     fit_vocabulary(model, tokenizer, path)
     return freeze(model)
-
-
-def _sampler(config: SamplingConfig, models: Models, tokenizer: PreTrainedTokenizerBase, dtype: str) -> Sampler:
-    return make_sampler(
-        models.policy,
-        config,
-        eos_ids=eos_ids(models.policy, tokenizer),
-        pad_id=int(tokenizer.pad_token_id),
-        dtype=dtype,
-        device=models.device,
-        engine=models.engine,
-    )

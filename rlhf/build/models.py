@@ -11,7 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf.build.context import CRITIC, MODEL, Context, model_folder
 from rlhf.build.saving import export_policy
 from rlhf.config.algorithm import Online, TokenLoss
-from rlhf.config.sections import ModelSource, PolicyConfig, TrainConfig
+from rlhf.config.reward import ModelSource
+from rlhf.config.sections import PolicyConfig, TrainConfig
 from rlhf.data.chat import load_tokenizer
 from rlhf.models.backbone import (
     CausalLM,

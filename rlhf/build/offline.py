@@ -12,10 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.build.context import MODEL, Context, open_context, total_steps
 from rlhf.build.models import build_policy, build_tokenizer, export
-from rlhf.build.online import EvaluatePrompts, build_sampler
+from rlhf.build.online import EvaluatePrompts
 from rlhf.build.preferences import preference_task
 from rlhf.build.reference import attach_reference
 from rlhf.build.rewards import build_source
+from rlhf.build.sampler import build_sampler
 from rlhf.build.saving import load_trainer, save_policy, save_trainer
 from rlhf.build.task import Task
 from rlhf.config.algorithm import SftLoss

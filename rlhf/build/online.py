@@ -15,6 +15,7 @@ from rlhf.build.ahead import build_ahead
 from rlhf.build.context import CRITIC, MODEL, Context, open_context, total_steps
 from rlhf.build.models import build_online_models, build_tokenizer, decoder, export
 from rlhf.build.rewards import build_source
+from rlhf.build.sampler import build_sampler
 from rlhf.build.saving import load_trainer, save_policy, save_scalar_head, save_trainer
 from rlhf.config.algorithm import AdaptiveKl, Online, PenaltyLoss
 from rlhf.config.sections import TrainConfig
@@ -23,7 +24,7 @@ from rlhf.data.prompts import PromptStream, load_prompts
 from rlhf.data.stream import BatchStream
 from rlhf.errors import ConfigError
 from rlhf.evaluation.evaluate import evaluate_policy
-from rlhf.models.backbone import context_length, eos_ids
+from rlhf.models.backbone import context_length
 from rlhf.models.bundle import Ema, Models
 from rlhf.rewards.shaping import ShapedReward
 from rlhf.rewards.source import RewardSource
@@ -31,7 +32,6 @@ from rlhf.rollout import sample_records
 from rlhf.runtime.engine import Engine, Trained
 from rlhf.runtime.seeding import derive
 from rlhf.runtime.session import TrainState
-from rlhf.sampling.choice import make_sampler
 from rlhf.sampling.sampler import Sampler
 from rlhf.trainers.offline import fitting
 from rlhf.trainers.online import ROWS_PER_PASS, OnlineRun
@@ -121,25 +121,6 @@ def frozen_times(config: TrainConfig, engine: Engine) -> int:
     rows = config.batch.prompts_per_step * config.sampling.completions_per_prompt
     micro = 1 if config.batch.micro_batch_tokens else config.batch.micro_batch_size
     return max(ROWS_PER_PASS, -(-rows // micro))
-
-
-def build_sampler(
-    config: TrainConfig,
-    models: Models,
-    tokenizer: PreTrainedTokenizerBase,
-    tell: Callable[[str], None] = lambda _: None,
-) -> Sampler:
-    """The sampler over the live policy; `tell` hears why it is not the fast one."""
-    return make_sampler(
-        models.policy,
-        config.sampling,
-        eos_ids=eos_ids(models.policy, tokenizer),
-        pad_id=int(tokenizer.pad_token_id),
-        dtype=config.policy.dtype,
-        device=models.device,
-        engine=models.engine,
-        tell=tell,
-    )
 
 
 def _prompts(config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase, models: Models) -> PromptStream:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from reward_model.source import RewardModelSource
 from rlhf.build.context import model_folder
 from rlhf.config.judge import ChatSource
-from rlhf.config.sections import EnsembleSource, FunctionSource, ModelSource, RemoteSource, RewardSourceConfig
+from rlhf.config.reward import EnsembleSource, FunctionSource, ModelSource, RemoteSource, RewardSourceConfig
 from rlhf.data.chat import vocabulary_digest
 from rlhf.errors import ConfigError
 from rlhf.rewards.chat import ChatModel

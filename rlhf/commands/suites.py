@@ -20,7 +20,8 @@ from rlhf.build.context import model_folder
 from rlhf.build.rewards import build_source
 from rlhf.config.algorithm import ReferencedLoss
 from rlhf.config.load import Tree, dump, expand_preset, merge, parse_overrides, read_yaml, validate
-from rlhf.config.sections import RewardSourceConfig, TrainConfig
+from rlhf.config.reward import RewardSourceConfig
+from rlhf.config.sections import TrainConfig
 from rlhf.errors import ConfigError
 from rlhf.evaluation.suites.figures import Figure, SuiteResult
 from rlhf.evaluation.suites.gsm8k import run_gsm8k

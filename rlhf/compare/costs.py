@@ -13,7 +13,8 @@ from torch import nn
 
 from rlhf.build.context import model_folder
 from rlhf.config.compare import BudgetConfig
-from rlhf.config.sections import EnsembleSource, ModelSource, RewardSourceConfig, TrainConfig, reads_reference
+from rlhf.config.reward import EnsembleSource, ModelSource, RewardSourceConfig
+from rlhf.config.sections import TrainConfig, reads_reference
 from rlhf.runtime.loggers import encode_line, read_jsonl
 from rlhf.runtime.run_folder import write_aside
 from rlhf.trainers.offline import OfflineRun

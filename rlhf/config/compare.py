@@ -10,7 +10,8 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from rlhf.config.algorithm import Positive, type_or
 from rlhf.config.base import Section
 from rlhf.config.data import Count
-from rlhf.config.sections import RewardSourceConfig, TrainConfig
+from rlhf.config.reward import RewardSourceConfig
+from rlhf.config.sections import TrainConfig
 
 START = "start"  # the folder of the start model's own cells
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")

@@ -9,6 +9,7 @@ from pydantic import Field
 from rlhf.config.base import Section
 
 Count = Annotated[int, Field(ge=1)]
+Size = Annotated[int, Field(ge=0)]
 
 
 class DatasetConfig(Section):

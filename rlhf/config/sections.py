@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -26,11 +26,11 @@ from rlhf.config.algorithm import (
     SftLoss,
 )
 from rlhf.config.base import Section
-from rlhf.config.data import Count, DataConfig
-from rlhf.config.judge import ChatPairsConfig, ChatSource
+from rlhf.config.data import Count, DataConfig, Size
+from rlhf.config.judge import ChatPairsConfig
+from rlhf.config.reward import ModelSource, RewardConfig, RewardSourceConfig
 from rlhf.config.sharding import ShardingConfig
 
-Size = Annotated[int, Field(ge=0)]
 Dtype = Literal["float32", "bfloat16", "float64"]
 LogProbs = Literal["auto", "naive", "chunked"]
 Packing = Literal["auto", "off"]
@@ -131,83 +131,6 @@ class CriticConfig(OptimizerConfig):
     """Put the value head on the policy's own backbone: half the memory, coupled gradients."""
     warmup_steps: Size = 0
     """First train only the critic for so many steps."""
-
-
-class FunctionSource(Section):
-    """A Python function by import path."""
-
-    type: Literal["function"] = "function"
-    target: str
-    """module:function, or path/to/file.py:function; called with prompts, completions and references (lists)."""
-    kwargs: dict[str, Any] = {}
-    """Passed to the function as they stand."""
-    timeout_s: Positive | None = None
-    """Longest time of one call; a call that takes longer ends the run, saved. null: no limit."""
-
-
-class ModelSource(Section):
-    """A trained reward model."""
-
-    type: Literal["model"] = "model"
-    path: str
-    """A reward-model run or a sequence-classification folder with one label."""
-    micro_batch_size: Count = 64
-    """Rows per forward pass; memory only."""
-
-
-class RemoteSource(Section):
-    """A reward server over HTTP."""
-
-    type: Literal["remote"] = "remote"
-    url: str
-    """Answers POST {prompts, completions, references} with {scores}."""
-    timeout_s: Positive = 60.0
-    """Per request."""
-    retries: Size = 8
-    """Tries after the first, 1 s, 2 s, 4 s ... 30 s apart (about two minutes in all); then the run saves and stops."""
-    token_env: str | None = None
-    """The environment variable that holds the server's token, sent as Authorization: Bearer; null: none is sent."""
-    send_tokens: bool = False
-    """Send token ids besides the texts: rlhf serve-reward then gives the very scores of the model in this process."""
-
-
-class EnsembleSource(Section):
-    """Several sources as one."""
-
-    type: Literal["ensemble"] = "ensemble"
-    sources: list[RewardSourceConfig]
-    """Its members."""
-    how: Literal["mean", "minimum", "mean_minus_std"] = "mean"
-    """minimum is worst-case optimization, mean_minus_std uncertainty-weighted (Coste et al. 2024)."""
-    std_coef: NonNegative = 1.0
-    """c in mean - c * std."""
-
-
-RewardSourceConfig = Annotated[
-    FunctionSource | ModelSource | RemoteSource | ChatSource | EnsembleSource, Field(discriminator="type")
-]
-
-
-class ShapingConfig(Section):
-    """What is done to a score before it becomes a reward."""
-
-    missing_eos_penalty: NonNegative = 0.0
-    """Subtracted from the score of a completion that did not end."""
-    clip: Positive | None = 10.0
-    """Scores are clipped to [-clip, clip]; null: not at all."""
-    overlong_buffer: Size = 0
-    """Tokens before max_new_tokens over which a penalty grows from 0 to overlong_penalty (DAPO, eq. 13); 0: off."""
-    overlong_penalty: NonNegative = 1.0
-    """The penalty at max_new_tokens, where overlong_buffer is set."""
-
-
-class RewardConfig(Section):
-    """Where scores come from."""
-
-    source: RewardSourceConfig
-    """function, model, remote, openai or ensemble."""
-    shaping: ShapingConfig = ShapingConfig()
-    """Missing-EOS and overlong penalties, clip."""
 
 
 class SamplingConfig(Section):
@@ -395,6 +318,11 @@ class TrainConfig(Section):
             raise ValueError("critic.shared puts the head on the policy: critic.init must then be policy or auto")
         if self.critic.shared and self.critic.warmup_steps:
             raise ValueError("critic.warmup_steps trains the critic alone: not possible where critic.shared is true")
+        if self.critic.shared and self.sampling.old_log_probs == "sampler":
+            raise ValueError(
+                "critic.shared reads its values in the pass that sampling.old_log_probs=sampler leaves out: "
+                "set sampling.old_log_probs=auto"
+            )
         if isinstance(algorithm.policy_loss, PenaltyLoss) and self.batch.epochs * self.batch.minibatches < 2:
             raise ValueError(
                 "the penalty is steered by KL(old || new), which is 0 at a step's first update: "

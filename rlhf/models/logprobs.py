@@ -51,6 +51,10 @@ class Sequences:
             position_ids=(mask.long().cumsum(dim=1) - 1).clamp(min=0),
         )
 
+    def inputs(self) -> dict[str, Any]:
+        """What a model is called with."""
+        return {**vars(self), "use_cache": False}
+
 
 def completion_outputs(
     model: CausalLM,
@@ -117,13 +121,7 @@ class _Reading:
     def rectangle(self, model: CausalLM, sequences: Sequences) -> TokenOutputs:
         """From padded rows; tokens are chosen one position before their own."""
         length = self.ids.shape[1]
-        inputs = {
-            "input_ids": sequences.input_ids,
-            "attention_mask": sequences.attention_mask,
-            "position_ids": sequences.position_ids,
-            "use_cache": False,
-        }
-        return self._outputs(model, inputs, lambda hidden: hidden[:, -length - 1 : -1][self.mask])
+        return self._outputs(model, sequences.inputs(), lambda hidden: hidden[:, -length - 1 : -1][self.mask])
 
     def rows(self, model: CausalLM, rows: Rows) -> TokenOutputs:
         """From rows without padding."""
@@ -187,13 +185,6 @@ def completion_logits(
     model: CausalLM, sequences: Sequences, length: int, *, with_hidden: bool = False
 ) -> tuple[Float[Tensor, "B T V"], Float[Tensor, "B T D"] | None]:
     """The logits that choose each of the last `length` tokens, and the hidden states they come from when asked for."""
-    outputs = model(
-        input_ids=sequences.input_ids,
-        attention_mask=sequences.attention_mask,
-        position_ids=sequences.position_ids,
-        logits_to_keep=length + 1,
-        output_hidden_states=with_hidden,
-        use_cache=False,
-    )
+    outputs = model(**sequences.inputs(), logits_to_keep=length + 1, output_hidden_states=with_hidden)
     logits = outputs.logits[:, -length - 1 : -1]
     return logits, outputs.hidden_states[-1][:, -length - 1 : -1] if with_hidden else None

@@ -57,15 +57,8 @@ class ScalarHeadModel(nn.Module):
 
     def forward(self, sequences: Sequences | Rows) -> Float[Tensor, "B L"]:
         """Scores at every position; of rows without padding in one line."""
-        if isinstance(sequences, Rows):
-            return self.score_hidden(self.classifier.base_model(**body_inputs(sequences)).last_hidden_state)
-        outputs = self.classifier.base_model(
-            input_ids=sequences.input_ids,
-            attention_mask=sequences.attention_mask,
-            position_ids=sequences.position_ids,
-            use_cache=False,
-        )
-        return self.score_hidden(outputs.last_hidden_state)
+        inputs = body_inputs(sequences) if isinstance(sequences, Rows) else sequences.inputs()
+        return self.score_hidden(self.classifier.base_model(**inputs).last_hidden_state)
 
     def rows(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlhf.config.sections import ShapingConfig
+from rlhf.config.reward import ShapingConfig
 from rlhf.errors import RewardError
 from rlhf.rewards.source import RewardSource
 from rlhf.types import Completions, Scores

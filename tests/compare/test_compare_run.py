@@ -27,7 +27,7 @@ from rlhf.compare.judge import JUDGED, Judged
 from rlhf.compare.plan import claim
 from rlhf.compare.results import read_cells, summarize
 from rlhf.compare.runner import FAILED, failure_of, run_cells
-from rlhf.config.sections import EnsembleSource, FunctionSource, ModelSource
+from rlhf.config.reward import EnsembleSource, FunctionSource, ModelSource
 from rlhf.errors import UserError
 from rlhf.models.backbone import load_causal_lm
 from rlhf.runtime.loggers import read_jsonl

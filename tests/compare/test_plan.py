@@ -14,7 +14,7 @@ from rlhf.compare.differences import differences
 from rlhf.compare.plan import ENDLESS, claim, make_plan, read_cell, read_plan
 from rlhf.config.compare import START
 from rlhf.config.load import compare_config, load_compare, unread_sections
-from rlhf.config.sections import FunctionSource
+from rlhf.config.reward import FunctionSource
 from rlhf.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -29,7 +29,7 @@ from reward_model.text_scorer import Row, TextScorer, question_of
 from rlhf.build.rewards import build_source
 from rlhf.cli import main
 from rlhf.config.load import merge
-from rlhf.config.sections import RemoteSource
+from rlhf.config.reward import RemoteSource
 from rlhf.data.chat import vocabulary_digest
 from rlhf.errors import ConfigError, DataError, NonFiniteScores, RewardError
 from rlhf.rewards.remote import RemoteReward

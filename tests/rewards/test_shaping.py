@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import completions_of
 
-from rlhf.config.sections import ShapingConfig
+from rlhf.config.reward import ShapingConfig
 from rlhf.errors import RewardError
 from rlhf.rewards.shaping import ShapedReward, overlong_share
 from rlhf.types import Completions, Scores

@@ -140,6 +140,12 @@ def test_a_run_that_its_reward_stopped_goes_on_with_the_same_completions(tmp_pat
     assert files(tmp_path / "whole") == files(tmp_path / "stopped")
 
 
+def test_a_shared_critic_needs_the_trainers_pass(tmp_path: Path) -> None:
+    tree = ppo_tree(tmp_path, critic={"shared": True}, sampling={"old_log_probs": "sampler"})
+    with pytest.raises(ConfigError, match="old_log_probs=auto"):
+        train_config(tree)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -10,7 +10,8 @@ from pydantic import Field, model_validator
 from rlhf.config.algorithm import Positive
 from rlhf.config.base import Section
 from rlhf.config.data import Count, DatasetConfig, PreferencesConfig
-from rlhf.config.sections import Dtype, RewardSourceConfig
+from rlhf.config.reward import RewardSourceConfig
+from rlhf.config.sections import Dtype
 
 
 class EvalRows(DatasetConfig):

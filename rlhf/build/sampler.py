@@ -1,0 +1,32 @@
+"""The sampler over a policy, from configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.config.sections import TrainConfig
+from rlhf.models.backbone import eos_ids
+from rlhf.models.bundle import Models
+from rlhf.sampling.choice import make_sampler
+from rlhf.sampling.sampler import Sampler
+
+
+def build_sampler(
+    config: TrainConfig,
+    models: Models,
+    tokenizer: PreTrainedTokenizerBase,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Sampler:
+    """The sampler over the live policy; `tell` hears why it is not the fast one."""
+    return make_sampler(
+        models.policy,
+        config.sampling,
+        eos_ids=eos_ids(models.policy, tokenizer),
+        pad_id=int(tokenizer.pad_token_id),
+        dtype=config.policy.dtype,
+        device=models.device,
+        engine=models.engine,
+        tell=tell,
+    )
