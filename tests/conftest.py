@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from rlhf.runtime.recorder import Recorder
 
@@ -29,6 +34,25 @@ def shared() -> Path:
     if not all((SHARED / name).is_dir() for name in ("data", "models", "tokenizers")):
         pytest.skip("no ../shared folder with data, models and tokenizers: the real ones are not at hand")
     return SHARED
+
+
+@pytest.fixture(scope="session", autouse=True)
+def wide_norms() -> Iterator[None]:
+    """Norms of float64 models in float64: transformers' round to float32, and all that follows to 1e-7."""
+    with pytest.MonkeyPatch.context() as patch:
+        for norm in (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
+            patch.setattr(norm, "forward", _wide(norm.forward))
+        yield
+
+
+def _wide(plain: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    def forward(self: Any, hidden: Tensor) -> Tensor:
+        if hidden.dtype != torch.float64:
+            return plain(self, hidden)
+        normed: Tensor = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * normed
+
+    return forward
 
 
 @pytest.fixture(autouse=True)

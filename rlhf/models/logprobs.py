@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf.config.sections import LogProbs, Packing
 from rlhf.errors import ModelError
 from rlhf.models.backbone import CausalLM, body_of
 from rlhf.models.head import chunked_statistics, output_head, reading, statistics, why_naive
+from rlhf.models.lean import chosen_states, is_lean
 from rlhf.models.rows import Rows, body_inputs, lay, why_padded
 
 
@@ -125,27 +126,36 @@ class _Reading:
 
     def rows(self, model: CausalLM, rows: Rows) -> TokenOutputs:
         """From rows without padding."""
-        return self._outputs(model, body_inputs(rows), lambda hidden: hidden[0].index_select(0, rows.choosers))
+        body = body_of(model)
+        if not is_lean(body):
+            return self._outputs(model, body_inputs(rows), lambda hidden: hidden[0].index_select(0, rows.choosers))
+        head, states = output_head(model), chosen_states(body, rows, rows.choosers)
+        return self._spread(self._statistics(head, head, states), states)
 
     def _outputs(self, model: CausalLM, inputs: dict[str, Any], live: Callable[[Tensor], Tensor]) -> TokenOutputs:
-        head, ids = output_head(model), self.ids[self.mask]
+        head = output_head(model)
 
         def read(plain: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-            return chunked_statistics(
-                head,
-                plain,
-                live(hidden),
-                ids,
-                temperature=self.temperature,
-                entropy_gradient=self.entropy_gradient,
-            )
+            return self._statistics(head, plain, live(hidden))
 
         with reading(head, read):
             outputs = model(**inputs, output_hidden_states=self.with_hidden)
-        logprobs, entropy, first = (_spread(each, self.mask) for each in outputs.logits)
+        return self._spread(outputs.logits, live(outputs.hidden_states[-1]) if self.with_hidden else None)
+
+    def _statistics(self, head: nn.Module, plain: Callable[[Tensor], Tensor], live: Float[Tensor, "M D"]) -> Tensor:
+        return chunked_statistics(
+            head,
+            plain,
+            live,
+            self.ids[self.mask],
+            temperature=self.temperature,
+            entropy_gradient=self.entropy_gradient,
+        )
+
+    def _spread(self, found: Float[Tensor, "3 M"], states: Float[Tensor, "M D"] | None) -> TokenOutputs:
+        logprobs, entropy, first = (_spread(each, self.mask) for each in found)
         hidden = None
-        if self.with_hidden:
-            states = live(outputs.hidden_states[-1])
+        if self.with_hidden and states is not None:
             hidden = states.new_zeros(*self.mask.shape, states.shape[-1]).masked_scatter(self.mask[..., None], states)
         return _outputs(logprobs, entropy, first, hidden, entropy_gradient=self.entropy_gradient)
 

@@ -7,6 +7,7 @@ positions count from the prompt's first token. Which is what a padded rectangle 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -200,23 +201,31 @@ def attend(
     query: Float[Tensor, "1 H N d"],
     key: Float[Tensor, "1 K N d"],
     value: Float[Tensor, "1 K N d"],
-    rows: Rows,
     *,
+    rows: Rows,
     scale: float | None,
 ) -> Float[Tensor, "1 N H d"]:
     """Causal attention within each row."""
-    groups = query.shape[1] // key.shape[1]
     first = [_spread(states, rows.first) for states in (query, key, value)]
-    found = _collect(_attention(*first, groups=groups, mask=None, scale=scale), rows.first)
-    if rows.second is None:
-        return found[None]
-    own = [_spread(states, rows.second) for states in (query, key, value)]
-    keys, values = (
-        torch.cat([prompts.index_select(0, rows.prompt_of), completions], dim=2)
-        for prompts, completions in zip(first[1:], own[1:], strict=True)
-    )
-    second = _collect(_attention(own[0], keys, values, groups=groups, mask=rows.mask, scale=scale), rows.second)
-    return torch.cat([found, second])[None]
+    second = [_spread(states, rows.second) for states in (query, key, value)] if rows.second is not None else []
+    seen = within(rows, first, second, scale=scale)
+    places = [rows.first] if rows.second is None else [rows.first, rows.second]
+    return torch.cat([_collect(each, where) for each, where in zip(seen, places, strict=True)])[None]
+
+
+def within(
+    rows: Rows, first: Sequence[Tensor], second: Sequence[Tensor], *, scale: float | None
+) -> list[Float[Tensor, "R H W d"]]:
+    """Attention in the rectangles of query, key and value: whole rows, or prompts and (`second`) completions."""
+    groups = first[0].shape[1] // first[1].shape[1]
+    seen = [_attention(*first, groups=groups, mask=None, scale=scale)]
+    if second:
+        keys, values = (
+            torch.cat([prompts.index_select(0, rows.prompt_of), completions], dim=2)
+            for prompts, completions in zip(first[1:], second[1:], strict=True)
+        )
+        seen.append(_attention(second[0], keys, values, groups=groups, mask=rows.mask, scale=scale))
+    return seen
 
 
 def _attention(
@@ -261,7 +270,7 @@ def _sdpa(
     asked = sorted(name for name, given in more.items() if name not in KNOWN and given is not None)
     if asked or dropout or is_causal is False or not getattr(module, "is_causal", True):
         raise NotImplementedError(f"attention with {', '.join(asked) or 'dropout, or not causal'}")
-    return attend(query, key, value, rows, scale=scaling), None
+    return attend(query, key, value, rows=rows, scale=scaling), None
 
 
 AttentionInterface.register("sdpa", _sdpa)  # by name, so that layers that are computed again find the rows too
@@ -303,14 +312,12 @@ def _why_padded(body: nn.Module) -> str:
     if getattr(config, "attention_chunk_size", None):
         return f"{name} attends in chunks"
     device = next(body.parameters()).device
-    vocabulary = body.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    tokens = [[torch.tensor(row) % vocabulary for row in side] for side in TOKENS]
+    tokens = _few_tokens(body)
     alone = [
         body(input_ids=torch.cat([p, c])[None].to(device), use_cache=False).last_hidden_state[0]
         for p, c in zip(*tokens, strict=True)
     ]
-    for rows in (_whole(*tokens), _shared(tokens[0][:2] + tokens[0][3:], tokens[1], torch.tensor([0, 1, 0, 2]))):
-        rows = _to(rows, device)
+    for rows in few_rows(body):
         try:
             hidden = body(**body_inputs(rows)).last_hidden_state[0]
         except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -323,3 +330,15 @@ def _why_padded(body: nn.Module) -> str:
             if not torch.allclose(found, expected, rtol=0, atol=CLOSE * float(state.abs().max())):
                 return f"rows of {name} without padding give other numbers"
     return ""
+
+
+def few_rows(body: nn.Module) -> list[Rows]:
+    """A few rows to try a pass on: whole ones, and the same with the prompt that two of them share laid once."""
+    prompts, completions = _few_tokens(body)
+    laid = _whole(prompts, completions), _shared(prompts[:2] + prompts[3:], completions, torch.tensor([0, 1, 0, 2]))
+    return [_to(rows, next(body.parameters()).device) for rows in laid]
+
+
+def _few_tokens(body: nn.Module) -> list[list[Int[Tensor, " L"]]]:
+    vocabulary = body.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    return [[torch.tensor(row) % vocabulary for row in side] for side in TOKENS]

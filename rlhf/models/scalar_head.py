@@ -14,8 +14,9 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 from rlhf.config.sections import Packing
 from rlhf.errors import ModelError
 from rlhf.models.backbone import aligned, load_model_config, weight_dtype
+from rlhf.models.lean import chosen_states
 from rlhf.models.logprobs import Sequences
-from rlhf.models.rows import Rows, body_inputs, lay, why_padded
+from rlhf.models.rows import Rows, lay, why_padded
 from rlhf.runtime.seeding import generator
 
 HeadInit = Literal["zero", "normal"]
@@ -55,10 +56,13 @@ class ScalarHeadModel(nn.Module):
         mean, std = self.calibration
         return (raw - mean) / std
 
-    def forward(self, sequences: Sequences | Rows) -> Float[Tensor, "B L"]:
-        """Scores at every position; of rows without padding in one line."""
-        inputs = body_inputs(sequences) if isinstance(sequences, Rows) else sequences.inputs()
-        return self.score_hidden(self.classifier.base_model(**inputs).last_hidden_state)
+    def forward(self, sequences: Sequences) -> Float[Tensor, "B L"]:
+        """Scores at every position."""
+        return self.score_hidden(self.classifier.base_model(**sequences.inputs()).last_hidden_state)
+
+    def at(self, rows: Rows, chosen: Int[Tensor, " M"]) -> Float[Tensor, " M"]:
+        """Scores at the chosen tokens of rows without padding."""
+        return self.score_hidden(chosen_states(self.classifier.base_model, rows, chosen))
 
     def rows(
         self,
@@ -91,7 +95,7 @@ def completion_values(
     """V of the state in which completion token t is chosen: read one position before it; zero outside the mask."""
     rows = model.rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
     if rows is not None:
-        chosen: Tensor = model(rows)[0].index_select(0, rows.choosers)
+        chosen = model.at(rows, rows.choosers)
         return chosen.new_zeros(completion_mask.shape).masked_scatter(completion_mask, chosen)
     values = model(Sequences.join(prompt_ids, prompt_mask, completion_ids, completion_mask))
     length = completion_ids.shape[1]
@@ -108,8 +112,7 @@ def sequence_scores(
     """The score read at the last live token of prompt + completion, whichever side is padded."""
     rows = model.rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
     if rows is not None:
-        scores: Tensor = model(rows)[0].index_select(0, rows.last)
-        return scores
+        return model.at(rows, rows.last)
     sequences = Sequences.join(prompt_ids, prompt_mask, completion_ids, completion_mask)
     return last_live(model(sequences), sequences.attention_mask.bool())
 

@@ -81,8 +81,9 @@ class LocalTrained:
 
     def step(self, *, norm: float, lr_factor: float) -> float:
         """See Trained."""
-        moving = [p for p in self.parameters if p.grad is not None]
-        torch.nn.utils.clip_grads_with_norm_(moving, self.config.max_grad_norm, torch.tensor(norm))
+        if norm > self.config.max_grad_norm - 1e-6:  # below, torch would multiply by 1
+            moving = [p for p in self.parameters if p.grad is not None]
+            torch.nn.utils.clip_grads_with_norm_(moving, self.config.max_grad_norm, torch.tensor(norm))
         lr = self.config.lr * lr_factor
         for group in self.optimizer.param_groups:
             group["lr"] = lr

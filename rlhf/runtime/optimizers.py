@@ -35,7 +35,7 @@ def _sgd(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim
 
 def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
-        parameters, lr=config.lr, betas=config.betas, eps=config.adam_eps, weight_decay=config.weight_decay
+        parameters, lr=config.lr, betas=config.betas, eps=config.adam_eps, weight_decay=config.weight_decay, fused=True
     )
 
 
@@ -82,7 +82,7 @@ def put_state(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter
             optimizer.init_state(optimizer.param_groups[0], parameter, 0, places[parameter])  # type: ignore[attr-defined]
             own["step"] = step
         else:
-            own["step"] = torch.tensor(float(step))
+            own["step"] = torch.tensor(float(step), device=parameter.device if kind == "adamw" else "cpu")
             own |= {key: torch.empty_like(parameter) for key in moments}
         for key, values in moments.items():
             if name in values:

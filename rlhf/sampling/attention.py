@@ -37,7 +37,7 @@ def attend(
     each = heads // groups
     asked = query.reshape(rows, groups, each, dim)
     together = torch.bmm(_to_lanes(asked, plan), _flat(prompt_keys).transpose(1, 2))  # [L G, width each, P]
-    own = torch.bmm(asked.view(rows * groups, each, dim), _flat(keys).transpose(1, 2))
+    own = torch.bmm(asked.reshape(rows * groups, each, dim), _flat(keys).transpose(1, 2))
     scores = query.new_empty(rows, groups, each, prompt + columns)
     if plan.cells is None:
         _in_lanes(scores, plan)[..., :prompt] = _by_rows(together, plan, groups)

@@ -63,29 +63,40 @@ class LeanDecoder:
         half = cos.shape[-1] // 2
         self.cos, self.sin = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
-        def product(*modules: nn.Module) -> Linear:
+        def product(*modules: nn.Module, norm: nn.Module | None = None, scale: float = 1.0) -> Linear:
+            """Of what `norm` is before its weight, which goes into the columns here; the first is scaled."""
             weights, biases = [_weight(each) for each in modules], [_bias(each) for each in modules]
+            if norm is not None:
+                weights = [weight * _weight_of(norm) for weight in weights]
+            if scale != 1.0:
+                weights[0], biases[0] = weights[0] * scale, None if biases[0] is None else biases[0] * scale
             return Linear(weights, biases, rows=rows, low=low)
 
         self.layers = [
             _Layer(
-                before=_norm(layer.input_layernorm),
-                qkv=product(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
+                before=_unit(layer.input_layernorm),
+                qkv=product(
+                    layer.self_attn.q_proj,
+                    layer.self_attn.k_proj,
+                    layer.self_attn.v_proj,
+                    norm=layer.input_layernorm,
+                    scale=1.0 if hasattr(layer.self_attn, "q_norm") else float(layer.self_attn.scaling),
+                ),
                 query_norm=_norm(layer.self_attn.q_norm) if hasattr(layer.self_attn, "q_norm") else None,
                 key_norm=_norm(layer.self_attn.k_norm) if hasattr(layer.self_attn, "k_norm") else None,
-                scaling=float(layer.self_attn.scaling),
+                scaling=float(layer.self_attn.scaling) if hasattr(layer.self_attn, "q_norm") else 1.0,
                 window=_window(layer.self_attn),
                 out=product(layer.self_attn.o_proj),
-                after=_norm(layer.post_attention_layernorm),
-                gate=product(layer.mlp.gate_proj),
-                up=product(layer.mlp.up_proj),
+                after=_unit(layer.post_attention_layernorm),
+                gate=product(layer.mlp.gate_proj, norm=layer.post_attention_layernorm),
+                up=product(layer.mlp.up_proj, norm=layer.post_attention_layernorm),
                 act=None if config.hidden_act == "silu" else layer.mlp.act_fn,
                 down=product(layer.mlp.down_proj),
             )
             for layer in inner.layers
         ]
-        self.norm = _norm(inner.norm)
-        self.head = product(plain.lm_head)
+        self.norm = _unit(inner.norm)
+        self.head = product(plain.lm_head, norm=inner.norm)
 
     def step(self, slots: Slots, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         """See Decoder."""
@@ -176,11 +187,25 @@ def _window(attention: Any) -> int | None:
     return own
 
 
+def _weight_of(norm: nn.Module) -> Tensor:
+    weight = norm.weight
+    assert isinstance(weight, Tensor)
+    return weight.detach()
+
+
 def _norm(module: Any) -> Callable[[Tensor], Tensor]:
     """Root mean square layer norm, computed in float32 at least, as theirs is."""
-    weight, eps = module.weight.detach(), float(module.variance_epsilon)
+    weight, unit = _weight_of(module), _unit(module)
+    return lambda hidden: unit(hidden) * weight
 
-    def normalized(hidden: Tensor) -> Tensor:
-        return functional.rms_norm(hidden, weight.shape, weight, eps)
 
-    return normalized
+def _unit(module: Any) -> Callable[[Tensor], Tensor]:
+    """The norm without its weight: x / sqrt(mean(x²) + eps), in few steps."""
+    weight = _weight_of(module)
+    share, eps = 1.0 / len(weight), weight.new_tensor([float(module.variance_epsilon)])
+
+    def scaled(hidden: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
+        return hidden * torch.addcmul(eps, length, length, value=share).rsqrt_()
+
+    return scaled

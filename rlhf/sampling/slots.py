@@ -195,11 +195,15 @@ class Slots:
     ) -> Float[Tensor, "N H Dv"]:
         """Keep the token's key and value, and read everything that each row may see."""
         prompt_keys, prompt_values, keys, values = self.memory[layer]
-        keys[: self.live].index_copy_(2, self._column, key.to(keys.dtype)[:, :, None])
-        values[: self.live].index_copy_(2, self._column, value.to(values.dtype)[:, :, None])
+        if self.static:
+            keys[: self.live].index_copy_(2, self._column, key.to(keys.dtype)[:, :, None])
+            values[: self.live].index_copy_(2, self._column, value.to(values.dtype)[:, :, None])
+        else:
+            column = (self.now - 1) % self.ring
+            keys[: self.live, :, column], values[: self.live, :, column] = key, value
         used = self.ring if self.static else min(self.now, self.ring)
         found = attend(
-            query.to(keys.dtype) * scaling,
+            query.to(keys.dtype) if scaling == 1.0 else query.to(keys.dtype) * scaling,
             prompt_keys[: self.prompts],
             prompt_values[: self.prompts],
             keys[: self.live, :, :used],

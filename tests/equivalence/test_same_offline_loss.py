@@ -129,7 +129,6 @@ def test_online_dpo_is_offline_dpo_on_the_pairs_it_drew(tmp_path: Path, config: 
     assert metrics["policy/ratio"] == pytest.approx(1.0, abs=1e-10)
 
 
-@pytest.mark.usefixtures("wide_norms")
 @pytest.mark.parametrize("keep, aggregate", [(1, "token_mean"), (2, "token_mean"), (2, "sequence_mean")])
 def test_rejection_sampling_is_sft_on_the_kept_completions(tmp_path: Path, keep: int, aggregate: str) -> None:
     algorithm = {

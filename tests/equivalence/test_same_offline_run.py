@@ -30,7 +30,6 @@ def after_two_steps(folder: Path, preset: str, micro_batch_size: int) -> dict[st
     return weights(trained_offline(tree).trained.module)
 
 
-@pytest.mark.usefixtures("wide_norms")
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_micro_batch_size_does_not_change_a_run(tmp_path: Path, preset: str) -> None:
     whole = after_two_steps(tmp_path, preset, 64)

@@ -50,7 +50,6 @@ def one_update(tree: dict[str, Any], experience: Experience | None, *settings: s
     return {f"{n}.{k}": v for n, m in modules.items() for k, v in weights(m).items()}, experience
 
 
-@pytest.mark.usefixtures("wide_norms")
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_micro_batch_size_does_not_change_an_update(tmp_path: Path, preset: str) -> None:
     tree = exact(tmp_path, preset)

@@ -1,0 +1,228 @@
+"""The two halves of a decoder layer around its attention, each with a backward pass of its own.
+
+What modules do in a dozen steps that each keep their inputs is done here with few passes over memory; what is cheap to
+compute again in the backward pass (norms, silu) is not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from rlhf.models.rows import Places
+
+Weight = Tensor | None
+
+
+class Norm(NamedTuple):
+    """The weight and epsilon of y = w x / sqrt(mean(x²) + eps) (Zhang & Sennrich 2019)."""
+
+    weight: Float[Tensor, " D"]
+    eps: float
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Rotary positions of each token (Su et al. 2021), and where the tokens stand in their rectangles."""
+
+    cos: Float[Tensor, "N 1 E"]
+    sin: Float[Tensor, "N 1 E"]
+    places: Sequence[Places]
+
+
+def before_attention(
+    x: Float[Tensor, "N D"],
+    norm: Norm,
+    weights: Sequence[Tensor],
+    biases: Sequence[Weight],
+    head_norms: Sequence[Norm],
+    turn: Turn,
+) -> tuple[Float[Tensor, "N D"], list[Tensor]]:
+    """x as it is; query, key and value of norm(x) in each rectangle [places, heads, d], rotated."""
+    eps = norm.eps, *(each.eps for each in head_norms)
+    own: list[Weight] = [each.weight for each in head_norms] or [None, None]
+    skip, *found = _Before.apply(eps, turn, x, norm.weight, *own, *weights, *biases)  # type: ignore[no-untyped-call]
+    return skip, found
+
+
+def after_attention(
+    skip: Float[Tensor, "N D"],
+    seen: Sequence[Tensor],
+    places: Sequence[Places],
+    chosen: Int[Tensor, " M"] | None,
+    norm: Norm,
+    weights: Sequence[Tensor],
+) -> Float[Tensor, "M D"]:
+    """y = skip + seen Wo', then y + (silu(n Wg') * (n Wu')) Wd' of n = norm(y) (Shazeer 2020); of `chosen` tokens."""
+    found: Tensor = _After.apply(norm.eps, places, chosen, skip, norm.weight, *weights, *seen)  # type: ignore[no-untyped-call]
+    return found
+
+
+def normed(x: Float[Tensor, "*shape D"], norm: Norm) -> Float[Tensor, "*shape D"]:
+    """The norm alone."""
+    found: Tensor = _Normed.apply(x, norm.weight, norm.eps)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Normed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        inverse = _inverse(x, eps)
+        ctx.save_for_backward(x, weight, inverse)
+        return (x * inverse).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Weight, None]:
+        x, weight, inverse = ctx.saved_tensors
+        return *_norm_backward(gradient, x * inverse, weight, inverse, learns=ctx.needs_input_grad[1]), None
+
+
+class _Before(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, eps: Sequence[float], turn: Turn, x: Tensor, weight: Tensor, *given: Weight) -> Any:
+        head_norms, weights, biases = given[:2], given[2:5], given[5:]
+        inverse = _inverse(x, eps[0])
+        inner = (x * inverse).mul_(weight)
+        heads = [functional.linear(inner, w, b) for w, b in zip(weights, biases, strict=True)]  # type: ignore[arg-type]
+        query, key, value = (each.view(len(x), -1, 2 * turn.cos.shape[-1]) for each in heads)
+        kept: list[Tensor] = []
+        if head_norms[0] is not None and head_norms[1] is not None:
+            kept = [query, _inverse(query, eps[1]), key, _inverse(key, eps[2])]
+            query, key = (kept[0] * kept[1]).mul_(head_norms[0]), (kept[2] * kept[3]).mul_(head_norms[1])
+        found = _turned(query, turn, 1), _turned(key, turn, 1), value
+        ctx.turn = turn
+        ctx.save_for_backward(x, weight, inverse, *head_norms, *weights, *kept)
+        return x.view_as(x), *(
+            each[places.start : places.start + places.count].index_select(0, places.grid)
+            for places in turn.places
+            for each in found
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_skip: Tensor, *gradients: Tensor) -> Any:
+        """Places to tokens, back by the same angles, through the products and the norm."""
+        x, weight, inverse, *given = ctx.saved_tensors
+        head_norms, weights, kept = given[:2], given[2:5], given[5:]
+        learn = ctx.needs_input_grad[3:]
+        turn: Turn = ctx.turn
+        heads = [_live(gradients[number::3], turn.places) for number in range(3)]
+        heads[:2] = _turned(heads[0], turn, -1), _turned(heads[1], turn, -1)
+        d_head_norms: list[Weight] = [None, None]
+        for number in range(2) if kept else ():
+            state, own = kept[2 * number : 2 * number + 2]
+            heads[number], d_head_norms[number] = _norm_backward(
+                heads[number], state * own, head_norms[number], own, learns=learn[1 + number]
+            )
+        flat = [each.flatten(1) for each in heads]
+        scaled = x * inverse
+        inner = scaled * weight
+        d_weights = [dy.t() @ inner if learns else None for dy, learns in zip(flat, learn[3:6], strict=True)]
+        d_biases = [dy.sum(dim=0) if learns else None for dy, learns in zip(flat, learn[6:], strict=True)]
+        d_inner = torch.mm(flat[0], weights[0], out=inner)
+        d_inner.addmm_(flat[1], weights[1]).addmm_(flat[2], weights[2])
+        d_x, d_weight = _norm_backward(d_inner, scaled, weight, inverse, learns=learn[0], beside=d_skip)
+        return None, None, d_x, d_weight, *d_head_norms, *d_weights, *d_biases
+
+
+class _After(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        eps: float,
+        places: Sequence[Places],
+        chosen: Tensor | None,
+        skip: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+        *rectangles: Tensor,
+    ) -> Tensor:
+        seen = _live(rectangles, places).flatten(1)
+        if chosen is not None:
+            seen, skip = seen.index_select(0, chosen), skip.index_select(0, chosen)
+        middle = torch.addmm(skip, seen, out.t())
+        inverse = _inverse(middle, eps)
+        inner = (middle * inverse).mul_(weight)
+        gates, ups = inner @ gate.t(), inner @ up.t()
+        ctx.places, ctx.chosen = places, chosen
+        ctx.save_for_backward(middle, weight, inverse, out, gate, up, down, gates, ups, *rectangles)
+        return torch.addmm(middle, functional.silu(gates).mul_(ups), down.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """d up = dh silu(g),  d gate = dh u silu'(g) of h = silu(g) u; then the norm, and the product of attention."""
+        middle, weight, inverse, out, gate, up, down, gates, ups, *rectangles = ctx.saved_tensors
+        learn = ctx.needs_input_grad[4:]
+        silu = functional.silu(gates)
+        d_down = gradient.t() @ (silu * ups) if learn[4] else None
+        d_hidden = gradient @ down
+        d_ups = silu.mul_(d_hidden)
+        d_gates = torch.ops.aten.silu_backward(d_hidden.mul_(ups), gates)
+        scaled = middle * inverse
+        inner = scaled * weight
+        d_gate = d_gates.t() @ inner if learn[2] else None
+        d_up = d_ups.t() @ inner if learn[3] else None
+        d_inner = torch.mm(d_gates, gate, out=inner).addmm_(d_ups, up)
+        d_middle, d_weight = _norm_backward(d_inner, scaled, weight, inverse, learns=learn[0], beside=gradient)
+        seen = _live(rectangles, ctx.places).flatten(1)
+        rows = len(seen)
+        d_out = None
+        if learn[1]:
+            d_out = d_middle.t() @ (seen if ctx.chosen is None else seen.index_select(0, ctx.chosen))
+        d_seen = d_middle @ out
+        if ctx.chosen is not None:  # a prompt's last token chooses the first of each of its completions
+            d_seen = d_seen.new_zeros(rows, d_seen.shape[1]).index_add_(0, ctx.chosen, d_seen)
+            d_middle = d_middle.new_zeros(rows, d_middle.shape[1]).index_add_(0, ctx.chosen, d_middle)
+        d_rectangles = [_placed(d_seen, each, p) for each, p in zip(rectangles, ctx.places, strict=True)]
+        return None, None, None, d_middle, d_weight, d_out, d_gate, d_up, d_down, *d_rectangles
+
+
+def _placed(d_seen: Float[Tensor, "N E"], rectangle: Tensor, where: Places) -> Tensor:
+    """The gradient of a rectangle: zero at dead places."""
+    own = d_seen[where.start : where.start + where.count].view(-1, *rectangle.shape[1:])
+    return rectangle.new_zeros(rectangle.shape).index_copy_(0, where.back, own)
+
+
+def _live(rectangles: Sequence[Tensor], places: Sequence[Places]) -> Float[Tensor, "N H d"]:
+    """The tokens at their places, end to end."""
+    found = [each.index_select(0, p.back) for each, p in zip(rectangles, places, strict=True)]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _inverse(x: Float[Tensor, "*shape D"], eps: float) -> Float[Tensor, "*shape 1"]:
+    """1 / sqrt(mean(x²) + eps)."""
+    square: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+    return square.div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+def _norm_backward(
+    gradient: Tensor, scaled: Tensor, weight: Tensor, inverse: Tensor, *, learns: bool, beside: Weight = None
+) -> tuple[Tensor, Weight]:
+    """With n = x / rms:  dx = (dy w - n mean(dy w n)) / rms,  dw = sum(dy n); `beside` is another gradient of x."""
+    product = gradient * scaled
+    d_weight = product.flatten(0, -2).sum(dim=0) if learns else None
+    mean = (product @ weight).div_(-scaled.shape[-1])[..., None]
+    d_x = torch.mul(gradient, weight, out=product).addcmul_(scaled, mean)
+    return (d_x.mul_(inverse) if beside is None else torch.addcmul(beside, d_x, inverse, out=d_x)), d_weight
+
+
+def _turned(heads: Float[Tensor, "N H d"], turn: Turn, way: int) -> Float[Tensor, "N H d"]:
+    """The halves of each head are the two coordinates of its planes; `way` is 1, or -1 for back."""
+    half = turn.cos.shape[-1]
+    first, second = heads[..., :half], heads[..., half:]
+    turned = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
+    torch.mul(first, turn.cos, out=turned[..., :half]).addcmul_(second, turn.sin, value=-way)
+    torch.mul(second, turn.cos, out=turned[..., half:]).addcmul_(first, turn.sin, value=way)
+    return turned

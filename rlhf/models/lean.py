@@ -1,0 +1,125 @@
+"""The pass of Llama and its kin over rows without padding, written out: what their modules compute, in fewer steps.
+
+What nobody reads is left out too: the last layer's feed-forward half is computed for the chosen tokens only.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaModel, MistralModel, Qwen2Model, Qwen3Model
+
+from rlhf.models.fused import Norm, Turn, after_attention, before_attention, normed
+from rlhf.models.rows import CLOSE, Rows, body_inputs, few_rows, within
+
+FAMILIES = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
+
+
+def chosen_states(body: nn.Module, rows: Rows, chosen: Int[Tensor, " M"]) -> Float[Tensor, "M D"]:
+    """The last hidden states at `chosen`, of a body that may go without padding; written out where it is known."""
+    if is_lean(body):
+        return _states(body, rows, chosen)
+    states: Tensor = body(**body_inputs(rows)).last_hidden_state
+    return states[0].index_select(0, chosen)
+
+
+_SAME: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # a fact of each model, found out once
+
+
+def is_lean(body: nn.Module) -> bool:
+    """Whether the pass below is that of `body`: found out by a pass of each over a few rows.
+
+    Not where its modules must be called as they are: adapters, bfloat16, weights that DeepSpeed gathers only then.
+    """
+    if type(body) not in FAMILIES or not _plain(body):
+        return False
+    if body not in _SAME:
+        _SAME[body] = _is_same(body)
+    return _SAME[body]
+
+
+def _plain(body: Any) -> bool:
+    weight = body.norm.weight
+    if weight.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(weight.device.type):
+        return False
+    if hasattr(weight, "ds_id") or body.config.hidden_act != "silu":
+        return False
+    return all(
+        type(linear) is nn.Linear and (linear.bias is None or may_have_bias)
+        for layer in body.layers
+        for linears, may_have_bias in ((_inputs(layer), True), (_others(layer), False))
+        for linear in linears
+    )
+
+
+def _inputs(layer: Any) -> list[Any]:
+    return [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
+
+
+def _others(layer: Any) -> list[Any]:
+    return [layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj]
+
+
+@torch.no_grad()
+def _is_same(body: nn.Module) -> bool:
+    for rows in few_rows(body):
+        expected = body(**body_inputs(rows)).last_hidden_state[0].index_select(0, rows.choosers)
+        try:
+            found = _states(body, rows, rows.choosers)
+        except (RuntimeError, TypeError, AttributeError, ValueError, IndexError):
+            return False
+        if not torch.allclose(found, expected, rtol=0, atol=CLOSE * float(expected.abs().max())):
+            return False
+    return True
+
+
+def _states(body: Any, rows: Rows, chosen: Int[Tensor, " M"]) -> Float[Tensor, "M D"]:
+    x = body.embed_tokens(rows.input_ids)[0]
+    cos, sin = (each[0, :, None, : each.shape[-1] // 2] for each in body.rotary_emb(x[None], rows.position_ids))
+    turn = Turn(cos, sin, [rows.first] if rows.second is None else [rows.first, rows.second])
+    layers = body.layers[: body.config.num_hidden_layers]
+    for number, layer in enumerate(layers, start=1):
+        one = partial(_layer, layer, turn=turn, rows=rows, chosen=chosen if number == len(layers) else None)
+        if layer.gradient_checkpointing and layer.training:
+            x = checkpoint(one, x, use_reentrant=False, preserve_rng_state=False)
+        else:
+            x = one(x)
+    return normed(x, _norm(body.norm))
+
+
+def _layer(
+    layer: Any, x: Float[Tensor, "N D"], *, turn: Turn, rows: Rows, chosen: Int[Tensor, " M"] | None
+) -> Float[Tensor, "M D"]:
+    attention, inputs = layer.self_attn, _inputs(layer)
+    skip, found = before_attention(
+        x,
+        _norm(layer.input_layernorm),
+        [linear.weight for linear in inputs],
+        [linear.bias for linear in inputs],
+        [_norm(attention.q_norm), _norm(attention.k_norm)] if hasattr(attention, "q_norm") else [],
+        turn,
+    )
+    heads = [_rectangle(each, turn.places[number // 3].shape) for number, each in enumerate(found)]
+    seen = within(rows, heads[:3], heads[3:], scale=attention.scaling)
+    return after_attention(
+        skip,
+        [each.transpose(1, 2).flatten(0, 1) for each in seen],
+        turn.places,
+        chosen,
+        _norm(layer.post_attention_layernorm),
+        [linear.weight for linear in _others(layer)],
+    )
+
+
+def _norm(module: Any) -> Norm:
+    return Norm(module.weight, module.variance_epsilon)
+
+
+def _rectangle(tokens: Float[Tensor, "RW H d"], shape: tuple[int, int]) -> Float[Tensor, "R H W d"]:
+    return tokens.view(*shape, *tokens.shape[1:]).transpose(1, 2)
