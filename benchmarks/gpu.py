@@ -85,7 +85,7 @@ def everything(options: argparse.Namespace) -> dict[str, Any]:
         sys.stdout.flush()
 
     def job(trainer: str, folder: str, sizes: Sizes) -> Job:
-        return Job(trainer, steps, folder, dtype, device, options.threads, sizes)
+        return Job(trainer, steps, folder, dtype, device, options.threads, sizes, whole=True)
 
     work(small, wide, lambda folder, run: rollout(job("grpo", folder, wide), run), "rollout")
     work(large, usual, lambda folder, run: update(job("sft", folder, usual), large, run), "update")

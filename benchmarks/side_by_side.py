@@ -5,6 +5,7 @@
     --size tiny|small      shape of the models (benchmarks/peers/work.py)
     --trainers ...         of sft reward dpo dpo_cached grpo rloo ppo
     --rounds N             each round runs ours, then the peer, each in a process of its own
+    --whole                all rows of an optimizer step in one pass of ours, as in TRL's; else our default's 16
     --json FILE            where the figures go besides the terminal
 
 Both sides get the same weights, rows, lengths, precision, optimizer and number of threads. A step's time is from the
@@ -111,6 +112,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--whole", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="side-by-side-") as name:
@@ -131,6 +133,7 @@ def _all(options: argparse.Namespace, folder: Path) -> Found:
         "parameters": parameters,
         "dtype": options.dtype,
         "device": options.device,
+        "rows_in_a_pass_of_ours": "all" if options.whole else "16",
         "peer": versions(options.peer_python),
     }
     sys.stdout.write(
@@ -143,7 +146,9 @@ def _all(options: argparse.Namespace, folder: Path) -> Found:
         if python is None:
             sys.stderr.write("ppo is left out: --ppo-peer-python is not given\n")
             continue
-        job = Job(trainer, options.steps, str(folder), options.dtype, options.device, options.threads, sizes)
+        job = Job(
+            trainer, options.steps, str(folder), options.dtype, options.device, options.threads, sizes, options.whole
+        )
         rounds = [
             (run_side(sys.executable, "ours.py", job, folder), run_side(python, "trl_side.py", job, folder))
             for _ in range(options.rounds)

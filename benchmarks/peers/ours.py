@@ -44,7 +44,7 @@ def tree_of(job: Job, out: Path) -> Tree:
         "logging": {"samples": 0},
     }
     pairs = {"data": {"preferences": {"path": str(folder / "pairs.jsonl")}}}
-    offline = {"batch": {"prompts_per_step": sizes.rows, "micro_batch_size": sizes.rows}}
+    offline = {"batch": {"prompts_per_step": sizes.rows}}
     online = {
         "policy": policy,
         "data": {"prompts": {"path": str(folder / "prompts.jsonl")}},
@@ -53,20 +53,13 @@ def tree_of(job: Job, out: Path) -> Tree:
     }
     groups = {
         "sampling": {"completions_per_prompt": sizes.group},
-        "batch": {
-            "prompts_per_step": sizes.prompts,
-            "epochs": 1,
-            "minibatches": 1,
-            "micro_batch_size": sizes.prompts * sizes.group,
-        },
+        "batch": {"prompts_per_step": sizes.prompts, "epochs": 1, "minibatches": 1},
     }
-    rows = sizes.ppo_prompts // sizes.ppo_minibatches
     ppo = {
         "batch": {
             "prompts_per_step": sizes.ppo_prompts,
             "epochs": sizes.ppo_epochs,
             "minibatches": sizes.ppo_minibatches,
-            "micro_batch_size": rows,
         },
         "critic": {"init": "reward", "lr": LR, "dtype": job.dtype},
         "reward": {"source": {"type": "model", "path": str(folder / "reward"), "target": None}},
@@ -82,6 +75,9 @@ def tree_of(job: Job, out: Path) -> Tree:
     name = job.trainer.removesuffix("_cached")
     for part in parts[name]:
         tree = merge(tree, part)
+    if job.whole:
+        rows = {"ppo": sizes.ppo_prompts // sizes.ppo_minibatches, "grpo": sizes.prompts * sizes.group}
+        tree["batch"]["micro_batch_size"] = rows.get("grpo" if name == "rloo" else name, sizes.rows)
     if name == "ppo":
         tree["reward"]["source"] = {"type": "model", "path": str(folder / "reward"), "micro_batch_size": 64}
         tree["critic"].pop("dtype")

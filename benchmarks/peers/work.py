@@ -51,6 +51,7 @@ class Job:
     device: str = "cpu"
     threads: int = 2
     sizes: Sizes = Sizes()
+    whole: bool = False  # our passes have all rows of an optimizer step, as TRL's do, instead of our default's 16
     overrides: dict[str, Any] = field(default_factory=dict)  # of our configuration
 
     def write(self, path: Path) -> None:

@@ -1,7 +1,8 @@
 """The two halves of a decoder layer around its attention, each with a backward pass of its own.
 
 What modules do in a dozen steps that each keep their inputs is done here with few passes over memory; what is cheap to
-compute again in the backward pass (norms, silu) is not kept.
+compute again in the backward pass (norms, silu) is not kept. Matrix products are made in the dtype `low`: the weights'
+own, or autocast's, with norms, rotations and the sums along the layers in the weights'.
 """
 
 from __future__ import annotations
@@ -44,11 +45,12 @@ def before_attention(
     biases: Sequence[Weight],
     head_norms: Sequence[Norm],
     turn: Turn,
+    low: torch.dtype,
 ) -> tuple[Float[Tensor, "N D"], list[Tensor]]:
     """x as it is; query, key and value of norm(x) in each rectangle [places, heads, d], rotated."""
     eps = norm.eps, *(each.eps for each in head_norms)
     own: list[Weight] = [each.weight for each in head_norms] or [None, None]
-    skip, *found = _Before.apply(eps, turn, x, norm.weight, *own, *weights, *biases)  # type: ignore[no-untyped-call]
+    skip, *found = _Before.apply(eps, turn, low, x, norm.weight, *own, *weights, *biases)  # type: ignore[no-untyped-call]
     return skip, found
 
 
@@ -59,9 +61,10 @@ def after_attention(
     chosen: Int[Tensor, " M"] | None,
     norm: Norm,
     weights: Sequence[Tensor],
+    low: torch.dtype,
 ) -> Float[Tensor, "M D"]:
     """y = skip + seen Wo', then y + (silu(n Wg') * (n Wu')) Wd' of n = norm(y) (Shazeer 2020); of `chosen` tokens."""
-    found: Tensor = _After.apply(norm.eps, places, chosen, skip, norm.weight, *weights, *seen)  # type: ignore[no-untyped-call]
+    found: Tensor = _After.apply(norm.eps, low, places, chosen, skip, norm.weight, *weights, *seen)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -87,18 +90,21 @@ class _Normed(torch.autograd.Function):
 
 class _Before(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, eps: Sequence[float], turn: Turn, x: Tensor, weight: Tensor, *given: Weight) -> Any:
+    def forward(
+        ctx: Any, eps: Sequence[float], turn: Turn, low: torch.dtype, x: Tensor, weight: Tensor, *given: Weight
+    ) -> Any:
         head_norms, weights, biases = given[:2], given[2:5], given[5:]
         inverse = _inverse(x, eps[0])
-        inner = (x * inverse).mul_(weight)
-        heads = [functional.linear(inner, w, b) for w, b in zip(weights, biases, strict=True)]  # type: ignore[arg-type]
+        inner = (x * inverse).mul_(weight).to(low)
+        heads = [_linear(inner, w, b) for w, b in zip(weights, biases, strict=True)]
         query, key, value = (each.view(len(x), -1, 2 * turn.cos.shape[-1]) for each in heads)
+        query, key = query.to(x.dtype), key.to(x.dtype)
         kept: list[Tensor] = []
         if head_norms[0] is not None and head_norms[1] is not None:
             kept = [query, _inverse(query, eps[1]), key, _inverse(key, eps[2])]
             query, key = (kept[0] * kept[1]).mul_(head_norms[0]), (kept[2] * kept[3]).mul_(head_norms[1])
-        found = _turned(query, turn, 1), _turned(key, turn, 1), value
-        ctx.turn = turn
+        found = _turned(query, turn, 1).to(low), _turned(key, turn, 1).to(low), value
+        ctx.turn, ctx.low = turn, low
         ctx.save_for_backward(x, weight, inverse, *head_norms, *weights, *kept)
         return x.view_as(x), *(
             each[places.start : places.start + places.count].index_select(0, places.grid)
@@ -112,25 +118,26 @@ class _Before(torch.autograd.Function):
         """Places to tokens, back by the same angles, through the products and the norm."""
         x, weight, inverse, *given = ctx.saved_tensors
         head_norms, weights, kept = given[:2], given[2:5], given[5:]
-        learn = ctx.needs_input_grad[3:]
+        learn = ctx.needs_input_grad[4:]
         turn: Turn = ctx.turn
         heads = [_live(gradients[number::3], turn.places) for number in range(3)]
-        heads[:2] = _turned(heads[0], turn, -1), _turned(heads[1], turn, -1)
+        heads[:2] = (_turned(each.to(x.dtype), turn, -1) for each in heads[:2])
         d_head_norms: list[Weight] = [None, None]
         for number in range(2) if kept else ():
             state, own = kept[2 * number : 2 * number + 2]
             heads[number], d_head_norms[number] = _norm_backward(
                 heads[number], state * own, head_norms[number], own, learns=learn[1 + number]
             )
-        flat = [each.flatten(1) for each in heads]
+        flat = [each.flatten(1).to(ctx.low) for each in heads]
         scaled = x * inverse
-        inner = scaled * weight
-        d_weights = [dy.t() @ inner if learns else None for dy, learns in zip(flat, learn[3:6], strict=True)]
-        d_biases = [dy.sum(dim=0) if learns else None for dy, learns in zip(flat, learn[6:], strict=True)]
-        d_inner = torch.mm(flat[0], weights[0], out=inner)
-        d_inner.addmm_(flat[1], weights[1]).addmm_(flat[2], weights[2])
+        inner = (scaled * weight).to(ctx.low)
+        d_weights = [_of_weight(dy, inner, w, learns) for dy, w, learns in zip(flat, weights, learn[3:6], strict=True)]
+        d_biases = [
+            dy.sum(dim=0, dtype=x.dtype) if learns else None for dy, learns in zip(flat, learn[6:], strict=True)
+        ]
+        d_inner = _of_input(flat, weights, x.dtype)
         d_x, d_weight = _norm_backward(d_inner, scaled, weight, inverse, learns=learn[0], beside=d_skip)
-        return None, None, d_x, d_weight, *d_head_norms, *d_weights, *d_biases
+        return None, None, None, d_x, d_weight, *d_head_norms, *d_weights, *d_biases
 
 
 class _After(torch.autograd.Function):
@@ -138,6 +145,7 @@ class _After(torch.autograd.Function):
     def forward(
         ctx: Any,
         eps: float,
+        low: torch.dtype,
         places: Sequence[Places],
         chosen: Tensor | None,
         skip: Tensor,
@@ -151,42 +159,68 @@ class _After(torch.autograd.Function):
         seen = _live(rectangles, places).flatten(1)
         if chosen is not None:
             seen, skip = seen.index_select(0, chosen), skip.index_select(0, chosen)
-        middle = torch.addmm(skip, seen, out.t())
+        middle = _plus(skip, seen, out)
         inverse = _inverse(middle, eps)
-        inner = (middle * inverse).mul_(weight)
-        gates, ups = inner @ gate.t(), inner @ up.t()
-        ctx.places, ctx.chosen = places, chosen
+        inner = (middle * inverse).mul_(weight).to(low)
+        gates, ups = _linear(inner, gate), _linear(inner, up)
+        ctx.places, ctx.chosen, ctx.low = places, chosen, low
         ctx.save_for_backward(middle, weight, inverse, out, gate, up, down, gates, ups, *rectangles)
-        return torch.addmm(middle, functional.silu(gates).mul_(ups), down.t())
+        return _plus(middle, functional.silu(gates).mul_(ups), down)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """d up = dh silu(g),  d gate = dh u silu'(g) of h = silu(g) u; then the norm, and the product of attention."""
         middle, weight, inverse, out, gate, up, down, gates, ups, *rectangles = ctx.saved_tensors
-        learn = ctx.needs_input_grad[4:]
-        silu = functional.silu(gates)
-        d_down = gradient.t() @ (silu * ups) if learn[4] else None
-        d_hidden = gradient @ down
+        learn, dtype = ctx.needs_input_grad[5:], middle.dtype
+        silu, d_found = functional.silu(gates), gradient.to(ctx.low)
+        d_down = _of_weight(d_found, silu * ups, down, learn[4]) if learn[4] else None
+        d_hidden = _of_input([d_found], [down], ctx.low)
         d_ups = silu.mul_(d_hidden)
         d_gates = torch.ops.aten.silu_backward(d_hidden.mul_(ups), gates)
         scaled = middle * inverse
-        inner = scaled * weight
-        d_gate = d_gates.t() @ inner if learn[2] else None
-        d_up = d_ups.t() @ inner if learn[3] else None
-        d_inner = torch.mm(d_gates, gate, out=inner).addmm_(d_ups, up)
+        inner = (scaled * weight).to(ctx.low)
+        d_gate, d_up = _of_weight(d_gates, inner, gate, learn[2]), _of_weight(d_ups, inner, up, learn[3])
+        d_inner = _of_input([d_gates, d_ups], [gate, up], dtype)
         d_middle, d_weight = _norm_backward(d_inner, scaled, weight, inverse, learns=learn[0], beside=gradient)
-        seen = _live(rectangles, ctx.places).flatten(1)
-        rows = len(seen)
+        d_low, rows = d_middle.to(ctx.low), sum(p.count for p in ctx.places)
         d_out = None
         if learn[1]:
-            d_out = d_middle.t() @ (seen if ctx.chosen is None else seen.index_select(0, ctx.chosen))
-        d_seen = d_middle @ out
+            seen = _live(rectangles, ctx.places).flatten(1)
+            d_out = _of_weight(d_low, seen if ctx.chosen is None else seen.index_select(0, ctx.chosen), out, True)
+        d_seen = _of_input([d_low], [out], ctx.low)
         if ctx.chosen is not None:  # a prompt's last token chooses the first of each of its completions
             d_seen = d_seen.new_zeros(rows, d_seen.shape[1]).index_add_(0, ctx.chosen, d_seen)
             d_middle = d_middle.new_zeros(rows, d_middle.shape[1]).index_add_(0, ctx.chosen, d_middle)
         d_rectangles = [_placed(d_seen, each, p) for each, p in zip(rectangles, ctx.places, strict=True)]
-        return None, None, None, d_middle, d_weight, d_out, d_gate, d_up, d_down, *d_rectangles
+        return None, None, None, None, d_middle, d_weight, d_out, d_gate, d_up, d_down, *d_rectangles
+
+
+def _linear(x: Float[Tensor, "N D"], weight: Weight, bias: Weight = None) -> Float[Tensor, "N E"]:
+    """x W^T + b in the dtype of x."""
+    assert weight is not None
+    return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def _plus(skip: Float[Tensor, "N D"], x: Float[Tensor, "N E"], weight: Float[Tensor, "D E"]) -> Float[Tensor, "N D"]:
+    """skip + x W^T, the sum inside the product where both are of one dtype."""
+    return torch.addmm(skip, x, weight.t()) if x.dtype == skip.dtype else skip + _linear(x, weight)
+
+
+def _of_input(gradients: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype) -> Float[Tensor, "N D"]:
+    """sum dy W, added up in `dtype`."""
+    found = (gradients[0] @ weights[0].to(gradients[0].dtype)).to(dtype)
+    for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+        if gradient.dtype == dtype:
+            found.addmm_(gradient, weight)
+        else:
+            found += gradient @ weight.to(gradient.dtype)
+    return found
+
+
+def _of_weight(gradient: Tensor, x: Tensor, weight: Tensor, learns: bool) -> Weight:
+    """dy^T x in the dtype of the weight."""
+    return (gradient.t() @ x).to(weight.dtype) if learns else None
 
 
 def _placed(d_seen: Float[Tensor, "N E"], rectangle: Tensor, where: Places) -> Tensor:

@@ -35,7 +35,7 @@ _SAME: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # a fact of eac
 def is_lean(body: nn.Module) -> bool:
     """Whether the pass below is that of `body`: found out by a pass of each over a few rows.
 
-    Not where its modules must be called as they are: adapters, bfloat16, weights that DeepSpeed gathers only then.
+    Not where its modules must be called as they are: adapters, weights that DeepSpeed gathers only then.
     """
     if type(body) not in FAMILIES or not _plain(body):
         return False
@@ -46,9 +46,9 @@ def is_lean(body: nn.Module) -> bool:
 
 def _plain(body: Any) -> bool:
     weight = body.norm.weight
-    if weight.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(weight.device.type):
+    if weight.dtype not in (torch.float32, torch.float64) or hasattr(weight, "ds_id"):
         return False
-    if hasattr(weight, "ds_id") or body.config.hidden_act != "silu":
+    if body.config.hidden_act != "silu":
         return False
     return all(
         type(linear) is nn.Linear and (linear.bias is None or may_have_bias)
@@ -68,14 +68,15 @@ def _others(layer: Any) -> list[Any]:
 
 @torch.no_grad()
 def _is_same(body: nn.Module) -> bool:
-    for rows in few_rows(body):
-        expected = body(**body_inputs(rows)).last_hidden_state[0].index_select(0, rows.choosers)
-        try:
-            found = _states(body, rows, rows.choosers)
-        except (RuntimeError, TypeError, AttributeError, ValueError, IndexError):
-            return False
-        if not torch.allclose(found, expected, rtol=0, atol=CLOSE * float(expected.abs().max())):
-            return False
+    with torch.autocast(next(body.parameters()).device.type, enabled=False):
+        for rows in few_rows(body):
+            expected = body(**body_inputs(rows)).last_hidden_state[0].index_select(0, rows.choosers)
+            try:
+                found = _states(body, rows, rows.choosers)
+            except (RuntimeError, TypeError, AttributeError, ValueError, IndexError):
+                return False
+            if not torch.allclose(found, expected, rtol=0, atol=CLOSE * float(expected.abs().max())):
+                return False
     return True
 
 
@@ -97,6 +98,8 @@ def _layer(
     layer: Any, x: Float[Tensor, "N D"], *, turn: Turn, rows: Rows, chosen: Int[Tensor, " M"] | None
 ) -> Float[Tensor, "M D"]:
     attention, inputs = layer.self_attn, _inputs(layer)
+    kind = x.device.type
+    low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     skip, found = before_attention(
         x,
         _norm(layer.input_layernorm),
@@ -104,6 +107,7 @@ def _layer(
         [linear.bias for linear in inputs],
         [_norm(attention.q_norm), _norm(attention.k_norm)] if hasattr(attention, "q_norm") else [],
         turn,
+        low,
     )
     heads = [_rectangle(each, turn.places[number // 3].shape) for number, each in enumerate(found)]
     seen = within(rows, heads[:3], heads[3:], scale=attention.scaling)
@@ -114,6 +118,7 @@ def _layer(
         chosen,
         _norm(layer.post_attention_layernorm),
         [linear.weight for linear in _others(layer)],
+        low,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutant import Mutant
 
 HEAD = ("tests/models/test_head.py",)
+LEAN = ("tests/models/test_lean.py",)
 
 FORWARD = [
     Mutant(
@@ -70,5 +71,77 @@ FORWARD = [
         after="pass",
         why="a model that cannot do without padding is not found out",
         tests=("tests/models/test_rows.py",),
+    ),
+    Mutant(
+        name="lean-rotates-gradients-forward",
+        file="rlhf/models/fused.py",
+        before="heads[:2] = (_turned(each.to(x.dtype), turn, -1) for each in heads[:2])",
+        after="heads[:2] = (_turned(each.to(x.dtype), turn, 1) for each in heads[:2])",
+        why="gradients of queries and keys are turned the wrong way; the loss still falls",
+        tests=LEAN,
+    ),
+    Mutant(
+        name="lean-norm-without-its-mean",
+        file="rlhf/models/fused.py",
+        before="d_x = torch.mul(gradient, weight, out=product).addcmul_(scaled, mean)",
+        after="d_x = torch.mul(gradient, weight, out=product)",
+        why="the gradient of a norm without its projection: close, and wrong",
+        tests=LEAN,
+    ),
+    Mutant(
+        name="lean-skip-without-gradient",
+        file="rlhf/models/fused.py",
+        before="else torch.addcmul(beside, d_x, inverse, out=d_x)), d_weight",
+        after="else d_x.mul_(inverse)), d_weight",
+        why="nothing flows past a layer; small models learn all the same",
+        tests=LEAN,
+    ),
+    Mutant(
+        name="lean-last-chooser-wins",
+        file="rlhf/models/fused.py",
+        before="d_middle = d_middle.new_zeros(rows, d_middle.shape[1]).index_add_(0, ctx.chosen, d_middle)",
+        after="d_middle = d_middle.new_zeros(rows, d_middle.shape[1]).index_copy_(0, ctx.chosen, d_middle)",
+        why="of the completions that share a prompt only one moves its last token",
+        tests=LEAN,
+    ),
+    Mutant(
+        name="lean-silu-without-its-slope",
+        file="rlhf/models/fused.py",
+        before="d_gates = torch.ops.aten.silu_backward(d_hidden.mul_(ups), gates)",
+        after="d_gates = d_hidden.mul_(ups).mul_(torch.sigmoid(gates))",
+        why="the gate learns by the slope of another function",
+        tests=LEAN,
+    ),
+    Mutant(
+        name="lean-forgets-a-product",
+        file="rlhf/models/fused.py",
+        before="    for gradient, weight in zip(gradients[1:], weights[1:], strict=True):",
+        after="    for gradient, weight in zip(gradients[1:2], weights[1:2], strict=True):",
+        why="values get no gradient through the states before them",
+        tests=LEAN,
+    ),
+    Mutant(
+        name="lean-takes-any-bias",
+        file="rlhf/models/lean.py",
+        before="type(linear) is nn.Linear and (linear.bias is None or may_have_bias)",
+        after="type(linear) is nn.Linear",
+        why="a bias of the feed-forward half is left out",
+        tests=LEAN,
+    ),
+    Mutant(
+        name="lean-not-tried",
+        file="rlhf/models/lean.py",
+        before="if not torch.allclose(found, expected, rtol=0, atol=CLOSE * float(expected.abs().max())):",
+        after="if found.shape != expected.shape:",
+        why="a model whose modules were changed is trained as another",
+        tests=LEAN,
+    ),
+    Mutant(
+        name="lean-split-weights",
+        file="rlhf/models/lean.py",
+        before=' or hasattr(weight, "ds_id")',
+        after="",
+        why="a weight of which DeepSpeed holds a part is read as if it were whole",
+        tests=LEAN,
     ),
 ]

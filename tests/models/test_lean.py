@@ -1,0 +1,174 @@
+"""The written-out pass: what the modules compute, values and gradients, whatever is frozen, shared or recomputed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_rows import BATCHES, fields
+from tiny_models import EOS, PROMPTS, completions_of, saved, tiny, tokenizer
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from rlhf.config.sections import LoraConfig
+from rlhf.models import lean, logprobs
+from rlhf.models.backbone import CausalLM, add_lora, body_of, enable_checkpointing
+from rlhf.models.fused import Norm, normed
+from rlhf.models.lean import chosen_states, is_lean
+from rlhf.models.logprobs import TokenOutputs, completion_outputs
+from rlhf.models.rows import body_inputs, lay
+from rlhf.models.scalar_head import load_scalar_head, sequence_scores
+from rlhf.types import Completions
+
+KNOWN = ("llama", "qwen2", "qwen3")
+
+
+def asked(model: CausalLM, batch: Completions) -> TokenOutputs:
+    return completion_outputs(model, *fields(batch), temperature=0.7, entropy_gradient=True)
+
+
+Found = tuple[Tensor, dict[str, Tensor | None]]
+
+
+def gradients(model: CausalLM, batch: Completions) -> Found:
+    """A curved function of what is said, and the gradient of every weight."""
+    model.zero_grad()
+    found = asked(model, batch)
+    loss = (found.logprobs.exp() + found.entropy**2).sum()
+    loss.backward()
+    return found.logprobs.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def with_modules(patch: pytest.MonkeyPatch, model: CausalLM, batch: Completions) -> Found:
+    with patch.context() as inside:
+        for where in (lean, logprobs):
+            inside.setattr(where, "is_lean", lambda _: False)
+        return gradients(model, batch)
+
+
+def assert_same(patch: pytest.MonkeyPatch, model: CausalLM, batch: Completions, atol: float = 1e-12) -> None:
+    assert is_lean(body_of(model))
+    ours, ours_d = gradients(model, batch)
+    theirs, theirs_d = with_modules(patch, model, batch)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
+    assert any(gradient is not None for gradient in theirs_d.values())
+    for name, expected in theirs_d.items():
+        found = ours_d[name]
+        if expected is None:
+            assert found is None, name
+        else:
+            assert found is not None, name
+            assert float(expected.abs().max()) > 0, name
+            torch.testing.assert_close(found, expected, rtol=0, atol=atol * max(1.0, float(expected.abs().max())))
+
+
+@pytest.mark.parametrize("family", KNOWN)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_values_and_gradients_are_the_modules(monkeypatch: pytest.MonkeyPatch, family: str, batch: str) -> None:
+    model = tiny(family)
+    for (
+        name,
+        parameter,
+    ) in model.named_parameters():  # norms of one and biases of zero would hide what is done with them
+        if "norm" in name or name.endswith("bias"):
+            nn.init.normal_(parameter, mean=1.0, std=0.3)
+    assert_same(monkeypatch, model, BATCHES[batch])
+
+
+def test_whatever_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [name for name, _ in tiny("qwen3").named_parameters()]
+    for frozen in (
+        ("embed",),
+        ("norm",),
+        ("q_proj", "up_proj"),
+        ("k_proj", "v_proj", "gate_proj"),
+        ("o_proj", "down_proj"),
+    ):
+        model = tiny("qwen3")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in frozen))
+        assert any(part in name for name in names for part in frozen)
+        assert_same(monkeypatch, model, BATCHES["shared"])
+
+
+def test_recomputed_layers_give_the_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, model = tiny(), tiny().train()
+    enable_checkpointing(model)
+    _, expected = gradients(plain, BATCHES["shared"])
+    _, found = gradients(model, BATCHES["shared"])
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-12)
+    assert_same(monkeypatch, model, BATCHES["alone"])
+
+
+def test_a_token_that_chooses_twice_is_moved_by_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = completions_of([PROMPTS[0]] * 3, [[3, 14, EOS], [15, EOS], [9, 2, EOS]])
+    rows = lay(*fields(batch))
+    assert rows is not None
+    assert len(rows.choosers.unique()) < len(rows.choosers)
+    assert_same(monkeypatch, tiny(), batch)
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_half_precision_is_as_close_as_the_modules(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    batch, model = BATCHES["shared"], tiny(family, dtype=torch.float32)
+    exact, exact_d = gradients(model, batch)
+
+    def error(found: Found) -> tuple[float, float]:
+        logprobs, grads = found
+        away = 0.0
+        for name, expected in exact_d.items():
+            one = grads[name]
+            assert expected is not None
+            assert one is not None
+            away += float((one - expected).square().sum())
+        return float((logprobs - exact).abs().mean()), away**0.5
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert is_lean(body_of(model))
+        ours, theirs = error(gradients(model, batch)), error(with_modules(monkeypatch, model, batch))
+    assert 0 < ours[0] < 1.5 * theirs[0]
+    assert 0 < ours[1] < 1.5 * theirs[1]
+
+
+def test_only_what_it_computes() -> None:
+    assert all(is_lean(body_of(tiny(family))) for family in KNOWN)
+    assert not any(is_lean(body_of(tiny(family))) for family in ("gpt2", "gemma", "phi"))
+    assert not is_lean(body_of(add_lora(tiny(), LoraConfig(r=2))))
+    assert not is_lean(body_of(tiny(hidden_act="gelu")))
+    assert not is_lean(body_of(tiny(mlp_bias=True)))
+    split = body_of(tiny())
+    vars(split.norm.weight)["ds_id"] = 0  # type: ignore[union-attr]
+    assert not is_lean(split)
+
+
+def test_a_changed_module_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = LlamaRMSNorm.forward
+    monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, hidden: plain(self, hidden) + 0.01)
+    assert not is_lean(body_of(tiny()))
+
+
+def test_scores_at_the_last_token(tmp_path: Path) -> None:
+    model = load_scalar_head(saved(tiny(), tmp_path), tokenizer(), new_head="normal", dtype="float64")
+    assert is_lean(model.classifier.base_model)
+    for batch in BATCHES.values():
+        model.packing = "auto"
+        ours = sequence_scores(model, *fields(batch))
+        model.packing = "off"
+        torch.testing.assert_close(ours, sequence_scores(model, *fields(batch)), rtol=0, atol=1e-12)
+
+
+def test_states_are_those_asked_for() -> None:
+    body, rows = body_of(tiny()), lay(*fields(BATCHES["alone"]))
+    assert rows is not None
+    whole = body(**body_inputs(rows)).last_hidden_state[0]
+    for chosen in (rows.choosers, rows.last, torch.tensor([4, 0, 4])):
+        torch.testing.assert_close(chosen_states(body, rows, chosen), whole[chosen], rtol=0, atol=1e-12)
+
+
+def test_the_norm_and_its_gradient() -> None:
+    x = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(normed(x, Norm(weight, 1e-3)), nn.functional.rms_norm(x, (5,), weight, 1e-3))
+    assert torch.autograd.gradcheck(lambda a, b: normed(a, Norm(b, 1e-3)), (x, weight))
