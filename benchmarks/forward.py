@@ -2,7 +2,9 @@
 
     python benchmarks/forward.py --size tiny --rounds 5 --json benchmarks/results/forward_tiny.json
 
-plain: all logits of a rectangle of rows (policy.log_probs=naive, policy.packing=off). quick: what is the default.
+plain: all logits of a rectangle of rows (policy.log_probs=naive, policy.packing=off). chunked: log-probs a chunk at a
+time, rows padded. modules: without padding, through transformers' modules. quick: what is the default, the same written
+out (rlhf/models/lean.py).
 A step is the passes and the optimizer step of one batch: SFT 32 rows; reward model 32 pairs; DPO 32 pairs, reference
 included; PPO 64 rows, annotated, then 4 minibatches, critic and reference included; GRPO 8 prompts x 8, annotated,
 one optimizer step. Prompts have 16 to 64 tokens, completions 16 to 96 (PPO, GRPO: to 64), drawn evenly; float32.
@@ -35,6 +37,7 @@ from rlhf.algo.objective import Coefs, Objective, credit
 from rlhf.config.algorithm import DpoLoss, Online
 from rlhf.config.presets import PRESETS
 from rlhf.config.sections import OptimizerConfig, RewardModelLoss
+from rlhf.models import lean
 from rlhf.models.bundle import Models
 from rlhf.models.scalar_head import ScalarHeadModel
 from rlhf.rollout import annotate
@@ -50,7 +53,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "plain": {"log_probs": "naive", "packing": "off"},
     "quick": {"log_probs": "auto", "packing": "auto"},
     "chunked": {"log_probs": "auto", "packing": "off"},
+    "modules": {"log_probs": "auto", "packing": "auto"},
 }
+WRITTEN_OUT = lean.FAMILIES
 CPU = torch.device("cpu")
 MICRO = 16
 Step = Callable[[], object]
@@ -198,6 +203,17 @@ CASES: dict[str, Callable[[str, dict[str, Any]], Step]] = {
 }
 
 
+def step_of(case: str, size: str, way: str) -> Step:
+    """A step of the case, that way."""
+    plain = CASES[case](size, WAYS[way])
+
+    def step() -> None:
+        lean.FAMILIES = () if way == "modules" else WRITTEN_OUT  # type: ignore[assignment]
+        plain()
+
+    return step
+
+
 def seconds(step: Step) -> float:
     """Of one step: of the processor, the system's share for page faults included."""
     start = time.process_time()  # one thread on a shared machine: what others do then counts for less
@@ -207,7 +223,7 @@ def seconds(step: Step) -> float:
 
 def compare(case: str, size: str, ways: list[str], rounds: int) -> dict[str, Any]:
     """Seconds of each way, alternately, after one step that is not counted; ratios to the first way, step by step."""
-    steps = {way: CASES[case](size, WAYS[way]) for way in ways}
+    steps = {way: step_of(case, size, way) for way in ways}
     for step in steps.values():
         step()
     found: dict[str, list[float]] = {way: [] for way in ways}
@@ -259,7 +275,7 @@ def main() -> None:
         keep_memory()
     cases, ways = options.case or list(CASES), options.way or ["plain", "quick"]
     if options.peak_of:
-        step = CASES[cases[0]](options.size, WAYS[options.peak_of])
+        step = step_of(cases[0], options.size, options.peak_of)
         before = resident_mb("VmRSS")
         step()
         step()
