@@ -103,7 +103,7 @@ class PolicyConfig(OptimizerConfig):
     """chunked: logits of a few completion tokens at a time, never of the whole batch; naive: all at once; auto:
     chunked where the model allows it. The numbers are the same to rounding."""
     packing: Packing = "auto"
-    """auto: rows go through the model without padding, those of one prompt share it, and the layers of known families are
+    """auto: rows go through the model without padding, those of one prompt share it, and layers of known families are
     written out, where the model allows that; off: as a padded rectangle, through the model's own modules. Also of
     reference, critic and reward model. The numbers are the same to rounding."""
     trust_remote_code: bool = False
