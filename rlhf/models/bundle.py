@@ -16,6 +16,7 @@ from rlhf.algo.objective import Outputs
 from rlhf.config.sections import LogProbs, Packing
 from rlhf.models.backbone import CausalLM, autocast, body_of, weight_dtype
 from rlhf.models.head import why_naive
+from rlhf.models.lean import is_lean
 from rlhf.models.logprobs import (
     Sequences,
     TokenOutputs,
@@ -86,8 +87,10 @@ class Models:
         reason = "" if self.log_probs == "naive" else why_naive(self.policy)
         notes = [f"log-probabilities are taken from all logits at once (naive): {reason}"] if reason else []
         padded = "" if self.packing == "off" else why_padded(body_of(self.policy))
-        if self.critic is not None and self.packing == "auto":
-            why_padded(self.critic.classifier.base_model)  # found out now; it is the policy's architecture, or says so
+        bodies = [body_of(self.policy)] + ([self.critic.classifier.base_model] if self.critic is not None else [])
+        for body in bodies if self.packing == "auto" else []:
+            if not why_padded(body):  # found out now; the critic's is the policy's architecture, or says so
+                is_lean(body)
         return notes + ([f"rows go through the model padded: {padded}"] if padded else [])
 
     def outputs(self, batch: Completions) -> Outputs:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaModel, MistralModel, Qwen2Model, Qwen3Model
 
 from rlhf.models.fused import Norm, Turn, after_attention, before_attention, normed
-from rlhf.models.rows import CLOSE, Rows, body_inputs, few_rows, within
+from rlhf.models.rows import Rows, alike, body_inputs, few_rows, within
 
 FAMILIES = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
 
@@ -35,7 +35,8 @@ _SAME: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # a fact of eac
 def is_lean(body: nn.Module) -> bool:
     """Whether the pass below is that of `body`: found out by a pass of each over a few rows.
 
-    Not where its modules must be called as they are: adapters, weights that DeepSpeed gathers only then.
+    Not where its modules must be called as they are: adapters, weights that DeepSpeed gathers only then (ZeRO-3), or
+    whose gradients it takes as they come (ZeRO-2): in one order in all processes, while here several come at once.
     """
     if type(body) not in FAMILIES or not _plain(body):
         return False
@@ -48,7 +49,7 @@ def _plain(body: Any) -> bool:
     weight = body.norm.weight
     if weight.dtype not in (torch.float32, torch.float64) or hasattr(weight, "ds_id"):
         return False
-    if body.config.hidden_act != "silu":
+    if body.config.hidden_act != "silu" or any(_is_watched(each) for each in body.parameters()):
         return False
     return all(
         type(linear) is nn.Linear and (linear.bias is None or may_have_bias)
@@ -56,6 +57,10 @@ def _plain(body: Any) -> bool:
         for linears, may_have_bias in ((_inputs(layer), True), (_others(layer), False))
         for linear in linears
     )
+
+
+def _is_watched(weight: Any) -> bool:
+    return bool(weight._post_accumulate_grad_hooks)
 
 
 def _inputs(layer: Any) -> list[Any]:
@@ -75,7 +80,7 @@ def _is_same(body: nn.Module) -> bool:
                 found = _states(body, rows, rows.choosers)
             except (RuntimeError, TypeError, AttributeError, ValueError, IndexError):
                 return False
-            if not torch.allclose(found, expected, rtol=0, atol=CLOSE * float(expected.abs().max())):
+            if not alike(found, expected):
                 return False
     return True
 

@@ -17,7 +17,7 @@ from rlhf.models.backbone import CausalLM, add_lora, body_of, enable_checkpointi
 from rlhf.models.fused import Norm, normed
 from rlhf.models.lean import chosen_states, is_lean
 from rlhf.models.logprobs import TokenOutputs, completion_outputs
-from rlhf.models.rows import body_inputs, lay
+from rlhf.models.rows import body_inputs, lay, why_padded
 from rlhf.models.scalar_head import load_scalar_head, sequence_scores
 from rlhf.types import Completions
 
@@ -141,6 +141,24 @@ def test_only_what_it_computes() -> None:
     split = body_of(tiny())
     vars(split.norm.weight)["ds_id"] = 0  # type: ignore[union-attr]
     assert not is_lean(split)
+
+
+def test_a_broken_model_is_left_to_its_modules() -> None:
+    for value in (float("nan"), float("inf")):
+        broken = body_of(tiny())
+        nn.init.constant_(broken.embed_tokens.weight, value)  # type: ignore[union-attr, arg-type]
+        assert not is_lean(broken)
+        assert why_padded(broken) != ""
+
+
+def test_not_where_each_gradient_is_taken_as_it_comes() -> None:
+    """ZeRO-2: processes whose rows differ would take them in different orders, and add up those of other weights."""
+    watched = body_of(tiny())
+    assert is_lean(watched)
+    handle = watched.layers[1].mlp.down_proj.weight.register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[union-attr, operator]
+    assert not is_lean(watched)
+    handle.remove()
+    assert is_lean(watched)
 
 
 def test_a_changed_module_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,9 +77,9 @@ def test_neither_the_side_nor_the_amount_of_padding_matters(
 def test_both_sides_take_one_forward_pass(model: ScalarHeadModel, pairs: PreferencePairs) -> None:
     pair_scores(model, pairs)  # the first time, a pass or two are made to see whether rows can do without padding
     passes = []
-    handle = model.classifier.base_model.register_forward_pre_hook(
-        lambda module, args, kwargs: passes.append(kwargs["input_ids"].shape), with_kwargs=True
-    )
+    embedding = model.classifier.get_input_embeddings()
+    assert embedding is not None
+    handle = embedding.register_forward_pre_hook(lambda module, args: passes.append(args[0].shape))
     pair_scores(model, pairs)
     handle.remove()
     assert len(passes) == 1
