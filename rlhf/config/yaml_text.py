@@ -33,7 +33,7 @@ def parse_yaml(text: str) -> Any:
         _check_size(text)
         value = yaml.load(text, Loader=_Settings)
         _check_plain(value)
-        return value
+        return _with_text_keys(value)
     # Besides its own errors PyYAML lets through what its makers of values meet: the 99th of a month, !!int "".
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as error:
         raise UnusableYaml(str(error) or type(error).__name__) from error
@@ -57,6 +57,18 @@ def _check_plain(value: Any) -> None:
             pass
         case _:
             raise UnusableYaml(f"a value is a {type(value).__name__}, which is no setting")
+
+
+def _with_text_keys(value: Any) -> Any:
+    """Keys as JSON has them: 16 is "16", as a name of an arm may be, or as a mistake is told."""
+    if isinstance(value, list):
+        return [_with_text_keys(inner) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    found = {str(key): _with_text_keys(inner) for key, inner in value.items()}
+    if len(found) < len(value):
+        raise UnusableYaml("a key is there twice, as text and as another value")
+    return found
 
 
 def _check_size(text: str) -> None:

@@ -360,3 +360,13 @@ def test_a_date_is_text_and_so_the_same_when_it_is_read_again() -> None:
     assert validate(type(config), dump(config)) == config
     with pytest.raises(UnusableYaml, match="a value is a date"):
         parse_yaml("!!timestamp 2000-01-01")
+
+
+def test_keys_are_text_at_every_depth(tmp_path: Path) -> None:
+    assert parse_yaml("a: [{16: {}}, {true: {null: 1.5}}]") == {"a": [{"16": {}}, {"True": {"None": 1.5}}]}
+    with pytest.raises(UnusableYaml, match="twice"):
+        parse_yaml("a: {1: x, '1': y}")
+    file = tmp_path / "job.yaml"
+    file.write_text("batch: {16: {}}\n")
+    with pytest.raises(ConfigError, match=r"batch\.16"):
+        load_train(file)
