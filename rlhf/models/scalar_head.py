@@ -56,13 +56,15 @@ class ScalarHeadModel(nn.Module):
         mean, std = self.calibration
         return (raw - mean) / std
 
-    def forward(self, sequences: Sequences) -> Float[Tensor, "B L"]:
-        """Scores at every position."""
-        return self.score_hidden(self.classifier.base_model(**sequences.inputs()).last_hidden_state)
-
-    def at(self, rows: Rows, chosen: Int[Tensor, " M"]) -> Float[Tensor, " M"]:
-        """Scores at the chosen tokens of rows without padding."""
-        return self.score_hidden(chosen_states(self.classifier.base_model, rows, chosen))
+    def forward(
+        self, sequences: Sequences | Rows, chosen: Int[Tensor, " M"] | None = None
+    ) -> Float[Tensor, "B L"] | Float[Tensor, " M"]:
+        """Scores at every position; of rows without padding, at the chosen tokens."""
+        body = self.classifier.base_model
+        if isinstance(sequences, Sequences):
+            return self.score_hidden(body(**sequences.inputs()).last_hidden_state)
+        assert chosen is not None
+        return self.score_hidden(chosen_states(body, sequences, chosen))
 
     def rows(
         self,
@@ -95,7 +97,7 @@ def completion_values(
     """V of the state in which completion token t is chosen: read one position before it; zero outside the mask."""
     rows = model.rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
     if rows is not None:
-        chosen = model.at(rows, rows.choosers)
+        chosen: Tensor = model(rows, rows.choosers)  # called as a module: what hangs on it (ZeRO-3) is served
         return chosen.new_zeros(completion_mask.shape).masked_scatter(completion_mask, chosen)
     values = model(Sequences.join(prompt_ids, prompt_mask, completion_ids, completion_mask))
     length = completion_ids.shape[1]
@@ -112,7 +114,8 @@ def sequence_scores(
     """The score read at the last live token of prompt + completion, whichever side is padded."""
     rows = model.rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
     if rows is not None:
-        return model.at(rows, rows.last)
+        scores: Tensor = model(rows, rows.last)
+        return scores
     sequences = Sequences.join(prompt_ids, prompt_mask, completion_ids, completion_mask)
     return last_live(model(sequences), sequences.attention_mask.bool())
 
