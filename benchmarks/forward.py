@@ -45,7 +45,7 @@ from rlhf.runtime.allocator import keep_memory
 from rlhf.runtime.engine import LocalTrained
 from rlhf.runtime.memory import Fitting
 from rlhf.runtime.step import Loss, Part, optimizer_step
-from rlhf.trainers.losses import DemonstrationLoss, online_loss
+from rlhf.trainers.losses import DemonstrationLoss, online_losses
 from rlhf.trainers.preference import PairwiseLoss, both_sides, summed
 from rlhf.types import AnnotatedPairs, Completions, Demonstrations, PreferencePairs, Scores, extend
 
@@ -127,9 +127,9 @@ def trained(name: str, module: Any, *terms: str) -> LocalTrained:
     return LocalTrained(name, module.train(), OptimizerConfig(lr=1e-8), terms=terms)
 
 
-def descend(batch: Any, loss: Loss, models: list[LocalTrained]) -> None:
+def descend(batch: Any, models: list[LocalTrained], *losses: Loss) -> None:
     """One optimizer step."""
-    optimizer_step([Part(batch, loss)], models, micro_batch_size=MICRO, lr_factor=1.0)
+    optimizer_step([Part(batch, loss) for loss in losses], models, micro_batch_size=MICRO, lr_factor=1.0)
 
 
 def models_of(size: str, way: dict[str, Any], **more: Any) -> Models:
@@ -146,14 +146,14 @@ def sft(size: str, way: dict[str, Any]) -> Step:
         prompt_ids=prompt[0], prompt_mask=prompt[1], completion_ids=ids, completion_mask=mask, loss_mask=mask
     )
     policy, loss = trained("policy", models.policy, "sft"), DemonstrationLoss(models, aggregate="token_mean")
-    return lambda: descend(batch, loss, [policy])
+    return lambda: descend(batch, [policy], loss)
 
 
 def rm(size: str, way: dict[str, Any]) -> Step:
     """32 pairs."""
     model, batch = scalar_head(size, way["packing"]), pairs(size)
     policy, loss = trained("policy", model, "rm"), PairLoss(model, RewardModelLoss(), dtype="float32")
-    return lambda: descend(batch, loss, [policy])
+    return lambda: descend(batch, [policy], loss)
 
 
 def dpo(size: str, way: dict[str, Any]) -> Step:
@@ -166,7 +166,7 @@ def dpo(size: str, way: dict[str, Any]) -> Step:
             found = [summed(models.reference_logprobs(both_sides(part))).chunk(2) for part in batch.split(2 * MICRO)]
         chosen, rejected = (torch.cat(each) for each in zip(*found, strict=True))
         told = extend(AnnotatedPairs, batch, chosen_ref_logprobs=chosen, rejected_ref_logprobs=rejected)
-        descend(told, loss, [policy])
+        descend(told, [policy], loss)
 
     return step
 
@@ -186,10 +186,10 @@ def online(preset: str, size: str, way: dict[str, Any], *, prompts: int, group: 
     def step() -> None:
         rollout = annotate(batch, scores, models, cut=Fitting(4 * MICRO).cut)
         experience = credit(rollout, algorithm, coefs)
-        loss = online_loss(models, objective, coefs)
+        losses = online_losses(models, objective, coefs)
         order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
         for minibatch in experience.split(len(batch) // minibatches, order):
-            descend(minibatch, loss, train)
+            descend(minibatch, train, *losses)
 
     return step
 

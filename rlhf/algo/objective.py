@@ -182,24 +182,49 @@ class Objective:
         self, micro: Experience, outputs: Outputs, coefs: Coefs
     ) -> tuple[dict[str, Float[Tensor, ""]], dict[str, Mean]]:
         """The terms of the loss, summed over `micro` (not yet divided), and what was observed."""
-        surrogate, observed = self._policy(micro, outputs, coefs)
-        per_token = surrogate.per_token - self.surrogate.entropy_coef * outputs.entropy
-        if self.algorithm.kl.placement == "loss":
-            logprobs, ref_logprobs = _live(micro.loss_mask, outputs.logprobs, micro.ref_logprobs)
-            penalty = kl_estimate(logprobs, ref_logprobs, self.algorithm.kl.estimator)
-            per_token = per_token + coefs.kl * penalty
-            observed["loss/kl"] = Mean.of(coefs.kl * penalty, micro.loss_mask)
-        weights, _ = token_weights(micro.loss_mask, self.surrogate.aggregate, max_tokens=self.max_tokens)
-        terms = {"policy": _weighted_sum(per_token, weights, micro.loss_mask)}
+        terms, observed = self.policy_term(micro, outputs.logprobs, outputs.entropy, coefs)
         if self.algorithm.value_loss is not None:
-            terms["value"] = self._value(micro, outputs, observed)
+            value, of_value = self.value_term(micro, outputs.values)
+            return terms | value, observed | of_value
         return terms, observed
 
-    def _policy(self, micro: Experience, outputs: Outputs, coefs: Coefs) -> tuple[PolicyLoss, dict[str, Mean]]:
+    def policy_term(
+        self, micro: Experience, logprobs: Float[Tensor, "B T"], entropy: Float[Tensor, "B T"], coefs: Coefs
+    ) -> tuple[dict[str, Float[Tensor, ""]], dict[str, Mean]]:
+        """The policy's, with entropy bonus and penalty."""
+        mask = micro.loss_mask
+        surrogate, observed = self._surrogate(micro, logprobs, coefs)
+        observed["policy/entropy"] = Mean.of(entropy, mask)
+        per_token = surrogate.per_token - self.surrogate.entropy_coef * entropy
+        if self.algorithm.kl.placement == "loss":
+            live, ref_logprobs = _live(mask, logprobs, micro.ref_logprobs)
+            penalty = kl_estimate(live, ref_logprobs, self.algorithm.kl.estimator)
+            per_token = per_token + coefs.kl * penalty
+            observed["loss/kl"] = Mean.of(coefs.kl * penalty, mask)
+        weights, _ = token_weights(mask, self.surrogate.aggregate, max_tokens=self.max_tokens)
+        return {"policy": _weighted_sum(per_token, weights, mask)}, observed
+
+    def value_term(
+        self, micro: Experience, values: Float[Tensor, "B T"]
+    ) -> tuple[dict[str, Float[Tensor, ""]], dict[str, Mean]]:
+        """The critic's."""
+        config, mask = self.algorithm.value_loss, micro.completion_mask
+        assert config is not None
+        live, old_values, returns = _live(mask, values, micro.values, micro.returns)
+        per_token = clipped_value_loss(live, old_values, returns, clip_eps=config.clip_eps)
+        observed = {
+            "loss/value": Mean.of(per_token, mask),
+            "critic/clip_fraction": Mean.of(value_clipped(live, old_values, returns, clip_eps=config.clip_eps), mask),
+        }
+        return {"value": config.coef * _weighted_sum(per_token, mask.double(), mask)}, observed
+
+    def _surrogate(
+        self, micro: Experience, logprobs: Float[Tensor, "B T"], coefs: Coefs
+    ) -> tuple[PolicyLoss, dict[str, Mean]]:
         config, mask = self.surrogate, micro.loss_mask
         level = config.ratio if isinstance(config, ClipLoss | PenaltyLoss) else "token"
-        ratio = importance_ratio(outputs.logprobs, micro.logprobs, mask, level)
-        old_kl = kl_old_new(outputs.logprobs, micro.logprobs, mask)
+        ratio = importance_ratio(logprobs, micro.logprobs, mask, level)
+        old_kl = kl_old_new(logprobs, micro.logprobs, mask)
         match config:
             case ClipLoss():
                 surrogate = clipped_surrogate(
@@ -212,35 +237,24 @@ class Objective:
             case PenaltyLoss():
                 surrogate = penalized_surrogate(ratio, micro.advantages, old_kl, coef=coefs.penalty)
             case CispoLoss():
-                (logprobs,) = _live(mask, outputs.logprobs)
+                (live,) = _live(mask, logprobs)
                 surrogate = weighted_log_likelihood(
                     ratio,
-                    logprobs,
+                    live,
                     micro.advantages,
                     clip_eps_low=config.clip_eps_low,
                     clip_eps_high=config.clip_eps_high,
                 )
             case PolicyGradientLoss():
-                (logprobs,) = _live(mask, outputs.logprobs)
-                surrogate = log_likelihood(logprobs, micro.advantages)
+                (live,) = _live(mask, logprobs)
+                surrogate = log_likelihood(live, micro.advantages)
         observed = {
             "loss/policy": Mean.of(surrogate.per_token, mask),
             "policy/clip_fraction": Mean.of(surrogate.clipped, mask),
             "policy/ratio": Mean.of(ratio, mask),
-            "policy/entropy": Mean.of(outputs.entropy, mask),
             "kl/old": Mean.of(old_kl, mask),
         }
         return surrogate, observed
-
-    def _value(self, micro: Experience, outputs: Outputs, observed: dict[str, Mean]) -> Float[Tensor, ""]:
-        config, mask = self.algorithm.value_loss, micro.completion_mask
-        assert config is not None
-        values, old_values, returns = _live(mask, outputs.values, micro.values, micro.returns)
-        per_token = clipped_value_loss(values, old_values, returns, clip_eps=config.clip_eps)
-        clipped = value_clipped(values, old_values, returns, clip_eps=config.clip_eps)
-        observed["loss/value"] = Mean.of(per_token, mask)
-        observed["critic/clip_fraction"] = Mean.of(clipped, mask)
-        return config.coef * _weighted_sum(per_token, mask.double(), mask)
 
 
 def _live(mask: Bool[Tensor, "B T"], *tensors: Float[Tensor, "B T"]) -> tuple[Tensor, ...]:

@@ -15,16 +15,23 @@ from rlhf.trainers.preference import PairwiseLoss, both_sides
 from rlhf.types import Demonstrations, Experience, SampledPairs
 
 
-def online_loss(models: Models, objective: Objective, coefs: Coefs) -> OnlineLoss | SampledPairLoss:
-    """The loss of an online update: over the tokens of an Experience, or over SampledPairs."""
+def online_losses(
+    models: Models, objective: Objective, coefs: Coefs
+) -> tuple[OnlineLoss | SampledPairLoss] | tuple[OnlineLoss, CriticLoss]:
+    """The losses of an online update, the policy's first: over the tokens of an Experience, or over SampledPairs.
+
+    That of a critic with a backbone of its own stands apart: what its forward pass keeps for the backward pass is made
+    when what the policy's kept is gone.
+    """
     config = objective.algorithm.policy_loss
     if isinstance(config, OnlinePairLoss):
-        return SampledPairLoss(models, config)
-    return OnlineLoss(models, objective, coefs)
+        return (SampledPairLoss(models, config),)
+    policy = OnlineLoss(models, objective, coefs)
+    return (policy,) if models.critic is None else (policy, CriticLoss(models, objective))
 
 
 class OnlineLoss:
-    """The online objective on the run's models; a rlhf.runtime.step.Loss over Experience."""
+    """The online objective on the policy, its value head included; a rlhf.runtime.step.Loss over Experience."""
 
     def __init__(self, models: Models, objective: Objective, coefs: Coefs) -> None:
         self.models = models
@@ -34,15 +41,40 @@ class OnlineLoss:
 
     def norms(self, batch: Experience) -> dict[str, float]:
         """Of the whole minibatch."""
-        return self.objective.norms(batch)
+        norms = self.objective.norms(batch)
+        return norms if self.models.critic is None else {"policy": norms["policy"]}
 
     def terms(self, micro: Experience) -> tuple[dict[str, Tensor], dict[str, Mean]]:
         """Sums over a micro-batch."""
         micro = micro.to(self.models.device)
-        outputs = self.models.outputs(micro)
-        deviation = ratio_deviation(outputs.logprobs, micro.logprobs, micro.loss_mask)
+        if self.models.critic is None:
+            outputs = self.models.outputs(micro)
+            self._watch(micro, outputs.logprobs)
+            return self.objective.loss(micro, outputs, self.coefs)
+        tokens = self.models.policy_tokens(micro)
+        self._watch(micro, tokens.logprobs)
+        return self.objective.policy_term(micro, tokens.logprobs, tokens.entropy, self.coefs)
+
+    def _watch(self, micro: Experience, logprobs: Float[Tensor, "B T"]) -> None:
+        deviation = ratio_deviation(logprobs, micro.logprobs, micro.loss_mask)
         self.ratio_deviation = max(self.ratio_deviation, deviation)
-        return self.objective.loss(micro, outputs, self.coefs)
+
+
+class CriticLoss:
+    """The value loss on a critic with a backbone of its own; a rlhf.runtime.step.Loss over Experience."""
+
+    def __init__(self, models: Models, objective: Objective) -> None:
+        self.models = models
+        self.objective = objective
+
+    def norms(self, batch: Experience) -> dict[str, float]:
+        """Of the whole minibatch."""
+        return {"value": self.objective.norms(batch)["value"]}
+
+    def terms(self, micro: Experience) -> tuple[dict[str, Tensor], dict[str, Mean]]:
+        """Sums over a micro-batch."""
+        micro = micro.to(self.models.device)
+        return self.objective.value_term(micro, self.models.values(micro))
 
 
 class SampledPairLoss:

@@ -25,7 +25,7 @@ from rlhf.runtime.session import Session
 from rlhf.runtime.step import Part, optimizer_step
 from rlhf.sampling.sampler import Sampler
 from rlhf.trainers.collect import Collected, Draw, collect, live_tokens
-from rlhf.trainers.losses import DemonstrationLoss, online_loss
+from rlhf.trainers.losses import DemonstrationLoss, online_losses
 from rlhf.trainers.observe import observe, observe_choice
 from rlhf.trainers.overlap import Ahead, scored_in_parts
 from rlhf.trainers.preference import tokens_of
@@ -158,7 +158,7 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
     """
     batch, metrics = run.config.batch, Metrics()
     learned = lesson(experience, run.algorithm)  # rows, or pairs of them
-    loss = online_loss(run.models, run.objective, run.coefs)
+    losses = online_losses(run.models, run.objective, run.coefs)
     trained = _trained(run, step)
     rows = max(1, -(-len(learned) // batch.minibatches))
     steps, tokens, stopped = 0, 0, False
@@ -166,13 +166,13 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
         order = torch.randperm(len(learned), generator=generator(run.config.run.seed, "order", step, epoch))
         for drawn in order.split(rows) if len(order) else ():
             minibatch = learned.rows(drawn.sort().values)  # rows of one prompt together: they share it
-            parts = [Part(minibatch, loss), *_ptx(run, step)]
+            parts = [*(Part(minibatch, loss) for loss in losses), *_ptx(run, step)]
             seen = optimizer_step(
                 parts, trained, micro_batch_size=run.rows, lr_factor=_lr_factor(run, step), ranks=run.session.ranks
             )
             run.session.watch(seen)
             if steps == 0:
-                deviation = run.session.ranks.largest(loss.ratio_deviation)
+                deviation = run.session.ranks.largest(losses[0].ratio_deviation)
                 metrics.add("policy/first_ratio_deviation", deviation)
             metrics.merge(seen)
             steps += 1

@@ -20,15 +20,15 @@ from rlhf.trainers.online import OnlineRun, train
 
 def poison(run: OnlineRun, steps: set[int], value: float = math.nan) -> None:
     """Spoil the loss in these steps."""
-    loss = run.objective.loss
+    policy_term = run.objective.policy_term
 
     def spoiled(*args: Any) -> Any:
-        terms, observed = loss(*args)
+        terms, observed = policy_term(*args)
         if run.session.state.step + 1 in steps:
             terms["policy"] = terms["policy"] * value
         return terms, observed
 
-    run.objective.loss = spoiled  # type: ignore[method-assign]
+    run.objective.policy_term = spoiled  # type: ignore[method-assign]
 
 
 def notes(run: Any) -> list[str]:

@@ -125,4 +125,23 @@ MACHINERY = [
         why="critic warm-up moves the policy along an untrained critic",
         tests=("tests/learning/test_learns.py::test_critic_warmup_leaves_the_policy_alone",),
     ),
+    Mutant(
+        name="critic-without-a-loss",
+        file="rlhf/trainers/losses.py",
+        before="return (policy,) if models.critic is None else (policy, CriticLoss(models, objective))",
+        after="return (policy,)",
+        why="a critic of its own never learns: advantages stay those of its first values",
+        tests=("tests/trainers/test_losses.py",),
+    ),
+    Mutant(
+        name="policy-and-critic-at-once",
+        file="rlhf/trainers/losses.py",
+        before="    return (policy,) if models.critic is None else (policy, CriticLoss(models, objective))",
+        after="""    if models.critic is None:
+        return (policy,)
+    models.policy_tokens = lambda micro: models.outputs(micro)  # type: ignore
+    return (policy, CriticLoss(models, objective))""",
+        why="the critic's pass is made with the policy's too, for nothing: time and memory that no number shows",
+        tests=("tests/trainers/test_losses.py",),
+    ),
 ]

@@ -38,11 +38,11 @@ ONLINE_ARMS = [
     Mutant(
         name="cispo-bounds-swapped",
         file="rlhf/algo/objective.py",
-        before="""                    logprobs,
+        before="""                    live,
                     micro.advantages,
                     clip_eps_low=config.clip_eps_low,
                     clip_eps_high=config.clip_eps_high,""",
-        after="""                    logprobs,
+        after="""                    live,
                     micro.advantages,
                     clip_eps_low=config.clip_eps_high,
                     clip_eps_high=config.clip_eps_low,""",
