@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from rlhf.models.low import low_rows
 from rlhf.models.rows import Places
 
 Weight = Tensor | None
@@ -95,8 +96,8 @@ class _Before(torch.autograd.Function):
     ) -> Any:
         head_norms, weights, biases = given[:2], given[2:5], given[5:]
         inverse = _inverse(x, eps[0])
-        inner = (x * inverse).mul_(weight).to(low)
-        heads = [_linear(inner, w, b) for w, b in zip(weights, biases, strict=True)]
+        inner = low_rows((x * inverse).mul_(weight), low)
+        heads = [_linear(inner, w, b)[: len(x)] for w, b in zip(weights, biases, strict=True)]
         query, key, value = (each.view(len(x), -1, 2 * turn.cos.shape[-1]) for each in heads)
         query, key = query.to(x.dtype), key.to(x.dtype)
         kept: list[Tensor] = []
@@ -128,14 +129,14 @@ class _Before(torch.autograd.Function):
             heads[number], d_head_norms[number] = _norm_backward(
                 heads[number], state * own, head_norms[number], own, learns=learn[1 + number]
             )
-        flat = [each.flatten(1).to(ctx.low) for each in heads]
+        flat = [low_rows(each.flatten(1), ctx.low) for each in heads]
         scaled = x * inverse
-        inner = (scaled * weight).to(ctx.low)
+        inner = low_rows(scaled * weight, ctx.low)
         d_weights = [_of_weight(dy, inner, w, learns) for dy, w, learns in zip(flat, weights, learn[3:6], strict=True)]
         d_biases = [
             dy.sum(dim=0, dtype=x.dtype) if learns else None for dy, learns in zip(flat, learn[6:], strict=True)
         ]
-        d_inner = _of_input(flat, weights, x.dtype)
+        d_inner = _of_input(flat, weights, x.dtype)[: len(x)]
         d_x, d_weight = _norm_backward(d_inner, scaled, weight, inverse, learns=learn[0], beside=d_skip)
         return None, None, None, d_x, d_weight, *d_head_norms, *d_weights, *d_biases
 
@@ -159,9 +160,9 @@ class _After(torch.autograd.Function):
         seen = _live(rectangles, places).flatten(1)
         if chosen is not None:
             seen, skip = seen.index_select(0, chosen), skip.index_select(0, chosen)
-        middle = _plus(skip, seen, out)
+        middle = _plus(skip, low_rows(seen, low), out)
         inverse = _inverse(middle, eps)
-        inner = (middle * inverse).mul_(weight).to(low)
+        inner = low_rows((middle * inverse).mul_(weight), low)
         gates, ups = _linear(inner, gate), _linear(inner, up)
         ctx.places, ctx.chosen, ctx.low = places, chosen, low
         ctx.save_for_backward(middle, weight, inverse, out, gate, up, down, gates, ups, *rectangles)
@@ -173,22 +174,23 @@ class _After(torch.autograd.Function):
         """d up = dh silu(g),  d gate = dh u silu'(g) of h = silu(g) u; then the norm, and the product of attention."""
         middle, weight, inverse, out, gate, up, down, gates, ups, *rectangles = ctx.saved_tensors
         learn, dtype = ctx.needs_input_grad[5:], middle.dtype
-        silu, d_found = functional.silu(gates), gradient.to(ctx.low)
+        silu, d_found = functional.silu(gates), low_rows(gradient, ctx.low)
         d_down = _of_weight(d_found, silu * ups, down, learn[4]) if learn[4] else None
         d_hidden = _of_input([d_found], [down], ctx.low)
         d_ups = silu.mul_(d_hidden)
         d_gates = torch.ops.aten.silu_backward(d_hidden.mul_(ups), gates)
         scaled = middle * inverse
-        inner = (scaled * weight).to(ctx.low)
+        inner = low_rows(scaled * weight, ctx.low)
         d_gate, d_up = _of_weight(d_gates, inner, gate, learn[2]), _of_weight(d_ups, inner, up, learn[3])
-        d_inner = _of_input([d_gates, d_ups], [gate, up], dtype)
+        d_inner = _of_input([d_gates, d_ups], [gate, up], dtype)[: len(middle)]
         d_middle, d_weight = _norm_backward(d_inner, scaled, weight, inverse, learns=learn[0], beside=gradient)
-        d_low, rows = d_middle.to(ctx.low), sum(p.count for p in ctx.places)
+        d_low, rows = low_rows(d_middle, ctx.low), sum(p.count for p in ctx.places)
         d_out = None
         if learn[1]:
             seen = _live(rectangles, ctx.places).flatten(1)
-            d_out = _of_weight(d_low, seen if ctx.chosen is None else seen.index_select(0, ctx.chosen), out, True)
-        d_seen = _of_input([d_low], [out], ctx.low)
+            seen = seen if ctx.chosen is None else seen.index_select(0, ctx.chosen)
+            d_out = _of_weight(d_low, low_rows(seen, ctx.low), out, True)
+        d_seen = _of_input([d_low], [out], ctx.low)[: len(middle)]
         if ctx.chosen is not None:  # a prompt's last token chooses the first of each of its completions
             d_seen = d_seen.new_zeros(rows, d_seen.shape[1]).index_add_(0, ctx.chosen, d_seen)
             d_middle = d_middle.new_zeros(rows, d_middle.shape[1]).index_add_(0, ctx.chosen, d_middle)
@@ -202,9 +204,9 @@ def _linear(x: Float[Tensor, "N D"], weight: Weight, bias: Weight = None) -> Flo
     return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-def _plus(skip: Float[Tensor, "N D"], x: Float[Tensor, "N E"], weight: Float[Tensor, "D E"]) -> Float[Tensor, "N D"]:
-    """skip + x W^T, the sum inside the product where both are of one dtype."""
-    return torch.addmm(skip, x, weight.t()) if x.dtype == skip.dtype else skip + _linear(x, weight)
+def _plus(skip: Float[Tensor, "N D"], x: Float[Tensor, "M E"], weight: Float[Tensor, "D E"]) -> Float[Tensor, "N D"]:
+    """skip + the first N rows of x W^T, the sum inside the product where both are of one dtype (M = N)."""
+    return torch.addmm(skip, x, weight.t()) if x.dtype == skip.dtype else skip + _linear(x, weight)[: len(skip)]
 
 
 def _of_input(gradients: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype) -> Float[Tensor, "N D"]:

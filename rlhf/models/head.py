@@ -12,9 +12,11 @@ from jaxtyping import Float, Int
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from rlhf.models.backbone import CausalLM
+from rlhf.models.low import low_rows
 
 ROWS = {"cpu": 256, "cuda": 4096}  # tokens whose logits are there at a time: measured, see benchmarks/NOTES_forward.md
 NUMBERS = {"cpu": 2**23, "cuda": 2**26}  # and never more logits than these, whatever the vocabulary
@@ -82,10 +84,10 @@ def _linear(
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
     with torch.autocast(device_type=kind, enabled=False):
-        found: tuple[Tensor, ...] = _Linear.apply(
-            hidden.to(dtype), head.weight, head.bias, ids, temperature, entropy_gradient
-        )  # type: ignore[no-untyped-call]
-    return torch.stack(found)
+        rows = low_rows(hidden, dtype)
+        more = functional.pad(ids, (0, len(rows) - len(ids)))
+        found: tuple[Tensor, ...] = _Linear.apply(rows, head.weight, head.bias, more, temperature, entropy_gradient)  # type: ignore[no-untyped-call]
+    return torch.stack(found)[:, : len(ids)]
 
 
 class _Linear(torch.autograd.Function):

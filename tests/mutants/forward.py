@@ -152,4 +152,20 @@ FORWARD = [
         why="under ZeRO-2 processes add up gradients of different weights: models drift, and nothing says so",
         tests=LEAN,
     ),
+    Mutant(
+        name="every-length-a-shape-of-its-own",
+        file="rlhf/models/low.py",
+        before="missing = -len(x) % MULTIPLE if",
+        after="missing = 0 if",
+        why="in bf16 oneDNN builds and keeps programs for every pass: slower, and memory grows with the run",
+        tests=("tests/models/test_low.py",),
+    ),
+    Mutant(
+        name="rows-below-are-not-zero",
+        file="rlhf/models/low.py",
+        before="    found[len(x) :] = 0\n",
+        after="    found[len(x) :] = 1\n",
+        why="in bf16 the gradients of weights have a share of no token",
+        tests=("tests/models/test_low.py", "tests/models/test_lean.py"),
+    ),
 ]
