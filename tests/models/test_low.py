@@ -57,6 +57,7 @@ class Products(TorchDispatchMode):
 def products(batch: Any) -> set[tuple[Any, ...]]:
     model = tiny(dtype=torch.float32)
     assert is_lean(body_of(model))
+    completion_outputs(model, *fields(batch), temperature=1.0)  # what is found out once about a model
     with Products() as seen, torch.autocast("cpu", dtype=torch.bfloat16):
         found = completion_outputs(model, *fields(batch), temperature=1.0)
         found.logprobs.sum().backward()  # type: ignore[no-untyped-call]
