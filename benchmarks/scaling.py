@@ -19,12 +19,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter, NullLocator
 from peers import work
 from peers.runs import run_side
 from peers.work import Job, Sizes, make_work
 
 Point = tuple[float, float]
 BASE = Sizes()
+COLUMNS = 3
 
 
 def cases(trainer: str) -> dict[str, list[tuple[float, str, Sizes]]]:
@@ -83,17 +85,25 @@ def _seconds(trainer: str, shape: str, sizes: Sizes, options: argparse.Namespace
 
 
 def draw(found: dict[str, dict[str, list[Point]]]) -> Figure:
-    """A panel for each quantity, a line for each trainer."""
+    """A panel for each quantity, a line for each trainer; ticks where something was measured."""
     names = sorted({quantity for each in found.values() for quantity in each})
-    figure = Figure(figsize=(3.2 * len(names), 3.0), layout="constrained")
+    rows, colors = -(-len(names) // COLUMNS), {trainer: f"C{n}" for n, trainer in enumerate(sorted(found))}
+    figure = Figure(figsize=(3.4 * COLUMNS, 3.0 * rows), layout="constrained")
     for number, quantity in enumerate(names, start=1):
-        axes = figure.add_subplot(1, len(names), number, xscale="log", yscale="log")
-        for trainer, each in found.items():
-            if quantity in each:
-                axes.plot(*zip(*each[quantity], strict=True), marker="o", label=trainer)
+        axes = figure.add_subplot(rows, COLUMNS, number, xscale="log", yscale="log")
+        lines = {trainer: each[quantity] for trainer, each in found.items() if quantity in each}
+        for trainer, points in lines.items():
+            label = f"{trainer}, exponent {exponent(points):.2f}"
+            axes.plot(*zip(*points, strict=True), marker="o", label=label, color=colors[trainer])
+        values = sorted({x for points in lines.values() for x, _ in points})
+        axes.set_xticks(values, [f"{x:g}" for x in values])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set(xlabel=quantity, ylabel="seconds a step")
-        axes.legend()
-        axes.grid(visible=True, which="both", alpha=0.3)
+        axes.legend(fontsize="small")
+        axes.grid(visible=True, alpha=0.3)
     return figure
 
 
