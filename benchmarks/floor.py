@@ -99,16 +99,18 @@ def floors(trainer: str, shape: str, sizes: Sizes, itemsize: int) -> dict[str, F
     new = rows * sizes.new_tokens
     tokens = prompts * prompt + new  # a group's prompt once
     forward = 2 * (tokens * body + new * head)
+    own = 0.0 if itemsize == 4 else forward  # in float32 the sampler's log-probabilities serve as the old ones
     found = {"sample": Floor(forward, sizes.new_tokens * whole, few_rows=True)}
     if trainer == "ppo":
         passes = sizes.ppo_epochs
         values = 2 * tokens * body
         return found | {
             "score": Floor(values, whole),
-            "annotate": Floor(forward + forward + values, 3 * whole),
+            "annotate": Floor(forward + values + own, 3 * whole),
             "update": Floor(3 * passes * (forward + values), 3 * passes * sizes.ppo_minibatches * 2 * whole),
         }
-    return found | {"annotate": Floor(forward, whole), "update": Floor(3 * forward, 3 * whole)}
+    annotate = {"annotate": Floor(own, whole)} if own else {}
+    return found | annotate | {"update": Floor(3 * forward, 3 * whole)}
 
 
 def main() -> None:
