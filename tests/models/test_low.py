@@ -14,9 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlhf.models.backbone import body_of
 from rlhf.models.lean import is_lean
 from rlhf.models.logprobs import completion_outputs
-from rlhf.models.low import MULTIPLE, low_rows
-
-SHORT = (torch.bfloat16, torch.float16)
+from rlhf.models.low import MULTIPLE, SHORT, low_rows
 
 
 @pytest.mark.parametrize("dtype", SHORT)

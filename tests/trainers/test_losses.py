@@ -15,7 +15,7 @@ from rlhf.algo.objective import credit
 from rlhf.rollout import annotate
 from rlhf.runtime.memory import Fitting
 from rlhf.trainers.losses import online_losses
-from rlhf.trainers.online import OnlineRun, _draw, train, update
+from rlhf.trainers.online import OnlineRun, _draw, update
 from rlhf.types import Experience
 
 
@@ -84,15 +84,3 @@ def test_what_the_policy_keeps_is_gone_when_the_critic_begins(tmp_path: Path) ->
     assert {name for name, _ in counts} == {"policy", "critic"}
     assert len(alive) > 50
     assert [number for _, number in counts] == [0] * len(counts)
-
-
-def test_a_critic_in_warm_up_learns_and_the_policy_does_not(tmp_path: Path) -> None:
-    run = online(ppo_tree(tmp_path, schedule={"steps": 1}, critic={"warmup_steps": 1}, checkpoint={"every": 0}))
-    assert run.models.critic is not None
-    before = [p.detach().clone() for p in (*run.models.policy.parameters(), *run.models.critic.parameters())]
-    train(run)
-    after = [*run.models.policy.parameters(), *run.models.critic.parameters()]
-    moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
-    size = len(list(run.models.policy.parameters()))
-    assert not any(moved[:size])
-    assert any(moved[size:])
