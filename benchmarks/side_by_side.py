@@ -40,7 +40,17 @@ GOALS = {  # TRL / ours: tiny, small
     "reward": (1.5, 1.5),
     "sft": (1.2, 1.2),
 }
-HEAD = "| trainer | TRL ÷ ours [range] | goal | generation alone | ours, s | TRL, s | peak RSS MB, ours / TRL |"
+COLUMNS = (
+    "trainer",
+    "TRL ÷ ours [range]",
+    "goal",
+    "generation alone",
+    "ours, s",
+    "TRL, s",
+    "tokens/s, ours / TRL",
+    "peak RSS MB, ours / TRL",
+)
+HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 
 
 def step_seconds(found: Found, trainer: str, job: Job, *, ours: bool) -> float:
@@ -68,27 +78,42 @@ def summarize(trainer: str, rounds: list[tuple[Found, Found]], job: Job) -> Foun
         "generation_ratio": statistics.median(sampled) if sampled else None,
         "seconds_ours": statistics.median(ours),
         "seconds_peer": statistics.median(peer),
-        "phases_ours": {
-            name: value
-            for name in sorted(rounds[0][0]["phases"][0])
-            if (value := phase(rounds[0][0], name)) is not None
-        },
+        "phases_ours": _phases([a for a, _ in rounds]),
+        "phases_peer": _phases([b for _, b in rounds]),
         "tokens_per_second_ours": statistics.median(tokens),
         "peak_rss_mb": [max(a["peak_rss_mb"] for a, _ in rounds), max(b["peak_rss_mb"] for _, b in rounds)],
         "memory_ratio": statistics.median(memory),
     }
 
 
+def _phases(sides: list[Found]) -> dict[str, float]:
+    """Of every phase seen in all rounds, the median over them."""
+    names = sorted(set.intersection(*({name for step in side["phases"] for name in step} for side in sides)))
+    values = {name: [seconds for side in sides if (seconds := phase(side, name)) is not None] for name in names}
+    return {name: statistics.median(each) for name, each in values.items()}
+
+
 def row(trainer: str, found: Found, size: str) -> str:
     """A row of the table."""
     goal = GOALS[trainer][size == "small"] if trainer in GOALS and size in ("tiny", "small") else None
     low, high = found["ratio_range"]
-    generation = found["generation_ratio"]
+    generation, tokens = found["generation_ratio"], found["tokens_per_second_ours"]  # the same tokens on both sides
     return (
         f"| {trainer} | {found['ratio']:.2f} [{low:.2f}, {high:.2f}] | {f'{goal}' if goal else '–'} | "
         f"{f'{generation:.2f}' if generation else '–'} | {found['seconds_ours']:.3f} | {found['seconds_peer']:.3f} | "
+        f"{tokens:.0f} / {tokens * found['seconds_ours'] / found['seconds_peer']:.0f} | "
         f"{found['peak_rss_mb'][0]:.0f} / {found['peak_rss_mb'][1]:.0f} |"
     )
+
+
+def split(trainer: str, found: Found) -> str:
+    """Where the seconds of a step go: every phase of ours, and of TRL's what it tells of itself, its sampling."""
+    sides = []
+    for side in ("ours", "peer"):
+        phases = {name: seconds for name, seconds in found[f"phases_{side}"].items() if seconds >= 0.001}
+        rest = found[f"seconds_{side}"] - sum(phases.values())
+        sides.append(", ".join(f"{name} {seconds:.3f}" for name, seconds in [*phases.items(), ("the rest", rest)]))
+    return f"{trainer}: ours {sides[0]}; TRL {sides[1]}"
 
 
 def versions(python: str) -> dict[str, str]:
@@ -136,10 +161,7 @@ def _all(options: argparse.Namespace, folder: Path) -> Found:
         "rows_in_a_pass_of_ours": "all" if options.whole else "16",
         "peer": versions(options.peer_python),
     }
-    sys.stdout.write(
-        f"{json.dumps(about)}\n\n| trainer | TRL ÷ ours [range] | goal | generation alone | ours, s | TRL, s | "
-    )
-    sys.stdout.write("peak RSS MB, ours / TRL |\n|---|---|---|---|---|---|---|\n")
+    sys.stdout.write(f"{json.dumps(about)}\n\n{HEAD}\n")
     found: Found = {}
     for trainer in options.trainers:
         python = options.ppo_peer_python if trainer == "ppo" else options.peer_python
@@ -156,6 +178,8 @@ def _all(options: argparse.Namespace, folder: Path) -> Found:
         found[trainer] = summarize(trainer, rounds, job)
         sys.stdout.write(row(trainer, found[trainer], options.size) + "\n")
         sys.stdout.flush()
+    sys.stdout.write("\nSeconds of a step by phase:\n\n")
+    sys.stdout.writelines(f"- {split(trainer, each)}\n" for trainer, each in found.items())
     return {"about": about, "trainers": found}
 
 

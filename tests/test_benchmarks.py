@@ -85,7 +85,11 @@ def test_ratios_are_of_the_medians_of_each_round(modules: dict[str, ModuleType],
     summary = side.summarize("dpo", rounds, job)
     assert summary["ratio_range"] == [6.0 / 3.0, 4.0]  # 2 s a step; the reference of its 4 pairs of 64: 1 s
     assert summary["ratio"] == statistics.median([2.0, 4.0])
-    assert "| dpo | 3.00 [2.00, 4.00] | 1.8 |" in side.row("dpo", summary, "tiny")
+    row = side.row("dpo", summary, "tiny")
+    assert "| dpo | 3.00 [2.00, 4.00] | 1.8 |" in row
+    assert row.count("|") == side.HEAD.splitlines()[0].count("|") == side.HEAD.splitlines()[1].count("|")
+    assert "| 7 / 3 |" in row  # 10 tokens in 3 s and in 1 s, the medians 2 and 5 s; both sides' are the same
+    assert side.split("dpo", summary) == "dpo: ours update 1.000, the rest 1.000; TRL update 1.000, the rest 4.000"
 
 
 def test_an_exponent(modules: dict[str, ModuleType]) -> None:
