@@ -23,6 +23,17 @@ from rlhf.models.rows import Places
 Weight = Tensor | None
 
 
+class LowRank(NamedTuple):
+    """An adapter beside a weight: W + scale B A (Hu et al. 2022)."""
+
+    down: Float[Tensor, "r D"]  # A
+    up: Float[Tensor, "E r"]  # B
+    scale: float
+
+
+Adapter = LowRank | None
+
+
 class Norm(NamedTuple):
     """The weight and epsilon of y = w x / sqrt(mean(x²) + eps) (Zhang & Sennrich 2019)."""
 
@@ -44,6 +55,7 @@ def before_attention(
     norm: Norm,
     weights: Sequence[Tensor],
     biases: Sequence[Weight],
+    adapters: Sequence[Adapter],
     head_norms: Sequence[Norm],
     turn: Turn,
     low: torch.dtype,
@@ -51,7 +63,8 @@ def before_attention(
     """x as it is; query, key and value of norm(x) in each rectangle [places, heads, d], rotated."""
     eps = norm.eps, *(each.eps for each in head_norms)
     own: list[Weight] = [each.weight for each in head_norms] or [None, None]
-    skip, *found = _Before.apply(eps, turn, low, x, norm.weight, *own, *weights, *biases)  # type: ignore[no-untyped-call]
+    scales, pairs = _flattened(adapters)
+    skip, *found = _Before.apply(eps, turn, low, scales, x, norm.weight, *own, *weights, *biases, *pairs)  # type: ignore[no-untyped-call]
     return skip, found
 
 
@@ -62,11 +75,13 @@ def after_attention(
     chosen: Int[Tensor, " M"] | None,
     norm: Norm,
     weights: Sequence[Tensor],
+    adapters: Sequence[Adapter],
     low: torch.dtype,
 ) -> Float[Tensor, "M D"]:
     """y = skip + seen Wo', then y + (silu(n Wg') * (n Wu')) Wd' of n = norm(y) (Shazeer 2020); of `chosen` tokens."""
-    found: Tensor = _After.apply(norm.eps, low, places, chosen, skip, norm.weight, *weights, *seen)  # type: ignore[no-untyped-call]
-    return found
+    scales, pairs = _flattened(adapters)
+    after: Tensor = _After.apply(norm.eps, low, scales, places, chosen, skip, norm.weight, *weights, *pairs, *seen)  # type: ignore[no-untyped-call]
+    return after
 
 
 def normed(x: Float[Tensor, "*shape D"], norm: Norm) -> Float[Tensor, "*shape D"]:
@@ -92,12 +107,21 @@ class _Normed(torch.autograd.Function):
 class _Before(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, eps: Sequence[float], turn: Turn, low: torch.dtype, x: Tensor, weight: Tensor, *given: Weight
+        ctx: Any,
+        eps: Sequence[float],
+        turn: Turn,
+        low: torch.dtype,
+        scales: Sequence[float],
+        x: Tensor,
+        weight: Tensor,
+        *given: Weight,
     ) -> Any:
-        head_norms, weights, biases = given[:2], given[2:5], given[5:]
+        head_norms, weights, biases, adapters = given[:2], given[2:5], given[5:8], _paired(given[8:], scales)
         inverse = _inverse(x, eps[0])
         inner = low_rows((x * inverse).mul_(weight), low)
-        heads = [_linear(inner, w, b)[: len(x)] for w, b in zip(weights, biases, strict=True)]
+        heads = [
+            _linear(inner, w, b, adapter)[: len(x)] for w, b, adapter in zip(weights, biases, adapters, strict=True)
+        ]
         query, key, value = (each.view(len(x), -1, 2 * turn.cos.shape[-1]) for each in heads)
         query, key = query.to(x.dtype), key.to(x.dtype)
         kept: list[Tensor] = []
@@ -105,8 +129,8 @@ class _Before(torch.autograd.Function):
             kept = [query, _inverse(query, eps[1]), key, _inverse(key, eps[2])]
             query, key = (kept[0] * kept[1]).mul_(head_norms[0]), (kept[2] * kept[3]).mul_(head_norms[1])
         found = _turned(query, turn, 1).to(low), _turned(key, turn, 1).to(low), value
-        ctx.turn, ctx.low = turn, low
-        ctx.save_for_backward(x, weight, inverse, *head_norms, *weights, *kept)
+        ctx.turn, ctx.low, ctx.scales = turn, low, scales
+        ctx.save_for_backward(x, weight, inverse, *head_norms, *weights, *given[8:], *kept)
         return x.view_as(x), *(
             each[places.start : places.start + places.count].index_select(0, places.grid)
             for places in turn.places
@@ -118,8 +142,8 @@ class _Before(torch.autograd.Function):
     def backward(ctx: Any, d_skip: Tensor, *gradients: Tensor) -> Any:
         """Places to tokens, back by the same angles, through the products and the norm."""
         x, weight, inverse, *given = ctx.saved_tensors
-        head_norms, weights, kept = given[:2], given[2:5], given[5:]
-        learn = ctx.needs_input_grad[4:]
+        head_norms, weights, adapters, kept = given[:2], given[2:5], _paired(given[5:11], ctx.scales), given[11:]
+        learn = ctx.needs_input_grad[5:]
         turn: Turn = ctx.turn
         heads = [_live(gradients[number::3], turn.places) for number in range(3)]
         heads[:2] = (_turned(each.to(x.dtype), turn, -1) for each in heads[:2])
@@ -134,11 +158,16 @@ class _Before(torch.autograd.Function):
         inner = low_rows(scaled * weight, ctx.low)
         d_weights = [_of_weight(dy, inner, w, learns) for dy, w, learns in zip(flat, weights, learn[3:6], strict=True)]
         d_biases = [
-            dy.sum(dim=0, dtype=x.dtype) if learns else None for dy, learns in zip(flat, learn[6:], strict=True)
+            dy.sum(dim=0, dtype=x.dtype) if learns else None for dy, learns in zip(flat, learn[6:9], strict=True)
         ]
-        d_inner = _of_input(flat, weights, x.dtype)[: len(x)]
+        d_pairs = [
+            d
+            for dy, adapter, learns in zip(flat, adapters, learn[9::2], strict=True)
+            for d in _of_adapter(dy, inner, adapter, learns)
+        ]
+        d_inner = _of_input(flat, weights, adapters, x.dtype)[: len(x)]
         d_x, d_weight = _norm_backward(d_inner, scaled, weight, inverse, learns=learn[0], beside=d_skip)
-        return None, None, None, d_x, d_weight, *d_head_norms, *d_weights, *d_biases
+        return None, None, None, None, d_x, d_weight, *d_head_norms, *d_weights, *d_biases, *d_pairs
 
 
 class _After(torch.autograd.Function):
@@ -147,6 +176,7 @@ class _After(torch.autograd.Function):
         ctx: Any,
         eps: float,
         low: torch.dtype,
+        scales: Sequence[float],
         places: Sequence[Places],
         chosen: Tensor | None,
         skip: Tensor,
@@ -155,74 +185,130 @@ class _After(torch.autograd.Function):
         gate: Tensor,
         up: Tensor,
         down: Tensor,
-        *rectangles: Tensor,
+        *given: Any,
     ) -> Tensor:
+        pairs, rectangles = given[:8], given[8:]
+        on_out, on_gate, on_up, on_down = _paired(pairs, scales)
         seen = _live(rectangles, places).flatten(1)
         if chosen is not None:
             seen, skip = seen.index_select(0, chosen), skip.index_select(0, chosen)
-        middle = _plus(skip, low_rows(seen, low), out)
+        middle = _plus(skip, low_rows(seen, low), out, on_out)
         inverse = _inverse(middle, eps)
         inner = low_rows((middle * inverse).mul_(weight), low)
-        gates, ups = _linear(inner, gate), _linear(inner, up)
-        ctx.places, ctx.chosen, ctx.low = places, chosen, low
-        ctx.save_for_backward(middle, weight, inverse, out, gate, up, down, gates, ups, *rectangles)
-        return _plus(middle, functional.silu(gates).mul_(ups), down)
+        gates, ups = _linear(inner, gate, adapter=on_gate), _linear(inner, up, adapter=on_up)
+        ctx.places, ctx.chosen, ctx.low, ctx.scales = places, chosen, low, scales
+        ctx.save_for_backward(middle, weight, inverse, out, gate, up, down, gates, ups, *pairs, *rectangles)
+        return _plus(middle, functional.silu(gates).mul_(ups), down, on_down)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """d up = dh silu(g),  d gate = dh u silu'(g) of h = silu(g) u; then the norm, and the product of attention."""
-        middle, weight, inverse, out, gate, up, down, gates, ups, *rectangles = ctx.saved_tensors
-        learn, dtype = ctx.needs_input_grad[5:], middle.dtype
-        silu, d_found = functional.silu(gates), low_rows(gradient, ctx.low)
-        d_down = _of_weight(d_found, silu * ups, down, learn[4]) if learn[4] else None
-        d_hidden = _of_input([d_found], [down], ctx.low)
+        middle, weight, inverse, out, gate, up, down, gates, ups, *given = ctx.saved_tensors
+        rectangles, (on_out, on_gate, on_up, on_down) = given[8:], _paired(given[:8], ctx.scales)
+        learn, dtype = ctx.needs_input_grad[6:], middle.dtype
+        to_out, to_gate, to_up, to_down = learn[5:13:2]
+        silu, d_low = functional.silu(gates), low_rows(gradient, ctx.low)
+        hidden = silu * ups if learn[4] or to_down else None
+        d_down = _of_weight(d_low, hidden, down, learn[4])
+        d_on_down = _of_adapter(d_low, hidden, on_down, to_down)
+        d_hidden = _of_input([d_low], [down], [on_down], ctx.low)
         d_ups = silu.mul_(d_hidden)
         d_gates = torch.ops.aten.silu_backward(d_hidden.mul_(ups), gates)
         scaled = middle * inverse
         inner = low_rows(scaled * weight, ctx.low)
         d_gate, d_up = _of_weight(d_gates, inner, gate, learn[2]), _of_weight(d_ups, inner, up, learn[3])
-        d_inner = _of_input([d_gates, d_ups], [gate, up], dtype)[: len(middle)]
+        d_on_gate, d_on_up = _of_adapter(d_gates, inner, on_gate, to_gate), _of_adapter(d_ups, inner, on_up, to_up)
+        d_inner = _of_input([d_gates, d_ups], [gate, up], [on_gate, on_up], dtype)[: len(middle)]
         d_middle, d_weight = _norm_backward(d_inner, scaled, weight, inverse, learns=learn[0], beside=gradient)
         d_low, rows = low_rows(d_middle, ctx.low), sum(p.count for p in ctx.places)
-        d_out = None
-        if learn[1]:
+        seen = None
+        if learn[1] or to_out:
             seen = _live(rectangles, ctx.places).flatten(1)
-            seen = seen if ctx.chosen is None else seen.index_select(0, ctx.chosen)
-            d_out = _of_weight(d_low, low_rows(seen, ctx.low), out, True)
-        d_seen = _of_input([d_low], [out], ctx.low)[: len(middle)]
+            seen = low_rows(seen if ctx.chosen is None else seen.index_select(0, ctx.chosen), ctx.low)
+        d_out, d_on_out = _of_weight(d_low, seen, out, learn[1]), _of_adapter(d_low, seen, on_out, to_out)
+        d_seen = _of_input([d_low], [out], [on_out], ctx.low)[: len(middle)]
         if ctx.chosen is not None:  # a prompt's last token chooses the first of each of its completions
             d_seen = d_seen.new_zeros(rows, d_seen.shape[1]).index_add_(0, ctx.chosen, d_seen)
             d_middle = d_middle.new_zeros(rows, d_middle.shape[1]).index_add_(0, ctx.chosen, d_middle)
         d_rectangles = [_placed(d_seen, each, p) for each, p in zip(rectangles, ctx.places, strict=True)]
-        return None, None, None, None, d_middle, d_weight, d_out, d_gate, d_up, d_down, *d_rectangles
+        d_weights = d_middle, d_weight, d_out, d_gate, d_up, d_down
+        d_pairs = *d_on_out, *d_on_gate, *d_on_up, *d_on_down
+        return None, None, None, None, None, *d_weights, *d_pairs, *d_rectangles
 
 
-def _linear(x: Float[Tensor, "N D"], weight: Weight, bias: Weight = None) -> Float[Tensor, "N E"]:
-    """x W^T + b in the dtype of x."""
+def _flattened(adapters: Sequence[Adapter]) -> tuple[list[float], list[Weight]]:
+    """Take adapters apart for an autograd function: their scales; A and B of each, None where there is none."""
+    scales = [0.0 if adapter is None else adapter.scale for adapter in adapters]
+    pairs = [(None, None) if adapter is None else (adapter.down, adapter.up) for adapter in adapters]
+    return scales, [weight for pair in pairs for weight in pair]
+
+
+def _paired(pairs: Sequence[Weight], scales: Sequence[float]) -> list[Adapter]:
+    """Undo `_flattened`."""
+    return [
+        None if down is None or up is None else LowRank(down, up, scale)
+        for down, up, scale in zip(pairs[::2], pairs[1::2], scales, strict=True)
+    ]
+
+
+def _linear(
+    x: Float[Tensor, "N D"], weight: Weight, bias: Weight = None, adapter: Adapter = None
+) -> Float[Tensor, "N E"]:
+    """Compute x (W + scale B A)^T + b in the dtype of x."""
     assert weight is not None
-    return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    product = functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    return product if adapter is None else _add_low_rank(product, x, adapter)
 
 
-def _plus(skip: Float[Tensor, "N D"], x: Float[Tensor, "M E"], weight: Float[Tensor, "D E"]) -> Float[Tensor, "N D"]:
-    """skip + the first N rows of x W^T, the sum inside the product where both are of one dtype (M = N)."""
-    return torch.addmm(skip, x, weight.t()) if x.dtype == skip.dtype else skip + _linear(x, weight)[: len(skip)]
+def _add_low_rank(product: Float[Tensor, "M E"], x: Float[Tensor, "N D"], adapter: LowRank) -> Float[Tensor, "M E"]:
+    """Add scale x A^T B^T to `product` in place, the first M rows of it."""
+    inner = functional.linear(x, adapter.down.to(x.dtype))[: len(product)]
+    if inner.dtype == product.dtype:
+        return product.addmm_(inner, adapter.up.to(x.dtype).t(), alpha=adapter.scale)
+    return product.add_(functional.linear(inner, adapter.up.to(x.dtype)), alpha=adapter.scale)
 
 
-def _of_input(gradients: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype) -> Float[Tensor, "N D"]:
-    """sum dy W, added up in `dtype`."""
-    found = (gradients[0] @ weights[0].to(gradients[0].dtype)).to(dtype)
+def _plus(
+    skip: Float[Tensor, "N D"], x: Float[Tensor, "M E"], weight: Float[Tensor, "D E"], adapter: Adapter
+) -> Float[Tensor, "N D"]:
+    """Add `skip` and the first N rows of the product, inside the product where both are of one dtype (M = N)."""
+    total = torch.addmm(skip, x, weight.t()) if x.dtype == skip.dtype else skip + _linear(x, weight)[: len(skip)]
+    return total if adapter is None else _add_low_rank(total, x, adapter)
+
+
+def _of_input(
+    gradients: Sequence[Tensor], weights: Sequence[Tensor], adapters: Sequence[Adapter], dtype: torch.dtype
+) -> Float[Tensor, "N D"]:
+    """Compute sum dy (W + scale B A), added up in `dtype`."""
+    total = (gradients[0] @ weights[0].to(gradients[0].dtype)).to(dtype)
     for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
         if gradient.dtype == dtype:
-            found.addmm_(gradient, weight)
+            total.addmm_(gradient, weight)
         else:
-            found += gradient @ weight.to(gradient.dtype)
-    return found
+            total += gradient @ weight.to(gradient.dtype)
+    for gradient, adapter in zip(gradients, adapters, strict=True):
+        if adapter is not None:
+            total += (gradient @ adapter.up.to(gradient.dtype)).mul_(adapter.scale) @ adapter.down.to(gradient.dtype)
+    return total
 
 
-def _of_weight(gradient: Tensor, x: Tensor, weight: Tensor, learns: bool) -> Weight:
-    """dy^T x in the dtype of the weight."""
-    return (gradient.t() @ x).to(weight.dtype) if learns else None
+def _of_weight(gradient: Tensor, x: Weight, weight: Tensor, learns: bool) -> Weight:
+    """Compute dy^T x in the dtype of the weight."""
+    if not learns:
+        return None
+    assert x is not None
+    return (gradient.t() @ x).to(weight.dtype)
+
+
+def _of_adapter(gradient: Tensor, x: Weight, adapter: Adapter, learns: bool) -> tuple[Weight, Weight]:
+    """Compute the gradients of A, scale (dy B)^T x, and of B, scale dy^T (x A^T)."""
+    if adapter is None or not learns:
+        return None, None
+    assert x is not None
+    outer = (gradient @ adapter.up.to(gradient.dtype)).mul_(adapter.scale)
+    inner = functional.linear(x, adapter.down.to(x.dtype)).mul_(adapter.scale)
+    return (outer.t() @ x).to(adapter.down.dtype), (gradient.t() @ inner).to(adapter.up.dtype)
 
 
 def _placed(d_seen: Float[Tensor, "N E"], rectangle: Tensor, where: Places) -> Tensor:

@@ -5,18 +5,21 @@ What nobody reads is left out too: the last layer's feed-forward half is compute
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
+from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaModel, MistralModel, Qwen2Model, Qwen3Model
 
-from rlhf.models.fused import Norm, Turn, after_attention, before_attention, normed
-from rlhf.models.rows import Rows, alike, body_inputs, few_rows, within
+from rlhf.models.fused import Adapter, LowRank, Norm, Turn, after_attention, before_attention, normed
+from rlhf.models.rows import Rows, body_inputs, full_precision, probe_rows, within
 
 FAMILIES = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
 
@@ -33,10 +36,11 @@ _SAME: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # a fact of eac
 
 
 def is_lean(body: nn.Module) -> bool:
-    """Whether the pass below is that of `body`: found out by a pass of each over a few rows.
+    """Tell whether the pass below is that of `body`: tried on a few rows.
 
-    Not where its modules must be called as they are: adapters, weights that DeepSpeed gathers only then (ZeRO-3), or
-    whose gradients it takes as they come (ZeRO-2): in one order in all processes, while here several come at once.
+    Not where its modules must be called as they are: adapters of another kind than plain LoRA, weights that DeepSpeed
+    gathers only then (ZeRO-3), or whose gradients it takes as they come (ZeRO-2): in one order in all processes, while
+    here several come at once.
     """
     if type(body) not in FAMILIES or not _plain(body):
         return False
@@ -52,11 +56,38 @@ def _plain(body: Any) -> bool:
     if body.config.hidden_act != "silu" or any(_is_watched(each) for each in body.parameters()):
         return False
     return all(
-        type(linear) is nn.Linear and (linear.bias is None or may_have_bias)
+        _is_plain_linear(linear) and (_base(linear).bias is None or may_have_bias)
         for layer in body.layers
         for linears, may_have_bias in ((_inputs(layer), True), (_others(layer), False))
         for linear in linears
     )
+
+
+def _is_plain_linear(module: Any) -> bool:
+    """Tell whether this is a linear layer, or one with one plain LoRA adapter beside it."""
+    if type(module) is nn.Linear:
+        return True
+    if type(module) is not LoraLinear or type(module.base_layer) is not nn.Linear or len(module.active_adapters) != 1:
+        return False
+    name = module.active_adapters[0]
+    if name not in module.lora_A or module.merged or module.lora_variant:
+        return False
+    dropout, pair = module.lora_dropout[name], (module.lora_A[name], module.lora_B[name])
+    plain = all(type(each) is nn.Linear and each.bias is None for each in pair)
+    return plain and type(dropout) is nn.Identity
+
+
+def _base(module: Any) -> Any:
+    """Unwrap the linear layer that an adapter stands beside."""
+    return module if type(module) is nn.Linear else module.base_layer
+
+
+def _adapter(module: Any) -> Adapter:
+    """Return the adapter that is on now; None where there is none, or it is switched off."""
+    if type(module) is nn.Linear or module.disable_adapters:
+        return None
+    name = module.active_adapters[0]
+    return LowRank(module.lora_A[name].weight, module.lora_B[name].weight, float(module.scaling[name]))
 
 
 def _is_watched(weight: Any) -> bool:
@@ -73,16 +104,28 @@ def _others(layer: Any) -> list[Any]:
 
 @torch.no_grad()
 def _is_same(body: nn.Module) -> bool:
-    with torch.autocast(next(body.parameters()).device.type, enabled=False):
-        for rows in few_rows(body):
-            expected = body(**body_inputs(rows)).last_hidden_state[0].index_select(0, rows.choosers)
-            try:
-                found = _states(body, rows, rows.choosers)
-            except (RuntimeError, TypeError, AttributeError, ValueError, IndexError):
-                return False
-            if not alike(found, expected):
-                return False
-    return True
+    with full_precision(body), _live_adapters(body):
+        try:
+            probe = probe_rows(body)
+            return all(probe.matches(_states(body, rows, rows.choosers)) for rows in probe.layouts)
+        except (RuntimeError, TypeError, AttributeError, ValueError, IndexError):
+            return False
+
+
+@contextmanager
+def _live_adapters(body: nn.Module) -> Iterator[None]:
+    """Inside, adapters change what the model says; a fresh one changes nothing, and so would hide a mistake."""
+    adapted: list[Any] = [module for module in body.modules() if type(module) is LoraLinear]
+    weights: list[nn.Parameter] = [linear.weight for module in adapted for linear in module.lora_B.values()]
+    before = [weight.data for weight in weights]
+    for weight in weights:
+        numbers = torch.arange(1, weight.numel() + 1, device=weight.device)
+        weight.data = (0.02 * torch.sin(numbers)).view_as(weight).to(weight.dtype)
+    try:
+        yield
+    finally:
+        for weight, data in zip(weights, before, strict=True):
+            weight.data = data
 
 
 def _states(body: Any, rows: Rows, chosen: Int[Tensor, " M"]) -> Float[Tensor, "M D"]:
@@ -108,8 +151,9 @@ def _layer(
     skip, found = before_attention(
         x,
         _norm(layer.input_layernorm),
-        [linear.weight for linear in inputs],
-        [linear.bias for linear in inputs],
+        [_base(linear).weight for linear in inputs],
+        [_base(linear).bias for linear in inputs],
+        [_adapter(linear) for linear in inputs],
         [_norm(attention.q_norm), _norm(attention.k_norm)] if hasattr(attention, "q_norm") else [],
         turn,
         low,
@@ -122,7 +166,8 @@ def _layer(
         turn.places,
         chosen,
         _norm(layer.post_attention_layernorm),
-        [linear.weight for linear in _others(layer)],
+        [_base(linear).weight for linear in _others(layer)],
+        [_adapter(linear) for linear in _others(layer)],
         low,
     )
 

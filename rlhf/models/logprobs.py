@@ -15,7 +15,7 @@ from rlhf.errors import ModelError
 from rlhf.models.backbone import CausalLM, body_of
 from rlhf.models.head import chunked_statistics, output_head, reading, statistics, why_naive
 from rlhf.models.lean import chosen_states, is_lean
-from rlhf.models.rows import Rows, body_inputs, lay, why_padded
+from rlhf.models.rows import Rows, body_inputs, lay_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ def completion_outputs(
     """
     fields = prompt_ids, prompt_mask, completion_ids, completion_mask
     if in_chunks(model, log_probs):
-        rows = lay(*fields) if packing == "auto" and not why_padded(body_of(model)) else None
+        rows = lay_for(body_of(model), *fields) if packing == "auto" else None
         read = _Reading(completion_ids, completion_mask, temperature, entropy_gradient, with_hidden)
         return read.rectangle(model, Sequences.join(*fields)) if rows is None else read.rows(model, rows)
     sequences = Sequences.join(*fields)

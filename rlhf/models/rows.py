@@ -7,7 +7,8 @@ positions count from the prompt's first token. Which is what a padded rectangle 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -46,6 +47,7 @@ class Rows:
     second: Places | None  # completions, where prompts are shared
     prompt_of: Int[Tensor, " B"]  # the prompt of each completion
     mask: Bool[Tensor, "B 1 T PT"] | None  # which keys (the prompt's, then its own) a completion token sees
+    longest: int  # tokens of the longest prompt with its completion
 
 
 def lay(
@@ -77,6 +79,20 @@ def lay(
     return _to(rows, device)
 
 
+def lay_for(
+    body: nn.Module,
+    prompt_ids: Int[Tensor, "B P"],
+    prompt_mask: Bool[Tensor, "B P"],
+    completion_ids: Int[Tensor, "B T"],
+    completion_mask: Bool[Tensor, "B T"],
+) -> Rows | None:
+    """Lay a batch without padding for `body`; None where the model or one of the rows must have it."""
+    if why_padded(body):
+        return None
+    rows = lay(prompt_ids, prompt_mask, completion_ids, completion_mask)
+    return rows if rows is not None and fits_window(body, rows) else None
+
+
 def _whole(prompts: list[Tensor], completions: list[Tensor]) -> Rows:
     lengths = torch.tensor([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)])
     starts = lengths.cumsum(0) - lengths
@@ -93,6 +109,7 @@ def _whole(prompts: list[Tensor], completions: list[Tensor]) -> Rows:
         second=None,
         prompt_of=torch.arange(len(prompts)),
         mask=None,
+        longest=int(lengths.max()),
     )
 
 
@@ -124,6 +141,7 @@ def _shared(once: list[Tensor], completions: list[Tensor], prompt_of: Int[Tensor
         mask=torch.cat([before[:, None].expand(rows, length, width), causal.expand(rows, length, length)], dim=2)[
             :, None
         ],
+        longest=int((asked[prompt_of] + said).max()),
     )
 
 
@@ -259,14 +277,20 @@ def _sdpa(
 ) -> tuple[Tensor, None]:
     """transformers' own `sdpa`, except for a pass over `rows`.
 
+    A window that no row outgrows hides nothing, and is passed over.
+
     Raises:
-        NotImplementedError: the model asks for something that rows without padding have not: a window, a bias, a cap.
+        NotImplementedError: the model asks for something that rows without padding have not: a bias, a cap, a window
+            that is shorter than a row.
     """
     if rows is None:
         found: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **more
         )
         return found
+    window = more.pop("sliding_window", None)
+    if window is not None and window < rows.longest:
+        raise NotImplementedError(f"attention with a window of {window}")
     asked = sorted(name for name, given in more.items() if name not in KNOWN and given is not None)
     if asked or dropout or is_causal is False or not getattr(module, "is_causal", True):
         raise NotImplementedError(f"attention with {', '.join(asked) or 'dropout, or not causal'}")
@@ -287,21 +311,23 @@ def body_inputs(rows: Rows) -> dict[str, Any]:
     }
 
 
-# A fact of each model, found out once; one with dropout is another in training.
+# Facts of each model, tried once; one with dropout is another in training.
 _REASONS: WeakKeyDictionary[nn.Module, dict[bool, str]] = WeakKeyDictionary()
-CLOSE = 1e-4  # of the largest hidden number; float32 rounds far below, a token that sees another row is far above
 TOKENS = [[3, 1, 4, 1, 5], [2, 6, 5], [3, 1, 4, 1, 5], [7, 3]], [[9, 2, 6], [5, 3, 5, 8], [9, 7], [9]]
+CLOSE = 1e-4  # of a row's largest hidden number: differences up to this are rounding in any model
+ROUNDINGS = 32  # and so is this many times what one rounding of the embeddings does to the row
+FAR = 1e-2  # but nothing beyond: a token that sees another row, a wrong angle or a lost layer is farther off
 
 
 def why_padded(body: nn.Module) -> str:
-    """Why rows of `body` (a transformer without its head) must be padded; empty where they need not.
+    """Explain why rows of `body` (a transformer without its head) must be padded; empty where they need not.
 
-    Found out by passes over a few rows: the hidden states of each must be those it has alone.
+    Tried on a few rows: the hidden states of each must be those that it has alone.
     """
-    known = _REASONS.setdefault(body, {})
-    if body.training not in known:
-        known[body.training] = _why_padded(body)
-    return known[body.training]
+    reasons = _REASONS.setdefault(body, {})
+    if body.training not in reasons:
+        reasons[body.training] = _why_padded(body)
+    return reasons[body.training]
 
 
 @torch.no_grad()
@@ -311,40 +337,79 @@ def _why_padded(body: nn.Module) -> str:
         return f"{name} does not use sdpa attention"
     if getattr(config, "attention_chunk_size", None):
         return f"{name} attends in chunks"
-    device = next(body.parameters()).device
-    tokens = _few_tokens(body)
-    alone = [
-        body(input_ids=torch.cat([p, c])[None].to(device), use_cache=False).last_hidden_state[0]
-        for p, c in zip(*tokens, strict=True)
-    ]
-    for rows in few_rows(body):
-        try:
-            hidden = body(**body_inputs(rows)).last_hidden_state[0]
-        except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError) as error:
-            return f"{name} cannot do without padding ({error})"
-        at, chosen = 0, hidden[rows.choosers]
-        for state, prompt, completion in zip(alone, *tokens, strict=True):
-            expected = state[len(prompt) - 1 : -1]
-            found = chosen[at : at + len(completion)]
-            at += len(completion)
-            if not alike(found, expected, float(state.abs().max())):
-                return f"rows of {name} without padding give other numbers"
+    try:
+        with full_precision(body):
+            probe = probe_rows(body)
+            states = [body(**body_inputs(rows)).last_hidden_state[0][rows.choosers] for rows in probe.layouts]
+    except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError) as error:
+        return f"{name} cannot do without padding ({error})"
+    if not all(probe.matches(each) for each in states):
+        return f"rows of {name} without padding give other numbers"
     return ""
 
 
-def alike(found: Tensor, expected: Tensor, largest: float | None = None) -> bool:
-    """Whether hidden states are the same to rounding, as a share of the largest; NaN is like nothing."""
-    largest = float(expected.abs().max()) if largest is None else largest
-    return bool((found - expected).abs().max() <= CLOSE * largest)
+def fits_window(body: nn.Module, rows: Rows) -> bool:
+    """Tell whether no row is longer than a layer's attention window, so that the window hides nothing."""
+    window = getattr(getattr(body, "config", None), "sliding_window", None)
+    return window is None or rows.longest <= window
 
 
-def few_rows(body: nn.Module) -> list[Rows]:
-    """A few rows to try a pass on: whole ones, and the same with the prompt that two of them share laid once."""
-    prompts, completions = _few_tokens(body)
-    laid = _whole(prompts, completions), _shared(prompts[:2] + prompts[3:], completions, torch.tensor([0, 1, 0, 2]))
-    return [_to(rows, next(body.parameters()).device) for rows in laid]
+def full_precision(body: nn.Module) -> AbstractContextManager[None]:
+    """Switch autocast off: a trial is about what is computed, not about 16 bits."""
+    return torch.autocast(next(body.parameters()).device.type, enabled=False)
 
 
-def _few_tokens(body: nn.Module) -> list[list[Int[Tensor, " L"]]]:
+@dataclass(frozen=True)
+class Probe:
+    """A few rows to try a pass on, what the body says of each alone, and how far rounding may move it."""
+
+    layouts: Sequence[Rows]  # whole rows, and the same with the prompt that two of them share laid once
+    expected: Float[Tensor, "M D"]  # hidden states where tokens are chosen, in the order of Rows.choosers
+    tolerance: Float[Tensor, "M 1"]
+
+    def matches(self, states: Float[Tensor, "M D"]) -> bool:
+        """Tell whether `states` are the expected ones to rounding; NaN matches nothing."""
+        return bool(((states - self.expected).abs() <= self.tolerance).all())
+
+
+def probe_rows(body: nn.Module) -> Probe:
+    """Make a probe of `body`.
+
+    Deep trained models amplify rounding, some rows a hundred times more than others. How much is measured: each row is
+    read again with its embeddings moved by one unit in the last place.
+    """
+    prompts, completions = _probe_tokens(body)
+    device = next(body.parameters()).device
+    expected, tolerance = [], []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids, chosen = torch.cat([prompt, completion])[None].to(device), slice(len(prompt) - 1, -1)
+        states = body(input_ids=ids, use_cache=False).last_hidden_state[0]
+        with _moved_embeddings(body):
+            moved = body(input_ids=ids, use_cache=False).last_hidden_state[0]
+        largest = float(states.abs().max())
+        limit = max(CLOSE * largest, min(ROUNDINGS * float((moved - states).abs().max()), FAR * largest))
+        expected.append(states[chosen])
+        tolerance.append(states.new_full((len(completion), 1), limit))
+    layouts = _whole(prompts, completions), _shared(prompts[:2] + prompts[3:], completions, torch.tensor([0, 1, 0, 2]))
+    return Probe([_to(rows, device) for rows in layouts], torch.cat(expected), torch.cat(tolerance))
+
+
+@contextmanager
+def _moved_embeddings(body: nn.Module) -> Iterator[None]:
+    """Inside, each number of the embeddings is one unit in the last place larger or smaller."""
+
+    def move(_: nn.Module, __: Any, states: Tensor) -> Tensor:
+        signs = torch.where(torch.arange(states.numel(), device=states.device) % 3 == 0, -1.0, 1.0).view_as(states)
+        return states * (1 + signs * torch.finfo(states.dtype).eps).to(states.dtype)
+
+    hook = body.get_input_embeddings().register_forward_hook(move)  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _probe_tokens(body: nn.Module) -> list[list[Int[Tensor, " L"]]]:
+    """Take tokens from the middle of the vocabulary: text, while the first and last are special or never trained."""
     vocabulary = body.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    return [[torch.tensor(row) % vocabulary for row in side] for side in TOKENS]
+    return [[(torch.tensor(row) + vocabulary // 2) % vocabulary for row in side] for side in TOKENS]

@@ -16,7 +16,7 @@ from rlhf.errors import ModelError
 from rlhf.models.backbone import aligned, load_model_config, weight_dtype
 from rlhf.models.lean import chosen_states
 from rlhf.models.logprobs import Sequences
-from rlhf.models.rows import Rows, lay, why_padded
+from rlhf.models.rows import Rows, lay_for
 from rlhf.runtime.seeding import generator
 
 HeadInit = Literal["zero", "normal"]
@@ -74,9 +74,9 @@ class ScalarHeadModel(nn.Module):
         completion_mask: Bool[Tensor, "B T"],
     ) -> Rows | None:
         """The rows without padding; None where they must have it."""
-        if self.packing == "off" or why_padded(self.classifier.base_model):
+        if self.packing == "off":
             return None
-        return lay(prompt_ids, prompt_mask, completion_ids, completion_mask)
+        return lay_for(self.classifier.base_model, prompt_ids, prompt_mask, completion_ids, completion_mask)
 
     def save(self, tokenizer: PreTrainedTokenizerBase, folder: Path, state: dict[str, Tensor] | None = None) -> None:
         """An ordinary `save_pretrained` folder that AutoModelForSequenceClassification loads.

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import get_peft_model
 from test_rows import BATCHES, fields
 from tiny_models import EOS, PROMPTS, completions_of, saved, tiny, tokenizer
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from rlhf.config.sections import LoraConfig
-from rlhf.models import lean, logprobs
-from rlhf.models.backbone import CausalLM, add_lora, body_of, enable_checkpointing
+from rlhf.models import fused, lean, logprobs
+from rlhf.models.backbone import CausalLM, _quiet_peft, add_lora, body_of, enable_checkpointing
 from rlhf.models.fused import Norm, normed
 from rlhf.models.lean import chosen_states, is_lean
 from rlhf.models.logprobs import TokenOutputs, completion_outputs
@@ -135,12 +138,74 @@ def test_half_precision_is_as_close_as_the_modules(monkeypatch: pytest.MonkeyPat
 def test_only_what_it_computes() -> None:
     assert all(is_lean(body_of(tiny(family))) for family in KNOWN)
     assert not any(is_lean(body_of(tiny(family))) for family in ("gpt2", "gemma", "phi"))
-    assert not is_lean(body_of(add_lora(tiny(), LoraConfig(r=2))))
+    assert is_lean(body_of(add_lora(tiny(), LoraConfig(r=2))))
     assert not is_lean(body_of(tiny(hidden_act="gelu")))
     assert not is_lean(body_of(tiny(mlp_bias=True)))
     split = body_of(tiny())
     vars(split.norm.weight)["ds_id"] = 0  # type: ignore[union-attr]
     assert not is_lean(split)
+
+
+def adapted(family: str, targets: Sequence[str] | str = "all-linear") -> CausalLM:
+    """A model with an adapter that changes what it says."""
+    model = add_lora(
+        tiny(family), LoraConfig(r=3, alpha=5, target_modules=targets if isinstance(targets, str) else list(targets))
+    )
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+@pytest.mark.parametrize("family", KNOWN)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "v_proj"), ("o_proj", "up_proj"), ("down_proj",)])
+def test_adapters_too(monkeypatch: pytest.MonkeyPatch, family: str, batch: str, targets: str | tuple[str, ...]) -> None:
+    assert_same(monkeypatch, adapted(family, targets), BATCHES[batch])
+
+
+def test_adapters_with_recomputed_layers_and_a_base_that_learns_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted("llama").train()
+    enable_checkpointing(model)
+    model.requires_grad_(True)
+    assert_same(monkeypatch, model, BATCHES["shared"])
+
+
+def test_an_adapter_that_is_off_says_what_the_base_says() -> None:
+    model, batch = adapted("llama"), BATCHES["shared"]
+    with torch.no_grad():
+        base = asked(tiny("llama"), batch).logprobs
+        on = asked(model, batch).logprobs
+        with model.disable_adapter():  # type: ignore[operator]
+            off = asked(model, batch).logprobs
+    torch.testing.assert_close(off, base, rtol=0, atol=1e-12)
+    assert float((on - base).abs().max()) > 1e-3
+
+
+def test_adapters_that_are_more_than_a_product_are_left_to_their_modules() -> None:
+    assert is_lean(body_of(adapted("llama")))
+    for change in ({"lora_dropout": 0.1}, {"use_dora": True}):
+        config = PeftLoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", **change)
+        with _quiet_peft():
+            model = get_peft_model(tiny(), config)
+        assert not is_lean(body_of(model))
+
+
+def test_a_mistake_with_a_fresh_adapter_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new adapter adds nothing (B = 0), so that it would hide what is done with it."""
+    plain = fused._add_low_rank
+    monkeypatch.setattr(fused, "_add_low_rank", lambda y, x, low: plain(y, x, low._replace(scale=1.0)))
+    assert not is_lean(body_of(add_lora(tiny(), LoraConfig(r=3, alpha=5))))
+
+
+def test_the_trial_of_an_adapter_leaves_it_as_it_was() -> None:
+    model = adapted("llama")
+    before = {name: (p, p.clone()) for name, p in model.named_parameters()}
+    assert is_lean(body_of(model))
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name][0]
+        assert torch.equal(parameter, before[name][1]), name
 
 
 def test_a_broken_model_is_left_to_its_modules() -> None:

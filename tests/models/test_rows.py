@@ -14,7 +14,7 @@ from rlhf.config.sections import LoraConfig, Packing
 from rlhf.models import rows as rows_module
 from rlhf.models.backbone import CausalLM, add_lora, body_of, enable_checkpointing
 from rlhf.models.logprobs import completion_outputs
-from rlhf.models.rows import lay, why_padded
+from rlhf.models.rows import lay, lay_for, why_padded
 from rlhf.models.scalar_head import ScalarHeadModel, completion_values, load_scalar_head, sequence_scores
 from rlhf.types import Completions
 
@@ -174,7 +174,7 @@ def test_values_and_scores(batch: str, ask: Callable[..., Tensor], tmp_path: Pat
 @pytest.mark.parametrize(
     "family, more, why",
     [
-        ("mistral", {}, "sliding_window"),
+        ("mistral", {}, "a window of 4"),
         ("llama", {"attn_implementation": "eager"}, "does not use sdpa"),
         ("bloom", {"n_head": 2}, "BloomModel"),
         ("gemma2", {}, "does not use sdpa"),
@@ -189,6 +189,16 @@ def test_a_model_that_needs_padding_gets_it(family: str, more: dict[str, object]
             for p in ("auto", "off")
         )
     assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_a_window_that_no_row_outgrows_hides_nothing(batch: str) -> None:
+    """PROMPTS and COMPLETIONS make rows of up to 11 tokens: of 12 a window sees all, of 8 it does not."""
+    for window, laid in ((12, True), (8, False)):
+        model = tiny("mistral", sliding_window=window)
+        assert why_padded(body_of(model)) == ""
+        assert (lay_for(body_of(model), *fields(BATCHES[batch])) is not None) == laid
+        assert_same(model, BATCHES[batch])
 
 
 def test_a_leak_is_noticed_before_a_model_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
