@@ -58,7 +58,7 @@ def build_offline(config: TrainConfig, console: Console | None = None) -> Offlin
         packing=config.policy.packing,
         engine=engine,
     )
-    context.notes += models.fallbacks()
+    context.notes += models.fast_ways().lines()
     attach_reference(config, context, tokenizer, models)
     trained = engine.train("policy", policy, config.policy, terms=("sft", TERM))
     task = (sft_task if is_sft else preference_task)(config, context, tokenizer, models)

@@ -32,6 +32,7 @@ from rlhf.rollout import sample_records
 from rlhf.runtime.engine import Engine, Trained
 from rlhf.runtime.seeding import derive
 from rlhf.runtime.session import TrainState
+from rlhf.sampling.hf import HFSampler
 from rlhf.sampling.sampler import Sampler
 from rlhf.trainers.offline import fitting
 from rlhf.trainers.online import ROWS_PER_PASS, OnlineRun
@@ -56,9 +57,11 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
         raise ConfigError("overlap.reward_parts works in one process: set overlap.reward_parts=1")
     tokenizer = build_tokenizer(config.policy)
     models = build_online_models(config, context, tokenizer)
-    context.notes += models.fallbacks()
+    fast_ways = models.fast_ways()
     source = build_source(config.reward.source, tokenizer, context.engine)
     sampler = build_sampler(config, models, tokenizer, context.notes.append)
+    fast_ways.ways["fast sampling"] = not isinstance(sampler, HFSampler)
+    context.notes += fast_ways.lines()
     saved = load_trainer(context.resume) if context.resume is not None else None
     if saved is not None and models.shared_head is not None:
         models.shared_head.load_state_dict(saved["shared_head"])

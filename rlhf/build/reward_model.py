@@ -24,6 +24,7 @@ from rlhf.data.stream import BatchStream
 from rlhf.errors import ConfigError
 from rlhf.evaluation.evaluate import evaluate_loss
 from rlhf.models.backbone import context_length, enable_checkpointing
+from rlhf.models.fast_ways import of_bodies
 from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
 from rlhf.runtime.checkpoint import replace_folder
 from rlhf.runtime.ranks import Ranks
@@ -183,6 +184,7 @@ def _load(
         trust_remote_code=config.model.trust_remote_code,
     )
     model.packing = config.model.packing
+    context.notes += of_bodies([model.classifier.base_model], packing=config.model.packing).lines()
     return model
 
 

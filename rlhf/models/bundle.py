@@ -14,18 +14,15 @@ from torch import Tensor, nn
 from rlhf.algo.kl import full_vocabulary_kl
 from rlhf.algo.objective import Outputs
 from rlhf.config.sections import LogProbs, Packing
-from rlhf.models.backbone import CausalLM, autocast, body_of, weight_dtype
-from rlhf.models.head import why_naive
-from rlhf.models.lean import is_lean
+from rlhf.models.backbone import CausalLM, autocast, weight_dtype
+from rlhf.models.fast_ways import FastWays, of_bodies, of_policy
 from rlhf.models.logprobs import (
     Sequences,
     TokenOutputs,
     completion_logits,
     completion_outputs,
-    in_chunks,
     token_outputs,
 )
-from rlhf.models.rows import why_padded
 from rlhf.models.scalar_head import ScalarHeadModel, completion_values
 from rlhf.runtime.engine import Engine
 from rlhf.types import Completions, Demonstrations
@@ -77,21 +74,19 @@ class Models:
         """Whether values are estimated at all."""
         return self.critic is not None or self.shared_head is not None
 
-    def fallbacks(self) -> list[str]:
-        """What cannot be done the quick way, in words for the user; called while weights are whole.
+    def fast_ways(self) -> FastWays:
+        """Try the fast ways over completions on the models; called while weights are whole.
 
         Raises:
-            ModelError: it was asked for by name.
+            ModelError: one was asked for by name that cannot be had.
         """
-        in_chunks(self.policy, self.log_probs)
-        reason = "" if self.log_probs == "naive" else why_naive(self.policy)
-        notes = [f"log-probabilities are taken from all logits at once (naive): {reason}"] if reason else []
-        padded = "" if self.packing == "off" else why_padded(body_of(self.policy))
-        bodies = [body_of(self.policy)] + ([self.critic.classifier.base_model] if self.critic is not None else [])
-        for body in bodies if self.packing == "auto" else []:
-            if not why_padded(body):  # found out now; the critic's is the policy's architecture, or says so
-                is_lean(body)
-        return notes + ([f"rows go through the model padded: {padded}"] if padded else [])
+        fast_ways = of_policy(self.policy, log_probs=self.log_probs, packing=self.packing)
+        if self.critic is not None:
+            critic = of_bodies([self.critic.classifier.base_model], packing=self.packing)
+            for way, is_on in critic.ways.items():
+                fast_ways.ways[way] = fast_ways.ways[way] and is_on
+            fast_ways.reasons += critic.reasons
+        return fast_ways
 
     def outputs(self, batch: Completions) -> Outputs:
         """Log-probs, entropy and values of the trained models, with gradient."""

@@ -21,6 +21,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
+from rlhf.models.low import SHORT
+
+BY_PRODUCTS = 256  # keys up to which attention in 16 bits on a CPU is made of plain products: benchmarks/NOTES.md
 SHARED_FROM = 0.1  # a prompt is shared where that leaves out this share of the tokens: measured
 
 
@@ -249,15 +252,47 @@ def within(
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, *, groups: int, mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    found: Tensor = scaled_dot_product_attention(
+    """Attend from each head to its group's keys: causally, or where `mask` says."""
+    on_cpu = query.device.type == "cpu"
+    if on_cpu and query.dtype in SHORT and key.shape[2] <= BY_PRODUCTS:
+        return _attention_by_products(query, key, value, groups=groups, mask=mask, scale=scale)
+    if not on_cpu:  # with a mask, kernels on a GPU want a key for every head
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    attended: Tensor = scaled_dot_product_attention(
         query,
-        repeat_kv(key, groups),
-        repeat_kv(value, groups),
+        key,
+        value,
         attn_mask=mask,
         is_causal=mask is None,
         scale=scale,
+        enable_gqa=on_cpu and groups > 1,
     )
-    return found
+    return attended
+
+
+def _attention_by_products(
+    query: Float[Tensor, "R H W d"],
+    key: Float[Tensor, "R K P d"],
+    value: Float[Tensor, "R K P d"],
+    *,
+    groups: int,
+    mask: Bool[Tensor, "R 1 W P"] | None,
+    scale: float | None,
+) -> Float[Tensor, "R H W d"]:
+    """softmax(scale Q K^T) V by two batched products, the heads of a group as rows of one.
+
+    For short rows in 16 bits on a CPU, where the backward pass of torch's own kernel takes three times as long.
+    """
+    rows, heads, width, dim = query.shape
+    scaled = (query * (dim**-0.5 if scale is None else scale)).reshape(rows, heads // groups, groups * width, dim)
+    scores = torch.matmul(scaled, key.transpose(2, 3)).view(rows, heads // groups, groups, width, -1)
+    visible = mask[:, :, None] if mask is not None else _causal(width, query.device)
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1).view(rows, heads // groups, groups * width, -1)
+    return torch.matmul(weights, value).view(rows, heads, width, dim)
+
+
+def _causal(width: int, device: torch.device) -> Bool[Tensor, "W W"]:
+    return torch.ones(width, width, dtype=torch.bool, device=device).tril()
 
 
 KNOWN = {"position_ids", "use_cache", "output_hidden_states", "output_attentions", "return_dict", "logits_to_keep"}

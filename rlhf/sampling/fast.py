@@ -92,6 +92,8 @@ class FastSampler:
                 return uses
             except Unsupported as error:
                 reason = str(error)
+                if uses == "lean":
+                    self.tell(f"decoding by the model's own modules, which is slower: {reason}")
         self.tell(f"sampling with transformers' generate, which is slower: {reason}")
         return "generate"
 

@@ -133,7 +133,11 @@ def test_a_model_that_does_more_to_its_logits_keeps_it(make: Callable[[], PreTra
     with pytest.raises(ModelError, match=r"policy\.log_probs=auto"):
         said(model, "chunked")
     models = Models(policy=model, temperature=T, dtype="float64", device=CPU)
-    assert "naive" in models.fallbacks()[0]
+    line, reason = models.fast_ways().lines()
+    assert (
+        line == "fast ways on: none; off: log-probabilities in chunks, no padding, written-out layers, shared prompts"
+    )
+    assert "naive" in reason
 
 
 def test_a_model_whose_scale_is_one_is_done_by_chunks() -> None:

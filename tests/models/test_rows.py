@@ -200,6 +200,41 @@ def test_a_window_that_no_row_outgrows_hides_nothing(window: int, laid: bool) ->
     assert_same(model, SHARED)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_attention_by_products_is_attention(masked: bool, groups: int) -> None:
+    """Values and gradients, whole rows and completions beside a shared prompt."""
+    torch.manual_seed(0)
+    keys = 9 if masked else 5
+    query = torch.randn(2, 6, 5, 4, dtype=torch.float64, requires_grad=True)
+    key, value = (torch.randn(2, 6 // groups, keys, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    mask = (torch.rand(2, 1, 5, keys) < 0.6) | (torch.arange(keys) == 0) if masked else None
+    expected = rows_module._attention(query, key, value, groups=groups, mask=mask, scale=0.7)
+    attended = rows_module._attention_by_products(query, key, value, groups=groups, mask=mask, scale=0.7)
+    torch.testing.assert_close(attended, expected, rtol=0, atol=1e-12)
+    upstream = torch.randn_like(expected)
+    ours, theirs = (
+        torch.autograd.grad(out, (query, key, value), upstream, retain_graph=True) for out in (attended, expected)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_short_rows_in_16_bits_go_by_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    plain = rows_module._attention_by_products
+    monkeypatch.setattr(
+        rows_module,
+        "_attention_by_products",
+        lambda q, k, v, **more: calls.append(k.shape[2]) or plain(q, k, v, **more),
+    )
+    for width in (rows_module.BY_PRODUCTS, rows_module.BY_PRODUCTS + 1):
+        q, k, v = (torch.randn(1, heads, width, 8, dtype=torch.bfloat16) for heads in (4, 2, 2))
+        ours = rows_module._attention(q, k, v, groups=2, mask=None, scale=None)
+        exact = rows_module._attention(q.float(), k.float(), v.float(), groups=2, mask=None, scale=None)
+        torch.testing.assert_close(ours.float(), exact, rtol=0, atol=0.05)
+    assert calls == [rows_module.BY_PRODUCTS]
+
+
 def test_a_leak_is_noticed_before_a_model_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = rows_module._attention
 
