@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from rlhf.config.algorithm import Gae, Offline, Online, OnlinePairLoss, SftLoss
 from rlhf.config.base import Section
 from rlhf.config.compare import CompareConfig
+from rlhf.config.precedence import keep_last_alternative, setting, without, without_overruled
 from rlhf.config.presets import PRESETS, SIZES
 from rlhf.config.sections import RewardModelConfig, TrainConfig, reads_reference
 from rlhf.config.yaml_text import UnusableYaml, parse_yaml
@@ -53,7 +54,7 @@ def load_train(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
         ConfigError: the file, a key, a value or a combination is wrong; the message names it and says what to do.
     """
-    return train_config(override(read_yaml(path), parse_overrides(overrides)))
+    return train_config(_file_and_command_line(path, overrides))
 
 
 def train_config(tree: Tree) -> TrainConfig:
@@ -67,7 +68,7 @@ def load_reward_model(path: str | Path, overrides: Sequence[str] = ()) -> Reward
     Raises:
         ConfigError: as `load_train`.
     """
-    return validate(RewardModelConfig, merge(read_yaml(path), parse_overrides(overrides)))
+    return validate(RewardModelConfig, override(read_yaml(path), parse_overrides(overrides)))
 
 
 def load_compare(path: str | Path, overrides: Sequence[str] = ()) -> CompareConfig:
@@ -76,7 +77,7 @@ def load_compare(path: str | Path, overrides: Sequence[str] = ()) -> CompareConf
     Raises:
         ConfigError: as `load_train`.
     """
-    return compare_config(merge(read_yaml(path), parse_overrides(overrides)))
+    return compare_config(override(read_yaml(path), parse_overrides(overrides)))
 
 
 def compare_config(tree: Tree) -> CompareConfig:
@@ -109,7 +110,9 @@ def read_yaml(path: str | Path) -> Tree:
 
 
 def parse_overrides(overrides: Sequence[str]) -> Tree:
-    """`["policy.lr=1e-6", ...]` as one tree; values are YAML (1e-6, true, null, [0, 1], text).
+    """Read `["policy.lr=1e-6", ...]` as one tree; values are YAML (1e-6, true, null, [0, 1], text).
+
+    Of two settings that exclude each other (schedule.steps and schedule.epochs) the last one counts.
 
     Raises:
         ConfigError: an override without `=`, with an empty key, or whose value is not YAML.
@@ -129,7 +132,7 @@ def parse_overrides(overrides: Sequence[str]) -> Tree:
         branch: Any = value
         for part in reversed(parts):
             branch = {part: branch}
-        tree = merge(tree, branch)
+        tree = merge(keep_last_alternative(tree, branch), branch)
     return tree
 
 
@@ -154,10 +157,37 @@ def _another_tag(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 
 def override(base: Tree, over: Tree) -> Tree:
-    """`merge`, where naming another preset than the base's brings the sizes that the preset sets (SIZES) along."""
+    """Lay `over` over `base`: what it says wins, also over settings of `base` that exclude it.
+
+    Naming another preset than the base's brings the sizes that the preset sets (SIZES) along.
+    """
+    base, over = merge({}, base), merge({}, over)
     named = _preset(over)
-    brought = SIZES.get(str(named), {}) if named != _preset(base) else {}
-    return merge(merge(base, brought), over)
+    sizes = SIZES.get(str(named), {}) if named != _preset(base) else {}
+    return merge(merge(without_overruled(base, over), sizes), over)
+
+
+def _file_and_command_line(path: str | Path, overrides: Sequence[str]) -> Tree:
+    """Lay the command line over the file; without what only the file says, where it is written for another algorithm."""
+    file, said = read_yaml(path), parse_overrides(overrides)
+    tree = override(file, said)
+    if not _names_another_algorithm(file, said):
+        return tree
+    try:
+        config = train_config(tree)
+    except ConfigError:
+        return tree  # whoever makes a configuration of it tells the user
+    return without_unread(tree, said, config)
+
+
+def _names_another_algorithm(base: Tree, over: Tree) -> bool:
+    keys = ("algorithm.preset", "algorithm.advantage.type", "algorithm.loss.type")
+    return any(setting(over, key) not in (None, setting(base, key)) for key in keys)
+
+
+def without_unread(tree: Tree, said: Tree, config: TrainConfig) -> Tree:
+    """Leave out what the algorithm of `config` does not read and `said` does not name: a file may serve several."""
+    return without(tree, [key for key, _ in _unread_by_training(config) if setting(said, key) is None])
 
 
 def _preset(tree: Mapping[str, Any]) -> object:
@@ -179,7 +209,16 @@ def expand_preset(tree: Tree) -> Tree:
         near = difflib.get_close_matches(str(name), PRESETS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"algorithm.preset: {name!r} is not one of {', '.join(PRESETS)}{hint}")
-    return merge(SIZES.get(name, {}), {**tree, "algorithm": merge(PRESETS[name], algorithm)})
+    preset = _with_matching_value_loss(PRESETS[name], algorithm)
+    return merge(SIZES.get(name, {}), {**tree, "algorithm": merge(preset, algorithm)})
+
+
+def _with_matching_value_loss(preset: Tree, algorithm: Mapping[str, Any]) -> Tree:
+    """Give the preset a value loss exactly where `algorithm` changes its advantage to GAE, and none where from GAE."""
+    chosen = setting(algorithm, "advantage.type")
+    if chosen is None or "loss" in preset:
+        return preset
+    return without(preset, ["value_loss"]) if chosen != "gae" else {"value_loss": {}, **preset}
 
 
 def dump(config: Section) -> Tree:
@@ -206,11 +245,6 @@ def unread_sections(config: TrainConfig | RewardModelConfig | CompareConfig) -> 
         return []
     unread = _unread_by_training(config) if isinstance(config, TrainConfig) else _unread_by_reward_model(config)
     return [f"{key} is set, but {why}: it has no effect" for key, why in unread]
-
-
-def unread_keys(config: TrainConfig) -> list[str]:
-    """The dotted keys of `unread_sections`."""
-    return [key for key, _ in _unread_by_training(config)]
 
 
 def _unread_by_training(config: TrainConfig) -> list[tuple[str, str]]:
@@ -324,7 +358,7 @@ def load_any(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig | R
     Raises:
         ConfigError: as `load_train`.
     """
-    tree = override(read_yaml(path), parse_overrides(overrides))
+    tree = _file_and_command_line(path, overrides)
     if "arms" in tree:
         return compare_config(tree)
     if "model" in tree and "policy" not in tree:
