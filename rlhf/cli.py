@@ -149,27 +149,46 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+# Each verb looks at its configuration first and then imports what runs it (torch, transformers: seconds), so that a
+# mistake is told at once.
+
+
 def _train(parsed: argparse.Namespace, console: Console) -> None:
-    from rlhf.commands.train import run_train
     from rlhf.config.load import load_train
+    from rlhf.data.preflight import check_files
     from rlhf.lab.build import with_lab
 
-    run_train(with_lab(load_train(parsed.target, parsed.overrides)), console)
+    config = with_lab(load_train(parsed.target, parsed.overrides))
+    check_files(config)
+
+    from rlhf.commands.train import run_train
+
+    run_train(config, console)
 
 
 def _rm(parsed: argparse.Namespace, console: Console) -> None:
-    from rlhf.commands.train import run_reward_model
     from rlhf.config.load import load_reward_model
+    from rlhf.data.preflight import check_files
     from rlhf.lab.build import with_lab
 
-    run_reward_model(with_lab(load_reward_model(parsed.target, parsed.overrides)), console)
+    config = with_lab(load_reward_model(parsed.target, parsed.overrides))
+    check_files(config)
+
+    from rlhf.commands.train import run_reward_model
+
+    run_reward_model(config, console)
 
 
 def _compare(parsed: argparse.Namespace, console: Console) -> None:
-    from rlhf.commands.compare import run_compare
+    from rlhf.compare.plan import make_plan
     from rlhf.config.load import load_compare
 
-    run_compare(load_compare(parsed.target, parsed.overrides), beside=Path(parsed.target).parent, console=console)
+    config, beside = load_compare(parsed.target, parsed.overrides), Path(parsed.target).parent
+    make_plan(config, beside=beside)
+
+    from rlhf.commands.compare import run_compare
+
+    run_compare(config, beside=beside, console=console)
 
 
 def _config(parsed: argparse.Namespace, console: Console) -> None:
@@ -190,6 +209,10 @@ def _eval(parsed: argparse.Namespace, console: Console) -> None:
         return
     if any(option is not None for option in (parsed.data, parsed.limit, parsed.out)):
         raise UserError("--data, --limit and --out are a suite's: name one, as in --suite persona")
+    from rlhf.config.load import load_run
+
+    load_run(parsed.target, parsed.overrides)
+
     from rlhf.commands.evaluate import run_eval
 
     run_eval(parsed.target, parsed.overrides, console, against=parsed.against)
@@ -237,6 +260,11 @@ def _serve_reward(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def _quickstart(parsed: argparse.Namespace, console: Console) -> None:
+    from rlhf.config.load import load_train
+    from rlhf.lab.build import lab_config
+
+    load_train(lab_config("ppo"), parsed.overrides)
+
     from rlhf.commands.quickstart import run_quickstart
 
     run_quickstart(parsed.out, seed=parsed.seed, overrides=parsed.overrides, console=console)

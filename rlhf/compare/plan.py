@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rlhf.compare.costs import completions_of
-from rlhf.config.compare import START, Arm, BestOfNArm, CellConfig, CompareConfig, Overrides, TrainedArm
+from rlhf.config.compare import (
+    START,
+    Arm,
+    BestOfNArm,
+    CellConfig,
+    CompareConfig,
+    Overrides,
+    TrainedArm,
+    completions_of,
+)
 from rlhf.config.load import merge, override, read_yaml, train_config, validate, without_unread
 from rlhf.config.sections import TrainConfig
 from rlhf.errors import ConfigError
@@ -85,7 +93,16 @@ def make_plan(config: CompareConfig, *, beside: Path) -> Plan:
         for seed in config.seeds
         for name in names
     ]
-    return Plan(config, folder, cells)
+    return Plan(config, folder, [_with_lab_files(cell) for cell in cells])
+
+
+def _with_lab_files(cell: Cell) -> Cell:
+    """Put the paths of the lab's files, made where they are not there, in place of their names."""
+    try:
+        train = with_lab(cell.config.train)
+    except ConfigError as error:
+        raise ConfigError(f"arms.{cell.arm}: {error}") from error
+    return cell if train is cell.config.train else replace(cell, config=cell.config.model_copy(update={"train": train}))
 
 
 def read_plan(config: CompareConfig, folder: Path) -> Plan:
@@ -171,7 +188,6 @@ def _cell(config: CompareConfig, base: Tree, name: str, arm: Arm, seed: int) -> 
         train = (
             train_config(_with_length(without_unread(tree, own, whole), config, own, whole)) if is_trained else whole
         )
-        train = with_lab(train)
     except ConfigError as error:
         raise ConfigError(f"arms.{name}: {error}") from error
     proxy = whole.reward.source if whole.reward is not None else None

@@ -57,6 +57,20 @@ def load_train(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     return train_config(_file_and_command_line(path, overrides))
 
 
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig | RewardModelConfig:
+    """Read the settings that a run folder was made with, with `key=value` overrides on top.
+
+    Raises:
+        ConfigError: it is not a run folder; as `load_train`.
+    """
+    if not (Path(path) / "config.yaml").is_file():
+        raise ConfigError(f"{path} is not a run folder (it has no config.yaml)")
+    tree = override(read_yaml(path), parse_overrides(overrides))
+    if "model" in tree and "policy" not in tree:
+        return validate(RewardModelConfig, tree)
+    return train_config(tree)
+
+
 def train_config(tree: Tree) -> TrainConfig:
     """The training run that a tree of settings describes; its preset is expanded first."""
     return validate(TrainConfig, expand_preset(tree))
@@ -187,7 +201,7 @@ def _names_another_algorithm(base: Tree, over: Tree) -> bool:
 
 def without_unread(tree: Tree, said: Tree, config: TrainConfig) -> Tree:
     """Leave out what the algorithm of `config` does not read and `said` does not name: a file may serve several."""
-    return without(tree, [key for key, _ in _unread_by_training(config) if setting(said, key) is None])
+    return without(tree, [key for key in unread_keys(config) if setting(said, key) is None])
 
 
 def _preset(tree: Mapping[str, Any]) -> object:
@@ -243,8 +257,16 @@ def unread_sections(config: TrainConfig | RewardModelConfig | CompareConfig) -> 
     """One sentence for every section that is set but that nothing in this run reads."""
     if isinstance(config, CompareConfig):  # what an arm does not read of the base is expected; its own is said then
         return []
-    unread = _unread_by_training(config) if isinstance(config, TrainConfig) else _unread_by_reward_model(config)
-    return [f"{key} is set, but {why}: it has no effect" for key, why in unread]
+    return [f"{key} is set, but {why}: it has no effect" for key, why in _unread(config)]
+
+
+def unread_keys(config: TrainConfig | RewardModelConfig) -> list[str]:
+    """List the dotted keys of `unread_sections`."""
+    return [key for key, _ in _unread(config)]
+
+
+def _unread(config: TrainConfig | RewardModelConfig) -> list[tuple[str, str]]:
+    return _unread_by_training(config) if isinstance(config, TrainConfig) else _unread_by_reward_model(config)
 
 
 def _unread_by_training(config: TrainConfig) -> list[tuple[str, str]]:
