@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
-from rlhf.errors import UserError
+from rlhf.errors import UserError, install_hint
 from rlhf.quiet import quiet_libraries
 
 OTHERS_WAIT_S = 3.0  # before another process than the first tells of an error
@@ -248,7 +248,7 @@ def _serve_reward(parsed: argparse.Namespace, console: Console) -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("fastapi", "starlette", "uvicorn"):
             raise
-        raise UserError("serve-reward needs FastAPI and uvicorn: pip install 'rlhf[serve]'") from error
+        raise UserError(f"rlhf serve-reward needs FastAPI and uvicorn: {install_hint('serve')}") from error
     options = ServiceOptions(
         host=parsed.host,
         port=parsed.port,

@@ -182,7 +182,7 @@ def override(base: Tree, over: Tree) -> Tree:
 
 
 def _file_and_command_line(path: str | Path, overrides: Sequence[str]) -> Tree:
-    """Lay the command line over the file; without what only the file says, where it is written for another algorithm."""
+    """Lay the command line over the file, less what the file has for another algorithm than the one named there."""
     file, said = read_yaml(path), parse_overrides(overrides)
     tree = override(file, said)
     if not _names_another_algorithm(file, said):

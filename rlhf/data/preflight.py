@@ -44,7 +44,11 @@ def _model_paths(config: TrainConfig | RewardModelConfig) -> Iterator[tuple[str,
         yield "model.model", config.model.model
         return
     yield "policy.model", config.policy.model
-    if config.reward is not None and isinstance(config.reward.source, ModelSource) and "reward" not in unread_keys(config):
+    if (
+        config.reward is not None
+        and isinstance(config.reward.source, ModelSource)
+        and "reward" not in unread_keys(config)
+    ):
         yield "reward.source.path", config.reward.source.path
 
 

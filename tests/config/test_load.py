@@ -407,7 +407,7 @@ def test_of_two_lengths_the_last_one_counts(
 @pytest.mark.parametrize("said", [[], ["schedule={steps: 3, epochs: 4}"], ["schedule.steps=null"]])
 def test_two_lengths_or_none_in_one_place_are_an_error(tmp_path: Path, said: list[str]) -> None:
     both = {"steps": 3} if said else {"steps": 3, "epochs": 4}
-    with pytest.raises(ConfigError, match="give schedule.steps or schedule.epochs"):
+    with pytest.raises(ConfigError, match=r"give schedule\.steps or schedule\.epochs"):
         load_train(write(tmp_path, base() | {"schedule": both}), said)
 
 
