@@ -176,9 +176,19 @@ def override(base: Tree, over: Tree) -> Tree:
     Naming another preset than the base's brings the sizes that the preset sets (SIZES) along.
     """
     base, over = merge({}, base), merge({}, over)
-    named = _preset(over)
-    sizes = SIZES.get(str(named), {}) if named != _preset(base) else {}
-    return merge(merge(without_overruled(base, over), sizes), over)
+    return merge(merge(without_overruled(base, over), _sizes_brought(base, over)), over)
+
+
+def _sizes_brought(base: Tree, over: Tree) -> Tree:
+    """Return the sizes that come with another preset than the base's; a group that the base has already stays."""
+    named = setting(over, "algorithm.preset")
+    if named == setting(base, "algorithm.preset"):
+        return {}
+    sizes = SIZES.get(str(named), {})
+    size = setting(base, "sampling.completions_per_prompt")
+    has_group = isinstance(size, int) and size >= 2
+    needs_any_group = setting(PRESETS.get(str(named), {}), "advantage.type") == "group"
+    return without(sizes, ["sampling"]) if has_group and needs_any_group else sizes
 
 
 def _file_and_command_line(path: str | Path, overrides: Sequence[str]) -> Tree:
@@ -202,11 +212,6 @@ def _names_another_algorithm(base: Tree, over: Tree) -> bool:
 def without_unread(tree: Tree, said: Tree, config: TrainConfig) -> Tree:
     """Leave out what the algorithm of `config` does not read and `said` does not name: a file may serve several."""
     return without(tree, [key for key in unread_keys(config) if setting(said, key) is None])
-
-
-def _preset(tree: Mapping[str, Any]) -> object:
-    algorithm = tree.get("algorithm")
-    return algorithm.get("preset") if isinstance(algorithm, Mapping) else None
 
 
 def expand_preset(tree: Tree) -> Tree:

@@ -18,6 +18,7 @@ from rlhf.config.load import (
     load_reward_model,
     load_train,
     merge,
+    override,
     parse_overrides,
     train_config,
     unread_sections,
@@ -170,6 +171,26 @@ def test_a_preset_brings_its_sizes_where_it_is_named(name: str, tmp_path: Path) 
     said = load_train(ppo, [f"algorithm.preset={name}", "sampling.completions_per_prompt=3"])
     assert said.sampling.completions_per_prompt == 3
     assert load_train(ppo, ["algorithm.preset=ppo"]).batch.epochs == 4
+
+
+GROUPED = ("rloo", "grpo", "dr_grpo", "dapo", "cispo", "gspo")
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_preset_with_groups_brings_one_of_eight_unless_there_is_a_group(name: str) -> None:
+    def size(*said: str) -> int:
+        return load_train(ROOT / "configs" / "ppo.yaml", said).sampling.completions_per_prompt
+
+    preset = f"algorithm.preset={name}"
+    assert (size(), size(preset), size(preset, "sampling.completions_per_prompt=4")) == (1, 8, 4)
+    file = merge(base(), {"sampling": {"completions_per_prompt": 16}})
+    over = train_config(override(file, {"algorithm": {"preset": name}}))
+    assert over.sampling.completions_per_prompt == 16
+
+
+def test_the_presets_that_bring_a_group_are_those_that_need_one() -> None:
+    needing = {name for name, preset in PRESETS.items() if preset.get("advantage", {}).get("type") == "group"}
+    assert needing == set(GROUPED)
 
 
 def test_the_file_that_names_a_preset_goes_before_its_sizes() -> None:
