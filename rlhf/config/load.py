@@ -49,7 +49,7 @@ ALIASES = {
 
 
 def load_train(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The training run that a YAML file and `key=value` overrides describe.
+    """Load the training run that a YAML file and `key=value` overrides describe.
 
     Raises:
         ConfigError: the file, a key, a value or a combination is wrong; the message names it and says what to do.
@@ -72,12 +72,12 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig | R
 
 
 def train_config(tree: Tree) -> TrainConfig:
-    """The training run that a tree of settings describes; its preset is expanded first."""
+    """Build the training run that a tree of settings describes; its preset is expanded first."""
     return validate(TrainConfig, expand_preset(tree))
 
 
 def load_reward_model(path: str | Path, overrides: Sequence[str] = ()) -> RewardModelConfig:
-    """The reward-model run that a YAML file and `key=value` overrides describe.
+    """Load the reward-model run that a YAML file and `key=value` overrides describe.
 
     Raises:
         ConfigError: as `load_train`.
@@ -86,7 +86,7 @@ def load_reward_model(path: str | Path, overrides: Sequence[str] = ()) -> Reward
 
 
 def load_compare(path: str | Path, overrides: Sequence[str] = ()) -> CompareConfig:
-    """The comparison that a YAML file and `key=value` overrides describe; `arms.name=null` leaves an arm out.
+    """Load the comparison that a YAML file and `key=value` overrides describe; `arms.name=null` leaves an arm out.
 
     Raises:
         ConfigError: as `load_train`.
@@ -95,14 +95,14 @@ def load_compare(path: str | Path, overrides: Sequence[str] = ()) -> CompareConf
 
 
 def compare_config(tree: Tree) -> CompareConfig:
-    """The comparison that a tree of settings describes."""
+    """Build the comparison that a tree of settings describes."""
     if isinstance(tree.get("arms"), Mapping):
         tree = {**tree, "arms": {name: arm for name, arm in tree["arms"].items() if arm is not None}}
     return validate(CompareConfig, tree)
 
 
 def read_yaml(path: str | Path) -> Tree:
-    """The tree in a YAML file, without what a run folder adds to its own.
+    """Read the tree in a YAML file, without what a run folder adds to its own.
 
     Raises:
         ConfigError: no such file, not YAML, or not a mapping.
@@ -151,7 +151,7 @@ def parse_overrides(overrides: Sequence[str]) -> Tree:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
-    """Deep merge; except that naming another tag (`type`, `preset`) replaces the whole section."""
+    """Merge two trees deeply, except that naming another tag (`type`, `preset`) replaces the whole section."""
     merged = {key: _spelled_out(key, value) for key, value in base.items()}
     for key, value in over.items():
         old, value = merged.get(key), _spelled_out(key, value)
@@ -215,7 +215,7 @@ def without_unread(tree: Tree, said: Tree, config: TrainConfig) -> Tree:
 
 
 def expand_preset(tree: Tree) -> Tree:
-    """The tree with `algorithm.preset` written out beneath what the file says, sizes (SIZES) included.
+    """Write `algorithm.preset` out in the tree, beneath what the file says, sizes (SIZES) included.
 
     Raises:
         ConfigError: there is no such preset.
@@ -241,12 +241,12 @@ def _with_matching_value_loss(preset: Tree, algorithm: Mapping[str, Any]) -> Tre
 
 
 def dump(config: Section) -> Tree:
-    """The configuration as plain data, every default filled in; loading it gives the same configuration."""
+    """Return the configuration as plain data, every default filled in; loading it gives the same configuration."""
     return config.model_dump(mode="json")
 
 
 def validate(kind: type[C], tree: Tree) -> C:
-    """A `kind` from a tree.
+    """Check a tree and make a `kind` of it.
 
     Raises:
         ConfigError: with one line for every mistake.
@@ -259,7 +259,7 @@ def validate(kind: type[C], tree: Tree) -> C:
 
 
 def unread_sections(config: TrainConfig | RewardModelConfig | CompareConfig) -> list[str]:
-    """One sentence for every section that is set but that nothing in this run reads."""
+    """Write one sentence for every section that is set but that nothing in this run reads."""
     if isinstance(config, CompareConfig):  # what an arm does not read of the base is expected; its own is said then
         return []
     return [f"{key} is set, but {why}: it has no effect" for key, why in _unread(config)]
@@ -339,7 +339,7 @@ def _explain(kind: type[Section], mistake: Mapping[str, Any]) -> str:
 
 
 def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], list[type[BaseModel]]]:
-    """The keys a user wrote on the way to a mistake (a union's tags left out), and the sections that hold the last."""
+    """Find the keys a user wrote on the way to a mistake (no tags of unions), and the sections that hold the last."""
     models: list[type[BaseModel]] = [kind]
     keys: list[str] = []
     for index, part in enumerate(location):
@@ -380,7 +380,7 @@ def _nearest(key: str, models: Sequence[type[BaseModel]]) -> str:
 
 
 def load_any(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig | RewardModelConfig | CompareConfig:
-    """Whatever the file describes: `model:` makes a reward model, `arms:` a comparison, all else is a training run.
+    """Load what the file describes: `model:` makes a reward model, `arms:` a comparison, all else is a training run.
 
     Raises:
         ConfigError: as `load_train`.
