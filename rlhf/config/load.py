@@ -275,18 +275,18 @@ def _unread(config: TrainConfig | RewardModelConfig) -> list[tuple[str, str]]:
 
 
 def _unread_by_training(config: TrainConfig) -> list[tuple[str, str]]:
-    named, data = config.model_fields_set, config.data.model_fields_set
+    named, data = _changed(config), _changed(config.data)
     found: list[tuple[str, str]] = []
     algorithm = config.algorithm
     if not isinstance(algorithm, Online):
         return _unread_by_offline(config, algorithm)
     if "critic" in named and not isinstance(algorithm.advantage, Gae):
         found.append(("critic", "only GAE has a critic"))
-    if config.critic.shared and "lr" in config.critic.model_fields_set:
+    if config.critic.shared and "lr" in _changed(config.critic):
         found.append(("critic.lr", "critic.shared trains the head with the policy"))
     if "sft" in data and algorithm.ptx_coef == 0:
         found.append(("data.sft", "algorithm.ptx_coef is 0"))
-    if isinstance(algorithm.policy_loss, OnlinePairLoss) and "kl" in algorithm.model_fields_set and algorithm.kl.coef:
+    if isinstance(algorithm.policy_loss, OnlinePairLoss) and "kl" in _changed(algorithm) and algorithm.kl.coef:
         found.append(("algorithm.kl", "the beta of policy_loss.loss is a pair loss's pull to the reference"))
     found += [
         (f"data.{k}", "an online algorithm does not read it")
@@ -297,7 +297,7 @@ def _unread_by_training(config: TrainConfig) -> list[tuple[str, str]]:
 
 
 def _unread_by_offline(config: TrainConfig, algorithm: Offline) -> list[tuple[str, str]]:
-    named, data = config.model_fields_set, config.data.model_fields_set
+    named, data = _changed(config), _changed(config.data)
     offline = "an offline algorithm does not read it"
     name = algorithm.preset or algorithm.loss.type
     others = ("preferences", "eval_preferences") if isinstance(algorithm.loss, SftLoss) else ("sft", "eval_sft")
@@ -309,18 +309,24 @@ def _unread_by_offline(config: TrainConfig, algorithm: Offline) -> list[tuple[st
     found += [(f"data.{key}", f"{name} does not read it") for key in others if key in data]
     if config.data.eval_prompts is not None and config.eval.source is None:
         found.append(("data.eval_prompts", "eval.source, the judge of an offline run, is not"))
-    found += [(f"batch.{k}", offline) for k in ("epochs", "minibatches") if k in config.batch.model_fields_set]
+    found += [(f"batch.{k}", offline) for k in ("epochs", "minibatches") if k in _changed(config.batch)]
     return found
 
 
 def _unread_by_reward_model(config: RewardModelConfig) -> list[tuple[str, str]]:
     why = "a reward model does not read it"
     keys = ("prompts", "eval_prompts", "sft", "eval_sft")
-    found = [(f"data.{key}", why) for key in keys if key in config.data.model_fields_set]
-    found += [(f"batch.{key}", why) for key in ("epochs", "minibatches") if key in config.batch.model_fields_set]
+    found = [(f"data.{key}", why) for key in keys if key in _changed(config.data)]
+    found += [(f"batch.{key}", why) for key in ("epochs", "minibatches") if key in _changed(config.batch)]
     if config.model.ema_decay is not None:
         found.append(("model.ema_decay", why))
     return found
+
+
+def _changed(section: Section) -> set[str]:
+    """Name the fields that are set to something else than their default: a run folder's config.yaml sets all."""
+    fields = type(section).model_fields
+    return {name for name in section.model_fields_set if getattr(section, name) != fields[name].get_default()}
 
 
 def _explain(kind: type[Section], mistake: Mapping[str, Any]) -> str:

@@ -507,3 +507,14 @@ def test_a_section_said_beside_a_preset_that_does_not_read_it_is_named(tmp_path:
         assert "critic is set, but only GAE has a critic: it has no effect" in notes, said
     quiet = unread_sections(load_train(path, ["algorithm.preset=rloo"]))
     assert quiet == []
+
+
+@pytest.mark.parametrize("preset", ["grpo", "ppo", "sft", "dpo", "simpo", "online_dpo"])
+def test_the_defaults_that_a_run_folder_spells_out_are_no_sections_that_were_set(tmp_path: Path, preset: str) -> None:
+    tree = base(preset=preset)
+    tree["data"] = {"prompts": tree["data"]["prompts"]} if preset in ("grpo", "ppo", "online_dpo") else tree["data"]
+    config = train_config(tree)
+    again = load_train(write(tmp_path, dump(config)))
+    assert unread_sections(again) == unread_sections(config)
+    reward_model = validate(RewardModelConfig, {"model": {"model": "m"}, "data": {"preferences": {"path": "p"}}})
+    assert unread_sections(validate(RewardModelConfig, dump(reward_model))) == []
