@@ -39,7 +39,7 @@ class Context:
     positions: Mapping[str, int]
     console: Console | None
     release: Callable[[], None]  # lets other processes into the folder
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # printed and kept as the run begins; any part may add a line
 
     @property
     def seed(self) -> int:
