@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
-from rlhf.errors import UserError
+from rlhf.errors import UserError, install_hint
 from rlhf.quiet import quiet_libraries
 
 OTHERS_WAIT_S = 3.0  # before another process than the first tells of an error
@@ -34,8 +34,11 @@ rlhf config configs/ppo.yaml policy.lr=1e-6
 """
 
 
+TARGETS = {"file": "a configuration (YAML), or a run folder to repeat or continue", "run": "a run folder or a model"}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; 0 when done (or interrupted and saved), 2 for a mistake of the user's."""
+    """Run one verb; return 0 when done (or interrupted and saved), 2 for a mistake of the user's."""
     parsed = parse(arguments)
     rank = int(os.environ.get("RANK", "0"))
     console = Console(quiet=rank > 0)
@@ -58,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The parsed command line; key=value may stand behind options too, where argparse no longer looks for it."""
+    """Parse the command line; key=value may stand behind options too, where argparse no longer looks for it."""
     parser = _parser()
     parsed, rest = parser.parse_known_args(arguments)
     late = [word for word in rest if "=" in word and not word.startswith("-")]
@@ -106,29 +109,42 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb")
 
     def verb(name: str, help_text: str, target: str | None) -> argparse.ArgumentParser:
-        sub = verbs.add_parser(name, help=help_text, description=help_text)
+        description = f"{help_text[0].upper()}{help_text[1:]}."
+        sub = verbs.add_parser(name, help=help_text, description=description)
         if target is not None:
-            sub.add_argument("target", metavar=target)
+            sub.add_argument("target", metavar=target, help=TARGETS[target])
         return sub
 
-    overrides = {"nargs": "*", "metavar": "key=value", "default": []}
+    overrides = {
+        "nargs": "*",
+        "metavar": "key=value",
+        "default": [],
+        "help": "settings over those of the file, e.g. policy.lr=1e-6",
+    }
     for name, text in (
-        ("train", "run any algorithm, online or offline, from a configuration"),
+        ("train", "train a model as a configuration file says: SFT, or any online or offline algorithm"),
         ("rm", "train a reward model on preference pairs"),
-        ("compare", "several algorithms from one start, on one budget, under one judge"),
-        ("config", "print the resolved configuration, run nothing"),
+        ("compare", "train several algorithms from one model on one budget, and judge them alike"),
+        ("config", "print the configuration with every default filled in, and run nothing"),
     ):
         verb(name, text, "file").add_argument("overrides", **overrides)  # type: ignore[arg-type]
-    evaluation = verb("eval", "a run against the model it started from, or another", "run")
+    evaluation = verb("eval", "evaluate a run against the model it started from, or against another", "run")
     evaluation.add_argument("overrides", **overrides)  # type: ignore[arg-type]
     evaluation.add_argument(
-        "--against", metavar="run-or-model", default="start", help="a run, a model folder, or start (the default)"
+        "--against",
+        metavar="run-or-model",
+        default="start",
+        help="what to compare with: a run, a model folder, or start (the default), the model that the run began with",
     )
-    evaluation.add_argument("--suite", help="an alignment evaluation: hh, persona, gsm8k, lab or lm-eval:TASK")
-    evaluation.add_argument("--data", metavar="path", help="what the suite is to be run on")
-    evaluation.add_argument("--limit", type=int, help="only so many rows of it")
-    evaluation.add_argument("--out", metavar="file", help="where its JSON goes; else evals/ of the run")
-    verb("report", "rebuild the page of a run, or of a comparison, from its folder", "run")
+    evaluation.add_argument(
+        "--suite", help="run an alignment evaluation instead: hh, persona, gsm8k, lab or lm-eval:TASK"
+    )
+    evaluation.add_argument("--data", metavar="path", help="the data to run the suite on")
+    evaluation.add_argument("--limit", type=int, help="use only the first so many rows of it")
+    evaluation.add_argument(
+        "--out", metavar="file", help="where to write the suite's results as JSON (default: evals/ in the run folder)"
+    )
+    verb("report", "rebuild the HTML page of a run or a comparison from its folder", "run")
     sample = verb("sample", "talk to the model of a run, or in a model folder", "run")
     sample.add_argument("--prompt", action="append", required=True, help="may be given several times")
     sample.add_argument("--count", type=int, default=1, help="completions of each prompt")
@@ -136,40 +152,69 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--greedy", action="store_true", help="the most likely token each time")
     sample.add_argument("--max-new-tokens", type=int)
     sample.add_argument("--temperature", type=float)
-    serve = verb("serve-reward", "answer reward.source.type=remote with a trained reward model", "run")
-    serve.add_argument("--host", default="127.0.0.1", help="this machine only, unless you say otherwise")
-    serve.add_argument("--port", type=int, default=8000, help="0: any that is free")
-    serve.add_argument("--token-env", metavar="VAR", help="environment variable with the token to ask for")
-    serve.add_argument("--max-request-bytes", type=int, default=16 * 2**20)
-    serve.add_argument("--max-batch", type=int, default=64, help="completions scored together")
-    quickstart = verb("quickstart", "lab → SFT → preference pairs → reward model → PPO → report", None)
+    serve = verb("serve-reward", "serve a trained reward model over HTTP, for reward.source.type=remote", "run")
+    serve.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
+    )
+    serve.add_argument(
+        "--port", type=int, default=8000, help="port to listen on; 0 takes any that is free (default: 8000)"
+    )
+    serve.add_argument(
+        "--token-env", metavar="VAR", help="environment variable that holds the token which clients must send"
+    )
+    serve.add_argument("--max-request-bytes", type=int, default=16 * 2**20, help="refuse larger requests")
+    serve.add_argument("--max-batch", type=int, default=64, help="completions to score in one batch (default: 64)")
+    quickstart = verb(
+        "quickstart",
+        "run the whole pipeline in the built-in lab: SFT, preference pairs, reward model, PPO, report",
+        None,
+    )
     quickstart.add_argument("overrides", **overrides)  # type: ignore[arg-type]
-    quickstart.add_argument("--seed", type=int, default=0)
-    quickstart.add_argument("--out", default="runs/quickstart", help="folder for the runs")
+    quickstart.add_argument("--seed", type=int, default=0, help="seed of every stage (default: 0)")
+    quickstart.add_argument("--out", default="runs/quickstart", help="folder for the runs (default: runs/quickstart)")
     return parser
 
 
+# Each verb looks at its configuration first and then imports what runs it (torch, transformers: seconds), so that a
+# mistake is told at once.
+
+
 def _train(parsed: argparse.Namespace, console: Console) -> None:
-    from rlhf.commands.train import run_train
     from rlhf.config.load import load_train
+    from rlhf.data.preflight import check_files
     from rlhf.lab.build import with_lab
 
-    run_train(with_lab(load_train(parsed.target, parsed.overrides)), console)
+    config = with_lab(load_train(parsed.target, parsed.overrides))
+    check_files(config)
+
+    from rlhf.commands.train import run_train
+
+    run_train(config, console)
 
 
 def _rm(parsed: argparse.Namespace, console: Console) -> None:
-    from rlhf.commands.train import run_reward_model
     from rlhf.config.load import load_reward_model
+    from rlhf.data.preflight import check_files
     from rlhf.lab.build import with_lab
 
-    run_reward_model(with_lab(load_reward_model(parsed.target, parsed.overrides)), console)
+    config = with_lab(load_reward_model(parsed.target, parsed.overrides))
+    check_files(config)
+
+    from rlhf.commands.train import run_reward_model
+
+    run_reward_model(config, console)
 
 
 def _compare(parsed: argparse.Namespace, console: Console) -> None:
-    from rlhf.commands.compare import run_compare
+    from rlhf.compare.plan import make_plan
     from rlhf.config.load import load_compare
 
-    run_compare(load_compare(parsed.target, parsed.overrides), beside=Path(parsed.target).parent, console=console)
+    config, beside = load_compare(parsed.target, parsed.overrides), Path(parsed.target).parent
+    make_plan(config, beside=beside)
+
+    from rlhf.commands.compare import run_compare
+
+    run_compare(config, beside=beside, console=console)
 
 
 def _config(parsed: argparse.Namespace, console: Console) -> None:
@@ -190,6 +235,10 @@ def _eval(parsed: argparse.Namespace, console: Console) -> None:
         return
     if any(option is not None for option in (parsed.data, parsed.limit, parsed.out)):
         raise UserError("--data, --limit and --out are a suite's: name one, as in --suite persona")
+    from rlhf.config.load import load_run
+
+    load_run(parsed.target, parsed.overrides)
+
     from rlhf.commands.evaluate import run_eval
 
     run_eval(parsed.target, parsed.overrides, console, against=parsed.against)
@@ -225,7 +274,7 @@ def _serve_reward(parsed: argparse.Namespace, console: Console) -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("fastapi", "starlette", "uvicorn"):
             raise
-        raise UserError("serve-reward needs FastAPI and uvicorn: pip install 'rlhf[serve]'") from error
+        raise UserError(f"rlhf serve-reward needs FastAPI and uvicorn: {install_hint('serve')}") from error
     options = ServiceOptions(
         host=parsed.host,
         port=parsed.port,
@@ -237,6 +286,11 @@ def _serve_reward(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def _quickstart(parsed: argparse.Namespace, console: Console) -> None:
+    from rlhf.config.load import load_train
+    from rlhf.lab.build import lab_config
+
+    load_train(lab_config("ppo"), parsed.overrides)
+
     from rlhf.commands.quickstart import run_quickstart
 
     run_quickstart(parsed.out, seed=parsed.seed, overrides=parsed.overrides, console=console)

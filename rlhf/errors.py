@@ -41,3 +41,11 @@ class ResourceError(UserError):
 
 class ProcessLost(UserError):
     """Another process of the run died, or was silent for too long."""
+
+
+def install_hint(extra: str) -> str:
+    """Say how to install an optional part of this project.
+
+    From a checkout: on the package index the name belongs to another project.
+    """
+    return f"in the checkout of this project run `bash scripts/setup.sh {extra}` (or `pip install -e '.[{extra}]'`)"

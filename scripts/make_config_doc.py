@@ -40,15 +40,24 @@ A run is a YAML file and `key=value` on the command line:
 
 The second prints the whole configuration with every default filled in, and runs nothing.
 
-- **Who wins.** The command line over the file, the file over the preset, the preset over the defaults. A few presets
-  set sizes outside `algorithm` too ([below](#presets)). Where the command line, or an arm of a comparison, names
-  another preset than the file's, the sizes of that preset go over the file's.
+- **What is said last wins.** Defaults, then the preset, then the file, then the command line from left to right. A few
+  presets set sizes outside `algorithm` too ([below](#presets)); where the command line, or an arm of a comparison,
+  names another preset than the file's, the sizes of that preset replace the file's. (A group of completions that the
+  file has already stays as it is.)
+- **Settings that exclude each other** follow the same rule: `schedule.steps=60` on the command line replaces
+  `schedule.epochs` of the file, `budget.seconds=600` the file's budget, `critic.shared=true` the file's `critic.init`,
+  `sharding=ddp` the file's DeepSpeed keys. Both of them in one place are an error.
+- **Another algorithm for the same file.** Where the command line names another preset (or another
+  `algorithm.advantage.type`), the sections of the file that this algorithm does not read are left out:
+  `rlhf train configs/ppo.yaml algorithm.preset=grpo` has no critic. A section that you name on the command line
+  yourself and that nothing reads is a warning.
 - **Values** on the command line are YAML: `1e-6`, `true`, `null`, `[0.9, 0.95]`, `{type: fixed}`. Quote what the shell
   would take apart.
 - **Sections are merged**, key by key. A section that names another `type` or `preset` replaces the old one whole: what
   belonged to the old one is gone.
-- **A key that does not exist is an error**, and so is a value of the wrong type; the message names the nearest key. A
-  section that nothing in the run reads is a warning.
+- **Mistakes are told at once**, all of them together and before any model is loaded: a key that does not exist (with
+  the nearest one that does), a value of the wrong type or out of range, settings that contradict each other, a file or
+  folder that is not there. A section that nothing in the run reads is a warning.
 - **Sizes are global.** `batch.micro_batch_size`, `sampling.batch_size` and `reward.source.micro_batch_size` are about
   memory only.
 - **`lab:name`** as a path is a file of the built-in lab, made on first use: see

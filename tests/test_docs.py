@@ -6,6 +6,7 @@ import ast
 import re
 import runpy
 import shlex
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from rlhf.config.load import (
 )
 from rlhf.config.presets import PRESETS
 from rlhf.config.sections import RewardModelConfig, TrainConfig
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, install_hint
 from rlhf.rewards.function import FunctionReward
 from rlhf.runtime.metrics import METRICS
 
@@ -294,3 +295,28 @@ def test_the_reward_in_the_page_works(tmp_path: Path) -> None:
     scores = reward(replace(completions, references=({"answer": "t14"}, {"answer": "t14"})))
     assert scores.values.tolist() == pytest.approx([1.0 - 0.5 * 2 / 100, -0.5 * 1 / 100])
     assert scores.parts["right"].tolist() == [1.0, 0.0]
+
+
+# Optional parts
+
+
+def test_a_hint_names_an_extra_of_this_project_and_what_installs_it_from_a_checkout() -> None:
+    assert "`bash scripts/setup.sh track`" in install_hint("track")
+    assert "`pip install -e '.[track]'`" in install_hint("track")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    sources = [
+        path.read_text(encoding="utf-8") for name in ("rlhf", "reward_model") for path in (ROOT / name).rglob("*.py")
+    ]
+    named = {extra for source in sources for extra in re.findall(r"install_hint\(['\"]([\w-]+)['\"]\)", source)}
+    assert named == {"deepspeed", "serve", "track", "eightbit", "lm-eval"} <= set(extras)
+
+
+@pytest.mark.parametrize("folder", ["rlhf", "reward_model", "scripts", "examples"])
+def test_nothing_tells_a_user_to_install_the_index_s_project_of_this_name(folder: str) -> None:
+    for path in (ROOT / folder).rglob("*.py"):
+        assert "install 'rlhf" not in path.read_text(encoding="utf-8"), path
+
+
+@each_page
+def test_no_page_tells_a_user_to_install_the_index_s_project_of_this_name(page: Path) -> None:
+    assert not re.search(r"install '?rlhf", page.read_text(encoding="utf-8"))

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from rlhf.config.load import dump, unread_sections
 from rlhf.config.sections import RewardModelConfig, ScheduleConfig, TrainConfig
-from rlhf.errors import CheckpointError, ConfigError, ModelError
+from rlhf.errors import CheckpointError, ModelError
 from rlhf.runtime.checkpoint import Checkpoints
 from rlhf.runtime.engine import Engine, make_engine
 from rlhf.runtime.lock import FolderLock
@@ -39,7 +39,7 @@ class Context:
     positions: Mapping[str, int]
     console: Console | None
     release: Callable[[], None]  # lets other processes into the folder
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # printed and kept as the run begins; any part may add a line
 
     @property
     def seed(self) -> int:
@@ -186,15 +186,3 @@ def model_folder(path: str) -> str:
     if newest is None:
         raise ModelError(f"{path} is a run folder without a checkpoint: that run has not come far enough")
     return str(newest / MODEL)
-
-
-def read_run_config(path: str) -> dict[str, object]:
-    """The resolved configuration of a finished or running run.
-
-    Raises:
-        ConfigError: it is not a run folder.
-    """
-    folder = RunFolder(path)
-    if not folder.config.is_file():
-        raise ConfigError(f"{path} is not a run folder (it has no config.yaml)")
-    return folder.read_config()

@@ -13,12 +13,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from rlhf.build.context import read_run_config
 from rlhf.build.evaluation import START, PairwiseComparison, PolicyComparison, compare_models
 from rlhf.build.reward_model import report_card_of
 from rlhf.commands.train import print_card
-from rlhf.config.load import expand_preset, merge, parse_overrides, read_yaml, validate
-from rlhf.config.sections import RewardModelConfig, TrainConfig
+from rlhf.config.load import load_run
+from rlhf.config.sections import RewardModelConfig
 from rlhf.errors import ConfigError
 from rlhf.evaluation.win_rate import LengthControlled
 from rlhf.runtime.loggers import plain
@@ -35,17 +34,15 @@ def run_eval(path: str, overrides: Sequence[str], console: Console, *, against: 
         console: where it reports.
         against: another run or model to compare with, the file then named after it; `start`: what the run started from.
     """
-    read_run_config(path)
-    tree = merge(read_yaml(path), parse_overrides(overrides))
-    if "model" in tree and "policy" not in tree:
+    config = load_run(path, overrides)
+    if isinstance(config, RewardModelConfig):
         if against != START:
             raise ConfigError(
                 f"{path} is a reward model's run: it writes nothing that could be set --against {against}"
             )
-        card = report_card_of(validate(RewardModelConfig, tree), path)
+        card = report_card_of(config, path)
         print_card(card, console)
         return
-    config = validate(TrainConfig, expand_preset(tree))
     if config.data.eval_prompts is None:
         raise ConfigError("nothing to evaluate on: set data.eval_prompts.path")
     found = compare_models(config, path, against)

@@ -22,7 +22,7 @@ from rlhf.config.sections import SamplingConfig, TrainConfig
 from rlhf.errors import ConfigError
 from rlhf.evaluation.evaluate import PolicyEvaluation
 from rlhf.evaluation.win_rate import mean_difference, win_rate
-from rlhf.lab.build import LabSpec, lab_key, with_lab
+from rlhf.lab.build import LabSpec, lab_config, lab_key, with_lab
 from rlhf.lab.gold import expected_accuracy
 from rlhf.lab.preferences import PairsFile, gold_gaps, write_pairs
 from rlhf.lab.world import Split
@@ -113,19 +113,6 @@ def claim_lab(folder: Path, *, seed: int, console: Console) -> None:
             f"{folder} was made with {' and '.join(found)}: give another folder (--out of rlhf "
             "quickstart, lab.folder of rlhf compare), ask for the seed that it has (--seed, lab.seed), or remove it"
         )
-
-
-def lab_config(name: str) -> Path:
-    """The lab's configuration of that name: in the repository, or as installed with the package.
-
-    Raises:
-        ConfigError: neither is there.
-    """
-    package = Path(__file__).resolve().parents[1]
-    for folder in (package.parent / "configs" / "lab", package / "lab" / "configs"):
-        if (folder / f"{name}.yaml").is_file():
-            return folder / f"{name}.yaml"
-    raise ConfigError(f"the lab's configuration {name}.yaml is not where it was installed; reinstall the package")
 
 
 def make_pairs(folder: Path, sampling: SamplingConfig, seed: int, console: Console) -> PairsFile:

@@ -22,7 +22,7 @@ from rlhf.config.algorithm import ReferencedLoss
 from rlhf.config.load import Tree, dump, expand_preset, merge, parse_overrides, read_yaml, validate
 from rlhf.config.reward import RewardSourceConfig
 from rlhf.config.sections import TrainConfig
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, install_hint
 from rlhf.evaluation.suites.figures import Figure, SuiteResult
 from rlhf.evaluation.suites.gsm8k import run_gsm8k
 from rlhf.evaluation.suites.hh import run_hh
@@ -119,7 +119,7 @@ def find_suite(name: str) -> tuple[Suite, str]:
         if not task:
             raise ConfigError("--suite lm-eval needs a task, as in --suite lm-eval:arc_easy")
         if importlib.util.find_spec("lm_eval") is None:
-            raise ConfigError("--suite lm-eval:… needs the extra lm-eval: pip install 'rlhf[lm-eval]'")
+            raise ConfigError(f"--suite lm-eval:… needs the package lm-eval: {install_hint('lm-eval')}")
     elif colon or name not in SUITES:
         near = difflib.get_close_matches(name, [*SUITES, f"{HARNESS}:TASK"], n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]}?" if near else ""

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import nn
 
 from rlhf.build.context import model_folder
-from rlhf.config.compare import BudgetConfig
+from rlhf.config.compare import BudgetConfig, completions_of
 from rlhf.config.reward import EnsembleSource, ModelSource, RewardSourceConfig
 from rlhf.config.sections import TrainConfig, reads_reference
 from rlhf.runtime.loggers import encode_line, read_jsonl
@@ -145,15 +145,6 @@ class Ledger:
             + sampling_flops(self.sizes, tokens=extra),
             seconds=seconds,
         )
-
-
-def completions_of(config: TrainConfig) -> int:
-    """Completions that a step samples (online) or reads (offline: two a pair, one a row of SFT or KTO)."""
-    rows = config.batch.prompts_per_step
-    loss = getattr(config.algorithm, "loss", None)
-    if loss is None:
-        return rows * config.sampling.completions_per_prompt
-    return rows if loss.type in ("sft", "kto") else 2 * rows
 
 
 def parameters_of(module: nn.Module | None) -> int:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rlhf.compare.costs import completions_of
-from rlhf.config.compare import START, Arm, BestOfNArm, CellConfig, CompareConfig, Overrides, TrainedArm
-from rlhf.config.load import merge, override, read_yaml, train_config, unread_keys, validate
+from rlhf.config.compare import (
+    START,
+    Arm,
+    BestOfNArm,
+    CellConfig,
+    CompareConfig,
+    Overrides,
+    TrainedArm,
+    completions_of,
+)
+from rlhf.config.load import merge, override, read_yaml, train_config, validate, without_unread
 from rlhf.config.sections import TrainConfig
 from rlhf.errors import ConfigError
 from rlhf.lab.build import with_lab
@@ -86,7 +93,16 @@ def make_plan(config: CompareConfig, *, beside: Path) -> Plan:
         for seed in config.seeds
         for name in names
     ]
-    return Plan(config, folder, cells)
+    return Plan(config, folder, [_with_lab_files(cell) for cell in cells])
+
+
+def _with_lab_files(cell: Cell) -> Cell:
+    """Put the paths of the lab's files, made where they are not there, in place of their names."""
+    try:
+        train = with_lab(cell.config.train)
+    except ConfigError as error:
+        raise ConfigError(f"arms.{cell.arm}: {error}") from error
+    return cell if train is cell.config.train else replace(cell, config=cell.config.model_copy(update={"train": train}))
 
 
 def read_plan(config: CompareConfig, folder: Path) -> Plan:
@@ -170,9 +186,8 @@ def _cell(config: CompareConfig, base: Tree, name: str, arm: Arm, seed: int) -> 
     try:
         whole = train_config(tree)
         train = (
-            train_config(_with_length(_without_unread(tree, own, whole), config, own, whole)) if is_trained else whole
+            train_config(_with_length(without_unread(tree, own, whole), config, own, whole)) if is_trained else whole
         )
-        train = with_lab(train)
     except ConfigError as error:
         raise ConfigError(f"arms.{name}: {error}") from error
     proxy = whole.reward.source if whole.reward is not None else None
@@ -194,18 +209,6 @@ def _refuse(overrides: Overrides, keys: tuple[str, ...], where: str) -> None:
         section, _, name = key.partition(".")
         if name in tree.get(section, {}):
             raise ConfigError(f"{where}.{key} is the same for every arm: it is set by {FIXED[key]} of the comparison")
-
-
-def _without_unread(tree: Tree, own: Tree, config: TrainConfig) -> Tree:
-    """Without what came from the base and this arm's algorithm does not read: a base is written for several."""
-    kept = {key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
-    for key in unread_keys(config):
-        section, _, name = key.partition(".")
-        if name and name not in own.get(section, {}):
-            kept[section].pop(name, None)
-        elif not name and section not in own:
-            kept.pop(section, None)
-    return kept
 
 
 def _with_length(tree: Tree, config: CompareConfig, own: Tree, train: TrainConfig) -> Tree:

@@ -198,3 +198,12 @@ class CellConfig(Section):
     """null: nothing is trained."""
     best_of_n: BestOfNArm | None = None
     """Set: this cell samples and picks."""
+
+
+def completions_of(config: TrainConfig) -> int:
+    """Count the completions that a step samples (online) or reads (offline: two a pair, one a row of SFT or KTO)."""
+    rows = config.batch.prompts_per_step
+    loss = getattr(config.algorithm, "loss", None)
+    if loss is None:
+        return rows * config.sampling.completions_per_prompt
+    return rows if loss.type in ("sft", "kto") else 2 * rows

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from rlhf.config.algorithm import Gae, Offline, Online, OnlinePairLoss, SftLoss
 from rlhf.config.base import Section
 from rlhf.config.compare import CompareConfig
+from rlhf.config.precedence import keep_last_alternative, setting, without, without_overruled
 from rlhf.config.presets import PRESETS, SIZES
 from rlhf.config.sections import RewardModelConfig, TrainConfig, reads_reference
 from rlhf.config.yaml_text import UnusableYaml, parse_yaml
@@ -48,46 +49,60 @@ ALIASES = {
 
 
 def load_train(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The training run that a YAML file and `key=value` overrides describe.
+    """Load the training run that a YAML file and `key=value` overrides describe.
 
     Raises:
         ConfigError: the file, a key, a value or a combination is wrong; the message names it and says what to do.
     """
-    return train_config(override(read_yaml(path), parse_overrides(overrides)))
+    return train_config(_file_and_command_line(path, overrides))
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig | RewardModelConfig:
+    """Read the settings that a run folder was made with, with `key=value` overrides on top.
+
+    Raises:
+        ConfigError: it is not a run folder; as `load_train`.
+    """
+    if not (Path(path) / "config.yaml").is_file():
+        raise ConfigError(f"{path} is not a run folder (it has no config.yaml)")
+    tree = override(read_yaml(path), parse_overrides(overrides))
+    if "model" in tree and "policy" not in tree:
+        return validate(RewardModelConfig, tree)
+    return train_config(tree)
 
 
 def train_config(tree: Tree) -> TrainConfig:
-    """The training run that a tree of settings describes; its preset is expanded first."""
+    """Build the training run that a tree of settings describes; its preset is expanded first."""
     return validate(TrainConfig, expand_preset(tree))
 
 
 def load_reward_model(path: str | Path, overrides: Sequence[str] = ()) -> RewardModelConfig:
-    """The reward-model run that a YAML file and `key=value` overrides describe.
+    """Load the reward-model run that a YAML file and `key=value` overrides describe.
 
     Raises:
         ConfigError: as `load_train`.
     """
-    return validate(RewardModelConfig, merge(read_yaml(path), parse_overrides(overrides)))
+    return validate(RewardModelConfig, override(read_yaml(path), parse_overrides(overrides)))
 
 
 def load_compare(path: str | Path, overrides: Sequence[str] = ()) -> CompareConfig:
-    """The comparison that a YAML file and `key=value` overrides describe; `arms.name=null` leaves an arm out.
+    """Load the comparison that a YAML file and `key=value` overrides describe; `arms.name=null` leaves an arm out.
 
     Raises:
         ConfigError: as `load_train`.
     """
-    return compare_config(merge(read_yaml(path), parse_overrides(overrides)))
+    return compare_config(override(read_yaml(path), parse_overrides(overrides)))
 
 
 def compare_config(tree: Tree) -> CompareConfig:
-    """The comparison that a tree of settings describes."""
+    """Build the comparison that a tree of settings describes."""
     if isinstance(tree.get("arms"), Mapping):
         tree = {**tree, "arms": {name: arm for name, arm in tree["arms"].items() if arm is not None}}
     return validate(CompareConfig, tree)
 
 
 def read_yaml(path: str | Path) -> Tree:
-    """The tree in a YAML file, without what a run folder adds to its own.
+    """Read the tree in a YAML file, without what a run folder adds to its own.
 
     Raises:
         ConfigError: no such file, not YAML, or not a mapping.
@@ -109,7 +124,9 @@ def read_yaml(path: str | Path) -> Tree:
 
 
 def parse_overrides(overrides: Sequence[str]) -> Tree:
-    """`["policy.lr=1e-6", ...]` as one tree; values are YAML (1e-6, true, null, [0, 1], text).
+    """Read `["policy.lr=1e-6", ...]` as one tree; values are YAML (1e-6, true, null, [0, 1], text).
+
+    Of two settings that exclude each other (schedule.steps and schedule.epochs) the last one counts.
 
     Raises:
         ConfigError: an override without `=`, with an empty key, or whose value is not YAML.
@@ -129,12 +146,12 @@ def parse_overrides(overrides: Sequence[str]) -> Tree:
         branch: Any = value
         for part in reversed(parts):
             branch = {part: branch}
-        tree = merge(tree, branch)
+        tree = merge(keep_last_alternative(tree, branch), branch)
     return tree
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
-    """Deep merge; except that naming another tag (`type`, `preset`) replaces the whole section."""
+    """Merge two trees deeply, except that naming another tag (`type`, `preset`) replaces the whole section."""
     merged = {key: _spelled_out(key, value) for key, value in base.items()}
     for key, value in over.items():
         old, value = merged.get(key), _spelled_out(key, value)
@@ -154,19 +171,51 @@ def _another_tag(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 
 def override(base: Tree, over: Tree) -> Tree:
-    """`merge`, where naming another preset than the base's brings the sizes that the preset sets (SIZES) along."""
-    named = _preset(over)
-    brought = SIZES.get(str(named), {}) if named != _preset(base) else {}
-    return merge(merge(base, brought), over)
+    """Lay `over` over `base`: what it says wins, also over settings of `base` that exclude it.
+
+    Naming another preset than the base's brings the sizes that the preset sets (SIZES) along.
+    """
+    base, over = merge({}, base), merge({}, over)
+    return merge(merge(without_overruled(base, over), _sizes_brought(base, over)), over)
 
 
-def _preset(tree: Mapping[str, Any]) -> object:
-    algorithm = tree.get("algorithm")
-    return algorithm.get("preset") if isinstance(algorithm, Mapping) else None
+def _sizes_brought(base: Tree, over: Tree) -> Tree:
+    """Return the sizes that come with another preset than the base's; a group that the base has already stays."""
+    named = setting(over, "algorithm.preset")
+    if named == setting(base, "algorithm.preset"):
+        return {}
+    sizes = SIZES.get(str(named), {})
+    size = setting(base, "sampling.completions_per_prompt")
+    has_group = isinstance(size, int) and size >= 2
+    needs_any_group = setting(PRESETS.get(str(named), {}), "advantage.type") == "group"
+    return without(sizes, ["sampling"]) if has_group and needs_any_group else sizes
+
+
+def _file_and_command_line(path: str | Path, overrides: Sequence[str]) -> Tree:
+    """Lay the command line over the file, less what the file has for another algorithm than the one named there."""
+    file, said = read_yaml(path), parse_overrides(overrides)
+    tree = override(file, said)
+    if not _names_another_algorithm(file, said):
+        return tree
+    try:
+        config = train_config(tree)
+    except ConfigError:
+        return tree  # whoever makes a configuration of it tells the user
+    return without_unread(tree, said, config)
+
+
+def _names_another_algorithm(base: Tree, over: Tree) -> bool:
+    keys = ("algorithm.preset", "algorithm.advantage.type", "algorithm.loss.type")
+    return any(setting(over, key) not in (None, setting(base, key)) for key in keys)
+
+
+def without_unread(tree: Tree, said: Tree, config: TrainConfig) -> Tree:
+    """Leave out what the algorithm of `config` does not read and `said` does not name: a file may serve several."""
+    return without(tree, [key for key in unread_keys(config) if setting(said, key) is None])
 
 
 def expand_preset(tree: Tree) -> Tree:
-    """The tree with `algorithm.preset` written out beneath what the file says, sizes (SIZES) included.
+    """Write `algorithm.preset` out in the tree, beneath what the file says, sizes (SIZES) included.
 
     Raises:
         ConfigError: there is no such preset.
@@ -179,16 +228,25 @@ def expand_preset(tree: Tree) -> Tree:
         near = difflib.get_close_matches(str(name), PRESETS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"algorithm.preset: {name!r} is not one of {', '.join(PRESETS)}{hint}")
-    return merge(SIZES.get(name, {}), {**tree, "algorithm": merge(PRESETS[name], algorithm)})
+    preset = _with_matching_value_loss(PRESETS[name], algorithm)
+    return merge(SIZES.get(name, {}), {**tree, "algorithm": merge(preset, algorithm)})
+
+
+def _with_matching_value_loss(preset: Tree, algorithm: Mapping[str, Any]) -> Tree:
+    """Give the preset a value loss exactly where `algorithm` changes its advantage to GAE, and none where from GAE."""
+    chosen = setting(algorithm, "advantage.type")
+    if chosen is None or "loss" in preset:
+        return preset
+    return without(preset, ["value_loss"]) if chosen != "gae" else {"value_loss": {}, **preset}
 
 
 def dump(config: Section) -> Tree:
-    """The configuration as plain data, every default filled in; loading it gives the same configuration."""
+    """Return the configuration as plain data, every default filled in; loading it gives the same configuration."""
     return config.model_dump(mode="json")
 
 
 def validate(kind: type[C], tree: Tree) -> C:
-    """A `kind` from a tree.
+    """Check a tree and make a `kind` of it.
 
     Raises:
         ConfigError: with one line for every mistake.
@@ -201,31 +259,34 @@ def validate(kind: type[C], tree: Tree) -> C:
 
 
 def unread_sections(config: TrainConfig | RewardModelConfig | CompareConfig) -> list[str]:
-    """One sentence for every section that is set but that nothing in this run reads."""
+    """Write one sentence for every section that is set but that nothing in this run reads."""
     if isinstance(config, CompareConfig):  # what an arm does not read of the base is expected; its own is said then
         return []
-    unread = _unread_by_training(config) if isinstance(config, TrainConfig) else _unread_by_reward_model(config)
-    return [f"{key} is set, but {why}: it has no effect" for key, why in unread]
+    return [f"{key} is set, but {why}: it has no effect" for key, why in _unread(config)]
 
 
-def unread_keys(config: TrainConfig) -> list[str]:
-    """The dotted keys of `unread_sections`."""
-    return [key for key, _ in _unread_by_training(config)]
+def unread_keys(config: TrainConfig | RewardModelConfig) -> list[str]:
+    """List the dotted keys of `unread_sections`."""
+    return [key for key, _ in _unread(config)]
+
+
+def _unread(config: TrainConfig | RewardModelConfig) -> list[tuple[str, str]]:
+    return _unread_by_training(config) if isinstance(config, TrainConfig) else _unread_by_reward_model(config)
 
 
 def _unread_by_training(config: TrainConfig) -> list[tuple[str, str]]:
-    named, data = config.model_fields_set, config.data.model_fields_set
+    named, data = _changed(config), _changed(config.data)
     found: list[tuple[str, str]] = []
     algorithm = config.algorithm
     if not isinstance(algorithm, Online):
         return _unread_by_offline(config, algorithm)
     if "critic" in named and not isinstance(algorithm.advantage, Gae):
         found.append(("critic", "only GAE has a critic"))
-    if config.critic.shared and "lr" in config.critic.model_fields_set:
+    if config.critic.shared and "lr" in _changed(config.critic):
         found.append(("critic.lr", "critic.shared trains the head with the policy"))
     if "sft" in data and algorithm.ptx_coef == 0:
         found.append(("data.sft", "algorithm.ptx_coef is 0"))
-    if isinstance(algorithm.policy_loss, OnlinePairLoss) and "kl" in algorithm.model_fields_set and algorithm.kl.coef:
+    if isinstance(algorithm.policy_loss, OnlinePairLoss) and "kl" in _changed(algorithm) and algorithm.kl.coef:
         found.append(("algorithm.kl", "the beta of policy_loss.loss is a pair loss's pull to the reference"))
     found += [
         (f"data.{k}", "an online algorithm does not read it")
@@ -236,7 +297,7 @@ def _unread_by_training(config: TrainConfig) -> list[tuple[str, str]]:
 
 
 def _unread_by_offline(config: TrainConfig, algorithm: Offline) -> list[tuple[str, str]]:
-    named, data = config.model_fields_set, config.data.model_fields_set
+    named, data = _changed(config), _changed(config.data)
     offline = "an offline algorithm does not read it"
     name = algorithm.preset or algorithm.loss.type
     others = ("preferences", "eval_preferences") if isinstance(algorithm.loss, SftLoss) else ("sft", "eval_sft")
@@ -248,18 +309,24 @@ def _unread_by_offline(config: TrainConfig, algorithm: Offline) -> list[tuple[st
     found += [(f"data.{key}", f"{name} does not read it") for key in others if key in data]
     if config.data.eval_prompts is not None and config.eval.source is None:
         found.append(("data.eval_prompts", "eval.source, the judge of an offline run, is not"))
-    found += [(f"batch.{k}", offline) for k in ("epochs", "minibatches") if k in config.batch.model_fields_set]
+    found += [(f"batch.{k}", offline) for k in ("epochs", "minibatches") if k in _changed(config.batch)]
     return found
 
 
 def _unread_by_reward_model(config: RewardModelConfig) -> list[tuple[str, str]]:
     why = "a reward model does not read it"
     keys = ("prompts", "eval_prompts", "sft", "eval_sft")
-    found = [(f"data.{key}", why) for key in keys if key in config.data.model_fields_set]
-    found += [(f"batch.{key}", why) for key in ("epochs", "minibatches") if key in config.batch.model_fields_set]
+    found = [(f"data.{key}", why) for key in keys if key in _changed(config.data)]
+    found += [(f"batch.{key}", why) for key in ("epochs", "minibatches") if key in _changed(config.batch)]
     if config.model.ema_decay is not None:
         found.append(("model.ema_decay", why))
     return found
+
+
+def _changed(section: Section) -> set[str]:
+    """Name the fields that are set to something else than their default: a run folder's config.yaml sets all."""
+    fields = type(section).model_fields
+    return {name for name in section.model_fields_set if getattr(section, name) != fields[name].get_default()}
 
 
 def _explain(kind: type[Section], mistake: Mapping[str, Any]) -> str:
@@ -278,7 +345,7 @@ def _explain(kind: type[Section], mistake: Mapping[str, Any]) -> str:
 
 
 def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], list[type[BaseModel]]]:
-    """The keys a user wrote on the way to a mistake (a union's tags left out), and the sections that hold the last."""
+    """Find the keys a user wrote on the way to a mistake (no tags of unions), and the sections that hold the last."""
     models: list[type[BaseModel]] = [kind]
     keys: list[str] = []
     for index, part in enumerate(location):
@@ -319,12 +386,12 @@ def _nearest(key: str, models: Sequence[type[BaseModel]]) -> str:
 
 
 def load_any(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig | RewardModelConfig | CompareConfig:
-    """Whatever the file describes: `model:` makes a reward model, `arms:` a comparison, all else is a training run.
+    """Load what the file describes: `model:` makes a reward model, `arms:` a comparison, all else is a training run.
 
     Raises:
         ConfigError: as `load_train`.
     """
-    tree = override(read_yaml(path), parse_overrides(overrides))
+    tree = _file_and_command_line(path, overrides)
     if "arms" in tree:
         return compare_config(tree)
     if "model" in tree and "policy" not in tree:

@@ -90,11 +90,14 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 _ONE_STEP = {"batch": {"epochs": 1, "minibatches": 1}}
 
+_GROUP_OF_8 = {"sampling": {"completions_per_prompt": 8}}
+
 SIZES: dict[str, dict[str, Any]] = {
     "a2c": _ONE_STEP,
     "reinforce": _ONE_STEP,
     "remax": _ONE_STEP,
     "online_dpo": {"sampling": {"completions_per_prompt": 2}, **_ONE_STEP},
-    "rejection_sampling": {"sampling": {"completions_per_prompt": 8}, **_ONE_STEP},
+    "rejection_sampling": {**_GROUP_OF_8, **_ONE_STEP},
+    **dict.fromkeys(("rloo", "grpo", "dr_grpo", "dapo", "cispo", "gspo"), _GROUP_OF_8),
 }
 """What a preset sets outside `algorithm`: the sizes it needs, or is meant for."""

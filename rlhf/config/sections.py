@@ -277,8 +277,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _coherent(self) -> TrainConfig:
-        for name, section in (("policy", self.policy), ("critic", self.critic)):
-            _check_optimizer(self.sharding, section, self.policy.dtype, name)
+        _check_optimizer(self.sharding, self.policy, self.policy.dtype, "policy")
         if isinstance(self.algorithm, Online):
             self._check_online(self.algorithm)
         else:
@@ -315,15 +314,8 @@ class TrainConfig(Section):
         self._check_overlap(algorithm)
         if algorithm.ptx_coef > 0 and self.data.sft is None:
             raise ValueError("algorithm.ptx_coef > 0 needs data.sft")
-        if self.critic.shared and self.critic.init not in ("policy", "auto"):
-            raise ValueError("critic.shared puts the head on the policy: critic.init must then be policy or auto")
-        if self.critic.shared and self.critic.warmup_steps:
-            raise ValueError("critic.warmup_steps trains the critic alone: not possible where critic.shared is true")
-        if self.critic.shared and self.sampling.old_log_probs == "sampler":
-            raise ValueError(
-                "critic.shared reads its values in the pass that sampling.old_log_probs=sampler leaves out: "
-                "set sampling.old_log_probs=auto"
-            )
+        if isinstance(algorithm.advantage, Gae):
+            self._check_critic(self.reward.source)
         if isinstance(algorithm.policy_loss, PenaltyLoss) and self.batch.epochs * self.batch.minibatches < 2:
             raise ValueError(
                 "the penalty is steered by KL(old || new), which is 0 at a step's first update: "
@@ -335,8 +327,6 @@ class TrainConfig(Section):
                 "the policy_gradient loss has no importance ratio, so a second optimizer step on the same completions "
                 "would be wrong: set batch.epochs=1 batch.minibatches=1, or algorithm.policy_loss.type=clip"
             )
-        if self.critic.init == "reward" and not isinstance(self.reward.source, ModelSource):
-            raise ValueError("critic.init is reward, but reward.source is not a model: use critic.init=policy")
         rows = self.batch.prompts_per_step * self.sampling.completions_per_prompt
         if rows < self.batch.minibatches:
             raise ValueError(f"batch.minibatches is {self.batch.minibatches} but a step has only {rows} completions")
@@ -344,6 +334,21 @@ class TrainConfig(Section):
             raise ValueError(f"whitening over {rows} completions is noise: use 8 or more, or advantage.whiten=false")
         if self.reward.shaping.overlong_buffer >= self.sampling.max_new_tokens:
             raise ValueError("reward.shaping.overlong_buffer must be shorter than sampling.max_new_tokens")
+
+    def _check_critic(self, source: RewardSourceConfig) -> None:
+        """Check the critic of an algorithm that has one; another's critic section is unread, which is a warning."""
+        _check_optimizer(self.sharding, self.critic, self.policy.dtype, "critic")
+        if self.critic.shared and self.critic.init not in ("policy", "auto"):
+            raise ValueError("critic.shared puts the head on the policy: critic.init must then be policy or auto")
+        if self.critic.shared and self.critic.warmup_steps:
+            raise ValueError("critic.warmup_steps trains the critic alone: not possible where critic.shared is true")
+        if self.critic.shared and self.sampling.old_log_probs == "sampler":
+            raise ValueError(
+                "critic.shared reads its values in the pass that sampling.old_log_probs=sampler leaves out: "
+                "set sampling.old_log_probs=auto"
+            )
+        if self.critic.init == "reward" and not isinstance(source, ModelSource):
+            raise ValueError("critic.init is reward, but reward.source is not a model: use critic.init=policy")
 
     def _check_overlap(self, algorithm: Online) -> None:
         """That what is drawn ahead is all that is drawn, and that a weight can correct for it."""

@@ -20,13 +20,11 @@ import datasets
 from datasets.exceptions import DatasetsError
 
 from rlhf.config.data import DatasetConfig
-from rlhf.data.paths import looks_local, missing
+from rlhf.data.paths import SUFFIXES, looks_local, missing
 from rlhf.data.row import Row
 from rlhf.data.skips import Skips
 from rlhf.errors import DataError
 
-KINDS = ("jsonl", "json", "csv", "parquet")
-SUFFIXES = tuple(f".{kind}{gz}" for kind in KINDS for gz in (("", ".gz") if kind != "parquet" else ("",)))
 _SPLIT_NAMES = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 _UNREADABLE = (OSError, EOFError, ValueError, RuntimeError, DatasetsError)  # what `datasets` and pyarrow raise
 
@@ -68,7 +66,7 @@ def _renamed(rows: list[Row], columns: dict[str, str]) -> list[Row]:
 
 
 def _kind(path: Path) -> str | None:
-    """Which of KINDS the name of a file says it is."""
+    """Which of SUFFIXES the name of a file says it is."""
     return next((suffix.split(".")[1] for suffix in SUFFIXES if path.name.lower().endswith(suffix)), None)
 
 

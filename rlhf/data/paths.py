@@ -5,6 +5,10 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
+KINDS = ("jsonl", "json", "csv", "parquet")
+SUFFIXES = tuple(f".{kind}{gz}" for kind in KINDS for gz in (("", ".gz") if kind != "parquet" else ("",)))
+"""How the names of data files end."""
+
 
 def looks_local(path: str, suffixes: tuple[str, ...] = ()) -> bool:
     """Whether `path`, which is not there, was meant as a file or folder rather than as a hub id `owner/name`."""

@@ -1,4 +1,7 @@
-"""The lab on disk: tokenizer, untrained model, texts and prompts, made from one seed and cached by content."""
+"""The lab on disk: tokenizer, untrained model, texts and prompts, made from one seed and cached by content.
+
+Light to import: torch and transformers only when files are made, so that a mistake in a configuration is told at once.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,19 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
-from transformers import AutoModelForCausalLM
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf.config.base import Section
 from rlhf.errors import ConfigError
-from rlhf.lab import gold, lexicon, model, tokenizer, world
-from rlhf.lab.model import Size, lab_model_config
-from rlhf.lab.tokenizer import train_tokenizer
 from rlhf.lab.world import Request, prompts, sft_rows
+
+if TYPE_CHECKING:
+    from rlhf.lab.model import Size
 
 C = TypeVar("C", bound=Section)
 
 PREFIX = "lab:"
+MADE_BY = ("gold", "lexicon", "model", "tokenizer", "world")  # the modules that decide what is in the lab
 NAMES = {
     "base": "the untrained model with its tokenizer",
     "sft.jsonl": "reviews of mixed quality to imitate",
@@ -68,24 +69,40 @@ def with_lab(config: C, spec: LabSpec | None = None) -> C:
         ConfigError: the lab has nothing of that name.
     """
     tree = config.model_dump(mode="json", exclude_unset=True)
-    if not any(text.startswith(PREFIX) for text in _strings(tree)):
+    names = [text for text in _strings(tree) if text.startswith(PREFIX)]
+    if not names:
         return config
+    _check_names(names)
     folder = lab_folder(spec or LabSpec())
     replaced: C = type(config).model_validate(_replaced(tree, folder))
     return replaced
 
 
+def lab_config(name: str) -> Path:
+    """Find the lab's configuration of that name: in the repository, or as installed with the package.
+
+    Raises:
+        ConfigError: neither is there.
+    """
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package.parent / "configs" / "lab", package / "lab" / "configs"):
+        if (folder / f"{name}.yaml").is_file():
+            return folder / f"{name}.yaml"
+    raise ConfigError(f"the lab's configuration {name}.yaml is not where it was installed; reinstall the package")
+
+
 def lab_key(spec: LabSpec) -> str:
     """A name made of the spec and of the code that the lab is made by: a change of either makes another lab."""
     digest = hashlib.sha256(json.dumps(asdict(spec), sort_keys=True).encode())
-    for module in (gold, lexicon, model, tokenizer, world):
-        assert module.__file__ is not None
-        digest.update(Path(module.__file__).read_bytes())
-    digest.update(Path(__file__).read_bytes())
+    for module in (*MADE_BY, "build"):
+        digest.update(Path(__file__).with_name(f"{module}.py").read_bytes())
     return f"{spec.size}-seed{spec.seed}-{digest.hexdigest()[:12]}"
 
 
 def _write(spec: LabSpec, folder: Path) -> None:
+    from rlhf.lab.model import lab_model_config, untrained_model
+    from rlhf.lab.tokenizer import train_tokenizer
+
     rows = sft_rows(spec.seed, spec.sft)
     _jsonl(folder / "sft.jsonl", rows)
     _jsonl(folder / "eval_sft.jsonl", sft_rows(spec.seed + 1, spec.eval_sft))
@@ -99,10 +116,7 @@ def _write(spec: LabSpec, folder: Path) -> None:
         eos_token_id=int(words.eos_token_id),
         size=spec.size,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(spec.seed)
-        untrained = AutoModelForCausalLM.from_config(shape)
-    untrained.save_pretrained(folder / "base")
+    untrained_model(shape, spec.seed).save_pretrained(folder / "base")
     words.save_pretrained(folder / "base")
 
 
@@ -137,9 +151,12 @@ def _replaced(tree: Any, folder: Path) -> Any:
     if isinstance(tree, list):
         return [_replaced(value, folder) for value in tree]
     if isinstance(tree, str) and tree.startswith(PREFIX):
-        name = tree.removeprefix(PREFIX)
-        if name not in NAMES:
-            known = "; ".join(f"lab:{key} ({meaning})" for key, meaning in NAMES.items())
-            raise ConfigError(f"{tree!r}: the lab has no {name!r}; it has {known}")
-        return str(folder / name)
+        return str(folder / tree.removeprefix(PREFIX))
     return tree
+
+
+def _check_names(names: Iterable[str]) -> None:
+    for name in names:
+        if name.removeprefix(PREFIX) not in NAMES:
+            known = "; ".join(f"lab:{key} ({meaning})" for key, meaning in NAMES.items())
+            raise ConfigError(f"{name!r}: the lab has no {name.removeprefix(PREFIX)!r}; it has {known}")

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from transformers import LlamaConfig
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from rlhf.lab.tokenizer import MAX_LENGTH
 
@@ -52,3 +53,11 @@ def lab_model_config(
         bos_token_id=bos_token_id,
         eos_token_id=eos_token_id,
     )
+
+
+def untrained_model(config: LlamaConfig, seed: int) -> PreTrainedModel:
+    """Build the model with weights drawn from `seed`; torch's own generator stays where it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rlhf.config.sections import OptimizerConfig, RunConfig
 from rlhf.config.sharding import ShardingConfig, deepspeed_json
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, install_hint
 from rlhf.runtime.allocator import keep_memory
 from rlhf.runtime.gauge import memory_gauge
 from rlhf.runtime.optimizers import make_optimizer, put_state, state_of
@@ -189,7 +189,7 @@ def make_engine(config: RunConfig, sharding: ShardingConfig | None = None) -> En
         raise ConfigError("run.device is cuda but torch sees no GPU; set run.device=cpu or auto")
     if sharding.uses_deepspeed and importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
-            f"sharding={sharding.mode} needs DeepSpeed, which is not installed: run `pip install 'rlhf[deepspeed]'`, "
+            f"sharding={sharding.mode} needs DeepSpeed, which is not installed: {install_hint('deepspeed')}, "
             "or set sharding=ddp"
         )
     device = _device(config)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rlhf.errors import CheckpointError, UserError
+from rlhf.errors import CheckpointError, UserError, install_hint
 
 TRACKERS = {"tensorboard": "TensorBoardTracker", "wandb": "WandBTracker"}
 
@@ -184,8 +184,8 @@ def open_trackers(
             raise UserError(f"logging.backends: {backend!r} is not one of {', '.join(sorted(TRACKERS))}")
         if importlib.util.find_spec(backend) is None:
             raise UserError(
-                f"logging.backends names {backend}, which is not installed: run `pip install {backend}` "
-                "(or `pip install 'rlhf[track]'`), or take it out of logging.backends"
+                f"logging.backends names {backend}, which is not installed: {install_hint('track')}, "
+                "or take it out of logging.backends"
             )
     started = []
     for backend in backends:

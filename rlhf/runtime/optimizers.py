@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.config.sections import OptimizerConfig
-from rlhf.errors import CheckpointError, ConfigError
+from rlhf.errors import CheckpointError, ConfigError, install_hint
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's, as torch and DeepSpeed call them
 QUANTIZED = ("state1", "state2", "absmax1", "absmax2")  # the same in 8 bits with a scale a block: bitsandbytes' names
@@ -44,7 +44,7 @@ def _adamw_8bit(parameters: list[nn.Parameter], config: OptimizerConfig) -> torc
         from bitsandbytes.optim.adamw import AdamW8bit
     except ImportError as error:
         raise ConfigError(
-            "optimizer is adamw_8bit, which needs bitsandbytes: pip install 'rlhf[eightbit]', or set it to adamw"
+            f"optimizer is adamw_8bit, which needs bitsandbytes: {install_hint('eightbit')}, or set it to adamw"
         ) from error
     optimizer: torch.optim.Optimizer = AdamW8bit(  # type: ignore[no-untyped-call, unused-ignore]
         parameters, lr=config.lr, betas=config.betas, eps=config.adam_eps, weight_decay=config.weight_decay

@@ -28,14 +28,15 @@ SHORT = {
     "completion/length": "length",
     "tokens_per_second": "tokens/s",
 }
+SECONDS_BETWEEN_LINES = 10.0  # where there is no terminal: a log of hours stays readable
 RECENT = 20  # updates over which the speed is measured: evaluation and checkpoints are in it, the first compile is not
 
 
 class Progress:
     """Step, speed, time left and a few metrics of a run; also the clock of its phases.
 
-    Use as a context manager. On a terminal the display is drawn in place and `note` prints above it;
-    elsewhere each update is one line.
+    Use as a context manager. On a terminal the display is drawn in place and `note` prints above it; elsewhere there is
+    a line every SECONDS_BETWEEN_LINES, and always one for the first update, for an evaluation and for the last update.
 
     Args:
         title: the run's name.
@@ -65,6 +66,8 @@ class Progress:
         self._began = clock()
         self._marks: deque[tuple[int, float]] = deque([(start_step, self._began)], maxlen=RECENT + 1)
         self._shown: dict[str, str] = {}
+        self._last_line: float | None = None  # when it was printed
+        self._has_unprinted = False
         self._phases = _PhaseClock(clock)
         self._live = (
             Live(console=self._console, get_renderable=self._display, refresh_per_second=4)
@@ -82,6 +85,8 @@ class Progress:
     ) -> None:
         if self._live is not None:
             self._live.stop()
+        elif self._has_unprinted:
+            self._print_line()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -107,12 +112,24 @@ class Progress:
         }
         if self._live is not None:
             self._live.refresh()
+            return
+        has_evaluation = any(name.startswith("eval/") for name in show if name in metrics)
+        if has_evaluation or step >= self.total_steps or self._is_line_due():
+            self._print_line()
         else:
-            self._print(self._line())
+            self._has_unprinted = True
 
     def note(self, text: str) -> None:
         """Print `text`, as it stands, above the display: a warning, a summary, a sample."""
         self._print(printable(text))
+
+    def _is_line_due(self) -> bool:
+        return self._last_line is None or self._clock() - self._last_line >= SECONDS_BETWEEN_LINES
+
+    def _print_line(self) -> None:
+        self._print(self._line())
+        self._last_line = self._clock()
+        self._has_unprinted = False
 
     def _print(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True, highlight=False)

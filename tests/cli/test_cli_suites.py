@@ -195,7 +195,7 @@ def test_lm_eval_names_its_extra(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(suites.importlib.util, "find_spec", lambda name: None)
-    assert "pip install 'rlhf[lm-eval]'" in error_of(capsys, model, "--suite", "lm-eval:arc_easy")
+    assert "bash scripts/setup.sh lm-eval" in error_of(capsys, model, "--suite", "lm-eval:arc_easy")
 
 
 def test_lm_eval_from_the_command_line(

@@ -9,10 +9,9 @@ import pytest
 from cases import GROUPS, compare_tree, plan_of
 from runs import make_model
 
-from rlhf.compare.costs import completions_of
 from rlhf.compare.differences import differences
 from rlhf.compare.plan import ENDLESS, claim, make_plan, read_cell, read_plan
-from rlhf.config.compare import START
+from rlhf.config.compare import START, completions_of
 from rlhf.config.load import compare_config, load_compare, unread_sections
 from rlhf.config.reward import FunctionSource
 from rlhf.errors import ConfigError

@@ -14,15 +14,19 @@ from rlhf.config.load import (
     dump,
     expand_preset,
     load_any,
+    load_compare,
+    load_reward_model,
     load_train,
     merge,
+    override,
     parse_overrides,
     train_config,
     unread_sections,
     validate,
 )
+from rlhf.config.precedence import setting
 from rlhf.config.presets import PRESETS
-from rlhf.config.sections import RewardModelConfig, TrainConfig
+from rlhf.config.sections import CriticConfig, RewardModelConfig, TrainConfig
 from rlhf.config.yaml_text import UnusableYaml, parse_yaml
 from rlhf.errors import ConfigError
 
@@ -167,6 +171,26 @@ def test_a_preset_brings_its_sizes_where_it_is_named(name: str, tmp_path: Path) 
     said = load_train(ppo, [f"algorithm.preset={name}", "sampling.completions_per_prompt=3"])
     assert said.sampling.completions_per_prompt == 3
     assert load_train(ppo, ["algorithm.preset=ppo"]).batch.epochs == 4
+
+
+GROUPED = ("rloo", "grpo", "dr_grpo", "dapo", "cispo", "gspo")
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_preset_with_groups_brings_one_of_eight_unless_there_is_a_group(name: str) -> None:
+    def size(*said: str) -> int:
+        return load_train(ROOT / "configs" / "ppo.yaml", said).sampling.completions_per_prompt
+
+    preset = f"algorithm.preset={name}"
+    assert (size(), size(preset), size(preset, "sampling.completions_per_prompt=4")) == (1, 8, 4)
+    file = merge(base(), {"sampling": {"completions_per_prompt": 16}})
+    over = train_config(override(file, {"algorithm": {"preset": name}}))
+    assert over.sampling.completions_per_prompt == 16
+
+
+def test_the_presets_that_bring_a_group_are_those_that_need_one() -> None:
+    needing = {name for name, preset in PRESETS.items() if preset.get("advantage", {}).get("type") == "group"}
+    assert needing == set(GROUPED)
 
 
 def test_the_file_that_names_a_preset_goes_before_its_sizes() -> None:
@@ -370,3 +394,127 @@ def test_keys_are_text_at_every_depth(tmp_path: Path) -> None:
     file.write_text("batch: {16: {}}\n")
     with pytest.raises(ConfigError, match=r"batch\.16"):
         load_train(file)
+
+
+def write(folder: Path, tree: dict[str, Any]) -> Path:
+    path = folder / "c.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("in_file", "said", "steps", "epochs"),
+    [
+        ({"epochs": 2}, ["schedule.steps=60"], 60, None),
+        ({"steps": 10}, ["schedule.epochs=3"], None, 3.0),
+        ({"steps": 10}, ["schedule.epochs=3", "schedule.steps=4"], 4, None),
+        ({"steps": 10}, ["schedule={epochs: 3}", "schedule.decay=linear"], None, 3.0),
+        ({"steps": 10, "epochs": None}, ["schedule.epochs=3", "schedule.steps=null"], None, 3.0),
+    ],
+)
+def test_of_two_lengths_the_last_one_counts(
+    tmp_path: Path, in_file: dict[str, Any], said: list[str], steps: int | None, epochs: float | None
+) -> None:
+    path = write(tmp_path, base() | {"schedule": {**in_file, "warmup_steps": 7}})
+    for load in (load_train, load_any):
+        config = load(path, said)
+        assert isinstance(config, TrainConfig)
+        assert (config.schedule.steps, config.schedule.epochs, config.schedule.warmup_steps) == (steps, epochs, 7)
+    model = {"model": {"model": "m"}, "data": {"preferences": {"path": "p"}}, "schedule": in_file}
+    length = load_reward_model(write(tmp_path, model), said).schedule
+    assert (length.steps, length.epochs) == (steps, epochs)
+
+
+@pytest.mark.parametrize("said", [[], ["schedule={steps: 3, epochs: 4}"], ["schedule.steps=null"]])
+def test_two_lengths_or_none_in_one_place_are_an_error(tmp_path: Path, said: list[str]) -> None:
+    both = {"steps": 3} if said else {"steps": 3, "epochs": 4}
+    with pytest.raises(ConfigError, match=r"give schedule\.steps or schedule\.epochs"):
+        load_train(write(tmp_path, base() | {"schedule": both}), said)
+
+
+def test_of_two_budgets_the_last_one_counts(tmp_path: Path) -> None:
+    tree = {"base": "b.yaml", "arms": {"a": {}}, "budget": {"completions": 10}}
+    path = write(tmp_path, tree)
+    assert load_compare(path).budget.limit == 10
+    for said in (["budget.seconds=60"], ["budget.flops=1", "budget.seconds=60"]):
+        config = load_compare(path, said)
+        assert (config.budget.unit, config.budget.limit, load_any(path, said)) == ("seconds", 60.0, config)
+    with pytest.raises(ConfigError, match="exactly one of budget"):
+        load_compare(write(tmp_path, tree | {"budget": {"completions": 10, "tokens": 10}}))
+
+
+@pytest.mark.parametrize(
+    ("in_file", "said", "key", "value"),
+    [
+        ({"sharding": {"mode": "zero2", "deepspeed": {"a": 1}}}, "sharding=ddp", "sharding.deepspeed", {}),
+        ({"sharding": {"mode": "zero2", "deepspeed": {"a": 1}}}, "sharding=zero3", "sharding.deepspeed", {"a": 1}),
+        ({"sharding": {"mode": "zero3_offload", "cpu_adam": True}}, "sharding=zero3", "sharding.cpu_adam", False),
+        ({"critic": {"init": "reward", "warmup_steps": 3}}, "critic.shared=true", "critic.init", "auto"),
+        ({"critic": {"init": "reward", "warmup_steps": 3}}, "critic.shared=false", "critic.warmup_steps", 3),
+        ({}, "algorithm.advantage.type=group", "algorithm.value_loss", None),
+        ({"algorithm": {"preset": "grpo"}}, "algorithm.advantage.type=gae", "algorithm.value_loss.coef", 0.1),
+        (
+            {"algorithm": {"preset": "ppo", "value_loss": {"coef": 1.0}}},
+            "algorithm.advantage.type=group",
+            "algorithm.value_loss",
+            None,
+        ),
+    ],
+)
+def test_a_choice_on_the_command_line_leaves_out_what_it_excludes(
+    tmp_path: Path, in_file: dict[str, Any], said: str, key: str, value: object
+) -> None:
+    config = load_train(write(tmp_path, base() | in_file), [said])
+    assert setting(dump(config), key) == value
+
+
+def test_what_is_said_beside_the_choice_that_excludes_it_stays_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path, base())
+    with pytest.raises(ConfigError, match="init must then be policy or auto"):
+        load_train(path, ["critic.init=reward", "critic.shared=true"])
+    with pytest.raises(ConfigError, match="does not use DeepSpeed"):
+        load_train(path, ["sharding.deepspeed.a=1", "sharding=ddp"])
+
+
+FUNCTION = {"source": {"type": "function", "target": "m:f"}}
+
+
+@pytest.mark.parametrize("file", [None, "configs/ppo.yaml"])
+@pytest.mark.parametrize("preset", ["grpo", "rloo", "reinforce_pp", "dpo", "sft"])
+def test_a_preset_leaves_out_the_sections_of_the_file_that_it_does_not_read(
+    tmp_path: Path, preset: str, file: str | None
+) -> None:
+    tree = base() | {"critic": {"init": "reward", "lr": 1.0, "optimizer": "adamw_8bit"}, "sharding": "zero1"}
+    path = write(tmp_path, tree) if file is None else ROOT / file
+    said = [f"algorithm.preset={preset}", "data.sft.path=s", "data.preferences.path=p"]
+    said += ["sampling.completions_per_prompt=4"]
+    if preset in ("grpo", "rloo", "reinforce_pp"):
+        said += ["reward.source={type: function, target: m:f}"]  # from which a critic could not start
+    for load in (load_train, load_any):
+        config = load(path, said)
+        assert isinstance(config, TrainConfig)
+        assert config.critic == CriticConfig()
+        named = {note.split(" is set")[0] for note in unread_sections(config)}
+        assert named == {"grpo": {"data.sft", "data.preferences"}, "dpo": {"data.sft"}}.get(
+            preset, {"data.preferences"} if preset == "sft" else {"data.sft", "data.preferences"}
+        )
+
+
+def test_a_section_said_beside_a_preset_that_does_not_read_it_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, base() | {"reward": FUNCTION, "critic": {"init": "reward"}, "algorithm": {"preset": "grpo"}})
+    for said in (["algorithm.preset=rloo", "critic.lr=1e-3"], ["policy.lr=1"], ["algorithm.preset=grpo"]):
+        notes = unread_sections(load_train(path, said))
+        assert "critic is set, but only GAE has a critic: it has no effect" in notes, said
+    quiet = unread_sections(load_train(path, ["algorithm.preset=rloo"]))
+    assert quiet == []
+
+
+@pytest.mark.parametrize("preset", ["grpo", "ppo", "sft", "dpo", "simpo", "online_dpo"])
+def test_the_defaults_that_a_run_folder_spells_out_are_no_sections_that_were_set(tmp_path: Path, preset: str) -> None:
+    tree = base(preset=preset)
+    tree["data"] = {"prompts": tree["data"]["prompts"]} if preset in ("grpo", "ppo", "online_dpo") else tree["data"]
+    config = train_config(tree)
+    again = load_train(write(tmp_path, dump(config)))
+    assert unread_sections(again) == unread_sections(config)
+    reward_model = validate(RewardModelConfig, {"model": {"model": "m"}, "data": {"preferences": {"path": "p"}}})
+    assert unread_sections(validate(RewardModelConfig, dump(reward_model))) == []

@@ -84,8 +84,8 @@ CHOOSING = [
     Mutant(
         name="preset-sizes-below-another-presets-file",
         file="rlhf/config/load.py",
-        before="return merge(merge(base, brought), over)",
-        after="return merge(merge(brought, base), over)",
+        before="return merge(merge(without_overruled(base, over), _sizes_brought(base, over)), over)",
+        after="return merge(merge(_sizes_brought(base, over), without_overruled(base, over)), over)",
         why="an arm named over a PPO base keeps PPO's epochs: refused, or stale where nothing refuses it",
         tests=("tests/config/test_load.py",),
     ),

@@ -55,7 +55,7 @@ COMPARISON = [
     ),
     Mutant(
         name="pairs-count-once",
-        file="rlhf/compare/costs.py",
+        file="rlhf/config/compare.py",
         before='return rows if loss.type in ("sft", "kto") else 2 * rows',
         after="return rows",
         why="an offline arm reads twice the completions of the budget",

@@ -13,6 +13,7 @@ from offline import OFFLINE
 from online_arms import ONLINE_ARMS
 from overlap import OVERLAPPING
 from sampling import SAMPLING
+from settings import SETTINGS
 from suites import SUITES
 
 MUTANTS = [
@@ -27,6 +28,7 @@ MUTANTS = [
     *FAULTS,
     *FORWARD,
     *OVERLAPPING,
+    *SETTINGS,
     Mutant(
         name="whiten-keeps-mean",
         file="rlhf/masked.py",

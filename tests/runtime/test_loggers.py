@@ -132,7 +132,7 @@ def test_no_tracker_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_missing_tracker_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install wandb"):
+    with pytest.raises(UserError, match=r"bash scripts/setup\.sh track"):
         open_trackers(["wandb"], folder=tmp_path, name="r", config={})
     with pytest.raises(UserError, match="'mlflow' is not one of tensorboard, wandb"):
         open_trackers(["mlflow"], folder=tmp_path, name="r", config={})

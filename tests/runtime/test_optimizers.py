@@ -77,5 +77,5 @@ def test_the_state_of_another_optimizer_is_refused_by_name() -> None:
 
 def test_without_the_package_the_user_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim.adamw", None)
-    with pytest.raises(ConfigError, match=r"pip install 'rlhf\[eightbit\]'"):
+    with pytest.raises(ConfigError, match=r"bash scripts/setup\.sh eightbit"):
         make_optimizer(list(module().parameters()), OptimizerConfig(optimizer="adamw_8bit"))

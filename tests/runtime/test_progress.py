@@ -40,12 +40,34 @@ def test_a_plain_line_has_step_metrics_speed_and_time_left() -> None:
     clock = Clock()
     with Progress("ppo", 80, console, clock=clock) as progress:
         for step in (1, 2):
-            clock.now += 2.1
+            clock.now += 21.0
             progress.update(step, METRICS, ["score/mean", "kl/reference", "loss/policy"])
     assert out.getvalue().splitlines() == [
-        "step 1/80  score 0.53  kl 5.91  loss 0.10  2.1 s/step  eta 2m46s",
-        "step 2/80  score 0.53  kl 5.91  loss 0.10  2.1 s/step  eta 2m44s",
+        "step 1/80  score 0.53  kl 5.91  loss 0.10  21 s/step  eta 27m39s",
+        "step 2/80  score 0.53  kl 5.91  loss 0.10  21 s/step  eta 27m18s",
     ]
+
+
+def test_without_a_terminal_there_is_a_line_every_ten_seconds_and_at_both_ends() -> None:
+    console, out = plain_console()
+    clock = Clock()
+    with Progress("ppo", 1500, console, clock=clock) as progress:
+        for step in range(1, 1501):
+            clock.now += 0.125
+            progress.update(step, METRICS, ["loss/policy"])
+    steps = [int(line.split()[1].split("/")[0]) for line in out.getvalue().splitlines()]
+    assert steps == [1, *range(81, 1500, 80), 1500]
+
+
+def test_an_evaluation_has_a_line_of_its_own_and_so_has_the_last_update_of_a_run_that_stops() -> None:
+    console, out = plain_console()
+    clock = Clock()
+    with Progress("ppo", 80, console, clock=clock) as progress:
+        for step, metrics in enumerate([{}, {}, {"eval/score": 0.5}, {}, {}]):
+            clock.now += 1.0
+            progress.update(step, metrics, ["eval/score"])
+        assert [line.split()[1] for line in out.getvalue().splitlines()] == ["0/80", "2/80"]
+    assert [line.split()[1] for line in out.getvalue().splitlines()] == ["0/80", "2/80", "4/80"]
 
 
 def test_a_resumed_run_is_timed_from_where_it_resumed() -> None:
