@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 import resource
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import yaml
 from rich.console import Console
+from safetensors.torch import load_file
 
-from peers.work import LR, Job
+from peers.work import LR, MICRO_BATCH, Job
+from rlhf.build import online
 from rlhf.build.reference import Annotator
 from rlhf.build.reward_model import build_reward_model
 from rlhf.build.run import build_run
 from rlhf.config.load import load_reward_model, merge, train_config
+from rlhf.data import stream
 from rlhf.data.annotated import AnnotatedPairSet
 from rlhf.data.pairs import PairSet
+from rlhf.models.bundle import Models
+from rlhf.models.scalar_head import ScalarHeadModel
+from rlhf.runtime.metrics import Metrics
 from rlhf.runtime.session import Session
+from rlhf.sampling.sampler import Sampler
+from rlhf.trainers import offline as offline_loop
+from rlhf.trainers import online as online_loop
 from rlhf.trainers.offline import train_offline
+from rlhf.types import Completions, Prompts
 
 Tree = dict[str, Any]
 REWARD = f"{Path(__file__).with_name('work.py')}:score"
@@ -42,6 +54,7 @@ def tree_of(job: Job, out: Path) -> Tree:
         "checkpoint": {"every": 0},
         "eval": {"every": 0},
         "logging": {"samples": 0},
+        "data": {"chat_template": "none"},  # the rows are written as the model reads them
     }
     pairs = {"data": {"preferences": {"path": str(folder / "pairs.jsonl")}}}
     offline = {"batch": {"prompts_per_step": sizes.rows}}
@@ -49,7 +62,7 @@ def tree_of(job: Job, out: Path) -> Tree:
         "policy": policy,
         "data": {"prompts": {"path": str(folder / "prompts.jsonl")}},
         "sampling": {"max_new_tokens": sizes.new_tokens, "batch_size": 256},
-        "reward": {"source": {"type": "function", "target": REWARD}},
+        "reward": {"source": {"type": "function", "target": REWARD}, "shaping": {"clip": None}},
     }
     groups = {
         "sampling": {"completions_per_prompt": sizes.group},
@@ -66,9 +79,19 @@ def tree_of(job: Job, out: Path) -> Tree:
     }
     parts: dict[str, list[Tree]] = {
         "sft": [offline, {"policy": policy, "data": {"sft": {"path": str(folder / "sft.jsonl")}}}],
-        "reward": [offline, pairs, {"model": policy, "calibration": {"limit": sizes.rows}}],
+        "reward": [
+            offline,
+            pairs,
+            {"model": {**policy, "model": str(folder / "reward")}, "calibration": {"limit": sizes.rows}},
+        ],
         "dpo": [offline, pairs, {"policy": policy}],
-        "grpo": [online, groups, {"algorithm": {"kl": {"coef": 0.0}}, "reference": {"measure": False}}],
+        "grpo": [
+            online,
+            groups,
+            # centred scores: by the standard deviation the two sides divide differently (n, and n - 1 in TRL)
+            {"algorithm": {"kl": {"coef": 0.0}, "advantage": {"type": "group", "baseline": "centered"}}},
+            {"reference": {"measure": False}},
+        ],
         "rloo": [online, groups],
         "ppo": [online, ppo],
     }
@@ -79,7 +102,8 @@ def tree_of(job: Job, out: Path) -> Tree:
         rows = {"ppo": sizes.ppo_prompts // sizes.ppo_minibatches, "grpo": sizes.prompts * sizes.group}
         tree["batch"]["micro_batch_size"] = rows.get("grpo" if name == "rloo" else name, sizes.rows)
     if name == "ppo":
-        tree["reward"]["source"] = {"type": "model", "path": str(folder / "reward"), "micro_batch_size": 64}
+        source = {"type": "model", "path": str(folder / "reward"), "micro_batch_size": 64}
+        tree["reward"] = {"source": source, "shaping": {"clip": None}}
         tree["critic"].pop("dtype")
     if name != "reward":
         tree["algorithm"] = {"preset": name, **tree.get("algorithm", {})}
@@ -89,11 +113,13 @@ def tree_of(job: Job, out: Path) -> Tree:
 def run(job: Job, out: Path) -> dict[str, Any]:
     """Build, train; the seconds of every step after the first, and of each phase."""
     tree, console = tree_of(job, out), Console(file=io.StringIO())
+    firsts, generated, notes = _watched_updates(), _watched_sampler(job), []
     began = time.perf_counter()
     if job.trainer == "reward":
         out.mkdir()
         (out / "job.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
         built = build_reward_model(load_reward_model(out / "job.yaml", []), console)
+        _give_head(built.model, Path(job.folder) / "reward")
         session, loop = built.run.session, lambda: train_offline(built.run)
     else:
         whole = build_run(train_config(tree), console)
@@ -105,15 +131,88 @@ def run(job: Job, out: Path) -> dict[str, Any]:
     session.recorder.close()
     lines = [json.loads(line) for line in (out / "timings.jsonl").read_text(encoding="utf-8").splitlines()]
     tokens = [line["tokens_per_second"] * sum(line["seconds"].values()) for line in lines if line["step"] > 1]
+    notes += [line.strip() for line in console.file.getvalue().splitlines() if line.strip()]  # type: ignore[attr-defined]
     return {
         "steps": [b - a for a, b in itertools.pairwise(marks)],
         "phases": [line["seconds"] for line in lines if line["step"] > 1],
         "tokens": tokens,
+        "generated": generated[1:],
+        "first": firsts[0],
         "before": before,
         "reference": reference,  # of every pair in the data
         "peak_rss_mb": [line["peak_memory_mb"] for line in lines][-1],
         "memory_by_phase": lines[-1]["peak_memory_mb_by_phase"],
+        "notes": notes,
     }
+
+
+def _in_file_order() -> None:
+    """Rows and minibatches in the order of the files, as on the peer's side, so that steps are of the same rows."""
+    stream._permutation = lambda n, seed, epoch: tuple(range(n))  # type: ignore[assignment]
+    torch.randperm = lambda n, **kwargs: torch.arange(n)  # type: ignore[assignment]
+
+
+def _give_head(model: ScalarHeadModel, folder: Path) -> None:
+    """Begin with the scalar head of the reward model in `folder`, as the peer does, instead of a new one."""
+    with torch.no_grad():
+        model.head.weight.copy_(load_file(folder / "model.safetensors")["score.weight"])
+
+
+def _watched_updates() -> list[dict[str, float]]:
+    """The loss and the norm of the gradient of every optimizer step, as they come."""
+    seen: list[dict[str, float]] = []
+    plain = online_loop.optimizer_step
+
+    def watched(*args: Any, **kwargs: Any) -> Metrics:
+        metrics = plain(*args, **kwargs)
+        norms = [value for name, value in metrics.values().items() if name.endswith("/grad_norm")]
+        seen.append({"loss": metrics["loss/total"], "gradient": math.hypot(*norms)})
+        return metrics
+
+    online_loop.optimizer_step = offline_loop.optimizer_step = watched
+    return seen
+
+
+def _watched_sampler(job: Job) -> list[int]:
+    """The numbers of tokens of every rollout, as they come; the first rollout is replaced where the job says so."""
+    generated: list[int] = []
+    plain = online.build_sampler
+
+    def build(config: Any, models: Models, *rest: Any) -> Sampler:
+        return WatchedSampler(plain(config, models, *rest), models, job, generated)
+
+    online.build_sampler = build
+    return generated
+
+
+class WatchedSampler:
+    """A sampler that counts its tokens, and whose first completions give way to written ones, the same for a peer."""
+
+    def __init__(self, sampler: Sampler, models: Models, job: Job, generated: list[int]) -> None:
+        self.sampler, self.models, self.job, self.generated = sampler, models, job, generated
+
+    def sample(self, prompts: Prompts, *, key: int, group_size: int, greedy: bool = False) -> Completions:
+        """See Sampler."""
+        completions = self.sampler.sample(prompts, key=key, group_size=group_size, greedy=greedy)
+        if self.job.replay and not self.generated:
+            completions = self._replayed(completions)
+        self.generated.append(int(completions.completion_mask.sum()))
+        return completions
+
+    @torch.no_grad()
+    def _replayed(self, completions: Completions) -> Completions:
+        written = json.loads((Path(self.job.folder) / "replay.json").read_text(encoding="utf-8"))
+        ids = torch.tensor(written[: len(completions)])
+        device = completions.completion_ids.device
+        rows = replace(
+            completions,
+            completion_ids=ids.to(device),
+            completion_mask=torch.ones_like(ids, dtype=torch.bool).to(device),
+            sampler_logprobs=torch.zeros(ids.shape, dtype=completions.sampler_logprobs.dtype, device=device),
+            finished=torch.zeros_like(completions.finished),
+        )
+        passes = [self.models.policy_tokens(part.to(self.models.device)) for part in rows.split(MICRO_BATCH)]
+        return replace(rows, sampler_logprobs=torch.cat([part.logprobs for part in passes]).to(device))
 
 
 _REFERENCE: list[float] = []  # seconds that the reference's log-probabilities took
@@ -150,12 +249,13 @@ def main() -> None:
     job = Job.read(sys.argv[1])
     torch.set_num_threads(job.threads)
     _timed_reference()
+    _in_file_order()
     with tempfile.TemporaryDirectory(prefix="rlhf-bench-") as out:
-        found = run(job, Path(out) / "run")
+        result = run(job, Path(out) / "run")
     if job.device == "cuda":
-        found["peak_gpu_mb"] = found["peak_rss_mb"]
-        found["peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    sys.stdout.write(json.dumps(found) + "\n")
+        result["peak_gpu_mb"] = result["peak_rss_mb"]
+        result["peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    sys.stdout.write(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":
