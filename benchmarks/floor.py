@@ -72,7 +72,7 @@ def measure(
 
 def mean(rates: Sequence[Rates]) -> Rates:
     """The mean of rates that were measured in turn with what they are compared with."""
-    columns = zip(*((one.few, one.many, one.memory) for one in rates), strict=True)
+    columns = zip(*((rate.few, rate.many, rate.memory) for rate in rates), strict=True)
     return Rates(*(statistics.fmean(column) for column in columns))
 
 
@@ -92,7 +92,7 @@ def best(work: Callable[[], object], device: str, seconds: float = 1.0) -> float
 def floors(
     trainer: str, workload: Workload, sizes: Sizes, itemsize: int, new_tokens: float | None = None
 ) -> dict[str, Floor]:
-    """The floor of each phase of a step, from mean lengths: 2 FLOPs a weight and token forward, 4 backward (Kaplan 2020).
+    """Count each phase's floor from mean lengths: 2 FLOPs a weight and token forward, 4 backward (Kaplan 2020).
 
     `new_tokens` are those of the mean sampled completion; None: all that a completion may have.
     """
@@ -130,7 +130,7 @@ def mean_completion(generated: Sequence[int], rows: int) -> float | None:
     return statistics.fmean(generated) / rows if generated else None
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_work_options(parser)
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory(prefix="floor-") as name:
         results = _distances(options, Path(name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
@@ -10,9 +11,11 @@ import resource
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -110,10 +113,24 @@ def tree_of(job: Job, out: Path) -> Tree:
     return merge(tree, job.overrides)
 
 
+@dataclass
+class Observations:
+    """What is seen of a run while it goes on."""
+
+    updates: list[dict[str, float]] = field(default_factory=list)  # loss and gradient norm of every optimizer step
+    generated: list[int] = field(default_factory=list)  # tokens of every rollout
+    reference_seconds: float = 0.0  # of the reference's log-probabilities of every pair in the data
+
+
 def run(job: Job, out: Path) -> dict[str, Any]:
     """Build, train; the seconds of every step after the first, and of each phase."""
-    tree, console = tree_of(job, out), Console(file=io.StringIO())
-    firsts, generated, notes = _watched_updates(), _watched_sampler(job), []
+    with observed(job) as observations:
+        return _run(job, out, observations)
+
+
+def _run(job: Job, out: Path, observations: Observations) -> dict[str, Any]:
+    tree, screen = tree_of(job, out), io.StringIO()
+    console = Console(file=screen)
     began = time.perf_counter()
     if job.trainer == "reward":
         out.mkdir()
@@ -125,64 +142,63 @@ def run(job: Job, out: Path) -> dict[str, Any]:
         whole = build_run(train_config(tree), console)
         session, loop = whole.session, whole.loop
     before = time.perf_counter() - began
-    reference = sum(_REFERENCE)
     marks = _marked(session, job.device)
     loop()
     session.recorder.close()
     lines = [json.loads(line) for line in (out / "timings.jsonl").read_text(encoding="utf-8").splitlines()]
     tokens = [line["tokens_per_second"] * sum(line["seconds"].values()) for line in lines if line["step"] > 1]
-    notes += [line.strip() for line in console.file.getvalue().splitlines() if line.strip()]  # type: ignore[attr-defined]
     return {
         "steps": [b - a for a, b in itertools.pairwise(marks)],
         "phases": [line["seconds"] for line in lines if line["step"] > 1],
         "tokens": tokens,
-        "generated": generated[1:],
-        "first": firsts[0],
+        "generated": observations.generated[1:],
+        "first": observations.updates[0],
         "before": before,
-        "reference": reference,  # of every pair in the data
+        "reference": observations.reference_seconds,
         "peak_rss_mb": [line["peak_memory_mb"] for line in lines][-1],
         "memory_by_phase": lines[-1]["peak_memory_mb_by_phase"],
-        "notes": notes,
+        "notes": [line.strip() for line in screen.getvalue().splitlines() if line.strip()],
     }
 
 
-def _in_file_order() -> None:
-    """Rows and minibatches in the order of the files, as on the peer's side, so that steps are of the same rows."""
-    stream._permutation = lambda n, seed, epoch: tuple(range(n))  # type: ignore[assignment]
-    torch.randperm = lambda n, **kwargs: torch.arange(n)  # type: ignore[assignment]
+@contextlib.contextmanager
+def observed(job: Job) -> Iterator[Observations]:
+    """Observe a run inside; its rows and minibatches come in the order of the files, as on the peer's side."""
+    seen = Observations()
+    plain_step, plain_sampler, plain_reference = online_loop.optimizer_step, online.build_sampler, Annotator.pairs
+
+    def step(*args: Any, **kwargs: Any) -> Metrics:
+        metrics = plain_step(*args, **kwargs)
+        norms = [value for name, value in metrics.values().items() if name.endswith("/grad_norm")]
+        seen.updates.append({"loss": metrics["loss/total"], "gradient": math.hypot(*norms)})
+        return metrics
+
+    def sampler(config: Any, models: Models, *rest: Any) -> Sampler:
+        return WatchedSampler(plain_sampler(config, models, *rest), models, job, seen.generated)
+
+    def reference(annotator: Annotator, pairs: PairSet) -> AnnotatedPairSet:
+        began = time.perf_counter()
+        annotated = plain_reference(annotator, pairs)
+        seen.reference_seconds += time.perf_counter() - began
+        return annotated
+
+    with contextlib.ExitStack() as patches:
+        for target, name, replacement in (
+            (online_loop, "optimizer_step", step),
+            (offline_loop, "optimizer_step", step),
+            (online, "build_sampler", sampler),
+            (Annotator, "pairs", reference),
+            (stream, "_permutation", lambda rows, seed, epoch: tuple(range(rows))),
+            (torch, "randperm", lambda rows, **_: torch.arange(rows)),
+        ):
+            patches.enter_context(patch.object(target, name, replacement))
+        yield seen
 
 
 def _give_head(model: ScalarHeadModel, folder: Path) -> None:
     """Begin with the scalar head of the reward model in `folder`, as the peer does, instead of a new one."""
     with torch.no_grad():
         model.head.weight.copy_(load_file(folder / "model.safetensors")["score.weight"])
-
-
-def _watched_updates() -> list[dict[str, float]]:
-    """The loss and the norm of the gradient of every optimizer step, as they come."""
-    seen: list[dict[str, float]] = []
-    plain = online_loop.optimizer_step
-
-    def watched(*args: Any, **kwargs: Any) -> Metrics:
-        metrics = plain(*args, **kwargs)
-        norms = [value for name, value in metrics.values().items() if name.endswith("/grad_norm")]
-        seen.append({"loss": metrics["loss/total"], "gradient": math.hypot(*norms)})
-        return metrics
-
-    online_loop.optimizer_step = offline_loop.optimizer_step = watched
-    return seen
-
-
-def _watched_sampler(job: Job) -> list[int]:
-    """The numbers of tokens of every rollout, as they come; the first rollout is replaced where the job says so."""
-    generated: list[int] = []
-    plain = online.build_sampler
-
-    def build(config: Any, models: Models, *rest: Any) -> Sampler:
-        return WatchedSampler(plain(config, models, *rest), models, job, generated)
-
-    online.build_sampler = build
-    return generated
 
 
 class WatchedSampler:
@@ -215,21 +231,6 @@ class WatchedSampler:
         return replace(rows, sampler_logprobs=torch.cat([part.logprobs for part in passes]).to(device))
 
 
-_REFERENCE: list[float] = []  # seconds that the reference's log-probabilities took
-
-
-def _timed_reference() -> None:
-    plain = Annotator.pairs
-
-    def timed(self: Annotator, found: PairSet) -> AnnotatedPairSet:
-        began = time.perf_counter()
-        annotated = plain(self, found)
-        _REFERENCE.append(time.perf_counter() - began)
-        return annotated
-
-    Annotator.pairs = timed  # type: ignore[method-assign]
-
-
 def _marked(session: Session, device: str) -> list[float]:
     marks: list[float] = []
     report = session.report
@@ -248,8 +249,6 @@ def main() -> None:
     """One job."""
     job = Job.read(sys.argv[1])
     torch.set_num_threads(job.threads)
-    _timed_reference()
-    _in_file_order()
     with tempfile.TemporaryDirectory(prefix="rlhf-bench-") as out:
         result = run(job, Path(out) / "run")
     if job.device == "cuda":

@@ -53,9 +53,7 @@ def make_real_work(
     rows = list(islice(cycle(encoded), steps * sizes.rows))
     prompts = list(dict.fromkeys(row.pair.prompt for row in encoded))
     replay = replayed_completions(encoded, tokenizer, sizes)
-    write_rows(
-        folder, list(islice(cycle(prompts), prompts_needed(steps, sizes))), [row.pair for row in rows], replay
-    )
+    write_rows(folder, list(islice(cycle(prompts), prompts_needed(steps, sizes))), [row.pair for row in rows], replay)
     body, head = products(policy.config)
     workload = Workload(
         width=policy.config.hidden_size,

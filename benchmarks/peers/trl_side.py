@@ -209,9 +209,7 @@ def trainer_of(job: Job, out: str) -> Any:
         }
         if job.trainer == "grpo":
             args = GRPOConfig(**groups, beta=0.0, loss_type="grpo", scale_rewards="none")
-            return GRPOTrainer(
-                model(), score, args=args, train_dataset=rows("prompts"), processing_class=tokenizer
-            )
+            return GRPOTrainer(model(), score, args=args, train_dataset=rows("prompts"), processing_class=tokenizer)
         return RLOOTrainer(
             model(),
             score,
