@@ -10,8 +10,8 @@
     --trainers ...         of sft reward dpo dpo_cached grpo rloo ppo
     --rounds N             each round runs ours, then the peer, each in a process of its own
     --peer-lean            in the first round also TRL with what saves memory at the same work and runs on a CPU:
-                           gradient_checkpointing (its default) and, but for PPO, gradient_accumulation_steps with
-                           passes of 16 rows
+                           gradient_checkpointing (its default), gradient_accumulation_steps with passes of 16 rows
+                           (but for PPO), and padding_free in SFT
     --whole                all rows of an optimizer step in one pass of ours, as in TRL's; else our default's 16
     --json FILE            where the figures go besides the terminal
 

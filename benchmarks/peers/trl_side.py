@@ -2,9 +2,9 @@
 
 Runs in an environment with trl and without rlhf. PPO needs trl 1.12.0, the last release that has it.
 
-As it comes here, TRL keeps all activations and puts all rows of an optimizer step through at once (its fastest); with
-Job.lean it recomputes activations (its default) and takes passes of 16 rows. Rows and minibatches come in the order of
-the files.
+As it comes here, TRL keeps all activations and puts all rows of an optimizer step through at once (its fastest). With
+Job.lean it recomputes activations (its default), takes passes of 16 rows, and in SFT pads nothing. Rows and minibatches
+come in the order of the files.
 """
 
 from __future__ import annotations
@@ -183,7 +183,8 @@ def trainer_of(job: Job, out: str) -> Any:
     if job.trainer == "sft":
         from trl import SFTConfig, SFTTrainer
 
-        return SFTTrainer(model(), args=SFTConfig(**offline), train_dataset=rows("sft"), processing_class=tokenizer)
+        args = SFTConfig(**{**offline, "padding_free": job.lean, "max_length": None if job.lean else 1024})
+        return SFTTrainer(model(), args=args, train_dataset=rows("sft"), processing_class=tokenizer)
     if job.trainer == "reward":
         from trl import RewardConfig, RewardTrainer
 
