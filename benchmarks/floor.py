@@ -1,7 +1,8 @@
-"""How far each phase is from this machine's floor:   python benchmarks/floor.py [--size tiny] [--threads 2]
+"""How far each phase is from this machine's floor:   python benchmarks/floor.py [--size tiny | --model PATH]
 
-The floor of a phase is the larger of two times: its matrix products at the best rate that this machine was just
-measured to do products of that many rows at, and the weights that it must read at the measured memory rate. Attention
+The floor of a phase is the larger of two times: its matrix products at the best rate that this machine was measured,
+just before and just after, to do products of that many rows at, and the weights that it must read at the measured
+memory rate. GFLOP/s are the phase's products by its seconds; --model as in side_by_side.py. Attention
 over the context, norms, activations, softmax and the optimizer are left out: the floor cannot be reached, only
 approached.
 """
@@ -15,17 +16,19 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
+from peers.options import add_work_options, describe, make_chosen_work, sizes_of, steps_of
 from peers.runs import phase, run_side
-from peers.work import COMPLETION, PROMPT, SHAPES, Job, Sizes, make_work
+from peers.work import Job, Sizes, Workload
 
-HEAD = "| trainer | phase | seconds | floor | times the floor |"
+HEAD = "| trainer | phase | seconds | floor | times the floor | GFLOP/s | rate: few rows / 4096 rows / memory GB/s |"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -51,17 +54,26 @@ class Floor:
         return max(self.flops / (rates.few if self.few_rows else rates.many), self.weights / rates.memory)
 
 
-def measure(width: int, dtype: torch.dtype, device: str, few: int, many: int = 4096) -> Rates:
-    """Rates of products [rows, width] × [width, 4 width], and of copying 256 MB."""
-    weight = torch.randn(width, 4 * width, device=device).to(dtype)
+def measure(
+    workload: Workload, dtype: torch.dtype, device: str, few: int, many: int = 4096, *, seconds: float = 1.0
+) -> Rates:
+    """Rates of the MLP's product [rows, width] × [width, inner], and of copying 256 MB."""
+    weight = torch.randn(workload.inner, workload.width, device=device).to(dtype)
 
     def product(rows: int) -> float:
-        left = torch.randn(rows, width, device=device).to(dtype)
-        return 2 * rows * width * 4 * width / best(lambda: left @ weight, device)
+        left = torch.randn(rows, workload.width, device=device).to(dtype)
+        return 2 * rows * weight.numel() / best(lambda: torch.nn.functional.linear(left, weight), device, seconds)
 
     block = torch.empty(64 * 2**20, dtype=torch.float32, device=device)
     other = torch.empty_like(block)
-    return Rates(product(few), product(many), 2 * block.numel() * 4 / best(lambda: other.copy_(block), device))
+    copied = 2 * block.numel() * 4 / best(lambda: other.copy_(block), device, seconds)
+    return Rates(product(few), product(many), copied)
+
+
+def mean(rates: Sequence[Rates]) -> Rates:
+    """The mean of rates that were measured in turn with what they are compared with."""
+    columns = zip(*((rate.few, rate.many, rate.memory) for rate in rates), strict=True)
+    return Rates(*(statistics.fmean(column) for column in columns))
 
 
 def best(work: Callable[[], object], device: str, seconds: float = 1.0) -> float:
@@ -77,77 +89,132 @@ def best(work: Callable[[], object], device: str, seconds: float = 1.0) -> float
     return min(times)
 
 
-def products(shape: str) -> tuple[float, float]:
-    """Numbers in the weights that every token is multiplied with: of the layers, and of the LM head."""
-    layers, width, _, vocabulary = SHAPES[shape]
-    hidden = round(width * 8 / 3 / 64) * 64
-    return float(layers * (4 * width * width + 3 * width * hidden)), float(width * vocabulary)
+def floors(
+    trainer: str, workload: Workload, sizes: Sizes, itemsize: int, new_tokens: float | None = None
+) -> dict[str, Floor]:
+    """Count each phase's floor from mean lengths: 2 FLOPs a weight and token forward, 4 backward (Kaplan 2020).
 
-
-def floors(trainer: str, shape: str, sizes: Sizes, itemsize: int) -> dict[str, Floor]:
-    """Of each phase of a step, from mean lengths: 2 FLOPs a weight and token forward, 4 backward (Kaplan 2020)."""
-    body, head = products(shape)
-    prompt, side = sum(PROMPT) / 2, sum(COMPLETION) / 2
+    `new_tokens` are those of the mean sampled completion; None: all that a completion may have.
+    """
+    body, head, prompt = workload.body, workload.head, workload.prompt
     whole = itemsize * (body + head)
-    if trainer in ("sft", "reward", "dpo_cached"):
-        sides = 1 if trainer == "sft" else 2
-        tokens = sizes.rows * (prompt + sides * side)  # a pair's prompt once
-        heads = 0.0 if trainer == "reward" else sizes.rows * sides * side * head
-        return {"update": Floor(6 * (tokens * body + heads), 3 * whole)}
-    rows = sizes.prompts * sizes.group if trainer != "ppo" else sizes.ppo_prompts
-    prompts = sizes.prompts if trainer != "ppo" else sizes.ppo_prompts
-    new = rows * sizes.new_tokens
+    if trainer in ("sft", "reward", "dpo", "dpo_cached"):
+        sides = workload.chosen + (0.0 if trainer == "sft" else workload.rejected)
+        tokens = sizes.rows * (prompt + sides)  # a pair's prompt once
+        heads = 0.0 if trainer == "reward" else sizes.rows * sides * head
+        forward = 2 * (tokens * body + heads)
+        update = {"update": Floor(3 * forward, 3 * whole)}
+        return update | ({"reference": Floor(forward, whole)} if trainer == "dpo" else {})
+    rows = sizes.completions(trainer)
+    prompts = sizes.ppo_prompts if trainer == "ppo" else sizes.prompts
+    new = rows * (sizes.new_tokens if new_tokens is None else new_tokens)
     tokens = prompts * prompt + new  # a group's prompt once
     forward = 2 * (tokens * body + new * head)
-    own = 0.0 if itemsize == 4 else forward  # in float32 the sampler's log-probabilities serve as the old ones
-    found = {"sample": Floor(forward, sizes.new_tokens * whole, few_rows=True)}
+    policy = 0.0 if itemsize == 4 else forward  # in float32 the sampler's log-probabilities serve as the old ones
+    reference = 0.0 if trainer == "grpo" else forward
+    phases = {"sample": Floor(forward, sizes.new_tokens * whole, few_rows=True)}
     if trainer == "ppo":
         passes = sizes.ppo_epochs
         values = 2 * tokens * body
-        return found | {
+        return phases | {
             "score": Floor(values, whole),
-            "annotate": Floor(forward + values + own, 3 * whole),
+            "annotate": Floor(reference + values + policy, 3 * whole),
             "update": Floor(3 * passes * (forward + values), 3 * passes * sizes.ppo_minibatches * 2 * whole),
         }
-    annotate = {"annotate": Floor(own, whole)} if own else {}
-    return found | annotate | {"update": Floor(3 * forward, 3 * whole)}
+    annotate = {"annotate": Floor(reference + policy, whole)} if reference + policy else {}
+    return phases | annotate | {"update": Floor(3 * forward, 3 * whole)}
 
 
-def main() -> None:
+def mean_completion(generated: Sequence[int], rows: int) -> float | None:
+    """Tokens of a completion, over the steps that were timed; None where nothing was sampled."""
+    return statistics.fmean(generated) / rows if generated else None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=sorted(SHAPES), default="tiny")
+    add_work_options(parser)
     parser.add_argument("--trainers", nargs="+", default=["sft", "reward", "dpo_cached", "grpo", "ppo"])
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=None, help="6; 3 with --model")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    sizes, dtype = Sizes(), DTYPES[options.dtype]
-    width = SHAPES[options.size][1]
-    rates = measure(width, dtype, options.device, few=sizes.prompts * sizes.group)
-    few, many, memory = (rate / 1e9 for rate in (rates.few, rates.many, rates.memory))
-    sys.stdout.write(f"products: {few:.1f} GFLOP/s with {sizes.prompts * sizes.group} rows, {many:.1f} with 4096; ")
-    sys.stdout.write(f"memory: {memory:.1f} GB/s\n\n{HEAD}\n|---|---|---|---|---|\n")
-    rows = []
     with tempfile.TemporaryDirectory(prefix="floor-") as name:
-        make_work(Path(name), options.size, options.steps, sizes)
-        for trainer in options.trainers:
-            job = Job(trainer, options.steps, name, options.dtype, options.device, options.threads, sizes)
-            found = run_side(sys.executable, "ours.py", job, Path(name))
-            for what, floor in floors(trainer, options.size, sizes, dtype.itemsize).items():
-                seconds, least = phase(found, what), floor.seconds(rates)
-                if seconds is None:
-                    continue
-                rows.append({"trainer": trainer, "phase": what, "seconds": seconds, "floor": least})
-                sys.stdout.write(f"| {trainer} | {what} | {seconds:.4f} | {least:.4f} | {seconds / least:.1f} |\n")
-            rows.append({"trainer": trainer, "phase": "step", "seconds": statistics.median(found["steps"])})
+        results = _distances(options, Path(name))
     if options.json:
-        about = {"size": options.size, "threads": options.threads, "dtype": options.dtype, "device": options.device}
-        found_rates = {"few": rates.few, "many": rates.many, "memory": rates.memory}
-        options.json.write_text(json.dumps({"about": about, "rates": found_rates, "rows": rows}, indent=2) + "\n")
+        options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+def _distances(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Every trainer's phases beside their floors; the rates are measured before and after every trainer."""
+    steps, sizes = steps_of(options), sizes_of(options)
+    workload = make_chosen_work(options, folder, steps, sizes)
+    dtype = DTYPES[options.dtype]
+
+    def rates(few: int) -> Rates:
+        return measure(workload, dtype, options.device, few=few)
+
+    sys.stdout.write(f"{describe(workload, sizes)}\n\n{HEAD}\n{'|---' * HEAD.count(' | ')}|---|\n")
+    rows: list[dict[str, Any]] = []
+    for trainer in options.trainers:
+        completions = sizes.completions(trainer)
+        before = rates(completions)
+        job = Job(trainer, steps, str(folder), options.dtype, options.device, options.threads, sizes)
+        result = run_side(sys.executable, "ours.py", job, folder)
+        rate = mean([before, rates(completions)])
+        new_tokens = mean_completion(result["generated"], completions)
+        for name, floor in floors(trainer, workload, sizes, dtype.itemsize, new_tokens).items():
+            seconds = phase(result, name)
+            if seconds is None:
+                continue
+            row = DistanceRow(trainer, name, seconds, floor, rate)
+            rows.append(row.record())
+            sys.stdout.write(f"{row.line()}\n")
+            sys.stdout.flush()
+        rows.append({"trainer": trainer, "phase": "step", "seconds": statistics.median(result["steps"])})
+    about = {
+        "size": options.size if options.model is None else options.model.name,
+        "threads": options.threads,
+        "dtype": options.dtype,
+        "device": options.device,
+        "workload": asdict(workload),
+        "sizes": asdict(sizes),
+    }
+    return {"about": about, "rows": rows}
+
+
+@dataclass(frozen=True)
+class DistanceRow:
+    """A phase beside its floor, and the rates that the floor was taken from."""
+
+    trainer: str
+    phase: str
+    seconds: float
+    floor: Floor
+    rates: Rates
+
+    def line(self) -> str:
+        """As a row of the table."""
+        least = self.floor.seconds(self.rates)
+        few, many, memory = (rate / 1e9 for rate in (self.rates.few, self.rates.many, self.rates.memory))
+        return (
+            f"| {self.trainer} | {self.phase} | {self.seconds:.4f} | {least:.4f} | {self.seconds / least:.1f} | "
+            f"{self.floor.flops / self.seconds / 1e9:.0f} | {few:.0f} / {many:.0f} / {memory:.1f} |"
+        )
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "trainer": self.trainer,
+            "phase": self.phase,
+            "seconds": self.seconds,
+            "floor": self.floor.seconds(self.rates),
+            "flops": self.floor.flops,
+            "rates": asdict(self.rates),
+        }
 
 
 if __name__ == "__main__":

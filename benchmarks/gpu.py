@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 from floor import floors, measure
 from peers.runs import Found, phase, run_side
-from peers.work import SHAPES, Job, Sizes, make_work
+from peers.work import Job, Sizes, make_work, synthetic_workload
 
 Runs = Callable[[str, str, Job], Found]  # python, script, job
 
@@ -41,10 +41,11 @@ def rollout(job: Job, run: Runs) -> dict[str, float]:
 def update(job: Job, shape: str, run: Runs) -> dict[str, float]:
     """FLOP/s of the update phase (6 a weight and token) over the matmul rate with as many rows."""
     dtype = torch.bfloat16 if job.dtype == "bfloat16" else torch.float32
-    rates = measure(SHAPES[shape][1], dtype, job.device, few=64)
+    workload = synthetic_workload(shape)
+    rates = measure(workload, dtype, job.device, few=64)
     found = run(sys.executable, "ours.py", job)
     seconds = phase(found, "update") or 0.0
-    reached = floors("sft", shape, job.sizes, dtype.itemsize)["update"].flops / seconds
+    reached = floors("sft", workload, job.sizes, dtype.itemsize)["update"].flops / seconds
     return {
         "seconds": seconds,
         "tflops": reached / 1e12,

@@ -2,16 +2,26 @@
 
     --peer-python PY       a Python with trl (and without need of rlhf)
     --ppo-peer-python PY   one with trl 1.12.0, the last release with PPO; without it PPO is left out
-    --size tiny|small      shape of the models (benchmarks/peers/work.py)
+    --size tiny|small      shape of a model of random weights (benchmarks/peers/work.py), or
+    --model PATH           a real model: an ordinary folder, a GGUF file, or a folder with one GGUF file. Prompts and
+                           pairs are real too (--pairs FILE, --max-tokens N), written by the model's chat template
+    --rows N ...           the sizes of a step: --rows, --prompts, --group, --new-tokens, --ppo-prompts, --ppo-epochs,
+                           --ppo-minibatches
     --trainers ...         of sft reward dpo dpo_cached grpo rloo ppo
     --rounds N             each round runs ours, then the peer, each in a process of its own
+    --peer-lean            in the first round also TRL with what saves memory at the same work and runs on a CPU:
+                           gradient_checkpointing (its default), gradient_accumulation_steps with passes of 16 rows
+                           (but for PPO), and padding_free in SFT
     --whole                all rows of an optimizer step in one pass of ours, as in TRL's; else our default's 16
     --json FILE            where the figures go besides the terminal
 
-Both sides get the same weights, rows, lengths, precision, optimizer and number of threads. A step's time is from the
-end of the one before to its own end; the first step is a warm-up. The ratio is that of the medians of a round; given
-are its median over the rounds and its range. Our DPO computes the reference's log-probabilities once before training,
-and TRL's default in every step: for `dpo` that time is added to our steps, as of one epoch.
+Both sides get the same weights, rows in the same order, lengths, precision, optimizer and number of threads. A step's
+time is from the end of the one before to its own end; the first step is a warm-up, in which both sides learn from the
+same rows, online from the same written completions: its loss and gradient must then agree, and it is said whether they
+do. Later completions are sampled by each side; how long they were is said. The ratio is that of the medians of a round;
+given are its median over the rounds and its range. Our DPO computes the reference's log-probabilities once before
+training, and TRL's default in every step: for `dpo` that time is added to our steps, as of one epoch. GFLOP/s are the
+products that a step needs at least (benchmarks/floor.py), by its seconds.
 """
 
 from __future__ import annotations
@@ -25,20 +35,23 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import torch
+from floor import DTYPES, floors, mean_completion, measure
+from peers.options import add_work_options, describe, make_chosen_work, sizes_of, steps_of
 from peers.runs import Found, phase, run_side
-from peers.work import SHAPES, TRAINERS, Job, Sizes, make_work
+from peers.work import TRAINERS, Job, Workload
 
-GOALS = {  # TRL / ours: tiny, small
-    "grpo": (2.5, 2.0),
-    "ppo": (2.5, 2.5),
-    "dpo": (1.8, 1.8),
-    "dpo_cached": (2.4, 2.4),
-    "reward": (1.5, 1.5),
-    "sft": (1.2, 1.2),
+GOALS = {  # TRL / ours
+    "tiny": {"grpo": 2.5, "ppo": 2.5, "dpo": 1.8, "dpo_cached": 2.4, "reward": 1.5, "sft": 1.2},
+    "small": {"grpo": 2.0, "ppo": 2.5, "dpo": 1.8, "dpo_cached": 2.4, "reward": 1.5, "sft": 1.2},
+    "model float32": {"grpo": 2.0, "ppo": 1.5, "dpo_cached": 2.2, "reward": 1.8, "sft": 1.6},
+    "model bfloat16": {"grpo": 3.0, "ppo": 3.0, "dpo_cached": 4.0, "reward": 3.0, "sft": 3.5},
 }
 COLUMNS = (
     "trainer",
@@ -48,72 +61,177 @@ COLUMNS = (
     "ours, s",
     "TRL, s",
     "tokens/s, ours / TRL",
-    "peak RSS MB, ours / TRL",
+    "GFLOP/s, ours / TRL",
+    "peak RSS MB, ours / TRL (share)",
+    "lean TRL: s, MB (our share)",
 )
 HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
+TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}  # relative difference that rounding can make, and some more
+FEW_ROWS, MANY_ROWS = 64, 2048  # of the products whose rate is measured
 
 
-def step_seconds(found: Found, trainer: str, job: Job, *, ours: bool) -> float:
+def step_seconds(result: Found, trainer: str, job: Job, *, ours: bool) -> float:
     """The median step."""
-    seconds = statistics.median(found["steps"])
+    seconds = statistics.median(result["steps"])
     if ours and trainer == "dpo":
-        pairs = job.steps * max(job.sizes.rows, job.sizes.ppo_prompts, job.sizes.prompts)  # as make_work writes them
-        seconds += found.get("reference", 0.0) * job.sizes.rows / pairs
+        seconds += result.get("reference", 0.0) / job.steps  # make_work writes the pairs of so many steps
     return seconds
 
 
-def summarize(trainer: str, rounds: list[tuple[Found, Found]], job: Job) -> Found:
+def step_flops(job: Job, workload: Workload, generated: Sequence[int]) -> float:
+    """The products that a step needs at least."""
+    new_tokens = mean_completion(generated, job.sizes.completions(job.trainer))
+    phases = floors(job.trainer, workload, job.sizes, DTYPES[job.dtype].itemsize, new_tokens)
+    return sum(floor.flops for floor in phases.values())
+
+
+def summarize(job: Job, workload: Workload, rounds: list[tuple[Found, Found]], lean: Found | None = None) -> Found:
     """Ratios, phases and memory of one trainer."""
-    ours = [step_seconds(a, trainer, job, ours=True) for a, _ in rounds]
-    peer = [step_seconds(b, trainer, job, ours=False) for _, b in rounds]
-    ratios = [b / a for a, b in zip(ours, peer, strict=True)]
-    sampled = [
-        (y / x) for a, b in rounds if (x := phase(a, "sample")) is not None and (y := phase(b, "sample")) is not None
+    sides = list(zip(*rounds, strict=True))
+    seconds = [
+        [step_seconds(result, job.trainer, job, ours=ours) for result in side]
+        for ours, side in zip((True, False), sides, strict=True)
     ]
-    memory = [b["peak_rss_mb"] / a["peak_rss_mb"] for a, b in rounds]
-    tokens = [statistics.median(a["tokens"]) / seconds for (a, _), seconds in zip(rounds, ours, strict=True)]
-    return {
+    ratios = [peer / ours for ours, peer in zip(*seconds, strict=True)]
+    generation = [
+        peer / ours
+        for a, b in rounds
+        if (ours := phase(a, "sample")) is not None and (peer := phase(b, "sample")) is not None
+    ]
+    generated = [[count for result in side for count in result["generated"]] for side in sides]
+    flops = [step_flops(job, workload, counts) for counts in generated]
+    tokens = statistics.median(count for result in sides[0] for count in result["tokens"])
+    more = statistics.fmean(generated[1]) - statistics.fmean(generated[0]) if all(generated) else 0.0
+    medians = [statistics.median(side) for side in seconds]
+    memory = [max(result["peak_rss_mb"] for result in side) for side in sides]
+    summary = {
         "ratio": statistics.median(ratios),
         "ratio_range": [min(ratios), max(ratios)],
-        "generation_ratio": statistics.median(sampled) if sampled else None,
-        "seconds_ours": statistics.median(ours),
-        "seconds_peer": statistics.median(peer),
-        "phases_ours": _phases([a for a, _ in rounds]),
-        "phases_peer": _phases([b for _, b in rounds]),
-        "tokens_per_second_ours": statistics.median(tokens),
-        "peak_rss_mb": [max(a["peak_rss_mb"] for a, _ in rounds), max(b["peak_rss_mb"] for _, b in rounds)],
-        "memory_ratio": statistics.median(memory),
+        "generation_ratio": statistics.median(generation) if generation else None,
+        "seconds_ours": medians[0],
+        "seconds_peer": medians[1],
+        "phases_ours": _phases(sides[0]),
+        "phases_peer": _phases(sides[1]),
+        "completion_tokens": [mean_completion(counts, job.sizes.completions(job.trainer)) for counts in generated],
+        "tokens_per_second": [tokens / medians[0], (tokens + more) / medians[1]],
+        "gflops": [flops[0] / medians[0] / 1e9, flops[1] / medians[1] / 1e9],
+        "peak_rss_mb": memory,
+        "memory_share": memory[0] / memory[1],
+        "first": [sides[0][0]["first"], sides[1][0]["first"]],
+        "same_first_step": same_first_step(sides[0][0], sides[1][0], tolerance(job)),
+        "notes": sides[0][0].get("notes", []),
     }
+    if lean is not None:
+        summary["lean"] = {
+            "seconds": step_seconds(lean, job.trainer, job, ours=False),
+            "peak_rss_mb": lean["peak_rss_mb"],
+            "memory_share": memory[0] / lean["peak_rss_mb"],
+            "same_first_step": same_first_step(sides[0][0], lean, tolerance(job)),
+        }
+    return summary
 
 
-def _phases(sides: list[Found]) -> dict[str, float]:
+def tolerance(job: Job) -> float:
+    """How far loss and gradient may be apart, relatively.
+
+    PPO's advantages are whitened by a variance over n tokens, and over n - 1 in TRL: with that changed, they agree.
+    """
+    whitened = job.sizes.ppo_prompts * job.sizes.new_tokens
+    return TOLERANCE[job.dtype] + (1 / whitened if job.trainer == "ppo" else 0.0)
+
+
+def same_first_step(ours: Found, peer: Found, limit: float) -> bool:
+    """Whether loss and gradient of the first optimizer step agree to rounding.
+
+    A loss near 0, as of advantages whose mean is 0, is compared with 1.
+    """
+    close = [
+        abs(ours["first"][name] - peer["first"][name]) <= limit * max(least, abs(peer["first"][name]))
+        for name, least in (("loss", 1.0), ("gradient", 0.0))
+    ]
+    return all(close)
+
+
+def _phases(sides: Sequence[Found]) -> dict[str, float]:
     """Of every phase seen in all rounds, the median over them."""
     names = sorted(set.intersection(*({name for step in side["phases"] for name in step} for side in sides)))
     values = {name: [seconds for side in sides if (seconds := phase(side, name)) is not None] for name in names}
-    return {name: statistics.median(each) for name, each in values.items()}
+    return {name: statistics.median(seconds) for name, seconds in values.items()}
 
 
-def row(trainer: str, found: Found, size: str) -> str:
-    """A row of the table."""
-    goal = GOALS[trainer][size == "small"] if trainer in GOALS and size in ("tiny", "small") else None
-    low, high = found["ratio_range"]
-    generation, tokens = found["generation_ratio"], found["tokens_per_second_ours"]  # the same tokens on both sides
-    return (
-        f"| {trainer} | {found['ratio']:.2f} [{low:.2f}, {high:.2f}] | {f'{goal}' if goal else '–'} | "
-        f"{f'{generation:.2f}' if generation else '–'} | {found['seconds_ours']:.3f} | {found['seconds_peer']:.3f} | "
-        f"{tokens:.0f} / {tokens * found['seconds_ours'] / found['seconds_peer']:.0f} | "
-        f"{found['peak_rss_mb'][0]:.0f} / {found['peak_rss_mb'][1]:.0f} |"
+def row(trainer: str, summary: Found, goals: str) -> str:
+    """A row of the table; `goals` names the entry of GOALS."""
+    goal = GOALS.get(goals, {}).get(trainer)
+    low, high = summary["ratio_range"]
+    generation, lean = summary["generation_ratio"], summary.get("lean")
+    ours, peer = summary["peak_rss_mb"]
+    cells = (
+        trainer,
+        f"{summary['ratio']:.2f} [{low:.2f}, {high:.2f}]",
+        f"{goal}" if goal else "–",
+        f"{generation:.2f}" if generation else "–",
+        f"{summary['seconds_ours']:.3f}",
+        f"{summary['seconds_peer']:.3f}",
+        " / ".join(f"{rate:.0f}" for rate in summary["tokens_per_second"]),
+        " / ".join(f"{rate:.0f}" for rate in summary["gflops"]),
+        f"{ours:.0f} / {peer:.0f} ({summary['memory_share']:.2f})",
+        f"{lean['seconds']:.3f}, {lean['peak_rss_mb']:.0f} ({lean['memory_share']:.2f})" if lean else "–",
     )
+    return f"| {' | '.join(cells)} |"
 
 
-def split(trainer: str, found: Found) -> str:
+def split(trainer: str, summary: Found) -> str:
     """Where the seconds of a step go: every phase of ours, and of TRL's what it tells of itself, its sampling."""
     sides = []
     for side in ("ours", "peer"):
-        phases = {name: seconds for name, seconds in found[f"phases_{side}"].items() if seconds >= 0.001}
-        rest = found[f"seconds_{side}"] - sum(phases.values())
+        phases = {name: seconds for name, seconds in summary[f"phases_{side}"].items() if seconds >= 0.001}
+        rest = summary[f"seconds_{side}"] - sum(phases.values())
         sides.append(", ".join(f"{name} {seconds:.3f}" for name, seconds in [*phases.items(), ("the rest", rest)]))
     return f"{trainer}: ours {sides[0]}; TRL {sides[1]}"
+
+
+def check(trainer: str, summary: Found) -> str:
+    """The first step of both sides, and what each sampled afterwards."""
+    ours, peer = summary["first"]
+    text = (
+        f"{trainer}: loss {ours['loss']:.6f} and {peer['loss']:.6f}, gradient {ours['gradient']:.5g} and "
+        f"{peer['gradient']:.5g}: {'the same' if summary['same_first_step'] else 'DIFFERENT WORK'}"
+    )
+    if "lean" in summary:
+        text += f"; lean TRL: {'the same' if summary['lean']['same_first_step'] else 'DIFFERENT WORK'}"
+    lengths = summary["completion_tokens"]
+    return text + (f"; later completions of {lengths[0]:.1f} and {lengths[1]:.1f} tokens" if all(lengths) else "")
+
+
+@dataclass(frozen=True)
+class ProductRates:
+    """FLOP/s of the model's MLP product in both precisions, measured when a run began and when it ended."""
+
+    float32: tuple[float, float]
+    bfloat16: tuple[float, float]
+
+    @classmethod
+    def measure(cls, workload: Workload, device: str) -> tuple[float, float]:
+        """The rates now: float32, bfloat16."""
+        rates = (
+            measure(workload, dtype, device, few=FEW_ROWS, many=MANY_ROWS, seconds=0.5).many
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+        return next(rates), next(rates)
+
+    def text(self, dtype: str) -> str:
+        """For the terminal; a warning where bfloat16 was run on a machine that has no instructions for it."""
+        ranges = {name: " to ".join(f"{rate / 1e9:.0f}" for rate in rates) for name, rates in asdict(self).items()}
+        text = (
+            f"Products of {MANY_ROWS} rows, before and after: {ranges['float32']} GFLOP/s in float32, "
+            f"{ranges['bfloat16']} in bfloat16."
+        )
+        if dtype == "bfloat16" and max(self.bfloat16) < 1.2 * max(self.float32):
+            text += (
+                " This machine has no fast bfloat16 products (AMX, AVX512-BF16): its bfloat16 figures say nothing of "
+                "machines that do."
+            )
+        return text
 
 
 def versions(python: str) -> dict[str, str]:
@@ -121,25 +239,27 @@ def versions(python: str) -> dict[str, str]:
     names = "('trl', 'transformers', 'torch')"
     code = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {names}}}))"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
-    found: dict[str, str] = json.loads(done.stdout)
-    return found
+    installed: dict[str, str] = json.loads(done.stdout)
+    return installed
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Make the work, run the rounds, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-python", required=True)
     parser.add_argument("--ppo-peer-python")
-    parser.add_argument("--size", choices=sorted(SHAPES), default="tiny")
+    add_work_options(parser)
     parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=list(TRAINERS))
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, help="6; 3 with --model")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--peer-lean", action="store_true")
     parser.add_argument("--whole", action="store_true")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory(prefix="side-by-side-") as name:
         results = _all(options, Path(name))
     if options.json:
@@ -147,40 +267,53 @@ def main() -> None:
 
 
 def _all(options: argparse.Namespace, folder: Path) -> Found:
-    sizes = Sizes()
-    parameters = make_work(folder, options.size, options.steps, sizes)
+    steps, sizes = steps_of(options), sizes_of(options)
+    workload = make_chosen_work(options, folder, steps, sizes)
     about = {
         "date": datetime.date.today().isoformat(),
         "machine": platform.machine(),
         "cores": os.cpu_count(),
         "threads": options.threads,
-        "size": options.size,
-        "parameters": parameters,
+        "size": options.size if options.model is None else options.model.name,
         "dtype": options.dtype,
         "device": options.device,
+        "steps": steps,
+        "rounds": options.rounds,
         "rows_in_a_pass_of_ours": "all" if options.whole else "16",
         "peer": versions(options.peer_python),
     }
-    sys.stdout.write(f"{json.dumps(about)}\n\n{HEAD}\n")
-    found: Found = {}
+    goals = options.size if options.model is None else f"model {options.dtype}"
+    rates = [ProductRates.measure(workload, options.device)]
+    _say(f"{json.dumps(about)}\n{describe(workload, sizes)}\n\n{HEAD}")
+    summaries: dict[str, Found] = {}
     for trainer in options.trainers:
         python = options.ppo_peer_python if trainer == "ppo" else options.peer_python
         if python is None:
             sys.stderr.write("ppo is left out: --ppo-peer-python is not given\n")
             continue
-        job = Job(
-            trainer, options.steps, str(folder), options.dtype, options.device, options.threads, sizes, options.whole
-        )
-        rounds = [
-            (run_side(sys.executable, "ours.py", job, folder), run_side(python, "trl_side.py", job, folder))
-            for _ in range(options.rounds)
-        ]
-        found[trainer] = summarize(trainer, rounds, job)
-        sys.stdout.write(row(trainer, found[trainer], options.size) + "\n")
-        sys.stdout.flush()
-    sys.stdout.write("\nSeconds of a step by phase:\n\n")
-    sys.stdout.writelines(f"- {split(trainer, each)}\n" for trainer, each in found.items())
-    return {"about": about, "trainers": found}
+        job = Job(trainer, steps, str(folder), options.dtype, options.device, options.threads, sizes, options.whole)
+        rounds, lean = [], None
+        for number in range(options.rounds):
+            ours = run_side(sys.executable, "ours.py", job, folder)
+            rounds.append((ours, run_side(python, "trl_side.py", job, folder)))
+            if options.peer_lean and number == 0:
+                lean = run_side(python, "trl_side.py", replace(job, lean=True), folder)
+        summaries[trainer] = summarize(job, workload, rounds, lean)
+        _say(row(trainer, summaries[trainer], goals))
+    rates.append(ProductRates.measure(workload, options.device))
+    product_rates = ProductRates(*((rates[0][column], rates[1][column]) for column in (0, 1)))
+    _say(f"\n{product_rates.text(options.dtype)}")
+    _say("\nThe first step, ours and TRL's:\n")
+    _say("\n".join(f"- {check(trainer, summary)}" for trainer, summary in summaries.items()))
+    _say("\nSeconds of a step by phase:\n")
+    _say("\n".join(f"- {split(trainer, summary)}" for trainer, summary in summaries.items()))
+    what = {"workload": asdict(workload), "sizes": asdict(sizes), "product_rates": asdict(product_rates)}
+    return {"about": about | what, "trainers": summaries}
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

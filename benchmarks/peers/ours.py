@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
+import math
 import resource
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import yaml
 from rich.console import Console
+from safetensors.torch import load_file
 
-from peers.work import LR, Job
+from peers.work import LR, MICRO_BATCH, Job
+from rlhf.build import online
 from rlhf.build.reference import Annotator
 from rlhf.build.reward_model import build_reward_model
 from rlhf.build.run import build_run
 from rlhf.config.load import load_reward_model, merge, train_config
+from rlhf.data import stream
 from rlhf.data.annotated import AnnotatedPairSet
 from rlhf.data.pairs import PairSet
+from rlhf.models.bundle import Models
+from rlhf.models.scalar_head import ScalarHeadModel
+from rlhf.runtime.metrics import Metrics
 from rlhf.runtime.session import Session
+from rlhf.sampling.sampler import Sampler
+from rlhf.trainers import offline as offline_loop
+from rlhf.trainers import online as online_loop
 from rlhf.trainers.offline import train_offline
+from rlhf.types import Completions, Prompts
 
 Tree = dict[str, Any]
 REWARD = f"{Path(__file__).with_name('work.py')}:score"
@@ -42,6 +57,7 @@ def tree_of(job: Job, out: Path) -> Tree:
         "checkpoint": {"every": 0},
         "eval": {"every": 0},
         "logging": {"samples": 0},
+        "data": {"chat_template": "none"},  # the rows are written as the model reads them
     }
     pairs = {"data": {"preferences": {"path": str(folder / "pairs.jsonl")}}}
     offline = {"batch": {"prompts_per_step": sizes.rows}}
@@ -49,7 +65,7 @@ def tree_of(job: Job, out: Path) -> Tree:
         "policy": policy,
         "data": {"prompts": {"path": str(folder / "prompts.jsonl")}},
         "sampling": {"max_new_tokens": sizes.new_tokens, "batch_size": 256},
-        "reward": {"source": {"type": "function", "target": REWARD}},
+        "reward": {"source": {"type": "function", "target": REWARD}, "shaping": {"clip": None}},
     }
     groups = {
         "sampling": {"completions_per_prompt": sizes.group},
@@ -66,9 +82,19 @@ def tree_of(job: Job, out: Path) -> Tree:
     }
     parts: dict[str, list[Tree]] = {
         "sft": [offline, {"policy": policy, "data": {"sft": {"path": str(folder / "sft.jsonl")}}}],
-        "reward": [offline, pairs, {"model": policy, "calibration": {"limit": sizes.rows}}],
+        "reward": [
+            offline,
+            pairs,
+            {"model": {**policy, "model": str(folder / "reward")}, "calibration": {"limit": sizes.rows}},
+        ],
         "dpo": [offline, pairs, {"policy": policy}],
-        "grpo": [online, groups, {"algorithm": {"kl": {"coef": 0.0}}, "reference": {"measure": False}}],
+        "grpo": [
+            online,
+            groups,
+            # centred scores: by the standard deviation the two sides divide differently (n, and n - 1 in TRL)
+            {"algorithm": {"kl": {"coef": 0.0}, "advantage": {"type": "group", "baseline": "centered"}}},
+            {"reference": {"measure": False}},
+        ],
         "rloo": [online, groups],
         "ppo": [online, ppo],
     }
@@ -79,27 +105,43 @@ def tree_of(job: Job, out: Path) -> Tree:
         rows = {"ppo": sizes.ppo_prompts // sizes.ppo_minibatches, "grpo": sizes.prompts * sizes.group}
         tree["batch"]["micro_batch_size"] = rows.get("grpo" if name == "rloo" else name, sizes.rows)
     if name == "ppo":
-        tree["reward"]["source"] = {"type": "model", "path": str(folder / "reward"), "micro_batch_size": 64}
+        source = {"type": "model", "path": str(folder / "reward"), "micro_batch_size": 64}
+        tree["reward"] = {"source": source, "shaping": {"clip": None}}
         tree["critic"].pop("dtype")
     if name != "reward":
         tree["algorithm"] = {"preset": name, **tree.get("algorithm", {})}
     return merge(tree, job.overrides)
 
 
+@dataclass
+class Observations:
+    """What is seen of a run while it goes on."""
+
+    updates: list[dict[str, float]] = field(default_factory=list)  # loss and gradient norm of every optimizer step
+    generated: list[int] = field(default_factory=list)  # tokens of every rollout
+    reference_seconds: float = 0.0  # of the reference's log-probabilities of every pair in the data
+
+
 def run(job: Job, out: Path) -> dict[str, Any]:
     """Build, train; the seconds of every step after the first, and of each phase."""
-    tree, console = tree_of(job, out), Console(file=io.StringIO())
+    with observed(job) as observations:
+        return _run(job, out, observations)
+
+
+def _run(job: Job, out: Path, observations: Observations) -> dict[str, Any]:
+    tree, screen = tree_of(job, out), io.StringIO()
+    console = Console(file=screen)
     began = time.perf_counter()
     if job.trainer == "reward":
         out.mkdir()
         (out / "job.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
         built = build_reward_model(load_reward_model(out / "job.yaml", []), console)
+        _give_head(built.model, Path(job.folder) / "reward")
         session, loop = built.run.session, lambda: train_offline(built.run)
     else:
         whole = build_run(train_config(tree), console)
         session, loop = whole.session, whole.loop
     before = time.perf_counter() - began
-    reference = sum(_REFERENCE)
     marks = _marked(session, job.device)
     loop()
     session.recorder.close()
@@ -109,26 +151,84 @@ def run(job: Job, out: Path) -> dict[str, Any]:
         "steps": [b - a for a, b in itertools.pairwise(marks)],
         "phases": [line["seconds"] for line in lines if line["step"] > 1],
         "tokens": tokens,
+        "generated": observations.generated[1:],
+        "first": observations.updates[0],
         "before": before,
-        "reference": reference,  # of every pair in the data
+        "reference": observations.reference_seconds,
         "peak_rss_mb": [line["peak_memory_mb"] for line in lines][-1],
         "memory_by_phase": lines[-1]["peak_memory_mb_by_phase"],
+        "notes": [line.strip() for line in screen.getvalue().splitlines() if line.strip()],
     }
 
 
-_REFERENCE: list[float] = []  # seconds that the reference's log-probabilities took
+@contextlib.contextmanager
+def observed(job: Job) -> Iterator[Observations]:
+    """Observe a run inside; its rows and minibatches come in the order of the files, as on the peer's side."""
+    seen = Observations()
+    plain_step, plain_sampler, plain_reference = online_loop.optimizer_step, online.build_sampler, Annotator.pairs
 
+    def step(*args: Any, **kwargs: Any) -> Metrics:
+        metrics = plain_step(*args, **kwargs)
+        norms = [value for name, value in metrics.values().items() if name.endswith("/grad_norm")]
+        seen.updates.append({"loss": metrics["loss/total"], "gradient": math.hypot(*norms)})
+        return metrics
 
-def _timed_reference() -> None:
-    plain = Annotator.pairs
+    def sampler(config: Any, models: Models, *rest: Any) -> Sampler:
+        return WatchedSampler(plain_sampler(config, models, *rest), models, job, seen.generated)
 
-    def timed(self: Annotator, found: PairSet) -> AnnotatedPairSet:
+    def reference(annotator: Annotator, pairs: PairSet) -> AnnotatedPairSet:
         began = time.perf_counter()
-        annotated = plain(self, found)
-        _REFERENCE.append(time.perf_counter() - began)
+        annotated = plain_reference(annotator, pairs)
+        seen.reference_seconds += time.perf_counter() - began
         return annotated
 
-    Annotator.pairs = timed  # type: ignore[method-assign]
+    with contextlib.ExitStack() as patches:
+        for target, name, replacement in (
+            (online_loop, "optimizer_step", step),
+            (offline_loop, "optimizer_step", step),
+            (online, "build_sampler", sampler),
+            (Annotator, "pairs", reference),
+            (stream, "_permutation", lambda rows, seed, epoch: tuple(range(rows))),
+            (torch, "randperm", lambda rows, **_: torch.arange(rows)),
+        ):
+            patches.enter_context(patch.object(target, name, replacement))
+        yield seen
+
+
+def _give_head(model: ScalarHeadModel, folder: Path) -> None:
+    """Begin with the scalar head of the reward model in `folder`, as the peer does, instead of a new one."""
+    with torch.no_grad():
+        model.head.weight.copy_(load_file(folder / "model.safetensors")["score.weight"])
+
+
+class WatchedSampler:
+    """A sampler that counts its tokens, and whose first completions give way to written ones, the same for a peer."""
+
+    def __init__(self, sampler: Sampler, models: Models, job: Job, generated: list[int]) -> None:
+        self.sampler, self.models, self.job, self.generated = sampler, models, job, generated
+
+    def sample(self, prompts: Prompts, *, key: int, group_size: int, greedy: bool = False) -> Completions:
+        """See Sampler."""
+        completions = self.sampler.sample(prompts, key=key, group_size=group_size, greedy=greedy)
+        if self.job.replay and not self.generated:
+            completions = self._replayed(completions)
+        self.generated.append(int(completions.completion_mask.sum()))
+        return completions
+
+    @torch.no_grad()
+    def _replayed(self, completions: Completions) -> Completions:
+        written = json.loads((Path(self.job.folder) / "replay.json").read_text(encoding="utf-8"))
+        ids = torch.tensor(written[: len(completions)])
+        device = completions.completion_ids.device
+        rows = replace(
+            completions,
+            completion_ids=ids.to(device),
+            completion_mask=torch.ones_like(ids, dtype=torch.bool).to(device),
+            sampler_logprobs=torch.zeros(ids.shape, dtype=completions.sampler_logprobs.dtype, device=device),
+            finished=torch.zeros_like(completions.finished),
+        )
+        passes = [self.models.policy_tokens(part.to(self.models.device)) for part in rows.split(MICRO_BATCH)]
+        return replace(rows, sampler_logprobs=torch.cat([part.logprobs for part in passes]).to(device))
 
 
 def _marked(session: Session, device: str) -> list[float]:
@@ -149,13 +249,12 @@ def main() -> None:
     """One job."""
     job = Job.read(sys.argv[1])
     torch.set_num_threads(job.threads)
-    _timed_reference()
     with tempfile.TemporaryDirectory(prefix="rlhf-bench-") as out:
-        found = run(job, Path(out) / "run")
+        result = run(job, Path(out) / "run")
     if job.device == "cuda":
-        found["peak_gpu_mb"] = found["peak_rss_mb"]
-        found["peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    sys.stdout.write(json.dumps(found) + "\n")
+        result["peak_gpu_mb"] = result["peak_rss_mb"]
+        result["peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    sys.stdout.write(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,10 @@
 """The peer's side of side_by_side.py:   PEER_PYTHON benchmarks/peers/trl_side.py JOB.json   prints one line of JSON.
 
 Runs in an environment with trl and without rlhf. PPO needs trl 1.12.0, the last release that has it.
+
+As it comes here, TRL keeps all activations and puts all rows of an optimizer step through at once (its fastest). With
+Job.lean it recomputes activations (its default), takes passes of 16 rows, and in SFT pads nothing. Rows and minibatches
+come in the order of the files.
 """
 
 from __future__ import annotations
@@ -20,8 +24,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
+import numpy as np
 import torch
 from datasets import load_dataset
+from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -29,7 +35,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from peers.work import LR, Job, score
+from peers.work import LR, MICRO_BATCH, ONLINE, Job, Workload, score
 
 COMMON = {
     "report_to": "none",
@@ -39,7 +45,6 @@ COMMON = {
     "disable_tqdm": True,
     "learning_rate": LR,
     "lr_scheduler_type": "constant",
-    "gradient_checkpointing": False,
     "dataloader_drop_last": True,
     "seed": 0,
 }
@@ -58,35 +63,106 @@ class Marks(TrainerCallback):
         self.times.append(time.perf_counter())
 
 
-@contextlib.contextmanager
-def generation_timed() -> Iterator[list[float]]:
-    """The seconds of every call of generate."""
-    from transformers.generation.utils import GenerationMixin
+class Generation:
+    """Times every call of generate and counts its tokens; the first step's completions give way to written ones."""
 
-    spent: list[float] = []
-    plain = GenerationMixin.generate
+    def __init__(self, job: Job, eos_id: int) -> None:
+        self.job, self.eos_id = job, eos_id
+        self.seconds: list[float] = []
+        self.tokens: list[int] = []
+        written = Path(job.folder) / "replay.json"
+        rows = json.loads(written.read_text(encoding="utf-8")) if job.replay else []
+        self.replay: list[list[int]] = rows[: job.sizes.completions(job.trainer)]
 
-    def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
-        found = plain(self, *args, **kwargs)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        spent.append(time.perf_counter() - began)
-        return found
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch transformers' generate inside."""
+        from transformers.generation.utils import GenerationMixin
 
-    GenerationMixin.generate = timed  # type: ignore[method-assign]
-    try:
-        yield spent
-    finally:
-        GenerationMixin.generate = plain  # type: ignore[method-assign]
+        plain = GenerationMixin.generate
+
+        def timed(model: Any, *args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            output = plain(model, *args, **kwargs)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.seconds.append(time.perf_counter() - began)
+            output = self._replayed(model, output, kwargs) if self.replay else output
+            sequences = output if isinstance(output, torch.Tensor) else output.sequences
+            self.tokens.append(self._count(sequences[:, kwargs["input_ids"].shape[1] :]))
+            return output
+
+        GenerationMixin.generate = timed  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            GenerationMixin.generate = plain  # type: ignore[method-assign]
+
+    def _count(self, completions: torch.Tensor) -> int:
+        ended = (completions == self.eos_id).cumsum(dim=1)
+        return int((ended - (completions == self.eos_id).long() == 0).sum())
+
+    @torch.no_grad()
+    def _replayed(self, model: Any, output: Any, inputs: dict[str, Any]) -> Any:
+        prompts, mask = inputs["input_ids"], inputs["attention_mask"]
+        rows, self.replay = self.replay[: len(prompts)], self.replay[len(prompts) :]
+        sequences = torch.cat([prompts, torch.tensor(rows, device=prompts.device)], dim=1)
+        if isinstance(output, torch.Tensor):
+            return sequences
+        # PPO reads the log-probabilities of what it sampled from the scores of the sampling.
+        mask = torch.cat([mask, torch.ones_like(sequences[:, prompts.shape[1] :])], dim=1).long()
+        places = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        logits = [
+            model(input_ids=ids, attention_mask=live, position_ids=at, use_cache=False).logits[
+                :, prompts.shape[1] - 1 : -1
+            ]
+            for ids, live, at in zip(sequences.split(8), mask.split(8), places.split(8), strict=True)
+        ]
+        output.sequences, output.scores = sequences, torch.cat(logits).float().unbind(dim=1)
+        return output
+
+
+def watch_first_update(trainer: Any, passes: int) -> dict[str, float]:
+    """The loss and the norm of the gradient of the first optimizer step, of so many passes; filled while it trains."""
+    first: dict[str, float] = {}
+    plain, calls = trainer.accelerator.backward, itertools.count(1)
+
+    def watched(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        plain(loss, *args, **kwargs)
+        call = next(calls)
+        if call > passes:
+            return
+        first["loss"] = first.get("loss", 0.0) + float(loss.detach())
+        if call == passes:
+            norms = [p.grad.norm() for p in trainer.model.parameters() if p.grad is not None]
+            first["gradient"] = float(torch.stack(norms).norm())
+
+    trainer.accelerator.backward = watched
+    return first
+
+
+def passes_of(job: Job) -> int:
+    """Passes of an optimizer step: one, or as many of 16 rows as it takes."""
+    if not job.lean or job.trainer == "ppo":  # its PPO would count several passes as one optimizer step an epoch
+        return 1
+    rows = job.sizes.completions(job.trainer) if job.trainer in ONLINE else job.sizes.rows
+    return max(1, rows // MICRO_BATCH)
 
 
 def trainer_of(job: Job, out: str) -> Any:
     """The trainer, its data and models as job says."""
-    folder, sizes = Path(job.folder), job.sizes
-    tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
-    precision = {"bf16": job.dtype == "bfloat16", "fp16": False, "use_cpu": job.device == "cpu"}
-    common = {**COMMON, **precision, "output_dir": out}
+    folder, sizes, passes = Path(job.folder), job.sizes, passes_of(job)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "policy", padding_side="left")
+    tokenizer.pad_token = Workload.read(folder).peer_pad or tokenizer.pad_token
+    common = {
+        **COMMON,
+        "bf16": job.dtype == "bfloat16",
+        "fp16": False,
+        "use_cpu": job.device == "cpu",
+        "output_dir": out,
+        "gradient_checkpointing": job.lean,
+        "gradient_accumulation_steps": passes,
+    }
 
     def model() -> Any:
         return AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32)
@@ -97,11 +173,18 @@ def trainer_of(job: Job, out: str) -> Any:
     def rows(name: str) -> Any:
         return load_dataset("json", data_files=str(folder / f"{name}.jsonl"), split="train")
 
-    offline = {**common, "max_steps": job.steps, "per_device_train_batch_size": sizes.rows, "max_length": 256}
+    offline = {
+        **common,
+        "max_steps": job.steps,
+        "per_device_train_batch_size": sizes.rows // passes,
+        "max_length": 1024,
+        "train_sampling_strategy": "sequential",
+    }
     if job.trainer == "sft":
         from trl import SFTConfig, SFTTrainer
 
-        return SFTTrainer(model(), args=SFTConfig(**offline), train_dataset=rows("sft"), processing_class=tokenizer)
+        args = SFTConfig(**{**offline, "padding_free": job.lean, "max_length": None if job.lean else 1024})
+        return SFTTrainer(model(), args=args, train_dataset=rows("sft"), processing_class=tokenizer)
     if job.trainer == "reward":
         from trl import RewardConfig, RewardTrainer
 
@@ -119,19 +202,15 @@ def trainer_of(job: Job, out: str) -> Any:
         groups = {
             **common,
             "max_steps": job.steps,
-            "per_device_train_batch_size": sizes.prompts * sizes.group,
+            "per_device_train_batch_size": sizes.prompts * sizes.group // passes,
             "num_generations": sizes.group,
             "max_completion_length": sizes.new_tokens,
             "temperature": 1.0,
+            "shuffle_dataset": False,
         }
         if job.trainer == "grpo":
-            return GRPOTrainer(
-                model(),
-                score,
-                args=GRPOConfig(**groups, beta=0.0),
-                train_dataset=rows("prompts"),
-                processing_class=tokenizer,
-            )
+            args = GRPOConfig(**groups, beta=0.0, loss_type="grpo", scale_rewards="none")
+            return GRPOTrainer(model(), score, args=args, train_dataset=rows("prompts"), processing_class=tokenizer)
         return RLOOTrainer(
             model(),
             score,
@@ -139,22 +218,28 @@ def trainer_of(job: Job, out: str) -> Any:
             train_dataset=rows("prompts"),
             processing_class=tokenizer,
         )
+    return ppo_trainer(job, common, tokenizer, model, judge, rows("prompts"))
+
+
+def ppo_trainer(job: Job, common: dict[str, Any], tokenizer: Any, model: Any, judge: Any, prompts: Any) -> Any:
+    """The trainer of PPO, which trl 1.12.0 had last."""
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
-    data = rows("prompts").map(lambda row: {"input_ids": tokenizer(row["prompt"])["input_ids"]})
+    sizes = job.sizes
+    data = prompts.map(lambda row: {"input_ids": tokenizer(row["prompt"])["input_ids"]})
     args = PPOConfig(
         **common,
         per_device_train_batch_size=sizes.ppo_prompts,  # of a rollout
-        gradient_accumulation_steps=1,
         num_mini_batches=sizes.ppo_minibatches,
         num_ppo_epochs=sizes.ppo_epochs,
         total_episodes=job.steps * sizes.ppo_prompts,
         response_length=sizes.new_tokens,
-        local_rollout_forward_batch_size=64,
+        stop_token="eos",
+        local_rollout_forward_batch_size=16 if job.lean else 64,
         num_sample_generations=0,
         temperature=1.0,
     )
-    return PPOTrainer(
+    trainer = PPOTrainer(
         args=args,
         processing_class=tokenizer,
         model=model(),
@@ -163,6 +248,15 @@ def trainer_of(job: Job, out: str) -> Any:
         value_model=judge(),
         train_dataset=data.select_columns(["input_ids"]),
     )
+    in_order = DataLoader(
+        trainer.train_dataset, batch_size=sizes.ppo_prompts, collate_fn=trainer.data_collator, drop_last=True
+    )
+    trainer.dataloader = trainer.accelerator.prepare(in_order)
+    np.random.permutation = np.arange  # the order of its minibatches
+    if job.lean:  # its own loop does not look at gradient_checkpointing
+        for part in (trainer.policy_model, trainer.value_model):
+            part.gradient_checkpointing_enable({"use_reentrant": False})
+    return trainer
 
 
 def main() -> None:
@@ -173,22 +267,25 @@ def main() -> None:
         trainer = trainer_of(job, out)
         marks = Marks(job.device)
         trainer.add_callback(marks)
+        first = watch_first_update(trainer, passes_of(job))
+        generation = Generation(job, trainer.processing_class.eos_token_id)
         began = time.perf_counter()
-        with generation_timed() as spent:
+        with generation.watched():
             trainer.train()
-    steps = [b - a for a, b in itertools.pairwise(marks.times)]
-    calls = max(1, len(spent) // max(1, job.steps))
-    per_step = [sum(spent[start : start + calls]) for start in range(calls, len(spent), calls)]
-    found = {
-        "steps": steps,
-        "phases": [{"sample": seconds} for seconds in per_step],
+    calls = max(1, len(generation.seconds) // max(1, job.steps))
+    starts = range(calls, len(generation.seconds), calls)
+    result = {
+        "steps": [b - a for a, b in itertools.pairwise(marks.times)],
+        "phases": [{"sample": sum(generation.seconds[start : start + calls])} for start in starts],
         "tokens": [],
+        "generated": [sum(generation.tokens[start : start + calls]) for start in starts],
+        "first": first,
         "before": marks.times[0] - began,
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
     if job.device == "cuda":
-        found["peak_gpu_mb"] = torch.cuda.max_memory_allocated() / 2**20
-    sys.stdout.write(json.dumps(found) + "\n")
+        result["peak_gpu_mb"] = torch.cuda.max_memory_allocated() / 2**20
+    sys.stdout.write(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,26 @@
-"""The work: models of random weights, data from one seed, and the sizes of each trainer's step. Needs no rlhf."""
+"""The work: what both sides train, from which rows, and the sizes of each trainer's step. Needs no rlhf."""
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
 TRAINERS = ("sft", "reward", "dpo", "dpo_cached", "grpo", "rloo", "ppo")
+ONLINE = ("grpo", "rloo", "ppo")
 SHAPES = {  # layers, width, heads, vocabulary
     "toy": (2, 64, 2, 256),
     "tiny": (4, 192, 4, 2048),
@@ -25,6 +33,7 @@ COMPLETION = (16, 96)  # of the data that is not sampled
 NEW_TOKENS = 64
 LR = 1e-5
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
+MICRO_BATCH = 16  # rows in a pass of ours by default, and of the peer's where it saves memory
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,38 @@ class Sizes:
     ppo_minibatches: int = 4
     new_tokens: int = NEW_TOKENS
 
+    def completions(self, trainer: str) -> int:
+        """Rows that an online trainer samples in a step."""
+        return self.ppo_prompts if trainer == "ppo" else self.prompts * self.group
+
+
+REAL_SIZES = Sizes(rows=16, prompts=8, group=8, ppo_prompts=16, ppo_epochs=2, ppo_minibatches=2)
+"""For a model of 100 to 200 million parameters on two cores."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What decides how much arithmetic the rows ask of the model: mean numbers of tokens, and sizes of the weights."""
+
+    width: int  # of the hidden states
+    inner: int  # of the MLP
+    body: float  # numbers in the layers' matrices
+    head: float  # and in the LM head's
+    prompt: float  # tokens of a prompt, special tokens and template included
+    chosen: float  # of a preferred completion, EOS included
+    rejected: float
+    parameters: int
+    peer_pad: str | None = None  # the token that the peer pads with; None: the tokenizer's own
+
+    @classmethod
+    def read(cls, folder: Path) -> Workload:
+        """What `write` wrote."""
+        return cls(**json.loads((folder / "workload.json").read_text(encoding="utf-8")))
+
+    def write(self, folder: Path) -> None:
+        """As JSON, into `folder`."""
+        (folder / "workload.json").write_text(json.dumps(asdict(self)), encoding="utf-8")
+
 
 @dataclass(frozen=True)
 class Job:
@@ -52,6 +93,8 @@ class Job:
     threads: int = 2
     sizes: Sizes = Sizes()
     whole: bool = False  # our passes have all rows of an optimizer step, as TRL's do, instead of our default's 16
+    lean: bool = False  # the peer's passes have 16 rows, and recompute their activations
+    replay: bool = True  # the first step learns from written completions instead of the sampled ones (online)
     overrides: dict[str, Any] = field(default_factory=dict)  # of our configuration
 
     def write(self, path: Path) -> None:
@@ -83,31 +126,83 @@ def llama_config(shape: str) -> LlamaConfig:
     )
 
 
-def make_work(folder: Path, shape: str, steps: int, sizes: Sizes) -> int:
-    """policy/, reward/, prompts.jsonl, pairs.jsonl, sft.jsonl in `folder`; returns the policy's parameters."""
+def products(config: PreTrainedConfig) -> tuple[float, float]:
+    """Numbers in the matrices that every token is multiplied with: of the layers, and of the LM head.
+
+    For families with separate query, key, value, gate, up and down projections, as Llama's.
+    """
+    width, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
+    head_width = getattr(config, "head_dim", None) or width // heads
+    attention = 2 * width * head_width * (heads + config.num_key_value_heads)
+    return float(config.num_hidden_layers * (attention + 3 * width * inner)), float(width * config.vocab_size)
+
+
+def synthetic_workload(shape: str) -> Workload:
+    """The workload of `make_work`, from the mean of the lengths that it draws."""
+    config = llama_config(shape)
+    body, head = products(config)
+    prompt, side = sum(PROMPT) / 2, sum(COMPLETION) / 2
+    parameters = int(body + head) + config.hidden_size * (2 * config.num_hidden_layers + 1)
+    return Workload(config.hidden_size, config.intermediate_size, body, head, prompt, side, side, parameters)
+
+
+def make_work(folder: Path, shape: str, steps: int, sizes: Sizes) -> Workload:
+    """A model of random weights and rows of random words in `folder`: policy/, reward/ and what `write_rows` writes."""
     config = llama_config(shape)
     vocabulary = config.vocab_size
     tokenizer = _tokenizer(vocabulary)
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
-    for name, each in (("policy", model), ("reward", LlamaForSequenceClassification(_one_label(config)))):
-        each.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+    model.save_pretrained(folder / "policy")
+    tokenizer.save_pretrained(folder / "policy")
+    save_reward_model(model, folder / "reward")
+    tokenizer.save_pretrained(folder / "reward")
     rng = random.Random(0)
-    rows = steps * max(sizes.rows, sizes.ppo_prompts, sizes.prompts)
-    prompts = [_text(rng, PROMPT, vocabulary) for _ in range(rows)]
-    sides = [[_text(rng, COMPLETION, vocabulary) for _ in range(rows)] for _ in range(2)]
+    prompts = [_text(rng, PROMPT, vocabulary) for _ in range(prompts_needed(steps, sizes))]
+    sides = [[f" {_text(rng, COMPLETION, vocabulary)}" for _ in range(steps * sizes.rows)] for _ in range(2)]
+    pairs = [Pair(*texts) for texts in zip(prompts[: steps * sizes.rows], *sides, strict=True)]
+    first = [[rng.randrange(len(SPECIAL), vocabulary) for _ in range(sizes.new_tokens)] for _ in range(_first(sizes))]
+    write_rows(folder, prompts, pairs, first)
+    workload = synthetic_workload(shape)
+    workload.write(folder)
+    return workload
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt as the model reads it, and two completions without their EOS."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+
+
+def prompts_needed(steps: int, sizes: Sizes) -> int:
+    """How many prompts the steps of the greediest trainer read."""
+    return steps * max(sizes.rows, sizes.ppo_prompts, sizes.prompts)
+
+
+def _first(sizes: Sizes) -> int:
+    return max(sizes.completions(trainer) for trainer in ONLINE)
+
+
+def write_rows(folder: Path, prompts: Sequence[str], pairs: Sequence[Pair], replay: list[list[int]]) -> None:
+    """prompts.jsonl, pairs.jsonl, sft.jsonl, and the completions of an online trainer's first step in replay.json."""
     _write(folder / "prompts.jsonl", [{"prompt": prompt} for prompt in prompts])
-    _write(
-        folder / "pairs.jsonl",
-        [{"prompt": p, "chosen": a, "rejected": b} for p, a, b in zip(prompts, *sides, strict=True)],
-    )
-    _write(folder / "sft.jsonl", [{"prompt": p, "completion": a} for p, a in zip(prompts, sides[0], strict=True)])
-    return sum(parameter.numel() for parameter in model.parameters())
+    _write(folder / "pairs.jsonl", [asdict(pair) for pair in pairs])
+    _write(folder / "sft.jsonl", [{"prompt": pair.prompt, "completion": pair.chosen} for pair in pairs])
+    (folder / "replay.json").write_text(json.dumps(replay), encoding="utf-8")
 
 
-def _one_label(config: LlamaConfig) -> LlamaConfig:
-    return LlamaConfig(**{**config.to_dict(), "num_labels": 1})
+def save_reward_model(model: LlamaForCausalLM, folder: Path) -> None:
+    """The layers of `model` with a scalar head of random weights, as a sequence-classification folder."""
+    config = type(model.config)(**{**model.config.to_dict(), "num_labels": 1})
+    classifier = LlamaForSequenceClassification(config).to(model.dtype)
+    classifier.model.load_state_dict(model.model.state_dict())
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        classifier.score.weight.normal_(std=(config.hidden_size + 1) ** -0.5, generator=generator)
+    classifier.save_pretrained(folder)
 
 
 def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
@@ -127,5 +222,5 @@ def _write(path: Path, rows: list[dict[str, str]]) -> None:
 
 
 def score(*, prompts: list[str], completions: list[str], **_: object) -> list[float]:
-    """A reward that costs nothing: how many different words."""
+    """Score completions at no cost: by the number of different words."""
     return [float(len(set(text.split()))) for text in completions]
