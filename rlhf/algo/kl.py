@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -84,7 +85,11 @@ def next_kl_coef(coef: float, *, kl: float, target: float, horizon: float, compl
         target: the wanted value, in the same unit.
         horizon: in completions.
         completions: how many the step sampled, over all processes.
+
+    A KL that is NaN says nothing: the coefficient stays.
     """
+    if math.isnan(kl):
+        return coef
     error = min(max(kl / target - 1.0, -0.2), 0.2)
     return coef * max(1.0 + error * completions / horizon, 0.0)
 

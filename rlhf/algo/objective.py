@@ -195,7 +195,9 @@ class Objective:
         mask = micro.loss_mask
         surrogate, observed = self._surrogate(micro, logprobs, coefs)
         observed["policy/entropy"] = Mean.of(entropy, mask)
-        per_token = surrogate.per_token - self.surrogate.entropy_coef * entropy
+        per_token = surrogate.per_token
+        if self.surrogate.entropy_coef > 0:
+            per_token = per_token - self.surrogate.entropy_coef * entropy
         if self.algorithm.kl.placement == "loss":
             live, ref_logprobs = _live(mask, logprobs, micro.ref_logprobs)
             penalty = kl_estimate(live, ref_logprobs, self.algorithm.kl.estimator)

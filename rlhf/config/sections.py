@@ -144,7 +144,8 @@ class SamplingConfig(Section):
     max_new_tokens: Count = 128
     """Longest completion, EOS included."""
     temperature: Positive = 1.0
-    """Divides the logits here and wherever log-probabilities are computed."""
+    """Divides the logits here and wherever an online run computes log-probabilities of its completions. Losses over
+    data (sft, the DPO family, the ptx term) are at 1 whatever this is."""
     batch_size: Count = 256
     """Rows decoded together per process; memory only."""
     old_log_probs: OldLogProbs = "auto"

@@ -103,9 +103,9 @@ class Models:
             raise RuntimeError("a shared critic has no pass of its own")
         return self._values(batch, None)
 
-    def policy_tokens(self, batch: Completions | Demonstrations) -> TokenOutputs:
-        """What the policy says of the completion tokens."""
-        return self._tokens(self.policy, batch)
+    def policy_tokens(self, batch: Completions | Demonstrations, *, temperature: float | None = None) -> TokenOutputs:
+        """Compute what the policy says of the completion tokens; at `temperature` where it is not the run's."""
+        return self._tokens(self.policy, batch, temperature=temperature)
 
     def reference_logprobs(self, batch: Completions | Demonstrations) -> Float[Tensor, "B T"]:
         """log pi_ref of the completion tokens.
@@ -169,7 +169,12 @@ class Models:
             )
 
     def _tokens(
-        self, model: CausalLM, batch: Completions | Demonstrations, *, with_hidden: bool = False
+        self,
+        model: CausalLM,
+        batch: Completions | Demonstrations,
+        *,
+        with_hidden: bool = False,
+        temperature: float | None = None,
     ) -> TokenOutputs:
         with self.autocast():
             return completion_outputs(
@@ -178,7 +183,7 @@ class Models:
                 batch.prompt_mask,
                 batch.completion_ids,
                 batch.completion_mask,
-                temperature=self.temperature,
+                temperature=self.temperature if temperature is None else temperature,
                 entropy_gradient=self.entropy_gradient,
                 with_hidden=with_hidden,
                 log_probs=self.log_probs,

@@ -22,6 +22,8 @@ ROWS = {"cpu": 256, "cuda": 4096}  # tokens whose logits are there at a time: me
 NUMBERS = {"cpu": 2**23, "cuda": 2**26}  # and never more logits than these, whatever the vocabulary
 KEPT = {"cpu": 2**24, "cuda": 2**27}  # so many probabilities wait for the backward pass; more are computed again there
 
+LOWEST = -1e4  # nats: stands for minus infinity, whose probability is 0 too, but 0 times which is NaN
+
 Statistics = Float[Tensor, "3 *shape"]
 """Of each token: log-probability (nats), entropy of its distribution (nats), 1.0 where it is the most likely one."""
 
@@ -31,12 +33,13 @@ def statistics(
 ) -> Statistics:
     """The plain computation, all logits at once; the reference of the others.
 
-    log p = z_a − log Σ exp z,  H = − Σ p log p,  z = logits / temperature, in float32 at least.
+    log p = z_a − log Σ exp z,  H = − Σ p log p,  z = logits / temperature, in float32 at least. 0 log 0 is 0: a logit
+    may be minus infinity.
     """
     log_softmax = (wide(logits) / temperature).log_softmax(dim=-1)
     logprobs = log_softmax.gather(-1, ids[..., None]).squeeze(-1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        entropy = -(log_softmax.exp() * log_softmax).sum(dim=-1)
+        entropy = -(log_softmax.exp() * log_softmax.clamp(min=LOWEST)).sum(dim=-1)
     return torch.stack([logprobs, entropy, (log_softmax.argmax(dim=-1) == ids).to(logprobs.dtype)])
 
 
@@ -123,7 +126,10 @@ class _Linear(torch.autograd.Function):
             total = exps.sum(dim=-1)
             logsums[part] = total.log() + top
             logprobs[part] = chosen - logsums[part]
-            entropy[part] = total.log() - torch.bmm(exps[:, None], z[:, :, None])[:, 0, 0] / total
+            moments = torch.bmm(exps[:, None], z[:, :, None])[:, 0, 0]
+            if moments.isnan().any():  # of a logit of minus infinity: looked for only where there is one
+                moments = torch.bmm(exps[:, None], z.clamp_(min=LOWEST)[:, :, None])[:, 0, 0]
+            entropy[part] = total.log() - moments / total
             first[part] = (best == ids[part]).to(dtype)
             budget -= exps.numel()
             if budget >= 0:
@@ -150,7 +156,7 @@ class _Linear(torch.autograd.Function):
                 logs = _scaled(hidden[part], own, bias, ctx.temperature).sub_(logsums[part, None])
                 slope = -d_logprobs[part, None]
                 if ctx.entropy_gradient and d_entropy is not None:
-                    slope = slope - d_entropy[part, None] * (logs + entropy[part, None])
+                    slope = slope - d_entropy[part, None] * (logs.clamp_(min=LOWEST) + entropy[part, None])
                 d_logits = logs.exp_().mul_(slope)
             d_logits.scatter_add_(1, ids[part, None], d_logprobs[part, None])
             d_logits = d_logits.div_(ctx.temperature).to(hidden.dtype)

@@ -43,7 +43,7 @@ policy/clip_fraction  | share    | tokens whose gradient the clip stops; of cisp
 policy/entropy        | nats     | entropy of the next-token distribution at the sampled positions
 policy/grad_norm      | -        | global gradient norm before clipping
 policy/lr             | -        | learning rate
-policy/optimizer_steps| count    | optimizer steps taken in the step
+policy/optimizer_steps| count    | optimizer steps of the policy taken in the step; 0 in the critic's warm-up
 policy/early_stop     | 0/1      | 1 when target_kl ended the step's epochs early
 critic/explained_variance | share | 1 - Var(return - value) / Var(return), values before the update
 critic/clip_fraction  | share    | tokens whose value gradient the clip stops
@@ -87,6 +87,7 @@ rm/accuracy           | share    | pairs whose chosen side scores higher
 rm/margin             | score    | mean score difference, chosen - rejected
 rm/score_mean         | score    | mean score over both sides
 skipped/nonfinite     | count    | optimizer steps not taken because of a NaN or Inf, since the start
+skipped/zero_gradient | count    | optimizer steps in which a model stood still: its gradient was exactly zero (ties)
 skipped/unscored      | count    | steps not taken because a score was NaN or infinite, since the start
 eval/score            | score    | mean score of the judge on held-out prompts, one sampled completion each
 eval/score_std        | score    | its standard deviation over prompts

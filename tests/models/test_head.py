@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -16,6 +17,7 @@ from rlhf.errors import ModelError
 from rlhf.models import head
 from rlhf.models.backbone import CausalLM, add_lora, autocast, enable_checkpointing
 from rlhf.models.bundle import Models
+from rlhf.models.head import chunked_statistics, statistics
 from rlhf.models.logprobs import completion_outputs
 
 CPU = torch.device("cpu")
@@ -207,3 +209,31 @@ def test_a_batch_without_a_live_token() -> None:
 def _fields() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     b = ragged()
     return b.prompt_ids, b.prompt_mask, b.completion_ids, b.completion_mask
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_a_logit_of_minus_infinity_has_no_part_in_entropy_or_gradient(entropy_gradient: bool) -> None:
+    """0 x log 0 is 0: a token that a model rules out made the entropy, and with it the loss, NaN."""
+    torch.manual_seed(0)
+    head = torch.nn.Linear(4, 6, dtype=torch.float64)
+    with torch.no_grad():
+        head.bias[2] = -math.inf
+    ids = torch.tensor([0, 1, 3, 5, 4])
+    results = []
+    for chunked in (True, False):
+        hidden = torch.linspace(-1, 1, 20, dtype=torch.float64).view(5, 4).requires_grad_()
+        if chunked:
+            found = chunked_statistics(head, head, hidden, ids, temperature=T, entropy_gradient=entropy_gradient)
+        else:
+            found = statistics(head(hidden), ids, T, entropy_gradient=entropy_gradient)
+        weighed = found[0].sum() + 0.3 * found[1].sum() if entropy_gradient else found[0].sum()
+        results.append((found.detach(), *torch.autograd.grad(weighed, [hidden, head.weight])))
+    with torch.no_grad():
+        kept = (hidden.detach() @ head.weight.t() + head.bias)[:, [0, 1, 3, 4, 5]] / T
+        entropy = torch.distributions.Categorical(logits=kept).entropy()
+    for found, d_hidden, d_weight in results:
+        torch.testing.assert_close(found[1], entropy)
+        assert bool(d_hidden.isfinite().all() and d_weight.isfinite().all())
+        assert d_weight[2].tolist() == [0.0] * 4
+    for chunked_result, plain in zip(*results, strict=True):
+        torch.testing.assert_close(chunked_result, plain)
