@@ -68,10 +68,16 @@ def full_vocabulary_kl(
         rows, positions = part.unbind(dim=1)
         log_pi = (logits[rows, positions].to(dtype) / temperature).log_softmax(dim=-1)
         log_ref = (ref_logits[rows, positions].to(dtype) / temperature).log_softmax(dim=-1)
-        pi = log_pi.exp()
-        # 0 log 0 is 0, whatever the reference says of such a token.
-        found[rows, positions] = torch.where(pi > 0, pi * (log_pi - log_ref), 0.0).sum(dim=-1)
+        found[rows, positions] = kl_of_distributions(log_pi, log_ref)
     return found
+
+
+def kl_of_distributions(
+    log_pi: Float[Tensor, "*shape V"], log_ref: Float[Tensor, "*shape V"]
+) -> Float[Tensor, "*shape"]:
+    """Sum pi (log pi - log pi_ref) over the vocabulary; 0 log 0 is 0, whatever the reference says of such a token."""
+    pi = log_pi.exp()
+    return torch.where(pi > 0, pi * (log_pi - log_ref), 0.0).sum(dim=-1)
 
 
 def next_kl_coef(coef: float, *, kl: float, target: float, horizon: float, completions: int) -> float:

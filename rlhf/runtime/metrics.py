@@ -27,6 +27,8 @@ METRICS: dict[str, MetricInfo] = _table("""
 score/mean            | score    | mean score of the step's completions, after shaping
 score/std             | score    | their standard deviation
 score/raw             | score    | mean score before shaping
+score/clipped         | share    | completions whose score reward.shaping.clip changed
+score/cut             | share    | completions that the reward model read without the beginning: beyond its context
 score/greedy          | score    | mean score of the greedy completions that are the baseline (remax)
 score/first_draw      | score    | with refill_rounds: mean score of the step's first samples, the policy's own
 score/best_of_group   | score    | mean over prompts of the best score in the group
@@ -34,6 +36,7 @@ reward/kl_penalty     | score    | mean over completions of the summed KL penalt
 kl/reference          | nats     | KL(policy || reference) per sequence, k1 summed over tokens, mean over completions
 kl/coef               | score/nat| coefficient of the KL penalty during the step
 kl/penalty_coef       | 1/nat    | coefficient of KL(old || new) during the step (ppo_penalty)
+completion/masked     | share    | completions left out of the loss: cut off (mask_truncated), or of uniform groups
 kl/old                | nats     | KL(old policy || policy) per token during the update
 kl/old_last           | nats     | KL(old policy || policy) per token on the step's last minibatch; steers ppo_penalty
 kl/sampler_mismatch   | nats     | mean |sampler's - old log-prob| of the sampled tokens; 0 where the sampler's serve

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from rlhf.config.sections import LogProbs, LoraConfig
 from rlhf.errors import ModelError
 from rlhf.models import head
 from rlhf.models.backbone import CausalLM, add_lora, autocast, enable_checkpointing
-from rlhf.models.bundle import Models
-from rlhf.models.head import chunked_statistics, statistics
+from rlhf.models.beside import chosen_hidden
+from rlhf.models.bundle import Models, SharedHead
+from rlhf.models.head import chunked_statistics, output_head, statistics
 from rlhf.models.logprobs import completion_outputs
+from rlhf.types import Completions
 
 CPU = torch.device("cpu")
 T = 0.7
@@ -237,3 +240,34 @@ def test_a_logit_of_minus_infinity_has_no_part_in_entropy_or_gradient(entropy_gr
         assert d_weight[2].tolist() == [0.0] * 4
     for chunked_result, plain in zip(*results, strict=True):
         torch.testing.assert_close(chunked_result, plain)
+
+
+@pytest.mark.parametrize("log_probs", ["chunked", "naive"])
+def test_in_bfloat16_the_logits_are_float32s_unless_the_models_own_are_asked_for(log_probs: LogProbs) -> None:
+    """Rounded to 8 bits a logit of 20 is .06 off, and with it the log-probability."""
+    model = tiny(dtype=torch.float32, tie_word_embeddings=False)
+    output_head(model).weight.data *= 5
+    batch, errors = ragged(), {}
+    for float32_head in (True, False):
+        models = Models(
+            policy=model,
+            temperature=1.0,
+            dtype="bfloat16",
+            device=CPU,
+            log_probs=log_probs,
+            packing="off",
+            float32_head=float32_head,
+        )
+        tokens = replace(models, shared_head=SharedHead(16, torch.float32)).outputs(batch)
+        hidden = hidden_states(models, batch)
+        exact = (hidden.double() @ output_head(model).weight.double().t()).log_softmax(-1)
+        expected = exact.gather(1, batch.completion_ids[batch.completion_mask][:, None]).squeeze(1)
+        errors[float32_head] = float((tokens.logprobs[batch.completion_mask] - expected).abs().max())
+        assert models.policy_tokens(batch).logprobs.dtype == torch.float32
+    assert errors[True] < 2e-5
+    assert errors[False] > 1e-2
+
+
+def hidden_states(models: Models, batch: Completions) -> Tensor:
+    with models.autocast():
+        return chosen_hidden(models.policy, batch, "off")
