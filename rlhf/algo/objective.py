@@ -232,7 +232,7 @@ class Objective:
         return penalty * (ratio if self.algorithm.kl.estimator == "k3" else ratio.detach())
 
     def _value_mask(self, batch: Experience) -> Bool[Tensor, "B T"]:
-        """Return the tokens the critic learns from: all live ones, less those of completions that are left out as cut off."""
+        """Return the tokens the critic learns from: all live ones, less those of completions left out as cut off."""
         if not self.algorithm.mask_truncated:
             return batch.completion_mask
         return batch.completion_mask & batch.finished[:, None]

@@ -103,9 +103,9 @@ eval/kl_exact_se      | nats     | its standard error
 eval/reference_perplexity | -     | perplexity of the held-out completions under the reference, per token
 eval/length           | tokens   | mean length of held-out completions
 eval/finished         | share    | held-out completions that ended with EOS
-eval/distinct_1       | share    | distinct tokens over all tokens of the held-out completions
-eval/distinct_2       | share    | distinct bigrams over all bigrams of the held-out completions
-eval/distinct_3       | share    | distinct trigrams over all trigrams of the held-out completions
+eval/distinct_1       | share    | distinct token ids over all tokens of all held-out completions, EOS included
+eval/distinct_2       | share    | distinct token-id bigrams over all bigrams of all held-out completions, EOS included
+eval/distinct_3       | share    | distinct token-id trigrams over all trigrams of all held-out completions, EOS included
 eval/repetition       | share    | 4-grams that occurred earlier in the same held-out completion, over all its 4-grams
 eval/entropy          | nats     | entropy per token: mean of -log pi over the sampled held-out tokens
 eval/loss             | nats     | held-out negative log-likelihood per completion token

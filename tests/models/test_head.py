@@ -262,7 +262,7 @@ def test_in_bfloat16_the_logits_are_float32s_unless_the_models_own_are_asked_for
         hidden = hidden_states(models, batch)
         exact = (hidden.double() @ output_head(model).weight.double().t()).log_softmax(-1)
         expected = exact.gather(1, batch.completion_ids[batch.completion_mask][:, None]).squeeze(1)
-        errors[float32_head] = float((tokens.logprobs[batch.completion_mask] - expected).abs().max())
+        errors[float32_head] = float((tokens.logprobs.detach()[batch.completion_mask] - expected).abs().max())
         assert models.policy_tokens(batch).logprobs.dtype == torch.float32
     assert errors[True] < 2e-5
     assert errors[False] > 1e-2
