@@ -104,8 +104,8 @@ eval/reference_perplexity | -     | perplexity of the held-out completions under
 eval/length           | tokens   | mean length of held-out completions
 eval/finished         | share    | held-out completions that ended with EOS
 eval/distinct_1       | share    | distinct token ids over all tokens of all held-out completions, EOS included
-eval/distinct_2       | share    | distinct token-id bigrams over all bigrams of all held-out completions, EOS included
-eval/distinct_3       | share    | distinct token-id trigrams over all trigrams of all held-out completions, EOS included
+eval/distinct_2       | share    | distinct token-id bigrams over all bigrams of all held-out completions, with EOS
+eval/distinct_3       | share    | distinct token-id trigrams over all trigrams of all held-out completions, with EOS
 eval/repetition       | share    | 4-grams that occurred earlier in the same held-out completion, over all its 4-grams
 eval/entropy          | nats     | entropy per token: mean of -log pi over the sampled held-out tokens
 eval/loss             | nats     | held-out negative log-likelihood per completion token

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -492,3 +493,21 @@ def test_an_entropy_that_is_no_number_does_not_reach_a_loss_without_a_bonus() ->
     nan = replace(said, entropy=torch.full_like(said.entropy, NAN))
     terms, _ = Objective(online(**CLIP_PPO), max_tokens=5).loss(batch, nan, COEFS)
     assert bool(terms["policy"].isfinite())
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        (
+            {**CLIP_PPO, "kl": {"placement": "reward", "importance_weighted": True}},
+            "importance_weighted weighs the penalty in the loss",
+        ),
+        (
+            {"advantage": {"type": "best_and_worst"}, "policy_loss": {"type": "pair"}, "mask_truncated": True},
+            "a pair loss learns from two at once",
+        ),
+    ],
+)
+def test_a_setting_that_would_do_nothing_is_refused(choices: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        online(**choices)
