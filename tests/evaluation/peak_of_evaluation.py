@@ -12,7 +12,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tiny_models import completions_of, tiny
 
+from rlhf.models.beside import chosen_hidden
 from rlhf.models.bundle import Models
+from rlhf.models.logprobs import in_chunks
 
 ROWS, TOKENS, VOCABULARY = 64, 32, 150_000
 
@@ -28,7 +30,10 @@ def main() -> None:
     policy, reference = (tiny(vocab=VOCABULARY, dtype=torch.float32) for _ in range(2))
     models = Models(policy=policy, reference=reference, temperature=1.0, dtype="float32", device=torch.device("cpu"))
     batch = completions_of([[5 + row] for row in range(ROWS)], [[100 + row] * TOKENS for row in range(ROWS)])
-    models.fallbacks()  # what is found out about a model once
+    for model in (policy, reference):  # what is found out about a model once
+        in_chunks(model, "auto")
+        with torch.no_grad():
+            chosen_hidden(model, batch.rows(slice(0, 1)), "auto")
     before = peak_mb()
     models.beside_reference(batch)
     sys.stdout.write(f"{peak_mb() - before} {ROWS * TOKENS * VOCABULARY * 4 / 2**20}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from rlhf.errors import ModelError
 from rlhf.models import head
 from rlhf.models.backbone import CausalLM, add_lora, autocast, enable_checkpointing
 from rlhf.models.beside import chosen_hidden
-from rlhf.models.bundle import Models, SharedHead
+from rlhf.models.bundle import Models
 from rlhf.models.head import chunked_statistics, output_head, statistics
 from rlhf.models.logprobs import completion_outputs
 from rlhf.types import Completions
@@ -243,6 +242,7 @@ def test_a_logit_of_minus_infinity_has_no_part_in_entropy_or_gradient(entropy_gr
 
 
 @pytest.mark.parametrize("log_probs", ["chunked", "naive"])
+@torch.no_grad()
 def test_in_bfloat16_the_logits_are_float32s_unless_the_models_own_are_asked_for(log_probs: LogProbs) -> None:
     """Rounded to 8 bits a logit of 20 is .06 off, and with it the log-probability."""
     model = tiny(dtype=torch.float32, tie_word_embeddings=False)
@@ -258,12 +258,12 @@ def test_in_bfloat16_the_logits_are_float32s_unless_the_models_own_are_asked_for
             packing="off",
             float32_head=float32_head,
         )
-        tokens = replace(models, shared_head=SharedHead(16, torch.float32)).outputs(batch)
+        tokens = models.policy_tokens(batch)
         hidden = hidden_states(models, batch)
         exact = (hidden.double() @ output_head(model).weight.double().t()).log_softmax(-1)
         expected = exact.gather(1, batch.completion_ids[batch.completion_mask][:, None]).squeeze(1)
-        errors[float32_head] = float((tokens.logprobs.detach()[batch.completion_mask] - expected).abs().max())
-        assert models.policy_tokens(batch).logprobs.dtype == torch.float32
+        errors[float32_head] = float((tokens.logprobs[batch.completion_mask] - expected).abs().max())
+        assert tokens.logprobs.dtype == torch.float32
     assert errors[True] < 2e-5
     assert errors[False] > 1e-2
 
