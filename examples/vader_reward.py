@@ -1,6 +1,6 @@
 """A reward without a model: the sentiment of the words, by the VADER lexicon (Hutto and Gilbert 2014).
 
-    rlhf train configs/real/vader_ppo.yaml       (reward.source.target: examples/vader_reward.py:score)
+    rlhf train configs/real/ppo_stories_vader.yaml       (reward.source.target: examples/vader_reward.py:score)
 
 Take it as a template for your own: a function of three lists that returns one number a completion.
 """

@@ -14,7 +14,7 @@ from reward_model.model import score_rows
 from rlhf.data.chat import Rendered, load_tokenizer
 from rlhf.data.encode import Encoder, make_encoder
 from rlhf.data.pad import left_pad, right_pad
-from rlhf.errors import NonFiniteScores, RewardError
+from rlhf.errors import NonFiniteScores
 from rlhf.models.backbone import context_length, freeze
 from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
 from rlhf.types import Completions, Scores
@@ -71,7 +71,7 @@ class RewardModelSource:
     def __call__(self, completions: Completions) -> Scores:
         """See RewardSource."""
         own = self._own_pads(completions) if self.same_ids else self._encoded_anew(completions)
-        self._check_length(own)
+        own, parts = self._within_context(own)
         values = score_rows(
             self.model,
             own.prompt_ids,
@@ -82,7 +82,7 @@ class RewardModelSource:
             dtype=self.dtype,
         ).float()
         self._check_finite(values)
-        return Scores(values=values, parts={})
+        return Scores(values=values, parts=parts)
 
     def _own_pads(self, batch: Completions) -> Completions:
         """The policy's ids; under the masks, and for a pad token that only the policy has, the reward model's pad."""
@@ -99,16 +99,7 @@ class RewardModelSource:
     def _encoded_anew(self, batch: Completions) -> Completions:
         rendered = [self._text(row) for row in batch.split(1)]
         prompts, completions = encoded(self.encoder, rendered, batch.finished.tolist())
-        prompt_ids, prompt_mask = left_pad(prompts, self.encoder.pad_id)
-        completion_ids, completion_mask = right_pad(completions, self.encoder.pad_id)
-        return replace(
-            batch,
-            prompt_ids=prompt_ids,
-            prompt_mask=prompt_mask,
-            completion_ids=completion_ids,
-            completion_mask=completion_mask,
-            sampler_logprobs=torch.zeros(completion_ids.shape),
-        )
+        return self._of_rows(batch, prompts, completions)
 
     def _text(self, row: Completions) -> Rendered:
         prompt_ids = row.prompt_ids[row.prompt_mask].tolist()
@@ -121,13 +112,37 @@ class RewardModelSource:
         assert isinstance(text, str)
         return text
 
-    def _check_length(self, batch: Completions) -> None:
-        longest = int((batch.prompt_mask.sum(dim=1) + batch.completion_mask.sum(dim=1)).max())
-        if self.context is not None and longest > self.context:
-            raise RewardError(
-                f"a prompt with its completion is {longest} tokens long for the reward model, whose context is "
-                f"{self.context}: lower sampling.max_new_tokens or data.prompts.max_prompt_tokens"
+    def _within_context(self, batch: Completions) -> tuple[Completions, dict[str, Float[Tensor, " B"]]]:
+        """Leave out the beginning of rows beyond the model's context (see last_tokens); the part says which rows.
+
+        It is there for every batch of a model with a context, so that the parts of a run's scores are always the same.
+        """
+        if self.context is None:
+            return batch, {}
+        cut = batch.prompt_mask.sum(dim=1) + batch.completion_mask.sum(dim=1) > self.context
+        parts = {"cut": cut.float()}
+        if not cut.any():
+            return batch, parts
+        bos = self.encoder.tokenizer.bos_token_id
+        rows = [
+            last_tokens(ids[mask].tolist(), said[said_mask].tolist(), self.context, bos=bos)
+            for ids, mask, said, said_mask in zip(
+                batch.prompt_ids, batch.prompt_mask, batch.completion_ids, batch.completion_mask, strict=True
             )
+        ]
+        return self._of_rows(batch, [prompt for prompt, _ in rows], [completion for _, completion in rows]), parts
+
+    def _of_rows(self, batch: Completions, prompts: list[list[int]], completions: list[list[int]]) -> Completions:
+        prompt_ids, prompt_mask = left_pad(prompts, self.encoder.pad_id)
+        completion_ids, completion_mask = right_pad(completions, self.encoder.pad_id)
+        return replace(
+            batch,
+            prompt_ids=prompt_ids,
+            prompt_mask=prompt_mask,
+            completion_ids=completion_ids,
+            completion_mask=completion_mask,
+            sampler_logprobs=torch.zeros(completion_ids.shape),
+        )
 
     def _check_finite(self, values: Float[Tensor, " B"]) -> None:
         bad = (~values.isfinite()).nonzero().flatten().tolist()
@@ -136,6 +151,23 @@ class RewardModelSource:
                 f"the reward model gave {len(bad)} of {len(values)} completions a score that is NaN or infinite "
                 f"(the first: row {bad[0]}): its weights or its calibration are broken; train it again"
             )
+
+
+def last_tokens(
+    prompt: list[int], completion: list[int], context: int, *, bos: int | None
+) -> tuple[list[int], list[int]]:
+    """Shorten a row to `context` tokens: the oldest of the prompt go first, but for a BOS in front.
+
+    One token of the prompt stays at least, and of a completion that is too long by itself its end: the score is read at
+    its last token.
+    """
+    completion = completion[-(context - 1) :]
+    room = context - len(completion)
+    if len(prompt) <= room:
+        return prompt, completion
+    first = prompt[:1] if prompt[0] == bos else []
+    kept = room - len(first)
+    return first + (prompt[-kept:] if kept else []), completion
 
 
 def encoded(

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from reward_model.model import score_rows
-from reward_model.source import encoded
+from reward_model.source import encoded, last_tokens
 from rlhf.data.chat import Rendered, vocabulary_digest
 from rlhf.data.encode import make_encoder
 from rlhf.data.pad import left_pad, right_pad
@@ -56,7 +56,7 @@ class TextScorer:
         self.context = context_length(model.classifier)
 
     def rows(self, question: Question) -> list[Row]:
-        """The ids to score.
+        """The ids to score; of a row beyond the model's context the last ones (see last_tokens).
 
         Raises:
             DataError: a row that the model cannot score, named.
@@ -68,16 +68,16 @@ class TextScorer:
             both = zip(question.prompts, question.completions, strict=True)
             rendered = [Rendered(prompt, (completion,), templated=False) for prompt, completion in both]
             rows = list(zip(*encoded(self.encoder, rendered, question.finished), strict=True))
+        if self.context is not None:
+            bos = self.encoder.tokenizer.bos_token_id
+            rows = [last_tokens(prompt, completion, self.context, bos=bos) for prompt, completion in rows]
         for number, (prompt, completion) in enumerate(rows):
             self._check(number, prompt, completion)
         return rows
 
     def _check(self, number: int, prompt: list[int], completion: list[int]) -> None:
-        length = len(prompt) + len(completion)
         if not completion:
             raise DataError(f"row {number}: the completion is empty")
-        if self.context is not None and length > self.context:
-            raise DataError(f"row {number}: {length} tokens, but the reward model's context is {self.context}")
         if not all(0 <= token < self.size for token in (*prompt, *completion)):
             raise DataError(f"row {number}: a token id that is not in the vocabulary of {self.size}")
 

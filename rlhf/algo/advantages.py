@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-GROUP_STD_EPS = 1e-4  # papers do not say; population standard deviation + 1e-4, as in TRL and DeepSeekMath's successors
+GROUP_STD_EPS = 1e-4  # papers do not say; TRL's number, though TRL's standard deviation is the sample's (n - 1)
 
 
 def token_rewards(
@@ -72,14 +72,14 @@ def less_baseline(
 def group_centered(scores: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
     """score - mean of its group (Dr. GRPO, Liu et al. 2025, eq. 3)."""
     groups = scores.view(-1, group_size)
-    return (groups - groups.mean(dim=1, keepdim=True)).flatten()
+    return _above(groups, groups.mean(dim=1, keepdim=True)).flatten()
 
 
 def group_normalized(scores: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
     """(score - mean) / (std + 1e-4) of its group (GRPO, Shao et al. 2024, sec. 4.1); std is the population's."""
     groups = scores.view(-1, group_size)
     std = groups.std(dim=1, keepdim=True, correction=0)
-    return ((groups - groups.mean(dim=1, keepdim=True)) / (std + GROUP_STD_EPS)).flatten()
+    return (_above(groups, groups.mean(dim=1, keepdim=True)) / (std + GROUP_STD_EPS)).flatten()
 
 
 def leave_one_out(scores: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
@@ -88,7 +88,12 @@ def leave_one_out(scores: Float[Tensor, " B"], group_size: int) -> Float[Tensor,
         raise ValueError("leave_one_out needs groups of at least 2")
     groups = scores.view(-1, group_size)
     others = (groups.sum(dim=1, keepdim=True) - groups) / (group_size - 1)
-    return (groups - others).flatten()
+    return _above(groups, others).flatten()
+
+
+def _above(groups: Float[Tensor, "N G"], baseline: Float[Tensor, "N _"]) -> Float[Tensor, "N G"]:
+    """Subtract the baseline; where a group's scores are all alike give exactly 0, which a rounded mean may not."""
+    return torch.where((groups == groups[:, :1]).all(dim=1, keepdim=True), 0.0, groups - baseline)
 
 
 def uniform_groups(scores: Float[Tensor, " B"], group_size: int) -> Bool[Tensor, " B"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -67,10 +68,16 @@ def full_vocabulary_kl(
         rows, positions = part.unbind(dim=1)
         log_pi = (logits[rows, positions].to(dtype) / temperature).log_softmax(dim=-1)
         log_ref = (ref_logits[rows, positions].to(dtype) / temperature).log_softmax(dim=-1)
-        pi = log_pi.exp()
-        # 0 log 0 is 0, whatever the reference says of such a token.
-        found[rows, positions] = torch.where(pi > 0, pi * (log_pi - log_ref), 0.0).sum(dim=-1)
+        found[rows, positions] = kl_of_distributions(log_pi, log_ref)
     return found
+
+
+def kl_of_distributions(
+    log_pi: Float[Tensor, "*shape V"], log_ref: Float[Tensor, "*shape V"]
+) -> Float[Tensor, "*shape"]:
+    """Sum pi (log pi - log pi_ref) over the vocabulary; 0 log 0 is 0, whatever the reference says of such a token."""
+    pi = log_pi.exp()
+    return torch.where(pi > 0, pi * (log_pi - log_ref), 0.0).sum(dim=-1)
 
 
 def next_kl_coef(coef: float, *, kl: float, target: float, horizon: float, completions: int) -> float:
@@ -84,7 +91,11 @@ def next_kl_coef(coef: float, *, kl: float, target: float, horizon: float, compl
         target: the wanted value, in the same unit.
         horizon: in completions.
         completions: how many the step sampled, over all processes.
+
+    A KL that is NaN says nothing: the coefficient stays.
     """
+    if math.isnan(kl):
+        return coef
     error = min(max(kl / target - 1.0, -0.2), 0.2)
     return coef * max(1.0 + error * completions / horizon, 0.0)
 

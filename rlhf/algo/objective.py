@@ -103,11 +103,12 @@ def lesson(experience: Experience, algorithm: Online) -> Experience | SampledPai
 
 def _learned_from(rollout: Rollout, advantages: Float[Tensor, "B T"], algorithm: Online) -> Bool[Tensor, " B"]:
     """The rows that the loss is taken over."""
+    whole = rollout.finished if algorithm.mask_truncated else torch.ones_like(rollout.finished)
     if isinstance(algorithm.advantage, Best | BestAndWorst):
-        return (advantages != 0).any(dim=1)
+        return whole & (advantages != 0).any(dim=1)
     if algorithm.drop_uniform_groups:
-        return ~uniform_groups(rollout.scores, rollout.group_size)
-    return torch.ones_like(rollout.finished)
+        return whole & ~uniform_groups(rollout.scores, rollout.group_size)
+    return whole
 
 
 def _reward_penalty(rollout: Rollout, algorithm: Online, coefs: Coefs) -> Float[Tensor, "B T"]:
@@ -175,7 +176,7 @@ class Objective:
     def norms(self, minibatch: Experience) -> dict[str, float]:
         """What each term's sum is divided by, from the whole minibatch's masks; never 0."""
         _, policy = token_weights(minibatch.loss_mask, self.surrogate.aggregate, max_tokens=self.max_tokens)
-        tokens = float(minibatch.completion_mask.sum().item())
+        tokens = float(self._value_mask(minibatch).sum().item())
         return {"policy": max(policy, 1.0), "value": max(tokens, 1.0)}
 
     def loss(
@@ -195,10 +196,14 @@ class Objective:
         mask = micro.loss_mask
         surrogate, observed = self._surrogate(micro, logprobs, coefs)
         observed["policy/entropy"] = Mean.of(entropy, mask)
-        per_token = surrogate.per_token - self.surrogate.entropy_coef * entropy
+        per_token = surrogate.per_token
+        if self.surrogate.entropy_coef > 0:
+            per_token = per_token - self.surrogate.entropy_coef * entropy
         if self.algorithm.kl.placement == "loss":
             live, ref_logprobs = _live(mask, logprobs, micro.ref_logprobs)
             penalty = kl_estimate(live, ref_logprobs, self.algorithm.kl.estimator)
+            if self.algorithm.kl.importance_weighted:
+                penalty = self._reweighted(penalty, importance_ratio(logprobs, micro.logprobs, mask, "token"))
             per_token = per_token + coefs.kl * penalty
             observed["loss/kl"] = Mean.of(coefs.kl * penalty, mask)
         weights, _ = token_weights(mask, self.surrogate.aggregate, max_tokens=self.max_tokens)
@@ -208,7 +213,7 @@ class Objective:
         self, micro: Experience, values: Float[Tensor, "B T"]
     ) -> tuple[dict[str, Float[Tensor, ""]], dict[str, Mean]]:
         """The critic's."""
-        config, mask = self.algorithm.value_loss, micro.completion_mask
+        config, mask = self.algorithm.value_loss, self._value_mask(micro)
         assert config is not None
         live, old_values, returns = _live(mask, values, micro.values, micro.returns)
         per_token = clipped_value_loss(live, old_values, returns, clip_eps=config.clip_eps)
@@ -217,6 +222,20 @@ class Objective:
             "critic/clip_fraction": Mean.of(value_clipped(live, old_values, returns, clip_eps=config.clip_eps), mask),
         }
         return {"value": config.coef * _weighted_sum(per_token, mask.double(), mask)}, observed
+
+    def _reweighted(self, penalty: Float[Tensor, "B T"], ratio: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+        """Weigh the penalty of tokens that pi_old drew, so that its expected gradient is that of KL(pi || pi_ref).
+
+        k3's mean is the KL, so the weight is part of what is differentiated:  grad E_old[rho k3] = grad KL.  k2's mean
+        is not, but its gradient's mean is:  E_old[sg(rho) grad k2] = grad KL.
+        """
+        return penalty * (ratio if self.algorithm.kl.estimator == "k3" else ratio.detach())
+
+    def _value_mask(self, batch: Experience) -> Bool[Tensor, "B T"]:
+        """Return the tokens the critic learns from: all live ones, less those of completions left out as cut off."""
+        if not self.algorithm.mask_truncated:
+            return batch.completion_mask
+        return batch.completion_mask & batch.finished[:, None]
 
     def _surrogate(
         self, micro: Experience, logprobs: Float[Tensor, "B T"], coefs: Coefs

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 RatioLevel = Literal["token", "sequence", "sequence_mean"]
+LARGEST_LOG_RATIO = 20.0  # nats: e^20 times an advantage, squared and summed for a norm, still fits float32
 Aggregate = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 
 
@@ -33,17 +34,18 @@ def importance_ratio(
         sequence:       exp(sum_t (log pi_t - log pi_old_t))                    (RLOO)
         sequence_mean:  exp(sum_t (log pi_t - log pi_old_t) / length), carried  (GSPO, Zheng et al. 2025, eq. 7)
 
-    A sequence's ratio stands at every one of its live tokens.
+    A sequence's ratio stands at every one of its live tokens. Ratios end at e^20, without a gradient from there on: a
+    sum over hundreds of tokens soon has an exponential that no float32 holds, and infinity times 0 is NaN.
     """
     difference = torch.where(mask, logprobs - old_logprobs, 0.0)
     match level:
         case "token":
-            return difference.exp()
+            total = difference
         case "sequence":
             total = difference.sum(dim=1, keepdim=True)
         case "sequence_mean":
             total = difference.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
-    return torch.where(mask, total, 0.0).exp()
+    return torch.where(mask, total, 0.0).clamp(max=LARGEST_LOG_RATIO).exp()
 
 
 def clipped_surrogate(

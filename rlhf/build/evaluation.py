@@ -190,6 +190,7 @@ def evaluate_model(
         device=engine.device,
         log_probs=config.policy.log_probs,
         packing=config.policy.packing,
+        float32_head=config.policy.head_dtype == "float32",
         engine=engine,
     )
     held_out = load_prompts(

@@ -71,6 +71,7 @@ def build_online_models(config: TrainConfig, context: Context, tokenizer: PreTra
         device=engine.device,
         log_probs=config.policy.log_probs,
         packing=config.policy.packing,
+        float32_head=config.policy.head_dtype == "float32",
         reference=engine.freeze("reference", reference) if reference is not None else None,
         adapter_off_is_reference=reference is None and config.reference.measure,
         entropy_gradient=isinstance(loss, TokenLoss) and loss.entropy_coef > 0,

@@ -28,6 +28,7 @@ from rlhf.evaluation.evaluate import evaluate_loss
 from rlhf.models.backbone import context_length
 from rlhf.models.bundle import Ema, Models
 from rlhf.runtime.engine import Trained
+from rlhf.runtime.recorder import Recorder
 from rlhf.runtime.seeding import derive
 from rlhf.trainers.losses import DemonstrationLoss
 from rlhf.trainers.offline import OfflineRun
@@ -51,11 +52,12 @@ def build_offline(config: TrainConfig, console: Console | None = None) -> Offlin
     is_sft = isinstance(offline(config).loss, SftLoss)
     models = Models(
         policy=policy,
-        temperature=1.0 if is_sft else config.sampling.temperature,
+        temperature=1.0,  # of the loss; completions of evaluation are drawn at sampling.temperature
         dtype=config.policy.dtype,
         device=engine.device,
         log_probs=config.policy.log_probs,
         packing=config.policy.packing,
+        float32_head=config.policy.head_dtype == "float32",
         engine=engine,
     )
     context.notes += models.fast_ways().lines()
@@ -72,7 +74,7 @@ def build_offline(config: TrainConfig, console: Console | None = None) -> Offlin
         evaluate=evaluate,
         show=task.show,
     )
-    evaluate.connect(session.recorder.samples)
+    evaluate.connect(session.recorder)
     return OfflineRun(
         batch=config.batch,
         schedule=config.schedule,
@@ -163,10 +165,10 @@ class _Evaluation:
             sampler = build_sampler(config, sampled, tokenizer)
             self.prompts = EvaluatePrompts(config, context, tokenizer, sampled, sampler, judge, None)
 
-    def connect(self, record: Callable[[list[dict[str, object]]], None]) -> None:
-        """Where held-out samples go."""
+    def connect(self, recorder: Recorder) -> None:
+        """Send held-out samples to the run's recorder."""
         if self.prompts is not None:
-            self.prompts.record = record
+            self.prompts.connect(recorder)
 
     def __call__(self, step: int) -> dict[str, float]:
         if self.ema is None:

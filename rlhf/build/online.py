@@ -30,6 +30,8 @@ from rlhf.rewards.shaping import ShapedReward
 from rlhf.rewards.source import RewardSource
 from rlhf.rollout import sample_records
 from rlhf.runtime.engine import Engine, Trained
+from rlhf.runtime.memory import Fitting
+from rlhf.runtime.recorder import Recorder
 from rlhf.runtime.seeding import derive
 from rlhf.runtime.session import TrainState
 from rlhf.sampling.hf import HFSampler
@@ -90,7 +92,7 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
         show=SHOW,
         targets={"kl/reference": controller.target} if isinstance(controller, AdaptiveKl) else None,
     )
-    evaluate.record = session.recorder.samples
+    evaluate.connect(session.recorder)
     return OnlineRun(
         config=config,
         algorithm=algorithm,
@@ -222,6 +224,7 @@ class EvaluatePrompts:
         self.decode = decoder(tokenizer)
         self.key = derive(context.seed, "eval")
         self.record: Callable[[list[dict[str, object]]], None] = lambda _: None
+        self.passes = Fitting(config.batch.micro_batch_size * ROWS_PER_PASS, what="an evaluation pass")
         self.batches: list[Prompts] = []
         if config.data.eval_prompts is not None:
             held_out = load_prompts(
@@ -233,6 +236,10 @@ class EvaluatePrompts:
             )
             context.notes.append(held_out.skips.summary())
             self.batches = list(held_out.batches(config.sampling.batch_size))
+
+    def connect(self, recorder: Recorder) -> None:
+        """Send held-out samples, and what there is to say of memory, to the run's recorder."""
+        self.record, self.passes.note = recorder.samples, recorder.note
 
     def __call__(self, step: int) -> dict[str, float]:
         """The metrics of the policy as it is now; samples go to `record`."""
@@ -246,7 +253,7 @@ class EvaluatePrompts:
             proxy=self.proxy,
             key=self.key,
             greedy=self.config.eval.greedy,
-            rows_per_pass=self.config.batch.micro_batch_size * ROWS_PER_PASS,
+            rows_per_pass=self.passes,
         )
         parts, limit = found.scores.parts, self.config.eval.samples
         self.record(sample_records(found.rollout, self.decode, step=step, split="eval", limit=limit, parts=parts))

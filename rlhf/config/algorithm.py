@@ -240,6 +240,9 @@ class Kl(Section):
     """Schulman's estimators; in the loss only k2 and k3 (k1's expected gradient is zero)."""
     coef: NonNegative = 0.05
     """Units of score per nat."""
+    importance_weighted: bool = False
+    """In the loss: weigh each token's penalty by pi / pi_old, so that its expected gradient is that of the KL on stale
+    minibatches too (docs/decisions/012); false: as the papers of GRPO and its kin."""
     controller: Annotated[
         Annotated[FixedKl, Tag("fixed")] | Annotated[AdaptiveKl, Tag("adaptive")], Discriminator(type_or("fixed"))
     ] = FixedKl()
@@ -251,6 +254,11 @@ class Kl(Section):
             raise ValueError(
                 "k1 in the loss has an expected gradient of zero: it is that of log pi alone, noise without a pull. "
                 "Use kl.placement=reward, or k2 (exact gradient) or k3 (GRPO's) in the loss"
+            )
+        if self.importance_weighted and self.placement != "loss":
+            raise ValueError(
+                f"kl.importance_weighted weighs the penalty in the loss, but kl.placement is {self.placement}: "
+                "set kl.placement=loss with k2 or k3, or leave it false"
             )
         if self.placement == "none" and self.controller.type == "adaptive":
             raise ValueError("an adaptive controller needs kl.placement to be reward or loss")
@@ -274,6 +282,9 @@ class Online(Section):
     """Stop a step's remaining epochs when KL(old || new) exceeds 1.5 x this, nats per token; null: never."""
     drop_uniform_groups: bool = False
     """Leave out groups whose completions all scored alike (DAPO)."""
+    mask_truncated: bool = False
+    """Leave completions that max_new_tokens cut off out of the loss, the critic's too (DAPO's overlong filtering). They
+    stay in their group's baseline and in all metrics of scores."""
     refill_rounds: Annotated[int, Field(ge=0)] = 0
     """How many times a step samples other prompts in place of groups it would leave out (DAPO); 0: it does not."""
     ptx_coef: NonNegative = 0.0
@@ -294,6 +305,11 @@ class Online(Section):
         if isinstance(self.advantage, BestAndWorst) != isinstance(self.policy_loss, OnlinePairLoss):
             raise ValueError(
                 "policy_loss.type=pair learns from the pairs of advantage.type=best_and_worst: set both or neither"
+            )
+        if isinstance(self.policy_loss, OnlinePairLoss) and self.mask_truncated:
+            raise ValueError(
+                "mask_truncated leaves out single completions, but a pair loss learns from two at once: "
+                "set mask_truncated=false, and reward.shaping.missing_eos_penalty to rank what is cut off lower"
             )
         if isinstance(self.policy_loss, OnlinePairLoss) and self.kl.placement != "none":
             raise ValueError(

@@ -72,8 +72,8 @@ class ShapingConfig(Section):
 
     missing_eos_penalty: NonNegative = 0.0
     """Subtracted from the score of a completion that did not end."""
-    clip: Positive | None = 10.0
-    """Scores are clipped to [-clip, clip]; null: not at all."""
+    clip: Positive | None = None
+    """Scores are clipped to [-clip, clip], and score/clipped says how many; null: not at all."""
     overlong_buffer: Size = 0
     """Tokens before max_new_tokens over which a penalty grows from 0 to overlong_penalty (DAPO, eq. 13); 0: off."""
     overlong_penalty: NonNegative = 1.0

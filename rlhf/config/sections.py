@@ -34,6 +34,7 @@ from rlhf.config.sharding import ShardingConfig
 Dtype = Literal["float32", "bfloat16", "float64"]
 LogProbs = Literal["auto", "naive", "chunked"]
 Packing = Literal["auto", "off"]
+HeadDtype = Literal["float32", "model"]
 OldLogProbs = Literal["auto", "sampler", "trainer"]
 
 
@@ -102,6 +103,9 @@ class PolicyConfig(OptimizerConfig):
     log_probs: LogProbs = "auto"
     """chunked: logits of a few completion tokens at a time, never of the whole batch; naive: all at once; auto:
     chunked where the model allows it. The numbers are the same to rounding."""
+    head_dtype: HeadDtype = "float32"
+    """float32: in a run in bfloat16 the logits are float32 all the same (on a CPU the head's whole product, on a GPU
+    its sum and result); model: bfloat16, as the model's own head gives them: log-probabilities are .02 nats off."""
     packing: Packing = "auto"
     """auto: rows go through the model without padding, those of one prompt share it, and layers of known families are
     written out, where the model allows that; off: as a padded rectangle, through the model's own modules. Also of
@@ -144,7 +148,8 @@ class SamplingConfig(Section):
     max_new_tokens: Count = 128
     """Longest completion, EOS included."""
     temperature: Positive = 1.0
-    """Divides the logits here and wherever log-probabilities are computed."""
+    """Divides the logits here and wherever an online run computes log-probabilities of its completions. Losses over
+    data (sft, the DPO family, the ptx term) are at 1 whatever this is."""
     batch_size: Count = 256
     """Rows decoded together per process; memory only."""
     old_log_probs: OldLogProbs = "auto"

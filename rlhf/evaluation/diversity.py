@@ -1,4 +1,9 @@
-"""How varied completions are: distinct n-grams over all of them, and repetition within each."""
+"""Measure how varied completions are: distinct n-grams over all of them, and repetition within each.
+
+An n-gram is of token ids as the policy drew them, a closing EOS included, not of words; prompts have no part in it.
+Distinct n-grams are counted over all completions together, so their share falls with the number of completions and with
+their length: it compares only between evaluations of equal numbers of prompts and of like lengths.
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import exp, inf
 
 import torch
@@ -15,6 +17,7 @@ from rlhf.evaluation.diversity import diversity
 from rlhf.masked import Mean
 from rlhf.models.bundle import Models
 from rlhf.rewards.source import RewardSource
+from rlhf.runtime.memory import Fitting
 from rlhf.runtime.metrics import Metrics
 from rlhf.runtime.ranks import ALONE, Ranks
 from rlhf.runtime.step import Loss
@@ -44,7 +47,7 @@ def evaluate_policy(
     proxy: RewardSource | None,
     key: int,
     greedy: bool,
-    rows_per_pass: int,
+    rows_per_pass: int | Fitting,
 ) -> PolicyEvaluation:
     """One sampled completion for each held-out prompt, the same random numbers at every evaluation.
 
@@ -56,12 +59,13 @@ def evaluate_policy(
         proxy: the reward that is trained on, where it is not the judge.
         key: of the random numbers.
         greedy: score greedy completions too.
-        rows_per_pass: rows per forward pass; memory only.
+        rows_per_pass: rows per forward pass; memory only. They are halved where memory runs out, as in training.
     """
+    passes = rows_per_pass if isinstance(rows_per_pass, Fitting) else Fitting(rows_per_pass, what="an evaluation pass")
     with models.engine.whole(models.policy):
         completions = concat([sampler.sample(batch, key=key, group_size=1) for batch in prompts])
     scores = judge(completions)
-    rollout, exact_kl = _measured(completions, scores, models, rows_per_pass)
+    rollout, exact_kl = _measured(completions, scores, models, passes)
     metrics = _describe(rollout)
     if models.has_reference:
         metrics |= _against_reference(rollout, exact_kl)
@@ -75,18 +79,20 @@ def evaluate_policy(
 
 
 def _measured(
-    completions: Completions, scores: Scores, models: Models, rows_per_pass: int
+    completions: Completions, scores: Scores, models: Models, passes: Fitting
 ) -> tuple[Rollout, Float[Tensor, " B"]]:
     """The completions with their log-probabilities, and the exact KL of each, summed over its tokens.
 
     As `annotate` does for training, but with the KL from the same pass, and without the critic: values are 0.
     """
 
-    def work(share: Completions) -> tuple[Tensor, ...]:
-        passes = [_pass(part.to(models.device), models) for part in share.split(rows_per_pass)]
-        return tuple(torch.cat(parts).cpu() for parts in zip(*passes, strict=True))
+    def work(share: Completions, size: int) -> tuple[Tensor, ...]:
+        parts = [_pass(share.rows(rows).to(models.device), models) for rows in passes.cut(share, size)]
+        return tuple(torch.cat(column).cpu() for column in zip(*parts, strict=True))
 
-    logprobs, ref_logprobs, kl = models.engine.ranks.spread_tensors(completions, work)
+    logprobs, ref_logprobs, kl = passes.run(
+        lambda size: models.engine.ranks.spread_tensors(completions, lambda share: work(share, size))
+    )
     values = scores.values.to(logprobs.dtype)
     rollout = extend(
         Rollout,
@@ -149,17 +155,23 @@ def evaluate_loss(
 ) -> dict[str, float]:
     """The observed means of a loss over held-out batches, under their names for evaluation.
 
-    Every process takes its turn at the batches, and all of them pass over as many.
+    Every process takes its turn at the batches, and all of them pass over as many. A batch that memory has no room for
+    is halved, as in training.
     """
-    metrics = Metrics()
+    metrics, passes = Metrics(), Fitting(sys.maxsize, what="an evaluation pass")
     for batch, counts in _turns(batches, ranks):
-        _, observed = loss.terms(batch)
-        if counts:
+        passes.size = min(passes.size, len(batch))
+        parts = passes.run(partial(_observed, batch, loss, passes))
+        for observed in parts if counts else ():
             metrics.update({rename[name]: mean for name, mean in observed.items() if name in rename})
     together = Metrics()
     for means in ranks.gather(metrics.means()):
         together.update(means)
     return together.values()
+
+
+def _observed(batch: Batch, loss: Loss, passes: Fitting, size: int) -> list[Mapping[str, Mean]]:
+    return [loss.terms(batch.rows(rows))[1] for rows in passes.cut(batch, size)]
 
 
 def _turns(batches: Iterable[Batch], ranks: Ranks) -> Iterator[tuple[Batch, bool]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -11,18 +11,12 @@ from jaxtyping import Float
 from peft import PeftModel
 from torch import Tensor, nn
 
-from rlhf.algo.kl import full_vocabulary_kl
 from rlhf.algo.objective import Outputs
 from rlhf.config.sections import LogProbs, Packing
 from rlhf.models.backbone import CausalLM, autocast, weight_dtype
+from rlhf.models.beside import BesideReference, Comparison
 from rlhf.models.fast_ways import FastWays, of_bodies, of_policy
-from rlhf.models.logprobs import (
-    Sequences,
-    TokenOutputs,
-    completion_logits,
-    completion_outputs,
-    token_outputs,
-)
+from rlhf.models.logprobs import TokenOutputs, completion_outputs
 from rlhf.models.scalar_head import ScalarHeadModel, completion_values
 from rlhf.runtime.engine import Engine
 from rlhf.types import Completions, Demonstrations
@@ -43,15 +37,6 @@ class SharedHead(nn.Module):
         return values
 
 
-@dataclass(frozen=True)
-class BesideReference:
-    """Policy and reference on the same completion tokens; nats, zero outside the mask."""
-
-    logprobs: Float[Tensor, "B T"]
-    ref_logprobs: Float[Tensor, "B T"]
-    kl: Float[Tensor, "B T"]  # KL(policy || reference) of the next token, over the whole vocabulary
-
-
 @dataclass
 class Models:
     """Policy, and what stands beside it. The reference is a model, the policy with its adapter off, or absent."""
@@ -67,6 +52,7 @@ class Models:
     entropy_gradient: bool = False
     log_probs: LogProbs = "auto"
     packing: Packing = "auto"
+    float32_head: bool = True  # logits of a run in bfloat16 are float32's
     engine: Engine = field(default_factory=lambda: Engine(torch.device("cpu")))
 
     @property
@@ -103,9 +89,9 @@ class Models:
             raise RuntimeError("a shared critic has no pass of its own")
         return self._values(batch, None)
 
-    def policy_tokens(self, batch: Completions | Demonstrations) -> TokenOutputs:
-        """What the policy says of the completion tokens."""
-        return self._tokens(self.policy, batch)
+    def policy_tokens(self, batch: Completions | Demonstrations, *, temperature: float | None = None) -> TokenOutputs:
+        """Compute what the policy says of the completion tokens; at `temperature` where it is not the run's."""
+        return self._tokens(self.policy, batch, temperature=temperature)
 
     def reference_logprobs(self, batch: Completions | Demonstrations) -> Float[Tensor, "B T"]:
         """log pi_ref of the completion tokens.
@@ -128,24 +114,25 @@ class Models:
         Raises:
             RuntimeError: the run has no reference.
         """
-        reference, adapter_off = self.reference, nullcontext()
+        reference: CausalLM | None = self.reference
+        as_reference: Callable[[], AbstractContextManager[object]] = nullcontext
         if reference is None:
             if not self.adapter_off_is_reference:
                 raise RuntimeError("this run has no reference model")
             assert isinstance(self.policy, PeftModel)
-            reference, adapter_off = self.policy, self.policy.disable_adapter()
-        ids, mask, temperature = batch.completion_ids, batch.completion_mask, self.temperature
-        sequences = Sequences.join(batch.prompt_ids, batch.prompt_mask, ids, mask)
-        with self.autocast():
-            logits, _ = completion_logits(self.policy, sequences, ids.shape[1])
-            with adapter_off:
-                ref_logits, _ = completion_logits(reference, sequences, ids.shape[1])
-            tokens, ref_tokens = (
-                token_outputs(one, ids, mask, temperature=temperature).logprobs for one in (logits, ref_logits)
-            )
-        return BesideReference(
-            tokens, ref_tokens, full_vocabulary_kl(logits, ref_logits, mask, temperature=temperature)
+            reference, as_reference = self.policy, self.policy.disable_adapter
+        compare = Comparison(
+            policy=self.policy,
+            reference=reference,
+            temperature=self.temperature,
+            as_reference=as_reference,
+            whole=self.engine.whole_weights,
+            log_probs=self.log_probs,
+            packing=self.packing,
+            float32_head=self.float32_head and self.dtype == "bfloat16",
         )
+        with self.autocast():
+            return compare(batch)
 
     @property
     def has_reference(self) -> bool:
@@ -169,7 +156,12 @@ class Models:
             )
 
     def _tokens(
-        self, model: CausalLM, batch: Completions | Demonstrations, *, with_hidden: bool = False
+        self,
+        model: CausalLM,
+        batch: Completions | Demonstrations,
+        *,
+        with_hidden: bool = False,
+        temperature: float | None = None,
     ) -> TokenOutputs:
         with self.autocast():
             return completion_outputs(
@@ -178,11 +170,12 @@ class Models:
                 batch.prompt_mask,
                 batch.completion_ids,
                 batch.completion_mask,
-                temperature=self.temperature,
+                temperature=self.temperature if temperature is None else temperature,
                 entropy_gradient=self.entropy_gradient,
                 with_hidden=with_hidden,
                 log_probs=self.log_probs,
                 packing=self.packing,
+                float32_head=self.float32_head and self.dtype == "bfloat16",
             )
 
 

@@ -16,11 +16,13 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from rlhf.models.backbone import CausalLM
-from rlhf.models.low import low_rows
+from rlhf.models.low import SHORT, low_rows
 
 ROWS = {"cpu": 256, "cuda": 4096}  # tokens whose logits are there at a time: measured, see benchmarks/NOTES_forward.md
 NUMBERS = {"cpu": 2**23, "cuda": 2**26}  # and never more logits than these, whatever the vocabulary
 KEPT = {"cpu": 2**24, "cuda": 2**27}  # so many probabilities wait for the backward pass; more are computed again there
+
+LOWEST = -1e4  # nats: stands for minus infinity, whose probability is 0 too, but 0 times which is NaN
 
 Statistics = Float[Tensor, "3 *shape"]
 """Of each token: log-probability (nats), entropy of its distribution (nats), 1.0 where it is the most likely one."""
@@ -31,12 +33,13 @@ def statistics(
 ) -> Statistics:
     """The plain computation, all logits at once; the reference of the others.
 
-    log p = z_a − log Σ exp z,  H = − Σ p log p,  z = logits / temperature, in float32 at least.
+    log p = z_a − log Σ exp z,  H = − Σ p log p,  z = logits / temperature, in float32 at least. 0 log 0 is 0: a logit
+    may be minus infinity.
     """
     log_softmax = (wide(logits) / temperature).log_softmax(dim=-1)
     logprobs = log_softmax.gather(-1, ids[..., None]).squeeze(-1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        entropy = -(log_softmax.exp() * log_softmax).sum(dim=-1)
+        entropy = -(log_softmax.exp() * log_softmax.clamp(min=LOWEST)).sum(dim=-1)
     return torch.stack([logprobs, entropy, (log_softmax.argmax(dim=-1) == ids).to(logprobs.dtype)])
 
 
@@ -58,14 +61,16 @@ def chunked_statistics(
     *,
     temperature: float,
     entropy_gradient: bool,
+    float32_head: bool = False,
 ) -> Statistics:
     """`statistics` of `head(hidden)`, a few tokens' logits at a time in both passes.
 
     A linear head has a backward pass of its own; any other (an adapter on it) is called again, chunk by chunk.
-    `plain` is the head's own forward.
+    `plain` is the head's own forward. `float32_head`: its logits are float32's in a run in bfloat16 too.
     """
     if type(head) is nn.Linear:
-        return _linear(head, hidden, ids, temperature, entropy_gradient)
+        return _linear(head, hidden, ids, temperature, entropy_gradient, float32_head)
+    plain = in_float32(plain) if float32_head else plain
     size = chunk_rows(_vocabulary(head), hidden.device)
 
     def one(some: Tensor, those: Tensor) -> Tensor:
@@ -78,15 +83,59 @@ def chunked_statistics(
     return torch.cat(parts, dim=1)
 
 
-def _linear(
-    head: nn.Linear, hidden: Float[Tensor, "N D"], ids: Int[Tensor, " N"], temperature: float, entropy_gradient: bool
-) -> Statistics:
-    kind = hidden.device.type
+def in_float32(plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Wrap a head's forward: outside autocast, on hidden states of float32 at least."""
+
+    def forward(hidden: Tensor) -> Tensor:
+        with torch.autocast(device_type=hidden.device.type, enabled=False):
+            return plain(wide(hidden))
+
+    return forward
+
+
+def factor_dtype(head: nn.Linear, device: torch.device, *, float32_head: bool) -> torch.dtype:
+    """Choose the dtype of the factors of a linear head's product.
+
+    On a GPU `float32_head` leaves them the run's: the product is added up and given in float32 (see _scaled). A CPU has
+    no such product, and one in float32 throughout is the faster one there where the CPU has none in bfloat16.
+    """
+    kind = device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
-    with torch.autocast(device_type=kind, enabled=False):
+    return torch.promote_types(dtype, torch.float32) if float32_head and kind == "cpu" else dtype
+
+
+def logits_of(head: nn.Module, device: torch.device, *, float32_head: bool) -> Callable[[Tensor], Tensor]:
+    """Make a function from hidden states [N, D] to the head's logits [N, V], for passes without a gradient.
+
+    It calls the head's forward rather than the head: what hangs on the module (an adapter's weights do not) stays out.
+    """
+    if type(head) is not nn.Linear:
+        return in_float32(head.forward) if float32_head else head.forward
+    dtype, bias = factor_dtype(head, device, float32_head=float32_head), head.bias
+    weight = head.weight.to(dtype)
+
+    def forward(hidden: Tensor) -> Tensor:
+        with torch.autocast(device_type=device.type, enabled=False):
+            return _scaled(low_rows(hidden, dtype), weight, bias, 1.0, float32_head)[: len(hidden)]
+
+    return forward
+
+
+def _linear(
+    head: nn.Linear,
+    hidden: Float[Tensor, "N D"],
+    ids: Int[Tensor, " N"],
+    temperature: float,
+    entropy_gradient: bool,
+    float32_head: bool,
+) -> Statistics:
+    dtype = factor_dtype(head, hidden.device, float32_head=float32_head)
+    with torch.autocast(device_type=hidden.device.type, enabled=False):
         rows = low_rows(hidden, dtype)
         more = functional.pad(ids, (0, len(rows) - len(ids)))
-        found: tuple[Tensor, ...] = _Linear.apply(rows, head.weight, head.bias, more, temperature, entropy_gradient)  # type: ignore[no-untyped-call]
+        found: tuple[Tensor, ...] = _Linear.apply(  # type: ignore[no-untyped-call]
+            rows, head.weight, head.bias, more, temperature, entropy_gradient, float32_head
+        )
     return torch.stack(found)[:, : len(ids)]
 
 
@@ -105,6 +154,7 @@ class _Linear(torch.autograd.Function):
         ids: Tensor,
         temperature: float,
         entropy_gradient: bool,
+        float32_head: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Chunks of tokens; what the backward pass needs again is kept as far as `KEPT` goes."""
         count, vocabulary = len(ids), weight.shape[0]
@@ -116,20 +166,24 @@ class _Linear(torch.autograd.Function):
         kept: list[Tensor] = []
         own = weight.to(hidden.dtype)
         for part in _parts(count, size):
-            z = _scaled(hidden[part], own, bias, temperature)
+            z = _scaled(hidden[part], own, bias, temperature, float32_head)
             top, best = z.max(dim=-1)
             chosen = z.gather(1, ids[part, None]).squeeze(1)
             exps = z.sub_(top[:, None]).exp()
             total = exps.sum(dim=-1)
             logsums[part] = total.log() + top
             logprobs[part] = chosen - logsums[part]
-            entropy[part] = total.log() - torch.bmm(exps[:, None], z[:, :, None])[:, 0, 0] / total
+            moments = torch.bmm(exps[:, None], z[:, :, None])[:, 0, 0]
+            if moments.isnan().any():  # of a logit of minus infinity: looked for only where there is one
+                moments = torch.bmm(exps[:, None], z.clamp_(min=LOWEST)[:, :, None])[:, 0, 0]
+            entropy[part] = total.log() - moments / total
             first[part] = (best == ids[part]).to(dtype)
             budget -= exps.numel()
             if budget >= 0:
                 kept.append(exps.div_(total[:, None]))
         ctx.save_for_backward(hidden, weight, bias, ids, logsums, entropy, *kept)
         ctx.temperature, ctx.entropy_gradient, ctx.size = temperature, entropy_gradient, size
+        ctx.float32_head = float32_head
         ctx.mark_non_differentiable(*([first] if entropy_gradient else [entropy, first]))
         return logprobs, entropy, first
 
@@ -147,10 +201,11 @@ class _Linear(torch.autograd.Function):
             if number < len(kept):
                 d_logits = kept[number].mul(-d_logprobs[part, None])
             else:
-                logs = _scaled(hidden[part], own, bias, ctx.temperature).sub_(logsums[part, None])
+                logs = _scaled(hidden[part], own, bias, ctx.temperature, ctx.float32_head)
+                logs = logs.sub_(logsums[part, None])
                 slope = -d_logprobs[part, None]
                 if ctx.entropy_gradient and d_entropy is not None:
-                    slope = slope - d_entropy[part, None] * (logs + entropy[part, None])
+                    slope = slope - d_entropy[part, None] * (logs.clamp_(min=LOWEST) + entropy[part, None])
                 d_logits = logs.exp_().mul_(slope)
             d_logits.scatter_add_(1, ids[part, None], d_logprobs[part, None])
             d_logits = d_logits.div_(ctx.temperature).to(hidden.dtype)
@@ -163,11 +218,17 @@ class _Linear(torch.autograd.Function):
                     d_weight += d_logits.t() @ hidden[part]
             if d_bias is not None:
                 d_bias += d_logits.sum(dim=0)
-        return d_hidden, d_weight, d_bias, None, None, None
+        return d_hidden, d_weight, d_bias, None, None, None, None
 
 
-def _scaled(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Float[Tensor, "N V"]:
-    logits = hidden @ weight.t() if bias is None else torch.addmm(bias.to(hidden.dtype), hidden, weight.t())
+def _scaled(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, float32_head: bool
+) -> Float[Tensor, "N V"]:
+    if float32_head and hidden.is_cuda and hidden.dtype in SHORT:
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        logits = logits if bias is None else logits.add_(bias)
+    else:
+        logits = hidden @ weight.t() if bias is None else torch.addmm(bias.to(hidden.dtype), hidden, weight.t())
     logits = wide(logits)
     return logits if temperature == 1.0 else logits.div_(temperature)
 

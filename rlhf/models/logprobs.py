@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from rlhf.config.sections import LogProbs, Packing
 from rlhf.errors import ModelError
 from rlhf.models.backbone import CausalLM, body_of
-from rlhf.models.head import chunked_statistics, output_head, reading, statistics, why_naive
+from rlhf.models.head import chunked_statistics, in_float32, output_head, reading, statistics, why_naive
 from rlhf.models.lean import chosen_states, is_lean
 from rlhf.models.rows import Rows, body_inputs, lay_for
 
@@ -69,13 +70,15 @@ def completion_outputs(
     with_hidden: bool = False,
     log_probs: LogProbs = "auto",
     packing: Packing = "auto",
+    float32_head: bool = False,
 ) -> TokenOutputs:
     """Log-probability and entropy of every completion token given all before it.
 
     The logits that choose completion token t stand one position before it. They are divided by `temperature` and
     normalized in float32 at least. Only the live tokens' reach the LM head, a chunk at a time; all of them at once
     where `log_probs` is naive, and where the model's forward does more to them than its head (see head.why_naive).
-    Rows go through the model without padding where `packing` is auto and it is so (see rows.why_padded).
+    Rows go through the model without padding where `packing` is auto and it is so (see rows.why_padded). With
+    `float32_head` the logits are float32's in a run in bfloat16 too, where the head's own have 8 bits.
 
     Raises:
         ModelError: `log_probs` is chunked and the model's forward does more.
@@ -83,10 +86,12 @@ def completion_outputs(
     fields = prompt_ids, prompt_mask, completion_ids, completion_mask
     if in_chunks(model, log_probs):
         rows = lay_for(body_of(model), *fields) if packing == "auto" else None
-        read = _Reading(completion_ids, completion_mask, temperature, entropy_gradient, with_hidden)
+        read = _Reading(completion_ids, completion_mask, temperature, entropy_gradient, with_hidden, float32_head)
         return read.rectangle(model, Sequences.join(*fields)) if rows is None else read.rows(model, rows)
     sequences = Sequences.join(*fields)
-    logits, hidden = completion_logits(model, sequences, completion_ids.shape[1], with_hidden=with_hidden)
+    logits, hidden = completion_logits(
+        model, sequences, completion_ids.shape[1], with_hidden=with_hidden, float32_head=float32_head
+    )
     return token_outputs(
         logits,
         completion_ids,
@@ -118,6 +123,7 @@ class _Reading:
     temperature: float
     entropy_gradient: bool
     with_hidden: bool
+    float32_head: bool
 
     def rectangle(self, model: CausalLM, sequences: Sequences) -> TokenOutputs:
         """From padded rows; tokens are chosen one position before their own."""
@@ -150,6 +156,7 @@ class _Reading:
             self.ids[self.mask],
             temperature=self.temperature,
             entropy_gradient=self.entropy_gradient,
+            float32_head=self.float32_head,
         )
 
     def _spread(self, found: Float[Tensor, "3 M"], states: Float[Tensor, "M D"] | None) -> TokenOutputs:
@@ -191,10 +198,15 @@ def _outputs(
     )
 
 
+def _in_float32(plain: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    return in_float32(plain)(hidden)
+
+
 def completion_logits(
-    model: CausalLM, sequences: Sequences, length: int, *, with_hidden: bool = False
+    model: CausalLM, sequences: Sequences, length: int, *, with_hidden: bool = False, float32_head: bool = False
 ) -> tuple[Float[Tensor, "B T V"], Float[Tensor, "B T D"] | None]:
     """The logits that choose each of the last `length` tokens, and the hidden states they come from when asked for."""
-    outputs = model(**sequences.inputs(), logits_to_keep=length + 1, output_hidden_states=with_hidden)
+    with reading(output_head(model), _in_float32) if float32_head else nullcontext():
+        outputs = model(**sequences.inputs(), logits_to_keep=length + 1, output_hidden_states=with_hidden)
     logits = outputs.logits[:, -length - 1 : -1]
     return logits, outputs.hidden_states[-1][:, -length - 1 : -1] if with_hidden else None

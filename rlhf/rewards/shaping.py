@@ -16,7 +16,8 @@ class ShapedReward:
 
         shaped = clip(score, -clip, clip) - missing_eos_penalty * [not finished] - overlong(length)
 
-    The parts keep the source's, the score before all this as "raw", and each penalty that is switched on.
+    The parts keep the source's, the score before all this as "raw", each penalty that is switched on, and, where there
+    is a clip, 1.0 for each score that it changed, as "clipped".
     """
 
     def __init__(self, source: RewardSource, config: ShapingConfig, max_new_tokens: int) -> None:
@@ -27,15 +28,16 @@ class ShapedReward:
     def __call__(self, completions: Completions) -> Scores:
         """See RewardSource."""
         scores = self.source(completions)
-        own = {"raw": scores.values, **self._penalties(completions, scores.values)}
+        penalties = self._penalties(completions, scores.values)
+        values, own = scores.values, {"raw": scores.values, **penalties}
+        if self.config.clip is not None:
+            values = values.clamp(-self.config.clip, self.config.clip)
+            own["clipped"] = (values != scores.values).to(values)
         clash = sorted(own.keys() & scores.parts.keys())
         if clash:
             raise RewardError(f"the reward names a part {clash[0]!r}, which shaping keeps for itself; rename it")
-        values = scores.values
-        if self.config.clip is not None:
-            values = values.clamp(-self.config.clip, self.config.clip)
-        for name, penalty in own.items():
-            values = values - penalty if name != "raw" else values
+        for penalty in penalties.values():
+            values = values - penalty
         return Scores(values=values, parts={**scores.parts, **own})
 
     def _penalties(self, completions: Completions, like: Float[Tensor, " B"]) -> dict[str, Float[Tensor, " B"]]:

@@ -153,6 +153,15 @@ class Engine:
         with self._zero.gathered(module):
             yield
 
+    @contextmanager
+    def whole_weights(self, module: nn.Module) -> Iterator[None]:
+        """Gather the weights of a part of a model in every process; call its `forward` then, not the module."""
+        if self._zero is None or not self.splits_weights:
+            yield
+            return
+        with self._zero.gathered_weights(module):
+            yield
+
     def full_state(self, module: nn.Module) -> dict[str, Tensor] | None:
         """The state dict with whole weights, on the CPU, in the main process; None where the module has them."""
         if self._zero is None or not self.splits_weights:

@@ -27,6 +27,8 @@ METRICS: dict[str, MetricInfo] = _table("""
 score/mean            | score    | mean score of the step's completions, after shaping
 score/std             | score    | their standard deviation
 score/raw             | score    | mean score before shaping
+score/clipped         | share    | completions whose score reward.shaping.clip changed
+score/cut             | share    | completions that the reward model read without the beginning: beyond its context
 score/greedy          | score    | mean score of the greedy completions that are the baseline (remax)
 score/first_draw      | score    | with refill_rounds: mean score of the step's first samples, the policy's own
 score/best_of_group   | score    | mean over prompts of the best score in the group
@@ -34,6 +36,7 @@ reward/kl_penalty     | score    | mean over completions of the summed KL penalt
 kl/reference          | nats     | KL(policy || reference) per sequence, k1 summed over tokens, mean over completions
 kl/coef               | score/nat| coefficient of the KL penalty during the step
 kl/penalty_coef       | 1/nat    | coefficient of KL(old || new) during the step (ppo_penalty)
+completion/masked     | share    | completions left out of the loss: cut off (mask_truncated), or of uniform groups
 kl/old                | nats     | KL(old policy || policy) per token during the update
 kl/old_last           | nats     | KL(old policy || policy) per token on the step's last minibatch; steers ppo_penalty
 kl/sampler_mismatch   | nats     | mean |sampler's - old log-prob| of the sampled tokens; 0 where the sampler's serve
@@ -43,7 +46,7 @@ policy/clip_fraction  | share    | tokens whose gradient the clip stops; of cisp
 policy/entropy        | nats     | entropy of the next-token distribution at the sampled positions
 policy/grad_norm      | -        | global gradient norm before clipping
 policy/lr             | -        | learning rate
-policy/optimizer_steps| count    | optimizer steps taken in the step
+policy/optimizer_steps| count    | optimizer steps of the policy taken in the step; 0 in the critic's warm-up
 policy/early_stop     | 0/1      | 1 when target_kl ended the step's epochs early
 critic/explained_variance | share | 1 - Var(return - value) / Var(return), values before the update
 critic/clip_fraction  | share    | tokens whose value gradient the clip stops
@@ -87,6 +90,7 @@ rm/accuracy           | share    | pairs whose chosen side scores higher
 rm/margin             | score    | mean score difference, chosen - rejected
 rm/score_mean         | score    | mean score over both sides
 skipped/nonfinite     | count    | optimizer steps not taken because of a NaN or Inf, since the start
+skipped/zero_gradient | count    | optimizer steps in which a model stood still: its gradient was exactly zero (ties)
 skipped/unscored      | count    | steps not taken because a score was NaN or infinite, since the start
 eval/score            | score    | mean score of the judge on held-out prompts, one sampled completion each
 eval/score_std        | score    | its standard deviation over prompts
@@ -99,9 +103,9 @@ eval/kl_exact_se      | nats     | its standard error
 eval/reference_perplexity | -     | perplexity of the held-out completions under the reference, per token
 eval/length           | tokens   | mean length of held-out completions
 eval/finished         | share    | held-out completions that ended with EOS
-eval/distinct_1       | share    | distinct tokens over all tokens of the held-out completions
-eval/distinct_2       | share    | distinct bigrams over all bigrams of the held-out completions
-eval/distinct_3       | share    | distinct trigrams over all trigrams of the held-out completions
+eval/distinct_1       | share    | distinct token ids over all tokens of all held-out completions, EOS included
+eval/distinct_2       | share    | distinct token-id bigrams over all bigrams of all held-out completions, with EOS
+eval/distinct_3       | share    | distinct token-id trigrams over all trigrams of all held-out completions, with EOS
 eval/repetition       | share    | 4-grams that occurred earlier in the same held-out completion, over all its 4-grams
 eval/entropy          | nats     | entropy per token: mean of -log pi over the sampled held-out tokens
 eval/loss             | nats     | held-out negative log-likelihood per completion token

@@ -29,6 +29,7 @@ class TrainState:
     penalty_coef: float = 0.0
     completions: int = 0  # sampled since the start
     skipped: int = 0  # optimizer steps not taken because of NaN or Inf
+    idle: int = 0  # optimizer steps in which a model did not move: its gradient was exactly zero
     unscored: int = 0  # steps not taken because of a score that is NaN or infinite
     bad_in_a_row: int = 0  # of both, the last ones
     owed: dict[str, float] | None = None  # metrics of `step`, where its evaluation could not be made
@@ -140,7 +141,7 @@ class Session:
         self._tokens += tokens
 
     def watch(self, seen: Metrics) -> None:
-        """Count an optimizer step that a NaN or Inf prevented; one that was taken ends the row of such steps.
+        """Count an optimizer step that a NaN or Inf prevented, or that had a gradient of zero; others end a bad row.
 
         Raises:
             DivergenceError: there were too many in a row.
@@ -150,6 +151,7 @@ class Session:
             self._bad("a NaN or Inf in the loss or a gradient")
         else:
             self.state.bad_in_a_row = 0
+            self.state.idle += "skipped/zero_gradient" in seen
 
     def unscored(self, error: NonFiniteScores) -> None:
         """Leave out a step because of its scores.

@@ -57,7 +57,8 @@ def optimizer_step(
     The micro-batch size and the number of processes are about memory and speed: gradients are sums divided by
     whole-minibatch norms, so they cannot change the step; where memory runs out the micro-batch is halved and the
     gradient begun anew. Each process is given whole parts and takes its share of their rows; the metrics are those of
-    all. A NaN or Inf in a loss or gradient drops the whole step (no model moves) and counts it.
+    all. A NaN or Inf in a loss or gradient drops the whole step (no model moves) and counts it. A model whose gradient
+    is exactly zero does not move either: Adam would carry it on by the momentum of earlier steps.
     """
     fitting = micro_batch_size if isinstance(micro_batch_size, Fitting) else Fitting(micro_batch_size)
     metrics, total = fitting.run(
@@ -129,8 +130,12 @@ def _step(trained: Sequence[Trained], metrics: Metrics, *, finite: bool, lr_fact
         metrics.update({"skipped/nonfinite": Mean(1.0, 1.0)})
         return
     for model, norm in zip(trained, norms, strict=True):
-        lr = model.step(norm=norm, lr_factor=lr_factor)
         metrics.add(f"{model.name}/grad_norm", norm)
+        if norm == 0.0:
+            model.drop_gradient()
+            metrics.update({"skipped/zero_gradient": Mean(1.0, 1.0)})
+            continue
+        lr = model.step(norm=norm, lr_factor=lr_factor)
         metrics.add(f"{model.name}/lr", lr)
 
 

@@ -191,6 +191,13 @@ def gathered(module: nn.Module) -> Iterator[None]:
         _WHOLE[module] -= 1
 
 
+@contextmanager
+def gathered_weights(module: nn.Module) -> Iterator[None]:
+    """Make the weights of a part of a model whole in every process; hooks stay as they are, so call its `forward`."""
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        yield
+
+
 def full_state(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     """The state dict with whole weights on the CPU where `keep`, else empty; every process must call it."""
     named = dict(module.named_parameters(remove_duplicate=False))

@@ -116,7 +116,10 @@ def ratio_deviation(logprobs: Float[Tensor, "B T"], old: Float[Tensor, "B T"], m
 
 
 class DemonstrationLoss:
-    """Negative log-likelihood of demonstrations; a rlhf.runtime.step.Loss over Demonstrations."""
+    """Negative log-likelihood of demonstrations; a rlhf.runtime.step.Loss over Demonstrations.
+
+    At temperature 1 whatever the run samples at: nobody drew demonstrations from the policy.
+    """
 
     def __init__(self, models: Models, *, aggregate: Aggregate, coef: float = 1.0, name: str = "sft") -> None:
         """`name` is sft, or ptx where it is mixed into an online update with weight `coef`."""
@@ -133,7 +136,7 @@ class DemonstrationLoss:
     def terms(self, micro: Demonstrations) -> tuple[dict[str, Tensor], dict[str, Mean]]:
         """Sums over a micro-batch."""
         micro = micro.to(self.models.device)
-        tokens = self.models.policy_tokens(micro)
+        tokens = self.models.policy_tokens(micro, temperature=1.0)
         weights, _ = token_weights(micro.loss_mask, self.aggregate, max_tokens=micro.loss_mask.shape[1])
         total = (torch.where(micro.loss_mask, -tokens.logprobs, 0.0) * weights).sum()
         observed = {f"loss/{self.name}": Mean.of(-tokens.logprobs, micro.loss_mask)}

@@ -34,6 +34,9 @@ def observe(experience: Experience, scores: Scores, models: Models, *, coef: flo
     metrics.add("advantage/std", _std(experience.advantages, experience.loss_mask))
     if "raw" in scores.parts:
         metrics.update({"score/raw": Mean.of(scores.parts["raw"])})
+    for name in ("clipped", "cut"):
+        if name in scores.parts:
+            metrics.update({f"score/{name}": Mean.of(scores.parts[name])})
     if models.has_reference:
         metrics.update({"kl/reference": Mean.of(sequence_kl)})
     if experience.group_size > 1:
@@ -56,6 +59,8 @@ def observe_choice(experience: Experience, algorithm: Online) -> Metrics:
     """How many of a step's completions were chosen to learn from, and how they scored; nothing where all are."""
     scores, groups = experience.scores.double(), len(experience) // experience.group_size
     metrics = Metrics()
+    if algorithm.mask_truncated or algorithm.drop_uniform_groups:
+        metrics.update({"completion/masked": Mean.of(~experience.loss_mask.any(dim=1))})
     match algorithm.advantage:
         case Best():
             kept = experience.loss_mask.any(dim=1)

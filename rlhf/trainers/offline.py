@@ -61,7 +61,10 @@ def train_offline(run: OfflineRun) -> None:
 
 def counted(metrics: Metrics, session: Session) -> Mapping[str, float]:
     """The values of a step, with the run's count of optimizer steps that were not taken."""
-    return metrics.values() | {"skipped/nonfinite": float(session.state.skipped)}
+    return metrics.values() | {
+        "skipped/nonfinite": float(session.state.skipped),
+        "skipped/zero_gradient": float(session.state.idle),
+    }
 
 
 def fitting(batch: BatchConfig, session: Session, *, times: int = 1, what: str = GRADIENT_PASS) -> Fitting:

@@ -80,7 +80,7 @@ def train(run: OnlineRun) -> None:
         metrics.merge(found.metrics)
         with phase("update"):
             metrics.merge(update(experience, run, step))  # epochs x minibatches of optimizer steps
-        _control(run, metrics, len(rollout))
+        _control(run, metrics, len(rollout), step)
         run.session.state.completions += len(rollout) + found.extra
         _report(run, step, rollout, metrics, tokens=live_tokens(rollout))
 
@@ -154,14 +154,15 @@ def _refill(run: OnlineRun, step: int, number: int) -> Prompts:
 def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
     """Several shuffled epochs over one experience; ended early where the policy has moved too far (target_kl).
 
-    Where nothing is to be learned (every group a tie, no completion above the threshold), no model moves.
+    Where nothing is to be learned (every group a tie, no completion above the threshold, every one masked), the policy
+    does not move, nor a critic that has nothing to learn either.
     """
     batch, metrics = run.config.batch, Metrics()
     learned = lesson(experience, run.algorithm)  # rows, or pairs of them
     losses = online_losses(run.models, run.objective, run.coefs)
     trained = _trained(run, step)
     rows = max(1, -(-len(learned) // batch.minibatches))
-    steps, tokens, stopped = 0, 0, False
+    steps, taken, tokens, stopped = 0, 0, 0, False
     for epoch in range(batch.epochs):
         order = torch.randperm(len(learned), generator=generator(run.config.run.seed, "order", step, epoch))
         for drawn in order.split(rows) if len(order) else ():
@@ -176,13 +177,14 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
                 metrics.add("policy/first_ratio_deviation", deviation)
             metrics.merge(seen)
             steps += 1
+            taken += "policy/lr" in seen
             tokens += tokens_of(minibatch)
             stopped = run.algorithm.target_kl is not None and seen["kl/old"] > 1.5 * run.algorithm.target_kl
             if stopped:
                 break
         if stopped:
             break
-    metrics.add("policy/optimizer_steps", float(steps))
+    metrics.add("policy/optimizer_steps", float(taken))
     metrics.add("completion/trained_tokens", float(tokens))
     if steps:
         metrics.add("kl/old_last", seen["kl/old"])
@@ -193,8 +195,13 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
 
 def _trained(run: OnlineRun, step: int) -> list[Trained]:
     """The models that step now: the critic alone during its warm-up."""
-    warming = run.critic is not None and step <= run.config.critic.warmup_steps
-    return ([] if warming else [run.policy]) + ([run.critic] if run.critic is not None else [])
+    policy = [] if _is_warming_up(run, step) else [run.policy]
+    return policy + ([run.critic] if run.critic is not None else [])
+
+
+def _is_warming_up(run: OnlineRun, step: int) -> bool:
+    """Tell whether this step trains the critic alone."""
+    return run.critic is not None and step <= run.config.critic.warmup_steps
 
 
 def _ptx(run: OnlineRun, step: int) -> list[Part]:
@@ -210,12 +217,16 @@ def _lr_factor(run: OnlineRun, step: int) -> float:
     return lr_factor(step, steps=total, warmup_steps=schedule.warmup_steps, decay=schedule.decay)
 
 
-def _control(run: OnlineRun, metrics: Metrics, completions: int) -> None:
-    """Move the coefficients for the next step, and the average of the weights."""
+def _control(run: OnlineRun, metrics: Metrics, completions: int, step: int) -> None:
+    """Move the coefficients for the next step, and the average of the weights.
+
+    A controller steers by how far the policy went. It holds while the policy may not move, in the critic's warm-up, and
+    that of the penalty also at a step without an optimizer step: both KLs are then 0 by construction.
+    """
     state = run.session.state
     metrics.add("kl/coef", state.kl_coef)
     controller = run.algorithm.kl.controller
-    if isinstance(controller, AdaptiveKl):
+    if isinstance(controller, AdaptiveKl) and not _is_warming_up(run, step):
         state.kl_coef = next_kl_coef(
             state.kl_coef,
             kl=metrics["kl/reference"],
@@ -225,9 +236,10 @@ def _control(run: OnlineRun, metrics: Metrics, completions: int) -> None:
         )
     if isinstance(run.algorithm.policy_loss, PenaltyLoss):
         metrics.add("kl/penalty_coef", state.penalty_coef)
-        state.penalty_coef = next_penalty_coef(
-            state.penalty_coef, kl=metrics["kl/old_last"], target=run.algorithm.policy_loss.target
-        )
+        if metrics["policy/optimizer_steps"] > 0:
+            state.penalty_coef = next_penalty_coef(
+                state.penalty_coef, kl=metrics["kl/old_last"], target=run.algorithm.policy_loss.target
+            )
     if run.ema is not None:
         run.ema.update()
 
@@ -244,5 +256,6 @@ def _counts(run: OnlineRun) -> dict[str, float]:
     return {
         "completion/count": float(state.completions),
         "skipped/nonfinite": float(state.skipped),
+        "skipped/zero_gradient": float(state.idle),
         "skipped/unscored": float(state.unscored),
     }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from algo_cases import NAN, close, grids, live, table
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from rlhf.algo.advantages import (
     gae,
@@ -195,3 +197,13 @@ def test_uniform_groups_have_no_advantage_and_others_have(case):
     assert (group_centered(scores, size)[uniform].abs() < 1e-12).all()
     others = group_centered(scores, size)[~uniform].view(-1, size)
     assert (others.abs().amax(1) > 0.1).all()
+
+
+@pytest.mark.parametrize("advantage", [group_centered, group_normalized, leave_one_out])
+@pytest.mark.parametrize("size", [2, 3, 5, 7])
+def test_the_advantage_of_a_tie_is_exactly_zero(advantage: Callable[[Tensor, int], Tensor], size: int) -> None:
+    """The mean of three times 0.1 is not 0.1 in float32, and over the 1e-4 of the deviation that is an advantage."""
+    scores = torch.cat([torch.full((size,), 0.1 * k) for k in range(1, 50)] + [torch.arange(size).float()])
+    found = advantage(scores, size)
+    assert found[:-size].abs().max() == 0.0
+    assert found[-1] >= 0.5

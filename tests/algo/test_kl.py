@@ -137,3 +137,10 @@ def test_adaptive_coefficient_moves_against_the_error_and_little(kl, target, com
 )
 def test_penalty_coefficient_by_hand(kl, expected):
     assert next_penalty_coef(2.0, kl=kl, target=3.0) == expected
+
+
+def test_a_kl_that_is_no_number_leaves_the_coefficients() -> None:
+    """NaN went into the coefficient, and from there into every later reward."""
+    assert next_kl_coef(0.2, kl=math.nan, target=6.0, horizon=100.0, completions=10) == 0.2
+    assert next_penalty_coef(0.2, kl=math.nan, target=0.01) == 0.2
+    assert next_kl_coef(0.2, kl=math.inf, target=6.0, horizon=100.0, completions=10) == pytest.approx(0.2 * 1.02)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -444,3 +445,69 @@ def test_only_an_algorithm_with_a_critic_has_a_value_term():
         batch = experience(algorithm)
         terms, _ = Objective(algorithm, max_tokens=5).loss(batch, outputs(batch), COEFS)
         assert ("value" in terms) == (algorithm.value_loss is not None)
+
+
+MASKED = {"advantage": {"type": "group"}, "policy_loss": {"aggregate": "sequence_mean"}, "mask_truncated": True}
+
+
+def test_completions_that_were_cut_off_are_left_out_of_the_loss_and_its_denominators() -> None:
+    """As if the step had never drawn them, but for the baselines of their groups (DAPO's overlong filtering)."""
+    drawn = rollout()
+    drawn = replace(drawn, finished=torch.tensor([True, False, True, True, False, False, True, True]))
+    algorithm, plain = online(**MASKED), online(**{**MASKED, "mask_truncated": False})
+    masked, whole = (credit(drawn, each, COEFS) for each in (algorithm, plain))
+    kept = drawn.finished.nonzero().flatten()
+    assert torch.equal(masked.loss_mask, whole.loss_mask & drawn.finished[:, None])
+    close(masked.advantages[kept], whole.advantages[kept])
+    said = outputs(masked)
+    terms, _ = Objective(algorithm, max_tokens=5).loss(masked, said, COEFS)
+    alone, _ = Objective(plain, max_tokens=5).loss(whole.rows(kept), output_rows(said, kept), COEFS)
+    close(terms["policy"], alone["policy"])
+    assert Objective(algorithm, max_tokens=5).norms(masked)["policy"] == float(len(kept)) == 5.0
+
+
+def test_the_critic_does_not_learn_from_completions_that_were_cut_off() -> None:
+    drawn = rollout()
+    drawn = replace(drawn, finished=torch.tensor([True, False] * 4))
+    algorithm = online(**CLIP_PPO, mask_truncated=True)
+    batch, kept = credit(drawn, algorithm, COEFS), drawn.finished.nonzero().flatten()
+    objective, said = Objective(algorithm, max_tokens=5), outputs(batch)
+    terms, _ = objective.value_term(batch, said.values)
+    alone, _ = objective.value_term(batch.rows(kept), said.values[kept])
+    close(terms["value"], alone["value"])
+    assert objective.norms(batch)["value"] == float(batch.completion_mask[kept].sum())
+
+
+def test_where_every_completion_was_cut_off_the_gradient_is_exactly_zero() -> None:
+    drawn = rollout()
+    batch = credit(replace(drawn, finished=torch.zeros_like(drawn.finished)), online(**MASKED), COEFS)
+    said, objective = outputs(batch), Objective(online(**MASKED), max_tokens=5)
+    terms, _ = objective.loss(batch, said, COEFS)
+    (gradient,) = torch.autograd.grad(terms["policy"] / objective.norms(batch)["policy"], said.logprobs)
+    assert gradient.abs().max() == 0.0
+
+
+def test_an_entropy_that_is_no_number_does_not_reach_a_loss_without_a_bonus() -> None:
+    batch = experience(online(**CLIP_PPO))
+    said = outputs(batch)
+    nan = replace(said, entropy=torch.full_like(said.entropy, NAN))
+    terms, _ = Objective(online(**CLIP_PPO), max_tokens=5).loss(batch, nan, COEFS)
+    assert bool(terms["policy"].isfinite())
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        (
+            {**CLIP_PPO, "kl": {"placement": "reward", "importance_weighted": True}},
+            "importance_weighted weighs the penalty in the loss",
+        ),
+        (
+            {"advantage": {"type": "best_and_worst"}, "policy_loss": {"type": "pair"}, "mask_truncated": True},
+            "a pair loss learns from two at once",
+        ),
+    ],
+)
+def test_a_setting_that_would_do_nothing_is_refused(choices: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        online(**choices)

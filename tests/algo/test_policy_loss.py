@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.algo.policy_loss import (
+    RatioLevel,
     clipped_surrogate,
     importance_ratio,
     kl_old_new,
@@ -258,3 +259,19 @@ def test_truncated_importance_by_hand() -> None:
     mask = torch.tensor([[True, True, True, False]])
     found = truncated_importance(logprobs, drawn_by, mask, cap=2.0)
     close(found, table([1.5, 0.5, 2.0, 1.0]))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence_mean"])
+def test_a_ratio_that_float32_cannot_hold_is_a_number_with_a_gradient(level: RatioLevel) -> None:
+    """exp(100) is infinite in float32; times an advantage of 0, or through the clip's other branch, it was NaN."""
+    logprobs = torch.tensor([[0.0, 0.0], [-1.0, -1.0]], requires_grad=True)
+    old = torch.tensor([[-100.0, -100.0], [-1.0, -1.0]])
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    ratio = importance_ratio(logprobs, old, mask, level)
+    assert ratio[1].tolist() == [1.0, 1.0]
+    assert ratio[0].tolist() == pytest.approx([math.exp(20.0)] * 2)
+    for advantage in (0.0, 1.0, -1.0):
+        surrogate = clipped_surrogate(ratio, torch.full((2, 2), advantage), clip_eps_low=0.2, clip_eps_high=0.2)
+        (gradient,) = torch.autograd.grad(surrogate.per_token.sum(), logprobs, retain_graph=True)
+        assert bool(gradient.isfinite().all())
+        assert (gradient[1] != 0).any() == (advantage != 0)

@@ -116,7 +116,7 @@ def test_another_reference_is_asked_instead_of_the_policy(tmp_path: Path, asked:
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
-@pytest.mark.parametrize("what", ["data", "temperature", "dtype", "template"])
+@pytest.mark.parametrize("what", ["data", "dtype", "template"])
 def test_whatever_changes_the_numbers_is_another_entry(tmp_path: Path, asked: list[int], what: str) -> None:
     def row(text: str) -> dict[str, Any]:
         return {"role": "user" if text.startswith("red") else "assistant", "content": text}
@@ -131,7 +131,6 @@ def test_whatever_changes_the_numbers_is_another_entry(tmp_path: Path, asked: li
         base = merge(base, {"data": {"preferences": {"path": str(file)}, "chat_template": str(tmp_path / "a.jinja")}})
     changes: dict[str, dict[str, Any]] = {
         "data": {"data": {"preferences": {"path": str(pairs_file(tmp_path, seed=4))}}},
-        "temperature": {"sampling": {"temperature": 0.5}},
         "dtype": {"policy": {"dtype": "float64"}},
         "template": {"data": {"chat_template": str(tmp_path / "b.jinja")}},
     }
@@ -139,6 +138,17 @@ def test_whatever_changes_the_numbers_is_another_entry(tmp_path: Path, asked: li
     offline(merge(base, changes[what]))
     assert len(asked) == 2
     assert len(kept(tmp_path)) == 2
+
+
+def test_the_sampling_temperature_changes_no_loss_over_data(tmp_path: Path, asked: list[int]) -> None:
+    """The loss is of completions that nobody drew from the policy: it is at temperature 1, reference included."""
+    first = trained_offline(merge(tree_of(tmp_path), {"run": {"out_dir": str(tmp_path / "one")}}))
+    second = merge(tree_of(tmp_path), {"run": {"out_dir": str(tmp_path / "half")}, "sampling": {"temperature": 0.5}})
+    other = trained_offline(second)
+    assert len(asked) == 1
+    names = ("loss/preference", "preference/margin", "preference/chosen_logprob", "eval/preference_loss")
+    for line, same in zip(*(run.session.recorder.folder.read_metrics() for run in (first, other)), strict=True):
+        assert [line.get(name) for name in names] == [same.get(name) for name in names]
 
 
 def test_a_resumed_run_asks_the_reference_not_the_trained_policy(tmp_path: Path, asked: list[int]) -> None:

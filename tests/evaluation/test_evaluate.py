@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tiny_models import EOS, completions_of, prompts_of, ragged, sampler_of, tiny
+from tiny_models import BOS, EOS, completions_of, prompts_of, ragged, sampler_of, tiny
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf.config.sections import LoraConfig, SamplingConfig
+from rlhf.config.sections import LogProbs, LoraConfig, SamplingConfig
 from rlhf.evaluation.diversity import distinct_n, diversity, repetition
 from rlhf.evaluation.evaluate import evaluate_policy, perplexity
 from rlhf.models.backbone import add_lora
+from rlhf.models.beside import BesideReference
 from rlhf.models.bundle import Models
 from rlhf.rollout import annotate
 from rlhf.runtime.memory import Fitting
@@ -134,3 +141,88 @@ def test_without_a_reference_there_is_no_kl() -> None:
     assert found.exact_kl.tolist() == [0.0, 0.0]
     with pytest.raises(RuntimeError, match="no reference"):
         models.beside_reference(ragged())
+
+
+class Largest(TorchDispatchMode):
+    """Keep the size of the largest tensor that any operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        for made in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(made, Tensor) and made.untyped_storage().nbytes() >= made.numel():  # an expanded view is none
+                self.numbers = max(self.numbers, made.numel())
+        return found
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_no_tensor_of_all_logits_is_made(family: str) -> None:
+    """64 prompts x 128 tokens with V = 150,000: seven tensors of both models were 35 GB; here on a smaller scale."""
+    vocabulary, rows, tokens = 12_000, 24, 32
+    policy, reference = (tiny(family, vocab=vocabulary, dtype=torch.float32) for _ in range(2))
+    models = Models(policy=policy, reference=reference, temperature=1.0, dtype="float32", device=torch.device("cpu"))
+    prompts = [[BOS, 5 + row] for row in range(rows)]
+    batch = completions_of(prompts, [[7 + row] * tokens for row in range(rows)])
+    models.beside_reference(batch.rows(slice(0, 2)))  # what is found out about a model once
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("head", "beside"):
+            patch.setattr(f"rlhf.models.{module}.NUMBERS", {"cpu": 2**19})
+        with Largest() as largest:
+            found = models.beside_reference(batch)
+    assert found.logprobs.shape == (rows, tokens)
+    assert largest.numbers < rows * tokens * vocabulary / 15
+    assert largest.numbers >= vocabulary  # it did look at distributions
+
+
+def test_evaluation_at_a_vocabulary_of_150_000_adds_less_than_one_tensor_of_all_logits() -> None:
+    """In a process of its own, by its resident set: 64 prompts x 32 tokens; 1.2 GB would be one such tensor."""
+    script = Path(__file__).with_name("peak_of_evaluation.py")
+    said = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=300)
+    assert said.returncode == 0, said.stderr
+    added, whole = (float(number) for number in said.stdout.split())
+    assert whole == 64 * 32 * 150_000 * 4 / 2**20
+    assert 0 < added < 0.8 * whole
+
+
+@pytest.mark.parametrize(("family", "log_probs"), [("llama", "auto"), ("gpt2", "auto"), ("mistral", "naive")])
+def test_comparing_in_small_chunks_changes_nothing(family: str, log_probs: LogProbs) -> None:
+    """A chunk of one token, or of all of them; where a model's forward must make the logits, a row at a time."""
+    policy, reference = tiny(family), tiny(family)
+    torch.manual_seed(1)
+    for parameter in policy.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    models = replace(nudged(), policy=policy, reference=reference, log_probs=log_probs)
+    results = []
+    for numbers in (1, 2**23):
+        with pytest.MonkeyPatch.context() as patch:
+            for module in ("head", "beside"):
+                patch.setattr(f"rlhf.models.{module}.NUMBERS", {"cpu": numbers})
+            results.append(models.beside_reference(ragged()))
+    for name in ("logprobs", "ref_logprobs", "kl"):
+        torch.testing.assert_close(getattr(results[0], name), getattr(results[1], name), rtol=0, atol=1e-12)
+    assert float(results[0].kl.max()) > 1e-3
+
+
+def test_an_evaluation_that_memory_has_no_room_for_is_halved() -> None:
+    models, notes = nudged(), []
+    passes = Fitting(4, what="an evaluation pass", note=notes.append)
+    compare, sizes = models.beside_reference, []
+
+    def full(batch: Completions) -> BesideReference:
+        sizes.append(len(batch))
+        if len(batch) > 1:
+            raise torch.OutOfMemoryError
+        return compare(batch)
+
+    models.beside_reference = full  # type: ignore[method-assign]
+    sampler = sampler_of(models.policy, SamplingConfig(max_new_tokens=4))
+    prompts = [prompts_of([[5, 6], [7], [8, 9], [4]])]
+    how = {"proxy": None, "key": 3, "greedy": False, "rows_per_pass": passes}
+    found = evaluate_policy(prompts, sampler, models, lengths_as_scores, **how)  # type: ignore[arg-type]
+    assert sizes == [4, 2, 1, 1, 1, 1]
+    assert len(notes) == 1
+    assert "an evaluation pass of 4 rows: halved" in notes[0]
+    assert found.metrics["eval/kl_exact"] > 0.0

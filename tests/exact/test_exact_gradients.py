@@ -374,3 +374,17 @@ def test_the_critic_is_drawn_to_the_exact_values(gae_lambda):
         (slope,) = torch.autograd.grad(term, wrong)
         visits = WORLD.state_logprobs(table).exp() / WORLD.prompts
         torch.testing.assert_close(slope, 0.1 * visits * (wrong - exact), rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_weighing_the_kl_in_the_loss_makes_it_that_of_the_policy_on_stale_samples(policy, estimator):
+    """Minibatches after the first are of an older policy: unweighted, the gradient is of no KL at all."""
+    old, table = random_table(WORLD, 13), policy()
+    exact = BETA * visited(old, per_token_kl(table))  # in the states that the samples have
+    for weighed, compare in ((True, same_gradient), (False, differ)):
+        penalty = {"placement": "loss", "estimator": estimator, "importance_weighted": weighed}
+        both = [
+            PROBLEM.expected_terms(online(kl=kind, **REINFORCE), COEFS, old=old, new=table)["policy"]
+            for kind in (penalty, {"placement": "none", "coef": 0.0})
+        ]
+        compare(policy, both[0] - both[1], exact)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -15,8 +16,11 @@ from rlhf.config.sections import LogProbs, LoraConfig
 from rlhf.errors import ModelError
 from rlhf.models import head
 from rlhf.models.backbone import CausalLM, add_lora, autocast, enable_checkpointing
+from rlhf.models.beside import chosen_hidden
 from rlhf.models.bundle import Models
+from rlhf.models.head import chunked_statistics, output_head, statistics
 from rlhf.models.logprobs import completion_outputs
+from rlhf.types import Completions
 
 CPU = torch.device("cpu")
 T = 0.7
@@ -207,3 +211,63 @@ def test_a_batch_without_a_live_token() -> None:
 def _fields() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     b = ragged()
     return b.prompt_ids, b.prompt_mask, b.completion_ids, b.completion_mask
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_a_logit_of_minus_infinity_has_no_part_in_entropy_or_gradient(entropy_gradient: bool) -> None:
+    """0 x log 0 is 0: a token that a model rules out made the entropy, and with it the loss, NaN."""
+    torch.manual_seed(0)
+    head = torch.nn.Linear(4, 6, dtype=torch.float64)
+    with torch.no_grad():
+        head.bias[2] = -math.inf
+    ids = torch.tensor([0, 1, 3, 5, 4])
+    results = []
+    for chunked in (True, False):
+        hidden = torch.linspace(-1, 1, 20, dtype=torch.float64).view(5, 4).requires_grad_()
+        if chunked:
+            found = chunked_statistics(head, head, hidden, ids, temperature=T, entropy_gradient=entropy_gradient)
+        else:
+            found = statistics(head(hidden), ids, T, entropy_gradient=entropy_gradient)
+        weighed = found[0].sum() + 0.3 * found[1].sum() if entropy_gradient else found[0].sum()
+        results.append((found.detach(), *torch.autograd.grad(weighed, [hidden, head.weight])))
+    with torch.no_grad():
+        kept = (hidden.detach() @ head.weight.t() + head.bias)[:, [0, 1, 3, 4, 5]] / T
+        entropy = torch.distributions.Categorical(logits=kept).entropy()
+    for found, d_hidden, d_weight in results:
+        torch.testing.assert_close(found[1], entropy)
+        assert bool(d_hidden.isfinite().all() and d_weight.isfinite().all())
+        assert d_weight[2].tolist() == [0.0] * 4
+    for chunked_result, plain in zip(*results, strict=True):
+        torch.testing.assert_close(chunked_result, plain)
+
+
+@pytest.mark.parametrize("log_probs", ["chunked", "naive"])
+@torch.no_grad()
+def test_in_bfloat16_the_logits_are_float32s_unless_the_models_own_are_asked_for(log_probs: LogProbs) -> None:
+    """Rounded to 8 bits a logit of 20 is .06 off, and with it the log-probability."""
+    model = tiny(dtype=torch.float32, tie_word_embeddings=False)
+    output_head(model).weight.data *= 5
+    batch, errors = ragged(), {}
+    for float32_head in (True, False):
+        models = Models(
+            policy=model,
+            temperature=1.0,
+            dtype="bfloat16",
+            device=CPU,
+            log_probs=log_probs,
+            packing="off",
+            float32_head=float32_head,
+        )
+        tokens = models.policy_tokens(batch)
+        hidden = hidden_states(models, batch)
+        exact = (hidden.double() @ output_head(model).weight.double().t()).log_softmax(-1)
+        expected = exact.gather(1, batch.completion_ids[batch.completion_mask][:, None]).squeeze(1)
+        errors[float32_head] = float((tokens.logprobs[batch.completion_mask] - expected).abs().max())
+        assert tokens.logprobs.dtype == torch.float32
+    assert errors[True] < 2e-5
+    assert errors[False] > 1e-2
+
+
+def hidden_states(models: Models, batch: Completions) -> Tensor:
+    with models.autocast():
+        return chosen_hidden(models.policy, batch, "off")

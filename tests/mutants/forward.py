@@ -19,8 +19,8 @@ FORWARD = [
     Mutant(
         name="chunk-entropy-slope",
         file="rlhf/models/head.py",
-        before="slope = slope - d_entropy[part, None] * (logs + entropy[part, None])",
-        after="slope = slope - d_entropy[part, None] * logs",
+        before="slope = slope - d_entropy[part, None] * (logs.clamp_(min=LOWEST) + entropy[part, None])",
+        after="slope = slope - d_entropy[part, None] * logs.clamp_(min=LOWEST)",
         why="the entropy bonus pushes along a wrong gradient, by a constant that softmax does not forgive",
         tests=HEAD,
     ),

@@ -120,8 +120,8 @@ MACHINERY = [
     Mutant(
         name="warmup-trains-the-policy",
         file="rlhf/trainers/online.py",
-        before="return ([] if warming else [run.policy])",
-        after="return ([run.policy])",
+        before="policy = [] if _is_warming_up(run, step) else [run.policy]",
+        after="policy = [run.policy]",
         why="critic warm-up moves the policy along an untrained critic",
         tests=("tests/learning/test_learns.py::test_critic_warmup_leaves_the_policy_alone",),
     ),

@@ -45,9 +45,9 @@ MEASUREMENT = [
     ),
     Mutant(
         name="exact-kl-a-token-late",
-        file="rlhf/models/bundle.py",
-        before="ref_logits, _ = completion_logits(reference, sequences, ids.shape[1])",
-        after="ref_logits = completion_logits(reference, sequences, ids.shape[1])[0].roll(1, dims=1)",
+        file="rlhf/models/beside.py",
+        before="ref_states = chosen_hidden(self.reference, batch, self.packing)",
+        after="ref_states = chosen_hidden(self.reference, batch, self.packing).roll(1, dims=0)",
         why="the reference's distribution is that of another position",
         tests=EVALUATE,
     ),

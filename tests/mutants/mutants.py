@@ -6,6 +6,7 @@ from choosing import CHOOSING
 from comparison import COMPARISON
 from faults import FAULTS
 from forward import FORWARD
+from loop import LOOP
 from machinery import MACHINERY
 from measurement import MEASUREMENT
 from mutant import Mutant
@@ -27,6 +28,7 @@ MUTANTS = [
     *CHOOSING,
     *FAULTS,
     *FORWARD,
+    *LOOP,
     *OVERLAPPING,
     *SETTINGS,
     Mutant(
@@ -128,8 +130,8 @@ MUTANTS = [
     Mutant(
         name="uniform-groups-inverted",
         file="rlhf/algo/objective.py",
-        before="return ~uniform_groups(",
-        after="return uniform_groups(",
+        before="return whole & ~uniform_groups(",
+        after="return whole & uniform_groups(",
         why="DAPO keeps the groups with nothing to learn and drops the others",
         tests=("tests/algo/test_objective.py",),
     ),
@@ -320,8 +322,8 @@ MUTANTS = [
     Mutant(
         name="entropy-penalty",
         file="rlhf/algo/objective.py",
-        before="surrogate.per_token - self.surrogate",
-        after="surrogate.per_token + self.surrogate",
+        before="per_token - self.surrogate.entropy_coef",
+        after="per_token + self.surrogate.entropy_coef",
         why="the bonus is a penalty: the policy collapses sooner",
         tests=("tests/algo/test_objective.py",),
     ),
@@ -344,7 +346,7 @@ MUTANTS = [
     Mutant(
         name="critic-reads-the-policys-mask",
         file="rlhf/algo/objective.py",
-        before="config, mask = self.algorithm.value_loss, micro.completion_mask",
+        before="config, mask = self.algorithm.value_loss, self._value_mask(micro)",
         after="config, mask = self.algorithm.value_loss, micro.loss_mask",
         why="the critic's sum and its norm are over different tokens",
         tests=("tests/algo/test_objective.py",),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from rm_cases import made_model
-from tiny_models import COMPLETIONS, EOS, PAD, PROMPTS, completions_of, padded, ragged, saved, tiny, tokenizer
+from tiny_models import BOS, COMPLETIONS, EOS, PAD, PROMPTS, completions_of, padded, ragged, saved, tiny, tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -16,10 +16,10 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from reward_model.source import RewardModelSource, same_ids
+from reward_model.source import RewardModelSource, last_tokens, same_ids
 from rlhf.errors import ModelError, RewardError
 from rlhf.models.scalar_head import ScalarHeadModel, sequence_scores
-from rlhf.types import Completions
+from rlhf.types import Completions, concat
 
 
 def fields(batch: Completions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -128,17 +128,30 @@ def test_scores_that_are_no_numbers_are_refused(value: float, tmp_path: Path) ->
         source(model)(ragged())
 
 
-def test_a_row_beyond_the_context_is_refused(tmp_path: Path) -> None:
+def test_a_row_beyond_the_context_is_read_without_its_beginning_and_counted(tmp_path: Path) -> None:
+    """It stopped the run. The prompt's oldest tokens go, a BOS in front stays, and the completion is whole."""
     model = made_model(tmp_path, "gpt2")
     ids, mask = padded([[5] * 60], left=False)
     long = replace(
-        completions_of([[5, 6, 7, 8, 9]], [[3]]),
+        completions_of([[BOS, 6, 7, 8, 9, 4]], [[3]]),
         completion_ids=ids,
         completion_mask=mask,
         sampler_logprobs=torch.zeros(ids.shape),
     )
-    with pytest.raises(RewardError, match=r"65 tokens long .* context is 64"):
-        source(model)(long)
+    found = source(model)(concat([long, ragged()]))
+    short = completions_of([[BOS, 8, 9, 4]], [[5] * 60])
+    assert found.values[0].item() == pytest.approx(source(model)(short).values.item(), abs=1e-6)
+    torch.testing.assert_close(found.values[1:], source(model)(ragged()).values, rtol=0, atol=1e-6)
+    assert found.parts["cut"].tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_what_of_a_row_is_read() -> None:
+    assert last_tokens([1, 6, 7, 8], [3, 4], 6, bos=1) == ([1, 6, 7, 8], [3, 4])
+    assert last_tokens([1, 6, 7, 8], [3, 4], 5, bos=1) == ([1, 7, 8], [3, 4])
+    assert last_tokens([9, 6, 7, 8], [3, 4], 5, bos=1) == ([6, 7, 8], [3, 4])
+    assert last_tokens([1, 6, 7, 8], [2, 3, 4], 4, bos=1) == ([1], [2, 3, 4])
+    assert last_tokens([1, 6, 7, 8], [2, 3, 4, 5, 6], 4, bos=1) == ([1], [4, 5, 6])
+    assert last_tokens([6, 7, 8], [2, 3, 4, 5, 6], 4, bos=None) == ([8], [4, 5, 6])
 
 
 def test_a_folder_is_loaded_with_its_calibration(tmp_path: Path) -> None:
@@ -149,7 +162,7 @@ def test_a_folder_is_loaded_with_its_calibration(tmp_path: Path) -> None:
         str(tmp_path / "rm"), tokenizer(), device=torch.device("cpu"), micro_batch_size=2, dtype="float64"
     )
     assert torch.equal(loaded(ragged()).values, source(model)(ragged()).values)
-    assert loaded(ragged()).parts == {}
+    assert loaded(ragged()).parts["cut"].tolist() == [0.0] * 4
 
 
 def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:

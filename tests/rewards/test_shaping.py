@@ -27,15 +27,19 @@ def shaped(config: ShapingConfig, scores: Sequence[float], lengths: Sequence[int
     return ShapedReward(lambda _: source, config, max_new_tokens=10)(batch(lengths, finished))
 
 
-def test_by_default_scores_are_clipped_at_ten_and_nothing_else() -> None:
-    found = shaped(ShapingConfig(), [-20.0, 3.0, 12.0], [1, 10, 4], [False, True, False])
-    assert found.values.tolist() == [-10.0, 3.0, 10.0]
-    assert found.parts["raw"].tolist() == [-20.0, 3.0, 12.0]
+def test_by_default_a_score_is_left_as_it_is() -> None:
+    """A clip at 10 by default turned 12, 40, 75 and 99 into 10 without a word: every group tied."""
+    found = shaped(ShapingConfig(), [12.0, 40.0, 75.0, -99.0], [1, 10, 4, 4], [False, True, False, True])
+    assert found.values.tolist() == [12.0, 40.0, 75.0, -99.0]
     assert set(found.parts) == {"fit", "raw"}
 
 
-def test_no_clip() -> None:
-    assert shaped(ShapingConfig(clip=None), [-20.0], [1], [True]).values.tolist() == [-20.0]
+def test_what_a_clip_changes_is_told() -> None:
+    found = shaped(ShapingConfig(clip=10.0), [-20.0, 3.0, 12.0, 10.0], [1, 10, 4, 4], [False, True, False, True])
+    assert found.values.tolist() == [-10.0, 3.0, 10.0, 10.0]
+    assert found.parts["raw"].tolist() == [-20.0, 3.0, 12.0, 10.0]
+    assert found.parts["clipped"].tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert set(found.parts) == {"fit", "raw", "clipped"}
 
 
 def test_a_missing_eos_costs_its_penalty_even_at_the_clip() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -262,3 +262,21 @@ def test_the_engine_refuses_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"run\.device"):
         make_engine(RunConfig(device="cuda"))
+
+
+def test_a_gradient_of_exactly_zero_moves_nothing_and_is_counted() -> None:
+    """Neither momentum nor weight decay; the other model goes on."""
+    loss, models = two_models(optimizer="adamw", weight_decay=0.1)
+    optimizer_step([Part(points(), loss)], models, micro_batch_size=3, lr_factor=1.0)
+    before = weights(loss.policy).clone(), weights(loss.critic).clone()
+    nothing = points()
+    nothing = replace(nothing, weight=torch.zeros(len(nothing)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss, "norms", lambda batch: {"policy": 1.0, "value": float(len(batch))})
+        metrics = optimizer_step([Part(nothing, loss)], models, micro_batch_size=3, lr_factor=1.0)
+    assert torch.equal(weights(loss.policy), before[0])
+    assert not torch.equal(weights(loss.critic), before[1])
+    assert metrics["skipped/zero_gradient"] == 1.0
+    assert metrics["policy/grad_norm"] == 0.0
+    assert "policy/lr" not in metrics
+    assert metrics["critic/lr"] == 0.1
