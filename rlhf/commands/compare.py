@@ -19,10 +19,11 @@ from rlhf.compare.page import write_compare_page
 from rlhf.compare.plan import Plan, make_plan, read_plan
 from rlhf.compare.results import read_cells, summarize, write_results
 from rlhf.compare.runner import StartCell, run_cells
-from rlhf.compare.words import interval, ranking, verdict
+from rlhf.compare.words import interval, ranking, suite_tables, verdict
 from rlhf.config.compare import START, CompareConfig, LabConfig
 from rlhf.config.load import compare_config, dump, read_yaml
 from rlhf.errors import ConfigError, UserError
+from rlhf.evaluation.report_card import Table as SuiteTable
 from rlhf.runtime.progress import printable
 from rlhf.runtime.ranks import launched
 from rlhf.runtime.run_folder import write_aside
@@ -104,6 +105,13 @@ def exact_frontier_of(folder: Path) -> dict[str, list[dict[str, float]]]:
     return {"exact_frontier": sorted(points, key=lambda point: point["kl"])}
 
 
+def _print_suite(suite: SuiteTable, console: Console) -> None:
+    table = Table(*suite.columns, title=suite.title, title_justify="left", box=None, pad_edge=False)
+    for row in suite.rows:
+        table.add_row(*map(str, row))
+    console.print(table)
+
+
 def _conclude(plan: Plan, console: Console, *, must: bool = False) -> None:
     cells = read_cells(plan)
     if all(one.judged is None for one in cells if one.cell.arm == START):
@@ -126,5 +134,7 @@ def _conclude(plan: Plan, console: Console, *, must: bool = False) -> None:
             arm["status"],
         )
     console.print(table)
+    for suite in suite_tables(results):
+        _print_suite(suite, console)
     console.print(Text(printable(verdict(results))))
     console.print(Text(f"report  {report}"), soft_wrap=True)

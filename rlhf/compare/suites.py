@@ -1,0 +1,129 @@
+"""Suites of `rlhf eval` as judges of a comparison: run on every final model, and set beside the start model's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from rlhf.build.suites import find_suite, subject_of, write_result
+from rlhf.config.compare import CellConfig
+from rlhf.config.load import dump, merge, validate
+from rlhf.config.reward import RewardSourceConfig
+from rlhf.config.sections import TrainConfig
+from rlhf.errors import ConfigError
+from rlhf.evaluation.suites.settings import SuiteSettings
+from rlhf.evaluation.win_rate import bootstrap_crossed
+
+Json = dict[str, Any]
+Settings = dict[str, dict[str, Any]]
+
+FOLDER = "evals"
+
+
+def suites_of(
+    suites: Mapping[str, Json], train: TrainConfig, proxy: RewardSourceConfig | None, n: int | None
+) -> Settings:
+    """Complete the settings of the suites for one cell.
+
+    Args:
+        suites: as the comparison gives them.
+        train: the cell's run: its seed, device, dtype and chat template hold for the suites too.
+        proxy: the reward that is trained on, by which best-of-n picks.
+        n: of a best-of-n arm; its suites are those that can draw several answers and keep one.
+
+    Raises:
+        ConfigError: no such suite, or a setting is wrong; the message names it.
+    """
+    complete = {name: _settings(name, given, train) for name, given in suites.items()}
+    if n is None:
+        return complete
+    picking = {name: given for name, given in complete.items() if "best_of" in _kind(name).model_fields}
+    source = None if proxy is None else {"type": proxy.type, **proxy.model_dump(mode="json", exclude_unset=True)}
+    return {name: {**given, "best_of": n, "source": source} for name, given in picking.items()}
+
+
+def run_suites(cell: CellConfig, folder: Path, path: str | None) -> None:
+    """Run the suites of a cell that have no result yet, on the model in `path` (None: the start model)."""
+    target = path or cell.train.policy.model
+    for name, given in cell.suites.items():
+        file = folder / FOLDER / f"{name}.json"
+        if file.is_file():
+            continue
+        suite, task = find_suite(name)
+        settings = validate(suite.settings, given)
+        subject = subject_of(settings, target)
+        write_result(file, name, target, suite.run(settings, subject, task), settings, subject)
+
+
+def read_suites(folder: Path) -> dict[str, Json]:
+    """Read what `run_suites` wrote of a cell: suite -> result."""
+    return {
+        path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted((folder / FOLDER).glob("*.json"))
+    }
+
+
+def summarize_suites(results: Sequence[Mapping[str, Json]], starts: Sequence[Mapping[str, Json]]) -> Json:
+    """Summarize the suites of an arm over its seeds.
+
+    Args:
+        results: what every finished seed's suites found.
+        starts: the start model's, of the same seeds.
+
+    Returns:
+        suite -> figure -> value, low and high (the mean over seeds; the interval over prompts and seeds where a number of
+        every row is known, else null) and gain, the same of the paired difference from the start model.
+    """
+    names = [name for name in (results[0] if results else {}) if all(name in seed for seed in results)]
+    return {name: _summary([seed[name] for seed in results], [seed.get(name) for seed in starts]) for name in names}
+
+
+def _summary(results: Sequence[Json], starts: Sequence[Json | None]) -> Json:
+    return {
+        figure: {"value": fmean(result["figures"][figure]["value"] for result in results)}
+        | _interval(results, figure)
+        | {"gain": _gain(results, starts, figure)}
+        for figure in results[0]["figures"]
+    }
+
+
+def _interval(results: Sequence[Json], figure: str) -> Json:
+    rows = [result["rows"].get(figure) for result in results]
+    if any(row is None or len(row) != len(rows[0]) for row in rows):
+        return {"low": None, "high": None}
+    interval = bootstrap_crossed(torch.tensor(rows, dtype=torch.float64))
+    return {"low": interval.low, "high": interval.high}
+
+
+def _gain(results: Sequence[Json], starts: Sequence[Json | None], figure: str) -> Json | None:
+    after = [result["rows"].get(figure) for result in results]
+    before = [start["rows"].get(figure) if start is not None else None for start in starts]
+    if any(a is None or b is None or len(a) != len(b) for a, b in zip(after, before, strict=True)):
+        return None
+    differences = torch.tensor(after, dtype=torch.float64) - torch.tensor(before, dtype=torch.float64)
+    interval = bootstrap_crossed(differences)
+    return {"value": interval.value, "low": interval.low, "high": interval.high}
+
+
+def _kind(name: str) -> type[SuiteSettings]:
+    return find_suite(name)[0].settings
+
+
+def _settings(name: str, given: Json, train: TrainConfig) -> Json:
+    """Complete a suite's settings by those of the run, and check them."""
+    common = {
+        "seed": train.run.seed,
+        "device": train.run.device,
+        "dtype": train.policy.dtype,
+        "trust_remote_code": train.policy.trust_remote_code,
+        "chat_template": train.data.chat_template,
+        "sampling": {"temperature": train.sampling.temperature, "batch_size": train.sampling.batch_size},
+    }
+    try:
+        return dump(validate(_kind(name), merge(common, given)))
+    except ConfigError as error:
+        raise ConfigError(f"suites.{name}: {error}") from error
