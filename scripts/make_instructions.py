@@ -2,9 +2,9 @@
 
     python scripts/make_instructions.py PROMPTS.jsonl [--rows 2000] [--seed 0] [--skip 0]
 
-Rows have `prompt`, `instruction_id_list`, `kwargs` and `key`, as IFEval's, whose kinds and proportions they follow and of
-whose prompts they have no eight words in a row. The same seed gives the same rows; --skip leaves out the first so many,
-so that two files of one seed have none in common.
+Rows have IFEval's columns `prompt`, `instruction_id_list`, `kwargs` and `key`. They follow its kinds and proportions
+and share no eight words in a row with its prompts. The same seed gives the same rows; --skip leaves out the first so
+many, so that two files of one seed have none in common.
 """
 
 from __future__ import annotations

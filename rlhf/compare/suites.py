@@ -75,8 +75,8 @@ def summarize_suites(results: Sequence[Mapping[str, Json]], starts: Sequence[Map
         starts: the start model's, of the same seeds.
 
     Returns:
-        suite -> figure -> value, low and high (the mean over seeds; the interval over prompts and seeds where a number of
-        every row is known, else null) and gain, the same of the paired difference from the start model.
+        suite -> figure -> value (the mean over seeds), low and high (the interval over prompts and seeds; null where
+        there is no number for every row) and gain, the same of the paired difference from the start model.
     """
     names = [name for name in (results[0] if results else {}) if all(name in seed for seed in results)]
     return {name: _summary([seed[name] for seed in results], [seed.get(name) for seed in starts]) for name in names}

@@ -1,9 +1,9 @@
-"""One check for each of the 25 kinds of IFEval (Zhou et al. 2023, table 1): does a text meet the instruction.
+"""Check the 25 kinds of instruction of IFEval (Zhou et al. 2023, table 1), one function for each.
 
-Written from the paper and from how the published program behaves, its oddities included (a keyword counts inside a longer
-word, a line of dashes is a bullet), so that results compare. `tests/constraints` holds the checks against an independent
-port of that program. Two differ on purpose: sentences and words in capitals are counted without NLTK's downloaded models,
-and `letter_frequency` counts the character it is given where that is no letter, instead of a random one.
+They follow the paper and the behavior of its published program, oddities included (a keyword counts inside a longer
+word, a line of dashes is a bullet), so that results compare; tests hold them against an independent port of it.
+Three differ on purpose: sentences and words in capitals are counted without NLTK's downloaded models, and
+`letter_frequency` counts the character it is given where that is no letter, instead of a random one.
 """
 
 from __future__ import annotations

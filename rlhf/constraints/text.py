@@ -11,55 +11,10 @@ from rlhf.errors import ConfigError
 _WORD = re.compile(r"\w+")
 _SENTENCE_END = re.compile(r"""(?P<mark>[.!?]+)["'”’)\]*]*(?=\s)""")
 _ABBREVIATIONS = frozenset(
-    [
-        "adm",
-        "al",
-        "approx",
-        "apt",
-        "ave",
-        "blvd",
-        "capt",
-        "cf",
-        "co",
-        "col",
-        "corp",
-        "dept",
-        "dr",
-        "e.g",
-        "ed",
-        "esp",
-        "est",
-        "etc",
-        "fig",
-        "gen",
-        "gov",
-        "i.e",
-        "inc",
-        "jr",
-        "lt",
-        "ltd",
-        "maj",
-        "messrs",
-        "mr",
-        "mrs",
-        "ms",
-        "mt",
-        "no",
-        "p.m",
-        "a.m",
-        "pp",
-        "prof",
-        "rep",
-        "rev",
-        "sen",
-        "sgt",
-        "sr",
-        "st",
-        "u.k",
-        "u.s",
-        "vol",
-        "vs",
-    ]
+    """
+    a.m adm al approx apt ave blvd capt cf co col corp dept dr e.g ed esp est etc fig gen gov i.e inc jr lt ltd maj
+    messrs mr mrs ms mt no p.m pp prof rep rev sen sgt sr st u.k u.s vol vs
+    """.split()  # noqa: SIM905
 )
 _CONTRACTION = re.compile(r"(?i)(n['’]t|['’](?:s|m|d|ll|re|ve))$")
 _EDGE = "\"'“”‘’`.,;:!?()[]{}<>*_~…—–-"

@@ -39,34 +39,36 @@ TASKS = (
 
 TOPICS = (
     "apple orchards", "autumn leaves", "old bicycles", "bees", "birthday cakes", "board games", "bread baking",
-    "bridges", "butterflies", "camping", "candles", "castles", "cats", "chess", "clouds", "coffee", "comets", "coral reefs",
-    "crossword puzzles", "dancing", "deserts", "dogs", "dolphins", "dragons", "drums", "elephants", "farm markets",
-    "fireworks", "fishing", "folk music", "fountains", "foxes", "frogs", "gardening", "glaciers", "goldfish", "grandparents",
-    "guitars", "handwriting", "harbors", "hats", "hedgehogs", "hiking boots", "honey", "horses", "hot soup", "ice skating",
-    "islands", "jigsaw puzzles", "juggling", "kites", "knitting", "lanterns", "libraries", "lighthouses", "magnets",
-    "maple syrup", "maps", "marathons", "meadows", "mirrors", "morning fog", "mountains", "mushrooms", "night trains",
-    "oak trees", "opera", "origami", "owls", "paintings", "pancakes", "paper boats", "parrots", "penguins", "pianos",
-    "picnics", "pirates", "planets", "pottery", "pumpkins", "puppets", "quilts", "rain", "rainbows", "recycling", "rivers",
-    "robots", "rocking chairs", "roller skates", "sailing", "sandcastles", "school buses", "seashells", "shadows",
-    "sheepdogs", "silver spoons", "sleep", "snowmen", "soap bubbles", "spiders", "squirrels", "stamps", "strawberries",
-    "street art", "sundials", "sunflowers", "sunsets", "swimming", "tea", "telescopes", "tents", "thunder", "tomatoes",
-    "toy trains", "treehouses", "turtles", "umbrellas", "violins", "volcanoes", "walking to work", "waterfalls", "whales",
+    "bridges", "butterflies", "camping", "candles", "castles", "cats", "chess", "clouds", "coffee", "comets",
+    "coral reefs", "crossword puzzles", "dancing", "deserts", "dogs", "dolphins", "dragons", "drums", "elephants",
+    "farm markets", "fireworks", "fishing", "folk music", "fountains", "foxes", "frogs", "gardening", "glaciers",
+    "goldfish", "grandparents", "guitars", "handwriting", "harbors", "hats", "hedgehogs", "hiking boots", "honey",
+    "horses", "hot soup", "ice skating", "islands", "jigsaw puzzles", "juggling", "kites", "knitting", "lanterns",
+    "libraries", "lighthouses", "magnets", "maple syrup", "maps", "marathons", "meadows", "mirrors", "morning fog",
+    "mountains", "mushrooms", "night trains", "oak trees", "opera", "origami", "owls", "paintings", "pancakes",
+    "paper boats", "parrots", "penguins", "pianos", "picnics", "pirates", "planets", "pottery", "pumpkins",
+    "puppets", "quilts", "rain", "rainbows", "recycling", "rivers", "robots", "rocking chairs", "roller skates",
+    "sailing", "sandcastles", "school buses", "seashells", "shadows", "sheepdogs", "silver spoons", "sleep",
+    "snowmen", "soap bubbles", "spiders", "squirrels", "stamps", "strawberries", "street art", "sundials",
+    "sunflowers", "sunsets", "swimming", "tea", "telescopes", "tents", "thunder", "tomatoes", "toy trains",
+    "treehouses", "turtles", "umbrellas", "violins", "volcanoes", "walking to work", "waterfalls", "whales",
     "wind turbines", "windmills", "winter mornings", "wool socks", "yoga", "zebras",
 )  # fmt: skip
 
 WORDS = (
-    "always", "amber", "ancient", "basket", "better", "blue", "bright", "calm", "choice", "circle", "clever", "color",
-    "corner", "culture", "dream", "early", "earth", "energy", "evening", "family", "favorite", "field", "fresh", "friend",
-    "future", "garden", "gentle", "gift", "golden", "green", "habit", "happy", "health", "heart", "hidden", "home", "honest",
-    "idea", "journey", "kind", "laugh", "learn", "light", "little", "lovely", "magic", "market", "memory", "moment",
-    "morning", "music", "nature", "never", "ocean", "open", "path", "patient", "people", "pocket", "quiet", "reason",
-    "river", "secret", "share", "simple", "small", "smile", "snow", "special", "spring", "stone", "story", "strong",
-    "summer", "sweet", "table", "thing", "time", "together", "travel", "treasure", "village", "voice", "warm", "water",
-    "window", "wonder", "world", "yellow", "young",
+    "always", "amber", "ancient", "basket", "better", "blue", "bright", "calm", "choice", "circle", "clever",
+    "color", "corner", "culture", "dream", "early", "earth", "energy", "evening", "family", "favorite", "field",
+    "fresh", "friend", "future", "garden", "gentle", "gift", "golden", "green", "habit", "happy", "health", "heart",
+    "hidden", "home", "honest", "idea", "journey", "kind", "laugh", "learn", "light", "little", "lovely", "magic",
+    "market", "memory", "moment", "morning", "music", "nature", "never", "ocean", "open", "path", "patient",
+    "people", "pocket", "quiet", "reason", "river", "secret", "share", "simple", "small", "smile", "snow", "special",
+    "spring", "stone", "story", "strong", "summer", "sweet", "table", "thing", "time", "together", "travel",
+    "treasure", "village", "voice", "warm", "water", "window", "wonder", "world", "yellow", "young",
 )  # fmt: skip
 
 COMMON_WORDS = (
-    "and", "are", "because", "but", "can", "for", "good", "is", "it", "like", "make", "many", "more", "very", "with", "you",
+    "and", "are", "because", "but", "can", "for", "good", "is", "it", "like", "make", "many", "more", "very", "with",
+    "you",
 )  # fmt: skip
 
 ENDINGS = (

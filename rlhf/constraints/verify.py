@@ -1,4 +1,4 @@
-"""The constraints of a row, and whether a response meets them: strictly, or after what often stands around an answer."""
+"""Read the constraints of a row and check a response: strictly, or without what often stands around an answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Constraint:
         return bool(response.strip()) and CHECKS[self.kind](response, **self.arguments)
 
     def is_met_loosely(self, response: str) -> bool:
-        """Check a response also without its first line, its last, both, and its asterisks; one of the eight is enough."""
+        """Check the response also without its first line, its last, both, and its asterisks; one of eight is enough."""
         return any(self.is_met(variant) for variant in loose_variants(response))
 
 

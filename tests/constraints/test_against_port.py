@@ -1,4 +1,4 @@
-"""Our checks against if-verifiable, an independent port of IFEval's own program, on texts that meet or nearly meet each kind."""
+"""Our checks against if-verifiable, an independent port of IFEval's program, on texts that nearly meet each kind."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from rlhf.constraints.verify import Constraint, loose_variants, read_constraints
 
 NEEDS_PUNKT = {"length_constraints:number_sentences", "change_case:capital_word_frequency"}  # models to be downloaded
 PIECES = (
-    "The river was quiet", "A dog, a cat", "P.S. call me", "p. p. s later", "* one", "- two", "**bold**", "*soft*", "***", "******",
-    "<<Title>>", "[name]", "[a] [b]", "Section 1", "SECTION 2", "My answer is no.", "THE END", "the end", '"', "{}", "```", "\n", "\n\n",
-    "\n", " ", ". ", ", ", "time", "light and warm", "always", "Thank you for reading.", "Stay curious.",
+    "The river was quiet", "A dog, a cat", "P.S. call me", "p. p. s later", "* one", "- two", "**bold**", "*soft*",
+    "***", "******", "<<Title>>", "[name]", "[a] [b]", "Section 1", "SECTION 2", "My answer is no.", "THE END",
+    "the end", "\"", "{}", "```", "\n", "\n\n", "\n", " ", ". ", ", ", "time", "light and warm", "always",
+    "Thank you for reading.", "Stay curious.",
 )  # fmt: skip
 
 

@@ -82,7 +82,7 @@ def answer(
 
 
 def pick_best(source: RewardSource, rows: Sequence[Mapping[str, object]], count: int) -> Pick:
-    """Make a `Pick` that keeps the answer which `source`, reading the question's row, scores highest (the first such)."""
+    """Make a `Pick` that keeps the answer which `source` scores highest; it reads the question's row."""
 
     def pick(completions: Completions) -> Int[Tensor, " Q"]:
         references = tuple(dict(row) for row in rows for _ in range(count))

@@ -82,9 +82,9 @@ def share_of_parts(name: str, verdicts: Sequence[Sequence[bool]], meaning: str, 
     The share is a ratio of two sums, sum_i met_i / sum_i n_i = R. Its error is that of the mean of the linearized
     values R + (met_i - R n_i) / mean(n), whose mean is R itself.
     """
-    counts = [len(row) for row in verdicts]
-    ratio = sum(map(sum, verdicts)) / sum(counts)
-    values = [ratio + (sum(row) - ratio * len(row)) / mean(counts) for row in verdicts]
+    mean_count = sum(map(len, verdicts)) / len(verdicts)
+    ratio = sum(map(sum, verdicts)) / (mean_count * len(verdicts))
+    values = [ratio + (sum(row) - ratio * len(row)) / mean_count for row in verdicts]
     found = bootstrap(torch.tensor(values, dtype=torch.float64), seed=seed)
     return Figure(name, ratio, found.low, found.high, len(verdicts), "bootstrap", meaning)
 

@@ -80,7 +80,7 @@ def _accuracies(verdicts: Sequence[Verdict], *, seed: int) -> list[Figure]:
 
 
 def _rows(verdicts: Sequence[Verdict]) -> dict[str, list[float]]:
-    """Return the numbers of every prompt; of an instruction-level share, instructions followed over their mean number."""
+    """Return a number for every prompt; at instruction level, instructions followed over their mean count."""
     mean = sum(len(verdict.strict) for verdict in verdicts) / len(verdicts)
     return {
         "prompt_strict": [float(all(verdict.strict)) for verdict in verdicts],
