@@ -1,12 +1,13 @@
-"""Preference pairs from a model and a reward: for DPO and its kin where no pairs exist, on the same reward as PPO's.
+r"""Preference pairs from a model and a reward: for DPO and its kin where no pairs exist, on the same reward as PPO's.
 
-    python scripts/sample_pairs.py CONFIG.yaml PAIRS.jsonl [--prompts N] [--completions 4] [--min-gap 0] [section.key=value ...]
+    python scripts/sample_pairs.py CONFIG.yaml PAIRS.jsonl [--prompts N] [--completions 4] [--min-gap 0] \
+      [section.key=value ...]
 
 CONFIG is one of `rlhf train`'s online configurations: its policy.model writes, its data.prompts are answered, its
 reward.source ranks, as its sampling says. Of each prompt's completions the best and the worst make the pair, empty ones
 left out. Rows have `prompt`, `chosen`, `rejected`, `score_chosen` and `score_rejected`. Prompts whose completions all
-score alike give no pair, nor do those whose best and worst are not further apart than --min-gap; how many is said at the
-end.
+score alike give no pair, nor do those whose best and worst are not further apart than --min-gap; how many is said at
+the end.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def test_gains_are_paired_over_seeds(folder: Path, results: dict[str, Any]) -> N
 
 def test_tables_and_page(folder: Path, results: dict[str, Any]) -> None:
     ifeval, xstest = suite_tables(results)
-    assert [row[0] for row in ifeval.rows][0] == "start model"
+    assert ifeval.rows[0][0] == "start model"
     assert {row[0] for row in ifeval.rows[1:]} == {"grpo", "best_of_n, n = 2"}
     assert "prompt strict" in ifeval.columns
     assert [row[0] for row in xstest.rows] == ["start model", "grpo"]
@@ -88,7 +88,7 @@ def test_a_wrong_suite_is_told_before_anything_runs(tmp_path: Path) -> None:
     tree = with_suites(tmp_path)
     with pytest.raises(ConfigError, match="did you mean ifeval"):
         plan_of({**tree, "suites": {"ifevl": {}}})
-    with pytest.raises(ConfigError, match=r"arms\.start: suites\.ifeval: .*nonsense"):
+    with pytest.raises(ConfigError, match=r"suites\.ifeval: .*nonsense"):
         plan_of({**tree, "suites": {"ifeval": {**tree["suites"]["ifeval"], "nonsense": 1}}})
 
 

@@ -16,7 +16,12 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [  # kind, arguments, an ans
     ("keywords:letter_frequency", {"letter": "A", "let_frequency": 2, "let_relation": "at least"}, "Banal", "Bent at"),
     ("keywords:letter_frequency", {"letter": "#", "let_frequency": 2, "let_relation": "at least"}, "#a #b", "#a"),
     ("language:response_language", {"language": "de"}, "Der Fluss war heute Morgen sehr ruhig.", ENGLISH),
-    ("length_constraints:number_sentences", {"num_sentences": 3, "relation": "less than"}, "One. Two.", "So. What? That!"),
+    (
+        "length_constraints:number_sentences",
+        {"num_sentences": 3, "relation": "less than"},
+        "One. Two.",
+        "So. What? That!",
+    ),
     ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "at least"}, "Stop! Go.", "Just one"),
     ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n***\nb", "a\n\nb"),
     ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "***\na\n***\nb\n***", "a\n***\n***\nb"),
