@@ -66,9 +66,7 @@ def find_suite(name: str) -> tuple[Suite, str]:
         if not task:
             raise ConfigError("--suite lm-eval needs a task, as in --suite lm-eval:arc_easy")
         if importlib.util.find_spec("lm_eval") is None:
-            raise ConfigError(
-                "--suite lm-eval:… needs the package lm-eval: from a checkout, pip install -e '.[lm-eval]'"
-            )
+            raise ConfigError("--suite lm-eval:… needs lm-eval: from a checkout, pip install -e '.[lm-eval]'")
     elif colon or name not in SUITES:
         near = difflib.get_close_matches(name, [*SUITES, f"{HARNESS}:TASK"], n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]}?" if near else ""
