@@ -54,7 +54,7 @@ LAB = [{"prompt": request.text} for request in prompts(0, "eval", 3)]
 ROWS: dict[str, list[dict[str, Any]]] = {"hh": [PAIR] * 3, "persona": [ITEM] * 3, "gsm8k": [PROBLEM] * 3, "lab": LAB}
 ROWS |= {
     "ifeval": [{"prompt": "hi", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}] * 3,
-    "xstest": [{"prompt": "hi", "label": label} for label in ("safe", "unsafe")],
+    "xstest": [{"prompt": "hi", "label": label} for label in ("safe", "safe", "unsafe")],
 }
 FIRST = {
     **{"hh": "logprob_accuracy", "persona": "matching_rate", "gsm8k": "pass_at_1", "lab": "gold"},
