@@ -59,6 +59,7 @@ class Found:
     evaluations: list[Json]  # of training, in order; each with what had been spent
     costs: Costs | None
     suites: dict[str, Json]
+    peak_memory_mb: float | None  # of the process that trained; None where nothing was
 
     @property
     def status(self) -> str:
@@ -159,6 +160,7 @@ def _read(cell: Cell) -> Found:
         evaluations=rows,
         costs=Costs.of(costs[max(costs)]) if costs else None,
         suites=read_suites(cell.folder),
+        peak_memory_mb=max((row["peak_memory_mb"] for row in RunFolder(cell.folder).read_timings()), default=None),
     )
 
 
@@ -183,6 +185,7 @@ def _arm(name: str, found: Sequence[Found], start: Mapping[int, Judged], spread:
         "n": arm.best_of_n.n if isinstance(arm.best_of_n, BestOfNArm) else None,
         "kl_is_bound": arm.best_of_n is not None,
         "status": _status(found),
+        "peak_memory_mb": max((one.peak_memory_mb for one in found if one.peak_memory_mb is not None), default=None),
         "seeds": cells,
     }
     if not done:

@@ -191,9 +191,15 @@ def cost_table(results: Json) -> Table:
             tokens = [round(costs[key]) for key in ("generated_tokens", "trained_tokens")]
             when = "at every use" if arm["type"] == "best_of_n" else "once"
             flops = f"{costs['flops']:.2e}"
-            rows.append([name, round(costs["completions"]), *tokens, flops, duration(costs["seconds"]), when])
-    columns = ["", "completions", "tokens generated", "tokens trained", "FLOPs, estimated", "seconds", "paid"]
+            spent = [round(costs["completions"]), *tokens, flops, duration(costs["seconds"])]
+            rows.append([name, *spent, _gigabytes(arm.get("peak_memory_mb")), when])
+    columns = ["", "completions", "tokens generated", "tokens trained", "FLOPs, estimated", "seconds"]
+    columns += ["peak memory, GB", "paid"]
     return Table("Mean over seeds", columns, rows)
+
+
+def _gigabytes(megabytes: float | None) -> str:
+    return "–" if megabytes is None else f"{megabytes / 1024:.1f}"
 
 
 def _row(found: Json) -> list[Any]:

@@ -74,6 +74,8 @@ def test_tables_and_page(folder: Path, results: dict[str, Any]) -> None:
     assert {row[0] for row in ifeval.rows[1:]} == {"grpo", "best_of_n, n = 2"}
     assert "prompt strict" in ifeval.columns
     assert [row[0] for row in xstest.rows] == ["start model", "grpo"]
+    assert results["arms"]["grpo"]["peak_memory_mb"] > 0
+    assert results["arms"]["best_of_n"]["peak_memory_mb"] is None
     assert 'id="suites"' in (folder / "report.html").read_text(encoding="utf-8")
 
 
