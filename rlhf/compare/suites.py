@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from rlhf.build.suites import find_suite, subject_of, write_result
-from rlhf.config.compare import CellConfig
+from rlhf.config.compare import START, CellConfig
 from rlhf.config.load import dump, merge, validate
 from rlhf.config.reward import RewardSourceConfig
 from rlhf.config.sections import TrainConfig
 from rlhf.errors import ConfigError
-from rlhf.evaluation.suites.settings import SuiteSettings
+from rlhf.evaluation.suites.settings import AnswerSettings, SuiteSettings
 from rlhf.evaluation.win_rate import bootstrap_crossed
+from rlhf.runtime.run_folder import write_aside
 
 Json = dict[str, Any]
 Settings = dict[str, dict[str, Any]]
@@ -56,8 +57,24 @@ def run_suites(cell: CellConfig, folder: Path, path: str | None) -> None:
             continue
         suite, task = find_suite(name)
         settings = validate(suite.settings, given)
+        measured = _measured_before(cell, folder, file.name, settings)
+        if measured is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_aside(file, measured)
+            continue
         subject = subject_of(settings, target)
         write_result(file, name, target, suite.run(settings, subject, task), settings, subject)
+
+
+def _measured_before(cell: CellConfig, folder: Path, name: str, settings: SuiteSettings) -> str | None:
+    """Return what the start model's suite found under another seed, where its answers are greedy: they are the same."""
+    if cell.arm != START or not (isinstance(settings, AnswerSettings) and settings.greedy):
+        return None
+    for path in sorted(folder.parent.glob(f"*/{FOLDER}/{name}")):
+        text = path.read_text(encoding="utf-8")
+        if {**json.loads(text)["config"], "seed": settings.seed} == dump(settings):
+            return text
+    return None
 
 
 def read_suites(folder: Path) -> dict[str, Json]:

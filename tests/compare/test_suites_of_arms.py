@@ -58,6 +58,12 @@ def test_every_final_model_is_measured(folder: Path, results: dict[str, Any]) ->
     assert results["start_model"]["suites"]["ifeval"]["prompt_strict"]["gain"]["value"] == 0
 
 
+def test_greedy_answers_of_the_start_model_are_taken_once(folder: Path) -> None:
+    first, second = (read_suites(folder / "start" / f"seed-{seed}")["ifeval"] for seed in (0, 1))
+    assert second["config"]["seed"] == first["config"]["seed"] == 0
+    assert read_suites(folder / "grpo" / "seed-1")["ifeval"]["config"]["seed"] == 1
+
+
 def test_gains_are_paired_over_seeds(folder: Path, results: dict[str, Any]) -> None:
     gains = []
     for seed in (0, 1):
