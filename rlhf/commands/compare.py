@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import yaml
 from rich.console import Console
@@ -106,10 +108,15 @@ def exact_frontier_of(folder: Path) -> dict[str, list[dict[str, float]]]:
 
 
 def _print_suite(suite: SuiteTable, console: Console) -> None:
-    table = Table(*suite.columns, title=suite.title, title_justify="left", box=None, pad_edge=False)
+    """Print the arm, the first two figures and the gain; the page has the rest."""
+    table = Table(suite.title, *_first_and_last(suite.columns), box=None, pad_edge=False)
     for row in suite.rows:
-        table.add_row(*map(str, row))
+        table.add_row(str(row[0]), *map(str, _first_and_last(row)))
     console.print(table)
+
+
+def _first_and_last(row: Sequence[object]) -> list[Any]:
+    return [*row[1:3], row[-1]]
 
 
 def _conclude(plan: Plan, console: Console, *, must: bool = False) -> None:
