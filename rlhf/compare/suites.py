@@ -92,8 +92,8 @@ def summarize_suites(results: Sequence[Mapping[str, Json]], starts: Sequence[Map
         starts: the start model's, of the same seeds.
 
     Returns:
-        suite -> figure -> value (the mean over seeds), low and high, and gain, the same of the paired difference from the
-        start model. Intervals are over prompts and seeds, of one seed the suite's own; null without a number a row.
+        suite -> figure -> value (the mean over seeds), low and high, and gain, the same of the paired difference from
+        the start model. Intervals are over prompts and seeds, of one seed the suite's own; null without a number a row.
     """
     names = [name for name in (results[0] if results else {}) if all(name in seed for seed in results)]
     return {name: _summary([seed[name] for seed in results], [seed.get(name) for seed in starts]) for name in names}
