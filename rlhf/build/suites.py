@@ -16,7 +16,7 @@ import torch
 from rlhf.build.context import model_folder
 from rlhf.build.rewards import build_source
 from rlhf.config.load import dump
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, install_hint
 from rlhf.evaluation.suites.figures import SuiteResult
 from rlhf.evaluation.suites.gsm8k import run_gsm8k
 from rlhf.evaluation.suites.hh import run_hh
@@ -66,7 +66,7 @@ def find_suite(name: str) -> tuple[Suite, str]:
         if not task:
             raise ConfigError("--suite lm-eval needs a task, as in --suite lm-eval:arc_easy")
         if importlib.util.find_spec("lm_eval") is None:
-            raise ConfigError("--suite lm-eval:… needs lm-eval: from a checkout, pip install -e '.[lm-eval]'")
+            raise ConfigError(f"--suite lm-eval:… needs the package lm-eval: {install_hint('lm-eval')}")
     elif colon or name not in SUITES:
         near = difflib.get_close_matches(name, [*SUITES, f"{HARNESS}:TASK"], n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]}?" if near else ""

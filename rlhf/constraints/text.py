@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import re
 
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, install_hint
 
 _WORD = re.compile(r"\w+")
 _SENTENCE_END = re.compile(r"""(?P<mark>[.!?]+)["'”’)\]*]*(?=\s)""")
@@ -70,10 +70,7 @@ def require_langdetect() -> None:
         ConfigError: langdetect is not installed.
     """
     if importlib.util.find_spec("langdetect") is None:
-        raise ConfigError(
-            "checking the language of a text needs the package langdetect: pip install langdetect, "
-            "or from a checkout pip install -e '.[ifeval]'"
-        )
+        raise ConfigError(f"checking the language of a text needs the package langdetect: {install_hint('ifeval')}")
 
 
 def detect_language(text: str) -> str | None:

@@ -182,6 +182,16 @@ class HarnessSettings(SuiteSettings):
     """Give questions and examples through the chat template, each a turn; results are then not those of others."""
 
 
+SETTINGS: dict[str, type[SuiteSettings]] = {
+    "hh": HhSettings,
+    "persona": PersonaSettings,
+    "gsm8k": Gsm8kSettings,
+    "ifeval": IfevalSettings,
+    "xstest": XstestSettings,
+    "lab": LabSettings,
+}
+"""The settings of the suites that read a data set, by name."""
+
 FIELDS = ("question", "first", "second")
 _FIELD = re.compile("{(" + "|".join(FIELDS) + ")}")
 

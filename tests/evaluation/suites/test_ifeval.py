@@ -18,6 +18,7 @@ from rlhf.rewards.function import FunctionReward
 
 WORDS = ("q", "yes,", "*no*", "maybe", "loud")
 ANSWERS = {"q": {"yes,": 1.0}, "yes,": {"*no*": 1.0}, "*no*": {EOS: 1.0}, "maybe": {EOS: 1.0}, "loud": {EOS: 1.0}}
+HIGHLIGHTS = "detectable_format:number_highlighted_sections"
 COIN = {"q": {"maybe": 0.5, "loud": 0.5}, "maybe": {EOS: 1.0}, "loud": {EOS: 1.0}}
 
 
@@ -37,19 +38,19 @@ def test_accuracies_by_hand(tmp_path: Path) -> None:
     rows = [
         row("punctuation:no_comma"),  # the answer is "yes, *no*": never met
         row("keywords:existence", keywords=["yes"]),
-        row("punctuation:no_comma", "startend:quotation"),
+        {**row("punctuation:no_comma", HIGHLIGHTS), "kwargs": [{}, {"num_highlights": 1}]},  # one of two is met
         row("startend:end_checker", end_phrase="no"),  # met once the asterisks are taken away
         row("no:such_kind"),
     ]
     found = run_ifeval(settings(write_rows(tmp_path / "i.jsonl", rows)), subject(tmp_path / "m", WORDS, ANSWERS))
     got = figures(found)
-    assert (got["prompt_strict"].value, got["instruction_strict"].value) == (1 / 4, 1 / 5)
-    assert (got["prompt_loose"].value, got["instruction_loose"].value) == (2 / 4, 2 / 5)
+    assert (got["prompt_strict"].value, got["instruction_strict"].value) == (1 / 4, 2 / 5)
+    assert (got["prompt_loose"].value, got["instruction_loose"].value) == (2 / 4, 3 / 5)
     assert (got["prompt_strict"].low, got["prompt_strict"].high) == pytest.approx((0.0456, 0.6994), abs=1e-4)  # Wilson
     assert got["instruction_strict"].n == 4  # prompts, over which the interval is
     assert (got["length"].value, got["truncated"].value) == (3.0, 0.0)
     assert found.skipped == {"no constraints that can be checked": 1}
-    assert [group[0].value for group in found.groups.values()] == [0.0, 1.0, 0.0, 0.0]
+    assert [group[0].value for group in found.groups.values()] == [0.0, 1.0, 1.0, 0.0]
     assert next(iter(found.groups)) == "punctuation:no_comma"  # the most frequent first
     assert found.examples[3]["strict"] == [False]
     assert found.examples[3]["loose"] == [True]
