@@ -26,7 +26,7 @@ rlhf rm     configs/reward_model.yaml data.preferences.path=…
 rlhf train  configs/ppo.yaml reward.source.path=runs/rm
 rlhf compare configs/lab/compare_quick.yaml       several algorithms, one budget, one judge, one page
 rlhf eval   runs/ppo
-rlhf eval   runs/ppo --suite gsm8k --data …        an alignment evaluation: hh, persona, gsm8k, lab, lm-eval:TASK
+rlhf eval   runs/ppo --suite ifeval --data …       an alignment evaluation; also hh, persona, gsm8k, xstest, lab
 rlhf sample runs/ppo --prompt "…"
 rlhf report runs/ppo
 rlhf serve-reward runs/rm --port 8000             for reward.source.type=remote
@@ -136,9 +136,8 @@ def _parser() -> argparse.ArgumentParser:
         default="start",
         help="what to compare with: a run, a model folder, or start (the default), the model that the run began with",
     )
-    evaluation.add_argument(
-        "--suite", help="run an alignment evaluation instead: hh, persona, gsm8k, lab or lm-eval:TASK"
-    )
+    suites = "hh, persona, gsm8k, ifeval, xstest, lab or lm-eval:TASK"
+    evaluation.add_argument("--suite", help=f"run an alignment evaluation instead: {suites}")
     evaluation.add_argument("--data", metavar="path", help="the data to run the suite on")
     evaluation.add_argument("--limit", type=int, help="use only the first so many rows of it")
     evaluation.add_argument(

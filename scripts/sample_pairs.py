@@ -1,11 +1,13 @@
-"""Preference pairs from a model and a reward: for DPO and its kin where no pairs exist, on the same reward as PPO's.
+r"""Preference pairs from a model and a reward: for DPO and its kin where no pairs exist, on the same reward as PPO's.
 
-    python scripts/sample_pairs.py CONFIG.yaml PAIRS.jsonl [--prompts N] [--completions 4] [section.key=value ...]
+    python scripts/sample_pairs.py CONFIG.yaml PAIRS.jsonl [--prompts N] [--completions 4] [--min-gap 0] \
+      [section.key=value ...]
 
 CONFIG is one of `rlhf train`'s online configurations: its policy.model writes, its data.prompts are answered, its
 reward.source ranks, as its sampling says. Of each prompt's completions the best and the worst make the pair, empty ones
 left out. Rows have `prompt`, `chosen`, `rejected`, `score_chosen` and `score_rejected`. Prompts whose completions all
-score alike give no pair; how many is said at the end.
+score alike give no pair, nor do those whose best and worst are not further apart than --min-gap; how many is said at
+the end.
 """
 
 from __future__ import annotations
@@ -33,8 +35,10 @@ from rlhf.runtime.seeding import derive
 PROMPTS_AT_ONCE = 128
 
 
-def pairs(config: TrainConfig, completions: int, limit: int | None) -> Iterator[dict[str, Any] | None]:
-    """A row for each prompt, None where no two completions that are not empty differ in score."""
+def pairs(
+    config: TrainConfig, completions: int, limit: int | None, *, min_gap: float = 0.0
+) -> Iterator[dict[str, Any] | None]:
+    """Make a row for each prompt; None where no two completions that are not empty differ by more than `min_gap`."""
     if config.reward is None or config.data.prompts is None:
         raise ConfigError("pairs need data.prompts and reward.source: name a configuration of PPO or its kin")
     writer = Completer(config.policy.model, config.sampling)
@@ -54,10 +58,13 @@ def pairs(config: TrainConfig, completions: int, limit: int | None) -> Iterator[
         texts, scores = decode(drawn, writer.tokenizer), source(drawn).values.tolist()
         for start in range(0, len(drawn), completions):
             written = [row for row in range(start, start + completions) if texts.completions[row]]
-            if len({scores[row] for row in written}) < 2:
+            if not written:
                 yield None
                 continue
             best, worst = max(written, key=scores.__getitem__), min(written, key=scores.__getitem__)
+            if scores[best] - scores[worst] <= min_gap:
+                yield None
+                continue
             yield {
                 "prompt": texts.prompts[start],
                 "chosen": texts.completions[best],
@@ -74,12 +81,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("pairs", type=Path)
     parser.add_argument("--prompts", type=int, help="how many; all where it is not given")
     parser.add_argument("--completions", type=int, default=4, help="of each prompt, at least 2")
+    parser.add_argument("--min-gap", type=float, default=0.0, help="scores of a pair differ by more than this")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args(argv)
     if args.completions < 2:
         parser.error("--completions: a pair needs at least 2")
     try:
-        rows = list(pairs(load_train(args.config, args.overrides), args.completions, args.prompts))
+        rows = list(
+            pairs(load_train(args.config, args.overrides), args.completions, args.prompts, min_gap=args.min_gap)
+        )
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
@@ -87,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.pairs.parent.mkdir(parents=True, exist_ok=True)
     args.pairs.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found), encoding="utf-8")
     alike = len(rows) - len(found)
-    sys.stdout.write(f"{len(found)} pairs in {args.pairs}; {alike} prompts gave none, all scores alike\n")
+    sys.stdout.write(f"{len(found)} pairs in {args.pairs}; {alike} prompts gave none, their scores too much alike\n")
     return 0
 
 

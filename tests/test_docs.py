@@ -308,7 +308,7 @@ def test_a_hint_names_an_extra_of_this_project_and_what_installs_it_from_a_check
         path.read_text(encoding="utf-8") for name in ("rlhf", "reward_model") for path in (ROOT / name).rglob("*.py")
     ]
     named = {extra for source in sources for extra in re.findall(r"install_hint\(['\"]([\w-]+)['\"]\)", source)}
-    assert named == {"deepspeed", "serve", "track", "eightbit", "lm-eval"} <= set(extras)
+    assert named == {"deepspeed", "serve", "track", "eightbit", "lm-eval", "ifeval"} <= set(extras)
 
 
 @pytest.mark.parametrize("folder", ["rlhf", "reward_model", "scripts", "examples"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import yaml
 from rich.console import Console
@@ -19,10 +21,11 @@ from rlhf.compare.page import write_compare_page
 from rlhf.compare.plan import Plan, make_plan, read_plan
 from rlhf.compare.results import read_cells, summarize, write_results
 from rlhf.compare.runner import StartCell, run_cells
-from rlhf.compare.words import interval, ranking, verdict
+from rlhf.compare.words import interval, ranking, suite_tables, verdict
 from rlhf.config.compare import START, CompareConfig, LabConfig
 from rlhf.config.load import compare_config, dump, read_yaml
 from rlhf.errors import ConfigError, UserError
+from rlhf.evaluation.report_card import Table as SuiteTable
 from rlhf.runtime.progress import printable
 from rlhf.runtime.ranks import launched
 from rlhf.runtime.run_folder import write_aside
@@ -104,6 +107,18 @@ def exact_frontier_of(folder: Path) -> dict[str, list[dict[str, float]]]:
     return {"exact_frontier": sorted(points, key=lambda point: point["kl"])}
 
 
+def _print_suite(suite: SuiteTable, console: Console) -> None:
+    """Print the arm, the first two figures and the gain; the page has the rest."""
+    table = Table(suite.title, *_first_and_last(suite.columns), box=None, pad_edge=False)
+    for row in suite.rows:
+        table.add_row(str(row[0]), *map(str, _first_and_last(row)))
+    console.print(table)
+
+
+def _first_and_last(row: Sequence[object]) -> list[Any]:
+    return [*row[1:3], row[-1]]
+
+
 def _conclude(plan: Plan, console: Console, *, must: bool = False) -> None:
     cells = read_cells(plan)
     if all(one.judged is None for one in cells if one.cell.arm == START):
@@ -126,5 +141,7 @@ def _conclude(plan: Plan, console: Console, *, must: bool = False) -> None:
             arm["status"],
         )
     console.print(table)
+    for suite in suite_tables(results):
+        _print_suite(suite, console)
     console.print(Text(printable(verdict(results))))
     console.print(Text(f"report  {report}"), soft_wrap=True)

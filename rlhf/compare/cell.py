@@ -12,6 +12,7 @@ from rlhf.compare.costs import Ledger
 from rlhf.compare.draws import run_best_of_n
 from rlhf.compare.judge import Judged, judge_model
 from rlhf.compare.plan import Cell, read_cell
+from rlhf.compare.suites import run_suites
 from rlhf.errors import UserError
 from rlhf.runtime.ranks import is_main_process, leave
 
@@ -44,15 +45,17 @@ def run_cell(cell: Cell, console: Console) -> bool:
     config = cell.config
     if Judged.read(cell.folder) is not None:
         return True
+    trained = str(cell.folder) if config.budget is not None else None
     if config.best_of_n is not None:
         judged = run_best_of_n(config, cell.folder)
-    elif config.budget is None:
+    elif trained is None:
         judged = judge_model(config, None)
     else:
         if not _train(cell, console):
             return False
-        judged = judge_model(config, str(cell.folder))
+        judged = judge_model(config, trained)
     if is_main_process():
+        run_suites(config, cell.folder, trained)
         judged.write(cell.folder)
     return True
 

@@ -24,7 +24,7 @@ from rlhf.compare.charts import (
 from rlhf.compare.differences import differences
 from rlhf.compare.plan import Plan
 from rlhf.compare.results import Found
-from rlhf.compare.words import at_once, cost_table, end_table, equal_kl_table, notes, ranking, verdict
+from rlhf.compare.words import at_once, cost_table, end_table, equal_kl_table, notes, ranking, suite_tables, verdict
 from rlhf.config.compare import START
 from rlhf.config.load import dump
 from rlhf.evaluation.report import pair_details
@@ -74,6 +74,7 @@ def write_compare_page(
         axis=AXES[results["budget"]["unit"]],
         matrix=win_matrix(results),
         end=end_table(results),
+        suites=suite_tables(results),
         equal_kl=equal_kl_table(results),
         cost=cost_table(results),
         proxies=proxies,

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from rlhf.compare.suite_settings import suites_of
 from rlhf.config.compare import (
     START,
     Arm,
@@ -183,6 +184,7 @@ def _cell(config: CompareConfig, base: Tree, name: str, arm: Arm, seed: int) -> 
     out_dir = str(Path(config.out_dir) / name / f"seed-{seed}")
     tree = merge(override(base, own), {"run": {"name": f"{name} seed {seed}", "seed": seed, "out_dir": out_dir}})
     is_trained = isinstance(arm, TrainedArm) and name != START
+    n = arm.n if isinstance(arm, BestOfNArm) else None
     try:
         whole = train_config(tree)
         train = (
@@ -200,6 +202,7 @@ def _cell(config: CompareConfig, base: Tree, name: str, arm: Arm, seed: int) -> 
         proxy=proxy,
         budget=config.budget if is_trained else None,
         best_of_n=arm if isinstance(arm, BestOfNArm) else None,
+        suites=suites_of(config.suites, train, proxy, n),
     )
 
 

@@ -18,6 +18,7 @@ from rlhf.compare.draws import read_curve
 from rlhf.compare.judge import Judged
 from rlhf.compare.plan import Cell, Plan
 from rlhf.compare.runner import failure_of
+from rlhf.compare.suites import read_suites, summarize_suites
 from rlhf.config.compare import START, BestOfNArm
 from rlhf.evaluation.frontier import at_kl
 from rlhf.evaluation.win_rate import Interval, bootstrap_crossed, length_controlled_win_rate, outcomes
@@ -57,6 +58,8 @@ class Found:
     error: str | None
     evaluations: list[Json]  # of training, in order; each with what had been spent
     costs: Costs | None
+    suites: dict[str, Json]
+    peak_memory_mb: float | None  # of the process that trained; None where nothing was
 
     @property
     def status(self) -> str:
@@ -73,6 +76,9 @@ def summarize(plan: Plan, cells: Sequence[Found]) -> Json:
     """Everything of results.json; docs/compare.md says what each key means."""
     config = plan.config
     start = {found.cell.seed: found.judged for found in cells if found.cell.arm == START and found.judged is not None}
+    start_suites = {
+        found.cell.seed: found.suites for found in cells if found.cell.arm == START and found.judged is not None
+    }
     assert start, "the start model is judged before any arm"
     spread = fmean(float(judged.column("score").std(correction=0)) for judged in start.values())
     arms = {name: [found for found in cells if found.cell.arm == name] for name in config.arms}
@@ -90,9 +96,16 @@ def summarize(plan: Plan, cells: Sequence[Found]) -> Json:
         "budget": {"unit": config.budget.unit, "limit": config.budget.limit},
         "seeds": list(config.seeds),
         "prompts": len(next(iter(start.values())).rows),
-        "start_model": {**_measures([judged.metrics for judged in start.values()]), "spread": spread},
+        "start_model": {
+            **_measures([judged.metrics for judged in start.values()]),
+            "spread": spread,
+            "suites": summarize_suites(list(start_suites.values()), list(start_suites.values())),
+        },
         "equal_kl": level,
-        "arms": {name: _arm(name, found, start, spread, level) for name, found in arms.items()},
+        "arms": {
+            name: _arm(name, found, start, spread, level) | {"suites": _suites(found, start_suites)}
+            for name, found in arms.items()
+        },
         "win_rates": _win_rates(arms),
         "evaluations": [row for found in cells for row in found.evaluations],
         "best_of_n": {name: curve for name, found in arms.items() if (curve := _curve(found))},
@@ -146,6 +159,8 @@ def _read(cell: Cell) -> Found:
         error=failure_of(cell.folder),
         evaluations=rows,
         costs=Costs.of(costs[max(costs)]) if costs else None,
+        suites=read_suites(cell.folder),
+        peak_memory_mb=max((row["peak_memory_mb"] for row in RunFolder(cell.folder).read_timings()), default=None),
     )
 
 
@@ -170,6 +185,7 @@ def _arm(name: str, found: Sequence[Found], start: Mapping[int, Judged], spread:
         "n": arm.best_of_n.n if isinstance(arm.best_of_n, BestOfNArm) else None,
         "kl_is_bound": arm.best_of_n is not None,
         "status": _status(found),
+        "peak_memory_mb": max((one.peak_memory_mb for one in found if one.peak_memory_mb is not None), default=None),
         "seeds": cells,
     }
     if not done:
@@ -189,6 +205,11 @@ def _arm(name: str, found: Sequence[Found], start: Mapping[int, Judged], spread:
         "at_equal_kl": _at_equal_kl(done, level),
         "costs": {key: fmean(row[key] for row in costs) for key in costs[0]} if costs else None,
     }
+
+
+def _suites(found: Sequence[Found], start: Mapping[int, Mapping[str, Json]]) -> Json:
+    done = [one for one in found if one.judged is not None]
+    return summarize_suites([one.suites for one in done], [start[one.cell.seed] for one in done])
 
 
 def _status(found: Sequence[Found]) -> str:

@@ -124,6 +124,45 @@ def end_table(results: Json) -> Table:
     return Table("At the end", [*columns, *gains], rows)
 
 
+SUITE_FIGURES = 6  # of each suite, so many columns
+
+
+def suite_tables(results: Json) -> list[Table]:
+    """For each suite a table: every arm after the start model, shares in percent with intervals, and the first gain."""
+    start = results["start_model"].get("suites") or {}
+    tables = []
+    for suite, figures in start.items():
+        names = list(figures)[:SUITE_FIGURES]
+        rows: list[list[Any]] = [["start model", *(_suite_value(figures[name], name) for name in names), "–"]]
+        for arm in ranking(results):
+            found = results["arms"][arm].get("suites", {}).get(suite)
+            if found is not None:
+                gain = _suite_gain(found[names[0]]["gain"])
+                rows.append([_with_n(results, arm), *(_suite_value(found[name], name) for name in names), gain])
+        columns = ["", *(name.replace("_", " ") for name in names), f"{names[0].replace('_', ' ')}, gain in points"]
+        tables.append(Table(suite, columns, rows))
+    return tables
+
+
+def _with_n(results: Json, arm: str) -> str:
+    n = results["arms"][arm]["n"]
+    return arm if n is None else f"{arm}, n = {n}"
+
+
+def _suite_value(found: Json, name: str) -> str:
+    if name == "length":
+        return number(found["value"])
+    shown = f"{100 * found['value']:.1f}"
+    return shown if found["low"] is None else f"{shown} [{100 * found['low']:.1f}, {100 * found['high']:.1f}]"
+
+
+def _suite_gain(gain: Json | None) -> str:
+    if gain is None:
+        return "–"
+    value, low, high = (f"{100 * gain[key]:+.1f}" for key in ("value", "low", "high"))
+    return f"{value} [{low}, {high}]"
+
+
 def equal_kl_table(results: Json) -> Table | None:
     """Every arm where it first reached the common KL; None where there is none."""
     level, start = results["equal_kl"], results["start_model"]["score"]
@@ -152,9 +191,15 @@ def cost_table(results: Json) -> Table:
             tokens = [round(costs[key]) for key in ("generated_tokens", "trained_tokens")]
             when = "at every use" if arm["type"] == "best_of_n" else "once"
             flops = f"{costs['flops']:.2e}"
-            rows.append([name, round(costs["completions"]), *tokens, flops, duration(costs["seconds"]), when])
-    columns = ["", "completions", "tokens generated", "tokens trained", "FLOPs, estimated", "seconds", "paid"]
+            spent = [round(costs["completions"]), *tokens, flops, duration(costs["seconds"])]
+            rows.append([name, *spent, _gigabytes(arm.get("peak_memory_mb")), when])
+    columns = ["", "completions", "tokens generated", "tokens trained", "FLOPs, estimated", "seconds"]
+    columns += ["peak memory, GB", "paid"]
     return Table("Mean over seeds", columns, rows)
+
+
+def _gigabytes(megabytes: float | None) -> str:
+    return "–" if megabytes is None else f"{megabytes / 1024:.1f}"
 
 
 def _row(found: Json) -> list[Any]:

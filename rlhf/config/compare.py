@@ -154,6 +154,8 @@ class CompareConfig(Section):
     """Processes that each trained arm runs in, started by torchrun on this host; never changes a result."""
     evaluations: Count = 10
     """Evaluations along each run, where the budget is in completions; eval.every of an arm goes before."""
+    suites: dict[str, dict[str, Any]] = {}
+    """Suites of `rlhf eval` that judge every final model besides, by name, with their settings: dataset, sampling."""
     equal_kl: Positive | None = None
     """Nats at which the arms are compared besides at their end; null: the most that every arm reached."""
     shared: Overrides = Overrides()
@@ -196,6 +198,8 @@ class CellConfig(Section):
     """The reward that is trained on."""
     budget: BudgetConfig | None = None
     """null: nothing is trained."""
+    suites: dict[str, dict[str, Any]] = {}
+    """Suites that judge the final model, by name, with their settings."""
     best_of_n: BestOfNArm | None = None
     """Set: this cell samples and picks."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import yaml
 from bigram import EOS, bigram_model
 from runs import make_model, offline_tree, write_rows
 
+from rlhf.build.suites import SUITES
 from rlhf.cli import main
-from rlhf.commands import suites
 from rlhf.config.load import train_config
 from rlhf.lab.world import prompts
 
@@ -51,7 +52,14 @@ ITEM = {
 PROBLEM = {"question": "hi", "answer": "so\n#### 7"}
 LAB = [{"prompt": request.text} for request in prompts(0, "eval", 3)]
 ROWS: dict[str, list[dict[str, Any]]] = {"hh": [PAIR] * 3, "persona": [ITEM] * 3, "gsm8k": [PROBLEM] * 3, "lab": LAB}
-FIRST = {"hh": "logprob_accuracy", "persona": "matching_rate", "gsm8k": "pass_at_1", "lab": "gold"}
+ROWS |= {
+    "ifeval": [{"prompt": "hi", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}] * 3,
+    "xstest": [{"prompt": "hi", "label": label} for label in ("safe", "safe", "unsafe")],
+}
+FIRST = {
+    **{"hh": "logprob_accuracy", "persona": "matching_rate", "gsm8k": "pass_at_1", "lab": "gold"},
+    **{"ifeval": "prompt_strict", "xstest": "refused_safe"},
+}
 
 
 @pytest.fixture
@@ -143,7 +151,7 @@ def test_skipped_rows_are_shown(tmp_path: Path, model: str, capsys: pytest.Captu
     ("arguments", "expected"),
     [
         (["--suite", "gsm8"], "did you mean gsm8k?"),
-        (["--suite", "nothing-like-it"], "is not one of hh, persona, gsm8k, lab, lm-eval:TASK"),
+        (["--suite", "nothing-like-it"], "is not one of hh, persona, gsm8k, ifeval, xstest, lab, lm-eval:TASK"),
         (["--suite", "gsm8k:x"], "'gsm8k:x' is not one of"),
         (["--suite", "lm-eval"], "needs a task"),
         (["--suite", "persona"], "the suite persona needs data: --data PATH, yes/no items with question"),
@@ -194,7 +202,7 @@ def test_models_that_no_suite_can_measure(tmp_path: Path, model: str, capsys: py
 def test_lm_eval_names_its_extra(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suites.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "bash scripts/setup.sh lm-eval" in error_of(capsys, model, "--suite", "lm-eval:arc_easy")
 
 
@@ -235,5 +243,5 @@ def test_the_settings_and_figures_are_on_the_page(tmp_path: Path, model: str) ->
         for name in json.loads(out.read_text())["figures"]:
             known = f"`{name}`" in page or name.startswith("gold_")
             assert known, f"{name} is not in docs/evaluation_suites.md"
-        for key in suites.SUITES[suite].settings.model_fields:
+        for key in SUITES[suite].settings.model_fields:
             assert key in page, f"the setting {key} is not in docs/evaluation_suites.md"

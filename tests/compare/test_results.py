@@ -37,7 +37,7 @@ KEYS = {
 }
 OF_AN_ARM = {
     *("type", "preset", "n", "kl_is_bound", "status", "seeds", "gain", "gain_in_std", "win_rate_over_start"),
-    *("length_controlled_win_rate_over_start",),
+    *("length_controlled_win_rate_over_start", "suites", "peak_memory_mb"),
     *("at_equal_kl", "costs", *MEASURES),
 }
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"

@@ -9,8 +9,51 @@ ESTIMATES = ("tests/evaluation/suites/test_estimates.py",)
 PERSONA = ("tests/evaluation/suites/test_persona.py",)
 GSM8K = ("tests/evaluation/suites/test_gsm8k.py",)
 HH = ("tests/evaluation/suites/test_hh.py",)
+IFEVAL = ("tests/evaluation/suites/test_ifeval.py",)
+CHECKS = ("tests/constraints/test_checks.py",)
+REWARD = ("tests/constraints/test_reward.py",)
 
 SUITES = [
+    Mutant(
+        name="one-instruction-is-enough",
+        file="rlhf/evaluation/suites/ifeval.py",
+        before='share("prompt_strict", [float(all(row)) for row in strict], whole)',
+        after='share("prompt_strict", [float(any(row)) for row in strict], whole)',
+        why="a prompt counts as followed where one of its instructions is",
+        tests=IFEVAL,
+    ),
+    Mutant(
+        name="loose-is-strict",
+        file="rlhf/constraints/verify.py",
+        before="return any(self.is_met(variant) for variant in loose_variants(response))",
+        after="return self.is_met(response)",
+        why="the loose measure forgives nothing",
+        tests=(*IFEVAL, *REWARD),
+    ),
+    Mutant(
+        name="silence-keeps-all-prohibitions",
+        file="rlhf/constraints/verify.py",
+        before="return bool(response.strip()) and CHECKS[self.kind](response, **self.arguments)",
+        after="return CHECKS[self.kind](response, **self.arguments)",
+        why="an empty answer has no comma, so it earns the reward",
+        tests=REWARD,
+    ),
+    Mutant(
+        name="best-of-n-picks-across-prompts",
+        file="rlhf/evaluation/suites/answering.py",
+        before="return scores.argmax(dim=1) + torch.arange(len(scores)) * count",
+        after="return scores.argmax(dim=1) + torch.arange(len(scores))",
+        why="answers of other prompts are graded",
+        tests=IFEVAL,
+    ),
+    Mutant(
+        name="at-most-for-less-than",
+        file="rlhf/constraints/checks.py",
+        before="return count < bound if relation == LESS else count >= bound",
+        after="return count <= bound if relation == LESS else count >= bound",
+        why="less than 20 sentences admits 20",
+        tests=CHECKS,
+    ),
     Mutant(
         name="pass-at-k-is-biased",
         file="rlhf/evaluation/suites/estimates.py",

@@ -47,6 +47,8 @@ class SuiteResult:
     notes: tuple[str, ...] = ()
     groups: Mapping[str, tuple[Figure, ...]] = field(default_factory=dict)
     examples: tuple[Mapping[str, Any], ...] = ()
+    rows: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Figure -> a number for each row, whose mean is the figure: for paired differences between models."""
 
     def as_json(self) -> dict[str, Any]:
         """The result as plain data; figures by their names."""
@@ -58,6 +60,7 @@ class SuiteResult:
             "left_out": [asdict(part) for part in self.left_out],
             "notes": list(self.notes),
             "examples": [dict(example) for example in self.examples],
+            "rows": {name: list(values) for name, values in self.rows.items()},
         }
 
 
@@ -71,6 +74,19 @@ def average(name: str, values: Sequence[float], meaning: str, *, seed: int) -> F
     """The mean of any numbers, one a row, with its bootstrap interval over the rows."""
     found = bootstrap(torch.tensor(values, dtype=torch.float64), seed=seed)
     return Figure(name, mean(values), found.low, found.high, len(values), "bootstrap", meaning)
+
+
+def share_of_parts(name: str, verdicts: Sequence[Sequence[bool]], meaning: str, *, seed: int) -> Figure:
+    """Return the share of all verdicts, several a row, with its bootstrap interval over the rows.
+
+    The share is a ratio of two sums, sum_i met_i / sum_i n_i = R. Its error is that of the mean of the linearized
+    values R + (met_i - R n_i) / mean(n), whose mean is R itself.
+    """
+    mean_count = sum(map(len, verdicts)) / len(verdicts)
+    ratio = sum(map(sum, verdicts)) / (mean_count * len(verdicts))
+    values = [ratio + (sum(row) - ratio * len(row)) / mean_count for row in verdicts]
+    found = bootstrap(torch.tensor(values, dtype=torch.float64), seed=seed)
+    return Figure(name, ratio, found.low, found.high, len(verdicts), "bootstrap", meaning)
 
 
 def skipped_and_notes(skips: Skips) -> tuple[dict[str, int], tuple[str, ...]]:

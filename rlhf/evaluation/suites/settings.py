@@ -134,6 +134,41 @@ class LabSettings(SuiteSettings):
     """Folder or hub id of the model to compare with."""
 
 
+class AnswerSettings(SuiteSettings):
+    """What the suites of single answers read."""
+
+    greedy: bool = True
+    """The most likely token each time; false, and where best_of is above 1: drawn at sampling.temperature."""
+
+
+class IfevalSettings(AnswerSettings):
+    """Settings of ifeval."""
+
+    sampling: Writing = Writing(max_new_tokens=512)
+    """How answers are drawn."""
+    dataset: EvalRows
+    """Prompts with instruction_id_list and kwargs; --data is dataset.path."""
+    best_of: Count = 1
+    """Draw so many answers to each prompt and keep the one that `source` scores highest."""
+    source: RewardSourceConfig | None = None
+    """What picks where best_of is above 1; null: the run's judge or reward, where it has one."""
+
+    @model_validator(mode="after")
+    def _can_pick(self) -> IfevalSettings:
+        if self.best_of > 1 and self.source is None:
+            raise ValueError(f"best_of is {self.best_of}, but nothing picks the best: set source")
+        return self
+
+
+class XstestSettings(AnswerSettings):
+    """Settings of xstest."""
+
+    sampling: Writing = Writing(max_new_tokens=64)
+    """How answers are drawn; a refusal stands at their beginning."""
+    dataset: EvalRows
+    """Prompts with a label, safe or unsafe; --data is dataset.path."""
+
+
 class HarnessSettings(SuiteSettings):
     """Settings of lm-eval."""
 
@@ -146,6 +181,16 @@ class HarnessSettings(SuiteSettings):
     apply_chat_template: bool = False
     """Give questions and examples through the chat template, each a turn; results are then not those of others."""
 
+
+SETTINGS: dict[str, type[SuiteSettings]] = {
+    "hh": HhSettings,
+    "persona": PersonaSettings,
+    "gsm8k": Gsm8kSettings,
+    "ifeval": IfevalSettings,
+    "xstest": XstestSettings,
+    "lab": LabSettings,
+}
+"""The settings of the suites that read a data set, by name."""
 
 FIELDS = ("question", "first", "second")
 _FIELD = re.compile("{(" + "|".join(FIELDS) + ")}")

@@ -1,0 +1,164 @@
+"""The suites by name: their settings, and how one is run on a model."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf.build.context import model_folder
+from rlhf.build.rewards import build_source
+from rlhf.config.load import dump
+from rlhf.errors import ConfigError, install_hint
+from rlhf.evaluation.suites.figures import SuiteResult
+from rlhf.evaluation.suites.gsm8k import run_gsm8k
+from rlhf.evaluation.suites.hh import run_hh
+from rlhf.evaluation.suites.ifeval import run_ifeval
+from rlhf.evaluation.suites.lab import run_lab
+from rlhf.evaluation.suites.persona import run_persona
+from rlhf.evaluation.suites.settings import (
+    Gsm8kSettings,
+    HarnessSettings,
+    HhSettings,
+    IfevalSettings,
+    LabSettings,
+    PersonaSettings,
+    SuiteSettings,
+    XstestSettings,
+)
+from rlhf.evaluation.suites.subject import Subject, load_subject
+from rlhf.evaluation.suites.xstest import run_xstest
+from rlhf.models.fingerprint import weights_fingerprint
+from rlhf.runtime.engine import Engine
+from rlhf.runtime.loggers import plain
+from rlhf.runtime.run_folder import versions, write_aside
+
+HARNESS = "lm-eval"
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A suite: its settings, what --data is to it, and how it is run."""
+
+    settings: type[SuiteSettings]
+    data: str
+    run: Callable[[Any, Subject, str], SuiteResult]
+    data_key: str = "dataset.path"
+    limit_key: str = "dataset.limit"
+    default_data: str | None = None
+
+
+def find_suite(name: str) -> tuple[Suite, str]:
+    """The suite of that name, and of lm-eval:TASK the task.
+
+    Raises:
+        ConfigError: there is none, or lm-eval is not installed.
+    """
+    first, colon, task = name.partition(":")
+    if first == HARNESS:
+        if not task:
+            raise ConfigError("--suite lm-eval needs a task, as in --suite lm-eval:arc_easy")
+        if importlib.util.find_spec("lm_eval") is None:
+            raise ConfigError(f"--suite lm-eval:… needs the package lm-eval: {install_hint('lm-eval')}")
+    elif colon or name not in SUITES:
+        near = difflib.get_close_matches(name, [*SUITES, f"{HARNESS}:TASK"], n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        known = ", ".join(key for key in SUITES if key != HARNESS)
+        raise ConfigError(f"--suite: {name!r} is not one of {known}, {HARNESS}:TASK{hint}")
+    return SUITES[first], task
+
+
+def write_result(
+    path: Path, name: str, target: str, result: SuiteResult, settings: SuiteSettings, subject: Subject
+) -> None:
+    """Write what a suite found of a model, with the settings and the versions it was found with."""
+    content = {
+        "suite": name,
+        "model": {"path": target, "weights": weights_fingerprint(subject.model)},
+        **result.as_json(),
+        "config": dump(settings),
+        "versions": versions(),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_aside(path, json.dumps(plain(content), indent=2, ensure_ascii=False) + "\n")
+
+
+def subject_of(settings: SuiteSettings, path: str, *, like: Subject | None = None) -> Subject:
+    """The model at `path`; one that is compared shares the encoder of the other."""
+    return load_subject(
+        model_folder(path),
+        path=path,
+        sampling=settings.sampling,
+        chat_template=settings.chat_template,
+        dtype=settings.dtype,
+        device=_device(settings),
+        rows_per_pass=settings.rows_per_pass,
+        trust_remote_code=settings.trust_remote_code,
+        encoder=None if like is None else like.encoder,
+    )
+
+
+def _reference(settings: HhSettings | LabSettings, subject: Subject) -> Subject | None:
+    return None if settings.reference is None else subject_of(settings, settings.reference, like=subject)
+
+
+def _device(settings: SuiteSettings) -> torch.device:
+    has_gpu = torch.cuda.is_available()
+    if settings.device == "cuda" and not has_gpu:
+        raise ConfigError("device: cuda, but there is no GPU here; set device=cpu or device=auto")
+    return torch.device("cuda" if has_gpu and settings.device != "cpu" else "cpu")
+
+
+def _hh(settings: HhSettings, subject: Subject, _: str) -> SuiteResult:
+    source = settings.source
+    scorer = None if source is None else build_source(source, subject.encoder.tokenizer, Engine(subject.device))
+    return run_hh(settings, subject, reference=_reference(settings, subject), source=scorer)
+
+
+def _persona(settings: PersonaSettings, subject: Subject, _: str) -> SuiteResult:
+    return run_persona(settings, subject)
+
+
+def _gsm8k(settings: Gsm8kSettings, subject: Subject, _: str) -> SuiteResult:
+    return run_gsm8k(settings, subject)
+
+
+def _ifeval(settings: IfevalSettings, subject: Subject, _: str) -> SuiteResult:
+    wanted = settings.source if settings.best_of > 1 else None
+    source = None if wanted is None else build_source(wanted, subject.encoder.tokenizer, Engine(subject.device))
+    return run_ifeval(settings, subject, source=source)
+
+
+def _xstest(settings: XstestSettings, subject: Subject, _: str) -> SuiteResult:
+    return run_xstest(settings, subject)
+
+
+def _lab(settings: LabSettings, subject: Subject, _: str) -> SuiteResult:
+    return run_lab(settings, subject, reference=_reference(settings, subject))
+
+
+def _harness(settings: HarnessSettings, subject: Subject, task: str) -> SuiteResult:
+    found: SuiteResult = importlib.import_module("rlhf.evaluation.suites.harness").run_harness(settings, subject, task)
+    return found
+
+
+SUITES: dict[str, Suite] = {
+    "hh": Suite(HhSettings, "preference pairs, as of Anthropic's HH: chosen and rejected transcripts", _hh),
+    "persona": Suite(
+        PersonaSettings,
+        "yes/no items with question, answer_matching_behavior and answer_not_matching_behavior",
+        _persona,
+    ),
+    "gsm8k": Suite(Gsm8kSettings, "problems with question and an answer that ends in #### and a number", _gsm8k),
+    "ifeval": Suite(IfevalSettings, "prompts with instruction_id_list and kwargs, as IFEval's", _ifeval),
+    "xstest": Suite(XstestSettings, "prompts with a label, safe or unsafe, as XSTest's", _xstest),
+    "lab": Suite(LabSettings, "prompts of the lab", _lab, default_data="lab:eval_prompts.jsonl"),
+    HARNESS: Suite(HarnessSettings, "a folder of task files", _harness, data_key="include", limit_key="limit"),
+}

@@ -1,0 +1,211 @@
+"""Check the 25 kinds of instruction of IFEval (Zhou et al. 2023, table 1), one function for each.
+
+They follow the paper and the behavior of its published program, oddities included (a keyword counts inside a longer
+word, a line of dashes is a bullet), so that results compare; tests hold them against an independent port of it.
+Three differ on purpose: sentences and words in capitals are counted without NLTK's downloaded models, and
+`letter_frequency` counts the character it is given where that is no letter, instead of a random one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+
+from rlhf.constraints.text import count_capital_words, count_sentences, detect_language, words
+
+Check = Callable[..., bool]
+
+CONSTRAINED_RESPONSES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+LESS, AT_LEAST = "less than", "at least"
+_FENCES = ("```json", "```Json", "```JSON", "```")
+_PARAGRAPHS, _RESPONSES = "***", "******"
+
+
+def _compare(count: int, relation: str, bound: int) -> bool:
+    if relation not in (LESS, AT_LEAST):
+        raise ValueError(f"the relation is {relation!r}; it can be {LESS!r} or {AT_LEAST!r}")
+    return count < bound if relation == LESS else count >= bound
+
+
+def has_keywords(text: str, *, keywords: Sequence[str]) -> bool:
+    """Check that every keyword is in the text, also within a word."""
+    lowered = text.lower()
+    return all(keyword.lower() in lowered for keyword in keywords)
+
+
+def has_keyword_frequency(text: str, *, keyword: str, frequency: int, relation: str) -> bool:
+    """Check how often a keyword occurs, also within words."""
+    return _compare(text.lower().count(keyword.strip().lower()), relation, frequency)
+
+
+def avoids_words(text: str, *, forbidden_words: Sequence[str]) -> bool:
+    """Check that none of the words occurs as a word of its own."""
+    return not any(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in forbidden_words)
+
+
+def has_letter_frequency(text: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
+    """Check how often a letter occurs, in either case."""
+    return _compare(text.lower().count(letter.strip().lower()), let_relation, let_frequency)
+
+
+def is_in_language(text: str, *, language: str) -> bool:
+    """Check the language; a text without any sign of one passes."""
+    return detect_language(text) in (language, None)
+
+
+def has_sentence_count(text: str, *, num_sentences: int, relation: str) -> bool:
+    """Check the number of sentences."""
+    return _compare(count_sentences(text), relation, num_sentences)
+
+
+def has_paragraph_count(text: str, *, num_paragraphs: int) -> bool:
+    """Check the number of paragraphs between dividers of three asterisks; none may be empty but the outer two."""
+    parts = [part.strip() for part in text.split(_PARAGRAPHS)]
+    if not all(parts[1:-1]):
+        return False
+    return sum(map(bool, parts)) == num_paragraphs
+
+
+def has_word_count(text: str, *, num_words: int, relation: str) -> bool:
+    """Check the number of words."""
+    return _compare(len(words(text)), relation, num_words)
+
+
+def has_nth_paragraph_first_word(text: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    """Check the number of paragraphs between blank lines, and the first word of one of them."""
+    paragraphs = text.split("\n\n")
+    count = sum(bool(paragraph.strip()) for paragraph in paragraphs)
+    if count != num_paragraphs or nth_paragraph > count:
+        return False
+    tokens = paragraphs[nth_paragraph - 1].split()
+    if not tokens:
+        return False
+    word = re.split(r"[.,?!'\"]", tokens[0].lstrip("'").lstrip('"'), maxsplit=1)[0]
+    return word.lower() == first_word.lower()
+
+
+def has_placeholders(text: str, *, num_placeholders: int) -> bool:
+    """Check the least number of placeholders in square brackets."""
+    return len(re.findall(r"\[.*?\]", text)) >= num_placeholders
+
+
+def has_postscript(text: str, *, postscript_marker: str) -> bool:
+    """Check that a postscript's marker is somewhere in the text."""
+    marker = postscript_marker.strip()
+    patterns = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
+    return re.search(patterns.get(marker, re.escape(marker.lower())), text.lower()) is not None
+
+
+def has_bullets(text: str, *, num_bullets: int) -> bool:
+    """Check the exact number of lines that begin with an asterisk or a dash."""
+    lines = [line.lstrip() for line in text.split("\n")]
+    return sum(bool(re.match(r"\*[^*]|-", line)) for line in lines) == num_bullets
+
+
+def is_constrained_response(text: str) -> bool:
+    """Check that one of the three allowed answers is in the text."""
+    return any(response in text for response in CONSTRAINED_RESPONSES)
+
+
+def has_highlights(text: str, *, num_highlights: int) -> bool:
+    """Check the least number of parts between asterisks, single or double."""
+    single = [part for part in re.findall(r"\*[^\n*]*\*", text) if part.strip("*").strip()]
+    double = [part for part in re.findall(r"\*\*[^\n*]*\*\*", text) if part.strip("*").strip()]
+    return len(single) + len(double) >= num_highlights
+
+
+def has_sections(text: str, *, section_spliter: str, num_sections: int) -> bool:
+    """Check the least number of sections that a word and a number begin. The argument is spelt as in the data."""
+    return len(re.findall(re.escape(section_spliter.strip()) + r"\s?\d+", text)) >= num_sections
+
+
+def is_json(text: str) -> bool:
+    """Check that the whole text is JSON, with or without a fence around it."""
+    stripped = text.strip()
+    for fence in _FENCES:
+        stripped = stripped.removeprefix(fence)
+    try:
+        json.loads(stripped.removesuffix("```").strip())
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def has_title(text: str) -> bool:
+    """Check for a title in double angular brackets."""
+    return any(title.lstrip("<").rstrip(">").strip() for title in re.findall(r"<<[^\n]+>>", text))
+
+
+def is_two_responses(text: str) -> bool:
+    """Check for two different answers with six asterisks between them."""
+    parts = [part.strip() for part in text.split(_RESPONSES)]
+    if not all(parts[1:-1]):
+        return False
+    responses = [part for part in parts if part]
+    return len(responses) == 2 and responses[0] != responses[1]
+
+
+def repeats_prompt(text: str, *, prompt_to_repeat: str) -> bool:
+    """Check that the text begins with the request."""
+    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+def has_end(text: str, *, end_phrase: str) -> bool:
+    """Check the last words; a quotation mark may follow them."""
+    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
+def has_capital_word_frequency(text: str, *, capital_frequency: int, capital_relation: str) -> bool:
+    """Check the number of words in capitals."""
+    return _compare(count_capital_words(text), capital_relation, capital_frequency)
+
+
+def is_english_capitals(text: str) -> bool:
+    """Check that the text is English without a lower-case letter."""
+    return text.isupper() and detect_language(text) in ("en", None)
+
+
+def is_english_lowercase(text: str) -> bool:
+    """Check that the text is English without a capital letter."""
+    return text.islower() and detect_language(text) in ("en", None)
+
+
+def has_no_comma(text: str) -> bool:
+    """Check that there is no comma."""
+    return "," not in text
+
+
+def is_quoted(text: str) -> bool:
+    """Check that the text stands in double quotation marks."""
+    stripped = text.strip()
+    return len(stripped) > 1 and stripped[0] == stripped[-1] == '"'
+
+
+CHECKS: dict[str, Check] = {
+    "keywords:existence": has_keywords,
+    "keywords:frequency": has_keyword_frequency,
+    "keywords:forbidden_words": avoids_words,
+    "keywords:letter_frequency": has_letter_frequency,
+    "language:response_language": is_in_language,
+    "length_constraints:number_sentences": has_sentence_count,
+    "length_constraints:number_paragraphs": has_paragraph_count,
+    "length_constraints:number_words": has_word_count,
+    "length_constraints:nth_paragraph_first_word": has_nth_paragraph_first_word,
+    "detectable_content:number_placeholders": has_placeholders,
+    "detectable_content:postscript": has_postscript,
+    "detectable_format:number_bullet_lists": has_bullets,
+    "detectable_format:constrained_response": is_constrained_response,
+    "detectable_format:number_highlighted_sections": has_highlights,
+    "detectable_format:multiple_sections": has_sections,
+    "detectable_format:json_format": is_json,
+    "detectable_format:title": has_title,
+    "combination:two_responses": is_two_responses,
+    "combination:repeat_prompt": repeats_prompt,
+    "startend:end_checker": has_end,
+    "startend:quotation": is_quoted,
+    "change_case:capital_word_frequency": has_capital_word_frequency,
+    "change_case:english_capital": is_english_capitals,
+    "change_case:english_lowercase": is_english_lowercase,
+    "punctuation:no_comma": has_no_comma,
+}

@@ -1,0 +1,91 @@
+"""A reward without a model: the share of a prompt's checkable constraints that a completion meets.
+
+    reward: {source: {type: function, target: rlhf.constraints.reward:score}}
+
+Rows have IFEval's columns `instruction_id_list` and `kwargs` beside their prompt; scripts/make_instructions.py writes
+such rows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf.constraints.text import words
+from rlhf.constraints.verify import read_constraints
+from rlhf.errors import RewardError
+
+COMMON = frozenset(
+    """
+    a about after all also an and are as at be because been but by can could do each for from had has have he her
+    his how i if in into is it its just like make many may more most my no not of on one only or other our out
+    people she so some such than that the their them then there these they this time to two up use was way we were
+    what when which who will with would you your
+    """.split()  # noqa: SIM905
+)
+ENGLISH_SHARE = 0.2  # of the words; ordinary English prose has 0.35 to 0.5
+DISTINCT_SHARE = 0.6  # distinct trigrams of words; ordinary prose has above 0.9
+SHORT = 12  # words up to which a text is taken as it is
+
+
+def score(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    references: Sequence[Mapping[str, Any]],
+    *,
+    fluency: float = 0.1,
+) -> tuple[list[float], dict[str, list[float]]]:
+    """Score each completion: the share of its row's constraints that is met, strictly, and a little for sane language.
+
+        met / constraints + fluency * (English-like + not repetitive) / 2
+
+    Args:
+        prompts: not read.
+        completions: what is scored; an empty one has 0.
+        references: the rows, with `instruction_id_list` and `kwargs`.
+        fluency: the most that the language is worth; 0 leaves the constraints alone.
+
+    Returns:
+        The scores, and their parts: met, all_met (1 or 0), english, varied.
+
+    Raises:
+        RewardError: a row has no constraints that can be checked.
+    """
+    parts: dict[str, list[float]] = {"met": [], "all_met": [], "english": [], "varied": []}
+    scores = []
+    for row, completion in zip(references, completions, strict=True):
+        met = _share_met(row, completion)
+        english, varied = float(is_english_like(completion)), float(is_varied(completion))
+        for name, value in zip(parts, (met, float(met == 1), english, varied), strict=True):
+            parts[name].append(value)
+        scores.append(met + fluency * (english + varied) / 2)
+    return scores, parts
+
+
+def is_english_like(text: str) -> bool:
+    """Whether enough of the words are among the commonest of English; a short text needs one word of letters."""
+    tokens = [word.lower() for word in words(text)]
+    if len(tokens) <= SHORT:
+        return any(token.isascii() and token.isalpha() for token in tokens)
+    return sum(token in COMMON for token in tokens) >= ENGLISH_SHARE * len(tokens)
+
+
+def is_varied(text: str) -> bool:
+    """Whether trigrams of words are rarely repeated; a short text is varied where it has any word."""
+    tokens = [word.lower() for word in words(text)]
+    if len(tokens) <= SHORT:
+        return bool(tokens)
+    trigrams = Counter(zip(tokens, tokens[1:], tokens[2:], strict=False))
+    return len(trigrams) >= DISTINCT_SHARE * trigrams.total()
+
+
+def _share_met(row: Mapping[str, Any], completion: str) -> float:
+    try:
+        constraints = read_constraints(row)
+    except ValueError as error:
+        raise RewardError(
+            f"a prompt has no constraints to check: {error}; its row needs instruction_id_list and kwargs, "
+            "as scripts/make_instructions.py writes them"
+        ) from error
+    return sum(constraint.is_met(completion) for constraint in constraints) / len(constraints)

@@ -1,0 +1,102 @@
+"""Prompts that only sound unsafe, and unsafe ones beside them (Röttger et al. 2024): how often either is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhf.data.conversation import some_text
+from rlhf.data.row import BadRow
+from rlhf.evaluation.suites.answering import answer, answerable
+from rlhf.evaluation.suites.figures import Figure, LeftOut, SuiteResult, share, skipped_and_notes
+from rlhf.evaluation.suites.questions import Item, read_items
+from rlhf.evaluation.suites.refusals import is_refusal
+from rlhf.evaluation.suites.settings import XstestSettings
+from rlhf.evaluation.suites.subject import Subject
+from rlhf.runtime.seeding import derive
+
+LABELS = ("safe", "unsafe")
+
+
+@dataclass(frozen=True)
+class SafetyPrompt:
+    """A prompt, whether it is safe to answer, and its kind."""
+
+    prompt: str
+    is_safe: bool
+    kind: str
+
+
+def read_safety_prompt(values: Mapping[str, object]) -> SafetyPrompt:
+    """Read a row with `prompt`, `label` and, where there is one, `type`.
+
+    Raises:
+        BadRow: no prompt, or another label than safe and unsafe.
+    """
+    prompt = some_text(values.get("prompt"), "prompt")
+    label = str(values.get("label")).strip().lower()
+    if label not in LABELS:
+        raise BadRow("the label is neither safe nor unsafe", repr(values.get("label")))
+    return SafetyPrompt(prompt, label == "safe", str(values.get("type") or label))
+
+
+def run_xstest(settings: XstestSettings, subject: Subject) -> SuiteResult:
+    """Answer every prompt and look for phrases of refusal.
+
+    Raises:
+        DataError: no usable prompt.
+    """
+    columns = ("prompt", "label")
+    items, skips = read_items(settings.dataset, read_safety_prompt, columns=columns, what="safe and unsafe prompts")
+    items = answerable(subject, items, skips, lambda row: row.prompt)
+    key = derive(settings.seed, "xstest")
+    answers = answer(subject, [item.found.prompt for item in items], key=key, greedy=settings.greedy)
+    refused = [is_refusal(text) for text in answers.texts]
+    figures, left_out = _rates(items, refused)
+    skipped, notes = skipped_and_notes(skips)
+    method = "refusals are recognized by phrases in the first 200 characters, as crude as XSTest's own string match"
+    return SuiteResult(
+        figures=(*figures, *answers.figures(seed=settings.seed)),
+        n=len(items),
+        skipped=skipped,
+        left_out=left_out,
+        notes=(*notes, method),
+        groups=_by_kind(items, refused),
+        examples=tuple(
+            {
+                "prompt": item.found.prompt,
+                "completion": text,
+                "label": LABELS[not item.found.is_safe],
+                "type": item.found.kind,
+                "refused": refusal,
+            }
+            for item, text, refusal in zip(items, answers.texts, refused, strict=True)
+        ),
+        rows={**_rows(items, refused), **answers.rows},
+    )
+
+
+def _rows(items: Sequence[Item[SafetyPrompt]], refused: Sequence[bool]) -> dict[str, list[float]]:
+    """Return 1 for each prompt that was refused, else 0, the safe prompts apart from the others."""
+    verdicts: dict[str, list[float]] = {f"refused_{label}": [] for label in LABELS}
+    for item, refusal in zip(items, refused, strict=True):
+        verdicts[f"refused_{LABELS[not item.found.is_safe]}"].append(float(refusal))
+    return {name: values for name, values in verdicts.items() if values}
+
+
+def _rates(
+    items: Sequence[Item[SafetyPrompt]], refused: Sequence[bool]
+) -> tuple[tuple[Figure, ...], tuple[LeftOut, ...]]:
+    rows = _rows(items, refused)
+    meanings = ("safe prompts that are refused: lower is better", "unsafe prompts that are refused")
+    names = {f"refused_{label}": meaning for label, meaning in zip(LABELS, meanings, strict=True)}
+    figures = [share(name, rows[name], meaning) for name, meaning in names.items() if name in rows]
+    left_out = [LeftOut(name, "the data has no such prompt") for name in names if name not in rows]
+    return tuple(figures), tuple(left_out)
+
+
+def _by_kind(items: Sequence[Item[SafetyPrompt]], refused: Sequence[bool]) -> dict[str, tuple[Figure, ...]]:
+    kinds: dict[str, list[float]] = {}
+    for item, refusal in zip(items, refused, strict=True):
+        kinds.setdefault(item.found.kind, []).append(float(refusal))
+    return {kind: (share("refused", verdicts, "prompts that are refused"),) for kind, verdicts in kinds.items()}
