@@ -105,7 +105,7 @@ def _draw(cell: CellConfig, completer: Completer, arm: BestOfNArm, engine: Engin
     prompts = load_prompts(
         train.data.eval_prompts,
         completer.tokenizer,
-        chat_template=train.data.chat_template,
+        chat_template=train.data.chat_format,
         context=context_length(completer.model),
         max_new_tokens=train.sampling.max_new_tokens,
     )
@@ -128,7 +128,7 @@ def _judged(draws: Draws, arm: BestOfNArm, completer: Completer) -> Judged:
     rows: Sequence[Mapping[str, object]] = [
         {
             "row": row,
-            "prompt": decode(kept.prompt_ids[row][kept.prompt_mask[row]].tolist()),
+            "prompt": kept.references[row]["prompt"],
             "completion": decode(kept.completion_ids[row][kept.completion_mask[row]].tolist()),
             "score": float(golds[row]),
             "proxy": float(proxies[row]),

@@ -58,6 +58,8 @@ def pairs() -> AnnotatedPairs:
         chosen_mask=chosen_mask,
         rejected_ids=rejected_ids,
         rejected_mask=rejected_mask,
+        chosen_learned=chosen_mask,
+        rejected_learned=rejected_mask,
         margins=torch.zeros(3),
         chosen_ref_logprobs=torch.tensor(REFERENCE[0], dtype=torch.float64),
         rejected_ref_logprobs=torch.tensor(REFERENCE[1], dtype=torch.float64),

@@ -180,7 +180,7 @@ def _sampler(model: CausalLM, encoder: Encoder, sampling: Writing, dtype: str, d
     return make_sampler(
         model,
         SamplingConfig(**sampling.model_dump()),
-        eos_ids=eos_ids(model, encoder.tokenizer),
+        eos_ids=tuple(sorted({*eos_ids(model, encoder.tokenizer), *encoder.end_ids})),
         pad_id=encoder.pad_id,
         dtype=dtype,
         device=device,
