@@ -77,9 +77,7 @@ class RewardModelSource:
         if self.same_ids:
             return ""
         if self.encoder.template.source is None:
-            return (
-                "The reward model has another vocabulary and no chat template: it reads prompts and completions as text"
-            )
+            return "The reward model has another vocabulary and no chat template: it reads plain text"
         return "The reward model has another vocabulary: it reads conversations by its own chat template"
 
     def __call__(self, completions: Completions) -> Scores:

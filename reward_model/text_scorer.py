@@ -136,9 +136,8 @@ def _messages(references: Any, count: int) -> tuple[object, ...]:
     """Read each prompt's messages out of the references, where they are sent."""
     if not isinstance(references, list) or len(references) != count:
         return ()
-    return tuple(
-        row.get(MESSAGES) if isinstance(row, dict) and is_messages(row.get(MESSAGES)) else None for row in references
-    )
+    sent = [row.get(MESSAGES) if isinstance(row, dict) else None for row in references]
+    return tuple(messages if is_messages(messages) else None for messages in sent)
 
 
 def _texts(asked: dict[str, Any], key: str) -> list[str]:

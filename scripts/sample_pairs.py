@@ -41,7 +41,7 @@ def pairs(
     """Make a row for each prompt; None where no two completions that are not empty differ by more than `min_gap`."""
     if config.reward is None or config.data.prompts is None:
         raise ConfigError("pairs need data.prompts and reward.source: name a configuration of PPO or its kin")
-    writer = Completer(config.policy.model, config.sampling)
+    writer = Completer(config.policy.model, config.sampling, chat=config.data.chat_format)
     source = build_source(config.reward.source, writer.tokenizer, Engine(torch.device("cpu")))
     prompts = load_prompts(
         config.data.prompts,

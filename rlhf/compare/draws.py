@@ -58,7 +58,7 @@ def run_best_of_n(cell: CellConfig, folder: Path) -> Judged:
     arm, train = cell.best_of_n, cell.train
     assert arm is not None
     engine = make_engine(train.run)
-    completer = Completer(train.policy.model, train.sampling, engine.device)
+    completer = Completer(train.policy.model, train.sampling, engine.device, chat=train.data.chat_format)
     began = time.perf_counter()
     draws, seconds = _draw(cell, completer, arm, engine, began)
     tokens = int(draws.completions.prompt_mask.sum() + draws.completions.completion_mask.sum())

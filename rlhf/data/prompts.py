@@ -136,15 +136,6 @@ def _reference(usable: Usable[PromptText], ids: Ids, encoder: Encoder) -> Mappin
     return {**columns, MESSAGES: list(usable.text.messages)} if usable.text.messages and ids.whole else columns
 
 
-def encode_texts(
-    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, chat_template: str | ChatFormat = "none"
-) -> Prompts:
-    """Encode texts as one batch of prompts, as those of a data set are; user turns where there is a template."""
-    encoder = make_encoder(tokenizer, chat_template)
-    asked: list[Prompt] = [[{"role": "user", "content": t}] if encoder.template.turns else t for t in texts]
-    return encode_conversations(asked, encoder)
-
-
 def encode_conversations(prompts: Sequence[Prompt], encoder: Encoder) -> Prompts:
     """Encode prompts, texts or conversations, as one batch."""
     try:
