@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -15,6 +15,32 @@ from rlhf.errors import DataError, UserError
 from rlhf.runtime.progress import printable
 
 HELP = "/reset begins anew, /quit ends; Ctrl-C stops an answer"
+
+
+@runtime_checkable
+class Reads(Protocol):
+    """A stream of lines, such as standard input."""
+
+    def readline(self) -> str:
+        """Return the next line; empty at the end."""
+        ...
+
+    def isatty(self) -> bool:
+        """Say whether somebody types."""
+        ...
+
+
+@runtime_checkable
+class Writes(Protocol):
+    """A stream that is written to, such as standard output."""
+
+    def write(self, text: str, /) -> object:
+        """Write a part of a line, or more."""
+        ...
+
+    def flush(self) -> None:
+        """Show what was written."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +55,7 @@ class ChatOptions:
     greedy: bool = False
 
 
-def run_chat(path: str, options: ChatOptions, *, read: TextIO | None = None, out: TextIO | None = None) -> None:
+def run_chat(path: str, options: ChatOptions, *, read: Reads | None = None, out: Writes | None = None) -> None:
     """Answer what is typed, or what comes through a pipe line by line, until it ends or says /quit.
 
     Raises:
@@ -71,7 +97,7 @@ def _open(path: str, options: ChatOptions) -> Conversation:
     return Conversation(model, options.system, options.top_p, options.greedy)
 
 
-def _lines(read: TextIO, *, typed: bool) -> Iterator[str]:
+def _lines(read: Reads, *, typed: bool) -> Iterator[str]:
     """Yield what is said; an interrupt at the prompt ends the conversation as an end of file does."""
     ask: Callable[[], str] = (lambda: input("> ") + "\n") if typed and read is sys.stdin else read.readline
     while True:
@@ -84,7 +110,7 @@ def _lines(read: TextIO, *, typed: bool) -> Iterator[str]:
         yield line
 
 
-def _answer(conversation: Conversation, text: str, out: TextIO) -> None:
+def _answer(conversation: Conversation, text: str, out: Writes) -> None:
     def write(part: str) -> None:
         out.write(printable(part))
         out.flush()

@@ -239,7 +239,7 @@ def _conversations_pair(chosen: list[Message], rejected: list[Message], values: 
         raise BadRow("chosen and rejected are the same")
     answers = (chosen[at:], rejected[at:])
     if any(answer[0]["role"] != "assistant" for answer in answers):
-        raise BadRow("chosen and rejected part at something that the assistant does not say")
+        raise BadRow("chosen and rejected part where the assistant does not speak")
     prompt = asking(chosen[:at], "the conversation before the answers")
     texts = [str(answer[-1]["content"]) for answer in answers]
     sides = tuple(tuple(answer) for answer in answers) if any(map(more_than_text, answers)) else ()
