@@ -164,7 +164,7 @@ OFFLINE = [
         name="turn-ends-with-what-follows-it",
         file="rlhf/data/templates.py",
         before="        end = len(rest.rstrip())\n        rest = rest",
-        after="        end = end if end < len(text) else len(rest.rstrip())\n        rest = rest",
+        after="        end = len(text.rstrip())\n        rest = rest",
         why="a completion of Phi-3 ends with EOS behind its <|end|>, and is scored where no sampled one ends",
         tests=("tests/data/test_templates.py",),
     ),
