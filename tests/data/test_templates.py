@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from chat_templates import FAMILIES, MARKED
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import ByteLevelBPETokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf.config.data import ChatFormat, PreferencesConfig, PromptsConfig, SftConfig
 from rlhf.data.encode import ending_ids, make_encoder
@@ -305,10 +307,28 @@ def test_a_cut_conversation_keeps_its_mask_in_step(write: Write) -> None:
     assert cut.learned[0] == whole.learned[0][:-1]
 
 
-def test_the_real_template_of_a_real_chat_model(shared: Path, write: Write) -> None:
-    folder = shared / "models/smollm2-135m-instruct"
-    if not (folder / "tokenizer.json").is_file():
-        pytest.skip("../shared has the model's GGUF file only")
-    tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    found = demos(write([{"messages": TWO_TURNS}]), tokenizer)
-    assert learned_texts(found, tokenizer) == ["Yes<|im_end|>", "No<|im_end|>"]
+def test_masks_of_real_conversations_are_those_of_transformers(shared: Path) -> None:
+    folder = shared / "tokenizers/gpt2"
+    inner = ByteLevelBPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner._tokenizer, eos_token="<|im_end|>")
+    tokenizer.add_special_tokens({"bos_token": "<|im_start|>"})
+    file = shared / "data/format_fixtures/kto_en_demo.json"
+    conversations = [row["messages"] for row in json.loads(file.read_text())][:80]
+    assert sum(len(messages) > 2 for messages in conversations) > 10
+    tokenizer.chat_template = FAMILIES["chatml"].template
+    found = demos(str(file), tokenizer, max_tokens=100_000, limit=80)
+    assert len(found) == 80
+    for row, messages in enumerate(conversations):
+        told = tokenizer.apply_chat_template(
+            messages, chat_template=MARKED, return_assistant_tokens_mask=True, return_dict=True
+        )
+        ids = found.prompts[row] + found.completions[row]
+        mask = [0] * len(found.prompts[row]) + [int(flag) for flag in flags_of(found, row)]
+        assert ids == told["input_ids"][: len(ids)]
+        assert mask == told["assistant_masks"][: len(ids)]
+        assert not any(told["assistant_masks"][len(ids) :])
+
+
+def flags_of(found: DemonstrationSet, row: int) -> list[bool]:
+    flags: list[bool] = found.collate([row]).loss_mask[0].tolist()
+    return flags
