@@ -118,6 +118,8 @@ def pairs(size: str) -> PreferencePairs:
         chosen_mask=chosen[1],
         rejected_ids=rejected[0],
         rejected_mask=rejected[1],
+        chosen_learned=chosen[1],
+        rejected_learned=rejected[1],
         margins=torch.zeros(32),
     )
 
@@ -163,7 +165,8 @@ def dpo(size: str, way: dict[str, Any]) -> Step:
 
     def step() -> None:
         with torch.no_grad():
-            found = [summed(models.reference_logprobs(both_sides(part))).chunk(2) for part in batch.split(2 * MICRO)]
+            both = [both_sides(part) for part in batch.split(2 * MICRO)]
+            found = [summed(models.reference_logprobs(rows), rows.loss_mask).chunk(2) for rows in both]
         chosen, rejected = (torch.cat(each) for each in zip(*found, strict=True))
         told = extend(AnnotatedPairs, batch, chosen_ref_logprobs=chosen, rejected_ref_logprobs=rejected)
         descend(told, [policy], loss)

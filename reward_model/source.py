@@ -14,7 +14,9 @@ from reward_model.model import score_rows
 from rlhf.data.chat import Rendered, load_tokenizer
 from rlhf.data.encode import Encoder, make_encoder
 from rlhf.data.pad import left_pad, right_pad
-from rlhf.errors import NonFiniteScores
+from rlhf.data.prompts import MESSAGES
+from rlhf.data.row import BadRow
+from rlhf.errors import NonFiniteScores, RewardError
 from rlhf.models.backbone import context_length, freeze
 from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
 from rlhf.types import Completions, Scores
@@ -23,9 +25,10 @@ from rlhf.types import Completions, Scores
 class RewardModelSource:
     """Scores completions by a reward model; a RewardSource.
 
-    Where the policy's token ids mean the same to the reward model, they are used as they are. Otherwise prompt and
-    completion are decoded and encoded anew with the reward model's tokenizer, special tokens left out: its own BOS
-    and EOS take their place, a conversation's role marks are lost where they are special tokens.
+    Where the policy's token ids mean the same to the reward model, they are used as they are. Otherwise a prompt that
+    is a conversation is written, with its answer, by the reward model's own chat template; any other prompt, or one for
+    a reward model without a template, is decoded and encoded anew, special tokens left out: its own BOS and EOS take
+    their place.
     """
 
     def __init__(
@@ -43,7 +46,7 @@ class RewardModelSource:
         self.policy_tokenizer = policy_tokenizer
         self.micro_batch_size = micro_batch_size
         self.dtype = dtype
-        self.encoder: Encoder = make_encoder(tokenizer, "none")
+        self.encoder: Encoder = make_encoder(tokenizer, "auto")
         self.same_ids = same_ids(policy_tokenizer, tokenizer)
         pad_is_known = policy_tokenizer.pad_token in tokenizer.get_vocab()
         self.unknown_pad = -1 if pad_is_known else policy_tokenizer.pad_token_id
@@ -67,6 +70,15 @@ class RewardModelSource:
         tokenizer = load_tokenizer(path)
         model = load_scalar_head(path, tokenizer, new_head=None, dtype=dtype).to(device)
         return cls(model, tokenizer, policy_tokenizer=policy_tokenizer, micro_batch_size=micro_batch_size, dtype=dtype)
+
+    @property
+    def note(self) -> str:
+        """Say in one line how the reward model reads what the policy wrote; empty where it reads the same ids."""
+        if self.same_ids:
+            return ""
+        if self.encoder.template.source is None:
+            return "The reward model has another vocabulary and no chat template: it reads plain text"
+        return "The reward model has another vocabulary: it reads conversations by its own chat template"
 
     def __call__(self, completions: Completions) -> Scores:
         """See RewardSource."""
@@ -105,7 +117,7 @@ class RewardModelSource:
         prompt_ids = row.prompt_ids[row.prompt_mask].tolist()
         prompt = self._decode(prompt_ids)
         whole = self._decode(prompt_ids + row.completion_ids[row.completion_mask].tolist())
-        return Rendered(prompt, (whole.removeprefix(prompt),), templated=False)
+        return rendered_for(self.encoder, prompt, whole.removeprefix(prompt), row.references[0].get(MESSAGES))
 
     def _decode(self, ids: list[int]) -> str:
         text = self.policy_tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -168,6 +180,22 @@ def last_tokens(
     first = prompt[:1] if prompt[0] == bos else []
     kept = room - len(first)
     return first + (prompt[-kept:] if kept else []), completion
+
+
+def rendered_for(encoder: Encoder, prompt: str, completion: str, messages: object) -> Rendered:
+    """Write a prompt and its completion for a reward model: by its template where the prompt is a conversation.
+
+    Raises:
+        RewardError: the template refuses the conversation.
+    """
+    if encoder.template.source is None or not isinstance(messages, list):
+        return Rendered(prompt, (completion,), templated=False)
+    try:
+        return encoder.render(messages, [completion])
+    except BadRow as bad:
+        raise RewardError(
+            f"{bad} (the reward model's template): give prompts that it takes, such as some without a system prompt"
+        ) from bad
 
 
 def encoded(

@@ -10,10 +10,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from reward_model.model import score_rows
-from reward_model.source import encoded, last_tokens
-from rlhf.data.chat import Rendered, vocabulary_digest
+from reward_model.source import encoded, last_tokens, rendered_for
+from rlhf.data.chat import vocabulary_digest
+from rlhf.data.conversation import is_messages
 from rlhf.data.encode import make_encoder
 from rlhf.data.pad import left_pad, right_pad
+from rlhf.data.prompts import MESSAGES
 from rlhf.errors import DataError
 from rlhf.models.backbone import context_length, freeze
 from rlhf.models.scalar_head import ScalarHeadModel
@@ -36,6 +38,7 @@ class Question:
     completions: list[str]
     finished: list[bool]
     tokens: Tokens | None
+    messages: tuple[object, ...] = ()  # of each prompt, the conversation that it is, or None
 
 
 Row = tuple[list[int], list[int]]  # the ids of a prompt and of its completion
@@ -50,7 +53,7 @@ class TextScorer:
         """`tokenizer` is the reward model's own; the model stays on the device it is on."""
         freeze(model)
         self.model, self.max_batch, self.dtype = model, max_batch, dtype
-        self.encoder = make_encoder(tokenizer, "none")
+        self.encoder = make_encoder(tokenizer, "auto")
         self.vocabulary = vocabulary_digest(tokenizer)
         self.size = len(tokenizer)
         self.context = context_length(model.classifier)
@@ -65,8 +68,9 @@ class TextScorer:
         if sent is not None and sent.vocabulary == self.vocabulary:
             rows = list(zip(sent.prompts, sent.completions, strict=True))
         else:
-            both = zip(question.prompts, question.completions, strict=True)
-            rendered = [Rendered(prompt, (completion,), templated=False) for prompt, completion in both]
+            messages = question.messages or [None] * len(question.prompts)
+            texts = zip(question.prompts, question.completions, messages, strict=True)
+            rendered = [rendered_for(self.encoder, *row) for row in texts]
             rows = list(zip(*encoded(self.encoder, rendered, question.finished), strict=True))
         if self.context is not None:
             bos = self.encoder.tokenizer.bos_token_id
@@ -119,7 +123,21 @@ def question_of(asked: Any) -> Question:
         finished = [True] * len(prompts)
     if not _is_list(finished, bool) or len(finished) != len(prompts):
         raise DataError(f"finished must be a list of {len(prompts)} booleans, one a completion")
-    return Question(prompts=prompts, completions=completions, finished=finished, tokens=_tokens(asked, len(prompts)))
+    return Question(
+        prompts=prompts,
+        completions=completions,
+        finished=finished,
+        tokens=_tokens(asked, len(prompts)),
+        messages=_messages(asked.get("references"), len(prompts)),
+    )
+
+
+def _messages(references: Any, count: int) -> tuple[object, ...]:
+    """Read each prompt's messages out of the references, where they are sent."""
+    if not isinstance(references, list) or len(references) != count:
+        return ()
+    sent = [row.get(MESSAGES) if isinstance(row, dict) else None for row in references]
+    return tuple(messages if is_messages(messages) else None for messages in sent)
 
 
 def _texts(asked: dict[str, Any], key: str) -> list[str]:

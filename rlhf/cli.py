@@ -27,6 +27,7 @@ rlhf train  configs/ppo.yaml reward.source.path=runs/rm
 rlhf compare configs/lab/compare_quick.yaml       several algorithms, one budget, one judge, one page
 rlhf eval   runs/ppo
 rlhf eval   runs/ppo --suite ifeval --data …       an alignment evaluation; also hh, persona, gsm8k, xstest, lab
+rlhf chat   runs/ppo                              a conversation, where the model has a chat template
 rlhf sample runs/ppo --prompt "…"
 rlhf report runs/ppo
 rlhf serve-reward runs/rm --port 8000             for reward.source.type=remote
@@ -144,13 +145,24 @@ def _parser() -> argparse.ArgumentParser:
         "--out", metavar="file", help="where to write the suite's results as JSON (default: evals/ in the run folder)"
     )
     verb("report", "rebuild the HTML page of a run or a comparison from its folder", "run")
-    sample = verb("sample", "talk to the model of a run, or in a model folder", "run")
+    chat = verb("chat", "talk with the model of a run, or in a model folder", "run")
+    chat.add_argument("--system", help="the system prompt")
+    chat.add_argument("--temperature", type=float, default=0.7, help="divides the logits (default: 0.7)")
+    chat.add_argument(
+        "--top-p", type=float, default=0.95, help="draw from the likeliest tokens of this probability (default: 0.95)"
+    )
+    chat.add_argument("--max-tokens", type=int, default=512, help="longest answer, in tokens (default: 512)")
+    chat.add_argument("--seed", type=int, help="draw the same answers again")
+    chat.add_argument("--greedy", action="store_true", help="take the most likely token each time")
+    sample = verb("sample", "complete prompts by the model of a run, or in a model folder", "run")
     sample.add_argument("--prompt", action="append", required=True, help="may be given several times")
     sample.add_argument("--count", type=int, default=1, help="completions of each prompt")
     sample.add_argument("--seed", type=int, default=0)
     sample.add_argument("--greedy", action="store_true", help="the most likely token each time")
     sample.add_argument("--max-new-tokens", type=int)
     sample.add_argument("--temperature", type=float)
+    sample.add_argument("--top-p", type=float, help="draw from the likeliest tokens of this probability; else from all")
+    sample.add_argument("--raw", action="store_true", help="give the prompt as it is, without the chat template")
     serve = verb("serve-reward", "serve a trained reward model over HTTP, for reward.source.type=remote", "run")
     serve.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
@@ -253,15 +265,21 @@ def _report(parsed: argparse.Namespace, console: Console) -> None:
         run_report(parsed.target, console)
 
 
+def _chat(parsed: argparse.Namespace, console: Console) -> None:
+    from rlhf.commands.chat import ChatOptions, run_chat
+
+    del console  # the conversation is written as it comes, not laid out
+    names = ("system", "temperature", "top_p", "max_tokens", "seed", "greedy")
+    run_chat(parsed.target, ChatOptions(**{name: getattr(parsed, name) for name in names}))
+
+
 def _sample(parsed: argparse.Namespace, console: Console) -> None:
-    from rlhf.commands.sample import run_sample, sampling_of
+    from rlhf.commands.sample import SampleOptions, run_sample, sampling_of
 
     run_sample(
         parsed.target,
         parsed.prompt,
-        count=parsed.count,
-        seed=parsed.seed,
-        greedy=parsed.greedy,
+        SampleOptions(count=parsed.count, seed=parsed.seed, greedy=parsed.greedy, top_p=parsed.top_p, raw=parsed.raw),
         sampling=sampling_of(parsed.target, parsed.max_new_tokens, parsed.temperature),
         console=console,
     )
@@ -302,6 +320,7 @@ _VERBS: dict[str, Callable[[argparse.Namespace, Console], None]] = {
     "config": _config,
     "eval": _eval,
     "report": _report,
+    "chat": _chat,
     "sample": _sample,
     "serve-reward": _serve_reward,
     "quickstart": _quickstart,

@@ -92,18 +92,18 @@ def sample_records(
     limit: int,
     parts: Mapping[str, torch.Tensor] | None = None,
 ) -> list[dict[str, object]]:
-    """The first `limit` completions as lines of samples.jsonl."""
+    """Make lines of samples.jsonl of the first `limit` completions; a prompt is shown as the model reads it."""
     sequence_kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, "k1").sum(dim=1)
     records: list[dict[str, object]] = []
     for row in range(min(limit, len(rollout))):
         length = int(rollout.completion_mask[row].sum())
-        prompt = rollout.prompt_ids[row][rollout.prompt_mask[row]].tolist()
+        prompt = rollout.references[row].get("prompt")
         records.append(
             {
                 "step": step,
                 "split": split,
                 "row": int(rollout.row_ids[row]),
-                "prompt": decode(prompt),
+                "prompt": prompt if isinstance(prompt, str) else decode(_live_prompt(rollout, row)),
                 "completion": decode(rollout.completion_ids[row, :length].tolist()),
                 "score": float(rollout.scores[row]),
                 "parts": {name: float(value[row]) for name, value in (parts or {}).items()},
@@ -113,3 +113,8 @@ def sample_records(
             }
         )
     return records
+
+
+def _live_prompt(rollout: Rollout, row: int) -> list[int]:
+    ids: list[int] = rollout.prompt_ids[row][rollout.prompt_mask[row]].tolist()
+    return ids

@@ -178,6 +178,8 @@ class PreferencePairs(Batch):
     chosen_mask: Bool[Tensor, "B Tc"]
     rejected_ids: Int[Tensor, "B Tr"]
     rejected_mask: Bool[Tensor, "B Tr"]
+    chosen_learned: Bool[Tensor, "B Tc"]  # what the assistant says of it: all but the user's turns in between
+    rejected_learned: Bool[Tensor, "B Tr"]
     margins: Float[Tensor, " B"]  # by how much chosen is to be preferred; zero when the data do not say
 
 

@@ -25,7 +25,7 @@ from rlhf.build.completer import Completer
 from rlhf.build.rewards import build_source
 from rlhf.config.load import load_train
 from rlhf.config.sections import TrainConfig
-from rlhf.data.prompts import load_prompts
+from rlhf.data.prompts import MESSAGES, load_prompts
 from rlhf.errors import ConfigError, UserError
 from rlhf.models.backbone import context_length
 from rlhf.rewards.texts import decode
@@ -41,12 +41,12 @@ def pairs(
     """Make a row for each prompt; None where no two completions that are not empty differ by more than `min_gap`."""
     if config.reward is None or config.data.prompts is None:
         raise ConfigError("pairs need data.prompts and reward.source: name a configuration of PPO or its kin")
-    writer = Completer(config.policy.model, config.sampling)
+    writer = Completer(config.policy.model, config.sampling, chat=config.data.chat_format)
     source = build_source(config.reward.source, writer.tokenizer, Engine(torch.device("cpu")))
     prompts = load_prompts(
         config.data.prompts,
         writer.tokenizer,
-        chat_template=config.data.chat_template,
+        chat_template=config.data.chat_format,
         context=context_length(writer.model),
         max_new_tokens=config.sampling.max_new_tokens,
     )
@@ -66,7 +66,7 @@ def pairs(
                 yield None
                 continue
             yield {
-                "prompt": texts.prompts[start],
+                "prompt": texts.references[start].get(MESSAGES, texts.prompts[start]),
                 "chosen": texts.completions[best],
                 "rejected": texts.completions[worst],
                 "score_chosen": scores[best],

@@ -104,6 +104,8 @@ def test_concat_of_pairs_pads_each_side_by_its_own_width():
             chosen_mask=torch.ones(1, chosen, dtype=torch.bool),
             rejected_ids=torch.full((1, rejected), 3),
             rejected_mask=torch.ones(1, rejected, dtype=torch.bool),
+            chosen_learned=torch.ones(1, chosen, dtype=torch.bool),
+            rejected_learned=torch.ones(1, rejected, dtype=torch.bool),
             margins=torch.zeros(1),
         )
 
@@ -202,6 +204,6 @@ def test_live_tokens_are_those_of_prompt_and_completions():
     ids = mask.long()
     pairs = PreferencePairs(
         prompt_ids=ids, prompt_mask=mask, chosen_ids=ids, chosen_mask=mask, rejected_ids=ids, rejected_mask=mask,
-        margins=torch.zeros(2),
+        chosen_learned=mask, rejected_learned=mask, margins=torch.zeros(2),
     )  # fmt: skip
     assert pairs.live_tokens().tolist() == [6, 3]

@@ -52,6 +52,7 @@ def pairs_of(experience: Experience) -> SampledPairs:
     sides: dict[str, Any] = {}
     for side, rows in (("chosen", chosen), ("rejected", rejected)):
         sides[f"{side}_ids"], sides[f"{side}_mask"] = rows.completion_ids, rows.completion_mask
+        sides[f"{side}_learned"] = rows.completion_mask
         sides[f"{side}_ref_logprobs"] = rows.ref_logprobs.double().sum(dim=1)
         sides[f"{side}_old_logprobs"] = rows.logprobs
     return SampledPairs(

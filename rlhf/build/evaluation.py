@@ -196,7 +196,7 @@ def evaluate_model(
     held_out = load_prompts(
         config.data.eval_prompts,
         tokenizer,
-        chat_template=config.data.chat_template,
+        chat_template=config.data.chat_format,
         context=context_length(models.policy),
         max_new_tokens=config.sampling.max_new_tokens,
     )

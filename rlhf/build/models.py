@@ -123,10 +123,10 @@ def _critic_start(config: TrainConfig, context: Context) -> tuple[str, bool]:
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
-    """Token ids to text, special tokens shown."""
+    """Make a function from token ids to text without special tokens."""
 
     def decode(ids: Sequence[int]) -> str:
-        text = tokenizer.decode(list(ids))
+        text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 

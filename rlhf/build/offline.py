@@ -112,7 +112,7 @@ def _rows(
     config: TrainConfig, data: SftConfig, context: Context, tokenizer: PreTrainedTokenizerBase, models: Models
 ) -> DemonstrationSet:
     rows = load_demonstrations(
-        data, tokenizer, chat_template=config.data.chat_template, context=context_length(models.policy)
+        data, tokenizer, chat_template=config.data.chat_format, context=context_length(models.policy)
     )
     context.notes.append(rows.skips.summary())
     return rows

@@ -60,7 +60,7 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
     tokenizer = build_tokenizer(config.policy)
     models = build_online_models(config, context, tokenizer)
     fast_ways = models.fast_ways()
-    source = build_source(config.reward.source, tokenizer, context.engine)
+    source = build_source(config.reward.source, tokenizer, context.engine, context.notes.append)
     sampler = build_sampler(config, models, tokenizer, context.notes.append)
     fast_ways.ways["fast sampling"] = not isinstance(sampler, HFSampler)
     context.notes += fast_ways.lines()
@@ -133,7 +133,7 @@ def _prompts(config: TrainConfig, context: Context, tokenizer: PreTrainedTokeniz
     prompts = load_prompts(
         config.data.prompts,
         tokenizer,
-        chat_template=config.data.chat_template,
+        chat_template=config.data.chat_format,
         context=context_length(models.policy),
         max_new_tokens=config.sampling.max_new_tokens,
     )
@@ -149,7 +149,7 @@ def _ptx(
     if algorithm.ptx_coef == 0:
         return None
     assert config.data.sft is not None
-    rows = load_demonstrations(config.data.sft, tokenizer, chat_template=config.data.chat_template)
+    rows = load_demonstrations(config.data.sft, tokenizer, chat_template=config.data.chat_format)
     context.notes.append(rows.skips.summary())
     per_step = config.batch.prompts_per_step * config.sampling.completions_per_prompt
     size = max(1, per_step // config.batch.minibatches)
@@ -230,7 +230,7 @@ class EvaluatePrompts:
             held_out = load_prompts(
                 config.data.eval_prompts,
                 tokenizer,
-                chat_template=config.data.chat_template,
+                chat_template=config.data.chat_format,
                 context=context_length(models.policy),
                 max_new_tokens=config.sampling.max_new_tokens,
             )

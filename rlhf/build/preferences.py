@@ -51,7 +51,7 @@ class Judgments:
     def load(self, load: Callable[..., S], data: PreferencesConfig) -> S:
         """The rows of `data`, encoded."""
         limit = context_length(self.models.policy)
-        found = load(data, self.tokenizer, chat_template=self.config.data.chat_template, context=limit)
+        found = load(data, self.tokenizer, chat_template=self.config.data.chat_format, context=limit)
         self.context.notes.append(found.skips.summary())
         return found
 

@@ -74,7 +74,7 @@ class Annotator:
             return torch.zeros(len(rows), dtype=torch.float64)
         key = cache_key(
             weights=self._fingerprint(),
-            rows=rows_fingerprint(rows.prompts, rows.completions),
+            rows=rows_fingerprint(rows.prompts, rows.completions, rows.learned),
             dtype=self.models.dtype,
             temperature=self.models.temperature,
         )

@@ -19,6 +19,7 @@ from rlhf.build.saving import load_trainer, save_scalar_head, save_trainer
 from rlhf.config.data import PreferencesConfig
 from rlhf.config.sections import RewardModelConfig
 from rlhf.data.dialects import PairText
+from rlhf.data.encode import ending_ids
 from rlhf.data.pairs import PairSet, load_pairs
 from rlhf.data.stream import BatchStream
 from rlhf.errors import ConfigError
@@ -102,7 +103,7 @@ def report_card_of(config: RewardModelConfig, path: str) -> dict[str, Any]:
         raise ConfigError("nothing to evaluate on: set data.eval_preferences.path")
     model, tokenizer = _saved(config, path)
     train, held_out = (
-        load_pairs(data, tokenizer, chat_template=config.data.chat_template, context=context_length(model.classifier))
+        load_pairs(data, tokenizer, chat_template=config.data.chat_format, context=context_length(model.classifier))
         for data in (config.data.preferences, config.data.eval_preferences)
     )
     return _card(config, model, tokenizer, train, held_out)
@@ -118,9 +119,7 @@ def gaps_of(config: RewardModelConfig, path: str) -> tuple[tuple[PairText, ...],
         raise ConfigError("nothing to evaluate on: set data.eval_preferences.path")
     model, tokenizer = _saved(config, path)
     longest = context_length(model.classifier)
-    pairs = load_pairs(
-        config.data.eval_preferences, tokenizer, chat_template=config.data.chat_template, context=longest
-    )
+    pairs = load_pairs(config.data.eval_preferences, tokenizer, chat_template=config.data.chat_format, context=longest)
     size, dtype = config.batch.micro_batch_size, config.model.dtype
     chosen, rejected = score_pairs(model, pairs, range(len(pairs)), micro_batch_size=size, dtype=dtype)
     return pairs.texts, (chosen - rejected).tolist()
@@ -155,7 +154,7 @@ def _card(
         model,
         held_out,
         train=train,
-        eos_ids=(int(tokenizer.eos_token_id),),
+        eos_ids=ending_ids(tokenizer, config.data.chat_format),
         micro_batch_size=config.batch.micro_batch_size,
         dtype=config.model.dtype,
         seed=config.run.seed,
@@ -195,7 +194,7 @@ def _pairs(
     tokenizer: PreTrainedTokenizerBase,
     longest: int | None,
 ) -> PairSet:
-    pairs = load_pairs(data, tokenizer, chat_template=config.data.chat_template, context=longest)
+    pairs = load_pairs(data, tokenizer, chat_template=config.data.chat_format, context=longest)
     context.notes.append(pairs.skips.summary())
     return pairs
 

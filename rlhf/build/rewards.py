@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,8 +23,13 @@ from rlhf.rewards.spread import DealtReward, MainReward
 from rlhf.runtime.engine import Engine
 
 
-def build_source(config: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase, engine: Engine) -> RewardSource:
-    """The source that `config` describes, for completions in `tokenizer`'s ids; the same in every process.
+def build_source(
+    config: RewardSourceConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    engine: Engine,
+    tell: Callable[[str], None] = lambda _: None,
+) -> RewardSource:
+    """Build the source that `config` describes, for completions in `tokenizer`'s ids; `tell` hears how it reads them.
 
     Raises:
         RewardError: a function that cannot be imported, an address that is none.
@@ -39,6 +45,8 @@ def build_source(config: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase,
                 model_folder(config.path), tokenizer, device=engine.device, micro_batch_size=config.micro_batch_size
             )
             source.model = engine.freeze("reward", source.model)
+            if source.note:
+                tell(source.note)
             return DealtReward(source, engine.ranks)
         case RemoteSource():
             return MainReward(_remote(config, tokenizer), engine.ranks)
@@ -46,7 +54,7 @@ def build_source(config: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase,
             chat = ChatModel(config, os.environ, section="source")
             return MainReward(ChatReward(config, tokenizer, chat, section="source"), engine.ranks)
         case EnsembleSource():
-            members = [build_source(member, tokenizer, engine) for member in config.sources]
+            members = [build_source(member, tokenizer, engine, tell) for member in config.sources]
             return EnsembleReward(members, how=config.how, std_coef=config.std_coef)
 
 

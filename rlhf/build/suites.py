@@ -96,7 +96,7 @@ def subject_of(settings: SuiteSettings, path: str, *, like: Subject | None = Non
         model_folder(path),
         path=path,
         sampling=settings.sampling,
-        chat_template=settings.chat_template,
+        chat_template=settings.chat_format,
         dtype=settings.dtype,
         device=_device(settings),
         rows_per_pass=settings.rows_per_pass,

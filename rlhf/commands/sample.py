@@ -1,31 +1,65 @@
-"""rlhf sample: talk to a trained model."""
+"""rlhf sample: completions of single prompts."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.text import Text
 
-from rlhf.build.completer import Completer
+from rlhf.build.completer import RAW, Completer, chat_format_of
 from rlhf.config.load import read_yaml, validate
 from rlhf.config.sections import SamplingConfig
+from rlhf.errors import UserError
 from rlhf.runtime.progress import printable
 from rlhf.runtime.seeding import derive
 
 
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    """What is drawn of each prompt."""
+
+    count: int = 1
+    seed: int = 0
+    greedy: bool = False
+    top_p: float | None = None  # None: from the full distribution, as in training
+    raw: bool = False  # no chat template
+
+
 def run_sample(
-    path: str, prompts: list[str], *, count: int, seed: int, greedy: bool, sampling: SamplingConfig, console: Console
+    path: str, prompts: list[str], options: SampleOptions, *, sampling: SamplingConfig, console: Console
 ) -> None:
-    """Print `count` completions of each prompt by the model of a run, or in a model folder."""
-    completer = Completer(path, sampling)
-    drawn = completer.sample(prompts, count=count, key=derive(seed, "sample"), greedy=greedy)
-    for row in range(len(drawn)):
-        if row % count == 0:
-            console.print(Text(printable(prompts[row // count]), style="bold"), soft_wrap=True)
-        text = completer.text(drawn.completion_ids[row], drawn.completion_mask[row])
-        unfinished = "" if drawn.finished[row] else " …"
+    """Print completions of each prompt by the model of a run, or in a model folder."""
+    if options.top_p is not None and not 0 < options.top_p <= 1:
+        raise UserError("--top-p is above 0 and at most 1")
+    completer = Completer(path, sampling, chat=RAW if options.raw else chat_format_of(path))
+    texts = _nucleus(completer, prompts, options) if options.top_p is not None else _drawn(completer, prompts, options)
+    for row, (text, finished) in enumerate(texts):
+        if row % options.count == 0:
+            console.print(Text(printable(prompts[row // options.count]), style="bold"), soft_wrap=True)
+        unfinished = "" if finished else " …"
         console.print(Text(f"  → {printable(text.strip())}{unfinished}"), soft_wrap=True)
+
+
+def _drawn(completer: Completer, prompts: list[str], options: SampleOptions) -> list[tuple[str, bool]]:
+    """Draw by the sampler of training."""
+    key = derive(options.seed, "sample")
+    drawn = completer.sample(prompts, count=options.count, key=key, greedy=options.greedy)
+    texts = [completer.text(ids, mask) for ids, mask in zip(drawn.completion_ids, drawn.completion_mask, strict=True)]
+    return list(zip(texts, drawn.finished.tolist(), strict=True))
+
+
+def _nucleus(completer: Completer, prompts: list[str], options: SampleOptions) -> list[tuple[str, bool]]:
+    """Draw from the most likely tokens that together have probability top_p."""
+    assert options.top_p is not None
+    torch.manual_seed(options.seed)
+    return [
+        completer.stream(completer.asked(text), lambda _: None, top_p=options.top_p, greedy=options.greedy)
+        for text in prompts
+        for _ in range(options.count)
+    ]
 
 
 def sampling_of(path: str, max_new_tokens: int | None, temperature: float | None) -> SamplingConfig:

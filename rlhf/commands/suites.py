@@ -114,6 +114,8 @@ def _of_run(target: str, kind: type[SuiteSettings]) -> Tree:
         "dtype": config.policy.dtype,
         "trust_remote_code": config.policy.trust_remote_code,
         "chat_template": config.data.chat_template,
+        "chat_template_kwargs": config.data.chat_template_kwargs,
+        "system": config.data.system,
         "sampling": {key: getattr(config.sampling, key) for key in ("max_new_tokens", "temperature", "batch_size")},
         "reference": config.reference.model or config.policy.model,
         "source": None if source is None else source.model_dump(mode="json"),

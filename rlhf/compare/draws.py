@@ -58,7 +58,7 @@ def run_best_of_n(cell: CellConfig, folder: Path) -> Judged:
     arm, train = cell.best_of_n, cell.train
     assert arm is not None
     engine = make_engine(train.run)
-    completer = Completer(train.policy.model, train.sampling, engine.device)
+    completer = Completer(train.policy.model, train.sampling, engine.device, chat=train.data.chat_format)
     began = time.perf_counter()
     draws, seconds = _draw(cell, completer, arm, engine, began)
     tokens = int(draws.completions.prompt_mask.sum() + draws.completions.completion_mask.sum())
@@ -105,7 +105,7 @@ def _draw(cell: CellConfig, completer: Completer, arm: BestOfNArm, engine: Engin
     prompts = load_prompts(
         train.data.eval_prompts,
         completer.tokenizer,
-        chat_template=train.data.chat_template,
+        chat_template=train.data.chat_format,
         context=context_length(completer.model),
         max_new_tokens=train.sampling.max_new_tokens,
     )
@@ -128,7 +128,7 @@ def _judged(draws: Draws, arm: BestOfNArm, completer: Completer) -> Judged:
     rows: Sequence[Mapping[str, object]] = [
         {
             "row": row,
-            "prompt": decode(kept.prompt_ids[row][kept.prompt_mask[row]].tolist()),
+            "prompt": kept.references[row]["prompt"],
             "completion": decode(kept.completion_ids[row][kept.completion_mask[row]].tolist()),
             "score": float(golds[row]),
             "proxy": float(proxies[row]),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -10,6 +12,16 @@ from rlhf.config.base import Section
 
 Count = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=0)]
+Learn = Literal["assistant", "last", "all"]
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How conversations become text: the three chat keys of the data section."""
+
+    template: str = "auto"
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    system: str | None = None
 
 
 class DatasetConfig(Section):
@@ -30,8 +42,8 @@ class DatasetConfig(Section):
 class PromptsConfig(DatasetConfig):
     """Prompts to sample completions for."""
 
-    max_prompt_tokens: Count = 256
-    """Longest prompt, in tokens."""
+    max_prompt_tokens: Count = 1024
+    """Longest prompt, in tokens; less where the model's context leaves less beside sampling.max_new_tokens."""
     too_long: Literal["skip", "truncate", "error"] = "skip"
     """A longer prompt is counted and skipped, cut at its start, or fatal."""
     first_tokens: Count | None = None
@@ -41,7 +53,10 @@ class PromptsConfig(DatasetConfig):
 class SftConfig(DatasetConfig):
     """Texts, prompt-completion rows, Alpaca rows or conversations to imitate."""
 
-    max_tokens: Count = 512
+    learn: Learn = "assistant"
+    """Of rows of messages: every turn of the assistant, the last one, or all tokens, the user's too. Of other rows the
+    completion is learned, or all of it (all)."""
+    max_tokens: Count = 2048
     """Longest prompt + completion, in tokens."""
     too_long: Literal["skip", "truncate", "error"] = "skip"
     """A longer row is counted and skipped, cut at its end (then it gets no EOS), or fatal."""
@@ -50,7 +65,7 @@ class SftConfig(DatasetConfig):
 class PreferencesConfig(DatasetConfig):
     """Preference pairs in any of the dialects of docs/data.md."""
 
-    max_tokens: Count = 512
+    max_tokens: Count = 2048
     """Longest prompt + completion, in tokens, of either side."""
     too_long: Literal["skip", "truncate", "error"] = "skip"
     """A longer pair is counted and skipped, its prompt cut at the start, or fatal."""
@@ -72,4 +87,14 @@ class DataConfig(Section):
     eval_preferences: PreferencesConfig | None = None
     """Held-out preference pairs."""
     chat_template: str = "auto"
-    """auto: the tokenizer's own template where rows are conversations; none: never; or a path to a Jinja file."""
+    """auto: the tokenizer's own template, where it has one, for conversations and for prompts, instructions and pairs
+    given as text; none: text stays text, and conversations are an error; or a path to a Jinja file."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Handed to the template, such as {enable_thinking: false}."""
+    system: str | None = None
+    """The system prompt of conversations that have none."""
+
+    @property
+    def chat_format(self) -> ChatFormat:
+        """Return the three chat keys as one value."""
+        return ChatFormat(self.chat_template, self.chat_template_kwargs, self.system)

@@ -10,42 +10,12 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.config.data import PreferencesConfig
+from rlhf.config.data import ChatFormat, PreferencesConfig
 from rlhf.data.dialects import LABELLED, PAIRS
 from rlhf.data.files import load_rows
-from rlhf.data.pad import left_pad, right_pad
-from rlhf.data.pairs import LabelledSet, PairSet, load_labelled, load_pairs
+from rlhf.data.pairs import CompletionRows, LabelledSet, PairSet, load_labelled, load_pairs
 from rlhf.data.skips import Skips
-from rlhf.types import AnnotatedLabelled, AnnotatedPairs, Demonstrations, extend
-
-
-@dataclass(frozen=True)
-class CompletionRows:
-    """Completions, one a row, as token ids."""
-
-    prompts: tuple[list[int], ...]
-    completions: tuple[list[int], ...]
-    pad_id: int
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    def by_length(self) -> list[int]:
-        """The rows' numbers, the longest first: rows of like length share a forward pass, and memory shows at once."""
-        lengths = [len(p) + len(c) for p, c in zip(self.prompts, self.completions, strict=True)]
-        return sorted(range(len(self)), key=lambda row: (-lengths[row], row))
-
-    def collate(self, indices: Sequence[int]) -> Demonstrations:
-        """These rows as one batch."""
-        prompt_ids, prompt_mask = left_pad([self.prompts[i] for i in indices], self.pad_id)
-        completion_ids, completion_mask = right_pad([self.completions[i] for i in indices], self.pad_id)
-        return Demonstrations(
-            prompt_ids=prompt_ids,
-            prompt_mask=prompt_mask,
-            completion_ids=completion_ids,
-            completion_mask=completion_mask,
-            loss_mask=completion_mask.clone(),
-        )
+from rlhf.types import AnnotatedLabelled, AnnotatedPairs, extend
 
 
 @dataclass(frozen=True)
@@ -95,7 +65,8 @@ def rows_of(found: PairSet | LabelledSet) -> CompletionRows:
     """Every completion as a row of its own; of pairs, all chosen sides and then all rejected ones."""
     if isinstance(found, LabelledSet):
         return CompletionRows(found.prompts, found.completions, found.pad_id)
-    return CompletionRows(found.prompts * 2, found.chosen + found.rejected, found.pad_id)
+    learned = found.chosen_learned + found.rejected_learned
+    return CompletionRows(found.prompts * 2, found.chosen + found.rejected, found.pad_id, learned)
 
 
 def labels_of(found: PairSet | LabelledSet) -> tuple[bool, ...]:
@@ -106,10 +77,24 @@ def labels_of(found: PairSet | LabelledSet) -> tuple[bool, ...]:
 
 
 def load_judgments(
-    config: PreferencesConfig, tokenizer: PreTrainedTokenizerBase, *, chat_template: str, context: int | None = None
+    config: PreferencesConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    chat_template: str | ChatFormat,
+    context: int | None = None,
 ) -> PairSet | LabelledSet:
     """Labelled completions where that is what the columns of the data set say, else pairs."""
     columns = {name for row in load_rows(config, Skips(config.path)) for name in row.values}
     is_pairs, is_labelled = (any(set(shape.columns) <= columns for shape in use.shapes) for use in (PAIRS, LABELLED))
     load = load_labelled if is_labelled and not is_pairs else load_pairs
     return load(config, tokenizer, chat_template=chat_template, context=context)
+
+
+__all__ = [
+    "AnnotatedLabelledSet",
+    "AnnotatedPairSet",
+    "CompletionRows",
+    "labels_of",
+    "load_judgments",
+    "rows_of",
+]

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rlhf.data.conversation import Message, Prompt
 from rlhf.data.paths import looks_local, missing
-from rlhf.data.row import BadRow
+from rlhf.data.templates import Rendered, Template, choose_template, render
 from rlhf.errors import DataError, ModelError
 
 PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>")
@@ -71,6 +67,14 @@ def ensure_pad(tokenizer: PreTrainedTokenizerBase) -> bool:
     return len(tokenizer) > size
 
 
+def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Choose the id that fills rows: the tokenizer's pad token, else its EOS. Any id will do: masks go by length."""
+    number = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    if not isinstance(number, int):
+        raise DataError("the tokenizer has no end-of-sequence token, so that no completion could ever end")
+    return number
+
+
 def embedding_rows(tokenizer: PreTrainedTokenizerBase, rows: int, *, model: str) -> int:
     """How many rows the embedding of `model` must have, now `rows`: one more where we added the pad token.
 
@@ -89,84 +93,20 @@ def embedding_rows(tokenizer: PreTrainedTokenizerBase, rows: int, *, model: str)
     )
 
 
-@dataclass(frozen=True)
-class Template:
-    """How conversations become text: a Jinja source, or none; `turns`: text prompts become a user's turn too."""
-
-    source: str | None
-    turns: bool
-    choice: str  # what data.chat_template says
-
-
-def choose_template(tokenizer: PreTrainedTokenizerBase, choice: str) -> Template:
-    """The template `data.chat_template` means: the tokenizer's own (auto), none, or that of a file."""
-    if choice == "none":
-        return Template(None, False, choice)
-    if choice == "auto":
-        own = tokenizer.chat_template  # some have several, by name
-        return Template(own.get("default") if isinstance(own, dict) else own, False, choice)
-    path = Path(choice).expanduser()
-    if not path.is_file():
-        raise DataError(f"data.chat_template: {missing(choice)}; it is auto, none, or the path of a Jinja file")
-    try:
-        source = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise DataError(f"data.chat_template: {choice} cannot be read: {error}") from error
-    return Template(source, True, choice)
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """A prompt and its completions as text, whose concatenation is what the model reads."""
-
-    prompt: str
-    completions: tuple[str, ...]
-    templated: bool  # then the template has written the special tokens
-
-
-def render(
-    tokenizer: PreTrainedTokenizerBase, template: Template, prompt: Prompt, completions: Sequence[str]
-) -> Rendered:
-    """A prompt and completions as text. The template is applied once, to the conversation with each completion in it.
-
-    What the template writes after the prompt is the completion, its end-of-turn marks included.
-    """
-    if isinstance(prompt, str):
-        return Rendered(prompt, tuple(completions), templated=False)
-    before = _apply(tokenizer, template, prompt, answer=True)
-    if not before:
-        raise BadRow("the chat template makes nothing of the prompt")
-    after = []
-    for completion in completions:
-        whole = _apply(tokenizer, template, [*prompt, {"role": "assistant", "content": completion}], answer=False)
-        if not whole.startswith(before):
-            raise BadRow("the chat template writes the prompt differently once it is answered")
-        if not whole[len(before) :].strip():
-            raise BadRow("the chat template makes nothing of the completion")
-        after.append(whole[len(before) :])
-    return Rendered(before, tuple(after), templated=True)
-
-
-def _apply(tokenizer: PreTrainedTokenizerBase, template: Template, conversation: list[Message], *, answer: bool) -> str:
-    if template.source is None:
-        why = "data.chat_template is none" if template.choice == "none" else "the tokenizer has no chat template"
-        raise DataError(
-            f"The rows are conversations, and {why}. Set data.chat_template to the path of a Jinja file, "
-            "or give rows with a plain-text prompt (for transcripts: prompt, chosen and rejected as text)."
-        )
-    try:
-        written = tokenizer.apply_chat_template(
-            conversation, chat_template=template.source, tokenize=False, add_generation_prompt=answer
-        )
-    except jinja2.TemplateSyntaxError as error:
-        raise DataError(f"data.chat_template={template.choice}: line {error.lineno}: {error.message}") from error
-    except (jinja2.TemplateError, TypeError, ValueError) as error:  # a template raises to refuse a conversation
-        raise BadRow("the chat template refuses the conversation", str(error)[:100]) from error
-    assert isinstance(written, str)
-    return written
-
-
 def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256 of every token with its id, the pad token left out: equal where ids mean the same."""
     known = sorted((number, token) for token, number in tokenizer.get_vocab().items() if token != tokenizer.pad_token)
     return hashlib.sha256(json.dumps(known, ensure_ascii=True).encode()).hexdigest()
+
+
+__all__ = [
+    "Rendered",
+    "Template",
+    "choose_template",
+    "embedding_rows",
+    "ensure_pad",
+    "load_tokenizer",
+    "pad_id",
+    "render",
+    "vocabulary_digest",
+]

@@ -1,13 +1,19 @@
-"""Conversations in the spellings people have, as lists of `{"role": ..., "content": ...}`."""
+"""Conversations in the spellings people have, as lists of `{"role": ..., "content": ...}` with their other fields."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rlhf.data.row import BadRow
 
-Message = dict[str, str]
+Message = dict[str, Any]  # role, content (text), and the row's other fields: tool_calls, name, reasoning_content, ...
 Prompt = str | list[Message]
+
+WRITTEN_BY_ALL = {"role", "content"}
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+_SPELLINGS = {"role", "content", "from", "value"}
 
 ROLES = {
     "system": "system",
@@ -20,6 +26,8 @@ ROLES = {
     "model": "assistant",
     "bot": "assistant",
     "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
 }
 
 
@@ -76,10 +84,79 @@ def _message(item: object, name: str) -> Message:
     known = ROLES.get(role.lower()) if isinstance(role, str) else None
     if known is None:
         raise BadRow(f"a message of {name} has no known role", shown(role))
-    return {
-        "role": known,
-        "content": as_text(item.get("content", item.get("value")), f"content of a message of {name}"),
-    }
+    others = {str(key): value for key, value in item.items() if key not in _SPELLINGS and value not in (None, [], "")}
+    if "tool_calls" in others:
+        others["tool_calls"] = _tool_calls(others["tool_calls"])
+    content = item.get("content", item.get("value"))
+    if content is None and "tool_calls" in others:
+        content = ""
+    return {"role": known, "content": _content(content, f"content of a message of {name}"), **others}
+
+
+def _content(value: object, name: str) -> str:
+    """Read text, or a list of parts that are text."""
+    if isinstance(value, list) and value and all(isinstance(p, dict) and p.get("type") == "text" for p in value):
+        return "".join(as_text(part.get("text"), name) for part in value)
+    return as_text(value, name)
+
+
+def _tool_calls(value: object) -> list[object]:
+    """Read the calls of tools; arguments given as JSON text become what they say, which is what templates expect."""
+    if not isinstance(value, list):
+        raise BadRow("tool_calls is not a list", shown(value))
+    calls: list[object] = []
+    for call in value:
+        function = call.get("function") if isinstance(call, dict) else None
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if isinstance(call, dict) and isinstance(function, dict) and isinstance(arguments, str):
+            call = {**call, "function": {**function, "arguments": _from_json(arguments, "arguments of a tool call")}}
+        calls.append(call)
+    return calls
+
+
+def _from_json(value: str, name: str) -> object:
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise BadRow(f"{name} are not valid JSON") from error
+
+
+def tools_of(values: Mapping[str, object]) -> tuple[dict[str, Any], ...]:
+    """Read the row's `tools` column: a list of JSON schemas, or the JSON text of one."""
+    value = values.get("tools")
+    if value in (None, "", []):
+        return ()
+    tools = _from_json(value, "tools") if isinstance(value, str) else value
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRow("tools is not a list of JSON schemas", shown(value))
+    return tuple(tools)
+
+
+def assistant_turn(content: str) -> Message:
+    """Make a message of the assistant."""
+    return {"role": "assistant", "content": content}
+
+
+def thought_of(message: Message) -> tuple[str | None, str]:
+    """Split the assistant's message into its thought, if it has one, and what it says then."""
+    content = message["content"]
+    for name in THOUGHTS:
+        if isinstance(message.get(name), str) and message[name].strip():
+            return message[name], content
+    thought, closed, rest = content.partition("</think>")
+    thought = thought.strip().removeprefix("<think>")
+    return (thought, rest) if closed and thought.strip() else (None, content)
+
+
+def same_message(first: Message, second: Message) -> bool:
+    """Say whether two messages say the same, whatever else their rows note of them."""
+    return all(first.get(key) == second.get(key) for key in ("role", "content", "tool_calls"))
+
+
+def shared_turns(first: Sequence[Message], second: Sequence[Message]) -> int:
+    """Count the messages that two conversations have in common at their start."""
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if not same_message(a, b)), min(len(first), len(second)))
 
 
 def with_system(conversation: list[Message], values: Mapping[str, object]) -> list[Message]:
@@ -90,12 +167,24 @@ def with_system(conversation: list[Message], values: Mapping[str, object]) -> li
     return [{"role": "system", "content": as_text(system, "system")}, *conversation]
 
 
-def split_answer(conversation: list[Message], name: str) -> tuple[list[Message], str]:
-    """What comes before the last message, and the last message, which must be an assistant's with something in it."""
+def split_answer(conversation: list[Message], name: str) -> tuple[list[Message], Message]:
+    """Split off the last message, which must be the assistant's, and must say or call something."""
     *before, last = conversation
-    if last["role"] != "assistant":
+    check_answer(last, name)
+    return before, last
+
+
+def check_answer(message: Message, name: str) -> None:
+    """Check that the message is the assistant's and says or calls something."""
+    if message["role"] != "assistant":
         raise BadRow(f"the last message of {name} is not the assistant's")
-    return before, some_text(last["content"], name)
+    if not message.get("tool_calls"):
+        some_text(message["content"], name)
+
+
+def more_than_text(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return the messages of a completion, or nothing where it is one message that is nothing but its text."""
+    return () if len(messages) == 1 and set(messages[0]) == WRITTEN_BY_ALL else tuple(messages)
 
 
 def asking(conversation: list[Message], name: str) -> list[Message]:

@@ -1,8 +1,9 @@
 """What rows look like in the data sets people have, read into one form for each use.
 
 A dialect is a set of columns and a pure function from a row to `PairText`, `DemoText`, `PromptText` or
-`LabelledText`. A prompt is text or a conversation; a completion is always text: the assistant's words.
-`turns` says that a prompt given as text is to become the user's turn of a conversation.
+`LabelledText`. A prompt is text or a conversation; a completion is text, the assistant's words, and where it is more
+than that (tool calls, a thought, several turns) messages as well.
+`turns` says that a prompt given as text is to become the user's turn of a conversation; a transcript stays one.
 """
 
 from __future__ import annotations
@@ -12,20 +13,25 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rlhf.data.conversation import (
     Message,
     Prompt,
     as_text,
     asking,
+    check_answer,
     is_messages,
     messages,
+    more_than_text,
     open_question,
+    same_message,
+    shared_turns,
     shown,
     some_text,
     split_answer,
     text,
+    tools_of,
     with_system,
 )
 from rlhf.data.row import BadRow, Row
@@ -36,6 +42,7 @@ ASSISTANT = "\n\nAssistant:"
 HUMAN = "\n\nHuman:"
 
 Values = Mapping[str, object]
+Completion = str | Sequence[Message]
 T = TypeVar("T")
 
 
@@ -47,6 +54,13 @@ class PairText:
     chosen: str
     rejected: str
     margin: float
+    tools: tuple[dict[str, Any], ...] = ()
+    sides: tuple[tuple[Message, ...], ...] = ()  # chosen and rejected as messages, where one is more than a text
+
+    @property
+    def completions(self) -> tuple[Completion, ...]:
+        """Return the two sides as the template is given them."""
+        return self.sides or (self.chosen, self.rejected)
 
 
 @dataclass(frozen=True)
@@ -55,6 +69,14 @@ class DemoText:
 
     prompt: Prompt
     completion: str
+    tools: tuple[dict[str, Any], ...] = ()
+    turns: tuple[Message, ...] = ()  # the completion as messages, where it is more than a text
+    whole: bool = False  # a row of messages: the assistant's earlier turns, in the prompt, are its words to learn too
+
+    @property
+    def completions(self) -> tuple[Completion, ...]:
+        """Return the completion as the template is given it."""
+        return (self.turns or self.completion,)
 
 
 @dataclass(frozen=True)
@@ -63,6 +85,12 @@ class PromptText:
 
     prompt: Prompt
     reference: Mapping[str, object]
+    tools: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def completions(self) -> tuple[Completion, ...]:
+        """Return nothing: a prompt is to be answered."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -72,14 +100,26 @@ class LabelledText:
     prompt: Prompt
     completion: str
     desirable: bool
+    tools: tuple[dict[str, Any], ...] = ()
+    turns: tuple[Message, ...] = ()
+
+    @property
+    def completions(self) -> tuple[Completion, ...]:
+        """Return the completion as the template is given it."""
+        return (self.turns or self.completion,)
 
 
 def ask(value: object, name: str, *, turns: bool) -> Prompt:
     """A prompt column: text, or a conversation the assistant is to answer."""
     if is_messages(value) or name != "prompt":
         return asking(messages(value, name), name)
-    found = as_text(value, name)
-    return [_turn(some_text(found, name))] if turns else found
+    prompt = as_text(value, name)
+    return [_turn(some_text(prompt, name))] if turns and not is_transcript(prompt) else prompt
+
+
+def is_transcript(prompt: str) -> bool:
+    """Say whether a text prompt has its turns written out, as HH-RLHF has them."""
+    return HUMAN.strip() in prompt and prompt.rstrip().endswith(ASSISTANT.strip())
 
 
 def _turn(content: str) -> Message:
@@ -113,14 +153,15 @@ def _asked(values: Values, column: str, *, turns: bool) -> Prompt:
             return prompt if isinstance(prompt, str) else with_system(prompt, values)
 
 
-def _completion(values: Values, column: str) -> str:
+def _completion(values: Values, column: str) -> tuple[str, tuple[Message, ...]]:
+    """Read the assistant's answer: its text, and its message where that has more."""
     value = values.get(column)
     if not is_messages(value):
-        return some_text(value, column)
+        return some_text(value, column), ()
     before, answer = split_answer(messages(value, column), column)
     if before:
         raise BadRow(f"{column} has more than the assistant's answer")
-    return answer
+    return answer["content"], more_than_text([answer])
 
 
 def _margin(values: Values) -> float:
@@ -148,7 +189,7 @@ def _number(value: object, name: str) -> float:
 def _pair(prompt: Prompt, chosen: str, rejected: str, values: Values) -> PairText:
     if chosen.strip() == rejected.strip():
         raise BadRow("chosen and rejected are the same")
-    return PairText(prompt, chosen, rejected, _margin(values))
+    return PairText(prompt, chosen, rejected, _margin(values), tools_of(values))
 
 
 def explicit_pair(values: Values, *, turns: bool, column: str) -> PairText:
@@ -166,7 +207,7 @@ def explicit_pair(values: Values, *, turns: bool, column: str) -> PairText:
 
 def _whole(side: list[Message], asked: list[Message], name: str) -> list[Message]:
     """The whole conversation of one side, whether it repeats the prompt or only answers it."""
-    if side[: len(asked)] == asked:
+    if shared_turns(side, asked) == len(asked):
         return side
     if side[0]["role"] == "assistant":
         return asked + side
@@ -188,11 +229,21 @@ def implicit_pair(values: Values, *, turns: bool) -> PairText:
 
 
 def _conversations_pair(chosen: list[Message], rejected: list[Message], values: Values) -> PairText:
-    context, answer = split_answer(chosen, "chosen")
-    other_context, other_answer = split_answer(rejected, "rejected")
-    if context != other_context:
-        raise BadRow("chosen and rejected differ before the last answer")
-    return _pair(asking(context, "the conversation before the answers"), answer, other_answer, values)
+    """Split both sides where they part, which must be at a turn of the assistant's."""
+    for side, name in ((chosen, "chosen"), (rejected, "rejected")):
+        check_answer(side[-1], name)
+    at = shared_turns(chosen, rejected)
+    if at == min(len(chosen), len(rejected)):
+        at -= 1  # one side is all of the other, and goes on
+    if len(chosen) == len(rejected) and all(map(same_message, chosen, rejected)):
+        raise BadRow("chosen and rejected are the same")
+    answers = (chosen[at:], rejected[at:])
+    if any(answer[0]["role"] != "assistant" for answer in answers):
+        raise BadRow("chosen and rejected part where the assistant does not speak")
+    prompt = asking(chosen[:at], "the conversation before the answers")
+    texts = [str(answer[-1]["content"]) for answer in answers]
+    sides = tuple(tuple(answer) for answer in answers) if any(map(more_than_text, answers)) else ()
+    return PairText(prompt, texts[0], texts[1], _margin(values), tools_of(values), sides)
 
 
 def _transcripts_pair(chosen: str, rejected: str, values: Values) -> PairText:
@@ -216,21 +267,23 @@ def _last_answer(transcript: str, name: str) -> tuple[str, str]:
 
 def completion_demo(values: Values, *, turns: bool, prompt: str, completion: str) -> DemoText:
     """A prompt column and a completion column."""
-    return DemoText(_asked(values, prompt, turns=turns), _completion(values, completion))
+    asked = _asked(values, prompt, turns=turns)
+    answer, messages_of_it = _completion(values, completion)
+    return DemoText(asked, answer, tools_of(values), messages_of_it)
 
 
 def conversation_demo(values: Values, *, turns: bool, column: str) -> DemoText:
-    """A conversation whose last message, the assistant's, is the completion."""
+    """A conversation that the assistant ends: its last message is the completion, its earlier ones are learned too."""
     del turns
     conversation = with_system(messages(values.get(column), column), values)
     before, answer = split_answer(conversation, column)
-    return DemoText(asking(before, column), answer)
+    return DemoText(asking(before, column), answer["content"], tools_of(values), more_than_text([answer]), whole=True)
 
 
 def chosen_demo(values: Values, *, turns: bool, pair: Callable[..., PairText]) -> DemoText:
     """The preferred side of a pair."""
-    found = pair(values, turns=turns)
-    return DemoText(found.prompt, found.chosen)
+    both = pair(values, turns=turns)
+    return DemoText(both.prompt, both.chosen, both.tools, more_than_text(both.sides[0]) if both.sides else ())
 
 
 def text_demo(values: Values, *, turns: bool) -> DemoText:
@@ -243,13 +296,14 @@ def column_prompt(values: Values, *, turns: bool, column: str) -> PromptText:
     """A column with the prompt; of a conversation, all before the assistant's last answer."""
     if is_messages(values.get(column)):
         conversation = with_system(messages(values[column], column), values)
-        return PromptText(open_question(conversation, column), dict(values))
-    return PromptText(_asked(values, column, turns=turns), dict(values))
+        return PromptText(open_question(conversation, column), dict(values), tools_of(values))
+    return PromptText(_asked(values, column, turns=turns), dict(values), tools_of(values))
 
 
 def pair_prompt(values: Values, *, turns: bool, pair: Callable[..., PairText]) -> PromptText:
     """The prompt of a pair."""
-    return PromptText(pair(values, turns=turns).prompt, dict(values))
+    both = pair(values, turns=turns)
+    return PromptText(both.prompt, dict(values), both.tools)
 
 
 def text_prompt(values: Values, *, turns: bool) -> PromptText:
@@ -260,8 +314,9 @@ def text_prompt(values: Values, *, turns: bool) -> PromptText:
 
 def labelled(values: Values, *, turns: bool, demo: Callable[..., DemoText]) -> LabelledText:
     """A demonstration with a `label`: true where it is desirable."""
-    found = demo(values, turns=turns)
-    return LabelledText(found.prompt, found.completion, _label(values.get("label")))
+    text_of_it = demo(values, turns=turns)
+    label = _label(values.get("label"))
+    return LabelledText(text_of_it.prompt, text_of_it.completion, label, text_of_it.tools, text_of_it.turns)
 
 
 def _label(value: object) -> bool:

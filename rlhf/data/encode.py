@@ -1,9 +1,9 @@
 """Text to token ids, at the seam between prompt and completion above all.
 
 A prompt begins with the special tokens the tokenizer itself puts first (BOS, if it does), never twice and never
-with an EOS at its end. A completion has no special tokens but one EOS, which ends it. The ids of the two, one after
-the other, decode to the two texts, one after the other: a tokenizer which puts a space before whatever it is given
-(SentencePiece) must not do so at the seam.
+with an EOS at its end. A completion ends with one special token: the one that ends the template's turn, else EOS.
+The ids of the two, one after the other, decode to the two texts, one after the other: a tokenizer which puts a space
+before whatever it is given (SentencePiece) must not do so at the seam.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.data.chat import Rendered, Template, choose_template, render
-from rlhf.data.conversation import Prompt
+from rlhf.config.data import ChatFormat
+from rlhf.data.chat import pad_id
+from rlhf.data.conversation import Message, Prompt
+from rlhf.data.templates import Rendered, Template, Tools, choose_template, render, segments, turn_end_id
 from rlhf.errors import DataError
 
 _STARTS = ("\n", ".", ":", "a", "1")  # texts before a completion, to see past what is put before a text
@@ -31,10 +33,14 @@ class Encoder:
     start: str  # put before a completion to encode it, its tokens then dropped; empty where none is needed
     eos_id: int
     pad_id: int
+    special_ids: frozenset[int]
+    end_ids: tuple[int, ...]  # EOS, and what ends the assistant's turn where that is another token
 
-    def render(self, prompt: Prompt, completions: Sequence[str] = ()) -> Rendered:
-        """A prompt and its completions as text."""
-        return render(self.tokenizer, self.template, prompt, completions)
+    def render(
+        self, prompt: Prompt, completions: Sequence[str | Sequence[Message]] = (), *, tools: Tools = ()
+    ) -> Rendered:
+        """Write a prompt and its completions as text."""
+        return render(self.tokenizer, self.template, prompt, completions, tools=tools)
 
     def prompts(self, rendered: Sequence[Rendered]) -> list[list[int]]:
         """The ids of each prompt. An empty one, where the tokenizer puts nothing first, has none."""
@@ -42,15 +48,33 @@ class Encoder:
         return [ids if r.templated else self._started(ids) for r, ids in zip(rendered, plain, strict=True)]
 
     def completions(self, rendered: Sequence[Rendered], which: int) -> list[list[int]]:
-        """The ids of completion `which` of each, ended by EOS."""
+        """Encode completion `which` of each, ended by the template's end of turn or by EOS."""
         texts = [r.completions[which] for r in rendered]
         inner = [i for i, r in enumerate(rendered) if r.prompt]
         ids = self._plain(texts)  # after no prompt a completion is a text like any other
         if self.start:
             for i, continued in zip(inner, self._continued([texts[i] for i in inner]), strict=True):
                 ids[i] = ids[i] if continued is None else continued
+        return [self._finished(r, row) for r, row in zip(rendered, ids, strict=True)]
+
+    def turns(self, rendered: Rendered, which: int) -> tuple[list[int], list[bool]]:
+        """Encode completion `which` turn by turn, and say of each token whether the assistant wrote it."""
+        text, spans = rendered.completions[which], rendered.learned[which]
+        parts = segments(len(text), spans)
+        pieces = [text[start:end] for (start, end), _ in parts]
+        ids = self._plain(pieces)
+        if self.start:
+            ids = [a if b is None else b for a, b in zip(ids, self._continued(pieces), strict=True)]
+        learned = [inside for row, (_, inside) in zip(ids, parts, strict=True) for _ in row]
+        whole = [token for row in ids for token in row]
+        ended = self._finished(rendered, whole)
+        return ended, [*learned[: len(ended)], *[True] * (len(ended) - len(learned))]
+
+    def _finished(self, rendered: Rendered, ids: list[int]) -> list[int]:
+        if ids and ids[-1] in (self.special_ids if rendered.templated else self.end_ids):
+            return ids
         # A text which begins with BOS in so many words follows a prompt that is just that BOS.
-        return [self._ended(row if r.prompt else self._unstarted(row)) for r, row in zip(rendered, ids, strict=True)]
+        return self._ended(ids if rendered.prompt or rendered.templated else self._unstarted(ids))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included."""
@@ -63,7 +87,8 @@ class Encoder:
         joint = self._plain([rendered.prompt + rendered.completions[0]])[0]
         whole = joint if rendered.templated else self._started(joint)
         head = self.head(whole)  # kept from _ended, for BOS may be EOS
-        return self.decode([*prompt, *completion]) == self.decode([*whole[:head], *self._ended(whole[head:])])
+        end = whole[head:] if rendered.templated and whole[-1] in self.special_ids else self._ended(whole[head:])
+        return self.decode([*prompt, *completion]) == self.decode([*whole[:head], *end])
 
     def head(self, ids: Sequence[int]) -> int:
         """How many ids at the start are the special tokens before every text."""
@@ -91,13 +116,32 @@ class Encoder:
         return [row[len(head) :] if row[: len(head)] == head else None for row in rows]
 
 
-def make_encoder(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> Encoder:
-    """An encoder for a tokenizer from `load_tokenizer`; `chat_template` as in `data.chat_template`."""
-    eos_id, pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-    if not isinstance(eos_id, int) or not isinstance(pad_id, int) or pad_id == eos_id:
-        raise DataError("the tokenizer needs an EOS and a pad token which is not its EOS: see load_tokenizer")
+def make_encoder(tokenizer: PreTrainedTokenizerBase, chat_template: str | ChatFormat) -> Encoder:
+    """Make an encoder for a tokenizer; `chat_template` as in `data.chat_template`, or with the other chat keys."""
+    eos_id = tokenizer.eos_token_id
+    if not isinstance(eos_id, int):
+        raise DataError("the tokenizer needs an EOS: see load_tokenizer")
     template = choose_template(tokenizer, chat_template)
-    return Encoder(tokenizer, template, _prefix(tokenizer), _start(tokenizer), eos_id, pad_id)
+    numbers = [tokenizer.convert_tokens_to_ids(special) for special in template.specials]
+    end = turn_end_id(tokenizer, template)
+    return Encoder(
+        tokenizer,
+        template,
+        _prefix(tokenizer),
+        _start(tokenizer),
+        eos_id,
+        pad_id(tokenizer),
+        frozenset(number for number in numbers if isinstance(number, int)),
+        tuple(dict.fromkeys([eos_id, end if end is not None else eos_id])),
+    )
+
+
+def ending_ids(
+    tokenizer: PreTrainedTokenizerBase, chat_template: str | ChatFormat, others: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """List the tokens that end a completion: `others` (the model's own), EOS, and the template's end of turn."""
+    end = turn_end_id(tokenizer, choose_template(tokenizer, chat_template))
+    return tuple(sorted({*others, *(n for n in (tokenizer.eos_token_id, end) if isinstance(n, int))}))
 
 
 def _plain_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:

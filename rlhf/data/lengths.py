@@ -26,6 +26,7 @@ class Limit:
             case "truncate":
                 return tokens - self.tokens
             case "skip":
+                skips.too_long += 1
                 skips.leave_out(row, self.reason, f"{tokens:,}")
                 return None
             case "error":

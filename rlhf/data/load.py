@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 from rlhf.config.data import DatasetConfig
-from rlhf.data.chat import Rendered
 from rlhf.data.conversation import Prompt
-from rlhf.data.dialects import Use
+from rlhf.data.dialects import Completion, Use, is_transcript
 from rlhf.data.encode import Encoder
 from rlhf.data.files import load_rows
 from rlhf.data.row import BadRow, Row
 from rlhf.data.skips import Skips
+from rlhf.data.templates import Rendered
 
 CHUNK = 512  # rows tokenized in one call
+_TEXT_PROMPTS = ("prompt", "instruction", "question")
 SEAMS = 16  # rows at which the seam between prompt and completion is looked at
 
 
@@ -27,6 +28,16 @@ class Asks(Protocol):
     @property
     def prompt(self) -> Prompt:
         """Text, or a conversation."""
+        ...
+
+    @property
+    def tools(self) -> tuple[dict[str, Any], ...]:
+        """The tools the assistant may call."""
+        ...
+
+    @property
+    def completions(self) -> tuple[Completion, ...]:
+        """What follows the prompt."""
         ...
 
 
@@ -49,8 +60,10 @@ class Ids:
     prompt: list[int]
     completions: tuple[list[int], ...]
     whole: bool = True  # nothing of the row's text was cut off
+    learned: tuple[list[bool], ...] = ()  # of each completion, the tokens that the assistant wrote; empty: all
 
 
+Render = Callable[[T], list[Rendered]]
 Fit = Callable[[Usable[T], Ids], Ids | None]
 
 
@@ -60,18 +73,20 @@ def encoded_rows(
     encoder: Encoder,
     skips: Skips,
     *,
-    completions: Callable[[T], tuple[str, ...]],
     fit: Fit[T],
+    render: Render[T] | None = None,
+    turns: bool = True,
 ) -> Iterator[tuple[Usable[T], Ids]]:
-    """The rows of a data set that are used, at most `config.limit`: read, rendered, encoded, and made to `fit`.
+    """Yield the rows of a data set that are used, at most `config.limit`: read, rendered, encoded, and made to `fit`.
 
+    `render` may make several rows of one; `turns`: text prompts become turns where there is a template.
     `fit` raises BadRow for a row that cannot be used, and returns None for one it has left out.
 
     Raises:
         DataError: after the last row, if none was used.
     """
-    read = use.read(load_rows(config, skips), skips, turns=encoder.template.turns)
-    rows = _rendered(read, encoder, skips, completions)
+    read = use.read(load_rows(config, skips), skips, turns=encoder.template.turns and turns)
+    rows = _rendered(read, encoder, skips, render or _renderer(encoder))
     while chunk := list(islice(rows, _wanted(config.limit, skips.used))):
         for usable, ids in zip(chunk, _ids(encoder, [u.text for u in chunk]), strict=True):
             try:
@@ -95,24 +110,59 @@ def _wanted(limit: int | None, used: int) -> int:
 def _ids(encoder: Encoder, texts: list[Rendered]) -> list[Ids]:
     sides = [encoder.completions(texts, which) for which in range(len(texts[0].completions))]
     prompts = encoder.prompts(texts)
-    return [Ids(prompt, tuple(side[i] for side in sides)) for i, prompt in enumerate(prompts)]
+    rows = [Ids(prompt, tuple(side[i] for side in sides)) for i, prompt in enumerate(prompts)]
+    return [_by_turns(encoder, text, ids) if text.learned else ids for text, ids in zip(texts, rows, strict=True)]
+
+
+def _by_turns(encoder: Encoder, text: Rendered, ids: Ids) -> Ids:
+    sides = [encoder.turns(text, which) for which in range(len(text.completions))]
+    return Ids(ids.prompt, tuple(row for row, _ in sides), learned=tuple(learned for _, learned in sides))
+
+
+def _renderer(encoder: Encoder) -> Callable[[Asks], list[Rendered]]:
+    return lambda text: [encoder.render(text.prompt, text.completions, tools=text.tools)]
 
 
 def _rendered(
-    read: Iterator[tuple[Row, T]], encoder: Encoder, skips: Skips, completions: Callable[[T], tuple[str, ...]]
+    read: Iterator[tuple[Row, T]], encoder: Encoder, skips: Skips, render: Callable[[T], list[Rendered]]
 ) -> Iterator[Usable[T]]:
-    for row, found in read:
-        if isinstance(found.prompt, str) and encoder.template.source and not encoder.template.turns:
-            skips.note(
-                "The rows are plain text, so the tokenizer's chat template is not used; "
-                "data.chat_template=PATH makes each prompt a user's turn"
-            )
+    for row, read_row in read:
+        found = _as_written(row, read_row, encoder, skips)
         try:
-            text = encoder.render(found.prompt, completions(found))
+            texts = render(found)
         except BadRow as bad:
             skips.add(row, bad.reason, bad.detail)
             continue
-        yield Usable(row, found, text)
+        _note(row, found.prompt, texts, encoder, skips)
+        yield from (Usable(row, found, text) for text in texts)
+
+
+def _as_written(row: Row, found: T, encoder: Encoder, skips: Skips) -> T:
+    """Leave a text prompt alone that has the template's special tokens in it already: it is written out."""
+    prompt = row.values.get("prompt")
+    if encoder.template.choice != "auto" or isinstance(found.prompt, str) or not isinstance(prompt, str):
+        return found
+    if not any(special in prompt for special in encoder.template.specials):
+        return found
+    skips.count("text prompts have special tokens written out already, and stay as they are")
+    changed: Any = found  # every form of a row is a dataclass
+    return cast(T, replace(changed, prompt=prompt))
+
+
+def _note(row: Row, prompt: Prompt, texts: Sequence[Rendered], encoder: Encoder, skips: Skips) -> None:
+    """Say once what was made of rows like this one."""
+    given_as_text = any(isinstance(row.values.get(name), str) for name in _TEXT_PROMPTS)
+    if encoder.template.choice == "auto" and given_as_text and not isinstance(prompt, str):
+        skips.note(
+            "Text prompts become user turns by the tokenizer's chat template; "
+            "data.chat_template=none keeps them as they are"
+        )
+    if encoder.template.source is not None and isinstance(prompt, str) and is_transcript(prompt):
+        skips.note("Transcripts stay text: the chat template is not used for them")
+    if len(texts) > 1:
+        skips.count("conversations taken apart, a row for each turn: the chat template rewrites earlier turns")
+    for name in texts[0].ignored:
+        skips.count(f"rows whose {name} the chat template does not write")
 
 
 def check_ids(ids: Ids) -> None:

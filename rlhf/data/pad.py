@@ -19,6 +19,12 @@ def right_pad(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Int[Tensor, "
     return _pad(rows, pad_id, left=False)
 
 
+def right_pad_flags(rows: Sequence[Sequence[bool]]) -> Bool[Tensor, "B T"]:
+    """Put rows of flags that start together into a rectangle; False where a row has ended."""
+    flags, live = _pad([[int(flag) for flag in row] for row in rows], 0, left=False)
+    return flags.bool() & live
+
+
 def _pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
     width = max((len(row) for row in rows), default=0)
     ids = torch.full((len(rows), width), pad_id, dtype=torch.long)

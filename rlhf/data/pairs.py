@@ -4,20 +4,58 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.config.data import PreferencesConfig, SftConfig
+from rlhf.config.data import ChatFormat, Learn, PreferencesConfig, SftConfig
+from rlhf.data.conversation import Message, assistant_turn
 from rlhf.data.dialects import DEMONSTRATIONS, LABELLED, PAIRS, DemoText, LabelledText, PairText
 from rlhf.data.encode import Encoder, make_encoder
 from rlhf.data.lengths import Limit, cut_start, limit_of
 from rlhf.data.load import Ids, Usable, check_ids, encoded_rows
-from rlhf.data.pad import left_pad, right_pad
+from rlhf.data.pad import left_pad, right_pad, right_pad_flags
 from rlhf.data.row import Row
 from rlhf.data.skips import Skips
 from rlhf.data.stream import BatchStream, epoch_order
+from rlhf.data.templates import Rendered, Writer, conversation_rows
 from rlhf.types import Demonstrations, Labelled, PreferencePairs
+
+Flags = tuple[list[bool], ...]  # of each row, the tokens of its completion that the assistant wrote; empty: all
+
+T = TypeVar("T", PairText, DemoText, LabelledText)
+
+
+@dataclass(frozen=True)
+class CompletionRows:
+    """Completions, one a row, as token ids."""
+
+    prompts: tuple[list[int], ...]
+    completions: tuple[list[int], ...]
+    pad_id: int
+    learned: Flags = ()
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def by_length(self) -> list[int]:
+        """Order the rows' numbers, the longest first: rows of like length share a pass, and memory shows at once."""
+        lengths = [len(p) + len(c) for p, c in zip(self.prompts, self.completions, strict=True)]
+        return sorted(range(len(self)), key=lambda row: (-lengths[row], row))
+
+    def collate(self, indices: Sequence[int]) -> Demonstrations:
+        """Put these rows into one batch."""
+        prompt_ids, prompt_mask = left_pad([self.prompts[i] for i in indices], self.pad_id)
+        completion_ids, completion_mask = right_pad([self.completions[i] for i in indices], self.pad_id)
+        learned = right_pad_flags([self.learned[i] for i in indices]) if self.learned else completion_mask.clone()
+        return Demonstrations(
+            prompt_ids=prompt_ids,
+            prompt_mask=prompt_mask,
+            completion_ids=completion_ids,
+            completion_mask=completion_mask,
+            loss_mask=learned,
+        )
 
 
 @dataclass(frozen=True)
@@ -30,50 +68,46 @@ class PairSet:
     texts: tuple[PairText, ...]
     pad_id: int
     skips: Skips
+    chosen_learned: Flags = ()
+    rejected_learned: Flags = ()
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def collate(self, indices: Sequence[int]) -> PreferencePairs:
-        """These pairs as one batch."""
-        prompt_ids, prompt_mask = left_pad([self.prompts[i] for i in indices], self.pad_id)
-        chosen_ids, chosen_mask = right_pad([self.chosen[i] for i in indices], self.pad_id)
-        rejected_ids, rejected_mask = right_pad([self.rejected[i] for i in indices], self.pad_id)
+        """Put these pairs into one batch."""
+        chosen = CompletionRows(self.prompts, self.chosen, self.pad_id, self.chosen_learned).collate(indices)
+        rejected = CompletionRows(self.prompts, self.rejected, self.pad_id, self.rejected_learned).collate(indices)
         return PreferencePairs(
-            prompt_ids=prompt_ids,
-            prompt_mask=prompt_mask,
-            chosen_ids=chosen_ids,
-            chosen_mask=chosen_mask,
-            rejected_ids=rejected_ids,
-            rejected_mask=rejected_mask,
+            prompt_ids=chosen.prompt_ids,
+            prompt_mask=chosen.prompt_mask,
+            chosen_ids=chosen.completion_ids,
+            chosen_mask=chosen.completion_mask,
+            rejected_ids=rejected.completion_ids,
+            rejected_mask=rejected.completion_mask,
+            chosen_learned=chosen.loss_mask,
+            rejected_learned=rejected.loss_mask,
             margins=torch.tensor([self.texts[i].margin for i in indices], dtype=torch.float32),
         )
 
 
 @dataclass(frozen=True)
 class DemonstrationSet:
-    """Encoded prompts with the completions to imitate: the loss is over all of a completion, its EOS included."""
+    """Encoded prompts with what follows them; `learned` says which of its tokens are imitated, the ends included."""
 
     prompts: tuple[list[int], ...]
     completions: tuple[list[int], ...]
     texts: tuple[DemoText, ...]
     pad_id: int
     skips: Skips
+    learned: Flags = ()
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def collate(self, indices: Sequence[int]) -> Demonstrations:
-        """These demonstrations as one batch."""
-        prompt_ids, prompt_mask = left_pad([self.prompts[i] for i in indices], self.pad_id)
-        completion_ids, completion_mask = right_pad([self.completions[i] for i in indices], self.pad_id)
-        return Demonstrations(
-            prompt_ids=prompt_ids,
-            prompt_mask=prompt_mask,
-            completion_ids=completion_ids,
-            completion_mask=completion_mask,
-            loss_mask=completion_mask.clone(),
-        )
+        """Put these demonstrations into one batch."""
+        return CompletionRows(self.prompts, self.completions, self.pad_id, self.learned).collate(indices)
 
 
 @dataclass(frozen=True)
@@ -90,23 +124,21 @@ class LabelledSet:
         return len(self.texts)
 
     def collate(self, indices: Sequence[int]) -> Labelled:
-        """These labelled completions as one batch."""
-        prompt_ids, prompt_mask = left_pad([self.prompts[i] for i in indices], self.pad_id)
-        completion_ids, completion_mask = right_pad([self.completions[i] for i in indices], self.pad_id)
+        """Put these labelled completions into one batch."""
+        rows = CompletionRows(self.prompts, self.completions, self.pad_id).collate(indices)
         return Labelled(
-            prompt_ids=prompt_ids,
-            prompt_mask=prompt_mask,
-            completion_ids=completion_ids,
-            completion_mask=completion_mask,
-            loss_mask=completion_mask.clone(),
-            desirable=torch.tensor([self.texts[i].desirable for i in indices], dtype=torch.bool),
+            **vars(rows), desirable=torch.tensor([self.texts[i].desirable for i in indices], dtype=torch.bool)
         )
 
 
 def load_pairs(
-    config: PreferencesConfig, tokenizer: PreTrainedTokenizerBase, *, chat_template: str, context: int | None = None
+    config: PreferencesConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    chat_template: str | ChatFormat,
+    context: int | None = None,
 ) -> PairSet:
-    """The preference pairs of a data set, encoded; no side is longer than `max_tokens`, or than the model's context."""
+    """Load the preference pairs of a data set, encoded; neither side is longer than `max_tokens`, or the context."""
     encoder = make_encoder(tokenizer, chat_template)
     skips = Skips(config.path, fatal=config.bad_rows == "error")
     limit = limit_of(config.max_tokens, context, config.too_long)
@@ -116,24 +148,45 @@ def load_pairs(
             PAIRS,
             encoder,
             skips,
-            completions=lambda found: (found.chosen, found.rejected),
             fit=lambda usable, ids: _prompt_cut(usable.row, ids, encoder, limit, skips),
         )
     )
+    all_ids = [ids for _, ids in rows]
     return PairSet(
-        prompts=tuple(ids.prompt for _, ids in rows),
-        chosen=tuple(ids.completions[0] for _, ids in rows),
-        rejected=tuple(ids.completions[1] for _, ids in rows),
-        texts=tuple(replace(usable.found, prompt=usable.text.prompt) for usable, _ in rows),
+        prompts=tuple(ids.prompt for ids in all_ids),
+        chosen=tuple(ids.completions[0] for ids in all_ids),
+        rejected=tuple(ids.completions[1] for ids in all_ids),
+        texts=tuple(_as_read(usable) for usable, _ in rows),
         pad_id=encoder.pad_id,
         skips=skips,
+        chosen_learned=_flags(all_ids, 0),
+        rejected_learned=_flags(all_ids, 1),
     )
 
 
+def _as_read(usable: Usable[PairText]) -> PairText:
+    """Return the row as text that the model reads; a side of several turns with all of them."""
+    read = replace(usable.found, prompt=usable.text.prompt)
+    if not read.sides:
+        return read
+    chosen, rejected = usable.text.completions
+    return replace(read, chosen=chosen, rejected=rejected)
+
+
+def _flags(rows: Sequence[Ids], which: int) -> Flags:
+    if not any(ids.learned for ids in rows):
+        return ()
+    return tuple(ids.learned[which] if ids.learned else [True] * len(ids.completions[which]) for ids in rows)
+
+
 def load_labelled(
-    config: PreferencesConfig, tokenizer: PreTrainedTokenizerBase, *, chat_template: str, context: int | None = None
+    config: PreferencesConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    chat_template: str | ChatFormat,
+    context: int | None = None,
 ) -> LabelledSet:
-    """The labelled completions of a data set, encoded and limited like pairs."""
+    """Load the labelled completions of a data set, encoded and limited like pairs."""
     encoder = make_encoder(tokenizer, chat_template)
     skips = Skips(config.path, fatal=config.bad_rows == "error")
     limit = limit_of(config.max_tokens, context, config.too_long)
@@ -143,7 +196,6 @@ def load_labelled(
             LABELLED,
             encoder,
             skips,
-            completions=lambda found: (found.completion,),
             fit=lambda usable, ids: _prompt_cut(usable.row, ids, encoder, limit, skips),
         )
     )
@@ -157,9 +209,13 @@ def load_labelled(
 
 
 def load_demonstrations(
-    config: SftConfig, tokenizer: PreTrainedTokenizerBase, *, chat_template: str, context: int | None = None
+    config: SftConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    chat_template: str | ChatFormat,
+    context: int | None = None,
 ) -> DemonstrationSet:
-    """The texts of a data set to imitate, encoded.
+    """Load the texts of a data set to imitate, encoded; `config.learn` says what of a conversation.
 
     The prompt of a plain text is the BOS, or its first token where the tokenizer puts no BOS before a text.
     """
@@ -172,21 +228,35 @@ def load_demonstrations(
             DEMONSTRATIONS,
             encoder,
             skips,
-            completions=lambda found: (found.completion,),
+            render=lambda found: demonstration_rows(encoder, found, config.learn),
             fit=lambda usable, ids: _end_cut(usable, ids, limit, skips),
         )
     )
+    all_ids = [ids for _, ids in rows]
     return DemonstrationSet(
-        prompts=tuple(ids.prompt for _, ids in rows),
-        completions=tuple(ids.completions[0] for _, ids in rows),
+        prompts=tuple(ids.prompt for ids in all_ids),
+        completions=tuple(ids.completions[0] for ids in all_ids),
         texts=tuple(replace(usable.found, prompt=usable.text.prompt) for usable, _ in rows),
         pad_id=encoder.pad_id,
         skips=skips,
+        learned=_flags(all_ids, 0),
     )
 
 
+def demonstration_rows(encoder: Encoder, demo: DemoText, learn: Learn) -> list[Rendered]:
+    """Render a text to imitate, as one row or as several; `learn` as in data.sft.learn."""
+    if isinstance(demo.prompt, str):
+        rendered = encoder.render(demo.prompt, demo.completions)
+        if learn != "all" or not rendered.prompt:
+            return [rendered]
+        return [Rendered("", (rendered.prompt + rendered.completions[0],), templated=False)]
+    answer: list[Message] = list(demo.turns) or [assistant_turn(demo.completion)]
+    writer = Writer(encoder.tokenizer, encoder.template, demo.tools)
+    return conversation_rows(writer, [*demo.prompt, *answer], learn, prompt_turns=demo.whole)
+
+
 def _prompt_cut(row: Row, ids: Ids, encoder: Encoder, limit: Limit, skips: Skips) -> Ids | None:
-    """A row whose longest side fits the limit, its prompt cut at the start if that is wanted."""
+    """Return a row whose longest side fits the limit, its prompt cut at the start if that is wanted."""
     check_ids(ids)
     excess = limit.excess(row, len(ids.prompt) + max(map(len, ids.completions)), skips)
     if not excess:
@@ -196,11 +266,11 @@ def _prompt_cut(row: Row, ids: Ids, encoder: Encoder, limit: Limit, skips: Skips
         skips.leave_out(row, limit.reason, "a completion leaves the prompt no room")
         return None
     skips.cut += 1
-    return Ids(prompt, ids.completions, whole=False)
+    return replace(ids, prompt=prompt, whole=False)
 
 
 def _end_cut(usable: Usable[DemoText], ids: Ids, limit: Limit, skips: Skips) -> Ids | None:
-    """A row that fits the limit, its end cut off, EOS and all, if that is wanted."""
+    """Return a row that fits the limit, its end cut off, EOS and all, if that is wanted."""
     if not ids.prompt and not usable.text.prompt and len(ids.completions[0]) > 1:
         ids = Ids(ids.completions[0][:1], (ids.completions[0][1:],))
     else:
@@ -209,15 +279,17 @@ def _end_cut(usable: Usable[DemoText], ids: Ids, limit: Limit, skips: Skips) -> 
     excess = limit.excess(usable.row, len(ids.prompt) + len(completion), skips)
     if not excess:
         return None if excess is None else ids
-    if excess >= len(completion):
+    learned = tuple(flags[:-excess] for flags in ids.learned)
+    if excess >= len(completion) or (learned and not any(learned[0])):
         skips.leave_out(usable.row, limit.reason, "its prompt alone")
         return None
     skips.cut += 1
-    return Ids(ids.prompt, (completion[:-excess],), whole=False)
+    return Ids(ids.prompt, (completion[:-excess],), whole=False, learned=learned)
 
 
 __all__ = [
     "BatchStream",
+    "CompletionRows",
     "DemonstrationSet",
     "Labelled",
     "LabelledSet",

@@ -8,17 +8,20 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.config.data import PromptsConfig
+from rlhf.config.data import ChatFormat, PromptsConfig
+from rlhf.data.conversation import Prompt
 from rlhf.data.dialects import PROMPTS, PromptText
 from rlhf.data.encode import Encoder, make_encoder
 from rlhf.data.lengths import Limit, cut_start
 from rlhf.data.load import Ids, Usable, check_ids, encoded_rows
 from rlhf.data.pad import left_pad
-from rlhf.data.row import Row
+from rlhf.data.row import BadRow, Row
 from rlhf.data.skips import Skips
 from rlhf.data.stream import BatchStream
 from rlhf.errors import DataError
 from rlhf.types import Prompts
+
+MESSAGES = "prompt_messages"  # the column of a reference with the prompt as messages, where it is a conversation
 
 
 @dataclass(frozen=True)
@@ -73,23 +76,20 @@ def load_prompts(
     config: PromptsConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    chat_template: str,
+    chat_template: str | ChatFormat,
     context: int | None = None,
     max_new_tokens: int = 0,
 ) -> PromptSet:
-    """The prompts of a data set, encoded; with `max_new_tokens` more tokens each must fit the model's `context`."""
+    """Load the prompts of a data set, encoded; with `max_new_tokens` more tokens each fits the model's `context`."""
     encoder = make_encoder(tokenizer, chat_template)
     skips = Skips(config.path, fatal=config.bad_rows == "error")
-    limit = Limit(config.max_prompt_tokens, "max_prompt_tokens", config.too_long)
+    limit = _limit(config, context, max_new_tokens)
 
     def fit(usable: Usable[PromptText], ids: Ids) -> Ids | None:
         fitted = _fitted(usable.row, ids, encoder, config.first_tokens, limit, skips)
-        if fitted is None:
-            return None
-        _check_context(usable.row, len(fitted), context, max_new_tokens)
-        return Ids(fitted, (), whole=fitted == ids.prompt)
+        return None if fitted is None else Ids(fitted, (), whole=fitted == ids.prompt)
 
-    rows = list(encoded_rows(config, PROMPTS, encoder, skips, completions=lambda found: (), fit=fit))
+    rows = list(encoded_rows(config, PROMPTS, encoder, skips, fit=fit, turns=config.first_tokens is None))
     return PromptSet(
         tuple(ids.prompt for _, ids in rows),
         tuple(_reference(usable, ids, encoder) for usable, ids in rows),
@@ -116,25 +116,32 @@ def _fitted(
     return cut
 
 
-def _check_context(row: Row, tokens: int, context: int | None, max_new_tokens: int) -> None:
-    if context is not None and tokens + max_new_tokens > context:
+def _limit(config: PromptsConfig, context: int | None, max_new_tokens: int) -> Limit:
+    """Return the limit of the configuration, or what the model's context leaves beside the new tokens."""
+    if context is None or context - max_new_tokens >= config.max_prompt_tokens:
+        return Limit(config.max_prompt_tokens, "max_prompt_tokens", config.too_long)
+    if context <= max_new_tokens:
         raise DataError(
-            f"{row.place}: a prompt of {tokens:,} tokens and {max_new_tokens:,} new ones "
-            f"(sampling.max_new_tokens) are {tokens + max_new_tokens:,}, and the model's context is {context:,}. "
-            f"Set max_prompt_tokens to at most {max(context - max_new_tokens, 0):,}, "
-            "or sampling.max_new_tokens to less."
+            f"sampling.max_new_tokens of {max_new_tokens:,} leaves no room for a prompt: the model's context is "
+            f"{context:,}. Set sampling.max_new_tokens to less."
         )
+    room = f"what sampling.max_new_tokens={max_new_tokens} leaves of the model's context of {context:,}"
+    return Limit(context - max_new_tokens, room, config.too_long)
 
 
 def _reference(usable: Usable[PromptText], ids: Ids, encoder: Encoder) -> Mapping[str, object]:
-    """The row's columns and the prompt's text: of a cut one, what is left of it."""
+    """Return the row's columns, the prompt's text (of a cut one, what is left of it), and its messages."""
     text = usable.text.prompt if ids.whole else encoder.decode(ids.prompt[encoder.head(ids.prompt) :])
-    return {**usable.found.reference, "prompt": text}
+    columns = {**usable.found.reference, "prompt": text}
+    return {**columns, MESSAGES: list(usable.text.messages)} if usable.text.messages and ids.whole else columns
 
 
-def encode_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Prompts:
-    """Plain texts as one batch of prompts, encoded as those of a data set are."""
-    encoder = make_encoder(tokenizer, "none")
-    ids = encoder.prompts([encoder.render(text) for text in texts])
-    references = tuple({"prompt": text} for text in texts)
-    return PromptSet(tuple(ids), references, encoder.pad_id, Skips("the command line", fatal=True)).all()
+def encode_conversations(prompts: Sequence[Prompt], encoder: Encoder) -> Prompts:
+    """Encode prompts, texts or conversations, as one batch."""
+    try:
+        rendered = [encoder.render(prompt) for prompt in prompts]
+    except BadRow as bad:
+        raise DataError(f"{bad}. Leave the template out with --raw.") from bad
+    references = tuple({"prompt": text.prompt} for text in rendered)
+    ids = tuple(encoder.prompts(rendered))
+    return PromptSet(ids, references, encoder.pad_id, Skips("the command line", fatal=True)).all()

@@ -27,11 +27,18 @@ def cache_folder(configured: str | None, environment: Mapping[str, str]) -> Path
     return Path(home).expanduser() / "rlhf" / "reference"
 
 
-def rows_fingerprint(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> str:
-    """A digest of token ids, row by row: other rows, another order, tokenizer or template make another digest."""
+def rows_fingerprint(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], learned: Sequence[Sequence[bool]] = ()
+) -> str:
+    """Digest token ids, row by row: other rows, another order, tokenizer or template make another digest.
+
+    `learned` says which tokens of a completion are added up, where it is not all of them.
+    """
     digest = hashlib.sha256()
     for prompt, completion in zip(prompts, completions, strict=True):
         digest.update(f"{len(prompt)} {len(completion)}:{[*prompt, *completion]}".encode())
+    for flags in learned:
+        digest.update(bytes(flags) + b".")
     return digest.hexdigest()
 
 

@@ -8,6 +8,7 @@ from rlhf.data.row import BadRow, Row
 from rlhf.errors import DataError
 
 EXAMPLES = 3
+LOUD = 0.05  # a larger share of the rows left out for their length is a warning
 
 
 class Skips:
@@ -18,8 +19,10 @@ class Skips:
         self.fatal = fatal
         self.used = 0
         self.cut = 0
+        self.too_long = 0
         self.notes: list[str] = []
         self.counts: dict[str, int] = defaultdict(int)
+        self.remarks: dict[str, int] = defaultdict(int)
         self._examples: dict[str, list[str]] = defaultdict(list)
 
     @property
@@ -47,6 +50,10 @@ class Skips:
         if text not in self.notes:
             self.notes.append(text)
 
+    def count(self, remark: str) -> None:
+        """Count a row that is used, but not quite as it is."""
+        self.remarks[remark] += 1
+
     def reasons(self) -> str:
         """The reasons, most frequent first, each with its first rows."""
         parts = []
@@ -62,7 +69,13 @@ class Skips:
             text += f" ({self.cut:,} of them cut to length)"
         if self.skipped:
             text += f", {self.skipped:,} skipped: {self.reasons()}"
-        return ". ".join([text, *self.notes])
+        if self.too_long > LOUD * (self.used + self.skipped):
+            text += (
+                f". Warning: {self.too_long:,} of {self.used + self.skipped:,} rows are too long: raise the limit, or "
+                "cut them with too_long=truncate"
+            )
+        remarks = [f"{count:,} {remark}" for remark, count in self.remarks.items()]
+        return ". ".join([text, *remarks, *self.notes])
 
     def require_rows(self) -> None:
         """Stop where no row is left."""

@@ -103,7 +103,10 @@ def pair_loss(config: PairLossConfig, chosen: Side, rejected: Side) -> Preferenc
 
 def both_sides(pairs: PreferencePairs) -> Demonstrations:
     """2B rows for one forward pass: the chosen sides, then the rejected ones."""
-    sides = ((pairs.chosen_ids, pairs.chosen_mask), (pairs.rejected_ids, pairs.rejected_mask))
+    sides = (
+        (pairs.chosen_ids, pairs.chosen_mask, pairs.chosen_learned),
+        (pairs.rejected_ids, pairs.rejected_mask, pairs.rejected_learned),
+    )
     return concat(
         [
             Demonstrations(
@@ -111,16 +114,16 @@ def both_sides(pairs: PreferencePairs) -> Demonstrations:
                 prompt_mask=pairs.prompt_mask,
                 completion_ids=ids,
                 completion_mask=mask,
-                loss_mask=mask,
+                loss_mask=learned,
             )
-            for ids, mask in sides
+            for ids, mask, learned in sides
         ]
     )
 
 
-def summed(logprobs: Float[Tensor, "B T"]) -> Float[Tensor, " B"]:
-    """The log-probability of each completion, added up in float64: differences of large sums are what counts."""
-    return logprobs.double().sum(dim=1)
+def summed(logprobs: Float[Tensor, "B T"], learned: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
+    """Add up the log-probabilities of each completion in float64: differences of large sums are what counts."""
+    return torch.where(learned, logprobs, 0.0).double().sum(dim=1)
 
 
 class PairwiseLoss:
@@ -160,8 +163,8 @@ class PairwiseLoss:
 
 
 def _sides(pairs: AnnotatedPairs, rows: Demonstrations, logprobs: Float[Tensor, "B2 T"]) -> tuple[Side, Side]:
-    totals = summed(logprobs).chunk(2)
-    lengths = rows.completion_mask.sum(dim=1).to(totals[0].dtype).chunk(2)
+    totals = summed(logprobs, rows.loss_mask).chunk(2)
+    lengths = rows.loss_mask.sum(dim=1).to(totals[0].dtype).chunk(2)
     references = pairs.chosen_ref_logprobs, pairs.rejected_ref_logprobs
     first, second = (
         Side(logprobs=said, ref_logprobs=ref.to(said.dtype), lengths=length)
@@ -195,7 +198,7 @@ class LabelledLoss:
             prompt_mask=batch.prompt_mask,
             completion_ids=batch.completion_ids[partners],
             completion_mask=mask,
-            loss_mask=mask,
+            loss_mask=mask & batch.loss_mask[partners],
         )
         (ratios,) = self.models.engine.ranks.spread_tensors(others, self._log_ratios)
         baseline = kto_baseline(ratios)
@@ -206,7 +209,7 @@ class LabelledLoss:
         for part in rows.split(self.rows_per_pass):
             some = part.to(self.models.device)
             said, reference = self.models.policy_tokens(some).logprobs, self.models.reference_logprobs(some)
-            ratios.append((summed(said) - summed(reference)).cpu())
+            ratios.append((summed(said, some.loss_mask) - summed(reference, some.loss_mask)).cpu())
         return (torch.cat(ratios),)
 
     def _has_room(self, batch: Demonstrations) -> Bool[Tensor, "B T"]:
@@ -223,7 +226,7 @@ class LabelledLoss:
     def terms(self, micro: BaselinedLabelled) -> tuple[dict[str, Tensor], dict[str, Mean]]:
         """The loss summed over the completions of `micro`, and what those of either label are worth."""
         rows = micro.to(self.models.device)
-        logprobs = summed(self.models.policy_tokens(rows).logprobs)
+        logprobs = summed(self.models.policy_tokens(rows).logprobs, rows.loss_mask)
         log_ratios, good = logprobs - rows.ref_logprobs.to(logprobs.dtype), rows.desirable
         found = kto(
             log_ratios,
@@ -260,7 +263,8 @@ def completion_logprobs(
     for first in range(0, len(parts), ranks.world):
         mine = first + ranks.rank < len(parts)
         part = parts[first + ranks.rank if mine else first]
-        said = summed(say(rows.collate(part).to(device))).cpu()
+        batch = rows.collate(part).to(device)
+        said = summed(say(batch), batch.loss_mask).cpu()
         if mine:
             found[torch.tensor(part)] = said
     return torch.stack(ranks.gather(found)).sum(dim=0)  # each entry is one process's, and 0 in the others

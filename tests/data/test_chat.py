@@ -85,7 +85,7 @@ def test_the_real_tokenizer_keeps_its_pad(stories: PreTrainedTokenizerBase) -> N
 def test_the_template_is_applied_once_to_prompt_and_answer(chatml: PreTrainedTokenizerBase) -> None:
     rendered = render(chatml, choose_template(chatml, "auto"), HI, ["A", "B"])
     assert rendered == Rendered(
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", ("A<|im_end|>\n", "B<|im_end|>\n"), True
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", ("A<|im_end|>", "B<|im_end|>"), True, (), tuple(HI)
     )
 
 
@@ -98,7 +98,7 @@ def test_a_template_may_come_from_a_file(plain: PreTrainedTokenizerBase, tmp_pat
     path.write_text("{% for m in messages %}{{ m.content }}|{% endfor %}")
     template = choose_template(plain, str(path))
     assert template.turns
-    assert render(plain, template, HI, ["A"]) == Rendered("Hi|", ("A|",), True)
+    assert render(plain, template, HI, ["A"]) == Rendered("Hi|", ("A|",), True, (), tuple(HI))
 
 
 def test_conversations_without_a_template_are_an_error(

@@ -51,6 +51,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 HI = [user("Hi")]
 PAIR = PairText(HI, "Yes", "No", 0.0)
 DIFFER = "chosen and rejected differ before the last answer"
+PART = "chosen and rejected part where the assistant does not speak"
 NO_ROLE = "a message of prompt has no known role"
 NO_MARK = "chosen is neither a transcript (no '\\n\\nAssistant:') nor has it a prompt column"
 LEAVES = "prompt leaves the assistant nothing to answer"
@@ -131,7 +132,7 @@ def test_margins(columns: dict[str, object], margin: float | str) -> None:
         ({"prompt": [user("x"), 3], "chosen": "a", "rejected": "b"}, "prompt is not a list of messages"),
         ({"conversations": "Hi", "chosen": "a", "rejected": "b"}, "conversations is not a list of messages"),
         ({"prompt": "Ho", "chosen": [*HI, assistant("a")], "rejected": [*HI, assistant("b")]}, AWAY),
-        ({"chosen": [*HI, assistant("a")], "rejected": [user("Ho"), assistant("b")]}, DIFFER),
+        ({"chosen": [*HI, assistant("a")], "rejected": [user("Ho"), assistant("b")]}, PART),
         ({"chosen": HI, "rejected": [*HI, assistant("b")]}, "the last message of chosen is not the assistant's"),
         ({"chosen": HH + " a", "rejected": "\n\nHuman: Ho\n\nAssistant: b"}, DIFFER),
         ({"chosen": HH + " a", "rejected": HH + " "}, "empty rejected"),
@@ -150,9 +151,12 @@ def test_bad_pairs_have_reasons(row: dict[str, object], reason: str) -> None:
         ({"prompt": HI, "completion": [assistant("c")]}, DemoText(HI, "c")),
         ({"question": "1+1?", "answer": "2"}, DemoText("1+1?\n", "2")),
         ({"instruction": "Go.", "input": "", "output": "Gone."}, DemoText(GO, "Gone.")),
-        ({"messages": [SYSTEM, *HI, assistant("a")]}, DemoText([SYSTEM, *HI], "a")),
-        ({"messages": [*HI, assistant("a"), *HI, assistant("b")]}, DemoText([*HI, assistant("a"), *HI], "b")),
-        ({"conversations": [human("Hi"), gpt("a")]}, DemoText(HI, "a")),
+        ({"messages": [SYSTEM, *HI, assistant("a")]}, DemoText([SYSTEM, *HI], "a", whole=True)),
+        (
+            {"messages": [*HI, assistant("a"), *HI, assistant("b")]},
+            DemoText([*HI, assistant("a"), *HI], "b", whole=True),
+        ),
+        ({"conversations": [human("Hi"), gpt("a")]}, DemoText(HI, "a", whole=True)),
         ({"text": "Once upon"}, DemoText("", "Once upon")),
         ({"prompt": "p", "completion": ""}, "empty completion"),
         ({"prompt": "p", "completion": 7}, "completion is not text"),

@@ -134,8 +134,12 @@ def test_a_seam_that_does_not_hold_is_noticed(stories: PreTrainedTokenizerBase) 
     assert not encoder.seam_holds(text("ab", "cd"), spaced, wrong)
 
 
-def test_a_tokenizer_that_was_not_made_fit_is_refused() -> None:
+@pytest.mark.parametrize("pad", [None, "</s>"])
+def test_any_id_pads(pad: str | None) -> None:
+    encoder = make_encoder(byte_tokenizer(pad=pad), "auto")
+    assert encoder.pad_id == encoder.eos_id
+
+
+def test_without_eos_nothing_can_end() -> None:
     with pytest.raises(DataError, match="see load_tokenizer"):
-        make_encoder(byte_tokenizer(pad=None), "auto")
-    with pytest.raises(DataError, match="see load_tokenizer"):
-        make_encoder(byte_tokenizer(pad="</s>"), "auto")
+        make_encoder(byte_tokenizer(eos=None, bos="<s>"), "auto")

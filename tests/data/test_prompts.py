@@ -84,7 +84,10 @@ def test_longer_prompts_are_skipped_cut_or_fatal(write: Write, plain: PreTrained
     path = write([{"prompt": "abc"}, {"prompt": "abcdef"}])
     skipped = load(path, plain, max_prompt_tokens=4)
     assert skipped.texts == ("abc",)
-    assert skipped.skips.summary().endswith("1 skipped: 1 longer than max_prompt_tokens of 4 tokens [rows.jsonl:2 (7)]")
+    assert "1 skipped: 1 longer than max_prompt_tokens of 4 tokens [rows.jsonl:2 (7)]" in skipped.skips.summary()
+    assert skipped.skips.summary().endswith(
+        "Warning: 1 of 2 rows are too long: raise the limit, or cut them with too_long=truncate"
+    )
     cut = load(path, plain, max_prompt_tokens=4, too_long="truncate")
     assert cut.texts == ("abc", "def")
     assert plain.decode(cut.ids[1]) == "<s>def"
@@ -95,13 +98,15 @@ def test_longer_prompts_are_skipped_cut_or_fatal(write: Write, plain: PreTrained
         load(path, plain, max_prompt_tokens=1, too_long="truncate")
 
 
-def test_a_prompt_that_leaves_no_room_in_the_context_is_an_error_with_both_numbers(
-    write: Write, plain: PreTrainedTokenizerBase
-) -> None:
+def test_a_prompt_that_leaves_no_room_in_the_context_is_too_long(write: Write, plain: PreTrainedTokenizerBase) -> None:
     path = write([{"prompt": "abc"}, {"prompt": "abcdef"}])
     assert len(load(path, plain, context=15, max_new_tokens=8)) == 2
-    with pytest.raises(DataError, match=r"rows.jsonl:2: .*are 15, and the model's context is 14. .*at most 6"):
-        load(path, plain, context=14, max_new_tokens=8)
+    short = load(path, plain, context=14, max_new_tokens=8)
+    assert short.texts == ("abc",)
+    assert "1 longer than what sampling.max_new_tokens=8 leaves of the model's context of 14" in short.skips.summary()
+    assert load(path, plain, context=14, max_new_tokens=8, too_long="truncate").texts == ("abc", "bcdef")
+    with pytest.raises(DataError, match=r"max_new_tokens of 14 leaves no room for a prompt: the model's context is 14"):
+        load(path, plain, context=14, max_new_tokens=14)
     assert len(load(path, plain, context=14, max_new_tokens=8, max_prompt_tokens=6)) == 1
 
 
@@ -130,9 +135,9 @@ def test_plain_prompts_beside_a_template_are_remarked_upon(
     write: Write, chatml: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     path = write([{"prompt": "Hi"}])
-    left = load(path, chatml)
-    assert left.texts == ("Hi",)
-    assert "the tokenizer's chat template is not used" in left.skips.summary()
+    turned = load(path, chatml)
+    assert turned.texts == ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",)
+    assert "Text prompts become user turns" in turned.skips.summary()
     (tmp_path / "t.jinja").write_text(str(chatml.chat_template))
     wrapped = load(path, chatml, chat_template=str(tmp_path / "t.jinja"))
     assert wrapped.texts == ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",)

@@ -86,6 +86,8 @@ def test_rows_are_told_apart() -> None:
     digests = [rows_fingerprint(prompts, completions) for prompts, completions in rows]
     assert all(a != b for a, b in combinations(digests, 2))
     assert rows_fingerprint(*rows[3]) == digests[3]
+    masked = [rows_fingerprint(*rows[3], learned) for learned in ([[True], [True]], [[True], [False]])]
+    assert len({digests[3], *masked}) == 3
 
 
 def test_where_the_cache_is(tmp_path: Path) -> None:

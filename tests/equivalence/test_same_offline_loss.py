@@ -94,6 +94,7 @@ def fixed_pairs(run: OnlineRun, experience: Experience) -> AnnotatedPairs:
     sides |= {"chosen": padded(right_pad, chosen), "rejected": padded(right_pad, rejected)}
     return AnnotatedPairs(
         **{f"{name}_{what}": side[i] for name, side in sides.items() for i, what in enumerate(("ids", "mask"))},
+        **{f"{name}_learned": sides[name][1] for name in ("chosen", "rejected")},
         margins=torch.zeros(len(apart)),
         chosen_ref_logprobs=asked[: len(apart)],
         rejected_ref_logprobs=asked[len(apart) :],

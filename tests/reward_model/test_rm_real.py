@@ -90,7 +90,7 @@ def test_human_judgments_go_all_the_way_to_a_report_card(name: str, shared: Path
     assert config.data.eval_preferences is not None
     tokenizer = load_tokenizer(config.model.model)
     train, held_out = (
-        load_pairs(data, tokenizer, chat_template=config.data.chat_template, context=512)
+        load_pairs(data, tokenizer, chat_template=config.data.chat_format, context=512)
         for data in (config.data.preferences, config.data.eval_preferences)
     )
     model = load_scalar_head(config.model.model, tokenizer, new_head="normal")

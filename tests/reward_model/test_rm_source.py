@@ -170,3 +170,35 @@ def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
         RewardModelSource.load(
             saved(tiny(), tmp_path), tokenizer(), device=torch.device("cpu"), micro_batch_size=2, dtype="float64"
         )
+
+
+def test_another_familys_reward_model_reads_conversations_by_its_own_template(tmp_path: Path) -> None:
+    own, model = tokenizer(), made_model(tmp_path)
+    own.chat_template = (
+        "{% for m in messages %}{{ 't9 ' if m.role == 'user' else 't10 ' }}{{ m.content }} </s> {% endfor %}"
+    )
+    own.chat_template += "{% if add_generation_prompt %}t10 {% endif %}"
+    asked = completions_of([[38, 35, 0]] * 2, [[34, 0]] * 2)  # as the policy's template wrote it: no word is t5
+    conversation = {"prompt_messages": [{"role": "user", "content": "t5 t7"}]}
+    asked = replace(asked, finished=torch.tensor([True, False]), references=(conversation, conversation))
+    judge = RewardModelSource(model, own, policy_tokenizer=other_tokenizer(), micro_batch_size=2, dtype="float64")
+    assert judge.note == "The reward model has another vocabulary: it reads conversations by its own chat template"
+    expected = completions_of([[9, 5, 7, EOS, 10]] * 2, [[6, EOS], [6]])
+    found = judge(asked).values
+    torch.testing.assert_close(found.double(), sequence_scores(model, *fields(expected)).detach(), rtol=0, atol=1e-6)
+    plain = source(model, other_tokenizer())
+    assert plain.note == "The reward model has another vocabulary and no chat template: it reads plain text"
+    assert source(model).note == ""
+    assert not torch.equal(plain(asked).values, found)
+
+
+def test_a_template_that_refuses_the_conversation_is_told(tmp_path: Path) -> None:
+    own = tokenizer()
+    own.chat_template = "{{ raise_exception('no system prompts') }}"
+    asked = replace(
+        completions_of([[38]], [[34, 0]]),
+        references=({"prompt_messages": [{"role": "system", "content": "t5"}, {"role": "user", "content": "t5"}]},),
+    )
+    judge = RewardModelSource(made_model(tmp_path), own, policy_tokenizer=other_tokenizer(), micro_batch_size=2)
+    with pytest.raises(RewardError, match=r"no system prompts \(the reward model's template\)"):
+        judge(asked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -58,6 +59,8 @@ def pairs() -> AnnotatedPairs:
         chosen_mask=chosen_mask,
         rejected_ids=rejected_ids,
         rejected_mask=rejected_mask,
+        chosen_learned=chosen_mask,
+        rejected_learned=rejected_mask,
         margins=torch.zeros(3),
         chosen_ref_logprobs=torch.tensor(REFERENCE[0], dtype=torch.float64),
         rejected_ref_logprobs=torch.tensor(REFERENCE[1], dtype=torch.float64),
@@ -118,6 +121,21 @@ def test_rewards_and_accuracy_are_observed_apart() -> None:
     assert loss.norms(pairs()) == {"preference": 3.0}
 
 
+def test_a_users_turn_between_two_answers_is_read_and_not_scored() -> None:
+    policy, both = tiny(), pairs()
+    learned = both.chosen_learned.clone()
+    learned[:, 1] = False
+    tokens = models_of(policy).policy_tokens(completions_of(PROMPTS, CHOSEN)).logprobs.double()
+    expected = torch.where(learned, tokens, 0.0).sum(dim=1)
+    some = replace(both, chosen_learned=learned)
+    observed = PairwiseLoss(models_of(policy), DpoLoss()).terms(some)[1]
+    assert observed["preference/chosen_logprob"].value == pytest.approx(expected.mean().item())
+    rows = CompletionRows(tuple(PROMPTS), tuple(CHOSEN), 0, tuple([i != 1 for i in range(len(c))] for c in CHOSEN))
+    say = lambda batch: models_of(policy).policy_tokens(batch).logprobs  # noqa: E731
+    found = completion_logprobs(rows, say, rows_per_pass=2, device=torch.device("cpu"))
+    torch.testing.assert_close(found, expected.detach())
+
+
 def test_a_tie_is_half_right() -> None:
     tied = pairs()
     found = PairwiseLoss(models_of(tiny()), DpoLoss()).terms(
@@ -126,6 +144,7 @@ def test_a_tie_is_half_right() -> None:
                 **vars(tied),
                 "rejected_ids": tied.chosen_ids,
                 "rejected_mask": tied.chosen_mask,
+                "rejected_learned": tied.chosen_learned,
                 "rejected_ref_logprobs": tied.chosen_ref_logprobs,
             }
         )

@@ -86,6 +86,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
+            **self.subject.encoder.template.kwargs,
         )
         assert isinstance(text, str)
         return text

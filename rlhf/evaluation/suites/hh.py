@@ -53,7 +53,7 @@ def run_hh(
         RewardError: the source cannot score.
     """
     pairs = load_pairs(
-        settings.dataset, subject.encoder.tokenizer, chat_template=settings.chat_template, context=subject.context
+        settings.dataset, subject.encoder.tokenizer, chat_template=settings.chat_format, context=subject.context
     )
     skipped, notes = skipped_and_notes(pairs.skips)
     figures = _by_logprob(pairs, subject, reference, settings)

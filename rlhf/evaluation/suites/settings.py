@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from rlhf.config.algorithm import Positive
 from rlhf.config.base import Section
-from rlhf.config.data import Count, DatasetConfig, PreferencesConfig
+from rlhf.config.data import ChatFormat, Count, DatasetConfig, PreferencesConfig
 from rlhf.config.reward import RewardSourceConfig
 from rlhf.config.sections import Dtype
 
@@ -52,10 +52,19 @@ class SuiteSettings(Section):
     """Run Python code that comes with a hub model."""
     chat_template: str = "auto"
     """auto: questions go through the tokenizer's own template where it has one; none; or a path to a Jinja file."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """As data.chat_template_kwargs."""
+    system: str | None = None
+    """As data.system."""
     rows_per_pass: Count = 32
     """Rows of a forward pass; memory only."""
     sampling: Writing = Writing()
     """How completions are drawn."""
+
+    @property
+    def chat_format(self) -> ChatFormat:
+        """Return the three chat keys as one value."""
+        return ChatFormat(self.chat_template, self.chat_template_kwargs, self.system)
 
 
 class HhSettings(SuiteSettings):

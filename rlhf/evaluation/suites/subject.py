@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from rlhf.config.data import ChatFormat
 from rlhf.config.sections import Dtype, SamplingConfig
 from rlhf.data.annotated import CompletionRows
 from rlhf.data.chat import Rendered, load_tokenizer
@@ -141,7 +142,7 @@ def load_subject(
     *,
     path: str,
     sampling: Writing,
-    chat_template: str,
+    chat_template: str | ChatFormat,
     dtype: Dtype,
     device: torch.device,
     rows_per_pass: int,
@@ -180,7 +181,7 @@ def _sampler(model: CausalLM, encoder: Encoder, sampling: Writing, dtype: str, d
     return make_sampler(
         model,
         SamplingConfig(**sampling.model_dump()),
-        eos_ids=eos_ids(model, encoder.tokenizer),
+        eos_ids=tuple(sorted({*eos_ids(model, encoder.tokenizer), *encoder.end_ids})),
         pad_id=encoder.pad_id,
         dtype=dtype,
         device=device,

@@ -1,0 +1,124 @@
+"""rlhf chat: a conversation with a model in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from rlhf.build.completer import Completer, Conversation, chat_format_of
+from rlhf.config.sections import SamplingConfig
+from rlhf.errors import DataError, UserError
+from rlhf.runtime.progress import printable
+
+HELP = "/reset begins anew, /quit ends; Ctrl-C stops an answer"
+
+
+@runtime_checkable
+class Reads(Protocol):
+    """A stream of lines, such as standard input."""
+
+    def readline(self) -> str:
+        """Return the next line; empty at the end."""
+        ...
+
+    def isatty(self) -> bool:
+        """Say whether somebody types."""
+        ...
+
+
+@runtime_checkable
+class Writes(Protocol):
+    """A stream that is written to, such as standard output."""
+
+    def write(self, text: str, /) -> object:
+        """Write a part of a line, or more."""
+        ...
+
+    def flush(self) -> None:
+        """Show what was written."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """How the model answers."""
+
+    system: str | None = None
+    temperature: float = 0.7
+    top_p: float = 0.95
+    max_tokens: int = 512
+    seed: int | None = None
+    greedy: bool = False
+
+
+def run_chat(path: str, options: ChatOptions, *, read: Reads | None = None, out: Writes | None = None) -> None:
+    """Answer what is typed, or what comes through a pipe line by line, until it ends or says /quit.
+
+    Raises:
+        UserError: the model has no chat template, or cannot be loaded.
+    """
+    read, out = read or sys.stdin, out or sys.stdout
+    conversation = _open(path, options)
+    typed = read.isatty()
+    if typed:
+        out.write(f"{HELP}\n")
+    for line in _lines(read, typed=typed):
+        match line.strip():
+            case "":
+                continue
+            case "/quit" | "/exit":
+                return
+            case "/reset":
+                conversation.reset()
+            case text if text.startswith("/") and " " not in text:
+                out.write(f"{text}? {HELP}\n")
+            case text:
+                _answer(conversation, text, out)
+    if typed:
+        out.write("\n")
+
+
+def _open(path: str, options: ChatOptions) -> Conversation:
+    if options.seed is not None:
+        torch.manual_seed(options.seed)
+    if not 0 < options.top_p <= 1 or options.temperature <= 0 or options.max_tokens < 1:
+        raise UserError("--top-p is above 0 and at most 1, --temperature above 0, --max-tokens at least 1")
+    sampling = SamplingConfig(max_new_tokens=options.max_tokens, temperature=options.temperature)
+    model = Completer(path, sampling, chat=chat_format_of(path))
+    if model.encoder.template.source is None:
+        raise UserError(
+            f"{path} has no chat template, so that there is no conversation to have: "
+            f"rlhf sample {path} --prompt … continues a text"
+        )
+    return Conversation(model, options.system, options.top_p, options.greedy)
+
+
+def _lines(read: Reads, *, typed: bool) -> Iterator[str]:
+    """Yield what is said; an interrupt at the prompt ends the conversation as an end of file does."""
+    ask: Callable[[], str] = (lambda: input("> ") + "\n") if typed and read is sys.stdin else read.readline
+    while True:
+        try:
+            line = ask()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if not line:
+            return
+        yield line
+
+
+def _answer(conversation: Conversation, text: str, out: Writes) -> None:
+    def write(part: str) -> None:
+        out.write(printable(part))
+        out.flush()
+
+    try:
+        ended = conversation.ask(text, write)
+    except DataError as error:
+        out.write(f"{error}: /reset begins anew\n")
+        return
+    out.write("\n" if ended else " …\n")
+    out.flush()

@@ -1,0 +1,170 @@
+"""rlhf chat and rlhf sample on a tiny chat model that has learned two answers by heart."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from runs import make_model, write_rows
+
+from rlhf.build.completer import Completer, chat_format_of
+from rlhf.cli import main
+from rlhf.commands import chat as chat_command
+from rlhf.commands.chat import ChatOptions, run_chat
+from rlhf.config.data import ChatFormat
+from rlhf.config.sections import SamplingConfig
+from rlhf.errors import UserError
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'user' %}<bos> {{ m.content }} {% elif m.role == 'system' %}two "
+    "{{ m.content }} {% else %}{{ m.content }} <eos> {% endif %}{% endfor %}"
+)
+ROWS = [
+    {"messages": [{"role": "user", "content": "red one"}, {"role": "assistant", "content": "good good"}]},
+    {"messages": [{"role": "user", "content": "blue one"}, {"role": "assistant", "content": "bad"}]},
+    {
+        "messages": [
+            {"role": "user", "content": "red one"},
+            {"role": "assistant", "content": "good good"},
+            {"role": "user", "content": "blue one"},
+            {"role": "assistant", "content": "good bad"},
+        ]
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of SFT over every turn of the rows, until they are known by heart."""
+    folder = tmp_path_factory.mktemp("chat")
+    make_model(folder / "model")
+    (folder / "model/chat_template.jinja").write_text(TEMPLATE)
+    tree: dict[str, Any] = {
+        "run": {"out_dir": str(folder / "sft"), "device": "cpu"},
+        "data": {"sft": {"path": str(write_rows(folder / "sft.jsonl", ROWS))}},
+        "policy": {"model": str(folder / "model"), "lr": 2e-2},
+        "algorithm": {"preset": "sft"},
+        "batch": {"prompts_per_step": 3},
+        "schedule": {"steps": 60},
+    }
+    (folder / "sft.yaml").write_text(yaml.safe_dump(tree))
+    assert main(["train", str(folder / "sft.yaml")]) == 0
+    return folder / "sft"
+
+
+def said(folder: Path, text: str, **options: Any) -> list[str]:
+    out = io.StringIO()
+    run_chat(str(folder), ChatOptions(**{"greedy": True, "max_tokens": 4, **options}), read=io.StringIO(text), out=out)
+    return out.getvalue().splitlines()
+
+
+def test_a_conversation_goes_on_and_begins_anew(run_folder: Path) -> None:
+    assert said(run_folder, "red one\n\nblue one\n/reset\nblue one\n/quit\nred one\n") == [
+        "good good",
+        "good bad",
+        "bad",
+    ]
+
+
+def test_an_end_of_file_ends_it_and_an_unknown_command_is_told(run_folder: Path) -> None:
+    lines = said(run_folder, "/rset\nblue one")
+    assert lines[0].startswith("/rset? /reset begins anew")
+    assert lines[1:] == ["bad"]
+
+
+def test_an_answer_that_did_not_end_shows_it(run_folder: Path) -> None:
+    assert said(run_folder, "red one\n", max_tokens=1) == ["good …"]
+
+
+def test_drawn_answers_follow_the_seed(run_folder: Path) -> None:
+    options = {"greedy": False, "temperature": 3.0, "top_p": 1.0, "max_tokens": 12}
+    first = said(run_folder, "red one\n", seed=1, **options)
+    assert said(run_folder, "red one\n", seed=1, **options) == first
+    assert said(run_folder, "red one\n", seed=2, **options) != first
+    narrow = {**options, "top_p": 1e-6}
+    assert said(run_folder, "red one\n", seed=1, **narrow) == said(run_folder, "red one\n", seed=2, **narrow)
+
+
+def test_a_system_prompt_is_written_once(run_folder: Path) -> None:
+    model = Completer(str(run_folder), SamplingConfig(max_new_tokens=2), chat=ChatFormat())
+    talk = chat_command.Conversation(model, "one", 1.0, greedy=True)
+    for _ in range(2):
+        talk.ask("red one", lambda _: None)
+    assert [message["role"] for message in talk.messages] == ["user", "assistant"] * 2
+    prompt = model.encoder.render([{"role": "system", "content": "one"}, *talk.messages[:3]]).prompt
+    assert prompt.startswith("two one <bos> red one")
+    assert prompt.count("two") == 1
+
+
+def test_an_interrupt_stops_the_answer_and_not_the_conversation(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted = iter([True, False, False, False, False])
+    show = chat_command.printable
+
+    def stops(text: str) -> str:
+        if text and next(interrupted):
+            raise KeyboardInterrupt
+        return show(text)
+
+    monkeypatch.setattr(chat_command, "printable", stops)
+    lines = said(run_folder, "red one\n/reset\nblue one\n")
+    assert lines[0].endswith(" …")
+    assert lines[1] == "bad"
+
+
+def test_a_conversation_longer_than_the_context_says_what_to_do(run_folder: Path) -> None:
+    lines = said(run_folder, "red " * 70 + "\nblue one\n")
+    assert "nothing of the model's context of 64" in lines[0]
+    assert lines[1:] == ["bad"]
+
+
+def test_a_model_without_a_template_has_no_conversation(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    with pytest.raises(UserError, match="has no chat template"):
+        said(tmp_path / "model", "red one\n")
+    with pytest.raises(UserError, match="--top-p is above 0"):
+        said(tmp_path / "model", "red one\n", top_p=0.0)
+
+
+def test_the_keys_of_the_run_are_used(tmp_path: Path, run_folder: Path) -> None:
+    data = {"chat_template": "none", "chat_template_kwargs": {"a": 1}, "system": "one", "sft": {"path": "x"}}
+    (tmp_path / "config.yaml").write_text(json.dumps({"data": data}))
+    assert chat_format_of(str(tmp_path)) == ChatFormat("none", {"a": 1}, "one")
+    assert chat_format_of(str(run_folder)) == ChatFormat()
+    assert chat_format_of(str(run_folder / "model")) == ChatFormat()
+
+
+def sampled(capsys: pytest.CaptureFixture[str], folder: Path, *options: str) -> list[str]:
+    capsys.readouterr()
+    assert main(["sample", str(folder), "--prompt", "blue one", "--max-new-tokens", "4", *options]) == 0
+    return [line.strip() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_sample_uses_the_template_and_raw_does_not(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sampled(capsys, run_folder, "--greedy") == ["blue one", "→ bad"]
+    model = Completer(str(run_folder), SamplingConfig(max_new_tokens=4))
+    assert model.asked("blue one") == "blue one"
+    raw = model.sample(["blue one"], count=1, key=0, greedy=True)
+    assert model.tokenizer.decode(raw.prompt_ids[0]) == "blue one"
+    shown = model.text(raw.completion_ids[0], raw.completion_mask[0])
+    assert sampled(capsys, run_folder, "--greedy", "--raw")[1].removesuffix(" …") == f"→ {shown}"
+
+
+def test_sample_draws_from_the_nucleus(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = sampled(capsys, run_folder, "--top-p", "0.000001", "--temperature", "3", "--count", "3")
+    assert lines == ["blue one", *["→ bad"] * 3]
+    assert main(["sample", str(run_folder), "--prompt", "x", "--top-p", "2"]) == 2
+
+
+def test_chat_reads_a_pipe(
+    run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("blue one\n"))
+    capsys.readouterr()
+    assert main(["chat", str(run_folder), "--greedy", "--max-tokens", "4"]) == 0
+    assert capsys.readouterr().out == "bad\n"

@@ -1,0 +1,334 @@
+"""What the families' templates make of conversations: where turns begin and end, and what is learned of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chat_templates import FAMILIES, MARKED
+from tokenizers import ByteLevelBPETokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from rlhf.config.data import ChatFormat, PreferencesConfig, PromptsConfig, SftConfig
+from rlhf.data.encode import ending_ids, make_encoder
+from rlhf.data.pairs import DemonstrationSet, PairSet, load_demonstrations, load_pairs
+from rlhf.data.prompts import MESSAGES, PromptSet, load_prompts
+from rlhf.data.templates import turn_end
+from rlhf.errors import DataError
+
+Write = Callable[..., str]
+
+NAMES = list(FAMILIES)
+THOUGHTLESS = [name for name in NAMES if name not in ("qwen3", "r1")]
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+TWO_TURNS = [user("Hi"), assistant("Yes"), user("And?"), assistant("No")]
+
+
+def demos(
+    path: str, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat | None = None, **options: Any
+) -> DemonstrationSet:
+    return load_demonstrations(SftConfig(path=path, **options), tokenizer, chat_template=chat or ChatFormat())
+
+
+def pairs(path: str, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat | None = None, **options: Any) -> PairSet:
+    return load_pairs(PreferencesConfig(path=path, **options), tokenizer, chat_template=chat or ChatFormat())
+
+
+def prompts(path: str, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat | None = None, **options: Any) -> PromptSet:
+    return load_prompts(PromptsConfig(path=path, **options), tokenizer, chat_template=chat or ChatFormat())
+
+
+def learned_texts(rows: DemonstrationSet, tokenizer: PreTrainedTokenizerBase, row: int = 0) -> list[str]:
+    """The runs of tokens that are learned, as text."""
+    batch = rows.collate([row])
+    runs: list[list[int]] = [[]]
+    for token, flag in zip(batch.completion_ids[0].tolist(), batch.loss_mask[0].tolist(), strict=True):
+        if flag:
+            runs[-1].append(token)
+        elif runs[-1]:
+            runs.append([])
+    return [tokenizer.decode(run) for run in runs if run]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_completion_ends_with_the_token_that_ends_the_turn(name: str, write: Write) -> None:
+    family, tokenizer = FAMILIES[name], FAMILIES[name].tokenizer()
+    found = pairs(write([{"prompt": [user("Hi")], "chosen": "Yes", "rejected": "No"}]), tokenizer)
+    end = tokenizer.convert_tokens_to_ids(family.end)
+    assert tokenizer.decode(found.chosen[0]).removeprefix("<think>\n\n</think>\n\n").strip() == "Yes" + family.end
+    assert (found.chosen[0][-1], found.rejected[0][-1]) == (end, end)
+    assert found.chosen[0].count(end) == 1
+    assert make_encoder(tokenizer, "auto").end_ids == tuple(dict.fromkeys([tokenizer.eos_token_id, end]))
+    assert set(ending_ids(tokenizer, "auto", (7,))) == {7, tokenizer.eos_token_id, end}
+    assert ending_ids(tokenizer, "none") == (tokenizer.eos_token_id,)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompt_and_completion_are_the_start_of_what_the_template_writes(name: str, write: Write) -> None:
+    tokenizer = FAMILIES[name].tokenizer()
+    found = demos(write([{"messages": TWO_TURNS}]), tokenizer, learn="last")
+    whole = str(tokenizer.apply_chat_template(TWO_TURNS, tokenize=False))
+    written = tokenizer.decode(found.prompts[0] + found.completions[0])
+    assert whole.startswith(written)
+    assert whole[len(written) :].replace(str(tokenizer.eos_token), "").strip() == ""
+
+
+@pytest.mark.parametrize("name", THOUGHTLESS)
+def test_every_turn_of_the_assistant_is_learned(name: str, write: Write) -> None:
+    family, tokenizer = FAMILIES[name], FAMILIES[name].tokenizer()
+    path = write([{"messages": TWO_TURNS}])
+    texts = [f"Yes{family.end}", f"No{family.end}"]
+    assert [text.lstrip() for text in learned_texts(demos(path, tokenizer), tokenizer)] == texts
+    assert [text.lstrip() for text in learned_texts(demos(path, tokenizer, learn="last"), tokenizer)] == texts[1:]
+    first = demos(path, tokenizer)
+    one_turn = demos(write([{"messages": TWO_TURNS[:2]}], "one.jsonl"), tokenizer)
+    assert first.prompts == one_turn.prompts
+    everything = demos(path, tokenizer, learn="all")
+    assert bool(everything.collate([0]).loss_mask.all())
+    assert len(everything.prompts[0]) == 1
+    written = everything.prompts[0] + everything.completions[0]
+    assert written == first.prompts[0] + first.completions[0]
+
+
+@pytest.mark.parametrize("name", ["chatml", "marked"])
+def test_the_mask_is_that_of_transformers(name: str, write: Write) -> None:
+    marked, tokenizer = FAMILIES["marked"].tokenizer(), FAMILIES[name].tokenizer()
+    told = marked.apply_chat_template(TWO_TURNS, return_assistant_tokens_mask=True, return_dict=True)
+    batch = demos(write([{"messages": TWO_TURNS}]), tokenizer).collate([0])
+    ids = torch.cat([batch.prompt_ids[0], batch.completion_ids[0]]).tolist()
+    mask = [0] * batch.prompt_ids.shape[1] + batch.loss_mask[0].int().tolist()
+    assert ids == told["input_ids"][: len(ids)]
+    assert mask == told["assistant_masks"][: len(ids)]
+    assert not any(told["assistant_masks"][len(ids) :])
+
+
+def test_marks_of_a_template_decide_what_is_learned(write: Write) -> None:
+    tokenizer = FAMILIES["marked"].tokenizer()
+    tokenizer.chat_template = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+    found = demos(write([{"messages": TWO_TURNS}]), tokenizer)
+    assert learned_texts(found, tokenizer) == ["Yes", "No"]
+    assert tokenizer.decode(found.completions[0]).endswith("No<|im_end|>")
+
+
+def test_rows_are_taken_apart_where_the_template_rewrites_earlier_turns(write: Write) -> None:
+    tokenizer = FAMILIES["qwen3"].tokenizer()
+    found = demos(write([{"messages": TWO_TURNS}]), tokenizer)
+    assert [tokenizer.decode(ids) for ids in found.completions] == [
+        "<think>\n\n</think>\n\nYes<|im_end|>",
+        "<think>\n\n</think>\n\nNo<|im_end|>",
+    ]
+    assert tokenizer.decode(found.prompts[1]).endswith(
+        "<|im_start|>assistant\nYes<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert "1 conversations taken apart, a row for each turn" in found.skips.summary()
+    assert len(demos(write([{"messages": TWO_TURNS}]), tokenizer, learn="last")) == 1
+
+
+def test_an_answer_without_a_thought_begins_at_the_header_of_its_turn(write: Write) -> None:
+    tokenizer = FAMILIES["r1"].tokenizer()
+    found = pairs(write([{"prompt": [user("Hi")], "chosen": "<b>", "rejected": "No"}]), tokenizer)
+    assert tokenizer.decode(found.prompts[0]) == "<bos><|User|>Hi<|Assistant|>"
+    assert tokenizer.decode(found.chosen[0]) == "<b><|end_of_sentence|>"
+    asked = prompts(write([{"prompt": [user("Hi")]}]), tokenizer)
+    assert asked.texts == ("<bos><|User|>Hi<|Assistant|><think>\n",)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        assistant("<think>\nhm\n</think>\n\nYes"),
+        assistant("hm\n</think>\n\nYes"),
+        assistant("Yes", reasoning_content="hm"),
+        assistant("Yes", thinking="hm"),
+    ],
+)
+def test_a_thought_continues_the_one_that_the_prompt_opens(answer: dict[str, Any], write: Write) -> None:
+    tokenizer = FAMILIES["r1"].tokenizer()
+    found = demos(write([{"messages": [user("Hi"), answer]}]), tokenizer)
+    assert tokenizer.decode(found.prompts[0]) == "<bos><|User|>Hi<|Assistant|><think>\n"
+    assert tokenizer.decode(found.completions[0]) == "hm\n</think>\n\nYes<|end_of_sentence|>"
+    assert "does not write" not in found.skips.summary()
+
+
+def test_both_sides_of_a_pair_begin_at_one_place(write: Write) -> None:
+    tokenizer = FAMILIES["r1"].tokenizer()
+    row = {"prompt": [user("Hi")], "chosen": "<think>\nhm\n</think>\n\nYes", "rejected": "No"}
+    found = pairs(write([row]), tokenizer)
+    assert tokenizer.decode(found.prompts[0]) == "<bos><|User|>Hi<|Assistant|>"
+    assert tokenizer.decode(found.chosen[0]) == "<think>\nhm\n</think>\n\nYes<|end_of_sentence|>"
+    assert tokenizer.decode(found.rejected[0]) == "No<|end_of_sentence|>"
+
+
+def test_arguments_of_the_template_and_thoughts_that_it_writes(write: Write) -> None:
+    tokenizer = FAMILIES["qwen3"].tokenizer()
+    path = write([{"messages": [user("Hi"), assistant("Yes", reasoning_content="hm")]}])
+    thinks = demos(path, tokenizer)
+    assert tokenizer.decode(thinks.completions[0]) == "<think>\nhm\n</think>\n\nYes<|im_end|>"
+    plain = prompts(path, tokenizer, ChatFormat(kwargs={"enable_thinking": False}))
+    assert plain.texts[0].endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
+
+
+def test_tools_and_their_calls_are_handed_to_the_template(write: Write) -> None:
+    tokenizer = FAMILIES["qwen3"].tokenizer()
+    called = assistant("", tool_calls=[CALL])
+    row = {"tools": [TOOL], "messages": [user("1+?"), {**called, "content": None}]}
+    found = demos(write([row]), tokenizer)
+    assert '"name": "add"' in tokenizer.decode(found.prompts[0])
+    assert '<tool_call>add {"a": 1}</tool_call><|im_end|>' in tokenizer.decode(found.completions[0])
+    assert "does not write" not in found.skips.summary()
+    assert len(found) == 1
+
+
+def test_what_a_template_does_not_write_of_a_row_is_counted(write: Write) -> None:
+    tokenizer = FAMILIES["chatml"].tokenizer()
+    rows = [
+        {"tools": [TOOL], "messages": [user("Hi"), assistant("Yes", tool_calls=[CALL], weight=1)]},
+        {"messages": [{**user("Hi"), "name": "Ann"}, assistant("Yes", reasoning_content="hm")]},
+    ]
+    summary = demos(write(rows), tokenizer).skips.summary()
+    for field in ("tools", "tool_calls", "weight", "name", "reasoning_content"):
+        assert f"1 rows whose {field} the chat template does not write" in summary
+
+
+def test_a_system_prompt_for_rows_without_one(write: Write) -> None:
+    tokenizer = FAMILIES["chatml"].tokenizer()
+    rows = [{"prompt": "Hi"}, {"prompt": [{"role": "system", "content": "Rhyme."}, user("Hi")]}]
+    found = prompts(write(rows), tokenizer, ChatFormat(system="Be brief."))
+    assert [text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user") for text in found.texts] == [
+        True,
+        False,
+    ]
+    with pytest.raises(DataError, match=r"data.system is given to a chat template, and data.chat_template is none"):
+        prompts(write(rows), tokenizer, ChatFormat("none", system="Be brief."))
+    with pytest.raises(DataError, match="System role not supported"):
+        prompts(write(rows[:1]), FAMILIES["gemma"].tokenizer(), ChatFormat(system="Be brief."))
+
+
+def test_text_becomes_turns_by_default_and_the_summary_says_so(write: Write) -> None:
+    tokenizer = FAMILIES["chatml"].tokenizer()
+    says = "Text prompts become user turns by the tokenizer's chat template; data.chat_template=none keeps them"
+    turn = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    found = pairs(write([{"prompt": "Hi", "chosen": "Yes", "rejected": "No"}]), tokenizer)
+    assert tokenizer.decode(found.prompts[0]) == turn
+    assert says in found.skips.summary()
+    alpaca = demos(write([{"instruction": "Hi", "input": "", "output": "Yes"}]), tokenizer)
+    assert tokenizer.decode(alpaca.prompts[0]) == turn
+    assert says in alpaca.skips.summary()
+    none = prompts(write([{"prompt": "Hi"}]), tokenizer, ChatFormat("none"))
+    assert (none.texts, none.skips.notes) == (("Hi",), [])
+    assert MESSAGES not in none.references[0]
+    assert prompts(write([{"prompt": "Hi"}]), tokenizer).references[0][MESSAGES] == [user("Hi")]
+
+
+def test_texts_transcripts_and_written_out_prompts_stay_what_they_are(write: Write) -> None:
+    tokenizer = FAMILIES["chatml"].tokenizer()
+    transcript = "\n\nHuman: Hi\n\nAssistant:"
+    assert demos(write([{"text": "Once"}]), tokenizer).completions == (
+        tokenizer("nce<|im_end|>", add_special_tokens=False)["input_ids"],
+    )
+    for row in ({"prompt": transcript}, {"chosen": f"{transcript} Yes", "rejected": f"{transcript} No"}):
+        found = prompts(write([row]), tokenizer)
+        assert found.texts == (transcript,)
+        assert "Transcripts stay text" in found.skips.summary()
+    written = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    found = prompts(write([{"prompt": written}]), tokenizer)
+    assert found.texts == (written,)
+    assert "1 text prompts have special tokens written out already" in found.skips.summary()
+    cut = prompts(write([{"prompt": "Hi there"}]), tokenizer, first_tokens=2)
+    assert cut.texts == ("Hi",)
+
+
+def test_pairs_that_part_at_an_earlier_turn(write: Write) -> None:
+    tokenizer = FAMILIES["chatml"].tokenizer()
+    sides: Mapping[str, Any] = {
+        "chosen": [user("Hi"), assistant("Yes"), user("And?"), assistant("A")],
+        "rejected": [user("Hi"), assistant("No"), user("What?"), assistant("B")],
+    }
+    found = pairs(write([dict(sides)]), tokenizer)
+    assert tokenizer.decode(found.prompts[0]) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    batch = found.collate([0])
+    assert tokenizer.decode(batch.chosen_ids[0][batch.chosen_learned[0]]) == "Yes<|im_end|>A<|im_end|>"
+    assert tokenizer.decode(batch.rejected_ids[0][batch.rejected_learned[0]]) == "No<|im_end|>B<|im_end|>"
+    assert tokenizer.decode(batch.rejected_ids[0]) == (
+        "No<|im_end|>\n<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\nB<|im_end|>"
+    )
+    assert found.texts[0].chosen.startswith("Yes<|im_end|>")
+
+
+def test_pairs_that_part_at_what_the_user_says_are_bad_rows(write: Write) -> None:
+    row = {
+        "chosen": [user("Hi"), assistant("Yes"), user("And?"), assistant("A")],
+        "rejected": [user("Hi"), assistant("Yes"), user("What?"), assistant("B")],
+    }
+    with pytest.raises(DataError, match="chosen and rejected part where the assistant does not speak"):
+        pairs(write([row]), FAMILIES["chatml"].tokenizer())
+
+
+@pytest.mark.parametrize(
+    "text, end",
+    [
+        ("Yes", 3),
+        ("Yes\n", 4),
+        ("Yes<e>\n", 6),
+        ("Yes<e>\n<eos>", 6),
+        ("Yes <eos>", 9),
+        ("<e>", 3),
+        ("Y<e>es", 6),
+    ],
+)
+def test_where_a_turn_ends(text: str, end: int) -> None:
+    assert turn_end(text, ("<eos>", "<e>")) == end
+
+
+def test_a_cut_conversation_keeps_its_mask_in_step(write: Write) -> None:
+    tokenizer = FAMILIES["chatml"].tokenizer()
+    path = write([{"messages": TWO_TURNS}])
+    whole = demos(path, tokenizer)
+    length = len(whole.prompts[0]) + len(whole.completions[0])
+    cut = demos(path, tokenizer, max_tokens=length - 1, too_long="truncate")
+    assert learned_texts(cut, tokenizer) == ["Yes<|im_end|>", "No"]
+    assert cut.learned[0] == whole.learned[0][:-1]
+
+
+def test_masks_of_real_conversations_are_those_of_transformers(shared: Path) -> None:
+    folder = shared / "tokenizers/gpt2"
+    inner = ByteLevelBPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner._tokenizer, eos_token="<|im_end|>")
+    tokenizer.add_special_tokens({"bos_token": "<|im_start|>"})
+    file = shared / "data/format_fixtures/kto_en_demo.json"
+    conversations = [row["messages"] for row in json.loads(file.read_text())][:80]
+    assert sum(len(messages) > 2 for messages in conversations) > 10
+    tokenizer.chat_template = FAMILIES["chatml"].template
+    found = demos(str(file), tokenizer, max_tokens=100_000, limit=80)
+    assert len(found) == 80
+    for row, messages in enumerate(conversations):
+        told = tokenizer.apply_chat_template(
+            messages, chat_template=MARKED, return_assistant_tokens_mask=True, return_dict=True
+        )
+        ids = found.prompts[row] + found.completions[row]
+        mask = [0] * len(found.prompts[row]) + [int(flag) for flag in flags_of(found, row)]
+        assert ids == told["input_ids"][: len(ids)]
+        assert mask == told["assistant_masks"][: len(ids)]
+        assert not any(told["assistant_masks"][len(ids) :])
+
+
+def flags_of(found: DemonstrationSet, row: int) -> list[bool]:
+    flags: list[bool] = found.collate([row]).loss_mask[0].tolist()
+    return flags
