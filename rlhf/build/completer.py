@@ -9,9 +9,9 @@ from torch import Tensor
 
 from rlhf.build.context import model_folder
 from rlhf.config.sections import SamplingConfig
-from rlhf.data.chat import load_tokenizer
+from rlhf.data.chat import load_tokenizer, pad_id
 from rlhf.data.prompts import encode_texts
-from rlhf.models.backbone import eos_ids, fit_vocabulary, freeze, load_causal_lm, place
+from rlhf.models.backbone import check_vocabulary, eos_ids, freeze, load_causal_lm, place
 from rlhf.sampling.choice import make_sampler
 from rlhf.types import Completions
 
@@ -25,14 +25,14 @@ class Completer:
         self.tokenizer = load_tokenizer(folder)
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = load_causal_lm(folder)
-        fit_vocabulary(model, self.tokenizer, folder)
+        check_vocabulary(model, self.tokenizer, folder)
         freeze(model)
         self.model = place(model, device)
         self.sampler = make_sampler(
             self.model,
             sampling,
             eos_ids=eos_ids(model, self.tokenizer),
-            pad_id=int(self.tokenizer.pad_token_id),
+            pad_id=pad_id(self.tokenizer),
             dtype="float32",
             device=device,
         )

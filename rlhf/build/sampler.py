@@ -7,6 +7,7 @@ from collections.abc import Callable
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.sections import TrainConfig
+from rlhf.data.chat import pad_id
 from rlhf.models.backbone import eos_ids
 from rlhf.models.bundle import Models
 from rlhf.sampling.choice import make_sampler
@@ -24,7 +25,7 @@ def build_sampler(
         models.policy,
         config.sampling,
         eos_ids=eos_ids(models.policy, tokenizer),
-        pad_id=int(tokenizer.pad_token_id),
+        pad_id=pad_id(tokenizer),
         dtype=config.policy.dtype,
         device=models.device,
         engine=models.engine,

@@ -110,6 +110,9 @@ class PolicyConfig(OptimizerConfig):
     """auto: rows go through the model without padding, those of one prompt share it, and layers of known families are
     written out, where the model allows that; off: as a padded rectangle, through the model's own modules. Also of
     reference, critic and reward model. The numbers are the same to rounding."""
+    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the exported weights. auto: each in the dtype it had in the checkpoint (from a GGUF file: bfloat16); a run
+    says so where rounding to it takes away most of what training changed. Checkpoints inside a run are exact."""
     trust_remote_code: bool = False
     """Run Python code that comes with a hub model. Off unless asked for by name."""
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.data.chat import Rendered, Template, choose_template, render
+from rlhf.data.chat import Rendered, Template, choose_template, pad_id, render
 from rlhf.data.conversation import Prompt
 from rlhf.errors import DataError
 
@@ -93,11 +93,11 @@ class Encoder:
 
 def make_encoder(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> Encoder:
     """An encoder for a tokenizer from `load_tokenizer`; `chat_template` as in `data.chat_template`."""
-    eos_id, pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-    if not isinstance(eos_id, int) or not isinstance(pad_id, int) or pad_id == eos_id:
-        raise DataError("the tokenizer needs an EOS and a pad token which is not its EOS: see load_tokenizer")
+    eos_id = tokenizer.eos_token_id
+    if not isinstance(eos_id, int):
+        raise DataError("the tokenizer needs an EOS: see load_tokenizer")
     template = choose_template(tokenizer, chat_template)
-    return Encoder(tokenizer, template, _prefix(tokenizer), _start(tokenizer), eos_id, pad_id)
+    return Encoder(tokenizer, template, _prefix(tokenizer), _start(tokenizer), eos_id, pad_id(tokenizer))
 
 
 def _plain_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
