@@ -70,8 +70,8 @@ class LoraConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its limits, for one trained model."""
 
-    lr: Positive = 1e-6
-    """Peak learning rate."""
+    lr: NonNegative = 1e-6
+    """Peak learning rate; 0 trains nothing, to try a run out."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Adam's decay rates."""
     adam_eps: Positive = 1e-5
@@ -130,8 +130,8 @@ class ReferenceConfig(Section):
 class CriticConfig(OptimizerConfig):
     """The value function: a backbone with a scalar head."""
 
-    lr: Positive = 5e-6
-    """Peak learning rate."""
+    lr: NonNegative = 5e-6
+    """Peak learning rate; 0 trains nothing, to try a run out."""
     init: str = "auto"
     """policy: its backbone with a new head (zero); reward: the reward model of reward.source, head included;
     a folder: that reward model; auto: reward where reward.source is a model, else policy."""

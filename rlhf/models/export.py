@@ -114,10 +114,13 @@ def _spare_id(tokenizer: PreTrainedTokenizerBase, rows: int) -> int:
     """Find an id that text never ends with: one without a token, or a byte that UTF-8 never has."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     numbers = set(vocabulary.values())
-    unwritten = (rows - 1, *(vocabulary[byte] for byte in _NEVER_IN_UTF8 if byte in vocabulary), *range(rows))
+    unwritten: tuple[int, ...] = (
+        rows - 1,
+        *(vocabulary[byte] for byte in _NEVER_IN_UTF8 if byte in vocabulary),
+        *range(rows),
+    )
     taken = (tokenizer.eos_token_id, tokenizer.bos_token_id)
-    first, *rest = unwritten
-    return first if first not in numbers else next(number for number in rest if number not in taken)
+    return next(n for n in unwritten if n not in taken and (n != rows - 1 or n not in numbers))
 
 
 def _name_pad(folder: Path, tokenizer: PreTrainedTokenizerBase, pad: ClassifierPad) -> None:
