@@ -39,6 +39,11 @@ class ModelLocation:
     gguf: str | None = None
 
     @property
+    def path(self) -> str:
+        """The folder, file or hub id, for messages."""
+        return self.name if self.gguf is None else str(Path(self.name) / self.gguf)
+
+    @property
     def is_local(self) -> bool:
         """Whether the folder is on this machine."""
         return Path(self.name).is_dir()

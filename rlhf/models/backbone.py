@@ -74,10 +74,10 @@ def published_config(location: ModelLocation, *, trust_remote_code: bool = False
     _no_loading_bars()
     try:
         if location.gguf is not None:
-            return copy.deepcopy(_gguf_config(location, (Path(location.name) / location.gguf).stat().st_mtime_ns))
+            return copy.deepcopy(_gguf_config(location, Path(location.path).stat().st_mtime_ns))
         config: HfConfig = AutoConfig.from_pretrained(location.name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise ModelError(f"cannot load a model from {location.name!r}: {_first_line(error)}") from error
+        raise ModelError(f"cannot load a model from {location.path!r}: {_first_line(error)}") from error
     return config
 
 
@@ -272,7 +272,8 @@ def merge_adapter(base: M, folder: Path) -> M:
     Raises:
         ModelError: it cannot be loaded.
     """
-    return cast(M, _adapted(base, folder, trainable=False).merge_and_unload())
+    merged = cast(M, _adapted(base, folder, trainable=False).merge_and_unload())
+    return merged.requires_grad_(True)  # peft freezes what it adapts
 
 
 def _merged_adapter(folder: Path, *, dtype: str, trust_remote_code: bool) -> PreTrainedModel:

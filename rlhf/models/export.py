@@ -52,12 +52,12 @@ def export_model(
         The share of what training changed that is lost to the dtype; see `rounding_share`.
     """
     trained = dict(model.state_dict() if state is None else state)
-    written = {name: weight.detach().to(_dtype(name, weight, origin, dtype)) for name, weight in trained.items()}
+    written = _cast(trained, origin, dtype)
     folder.mkdir(parents=True, exist_ok=True)
     if _same_names(model, written, origin):
         _write_weights(written, origin, folder)
     else:
-        model.save_pretrained(folder, state_dict=written)
+        model.save_pretrained(folder, state_dict=dict(written))  # which empties it
     is_classifier = _is_classifier(model)
     _write_config(model, origin, folder, dtype=None if dtype == "auto" and origin.files else _main_dtype(written))
     if origin.files or is_classifier:
@@ -133,6 +133,19 @@ def _name_pad(folder: Path, tokenizer: PreTrainedTokenizerBase, pad: ClassifierP
             settings = json.loads(path.read_text(encoding="utf-8"))
             settings.pop("pad_token", None)
             path.write_text(_json(settings | ({"pad_token": pad.token} if pad.token else {})), encoding="utf-8")
+
+
+def _cast(trained: Mapping[str, Tensor], origin: Origin, dtype: ExportDtype | None) -> dict[str, Tensor]:
+    """Convert the weights; those that share memory still do, by which transformers knows that they are tied."""
+    converted: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = {}
+    written = {}
+    for name, weight in trained.items():
+        wanted = _dtype(name, weight, origin, dtype)
+        key = (weight.data_ptr(), tuple(weight.shape), wanted)
+        if key not in converted or not weight.numel():
+            converted[key] = weight.detach().to(wanted)
+        written[name] = converted[key]
+    return written
 
 
 def _dtype(name: str, weight: Tensor, origin: Origin, dtype: ExportDtype | None) -> torch.dtype:

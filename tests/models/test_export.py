@@ -176,12 +176,7 @@ def test_plain_transformers_reads_an_exported_reward_model_where_we_do(kind: Kin
     reward = load_scalar_head(str(source), tokenizer, new_head="normal").eval()
     export_model(reward.classifier, tokenizer, tmp_path / "out", origin=origin_of(source), dtype="float32")
     rows = [[1, 5, 6, 7, EOS], [1, 9, EOS], [1, 8, 8, 4]]  # the last was cut off
-    expected = []
-    with torch.no_grad():
-        for row in rows:
-            expected.append(
-                reward.score_hidden(reward.classifier.base_model(torch.tensor([row])).last_hidden_state)[0, -1]
-            )
+    expected = last_scores(reward, rows)
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs.pad_token_id not in (None, EOS)
     assert theirs.get_vocab() == tokenizer.get_vocab()
@@ -211,10 +206,7 @@ def test_a_tokenizer_without_a_spare_special_token_names_no_pad(tmp_path: Path) 
     with pytest.raises(ValueError, match="padding token"):
         theirs(["t5 </s>", "t5 t6 </s>"], padding=True)
     rows = [[5, 6, EOS], [7, EOS]]
-    expected = [
-        reward.score_hidden(reward.classifier.base_model(torch.tensor([row])).last_hidden_state)[0, -1] for row in rows
-    ]
-    torch.testing.assert_close(scores(tmp_path / "out", rows), torch.stack(expected).detach())
+    torch.testing.assert_close(scores(tmp_path / "out", rows), last_scores(reward, rows))
 
 
 def test_an_exported_reward_model_is_its_origin_with_a_head(tmp_path: Path) -> None:
