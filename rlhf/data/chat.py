@@ -72,12 +72,18 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def text_vocabulary(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Map every token that text can produce to its id: all but a pad token appended behind the others."""
+    """Map every token that text can produce to its id: all but a pad or unknown token appended behind the others."""
     vocabulary: dict[str, int] = dict(tokenizer.get_vocab())
-    pad = tokenizer.pad_token
-    last = max(vocabulary.values(), default=-1)
-    is_appended = vocabulary.get(pad) == last and pad not in (tokenizer.eos_token, tokenizer.bos_token)
-    return {token: number for token, number in vocabulary.items() if not (is_appended and token == pad)}
+    unwritten = {tokenizer.pad_token}
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    if model is not None and getattr(model, "unk_token", None) is None:
+        unwritten.add(tokenizer.unk_token)  # of a vocabulary of bytes, to which nothing is unknown
+    unwritten -= {tokenizer.eos_token, tokenizer.bos_token}
+    for token in sorted(vocabulary, key=vocabulary.__getitem__, reverse=True):
+        if token not in unwritten:
+            break
+        del vocabulary[token]
+    return vocabulary
 
 
 def shares_vocabulary(writer: PreTrainedTokenizerBase, reader: PreTrainedTokenizerBase) -> bool:
