@@ -17,6 +17,8 @@ from rlhf.data.paths import missing
 from rlhf.data.row import BadRow
 from rlhf.errors import DataError, ModelError
 
+ADDED_TO_GGUF = "<|endoftext|>"  # appended by transformers where a GGUF file has no such token, nor an embedding for it
+
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model folder, GGUF file or hub id, as it was published; it must have an EOS.
@@ -72,12 +74,12 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def text_vocabulary(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Map every token that text can produce to its id: all but a pad or unknown token appended behind the others."""
+    """Map every token that text can produce to its id: all but a pad token appended behind the others."""
     vocabulary: dict[str, int] = dict(tokenizer.get_vocab())
     unwritten = {tokenizer.pad_token}
-    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
-    if model is not None and getattr(model, "unk_token", None) is None:
-        unwritten.add(tokenizer.unk_token)  # of a vocabulary of bytes, to which nothing is unknown
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and ADDED_TO_GGUF not in backend.get_vocab(with_added_tokens=False):
+        unwritten.add(ADDED_TO_GGUF)
     unwritten -= {tokenizer.eos_token, tokenizer.bos_token}
     for token in sorted(vocabulary, key=vocabulary.__getitem__, reverse=True):
         if token not in unwritten:
