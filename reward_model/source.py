@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from reward_model.model import score_rows
-from rlhf.data.chat import Rendered, load_tokenizer
+from rlhf.data.chat import Rendered, load_tokenizer, shares_vocabulary
 from rlhf.data.encode import Encoder, make_encoder
 from rlhf.data.pad import left_pad, right_pad
 from rlhf.data.prompts import MESSAGES
@@ -47,9 +47,9 @@ class RewardModelSource:
         self.micro_batch_size = micro_batch_size
         self.dtype = dtype
         self.encoder: Encoder = make_encoder(tokenizer, "auto")
-        self.same_ids = same_ids(policy_tokenizer, tokenizer)
-        pad_is_known = policy_tokenizer.pad_token in tokenizer.get_vocab()
-        self.unknown_pad = -1 if pad_is_known else policy_tokenizer.pad_token_id
+        self.same_ids = shares_vocabulary(policy_tokenizer, tokenizer)
+        pad = policy_tokenizer.pad_token
+        self.unknown_pad = -1 if pad is None or pad in tokenizer.get_vocab() else policy_tokenizer.pad_token_id
         self.context = context_length(model.classifier)
 
     @classmethod
@@ -207,9 +207,3 @@ def encoded(
         if not ended:
             ids.pop()
     return prompts, completions
-
-
-def same_ids(policy: PreTrainedTokenizerBase, reward: PreTrainedTokenizerBase) -> bool:
-    """Whether every token of the policy, but for a pad token we added, is the reward model's token of the same id."""
-    known = reward.get_vocab()
-    return all(known.get(token) == number or token == policy.pad_token for token, number in policy.get_vocab().items())

@@ -21,7 +21,7 @@ from rlhf.data.conversation import Message, Prompt
 from rlhf.data.encode import make_encoder
 from rlhf.data.prompts import encode_conversations
 from rlhf.errors import DataError
-from rlhf.models.backbone import context_length, eos_ids, fit_vocabulary, freeze, load_causal_lm, place
+from rlhf.models.backbone import check_vocabulary, context_length, eos_ids, freeze, load_causal_lm, place
 from rlhf.sampling.choice import make_sampler
 from rlhf.types import Completions
 
@@ -51,7 +51,7 @@ class Completer:
         self.sampling = sampling
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = load_causal_lm(folder)
-        fit_vocabulary(model, self.tokenizer, folder)
+        check_vocabulary(model, self.tokenizer, folder)
         freeze(model)
         self.model = place(model, device)
         self.eos_ids = tuple(sorted({*eos_ids(model, self.tokenizer), *self.encoder.end_ids}))

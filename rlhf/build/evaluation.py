@@ -29,7 +29,7 @@ from rlhf.evaluation.win_rate import (
     outcomes,
     win_rate,
 )
-from rlhf.models.backbone import context_length, fit_vocabulary, freeze, load_causal_lm, place
+from rlhf.models.backbone import check_vocabulary, context_length, freeze, load_causal_lm, place
 from rlhf.models.bundle import Models
 from rlhf.rewards.chat import ChatModel
 from rlhf.rewards.texts import Texts, decode
@@ -237,5 +237,5 @@ def _judge(config: TrainConfig) -> RewardSourceConfig | None:
 
 def _load(config: TrainConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     model = load_causal_lm(path, dtype=config.policy.dtype, trust_remote_code=config.policy.trust_remote_code)
-    fit_vocabulary(model, tokenizer, path)
+    check_vocabulary(model, tokenizer, path)
     return freeze(model)

@@ -13,24 +13,27 @@ from rlhf.build.saving import export_policy
 from rlhf.config.algorithm import Online, TokenLoss
 from rlhf.config.reward import ModelSource
 from rlhf.config.sections import PolicyConfig, TrainConfig
-from rlhf.data.chat import load_tokenizer
+from rlhf.data.chat import load_tokenizer, shares_vocabulary
+from rlhf.errors import ConfigError
 from rlhf.models.backbone import (
     CausalLM,
+    check_vocabulary,
     enable_checkpointing,
-    fit_vocabulary,
     freeze,
     load_adapter,
     load_causal_lm,
     load_policy,
 )
 from rlhf.models.bundle import Ema, Models, SharedHead
+from rlhf.models.export import ExportDtype
+from rlhf.models.origin import Origin, read_origin
 from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
 from rlhf.runtime.engine import Engine
 from rlhf.runtime.seeding import derive, new_weights
 
 
 def build_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
-    """The policy's tokenizer, with a pad token of its own."""
+    """Load the policy's tokenizer."""
     path = config.tokenizer or model_folder(config.model)
     return load_tokenizer(path, trust_remote_code=config.trust_remote_code)
 
@@ -48,7 +51,7 @@ def _policy(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase, resume: Pa
     if config.lora is None:
         return load_policy(config, str(resume / MODEL), tokenizer)
     base = load_causal_lm(start, dtype=config.dtype, trust_remote_code=config.trust_remote_code)
-    fit_vocabulary(base, tokenizer, start)
+    check_vocabulary(base, tokenizer, start)
     model = load_adapter(base, resume / MODEL)
     if config.gradient_checkpointing:
         enable_checkpointing(model)
@@ -92,12 +95,12 @@ def build_reference(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> 
         return None
     path = model_folder(config.reference.model or config.policy.model)
     model = load_causal_lm(path, dtype=config.policy.dtype, trust_remote_code=config.policy.trust_remote_code)
-    fit_vocabulary(model, tokenizer, path)
+    check_vocabulary(model, tokenizer, path)
     return freeze(model)
 
 
 def _critic(config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase) -> ScalarHeadModel:
-    path, is_new = _critic_start(config, context)
+    path, is_new = _critic_start(config, context, tokenizer)
     critic = load_scalar_head(
         path,
         tokenizer,
@@ -110,16 +113,30 @@ def _critic(config: TrainConfig, context: Context, tokenizer: PreTrainedTokenize
     return critic.train()
 
 
-def _critic_start(config: TrainConfig, context: Context) -> tuple[str, bool]:
-    """The folder to start the critic from, and whether it needs a new head."""
+def _critic_start(config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
+    """Choose the folder to start the critic from, and tell whether it needs a new head.
+
+    Raises:
+        ConfigError: a reward model that was asked for by name reads other token ids than the policy writes.
+    """
     if context.resume is not None:
         return str(context.resume / CRITIC), False
     init, source = config.critic.init, config.reward.source if config.reward else None
-    if init in ("reward", "auto") and isinstance(source, ModelSource):
-        return model_folder(source.path), False
-    if init in ("policy", "auto"):
-        return model_folder(config.policy.model), True
-    return model_folder(init), False
+    policy = model_folder(config.policy.model)
+    if init == "policy" or (init == "auto" and not isinstance(source, ModelSource)):
+        return policy, True
+    path = source.path if init in ("reward", "auto") and isinstance(source, ModelSource) else init
+    folder = model_folder(path)
+    trust = config.policy.trust_remote_code
+    if shares_vocabulary(tokenizer, load_tokenizer(folder, trust_remote_code=trust)):
+        return folder, False
+    if init == "auto":
+        context.notes.append(f"critic.init=auto: the policy's backbone, for {path} has another vocabulary")
+        return policy, True
+    raise ConfigError(
+        f"critic.init={init}: the token ids of {path} mean other texts than the policy's, so that it cannot be the "
+        "critic: set critic.init=policy"
+    )
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
@@ -133,7 +150,23 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str
     return decode
 
 
-def export(policy: CausalLM, ema: Ema | None, tokenizer: PreTrainedTokenizerBase, folder: Path, engine: Engine) -> None:
+def build_origin(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> Origin:
+    """Read what an export of the configured model repeats of its folder."""
+    start = model_folder(config.model)
+    return read_origin(start, config.tokenizer or start, tokenizer, trust_remote_code=config.trust_remote_code)
+
+
+def export(
+    policy: CausalLM,
+    ema: Ema | None,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    engine: Engine,
+    *,
+    origin: Origin,
+    dtype: ExportDtype,
+    tell: Callable[[str], None],
+) -> None:
     """Write the trained policy (its average, where there is one) as an ordinary model folder."""
     with nullcontext() if ema is None else ema.applied():
-        export_policy(policy, tokenizer, folder, engine)
+        export_policy(policy, tokenizer, folder, engine, origin, dtype, tell)

@@ -11,7 +11,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.build.context import MODEL, Context, open_context, total_steps
-from rlhf.build.models import build_policy, build_tokenizer, export
+from rlhf.build.models import build_origin, build_policy, build_tokenizer, export
 from rlhf.build.online import EvaluatePrompts
 from rlhf.build.preferences import preference_task
 from rlhf.build.reference import attach_reference
@@ -27,6 +27,7 @@ from rlhf.data.stream import BatchStream, in_order
 from rlhf.evaluation.evaluate import evaluate_loss
 from rlhf.models.backbone import context_length
 from rlhf.models.bundle import Ema, Models
+from rlhf.models.origin import Origin
 from rlhf.runtime.engine import Trained
 from rlhf.runtime.recorder import Recorder
 from rlhf.runtime.seeding import derive
@@ -47,6 +48,7 @@ def build_offline(config: TrainConfig, console: Console | None = None) -> Offlin
     """
     context = open_context(config, console)
     tokenizer = build_tokenizer(config.policy)
+    origin = build_origin(config.policy, tokenizer)
     engine = context.engine
     policy = engine.place(build_policy(config.policy, tokenizer, context.resume, context.seed))
     is_sft = isinstance(offline(config).loss, SftLoss)
@@ -70,7 +72,7 @@ def build_offline(config: TrainConfig, console: Console | None = None) -> Offlin
     evaluate = _Evaluation(config, context, tokenizer, models, task, ema)
     session = context.session(
         total_steps=total_steps(config.schedule, task.steps_per_epoch),
-        save=_saver(models, trained, tokenizer, ema),
+        save=_saver(models, trained, tokenizer, origin, ema),
         evaluate=evaluate,
         show=task.show,
     )
@@ -84,7 +86,16 @@ def build_offline(config: TrainConfig, console: Console | None = None) -> Offlin
         trained=trained,
         ema=ema,
         tokens=task.tokens,
-        export=lambda folder: export(policy, ema, tokenizer, folder, engine),
+        export=lambda folder: export(
+            policy,
+            ema,
+            tokenizer,
+            folder,
+            engine,
+            origin=origin,
+            dtype=config.policy.export_dtype,
+            tell=session.recorder.note,
+        ),
     )
 
 
@@ -128,10 +139,10 @@ def _tokens(batch: Batch) -> int:
 
 
 def _saver(
-    models: Models, trained: Trained, tokenizer: PreTrainedTokenizerBase, ema: Ema | None
+    models: Models, trained: Trained, tokenizer: PreTrainedTokenizerBase, origin: Origin, ema: Ema | None
 ) -> Callable[[Path], None]:
     def save(folder: Path) -> None:
-        save_policy(models.policy, tokenizer, folder / MODEL, models.engine)
+        save_policy(models.policy, tokenizer, folder / MODEL, models.engine, origin)
         besides = {"ema": ema.saved()} if ema is not None else {}
         save_trainer(folder, {"policy": trained}, besides, models.engine)
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.algo.objective import Objective
 from rlhf.build.ahead import build_ahead
 from rlhf.build.context import CRITIC, MODEL, Context, open_context, total_steps
-from rlhf.build.models import build_online_models, build_tokenizer, decoder, export
+from rlhf.build.models import build_online_models, build_origin, build_tokenizer, decoder, export
 from rlhf.build.rewards import build_source
 from rlhf.build.sampler import build_sampler
 from rlhf.build.saving import load_trainer, save_policy, save_scalar_head, save_trainer
@@ -26,6 +26,7 @@ from rlhf.errors import ConfigError
 from rlhf.evaluation.evaluate import evaluate_policy
 from rlhf.models.backbone import context_length
 from rlhf.models.bundle import Ema, Models
+from rlhf.models.origin import Origin
 from rlhf.rewards.shaping import ShapedReward
 from rlhf.rewards.source import RewardSource
 from rlhf.rollout import sample_records
@@ -58,6 +59,7 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
     if config.overlap.reward_parts > 1 and context.engine.ranks.world > 1:
         raise ConfigError("overlap.reward_parts works in one process: set overlap.reward_parts=1")
     tokenizer = build_tokenizer(config.policy)
+    origin = build_origin(config.policy, tokenizer)
     models = build_online_models(config, context, tokenizer)
     fast_ways = models.fast_ways()
     source = build_source(config.reward.source, tokenizer, context.engine, context.notes.append)
@@ -87,7 +89,7 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
         ahead = build_ahead(config, context, models, tokenizer, prompts, (saved or {}).get("ahead"), last_step=steps)
     session = context.session(
         total_steps=steps,
-        save=_Save(models, trained, tokenizer, ema, ahead, context.state),
+        save=_Save(models, trained, tokenizer, origin, ema, ahead, context.state),
         evaluate=_averaged(evaluate, ema),
         show=SHOW,
         targets={"kl/reference": controller.target} if isinstance(controller, AdaptiveKl) else None,
@@ -111,7 +113,16 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
         rows=fitting(config.batch, session),
         passes=fitting(config.batch, session, times=frozen_times(config, context.engine), what="a forward pass"),
         decode=decoder(tokenizer),
-        export=lambda folder: export(models.policy, ema, tokenizer, folder, context.engine),
+        export=lambda folder: export(
+            models.policy,
+            ema,
+            tokenizer,
+            folder,
+            context.engine,
+            origin=origin,
+            dtype=config.policy.export_dtype,
+            tell=session.recorder.note,
+        ),
     )
 
 
@@ -175,16 +186,17 @@ class _Save:
         models: Models,
         trained: dict[str, Trained],
         tokenizer: PreTrainedTokenizerBase,
+        origin: Origin,
         ema: Ema | None,
         ahead: Ahead | None,
         state: TrainState,
     ) -> None:
-        self.models, self.trained, self.tokenizer, self.ema = models, trained, tokenizer, ema
-        self.ahead, self.state = ahead, state
+        self.models, self.trained, self.tokenizer, self.origin = models, trained, tokenizer, origin
+        self.ema, self.ahead, self.state = ema, ahead, state
 
     def __call__(self, folder: Path) -> None:
         engine, head = self.models.engine, self.models.shared_head
-        save_policy(self.models.policy, self.tokenizer, folder / MODEL, engine)
+        save_policy(self.models.policy, self.tokenizer, folder / MODEL, engine, self.origin)
         if self.models.critic is not None:
             save_scalar_head(self.models.critic, self.tokenizer, folder / CRITIC, engine)
         besides: dict[str, Any] = {}

@@ -14,8 +14,8 @@ from reward_model.evaluate import evaluate_reward_model
 from reward_model.model import score_pairs
 from reward_model.objective import PairLoss
 from rlhf.build.context import MODEL, Context, model_folder, open_context, total_steps
-from rlhf.build.models import build_tokenizer
-from rlhf.build.saving import load_trainer, save_scalar_head, save_trainer
+from rlhf.build.models import build_origin, build_tokenizer
+from rlhf.build.saving import export_scalar_head, load_trainer, save_scalar_head, save_trainer
 from rlhf.config.data import PreferencesConfig
 from rlhf.config.sections import RewardModelConfig
 from rlhf.data.dialects import PairText
@@ -58,6 +58,7 @@ def build_reward_model(config: RewardModelConfig, console: Console | None = None
     assert config.data.preferences is not None
     context = open_context(config, console)
     tokenizer = build_tokenizer(config.model)
+    origin = build_origin(config.model, tokenizer)
     model = _model(config, context, tokenizer)
     trained = context.engine.train("policy", model, config.model, terms=("rm",))
     if context.resume is not None:
@@ -88,7 +89,9 @@ def build_reward_model(config: RewardModelConfig, console: Console | None = None
         trained=trained,
         ema=None,
         tokens=_tokens,
-        export=lambda folder: save_scalar_head(model, tokenizer, folder, context.engine),
+        export=lambda folder: export_scalar_head(
+            model, tokenizer, folder, context.engine, origin, config.model.export_dtype, session.recorder.note
+        ),
     )
     return RewardModelRun(run, config, model, tokenizer, pairs, eval_pairs)
 

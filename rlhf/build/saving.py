@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,33 +12,80 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.build.context import TRAINER
 from rlhf.models.backbone import CausalLM, save_model, whole_copy
+from rlhf.models.export import ExportDtype, export_model, write_tokenizer
+from rlhf.models.origin import Origin
 from rlhf.models.scalar_head import ScalarHeadModel
 from rlhf.runtime.engine import Engine, Trained
 
-
-def save_policy(policy: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path, engine: Engine) -> None:
-    """The policy as it is trained: an adapter where it has one."""
-    state = engine.full_state(policy)
-    engine.ranks.on_main(lambda: save_model(policy, tokenizer, folder, state))
+TOLERATED_ROUNDING = 0.5  # of what training changed, before the user is told
 
 
-def export_policy(policy: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path, engine: Engine) -> None:
-    """The policy as an ordinary model, adapters merged into a copy of the weights."""
+def save_policy(
+    policy: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path, engine: Engine, origin: Origin
+) -> None:
+    """Save the policy as it is trained, weights exact: an adapter where it has one."""
     state = engine.full_state(policy)
 
     def write() -> None:
         if isinstance(policy, PeftModel):
-            save_model(whole_copy(policy, state), tokenizer, folder)
-        else:
             save_model(policy, tokenizer, folder, state)
+            write_tokenizer(tokenizer, folder, origin)
+        else:
+            export_model(policy, tokenizer, folder, origin=origin, dtype=None, state=state)
 
     engine.ranks.on_main(write)
 
 
+def export_policy(
+    policy: CausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    engine: Engine,
+    origin: Origin,
+    dtype: ExportDtype,
+    tell: Callable[[str], None],
+) -> None:
+    """Export the policy as an ordinary model, adapters merged into a copy of the weights."""
+    state = engine.full_state(policy)
+
+    def write() -> float:
+        if isinstance(policy, PeftModel):
+            merged = whole_copy(policy, state)
+            return export_model(merged, tokenizer, folder, origin=origin, dtype=dtype)
+        return export_model(policy, tokenizer, folder, origin=origin, dtype=dtype, state=state)
+
+    _tell_rounding(engine.ranks.on_main(write), "policy", tell)
+
+
 def save_scalar_head(model: ScalarHeadModel, tokenizer: PreTrainedTokenizerBase, folder: Path, engine: Engine) -> None:
-    """A critic or a reward model."""
+    """Save a critic or a reward model, weights exact."""
     state = engine.full_state(model.classifier)
     engine.ranks.on_main(lambda: model.save(tokenizer, folder, state))
+
+
+def export_scalar_head(
+    model: ScalarHeadModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    engine: Engine,
+    origin: Origin,
+    dtype: ExportDtype,
+    tell: Callable[[str], None],
+) -> None:
+    """Export a reward model as a folder that AutoModelForSequenceClassification loads."""
+    state = engine.full_state(model.classifier)
+    lost = engine.ranks.on_main(
+        lambda: export_model(model.classifier, tokenizer, folder, origin=origin, dtype=dtype, state=state)
+    )
+    _tell_rounding(lost, "model", tell)
+
+
+def _tell_rounding(lost: float, section: str, tell: Callable[[str], None]) -> None:
+    if lost > TOLERATED_ROUNDING:
+        tell(
+            f"warning: the exported weights are in the checkpoint's dtype, and rounding to it takes away {lost:.0%} of "
+            f"what training changed: {section}.export_dtype=float32 keeps it"
+        )
 
 
 def save_trainer(folder: Path, trained: dict[str, Trained], besides: dict[str, Any], engine: Engine) -> None:

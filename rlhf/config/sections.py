@@ -70,8 +70,8 @@ class LoraConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its limits, for one trained model."""
 
-    lr: Positive = 1e-6
-    """Peak learning rate."""
+    lr: NonNegative = 1e-6
+    """Peak learning rate; 0 trains nothing, to try a run out."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Adam's decay rates."""
     adam_eps: Positive = 1e-5
@@ -110,6 +110,9 @@ class PolicyConfig(OptimizerConfig):
     """auto: rows go through the model without padding, those of one prompt share it, and layers of known families are
     written out, where the model allows that; off: as a padded rectangle, through the model's own modules. Also of
     reference, critic and reward model. The numbers are the same to rounding."""
+    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the exported weights. auto: each in the dtype it had in the checkpoint (from a GGUF file: bfloat16); a run
+    says so where rounding to it takes away most of what training changed. Checkpoints inside a run are exact."""
     trust_remote_code: bool = False
     """Run Python code that comes with a hub model. Off unless asked for by name."""
 
@@ -127,8 +130,8 @@ class ReferenceConfig(Section):
 class CriticConfig(OptimizerConfig):
     """The value function: a backbone with a scalar head."""
 
-    lr: Positive = 5e-6
-    """Peak learning rate."""
+    lr: NonNegative = 5e-6
+    """Peak learning rate; 0 trains nothing, to try a run out."""
     init: str = "auto"
     """policy: its backbone with a new head (zero); reward: the reward model of reward.source, head included;
     a folder: that reward model; auto: reward where reward.source is a model, else policy."""

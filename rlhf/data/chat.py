@@ -1,4 +1,4 @@
-"""Tokenizers made fit for training, and chat templates applied once."""
+"""Load tokenizers as they were published, and apply chat templates once."""
 
 from __future__ import annotations
 
@@ -8,21 +8,26 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rlhf.data.paths import looks_local, missing
+from rlhf.data.location import locate_tokenizer
 from rlhf.data.templates import Rendered, Template, choose_template, render
 from rlhf.errors import DataError, ModelError
 
-PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>")
+ADDED_TO_GGUF = "<|endoftext|>"  # appended by transformers where a GGUF file has no such token, nor an embedding for it
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub id, with an EOS and with a pad token that is neither EOS nor BOS.
+    """Load the tokenizer of a model folder, GGUF file or hub id, as it was published; it must have an EOS.
 
-    Where we had to add the pad token, the model needs a row more: see `embedding_rows`.
+    Raises:
+        ModelError: there is none.
+        DataError: it has no EOS.
     """
-    _check_folder(path)
+    location = locate_tokenizer(path)
+    _check_tokenizer_file(Path(location.name))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            location.name, trust_remote_code=trust_remote_code, **location.kwargs()
+        )
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"{path}: no tokenizer could be loaded from here: {reason}") from error
@@ -34,14 +39,10 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
             f"{path}: the tokenizer has no end-of-sequence token, so that no completion could ever end. "
             'Name one of its tokens in tokenizer_config.json, as in "eos_token": "</s>".'
         )
-    ensure_pad(tokenizer)
     return tokenizer
 
 
-def _check_folder(path: str) -> None:
-    folder = Path(path).expanduser()
-    if not folder.exists() and looks_local(path):
-        raise ModelError(missing(path))
+def _check_tokenizer_file(folder: Path) -> None:
     written = folder / "tokenizer.json"
     if not written.is_file():
         return
@@ -53,49 +54,44 @@ def _check_folder(path: str) -> None:
         raise ModelError(f"{written}: not a tokenizer: it describes no model")
 
 
-def ensure_pad(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Give the tokenizer a pad token of its own where it has none, or only its EOS or BOS; True if its vocabulary grew.
-
-    Padding with EOS would hide real ends wherever something goes by token ids. We never do: masks go by length.
-    """
-    taken = {tokenizer.eos_token_id, tokenizer.bos_token_id}
-    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id not in taken:
-        return False
-    size = len(tokenizer)
-    name = next(n for n in PAD_NAMES if n not in (tokenizer.eos_token, tokenizer.bos_token))
-    tokenizer.add_special_tokens({"pad_token": name})
-    return len(tokenizer) > size
-
-
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Choose the id that fills rows: the tokenizer's pad token, else its EOS. Any id will do: masks go by length."""
-    number = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    if not isinstance(number, int):
-        raise DataError("the tokenizer has no end-of-sequence token, so that no completion could ever end")
-    return number
+    """Choose the id that fills rows: the tokenizer's pad token, or its EOS where it has none the model must know.
 
-
-def embedding_rows(tokenizer: PreTrainedTokenizerBase, rows: int, *, model: str) -> int:
-    """How many rows the embedding of `model` must have, now `rows`: one more where we added the pad token.
-
-    Raises:
-        ModelError: the tokenizer has tokens the model has never heard of: it was made for another model.
+    Any id will do, for masks go by length. A pad token that was appended behind the vocabulary is passed over: models
+    are published without an embedding for it.
     """
-    needed = max(tokenizer.get_vocab().values()) + 1
-    if needed <= rows:
-        return rows
-    added = tokenizer.pad_token_id == needed - 1 and tokenizer.pad_token in PAD_NAMES
-    if added and needed - 1 <= rows:
-        return needed
-    raise ModelError(
-        f"{model}: the tokenizer has {needed:,} tokens and the model only {rows:,}: they do not belong together. "
-        "Give the model and the tokenizer of one folder."
-    )
+    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+    if isinstance(pad, int) and pad in text_vocabulary(tokenizer).values():
+        return pad
+    if not isinstance(eos, int):
+        raise DataError("the tokenizer has no end-of-sequence token, so that no completion could ever end")
+    return eos
+
+
+def text_vocabulary(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Map every token that text can produce to its id: all but a pad token appended behind the others."""
+    vocabulary: dict[str, int] = dict(tokenizer.get_vocab())
+    unwritten = {tokenizer.pad_token}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and ADDED_TO_GGUF not in backend.get_vocab(with_added_tokens=False):
+        unwritten.add(ADDED_TO_GGUF)
+    unwritten -= {tokenizer.eos_token, tokenizer.bos_token}
+    for token in sorted(vocabulary, key=vocabulary.__getitem__, reverse=True):
+        if token not in unwritten:
+            break
+        del vocabulary[token]
+    return vocabulary
+
+
+def shares_vocabulary(writer: PreTrainedTokenizerBase, reader: PreTrainedTokenizerBase) -> bool:
+    """Tell whether every token that `writer` makes of text is the token of the same id to `reader`."""
+    known = reader.get_vocab()
+    return all(known.get(token) == number for token, number in text_vocabulary(writer).items())
 
 
 def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of every token with its id, the pad token left out: equal where ids mean the same."""
-    known = sorted((number, token) for token, number in tokenizer.get_vocab().items() if token != tokenizer.pad_token)
+    """Digest (SHA-256) every token that text can produce, with its id: equal where ids mean the same."""
+    known = sorted((number, token) for token, number in text_vocabulary(tokenizer).items())
     return hashlib.sha256(json.dumps(known, ensure_ascii=True).encode()).hexdigest()
 
 
@@ -103,10 +99,10 @@ __all__ = [
     "Rendered",
     "Template",
     "choose_template",
-    "embedding_rows",
-    "ensure_pad",
     "load_tokenizer",
     "pad_id",
     "render",
+    "shares_vocabulary",
+    "text_vocabulary",
     "vocabulary_digest",
 ]

@@ -1,17 +1,19 @@
-"""Load and save causal LMs: dtype, LoRA, dropout off, gradient checkpointing, vocabulary check."""
+"""Load and save causal LMs: dtype, LoRA, GGUF, dropout off, gradient checkpointing, vocabulary check."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+import transformers
 from peft import LoraConfig as PeftLoraConfig
-from peft import PeftModel, get_peft_model, load_peft_weights
+from peft import PeftModel, get_peft_model
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -19,12 +21,16 @@ from transformers import PretrainedConfig as HfConfig
 from transformers.utils import logging as hf_logging
 
 from rlhf.config.sections import LoraConfig, PolicyConfig
+from rlhf.data.chat import text_vocabulary
+from rlhf.data.location import ModelLocation, base_of_adapter, locate_model
 from rlhf.errors import ModelError
 
 if TYPE_CHECKING:  # a PeftModel passes on whatever it lacks to the model it wraps, which no annotation can say
     CausalLM = PreTrainedModel
 else:
     CausalLM = PreTrainedModel | PeftModel
+
+M = TypeVar("M", bound=nn.Module)
 
 ALIGNMENT = 64  # bytes, as torch allocates
 
@@ -42,46 +48,106 @@ def weight_dtype(dtype: str) -> torch.dtype:
 
 
 def load_model_config(path: str, *, trust_remote_code: bool = False) -> HfConfig:
-    """The model's configuration with every dropout off.
+    """Load the model's configuration, with every dropout off; of an adapter's folder, that of its base.
 
     Raises:
         ModelError: there is no such folder or hub id, or it holds no model.
     """
-    _check_local(path)
-    _no_loading_bars()
-    try:
-        config: HfConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot load a model from {path!r}: {_first_line(error)}") from error
-    for name, value in config.to_dict().items():
-        if isinstance(value, float) and ("drop" in name or name.endswith("pdrop")):
-            setattr(config, name, 0.0)
+    location = locate_model(path)
+    if location.is_adapter:
+        return load_model_config(base_of_adapter(Path(location.name)), trust_remote_code=trust_remote_code)
+    config = published_config(location, trust_remote_code=trust_remote_code)
+    _no_dropout(config)
+    text = config.get_text_config()
+    pad, rows = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
+    if isinstance(pad, int) and isinstance(rows, int) and not 0 <= pad < rows:
+        text.pad_token_id = None  # Llama 1 says -1; its row would be the last, or there would be none
     return config
 
 
-def load_causal_lm(path: str, *, dtype: str = "float32", trust_remote_code: bool = False) -> PreTrainedModel:
-    """A causal LM from a folder or hub id; an adapter folder is loaded over its base and merged.
+def published_config(location: ModelLocation, *, trust_remote_code: bool = False) -> HfConfig:
+    """Load a model's configuration as it stands in its folder or file.
 
     Raises:
         ModelError: it cannot be loaded.
     """
-    folder = Path(path)
-    if (folder / "adapter_config.json").is_file():
-        return _merged_adapter(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+    _no_loading_bars()
+    try:
+        if location.gguf is not None:
+            return copy.deepcopy(_gguf_config(location, Path(location.path).stat().st_mtime_ns))
+        config: HfConfig = AutoConfig.from_pretrained(location.name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise ModelError(f"cannot load a model from {location.path!r}: {_first_line(error)}") from error
+    return config
+
+
+@lru_cache(maxsize=2)
+def _gguf_config(location: ModelLocation, _changed: int) -> HfConfig:
+    config: HfConfig = AutoConfig.from_pretrained(location.name, **location.kwargs())
+    return config
+
+
+def _no_dropout(config: HfConfig) -> None:
+    for name, value in list(vars(config).items()):
+        if isinstance(value, HfConfig):
+            _no_dropout(value)
+        elif isinstance(value, float) and ("drop" in name or name.endswith("pdrop")):
+            setattr(config, name, 0.0)
+
+
+def load_causal_lm(path: str, *, dtype: str = "float32", trust_remote_code: bool = False) -> PreTrainedModel:
+    """Load a causal LM from a folder, GGUF file or hub id; an adapter folder is loaded over its base and merged.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
+    location = locate_model(path)
+    if location.is_adapter:
+        return _merged_adapter(Path(location.name), dtype=dtype, trust_remote_code=trust_remote_code)
     config = load_model_config(path, trust_remote_code=trust_remote_code)
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=weight_dtype(dtype), trust_remote_code=trust_remote_code
+            location.name,
+            config=config,
+            dtype=weight_dtype(dtype),
+            trust_remote_code=trust_remote_code,
+            **_gguf_arguments(location),
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelError(f"cannot load a causal LM from {path!r}: {_first_line(error)}") from error
-    return _plain_generation(aligned(model))
+    if location.gguf is not None:
+        _forget_quantization(model)
+    return _plain_generation(any_id_pads(aligned(model)))
+
+
+def any_id_pads(model: PreTrainedModel) -> PreTrainedModel:
+    """Let every row of the embedding learn: a pad token that is the EOS is an EOS in the text too."""
+    embedding = model.get_input_embeddings()
+    if isinstance(embedding, nn.Embedding):
+        embedding.padding_idx = None  # torch gives that row no gradient
+    return model
+
+
+def _gguf_arguments(location: ModelLocation) -> dict[str, Any]:
+    if location.gguf is None:
+        return {}
+    quantization = getattr(transformers, "GgufConfig", None)  # later versions keep the blocks packed unless told
+    return {**location.kwargs(), **({"quantization_config": quantization(dequantize=True)} if quantization else {})}
+
+
+def _forget_quantization(model: PreTrainedModel) -> None:
+    """Make the dequantized model an ordinary one, which can be trained and saved."""
+    parts = ((model, "hf_quantizer"), (model, "quantization_method"), (model.config, "quantization_config"))
+    for holder, name in parts:
+        if hasattr(holder, name):
+            delattr(holder, name)
+    vars(model)["is_quantized"] = False
 
 
 def load_policy(config: PolicyConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> CausalLM:
-    """The model to train, as `config` asks, with room for every token of `tokenizer`."""
+    """Load the model to train, as `config` asks; it must know every token of `tokenizer`."""
     model = load_causal_lm(path, dtype=config.dtype, trust_remote_code=config.trust_remote_code)
-    fit_vocabulary(model, tokenizer, path)
+    check_vocabulary(model, tokenizer, path)
     if config.lora is not None:
         model = add_lora(model, config.lora)
     if config.gradient_checkpointing:
@@ -90,23 +156,22 @@ def load_policy(config: PolicyConfig, path: str, tokenizer: PreTrainedTokenizerB
     return model
 
 
-def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Add embedding rows for tokens that we added (a pad token); refuse a tokenizer of another model.
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Refuse a tokenizer that makes ids of text which the model has no embedding for. No embedding is ever added.
 
     Raises:
-        ModelError: the tokenizer has many more tokens than the model has embeddings.
+        ModelError: it was made for another model.
     """
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
-    rows = weight.shape[0]
-    added = getattr(tokenizer, "rlhf_added_tokens", 0)
-    if len(tokenizer) - added > rows:
+    rows = int(getattr(weight, "ds_shape", weight.shape)[0])
+    token, highest = max(text_vocabulary(tokenizer).items(), key=lambda entry: entry[1])
+    if highest >= rows:
         raise ModelError(
-            f"the tokenizer has {len(tokenizer) - added} tokens but the model {path!r} has {rows} embeddings: "
-            "they do not belong together; set policy.tokenizer to the model's own"
+            f"the tokenizer has {highest + 1:,} tokens (the last is {token!r}, id {highest}) but the model {path!r} "
+            f"has {rows:,} embeddings: they do not belong together. Set policy.tokenizer to the model's own; a model "
+            "that is to have more tokens must be given embeddings for them first (docs/decisions/010)"
         )
-    if len(tokenizer) > rows:
-        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
 
 
 def add_lora(model: PreTrainedModel, config: LoraConfig) -> CausalLM:
@@ -140,9 +205,6 @@ def enable_checkpointing(model: CausalLM) -> None:
     else:
         model.gradient_checkpointing_enable(kwargs)
     model.enable_input_require_grads()
-
-
-M = TypeVar("M", bound=nn.Module)
 
 
 @torch.no_grad()
@@ -204,28 +266,27 @@ def context_length(model: CausalLM) -> int | None:
     return int(value) if value else None
 
 
+def merge_adapter(base: M, folder: Path) -> M:
+    """Merge the adapter saved in `folder` into the base model.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
+    merged = cast(M, _adapted(base, folder, trainable=False).merge_and_unload())
+    return merged.requires_grad_(True)  # peft freezes what it adapts
+
+
 def _merged_adapter(folder: Path, *, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
-    from_adapter = PeftLoraConfig.from_pretrained(str(folder))
-    base = load_causal_lm(str(from_adapter.base_model_name_or_path), dtype=dtype, trust_remote_code=trust_remote_code)
-    return cast(PreTrainedModel, _adapted(base, folder, trainable=False).merge_and_unload())
+    base = load_causal_lm(base_of_adapter(folder), dtype=dtype, trust_remote_code=trust_remote_code)
+    return merge_adapter(base, folder)
 
 
-def _adapted(base: PreTrainedModel, folder: Path, *, trainable: bool) -> PeftModel:
+def _adapted(base: nn.Module, folder: Path, *, trainable: bool) -> PeftModel:
     try:
-        _make_room(base, load_peft_weights(str(folder), device="cpu"))
         with _quiet_peft():
-            return PeftModel.from_pretrained(base, str(folder), is_trainable=trainable)
+            return PeftModel.from_pretrained(cast(PreTrainedModel, base), str(folder), is_trainable=trainable)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"cannot load the adapter in {str(folder)!r}: {_first_line(error)}") from error
-
-
-def _make_room(base: PreTrainedModel, adapter: Mapping[str, Tensor]) -> None:
-    """An adapter trained with an added pad token brings its embeddings along: more rows than its base has."""
-    embeddings = base.get_input_embeddings()
-    name = next(name for name, module in base.named_modules() if module is embeddings)
-    for key, weight in adapter.items():
-        if key.endswith(f"{name}.weight"):
-            base.resize_token_embeddings(weight.shape[0], mean_resizing=False)
 
 
 @contextmanager
@@ -263,12 +324,6 @@ def _plain_generation(model: PreTrainedModel) -> PreTrainedModel:
         bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id
     )
     return model
-
-
-def _check_local(path: str) -> None:
-    looks_local = path.startswith((".", "/", "~", "runs/")) or path.count("/") > 1
-    if looks_local and not Path(path).is_dir():
-        raise ModelError(f"no model folder {path!r}: give an existing folder or a hub id")
 
 
 def _no_loading_bars() -> None:

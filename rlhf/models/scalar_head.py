@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from pathlib import Path
 from typing import Literal
 
@@ -12,8 +14,18 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.config.sections import Packing
+from rlhf.data.location import ADAPTER, base_of_adapter, locate_model
 from rlhf.errors import ModelError
-from rlhf.models.backbone import aligned, load_model_config, weight_dtype
+from rlhf.models.backbone import (
+    aligned,
+    any_id_pads,
+    check_vocabulary,
+    load_causal_lm,
+    load_model_config,
+    merge_adapter,
+    weight_dtype,
+)
+from rlhf.models.export import classifier_padding
 from rlhf.models.lean import chosen_states
 from rlhf.models.logprobs import Sequences
 from rlhf.models.rows import Rows, lay_for
@@ -136,11 +148,11 @@ def load_scalar_head(
     seed: int = 0,
     trust_remote_code: bool = False,
 ) -> ScalarHeadModel:
-    """A scalar-head model from a reward model's folder, or from a causal LM's with a new head.
+    """Load a scalar-head model from a reward model's folder, or from a causal LM's with a new head.
 
     Args:
-        path: folder or hub id.
-        tokenizer: its pad token is written into the configuration, which sequence classification needs.
+        path: folder, GGUF file or hub id; an adapter's folder is merged into its base.
+        tokenizer: of the texts it will read; the model must have an embedding for each of its tokens.
         new_head: zero, or normal: N(0, 1 / (d + 1)) (Stiennon et al. 2020; std 1/sqrt(d+1)); None: `path` has a head.
         dtype: of the arithmetic; see backbone.autocast.
         seed: of the new head.
@@ -149,28 +161,67 @@ def load_scalar_head(
     Raises:
         ModelError: it cannot be loaded, or has no scalar head where one is expected.
     """
+    location = locate_model(path)
+    if location.gguf is not None or (location.is_adapter and not _adapts_classifier(Path(location.name))):
+        if new_head is None:
+            raise _no_reward_model(path)
+        causal = load_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code)
+        classifier = _on_backbone_of(causal, path)
+    elif location.is_adapter:
+        base = base_of_adapter(Path(location.name))
+        classifier = _load_classifier(base, dtype=dtype, trust_remote_code=trust_remote_code)
+        classifier = merge_adapter(classifier, Path(location.name))
+    else:
+        if new_head is None and not _has_scalar_head(load_model_config(path, trust_remote_code=trust_remote_code)):
+            raise _no_reward_model(path)
+        classifier = _load_classifier(path, dtype=dtype, trust_remote_code=trust_remote_code)
+    _check_head(classifier, path)
+    check_vocabulary(classifier, tokenizer, path)
+    classifier.config.pad_token_id = classifier_padding(classifier, tokenizer).number
+    model = ScalarHeadModel(any_id_pads(aligned(classifier)))
+    if new_head is not None:
+        _initialize(model.head, new_head, seed)
+    return model
+
+
+def _load_classifier(path: str, *, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
     config = load_model_config(path, trust_remote_code=trust_remote_code)
-    if new_head is None and not _has_scalar_head(config):
-        raise ModelError(f"{path!r} is not a reward model (no sequence-classification head with one label)")
     config.num_labels = 1
     try:
-        classifier = AutoModelForSequenceClassification.from_pretrained(
-            path, config=config, dtype=weight_dtype(dtype), trust_remote_code=trust_remote_code
+        classifier: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(
+            locate_model(path).name, config=config, dtype=weight_dtype(dtype), trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"cannot load a scalar-head model from {path!r}: {error}") from error
+    return classifier
+
+
+def _on_backbone_of(causal: PreTrainedModel, path: str) -> PreTrainedModel:
+    """Put a classifier's head on the weights of a causal LM."""
+    config = copy.deepcopy(causal.config)
+    config.num_labels = 1
+    try:
+        classifier: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=causal.dtype)
+    except ValueError as error:
+        raise ModelError(f"cannot load a scalar-head model from {path!r}: {error}") from error
+    classifier.base_model.load_state_dict(causal.base_model.state_dict(), assign=True)
+    return classifier
+
+
+def _check_head(classifier: PreTrainedModel, path: str) -> None:
     if not isinstance(getattr(classifier, "score", None), nn.Linear):
         raise ModelError(
             f"{path!r}: {type(classifier).__name__} keeps its head elsewhere than in `score`; not supported"
         )
-    rows = classifier.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > rows:
-        classifier.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    classifier.config.pad_token_id = tokenizer.pad_token_id  # only now is there a row for one that was added
-    model = ScalarHeadModel(aligned(classifier))
-    if new_head is not None:
-        _initialize(model.head, new_head, seed)
-    return model
+
+
+def _adapts_classifier(folder: Path) -> bool:
+    settings: dict[str, object] = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+    return settings.get("task_type") == "SEQ_CLS"
+
+
+def _no_reward_model(path: str) -> ModelError:
+    return ModelError(f"{path!r} is not a reward model (no sequence-classification head with one label)")
 
 
 def _has_scalar_head(config: object) -> bool:

@@ -55,7 +55,7 @@ def test_kto_reads_labels_and_the_others_say_they_need_pairs(
         ("kto", "data.preferences=null", "data.preferences is missing: kto needs pairs or labelled completions;"),
         ("dpo", "algorithm.loss.gamma=1", "algorithm.loss.gamma: unknown key"),
         ("dop", "run.seed=1", "'dop' is not one of"),
-        ("dpo", "reference.model=/nowhere", "no model folder '/nowhere'"),
+        ("dpo", "reference.model=/nowhere", "no such file or folder: /nowhere"),
     ],
 )
 def test_a_mistake_is_one_plain_message(

@@ -7,7 +7,16 @@ import pytest
 from made_tokenizers import byte_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rlhf.data.chat import Rendered, choose_template, embedding_rows, ensure_pad, load_tokenizer, render
+from rlhf.data.chat import (
+    Rendered,
+    choose_template,
+    load_tokenizer,
+    pad_id,
+    render,
+    shares_vocabulary,
+    text_vocabulary,
+    vocabulary_digest,
+)
 from rlhf.data.row import BadRow
 from rlhf.errors import DataError, ModelError
 
@@ -19,45 +28,39 @@ def saved(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("pad", [None, "</s>", "<s>"])
-def test_a_pad_token_of_its_own_is_added(tmp_path: Path, pad: str | None) -> None:
+@pytest.mark.parametrize("pad", [None, "</s>", "<s>", "<unk>"])
+def test_a_tokenizer_is_loaded_as_it_was_published(tmp_path: Path, pad: str | None) -> None:
     before = byte_tokenizer(bos="<s>", pad=pad)
     tokenizer = load_tokenizer(saved(before, tmp_path))
-    assert tokenizer.pad_token == "<pad>"
-    assert tokenizer.pad_token_id == len(before)
-    assert len(tokenizer) == len(before) + 1
-    assert tokenizer("<pad>", add_special_tokens=False)["input_ids"] == [tokenizer.pad_token_id]
-    assert embedding_rows(tokenizer, len(before), model="m") == len(before) + 1
-    assert embedding_rows(tokenizer, 1000, model="m") == 1000
+    assert tokenizer.get_vocab() == before.get_vocab()
+    assert tokenizer.pad_token == pad
 
 
-def test_a_pad_token_of_its_own_stays(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(saved(byte_tokenizer(pad="<unk>"), tmp_path))
-    assert tokenizer.pad_token == "<unk>"
-    assert not ensure_pad(tokenizer)
+@pytest.mark.parametrize(("pad", "filler"), [(None, "</s>"), ("</s>", "</s>"), ("<s>", "<s>"), ("<unk>", "<unk>")])
+def test_rows_are_filled_with_the_pad_token_or_the_eos(pad: str | None, filler: str) -> None:
+    tokenizer = byte_tokenizer(bos="<s>", pad=pad)
+    assert pad_id(tokenizer) == tokenizer.get_vocab()[filler]
 
 
-def test_a_pad_token_that_is_in_the_vocabulary_already_costs_no_row() -> None:
-    tokenizer = byte_tokenizer(extra=("<pad>",))
-    size = len(tokenizer)
-    assert not ensure_pad(tokenizer)
-    assert (tokenizer.pad_token, len(tokenizer)) == ("<pad>", size)
-
-
-def test_an_eos_that_is_called_pad_is_not_taken_for_one() -> None:
-    tokenizer = byte_tokenizer(eos="<pad>")
-    assert ensure_pad(tokenizer)
-    assert tokenizer.pad_token == "[PAD]"
-
-
-def test_a_model_with_another_vocabulary_is_refused() -> None:
+def test_a_pad_token_behind_the_vocabulary_fills_nothing_for_models_lack_its_embedding() -> None:
     tokenizer = byte_tokenizer()
-    ensure_pad(tokenizer)
-    with pytest.raises(ModelError, match="runs/x: the tokenizer has 258 tokens and the model only 256"):
-        embedding_rows(tokenizer, 256, model="runs/x")
-    assert embedding_rows(tokenizer, 257, model="runs/x") == 258
-    with pytest.raises(ModelError, match="has 258 tokens and the model only 257"):
-        embedding_rows(byte_tokenizer(pad="<unk>"), 257, model="runs/x")
+    size = len(tokenizer)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    assert tokenizer.pad_token_id == size
+    assert pad_id(tokenizer) == tokenizer.eos_token_id
+    assert max(text_vocabulary(tokenizer).values()) == size - 1
+
+
+def test_vocabularies_are_shared_whatever_pads() -> None:
+    plain, padded = byte_tokenizer(), byte_tokenizer()
+    padded.add_special_tokens({"pad_token": "[PAD]"})
+    ended = byte_tokenizer(pad="</s>")
+    for writer in (plain, padded, ended):
+        assert all(shares_vocabulary(writer, reader) for reader in (plain, padded, ended))
+        assert vocabulary_digest(writer) == vocabulary_digest(plain)
+    other = byte_tokenizer(eos="<end>")
+    assert not shares_vocabulary(other, plain)
+    assert not shares_vocabulary(plain, other)  # its EOS is unknown there, though it pads
 
 
 def test_without_eos_there_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
@@ -68,7 +71,10 @@ def test_without_eos_there_is_an_error_that_says_what_to_do(tmp_path: Path) -> N
 def test_folders_without_a_tokenizer_are_plain_errors(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such file or folder"):
         load_tokenizer(str(tmp_path / "nowhere"))
-    with pytest.raises(ModelError, match="no tokenizer could be loaded from here"):
+    with pytest.raises(ModelError, match=r"is no model folder: it has no config\.json \(it is empty\)"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ModelError, match=r"no tokenizer could be loaded from here: .*neither tokenizer\.json"):
         load_tokenizer(str(tmp_path))
     with pytest.raises(ModelError, match="no tokenizer could be loaded from here"):
         load_tokenizer("nobody-at-all/no-such-model")

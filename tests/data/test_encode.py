@@ -134,12 +134,9 @@ def test_a_seam_that_does_not_hold_is_noticed(stories: PreTrainedTokenizerBase) 
     assert not encoder.seam_holds(text("ab", "cd"), spaced, wrong)
 
 
-@pytest.mark.parametrize("pad", [None, "</s>"])
-def test_any_id_pads(pad: str | None) -> None:
-    encoder = make_encoder(byte_tokenizer(pad=pad), "auto")
-    assert encoder.pad_id == encoder.eos_id
-
-
-def test_without_eos_nothing_can_end() -> None:
+def test_only_an_eos_is_asked_of_a_tokenizer() -> None:
     with pytest.raises(DataError, match="see load_tokenizer"):
         make_encoder(byte_tokenizer(eos=None, bos="<s>"), "auto")
+    for pad in (None, "</s>"):
+        encoder = make_encoder(byte_tokenizer(pad=pad), "auto")
+        assert encoder.pad_id == encoder.eos_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from rlhf.config.sections import LoraConfig, PolicyConfig
+from rlhf.data.chat import pad_id
 from rlhf.errors import ModelError
 from rlhf.models.backbone import (
     add_lora,
     aligned,
+    check_vocabulary,
     context_length,
-    fit_vocabulary,
     freeze,
     load_adapter,
     load_causal_lm,
@@ -87,13 +89,18 @@ def test_the_folders_own_generation_settings_are_dropped(tmp_path: Path) -> None
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"no model folder .*nowhere"):
+    with pytest.raises(ModelError, match=r"no such file or folder: .*nowhere"):
         load_causal_lm(str(tmp_path / "nowhere"))
 
 
-def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=tmp_path.name):
+def test_a_folder_without_a_model_says_what_it_holds(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=rf"{tmp_path.name} is no model folder: .*config\.json \(it is empty\)"):
         load_causal_lm(str(tmp_path))
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(ModelError, match=r"it holds notes\.txt"):
+        load_causal_lm(str(tmp_path))
+    with pytest.raises(ModelError, match=r"notes\.txt is a file: give the model's folder"):
+        load_causal_lm(str(tmp_path / "notes.txt"))
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing", "noise"])
@@ -114,25 +121,43 @@ def test_a_damaged_config_is_a_model_error(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_of_another_model_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"30 tokens but the model 'some/model' has 23 embeddings.*policy\.tokenizer"):
-        fit_vocabulary(tiny(), tokenizer(30), "some/model")
+    told = r"30 tokens \(the last is 't29', id 29\) but the model 'some/model' has 23 embeddings.*policy\.tokenizer"
+    with pytest.raises(ModelError, match=told):
+        check_vocabulary(tiny(), tokenizer(30), "some/model")
 
 
 def test_a_smaller_tokenizer_is_fine() -> None:
     model = tiny()
-    fit_vocabulary(model, tokenizer(VOCAB - 4), "some/model")
+    check_vocabulary(model, tokenizer(VOCAB - 4), "some/model")
     assert model.get_input_embeddings().weight.shape[0] == VOCAB
 
 
-def test_an_added_pad_token_gets_a_row_and_changes_nothing_else() -> None:
-    model, ours = tiny(), tokenizer()
-    before = model.get_input_embeddings().weight.detach().clone()
-    ours.add_special_tokens({"pad_token": "[PAD]"})
-    ours.rlhf_added_tokens = 1
-    fit_vocabulary(model, ours, "some/model")
-    after = model.get_input_embeddings().weight
-    assert after.shape[0] == VOCAB + 1
-    assert torch.equal(after[:VOCAB], before)
+def test_a_pad_token_behind_the_vocabulary_needs_no_embedding() -> None:
+    model, padding = tiny(), tokenizer()
+    padding.add_special_tokens({"pad_token": "[PAD]"})
+    assert len(padding) == VOCAB + 1
+    check_vocabulary(model, padding, "some/model")
+    assert model.get_input_embeddings().weight.shape[0] == VOCAB
+    assert pad_id(padding) == EOS
+
+
+def test_every_row_of_the_embedding_learns_even_where_the_pad_token_is_the_eos(tmp_path: Path) -> None:
+    path = saved(tiny(pad_token_id=EOS), tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(path).get_input_embeddings().padding_idx == EOS
+    model = load_causal_lm(path, dtype="float64")
+    ids = torch.tensor([[1, EOS, 5, 7]])
+    model(ids).logits[:, -1].sum().backward()
+    gradient = model.get_input_embeddings().weight.grad
+    assert gradient is not None
+    assert gradient[EOS].abs().max() > 0
+
+
+@pytest.mark.parametrize("pad", [-1, VOCAB])
+def test_a_pad_token_without_an_embedding_is_no_obstacle(pad: int, tmp_path: Path) -> None:
+    path = Path(saved(tiny(), tmp_path))
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(settings | {"pad_token_id": pad}))
+    assert torch.equal(logprobs(load_causal_lm(str(path), dtype="float64").eval()), logprobs(aligned(tiny())))
 
 
 def test_freeze_stops_every_gradient() -> None:
@@ -193,20 +218,6 @@ def test_a_damaged_adapter_is_a_model_error(tmp_path: Path) -> None:
     (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"not weights")
     with pytest.raises(ModelError, match="adapter"):
         load_causal_lm(str(tmp_path / "adapter"))
-
-
-def test_an_adapter_over_a_policy_with_an_added_pad_token_round_trips(tmp_path: Path) -> None:
-    path = saved(tiny(), tmp_path / "base")
-    ours = tokenizer()
-    ours.add_special_tokens({"pad_token": "[PAD]"})
-    ours.rlhf_added_tokens = 1
-    config = PolicyConfig(model=path, dtype="float64", lora=LoraConfig(r=2, alpha=4.0))
-    model = nudged(load_policy(config, path, ours)).eval()
-    expected = logprobs(model)
-    save_model(model, ours, tmp_path / "adapter")
-    merged = load_causal_lm(str(tmp_path / "adapter"), dtype="float64").eval()
-    assert merged.get_input_embeddings().weight.shape[0] == VOCAB + 1
-    torch.testing.assert_close(logprobs(merged), expected, rtol=0, atol=1e-6)
 
 
 def test_a_lora_policy_with_checkpointing_has_a_gradient(tmp_path: Path) -> None:

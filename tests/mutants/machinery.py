@@ -6,6 +6,46 @@ from mutant import Mutant
 
 MACHINERY = [
     Mutant(
+        name="eos-that-pads-never-learns",
+        file="rlhf/models/backbone.py",
+        before="embedding.padding_idx = None",
+        after="embedding.padding_idx = embedding.padding_idx",
+        why="where the pad token is the EOS, the EOS in a text gets no gradient",
+        tests=("tests/models/test_backbone.py",),
+    ),
+    Mutant(
+        name="classifier-pads-with-eos",
+        file="rlhf/models/export.py",
+        before="if isinstance(pad, int) and pad < rows and pad != tokenizer.eos_token_id:",
+        after="if isinstance(pad, int) and pad < rows:",
+        why="transformers reads an exported reward model one token before the EOS",
+        tests=("tests/models/test_export.py",),
+    ),
+    Mutant(
+        name="export-forgets-dropout",
+        file="rlhf/models/export.py",
+        before="whole = {**origin.config, **changes}",
+        after="whole = {**origin.config, **changes, **{k: 0.0 for k in origin.config if 'drop' in k}}",
+        why="the exported config.json is not the one that was loaded",
+        tests=("tests/models/test_export.py",),
+    ),
+    Mutant(
+        name="export-in-float32",
+        file="rlhf/models/export.py",
+        before="    if dtype is None or not weight.is_floating_point():",
+        after="    if dtype in (None, 'auto') or not weight.is_floating_point():",
+        why="a bfloat16 checkpoint is exported at twice its size",
+        tests=("tests/models/test_export.py",),
+    ),
+    Mutant(
+        name="critic-of-another-vocabulary",
+        file="rlhf/build/models.py",
+        before="    if shares_vocabulary(tokenizer, load_tokenizer(folder, trust_remote_code=trust)):",
+        after="    if folder:",
+        why="critic.init=auto takes a reward model that reads other texts in the same ids",
+        tests=("tests/build/test_published_runs.py",),
+    ),
+    Mutant(
         name="logprobs-off-by-one",
         file="rlhf/models/logprobs.py",
         before="lambda hidden: hidden[:, -length - 1 : -1][self.mask]",

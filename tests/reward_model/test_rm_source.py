@@ -16,7 +16,8 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from reward_model.source import RewardModelSource, last_tokens, same_ids
+from reward_model.source import RewardModelSource, last_tokens
+from rlhf.data.chat import shares_vocabulary
 from rlhf.errors import ModelError, RewardError
 from rlhf.models.scalar_head import ScalarHeadModel, sequence_scores
 from rlhf.types import Completions, concat
@@ -68,12 +69,12 @@ def test_the_model_is_frozen(tmp_path: Path) -> None:
 def test_tokenizers_agree_up_to_a_pad_token_of_the_policys(tmp_path: Path) -> None:
     grown = tokenizer()
     grown.add_special_tokens({"pad_token": "[PAD]"})
-    assert same_ids(grown, tokenizer())
+    assert shares_vocabulary(grown, tokenizer())
     grown.add_tokens(["<tool>"])
-    assert not same_ids(grown, tokenizer())
-    assert not same_ids(other_tokenizer(), tokenizer())
-    assert not same_ids(tokenizer(24), tokenizer(23))
-    assert same_ids(tokenizer(23), tokenizer(24))
+    assert not shares_vocabulary(grown, tokenizer())
+    assert not shares_vocabulary(other_tokenizer(), tokenizer())
+    assert not shares_vocabulary(tokenizer(24), tokenizer(23))
+    assert shares_vocabulary(tokenizer(23), tokenizer(24))
 
 
 def test_a_pad_token_the_reward_model_has_no_row_for_is_never_looked_up(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ from rlhf.evaluation.suites.settings import Writing
 from rlhf.models.backbone import (
     CausalLM,
     autocast,
+    check_vocabulary,
     context_length,
     eos_ids,
-    fit_vocabulary,
     freeze,
     load_causal_lm,
     load_model_config,
@@ -171,7 +171,7 @@ def load_subject(
     if encoder is None:
         encoder = make_encoder(load_tokenizer(folder, trust_remote_code=trust_remote_code), chat_template)
     model = load_causal_lm(folder, dtype=dtype, trust_remote_code=trust_remote_code)
-    fit_vocabulary(model, encoder.tokenizer, folder)
+    check_vocabulary(model, encoder.tokenizer, folder)
     model = place(freeze(model), device)
     sampler = _sampler(model, encoder, sampling, dtype, device)
     return Subject(path, model, encoder, sampler, sampling, dtype, device, rows_per_pass)

@@ -1,0 +1,245 @@
+"""Write a model as it was published, but for its weights: the same files, names, shapes and dtypes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf.models.origin import CONFIG, GENERATION, INDEX, Origin, rounding_share
+
+ExportDtype = Literal["auto", "float32", "bfloat16", "float16"]
+TOKENIZER_CONFIG = "tokenizer_config.json"
+_SPECIAL_MAP = "special_tokens_map.json"
+_NEVER_IN_UTF8 = ("À", "Á", *(chr(code) for code in range(0xF5, 0x100)))  # bytes, as byte-level vocabularies show them
+
+
+@dataclass(frozen=True)
+class ClassifierPad:
+    """What an exported classifier takes for padding; `token` is its name, None where no token may have that role."""
+
+    number: int
+    token: str | None
+
+
+def export_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    origin: Origin,
+    dtype: ExportDtype | None = "auto",
+    state: Mapping[str, Tensor] | None = None,
+) -> float:
+    """Write a model folder that equals the origin's but for the weights.
+
+    Args:
+        model: a causal LM, or a classifier with one label.
+        tokenizer: serialized where the origin has no files of it.
+        folder: where to.
+        origin: what the model was loaded from.
+        dtype: auto: each weight in its origin's; None: as it is in memory, for checkpoints.
+        state: the whole weights, where this process has only a part of them.
+
+    Returns:
+        The share of what training changed that is lost to the dtype; see `rounding_share`.
+    """
+    trained = dict(model.state_dict() if state is None else state)
+    written = _cast(trained, origin, dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    if _same_names(model, written, origin):
+        _write_weights(written, origin, folder)
+    else:
+        model.save_pretrained(folder, state_dict=dict(written))  # which empties it
+    is_classifier = _is_classifier(model)
+    _write_config(model, origin, folder, dtype=None if dtype == "auto" and origin.files else _main_dtype(written))
+    if origin.files or is_classifier:
+        (folder / GENERATION).unlink(missing_ok=True)
+    for name, content in origin.files.items():
+        if name not in (CONFIG, INDEX) and not (is_classifier and name == GENERATION):
+            (folder / name).write_bytes(content)
+    write_tokenizer(tokenizer, folder, origin)
+    if is_classifier:
+        _name_pad(folder, tokenizer, classifier_padding(model, tokenizer))
+    return rounding_share(origin, trained, written) if dtype is not None else 0.0
+
+
+def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, origin: Origin) -> None:
+    """Repeat the tokenizer's files byte for byte; serialize it where there are none."""
+    if not origin.tokenizer_files:
+        tokenizer.save_pretrained(folder)
+    for name, content in origin.tokenizer_files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def classifier_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> ClassifierPad:
+    """Choose the pad token of a classifier's folder: one that no text ends with.
+
+    transformers reads a classifier at the rightmost token that is not `config.pad_token_id`. Our texts end with EOS,
+    so that a pad token that is the EOS would have it read one token early.
+    """
+    rows = _rows(model)
+    pad = tokenizer.pad_token_id
+    if isinstance(pad, int) and pad < rows and pad != tokenizer.eos_token_id:
+        return ClassifierPad(pad, tokenizer.pad_token)
+    token = _spare_special_token(tokenizer, rows)
+    if token is not None:
+        return ClassifierPad(tokenizer.get_vocab()[token], token)
+    return ClassifierPad(_spare_id(tokenizer, rows), None)
+
+
+def _spare_special_token(tokenizer: PreTrainedTokenizerBase, rows: int) -> str | None:
+    """Find a special token that the tokenizer has already and no text holds; naming another would change its work."""
+    taken = {tokenizer.eos_token_id, tokenizer.bos_token_id}
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else str(tokenizer.chat_template)
+    spare = [
+        entry.content
+        for number, entry in sorted(tokenizer.added_tokens_decoder.items())
+        if entry.special and number < rows and number not in taken and entry.content not in template
+    ]
+    preferred = [name for word in ("pad", "reserved", "unused") for name in spare if word in name.lower()]
+    unknown = [name for name in spare if name == tokenizer.unk_token]
+    return next(iter((*preferred, *unknown, *spare)), None)
+
+
+def _spare_id(tokenizer: PreTrainedTokenizerBase, rows: int) -> int:
+    """Find an id that text never ends with: one without a token, or a byte that UTF-8 never has."""
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    numbers = set(vocabulary.values())
+    unwritten: tuple[int, ...] = (
+        rows - 1,
+        *(vocabulary[byte] for byte in _NEVER_IN_UTF8 if byte in vocabulary),
+        *range(rows),
+    )
+    taken = (tokenizer.eos_token_id, tokenizer.bos_token_id)
+    return next(n for n in unwritten if n not in taken and (n != rows - 1 or n not in numbers))
+
+
+def _name_pad(folder: Path, tokenizer: PreTrainedTokenizerBase, pad: ClassifierPad) -> None:
+    """Give the tokenizer in `folder` the classifier's pad token, or none, so that padding it by hand is refused."""
+    if pad.number == tokenizer.pad_token_id or (pad.token is None and tokenizer.pad_token is None):
+        return
+    for name in (TOKENIZER_CONFIG, _SPECIAL_MAP):
+        path = folder / name
+        if path.is_file():
+            settings = json.loads(path.read_text(encoding="utf-8"))
+            settings.pop("pad_token", None)
+            path.write_text(_json(settings | ({"pad_token": pad.token} if pad.token else {})), encoding="utf-8")
+
+
+def _cast(trained: Mapping[str, Tensor], origin: Origin, dtype: ExportDtype | None) -> dict[str, Tensor]:
+    """Convert the weights; those that share memory still do, by which transformers knows that they are tied."""
+    converted: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = {}
+    written = {}
+    for name, weight in trained.items():
+        wanted = _dtype(name, weight, origin, dtype)
+        key = (weight.data_ptr(), tuple(weight.shape), wanted)
+        if key not in converted or not weight.numel():
+            converted[key] = weight.detach().to(wanted)
+        written[name] = converted[key]
+    return written
+
+
+def _dtype(name: str, weight: Tensor, origin: Origin, dtype: ExportDtype | None) -> torch.dtype:
+    if dtype is None or not weight.is_floating_point():
+        return weight.dtype
+    if dtype != "auto":
+        chosen = getattr(torch, dtype)
+        assert isinstance(chosen, torch.dtype)
+        return chosen
+    if name.startswith("score."):  # a reward model's new head: small, and its scores are read to more than 8 bits
+        return origin.tensors[name].dtype if name in origin.tensors else torch.float32
+    stored = origin.tensors.get(name)
+    if stored is None:
+        return origin.dtype
+    return stored.dtype if stored.dtype.is_floating_point and stored.dtype.itemsize > 1 else origin.dtype
+
+
+def _same_names(model: PreTrainedModel, written: Mapping[str, Tensor], origin: Origin) -> bool:
+    """Tell whether the origin's files list just the model's weights, those left out that are tied to one of them."""
+    stored = origin.tensors
+    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    left_out = written.keys() - stored.keys()
+    return (
+        bool(stored)
+        and all(name in written and written[name].shape == tensor.shape for name, tensor in stored.items())
+        and all(tied.get(name) in stored for name in left_out)
+    )
+
+
+def _write_weights(written: Mapping[str, Tensor], origin: Origin, folder: Path) -> None:
+    size = 0
+    for file, tensors in origin.weights.items():
+        seen: set[int] = set()
+        content = {}
+        for name in tensors:
+            weight = written[name].cpu().contiguous()
+            content[name] = weight.clone() if weight.data_ptr() in seen else weight  # tied, and both stored
+            seen.add(weight.data_ptr())
+        size += sum(weight.nbytes for weight in content.values())
+        save_file(content, folder / file, metadata={"format": "pt"})
+    if INDEX in origin.files:
+        index = json.loads(origin.files[INDEX])
+        same = index.get("metadata", {}).get("total_size") == size
+        index["metadata"] = {**index.get("metadata", {}), "total_size": size}
+        (folder / INDEX).write_bytes(origin.files[INDEX] if same else _json(index).encode())
+
+
+def _write_config(model: PreTrainedModel, origin: Origin, folder: Path, *, dtype: torch.dtype | None) -> None:
+    changes: dict[str, Any] = {}
+    if dtype is not None:
+        key = "torch_dtype" if "torch_dtype" in origin.config else "dtype"
+        changes[key] = str(dtype).removeprefix("torch.")
+    if CONFIG not in origin.files:
+        changes["architectures"] = [type(model).__name__]
+    if _is_classifier(model):
+        changes |= _classifier_settings(model)
+    whole = {**origin.config, **changes}
+    if CONFIG in origin.files and whole == origin.config:
+        (folder / CONFIG).write_bytes(origin.files[CONFIG])
+    else:
+        (folder / CONFIG).write_text(_json(whole), encoding="utf-8")
+
+
+def _classifier_settings(model: PreTrainedModel) -> dict[str, Any]:
+    config = model.config
+    calibration = {name: getattr(config, name) for name in ("score_mean", "score_std") if hasattr(config, name)}
+    labels = {str(number): str(name) for number, name in (config.id2label or {}).items()}
+    return {
+        "architectures": [type(model).__name__],
+        "id2label": labels,
+        "label2id": {name: int(number) for number, name in labels.items()},
+        "pad_token_id": config.pad_token_id,
+        **calibration,
+    }
+
+
+def _is_classifier(model: PreTrainedModel) -> bool:
+    return "SequenceClassification" in type(model).__name__
+
+
+def _main_dtype(written: Mapping[str, Tensor]) -> torch.dtype:
+    """The dtype of most weights."""
+    sizes: dict[torch.dtype, int] = {}
+    for weight in written.values():
+        if weight.is_floating_point():
+            sizes[weight.dtype] = sizes.get(weight.dtype, 0) + weight.numel()
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def _rows(model: PreTrainedModel) -> int:
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return int(getattr(weight, "ds_shape", weight.shape)[0])
+
+
+def _json(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"

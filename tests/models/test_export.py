@@ -1,0 +1,290 @@
+"""What is exported is what was loaded but for the weights, and the weights too where nothing was trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
+from published import EOS, KINDS, Kind, files, publish, published_tokenizer, store_norms_wide, store_tied_head, write
+from safetensors.torch import load_file
+from tiny_models import VOCAB
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+)
+
+from rlhf.config.sections import LoraConfig, PolicyConfig
+from rlhf.data.chat import load_tokenizer
+from rlhf.models.backbone import add_lora, load_causal_lm, load_policy, whole_copy
+from rlhf.models.export import classifier_padding, export_model
+from rlhf.models.origin import Origin, read_origin
+from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
+
+TIED = KINDS["llama, tied, several EOS, no pad"]
+
+
+def origin_of(folder: Path) -> Origin:
+    return read_origin(str(folder), str(folder), load_tokenizer(str(folder)))
+
+
+def untrained(folder: Path, out: Path) -> Path:
+    """The folder, loaded to train and exported as it is."""
+    tokenizer = load_tokenizer(str(folder))
+    model = load_policy(PolicyConfig(model=str(folder)), str(folder), tokenizer)
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+    assert export_model(model, tokenizer, out, origin=origin_of(folder)) == 0.0
+    return out
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    return model.eval()(torch.arange(1, VOCAB)[None]).logits
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_an_untrained_export_equals_its_input_file_by_file(kind: Kind, tmp_path: Path) -> None:
+    source = publish(kind, tmp_path / "in")
+    exported = untrained(source, tmp_path / "out")
+    before, after = files(source), files(exported)
+    assert sorted(after) == sorted(before)
+    assert {name for name in before if before[name] != after[name]} == set()
+    plain, ours = (AutoModelForCausalLM.from_pretrained(path) for path in (source, exported))
+    assert ours.dtype == kind.dtype
+    assert torch.equal(logits(ours), logits(plain))
+    assert ours.config.to_diff_dict() == plain.config.to_diff_dict()
+    assert ours.generation_config.to_dict() == plain.generation_config.to_dict()
+    assert len(AutoTokenizer.from_pretrained(exported)) == len(published_tokenizer())
+
+
+@pytest.mark.parametrize("change", [store_tied_head, store_norms_wide])
+def test_the_names_and_the_dtype_of_each_weight_are_those_of_the_file(change, tmp_path: Path) -> None:
+    source = publish(TIED, tmp_path / "in")
+    change(source)
+    assert files(untrained(source, tmp_path / "out")) == files(source)
+
+
+def test_names_that_transformers_changes_while_loading_are_the_ones_it_saves(tmp_path: Path) -> None:
+    """GPT-2 was published without its prefix, and with masks that are no weights."""
+    source = publish(KINDS["gpt2, dropout, pad is EOS"], tmp_path / "in")
+    weights = load_file(source / "model.safetensors")
+    torch.save({k.removeprefix("transformer."): w for k, w in weights.items()}, source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+    exported = untrained(source, tmp_path / "out")
+    after = load_file(exported / "model.safetensors")
+    assert after.keys() == weights.keys()
+    assert all(torch.equal(after[name], weights[name]) for name in weights)
+    same = files(source).keys() - {"pytorch_model.bin"}
+    assert files(exported).keys() - {"model.safetensors"} == same
+    assert all(files(exported)[name] == files(source)[name] for name in same)
+    assert isinstance(AutoModelForCausalLM.from_pretrained(exported), GPT2LMHeadModel)
+
+
+@pytest.mark.parametrize("asked", ["float32", "bfloat16", "float16"])
+def test_another_dtype_is_written_and_said(asked: str, tmp_path: Path) -> None:
+    source = publish(TIED, tmp_path / "in")
+    tokenizer = load_tokenizer(str(source))
+    model = load_causal_lm(str(source))
+    export_model(model, tokenizer, tmp_path / "out", origin=origin_of(source), dtype=asked)
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {getattr(torch, asked)}
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert settings == json.loads((source / "config.json").read_text()) | {"dtype": asked}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == getattr(torch, asked)
+
+
+def test_an_older_name_of_the_dtype_is_kept(tmp_path: Path) -> None:
+    source = publish(TIED, tmp_path / "in")
+    settings = json.loads((source / "config.json").read_text())
+    del settings["dtype"]
+    write(source / "config.json", settings | {"torch_dtype": "bfloat16"})
+    tokenizer = load_tokenizer(str(source))
+    export_model(load_causal_lm(str(source)), tokenizer, tmp_path / "out", origin=origin_of(source), dtype="float32")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == settings | {"torch_dtype": "float32"}
+
+
+def test_what_rounding_takes_away_is_known(tmp_path: Path) -> None:
+    source = publish(TIED, tmp_path / "in")
+    tokenizer, origin = load_tokenizer(str(source)), origin_of(source)
+    model = load_causal_lm(str(source))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1 + 2**-12)  # a sixteenth of a bfloat16 step
+    assert export_model(model, tokenizer, tmp_path / "auto", origin=origin) == pytest.approx(1.0)
+    assert export_model(model, tokenizer, tmp_path / "wide", origin=origin, dtype="float32") == 0.0
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(2.0)
+    assert 0 < export_model(model, tokenizer, tmp_path / "much", origin=origin) < 0.01
+
+
+def test_an_untrained_adapter_merges_to_its_base(tmp_path: Path) -> None:
+    source = publish(TIED, tmp_path / "in")
+    model = add_lora(load_causal_lm(str(source)), LoraConfig(r=2))
+    export_model(whole_copy(model, None), load_tokenizer(str(source)), tmp_path / "out", origin=origin_of(source))
+    assert files(tmp_path / "out") == files(source)
+
+
+def test_the_origin_of_an_adapter_is_its_base(tmp_path: Path) -> None:
+    source = publish(TIED, tmp_path / "in")
+    add_lora(load_causal_lm(str(source)), LoraConfig(r=2)).save_pretrained(tmp_path / "adapter")
+    assert origin_of(tmp_path / "adapter") == origin_of(source)
+    assert load_tokenizer(str(tmp_path / "adapter")).get_vocab() == published_tokenizer().get_vocab()
+
+
+def test_an_export_does_not_need_its_source_any_more(tmp_path: Path) -> None:
+    source = publish(TIED, tmp_path / "in")
+    expected, origin, tokenizer = files(source), origin_of(source), load_tokenizer(str(source))
+    model = load_causal_lm(str(source))
+    source.rename(tmp_path / "gone")
+    assert export_model(model, tokenizer, tmp_path / "out", origin=origin) == 0.0
+    assert files(tmp_path / "out") == expected
+
+
+# Reward models
+
+
+def scores(folder: Path, rows: list[list[int]], pad: int | None = None) -> torch.Tensor:
+    """What plain transformers says of the rows: together, padded with `pad`, or one by one."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        if pad is None:
+            return torch.cat([model(torch.tensor([row])).logits for row in rows]).flatten()
+        width = max(map(len, rows))
+        ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows])
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+        return model(ids, attention_mask=mask).logits.flatten()
+
+
+@torch.no_grad()
+def last_scores(reward: ScalarHeadModel, rows: list[list[int]]) -> torch.Tensor:
+    """What we say of the rows: the score at the last token of each."""
+    states = [reward.classifier.base_model(torch.tensor([row])).last_hidden_state for row in rows]
+    return torch.stack([reward.score_hidden(state)[0, -1] for state in states])
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_plain_transformers_reads_an_exported_reward_model_where_we_do(kind: Kind, tmp_path: Path) -> None:
+    source = publish(kind, tmp_path / "in")
+    tokenizer = load_tokenizer(str(source))
+    reward = load_scalar_head(str(source), tokenizer, new_head="normal").eval()
+    export_model(reward.classifier, tokenizer, tmp_path / "out", origin=origin_of(source), dtype="float32")
+    rows = [[1, 5, 6, 7, EOS], [1, 9, EOS], [1, 8, 8, 4]]  # the last was cut off
+    expected = last_scores(reward, rows)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs.pad_token_id not in (None, EOS)
+    assert theirs.get_vocab() == tokenizer.get_vocab()
+    for pad in (None, theirs.pad_token_id):
+        torch.testing.assert_close(scores(tmp_path / "out", rows, pad), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_tokenizer_without_a_spare_special_token_names_no_pad(tmp_path: Path) -> None:
+    """GPT-2 has one special token, its EOS: naming a word as pad token would change how texts are cut into tokens."""
+    source = publish(Kind("gpt2", torch.float32, pad="</s>"), tmp_path / "in")
+    settings = json.loads((source / "tokenizer.json").read_text())
+    settings["added_tokens"] = [token for token in settings["added_tokens"] if token["content"] == "</s>"]
+    write(source / "tokenizer.json", settings)
+    named = json.loads((source / "tokenizer_config.json").read_text())
+    write(
+        source / "tokenizer_config.json",
+        {"tokenizer_class": named["tokenizer_class"], "eos_token": "</s>", "pad_token": "</s>"},
+    )
+    tokenizer = load_tokenizer(str(source))
+    reward = load_scalar_head(str(source), tokenizer, new_head="normal").eval()
+    pad = classifier_padding(reward.classifier, tokenizer)
+    assert pad.token is None
+    assert pad.number != EOS
+    export_model(reward.classifier, tokenizer, tmp_path / "out", origin=origin_of(source))
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs.pad_token is None
+    with pytest.raises(ValueError, match="padding token"):
+        theirs(["t5 </s>", "t5 t6 </s>"], padding=True)
+    rows = [[5, 6, EOS], [7, EOS]]
+    torch.testing.assert_close(scores(tmp_path / "out", rows), last_scores(reward, rows))
+
+
+def test_an_exported_reward_model_is_its_origin_with_a_head(tmp_path: Path) -> None:
+    source = publish(KINDS["gpt2, dropout, pad is EOS"], tmp_path / "in")
+    tokenizer = load_tokenizer(str(source))
+    reward = load_scalar_head(str(source), tokenizer, new_head="normal")
+    reward.calibrate(1.5, 0.25)
+    export_model(reward.classifier, tokenizer, tmp_path / "out", origin=origin_of(source))
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "out"))
+    changed = {
+        "architectures": ["GPT2ForSequenceClassification"],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+        "pad_token_id": 0,
+        "score_mean": 1.5,
+        "score_std": 0.25,
+    }
+    assert after == before | changed
+    assert after["resid_pdrop"] == 0.1
+    assert "generation_config.json" not in files(tmp_path / "out")
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(weights["score.weight"], reward.head.weight)
+    again = load_scalar_head(str(tmp_path / "out"), tokenizer, new_head=None)
+    assert again.calibration == (1.5, 0.25)
+    export_model(
+        again.classifier, load_tokenizer(str(tmp_path / "out")), tmp_path / "again", origin=origin_of(tmp_path / "out")
+    )
+    assert files(tmp_path / "again") == files(tmp_path / "out")
+
+
+def test_a_head_stays_in_float32_over_a_bfloat16_backbone(tmp_path: Path) -> None:
+    source = publish(TIED, tmp_path / "in")
+    tokenizer = load_tokenizer(str(source))
+    reward = load_scalar_head(str(source), tokenizer, new_head="normal")
+    export_model(reward.classifier, tokenizer, tmp_path / "out", origin=origin_of(source))
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: w.dtype for name, w in weights.items() if w.dtype != torch.bfloat16} == {
+        "score.weight": torch.float32
+    }
+    assert torch.equal(weights["score.weight"], reward.head.weight)
+
+
+# Adapters
+
+
+def test_reward_model_and_critic_start_from_an_adapters_folder(tmp_path: Path) -> None:
+    source = publish(KINDS["llama, untied, shards"], tmp_path / "in")
+    model = add_lora(load_causal_lm(str(source)), LoraConfig(r=2))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.add_(0.1)
+    model.save_pretrained(tmp_path / "adapter")
+    merged = whole_copy(model, None).base_model.state_dict()
+    tokenizer = load_tokenizer(str(source))
+    critic = load_scalar_head(str(tmp_path / "adapter"), tokenizer, new_head="zero")
+    theirs = critic.classifier.base_model.state_dict()
+    assert theirs.keys() == merged.keys()
+    assert all(torch.equal(theirs[name], merged[name]) for name in merged)
+    plain = load_scalar_head(str(source), tokenizer, new_head="zero").classifier.base_model.state_dict()
+    assert not all(torch.equal(theirs[name], plain[name]) for name in merged)
+    assert critic.head.weight.abs().max() == 0
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_an_adapter_over_a_classifier_is_a_reward_model(tmp_path: Path) -> None:
+    source = publish(TIED, tmp_path / "in")
+    classifier = AutoModelForSequenceClassification.from_pretrained(source, num_labels=1, dtype=torch.float32)
+    adapted = get_peft_model(classifier, PeftConfig(task_type="SEQ_CLS", r=2, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_B" in name:
+                weight.add_(0.1)
+    adapted.save_pretrained(tmp_path / "adapter")
+    reward = load_scalar_head(str(tmp_path / "adapter"), load_tokenizer(str(source)), new_head=None).eval()
+    ids = torch.tensor([[1, 5, 6, 7]])
+    with torch.no_grad():
+        expected = adapted.eval().base_model.model.model(ids).last_hidden_state
+        expected = adapted.base_model.model.score(expected)[0, :, 0]
+        found = reward.score_hidden(reward.classifier.base_model(ids).last_hidden_state)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,183 @@
+"""A GGUF file is accepted wherever a model or a tokenizer is; what comes back is an ordinary model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from published import files
+from safetensors.torch import load_file
+from tiny_models import tiny
+from tokenizers.pre_tokenizers import ByteLevel
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from rlhf.config.sections import LoraConfig, PolicyConfig
+from rlhf.data.chat import load_tokenizer
+from rlhf.errors import ModelError
+from rlhf.models.backbone import add_lora, load_causal_lm, load_policy, whole_copy
+from rlhf.models.export import export_model
+from rlhf.models.origin import read_origin
+from rlhf.models.scalar_head import load_scalar_head
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}<end>{% endfor %}"
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def byte_model() -> PreTrainedModel:
+    return tiny(vocab=259, dtype=torch.float32, tie_word_embeddings=True, head_dim=8, num_key_value_heads=2).eval()
+
+
+def gguf_name(name: str) -> str:
+    if not name.startswith("model.layers."):
+        return {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}[name]
+    _, _, layer, rest = name.split(".", 3)
+    return f"blk.{layer}.{NAMES[rest.removesuffix('.weight')]}.weight"
+
+
+def interleaved(weight: Tensor, heads: int) -> Tensor:
+    """The rows of a query or key projection as llama.cpp orders them."""
+    return weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1).transpose(1, 2).reshape(weight.shape)
+
+
+def write_gguf(path: Path) -> Path:
+    """A Llama of two layers over bytes, pad token its EOS, in float32."""
+    model, config = byte_model(), byte_model().config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["<s>", "<end>", *sorted(ByteLevel.alphabet()), "th"])
+    writer.add_token_types([gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.NORMAL] * 257)
+    writer.add_token_merges(["t h"])
+    for add, number in ((writer.add_bos_token_id, 0), (writer.add_eos_token_id, 1), (writer.add_pad_token_id, 1)):
+        add(number)
+    writer.add_chat_template(TEMPLATE)
+    for name, weight in model.state_dict().items():
+        if name != "lm_head.weight":
+            stored = interleaved(weight, 2) if "q_proj" in name or "k_proj" in name else weight
+            writer.add_tensor(gguf_name(name), stored.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module) -> Tensor:
+    return model.eval()(torch.arange(2, 40)[None]).logits
+
+
+def test_a_file_is_an_ordinary_model(file: Path) -> None:
+    model = load_causal_lm(str(file))
+    assert torch.equal(logits(model), logits(byte_model()))
+    assert not hasattr(model.config, "quantization_config")
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+    model(torch.arange(2, 9)[None]).logits.logsumexp(-1).sum().backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+def test_its_tokenizer_and_template_come_with_it(file: Path) -> None:
+    tokenizer = load_tokenizer(str(file))
+    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.chat_template) == ("<end>", "<end>", TEMPLATE)
+    assert tokenizer.decode(tokenizer("Hé", add_special_tokens=False)["input_ids"]) == "Hé"
+
+
+def test_a_folder_with_one_file_will_do_and_with_several_will_not(file: Path, tmp_path: Path) -> None:
+    assert torch.equal(logits(load_causal_lm(str(file.parent))), logits(byte_model()))
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ModelError, match=r"holds 2 \.gguf files \(a\.gguf, b\.gguf\): name one of them"):
+        load_causal_lm(str(tmp_path))
+
+
+def test_the_export_is_an_ordinary_folder_in_bfloat16(file: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(file))
+    model = load_policy(PolicyConfig(model=str(file)), str(file), tokenizer)
+    export_model(model, tokenizer, tmp_path, origin=read_origin(str(file), str(file), tokenizer))
+    stored = load_file(tmp_path / "model.safetensors")
+    expected = byte_model().state_dict()
+    assert stored.keys() == expected.keys() - {"lm_head.weight"}  # tied: stored once
+    assert all(torch.equal(stored[name], expected[name].bfloat16()) for name in stored)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    assert settings["dtype"] == "bfloat16"
+    assert settings["architectures"] == ["LlamaForCausalLM"]
+    assert "quantization_config" not in settings
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    rounded = byte_model()
+    rounded.load_state_dict({name: weight.bfloat16() for name, weight in expected.items()})
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)), logits(rounded))
+    assert (plain.generation_config.eos_token_id, plain.generation_config.pad_token_id) == (1, 1)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert (theirs.get_vocab(), theirs.chat_template) == (tokenizer.get_vocab(), TEMPLATE)
+
+
+def test_reward_models_and_adapters_start_from_it(file: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(file))
+    critic = load_scalar_head(str(file), tokenizer, new_head="zero")
+    ours, theirs = critic.classifier.base_model.state_dict(), byte_model().base_model.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    with pytest.raises(ModelError, match="not a reward model"):
+        load_scalar_head(str(file), tokenizer, new_head=None)
+    adapted = add_lora(load_causal_lm(str(file)), LoraConfig(r=2))
+    assert torch.equal(logits(whole_copy(adapted, None)), logits(byte_model()))
+
+
+def test_a_file_that_is_no_gguf_is_a_plain_error(tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"not a model")
+    with pytest.raises(ModelError, match=r"x\.gguf"):
+        load_causal_lm(str(tmp_path / "x.gguf"))
+    with pytest.raises(ModelError, match=r"x\.gguf"):
+        load_tokenizer(str(tmp_path / "x.gguf"))
+    with pytest.raises(ModelError, match="no such file or folder"):
+        load_causal_lm("nothing.gguf")
+
+
+def test_without_its_package_the_cure_is_told(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else there(name))
+    for load in (load_causal_lm, load_tokenizer):
+        with pytest.raises(ModelError, match=r"needs the package gguf: python -m pip install gguf"):
+            load(str(file))
+
+
+@pytest.mark.slow
+def test_smollm2_is_exported_as_it_was_loaded(shared: Path, tmp_path: Path) -> None:
+    folder = str(shared / "models" / "smollm2-135m-instruct")
+    tokenizer = load_tokenizer(folder)
+    assert (tokenizer.eos_token, tokenizer.pad_token, len(tokenizer)) == ("<|im_end|>", "<|im_end|>", 49152)
+    model = load_causal_lm(folder)
+    export_model(model, tokenizer, tmp_path / "one", origin=read_origin(folder, folder, tokenizer))
+    again = load_causal_lm(str(tmp_path / "one"))
+    one = str(tmp_path / "one")
+    export_model(again, tokenizer, tmp_path / "two", origin=read_origin(one, one, tokenizer))
+    assert files(tmp_path / "two") == files(tmp_path / "one")
