@@ -128,7 +128,9 @@ class Tokens:
     first: tuple[str, ...] = ()  # special tokens before the vocabulary of texts, in the order of their ids
     last: tuple[str, ...] = ()  # and after it
     adds_bos: bool = False  # a BOS is put before every text
-    pieces: Literal["bytes", "llama", "gemma"] = "bytes"  # byte-level BPE, or SentencePiece with or without a first space
+    pieces: Literal["bytes", "llama", "gemma"] = (
+        "bytes"  # byte-level BPE, or SentencePiece with or without a first space
+    )
     tokenizer_class: str = "PreTrainedTokenizerFast"
     spare_rows: int = 0  # embeddings beyond the tokenizer's tokens
 
@@ -186,9 +188,7 @@ def rope(theta: float, rope_type: str = DEFAULT_ROPE, **scaling: Any) -> dict[st
     return {"rope_theta": theta, "rope_type": rope_type, **scaling}
 
 
-PADDED_WINDOW = "sliding_window"
-NO_LAYERS = "not written out"
-NO_DECODER = "not written out"
+NOT_YET = "its layers are not written out"
 
 FAMILIES = (
     Family(
@@ -207,7 +207,7 @@ FAMILIES = (
         ends=("<|endoftext|>",),
         pads_with="<|endoftext|>",
         dtype="float32",
-        fast=FastWays(written_out=NO_LAYERS, lean_decoder=NO_DECODER),
+        fast=FastWays(written_out=NOT_YET, lean_decoder=NOT_YET),
         notes="learned positions, tied head, dropout 0.1 in its files; no pad token, BOS is EOS",
     ),
     Family(
@@ -301,7 +301,6 @@ FAMILIES = (
         ends=("</s>",),
         pads_with="</s>",
         prefix="<s>",
-        fast=FastWays(packed=PADDED_WINDOW, written_out=PADDED_WINDOW),
         notes="a window of 4,096 tokens in every layer (8 here); no pad token, no template",
     ),
     Family(
@@ -502,9 +501,9 @@ FAMILIES = (
         fast=FastWays(
             chunked="changes the logits after its head",
             packed="does not use sdpa attention",
-            written_out="does not use sdpa attention",
+            written_out="rows are padded",
             fast_sampler="attn_logit_softcapping",
-            lean_decoder="attn_logit_softcapping",
+            lean_decoder="the fast sampler is off",
         ),
         notes="soft caps on scores and logits; every other layer has a window of 4,096 tokens (8 here); no system role",
     ),
@@ -522,7 +521,7 @@ FAMILIES = (
             "tie_word_embeddings": True,
             "hidden_activation": "gelu_pytorch_tanh",
             "query_pre_attn_scalar": 16,
-            "sliding_window": 6,
+            "sliding_window": 8,
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
             "rope_parameters": {"sliding_attention": rope(10_000.0), "full_attention": rope(1_000_000.0)},
         },
@@ -547,8 +546,8 @@ FAMILIES = (
         ),
         turn_end="<end_of_turn>",
         prefix="<bos>",
-        fast=FastWays(packed=PADDED_WINDOW, written_out=PADDED_WINDOW, lean_decoder=NO_DECODER),
-        notes="five of six layers have a window of 512 tokens (6 here) and rotations of their own",
+        fast=FastWays(written_out=NOT_YET, lean_decoder=NOT_YET),
+        notes="five of six layers have a window of 512 tokens (8 here) and rotations of their own",
     ),
     Family(
         name="phi3",
@@ -577,7 +576,7 @@ FAMILIES = (
         template=PHI3,
         chat="<|user|>\nHi<|end|>\n<|assistant|>\nHello<|end|>\n<|user|>\nBye<|end|>\n<|assistant|>\n",
         turn_end="<|end|>",
-        fast=FastWays(packed=PADDED_WINDOW, written_out=PADDED_WINDOW, lean_decoder=NO_DECODER),
+        fast=FastWays(written_out=NOT_YET, lean_decoder=NOT_YET),
         notes="fused projections; a window of 2,047 tokens (8 here); the pad token is EOS, a turn ends with another",
     ),
     Family(
@@ -596,7 +595,7 @@ FAMILIES = (
             bos="<|endoftext|>",
             eos="<|im_end|>",
             pad="<|dummy_85|>",
-            last=("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|im_sep|>", "<|dummy_85|>"),
+            last=("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|im_sep|>", "<|dummy_85|>", "<|dummy_86|>"),
             tokenizer_class="GPT2Tokenizer",
             spare_rows=2,
         ),
@@ -608,7 +607,7 @@ FAMILIES = (
             "<|im_start|>user<|im_sep|>Bye<|im_end|><|im_start|>assistant<|im_sep|>"
         ),
         turn_end="<|im_end|>",
-        fast=FastWays(written_out=NO_LAYERS, lean_decoder=NO_DECODER),
+        fast=FastWays(written_out=NOT_YET, lean_decoder=NOT_YET),
         notes="fused projections; the template opens the assistant's turn by itself",
     ),
     Family(
@@ -648,7 +647,7 @@ FAMILIES = (
         reduced=True,
         chat="<|user|>Hi<|end|><|assistant|>Hello<|end|><|user|>Bye<|end|><|assistant|>",
         turn_end="<|end|>",
-        fast=FastWays(packed=PADDED_WINDOW, written_out=PADDED_WINDOW, lean_decoder=NO_DECODER),
+        fast=FastWays(written_out=NOT_YET, lean_decoder=NOT_YET),
         notes="fused projections; three quarters of a head are rotated; rotations change with the length (longrope)",
     ),
     Family(
@@ -667,11 +666,11 @@ FAMILIES = (
             spare_rows=4,
         ),
         ends=("<|endoftext|>",),
-        pads_with="<|pad|>",
+        pads_with="<|endoftext|>",
         template=OLMO2,
         chat="<|endoftext|><|user|>\nHi\n<|assistant|>\nHello<|endoftext|>\n<|user|>\nBye\n<|assistant|>\n",
         turn_end="<|endoftext|>",
-        fast=FastWays(written_out=NO_LAYERS, lean_decoder=NO_DECODER),
+        fast=FastWays(written_out=NOT_YET, lean_decoder=NOT_YET),
         notes="norms after attention and feed-forward, and of queries and keys; BOS is EOS; role marks are plain text",
     ),
     Family(
@@ -701,7 +700,7 @@ FAMILIES = (
         ends=("<|endoftext|>",),
         pads_with="<|padding|>",
         dtype="float16",
-        fast=FastWays(written_out=NO_LAYERS, lean_decoder=NO_DECODER),
+        fast=FastWays(written_out=NOT_YET, lean_decoder=NOT_YET),
         notes="attention and feed-forward in parallel; a quarter of a head is rotated; no pad token, no template",
     ),
     Family(
@@ -735,7 +734,7 @@ FAMILIES = (
         pads_with="<pad>",
         dtype="float16",
         prefix="</s>",
-        fast=FastWays(written_out=NO_LAYERS, lean_decoder=NO_DECODER),
+        fast=FastWays(written_out=NOT_YET, lean_decoder=NOT_YET),
         notes="learned positions counted from the mask; EOS is put before every text; dropout 0.1 in its files",
     ),
     Family(
@@ -766,10 +765,10 @@ FAMILIES = (
         template=FALCON,
         chat="\n\nUser: Hi\n\nAssistant: Hello\n\nUser: Bye\n\nAssistant:",
         fast=FastWays(
-            packed="cannot do without padding",
-            written_out=NO_LAYERS,
+            packed="without padding give other numbers",
+            written_out="rows are padded",
             fast_sampler="cannot be given another cache",
-            lean_decoder="cannot be given another cache",
+            lean_decoder="the fast sampler is off",
         ),
         notes="one key head for all; attention and feed-forward in parallel; the template ends no turn",
     ),

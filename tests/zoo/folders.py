@@ -69,7 +69,9 @@ def tokenizer(tokens: Tokens, ids: dict[str, int]) -> Tokenizer:
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         made.decoder = decoders.ByteLevel()
     else:
-        made = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=tokens.unk, byte_fallback=True, fuse_unk=True))
+        made = Tokenizer(
+            models.BPE(vocab=vocab, merges=merges, unk_token=tokens.unk, byte_fallback=True, fuse_unk=True)
+        )
         spaces = [normalizers.Replace(" ", "▁")]
         after = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         if tokens.pieces == "llama":

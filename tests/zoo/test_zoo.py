@@ -1,0 +1,291 @@
+"""Every family of the table, from its published form to its export: what it says is what transformers says."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from families import CONVERSATION, FAMILIES, ON, Family, FastWays
+from folders import vocabulary, write_folder
+from tiny_models import completions_of, prompts_of
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from zoo_runs import Trained, train_one_step, train_reward_model
+
+from rlhf.config.sections import SamplingConfig
+from rlhf.data.chat import load_tokenizer, pad_id
+from rlhf.data.encode import make_encoder
+from rlhf.models.backbone import body_of, eos_ids, load_causal_lm
+from rlhf.models.head import why_naive
+from rlhf.models.lean import is_lean
+from rlhf.models.logprobs import completion_outputs
+from rlhf.models.rows import why_padded
+from rlhf.models.scalar_head import load_scalar_head, sequence_scores
+from rlhf.sampling.choice import make_sampler, unsupported
+from rlhf.sampling.fast import FastSampler
+
+each_family = pytest.mark.parametrize("family", FAMILIES, ids=[family.name for family in FAMILIES])
+Folder = Callable[[Family], Path]
+
+# Rows of ids that are text in every family: some shorter than the windows of the table, some longer.
+PROMPTS = [[90, 91, 92, 93, 94, 95, 96, 97, 98, 99], [60, 61], [60, 61], [70, 71, 72, 73, 74]]
+COMPLETIONS = [[80, 81, 82, 83, 84], [85, 86, 87], [88], [89, 75, 76, 77, 78, 79, 65, 66]]
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """Make a family's folder, once a session."""
+    root = tmp_path_factory.mktemp("zoo")
+
+    def make(family: Family) -> Path:
+        path = root / family.name
+        return path if path.is_dir() else write_folder(family, path)
+
+    return make
+
+
+def plain_model(folder: Path) -> PreTrainedModel:
+    """Load a folder as anybody would, in float32; everything in it is used and nothing is missing."""
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.eval()
+
+
+def plain_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@torch.no_grad()
+def plain_logprobs(model: PreTrainedModel, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
+    """Compute the log-probability of each completion token from all logits of one row, without padding or packing."""
+    ids = torch.tensor([[*prompt, *completion]])
+    logprobs = model(input_ids=ids).logits[0].log_softmax(dim=-1)
+    return logprobs[torch.arange(len(prompt) - 1, ids.shape[1] - 1), ids[0, len(prompt) :]]
+
+
+@torch.no_grad()
+def our_logprobs(model: PreTrainedModel, fill: int) -> Tensor:
+    """Compute the log-probabilities of `COMPLETIONS` as training does."""
+    batch = completions_of(PROMPTS, COMPLETIONS, fill=fill)
+    fields = batch.prompt_ids, batch.prompt_mask, batch.completion_ids, batch.completion_mask
+    return completion_outputs(model, *fields, temperature=1.0).logprobs[batch.completion_mask]
+
+
+def expected_logprobs(model: PreTrainedModel) -> Tensor:
+    return torch.cat([plain_logprobs(model, p, c) for p, c in zip(PROMPTS, COMPLETIONS, strict=True)])
+
+
+@each_family
+def test_it_loads_as_published(family: Family, folder_of: Folder) -> None:
+    folder, ids = folder_of(family), vocabulary(family.tokens)
+    published = {path.name: path.read_bytes() for path in folder.iterdir()}
+    tokenizer, model = load_tokenizer(str(folder)), load_causal_lm(str(folder))
+    assert tokenizer.get_vocab() == ids == plain_tokenizer(folder).get_vocab()
+    assert tokenizer.pad_token == plain_tokenizer(folder).pad_token
+    assert pad_id(tokenizer) == ids[family.pads_with]
+    assert set(eos_ids(model, tokenizer)) == {ids[token] for token in (family.tokens.eos, *family.ends)}
+    assert model.get_input_embeddings().num_embeddings == len(ids) + family.tokens.spare_rows  # type: ignore[operator]
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == published
+
+
+@each_family
+def test_texts_become_the_ids_that_transformers_makes(family: Family, folder_of: Folder) -> None:
+    tokenizer, plain = load_tokenizer(str(folder_of(family))), plain_tokenizer(folder_of(family))
+    encoder = make_encoder(tokenizer, "none")
+    text = encoder.render("red one")
+    assert encoder.prompts([text]) == [plain("red one")["input_ids"]]
+    assert [plain.convert_tokens_to_ids(token) for token in [family.prefix] if token] == list(encoder.prefix)
+    if family.template is None:
+        whole, head = plain("red one")["input_ids"], plain("red")["input_ids"]
+        assert whole[: len(head)] == head
+        continued = encoder.completions([encoder.render("red", [" one"])], 0)
+        assert continued == [[*whole[len(head) :], plain.eos_token_id]]
+        return
+    encoder = make_encoder(tokenizer, "auto")
+    asked = encoder.render(CONVERSATION)
+    assert asked.prompt == family.chat
+    assert encoder.prompts([asked]) == [
+        plain.apply_chat_template(CONVERSATION, add_generation_prompt=True, return_dict=False)
+    ]
+
+
+@each_family
+def test_fast_ways_are_those_of_the_table(family: Family, folder_of: Folder) -> None:
+    folder = folder_of(family)
+    model, tokenizer = load_causal_lm(str(folder)), load_tokenizer(str(folder))
+    assert ways_of(model, tokenizer) == ways_of_table(family.fast)
+    for name, reason in reasons_of(model).items():
+        assert getattr(family.fast, name) in reason, "the reason of the table is the reason given"
+
+
+def ways_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
+    """Tell which fast ways the program takes with this model."""
+    model.train()
+    packed = not why_padded(body_of(model))
+    sampler = make_sampler(
+        model,
+        SamplingConfig(max_new_tokens=4),
+        eos_ids=eos_ids(model, tokenizer),
+        pad_id=pad_id(tokenizer),
+        dtype="float32",
+        device=torch.device("cpu"),
+    )
+    sampler.sample(prompts_of(PROMPTS), key=0, group_size=2)
+    uses = sampler.uses if isinstance(sampler, FastSampler) else "generate"
+    return {
+        "chunked": not why_naive(model),
+        "packed": packed,
+        "written_out": packed and is_lean(body_of(model)),
+        "fast_sampler": uses != "generate",
+        "lean_decoder": uses == "lean",
+    }
+
+
+def ways_of_table(fast: FastWays) -> dict[str, bool]:
+    return {name: reason == ON for name, reason in vars(fast).items()}
+
+
+def reasons_of(model: PreTrainedModel) -> dict[str, str]:
+    """Give the program's own words for what it cannot do."""
+    return {
+        "chunked": why_naive(model),
+        "packed": why_padded(body_of(model)),
+        "fast_sampler": unsupported(model) or "",
+    }
+
+
+@each_family
+def test_greedy_completions_are_those_of_transformers(family: Family, folder_of: Folder) -> None:
+    folder, length = folder_of(family), 20
+    model, tokenizer, plain = load_causal_lm(str(folder)), load_tokenizer(str(folder)), plain_model(folder)
+    ends = eos_ids(model, tokenizer)
+    sampler = make_sampler(
+        model,
+        SamplingConfig(max_new_tokens=length),
+        eos_ids=ends,
+        pad_id=pad_id(tokenizer),
+        dtype="float32",
+        device=torch.device("cpu"),
+    )
+    drawn = sampler.sample(prompts_of(PROMPTS, fill=pad_id(tokenizer)), key=0, group_size=1, greedy=True)
+    settings = {"temperature": None, "top_p": None, "top_k": None, "repetition_penalty": None, "max_length": None}
+    for row, prompt in enumerate(PROMPTS):
+        ids = torch.tensor([prompt])
+        expected = plain.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=length,
+            pad_token_id=pad_id(tokenizer),
+            eos_token_id=list(ends),
+            **settings,
+        )
+        mask = drawn.completion_mask[row]
+        assert drawn.completion_ids[row][mask].tolist() == expected[0, len(prompt) :].tolist()
+        said = plain_logprobs(plain, prompt, expected[0, len(prompt) :].tolist())
+        assert torch.allclose(drawn.sampler_logprobs[row][mask], said, atol=1e-4)
+
+
+@each_family
+def test_log_probabilities_are_those_of_transformers(family: Family, folder_of: Folder) -> None:
+    folder = folder_of(family)
+    model, fill = load_causal_lm(str(folder)).train(), pad_id(load_tokenizer(str(folder)))
+    ours = our_logprobs(model, fill)
+    assert torch.allclose(ours, expected_logprobs(plain_model(folder)), atol=1e-4)
+    assert ours.std() > 0.2, "random weights say something"
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "grpo", "ppo"])
+@each_family
+def test_one_step_trains_and_exports(family: Family, algorithm: str, folder_of: Folder, tmp_path: Path) -> None:
+    folder = folder_of(family)
+    trained = train_one_step(family, folder, tmp_path / "run", algorithm)
+    check_step(trained)
+    row = trained.metrics[-1]
+    if algorithm == "sft":
+        assert 1.0 < row["loss/sft"] < 20.0
+    if algorithm == "dpo":
+        assert row["loss/preference"] == pytest.approx(math.log(2), abs=1e-5)
+    if algorithm in ("ppo", "grpo"):
+        assert row["policy/first_ratio_deviation"] < 1e-3
+    check_export(family, trained, folder, files=algorithm == "sft")
+
+
+def check_step(trained: Trained) -> None:
+    """All numbers of the step are finite, and the weights have moved."""
+    row = trained.metrics[-1]
+    assert row["step"] == 1
+    assert all(value is not None and math.isfinite(value) for value in row.values())
+    assert row["policy/grad_norm"] > 0
+    after = trained.module.state_dict()
+    moved = [name for name, before in trained.before.items() if not torch.equal(before, after[name])]
+    assert len(moved) > len(after) / 2
+
+
+def check_export(family: Family, trained: Trained, folder: Path, *, files: bool) -> None:
+    """The export has the published shapes and says in transformers what was trained; `files`: settings are kept too."""
+    exported, published = plain_model(trained.folder), plain_model(folder)
+    shapes = {name: weight.shape for name, weight in published.state_dict().items()}
+    assert {name: weight.shape for name, weight in exported.state_dict().items()} == shapes
+    check_weights(exported, trained, getattr(torch, family.dtype))
+    expected = expected_logprobs(exported)
+    assert (expected - expected_logprobs(published)).abs().max() > 1e-3, "the step is in the export"
+    if not files:
+        return
+    tokenizer, before = plain_tokenizer(trained.folder), plain_tokenizer(folder)
+    assert tokenizer.get_vocab() == before.get_vocab()
+    assert tokenizer.special_tokens_map == before.special_tokens_map
+    assert tokenizer.chat_template == before.chat_template
+    assert tokenizer("red one good")["input_ids"] == before("red one good")["input_ids"]
+    for name in ("config.json", "generation_config.json"):
+        assert read(trained.folder / name) == read(folder / name)
+    ours = our_logprobs(load_causal_lm(str(trained.folder)), pad_id(load_tokenizer(str(trained.folder))))
+    assert torch.allclose(ours, expected, atol=1e-4)
+
+
+def check_weights(exported: PreTrainedModel, trained: Trained, dtype: torch.dtype) -> None:
+    """The weights in the files are those that were trained, rounded to the published dtype."""
+    live = trained.module.state_dict()
+    for name, weight in exported.state_dict().items():
+        assert torch.equal(weight, live[name].to(dtype).float()), name
+
+
+def read(path: Path) -> dict[str, object]:
+    """Read a configuration without what only says who wrote it."""
+    content: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
+    return {key: value for key, value in content.items() if key not in ("transformers_version", "_name_or_path")}
+
+
+@each_family
+def test_a_reward_model_of_one_step_exports(family: Family, folder_of: Folder, tmp_path: Path) -> None:
+    trained = train_reward_model(family, folder_of(family), tmp_path / "run")
+    check_step(trained)
+    plain, info = AutoModelForSequenceClassification.from_pretrained(
+        trained.folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    rows = len(vocabulary(family.tokens)) + family.tokens.spare_rows
+    assert plain.get_input_embeddings().num_embeddings == rows
+    check_scores(trained.folder, plain.eval())
+
+
+@torch.no_grad()
+def check_scores(folder: Path, plain: PreTrainedModel) -> None:
+    """The scores of a reward model are transformers' own, read at the last token and calibrated."""
+    model = load_scalar_head(str(folder), load_tokenizer(str(folder)), new_head=None).eval()
+    batch = completions_of(PROMPTS, COMPLETIONS)
+    fields = batch.prompt_ids, batch.prompt_mask, batch.completion_ids, batch.completion_mask
+    mean, std = plain.config.score_mean, plain.config.score_std
+    for score, prompt, completion in zip(sequence_scores(model, *fields), PROMPTS, COMPLETIONS, strict=True):
+        states = plain.base_model(input_ids=torch.tensor([[*prompt, *completion]]), use_cache=False).last_hidden_state
+        assert (float(plain.score(states[0, -1])) - mean) / std == pytest.approx(float(score), abs=1e-3)
