@@ -137,7 +137,7 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class FastWays:
-    """Which fast ways are on: ON, or words of the reason why not, as the program gives it."""
+    """Which fast ways are on, with an adapter or without: ON, or the reason why not, as the program gives it."""
 
     chunked: str = ON  # log-probabilities from a few tokens' logits at a time
     packed: str = ON  # rows without padding, shared prompts once
@@ -499,10 +499,10 @@ FAMILIES = (
         turn_end="<end_of_turn>",
         prefix="<bos>",
         fast=FastWays(
-            chunked="changes the logits after its head",
-            packed="does not use sdpa attention",
-            written_out="rows are padded",
-            fast_sampler="attn_logit_softcapping",
+            chunked="the forward of Gemma2ForCausalLM changes the logits after its head",
+            packed="Gemma2Model does not use sdpa attention",
+            written_out="its rows are padded",
+            fast_sampler="Gemma2ForCausalLM sets attn_logit_softcapping",
             lean_decoder="the fast sampler is off",
         ),
         notes="soft caps on scores and logits; every other layer has a window of 4,096 tokens (8 here); no system role",
@@ -765,9 +765,9 @@ FAMILIES = (
         template=FALCON,
         chat="\n\nUser: Hi\n\nAssistant: Hello\n\nUser: Bye\n\nAssistant:",
         fast=FastWays(
-            packed="without padding give other numbers",
-            written_out="rows are padded",
-            fast_sampler="cannot be given another cache",
+            packed="rows of FalconModel without padding give other numbers",
+            written_out="its rows are padded",
+            fast_sampler="the attention of FalconForCausalLM cannot be given another cache",
             lean_decoder="the fast sampler is off",
         ),
         notes="one key head for all; attention and feed-forward in parallel; the template ends no turn",

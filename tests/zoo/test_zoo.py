@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import CONVERSATION, FAMILIES, ON, Family, FastWays
+from families import CONVERSATION, FAMILIES, ON, Family
 from folders import vocabulary, write_folder
 from tiny_models import completions_of, prompts_of
 from torch import Tensor
@@ -22,10 +22,10 @@ from transformers import (
 )
 from zoo_runs import Trained, train_one_step, train_reward_model
 
-from rlhf.config.sections import SamplingConfig
+from rlhf.config.sections import LoraConfig, SamplingConfig
 from rlhf.data.chat import load_tokenizer, pad_id
 from rlhf.data.encode import make_encoder
-from rlhf.models.backbone import body_of, eos_ids, load_causal_lm
+from rlhf.models.backbone import CausalLM, add_lora, body_of, eos_ids, load_causal_lm
 from rlhf.models.head import why_naive
 from rlhf.models.lean import is_lean
 from rlhf.models.logprobs import completion_outputs
@@ -119,16 +119,21 @@ def test_texts_become_the_ids_that_transformers_makes(family: Family, folder_of:
     ]
 
 
+@pytest.mark.parametrize("adapter", [False, True], ids=["whole", "lora"])
 @each_family
-def test_fast_ways_are_those_of_the_table(family: Family, folder_of: Folder) -> None:
+def test_fast_ways_are_those_of_the_table(family: Family, adapter: bool, folder_of: Folder) -> None:
     folder = folder_of(family)
-    model, tokenizer = load_causal_lm(str(folder)), load_tokenizer(str(folder))
-    assert ways_of(model, tokenizer) == ways_of_table(family.fast)
+    model: CausalLM = load_causal_lm(str(folder))
+    if adapter:
+        model = add_lora(model, LoraConfig())
+    assert ways_of(model, load_tokenizer(str(folder))) == {
+        name: reason == ON for name, reason in vars(family.fast).items()
+    }
     for name, reason in reasons_of(model).items():
-        assert getattr(family.fast, name) in reason, "the reason of the table is the reason given"
+        assert reason == getattr(family.fast, name)
 
 
-def ways_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
+def ways_of(model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
     """Tell which fast ways the program takes with this model."""
     model.train()
     packed = not why_padded(body_of(model))
@@ -151,11 +156,7 @@ def ways_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[
     }
 
 
-def ways_of_table(fast: FastWays) -> dict[str, bool]:
-    return {name: reason == ON for name, reason in vars(fast).items()}
-
-
-def reasons_of(model: PreTrainedModel) -> dict[str, str]:
+def reasons_of(model: CausalLM) -> dict[str, str]:
     """Give the program's own words for what it cannot do."""
     return {
         "chunked": why_naive(model),
@@ -221,15 +222,27 @@ def test_one_step_trains_and_exports(family: Family, algorithm: str, folder_of: 
     check_export(family, trained, folder, files=algorithm == "sft")
 
 
-def check_step(trained: Trained) -> None:
-    """All numbers of the step are finite, and the weights have moved."""
+@each_family
+def test_one_step_trains_an_adapter_and_exports_a_whole_model(
+    family: Family, folder_of: Folder, tmp_path: Path
+) -> None:
+    folder = folder_of(family)
+    trained = train_one_step(family, folder, tmp_path / "run", "grpo", policy={"lora": {"r": 2}, "lr": 1e-1})
+    check_step(trained, share=0.1)
+    exported, published = plain_model(trained.folder), plain_model(folder)
+    assert exported.state_dict().keys() == published.state_dict().keys()
+    assert (expected_logprobs(exported) - expected_logprobs(published)).abs().max() > 1e-3
+
+
+def check_step(trained: Trained, *, share: float = 0.5) -> None:
+    """All numbers of the step are finite, and more than a `share` of the tensors have moved."""
     row = trained.metrics[-1]
     assert row["step"] == 1
     assert all(value is not None and math.isfinite(value) for value in row.values())
     assert row["policy/grad_norm"] > 0
     after = trained.module.state_dict()
     moved = [name for name, before in trained.before.items() if not torch.equal(before, after[name])]
-    assert len(moved) > len(after) / 2
+    assert len(moved) > share * len(after)
 
 
 def check_export(family: Family, trained: Trained, folder: Path, *, files: bool) -> None:
