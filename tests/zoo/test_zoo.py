@@ -112,11 +112,16 @@ def test_texts_become_the_ids_that_transformers_makes(family: Family, folder_of:
         assert continued == [[*whole[len(head) :], plain.eos_token_id]]
         return
     encoder = make_encoder(tokenizer, "auto")
-    asked = encoder.render(CONVERSATION)
+    asked, answered = encoder.render(CONVERSATION), encoder.render(CONVERSATION[:1], ["Hello"])
     assert asked.prompt == family.chat
     assert encoder.prompts([asked]) == [
         plain.apply_chat_template(CONVERSATION, add_generation_prompt=True, return_dict=False)
     ]
+    prompt, completion = encoder.prompts([answered])[0], encoder.completions([answered], 0)[0]
+    assert completion[-1] == vocabulary(family.tokens)[family.turn_end or family.tokens.eos]
+    learned = [*prompt, *(completion if family.turn_end else completion[:-1])]
+    whole = plain.apply_chat_template(CONVERSATION[:2], return_dict=False)
+    assert learned == whole[: len(learned)]
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["whole", "lora"])
