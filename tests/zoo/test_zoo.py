@@ -4,42 +4,39 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from families import CONVERSATION, FAMILIES, ON, Family
 from folders import vocabulary, write_folder
-from tiny_models import completions_of, prompts_of
-from torch import Tensor
+from tiny_models import completions_of
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
+)
+from zoo_checks import (
+    COMPLETIONS,
+    PROMPTS,
+    check_greedy,
+    expected_logprobs,
+    our_logprobs,
+    plain_model,
+    plain_tokenizer,
+    reasons_of,
+    ways_of,
 )
 from zoo_runs import Trained, train_one_step, train_reward_model
 
-from rlhf.config.sections import LoraConfig, SamplingConfig
+from rlhf.config.sections import LoraConfig
 from rlhf.data.chat import load_tokenizer, pad_id
 from rlhf.data.encode import make_encoder
-from rlhf.models.backbone import CausalLM, add_lora, body_of, eos_ids, load_causal_lm
-from rlhf.models.head import why_naive
-from rlhf.models.lean import is_lean
-from rlhf.models.logprobs import completion_outputs
-from rlhf.models.rows import why_padded
+from rlhf.models.backbone import CausalLM, add_lora, eos_ids, load_causal_lm
 from rlhf.models.scalar_head import load_scalar_head, sequence_scores
-from rlhf.sampling.choice import make_sampler, unsupported
-from rlhf.sampling.fast import FastSampler
 
 each_family = pytest.mark.parametrize("family", FAMILIES, ids=[family.name for family in FAMILIES])
 Folder = Callable[[Family], Path]
-
-# Rows of ids that are text in every family: some shorter than the windows of the table, some longer.
-PROMPTS = [[90, 91, 92, 93, 94, 95, 96, 97, 98, 99], [60, 61], [60, 61], [70, 71, 72, 73, 74]]
-COMPLETIONS = [[80, 81, 82, 83, 84], [85, 86, 87], [88], [89, 75, 76, 77, 78, 79, 65, 66]]
 
 
 @pytest.fixture(scope="session")
@@ -52,37 +49,6 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folder:
         return path if path.is_dir() else write_folder(family, path)
 
     return make
-
-
-def plain_model(folder: Path) -> PreTrainedModel:
-    """Load a folder as anybody would, in float32; everything in it is used and nothing is missing."""
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    return model.eval()
-
-
-def plain_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(folder)
-
-
-@torch.no_grad()
-def plain_logprobs(model: PreTrainedModel, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
-    """Compute the log-probability of each completion token from all logits of one row, without padding or packing."""
-    ids = torch.tensor([[*prompt, *completion]])
-    logprobs = model(input_ids=ids).logits[0].log_softmax(dim=-1)
-    return logprobs[torch.arange(len(prompt) - 1, ids.shape[1] - 1), ids[0, len(prompt) :]]
-
-
-@torch.no_grad()
-def our_logprobs(model: PreTrainedModel, fill: int) -> Tensor:
-    """Compute the log-probabilities of `COMPLETIONS` as training does."""
-    batch = completions_of(PROMPTS, COMPLETIONS, fill=fill)
-    fields = batch.prompt_ids, batch.prompt_mask, batch.completion_ids, batch.completion_mask
-    return completion_outputs(model, *fields, temperature=1.0).logprobs[batch.completion_mask]
-
-
-def expected_logprobs(model: PreTrainedModel) -> Tensor:
-    return torch.cat([plain_logprobs(model, p, c) for p, c in zip(PROMPTS, COMPLETIONS, strict=True)])
 
 
 @each_family
@@ -138,68 +104,10 @@ def test_fast_ways_are_those_of_the_table(family: Family, adapter: bool, folder_
         assert reason == getattr(family.fast, name)
 
 
-def ways_of(model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
-    """Tell which fast ways the program takes with this model."""
-    model.train()
-    packed = not why_padded(body_of(model))
-    sampler = make_sampler(
-        model,
-        SamplingConfig(max_new_tokens=4),
-        eos_ids=eos_ids(model, tokenizer),
-        pad_id=pad_id(tokenizer),
-        dtype="float32",
-        device=torch.device("cpu"),
-    )
-    sampler.sample(prompts_of(PROMPTS), key=0, group_size=2)
-    uses = sampler.uses if isinstance(sampler, FastSampler) else "generate"
-    return {
-        "chunked": not why_naive(model),
-        "packed": packed,
-        "written_out": packed and is_lean(body_of(model)),
-        "fast_sampler": uses != "generate",
-        "lean_decoder": uses == "lean",
-    }
-
-
-def reasons_of(model: CausalLM) -> dict[str, str]:
-    """Give the program's own words for what it cannot do."""
-    return {
-        "chunked": why_naive(model),
-        "packed": why_padded(body_of(model)),
-        "fast_sampler": unsupported(model) or "",
-    }
-
-
 @each_family
 def test_greedy_completions_are_those_of_transformers(family: Family, folder_of: Folder) -> None:
-    folder, length = folder_of(family), 20
-    model, tokenizer, plain = load_causal_lm(str(folder)), load_tokenizer(str(folder)), plain_model(folder)
-    ends = eos_ids(model, tokenizer)
-    sampler = make_sampler(
-        model,
-        SamplingConfig(max_new_tokens=length),
-        eos_ids=ends,
-        pad_id=pad_id(tokenizer),
-        dtype="float32",
-        device=torch.device("cpu"),
-    )
-    drawn = sampler.sample(prompts_of(PROMPTS, fill=pad_id(tokenizer)), key=0, group_size=1, greedy=True)
-    settings = {"temperature": None, "top_p": None, "top_k": None, "repetition_penalty": None, "max_length": None}
-    for row, prompt in enumerate(PROMPTS):
-        ids = torch.tensor([prompt])
-        expected = plain.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=length,
-            pad_token_id=pad_id(tokenizer),
-            eos_token_id=list(ends),
-            **settings,
-        )
-        mask = drawn.completion_mask[row]
-        assert drawn.completion_ids[row][mask].tolist() == expected[0, len(prompt) :].tolist()
-        said = plain_logprobs(plain, prompt, expected[0, len(prompt) :].tolist())
-        assert torch.allclose(drawn.sampler_logprobs[row][mask], said, atol=1e-4)
+    folder = folder_of(family)
+    check_greedy(load_causal_lm(str(folder)), plain_model(folder), load_tokenizer(str(folder)))
 
 
 @each_family
