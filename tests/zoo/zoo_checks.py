@@ -72,7 +72,7 @@ def sampler_of(model: CausalLM, tokenizer: PreTrainedTokenizerBase, *, length: i
 def check_greedy(
     model: PreTrainedModel, plain: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, length: int = 20
 ) -> None:
-    """The most likely completions are those of transformers' generate, row by row, and so are their log-probabilities."""
+    """The most likely completions, and their log-probabilities, are those of transformers' generate row by row."""
     fill, ends = pad_id(tokenizer), eos_ids(model, tokenizer)
     sampler = sampler_of(model, tokenizer, length=length)
     drawn = sampler.sample(prompts_of(PROMPTS, fill=fill), key=0, group_size=1, greedy=True)
