@@ -16,6 +16,7 @@ from overlap import OVERLAPPING
 from sampling import SAMPLING
 from settings import SETTINGS
 from suites import SUITES
+from zoo import ZOO
 
 MUTANTS = [
     *MACHINERY,
@@ -30,6 +31,7 @@ MUTANTS = [
     *FORWARD,
     *LOOP,
     *OVERLAPPING,
+    *ZOO,
     *SETTINGS,
     Mutant(
         name="whiten-keeps-mean",
