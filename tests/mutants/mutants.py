@@ -9,6 +9,7 @@ from forward import FORWARD
 from loop import LOOP
 from machinery import MACHINERY
 from measurement import MEASUREMENT
+from model_families import MODEL_FAMILIES
 from mutant import Mutant
 from offline import OFFLINE
 from online_arms import ONLINE_ARMS
@@ -16,7 +17,6 @@ from overlap import OVERLAPPING
 from sampling import SAMPLING
 from settings import SETTINGS
 from suites import SUITES
-from zoo import ZOO
 
 MUTANTS = [
     *MACHINERY,
@@ -31,7 +31,7 @@ MUTANTS = [
     *FORWARD,
     *LOOP,
     *OVERLAPPING,
-    *ZOO,
+    *MODEL_FAMILIES,
     *SETTINGS,
     Mutant(
         name="whiten-keeps-mean",

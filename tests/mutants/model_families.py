@@ -1,10 +1,10 @@
-"""Bugs seeded where a family of models differs from the others: what ends a turn, what a window hides, which way is on."""
+"""Bugs seeded where families of models differ: what ends a turn, what a window hides, which fast way is on."""
 
 from __future__ import annotations
 
 from mutant import Mutant
 
-ZOO = [
+MODEL_FAMILIES = [
     Mutant(
         name="family-loses-its-written-out-layers",
         file="rlhf/models/lean.py",
