@@ -29,6 +29,8 @@ configuration, special tokens and chat template of the model that is named. For 
 - one step of SFT, DPO, GRPO, PPO and of a reward model trains, with LoRA or without it, and its export loads in plain
   transformers and says there what it says here.
 
+SmolLM2-135M-Instruct is tested with its published weights too (`tests/zoo/test_zoo_real.py`).
+
 A family that is not in the table is tried when a run starts: each fast way is compared with the plain one on a few
 tokens, and left off with a line that says why where the two differ.
 """
@@ -50,8 +52,7 @@ A window (`sliding_window`) hides nothing from rows that are not longer than it:
 longer row is padded.
 
 What fills a row has no influence: masks go by length. So a model without a pad token, or with EOS as its pad token,
-needs nothing. One caution outside this library: the pipelines of transformers find the end of a text for a
-reward model by the pad token's id. Where that is EOS they read the score one token early; read it at the last token.
+needs nothing.
 """
 
 

@@ -207,11 +207,13 @@ def test_a_reward_model_of_one_step_exports(family: Family, folder_of: Folder, t
 
 @torch.no_grad()
 def check_scores(folder: Path, plain: PreTrainedModel) -> None:
-    """The scores of a reward model are transformers' own, read at the last token and calibrated."""
-    model = load_scalar_head(str(folder), load_tokenizer(str(folder)), new_head=None).eval()
-    batch = completions_of(PROMPTS, COMPLETIONS)
+    """The scores of a reward model are those of plain transformers, calibrated, for texts that end with EOS."""
+    tokenizer = load_tokenizer(str(folder))
+    model = load_scalar_head(str(folder), tokenizer, new_head=None).eval()
+    completions = [[*completion, tokenizer.eos_token_id] for completion in COMPLETIONS]
+    batch = completions_of(PROMPTS, completions)
     fields = batch.prompt_ids, batch.prompt_mask, batch.completion_ids, batch.completion_mask
     mean, std = plain.config.score_mean, plain.config.score_std
-    for score, prompt, completion in zip(sequence_scores(model, *fields), PROMPTS, COMPLETIONS, strict=True):
-        states = plain.base_model(input_ids=torch.tensor([[*prompt, *completion]]), use_cache=False).last_hidden_state
-        assert (float(plain.score(states[0, -1])) - mean) / std == pytest.approx(float(score), abs=1e-3)
+    for score, prompt, completion in zip(sequence_scores(model, *fields), PROMPTS, completions, strict=True):
+        raw = plain(input_ids=torch.tensor([[*prompt, *completion]]), use_cache=False).logits
+        assert (float(raw) - mean) / std == pytest.approx(float(score), abs=1e-3)
