@@ -38,7 +38,11 @@ from rlhf.runtime.metrics import METRICS
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ALGORITHMS = sorted((ROOT / "docs" / "algorithms").glob("*.md"))
-MADE = {"metrics.md": "make_metrics_doc.py", "configuration.md": "make_config_doc.py"}
+MADE = {
+    "metrics.md": "make_metrics_doc.py",
+    "configuration.md": "make_config_doc.py",
+    "models.md": "make_support_matrix.py",
+}
 
 PLACEHOLDER = re.compile(r"…|<[^<>]*>")
 FENCE = re.compile(r"^(```+)(\w*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)

@@ -291,10 +291,11 @@ def _adapted(base: nn.Module, folder: Path, *, trainable: bool) -> PeftModel:
 
 @contextmanager
 def _quiet_peft() -> Iterator[None]:
-    """What peft 0.21 says that is not the user's concern: a property that transformers renamed, embeddings it saves."""
+    """Silence what is not the user's concern: a property renamed, embeddings saved, the layout of GPT-2 (peft 0.21)."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
         warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`", category=UserWarning)
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False", category=UserWarning)
         yield
 
 

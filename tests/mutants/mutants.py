@@ -9,6 +9,7 @@ from forward import FORWARD
 from loop import LOOP
 from machinery import MACHINERY
 from measurement import MEASUREMENT
+from model_families import MODEL_FAMILIES
 from mutant import Mutant
 from offline import OFFLINE
 from online_arms import ONLINE_ARMS
@@ -30,6 +31,7 @@ MUTANTS = [
     *FORWARD,
     *LOOP,
     *OVERLAPPING,
+    *MODEL_FAMILIES,
     *SETTINGS,
     Mutant(
         name="whiten-keeps-mean",

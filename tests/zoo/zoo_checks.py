@@ -1,0 +1,118 @@
+"""What a model of the zoo must agree on with transformers, and which fast ways it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tiny_models import completions_of, prompts_of
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf.config.sections import SamplingConfig
+from rlhf.data.chat import pad_id
+from rlhf.models.backbone import CausalLM, body_of, eos_ids
+from rlhf.models.head import why_naive
+from rlhf.models.lean import is_lean
+from rlhf.models.logprobs import completion_outputs
+from rlhf.models.rows import why_padded
+from rlhf.sampling.choice import make_sampler, unsupported
+from rlhf.sampling.fast import FastSampler
+from rlhf.sampling.sampler import Sampler
+
+# Rows of ids that are text in every family: some shorter than the windows of the table, some longer.
+PROMPTS = [[90, 91, 92, 93, 94, 95, 96, 97, 98, 99], [60, 61], [60, 61], [70, 71, 72, 73, 74]]
+COMPLETIONS = [[80, 81, 82, 83, 84], [85, 86, 87], [88], [89, 75, 76, 77, 78, 79, 65, 66]]
+
+
+def plain_model(folder: Path) -> PreTrainedModel:
+    """Load a folder as anybody would, in float32; everything in it is used and nothing is missing."""
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.eval()
+
+
+def plain_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@torch.no_grad()
+def plain_logprobs(model: PreTrainedModel, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
+    """Compute the log-probability of each completion token from all logits of one row, without padding or packing."""
+    ids = torch.tensor([[*prompt, *completion]])
+    logprobs = model(input_ids=ids).logits[0].log_softmax(dim=-1)
+    return logprobs[torch.arange(len(prompt) - 1, ids.shape[1] - 1), ids[0, len(prompt) :]]
+
+
+@torch.no_grad()
+def our_logprobs(model: PreTrainedModel, fill: int) -> Tensor:
+    """Compute the log-probabilities of `COMPLETIONS` as training does."""
+    batch = completions_of(PROMPTS, COMPLETIONS, fill=fill)
+    fields = batch.prompt_ids, batch.prompt_mask, batch.completion_ids, batch.completion_mask
+    return completion_outputs(model, *fields, temperature=1.0).logprobs[batch.completion_mask]
+
+
+def expected_logprobs(model: PreTrainedModel) -> Tensor:
+    return torch.cat([plain_logprobs(model, p, c) for p, c in zip(PROMPTS, COMPLETIONS, strict=True)])
+
+
+def sampler_of(model: CausalLM, tokenizer: PreTrainedTokenizerBase, *, length: int) -> Sampler:
+    """Make the sampler that a run would have."""
+    return make_sampler(
+        model,
+        SamplingConfig(max_new_tokens=length),
+        eos_ids=eos_ids(model, tokenizer),
+        pad_id=pad_id(tokenizer),
+        dtype="float32",
+        device=torch.device("cpu"),
+    )
+
+
+def check_greedy(
+    model: PreTrainedModel, plain: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, length: int = 20
+) -> None:
+    """The most likely completions, and their log-probabilities, are those of transformers' generate row by row."""
+    fill, ends = pad_id(tokenizer), eos_ids(model, tokenizer)
+    sampler = sampler_of(model, tokenizer, length=length)
+    drawn = sampler.sample(prompts_of(PROMPTS, fill=fill), key=0, group_size=1, greedy=True)
+    settings = {"temperature": None, "top_p": None, "top_k": None, "repetition_penalty": None, "max_length": None}
+    for row, prompt in enumerate(PROMPTS):
+        ids = torch.tensor([prompt])
+        expected = plain.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=length,
+            pad_token_id=fill,
+            eos_token_id=list(ends),
+            **settings,
+        )[0, len(prompt) :].tolist()
+        mask = drawn.completion_mask[row]
+        assert drawn.completion_ids[row][mask].tolist() == expected
+        assert torch.allclose(drawn.sampler_logprobs[row][mask], plain_logprobs(plain, prompt, expected), atol=1e-4)
+
+
+def ways_of(model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
+    """Tell which fast ways the program takes with this model."""
+    model.train()
+    packed = not why_padded(body_of(model))
+    sampler = sampler_of(model, tokenizer, length=4)
+    sampler.sample(prompts_of(PROMPTS), key=0, group_size=2)
+    uses = sampler.uses if isinstance(sampler, FastSampler) else "generate"
+    return {
+        "chunked": not why_naive(model),
+        "packed": packed,
+        "written_out": packed and is_lean(body_of(model)),
+        "fast_sampler": uses != "generate",
+        "lean_decoder": uses == "lean",
+    }
+
+
+def reasons_of(model: CausalLM) -> dict[str, str]:
+    """Give the program's own words for what it cannot do."""
+    return {
+        "chunked": why_naive(model),
+        "packed": why_padded(body_of(model)),
+        "fast_sampler": unsupported(model) or "",
+    }
