@@ -9,7 +9,6 @@ worse than the published ones. Needs the package gguf.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import subprocess
 import sys
@@ -74,9 +73,6 @@ def convert(file: Path, folder: Path) -> None:
     tokenizer = load_tokenizer(str(file))
     origin = read_origin(str(file), str(file), tokenizer)
     export_model(load_causal_lm(str(file)), tokenizer, folder, origin=origin)
-    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    settings.pop("_model_name_or_path", None)  # of a checkpoint nobody can get
-    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -104,6 +104,7 @@ def read_origin(
     tokenizer_files = _tokenizer_files(locate_tokenizer(tokenizer_path), tokenizer)
     if location.gguf is not None:
         config = json.loads(published_config(location).to_json_string())
+        config.pop("_model_name_or_path", None)  # the name of a checkpoint that nobody can get
         return Origin(GGUF_DTYPE, config=config, tokenizer_files=tokenizer_files)
     folder = _folder(location)
     if folder is None:
