@@ -222,5 +222,5 @@ def _write(path: Path, rows: list[dict[str, str]]) -> None:
 
 
 def score(*, prompts: list[str], completions: list[str], **_: object) -> list[float]:
-    """Score completions at no cost: by the number of different words."""
-    return [float(len(set(text.split()))) for text in completions]
+    """Score completions at no cost: by their different words, and a little by their letters, so that hardly any tie."""
+    return [len(set(text.split())) + len(text) / 1000 for text in completions]

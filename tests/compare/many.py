@@ -51,7 +51,15 @@ def _found(plan: Plan, number: int, names: tuple[str, ...]) -> Found:
     draw = random.Random(f"{cell.arm} {cell.seed}")
     place = names.index(cell.arm) if cell.arm != START else None
     if place == len(names) - 1 and len(names) > 4:
-        return Found(cell=cell, judged=None, error="the process was ended by SIGKILL", evaluations=[], costs=None)
+        return Found(
+            cell=cell,
+            judged=None,
+            error="the process was ended by SIGKILL",
+            evaluations=[],
+            costs=None,
+            suites={},
+            peak_memory_mb=None,
+        )
     best = 0.0 if place is None else 2.2 - 0.07 * place
     gaming = place == len(names) - 2
     rows = [_row(draw, best, row) for row in range(PROMPTS)]
@@ -76,7 +84,15 @@ def _found(plan: Plan, number: int, names: tuple[str, ...]) -> Found:
             for n in (1, 2, 4)
         ]
         (cell.folder / "draws.json").write_text(json.dumps({"curve": curve}))
-    return Found(cell=cell, judged=Judged(metrics, rows), error=None, evaluations=evaluations, costs=costs)
+    return Found(
+        cell=cell,
+        judged=Judged(metrics, rows),
+        error=None,
+        evaluations=evaluations,
+        costs=costs,
+        suites={},
+        peak_memory_mb=None,
+    )
 
 
 def _measures(score: float, proxy: float, kl: float, draw: random.Random) -> dict[str, float | None]:

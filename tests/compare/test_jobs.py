@@ -46,9 +46,10 @@ def in_processes(tree: dict[str, Any], console: Console | None = None) -> bool:
 
 
 def timeless(found: Any) -> Any:
-    """Without what a clock measured, and without the folder."""
+    """Leave out what a clock or the memory's gauge measured, and the folder."""
     if isinstance(found, dict):
-        return {key: timeless(value) for key, value in found.items() if key not in ("seconds", "folder")}
+        measured = ("seconds", "peak_memory_mb", "folder")
+        return {key: timeless(value) for key, value in found.items() if key not in measured}
     return [timeless(value) for value in found] if isinstance(found, list) else found
 
 

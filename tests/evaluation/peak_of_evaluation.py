@@ -16,7 +16,7 @@ from rlhf.models.beside import chosen_hidden
 from rlhf.models.bundle import Models
 from rlhf.models.logprobs import in_chunks
 
-ROWS, TOKENS, VOCABULARY = 64, 32, 150_000
+ROWS, TOKENS, VOCABULARY = 64, 128, 150_000
 
 
 def peak_mb() -> float:

@@ -47,6 +47,8 @@ def padded(pairs: PreferencePairs, *, prompt: tuple[int, int], completion: tuple
         ids, mask = getattr(pairs, f"{name}_ids"), getattr(pairs, f"{name}_mask")
         changed[f"{name}_ids"] = torch.nn.functional.pad(torch.where(mask, ids, 13), amount, value=17)
         changed[f"{name}_mask"] = torch.nn.functional.pad(mask, amount)
+        if name != "prompt":
+            changed[f"{name}_learned"] = torch.nn.functional.pad(getattr(pairs, f"{name}_learned"), amount)
     return replace(pairs, **changed)
 
 
@@ -58,6 +60,7 @@ def left_aligned(pairs: PreferencePairs) -> PreferencePairs:
         order = mask.long().argsort(dim=1, stable=True)
         changed[f"{name}_ids"] = getattr(pairs, f"{name}_ids").gather(1, order)
         changed[f"{name}_mask"] = mask.gather(1, order)
+        changed[f"{name}_learned"] = getattr(pairs, f"{name}_learned").gather(1, order)
     return replace(pairs, **changed)
 
 
