@@ -11,9 +11,9 @@ import torch
 from families import BY_NAME, CONVERSATION, ON
 from real_model import FOLDER, real_model
 from tiny_models import prompts_of
-from transformers import PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from zoo_checks import check_greedy, expected_logprobs, our_logprobs, plain_model, reasons_of, sampler_of, ways_of
-from zoo_runs import train_one_step
+from zoo_runs import train_one_step, train_reward_model
 
 from rlhf.data.chat import load_tokenizer, pad_id
 from rlhf.data.encode import make_encoder
@@ -34,7 +34,7 @@ def folder(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model as an ordinary folder in bfloat16, written once."""
     path = tmp_path_factory.getbasetemp() / "smollm2"
     if not path.is_dir():
-        copy.deepcopy(real_model(shared)).to(torch.bfloat16).save_pretrained(path)
+        copy.deepcopy(our_model(shared)).to(torch.bfloat16).save_pretrained(path)
         load_tokenizer(str(shared / FOLDER)).save_pretrained(path)
     return path
 
@@ -70,9 +70,10 @@ def test_it_answers(shared: Path) -> None:
     assert "Paris" in tokenizer.decode(drawn.completion_ids[0][drawn.completion_mask[0]])
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "grpo", "ppo"])
 def test_one_step_trains_and_exports(algorithm: str, shared: Path, folder: Path, tmp_path: Path) -> None:
-    trained = train_one_step(FAMILY, folder, tmp_path / "run", algorithm, policy={"lr": 1e-5, "dtype": "bfloat16"})
+    """At 1e-4 a step is large enough for a checkpoint in bfloat16."""
+    trained = train_one_step(FAMILY, folder, tmp_path / "run", algorithm, policy={"lr": 1e-4})
     row = trained.metrics[-1]
     assert row["policy/grad_norm"] > 0
     assert "slower" not in trained.notes
@@ -80,3 +81,10 @@ def test_one_step_trains_and_exports(algorithm: str, shared: Path, folder: Path,
     exported = plain_model(trained.folder)
     assert exported.config.vocab_size == 49152
     assert (expected_logprobs(exported) - expected_logprobs(real_model(shared))).abs().max() > 1e-3
+
+
+def test_a_reward_model_trains_and_exports(folder: Path, tmp_path: Path) -> None:
+    trained = train_reward_model(FAMILY, folder, tmp_path / "run")
+    assert trained.metrics[-1]["policy/grad_norm"] > 0
+    assert "padded" not in trained.notes
+    assert AutoModelForSequenceClassification.from_pretrained(trained.folder).config.vocab_size == 49152
