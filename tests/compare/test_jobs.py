@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from cases import compare_tree, compared, plan_of
 from rich.console import Console
+from runs import quiet
 
 from rlhf.commands.compare import run_compare
 from rlhf.compare.board import OUTPUT, Board, Tail
@@ -28,7 +29,6 @@ from rlhf.compare.runner import FAILED, failure_of
 from rlhf.config.load import compare_config
 from rlhf.errors import ConfigError
 from rlhf.runtime.loggers import read_jsonl
-from runs import quiet
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")  # of fork, from Python 3.12 on
 
