@@ -1,4 +1,4 @@
-"""How far each phase is from this machine's floor:   python benchmarks/floor.py [--size tiny | --model PATH]
+"""Measure how far each phase is from this machine's floor:   python benchmarks/floor.py [--size tiny | --model PATH]
 
 The floor of a phase is the larger of two times: its matrix products at the best rate that this machine was measured,
 just before and just after, to do products of that many rows at, and the weights that it must read at the measured
@@ -71,7 +71,7 @@ def measure(
 
 
 def mean(rates: Sequence[Rates]) -> Rates:
-    """The mean of rates that were measured in turn with what they are compared with."""
+    """Average rates that were measured in turn with what they are compared with."""
     columns = zip(*((rate.few, rate.many, rate.memory) for rate in rates), strict=True)
     return Rates(*(statistics.fmean(column) for column in columns))
 
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _distances(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Every trainer's phases beside their floors; the rates are measured before and after every trainer."""
+    """Put every trainer's phases beside their floors; the rates are measured before and after every trainer."""
     steps, sizes = steps_of(options), sizes_of(options)
     workload = make_chosen_work(options, folder, steps, sizes)
     dtype = DTYPES[options.dtype]
@@ -188,7 +188,7 @@ def _distances(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class DistanceRow:
-    """A phase beside its floor, and the rates that the floor was taken from."""
+    """Put a phase beside its floor, and the rates that the floor was taken from."""
 
     trainer: str
     phase: str

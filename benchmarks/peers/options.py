@@ -1,4 +1,4 @@
-"""The options that say what work is done, and the work that they say: of side_by_side.py and floor.py."""
+"""Define the options of side_by_side.py and floor.py that say what work is done, and read that work from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_work_options(parser: argparse.ArgumentParser) -> None:
 
 
 def steps_of(options: argparse.Namespace) -> int:
-    """The steps of a trainer, the warm-up included."""
+    """Count the steps of a trainer, the warm-up included."""
     return int(options.steps or (6 if options.model is None else 3))
 
 
