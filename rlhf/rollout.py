@@ -11,6 +11,7 @@ from torch import Tensor
 from rlhf.algo.kl import kl_estimate
 from rlhf.config.sections import OldLogProbs
 from rlhf.models.bundle import Models
+from rlhf.models.low import weights_cast_once
 from rlhf.types import Completions, Rollout, Scores, extend
 
 COMPARED = 2  # rows whose log-probs the trainer computes too, at every step
@@ -37,7 +38,8 @@ def annotate(
     given = takes_sampler_logprobs(completions, models, old_log_probs)
 
     def work(share: Completions) -> tuple[Tensor, ...]:
-        passes = [_pass(share.rows(rows).to(models.device), models, given=given) for rows in cut(share)]
+        with weights_cast_once():
+            passes = [_pass(share.rows(rows).to(models.device), models, given=given) for rows in cut(share)]
         return tuple(torch.cat(parts).cpu() for parts in zip(*passes, strict=True))
 
     logprobs, ref_logprobs, values = models.engine.ranks.spread_tensors(completions, work)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from rlhf.models.low import low_rows
+from rlhf.models.low import low_rows, low_weight
 from rlhf.models.rows import Places
 
 Weight = Tensor | None
@@ -257,16 +257,16 @@ def _linear(
 ) -> Float[Tensor, "N E"]:
     """Compute x (W + scale B A)^T + b in the dtype of x."""
     assert weight is not None
-    product = functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    product = functional.linear(x, low_weight(weight, x.dtype), None if bias is None else bias.to(x.dtype))
     return product if adapter is None else _add_low_rank(product, x, adapter)
 
 
 def _add_low_rank(product: Float[Tensor, "M E"], x: Float[Tensor, "N D"], adapter: LowRank) -> Float[Tensor, "M E"]:
     """Add scale x A^T B^T to `product` in place, the first M rows of it."""
-    inner = functional.linear(x, adapter.down.to(x.dtype))[: len(product)]
+    inner = functional.linear(x, low_weight(adapter.down, x.dtype))[: len(product)]
     if inner.dtype == product.dtype:
-        return product.addmm_(inner, adapter.up.to(x.dtype).t(), alpha=adapter.scale)
-    return product.add_(functional.linear(inner, adapter.up.to(x.dtype)), alpha=adapter.scale)
+        return product.addmm_(inner, low_weight(adapter.up, x.dtype).t(), alpha=adapter.scale)
+    return product.add_(functional.linear(inner, low_weight(adapter.up, x.dtype)), alpha=adapter.scale)
 
 
 def _plus(
@@ -281,15 +281,16 @@ def _of_input(
     gradients: Sequence[Tensor], weights: Sequence[Tensor], adapters: Sequence[Adapter], dtype: torch.dtype
 ) -> Float[Tensor, "N D"]:
     """Compute sum dy (W + scale B A), added up in `dtype`."""
-    total = (gradients[0] @ weights[0].to(gradients[0].dtype)).to(dtype)
+    total = (gradients[0] @ low_weight(weights[0], gradients[0].dtype)).to(dtype)
     for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
         if gradient.dtype == dtype:
             total.addmm_(gradient, weight)
         else:
-            total += gradient @ weight.to(gradient.dtype)
+            total += gradient @ low_weight(weight, gradient.dtype)
     for gradient, adapter in zip(gradients, adapters, strict=True):
         if adapter is not None:
-            total += (gradient @ adapter.up.to(gradient.dtype)).mul_(adapter.scale) @ adapter.down.to(gradient.dtype)
+            up, down = (low_weight(each, gradient.dtype) for each in (adapter.up, adapter.down))
+            total += (gradient @ up).mul_(adapter.scale) @ down
     return total
 
 
@@ -306,8 +307,8 @@ def _of_adapter(gradient: Tensor, x: Weight, adapter: Adapter, learns: bool) -> 
     if adapter is None or not learns:
         return None, None
     assert x is not None
-    outer = (gradient @ adapter.up.to(gradient.dtype)).mul_(adapter.scale)
-    inner = functional.linear(x, adapter.down.to(x.dtype)).mul_(adapter.scale)
+    outer = (gradient @ low_weight(adapter.up, gradient.dtype)).mul_(adapter.scale)
+    inner = functional.linear(x, low_weight(adapter.down, x.dtype)).mul_(adapter.scale)
     return (outer.t() @ x).to(adapter.down.dtype), (gradient.t() @ inner).to(adapter.up.dtype)
 
 

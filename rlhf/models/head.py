@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from rlhf.models.backbone import CausalLM
-from rlhf.models.low import SHORT, low_rows
+from rlhf.models.low import SHORT, low_rows, low_weight
 
 ROWS = {"cpu": 256, "cuda": 4096}  # tokens whose logits are there at a time: measured, see benchmarks/NOTES_forward.md
 NUMBERS = {"cpu": 2**23, "cuda": 2**26}  # and never more logits than these, whatever the vocabulary
@@ -164,7 +164,7 @@ class _Linear(torch.autograd.Function):
         learns = any(ctx.needs_input_grad[:3])
         budget = KEPT.get(hidden.device.type, 2**24) if learns and not entropy_gradient else 0
         kept: list[Tensor] = []
-        own = weight.to(hidden.dtype)
+        own = low_weight(weight, hidden.dtype)
         for part in _parts(count, size):
             z = _scaled(hidden[part], own, bias, temperature, float32_head)
             top, best = z.max(dim=-1)
@@ -193,7 +193,7 @@ class _Linear(torch.autograd.Function):
         """Logits again, where their probabilities were not kept; then the gradient of hidden, weight and bias."""
         hidden, weight, bias, ids, logsums, entropy, *kept = ctx.saved_tensors
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
-        own = weight.to(hidden.dtype)
+        own = low_weight(weight, hidden.dtype)
         d_hidden = torch.empty_like(hidden) if to_hidden else None
         d_weight = torch.zeros_like(weight) if to_weight else None
         d_bias = torch.zeros_like(bias) if to_bias else None

@@ -1,6 +1,9 @@
-"""Rows of matrix products in 16 bits on a CPU: rounded up, so that few different numbers of them occur."""
+"""Matrix products in 16 bits on a CPU: few different numbers of rows, and each weight cast once an optimizer step."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from jaxtyping import Float
@@ -24,3 +27,36 @@ def low_rows(x: Float[Tensor, "N D"], dtype: torch.dtype) -> Float[Tensor, "M D"
     found[: len(x)] = x
     found[len(x) :] = 0
     return found
+
+
+_CASTS: dict[int, tuple[Tensor, int, Tensor]] | None = None  # id -> weight, its version, its copy in 16 bits
+
+
+@contextmanager
+def weights_cast_once() -> Iterator[None]:
+    """Keep the copies that `low_weight` makes until the outermost of these contexts ends.
+
+    Open it around passes between which no weight changes: the micro-batches of one optimizer step, or a rollout's.
+    """
+    global _CASTS  # not a variable of the context: backward passes may run in a thread of autograd's
+    if _CASTS is not None:
+        yield
+        return
+    _CASTS = {}
+    try:
+        yield
+    finally:
+        _CASTS = None
+
+
+def low_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `weight` in `dtype`: itself where it has it, on a CPU the copy that `weights_cast_once` keeps."""
+    if weight.dtype == dtype:
+        return weight
+    if _CASTS is None or weight.device.type != "cpu":
+        return weight.to(dtype)
+    kept = _CASTS.get(id(weight))
+    if kept is None or kept[1] != weight._version or kept[2].dtype != dtype:
+        kept = weight, weight._version, weight.detach().to(dtype)
+        _CASTS[id(weight)] = kept
+    return kept[2]

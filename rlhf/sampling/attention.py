@@ -36,8 +36,8 @@ def attend(
     groups, prompt, columns = keys.shape[1], prompt_keys.shape[2], keys.shape[2]
     each = heads // groups
     asked = query.reshape(rows, groups, each, dim)
-    together = torch.bmm(_to_lanes(asked, plan), _flat(prompt_keys).transpose(1, 2))  # [L G, width each, P]
-    own = torch.bmm(asked.reshape(rows * groups, each, dim), _flat(keys).transpose(1, 2))
+    together = _scores(_to_lanes(asked, plan), _flat(prompt_keys))  # [L G, width each, P]
+    own = _scores(asked.reshape(rows * groups, each, dim), _flat(keys))
     scores = query.new_empty(rows, groups, each, prompt + columns)
     if plan.cells is None:
         _in_lanes(scores, plan)[..., :prompt] = _by_rows(together, plan, groups)
@@ -57,6 +57,13 @@ def attend(
     return found.reshape(rows, heads, -1)
 
 
+def _scores(query: Float[Tensor, "M E D"], keys: Float[Tensor, "M C D"]) -> Float[Tensor, "M E C"]:
+    """Compute Q K^T; in bfloat16 as (K Q^T)^T, which oneDNN does three times as fast where E is a few rows."""
+    if query.dtype == torch.bfloat16 and query.device.type == "cpu":
+        return torch.bmm(keys, query.transpose(1, 2)).transpose(1, 2)
+    return torch.bmm(query, keys.transpose(1, 2))
+
+
 def _in_lanes(rows: Float[Tensor, "N G E X"], plan: Plan) -> Float[Tensor, "L W G E X"]:
     found: Tensor = rows.unflatten(0, (plan.lanes, plan.width))
     return found
@@ -73,7 +80,8 @@ def _to_lanes(rows: Float[Tensor, "N G E X"], plan: Plan) -> Float[Tensor, "M R 
 
 def _by_rows(table: Float[Tensor, "M R X"], plan: Plan, groups: int) -> Float[Tensor, "L W G E X"]:
     """The way back from `_to_lanes`, as a view."""
-    rows: Tensor = table.view(plan.lanes, groups, plan.width, -1, table.shape[2]).transpose(1, 2)
+    parts = table.unflatten(0, (plan.lanes, groups)).unflatten(2, (plan.width, -1))
+    rows: Tensor = parts.transpose(1, 2)
     return rows
 
 

@@ -99,7 +99,11 @@ class LeanDecoder:
         self.head = product(plain.lm_head, norm=inner.norm)
 
     def step(self, slots: Slots, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
-        """See Decoder."""
+        """See Decoder. Autocast is off inside: it would copy the cache into its dtype at every step."""
+        with torch.autocast(tokens.device.type, enabled=False):
+            return self._step(slots, tokens, positions)
+
+    def _step(self, slots: Slots, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         slots.begin_step(positions)
         hidden = functional.embedding(tokens, self.embedding)
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]

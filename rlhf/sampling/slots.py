@@ -157,8 +157,7 @@ class Slots:
 
     def _allocate(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         def room(rows: int, like: Tensor, columns: int) -> Tensor:
-            # float32 on a CPU, whatever the arithmetic of the rest: its bf16 products of single rows are slower
-            dtype = torch.float32 if like.dtype == torch.bfloat16 and like.device.type == "cpu" else like.dtype
+            dtype = cache_dtype(like.dtype, like.device)
             return torch.zeros(rows, like.shape[1], columns, like.shape[3], dtype=dtype, device=like.device)
 
         return (
@@ -225,6 +224,13 @@ class Slots:
             bias = self.bias[: self.live, : self.prompt + used]
             self._windowed[window] = torch.where(near, bias, -torch.inf).to(dtype)
         return self._windowed[window]
+
+
+def cache_dtype(computed: torch.dtype, device: torch.device) -> torch.dtype:
+    """Choose the dtype of the cache: that of the keys, but float32 on a CPU that has no bfloat16 products."""
+    if computed != torch.bfloat16 or device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return computed
+    return torch.float32
 
 
 def _filled(kept: Bool[Tensor, " N"]) -> Int[Tensor, " M"]:

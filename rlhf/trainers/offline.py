@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rlhf.config.sections import BatchConfig, ScheduleConfig
 from rlhf.models.bundle import Ema
+from rlhf.models.low import weights_cast_once
 from rlhf.runtime.engine import Trained, lr_factor
 from rlhf.runtime.memory import Fitting
 from rlhf.runtime.metrics import Metrics
@@ -45,7 +46,7 @@ def train_offline(run: OfflineRun) -> None:
             warmup_steps=run.schedule.warmup_steps,
             decay=run.schedule.decay,
         )
-        with run.session.recorder.phase("update"):
+        with run.session.recorder.phase("update"), weights_cast_once():
             metrics = optimizer_step(
                 [Part(batch, run.loss)],
                 [run.trained],

@@ -15,6 +15,7 @@ from rlhf.config.algorithm import AdaptiveKl, Online, PenaltyLoss
 from rlhf.config.sections import TrainConfig
 from rlhf.errors import NonFiniteScores, RewardError
 from rlhf.models.bundle import Ema, Models
+from rlhf.models.low import weights_cast_once
 from rlhf.rewards.source import RewardSource
 from rlhf.rollout import annotate, sample_records
 from rlhf.runtime.engine import Trained, lr_factor
@@ -168,9 +169,10 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
         for drawn in order.split(rows) if len(order) else ():
             minibatch = learned.rows(drawn.sort().values)  # rows of one prompt together: they share it
             parts = [*(Part(minibatch, loss) for loss in losses), *_ptx(run, step)]
-            seen = optimizer_step(
-                parts, trained, micro_batch_size=run.rows, lr_factor=_lr_factor(run, step), ranks=run.session.ranks
-            )
+            with weights_cast_once():
+                seen = optimizer_step(
+                    parts, trained, micro_batch_size=run.rows, lr_factor=_lr_factor(run, step), ranks=run.session.ranks
+                )
             run.session.watch(seen)
             if steps == 0:
                 deviation = run.session.ranks.largest(losses[0].ratio_deviation)

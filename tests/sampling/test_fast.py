@@ -11,6 +11,7 @@ import pytest
 import torch
 from tiny_models import BOS, EOS, FAMILIES, PAD, prompts_of, sampler_of, tiny
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from rlhf.config.sections import LoraConfig, SamplingConfig
@@ -25,6 +26,7 @@ from rlhf.sampling.drawing import invert, pick
 from rlhf.sampling.fast import FastSampler
 from rlhf.sampling.flight import distinct
 from rlhf.sampling.hf import HFSampler, draw
+from rlhf.sampling.slots import cache_dtype
 from rlhf.types import Completions, Prompts
 
 KEY = derive(0, "sample", 1)
@@ -229,6 +231,39 @@ def test_bf16_arithmetic_is_near_the_trainers(lean: bool) -> None:
     far = (found.sampler_logprobs - trainer)[found.completion_mask].abs()
     assert far.mean() < 0.01
     assert sampler.uses == ("lean" if lean else "model")
+
+
+class CacheCasts(TorchDispatchMode):
+    """Counts casts of tensors with rows, heads, columns and numbers: keys and values of many tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        copied = func.overloadpacket.__name__ == "_to_copy" and args[0].ndim >= 3 and args[0].shape[-2] > 1
+        self.count += copied and args[0].dtype != (kwargs or {}).get("dtype")
+        return func(*args, **(kwargs or {}))
+
+
+def test_bf16_arithmetic_does_not_cast_the_cache_at_every_step() -> None:
+    casts = []
+    for length in (4, 24):
+        sampler = fast_of(model_of(), config(max_new_tokens=length), dtype="bfloat16", eos_ids=())
+        sampler.sample(prompts_of(ROWS), key=KEY, group_size=4)
+        with CacheCasts() as counted:
+            sampler.sample(prompts_of(ROWS), key=KEY, group_size=4)
+        casts.append(counted.count)
+    assert casts[0] == casts[1]  # those of the prefill
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_the_cache_is_bfloat16_where_the_cpu_has_its_products(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: native)
+    cpu = torch.device("cpu")
+    assert cache_dtype(torch.bfloat16, cpu) == (torch.bfloat16 if native else torch.float32)
+    assert cache_dtype(torch.bfloat16, torch.device("meta")) == torch.bfloat16
+    assert cache_dtype(torch.float64, cpu) == torch.float64
 
 
 def test_sampling_leaves_the_model_as_it_was() -> None:
