@@ -78,19 +78,23 @@ class Subject:
     def sample(
         self, ids: Sequence[list[int]], texts: Sequence[str], *, key: int, count: int = 1, greedy: bool = False
     ) -> Completions:
-        """`count` completions of each prompt, given as token ids and as the text a reward reads.
+        """Sample `count` completions of each prompt, given as token ids and as the text a reward reads.
 
-        Those of one prompt stand together; prompt i has the random numbers of row i, whatever the batches are.
+        Those of one prompt stand together; prompt i has the random numbers of row i, whatever the batches are. Prompts
+        of like length share a batch: the sampler pads its cache to the longest.
         """
         size = max(1, self.sampling.batch_size // count)
-        parts = [range(start, min(start + size, len(ids))) for start in range(0, len(ids), size)]
+        order = sorted(range(len(ids)), key=lambda number: len(ids[number]))
         drawn = [
-            self.sampler.sample(self._prompts(ids, texts, part), key=key, group_size=count, greedy=greedy)
-            for part in parts
+            self.sampler.sample(
+                self._prompts(ids, texts, order[start : start + size]), key=key, group_size=count, greedy=greedy
+            )
+            for start in range(0, len(order), size)
         ]
-        return concat(drawn)
+        position = torch.tensor(order).argsort()
+        return concat(drawn).rows((position[:, None] * count + torch.arange(count)).flatten())
 
-    def _prompts(self, ids: Sequence[list[int]], texts: Sequence[str], part: range) -> Prompts:
+    def _prompts(self, ids: Sequence[list[int]], texts: Sequence[str], part: Sequence[int]) -> Prompts:
         prompt_ids, mask = left_pad([ids[i] for i in part], self.encoder.pad_id)
         return Prompts(
             prompt_ids=prompt_ids,
