@@ -103,4 +103,20 @@ SAMPLING = [
         why="LoRA trains, the rollouts come from the base model",
         tests=(f"{FAST}::test_an_adapter_is_sampled_from",),
     ),
+    Mutant(
+        name="cache-cast-at-every-step",
+        file="rlhf/sampling/lean.py",
+        before="with torch.autocast(tokens.device.type, enabled=False):",
+        after="with torch.autocast(tokens.device.type, enabled=torch.is_autocast_enabled(tokens.device.type)):",
+        why="in bfloat16 each step copies the whole cache into another dtype",
+        tests=("tests/sampling/test_fast.py::test_bf16_arithmetic_does_not_cast_the_cache_at_every_step",),
+    ),
+    Mutant(
+        name="answers-in-the-order-of-length",
+        file="rlhf/evaluation/suites/subject.py",
+        before="return concat(drawn).rows((position[:, None] * count + torch.arange(count)).flatten())",
+        after="return concat(drawn)",
+        why="a suite checks answers against the questions of other rows",
+        tests=("tests/evaluation/suites/test_subject.py",),
+    ),
 ]
