@@ -186,7 +186,8 @@ def _load(
         trust_remote_code=config.model.trust_remote_code,
     )
     model.packing = config.model.packing
-    context.notes += of_bodies([model.classifier.base_model], packing=config.model.packing).lines()
+    fast_ways = of_bodies([model.classifier.base_model], packing=config.model.packing)
+    context.notes += fast_ways.under_zero(context.engine.sharding.stage).lines()
     return model
 
 

@@ -72,7 +72,7 @@ class Models:
             for way, is_on in critic.ways.items():
                 fast_ways.ways[way] = fast_ways.ways[way] and is_on
             fast_ways.reasons += critic.reasons
-        return fast_ways
+        return fast_ways.under_zero(self.engine.sharding.stage)
 
     def outputs(self, batch: Completions) -> Outputs:
         """Log-probs, entropy and values of the trained models, with gradient."""

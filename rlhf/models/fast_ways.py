@@ -14,6 +14,8 @@ from rlhf.models.lean import is_lean
 from rlhf.models.logprobs import in_chunks
 from rlhf.models.rows import why_padded
 
+WRITTEN_OUT = "written-out layers"
+
 
 @dataclass
 class FastWays:
@@ -27,6 +29,13 @@ class FastWays:
         on, off = ([name for name, is_on in self.ways.items() if is_on == wanted] for wanted in (True, False))
         line = f"fast ways on: {', '.join(on) or 'none'}" + (f"; off: {', '.join(off)}" if off else "")
         return [line, *dict.fromkeys(self.reasons)]
+
+    def under_zero(self, stage: int) -> FastWays:
+        """Switch off what a stage of ZeRO will: layers whose modules it must see called, to gather or to reduce."""
+        if stage >= 2 and self.ways.get(WRITTEN_OUT):
+            self.ways[WRITTEN_OUT] = False
+            self.reasons.append(f"layers are not written out: ZeRO-{stage} watches their modules")
+        return self
 
 
 def of_policy(model: CausalLM, *, log_probs: LogProbs, packing: Packing) -> FastWays:
@@ -50,4 +59,4 @@ def of_bodies(bodies: Sequence[nn.Module], *, packing: Packing) -> FastWays:
     packed = packing == "auto" and not any(padded)
     written_out = [is_lean(body) for body in bodies] if packed else [False]
     reasons = [f"rows go through the model padded: {reason}" for reason in padded if reason]
-    return FastWays({"no padding": packed, "written-out layers": all(written_out)}, reasons)
+    return FastWays({"no padding": packed, WRITTEN_OUT: all(written_out)}, reasons)
