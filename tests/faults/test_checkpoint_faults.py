@@ -238,6 +238,14 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     os.close(end)
 
 
+def test_without_locks_in_the_system_a_folder_is_used_unlocked(tmp_path: Path) -> None:
+    """No fcntl: the module imports, as on Windows, and a file system that knows no locks stops no run."""
+    program = f"import sys; sys.modules['fcntl'] = None; {HOLD}; lock.release(); lock.release()"
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], input="", capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "held\n"), done.stderr
+    FolderLock(tmp_path).release()
+
+
 def test_other_optimizers_than_the_checkpoints_are_refused(tmp_path: Path) -> None:
     trained(ppo_tree(tmp_path, schedule={"steps": 1}))
     tree = ppo_tree(tmp_path, policy={"lora": {"r": 2}})

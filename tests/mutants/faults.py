@@ -139,10 +139,10 @@ FAULTS = [
         tests=(f"{CHECKPOINTS}::test_a_full_disk_leaves_the_older_checkpoint_and_says_so",),
     ),
     Mutant(
-        name="the-lock-is-shared",
+        name="the-lock-is-not-taken",
         file="rlhf/runtime/lock.py",
-        before="fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-        after="fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)",
+        before="self._lock.acquire()",
+        after="pass",
         why="two runs write the same checkpoints and metrics",
         tests=(f"{CHECKPOINTS}::test_a_second_process_is_refused_and_a_dead_one_is_no_trap",),
     ),
