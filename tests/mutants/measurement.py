@@ -134,7 +134,7 @@ MEASUREMENT = [
     Mutant(
         name="the-key-is-in-the-error",
         file="rlhf/rewards/post.py",
-        before="said.replace(self.secret, '***') if self.secret else said",
+        before='said.replace(self.secret, "***") if self.secret else said',
         after="said",
         why="a server that repeats the key puts it into the log",
         tests=CHAT,
@@ -142,8 +142,8 @@ MEASUREMENT = [
     Mutant(
         name="too-many-requests-is-final",
         file="rlhf/rewards/post.py",
-        before="return code == 429 or server_error(code)",
-        after="return server_error(code)",
+        before="SERVER_ERRORS | {429}",
+        after="SERVER_ERRORS",
         why="a long evaluation ends at the first rate limit",
         tests=CHAT,
     ),
