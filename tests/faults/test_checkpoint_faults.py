@@ -206,9 +206,11 @@ def close(process: subprocess.Popen[str]) -> None:
 
 def test_a_second_process_is_refused_and_a_dead_one_is_no_trap(tmp_path: Path) -> None:
     other = holder(tmp_path / "run")
-    with pytest.raises(CheckpointError, match=rf"in use by another process \(pid {other.pid}\).*run\.out_dir"):
-        online(ppo_tree(tmp_path))
-    close(other)
+    try:
+        with pytest.raises(CheckpointError, match=rf"in use by another process \(pid {other.pid}\).*run\.out_dir"):
+            online(ppo_tree(tmp_path))
+    finally:
+        close(other)
     assert (tmp_path / "run" / ".lock").exists()
     assert trained(ppo_tree(tmp_path, schedule={"steps": 1})).session.state.step == 1
 
