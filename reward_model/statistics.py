@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float
+from scipy.stats import pearsonr, spearmanr
 from torch import Tensor
 
 from reward_model.losses import wins
@@ -119,19 +120,15 @@ def calibration(gaps: Float[Tensor, " N"], *, bins: int = 10) -> tuple[float, tu
 
 
 def pearson(x: Float[Tensor, " N"], y: Float[Tensor, " N"]) -> float | None:
-    """Linear correlation; None where one of the two does not vary."""
-    x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
-    scale = (x.norm() * y.norm()).item()
-    return (x @ y).item() / scale if scale > 0 else None
+    """Compute the linear correlation; None where one of the two does not vary."""
+    return float(pearsonr(x.double().numpy(), y.double().numpy()).statistic) if _vary(x, y) else None
 
 
 def spearman(x: Float[Tensor, " N"], y: Float[Tensor, " N"]) -> float | None:
-    """Correlation of ranks, equal values sharing the mean of theirs."""
-    return pearson(_ranks(x), _ranks(y))
+    """Compute the correlation of ranks, equal values sharing the mean of theirs; None where one does not vary."""
+    return float(spearmanr(x.double().numpy(), y.double().numpy()).statistic) if _vary(x, y) else None
 
 
-def _ranks(values: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
-    _, group, counts = torch.unique(values, return_inverse=True, return_counts=True)
-    ends = counts.cumsum(0).double()
-    ranks: Tensor = (ends - (counts.double() - 1) / 2)[group]
-    return ranks
+def _vary(*columns: Float[Tensor, " N"]) -> bool:
+    """Say whether each has two values; one with a NaN has none that can be correlated."""
+    return all(len(column) > 1 and bool(column.min() < column.max()) for column in columns)

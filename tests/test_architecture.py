@@ -20,7 +20,7 @@ IMPORTERS = {
     "reward_model": {"rlhf.build", "rlhf.lab.build", "rlhf.cli", "reward_model"},
     "transformers": {"rlhf.models", "rlhf.data", "rlhf.sampling", "rlhf.lab", "rlhf.build", "reward_model"},
     "deepspeed": {"rlhf.runtime.zero"},
-    "vllm": {"rlhf.sampling.vllm"},
+    "vllm": set(),
     "trl": set(),
 }
 TRAINERS = {f"transformers.{prefix}{name}" for prefix in ("", "Seq2Seq") for name in ("Trainer", "TrainingArguments")}

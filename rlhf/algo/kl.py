@@ -6,10 +6,8 @@ import math
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
-
-CHUNK = 512  # positions whose distributions are normalized together; memory only
 
 Estimator = Literal["k1", "k2", "k3"]
 
@@ -38,44 +36,18 @@ def kl_estimate(
             return torch.expm1(-difference) + difference
 
 
-def full_vocabulary_kl(
-    logits: Float[Tensor, "B T V"],
-    ref_logits: Float[Tensor, "B T V"],
-    mask: Bool[Tensor, "B T"],
-    *,
-    temperature: float = 1.0,
-    chunk: int = CHUNK,
-) -> Float[Tensor, "B T"]:
-    """KL(pi || pi_ref) of the next token at every live position, in nats, summed over the whole vocabulary.
+def kl_of_distributions(
+    log_pi: Float[Tensor, "*shape V"], log_ref: Float[Tensor, "*shape V"]
+) -> Float[Tensor, "*shape"]:
+    """Sum pi (log pi - log pi_ref) over the vocabulary; 0 log 0 is 0, whatever the reference says of such a token.
 
-        KL_t = sum_v pi(v | s_t) (log pi(v | s_t) - log pi_ref(v | s_t)),   pi = softmax(logits / temperature)
+        KL_t = sum_v pi(v | s_t) (log pi(v | s_t) - log pi_ref(v | s_t))
 
     With completions drawn from pi, E[sum_t KL_t] is the KL of the sequences, as E[sum_t k1_t] is: in each state the
     sampled token's log-ratio is replaced by its mean over tokens (Rao-Blackwell; Amini et al. 2025). A token's
     own variance is gone, and no sum is negative. The variance of the *sum* is nearly always far below that of k1; it
     need not be, for a token's log-ratio and the KL of what follows may cancel (tests/exact/test_exact_kl.py).
-
-    Args:
-        logits: of the policy where each token is chosen, before the temperature.
-        ref_logits: of the reference, likewise.
-        mask: live positions; the others are never read and are 0.
-        temperature: divides both, as in sampling.
-        chunk: positions at a time: float32 copies of chunk x V entries at most; never changes a value.
     """
-    dtype = torch.promote_types(torch.promote_types(logits.dtype, ref_logits.dtype), torch.float32)
-    found = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-    for part in mask.nonzero().split(chunk):
-        rows, positions = part.unbind(dim=1)
-        log_pi = (logits[rows, positions].to(dtype) / temperature).log_softmax(dim=-1)
-        log_ref = (ref_logits[rows, positions].to(dtype) / temperature).log_softmax(dim=-1)
-        found[rows, positions] = kl_of_distributions(log_pi, log_ref)
-    return found
-
-
-def kl_of_distributions(
-    log_pi: Float[Tensor, "*shape V"], log_ref: Float[Tensor, "*shape V"]
-) -> Float[Tensor, "*shape"]:
-    """Sum pi (log pi - log pi_ref) over the vocabulary; 0 log 0 is 0, whatever the reference says of such a token."""
     pi = log_pi.exp()
     return torch.where(pi > 0, pi * (log_pi - log_ref), 0.0).sum(dim=-1)
 

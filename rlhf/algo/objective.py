@@ -288,5 +288,5 @@ def _weighted_sum(
 
 
 def scaled(terms: Mapping[str, Tensor], norms: Mapping[str, float]) -> dict[str, Tensor]:
-    """Each term's sum over the norm of the whole minibatch: its share of the loss."""
+    """Divide each term's sum by the norm of the whole minibatch: its share of the loss."""
     return {name: total / norms[name] for name, total in terms.items()}

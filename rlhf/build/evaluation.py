@@ -82,15 +82,6 @@ class _Side:
         return [row.get(name) for row in self.texts.references]
 
 
-def compare_to_reference(config: TrainConfig, run: str) -> PolicyComparison:
-    """Evaluate the model of `run` and the one it started from.
-
-    Raises:
-        UserError: there is no judge, no prompts, or a model cannot be loaded.
-    """
-    return compare_models(config, run, START)
-
-
 def compare_models(config: TrainConfig, run: str, against: str) -> PolicyComparison:
     """Evaluate the model of `run` and another: a run, a model folder or hub id, or `start`.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import exp, inf
@@ -185,6 +185,3 @@ def _turns(batches: Iterable[Batch], ranks: Ranks) -> Iterator[tuple[Batch, bool
     if held:
         mine = ranks.rank < len(held)
         yield held[ranks.rank if mine else 0], mine
-
-
-EvaluateStep = Callable[[int], dict[str, float]]

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from rlhf.algo.objective import scaled
 from rlhf.masked import Mean
 from rlhf.runtime.engine import Trained
 from rlhf.runtime.memory import Fitting
@@ -80,7 +81,7 @@ def _gradients(
         passes = passes_of(part.batch, fitting, size, ranks)
         for index, one in enumerate(passes):
             sums, observed = part.loss.terms(one.rows)
-            terms = {name: value / norms[name] for name, value in sums.items()}
+            terms = scaled(sums, norms)
             if not one.counts:
                 terms = {name: 0.0 * value for name, value in terms.items()}
             ended = index == len(passes) - 1

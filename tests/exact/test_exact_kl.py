@@ -11,18 +11,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 from world import World, enumerate_world, expectation, kl, random_table
 
-from rlhf.algo.kl import full_vocabulary_kl, kl_estimate
+from rlhf.algo.kl import kl_estimate, kl_of_distributions
 
 LOG2 = math.log(2.0)
 WORLD = enumerate_world(prompts=2, vocabulary=3, horizon=3)
 
 
+def full_kl(world: World, policy: Tensor, reference: Tensor) -> Tensor:
+    """The KL over the vocabulary where each token of every completion is chosen `[B, T]`, zero after the last."""
+    rows = world.all_rows()
+    kls = kl_of_distributions(world.per_token(policy, rows), world.per_token(reference, rows))
+    return torch.where(world.mask[rows % len(world.ids)], kls, 0.0)
+
+
 def sequence_sums(world: World, policy: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
     """Both estimates of every completion `[C, N]`: full vocabulary and k1, summed over tokens."""
     rows = world.all_rows()
-    mask = world.mask[rows % len(world.ids)]
-    full = full_vocabulary_kl(world.per_token(policy, rows), world.per_token(reference, rows), mask)
     sampled = kl_estimate(world.token_logprobs(policy, rows), world.token_logprobs(reference, rows), "k1")
+    full = full_kl(world, policy, reference)
     return full.sum(1).view(world.prompts, -1), sampled.sum(1).view(world.prompts, -1)
 
 
@@ -35,48 +41,17 @@ def variance(distribution: Tensor, values: Tensor) -> Tensor:
 def test_three_tokens_by_hand() -> None:
     policy = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
     reference = torch.tensor([0.25, 0.25, 0.5], dtype=torch.float64)
-    logits = torch.stack([policy.log() + 3.0, reference.log()])[None]  # a shift of the logits changes nothing
-    ref_logits = torch.stack([reference.log() - 1.0, reference.log()])[None]
-    found = full_vocabulary_kl(logits, ref_logits, torch.tensor([[True, True]]))
+    kls = kl_of_distributions(torch.stack([policy, reference]).log(), torch.stack([reference, reference]).log())
     # .5 log(.5/.25) + .25 log 1 + .25 log(.25/.5) = .25 log 2; the second position is equal.
-    assert found.tolist() == [[pytest.approx(0.25 * LOG2, abs=1e-15), pytest.approx(0.0, abs=1e-15)]]
-
-
-def test_the_temperature_divides_both() -> None:
-    logits = torch.tensor([[[2 * LOG2, 0.0, 0.0]]], dtype=torch.float64)  # at temperature 2: 1/2, 1/4, 1/4
-    ref_logits = torch.tensor([[[0.0, 0.0, 2 * LOG2]]], dtype=torch.float64)  # 1/4, 1/4, 1/2
-    found = full_vocabulary_kl(logits, ref_logits, torch.tensor([[True]]), temperature=2.0)
-    assert float(found) == pytest.approx(0.25 * LOG2)
+    assert kls.tolist() == [pytest.approx(0.25 * LOG2, abs=1e-15), 0.0]
 
 
 def test_a_token_that_the_policy_never_chooses_adds_nothing() -> None:
-    never = torch.tensor([[[0.0, 0.0, -torch.inf]]], dtype=torch.float64)
-    mask = torch.tensor([[True]])
-    assert float(full_vocabulary_kl(never, torch.zeros_like(never), mask)) == pytest.approx(math.log(1.5))
-    assert float(full_vocabulary_kl(never, never, mask)) == 0.0
-    assert float(full_vocabulary_kl(torch.zeros_like(never), never, mask)) == math.inf
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 7, 10_000])
-def test_the_size_of_a_chunk_does_not_matter_and_the_masked_are_never_read(chunk: int) -> None:
-    draw = torch.Generator().manual_seed(0)
-    logits, ref_logits = torch.randn(2, 4, 5, 11, generator=draw).unbind()
-    mask = torch.arange(5) < torch.tensor([[5], [3], [1], [0]])
-    expected = full_vocabulary_kl(logits, ref_logits, mask)
-    dirty = torch.where(mask[..., None], logits, torch.nan)
-    found = full_vocabulary_kl(dirty, ref_logits, mask, chunk=chunk)
-    assert torch.equal(found, expected)
-    assert (found[~mask] == 0).all()
-    assert (found[mask] > 0).all()
-
-
-def test_half_precision_is_normalized_in_float32() -> None:
-    draw = torch.Generator().manual_seed(0)
-    logits, ref_logits = torch.randn(2, 1, 3, 7, generator=draw, dtype=torch.float64).bfloat16().unbind()
-    mask = torch.ones(1, 3, dtype=torch.bool)
-    found = full_vocabulary_kl(logits, ref_logits, mask)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), full_vocabulary_kl(logits.double(), ref_logits.double(), mask))
+    never = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64).log()
+    thirds = torch.full((3,), 1 / 3, dtype=torch.float64).log()
+    assert float(kl_of_distributions(never, thirds)) == pytest.approx(math.log(1.5))
+    assert float(kl_of_distributions(never, never)) == 0.0
+    assert float(kl_of_distributions(thirds, never)) == math.inf
 
 
 @given(st.integers(0, 2**31 - 1))
@@ -120,9 +95,7 @@ def test_of_a_sum_it_need_not_be_below() -> None:
     ours[0, root], theirs[0, root] = torch.tensor([[0.5, 0.5, 0.0], [0.25, 0.75, 0.0]]).double()
     ours[0, after_one], theirs[0, after_one] = torch.tensor([[1.0, 0.0, 0.0], [1 / 3, 1 / 3, 1 / 3]]).double()
     # Ending at once: log(.5/.25) = log 2. Token 1, then the end: log(.5/.75) + log(1/(1/3)) = log 2 as well.
-    rows = world.all_rows()
-    mask = world.mask
-    full = full_vocabulary_kl(world.per_token(ours.log(), rows), world.per_token(theirs.log(), rows), mask).sum(1)
+    full = full_kl(world, ours.log(), theirs.log()).sum(1)
     ended, longer = (world.ids.tolist().index(tokens) for tokens in ([0, 0], [1, 0]))
     first = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
     assert full[[ended, longer]].tolist() == pytest.approx([first, first + math.log(3)])

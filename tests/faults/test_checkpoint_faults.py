@@ -206,9 +206,11 @@ def close(process: subprocess.Popen[str]) -> None:
 
 def test_a_second_process_is_refused_and_a_dead_one_is_no_trap(tmp_path: Path) -> None:
     other = holder(tmp_path / "run")
-    with pytest.raises(CheckpointError, match=rf"in use by another process \(pid {other.pid}\).*run\.out_dir"):
-        online(ppo_tree(tmp_path))
-    close(other)
+    try:
+        with pytest.raises(CheckpointError, match=rf"in use by another process \(pid {other.pid}\).*run\.out_dir"):
+            online(ppo_tree(tmp_path))
+    finally:
+        close(other)
     assert (tmp_path / "run" / ".lock").exists()
     assert trained(ppo_tree(tmp_path, schedule={"steps": 1})).session.state.step == 1
 
@@ -236,6 +238,14 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     os.waitpid(child, 0)
     os.close(reader)
     os.close(end)
+
+
+def test_without_locks_in_the_system_a_folder_is_used_unlocked(tmp_path: Path) -> None:
+    """No fcntl: the module imports, as on Windows, and a file system that knows no locks stops no run."""
+    program = f"import sys; sys.modules['fcntl'] = None; {HOLD}; lock.release(); lock.release()"
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], input="", capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "held\n"), done.stderr
+    FolderLock(tmp_path).release()
 
 
 def test_other_optimizers_than_the_checkpoints_are_refused(tmp_path: Path) -> None:

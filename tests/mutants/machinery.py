@@ -104,8 +104,8 @@ MACHINERY = [
     Mutant(
         name="micro-batch-norms",
         file="rlhf/runtime/step.py",
-        before="terms = {name: value / norms[name] for name, value in sums.items()}",
-        after="terms = {name: value / part.loss.norms(one.rows)[name] for name, value in sums.items()}",
+        before="terms = scaled(sums, norms)",
+        after="terms = scaled(sums, part.loss.norms(one.rows))",
         why="each micro-batch is averaged by itself: gradient accumulation changes the step",
         tests=("tests/runtime/test_step.py",),
     ),

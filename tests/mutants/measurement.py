@@ -21,19 +21,11 @@ MEASUREMENT = [
     ),
     Mutant(
         name="exact-kl-reference-at-another-temperature",
-        file="rlhf/algo/kl.py",
-        before="(ref_logits[rows, positions].to(dtype) / temperature)",
-        after="ref_logits[rows, positions].to(dtype)",
+        file="rlhf/models/beside.py",
+        before="(wide(said) / self.temperature).log_softmax(dim=-1) for said in (logits, ref_logits)",
+        after="(wide(said) / t).log_softmax(dim=-1) for said, t in ((logits, self.temperature), (ref_logits, 1.0))",
         why="a KL to a policy that nobody sampled from: not zero before training",
-        tests=KL,
-    ),
-    Mutant(
-        name="exact-kl-over-padding",
-        file="rlhf/algo/kl.py",
-        before="for part in mask.nonzero().split(chunk):",
-        after="for part in torch.ones_like(mask).nonzero().split(chunk):",
-        why="positions behind the end count",
-        tests=KL,
+        tests=EVALUATE,
     ),
     Mutant(
         name="exact-kl-nan-where-never-chosen",
@@ -134,7 +126,7 @@ MEASUREMENT = [
     Mutant(
         name="the-key-is-in-the-error",
         file="rlhf/rewards/post.py",
-        before="said.replace(self.secret, '***') if self.secret else said",
+        before='said.replace(self.secret, "***") if self.secret else said',
         after="said",
         why="a server that repeats the key puts it into the log",
         tests=CHAT,
@@ -142,8 +134,8 @@ MEASUREMENT = [
     Mutant(
         name="too-many-requests-is-final",
         file="rlhf/rewards/post.py",
-        before="return code == 429 or server_error(code)",
-        after="return server_error(code)",
+        before="SERVER_ERRORS | {429}",
+        after="SERVER_ERRORS",
         why="a long evaluation ends at the first rate limit",
         tests=CHAT,
     ),
