@@ -13,5 +13,5 @@ def quiet_libraries() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")  # reading GGUF draws a bar that nothing else turns off
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    for name in ("DeepSpeed", "bitsandbytes.backends.cpu.ops", "urllib3.connectionpool"):
+    for name in ("DeepSpeed", "bitsandbytes.backends.cpu.ops"):
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf.config.judge import ChatConfig
 from rlhf.errors import ConfigError, RewardError
-from rlhf.rewards.post import BUSY_OR_SERVER_ERRORS, Poster
+from rlhf.rewards.post import Poster, busy_or_server_error
 from rlhf.rewards.texts import shown
 from rlhf.runtime.run_folder import write_aside
 
@@ -44,7 +44,7 @@ class ChatModel:
             timeout_s=config.timeout_s,
             retries=config.retries,
             backoff_s=backoff_s,
-            passing=BUSY_OR_SERVER_ERRORS,
+            passing=busy_or_server_error,
             secret=environment[name] if name is not None else None,
         )
 

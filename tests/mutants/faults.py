@@ -165,8 +165,8 @@ FAULTS = [
     Mutant(
         name="a-dead-server-is-not-waited-for",
         file="rlhf/rewards/post.py",
-        before="self.backoff_factor * 2.0 ** (len(self.history) - 1)",
-        after="self.backoff_factor",
+        before="backoff = min(self.backoff_s * 2 ** (attempt - 1), MAX_BACKOFF_S)",
+        after="backoff = min(self.backoff_s, MAX_BACKOFF_S)",
         why="all tries are over before a server has restarted",
         tests=("tests/faults/test_reward_faults.py::test_a_server_that_is_away_for_a_minute_is_waited_for",),
     ),

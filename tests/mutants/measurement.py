@@ -126,7 +126,7 @@ MEASUREMENT = [
     Mutant(
         name="the-key-is-in-the-error",
         file="rlhf/rewards/post.py",
-        before='said.replace(self.secret, "***") if self.secret else said',
+        before="said.replace(self.secret, '***') if self.secret else said",
         after="said",
         why="a server that repeats the key puts it into the log",
         tests=CHAT,
@@ -134,8 +134,8 @@ MEASUREMENT = [
     Mutant(
         name="too-many-requests-is-final",
         file="rlhf/rewards/post.py",
-        before="SERVER_ERRORS | {429}",
-        after="SERVER_ERRORS",
+        before="return code == 429 or server_error(code)",
+        after="return server_error(code)",
         why="a long evaluation ends at the first rate limit",
         tests=CHAT,
     ),

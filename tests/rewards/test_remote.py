@@ -121,37 +121,6 @@ def test_a_refusal_is_final(serve: Callable[[Answer], Server]) -> None:
     assert len(server.requests) == 1
 
 
-def test_a_redirection_is_final_and_the_secret_does_not_follow_it(serve: Callable[[Answer], Server]) -> None:
-    class Away(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.send_response(307)
-            self.send_header("Location", other.url)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    other, server = serve(good), serve(good)
-    server.http.RequestHandlerClass = Away
-    with pytest.raises(RewardError, match=r"refused: HTTP 307 Temporary Redirect"):
-        RemoteReward(server.url, tokenizer(), retries=3, backoff_s=0.01, secret="s")(two())
-    assert other.requests == []
-
-
-def test_the_proxy_of_the_environment_is_asked(
-    serve: Callable[[Answer], Server], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No name under .invalid can be looked up, so the answer can come only through the proxy."""
-    proxy = serve(good)
-    monkeypatch.setenv("http_proxy", proxy.url.removesuffix("/score"))
-    far = RemoteReward("http://reward.invalid/score", tokenizer(), retries=0)
-    assert far(two()).values.tolist() == [2.0, 2.0]
-    monkeypatch.setenv("no_proxy", "reward.invalid")
-    with pytest.raises(RewardError, match=r"http://reward\.invalid/score gave no answer in 1 tries"):
-        far(two())
-    assert len(proxy.requests) == 1
-
-
 def test_a_slow_answer_is_tried_again(serve: Callable[[Answer], Server]) -> None:
     def slow_once(n: int, asked: dict[str, Any]) -> tuple[int, bytes]:
         time.sleep(0.6 if n == 0 else 0.0)
