@@ -36,6 +36,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {**_LLAMA_LIKE, "sliding_window": 4},
     "gemma": _LLAMA_LIKE,
     "phi": {k: v for k, v in _LLAMA_LIKE.items() if k not in {"head_dim", "num_key_value_heads"}},
+    "phi3": {  # 6 of 8 numbers of a head are rotated
+        **{k: v for k, v in _LLAMA_LIKE.items() if k != "head_dim"},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75},
+    },
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.3},
 }
 

@@ -57,14 +57,15 @@ def before_attention(
     biases: Sequence[Weight],
     adapters: Sequence[Adapter],
     head_norms: Sequence[Norm],
+    width: int,
     turn: Turn,
     low: torch.dtype,
 ) -> tuple[Float[Tensor, "N D"], list[Tensor]]:
-    """x as it is; query, key and value of norm(x) in each rectangle [places, heads, d], rotated."""
+    """x as it is; query, key and value of norm(x) in each rectangle [places, heads, d = width], rotated."""
     eps = norm.eps, *(each.eps for each in head_norms)
     own: list[Weight] = [each.weight for each in head_norms] or [None, None]
     scales, pairs = _flattened(adapters)
-    skip, *found = _Before.apply(eps, turn, low, scales, x, norm.weight, *own, *weights, *biases, *pairs)  # type: ignore[no-untyped-call]
+    skip, *found = _Before.apply(eps, width, turn, low, scales, x, norm.weight, *own, *weights, *biases, *pairs)  # type: ignore[no-untyped-call]
     return skip, found
 
 
@@ -109,6 +110,7 @@ class _Before(torch.autograd.Function):
     def forward(
         ctx: Any,
         eps: Sequence[float],
+        width: int,
         turn: Turn,
         low: torch.dtype,
         scales: Sequence[float],
@@ -122,7 +124,7 @@ class _Before(torch.autograd.Function):
         heads = [
             _linear(inner, w, b, adapter)[: len(x)] for w, b, adapter in zip(weights, biases, adapters, strict=True)
         ]
-        query, key, value = (each.view(len(x), -1, 2 * turn.cos.shape[-1]) for each in heads)
+        query, key, value = (each.view(len(x), -1, width) for each in heads)
         query, key = query.to(x.dtype), key.to(x.dtype)
         kept: list[Tensor] = []
         if head_norms[0] is not None and head_norms[1] is not None:
@@ -143,7 +145,7 @@ class _Before(torch.autograd.Function):
         """Places to tokens, back by the same angles, through the products and the norm."""
         x, weight, inverse, *given = ctx.saved_tensors
         head_norms, weights, adapters, kept = given[:2], given[2:5], _paired(given[5:11], ctx.scales), given[11:]
-        learn = ctx.needs_input_grad[5:]
+        learn = ctx.needs_input_grad[6:]
         turn: Turn = ctx.turn
         heads = [_live(gradients[number::3], turn.places) for number in range(3)]
         heads[:2] = (_turned(each.to(x.dtype), turn, -1) for each in heads[:2])
@@ -167,7 +169,7 @@ class _Before(torch.autograd.Function):
         ]
         d_inner = _of_input(flat, weights, adapters, x.dtype)[: len(x)]
         d_x, d_weight = _norm_backward(d_inner, scaled, weight, inverse, learns=learn[0], beside=d_skip)
-        return None, None, None, None, d_x, d_weight, *d_head_norms, *d_weights, *d_biases, *d_pairs
+        return None, None, None, None, None, d_x, d_weight, *d_head_norms, *d_weights, *d_biases, *d_pairs
 
 
 class _After(torch.autograd.Function):
@@ -342,10 +344,15 @@ def _norm_backward(
 
 
 def _turned(heads: Float[Tensor, "N H d"], turn: Turn, way: int) -> Float[Tensor, "N H d"]:
-    """The halves of each head are the two coordinates of its planes; `way` is 1, or -1 for back."""
+    """Rotate the first 2 E numbers of each head; `way` is 1, or -1 for back.
+
+    Their halves are the two coordinates of E planes. What is beyond them, in families that rotate a part, stays.
+    """
     half = turn.cos.shape[-1]
-    first, second = heads[..., :half], heads[..., half:]
+    first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
     turned = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
     torch.mul(first, turn.cos, out=turned[..., :half]).addcmul_(second, turn.sin, value=-way)
-    torch.mul(second, turn.cos, out=turned[..., half:]).addcmul_(first, turn.sin, value=way)
+    torch.mul(second, turn.cos, out=turned[..., half : 2 * half]).addcmul_(first, turn.sin, value=way)
+    if rest.shape[-1]:
+        turned[..., 2 * half :] = rest
     return turned

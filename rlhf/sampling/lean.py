@@ -5,7 +5,7 @@ The weights are copies of the live ones, joined and laid out for products with f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +15,19 @@ from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import LlamaForCausalLM, MistralForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from rlhf.models.backbone import CausalLM
+from rlhf.models.fused import Norm
+from rlhf.models.layers import Layer, Projection, norm_of, read_layers
 from rlhf.sampling.products import Linear
 from rlhf.sampling.slots import Slots
 
-FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Phi3ForCausalLM)
 ROTATIONS = ("default", "linear", "llama3", "yarn")  # those that depend on the position alone
+LONG = "longrope"  # one that does so in sequences no longer than `original_max_position_embeddings`
+
+Part = tuple[Tensor, Tensor | None]  # a weight, adapter added, and its bias
 
 
 @dataclass(frozen=True)
@@ -63,40 +68,43 @@ class LeanDecoder:
         half = cos.shape[-1] // 2
         self.cos, self.sin = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
-        def product(*modules: nn.Module, norm: nn.Module | None = None, scale: float = 1.0) -> Linear:
+        def product(parts: Sequence[Part], *, norm: Norm | None = None, scale: float = 1.0) -> Linear:
             """Of what `norm` is before its weight, which goes into the columns here; the first is scaled."""
-            weights, biases = [_weight(each) for each in modules], [_bias(each) for each in modules]
+            weights, biases = [weight for weight, _ in parts], [bias for _, bias in parts]
             if norm is not None:
-                weights = [weight * _weight_of(norm) for weight in weights]
+                weights = [weight * norm.weight.detach() for weight in weights]
             if scale != 1.0:
                 weights[0], biases[0] = weights[0] * scale, None if biases[0] is None else biases[0] * scale
             return Linear(weights, biases, rows=rows, low=low)
 
-        self.layers = [
-            _Layer(
-                before=_unit(layer.input_layernorm),
+        def written_out(layer: Layer) -> _Layer:
+            query_norm, key_norm = (_norm(each) for each in layer.head_norms) if layer.head_norms else (None, None)
+            gate, up = _parts(layer.gated)
+            return _Layer(
+                before=_unit(layer.before_attention),
                 qkv=product(
-                    layer.self_attn.q_proj,
-                    layer.self_attn.k_proj,
-                    layer.self_attn.v_proj,
-                    norm=layer.input_layernorm,
-                    scale=1.0 if hasattr(layer.self_attn, "q_norm") else float(layer.self_attn.scaling),
+                    _parts(layer.inputs),
+                    norm=layer.before_attention,
+                    scale=1.0 if layer.head_norms else layer.scaling,
                 ),
-                query_norm=_norm(layer.self_attn.q_norm) if hasattr(layer.self_attn, "q_norm") else None,
-                key_norm=_norm(layer.self_attn.k_norm) if hasattr(layer.self_attn, "k_norm") else None,
-                scaling=float(layer.self_attn.scaling) if hasattr(layer.self_attn, "q_norm") else 1.0,
-                window=_window(layer.self_attn),
-                out=product(layer.self_attn.o_proj),
-                after=_unit(layer.post_attention_layernorm),
-                gate=product(layer.mlp.gate_proj, norm=layer.post_attention_layernorm),
-                up=product(layer.mlp.up_proj, norm=layer.post_attention_layernorm),
-                act=None if config.hidden_act == "silu" else layer.mlp.act_fn,
-                down=product(layer.mlp.down_proj),
+                query_norm=query_norm,
+                key_norm=key_norm,
+                scaling=layer.scaling if layer.head_norms else 1.0,
+                window=layer.window,
+                out=product(_parts([layer.output])),
+                after=_unit(layer.before_mlp),
+                gate=product([gate], norm=layer.before_mlp),
+                up=product([up], norm=layer.before_mlp),
+                act=None if config.hidden_act == "silu" else layer.activation,
+                down=product(_parts([layer.down])),
             )
-            for layer in inner.layers
-        ]
-        self.norm = _unit(inner.norm)
-        self.head = product(plain.lm_head, norm=inner.norm)
+
+        layers = read_layers(inner)
+        assert layers is not None, "fits() was asked"
+        self.layers = [written_out(layer) for layer in layers]
+        norm = norm_of(inner.norm)
+        self.norm = _unit(norm)
+        self.head = product(_parts([Projection(plain.lm_head)]), norm=norm)
 
     def step(self, slots: Slots, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         """See Decoder. Autocast is off inside: it would copy the cache into its dtype at every step."""
@@ -136,27 +144,43 @@ class LeanDecoder:
 
 
 def fits(model: CausalLM) -> bool:
-    """Whether this decoder computes what the model does."""
+    """Whether this decoder computes what the model does, in sequences that it `reaches`."""
     plain = model.get_base_model() if isinstance(model, PeftModel) else model
-    if type(plain) not in FAMILIES or plain.config.rope_parameters.get("rope_type", "default") not in ROTATIONS:
+    if type(plain) not in FAMILIES or _rotation(plain.config) not in (*ROTATIONS, LONG):
         return False
     if isinstance(model, PeftModel) and (len(model.active_adapters) != 1 or model.peft_type != "LORA"):
         return False
-    attention = [layer.self_attn for layer in plain.model.layers]
-    mlp = [layer.mlp for layer in plain.model.layers]
-    linear = [plain.lm_head]
-    linear += [getattr(each, name) for each in attention for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-    linear += [getattr(each, name) for each in mlp for name in ("gate_proj", "up_proj", "down_proj")]
-    return type(plain.model.embed_tokens) is nn.Embedding and all(_is_linear(each) for each in linear)
+    layers = read_layers(plain.model)
+    if layers is None or type(plain.model.embed_tokens) is not nn.Embedding:
+        return False
+    projections = [each for layer in layers for each in (*layer.inputs, layer.output, *layer.gated, layer.down)]
+    return all(_is_linear(module) for module in (plain.lm_head, *(each.module for each in projections)))
+
+
+def reaches(model: CausalLM, positions: int) -> bool:
+    """Whether rotations depend on the position alone in sequences of that many tokens: longrope has others beyond."""
+    config = model.config
+    if _rotation(config) != LONG:
+        return True
+    return positions <= int(config.rope_parameters["original_max_position_embeddings"])
+
+
+def _rotation(config: Any) -> str:
+    return str(config.rope_parameters.get("rope_type", "default"))
 
 
 def rotate(heads: Float[Tensor, "N H D"], cos: Float[Tensor, "N 1 E"], sin: Float[Tensor, "N 1 E"]) -> Tensor:
-    """Rotary positions: the halves of each head are the two coordinates of its E = D / 2 planes (Su et al. 2021)."""
+    """Rotary positions: halves of the first 2 E numbers of each head are the two coordinates of E planes.
+
+    (Su et al. 2021.) What is beyond them, in families that rotate a part, stays.
+    """
     half = cos.shape[-1]
-    first, second = heads[..., :half], heads[..., half:]
+    first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
     turned = heads.new_empty(heads.shape, dtype=torch.promote_types(heads.dtype, cos.dtype))
     torch.addcmul(first * cos, second, sin, value=-1, out=turned[..., :half])
-    torch.addcmul(second * cos, first, sin, out=turned[..., half:])
+    torch.addcmul(second * cos, first, sin, out=turned[..., half : 2 * half])
+    if rest.shape[-1]:
+        turned[..., 2 * half :] = rest
     return turned
 
 
@@ -179,34 +203,26 @@ def _weight(module: Any) -> Tensor:
     return weight
 
 
-def _bias(module: Any) -> Tensor | None:
-    bias = module.bias if type(module) is nn.Linear else module.base_layer.bias
-    return None if bias is None else bias.detach()
+def _parts(projections: Sequence[Projection]) -> list[Part]:
+    """The weight and bias of each part, those of a weight that holds several as views of its rows."""
+    parts: list[Part] = []
+    for each in projections:
+        weights, bias = each.split(_weight(each.module)), each.linear.bias
+        biases = [None] * len(weights) if bias is None else each.split(bias.detach())
+        parts += zip(weights, biases, strict=True)
+    return parts
 
 
-def _window(attention: Any) -> int | None:
-    own = getattr(attention, "sliding_window", None)
-    if own is None and isinstance(attention.config, MistralConfig):
-        own = attention.config.sliding_window
-    return own
-
-
-def _weight_of(norm: nn.Module) -> Tensor:
-    weight = norm.weight
-    assert isinstance(weight, Tensor)
-    return weight.detach()
-
-
-def _norm(module: Any) -> Callable[[Tensor], Tensor]:
+def _norm(norm: Norm) -> Callable[[Tensor], Tensor]:
     """Root mean square layer norm, computed in float32 at least, as theirs is."""
-    weight, unit = _weight_of(module), _unit(module)
+    weight, unit = norm.weight.detach(), _unit(norm)
     return lambda hidden: unit(hidden) * weight
 
 
-def _unit(module: Any) -> Callable[[Tensor], Tensor]:
+def _unit(norm: Norm) -> Callable[[Tensor], Tensor]:
     """The norm without its weight: x / sqrt(mean(x²) + eps), in few steps."""
-    weight = _weight_of(module)
-    share, eps = 1.0 / len(weight), weight.new_tensor([float(module.variance_epsilon)])
+    weight = norm.weight.detach()
+    share, eps = 1.0 / len(weight), weight.new_tensor([norm.eps])
 
     def scaled(hidden: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)

@@ -576,7 +576,6 @@ FAMILIES = (
         template=PHI3,
         chat="<|user|>\nHi<|end|>\n<|assistant|>\nHello<|end|>\n<|user|>\nBye<|end|>\n<|assistant|>\n",
         turn_end="<|end|>",
-        fast=FastWays(written_out=NOT_YET, lean_decoder=NOT_YET),
         notes="fused projections; a window of 2,047 tokens (8 here); the pad token is EOS, a turn ends with another",
     ),
     Family(
@@ -607,7 +606,6 @@ FAMILIES = (
             "<|im_start|>user<|im_sep|>Bye<|im_end|><|im_start|>assistant<|im_sep|>"
         ),
         turn_end="<|im_end|>",
-        fast=FastWays(written_out=NOT_YET, lean_decoder=NOT_YET),
         notes="fused projections; the template opens the assistant's turn by itself",
     ),
     Family(
@@ -647,7 +645,6 @@ FAMILIES = (
         reduced=True,
         chat="<|user|>Hi<|end|><|assistant|>Hello<|end|><|user|>Bye<|end|><|assistant|>",
         turn_end="<|end|>",
-        fast=FastWays(written_out=NOT_YET, lean_decoder=NOT_YET),
         notes="fused projections; three quarters of a head are rotated; rotations change with the length (longrope)",
     ),
     Family(
