@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -41,7 +42,7 @@ def shared() -> Path:
 def wide_norms() -> Iterator[None]:
     """Norms of float64 models in float64: transformers' round to float32, and all that follows to 1e-7."""
     with pytest.MonkeyPatch.context() as patch:
-        for norm in (LlamaRMSNorm, MistralRMSNorm, Phi3RMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
+        for norm in (LlamaRMSNorm, MistralRMSNorm, Olmo2RMSNorm, Phi3RMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
             patch.setattr(norm, "forward", _wide(norm.forward))
         yield
 

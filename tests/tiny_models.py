@@ -40,6 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{k: v for k, v in _LLAMA_LIKE.items() if k != "head_dim"},
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75},
     },
+    "olmo2": _LLAMA_LIKE,
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.3},
 }
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import LlamaModel, MistralModel, Phi3Model, Qwen2Model, Qwen3Model
+from transformers import LlamaModel, MistralModel, Olmo2Model, Phi3Model, Qwen2Model, Qwen3Model
 
-from rlhf.models.fused import Norm
+from rlhf.models.fused import Norm, Norms
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Layer:
     gated: Sequence[Projection]  # gate and up
     down: Projection
     activation: Any  # a module
-    before_attention: Norm
-    before_mlp: Norm
-    head_norms: Sequence[Norm]  # of queries and keys; or none
+    activation_name: str
+    norms: Norms
+    head_norms: Sequence[Norm]  # of queries and keys, each head or all of them; or none
     width: int  # of a head; of which as much is rotated as there are angles
     scaling: float
     window: int | None
@@ -65,8 +65,8 @@ def _llama(layer: Any) -> Layer:
         gated=[Projection(mlp.gate_proj), Projection(mlp.up_proj)],
         down=Projection(mlp.down_proj),
         activation=mlp.act_fn,
-        before_attention=norm_of(layer.input_layernorm),
-        before_mlp=norm_of(layer.post_attention_layernorm),
+        activation_name=attention.config.hidden_act,
+        norms=_before(layer.input_layernorm, layer.post_attention_layernorm),
         head_norms=[norm_of(attention.q_norm), norm_of(attention.k_norm)] if hasattr(attention, "q_norm") else [],
         width=attention.head_dim,
         scaling=float(attention.scaling),
@@ -90,13 +90,35 @@ def _phi3(layer: Any) -> Layer:
         gated=[Projection(mlp.gate_up_proj, (hidden, hidden))],
         down=Projection(mlp.down_proj),
         activation=mlp.activation_fn,
-        before_attention=norm_of(layer.input_layernorm),
-        before_mlp=norm_of(layer.post_attention_layernorm),
+        activation_name=config.hidden_act,
+        norms=_before(layer.input_layernorm, layer.post_attention_layernorm),
         head_norms=[],
         width=width,
         scaling=float(attention.scaling),
         window=config.sliding_window,
     )
+
+
+def _olmo2(layer: Any) -> Layer:
+    """What comes out of each half is normed, not what goes in; queries and keys are, all heads together."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return Layer(
+        inputs=[Projection(attention.q_proj), Projection(attention.k_proj), Projection(attention.v_proj)],
+        output=Projection(attention.o_proj),
+        gated=[Projection(mlp.gate_proj), Projection(mlp.up_proj)],
+        down=Projection(mlp.down_proj),
+        activation=mlp.act_fn,
+        activation_name=attention.config.hidden_act,
+        norms=Norms(None, norm_of(layer.post_attention_layernorm), None, norm_of(layer.post_feedforward_layernorm)),
+        head_norms=[norm_of(attention.q_norm), norm_of(attention.k_norm)],
+        width=attention.head_dim,
+        scaling=float(attention.scaling),
+        window=None,
+    )
+
+
+def _before(attention: Any, mlp: Any) -> Norms:
+    return Norms(norm_of(attention), None, norm_of(mlp), None)
 
 
 def norm_of(module: Any) -> Norm:
@@ -111,6 +133,7 @@ READERS: dict[type[nn.Module], Reader] = {
     Qwen2Model: _llama,
     Qwen3Model: _llama,
     Phi3Model: _phi3,
+    Olmo2Model: _olmo2,
 }
 
 

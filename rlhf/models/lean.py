@@ -18,7 +18,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rlhf.models.fused import Adapter, LowRank, Turn, after_attention, before_attention, normed
+from rlhf.models.fused import ACTIVATIONS, Adapter, LowRank, Turn, after_attention, before_attention, normed
 from rlhf.models.layers import READERS, Projection, Reader, norm_of, read_layers
 from rlhf.models.rows import Rows, body_inputs, full_precision, probe_rows, within
 
@@ -55,7 +55,9 @@ def _plain(body: Any) -> bool:
     weight = body.norm.weight
     if weight.dtype not in (torch.float32, torch.float64) or hasattr(weight, "ds_id"):
         return False
-    if body.config.hidden_act != "silu" or any(_is_watched(each) for each in body.parameters()):
+    if any(layer.activation_name not in ACTIVATIONS for layer in layers):
+        return False
+    if any(_is_watched(each) for each in body.parameters()):
         return False
     if getattr(body.config, "resid_pdrop", 0.0):  # dropout of what is added to the states: Phi-3
         return False
@@ -160,7 +162,7 @@ def _layer(
     low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     skip, found = before_attention(
         x,
-        own.before_attention,
+        own.norms.before_attention,
         _weights(own.inputs),
         _biases(own.inputs),
         _adapters(own.inputs),
@@ -177,9 +179,10 @@ def _layer(
         [each.transpose(1, 2).flatten(0, 1) for each in seen],
         turn.places,
         chosen,
-        own.before_mlp,
+        own.norms,
         _weights(others),
         _adapters(others),
+        own.activation_name,
         low,
     )
 

@@ -15,7 +15,14 @@ from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaForCausalLM, MistralForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Olmo2ForCausalLM,
+    Phi3ForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
 
 from rlhf.models.backbone import CausalLM
 from rlhf.models.fused import Norm
@@ -23,7 +30,14 @@ from rlhf.models.layers import Layer, Projection, norm_of, read_layers
 from rlhf.sampling.products import Linear
 from rlhf.sampling.slots import Slots
 
-FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Phi3ForCausalLM)
+FAMILIES = (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    Phi3ForCausalLM,
+    Olmo2ForCausalLM,
+)
 ROTATIONS = ("default", "linear", "llama3", "yarn")  # those that depend on the position alone
 LONG = "longrope"  # one that does so in sequences no longer than `original_max_position_embeddings`
 
@@ -39,11 +53,13 @@ class _Layer:
     scaling: float
     window: int | None
     out: Linear
+    norm_out: Callable[[Tensor], Tensor] | None  # of what is added to the states
     after: Callable[[Tensor], Tensor]
     gate: Linear
     up: Linear
     act: Callable[[Tensor], Tensor] | None  # None: silu
     down: Linear
+    norm_down: Callable[[Tensor], Tensor] | None  # of what is added to the states
 
 
 class LeanDecoder:
@@ -78,13 +94,14 @@ class LeanDecoder:
             return Linear(weights, biases, rows=rows, low=low)
 
         def written_out(layer: Layer) -> _Layer:
-            query_norm, key_norm = (_norm(each) for each in layer.head_norms) if layer.head_norms else (None, None)
+            query_norm, key_norm = (_norm(each, layer.width) for each in layer.head_norms or (None, None))
             gate, up = _parts(layer.gated)
+            norms = layer.norms
             return _Layer(
-                before=_unit(layer.before_attention),
+                before=_unit(norms.before_attention),
                 qkv=product(
                     _parts(layer.inputs),
-                    norm=layer.before_attention,
+                    norm=norms.before_attention,
                     scale=1.0 if layer.head_norms else layer.scaling,
                 ),
                 query_norm=query_norm,
@@ -92,11 +109,13 @@ class LeanDecoder:
                 scaling=layer.scaling if layer.head_norms else 1.0,
                 window=layer.window,
                 out=product(_parts([layer.output])),
-                after=_unit(layer.before_mlp),
-                gate=product([gate], norm=layer.before_mlp),
-                up=product([up], norm=layer.before_mlp),
-                act=None if config.hidden_act == "silu" else layer.activation,
+                norm_out=_norm(norms.after_attention),
+                after=_unit(norms.before_mlp),
+                gate=product([gate], norm=norms.before_mlp),
+                up=product([up], norm=norms.before_mlp),
+                act=None if layer.activation_name == "silu" else layer.activation,
                 down=product(_parts([layer.down])),
+                norm_down=_norm(norms.after_mlp),
             )
 
         layers = read_layers(inner)
@@ -117,10 +136,10 @@ class LeanDecoder:
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         for number, layer in enumerate(self.layers):
             found = self._attention(number, layer, layer.before(hidden), cos, sin, slots)
-            hidden = layer.out.plus(found, hidden)
+            hidden = _added(layer.out, found, hidden, layer.norm_out)
             inner = layer.after(hidden)
             gate = layer.gate.silu(inner) if layer.act is None else layer.act(layer.gate(inner))
-            hidden = layer.down.plus(layer.up.times(inner, gate), hidden)
+            hidden = _added(layer.down, layer.up.times(inner, gate), hidden, layer.norm_down)
         return self.head(self.norm(hidden))
 
     def _attention(
@@ -213,14 +232,28 @@ def _parts(projections: Sequence[Projection]) -> list[Part]:
     return parts
 
 
-def _norm(norm: Norm) -> Callable[[Tensor], Tensor]:
-    """Root mean square layer norm, computed in float32 at least, as theirs is."""
+def _added(product: Linear, x: Tensor, hidden: Tensor, norm: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """What the product of x, or its norm, makes of the states."""
+    return product.plus(x, hidden) if norm is None else hidden + norm(product(x).to(hidden.dtype))
+
+
+def _norm(norm: Norm | None, width: int = 0) -> Callable[[Tensor], Tensor] | None:
+    """Root mean square layer norm, computed in float32 at least, as theirs is; None where there is none.
+
+    Of heads of that `width` each by itself, or all together where the weight is for all.
+    """
+    if norm is None:
+        return None
     weight, unit = norm.weight.detach(), _unit(norm)
+    if width and len(weight) > width:
+        return lambda heads: (unit(heads.flatten(1)) * weight).view(heads.shape)
     return lambda hidden: unit(hidden) * weight
 
 
-def _unit(norm: Norm) -> Callable[[Tensor], Tensor]:
-    """The norm without its weight: x / sqrt(mean(x²) + eps), in few steps."""
+def _unit(norm: Norm | None) -> Callable[[Tensor], Tensor]:
+    """The norm without its weight: x / sqrt(mean(x²) + eps), in few steps; x itself where there is none."""
+    if norm is None:
+        return lambda hidden: hidden
     weight = norm.weight.detach()
     share, eps = 1.0 / len(weight), weight.new_tensor([norm.eps])
 

@@ -26,7 +26,7 @@ from rlhf.models.rows import body_inputs, lay, why_padded
 from rlhf.models.scalar_head import load_scalar_head, sequence_scores
 from rlhf.types import Completions
 
-KNOWN = ("llama", "qwen2", "qwen3", "phi3")
+KNOWN = ("llama", "qwen2", "qwen3", "phi3", "olmo2")
 
 
 def asked(model: CausalLM, batch: Completions) -> TokenOutputs:
@@ -84,6 +84,7 @@ def test_values_and_gradients_are_the_modules(monkeypatch: pytest.MonkeyPatch, f
 FROZEN = {
     "qwen3": [("embed",), ("norm",), ("q_proj", "up_proj"), ("k_proj", "v_proj", "gate_proj"), ("o_proj", "down_proj")],
     "phi3": [("qkv_proj", "down_proj"), ("o_proj", "gate_up_proj")],
+    "olmo2": [("norm",), ("q_norm", "post_attention"), ("k_norm", "post_feedforward"), ("o_proj", "down_proj")],
 }
 
 
@@ -98,7 +99,7 @@ def test_whatever_is_frozen(monkeypatch: pytest.MonkeyPatch, family: str) -> Non
         assert_same(monkeypatch, model, BATCHES["shared"])
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "olmo2"])
 def test_recomputed_layers_give_the_same_gradient(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     plain, model = tiny(family), tiny(family).train()
     enable_checkpointing(model)
@@ -175,7 +176,7 @@ def test_adapters_too(monkeypatch: pytest.MonkeyPatch, family: str, batch: str, 
     assert_same(monkeypatch, adapted(family, targets), BATCHES[batch])
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "olmo2"])
 def test_adapters_with_recomputed_layers_and_a_base_that_learns_too(
     monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:

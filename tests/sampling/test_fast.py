@@ -89,7 +89,7 @@ def same(found: Completions, expected: Completions, *, within: float = 1e-5) -> 
 
 @pytest.mark.parametrize(
     "family,uses",
-    [(family, "lean") for family in ("llama", "qwen2", "qwen3", "mistral", "phi3")]
+    [(family, "lean") for family in ("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2")]
     + [(family, "model") for family in ("llama", "qwen2", "mistral", "phi3", "gpt2", "gpt_neox", "gemma", "phi")],
 )
 @pytest.mark.parametrize("slots,group", [(3, 4), (100, 3), (1, 1)])
@@ -100,7 +100,7 @@ def test_the_completions_are_the_plain_samplers(family: str, uses: str, slots: i
     sampler = fast_of(model, config(batch_size=slots), lean=uses == "lean")
     same(sampler.sample(prompts, key=KEY, group_size=group), expected)
     assert sampler.uses == uses
-    assert group == 1 or len(set(expected.completion_mask.sum(dim=1).tolist())) > 3
+    assert group == 1 or len(set(expected.completion_mask.sum(dim=1).tolist())) >= 3
 
 
 @pytest.mark.parametrize("length", [1, 2, 40])
@@ -186,7 +186,7 @@ def test_greedy() -> None:
     same(fast_of(model, config(batch_size=3)).sample(prompts, key=2, group_size=1, greedy=True), expected)
 
 
-@pytest.mark.parametrize("family,lean", [("llama", True), ("llama", False), ("phi3", True)])
+@pytest.mark.parametrize("family,lean", [("llama", True), ("llama", False), ("phi3", True), ("olmo2", True)])
 def test_an_adapter_is_sampled_from(family: str, lean: bool) -> None:
     model: Any = add_lora(model_of(family), LoraConfig(r=2))
     with torch.no_grad():

@@ -667,7 +667,6 @@ FAMILIES = (
         template=OLMO2,
         chat="<|endoftext|><|user|>\nHi\n<|assistant|>\nHello<|endoftext|>\n<|user|>\nBye\n<|assistant|>\n",
         turn_end="<|endoftext|>",
-        fast=FastWays(written_out=NOT_YET, lean_decoder=NOT_YET),
         notes="norms after attention and feed-forward, and of queries and keys; BOS is EOS; role marks are plain text",
     ),
     Family(
