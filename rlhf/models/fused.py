@@ -162,9 +162,8 @@ class _Before(torch.autograd.Function):
         query, key = heads[0].to(x.dtype), heads[1].to(x.dtype)
         kept: list[Tensor] = []
         if head_norms[0] is not None and head_norms[1] is not None:
-            query, key = (
-                each.view(len(x), -1, len(own)) for each, own in zip((query, key), head_norms[:2], strict=True)
-            )
+            query = query.view(len(x), -1, len(head_norms[0]))
+            key = key.view(len(x), -1, len(head_norms[1]))
             kept = [query, _inverse(query, eps[1]), key, _inverse(key, eps[2])]
             query, key = (kept[0] * kept[1]).mul_(head_norms[0]), (kept[2] * kept[3]).mul_(head_norms[1])
         query, key, value = (each.view(len(x), -1, width) for each in (query, key, heads[2]))

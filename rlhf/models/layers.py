@@ -12,7 +12,8 @@ from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import LlamaModel, MistralModel, Olmo2Model, Phi3Model, Qwen2Model, Qwen3Model
+from transformers import Gemma3TextModel, LlamaModel, MistralModel, Olmo2Model, Phi3Model, Qwen2Model, Qwen3Model
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from rlhf.models.fused import Norm, Norms
 
@@ -54,6 +55,7 @@ class Layer:
     width: int  # of a head; of which as much is rotated as there are angles
     scaling: float
     window: int | None
+    angles: str | None = None  # which of several kinds of rotations
 
 
 def _llama(layer: Any) -> Layer:
@@ -117,12 +119,38 @@ def _olmo2(layer: Any) -> Layer:
     )
 
 
+def _gemma3(layer: Any) -> Layer:
+    """Norms before and behind each half; layers with a window have angles of their own."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return Layer(
+        inputs=[Projection(attention.q_proj), Projection(attention.k_proj), Projection(attention.v_proj)],
+        output=Projection(attention.o_proj),
+        gated=[Projection(mlp.gate_proj), Projection(mlp.up_proj)],
+        down=Projection(mlp.down_proj),
+        activation=mlp.act_fn,
+        activation_name=attention.config.hidden_activation,
+        norms=Norms(
+            norm_of(layer.input_layernorm),
+            norm_of(layer.post_attention_layernorm),
+            norm_of(layer.pre_feedforward_layernorm),
+            norm_of(layer.post_feedforward_layernorm),
+        ),
+        head_norms=[norm_of(attention.q_norm), norm_of(attention.k_norm)],
+        width=attention.head_dim,
+        scaling=float(attention.scaling),
+        window=attention.sliding_window,
+        angles=attention.layer_type,
+    )
+
+
 def _before(attention: Any, mlp: Any) -> Norms:
     return Norms(norm_of(attention), None, norm_of(mlp), None)
 
 
 def norm_of(module: Any) -> Norm:
-    """Read a root mean square layer norm."""
+    """Read a root mean square layer norm; Gemma's weight is kept as what it is more than 1."""
+    if type(module) is Gemma3RMSNorm:
+        return Norm(1.0 + module.weight, float(module.eps))
     return Norm(module.weight, float(module.variance_epsilon))
 
 
@@ -134,6 +162,7 @@ READERS: dict[type[nn.Module], Reader] = {
     Qwen3Model: _llama,
     Phi3Model: _phi3,
     Olmo2Model: _olmo2,
+    Gemma3TextModel: _gemma3,
 }
 
 

@@ -6,7 +6,7 @@ out too: the last layer's feed-forward half is computed for the chosen tokens on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -141,12 +141,13 @@ def _live_adapters(body: nn.Module) -> Iterator[None]:
 
 def _states(body: Any, rows: Rows, chosen: Int[Tensor, " M"]) -> Float[Tensor, "M D"]:
     x = body.embed_tokens(rows.input_ids)[0]
-    cos, sin = (each[0, :, None, : each.shape[-1] // 2] for each in body.rotary_emb(x[None], rows.position_ids))
-    turn = Turn(cos, sin, [rows.first] if rows.second is None else [rows.first, rows.second])
     read = READERS[type(body)]
     layers = body.layers[: body.config.num_hidden_layers]
+    turns = {angles: _turn(body, x, rows, angles) for angles in {read(layer).angles for layer in layers}}
     for number, layer in enumerate(layers, start=1):
-        one = partial(_layer, layer, read=read, turn=turn, rows=rows, chosen=chosen if number == len(layers) else None)
+        one = partial(
+            _layer, layer, read=read, turns=turns, rows=rows, chosen=chosen if number == len(layers) else None
+        )
         if layer.gradient_checkpointing and layer.training:
             x = checkpoint(one, x, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -154,10 +155,24 @@ def _states(body: Any, rows: Rows, chosen: Int[Tensor, " M"]) -> Float[Tensor, "
     return normed(x, norm_of(body.norm))
 
 
+def _turn(body: Any, x: Float[Tensor, "N D"], rows: Rows, angles: str | None) -> Turn:
+    """Ask the body for its rotations, or those of one kind, at the positions of the rows."""
+    found = body.rotary_emb(x[None], rows.position_ids, *([] if angles is None else [angles]))
+    cos, sin = (each[0, :, None, : each.shape[-1] // 2] for each in found)
+    return Turn(cos, sin, [rows.first] if rows.second is None else [rows.first, rows.second])
+
+
 def _layer(
-    layer: Any, x: Float[Tensor, "N D"], *, read: Reader, turn: Turn, rows: Rows, chosen: Int[Tensor, " M"] | None
+    layer: Any,
+    x: Float[Tensor, "N D"],
+    *,
+    read: Reader,
+    turns: Mapping[str | None, Turn],
+    rows: Rows,
+    chosen: Int[Tensor, " M"] | None,
 ) -> Float[Tensor, "M D"]:
     own = read(layer)
+    turn = turns[own.angles]
     kind = x.device.type
     low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     skip, found = before_attention(

@@ -14,8 +14,8 @@ from jaxtyping import Float, Int
 from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import (
+    Gemma3ForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
     Olmo2ForCausalLM,
@@ -23,6 +23,7 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
 )
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from rlhf.models.backbone import CausalLM
 from rlhf.models.fused import Norm
@@ -37,7 +38,9 @@ FAMILIES = (
     Qwen3ForCausalLM,
     Phi3ForCausalLM,
     Olmo2ForCausalLM,
+    Gemma3ForCausalLM,
 )
+EMBEDDINGS = (nn.Embedding, Gemma3TextScaledWordEmbedding)
 ROTATIONS = ("default", "linear", "llama3", "yarn")  # those that depend on the position alone
 LONG = "longrope"  # one that does so in sequences no longer than `original_max_position_embeddings`
 
@@ -52,6 +55,7 @@ class _Layer:
     key_norm: Callable[[Tensor], Tensor] | None
     scaling: float
     window: int | None
+    angles: str | None
     out: Linear
     norm_out: Callable[[Tensor], Tensor] | None  # of what is added to the states
     after: Callable[[Tensor], Tensor]
@@ -76,13 +80,12 @@ class LeanDecoder:
         """
         plain = model.get_base_model() if isinstance(model, PeftModel) else model
         inner, config = plain.model, plain.config
-        self.embedding = inner.embed_tokens.weight.detach()
+        self.embed = inner.embed_tokens  # the module: Gemma's scales what it reads
         self.heads = config.num_attention_heads
         self.groups = config.num_key_value_heads
-        at = torch.arange(positions, device=self.embedding.device)
-        cos, sin = inner.rotary_emb(self.embedding[:1, None], at[None])
-        half = cos.shape[-1] // 2
-        self.cos, self.sin = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+        layers = read_layers(inner)
+        assert layers is not None, "fits() was asked"
+        self.tables = {angles: _table(inner, angles, positions) for angles in {layer.angles for layer in layers}}
 
         def product(parts: Sequence[Part], *, norm: Norm | None = None, scale: float = 1.0) -> Linear:
             """Of what `norm` is before its weight, which goes into the columns here; the first is scaled."""
@@ -108,6 +111,7 @@ class LeanDecoder:
                 key_norm=key_norm,
                 scaling=layer.scaling if layer.head_norms else 1.0,
                 window=layer.window,
+                angles=layer.angles,
                 out=product(_parts([layer.output])),
                 norm_out=_norm(norms.after_attention),
                 after=_unit(norms.before_mlp),
@@ -118,8 +122,6 @@ class LeanDecoder:
                 norm_down=_norm(norms.after_mlp),
             )
 
-        layers = read_layers(inner)
-        assert layers is not None, "fits() was asked"
         self.layers = [written_out(layer) for layer in layers]
         norm = norm_of(inner.norm)
         self.norm = _unit(norm)
@@ -132,10 +134,12 @@ class LeanDecoder:
 
     def _step(self, slots: Slots, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         slots.begin_step(positions)
-        hidden = functional.embedding(tokens, self.embedding)
-        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
+        hidden = self.embed(tokens)
+        turns = {
+            angles: (cos[positions][:, None], sin[positions][:, None]) for angles, (cos, sin) in self.tables.items()
+        }
         for number, layer in enumerate(self.layers):
-            found = self._attention(number, layer, layer.before(hidden), cos, sin, slots)
+            found = self._attention(number, layer, layer.before(hidden), *turns[layer.angles], slots)
             hidden = _added(layer.out, found, hidden, layer.norm_out)
             inner = layer.after(hidden)
             gate = layer.gate.silu(inner) if layer.act is None else layer.act(layer.gate(inner))
@@ -165,12 +169,12 @@ class LeanDecoder:
 def fits(model: CausalLM) -> bool:
     """Whether this decoder computes what the model does, in sequences that it `reaches`."""
     plain = model.get_base_model() if isinstance(model, PeftModel) else model
-    if type(plain) not in FAMILIES or _rotation(plain.config) not in (*ROTATIONS, LONG):
+    if type(plain) not in FAMILIES or not _rotations(plain.config) <= {*ROTATIONS, LONG}:
         return False
     if isinstance(model, PeftModel) and (len(model.active_adapters) != 1 or model.peft_type != "LORA"):
         return False
     layers = read_layers(plain.model)
-    if layers is None or type(plain.model.embed_tokens) is not nn.Embedding:
+    if layers is None or type(plain.model.embed_tokens) not in EMBEDDINGS:
         return False
     projections = [each for layer in layers for each in (*layer.inputs, layer.output, *layer.gated, layer.down)]
     return all(_is_linear(module) for module in (plain.lm_head, *(each.module for each in projections)))
@@ -179,13 +183,25 @@ def fits(model: CausalLM) -> bool:
 def reaches(model: CausalLM, positions: int) -> bool:
     """Whether rotations depend on the position alone in sequences of that many tokens: longrope has others beyond."""
     config = model.config
-    if _rotation(config) != LONG:
+    if LONG not in _rotations(config):
         return True
     return positions <= int(config.rope_parameters["original_max_position_embeddings"])
 
 
-def _rotation(config: Any) -> str:
-    return str(config.rope_parameters.get("rope_type", "default"))
+def _rotations(config: Any) -> set[str]:
+    """The types of its rotations: of one kind, or of several by name."""
+    parameters = config.rope_parameters
+    kinds = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
+    return {str(each.get("rope_type", "default")) for each in kinds}
+
+
+def _table(body: Any, angles: str | None, positions: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of all positions."""
+    weight = body.embed_tokens.weight.detach()
+    at = torch.arange(positions, device=weight.device)
+    cos, sin = body.rotary_emb(weight[:1, None], at[None], *([] if angles is None else [angles]))
+    half = cos.shape[-1] // 2
+    return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
 
 def rotate(heads: Float[Tensor, "N H D"], cos: Float[Tensor, "N 1 E"], sin: Float[Tensor, "N 1 E"]) -> Tensor:

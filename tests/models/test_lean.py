@@ -26,7 +26,7 @@ from rlhf.models.rows import body_inputs, lay, why_padded
 from rlhf.models.scalar_head import load_scalar_head, sequence_scores
 from rlhf.types import Completions
 
-KNOWN = ("llama", "qwen2", "qwen3", "phi3", "olmo2")
+KNOWN = ("llama", "qwen2", "qwen3", "phi3", "olmo2", "gemma3_text")
 
 
 def asked(model: CausalLM, batch: Completions) -> TokenOutputs:
@@ -81,7 +81,7 @@ def test_values_and_gradients_are_the_modules(monkeypatch: pytest.MonkeyPatch, f
     assert_same(monkeypatch, model, BATCHES[batch])
 
 
-FROZEN = {
+FROZEN: dict[str, list[tuple[str, ...]]] = {
     "qwen3": [("embed",), ("norm",), ("q_proj", "up_proj"), ("k_proj", "v_proj", "gate_proj"), ("o_proj", "down_proj")],
     "phi3": [("qkv_proj", "down_proj"), ("o_proj", "gate_up_proj")],
     "olmo2": [("norm",), ("q_norm", "post_attention"), ("k_norm", "post_feedforward"), ("o_proj", "down_proj")],
@@ -99,7 +99,7 @@ def test_whatever_is_frozen(monkeypatch: pytest.MonkeyPatch, family: str) -> Non
         assert_same(monkeypatch, model, BATCHES["shared"])
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "olmo2"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "olmo2", "gemma3_text"])
 def test_recomputed_layers_give_the_same_gradient(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     plain, model = tiny(family), tiny(family).train()
     enable_checkpointing(model)

@@ -37,6 +37,7 @@ NEOX = {k: FAMILIES["phi"][k] for k in ("hidden_size", "intermediate_size", "num
 MORE: dict[str, dict[str, Any]] = {
     "gpt_neox": {**NEOX, "max_position_embeddings": 64, "initializer_range": 0.3},
     "phi3": {"sliding_window": 5},
+    "gemma3_text": {"sliding_window": 4},
 }
 
 
@@ -89,7 +90,7 @@ def same(found: Completions, expected: Completions, *, within: float = 1e-5) -> 
 
 @pytest.mark.parametrize(
     "family,uses",
-    [(family, "lean") for family in ("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2")]
+    [(family, "lean") for family in ("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "gemma3_text")]
     + [(family, "model") for family in ("llama", "qwen2", "mistral", "phi3", "gpt2", "gpt_neox", "gemma", "phi")],
 )
 @pytest.mark.parametrize("slots,group", [(3, 4), (100, 3), (1, 1)])

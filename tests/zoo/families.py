@@ -546,7 +546,6 @@ FAMILIES = (
         ),
         turn_end="<end_of_turn>",
         prefix="<bos>",
-        fast=FastWays(written_out=NOT_YET, lean_decoder=NOT_YET),
         notes="five of six layers have a window of 512 tokens (8 here) and rotations of their own",
     ),
     Family(
