@@ -107,7 +107,7 @@ FORWARD = [
     Mutant(
         name="lean-silu-without-its-slope",
         file="rlhf/models/fused.py",
-        before="d_gates = torch.ops.aten.silu_backward(d_hidden.mul_(ups), gates)",
+        before="d_gates = ctx.activation.back(d_hidden.mul_(ups), gates)",
         after="d_gates = d_hidden.mul_(ups).mul_(torch.sigmoid(gates))",
         why="the gate learns by the slope of another function",
         tests=LEAN,
