@@ -51,6 +51,9 @@ CLOSING = """\
 A window (`sliding_window`) hides nothing from rows that are not longer than it: they go without padding. A batch with a
 longer row is padded.
 
+Rotations that change with the length of a sequence (longrope: Phi-4 mini, Phi-3 with 128k) do so beyond
+`original_max_position_embeddings`. Rollouts that may be longer than that are decoded by the model's own modules.
+
 What fills a row has no influence: masks go by length. So a model without a pad token, or with EOS as its pad token,
 needs nothing.
 """

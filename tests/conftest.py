@@ -11,8 +11,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -40,7 +43,15 @@ def shared() -> Path:
 def wide_norms() -> Iterator[None]:
     """Norms of float64 models in float64: transformers' round to float32, and all that follows to 1e-7."""
     with pytest.MonkeyPatch.context() as patch:
-        for norm in (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
+        for norm in (
+            LlamaRMSNorm,
+            MistralRMSNorm,
+            Olmo2RMSNorm,
+            Phi3RMSNorm,
+            Qwen2RMSNorm,
+            Qwen3RMSNorm,
+            Gemma3RMSNorm,
+        ):
             patch.setattr(norm, "forward", _wide(norm.forward))
         yield
 
@@ -49,8 +60,10 @@ def _wide(plain: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Ten
     def forward(self: Any, hidden: Tensor) -> Tensor:
         if hidden.dtype != torch.float64:
             return plain(self, hidden)
-        normed: Tensor = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * normed
+        gemma = type(self) is Gemma3RMSNorm
+        weight, eps = (1.0 + self.weight, self.eps) if gemma else (self.weight, self.variance_epsilon)
+        normed: Tensor = weight * (hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps))
+        return normed
 
     return forward
 

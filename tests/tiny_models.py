@@ -36,6 +36,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {**_LLAMA_LIKE, "sliding_window": 4},
     "gemma": _LLAMA_LIKE,
     "phi": {k: v for k, v in _LLAMA_LIKE.items() if k not in {"head_dim", "num_key_value_heads"}},
+    "phi3": {  # 6 of 8 numbers of a head are rotated
+        **{k: v for k, v in _LLAMA_LIKE.items() if k != "head_dim"},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75},
+    },
+    "olmo2": _LLAMA_LIKE,
+    "gemma3_text": {
+        **_LLAMA_LIKE,
+        "query_pre_attn_scalar": 12,
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    },
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.3},
 }
 

@@ -7,8 +7,9 @@ own, or autocast's, with norms, rotations and the sums along the layers in the w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,21 @@ from rlhf.models.low import low_rows, low_weight
 from rlhf.models.rows import Places
 
 Weight = Tensor | None
+
+
+class Activation(NamedTuple):
+    """A function of the gate, and its gradient: of that of its value and the gate."""
+
+    of: Callable[[Tensor], Tensor]
+    back: Callable[[Tensor, Tensor], Tensor]
+
+
+ACTIVATIONS = {  # by their names in configurations
+    "silu": Activation(functional.silu, torch.ops.aten.silu_backward),
+    "gelu_pytorch_tanh": Activation(
+        partial(functional.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh")
+    ),
+}
 
 
 class LowRank(NamedTuple):
@@ -41,6 +57,15 @@ class Norm(NamedTuple):
     eps: float
 
 
+class Norms(NamedTuple):
+    """Where a family norms: what goes into a half of a layer, what comes out of it before it is added, or both."""
+
+    before_attention: Norm | None
+    after_attention: Norm | None
+    before_mlp: Norm | None
+    after_mlp: Norm | None
+
+
 @dataclass(frozen=True)
 class Turn:
     """Rotary positions of each token (Su et al. 2021), and where the tokens stand in their rectangles."""
@@ -52,19 +77,22 @@ class Turn:
 
 def before_attention(
     x: Float[Tensor, "N D"],
-    norm: Norm,
+    norm: Norm | None,
     weights: Sequence[Tensor],
     biases: Sequence[Weight],
     adapters: Sequence[Adapter],
     head_norms: Sequence[Norm],
+    width: int,
     turn: Turn,
     low: torch.dtype,
 ) -> tuple[Float[Tensor, "N D"], list[Tensor]]:
-    """x as it is; query, key and value of norm(x) in each rectangle [places, heads, d], rotated."""
-    eps = norm.eps, *(each.eps for each in head_norms)
-    own: list[Weight] = [each.weight for each in head_norms] or [None, None]
+    """x as it is; query, key and value of norm(x) in each rectangle [places, heads, d = width], rotated.
+
+    A norm of queries or keys is of each head, or of all of them together: as its weight is long.
+    """
+    eps, own = _taken_apart([norm, *(head_norms or (None, None))])
     scales, pairs = _flattened(adapters)
-    skip, *found = _Before.apply(eps, turn, low, scales, x, norm.weight, *own, *weights, *biases, *pairs)  # type: ignore[no-untyped-call]
+    skip, *found = _Before.apply(eps, width, turn, low, scales, x, *own, *weights, *biases, *pairs)  # type: ignore[no-untyped-call]
     return skip, found
 
 
@@ -73,14 +101,22 @@ def after_attention(
     seen: Sequence[Tensor],
     places: Sequence[Places],
     chosen: Int[Tensor, " M"] | None,
-    norm: Norm,
+    norms: Norms,
     weights: Sequence[Tensor],
     adapters: Sequence[Adapter],
+    activation: str,
     low: torch.dtype,
 ) -> Float[Tensor, "M D"]:
-    """y = skip + seen Wo', then y + (silu(n Wg') * (n Wu')) Wd' of n = norm(y) (Shazeer 2020); of `chosen` tokens."""
+    """y = skip + seen Wo', then y + (silu(n Wg') * (n Wu')) Wd' of n = norm(y) (Shazeer 2020); of `chosen` tokens.
+
+    In families that norm what comes out of a half, it is that norm of each product which is added. The activation is
+    one of `ACTIVATIONS`.
+    """
     scales, pairs = _flattened(adapters)
-    after: Tensor = _After.apply(norm.eps, low, scales, places, chosen, skip, norm.weight, *weights, *pairs, *seen)  # type: ignore[no-untyped-call]
+    eps, own = _taken_apart([norms.before_mlp, norms.after_attention, norms.after_mlp])
+    after: Tensor = _After.apply(  # type: ignore[no-untyped-call]
+        eps, low, scales, places, chosen, ACTIVATIONS[activation], skip, *own, *weights, *pairs, *seen
+    )
     return after
 
 
@@ -109,25 +145,28 @@ class _Before(torch.autograd.Function):
     def forward(
         ctx: Any,
         eps: Sequence[float],
+        width: int,
         turn: Turn,
         low: torch.dtype,
         scales: Sequence[float],
         x: Tensor,
-        weight: Tensor,
+        weight: Weight,
         *given: Weight,
     ) -> Any:
         head_norms, weights, biases, adapters = given[:2], given[2:5], given[5:8], _paired(given[8:], scales)
-        inverse = _inverse(x, eps[0])
-        inner = low_rows((x * inverse).mul_(weight), low)
+        inverse = None if weight is None else _inverse(x, eps[0])
+        inner = low_rows(_normal(x, weight, inverse), low)
         heads = [
             _linear(inner, w, b, adapter)[: len(x)] for w, b, adapter in zip(weights, biases, adapters, strict=True)
         ]
-        query, key, value = (each.view(len(x), -1, 2 * turn.cos.shape[-1]) for each in heads)
-        query, key = query.to(x.dtype), key.to(x.dtype)
+        query, key = heads[0].to(x.dtype), heads[1].to(x.dtype)
         kept: list[Tensor] = []
         if head_norms[0] is not None and head_norms[1] is not None:
+            query = query.view(len(x), -1, len(head_norms[0]))
+            key = key.view(len(x), -1, len(head_norms[1]))
             kept = [query, _inverse(query, eps[1]), key, _inverse(key, eps[2])]
             query, key = (kept[0] * kept[1]).mul_(head_norms[0]), (kept[2] * kept[3]).mul_(head_norms[1])
+        query, key, value = (each.view(len(x), -1, width) for each in (query, key, heads[2]))
         found = _turned(query, turn, 1).to(low), _turned(key, turn, 1).to(low), value
         ctx.turn, ctx.low, ctx.scales = turn, low, scales
         ctx.save_for_backward(x, weight, inverse, *head_norms, *weights, *given[8:], *kept)
@@ -143,7 +182,7 @@ class _Before(torch.autograd.Function):
         """Places to tokens, back by the same angles, through the products and the norm."""
         x, weight, inverse, *given = ctx.saved_tensors
         head_norms, weights, adapters, kept = given[:2], given[2:5], _paired(given[5:11], ctx.scales), given[11:]
-        learn = ctx.needs_input_grad[5:]
+        learn = ctx.needs_input_grad[6:]
         turn: Turn = ctx.turn
         heads = [_live(gradients[number::3], turn.places) for number in range(3)]
         heads[:2] = (_turned(each.to(x.dtype), turn, -1) for each in heads[:2])
@@ -151,11 +190,11 @@ class _Before(torch.autograd.Function):
         for number in range(2) if kept else ():
             state, own = kept[2 * number : 2 * number + 2]
             heads[number], d_head_norms[number] = _norm_backward(
-                heads[number], state * own, head_norms[number], own, learns=learn[1 + number]
+                heads[number].view(state.shape), state * own, head_norms[number], own, learns=learn[1 + number]
             )
         flat = [low_rows(each.flatten(1), ctx.low) for each in heads]
-        scaled = x * inverse
-        inner = low_rows(scaled * weight, ctx.low)
+        scaled = _scaled(x, inverse)
+        inner = low_rows(_weighted(scaled, weight), ctx.low)
         d_weights = [_of_weight(dy, inner, w, learns) for dy, w, learns in zip(flat, weights, learn[3:6], strict=True)]
         d_biases = [
             dy.sum(dim=0, dtype=x.dtype) if learns else None for dy, learns in zip(flat, learn[6:9], strict=True)
@@ -167,20 +206,23 @@ class _Before(torch.autograd.Function):
         ]
         d_inner = _of_input(flat, weights, adapters, x.dtype)[: len(x)]
         d_x, d_weight = _norm_backward(d_inner, scaled, weight, inverse, learns=learn[0], beside=d_skip)
-        return None, None, None, None, d_x, d_weight, *d_head_norms, *d_weights, *d_biases, *d_pairs
+        return None, None, None, None, None, d_x, d_weight, *d_head_norms, *d_weights, *d_biases, *d_pairs
 
 
 class _After(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        eps: float,
+        eps: Sequence[float],
         low: torch.dtype,
         scales: Sequence[float],
         places: Sequence[Places],
         chosen: Tensor | None,
+        activation: Activation,
         skip: Tensor,
-        weight: Tensor,
+        weight: Weight,
+        after_attention: Weight,
+        after_mlp: Weight,
         out: Tensor,
         gate: Tensor,
         up: Tensor,
@@ -192,49 +234,64 @@ class _After(torch.autograd.Function):
         seen = _live(rectangles, places).flatten(1)
         if chosen is not None:
             seen, skip = seen.index_select(0, chosen), skip.index_select(0, chosen)
-        middle = _plus(skip, low_rows(seen, low), out, on_out)
-        inverse = _inverse(middle, eps)
-        inner = low_rows((middle * inverse).mul_(weight), low)
+        middle, *attended = _joined(skip, low_rows(seen, low), out, on_out, after_attention, eps[1])
+        inverse = None if weight is None else _inverse(middle, eps[0])
+        inner = low_rows(_normal(middle, weight, inverse), low)
         gates, ups = _linear(inner, gate, adapter=on_gate), _linear(inner, up, adapter=on_up)
-        ctx.places, ctx.chosen, ctx.low, ctx.scales = places, chosen, low, scales
-        ctx.save_for_backward(middle, weight, inverse, out, gate, up, down, gates, ups, *pairs, *rectangles)
-        return _plus(middle, functional.silu(gates).mul_(ups), down, on_down)
+        total, *made = _joined(middle, activation.of(gates).mul_(ups), down, on_down, after_mlp, eps[2])
+        ctx.places, ctx.chosen, ctx.low, ctx.scales, ctx.activation = places, chosen, low, scales, activation
+        norms = weight, inverse, after_attention, *attended, after_mlp, *made
+        ctx.save_for_backward(middle, *norms, out, gate, up, down, gates, ups, *pairs, *rectangles)
+        return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """d up = dh silu(g),  d gate = dh u silu'(g) of h = silu(g) u; then the norm, and the product of attention."""
-        middle, weight, inverse, out, gate, up, down, gates, ups, *given = ctx.saved_tensors
+        """d up = dh a(g),  d gate = dh u a'(g) of h = a(g) u; then the norm, and the product of attention."""
+        middle, weight, inverse, after_attention, attended, of_attended, *others = ctx.saved_tensors
+        after_mlp, made, of_made, out, gate, up, down, gates, ups, *given = others
         rectangles, (on_out, on_gate, on_up, on_down) = given[8:], _paired(given[:8], ctx.scales)
-        learn, dtype = ctx.needs_input_grad[6:], middle.dtype
-        to_out, to_gate, to_up, to_down = learn[5:13:2]
-        silu, d_low = functional.silu(gates), low_rows(gradient, ctx.low)
-        hidden = silu * ups if learn[4] or to_down else None
-        d_down = _of_weight(d_low, hidden, down, learn[4])
-        d_on_down = _of_adapter(d_low, hidden, on_down, to_down)
+        learn, dtype = ctx.needs_input_grad[7:], middle.dtype
+        learns_norms, learns, to_adapters = learn[:3], learn[3:7], learn[7:15:2]
+        d_made, d_after_mlp = _norm_backward(
+            gradient, _scaled(made, of_made), after_mlp, of_made, learns=learns_norms[2]
+        )
+        activated, d_low = ctx.activation.of(gates), low_rows(d_made, ctx.low)
+        hidden = activated * ups if learns[3] or to_adapters[3] else None
+        d_down = _of_weight(d_low, hidden, down, learns[3])
+        d_on_down = _of_adapter(d_low, hidden, on_down, to_adapters[3])
         d_hidden = _of_input([d_low], [down], [on_down], ctx.low)
-        d_ups = silu.mul_(d_hidden)
-        d_gates = torch.ops.aten.silu_backward(d_hidden.mul_(ups), gates)
-        scaled = middle * inverse
-        inner = low_rows(scaled * weight, ctx.low)
-        d_gate, d_up = _of_weight(d_gates, inner, gate, learn[2]), _of_weight(d_ups, inner, up, learn[3])
-        d_on_gate, d_on_up = _of_adapter(d_gates, inner, on_gate, to_gate), _of_adapter(d_ups, inner, on_up, to_up)
+        d_ups = activated.mul_(d_hidden)
+        d_gates = ctx.activation.back(d_hidden.mul_(ups), gates)
+        scaled = _scaled(middle, inverse)
+        inner = low_rows(_weighted(scaled, weight), ctx.low)
+        d_gate, d_up = _of_weight(d_gates, inner, gate, learns[1]), _of_weight(d_ups, inner, up, learns[2])
+        d_on_gate = _of_adapter(d_gates, inner, on_gate, to_adapters[1])
+        d_on_up = _of_adapter(d_ups, inner, on_up, to_adapters[2])
         d_inner = _of_input([d_gates, d_ups], [gate, up], [on_gate, on_up], dtype)[: len(middle)]
-        d_middle, d_weight = _norm_backward(d_inner, scaled, weight, inverse, learns=learn[0], beside=gradient)
-        d_low, rows = low_rows(d_middle, ctx.low), sum(p.count for p in ctx.places)
+        d_middle, d_weight = _norm_backward(d_inner, scaled, weight, inverse, learns=learns_norms[0], beside=gradient)
+        d_attended, d_after_attention = _norm_backward(
+            d_middle, _scaled(attended, of_attended), after_attention, of_attended, learns=learns_norms[1]
+        )
+        d_low, rows = low_rows(d_attended, ctx.low), sum(p.count for p in ctx.places)
         seen = None
-        if learn[1] or to_out:
+        if learns[0] or to_adapters[0]:
             seen = _live(rectangles, ctx.places).flatten(1)
             seen = low_rows(seen if ctx.chosen is None else seen.index_select(0, ctx.chosen), ctx.low)
-        d_out, d_on_out = _of_weight(d_low, seen, out, learn[1]), _of_adapter(d_low, seen, on_out, to_out)
+        d_out, d_on_out = _of_weight(d_low, seen, out, learns[0]), _of_adapter(d_low, seen, on_out, to_adapters[0])
         d_seen = _of_input([d_low], [out], [on_out], ctx.low)[: len(middle)]
         if ctx.chosen is not None:  # a prompt's last token chooses the first of each of its completions
             d_seen = d_seen.new_zeros(rows, d_seen.shape[1]).index_add_(0, ctx.chosen, d_seen)
             d_middle = d_middle.new_zeros(rows, d_middle.shape[1]).index_add_(0, ctx.chosen, d_middle)
         d_rectangles = [_placed(d_seen, each, p) for each, p in zip(rectangles, ctx.places, strict=True)]
-        d_weights = d_middle, d_weight, d_out, d_gate, d_up, d_down
+        d_weights = d_middle, d_weight, d_after_attention, d_after_mlp, d_out, d_gate, d_up, d_down
         d_pairs = *d_on_out, *d_on_gate, *d_on_up, *d_on_down
-        return None, None, None, None, None, *d_weights, *d_pairs, *d_rectangles
+        return None, None, None, None, None, None, *d_weights, *d_pairs, *d_rectangles
+
+
+def _taken_apart(norms: Sequence[Norm | None]) -> tuple[list[float], list[Weight]]:
+    """Return the epsilons and weights of norms; 0 and None where there is none."""
+    return [0.0 if norm is None else norm.eps for norm in norms], [None if norm is None else norm[0] for norm in norms]
 
 
 def _flattened(adapters: Sequence[Adapter]) -> tuple[list[float], list[Weight]]:
@@ -275,6 +332,22 @@ def _plus(
     """Add `skip` and the first N rows of the product, inside the product where both are of one dtype (M = N)."""
     total = torch.addmm(skip, x, weight.t()) if x.dtype == skip.dtype else skip + _linear(x, weight)[: len(skip)]
     return total if adapter is None else _add_low_rank(total, x, adapter)
+
+
+def _joined(
+    skip: Float[Tensor, "N D"],
+    x: Float[Tensor, "M E"],
+    weight: Float[Tensor, "D E"],
+    adapter: Adapter,
+    norm: Weight,
+    eps: float,
+) -> tuple[Tensor, Weight, Weight]:
+    """Add `skip` and the product, or its norm; with what the norm keeps: the product and its inverse length."""
+    if norm is None:
+        return _plus(skip, x, weight, adapter), None, None
+    product = _linear(x, weight, adapter=adapter)[: len(skip)].to(skip.dtype)
+    inverse = _inverse(product, eps)
+    return torch.addcmul(skip, product * inverse, norm), product, inverse
 
 
 def _of_input(
@@ -330,10 +403,29 @@ def _inverse(x: Float[Tensor, "*shape D"], eps: float) -> Float[Tensor, "*shape 
     return square.div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
+def _normal(x: Float[Tensor, "*shape D"], weight: Weight, inverse: Weight) -> Float[Tensor, "*shape D"]:
+    """Norm x; x itself where there is no norm."""
+    return x if weight is None or inverse is None else (x * inverse).mul_(weight)
+
+
+def _scaled(x: Any, inverse: Weight) -> Any:
+    """Norm x without the weight; x itself where there is no norm."""
+    return x if inverse is None else x * inverse
+
+
+def _weighted(scaled: Float[Tensor, "*shape D"], weight: Weight) -> Float[Tensor, "*shape D"]:
+    return scaled if weight is None else scaled * weight
+
+
 def _norm_backward(
-    gradient: Tensor, scaled: Tensor, weight: Tensor, inverse: Tensor, *, learns: bool, beside: Weight = None
+    gradient: Tensor, scaled: Weight, weight: Weight, inverse: Weight, *, learns: bool, beside: Weight = None
 ) -> tuple[Tensor, Weight]:
-    """With n = x / rms:  dx = (dy w - n mean(dy w n)) / rms,  dw = sum(dy n); `beside` is another gradient of x."""
+    """With n = x / rms:  dx = (dy w - n mean(dy w n)) / rms,  dw = sum(dy n); `beside` is another gradient of x.
+
+    Without a weight there is no norm: dx = dy.
+    """
+    if scaled is None or weight is None or inverse is None:
+        return (gradient if beside is None else gradient + beside), None
     product = gradient * scaled
     d_weight = product.flatten(0, -2).sum(dim=0) if learns else None
     mean = (product @ weight).div_(-scaled.shape[-1])[..., None]
@@ -342,10 +434,15 @@ def _norm_backward(
 
 
 def _turned(heads: Float[Tensor, "N H d"], turn: Turn, way: int) -> Float[Tensor, "N H d"]:
-    """The halves of each head are the two coordinates of its planes; `way` is 1, or -1 for back."""
+    """Rotate the first 2 E numbers of each head; `way` is 1, or -1 for back.
+
+    Their halves are the two coordinates of E planes. What is beyond them, in families that rotate a part, stays.
+    """
     half = turn.cos.shape[-1]
-    first, second = heads[..., :half], heads[..., half:]
+    first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
     turned = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
     torch.mul(first, turn.cos, out=turned[..., :half]).addcmul_(second, turn.sin, value=-way)
-    torch.mul(second, turn.cos, out=turned[..., half:]).addcmul_(first, turn.sin, value=way)
+    torch.mul(second, turn.cos, out=turned[..., half : 2 * half]).addcmul_(first, turn.sin, value=way)
+    if rest.shape[-1]:
+        turned[..., 2 * half :] = rest
     return turned

@@ -1,11 +1,12 @@
 """The pass of Llama and its kin over rows without padding, written out: what their modules compute, in fewer steps.
 
-What nobody reads is left out too: the last layer's feed-forward half is computed for the chosen tokens only.
+Which families these are, and where they keep their weights, is in rlhf/models/layers.py. What nobody reads is left
+out too: the last layer's feed-forward half is computed for the chosen tokens only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,12 +17,10 @@ from jaxtyping import Float, Int
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaModel, MistralModel, Qwen2Model, Qwen3Model
 
-from rlhf.models.fused import Adapter, LowRank, Norm, Turn, after_attention, before_attention, normed
+from rlhf.models.fused import ACTIVATIONS, Adapter, LowRank, Turn, after_attention, before_attention, normed
+from rlhf.models.layers import READERS, Projection, Reader, norm_of, read_layers
 from rlhf.models.rows import Rows, body_inputs, full_precision, probe_rows, within
-
-FAMILIES = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
 
 
 def chosen_states(body: nn.Module, rows: Rows, chosen: Int[Tensor, " M"]) -> Float[Tensor, "M D"]:
@@ -42,7 +41,7 @@ def is_lean(body: nn.Module) -> bool:
     gathers only then (ZeRO-3), or whose gradients it takes as they come (ZeRO-2): in one order in all processes, while
     here several come at once.
     """
-    if type(body) not in FAMILIES or not _plain(body):
+    if not _plain(body):
         return False
     if body not in _SAME:
         _SAME[body] = _is_same(body)
@@ -50,16 +49,23 @@ def is_lean(body: nn.Module) -> bool:
 
 
 def _plain(body: Any) -> bool:
+    layers = read_layers(body)
+    if layers is None:
+        return False
     weight = body.norm.weight
     if weight.dtype not in (torch.float32, torch.float64) or hasattr(weight, "ds_id"):
         return False
-    if body.config.hidden_act != "silu" or any(_is_watched(each) for each in body.parameters()):
+    if any(layer.activation_name not in ACTIVATIONS for layer in layers):
+        return False
+    if any(_is_watched(each) for each in body.parameters()):
+        return False
+    if getattr(body.config, "resid_pdrop", 0.0):  # dropout of what is added to the states: Phi-3
         return False
     return all(
-        _is_plain_linear(linear) and (_base(linear).bias is None or may_have_bias)
-        for layer in body.layers
-        for linears, may_have_bias in ((_inputs(layer), True), (_others(layer), False))
-        for linear in linears
+        _is_plain_linear(each.module) and (each.linear.bias is None or may_have_bias)
+        for layer in layers
+        for projections, may_have_bias in ((layer.inputs, True), ([layer.output, *layer.gated, layer.down], False))
+        for each in projections
     )
 
 
@@ -77,29 +83,34 @@ def _is_plain_linear(module: Any) -> bool:
     return plain and type(dropout) is nn.Identity
 
 
-def _base(module: Any) -> Any:
-    """Unwrap the linear layer that an adapter stands beside."""
-    return module if type(module) is nn.Linear else module.base_layer
+def _weights(projections: Sequence[Projection]) -> list[Tensor]:
+    return [part for each in projections for part in each.split(each.linear.weight)]
 
 
-def _adapter(module: Any) -> Adapter:
-    """Return the adapter that is on now; None where there is none, or it is switched off."""
+def _biases(projections: Sequence[Projection]) -> list[Tensor | None]:
+    return [part for each in projections for part in _split(each, each.linear.bias)]
+
+
+def _split(projection: Projection, rows: Tensor | None) -> Sequence[Tensor | None]:
+    return [None] * projection.parts if rows is None else projection.split(rows)
+
+
+def _adapters(projections: Sequence[Projection]) -> list[Adapter]:
+    return [adapter for each in projections for adapter in _adapters_of(each)]
+
+
+def _adapters_of(projection: Projection) -> Sequence[Adapter]:
+    """Return the adapter of each part: those of one weight share A. None where there is none, or it is switched off."""
+    module = projection.module
     if type(module) is nn.Linear or module.disable_adapters:
-        return None
+        return [None] * projection.parts
     name = module.active_adapters[0]
-    return LowRank(module.lora_A[name].weight, module.lora_B[name].weight, float(module.scaling[name]))
+    down, ups = module.lora_A[name].weight, projection.split(module.lora_B[name].weight)
+    return [LowRank(down, up, float(module.scaling[name])) for up in ups]
 
 
 def _is_watched(weight: Any) -> bool:
     return bool(weight._post_accumulate_grad_hooks)
-
-
-def _inputs(layer: Any) -> list[Any]:
-    return [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
-
-
-def _others(layer: Any) -> list[Any]:
-    return [layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj]
 
 
 @torch.no_grad()
@@ -130,50 +141,65 @@ def _live_adapters(body: nn.Module) -> Iterator[None]:
 
 def _states(body: Any, rows: Rows, chosen: Int[Tensor, " M"]) -> Float[Tensor, "M D"]:
     x = body.embed_tokens(rows.input_ids)[0]
-    cos, sin = (each[0, :, None, : each.shape[-1] // 2] for each in body.rotary_emb(x[None], rows.position_ids))
-    turn = Turn(cos, sin, [rows.first] if rows.second is None else [rows.first, rows.second])
+    read = READERS[type(body)]
     layers = body.layers[: body.config.num_hidden_layers]
+    turns = {angles: _turn(body, x, rows, angles) for angles in {read(layer).angles for layer in layers}}
     for number, layer in enumerate(layers, start=1):
-        one = partial(_layer, layer, turn=turn, rows=rows, chosen=chosen if number == len(layers) else None)
+        one = partial(
+            _layer, layer, read=read, turns=turns, rows=rows, chosen=chosen if number == len(layers) else None
+        )
         if layer.gradient_checkpointing and layer.training:
             x = checkpoint(one, x, use_reentrant=False, preserve_rng_state=False)
         else:
             x = one(x)
-    return normed(x, _norm(body.norm))
+    return normed(x, norm_of(body.norm))
+
+
+def _turn(body: Any, x: Float[Tensor, "N D"], rows: Rows, angles: str | None) -> Turn:
+    """Ask the body for its rotations, or those of one kind, at the positions of the rows."""
+    found = body.rotary_emb(x[None], rows.position_ids, *([] if angles is None else [angles]))
+    cos, sin = (each[0, :, None, : each.shape[-1] // 2] for each in found)
+    return Turn(cos, sin, [rows.first] if rows.second is None else [rows.first, rows.second])
 
 
 def _layer(
-    layer: Any, x: Float[Tensor, "N D"], *, turn: Turn, rows: Rows, chosen: Int[Tensor, " M"] | None
+    layer: Any,
+    x: Float[Tensor, "N D"],
+    *,
+    read: Reader,
+    turns: Mapping[str | None, Turn],
+    rows: Rows,
+    chosen: Int[Tensor, " M"] | None,
 ) -> Float[Tensor, "M D"]:
-    attention, inputs = layer.self_attn, _inputs(layer)
+    own = read(layer)
+    turn = turns[own.angles]
     kind = x.device.type
     low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     skip, found = before_attention(
         x,
-        _norm(layer.input_layernorm),
-        [_base(linear).weight for linear in inputs],
-        [_base(linear).bias for linear in inputs],
-        [_adapter(linear) for linear in inputs],
-        [_norm(attention.q_norm), _norm(attention.k_norm)] if hasattr(attention, "q_norm") else [],
+        own.norms.before_attention,
+        _weights(own.inputs),
+        _biases(own.inputs),
+        _adapters(own.inputs),
+        own.head_norms,
+        own.width,
         turn,
         low,
     )
     heads = [_rectangle(each, turn.places[number // 3].shape) for number, each in enumerate(found)]
-    seen = within(rows, heads[:3], heads[3:], scale=attention.scaling)
+    seen = within(rows, heads[:3], heads[3:], scale=own.scaling)
+    others = [own.output, *own.gated, own.down]
     return after_attention(
         skip,
         [each.transpose(1, 2).flatten(0, 1) for each in seen],
         turn.places,
         chosen,
-        _norm(layer.post_attention_layernorm),
-        [_base(linear).weight for linear in _others(layer)],
-        [_adapter(linear) for linear in _others(layer)],
+        own.norms,
+        _weights(others),
+        _adapters(others),
+        own.activation_name,
         low,
     )
-
-
-def _norm(module: Any) -> Norm:
-    return Norm(module.weight, module.variance_epsilon)
 
 
 def _rectangle(tokens: Float[Tensor, "RW H d"], shape: tuple[int, int]) -> Float[Tensor, "R H W d"]:

@@ -29,7 +29,8 @@ def low_rows(x: Float[Tensor, "N D"], dtype: torch.dtype) -> Float[Tensor, "M D"
     return found
 
 
-_CASTS: dict[int, tuple[Tensor, int, Tensor]] | None = None  # id -> weight, its version, its copy in 16 bits
+# Where a weight lies -> the weight, its version, its copy in 16 bits. By place: each pass views fused weights anew.
+_CASTS: dict[tuple[int, torch.Size, tuple[int, ...]], tuple[Tensor, int, Tensor]] | None = None
 
 
 @contextmanager
@@ -55,8 +56,10 @@ def low_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
         return weight
     if _CASTS is None or weight.device.type != "cpu":
         return weight.to(dtype)
-    kept = _CASTS.get(id(weight))
+    place = weight.data_ptr(), weight.shape, weight.stride()
+    kept = _CASTS.get(place)
     if kept is None or kept[1] != weight._version or kept[2].dtype != dtype:
-        kept = weight, weight._version, weight.detach().to(dtype)
-        _CASTS[id(weight)] = kept
+        alias = weight.detach()  # keeps the memory, so that nothing else can come to lie there
+        kept = alias, weight._version, alias.to(dtype)
+        _CASTS[place] = kept
     return kept[2]

@@ -14,8 +14,8 @@ from rlhf.sampling.decoders import Decoder, ModelDecoder, Unsupported
 from rlhf.sampling.flight import Flight
 from rlhf.sampling.graphs import GraphDecoder
 from rlhf.sampling.hf import HFSampler, repeat_rows
-from rlhf.sampling.lean import LeanDecoder, fits
-from rlhf.sampling.trial import STEPS, trial
+from rlhf.sampling.lean import LeanDecoder, fits, reaches
+from rlhf.sampling.trial import STEPS, TOKENS, trial
 from rlhf.types import Completions, Prompts, extend
 
 
@@ -66,7 +66,7 @@ class FastSampler:
         self.plain = HFSampler(
             model, config, eos_ids=eos_ids, pad_id=pad_id, dtype=dtype, device=device, engine=self.engine
         )
-        self.uses: str | None = None  # lean, model or generate, once that is settled
+        self.uses: str | None = None  # lean, model or generate, once that is settled; lean: where it reaches
         self._lean_fits = lean and fits(model)
 
     def sample(self, prompts: Prompts, *, key: int, group_size: int, greedy: bool = False) -> Completions:
@@ -87,7 +87,9 @@ class FastSampler:
         for uses in ("lean", "model") if self._lean_fits else ("model",):
             try:
                 with _quiet(self.model), autocast(self.dtype, self.device):
-                    decoder = self._decoder(prompts, uses)
+                    decoder = self._decoder(prompts, uses, longest=TOKENS + STEPS)
+                    if uses == "lean" and not isinstance(decoder, LeanDecoder):
+                        raise Unsupported("its rotations change within a few tokens")
                     trial(self.model, decoder, prompts, length=length, dtype=self.dtype, device=self.device)
                 return uses
             except Unsupported as error:
@@ -99,7 +101,8 @@ class FastSampler:
 
     def _share(self, prompts: Prompts, key: int | None, group_size: int) -> Completions:
         with _quiet(self.model), autocast(self.dtype, self.device):
-            decoder, static = self._decoder(prompts, self.uses), self.static and self.uses == "lean"
+            decoder = self._decoder(prompts, self.uses)
+            static = self.static and isinstance(decoder, LeanDecoder)
             if static and self.device.type == "cuda":
                 decoder = GraphDecoder(decoder)
             flight = Flight(prompts, self.model, decoder, self.config, key=key, device=self.device, static=static)
@@ -116,13 +119,19 @@ class FastSampler:
             group_size=group_size,
         )
 
-    def _decoder(self, prompts: Prompts, uses: str | None) -> Decoder:
-        if uses != "lean":
+    def _decoder(self, prompts: Prompts, uses: str | None, *, longest: int | None = None) -> Decoder:
+        """The decoder of that name; but the model's own modules for sequences that the lean one does not reach.
+
+        `longest` is told where no sequence will have more tokens than that, as in the trial.
+        """
+        positions = prompts.prompt_ids.shape[1] + self.config.max_new_tokens + STEPS
+        positions = positions if longest is None else min(positions, longest)
+        if uses != "lean" or not reaches(self.model, positions):
             return ModelDecoder(self.model)
         return LeanDecoder(
             self.model,
             rows=min(self.config.batch_size, len(prompts)),
-            positions=prompts.prompt_ids.shape[1] + self.config.max_new_tokens + STEPS,
+            positions=positions,
             low=torch.bfloat16 if self.dtype == "bfloat16" else None,
         )
 

@@ -5,7 +5,7 @@ The weights are copies of the live ones, joined and laid out for products with f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +14,37 @@ from jaxtyping import Float, Int
 from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
-from torch.nn import functional
-from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Olmo2ForCausalLM,
+    Phi3ForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from rlhf.models.backbone import CausalLM
+from rlhf.models.fused import Norm
+from rlhf.models.layers import Layer, Projection, norm_of, read_layers
 from rlhf.sampling.products import Linear
 from rlhf.sampling.slots import Slots
 
-FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+FAMILIES = (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    Phi3ForCausalLM,
+    Olmo2ForCausalLM,
+    Gemma3ForCausalLM,
+)
+EMBEDDINGS = (nn.Embedding, Gemma3TextScaledWordEmbedding)
 ROTATIONS = ("default", "linear", "llama3", "yarn")  # those that depend on the position alone
+LONG = "longrope"  # one that does so in sequences no longer than `original_max_position_embeddings`
+
+Part = tuple[Tensor, Tensor | None]  # a weight, adapter added, and its bias
 
 
 @dataclass(frozen=True)
@@ -33,12 +55,15 @@ class _Layer:
     key_norm: Callable[[Tensor], Tensor] | None
     scaling: float
     window: int | None
+    angles: str | None
     out: Linear
+    norm_out: Callable[[Tensor], Tensor] | None  # of what is added to the states
     after: Callable[[Tensor], Tensor]
     gate: Linear
     up: Linear
     act: Callable[[Tensor], Tensor] | None  # None: silu
     down: Linear
+    norm_down: Callable[[Tensor], Tensor] | None  # of what is added to the states
 
 
 class LeanDecoder:
@@ -55,48 +80,52 @@ class LeanDecoder:
         """
         plain = model.get_base_model() if isinstance(model, PeftModel) else model
         inner, config = plain.model, plain.config
-        self.embedding = inner.embed_tokens.weight.detach()
+        self.embed = inner.embed_tokens  # the module: Gemma's scales what it reads
         self.heads = config.num_attention_heads
         self.groups = config.num_key_value_heads
-        at = torch.arange(positions, device=self.embedding.device)
-        cos, sin = inner.rotary_emb(self.embedding[:1, None], at[None])
-        half = cos.shape[-1] // 2
-        self.cos, self.sin = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+        layers = read_layers(inner)
+        assert layers is not None, "fits() was asked"
+        self.tables = {angles: _table(inner, angles, positions) for angles in {layer.angles for layer in layers}}
 
-        def product(*modules: nn.Module, norm: nn.Module | None = None, scale: float = 1.0) -> Linear:
+        def product(parts: Sequence[Part], *, norm: Norm | None = None, scale: float = 1.0) -> Linear:
             """Of what `norm` is before its weight, which goes into the columns here; the first is scaled."""
-            weights, biases = [_weight(each) for each in modules], [_bias(each) for each in modules]
+            weights, biases = [weight for weight, _ in parts], [bias for _, bias in parts]
             if norm is not None:
-                weights = [weight * _weight_of(norm) for weight in weights]
+                weights = [weight * norm.weight.detach() for weight in weights]
             if scale != 1.0:
                 weights[0], biases[0] = weights[0] * scale, None if biases[0] is None else biases[0] * scale
             return Linear(weights, biases, rows=rows, low=low)
 
-        self.layers = [
-            _Layer(
-                before=_unit(layer.input_layernorm),
+        def written_out(layer: Layer) -> _Layer:
+            query_norm, key_norm = (_norm(each, layer.width) for each in layer.head_norms or (None, None))
+            gate, up = _parts(layer.gated)
+            norms = layer.norms
+            return _Layer(
+                before=_unit(norms.before_attention),
                 qkv=product(
-                    layer.self_attn.q_proj,
-                    layer.self_attn.k_proj,
-                    layer.self_attn.v_proj,
-                    norm=layer.input_layernorm,
-                    scale=1.0 if hasattr(layer.self_attn, "q_norm") else float(layer.self_attn.scaling),
+                    _parts(layer.inputs),
+                    norm=norms.before_attention,
+                    scale=1.0 if layer.head_norms else layer.scaling,
                 ),
-                query_norm=_norm(layer.self_attn.q_norm) if hasattr(layer.self_attn, "q_norm") else None,
-                key_norm=_norm(layer.self_attn.k_norm) if hasattr(layer.self_attn, "k_norm") else None,
-                scaling=float(layer.self_attn.scaling) if hasattr(layer.self_attn, "q_norm") else 1.0,
-                window=_window(layer.self_attn),
-                out=product(layer.self_attn.o_proj),
-                after=_unit(layer.post_attention_layernorm),
-                gate=product(layer.mlp.gate_proj, norm=layer.post_attention_layernorm),
-                up=product(layer.mlp.up_proj, norm=layer.post_attention_layernorm),
-                act=None if config.hidden_act == "silu" else layer.mlp.act_fn,
-                down=product(layer.mlp.down_proj),
+                query_norm=query_norm,
+                key_norm=key_norm,
+                scaling=layer.scaling if layer.head_norms else 1.0,
+                window=layer.window,
+                angles=layer.angles,
+                out=product(_parts([layer.output])),
+                norm_out=_norm(norms.after_attention),
+                after=_unit(norms.before_mlp),
+                gate=product([gate], norm=norms.before_mlp),
+                up=product([up], norm=norms.before_mlp),
+                act=None if layer.activation_name == "silu" else layer.activation,
+                down=product(_parts([layer.down])),
+                norm_down=_norm(norms.after_mlp),
             )
-            for layer in inner.layers
-        ]
-        self.norm = _unit(inner.norm)
-        self.head = product(plain.lm_head, norm=inner.norm)
+
+        self.layers = [written_out(layer) for layer in layers]
+        norm = norm_of(inner.norm)
+        self.norm = _unit(norm)
+        self.head = product(_parts([Projection(plain.lm_head)]), norm=norm)
 
     def step(self, slots: Slots, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         """See Decoder. Autocast is off inside: it would copy the cache into its dtype at every step."""
@@ -105,14 +134,16 @@ class LeanDecoder:
 
     def _step(self, slots: Slots, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         slots.begin_step(positions)
-        hidden = functional.embedding(tokens, self.embedding)
-        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
+        hidden = self.embed(tokens)
+        turns = {
+            angles: (cos[positions][:, None], sin[positions][:, None]) for angles, (cos, sin) in self.tables.items()
+        }
         for number, layer in enumerate(self.layers):
-            found = self._attention(number, layer, layer.before(hidden), cos, sin, slots)
-            hidden = layer.out.plus(found, hidden)
+            found = self._attention(number, layer, layer.before(hidden), *turns[layer.angles], slots)
+            hidden = _added(layer.out, found, hidden, layer.norm_out)
             inner = layer.after(hidden)
             gate = layer.gate.silu(inner) if layer.act is None else layer.act(layer.gate(inner))
-            hidden = layer.down.plus(layer.up.times(inner, gate), hidden)
+            hidden = _added(layer.down, layer.up.times(inner, gate), hidden, layer.norm_down)
         return self.head(self.norm(hidden))
 
     def _attention(
@@ -136,27 +167,55 @@ class LeanDecoder:
 
 
 def fits(model: CausalLM) -> bool:
-    """Whether this decoder computes what the model does."""
+    """Whether this decoder computes what the model does, in sequences that it `reaches`."""
     plain = model.get_base_model() if isinstance(model, PeftModel) else model
-    if type(plain) not in FAMILIES or plain.config.rope_parameters.get("rope_type", "default") not in ROTATIONS:
+    if type(plain) not in FAMILIES or not _rotations(plain.config) <= {*ROTATIONS, LONG}:
         return False
     if isinstance(model, PeftModel) and (len(model.active_adapters) != 1 or model.peft_type != "LORA"):
         return False
-    attention = [layer.self_attn for layer in plain.model.layers]
-    mlp = [layer.mlp for layer in plain.model.layers]
-    linear = [plain.lm_head]
-    linear += [getattr(each, name) for each in attention for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-    linear += [getattr(each, name) for each in mlp for name in ("gate_proj", "up_proj", "down_proj")]
-    return type(plain.model.embed_tokens) is nn.Embedding and all(_is_linear(each) for each in linear)
+    layers = read_layers(plain.model)
+    if layers is None or type(plain.model.embed_tokens) not in EMBEDDINGS:
+        return False
+    projections = [each for layer in layers for each in (*layer.inputs, layer.output, *layer.gated, layer.down)]
+    return all(_is_linear(module) for module in (plain.lm_head, *(each.module for each in projections)))
+
+
+def reaches(model: CausalLM, positions: int) -> bool:
+    """Whether rotations depend on the position alone in sequences of that many tokens: longrope has others beyond."""
+    config = model.config
+    if LONG not in _rotations(config):
+        return True
+    return positions <= int(config.rope_parameters["original_max_position_embeddings"])
+
+
+def _rotations(config: Any) -> set[str]:
+    """The types of its rotations: of one kind, or of several by name."""
+    parameters = config.rope_parameters
+    kinds = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
+    return {str(each.get("rope_type", "default")) for each in kinds}
+
+
+def _table(body: Any, angles: str | None, positions: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of all positions."""
+    weight = body.embed_tokens.weight.detach()
+    at = torch.arange(positions, device=weight.device)
+    cos, sin = body.rotary_emb(weight[:1, None], at[None], *([] if angles is None else [angles]))
+    half = cos.shape[-1] // 2
+    return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
 
 def rotate(heads: Float[Tensor, "N H D"], cos: Float[Tensor, "N 1 E"], sin: Float[Tensor, "N 1 E"]) -> Tensor:
-    """Rotary positions: the halves of each head are the two coordinates of its E = D / 2 planes (Su et al. 2021)."""
+    """Rotary positions: halves of the first 2 E numbers of each head are the two coordinates of E planes.
+
+    (Su et al. 2021.) What is beyond them, in families that rotate a part, stays.
+    """
     half = cos.shape[-1]
-    first, second = heads[..., :half], heads[..., half:]
+    first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
     turned = heads.new_empty(heads.shape, dtype=torch.promote_types(heads.dtype, cos.dtype))
     torch.addcmul(first * cos, second, sin, value=-1, out=turned[..., :half])
-    torch.addcmul(second * cos, first, sin, out=turned[..., half:])
+    torch.addcmul(second * cos, first, sin, out=turned[..., half : 2 * half])
+    if rest.shape[-1]:
+        turned[..., 2 * half :] = rest
     return turned
 
 
@@ -179,34 +238,40 @@ def _weight(module: Any) -> Tensor:
     return weight
 
 
-def _bias(module: Any) -> Tensor | None:
-    bias = module.bias if type(module) is nn.Linear else module.base_layer.bias
-    return None if bias is None else bias.detach()
+def _parts(projections: Sequence[Projection]) -> list[Part]:
+    """The weight and bias of each part, those of a weight that holds several as views of its rows."""
+    parts: list[Part] = []
+    for each in projections:
+        weights, bias = each.split(_weight(each.module)), each.linear.bias
+        biases = [None] * len(weights) if bias is None else each.split(bias.detach())
+        parts += zip(weights, biases, strict=True)
+    return parts
 
 
-def _window(attention: Any) -> int | None:
-    own = getattr(attention, "sliding_window", None)
-    if own is None and isinstance(attention.config, MistralConfig):
-        own = attention.config.sliding_window
-    return own
+def _added(product: Linear, x: Tensor, hidden: Tensor, norm: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """What the product of x, or its norm, makes of the states."""
+    return product.plus(x, hidden) if norm is None else hidden + norm(product(x).to(hidden.dtype))
 
 
-def _weight_of(norm: nn.Module) -> Tensor:
-    weight = norm.weight
-    assert isinstance(weight, Tensor)
-    return weight.detach()
+def _norm(norm: Norm | None, width: int = 0) -> Callable[[Tensor], Tensor] | None:
+    """Root mean square layer norm, computed in float32 at least, as theirs is; None where there is none.
 
-
-def _norm(module: Any) -> Callable[[Tensor], Tensor]:
-    """Root mean square layer norm, computed in float32 at least, as theirs is."""
-    weight, unit = _weight_of(module), _unit(module)
+    Of heads of that `width` each by itself, or all together where the weight is for all.
+    """
+    if norm is None:
+        return None
+    weight, unit = norm.weight.detach(), _unit(norm)
+    if width and len(weight) > width:
+        return lambda heads: (unit(heads.flatten(1)) * weight).view(heads.shape)
     return lambda hidden: unit(hidden) * weight
 
 
-def _unit(module: Any) -> Callable[[Tensor], Tensor]:
-    """The norm without its weight: x / sqrt(mean(x²) + eps), in few steps."""
-    weight = _weight_of(module)
-    share, eps = 1.0 / len(weight), weight.new_tensor([float(module.variance_epsilon)])
+def _unit(norm: Norm | None) -> Callable[[Tensor], Tensor]:
+    """The norm without its weight: x / sqrt(mean(x²) + eps), in few steps; x itself where there is none."""
+    if norm is None:
+        return lambda hidden: hidden
+    weight = norm.weight.detach()
+    share, eps = 1.0 / len(weight), weight.new_tensor([norm.eps])
 
     def scaled(hidden: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)

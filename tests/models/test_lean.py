@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,13 +19,14 @@ from rlhf.config.sections import LoraConfig
 from rlhf.models import fused, lean, logprobs
 from rlhf.models.backbone import CausalLM, _quiet_peft, add_lora, body_of, enable_checkpointing
 from rlhf.models.fused import Norm, normed
+from rlhf.models.layers import read_layers
 from rlhf.models.lean import chosen_states, is_lean
 from rlhf.models.logprobs import TokenOutputs, completion_outputs
 from rlhf.models.rows import body_inputs, lay, why_padded
 from rlhf.models.scalar_head import load_scalar_head, sequence_scores
 from rlhf.types import Completions
 
-KNOWN = ("llama", "qwen2", "qwen3")
+KNOWN = ("llama", "qwen2", "qwen3", "phi3", "olmo2", "gemma3_text")
 
 
 def asked(model: CausalLM, batch: Completions) -> TokenOutputs:
@@ -79,24 +81,27 @@ def test_values_and_gradients_are_the_modules(monkeypatch: pytest.MonkeyPatch, f
     assert_same(monkeypatch, model, BATCHES[batch])
 
 
-def test_whatever_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [name for name, _ in tiny("qwen3").named_parameters()]
-    for frozen in (
-        ("embed",),
-        ("norm",),
-        ("q_proj", "up_proj"),
-        ("k_proj", "v_proj", "gate_proj"),
-        ("o_proj", "down_proj"),
-    ):
-        model = tiny("qwen3")
+FROZEN: dict[str, list[tuple[str, ...]]] = {
+    "qwen3": [("embed",), ("norm",), ("q_proj", "up_proj"), ("k_proj", "v_proj", "gate_proj"), ("o_proj", "down_proj")],
+    "phi3": [("qkv_proj", "down_proj"), ("o_proj", "gate_up_proj")],
+    "olmo2": [("norm",), ("q_norm", "post_attention"), ("k_norm", "post_feedforward"), ("o_proj", "down_proj")],
+}
+
+
+@pytest.mark.parametrize("family", FROZEN)
+def test_whatever_is_frozen(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    names = [name for name, _ in tiny(family).named_parameters()]
+    for frozen in FROZEN[family]:
+        model = tiny(family)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not any(part in name for part in frozen))
         assert any(part in name for name in names for part in frozen)
         assert_same(monkeypatch, model, BATCHES["shared"])
 
 
-def test_recomputed_layers_give_the_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, model = tiny(), tiny().train()
+@pytest.mark.parametrize("family", ["llama", "phi3", "olmo2", "gemma3_text"])
+def test_recomputed_layers_give_the_same_gradient(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    plain, model = tiny(family), tiny(family).train()
     enable_checkpointing(model)
     _, expected = gradients(plain, BATCHES["shared"])
     _, found = gradients(model, BATCHES["shared"])
@@ -141,13 +146,19 @@ def test_only_what_it_computes() -> None:
     assert is_lean(body_of(add_lora(tiny(), LoraConfig(r=2))))
     assert not is_lean(body_of(tiny(hidden_act="gelu")))
     assert not is_lean(body_of(tiny(mlp_bias=True)))
+    assert not is_lean(body_of(tiny("phi3", resid_pdrop=0.1)))
     split = body_of(tiny())
     vars(split.norm.weight)["ds_id"] = 0  # type: ignore[union-attr]
     assert not is_lean(split)
 
 
+JOINED = {"q_proj": "qkv_proj", "v_proj": "qkv_proj", "up_proj": "gate_up_proj"}  # where Phi-3 keeps them
+
+
 def adapted(family: str, targets: Sequence[str] | str = "all-linear") -> CausalLM:
     """A model with an adapter that changes what it says."""
+    if not isinstance(targets, str):
+        targets = sorted({JOINED[name] if family == "phi3" and name in JOINED else name for name in targets})
     model = add_lora(
         tiny(family), LoraConfig(r=3, alpha=5, target_modules=targets if isinstance(targets, str) else list(targets))
     )
@@ -165,8 +176,11 @@ def test_adapters_too(monkeypatch: pytest.MonkeyPatch, family: str, batch: str, 
     assert_same(monkeypatch, adapted(family, targets), BATCHES[batch])
 
 
-def test_adapters_with_recomputed_layers_and_a_base_that_learns_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = adapted("llama").train()
+@pytest.mark.parametrize("family", ["llama", "phi3", "olmo2"])
+def test_adapters_with_recomputed_layers_and_a_base_that_learns_too(
+    monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    model = adapted(family).train()
     enable_checkpointing(model)
     model.requires_grad_(True)
     assert_same(monkeypatch, model, BATCHES["shared"])
@@ -224,6 +238,24 @@ def test_not_where_each_gradient_is_taken_as_it_comes() -> None:
     assert not is_lean(watched)
     handle.remove()
     assert is_lean(watched)
+
+
+def test_fused_weights_are_not_copied() -> None:
+    """Query, key and value of heads of 8: two heads ask, one answers; gate and up are halves."""
+    body: Any = body_of(tiny("phi3"))
+    layers = read_layers(body)
+    assert layers is not None
+    attention, mlp = body.layers[1].self_attn.qkv_proj.weight, body.layers[1].mlp.gate_up_proj.weight
+    for projections, whole, starts in ((layers[1].inputs, attention, [0, 16, 24]), (layers[1].gated, mlp, [0, 24])):
+        parts = [part for each in projections for part in each.split(each.linear.weight)]
+        assert [part.data_ptr() for part in parts] == [whole[start].data_ptr() for start in starts]
+        assert sum(len(part) for part in parts) == len(whole)
+
+
+def test_an_odd_module_is_left_to_itself() -> None:
+    body: Any = body_of(tiny())
+    body.layers[1].input_layernorm = nn.LayerNorm(16, dtype=torch.float64)
+    assert not is_lean(body)
 
 
 def test_a_changed_module_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,8 +109,21 @@ def test_each_weight_is_cast_once_an_optimizer_step() -> None:
     assert casts.shapes[down] == len(body.layers) * 3 * 2  # in each pass, forward and backward
 
 
-def test_kept_casts_leave_the_gradient_as_it_is() -> None:
-    model = tiny(dtype=torch.float32)
+def test_parts_of_a_fused_weight_are_cast_once_too() -> None:
+    """They are other views in each pass. Of a model 16 wide: query, key and value have 16, 8 and 8 rows."""
+    model = tiny("phi3", dtype=torch.float32)
+    body: Any = body_of(model)
+    assert is_lean(body)
+    micro_batches(model, count=1)
+    with Casts() as casts, weights_cast_once():
+        micro_batches(model, count=3)
+    assert casts.shapes[8, 16] == 2 * len(body.layers)
+    assert casts.shapes[24, 16] == 2 * len(body.layers)  # gate and up
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_kept_casts_leave_the_gradient_as_it_is(family: str) -> None:
+    model = tiny(family, dtype=torch.float32)
     gradients = []
     for scope in (nullcontext, weights_cast_once):
         model.zero_grad()

@@ -107,7 +107,7 @@ FORWARD = [
     Mutant(
         name="lean-silu-without-its-slope",
         file="rlhf/models/fused.py",
-        before="d_gates = torch.ops.aten.silu_backward(d_hidden.mul_(ups), gates)",
+        before="d_gates = ctx.activation.back(d_hidden.mul_(ups), gates)",
         after="d_gates = d_hidden.mul_(ups).mul_(torch.sigmoid(gates))",
         why="the gate learns by the slope of another function",
         tests=LEAN,
@@ -123,8 +123,8 @@ FORWARD = [
     Mutant(
         name="lean-takes-any-bias",
         file="rlhf/models/lean.py",
-        before="_is_plain_linear(linear) and (_base(linear).bias is None or may_have_bias)",
-        after="_is_plain_linear(linear)",
+        before="_is_plain_linear(each.module) and (each.linear.bias is None or may_have_bias)",
+        after="_is_plain_linear(each.module)",
         why="a bias of the feed-forward half is left out",
         tests=LEAN,
     ),
@@ -134,6 +134,22 @@ FORWARD = [
         before="return all(probe.matches(_states(body, rows, rows.choosers)) for rows in probe.layouts)",
         after="return all(_states(body, rows, rows.choosers) is not None for rows in probe.layouts)",
         why="a model whose modules were changed is trained as another",
+        tests=LEAN,
+    ),
+    Mutant(
+        name="lean-parts-of-a-head-are-lost",
+        file="rlhf/models/fused.py",
+        before="        turned[..., 2 * half :] = rest",
+        after="        turned[..., 2 * half :] = 0",
+        why="what Phi-4 mini does not rotate is left out; the trial sees it, and the fast way is off",
+        tests=LEAN,
+    ),
+    Mutant(
+        name="lean-gate-and-up-swapped",
+        file="rlhf/models/layers.py",
+        before="        return list(rows.split(self.sizes)) if self.sizes else [rows]",
+        after="        return list(rows.split(self.sizes))[::-1] if self.sizes else [rows]",
+        why="parts of a fused weight in another order: the trial sees it, and the fast way is off",
         tests=LEAN,
     ),
     Mutant(

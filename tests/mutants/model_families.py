@@ -7,9 +7,9 @@ from mutant import Mutant
 MODEL_FAMILIES = [
     Mutant(
         name="family-loses-its-written-out-layers",
-        file="rlhf/models/lean.py",
-        before="FAMILIES = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)",
-        after="FAMILIES = (LlamaModel, MistralModel, Qwen2Model)",
+        file="rlhf/models/layers.py",
+        before="    Qwen3Model: _llama,\n",
+        after="",
         why="nothing is wrong but the speed: a fast way that could be on is off, and no number shows it",
         tests=("tests/zoo/test_zoo.py::test_fast_ways_are_those_of_the_table",),
     ),

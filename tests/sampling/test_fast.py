@@ -21,11 +21,12 @@ from rlhf.models.logprobs import completion_outputs
 from rlhf.runtime.seeding import derive
 from rlhf.sampling import flight as flights
 from rlhf.sampling.choice import make_sampler, unsupported
-from rlhf.sampling.decoders import NAME
+from rlhf.sampling.decoders import NAME, ModelDecoder
 from rlhf.sampling.drawing import invert, pick
 from rlhf.sampling.fast import FastSampler
 from rlhf.sampling.flight import distinct
 from rlhf.sampling.hf import HFSampler, draw
+from rlhf.sampling.lean import LeanDecoder
 from rlhf.sampling.slots import cache_dtype
 from rlhf.types import Completions, Prompts
 
@@ -33,7 +34,11 @@ KEY = derive(0, "sample", 1)
 ROWS = [[BOS, 5, 7], [BOS, 4], [BOS, 6, 8, 9, 3, 12], [8], [BOS, 11, 11, 3], [BOS, 17], [20, 21, 22]]
 CPU = torch.device("cpu")
 NEOX = {k: FAMILIES["phi"][k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
-MORE: dict[str, dict[str, Any]] = {"gpt_neox": {**NEOX, "max_position_embeddings": 64, "initializer_range": 0.3}}
+MORE: dict[str, dict[str, Any]] = {
+    "gpt_neox": {**NEOX, "max_position_embeddings": 64, "initializer_range": 0.3},
+    "phi3": {"sliding_window": 5},
+    "gemma3_text": {"sliding_window": 4},
+}
 
 
 def config(**more: object) -> SamplingConfig:
@@ -85,18 +90,18 @@ def same(found: Completions, expected: Completions, *, within: float = 1e-5) -> 
 
 @pytest.mark.parametrize(
     "family,uses",
-    [("llama", "lean"), ("qwen2", "lean"), ("qwen3", "lean"), ("mistral", "lean")]
-    + [(family, "model") for family in ("llama", "qwen2", "mistral", "gpt2", "gpt_neox", "gemma", "phi")],
+    [(family, "lean") for family in ("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "gemma3_text")]
+    + [(family, "model") for family in ("llama", "qwen2", "mistral", "phi3", "gpt2", "gpt_neox", "gemma", "phi")],
 )
 @pytest.mark.parametrize("slots,group", [(3, 4), (100, 3), (1, 1)])
 def test_the_completions_are_the_plain_samplers(family: str, uses: str, slots: int, group: int) -> None:
-    """Slots fewer than rows, than a group, and more than there are; mistral's window is of 4 tokens."""
+    """Slots fewer than rows, than a group, and more than there are; mistral's window is of 4 tokens, phi3's of 5."""
     model, prompts = model_of(family), prompts_of(ROWS)
     expected = sampler_of(model, config()).sample(prompts, key=KEY, group_size=group)
     sampler = fast_of(model, config(batch_size=slots), lean=uses == "lean")
     same(sampler.sample(prompts, key=KEY, group_size=group), expected)
     assert sampler.uses == uses
-    assert group == 1 or len(set(expected.completion_mask.sum(dim=1).tolist())) > 3
+    assert group == 1 or len(set(expected.completion_mask.sum(dim=1).tolist())) >= 3
 
 
 @pytest.mark.parametrize("length", [1, 2, 40])
@@ -182,9 +187,9 @@ def test_greedy() -> None:
     same(fast_of(model, config(batch_size=3)).sample(prompts, key=2, group_size=1, greedy=True), expected)
 
 
-@pytest.mark.parametrize("lean", [True, False])
-def test_an_adapter_is_sampled_from(lean: bool) -> None:
-    model: Any = add_lora(model_of(), LoraConfig(r=2))
+@pytest.mark.parametrize("family,lean", [("llama", True), ("llama", False), ("phi3", True), ("olmo2", True)])
+def test_an_adapter_is_sampled_from(family: str, lean: bool) -> None:
+    model: Any = add_lora(model_of(family), LoraConfig(r=2))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -205,6 +210,19 @@ def test_the_ratio_to_the_trainer_is_one(family: str, lean: bool) -> None:
             model, found.prompt_ids, found.prompt_mask, found.completion_ids, found.completion_mask, temperature=0.9
         ).logprobs
     assert (trainer - found.sampler_logprobs).exp().sub(1.0).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("length,uses", [(39, LeanDecoder), (40, ModelDecoder)])
+def test_rotations_that_change_with_the_length(length: int, uses: type[Any]) -> None:
+    """Longrope has others from 49 tokens on: 7 of the longest prompt, the completion and two to spare are 48 or 49."""
+    rotations = {"rope_type": "longrope", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75}
+    factors = {"short_factor": [1.0, 2.0, 3.0], "long_factor": [1.0, 8.0, 32.0]}
+    model = model_of("phi3", original_max_position_embeddings=48, rope_parameters={**rotations, **factors})
+    prompts, sampling = prompts_of([*ROWS, [BOS, 3, 4, 5, 6, 7, 8]]), config(max_new_tokens=length)
+    sampler = fast_of(model, sampling)
+    assert type(sampler._decoder(prompts, "lean")) is uses
+    expected = sampler_of(model, sampling).sample(prompts, key=KEY, group_size=2)
+    same(sampler.sample(prompts, key=KEY, group_size=2), expected)
 
 
 def test_the_live_weights_are_sampled_from() -> None:

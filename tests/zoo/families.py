@@ -546,7 +546,6 @@ FAMILIES = (
         ),
         turn_end="<end_of_turn>",
         prefix="<bos>",
-        fast=FastWays(written_out=NOT_YET, lean_decoder=NOT_YET),
         notes="five of six layers have a window of 512 tokens (8 here) and rotations of their own",
     ),
     Family(
@@ -576,7 +575,6 @@ FAMILIES = (
         template=PHI3,
         chat="<|user|>\nHi<|end|>\n<|assistant|>\nHello<|end|>\n<|user|>\nBye<|end|>\n<|assistant|>\n",
         turn_end="<|end|>",
-        fast=FastWays(written_out=NOT_YET, lean_decoder=NOT_YET),
         notes="fused projections; a window of 2,047 tokens (8 here); the pad token is EOS, a turn ends with another",
     ),
     Family(
@@ -607,7 +605,6 @@ FAMILIES = (
             "<|im_start|>user<|im_sep|>Bye<|im_end|><|im_start|>assistant<|im_sep|>"
         ),
         turn_end="<|im_end|>",
-        fast=FastWays(written_out=NOT_YET, lean_decoder=NOT_YET),
         notes="fused projections; the template opens the assistant's turn by itself",
     ),
     Family(
@@ -647,7 +644,6 @@ FAMILIES = (
         reduced=True,
         chat="<|user|>Hi<|end|><|assistant|>Hello<|end|><|user|>Bye<|end|><|assistant|>",
         turn_end="<|end|>",
-        fast=FastWays(written_out=NOT_YET, lean_decoder=NOT_YET),
         notes="fused projections; three quarters of a head are rotated; rotations change with the length (longrope)",
     ),
     Family(
@@ -670,7 +666,6 @@ FAMILIES = (
         template=OLMO2,
         chat="<|endoftext|><|user|>\nHi\n<|assistant|>\nHello<|endoftext|>\n<|user|>\nBye\n<|assistant|>\n",
         turn_end="<|endoftext|>",
-        fast=FastWays(written_out=NOT_YET, lean_decoder=NOT_YET),
         notes="norms after attention and feed-forward, and of queries and keys; BOS is EOS; role marks are plain text",
     ),
     Family(

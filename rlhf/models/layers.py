@@ -1,0 +1,177 @@
+"""Where the decoder layers of known families keep what they compute with: what both written-out passes read.
+
+The training pass (rlhf/models/lean.py) and the decode step (rlhf/sampling/lean.py) ask for query, key, value, gate and
+up, whatever modules they lie in: of a weight that holds several of them, each gets a view of its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import Gemma3TextModel, LlamaModel, MistralModel, Olmo2Model, Phi3Model, Qwen2Model, Qwen3Model
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+
+from rlhf.models.fused import Norm, Norms
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A linear layer, maybe with an adapter beside it, and how many of its outputs each part gets; (): one gets all."""
+
+    module: Any
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def linear(self) -> Any:
+        """The linear layer that an adapter stands beside, or the module itself."""
+        return self.module if type(self.module) is nn.Linear else self.module.base_layer
+
+    @property
+    def parts(self) -> int:
+        """How many parts it has."""
+        return len(self.sizes) or 1
+
+    def split(self, rows: Float[Tensor, "E ..."]) -> list[Tensor]:
+        """Return views of the rows of each part; the gradients of all come back as one tensor."""
+        return list(rows.split(self.sizes)) if self.sizes else [rows]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What the written-out passes need of one layer."""
+
+    inputs: Sequence[Projection]  # query, key and value
+    output: Projection
+    gated: Sequence[Projection]  # gate and up
+    down: Projection
+    activation: Any  # a module
+    activation_name: str
+    norms: Norms
+    head_norms: Sequence[Norm]  # of queries and keys, each head or all of them; or none
+    width: int  # of a head; of which as much is rotated as there are angles
+    scaling: float
+    window: int | None
+    angles: str | None = None  # which of several kinds of rotations
+
+
+def _llama(layer: Any) -> Layer:
+    """Mistral, Qwen2 and Qwen3 too: biases of the inputs, norms of the heads and windows, where they are there."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return Layer(
+        inputs=[Projection(attention.q_proj), Projection(attention.k_proj), Projection(attention.v_proj)],
+        output=Projection(attention.o_proj),
+        gated=[Projection(mlp.gate_proj), Projection(mlp.up_proj)],
+        down=Projection(mlp.down_proj),
+        activation=mlp.act_fn,
+        activation_name=attention.config.hidden_act,
+        norms=_before(layer.input_layernorm, layer.post_attention_layernorm),
+        head_norms=[norm_of(attention.q_norm), norm_of(attention.k_norm)] if hasattr(attention, "q_norm") else [],
+        width=attention.head_dim,
+        scaling=float(attention.scaling),
+        window=getattr(attention, "sliding_window", None),
+    )
+
+
+def _mistral(layer: Any) -> Layer:
+    """The window is in the configuration only."""
+    return replace(_llama(layer), window=layer.self_attn.config.sliding_window)
+
+
+def _phi3(layer: Any) -> Layer:
+    """Query, key and value in one weight, gate and up in another."""
+    attention, mlp, config = layer.self_attn, layer.mlp, layer.config
+    width, hidden = attention.head_dim, config.intermediate_size
+    heads, groups = width * config.num_attention_heads, width * config.num_key_value_heads
+    return Layer(
+        inputs=[Projection(attention.qkv_proj, (heads, groups, groups))],
+        output=Projection(attention.o_proj),
+        gated=[Projection(mlp.gate_up_proj, (hidden, hidden))],
+        down=Projection(mlp.down_proj),
+        activation=mlp.activation_fn,
+        activation_name=config.hidden_act,
+        norms=_before(layer.input_layernorm, layer.post_attention_layernorm),
+        head_norms=[],
+        width=width,
+        scaling=float(attention.scaling),
+        window=config.sliding_window,
+    )
+
+
+def _olmo2(layer: Any) -> Layer:
+    """What comes out of each half is normed, not what goes in; queries and keys are, all heads together."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return Layer(
+        inputs=[Projection(attention.q_proj), Projection(attention.k_proj), Projection(attention.v_proj)],
+        output=Projection(attention.o_proj),
+        gated=[Projection(mlp.gate_proj), Projection(mlp.up_proj)],
+        down=Projection(mlp.down_proj),
+        activation=mlp.act_fn,
+        activation_name=attention.config.hidden_act,
+        norms=Norms(None, norm_of(layer.post_attention_layernorm), None, norm_of(layer.post_feedforward_layernorm)),
+        head_norms=[norm_of(attention.q_norm), norm_of(attention.k_norm)],
+        width=attention.head_dim,
+        scaling=float(attention.scaling),
+        window=None,
+    )
+
+
+def _gemma3(layer: Any) -> Layer:
+    """Norms before and behind each half; layers with a window have angles of their own."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return Layer(
+        inputs=[Projection(attention.q_proj), Projection(attention.k_proj), Projection(attention.v_proj)],
+        output=Projection(attention.o_proj),
+        gated=[Projection(mlp.gate_proj), Projection(mlp.up_proj)],
+        down=Projection(mlp.down_proj),
+        activation=mlp.act_fn,
+        activation_name=attention.config.hidden_activation,
+        norms=Norms(
+            norm_of(layer.input_layernorm),
+            norm_of(layer.post_attention_layernorm),
+            norm_of(layer.pre_feedforward_layernorm),
+            norm_of(layer.post_feedforward_layernorm),
+        ),
+        head_norms=[norm_of(attention.q_norm), norm_of(attention.k_norm)],
+        width=attention.head_dim,
+        scaling=float(attention.scaling),
+        window=attention.sliding_window,
+        angles=attention.layer_type,
+    )
+
+
+def _before(attention: Any, mlp: Any) -> Norms:
+    return Norms(norm_of(attention), None, norm_of(mlp), None)
+
+
+def norm_of(module: Any) -> Norm:
+    """Read a root mean square layer norm; Gemma's weight is kept as what it is more than 1."""
+    if type(module) is Gemma3RMSNorm:
+        return Norm(1.0 + module.weight, float(module.eps))
+    return Norm(module.weight, float(module.variance_epsilon))
+
+
+Reader = Callable[[Any], Layer]
+READERS: dict[type[nn.Module], Reader] = {
+    LlamaModel: _llama,
+    MistralModel: _mistral,
+    Qwen2Model: _llama,
+    Qwen3Model: _llama,
+    Phi3Model: _phi3,
+    Olmo2Model: _olmo2,
+    Gemma3TextModel: _gemma3,
+}
+
+
+def read_layers(body: Any) -> list[Layer] | None:
+    """Describe the layers of a transformer without its head; None where its family is not known, or a module is odd."""
+    read = READERS.get(type(body))
+    if read is None:
+        return None
+    try:
+        return [read(layer) for layer in body.layers]
+    except AttributeError:  # a module that was put in the place of another
+        return None
