@@ -243,7 +243,7 @@ FORWARD = [
     Mutant(
         name="cast-in-every-pass",
         file="rlhf/models/low.py",
-        before="    kept = _CASTS.get(id(weight))\n",
+        before="    kept = _CASTS.get(place)\n",
         after="    kept = None\n",
         why="bfloat16 pays for a cast of all weights in every pass",
         tests=("tests/models/test_low.py",),
