@@ -14,8 +14,10 @@ from tiny_models import completions_of
 from torch import Tensor
 
 from rlhf.config.sections import LoraConfig
-from rlhf.models import fused, lean, rows
+from rlhf.models import fused, layers, lean, rows
 from rlhf.models.backbone import add_lora, body_of
+from rlhf.models.fused import Norm
+from rlhf.models.layers import norm_of
 from rlhf.models.lean import is_lean
 from rlhf.models.logprobs import completion_outputs
 from rlhf.models.rows import why_padded
@@ -100,8 +102,11 @@ def forgotten_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stale_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = lean._norm
-    monkeypatch.setattr(lean, "_norm", lambda module: plain(module)._replace(weight=torch.ones_like(module.weight)))
+    def without_weight(module: Any) -> Norm:
+        return norm_of(module)._replace(weight=torch.ones_like(module.weight))
+
+    monkeypatch.setattr(layers, "norm_of", without_weight)
+    monkeypatch.setattr(lean, "norm_of", without_weight)
 
 
 @pytest.mark.parametrize("mistake", [wrong_rotation, no_epsilon, forgotten_layer, stale_norm])
