@@ -46,6 +46,8 @@ MEASURES = {  # of a final model: name in results.json -> name in the metrics
     "entropy": "eval/entropy",
 }
 
+KLS = ("kl", "kl_se", "kl_exact", "kl_exact_se")
+
 Json = dict[str, Any]
 
 
@@ -157,11 +159,28 @@ def _read(cell: Cell) -> Found:
         cell=cell,
         judged=judged,
         error=failure_of(cell.folder),
-        evaluations=rows,
+        evaluations=with_known_kl(rows, judged.metrics if judged is not None else {}),
         costs=Costs.of(costs[max(costs)]) if costs else None,
         suites=read_suites(cell.folder),
         peak_memory_mb=max((row["peak_memory_mb"] for row in RunFolder(cell.folder).read_timings()), default=None),
     )
+
+
+def with_known_kl(evaluations: list[Json], judged: Mapping[str, float]) -> list[Json]:
+    """Fill in KLs that a run did not measure: none at its start, and at its end what the judged model has.
+
+    Args:
+        evaluations: of one run, in order.
+        judged: the metrics of its final model; empty where it has not been judged.
+    """
+    if not evaluations:
+        return evaluations
+    first, *others = evaluations
+    if first["step"] == 0 and first["kl"] is None:
+        first = {**first, **dict.fromkeys(KLS, 0.0)}
+    if others and others[-1]["kl"] is None:
+        others[-1] = {**others[-1], **{name: judged.get(MEASURES[name]) for name in KLS}}
+    return [first, *others]
 
 
 def _arm(name: str, found: Sequence[Found], start: Mapping[int, Judged], spread: float, level: float | None) -> Json:

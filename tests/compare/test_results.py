@@ -23,7 +23,7 @@ from rlhf.cli import main
 from rlhf.compare.charts import gaming, seed_means, styles
 from rlhf.compare.judge import Judged
 from rlhf.compare.page import difference_table, win_matrix
-from rlhf.compare.results import MEASURES
+from rlhf.compare.results import KLS, MEASURES, with_known_kl
 from rlhf.compare.runner import failure_of
 from rlhf.compare.words import equal_kl_table, interval, notes, ranking, verdict
 from rlhf.config.load import read_yaml
@@ -298,3 +298,18 @@ def test_the_command_runs_cells_in_processes_of_their_own(tmp_path: Path) -> Non
     assert "nowhere" in results["arms"]["bad"]["seeds"][0]["error"]
     assert "nowhere" in (tmp_path / "compare" / "bad" / "seed-0" / "errors.log").read_text()
     assert results["arms"]["ppo"]["costs"]["completions"] == 32
+
+
+def test_a_run_that_measured_no_kl_still_has_its_start_and_its_end() -> None:
+    """reference.measure=false: evaluations along the way have none, the final model is judged beside the start."""
+    nothing = dict.fromkeys(KLS)
+    rows = [{"step": step, "score": 0.1 * step, **nothing} for step in (0, 8, 16)]
+    judged = {"eval/kl": 15.0, "eval/kl_se": 1.0, "eval/kl_exact": 14.0, "eval/kl_exact_se": 0.5}
+    start, middle, end = with_known_kl(rows, judged)
+    assert [start[name] for name in KLS] == [0.0, 0.0, 0.0, 0.0]
+    assert middle == rows[1]
+    assert [end[name] for name in KLS] == [15.0, 1.0, 14.0, 0.5]
+    assert with_known_kl(rows, {})[-1]["kl"] is None  # not judged yet
+    measured = [{"step": 0, **dict.fromkeys(KLS, 0.1)}, {"step": 8, **dict.fromkeys(KLS, 0.2)}]
+    assert with_known_kl(measured, judged) == measured
+    assert with_known_kl([], judged) == []
