@@ -166,7 +166,7 @@ def _read(cell: Cell) -> Found:
     )
 
 
-def with_known_kl(evaluations: list[Json], judged: Mapping[str, float]) -> list[Json]:
+def with_known_kl(evaluations: list[Json], judged: Mapping[str, float | None]) -> list[Json]:
     """Fill in KLs that a run did not measure: none at its start, and at its end what the judged model has.
 
     Args:

@@ -15,6 +15,7 @@ ONLINE = (
     *("ppo", "ppo_penalty", "a2c", "reinforce", "remax", "reinforce_pp"),
     *("grpo", "rloo", "dr_grpo", "dapo", "cispo", "gspo"),
 )
+ROUNDING = 5e-5  # of a ratio in float32: up to 1.001e-5 was seen, on a CPU with AVX-512
 ONE_STEP = ("a2c", "reinforce", "remax")  # no importance ratio: one optimizer step for each sampled batch
 
 
@@ -39,7 +40,7 @@ def test_every_online_preset_raises_the_gold(tmp_path: Path, preset: str) -> Non
     rows = metrics(tmp_path)
     assert rows[0]["eval/score"] < 0.3
     assert rows[-1]["eval/score"] > 0.6
-    assert all(row["policy/first_ratio_deviation"] < 5e-5 for row in rows[1:])  # one CPU in float32: up to 1.001e-5
+    assert all(row["policy/first_ratio_deviation"] < ROUNDING for row in rows[1:])
     assert all(row["kl/sampler_mismatch"] < 1e-5 for row in rows[1:])
 
 
@@ -69,7 +70,7 @@ def test_online_dpo_raises_the_gold_and_counts_its_pairs(tmp_path: Path, loss: s
     assert all(row["pair/count"] + row["pair/ties"] == 16.0 for row in rows[1:])
     assert all(row["group/uniform"] == row["pair/ties"] / 16 for row in rows[1:])
     learned = [row for row in rows[1:] if row["pair/count"]]
-    assert all(row["policy/first_ratio_deviation"] < 1e-5 for row in learned)
+    assert all(row["policy/first_ratio_deviation"] < ROUNDING for row in learned)
     assert all(row["pair/score_gap"] > 0 for row in learned)
     assert all(row["policy/optimizer_steps"] == min(row["pair/count"], 1.0) for row in rows[1:])
     assert max(row["pair/ties"] for row in rows[1:]) > 0  # as it learns, more and more score alike
@@ -90,7 +91,7 @@ def test_rejection_sampling_raises_the_gold_and_counts_what_it_kept(tmp_path: Pa
     assert rows[-1]["eval/score"] > 0.6
     assert all(row["kept/count"] == 16.0 for row in rows[1:])
     assert all(row["kept/score"] == pytest.approx(row["score/best_of_group"]) for row in rows[1:])
-    assert all(row["policy/first_ratio_deviation"] < 1e-5 for row in rows[1:])
+    assert all(row["policy/first_ratio_deviation"] < ROUNDING for row in rows[1:])
 
 
 def test_a_threshold_leaves_prompts_without_a_completion(tmp_path: Path) -> None:
@@ -112,7 +113,7 @@ def test_refilled_groups_are_counted_and_learned_from(tmp_path: Path) -> None:
     assert rows[-1]["completion/count"] == run.session.state.completions == sum(16 + each for each in extra)
     refilled = [row for row in rows[1:] if row["group/refilled"] > 0]
     assert len(refilled) > 3
-    assert all(row["policy/first_ratio_deviation"] < 1e-5 for row in rows[1:])
+    assert all(row["policy/first_ratio_deviation"] < ROUNDING for row in rows[1:])
     assert any(row["score/first_draw"] != pytest.approx(row["score/mean"]) for row in refilled)
 
 
