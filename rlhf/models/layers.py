@@ -58,8 +58,8 @@ class Layer:
     angles: str | None = None  # which of several kinds of rotations
 
 
-def _llama(layer: Any) -> Layer:
-    """Mistral, Qwen2 and Qwen3 too: biases of the inputs, norms of the heads and windows, where they are there."""
+def _separate(layer: Any, norms: Norms, activation_name: str) -> Layer:
+    """Describe a layer with a weight for each part; biases, norms of heads and a window, where they are there."""
     attention, mlp = layer.self_attn, layer.mlp
     return Layer(
         inputs=[Projection(attention.q_proj), Projection(attention.k_proj), Projection(attention.v_proj)],
@@ -67,13 +67,19 @@ def _llama(layer: Any) -> Layer:
         gated=[Projection(mlp.gate_proj), Projection(mlp.up_proj)],
         down=Projection(mlp.down_proj),
         activation=mlp.act_fn,
-        activation_name=attention.config.hidden_act,
-        norms=_before(layer.input_layernorm, layer.post_attention_layernorm),
+        activation_name=activation_name,
+        norms=norms,
         head_norms=[norm_of(attention.q_norm), norm_of(attention.k_norm)] if hasattr(attention, "q_norm") else [],
         width=attention.head_dim,
         scaling=float(attention.scaling),
         window=getattr(attention, "sliding_window", None),
     )
+
+
+def _llama(layer: Any) -> Layer:
+    """Describe a layer of Llama; Mistral, Qwen2 and Qwen3 too."""
+    norms = _before(layer.input_layernorm, layer.post_attention_layernorm)
+    return _separate(layer, norms, layer.self_attn.config.hidden_act)
 
 
 def _mistral(layer: Any) -> Layer:
@@ -103,44 +109,20 @@ def _phi3(layer: Any) -> Layer:
 
 def _olmo2(layer: Any) -> Layer:
     """What comes out of each half is normed, not what goes in; queries and keys are, all heads together."""
-    attention, mlp = layer.self_attn, layer.mlp
-    return Layer(
-        inputs=[Projection(attention.q_proj), Projection(attention.k_proj), Projection(attention.v_proj)],
-        output=Projection(attention.o_proj),
-        gated=[Projection(mlp.gate_proj), Projection(mlp.up_proj)],
-        down=Projection(mlp.down_proj),
-        activation=mlp.act_fn,
-        activation_name=attention.config.hidden_act,
-        norms=Norms(None, norm_of(layer.post_attention_layernorm), None, norm_of(layer.post_feedforward_layernorm)),
-        head_norms=[norm_of(attention.q_norm), norm_of(attention.k_norm)],
-        width=attention.head_dim,
-        scaling=float(attention.scaling),
-        window=None,
-    )
+    norms = Norms(None, norm_of(layer.post_attention_layernorm), None, norm_of(layer.post_feedforward_layernorm))
+    return _separate(layer, norms, layer.self_attn.config.hidden_act)
 
 
 def _gemma3(layer: Any) -> Layer:
     """Norms before and behind each half; layers with a window have angles of their own."""
-    attention, mlp = layer.self_attn, layer.mlp
-    return Layer(
-        inputs=[Projection(attention.q_proj), Projection(attention.k_proj), Projection(attention.v_proj)],
-        output=Projection(attention.o_proj),
-        gated=[Projection(mlp.gate_proj), Projection(mlp.up_proj)],
-        down=Projection(mlp.down_proj),
-        activation=mlp.act_fn,
-        activation_name=attention.config.hidden_activation,
-        norms=Norms(
-            norm_of(layer.input_layernorm),
-            norm_of(layer.post_attention_layernorm),
-            norm_of(layer.pre_feedforward_layernorm),
-            norm_of(layer.post_feedforward_layernorm),
-        ),
-        head_norms=[norm_of(attention.q_norm), norm_of(attention.k_norm)],
-        width=attention.head_dim,
-        scaling=float(attention.scaling),
-        window=attention.sliding_window,
-        angles=attention.layer_type,
+    norms = Norms(
+        norm_of(layer.input_layernorm),
+        norm_of(layer.post_attention_layernorm),
+        norm_of(layer.pre_feedforward_layernorm),
+        norm_of(layer.post_feedforward_layernorm),
     )
+    described = _separate(layer, norms, layer.self_attn.config.hidden_activation)
+    return replace(described, angles=layer.self_attn.layer_type)
 
 
 def _before(attention: Any, mlp: Any) -> Norms:
