@@ -25,7 +25,7 @@ Weight = Tensor | None
 
 
 class Activation(NamedTuple):
-    """A function of the gate, and its gradient: of that of its value and the gate."""
+    """Holds a function of the gate, and its derivative, from (gradient of the value, gate) to gradient of the gate."""
 
     of: Callable[[Tensor], Tensor]
     back: Callable[[Tensor, Tensor], Tensor]
@@ -58,7 +58,7 @@ class Norm(NamedTuple):
 
 
 class Norms(NamedTuple):
-    """Where a family norms: what goes into a half of a layer, what comes out of it before it is added, or both."""
+    """Says where a family norms: what goes into a half of a layer, what comes out of it before it is added, or both."""
 
     before_attention: Norm | None
     after_attention: Norm | None
@@ -86,7 +86,7 @@ def before_attention(
     turn: Turn,
     low: torch.dtype,
 ) -> tuple[Float[Tensor, "N D"], list[Tensor]]:
-    """x as it is; query, key and value of norm(x) in each rectangle [places, heads, d = width], rotated.
+    """Return x as it is, and query, key and value of norm(x) in each rectangle [places, heads, d = width], rotated.
 
     A norm of queries or keys is of each head, or of all of them together: as its weight is long.
     """
@@ -107,7 +107,7 @@ def after_attention(
     activation: str,
     low: torch.dtype,
 ) -> Float[Tensor, "M D"]:
-    """y = skip + seen Wo', then y + (silu(n Wg') * (n Wu')) Wd' of n = norm(y) (Shazeer 2020); of `chosen` tokens.
+    """Compute y = skip + seen Wo', then y + (silu(n Wg') * (n Wu')) Wd' of n = norm(y) (Shazeer 2020), of some tokens.
 
     In families that norm what comes out of a half, it is that norm of each product which is added. The activation is
     one of `ACTIVATIONS`.
@@ -247,7 +247,7 @@ class _After(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """d up = dh a(g),  d gate = dh u a'(g) of h = a(g) u; then the norm, and the product of attention."""
+        """Apply d up = dh a(g),  d gate = dh u a'(g) of h = a(g) u; then the norm, and the product of attention."""
         middle, weight, inverse, after_attention, attended, of_attended, *others = ctx.saved_tensors
         after_mlp, made, of_made, out, gate, up, down, gates, ups, *given = others
         rectangles, (on_out, on_gate, on_up, on_down) = given[8:], _paired(given[:8], ctx.scales)
@@ -420,7 +420,7 @@ def _weighted(scaled: Float[Tensor, "*shape D"], weight: Weight) -> Float[Tensor
 def _norm_backward(
     gradient: Tensor, scaled: Weight, weight: Weight, inverse: Weight, *, learns: bool, beside: Weight = None
 ) -> tuple[Tensor, Weight]:
-    """With n = x / rms:  dx = (dy w - n mean(dy w n)) / rms,  dw = sum(dy n); `beside` is another gradient of x.
+    """Apply, with n = x / rms,  dx = (dy w - n mean(dy w n)) / rms,  dw = sum(dy n); `beside` is another gradient of x.
 
     Without a weight there is no norm: dx = dy.
     """

@@ -1,4 +1,4 @@
-"""Where the decoder layers of known families keep what they compute with: what both written-out passes read.
+"""Read where the decoder layers of known families keep what they compute with, for both written-out passes.
 
 The training pass (rlhf/models/lean.py) and the decode step (rlhf/sampling/lean.py) ask for query, key, value, gate and
 up, whatever modules they lie in: of a weight that holds several of them, each gets a view of its rows.
@@ -20,19 +20,19 @@ from rlhf.models.fused import Norm, Norms
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear layer, maybe with an adapter beside it, and how many of its outputs each part gets; (): one gets all."""
+    """Holds a linear layer, maybe with an adapter, and how many of its outputs each part gets; (): one gets all."""
 
     module: Any
     sizes: tuple[int, ...] = ()
 
     @property
     def linear(self) -> Any:
-        """The linear layer that an adapter stands beside, or the module itself."""
+        """Return the linear layer that an adapter stands beside, or the module itself."""
         return self.module if type(self.module) is nn.Linear else self.module.base_layer
 
     @property
     def parts(self) -> int:
-        """How many parts it has."""
+        """Count its parts."""
         return len(self.sizes) or 1
 
     def split(self, rows: Float[Tensor, "E ..."]) -> list[Tensor]:
@@ -42,7 +42,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class Layer:
-    """What the written-out passes need of one layer."""
+    """Holds what the written-out passes need of one layer."""
 
     inputs: Sequence[Projection]  # query, key and value
     output: Projection
@@ -83,12 +83,12 @@ def _llama(layer: Any) -> Layer:
 
 
 def _mistral(layer: Any) -> Layer:
-    """The window is in the configuration only."""
+    """Describe a layer of Mistral: the window is in the configuration only."""
     return replace(_llama(layer), window=layer.self_attn.config.sliding_window)
 
 
 def _phi3(layer: Any) -> Layer:
-    """Query, key and value in one weight, gate and up in another."""
+    """Describe a layer of Phi-3: query, key and value in one weight, gate and up in another."""
     attention, mlp, config = layer.self_attn, layer.mlp, layer.config
     width, hidden = attention.head_dim, config.intermediate_size
     heads, groups = width * config.num_attention_heads, width * config.num_key_value_heads
@@ -108,13 +108,13 @@ def _phi3(layer: Any) -> Layer:
 
 
 def _olmo2(layer: Any) -> Layer:
-    """What comes out of each half is normed, not what goes in; queries and keys are, all heads together."""
+    """Describe a layer of OLMo 2: norms behind each half, and of queries and keys with all heads together."""
     norms = Norms(None, norm_of(layer.post_attention_layernorm), None, norm_of(layer.post_feedforward_layernorm))
     return _separate(layer, norms, layer.self_attn.config.hidden_act)
 
 
 def _gemma3(layer: Any) -> Layer:
-    """Norms before and behind each half; layers with a window have angles of their own."""
+    """Describe a layer of Gemma 3: norms before and behind each half; layers with a window have their own angles."""
     norms = Norms(
         norm_of(layer.input_layernorm),
         norm_of(layer.post_attention_layernorm),

@@ -120,7 +120,7 @@ class FastSampler:
         )
 
     def _decoder(self, prompts: Prompts, uses: str | None, *, longest: int | None = None) -> Decoder:
-        """The decoder of that name; but the model's own modules for sequences that the lean one does not reach.
+        """Make the decoder of that name; but the model's own modules for sequences that the lean one does not reach.
 
         `longest` is told where no sequence will have more tokens than that, as in the trial.
         """

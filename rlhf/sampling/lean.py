@@ -14,15 +14,6 @@ from jaxtyping import Float, Int
 from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
-from transformers import (
-    Gemma3ForCausalLM,
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    Olmo2ForCausalLM,
-    Phi3ForCausalLM,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-)
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from rlhf.models.backbone import CausalLM
@@ -31,15 +22,6 @@ from rlhf.models.layers import Layer, Projection, norm_of, read_layers
 from rlhf.sampling.products import Linear
 from rlhf.sampling.slots import Slots
 
-FAMILIES = (
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-    Phi3ForCausalLM,
-    Olmo2ForCausalLM,
-    Gemma3ForCausalLM,
-)
 EMBEDDINGS = (nn.Embedding, Gemma3TextScaledWordEmbedding)
 ROTATIONS = ("default", "linear", "llama3", "yarn")  # those that depend on the position alone
 LONG = "longrope"  # one that does so in sequences no longer than `original_max_position_embeddings`
@@ -67,7 +49,7 @@ class _Layer:
 
 
 class LeanDecoder:
-    """A Decoder for the families above."""
+    """Decodes for the families of rlhf.models.layers."""
 
     def __init__(self, model: CausalLM, *, rows: int, positions: int, low: torch.dtype | None) -> None:
         """Read the weights as they are now.
@@ -88,7 +70,7 @@ class LeanDecoder:
         self.tables = {angles: _table(inner, angles, positions) for angles in {layer.angles for layer in layers}}
 
         def product(parts: Sequence[Part], *, norm: Norm | None = None, scale: float = 1.0) -> Linear:
-            """Of what `norm` is before its weight, which goes into the columns here; the first is scaled."""
+            """Join products of a normalized input: the weight of `norm` goes into columns, `scale` into the first."""
             weights, biases = [weight for weight, _ in parts], [bias for _, bias in parts]
             if norm is not None:
                 weights = [weight * norm.weight.detach() for weight in weights]
@@ -167,21 +149,22 @@ class LeanDecoder:
 
 
 def fits(model: CausalLM) -> bool:
-    """Whether this decoder computes what the model does, in sequences that it `reaches`."""
+    """Tell whether this decoder knows the model's layers; it is for sequences that it `reaches`, after a trial."""
     plain = model.get_base_model() if isinstance(model, PeftModel) else model
-    if type(plain) not in FAMILIES or not _rotations(plain.config) <= {*ROTATIONS, LONG}:
+    body = getattr(plain, "model", None)
+    layers = read_layers(body)
+    if body is None or layers is None or not _rotations(plain.config) <= {*ROTATIONS, LONG}:
         return False
     if isinstance(model, PeftModel) and (len(model.active_adapters) != 1 or model.peft_type != "LORA"):
         return False
-    layers = read_layers(plain.model)
-    if layers is None or type(plain.model.embed_tokens) not in EMBEDDINGS:
+    if type(body.embed_tokens) not in EMBEDDINGS:
         return False
     projections = [each for layer in layers for each in (*layer.inputs, layer.output, *layer.gated, layer.down)]
     return all(_is_linear(module) for module in (plain.lm_head, *(each.module for each in projections)))
 
 
 def reaches(model: CausalLM, positions: int) -> bool:
-    """Whether rotations depend on the position alone in sequences of that many tokens: longrope has others beyond."""
+    """Tell whether rotations depend on the position alone in so many tokens; longrope has others beyond."""
     config = model.config
     if LONG not in _rotations(config):
         return True
@@ -189,14 +172,14 @@ def reaches(model: CausalLM, positions: int) -> bool:
 
 
 def _rotations(config: Any) -> set[str]:
-    """The types of its rotations: of one kind, or of several by name."""
+    """List the types of its rotations: of one kind, or of several by name."""
     parameters = config.rope_parameters
     kinds = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
     return {str(each.get("rope_type", "default")) for each in kinds}
 
 
 def _table(body: Any, angles: str | None, positions: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of all positions."""
+    """Compute the cosines and sines of all positions."""
     weight = body.embed_tokens.weight.detach()
     at = torch.arange(positions, device=weight.device)
     cos, sin = body.rotary_emb(weight[:1, None], at[None], *([] if angles is None else [angles]))
@@ -205,7 +188,7 @@ def _table(body: Any, angles: str | None, positions: int) -> tuple[Tensor, Tenso
 
 
 def rotate(heads: Float[Tensor, "N H D"], cos: Float[Tensor, "N 1 E"], sin: Float[Tensor, "N 1 E"]) -> Tensor:
-    """Rotary positions: halves of the first 2 E numbers of each head are the two coordinates of E planes.
+    """Rotate by position: halves of the first 2 E numbers of each head are the two coordinates of E planes.
 
     (Su et al. 2021.) What is beyond them, in families that rotate a part, stays.
     """
@@ -239,7 +222,7 @@ def _weight(module: Any) -> Tensor:
 
 
 def _parts(projections: Sequence[Projection]) -> list[Part]:
-    """The weight and bias of each part, those of a weight that holds several as views of its rows."""
+    """Read the weight and bias of each part, those of a weight that holds several as views of its rows."""
     parts: list[Part] = []
     for each in projections:
         weights, bias = each.split(_weight(each.module)), each.linear.bias
@@ -249,12 +232,12 @@ def _parts(projections: Sequence[Projection]) -> list[Part]:
 
 
 def _added(product: Linear, x: Tensor, hidden: Tensor, norm: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """What the product of x, or its norm, makes of the states."""
+    """Add the product of x, or its norm, to the states."""
     return product.plus(x, hidden) if norm is None else hidden + norm(product(x).to(hidden.dtype))
 
 
 def _norm(norm: Norm | None, width: int = 0) -> Callable[[Tensor], Tensor] | None:
-    """Root mean square layer norm, computed in float32 at least, as theirs is; None where there is none.
+    """Make a root mean square layer norm, computed in float32 at least, as theirs is; None where there is none.
 
     Of heads of that `width` each by itself, or all together where the weight is for all.
     """
@@ -267,7 +250,7 @@ def _norm(norm: Norm | None, width: int = 0) -> Callable[[Tensor], Tensor] | Non
 
 
 def _unit(norm: Norm | None) -> Callable[[Tensor], Tensor]:
-    """The norm without its weight: x / sqrt(mean(x²) + eps), in few steps; x itself where there is none."""
+    """Make the norm without its weight: x / sqrt(mean(x²) + eps), in few steps; x itself where there is none."""
     if norm is None:
         return lambda hidden: hidden
     weight = norm.weight.detach()
