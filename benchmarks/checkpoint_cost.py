@@ -1,9 +1,9 @@
-"""What a checkpoint costs: its size, the seconds to write it, and a resumed run's time to its first step.
+"""Measure what a checkpoint costs: its size, the seconds to write it, and a resumed run's time to its first step.
 
     python benchmarks/checkpoint_cost.py [--millions 1 10 50] [--repeat 3]
 
-PPO with a critic on random Llamas of so many million parameters, in float32 with AdamW: a checkpoint holds both
-models, and two moments of each. Writes benchmarks/results/checkpoint_cost.json and prints the table in Markdown.
+PPO with a critic on random Llamas of the given millions of parameters, in float32 with AdamW: a checkpoint holds both
+models and the two moments of each. Writes benchmarks/results/checkpoint_cost.json and prints the table in Markdown.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ RESULT = ROOT / "benchmarks" / "results" / "checkpoint_cost.json"
 
 
 def model_of(folder: Path, millions: float) -> int:
-    """A random Llama of about so many million parameters in `folder`, with the tests' tokenizer; its exact number."""
-    make_model(folder)
-    words = len(AutoTokenizer.from_pretrained(folder))
+    """Save a random Llama of about this many million parameters to `folder` and return its exact parameter count."""
+    make_model(folder)  # for its tokenizer
+    vocabulary = len(AutoTokenizer.from_pretrained(folder))
     hidden = 64 * max(2, round((millions * 1e6 / (8 * 16)) ** 0.5 / 64))
     config = LlamaConfig(
-        vocab_size=words,
+        vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=4 * hidden,
         num_hidden_layers=8,
@@ -58,8 +58,8 @@ def model_of(folder: Path, millions: float) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def measured(millions: float, repeat: int) -> dict[str, Any]:
-    """One model's figures."""
+def measure(millions: float, repeat: int) -> dict[str, Any]:
+    """Measure one model size and return its figures."""
     with tempfile.TemporaryDirectory(prefix="rlhf-checkpoint-cost-") as name:
         folder = Path(name)
         parameters = model_of(folder / "model", millions)
@@ -104,18 +104,18 @@ def measured(millions: float, repeat: int) -> dict[str, Any]:
 
 
 def quiet() -> Console:
-    """A console that nobody sees."""
+    """Return a console whose output is discarded."""
     return Console(file=io.StringIO())
 
 
 def main() -> None:
-    """Measure, write, print."""
+    """Measure all sizes, write the JSON file and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--millions", type=float, nargs="+", default=[1, 10, 50])
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [measured(millions, options.repeat) for millions in options.millions]
+    rows = [measure(millions, options.repeat) for millions in options.millions]
     about = {
         "python": platform.python_version(),
         "torch": version("torch"),

@@ -1,10 +1,10 @@
-"""What the engine costs at one process: our optimizer step beside the plain PyTorch loop, on identical work.
+"""Measure the engine's overhead in one process: our optimizer step and the plain PyTorch loop on identical work.
 
     python benchmarks/engine_overhead.py [--millions 10] [--rows 8] [--tokens 64] [--rounds 30]
 
-The same random Llama twice, the same batches, float32, AdamW, gradients clipped. A round is a step of each, first the
-one and then the other by turns, so that what else the machine does falls on both. Both end in the same weights, which
-is checked. Writes benchmarks/results/engine_overhead.json and prints the table in Markdown.
+The same random Llama twice, the same batches, float32, AdamW, gradients clipped. A round is a step of each, in
+alternating order, so that other load on the machine affects both. That both end with the same weights is checked.
+Writes benchmarks/results/engine_overhead.json and prints the table in Markdown.
 """
 
 from __future__ import annotations
@@ -41,35 +41,35 @@ WARM_UP = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Texts(Batch):
-    """Token ids."""
+    """Rows of token ids."""
 
     ids: Int[Tensor, "B T"]
 
 
 class NextToken:
-    """Mean cross-entropy of the next token; a rlhf.runtime.step.Loss."""
+    """Mean cross-entropy of the next token, as a rlhf.runtime.step.Loss."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def norms(self, batch: Texts) -> dict[str, float]:
-        """Tokens predicted."""
+        """Return the number of predicted tokens."""
         return {"sft": float(batch.ids[:, 1:].numel())}
 
     def terms(self, micro: Texts) -> tuple[dict[str, Tensor], dict[str, Mean]]:
-        """The sum over a micro-batch."""
+        """Compute the sum over a micro-batch."""
         losses = token_losses(self.model, micro.ids)
         return {"sft": losses.sum()}, {"loss/sft": Mean.of(losses)}
 
 
 def token_losses(model: nn.Module, ids: Tensor) -> Tensor:
-    """Of every token but the first."""
+    """Compute the cross-entropy of every token but the first."""
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
 
 
 def random_llama(millions: float) -> LlamaForCausalLM:
-    """About so many million parameters in eight layers."""
+    """Build a random Llama of about this many million parameters in eight layers."""
     hidden = 64 * max(2, round((millions * 1e6 / (8 * 16)) ** 0.5 / 64))
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -84,7 +84,7 @@ def random_llama(millions: float) -> LlamaForCausalLM:
 
 
 def plain(model: nn.Module) -> Callable[[Tensor], float]:
-    """A step as in a tutorial."""
+    """Build a step as a plain PyTorch tutorial writes it."""
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=OPTIMIZER.lr,
@@ -105,7 +105,7 @@ def plain(model: nn.Module) -> Callable[[Tensor], float]:
 
 
 def ours(model: nn.Module, rows: int) -> Callable[[Tensor], float]:
-    """The step that every trainer of this project takes."""
+    """Build the step that every trainer of this project uses."""
     engine = make_engine(RunConfig(device="cpu"))
     trained = engine.train("policy", model, OPTIMIZER, terms=["sft"])
     loss = NextToken(model)
@@ -118,7 +118,7 @@ def ours(model: nn.Module, rows: int) -> Callable[[Tensor], float]:
 
 
 def main() -> None:
-    """Measure, check, write, print."""
+    """Measure both steps, check that they agree, write the JSON file and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--millions", type=float, default=10)
     parser.add_argument("--rows", type=int, default=8)
@@ -129,9 +129,9 @@ def main() -> None:
     models = {"plain": random_llama(options.millions), "ours": random_llama(options.millions)}
     steps = {"plain": plain(models["plain"]), "ours": ours(models["ours"], options.rows)}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     for number in range(WARM_UP + options.rounds):
-        ids = torch.randint(0, 2000, (options.rows, options.tokens), generator=draw)
+        ids = torch.randint(0, 2000, (options.rows, options.tokens), generator=generator)
         losses = {}
         for name in sorted(steps, reverse=number % 2 == 1):
             began = time.perf_counter()

@@ -1,10 +1,9 @@
 """Measure how far each phase is from this machine's floor:   python benchmarks/floor.py [--size tiny | --model PATH]
 
-The floor of a phase is the larger of two times: its matrix products at the best rate that this machine was measured,
-just before and just after, to do products of that many rows at, and the weights that it must read at the measured
-memory rate. GFLOP/s are the phase's products by its seconds; --model as in side_by_side.py. Attention
-over the context, norms, activations, softmax and the optimizer are left out: the floor cannot be reached, only
-approached.
+The floor of a phase is the larger of two times: that of its matrix products, at the best rate measured on this machine
+just before and just after for products of that many rows, and that of reading its weights, at the measured memory rate.
+GFLOP/s are the phase's products divided by its seconds; --model as in side_by_side.py. Attention over the context,
+norms, activations, softmax and the optimizer are left out, so the floor cannot be reached, only approached.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Rates:
-    """What the machine does: FLOP/s of products with few and with many rows, bytes/s of memory."""
+    """The machine's rates: FLOP/s of matrix products with few and with many rows, bytes/s of memory."""
 
     few: float
     many: float
@@ -43,21 +42,21 @@ class Rates:
 
 @dataclass(frozen=True)
 class Floor:
-    """Operations, bytes of weights, and rows of each product, of one phase of a step."""
+    """The least work of one phase of a step: operations, bytes of weights, and whether its products have few rows."""
 
     flops: float
     weights: float = 0.0
     few_rows: bool = False
 
     def seconds(self, rates: Rates) -> float:
-        """The larger of both times."""
+        """Return the larger of the times for products and for memory."""
         return max(self.flops / (rates.few if self.few_rows else rates.many), self.weights / rates.memory)
 
 
 def measure(
     workload: Workload, dtype: torch.dtype, device: str, few: int, many: int = 4096, *, seconds: float = 1.0
 ) -> Rates:
-    """Rates of the MLP's product [rows, width] × [width, inner], and of copying 256 MB."""
+    """Measure the rates of the MLP's product [rows, width] × [width, inner] and of copying 256 MB."""
     weight = torch.randn(workload.inner, workload.width, device=device).to(dtype)
 
     def product(rows: int) -> float:
@@ -71,13 +70,13 @@ def measure(
 
 
 def mean(rates: Sequence[Rates]) -> Rates:
-    """Average rates that were measured in turn with what they are compared with."""
+    """Average rates that were measured before and after the work that they are compared with."""
     columns = zip(*((rate.few, rate.many, rate.memory) for rate in rates), strict=True)
     return Rates(*(statistics.fmean(column) for column in columns))
 
 
 def best(work: Callable[[], object], device: str, seconds: float = 1.0) -> float:
-    """The least seconds of one call, over about so many seconds of calls."""
+    """Return the fewest seconds of one call, measured over about `seconds` of calls."""
     times: list[float] = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times) < 3:
@@ -92,9 +91,9 @@ def best(work: Callable[[], object], device: str, seconds: float = 1.0) -> float
 def floors(
     trainer: str, workload: Workload, sizes: Sizes, itemsize: int, new_tokens: float | None = None
 ) -> dict[str, Floor]:
-    """Count each phase's floor from mean lengths: 2 FLOPs a weight and token forward, 4 backward (Kaplan 2020).
+    """Count each phase's floor from mean lengths: 2 FLOPs per weight and token forward, 4 backward (Kaplan 2020).
 
-    `new_tokens` are those of the mean sampled completion; None: all that a completion may have.
+    `new_tokens` is the mean length of a sampled completion; None stands for the longest allowed.
     """
     body, head, prompt = workload.body, workload.head, workload.prompt
     whole = itemsize * (body + head)
@@ -126,12 +125,12 @@ def floors(
 
 
 def mean_completion(generated: Sequence[int], rows: int) -> float | None:
-    """Tokens of a completion, over the steps that were timed; None where nothing was sampled."""
+    """Return the mean tokens per completion over the timed steps, or None if nothing was sampled."""
     return statistics.fmean(generated) / rows if generated else None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, run, print, write."""
+    """Measure the rates, run the trainers, print the table and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_work_options(parser)
     parser.add_argument("--trainers", nargs="+", default=["sft", "reward", "dpo_cached", "grpo", "ppo"])
@@ -143,13 +142,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory(prefix="floor-") as name:
-        results = _distances(options, Path(name))
+        results = _compare_to_floors(options, Path(name))
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
-def _distances(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Put every trainer's phases beside their floors; the rates are measured before and after every trainer."""
+def _compare_to_floors(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Compare every trainer's phases with their floors; the rates are measured before and after every trainer."""
     steps, sizes = steps_of(options), sizes_of(options)
     workload = make_chosen_work(options, folder, steps, sizes)
     dtype = DTYPES[options.dtype]
@@ -188,7 +187,7 @@ def _distances(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class DistanceRow:
-    """Put a phase beside its floor, and the rates that the floor was taken from."""
+    """The measured time of a phase, its floor, and the rates that the floor is computed from."""
 
     trainer: str
     phase: str
@@ -197,7 +196,7 @@ class DistanceRow:
     rates: Rates
 
     def line(self) -> str:
-        """As a row of the table."""
+        """Format a row of the table."""
         least = self.floor.seconds(self.rates)
         few, many, memory = (rate / 1e9 for rate in (self.rates.few, self.rates.many, self.rates.memory))
         return (
@@ -206,7 +205,7 @@ class DistanceRow:
         )
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the row as JSON data."""
         return {
             "trainer": self.trainer,
             "phase": self.phase,

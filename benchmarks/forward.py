@@ -1,14 +1,14 @@
-"""Forward and backward passes the quick way against the plain one, run alternately: seconds and peak memory.
+"""Compare optimized forward and backward passes with plain ones, run alternately: seconds and peak memory.
 
     python benchmarks/forward.py --size tiny --rounds 5 --json benchmarks/results/forward_tiny.json
 
-plain: all logits of a rectangle of rows (policy.log_probs=naive, policy.packing=off). chunked: log-probs a chunk at a
-time, rows padded. modules: without padding, through transformers' modules. quick: what is the default, the same written
-out (rlhf/models/lean.py).
+plain: all logits of a rectangle of rows (policy.log_probs=naive, policy.packing=off). chunked: log-probabilities in
+chunks, rows padded. modules: without padding, through transformers' modules. quick: the default, the same with our own
+implementation of the layers (rlhf/models/lean.py).
 A step is the passes and the optimizer step of one batch: SFT 32 rows; reward model 32 pairs; DPO 32 pairs, reference
 included; PPO 64 rows, annotated, then 4 minibatches, critic and reference included; GRPO 8 prompts x 8, annotated,
-one optimizer step. Prompts have 16 to 64 tokens, completions 16 to 96 (PPO, GRPO: to 64), drawn evenly; float32.
-The peak is of resident memory over that before the first step, each way in a process of its own.
+one optimizer step. Prompts have 16 to 64 tokens, completions 16 to 96 (PPO, GRPO: up to 64), drawn uniformly; float32.
+The peak is that of resident memory above its level before the first step, each way in a process of its own.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ Step = Callable[[], object]
 
 
 def causal_lm(size: str) -> Any:
-    """Random weights, always the same."""
+    """Build a causal language model with random weights, always the same ones."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(llama_config(size), dtype=torch.float32)
 
 
 def scalar_head(size: str, packing: str) -> ScalarHeadModel:
-    """A critic or reward model with random weights."""
+    """Build a critic or reward model with random weights."""
     config = llama_config(size)
     config.num_labels = 1
     torch.manual_seed(1)
@@ -78,7 +78,7 @@ def scalar_head(size: str, packing: str) -> ScalarHeadModel:
 
 
 def ragged(rows: int, low: int, high: int, vocabulary: int, seed: int, *, left: bool) -> tuple[Tensor, Tensor]:
-    """Ids and mask of rows whose lengths are drawn evenly."""
+    """Draw ids and mask of rows whose lengths are uniform from `low` to `high`."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(low, high + 1, (rows,), generator=generator)
     lengths[0] = high
@@ -89,7 +89,7 @@ def ragged(rows: int, low: int, high: int, vocabulary: int, seed: int, *, left: 
 
 
 def completions(size: str, prompts: int, group: int) -> Completions:
-    """A rollout's rows, `group` of each prompt."""
+    """Build the rows of a rollout, `group` per prompt."""
     vocabulary, rows = llama_config(size).vocab_size, prompts * group
     prompt_ids, prompt_mask = ragged(prompts, 16, 64, vocabulary, 1, left=True)
     ids, mask = ragged(rows, 16, 64, vocabulary, 2, left=False)
@@ -107,7 +107,7 @@ def completions(size: str, prompts: int, group: int) -> Completions:
 
 
 def pairs(size: str) -> PreferencePairs:
-    """32 pairs."""
+    """Build a batch of 32 preference pairs."""
     vocabulary = llama_config(size).vocab_size
     prompt = ragged(32, 16, 64, vocabulary, 1, left=True)
     chosen, rejected = (ragged(32, 16, 96, vocabulary, seed, left=False) for seed in (2, 3))
@@ -125,22 +125,22 @@ def pairs(size: str) -> PreferencePairs:
 
 
 def trained(name: str, module: Any, *terms: str) -> LocalTrained:
-    """With AdamW at a rate that hardly moves it."""
+    """Prepare a module for training with AdamW, at a learning rate that hardly changes it."""
     return LocalTrained(name, module.train(), OptimizerConfig(lr=1e-8), terms=terms)
 
 
 def descend(batch: Any, models: list[LocalTrained], *losses: Loss) -> None:
-    """One optimizer step."""
+    """Take one optimizer step."""
     optimizer_step([Part(batch, loss) for loss in losses], models, micro_batch_size=MICRO, lr_factor=1.0)
 
 
 def models_of(size: str, way: dict[str, Any], **more: Any) -> Models:
-    """The policy and what stands beside it."""
+    """Build the policy and bundle it with the other models of the case."""
     return Models(policy=causal_lm(size), temperature=1.0, dtype="float32", device=CPU, **way, **more)
 
 
 def sft(size: str, way: dict[str, Any]) -> Step:
-    """32 demonstrations."""
+    """Prepare a step of SFT on 32 demonstrations."""
     models, vocabulary = models_of(size, way), llama_config(size).vocab_size
     prompt = ragged(32, 16, 64, vocabulary, 1, left=True)
     ids, mask = ragged(32, 16, 96, vocabulary, 2, left=False)
@@ -152,30 +152,30 @@ def sft(size: str, way: dict[str, Any]) -> Step:
 
 
 def rm(size: str, way: dict[str, Any]) -> Step:
-    """32 pairs."""
+    """Prepare a step of reward-model training on 32 pairs."""
     model, batch = scalar_head(size, way["packing"]), pairs(size)
     policy, loss = trained("policy", model, "rm"), PairLoss(model, RewardModelLoss(), dtype="float32")
     return lambda: descend(batch, [policy], loss)
 
 
 def dpo(size: str, way: dict[str, Any]) -> Step:
-    """32 pairs, the reference's log-probs among the work."""
+    """Prepare a step of DPO on 32 pairs, including the reference's log-probabilities."""
     models, batch = models_of(size, way, reference=causal_lm(size).eval()), pairs(size)
     policy, loss = trained("policy", models.policy, "preference"), PairwiseLoss(models, DpoLoss())
 
     def step() -> None:
         with torch.no_grad():
-            both = [both_sides(part) for part in batch.split(2 * MICRO)]
-            found = [summed(models.reference_logprobs(rows), rows.loss_mask).chunk(2) for rows in both]
-        chosen, rejected = (torch.cat(each) for each in zip(*found, strict=True))
-        told = extend(AnnotatedPairs, batch, chosen_ref_logprobs=chosen, rejected_ref_logprobs=rejected)
-        descend(told, [policy], loss)
+            parts = [both_sides(part) for part in batch.split(2 * MICRO)]
+            logprobs = [summed(models.reference_logprobs(rows), rows.loss_mask).chunk(2) for rows in parts]
+        chosen, rejected = (torch.cat(side) for side in zip(*logprobs, strict=True))
+        annotated = extend(AnnotatedPairs, batch, chosen_ref_logprobs=chosen, rejected_ref_logprobs=rejected)
+        descend(annotated, [policy], loss)
 
     return step
 
 
 def online(preset: str, size: str, way: dict[str, Any], *, prompts: int, group: int, minibatches: int) -> Step:
-    """Annotate a rollout, then one epoch over it."""
+    """Prepare a step that annotates a rollout and trains one epoch on it."""
     algorithm = Online.model_validate({"preset": preset, **PRESETS[preset]})
     critic = scalar_head(size, way["packing"]) if algorithm.value_loss is not None else None
     reference = causal_lm(size).eval() if preset == "ppo" else None
@@ -207,7 +207,7 @@ CASES: dict[str, Callable[[str, dict[str, Any]], Step]] = {
 
 
 def step_of(case: str, size: str, way: str) -> Step:
-    """A step of the case, that way."""
+    """Prepare a step of the case, run the given way."""
     plain = CASES[case](size, WAYS[way])
 
     def step() -> None:
@@ -218,34 +218,34 @@ def step_of(case: str, size: str, way: str) -> Step:
 
 
 def seconds(step: Step) -> float:
-    """Of one step: of the processor, the system's share for page faults included."""
-    start = time.process_time()  # one thread on a shared machine: what others do then counts for less
+    """Measure the CPU seconds of one step, including the system's time for page faults."""
+    start = time.process_time()  # with one thread on a shared machine, other load then matters less
     step()
     return time.process_time() - start
 
 
 def compare(case: str, size: str, ways: list[str], rounds: int) -> dict[str, Any]:
-    """Seconds of each way, alternately, after one step that is not counted; ratios to the first way, step by step."""
+    """Time all ways alternately, after one uncounted step each, and compute the ratios to the first way per round."""
     steps = {way: step_of(case, size, way) for way in ways}
     for step in steps.values():
         step()
-    found: dict[str, list[float]] = {way: [] for way in ways}
+    times: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way, step in steps.items():
-            found[way].append(seconds(step))
-    first = found[ways[0]]
-    ratios = {way: sorted(a / b for a, b in zip(first, found[way], strict=True)) for way in ways[1:]}
-    return {"case": case, "size": size, "seconds": found, "ratios": ratios}
+            times[way].append(seconds(step))
+    first = times[ways[0]]
+    ratios = {way: sorted(a / b for a, b in zip(first, times[way], strict=True)) for way in ways[1:]}
+    return {"case": case, "size": size, "seconds": times, "ratios": ratios}
 
 
-def resident_mb(what: str) -> float:
-    """VmRSS or VmHWM of this process."""
+def resident_mb(key: str) -> float:
+    """Return VmRSS or VmHWM (its peak) of this process, in MB."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(what))
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
 
 
 def peak_mb(case: str, size: str, way: str, *, keep: bool) -> float:
-    """Resident memory that two steps need above what is there before the first."""
+    """Measure, in a new process, the peak resident memory of two steps above the level before the first, in MB."""
     command = [
         sys.executable,
         __file__,
@@ -261,7 +261,7 @@ def peak_mb(case: str, size: str, way: str, *, keep: bool) -> float:
 
 
 def main() -> None:
-    """The table, and JSON."""
+    """Print the table and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SHAPES, default="tiny")
     parser.add_argument("--case", choices=CASES, action="append", help="may be given several times; all")
@@ -282,15 +282,15 @@ def main() -> None:
         before = resident_mb("VmRSS")
         step()
         step()
-        say(f"{resident_mb('VmHWM') - before:.1f}")
+        write_line(f"{resident_mb('VmHWM') - before:.1f}")
         return
     results = []
     for case in cases:
-        found = compare(case, options.size, ways, options.rounds)
+        result = compare(case, options.size, ways, options.rounds)
         if not options.no_memory:
-            found["peak_mb"] = {way: peak_mb(case, options.size, way, keep=options.keep) for way in ways}
-        results.append(found)
-        say(line(found))
+            result["peak_mb"] = {way: peak_mb(case, options.size, way, keep=options.keep) for way in ways}
+        results.append(result)
+        write_line(line(result))
     if options.json:
         about = {
             "command": " ".join(sys.argv),
@@ -302,22 +302,22 @@ def main() -> None:
         options.json.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n", encoding="utf-8")
 
 
-def line(found: dict[str, Any]) -> str:
-    """One case in words."""
-    parts = [f"{found['case']:5} {found['size']:6}"]
-    for way, times in found["seconds"].items():
+def line(result: dict[str, Any]) -> str:
+    """Format one case as a line of text."""
+    parts = [f"{result['case']:5} {result['size']:6}"]
+    for way, times in result["seconds"].items():
         text = f"{way} {statistics.median(times):.3f} s"
-        if way in found["ratios"]:
-            ratios = found["ratios"][way]
+        if way in result["ratios"]:
+            ratios = result["ratios"][way]
             text += f" ({statistics.median(ratios):.2f}x, {ratios[0]:.2f} to {ratios[-1]:.2f})"
-        if "peak_mb" in found:
-            text += f" {found['peak_mb'][way]:.0f} MB"
+        if "peak_mb" in result:
+            text += f" {result['peak_mb'][way]:.0f} MB"
         parts.append(text)
     return "  ".join(parts)
 
 
-def say(text: str) -> None:
-    """To standard output, at once."""
+def write_line(text: str) -> None:
+    """Write a line to standard output and flush it."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 

@@ -1,10 +1,10 @@
-"""What only a GPU shows, on one GPU in under ten minutes:   python benchmarks/gpu.py [--peer-python PY] [--json F]
+"""Measure what only a GPU shows, in under ten minutes:   python benchmarks/gpu.py [--peer-python PY] [--json F]
 
 Random weights shaped like a 0.5B and a 1.5B model, bfloat16 arithmetic over float32 weights.
-  rollout   our sampler beside transformers' generate, 256 completions at once, 0.5B shape
+  rollout   our sampler and transformers' generate, 256 completions at once, 0.5B shape
   update    the share of this card's measured bf16 matmul rate that the update phase of SFT reaches, 1.5B shape
-  steps     GRPO and PPO beside TRL's on this card (--peer-python, --ppo-peer-python), 0.5B shape
-With --toy everything runs on the CPU at toy size: that it works, not how fast it is.
+  steps     GRPO and PPO, and TRL's on the same card (--peer-python, --ppo-peer-python), 0.5B shape
+With --toy everything runs on the CPU at toy size, which shows that it works, not how fast it is.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ Runs = Callable[[str, str, Job], Found]  # python, script, job
 
 
 def rollout(job: Job, run: Runs) -> dict[str, float]:
-    """Seconds of sampling with each backend, and their ratio."""
-    found = {}
+    """Measure the seconds of sampling with each backend, and their ratio."""
+    seconds = {}
     for backend in ("hf", "auto"):
         settings = {"sampling": {"backend": backend, "batch_size": job.sizes.prompts * job.sizes.group}}
-        found[backend] = phase(run(sys.executable, "ours.py", replace(job, overrides=settings)), "sample") or 0.0
-    return {**found, "ratio": found["hf"] / found["auto"]}
+        seconds[backend] = phase(run(sys.executable, "ours.py", replace(job, overrides=settings)), "sample") or 0.0
+    return {**seconds, "ratio": seconds["hf"] / seconds["auto"]}
 
 
 def update(job: Job, shape: str, run: Runs) -> dict[str, float]:
-    """FLOP/s of the update phase (6 a weight and token) over the matmul rate with as many rows."""
+    """Measure the FLOP/s of the update phase (6 per weight and token) relative to the measured matmul rate."""
     dtype = torch.bfloat16 if job.dtype == "bfloat16" else torch.float32
     workload = synthetic_workload(shape)
     rates = measure(workload, dtype, job.device, few=64)
-    found = run(sys.executable, "ours.py", job)
-    seconds = phase(found, "update") or 0.0
+    result = run(sys.executable, "ours.py", job)
+    seconds = phase(result, "update") or 0.0
     reached = floors("sft", workload, job.sizes, dtype.itemsize)["update"].flops / seconds
     return {
         "seconds": seconds,
@@ -54,20 +54,20 @@ def update(job: Job, shape: str, run: Runs) -> dict[str, float]:
     }
 
 
-def beside(job: Job, peer: str | None, run: Runs) -> dict[str, Any]:
-    """A step of ours, of the peer where there is one, and the ratio."""
+def compare_steps(job: Job, peer: str | None, run: Runs) -> dict[str, Any]:
+    """Measure a step of ours and, if there is a peer, one of the peer and their ratio."""
     ours = run(sys.executable, "ours.py", job)
-    found: dict[str, Any] = {"ours_s": statistics.median(ours["steps"]), "phases": ours["phases"][-1]}
-    found["peak_gpu_mb"] = ours.get("peak_gpu_mb")
+    result: dict[str, Any] = {"ours_s": statistics.median(ours["steps"]), "phases": ours["phases"][-1]}
+    result["peak_gpu_mb"] = ours.get("peak_gpu_mb")
     if peer is not None:
         theirs = run(peer, "trl_side.py", job)
-        found |= {"trl_s": statistics.median(theirs["steps"]), "trl_peak_gpu_mb": theirs.get("peak_gpu_mb")}
-        found["ratio"] = found["trl_s"] / found["ours_s"]
-    return found
+        result |= {"trl_s": statistics.median(theirs["steps"]), "trl_peak_gpu_mb": theirs.get("peak_gpu_mb")}
+        result["ratio"] = result["trl_s"] / result["ours_s"]
+    return result
 
 
-def everything(options: argparse.Namespace) -> dict[str, Any]:
-    """All three, each as soon as it is known on the terminal."""
+def run_all(options: argparse.Namespace) -> dict[str, Any]:
+    """Run all three measurements and print each result as soon as it is there."""
     toy = options.toy
     device, dtype = ("cpu", "float32") if toy else ("cuda", "bfloat16")
     small, large = ("toy", "toy") if toy else ("0.5b", "1.5b")
@@ -94,14 +94,14 @@ def everything(options: argparse.Namespace) -> dict[str, Any]:
         work(
             small,
             usual,
-            lambda folder, run, trainer=trainer, peer=peer: beside(job(trainer, folder, usual), peer, run),  # type: ignore[misc]
+            lambda folder, run, trainer=trainer, peer=peer: compare_steps(job(trainer, folder, usual), peer, run),  # type: ignore[misc]
             trainer,
         )
     return results
 
 
 def main() -> None:
-    """Run, print, write."""
+    """Run the measurements, print the results and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-python")
     parser.add_argument("--ppo-peer-python")
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    results = everything(options)
+    results = run_all(options)
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 

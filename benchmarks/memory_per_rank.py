@@ -1,14 +1,14 @@
-"""What each process holds under ddp, zero1, zero2 and zero3, beside the formula of the ZeRO paper.
+"""Measure the memory of each process under ddp, zero1, zero2 and zero3, and compare with the ZeRO paper's formula.
 
     python benchmarks/memory_per_rank.py [--processes 2] [--hidden 768] [--layers 12]
 
-A random Llama in float32 with AdamW takes two optimizer steps on one short row a process, so activations hardly count.
-Counted, in the first process: the bytes of every tensor alive, once per storage, when the gradient is complete and
-before the step is taken (the most that a step holds); and how far the process's memory grew by then and at its peak,
-loading included. On a GPU (one process each; by default as many as there are) the peak is the allocator's.
+A random Llama in float32 with AdamW takes two optimizer steps on one short row per process, so activations hardly
+count. Counted in the first process are the bytes of every live tensor, once per storage, when the gradient is complete
+and before the step is taken (the most that a step needs); and how much the process's memory grew by then and at its
+peak, loading included. On GPUs (one process each; by default on all of them) the peak is the allocator's.
 
 Formula (Rajbhandari et al. 2020, sec. 3, for float32): a parameter is 4 bytes of weight, 4 of gradient, 8 of Adam's
-moments; zero1 divides the moments by the number of processes, zero2 the gradients too, zero3 the weights too.
+moments; zero1 divides the moments by the number of processes, zero2 also the gradients, zero3 also the weights.
 
 Writes benchmarks/results/memory_per_rank.json and prints the table in Markdown.
 """
@@ -46,7 +46,7 @@ from rlhf.types import Batch  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "memory_per_rank.json"
 MODES = ("ddp", "zero1", "zero2", "zero3")
-PARTS = {"weights": 4, "gradients": 4, "moments": 8}  # bytes a parameter
+PARTS = {"weights": 4, "gradients": 4, "moments": 8}  # bytes per parameter
 SPLIT: dict[str, tuple[str, ...]] = {
     "ddp": (),
     "zero1": ("moments",),
@@ -58,30 +58,30 @@ MB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Texts(Batch):
-    """Token ids."""
+    """Rows of token ids."""
 
     ids: Int[Tensor, "B T"]
 
 
 class NextToken:
-    """Cross-entropy of the next token; a rlhf.runtime.step.Loss."""
+    """Cross-entropy of the next token, as a rlhf.runtime.step.Loss."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
 
     def norms(self, batch: Texts) -> dict[str, float]:
-        """Tokens predicted."""
+        """Return the number of predicted tokens."""
         return {"sft": float(batch.ids[:, 1:].numel())}
 
     def terms(self, micro: Texts) -> tuple[dict[str, Tensor], dict[str, Mean]]:
-        """The sum over a micro-batch."""
+        """Compute the sum over a micro-batch."""
         ids = micro.ids.to(self.device)
         logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1]
         return {"sft": nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")}, {}
 
 
 class Watched:
-    """A Trained that is looked at between the backward pass and the step."""
+    """A Trained whose memory is measured between the backward pass and the step."""
 
     def __init__(self, inner: Trained) -> None:
         self.inner = inner
@@ -91,45 +91,48 @@ class Watched:
         return getattr(self.inner, name)
 
     def step(self, *, norm: float, lr_factor: float) -> float:
-        """See Trained."""
-        self.seen = held(self.inner) | {"resident_mb": resident_mb("VmRSS")}
+        """Measure the memory, then take the step; see Trained."""
+        self.seen = tensor_memory(self.inner) | {"resident_mb": resident_mb("VmRSS")}
         return self.inner.step(norm=norm, lr_factor=lr_factor)
 
 
 def storages(tensors: list[Tensor]) -> dict[int, int]:
-    """Address -> bytes of what lies behind them."""
+    """Map the address of each storage behind the tensors to its bytes."""
     behind = [tensor.untyped_storage() for tensor in tensors]
     return {storage.data_ptr(): storage.nbytes() for storage in behind if storage.nbytes()}
 
 
-def held(trained: Trained) -> dict[str, float]:
-    """MB of weights, the optimizer's copy of them, its moments, and the rest (gradients, buffers), by storage."""
+def tensor_memory(trained: Trained) -> dict[str, float]:
+    """Count the MB of weights, the optimizer's copy of them, its moments, and the rest (gradients and buffers).
+
+    Every storage is counted once.
+    """
     outer = trained.optimizer  # type: ignore[attr-defined]
     inner = getattr(outer, "optimizer", outer)
     parameters = list(trained.module.parameters())
     weights = storages([*(p.data for p in parameters), *(p.ds_tensor for p in parameters if hasattr(p, "ds_tensor"))])
     states = [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
     gc.collect()
-    alive = [one for one in gc.get_objects() if issubclass(type(one), Tensor) and not one.is_meta]
-    alive += [one.grad for one in alive if one.is_leaf and one.grad is not None]
+    alive = [value for value in gc.get_objects() if issubclass(type(value), Tensor) and not value.is_meta]
+    alive += [tensor.grad for tensor in alive if tensor.is_leaf and tensor.grad is not None]
     rest = storages([*alive, *states])
     moments = {key: size for key, size in storages(states).items() if key not in weights}
-    flat = storages(trained._flat()) if hasattr(trained, "_flat") else {}  # what DeepSpeed's optimizer steps
+    flat = storages(trained._flat()) if hasattr(trained, "_flat") else {}  # what DeepSpeed's optimizer updates
     copies = {key: size for key, size in flat.items() if key not in weights}
-    for known in (*weights, *moments, *copies):
-        rest.pop(known, None)
-    found = {"weights": weights, "copy of weights": copies, "moments": moments, "gradients and buffers": rest}
-    return {name: sum(each.values()) / MB for name, each in found.items()}
+    for address in (*weights, *moments, *copies):
+        rest.pop(address, None)
+    kinds = {"weights": weights, "copy of weights": copies, "moments": moments, "gradients and buffers": rest}
+    return {name: sum(sizes.values()) / MB for name, sizes in kinds.items()}
 
 
 def resident_mb(key: str) -> float:
-    """This process's VmRSS or VmHWM (its peak)."""
+    """Return VmRSS or VmHWM (its peak) of this process, in MB."""
     with open("/proc/self/status", encoding="ascii") as status:
         return next(int(line.split()[1]) / 1024 for line in status if line.startswith(f"{key}:"))
 
 
 def work(mode: str, hidden: int, layers: int, out: Path) -> None:
-    """In each process."""
+    """Train in one of the processes; the first writes its figures to `out`."""
     torch.set_num_threads(1)
     engine = make_engine(RunConfig(), ShardingConfig(mode=mode))  # type: ignore[arg-type]
     before = resident_mb("VmRSS")
@@ -146,7 +149,7 @@ def work(mode: str, hidden: int, layers: int, out: Path) -> None:
     parameters = sum(p.numel() for p in model.parameters())
     trained = Watched(engine.train("policy", model, OptimizerConfig(lr=1e-4), terms=["sft"]))
     batch = Texts(ids=torch.arange(16).repeat(engine.ranks.world, 1))
-    for _ in range(2):  # Adam's moments are there from the first step on
+    for _ in range(2):  # Adam's moments exist from the first step on
         part = Part(batch, NextToken(model, engine.device))
         optimizer_step([part], [trained], micro_batch_size=1, lr_factor=1.0, ranks=engine.ranks)
     if engine.ranks.is_main:
@@ -169,23 +172,23 @@ def work(mode: str, hidden: int, layers: int, out: Path) -> None:
 
 
 def formula_mb(mode: str, parameters: int, processes: int) -> float:
-    """The paper's."""
+    """Compute the paper's formula for one process, in MB."""
     return sum(parameters * size / (processes if name in SPLIT[mode] else 1) for name, size in PARTS.items()) / MB
 
 
 def launch(mode: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One mode's figures."""
+    """Run one mode in processes of its own and return the figures."""
     with tempfile.TemporaryDirectory(prefix="rlhf-memory-") as name:
         out = Path(name, "row.json")
-        mine = [__file__, "--worker", mode, str(out), f"--hidden={options.hidden}", f"--layers={options.layers}"]
+        arguments = [__file__, "--worker", mode, str(out), f"--hidden={options.hidden}", f"--layers={options.layers}"]
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.processes}"]
-        subprocess.run([sys.executable, *torchrun, *mine], env={"OMP_NUM_THREADS": "1", **os.environ}, check=True)
+        subprocess.run([sys.executable, *torchrun, *arguments], env={"OMP_NUM_THREADS": "1", **os.environ}, check=True)
         row: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
         return row
 
 
 def main() -> None:
-    """Measure, write, print."""
+    """Measure all modes, write the JSON file and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=torch.cuda.device_count() or 2)
     parser.add_argument("--hidden", type=int, default=768)

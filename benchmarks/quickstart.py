@@ -1,6 +1,6 @@
-"""The quickstart on several seeds, as a table.   python benchmarks/quickstart.py --seeds 0 1 2
+"""Run the quickstart on several seeds and tabulate the results:   python benchmarks/quickstart.py --seeds 0 1 2
 
-Each seed is a run of its own (`rlhf quickstart --seed S --out FOLDER/seed-S`); one that is finished is not run again.
+Each seed is a run of its own (`rlhf quickstart --seed S --out FOLDER/seed-S`); a finished one is not repeated.
 Writes FOLDER/quickstart.json and prints the table in Markdown.
 """
 
@@ -37,18 +37,18 @@ ROWS = {
 
 
 def result_of(seed: int, folder: Path) -> Result:
-    """What the quickstart of this seed came to."""
+    """Return the result of the quickstart with this seed, and run it first if it has not finished before."""
     out = folder / f"seed-{seed}"
     path = out / "result.json"
     if not path.is_file():
         command = [sys.executable, "-m", "rlhf", "quickstart", "--seed", str(seed), "--out", str(out)]
         subprocess.run(command, check=True)
-    found: Result = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    result: Result = json.loads(path.read_text(encoding="utf-8"))
+    return result
 
 
 def table(results: dict[int, Result]) -> str:
-    """Rows of figures, columns of seeds."""
+    """Format a Markdown table with a row per figure and a column per seed."""
     lines = [
         "| | " + " | ".join(f"seed {seed}" for seed in results) + " |",
         "|---" * (len(results) + 1) + "|",
@@ -58,7 +58,7 @@ def table(results: dict[int, Result]) -> str:
 
 
 def main() -> None:
-    """Run what is missing, write, print."""
+    """Run the missing seeds, write the JSON file and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--folder", type=Path, default=Path("runs/quickstart-seeds"))

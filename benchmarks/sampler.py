@@ -1,11 +1,11 @@
-"""The fast sampler beside transformers' generate, on random weights: ratios of alternating runs in one process.
+"""Compare the fast sampler with transformers' generate, on random weights, by alternating runs in one process.
 
     python benchmarks/sampler.py --size tiny --rounds 7
     python benchmarks/sampler.py --size small --rounds 3 --json benchmarks/results/sampler.json
 
-`generate` is transformers' own sampling (do_sample, the whole distribution), `hf` our plain sampler over it,
-`model` the fast sampler through the model's own modules, `fast` as it comes. Every round runs each of them once; what
-is printed is the median over the rounds of generate's time divided by theirs, with the smallest and the largest.
+`generate` is transformers' own sampling (do_sample, the whole distribution), `hf` our plain sampler on top of it,
+`model` the fast sampler through the model's own modules, `fast` the fast sampler as it is. Every round runs each of
+them once; printed is the median over the rounds of generate's time divided by theirs, with the least and the largest.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ SHORTEST, LONGEST = 16, 64  # tokens of a prompt
 
 
 def model_of(size: str) -> LlamaForCausalLM:
-    """Random weights."""
+    """Build a model with random weights."""
     torch.manual_seed(0)
     return LlamaForCausalLM(llama_config(size)).eval()
 
 
 def prompts_of(vocabulary: int) -> Prompts:
-    """Prompts of random tokens, 16 to 64 of them, left-padded."""
+    """Draw left-padded prompts of 16 to 64 random tokens."""
     torch.manual_seed(1)
     lengths = torch.randint(SHORTEST, LONGEST + 1, (PROMPTS,))
     lengths[0] = LONGEST
@@ -57,14 +57,17 @@ def prompts_of(vocabulary: int) -> Prompts:
 
 
 def eos_of(lengths: str, vocabulary: int) -> tuple[int, ...]:
-    """fixed: none can be drawn. eos: one token in 40 ends a row, which gives lengths from 1 to the limit."""
+    """Return the EOS tokens: for "fixed" one that cannot be drawn, for "eos" every 40th token.
+
+    With "eos" the lengths of completions vary from 1 to the limit.
+    """
     return (vocabulary,) if lengths == "fixed" else tuple(range(0, vocabulary, 40))
 
 
 def contenders(
     model: LlamaForCausalLM, prompts: Prompts, eos: tuple[int, ...], dtype: str, slots: int
 ) -> dict[str, Callable[[int], int]]:
-    """What is timed, by name: takes a seed, gives the number of tokens drawn."""
+    """Build the samplers to time, by name: each takes a seed and returns the number of sampled tokens."""
     config = SamplingConfig(max_new_tokens=NEW, batch_size=slots)
     cpu = torch.device("cpu")
     common = {"eos_ids": eos, "pad_id": 0, "dtype": dtype, "device": cpu}
@@ -76,12 +79,12 @@ def contenders(
     def generate(seed: int) -> int:
         torch.manual_seed(seed)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-            found = model.generate(
+            output = model.generate(
                 input_ids=repeated.prompt_ids,
                 attention_mask=repeated.prompt_mask.long(),
                 generation_config=settings,
             )
-        return int(found[:, LONGEST:].numel())
+        return int(output[:, LONGEST:].numel())
 
     def ours(sampler: HFSampler | FastSampler) -> Callable[[int], int]:
         def run(seed: int) -> int:
@@ -100,7 +103,7 @@ def contenders(
 def measure(
     runs: dict[str, Callable[[int], int]], rounds: int, clock: Callable[[], float]
 ) -> dict[str, dict[str, float]]:
-    """Seconds of each, in turn, and the ratio of the first one's to it."""
+    """Time all samplers in turn and compute the ratio of the first one's seconds to each one's."""
     for run in runs.values():
         run(0)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -110,20 +113,20 @@ def measure(
             run(number)
             seconds[name].append(clock() - start)
     first = next(iter(runs))
-    found = {}
+    results = {}
     for name, times in seconds.items():
         ratios = [a / b for a, b in zip(seconds[first], times, strict=True)]
-        found[name] = {
+        results[name] = {
             "seconds": statistics.median(times),
             "ratio": statistics.median(ratios),
             "least": min(ratios),
             "most": max(ratios),
         }
-    return found
+    return results
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the results and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--rounds", type=int, default=5)
@@ -153,9 +156,9 @@ def main() -> None:
     for lengths in ["fixed", "eos"] if options.lengths == "both" else [options.lengths]:
         runs = contenders(model, prompts_of(vocabulary), eos_of(lengths, vocabulary), options.dtype, options.slots)
         kept = {name: run for name, run in runs.items() if name not in options.without}
-        found = measure(kept, options.rounds, CLOCKS[options.clock])
-        report["results"][lengths] = found
-        for name, values in found.items():
+        results = measure(kept, options.rounds, CLOCKS[options.clock])
+        report["results"][lengths] = results
+        for name, values in results.items():
             sys.stdout.write(
                 f"{options.size} {lengths:5} {name:9} {values['seconds']:8.3f} s   "
                 f"x{values['ratio']:.2f} ({values['least']:.2f} to {values['most']:.2f})\n"

@@ -1,7 +1,7 @@
-"""How the cost of our step grows:   python benchmarks/scaling.py [--trainers grpo dpo] [--out benchmarks/results]
+"""Measure how a step's cost grows:   python benchmarks/scaling.py [--trainers grpo dpo] [--out benchmarks/results]
 
-One quantity at a time around a base of the tiny shape: rows, new tokens, group size, vocabulary, model. Writes
-scaling.json and scaling.png (log-log), and prints the exponent of a fit: 1 is linear.
+One quantity varies at a time around a base of the tiny shape: rows, new tokens, group size, vocabulary, model width.
+Writes scaling.json and scaling.png (log-log), and prints the exponent of a fit: 1 is linear.
 """
 
 from __future__ import annotations
@@ -30,51 +30,51 @@ COLUMNS = 3
 
 
 def cases(trainer: str) -> dict[str, list[tuple[float, str, Sizes]]]:
-    """Quantity -> (its value, shape, sizes)."""
+    """Return, for each quantity, the cases to measure: (value of the quantity, shape, sizes)."""
     layers, width, heads, vocabulary = work.SHAPES["tiny"]
     vocabularies, widths = (512, 2048, 8192, 32768), (64, 128, 256, 512)
-    for each in vocabularies:
-        work.SHAPES[f"v{each}"] = (layers, width, heads, each)
-    for each in widths:
-        work.SHAPES[f"w{each}"] = (layers, each, heads, vocabulary)
-    found = {
+    for size in vocabularies:
+        work.SHAPES[f"v{size}"] = (layers, width, heads, size)
+    for size in widths:
+        work.SHAPES[f"w{size}"] = (layers, size, heads, vocabulary)
+    common = {
         "vocabulary": [(float(v), f"v{v}", BASE) for v in vocabularies],
         "width": [(float(w), f"w{w}", BASE) for w in widths],
     }
     if trainer in ("grpo", "rloo"):
-        return found | {
+        return common | {
             "prompts a step": [(float(n), "tiny", replace(BASE, prompts=n)) for n in (2, 4, 8, 16, 32)],
             "new tokens": [(float(n), "tiny", replace(BASE, new_tokens=n)) for n in (16, 32, 64, 128)],
             "group size": [(float(n), "tiny", replace(BASE, group=n)) for n in (2, 4, 8, 16)],
         }
-    return found | {"rows a step": [(float(n), "tiny", replace(BASE, rows=n)) for n in (8, 16, 32, 64)]}
+    return common | {"rows a step": [(float(n), "tiny", replace(BASE, rows=n)) for n in (8, 16, 32, 64)]}
 
 
 def exponent(points: list[Point]) -> float:
-    """The slope of log seconds over log quantity, by least squares."""
+    """Fit the slope of log seconds over log quantity by least squares."""
     xs, ys = [math.log(x) for x, _ in points], [math.log(y) for _, y in points]
     return statistics.linear_regression(xs, ys).slope
 
 
 def main() -> None:
-    """Run every case, print, write, draw."""
+    """Run every case, print the exponents, write the JSON file and draw the chart."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trainers", nargs="+", default=["grpo", "dpo_cached"])
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     options = parser.parse_args()
-    found: dict[str, dict[str, list[Point]]] = {}
+    measured: dict[str, dict[str, list[Point]]] = {}
     for trainer in options.trainers:
-        found[trainer] = {}
+        measured[trainer] = {}
         for quantity, values in cases(trainer).items():
             points = [(x, _seconds(trainer, shape, sizes, options)) for x, shape, sizes in values]
-            found[trainer][quantity] = points
+            measured[trainer][quantity] = points
             shown = ", ".join(f"{x:g}: {y:.3f} s" for x, y in points)
             sys.stdout.write(f"{trainer}, {quantity}: exponent {exponent(points):.2f}   ({shown})\n")
             sys.stdout.flush()
-    (options.out / "scaling.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    draw(found).savefig(options.out / "scaling.png", dpi=140)
+    (options.out / "scaling.json").write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
+    draw(measured).savefig(options.out / "scaling.png", dpi=140)
 
 
 def _seconds(trainer: str, shape: str, sizes: Sizes, options: argparse.Namespace) -> float:
@@ -84,14 +84,14 @@ def _seconds(trainer: str, shape: str, sizes: Sizes, options: argparse.Namespace
         return statistics.median(run_side(sys.executable, "ours.py", job, Path(name))["steps"])
 
 
-def draw(found: dict[str, dict[str, list[Point]]]) -> Figure:
-    """A panel for each quantity, a line for each trainer; ticks where something was measured."""
-    names = sorted({quantity for each in found.values() for quantity in each})
-    rows, colors = -(-len(names) // COLUMNS), {trainer: f"C{n}" for n, trainer in enumerate(sorted(found))}
+def draw(measured: dict[str, dict[str, list[Point]]]) -> Figure:
+    """Draw a panel for each quantity and a line for each trainer, with ticks at the measured values."""
+    names = sorted({quantity for quantities in measured.values() for quantity in quantities})
+    rows, colors = -(-len(names) // COLUMNS), {trainer: f"C{n}" for n, trainer in enumerate(sorted(measured))}
     figure = Figure(figsize=(3.4 * COLUMNS, 3.0 * rows), layout="constrained")
     for number, quantity in enumerate(names, start=1):
         axes = figure.add_subplot(rows, COLUMNS, number, xscale="log", yscale="log")
-        lines = {trainer: each[quantity] for trainer, each in found.items() if quantity in each}
+        lines = {trainer: quantities[quantity] for trainer, quantities in measured.items() if quantity in quantities}
         for trainer, points in lines.items():
             label = f"{trainer}, exponent {exponent(points):.2f}"
             axes.plot(*zip(*points, strict=True), marker="o", label=label, color=colors[trainer])

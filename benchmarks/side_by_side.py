@@ -1,27 +1,27 @@
-"""Ours and TRL on identical work, run in turn:   python benchmarks/side_by_side.py --peer-python PEER/bin/python
+"""Compare ours and TRL on identical work, in turn:   python benchmarks/side_by_side.py --peer-python PEER/bin/python
 
-    --peer-python PY       a Python with trl (and without need of rlhf)
-    --ppo-peer-python PY   one with trl 1.12.0, the last release with PPO; without it PPO is left out
-    --size tiny|small      shape of a model of random weights (benchmarks/peers/work.py), or
+    --peer-python PY       a Python with trl (it does not need rlhf)
+    --ppo-peer-python PY   a Python with trl 1.12.0, the last release with PPO; without it PPO is left out
+    --size tiny|small      shape of a model with random weights (benchmarks/peers/work.py), or
     --model PATH           a real model: an ordinary folder, a GGUF file, or a folder with one GGUF file. Prompts and
-                           pairs are real too (--pairs FILE, --max-tokens N), written by the model's chat template
+                           pairs are real too (--pairs FILE, --max-tokens N), rendered by the chat template
     --rows N ...           the sizes of a step: --rows, --prompts, --group, --new-tokens, --ppo-prompts, --ppo-epochs,
                            --ppo-minibatches
     --trainers ...         of sft reward dpo dpo_cached grpo rloo ppo
     --rounds N             each round runs ours, then the peer, each in a process of its own
-    --peer-lean            in the first round also TRL with what saves memory at the same work and runs on a CPU:
+    --peer-lean            in the first round also TRL with options that save memory on the same work and run on a CPU:
                            gradient_checkpointing (its default), gradient_accumulation_steps with passes of 16 rows
                            (but for PPO), and padding_free in SFT
-    --whole                all rows of an optimizer step in one pass of ours, as in TRL's; else our default's 16
-    --json FILE            where the figures go besides the terminal
+    --whole                all rows of an optimizer step in one pass of ours, as in TRL's; otherwise our default of 16
+    --json FILE            file for the figures, in addition to the terminal
 
 Both sides get the same weights, rows in the same order, lengths, precision, optimizer and number of threads. A step's
-time is from the end of the one before to its own end; the first step is a warm-up, in which both sides learn from the
-same rows, online from the same written completions: its loss and gradient must then agree, and it is said whether they
-do. Later completions are sampled by each side; how long they were is said. The ratio is that of the medians of a round;
-given are its median over the rounds and its range. Our DPO computes the reference's log-probabilities once before
-training, and TRL's default in every step: for `dpo` that time is added to our steps, as of one epoch. GFLOP/s are the
-products that a step needs at least (benchmarks/floor.py), by its seconds.
+time runs from the end of the previous one to its own end. The first step is a warm-up in which both sides train on the
+same rows, online on the same given completions, so its loss and gradient must agree; the output says whether they do.
+Later completions are sampled by each side; the output gives their lengths. The ratio is that of the medians of a round;
+reported are its median over the rounds and its range. Our DPO computes the reference's log-probabilities once before
+training, TRL by default in every step: for `dpo` that time is added to our steps, as if for one epoch. GFLOP/s are the
+least matrix products that a step needs (benchmarks/floor.py), divided by its seconds.
 """
 
 from __future__ import annotations
@@ -66,27 +66,27 @@ COLUMNS = (
     "lean TRL: s, MB (our share)",
 )
 HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
-TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}  # relative difference that rounding can make, and some more
-FEW_ROWS, MANY_ROWS = 64, 2048  # of the products whose rate is measured
+TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}  # relative difference that rounding can cause, with some slack
+FEW_ROWS, MANY_ROWS = 64, 2048  # rows of the products whose rate is measured
 
 
 def step_seconds(result: Found, trainer: str, job: Job, *, ours: bool) -> float:
-    """The median step."""
+    """Return the median seconds of a step."""
     seconds = statistics.median(result["steps"])
     if ours and trainer == "dpo":
-        seconds += result.get("reference", 0.0) / job.steps  # make_work writes the pairs of so many steps
+        seconds += result.get("reference", 0.0) / job.steps  # make_work writes pairs for this many steps
     return seconds
 
 
 def step_flops(job: Job, workload: Workload, generated: Sequence[int]) -> float:
-    """The products that a step needs at least."""
+    """Return the FLOPs of the matrix products that a step needs at least."""
     new_tokens = mean_completion(generated, job.sizes.completions(job.trainer))
     phases = floors(job.trainer, workload, job.sizes, DTYPES[job.dtype].itemsize, new_tokens)
     return sum(floor.flops for floor in phases.values())
 
 
 def summarize(job: Job, workload: Workload, rounds: list[tuple[Found, Found]], lean: Found | None = None) -> Found:
-    """Ratios, phases and memory of one trainer."""
+    """Summarize one trainer's rounds: ratios, phases, rates and memory."""
     sides = list(zip(*rounds, strict=True))
     seconds = [
         [step_seconds(result, job.trainer, job, ours=ours) for result in side]
@@ -132,18 +132,18 @@ def summarize(job: Job, workload: Workload, rounds: list[tuple[Found, Found]], l
 
 
 def tolerance(job: Job) -> float:
-    """How far loss and gradient may be apart, relatively.
+    """Return by how much loss and gradient may differ, relatively.
 
-    PPO's advantages are whitened by a variance over n tokens, and over n - 1 in TRL: with that changed, they agree.
+    PPO's advantages are whitened by a variance over n tokens here and over n - 1 in TRL; otherwise the two agree.
     """
     whitened = job.sizes.ppo_prompts * job.sizes.new_tokens
     return TOLERANCE[job.dtype] + (1 / whitened if job.trainer == "ppo" else 0.0)
 
 
 def same_first_step(ours: Found, peer: Found, limit: float) -> bool:
-    """Whether loss and gradient of the first optimizer step agree to rounding.
+    """Return whether loss and gradient of the first optimizer step agree up to rounding.
 
-    A loss near 0, as of advantages whose mean is 0, is compared with 1.
+    The tolerance of a loss near 0, as with advantages whose mean is 0, is relative to 1.
     """
     close = [
         abs(ours["first"][name] - peer["first"][name]) <= limit * max(least, abs(peer["first"][name]))
@@ -153,14 +153,14 @@ def same_first_step(ours: Found, peer: Found, limit: float) -> bool:
 
 
 def _phases(sides: Sequence[Found]) -> dict[str, float]:
-    """Of every phase seen in all rounds, the median over them."""
+    """Return the median seconds, over the rounds, of every phase that occurs in all of them."""
     names = sorted(set.intersection(*({name for step in side["phases"] for name in step} for side in sides)))
     values = {name: [seconds for side in sides if (seconds := phase(side, name)) is not None] for name in names}
     return {name: statistics.median(seconds) for name, seconds in values.items()}
 
 
 def row(trainer: str, summary: Found, goals: str) -> str:
-    """A row of the table; `goals` names the entry of GOALS."""
+    """Format a row of the table; `goals` names the entry of GOALS."""
     goal = GOALS.get(goals, {}).get(trainer)
     low, high = summary["ratio_range"]
     generation, lean = summary["generation_ratio"], summary.get("lean")
@@ -181,7 +181,7 @@ def row(trainer: str, summary: Found, goals: str) -> str:
 
 
 def split(trainer: str, summary: Found) -> str:
-    """Where the seconds of a step go: every phase of ours, and of TRL's what it tells of itself, its sampling."""
+    """Format the seconds of a step by phase: all phases of ours, and of TRL's the one it reports, sampling."""
     sides = []
     for side in ("ours", "peer"):
         phases = {name: seconds for name, seconds in summary[f"phases_{side}"].items() if seconds >= 0.001}
@@ -191,7 +191,7 @@ def split(trainer: str, summary: Found) -> str:
 
 
 def check(trainer: str, summary: Found) -> str:
-    """The first step of both sides, and what each sampled afterwards."""
+    """Format the comparison of both sides' first steps and of the lengths that they sampled afterwards."""
     ours, peer = summary["first"]
     text = (
         f"{trainer}: loss {ours['loss']:.6f} and {peer['loss']:.6f}, gradient {ours['gradient']:.5g} and "
@@ -212,7 +212,7 @@ class ProductRates:
 
     @classmethod
     def measure(cls, workload: Workload, device: str) -> tuple[float, float]:
-        """The rates now: float32, bfloat16."""
+        """Measure the rates now, in float32 and in bfloat16."""
         rates = (
             measure(workload, dtype, device, few=FEW_ROWS, many=MANY_ROWS, seconds=0.5).many
             for dtype in (torch.float32, torch.bfloat16)
@@ -220,7 +220,7 @@ class ProductRates:
         return next(rates), next(rates)
 
     def text(self, dtype: str) -> str:
-        """For the terminal; a warning where bfloat16 was run on a machine that has no instructions for it."""
+        """Format the rates, with a warning if bfloat16 was run on a machine without instructions for it."""
         ranges = {name: " to ".join(f"{rate / 1e9:.0f}" for rate in rates) for name, rates in asdict(self).items()}
         text = (
             f"Products of {MANY_ROWS} rows, before and after: {ranges['float32']} GFLOP/s in float32, "
@@ -235,16 +235,16 @@ class ProductRates:
 
 
 def versions(python: str) -> dict[str, str]:
-    """What the peer runs."""
+    """Return the versions of the packages in the peer's Python."""
     names = "('trl', 'transformers', 'torch')"
     code = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {names}}}))"
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
-    installed: dict[str, str] = json.loads(done.stdout)
+    process = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    installed: dict[str, str] = json.loads(process.stdout)
     return installed
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make the work, run the rounds, print and write."""
+    """Make the work, run the rounds, print the results and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-python", required=True)
     parser.add_argument("--ppo-peer-python")
@@ -261,12 +261,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory(prefix="side-by-side-") as name:
-        results = _all(options, Path(name))
+        results = _run_all(options, Path(name))
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
-def _all(options: argparse.Namespace, folder: Path) -> Found:
+def _run_all(options: argparse.Namespace, folder: Path) -> Found:
     steps, sizes = steps_of(options), sizes_of(options)
     workload = make_chosen_work(options, folder, steps, sizes)
     about = {
@@ -284,7 +284,7 @@ def _all(options: argparse.Namespace, folder: Path) -> Found:
     }
     goals = options.size if options.model is None else f"model {options.dtype}"
     rates = [ProductRates.measure(workload, options.device)]
-    _say(f"{json.dumps(about)}\n{describe(workload, sizes)}\n\n{HEAD}")
+    _write(f"{json.dumps(about)}\n{describe(workload, sizes)}\n\n{HEAD}")
     summaries: dict[str, Found] = {}
     for trainer in options.trainers:
         python = options.ppo_peer_python if trainer == "ppo" else options.peer_python
@@ -299,19 +299,19 @@ def _all(options: argparse.Namespace, folder: Path) -> Found:
             if options.peer_lean and number == 0:
                 lean = run_side(python, "trl_side.py", replace(job, lean=True), folder)
         summaries[trainer] = summarize(job, workload, rounds, lean)
-        _say(row(trainer, summaries[trainer], goals))
+        _write(row(trainer, summaries[trainer], goals))
     rates.append(ProductRates.measure(workload, options.device))
     product_rates = ProductRates(*((rates[0][column], rates[1][column]) for column in (0, 1)))
-    _say(f"\n{product_rates.text(options.dtype)}")
-    _say("\nThe first step, ours and TRL's:\n")
-    _say("\n".join(f"- {check(trainer, summary)}" for trainer, summary in summaries.items()))
-    _say("\nSeconds of a step by phase:\n")
-    _say("\n".join(f"- {split(trainer, summary)}" for trainer, summary in summaries.items()))
-    what = {"workload": asdict(workload), "sizes": asdict(sizes), "product_rates": asdict(product_rates)}
-    return {"about": about | what, "trainers": summaries}
+    _write(f"\n{product_rates.text(options.dtype)}")
+    _write("\nThe first step, ours and TRL's:\n")
+    _write("\n".join(f"- {check(trainer, summary)}" for trainer, summary in summaries.items()))
+    _write("\nSeconds of a step by phase:\n")
+    _write("\n".join(f"- {split(trainer, summary)}" for trainer, summary in summaries.items()))
+    setting = {"workload": asdict(workload), "sizes": asdict(sizes), "product_rates": asdict(product_rates)}
+    return {"about": about | setting, "trainers": summaries}
 
 
-def _say(text: str) -> None:
+def _write(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 

@@ -1,4 +1,4 @@
-"""What a reward model must beat: the longer side wins, and a bag-of-words logistic regression on the same pairs."""
+"""The baselines that a reward model must beat: the longer side wins, and a bag-of-words logistic regression."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ FOLDS = 3
 
 
 def longer_wins(pairs: PairSet) -> Float[Tensor, " N"]:
-    """Tokens of the chosen side less those of the rejected one: the score gap of "longer is better"."""
+    """Return the score gaps of "longer is better": the tokens of the chosen side minus those of the rejected one."""
     sides = zip(pairs.chosen, pairs.rejected, strict=True)
     return torch.tensor([len(chosen) - len(rejected) for chosen, rejected in sides], dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class BagOfWords:
-    """Scores a text by its words: r(y) = w · φ(y), φ the TF-IDF of its words."""
+    """A linear score of a text's words: r(y) = w · φ(y), where φ is their TF-IDF."""
 
     vectorizer: TfidfVectorizer
     weights: np.ndarray
@@ -39,24 +39,24 @@ class BagOfWords:
     n_train: int
 
     def gaps(self, texts: Sequence[PairText]) -> Float[Tensor, " B"]:
-        """Score gaps, chosen - rejected."""
+        """Compute the score gaps, chosen - rejected."""
         return torch.from_numpy(np.asarray(_differences(self.vectorizer, texts) @ self.weights, dtype=np.float64))
 
 
 def fit_bag_of_words(texts: Sequence[PairText]) -> BagOfWords | None:
-    """Logistic regression on φ(chosen) - φ(rejected), without intercept; None without pairs or words to learn by.
+    """Fit a logistic regression on φ(chosen) - φ(rejected); return None if there are too few pairs or no words.
 
-    Bradley-Terry with a linear score. Swapping the sides of a pair negates both difference and label, which leaves
-    the loss as it was; so every second pair is swapped to have two classes, and the score is antisymmetric. C is
-    the best of four by 3-fold cross-validation in which a prompt's pairs are never divided between folds (where there
-    are prompts enough).
+    This is Bradley-Terry with a linear score, without intercept. Swapping the sides of a pair negates both its
+    difference and its label, which leaves the loss unchanged; so every second pair is swapped to have two classes, and
+    the score is antisymmetric. C is the best of four values by 3-fold cross-validation in which a prompt's pairs are
+    never split between folds (if there are enough prompts).
     """
     if len(texts) < 2 * FOLDS:
         return None
     vectorizer = TfidfVectorizer(sublinear_tf=True, min_df=2, token_pattern=r"(?u)\b\w+\b|[!?]")
     try:
         vectorizer.fit([side for pair in texts for side in (pair.chosen, pair.rejected)])
-    except ValueError:  # scikit-learn's word for an empty vocabulary
+    except ValueError:  # scikit-learn's error for an empty vocabulary
         return None
     labels = np.arange(len(texts)) % 2
     swapped = [replace(p, chosen=p.rejected, rejected=p.chosen) for p in texts]
@@ -72,7 +72,7 @@ def _differences(vectorizer: TfidfVectorizer, texts: Sequence[PairText]) -> Matr
 
 
 def _groups(texts: Sequence[PairText]) -> np.ndarray:
-    """A number for each prompt; one for each pair where there are too few prompts to fold by."""
+    """Number each pair by its prompt, or individually if there are too few prompts for cross-validation by prompt."""
     numbers = {key: i for i, key in enumerate(dict.fromkeys(str(pair.prompt) for pair in texts))}
     if len(numbers) < 10 * FOLDS:
         return np.arange(len(texts))
@@ -80,12 +80,12 @@ def _groups(texts: Sequence[PairText]) -> np.ndarray:
 
 
 def _best_strength(features: Matrix, labels: np.ndarray, groups: np.ndarray) -> float:
-    right = dict.fromkeys(STRENGTHS, 0)
+    correct = dict.fromkeys(STRENGTHS, 0)
     for train, held_out in GroupKFold(FOLDS).split(features, labels, groups):
         for strength in STRENGTHS:
             won = (features[held_out] @ _fit(features[train], labels[train], strength) > 0) == labels[held_out]
-            right[strength] += int(won.sum())
-    return max(STRENGTHS, key=lambda strength: right[strength])
+            correct[strength] += int(won.sum())
+    return max(STRENGTHS, key=lambda strength: correct[strength])
 
 
 def _fit(features: Matrix, labels: np.ndarray, strength: float) -> np.ndarray:

@@ -1,4 +1,7 @@
-"""The shift and scale that make scores mean the same next month: mean 0 and std 1 on reference completions."""
+"""Calibrate a reward model: a shift and scale that give its scores mean 0 and std 1 on reference completions.
+
+This keeps the scores of different training runs comparable.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from rlhf.errors import RewardError
 from rlhf.models.scalar_head import ScalarHeadModel
 from rlhf.types import PreferencePairs
 
-DEGENERATE = 1e-6  # std, as a share of the mean's size (or of 1): below it the scores are one number and rounding
+DEGENERATE = 1e-6  # least std relative to max(1, |mean|): below it the scores are one number up to rounding
 
 
 def calibrate(
@@ -29,13 +32,13 @@ def calibrate(
         score = (raw - mean) / std
 
     The reference completions are spread evenly over `pairs`, at most `config.limit` of them. With data "none" the
-    model keeps what it has.
+    model keeps its present calibration.
 
     Returns:
-        (mean, std), as stored.
+        The (mean, std) stored in the model.
 
     Raises:
-        RewardError: the scores are not finite, or all alike.
+        RewardError: the scores are not finite, or are all the same.
     """
     if config.data == "none":
         return model.calibration
@@ -56,6 +59,6 @@ def calibrate(
 
 
 def _spread(n: int, limit: int) -> list[int]:
-    """At most `limit` of the numbers below n, evenly apart."""
+    """Return at most `limit` of the numbers below n, evenly spaced."""
     count = min(n, limit)
     return [i * n // count for i in range(count)]

@@ -1,4 +1,4 @@
-"""The report card of a reward model: what predicts trouble when a policy is trained against it."""
+"""The report card of a reward model: figures that predict trouble when a policy is trained against it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from rlhf.models.scalar_head import ScalarHeadModel
 
 @dataclass(frozen=True)
 class ByMargin:
-    """Accuracy by |margin|; `of` says whose margin: the data's, or where the data have none the score gap."""
+    """Accuracy by |margin|; `of` names the margin: the data's, or the score gap if the data have none."""
 
     of: str
     bins: tuple[MarginBin, ...]
@@ -42,7 +42,7 @@ class ByMargin:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Whether σ(gap) is a probability: expected calibration error, and the bins of it."""
+    """How well σ(gap) works as a probability: the expected calibration error and its bins."""
 
     ece: float
     bins: tuple[CalibrationBin, ...]
@@ -50,7 +50,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Length:
-    """How much of the score is length: correlation over all completions, accuracy by which side is the longer."""
+    """How much the score depends on length: correlation over all completions, and accuracy by which side is longer."""
 
     pearson: float | None
     spearman: float | None
@@ -59,7 +59,7 @@ class Length:
 
 @dataclass(frozen=True)
 class Baseline:
-    """What a simple rule gets on the same pairs, and what it was fitted on."""
+    """The accuracy of a simple rule on the same pairs, and the number of pairs it was fitted on."""
 
     accuracy: float
     low: float
@@ -70,7 +70,7 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Probe:
-    """Share of the chosen completions of which the degraded copy scores higher (ties count half)."""
+    """Share of the chosen completions whose degraded copy scores higher (ties count half)."""
 
     scores_higher: float | None
     n: int
@@ -78,7 +78,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class ReportCard:
-    """What is known of a reward model from held-out pairs."""
+    """The figures of a reward model on held-out pairs."""
 
     accuracy: float
     accuracy_low: float  # 95 % bootstrap interval, prompts resampled
@@ -94,12 +94,12 @@ class ReportCard:
     probes: dict[str, Probe]
 
     def as_dict(self) -> dict[str, object]:
-        """Plain data for report_card.json."""
+        """Return the report card as plain data, for report_card.json."""
         return asdict(self)
 
 
 def raw(model: ScalarHeadModel, gaps: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
-    """Score gaps without the calibration's scale: only then is σ(gap) the probability that was trained."""
+    """Return the score gaps without the calibration's scale, so that σ(gap) is the probability that was trained."""
     return gaps.double() * model.calibration[1]
 
 
@@ -113,16 +113,16 @@ def evaluate_reward_model(
     dtype: str,
     seed: int = 0,
 ) -> ReportCard:
-    """The report card on held-out `pairs`.
+    """Compute the report card on held-out `pairs`.
 
     Args:
         model: the reward model, calibrated or not.
         pairs: held-out pairs.
-        train: the pairs it was trained on: the bag-of-words baseline is fitted on them.
+        train: the pairs it was trained on; the bag-of-words baseline is fitted on them.
         eos_ids: tokens that end a completion; degraded copies keep their ending.
         micro_batch_size: rows per forward pass.
         dtype: arithmetic; see rlhf.models.backbone.autocast.
-        seed: of the bootstrap.
+        seed: seed of the bootstrap.
 
     Raises:
         DataError: there are no held-out pairs.
@@ -180,15 +180,15 @@ def _length(scores: Float[Tensor, "2 N"], pairs: PairSet) -> Length:
 
 
 def _baselines(pairs: PairSet, train: PairSet, seed: int) -> dict[str, Baseline]:
-    found = {"longer_wins": _baseline(accuracy(longer_wins(pairs), _prompts(pairs), seed=seed), 0)}
+    scored = {"longer_wins": _baseline(accuracy(longer_wins(pairs), _prompts(pairs), seed=seed), 0)}
     words = fit_bag_of_words(train.texts)
     if words is not None:
-        found["bag_of_words"] = _baseline(accuracy(words.gaps(pairs.texts), _prompts(pairs), seed=seed), words.n_train)
-    return found
+        scored["bag_of_words"] = _baseline(accuracy(words.gaps(pairs.texts), _prompts(pairs), seed=seed), words.n_train)
+    return scored
 
 
-def _baseline(found: Accuracy, n_train: int) -> Baseline:
-    return Baseline(accuracy=found.accuracy, low=found.low, high=found.high, n=found.n, n_train=n_train)
+def _baseline(result: Accuracy, n_train: int) -> Baseline:
+    return Baseline(accuracy=result.accuracy, low=result.low, high=result.high, n=result.n, n_train=n_train)
 
 
 def _probes(
@@ -200,7 +200,7 @@ def _probes(
     micro_batch_size: int,
     dtype: str,
 ) -> dict[str, Probe]:
-    """Degraded copies of the chosen side; a copy too long for the model's context is not counted."""
+    """Score degraded copies of the chosen sides; a copy too long for the model's context is not counted."""
     context = context_length(model.classifier)
     won: dict[str, list[Tensor]] = {name: [] for name in PROBES}
     for start in range(0, len(pairs), CHUNK):

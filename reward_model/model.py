@@ -1,4 +1,4 @@
-"""Scores from a scalar-head model: both sides of pairs in one forward pass, and many rows without gradient."""
+"""Score rows with a scalar-head model: both sides of pairs in one forward pass, or many rows without gradient."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rlhf.models.backbone import autocast
 from rlhf.models.scalar_head import ScalarHeadModel, sequence_scores
 from rlhf.types import PreferencePairs
 
-CHUNK = 256  # pairs put into one rectangle at a time: bounds the memory of padding, not of the model
+CHUNK = 256  # pairs padded into one rectangle at a time; bounds the memory for padding, not for the model
 
 
 def pair_scores(model: ScalarHeadModel, pairs: PreferencePairs) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
-    """The scores of both sides, read at each side's last live token, by one forward pass over 2B rows."""
+    """Score both sides of each pair, at their last live token, in one forward pass over 2B rows."""
     width = max(pairs.chosen_ids.shape[1], pairs.rejected_ids.shape[1])
     scores = score(
         model,
@@ -38,7 +38,7 @@ def score(
     completion_ids: Int[Tensor, "B T"],
     completion_mask: Bool[Tensor, "B T"],
 ) -> Float[Tensor, " B"]:
-    """The score of each row, with gradient; columns in which no row is live are not computed."""
+    """Score each row, with gradient; columns in which no row is live are not computed."""
     prompt_ids, prompt_mask = without_dead_columns(prompt_ids, prompt_mask)
     completion_ids, completion_mask = without_dead_columns(completion_ids, completion_mask)
     return sequence_scores(model, prompt_ids, prompt_mask, completion_ids, completion_mask)
@@ -55,9 +55,10 @@ def score_rows(
     micro_batch_size: int,
     dtype: str,
 ) -> Float[Tensor, " B"]:
-    """The scores of many rows, in their order, on the CPU and without gradient.
+    """Score many rows without gradient and return the scores in their order, on the CPU.
 
-    Rows of like length share a forward pass, so that little of it is padding; the mode (train, eval) is put back.
+    Rows of similar length share a forward pass, so that little of it is padding. The model is restored to its mode
+    (train or eval) afterwards.
     """
     device = model.head.weight.device
     was_training = model.training
@@ -81,22 +82,22 @@ def score_pairs(
     micro_batch_size: int,
     dtype: str,
 ) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
-    """The scores of both sides of the pairs at `indices`, without gradient, on the CPU."""
+    """Score both sides of the pairs at `indices` without gradient and return the scores on the CPU."""
     sides: tuple[list[Tensor], list[Tensor]] = ([], [])
     for start in range(0, len(indices), CHUNK):
         part = pairs.collate(list(indices[start : start + CHUNK]))
         prompt = part.prompt_ids, part.prompt_mask
-        for found, completion in zip(
+        for scores, completion in zip(
             sides, ((part.chosen_ids, part.chosen_mask), (part.rejected_ids, part.rejected_mask)), strict=True
         ):
-            found.append(score_rows(model, *prompt, *completion, micro_batch_size=micro_batch_size, dtype=dtype))
+            scores.append(score_rows(model, *prompt, *completion, micro_batch_size=micro_batch_size, dtype=dtype))
     return torch.cat(sides[0]), torch.cat(sides[1])
 
 
 def without_dead_columns(
     ids: Int[Tensor, "B L"], mask: Bool[Tensor, "B L"]
 ) -> tuple[Int[Tensor, "B K"], Bool[Tensor, "B K"]]:
-    """The columns in which some row is live; positions count live tokens only, so nothing else changes."""
+    """Remove the columns in which no row is live; positions count live tokens only, so nothing else changes."""
     live = mask.any(dim=0)
     return ids[:, live], mask[:, live]
 

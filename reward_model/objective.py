@@ -1,4 +1,4 @@
-"""The reward model's loss on preference pairs, as `optimizer_step` wants it."""
+"""The reward model's loss on preference pairs, in the form that `optimizer_step` expects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhf.types import PreferencePairs
 
 
 class PairLoss:
-    """Bradley-Terry over pairs: one term, `rm`, its sum divided by the number of pairs in the minibatch."""
+    """The Bradley-Terry loss over pairs: one term, `rm`, its sum divided by the number of pairs in the minibatch."""
 
     def __init__(self, model: ScalarHeadModel, config: RewardModelLoss, *, dtype: str) -> None:
         self.model = model
@@ -23,11 +23,11 @@ class PairLoss:
         self.dtype = dtype
 
     def norms(self, batch: PreferencePairs) -> dict[str, float]:
-        """The number of pairs."""
+        """Return the number of pairs, by which the loss is divided."""
         return {"rm": float(len(batch))}
 
     def terms(self, micro: PreferencePairs) -> tuple[dict[str, Tensor], dict[str, Mean]]:
-        """The loss summed over the pairs of `micro`, and accuracy, margin and mean score."""
+        """Compute the loss summed over the pairs of `micro`, and the metrics loss, accuracy, margin and mean score."""
         device = self.model.head.weight.device
         pairs = micro.to(device)
         with autocast(self.dtype, device):
@@ -35,10 +35,10 @@ class PairLoss:
         margins = pairs.margins.to(chosen.dtype) if self.config.use_margin else torch.zeros_like(chosen)
         losses = bradley_terry(chosen, rejected, margins, centering=self.config.centering)
         gaps = (chosen - rejected).detach()
-        observed = {
+        metrics = {
             "loss/rm": Mean.of(losses),
             "rm/accuracy": Mean.of(wins(gaps)),
             "rm/margin": Mean.of(gaps),
             "rm/score_mean": Mean.of(chosen) + Mean.of(rejected),
         }
-        return {"rm": losses.sum()}, observed
+        return {"rm": losses.sum()}, metrics

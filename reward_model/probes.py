@@ -1,4 +1,4 @@
-"""Degraded copies of completions: a reward model that prefers them will be exploited by a policy."""
+"""Degrade completions to probe a reward model: one that prefers the degraded copies will be exploited by a policy."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Degrade = Callable[[list[int]], list[int]]
 
 
 def repeated(content: list[int]) -> list[int]:
-    """The text twice."""
+    """Return the text twice in a row."""
     return content + content
 
 
 def halved(content: list[int]) -> list[int]:
-    """The first half of the text, rounded up."""
+    """Return the first half of the text, rounded up."""
     return content[: (len(content) + 1) // 2]
 
 
@@ -28,7 +28,7 @@ PROBES: dict[str, Degrade] = {"repeated": repeated, "halved": halved}
 def degraded(
     ids: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], how: Degrade, *, eos_ids: Sequence[int]
 ) -> tuple[Int[Tensor, "B K"], Bool[Tensor, "B K"]]:
-    """Each completion's text degraded, its ending kept: an EOS there was stays the last token, and is not repeated."""
+    """Degrade each completion's text but keep its ending: an EOS stays the last token and is not repeated."""
     rows = []
     for row, live in zip(ids, mask, strict=True):
         content = row[live].tolist()

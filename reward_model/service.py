@@ -1,4 +1,4 @@
-"""A reward model over HTTP: the protocol of rlhf.rewards.remote, with limits."""
+"""Serve a reward model over HTTP by the protocol of rlhf.rewards.remote, with limits on requests."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from reward_model.batching import Batcher
 from reward_model.text_scorer import TextScorer, question_of
 from rlhf.errors import DataError
 
-DRAINED = 8  # times the limit: so much of a request that is too large is read, so that its sender hears why
+DRAINED = 8  # read up to this many times the limit of a request that is too large, so that its sender gets the reason
 
 
 class Refused(Exception):
-    """A request that is not answered with scores."""
+    """A request that is answered with an error instead of scores."""
 
-    def __init__(self, status: int, why: str, headers: dict[str, str] | None = None) -> None:
-        super().__init__(why)
+    def __init__(self, status: int, reason: str, headers: dict[str, str] | None = None) -> None:
+        super().__init__(reason)
         self.status, self.headers = status, headers
 
 
 def make_app(scorer: TextScorer, *, name: str, max_request_bytes: int, token: str | None) -> FastAPI:
-    """The application: POST /score, GET /health.
+    """Build the application, which answers POST /score and GET /health.
 
     Args:
-        scorer: has the model.
-        name: of the model, for /health.
-        max_request_bytes: a longer request is refused with 413.
-        token: where there is one, /score wants it as the bearer; it is never part of an answer or a log line.
+        scorer: the scorer, which holds the model.
+        name: name of the model, for /health.
+        max_request_bytes: a longer request is refused with status 413.
+        token: if given, /score requires it as the bearer token; it is never part of an answer or a log line.
     """
     batcher = Batcher(scorer.scores, max_batch=scorer.max_batch)
 
     @asynccontextmanager
-    async def life(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         worker = asyncio.create_task(batcher.run())
         yield
         worker.cancel()
@@ -47,11 +47,11 @@ def make_app(scorer: TextScorer, *, name: str, max_request_bytes: int, token: st
             await worker
         batcher.close()
 
-    # Its pages of documentation load scripts from elsewhere.
-    app = FastAPI(lifespan=life, docs_url=None, redoc_url=None, openapi_url=None)
+    # FastAPI's documentation pages would load scripts from other sites.
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.exception_handler(Refused)
-    async def refused(_: Request, error: Refused) -> JSONResponse:
+    async def refuse(_: Request, error: Refused) -> JSONResponse:
         return JSONResponse({"error": str(error)}, error.status, headers=error.headers)
 
     @app.get("/health")
@@ -62,9 +62,9 @@ def make_app(scorer: TextScorer, *, name: str, max_request_bytes: int, token: st
     async def score(request: Request) -> JSONResponse:
         if token is not None:
             _check_token(request, token)
-        asked = _parsed(await _body(request, max_request_bytes))
+        body = _parse_json(await _read_body(request, max_request_bytes))
         try:
-            question = question_of(asked)
+            question = question_of(body)
             rows = await batcher.in_thread(lambda: scorer.rows(question))
         except DataError as error:
             raise Refused(422, str(error)) from error
@@ -80,7 +80,7 @@ def _check_token(request: Request, token: str) -> None:
         raise Refused(401, "this server wants a token: Authorization: Bearer ...", {"WWW-Authenticate": "Bearer"})
 
 
-async def _body(request: Request, limit: int) -> bytes:
+async def _read_body(request: Request, limit: int) -> bytes:
     parts, size = list[bytes](), 0
     async for part in request.stream():
         size += len(part)
@@ -93,12 +93,12 @@ async def _body(request: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def _parsed(body: bytes) -> Any:
+def _parse_json(body: bytes) -> Any:
     try:
-        return json.loads(body.decode("utf-8"), parse_constant=_no_constant)
+        return json.loads(body.decode("utf-8"), parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:  # broken UTF-8 and broken JSON are ValueErrors
         raise Refused(400, f"the request is not JSON: {error}") from error
 
 
-def _no_constant(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")

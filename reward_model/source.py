@@ -1,4 +1,4 @@
-"""A trained reward model as a RewardSource: the only thing of this package that PPO sees."""
+"""A trained reward model as a RewardSource, the only part of this package that an online algorithm uses."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from rlhf.types import Completions, Scores
 
 
 class RewardModelSource:
-    """Scores completions by a reward model; a RewardSource.
+    """A RewardSource that scores completions with a reward model.
 
-    Where the policy's token ids mean the same to the reward model, they are used as they are. Otherwise a prompt that
-    is a conversation is written, with its answer, by the reward model's own chat template; any other prompt, or one for
-    a reward model without a template, is decoded and encoded anew, special tokens left out: its own BOS and EOS take
-    their place.
+    If the policy's token ids mean the same to the reward model, they are used as they are. Otherwise a prompt that is
+    a conversation is rendered, with its answer, by the reward model's own chat template; any other prompt, or one for
+    a reward model without a template, is decoded without special tokens and encoded again, with the reward model's own
+    BOS and EOS in their place.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class RewardModelSource:
         micro_batch_size: int,
         dtype: str = "float32",
     ) -> None:
-        """`tokenizer` is the reward model's own; the model stays on the device it is on."""
+        """Freeze the model, which stays on its device; `tokenizer` is the reward model's own."""
         freeze(model)
         self.model = model
         self.policy_tokenizer = policy_tokenizer
@@ -62,10 +62,10 @@ class RewardModelSource:
         micro_batch_size: int,
         dtype: str = "float32",
     ) -> RewardModelSource:
-        """The reward model in a folder or under a hub id.
+        """Load the reward model in a folder or under a hub id.
 
         Raises:
-            ModelError: it is not a sequence-classification model with one label, or has no tokenizer.
+            ModelError: the path is not a sequence-classification model with one label, or has no tokenizer.
         """
         tokenizer = load_tokenizer(path)
         model = load_scalar_head(path, tokenizer, new_head=None, dtype=dtype).to(device)
@@ -73,7 +73,7 @@ class RewardModelSource:
 
     @property
     def note(self) -> str:
-        """Say in one line how the reward model reads what the policy wrote; empty where it reads the same ids."""
+        """Return one line on how the reward model reads the policy's texts; empty if it reads the same token ids."""
         if self.same_ids:
             return ""
         if self.encoder.template.source is None:
@@ -81,39 +81,39 @@ class RewardModelSource:
         return "The reward model has another vocabulary: it reads conversations by its own chat template"
 
     def __call__(self, completions: Completions) -> Scores:
-        """See RewardSource."""
-        own = self._own_pads(completions) if self.same_ids else self._encoded_anew(completions)
-        own, parts = self._within_context(own)
+        """Score completions; see RewardSource."""
+        batch = self._replace_pads(completions) if self.same_ids else self._reencode(completions)
+        batch, parts = self._cut_to_context(batch)
         values = score_rows(
             self.model,
-            own.prompt_ids,
-            own.prompt_mask,
-            own.completion_ids,
-            own.completion_mask,
+            batch.prompt_ids,
+            batch.prompt_mask,
+            batch.completion_ids,
+            batch.completion_mask,
             micro_batch_size=self.micro_batch_size,
             dtype=self.dtype,
         ).float()
         self._check_finite(values)
         return Scores(values=values, parts=parts)
 
-    def _own_pads(self, batch: Completions) -> Completions:
-        """The policy's ids; under the masks, and for a pad token that only the policy has, the reward model's pad."""
+    def _replace_pads(self, batch: Completions) -> Completions:
+        """Replace masked tokens, and a pad token that only the policy has, by the reward model's pad token."""
 
-        def own(ids: Int[Tensor, "B L"], live: Bool[Tensor, "B L"]) -> Int[Tensor, "B L"]:
+        def replaced(ids: Int[Tensor, "B L"], live: Bool[Tensor, "B L"]) -> Int[Tensor, "B L"]:
             return torch.where(live & (ids != self.unknown_pad), ids, self.encoder.pad_id)
 
         return replace(
             batch,
-            prompt_ids=own(batch.prompt_ids, batch.prompt_mask),
-            completion_ids=own(batch.completion_ids, batch.completion_mask),
+            prompt_ids=replaced(batch.prompt_ids, batch.prompt_mask),
+            completion_ids=replaced(batch.completion_ids, batch.completion_mask),
         )
 
-    def _encoded_anew(self, batch: Completions) -> Completions:
-        rendered = [self._text(row) for row in batch.split(1)]
+    def _reencode(self, batch: Completions) -> Completions:
+        rendered = [self._render(row) for row in batch.split(1)]
         prompts, completions = encoded(self.encoder, rendered, batch.finished.tolist())
-        return self._of_rows(batch, prompts, completions)
+        return self._with_rows(batch, prompts, completions)
 
-    def _text(self, row: Completions) -> Rendered:
+    def _render(self, row: Completions) -> Rendered:
         prompt_ids = row.prompt_ids[row.prompt_mask].tolist()
         prompt = self._decode(prompt_ids)
         whole = self._decode(prompt_ids + row.completion_ids[row.completion_mask].tolist())
@@ -124,10 +124,10 @@ class RewardModelSource:
         assert isinstance(text, str)
         return text
 
-    def _within_context(self, batch: Completions) -> tuple[Completions, dict[str, Float[Tensor, " B"]]]:
-        """Leave out the beginning of rows beyond the model's context (see last_tokens); the part says which rows.
+    def _cut_to_context(self, batch: Completions) -> tuple[Completions, dict[str, Float[Tensor, " B"]]]:
+        """Cut the beginning off rows longer than the model's context (see last_tokens); the part "cut" marks them.
 
-        It is there for every batch of a model with a context, so that the parts of a run's scores are always the same.
+        Every batch of a model with a context has this part, so that the parts of a run's scores are always the same.
         """
         if self.context is None:
             return batch, {}
@@ -137,14 +137,14 @@ class RewardModelSource:
             return batch, parts
         bos = self.encoder.tokenizer.bos_token_id
         rows = [
-            last_tokens(ids[mask].tolist(), said[said_mask].tolist(), self.context, bos=bos)
-            for ids, mask, said, said_mask in zip(
+            last_tokens(prompt[prompt_mask].tolist(), completion[mask].tolist(), self.context, bos=bos)
+            for prompt, prompt_mask, completion, mask in zip(
                 batch.prompt_ids, batch.prompt_mask, batch.completion_ids, batch.completion_mask, strict=True
             )
         ]
-        return self._of_rows(batch, [prompt for prompt, _ in rows], [completion for _, completion in rows]), parts
+        return self._with_rows(batch, [prompt for prompt, _ in rows], [completion for _, completion in rows]), parts
 
-    def _of_rows(self, batch: Completions, prompts: list[list[int]], completions: list[list[int]]) -> Completions:
+    def _with_rows(self, batch: Completions, prompts: list[list[int]], completions: list[list[int]]) -> Completions:
         prompt_ids, prompt_mask = left_pad(prompts, self.encoder.pad_id)
         completion_ids, completion_mask = right_pad(completions, self.encoder.pad_id)
         return replace(
@@ -168,22 +168,22 @@ class RewardModelSource:
 def last_tokens(
     prompt: list[int], completion: list[int], context: int, *, bos: int | None
 ) -> tuple[list[int], list[int]]:
-    """Shorten a row to `context` tokens: the oldest of the prompt go first, but for a BOS in front.
+    """Shorten a row to `context` tokens by dropping the oldest tokens of the prompt, except a BOS in front.
 
-    One token of the prompt stays at least, and of a completion that is too long by itself its end: the score is read at
-    its last token.
+    At least one token of the prompt stays. A completion that is too long by itself keeps its end, since the score is
+    read at its last token.
     """
     completion = completion[-(context - 1) :]
     room = context - len(completion)
     if len(prompt) <= room:
         return prompt, completion
     first = prompt[:1] if prompt[0] == bos else []
-    kept = room - len(first)
-    return first + (prompt[-kept:] if kept else []), completion
+    keep = room - len(first)
+    return first + (prompt[-keep:] if keep else []), completion
 
 
 def rendered_for(encoder: Encoder, prompt: str, completion: str, messages: object) -> Rendered:
-    """Write a prompt and its completion for a reward model: by its template where the prompt is a conversation.
+    """Render a prompt and its completion for a reward model, by its chat template if the prompt is a conversation.
 
     Raises:
         RewardError: the template refuses the conversation.
@@ -201,7 +201,7 @@ def rendered_for(encoder: Encoder, prompt: str, completion: str, messages: objec
 def encoded(
     encoder: Encoder, rendered: Sequence[Rendered], finished: Sequence[bool]
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """The ids of prompts and completions; a completion that did not end by itself has no EOS."""
+    """Encode prompts and completions into token ids; a completion that did not end by itself gets no EOS."""
     prompts, completions = encoder.prompts(rendered), encoder.completions(rendered, 0)
     for ids, ended in zip(completions, finished, strict=True):
         if not ended:

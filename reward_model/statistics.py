@@ -1,4 +1,4 @@
-"""Figures about scored pairs: accuracy with its interval, bins, calibration error, correlation."""
+"""Statistics of scored pairs: accuracy with its confidence interval, bins, calibration error, correlation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Part:
-    """The accuracy on some of the pairs; None where there are none."""
+    """The accuracy on a subset of the pairs; None if the subset is empty."""
 
     accuracy: float | None
     n: int
@@ -47,7 +47,7 @@ class MarginBin:
 
 @dataclass(frozen=True)
 class CalibrationBin:
-    """Pairs of like confidence: the mean probability given to the preferred-by-the-model side, and how often it won."""
+    """Pairs of similar confidence: the mean probability of the side that the model prefers, and how often it won."""
 
     predicted: float
     observed: float
@@ -55,10 +55,10 @@ class CalibrationBin:
 
 
 def accuracy(gaps: Float[Tensor, " N"], clusters: Sequence[Hashable], *, seed: int) -> Accuracy:
-    """The accuracy of score gaps (chosen - rejected).
+    """Compute the accuracy of score gaps (chosen - rejected) with its bootstrap interval.
 
-    Pairs of one prompt are not independent: the bootstrap resamples whole clusters (prompts), unless there are fewer
-    than 10 of them, where it resamples pairs.
+    Pairs of one prompt are not independent, so the bootstrap resamples whole clusters (prompts); if there are fewer
+    than 10 clusters, it resamples pairs.
     """
     won = wins(gaps).double()
     numbers = {cluster: number for number, cluster in enumerate(dict.fromkeys(clusters))}
@@ -78,57 +78,57 @@ def accuracy(gaps: Float[Tensor, " N"], clusters: Sequence[Hashable], *, seed: i
 
 
 def part(gaps: Float[Tensor, " N"], where: Bool[Tensor, " N"]) -> Part:
-    """The accuracy on the pairs that `where` marks."""
+    """Compute the accuracy on the pairs that `where` marks."""
     picked = wins(gaps[where]).double()
     return Part(accuracy=picked.mean().item() if len(picked) else None, n=len(picked))
 
 
 def by_margin(gaps: Float[Tensor, " N"], margins: Float[Tensor, " N"], *, bins: int = 5) -> tuple[MarginBin, ...]:
-    """Accuracy in quantile bins of |margin|; a value is never divided between bins, so many alike make fewer bins."""
+    """Compute the accuracy in quantile bins of |margin|; equal margins share a bin, so many of them give fewer bins."""
     size = margins.double().abs()
     edges = torch.unique(size.quantile(torch.arange(1, bins, dtype=torch.float64) / bins))
     bin_of = torch.bucketize(size, edges, right=True)
-    found = []
+    margin_bins = []
     for number in torch.unique(bin_of).tolist():
         inside = bin_of == number
         won = wins(gaps[inside]).double()
         low, high = size[inside].min().item(), size[inside].max().item()
-        found.append(MarginBin(low=low, high=high, accuracy=won.mean().item(), n=len(won)))
-    return tuple(found)
+        margin_bins.append(MarginBin(low=low, high=high, accuracy=won.mean().item(), n=len(won)))
+    return tuple(margin_bins)
 
 
 def calibration(gaps: Float[Tensor, " N"], *, bins: int = 10) -> tuple[float, tuple[CalibrationBin, ...]]:
-    """Expected calibration error (Naeini et al. 2015) of P(preferred) = σ(gap), and the bins behind it.
+    """Compute the expected calibration error (Naeini et al. 2015) of P(preferred) = σ(gap), and its bins.
 
         ECE = Σ_k n_k / N · |predicted_k - observed_k|
 
-    Chosen always stands first, so the raw σ(gap) could only be compared with 1. Each pair is turned so that the side
-    that the model prefers comes first: predicted is the mean of σ(|gap|), in [½, 1], observed the share in which that
-    side is the chosen one (½ at a tie). Counting every pair in both orders gives the same, mirrored at ½. Bins are of
-    equal width in [½, 1].
+    The chosen side always comes first, so the raw σ(gap) could only be compared with 1. Each pair is therefore ordered
+    so that the side that the model prefers comes first: predicted is the mean of σ(|gap|), in [½, 1], and observed the
+    share of pairs in which that side is the chosen one (½ at a tie). Counting every pair in both orders gives the same,
+    mirrored at ½. Bins are of equal width in [½, 1].
     """
     confidence = gaps.double().abs().sigmoid()
-    right = wins(gaps).double()
+    won = wins(gaps).double()
     bin_of = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
-    found, error = [], 0.0
+    calibration_bins, error = [], 0.0
     for number in torch.unique(bin_of).tolist():
         inside = bin_of == number
-        predicted, observed = confidence[inside].mean().item(), right[inside].mean().item()
-        found.append(CalibrationBin(predicted=predicted, observed=observed, n=int(inside.sum())))
+        predicted, observed = confidence[inside].mean().item(), won[inside].mean().item()
+        calibration_bins.append(CalibrationBin(predicted=predicted, observed=observed, n=int(inside.sum())))
         error += inside.double().mean().item() * abs(predicted - observed)
-    return error, tuple(found)
+    return error, tuple(calibration_bins)
 
 
 def pearson(x: Float[Tensor, " N"], y: Float[Tensor, " N"]) -> float | None:
-    """Compute the linear correlation; None where one of the two does not vary."""
+    """Compute the linear (Pearson) correlation, or None if one of the two does not vary."""
     return float(pearsonr(x.double().numpy(), y.double().numpy()).statistic) if _vary(x, y) else None
 
 
 def spearman(x: Float[Tensor, " N"], y: Float[Tensor, " N"]) -> float | None:
-    """Compute the correlation of ranks, equal values sharing the mean of theirs; None where one does not vary."""
+    """Compute the rank (Spearman) correlation, with mean ranks for ties, or None if one of the two does not vary."""
     return float(spearmanr(x.double().numpy(), y.double().numpy()).statistic) if _vary(x, y) else None
 
 
 def _vary(*columns: Float[Tensor, " N"]) -> bool:
-    """Say whether each has two values; one with a NaN has none that can be correlated."""
+    """Return whether every column has two different values and no NaN, so that a correlation is defined."""
     return all(len(column) > 1 and bool(column.min() < column.max()) for column in columns)

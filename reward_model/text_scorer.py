@@ -1,4 +1,4 @@
-"""A reward model that scores what comes over the wire: texts, or token ids where they mean the same to it."""
+"""Score requests that arrive over HTTP: texts, or token ids if they mean the same to the reward model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlhf.models.scalar_head import ScalarHeadModel
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """The ids that the texts were made of, and whose they are."""
+    """The token ids of the texts, and a digest of the vocabulary that they belong to."""
 
     vocabulary: str
     prompts: list[list[int]]
@@ -32,25 +32,25 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A request: completions to score; one entry a row."""
+    """A request to score completions, with one entry per row in each list."""
 
     prompts: list[str]
     completions: list[str]
     finished: list[bool]
     tokens: Tokens | None
-    messages: tuple[object, ...] = ()  # of each prompt, the conversation that it is, or None
+    messages: tuple[object, ...] = ()  # per prompt, the conversation that it was rendered from, or None
 
 
-Row = tuple[list[int], list[int]]  # the ids of a prompt and of its completion
+Row = tuple[list[int], list[int]]  # the token ids of a prompt and of its completion
 
 
 class TextScorer:
-    """Scores as RewardModelSource does: by the ids that were sent where they mean the same, else by the texts."""
+    """Scores as RewardModelSource does: by the ids that were sent if they mean the same, otherwise by the texts."""
 
     def __init__(
         self, model: ScalarHeadModel, tokenizer: PreTrainedTokenizerBase, *, max_batch: int, dtype: str = "float32"
     ) -> None:
-        """`tokenizer` is the reward model's own; the model stays on the device it is on."""
+        """Freeze the model, which stays on its device; `tokenizer` is the reward model's own."""
         freeze(model)
         self.model, self.max_batch, self.dtype = model, max_batch, dtype
         self.encoder = make_encoder(tokenizer, "auto")
@@ -59,10 +59,10 @@ class TextScorer:
         self.context = context_length(model.classifier)
 
     def rows(self, question: Question) -> list[Row]:
-        """The ids to score; of a row beyond the model's context the last ones (see last_tokens).
+        """Return the token ids to score, with rows longer than the model's context cut (see last_tokens).
 
         Raises:
-            DataError: a row that the model cannot score, named.
+            DataError: the model cannot score a row; the message names it.
         """
         sent = question.tokens
         if sent is not None and sent.vocabulary == self.vocabulary:
@@ -86,12 +86,12 @@ class TextScorer:
             raise DataError(f"row {number}: a token id that is not in the vocabulary of {self.size}")
 
     def scores(self, rows: Sequence[Row]) -> list[float | None]:
-        """The score of each row; None for one that is NaN or infinite, which JSON does not have."""
+        """Score each row; None stands for a score that is NaN or infinite, which JSON cannot represent."""
         if not rows:
             return []
         prompts, prompt_mask = left_pad([prompt for prompt, _ in rows], self.encoder.pad_id)
         completions, completion_mask = right_pad([completion for _, completion in rows], self.encoder.pad_id)
-        found: list[float] = (
+        values: list[float] = (
             score_rows(
                 self.model,
                 prompts,
@@ -104,21 +104,21 @@ class TextScorer:
             .float()
             .tolist()
         )
-        return [value if math.isfinite(value) else None for value in found]
+        return [value if math.isfinite(value) else None for value in values]
 
 
-def question_of(asked: Any) -> Question:
-    """The request in a JSON value.
+def question_of(body: Any) -> Question:
+    """Build the request from a JSON value.
 
     Raises:
-        DataError: what is wrong with it.
+        DataError: the value is not a valid request; the message says why.
     """
-    if not isinstance(asked, dict):
-        raise DataError(f"expected an object with prompts and completions, found {_kind(asked)}")
-    prompts, completions = (_texts(asked, key) for key in ("prompts", "completions"))
+    if not isinstance(body, dict):
+        raise DataError(f"expected an object with prompts and completions, found {_kind(body)}")
+    prompts, completions = (_texts(body, key) for key in ("prompts", "completions"))
     if len(prompts) != len(completions):
         raise DataError(f"{len(prompts)} prompts but {len(completions)} completions")
-    finished = asked.get("finished")
+    finished = body.get("finished")
     if finished is None:
         finished = [True] * len(prompts)
     if not _is_list(finished, bool) or len(finished) != len(prompts):
@@ -127,23 +127,23 @@ def question_of(asked: Any) -> Question:
         prompts=prompts,
         completions=completions,
         finished=finished,
-        tokens=_tokens(asked, len(prompts)),
-        messages=_messages(asked.get("references"), len(prompts)),
+        tokens=_tokens(body, len(prompts)),
+        messages=_messages(body.get("references"), len(prompts)),
     )
 
 
 def _messages(references: Any, count: int) -> tuple[object, ...]:
-    """Read each prompt's messages out of the references, where they are sent."""
+    """Return each prompt's messages from the references, if these were sent."""
     if not isinstance(references, list) or len(references) != count:
         return ()
     sent = [row.get(MESSAGES) if isinstance(row, dict) else None for row in references]
     return tuple(messages if is_messages(messages) else None for messages in sent)
 
 
-def _texts(asked: dict[str, Any], key: str) -> list[str]:
-    texts = asked.get(key)
+def _texts(body: dict[str, Any], key: str) -> list[str]:
+    texts = body.get(key)
     if not _is_list(texts, str):
-        raise DataError(f"{key} must be a list of strings" + ("" if key in asked else "; it is missing"))
+        raise DataError(f"{key} must be a list of strings" + ("" if key in body else "; it is missing"))
     assert isinstance(texts, list)
     for number, text in enumerate(texts):
         if not _is_unicode(text):
@@ -151,8 +151,8 @@ def _texts(asked: dict[str, Any], key: str) -> list[str]:
     return texts
 
 
-def _tokens(asked: dict[str, Any], count: int) -> Tokens | None:
-    sent = asked.get("tokens")
+def _tokens(body: dict[str, Any], count: int) -> Tokens | None:
+    sent = body.get("tokens")
     if sent is None:
         return None
     if not isinstance(sent, dict) or not isinstance(sent.get("vocabulary"), str):

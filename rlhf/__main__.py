@@ -1,4 +1,4 @@
-"""python -m rlhf."""
+"""Entry point of `python -m rlhf`."""
 
 from __future__ import annotations
 

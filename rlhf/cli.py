@@ -1,4 +1,4 @@
-"""rlhf <verb> <file-or-run> [key=value ...]: the command line."""
+"""The command line: rlhf <verb> <file-or-run> [key=value ...]."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rich.text import Text
 from rlhf.errors import UserError, install_hint
 from rlhf.quiet import quiet_libraries
 
-OTHERS_WAIT_S = 3.0  # before another process than the first tells of an error
-SILENT_WAIT_S = 60.0  # before one that leaves the telling to the first ends: launchers end all when one has ended
+OTHERS_WAIT_S = 3.0  # a rank other than 0 waits this long before it prints an error
+SILENT_WAIT_S = 60.0  # a rank that prints nothing waits this long before it exits: then the launcher ends all ranks
 EPILOG = """\
 rlhf quickstart                                   the whole pipeline on the lab, in minutes
 rlhf train  configs/sft.yaml policy.model=… data.sft.path=…
@@ -39,7 +39,7 @@ TARGETS = {"file": "a configuration (YAML), or a run folder to repeat or continu
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; return 0 when done (or interrupted and saved), 2 for a mistake of the user's."""
+    """Run one verb and return the exit code: 0 when done (or interrupted and saved), 2 for a user error."""
     parsed = parse(arguments)
     rank = int(os.environ.get("RANK", "0"))
     console = Console(quiet=rank > 0)
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _VERBS[parsed.verb](parsed, console)
     except UserError as error:
-        _say(error, rank)
+        _report_error(error, rank)
         return 2
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -57,41 +57,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped")
         return 130
-    _part()
+    _shut_down_distributed()
     return 0
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; key=value may stand behind options too, where argparse no longer looks for it."""
+    """Parse the command line; key=value is also accepted after options, where argparse does not look for it."""
     parser = _parser()
     parsed, rest = parser.parse_known_args(arguments)
-    late = [word for word in rest if "=" in word and not word.startswith("-")]
-    if len(late) < len(rest) or (late and not hasattr(parsed, "overrides")):
+    overrides = [word for word in rest if "=" in word and not word.startswith("-")]
+    if len(overrides) < len(rest) or (overrides and not hasattr(parsed, "overrides")):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if late:
-        parsed.overrides = [*parsed.overrides, *late]
+    if overrides:
+        parsed.overrides = [*parsed.overrides, *overrides]
     return parsed
 
 
-def _say(error: UserError, rank: int) -> None:
-    """In one process of each host where all make the same mistake, in the first where it told the others of its own.
+def _report_error(error: UserError, rank: int) -> None:
+    """Print an error once rather than from every rank.
 
-    Those that say nothing wait: a launcher ends all processes once one has ended, the one about to speak too.
+    Before the process group exists all ranks fail alike, and local rank 0 of each host prints; an error that rank 0
+    sent to the others is printed by rank 0 only. Ranks that stay silent wait before they exit: a launcher ends all
+    ranks once one has exited, and would end the one about to print too.
     """
     distributed = sys.modules.get("rlhf.runtime.ranks")
-    met = bool(distributed and distributed.met())
-    same_mistake = os.environ.get("LOCAL_RANK", "0") != "0" and not met
-    if same_mistake or (rank and getattr(error, "told_by_main", False)):
+    has_group = bool(distributed and distributed.met())
+    is_duplicate = os.environ.get("LOCAL_RANK", "0") != "0" and not has_group
+    if is_duplicate or (rank and getattr(error, "told_by_main", False)):
         time.sleep(SILENT_WAIT_S)
         return
-    if rank and met:
-        time.sleep(OTHERS_WAIT_S)  # the launcher ends this process if the first has failed too
+    if rank and has_group:
+        time.sleep(OTHERS_WAIT_S)  # if rank 0 has failed too, the launcher ends this process meanwhile
     where = f" (process {rank})" if rank else ""
     Console(stderr=True).print(Text(f"error{where}: {error}", style="red"), soft_wrap=True)
 
 
-def _part() -> None:
-    """Part from the other processes of the run, where there are any."""
+def _shut_down_distributed() -> None:
+    """Shut down torch.distributed if it was initialized."""
     distributed = sys.modules.get("rlhf.runtime.ranks")
     if distributed is not None:
         distributed.leave()
@@ -106,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
-    )  # deepspeed's launcher says it
+    )  # passed by deepspeed's launcher
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb")
 
     def verb(name: str, help_text: str, target: str | None) -> argparse.ArgumentParser:
@@ -186,8 +188,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# Each verb looks at its configuration first and then imports what runs it (torch, transformers: seconds), so that a
-# mistake is told at once.
+# Each verb checks its configuration before importing what runs it (torch and transformers take seconds), so that a
+# mistake is reported at once.
 
 
 def _train(parsed: argparse.Namespace, console: Console) -> None:
@@ -220,12 +222,12 @@ def _compare(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.compare.plan import make_plan
     from rlhf.config.load import load_compare
 
-    config, beside = load_compare(parsed.target, parsed.overrides), Path(parsed.target).parent
-    make_plan(config, beside=beside)
+    config, folder = load_compare(parsed.target, parsed.overrides), Path(parsed.target).parent
+    make_plan(config, beside=folder)
 
     from rlhf.commands.compare import run_compare
 
-    run_compare(config, beside=beside, console=console)
+    run_compare(config, beside=folder, console=console)
 
 
 def _config(parsed: argparse.Namespace, console: Console) -> None:
@@ -233,8 +235,8 @@ def _config(parsed: argparse.Namespace, console: Console) -> None:
 
     config = load_any(parsed.target, parsed.overrides)
     print(yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True), end="")  # noqa: T201
-    for text in unread_sections(config):
-        Console(stderr=True).print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
+    for warning in unread_sections(config):
+        Console(stderr=True).print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
 
 
 def _eval(parsed: argparse.Namespace, console: Console) -> None:
@@ -268,7 +270,7 @@ def _report(parsed: argparse.Namespace, console: Console) -> None:
 def _chat(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.commands.chat import ChatOptions, run_chat
 
-    del console  # the conversation is written as it comes, not laid out
+    del console  # the conversation streams to standard output, without layout
     names = ("system", "temperature", "top_p", "max_tokens", "seed", "greedy")
     run_chat(parsed.target, ChatOptions(**{name: getattr(parsed, name) for name in names}))
 

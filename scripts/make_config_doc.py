@@ -1,4 +1,4 @@
-"""`python scripts/make_config_doc.py` writes docs/configuration.md from the sections that files are checked by."""
+"""Write docs/configuration.md from the sections that validate configurations: `python scripts/make_config_doc.py`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ The second prints the whole configuration with every default filled in, and runs
 
 @dataclass
 class Shape:
-    """A section class, and the keys under which it stands."""
+    """A section class, and the keys at which it occurs."""
 
     kind: type[Section]
     keys: list[str] = field(default_factory=list)
@@ -75,27 +75,27 @@ class Shape:
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting: where, and what its default is."""
+    """A setting: its dotted key and its default."""
 
     key: str
     default: object
 
 
 def page() -> str:
-    """The whole page."""
+    """Build the Markdown of docs/configuration.md."""
     lines, known = [INTRODUCTION], dict[type[Section], list[str]]()
     for command, root in ROOTS:
-        found = shapes(root)
-        lines += [f"## {command}\n", *_table(found[0])]
-        for shape in found[1:]:
+        sections = shapes(root)
+        lines += [f"## {command}\n", *_table(sections[0])]
+        for shape in sections[1:]:
             if shape.kind not in known:
-                lines += _section(shape, found)
+                lines += _section(shape, sections)
             elif not set(shape.keys) & set(known[shape.kind]):
-                same = f"### `{shape.keys[0]}`\n\nThe same settings as `{known[shape.kind][0]}`.\n"
-                lines += [same] if same not in lines else []
-        known = {shape.kind: shape.keys for shape in found} | known
+                reference = f"### `{shape.keys[0]}`\n\nThe same settings as `{known[shape.kind][0]}`.\n"
+                lines += [reference] if reference not in lines else []
+        known = {shape.kind: shape.keys for shape in sections} | known
     presets, sizes = (
-        yaml.dump(tree, Dumper=_Written, sort_keys=False, default_flow_style=None, width=110)
+        yaml.dump(tree, Dumper=_NoAliasDumper, sort_keys=False, default_flow_style=None, width=110)
         for tree in (PRESETS, SIZES)
     )
     lines += ["## Presets\n", "What `algorithm.preset` stands for; what it does not name has its default.\n"]
@@ -103,41 +103,41 @@ def page() -> str:
     return "\n".join([*lines, f"```yaml\n{sizes}```\n"])
 
 
-class _Written(yaml.SafeDumper):
-    """Writes what is shared out in full, each time."""
+class _NoAliasDumper(yaml.SafeDumper):
+    """YAML dumper that writes shared objects in full each time, without aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Always."""
+        """Return True: no object is written as an alias."""
         return True
 
 
 def shapes(root: type[Section]) -> list[Shape]:
-    """Every section class under `root`, in the order in which a reader meets them, with all its keys."""
-    found: dict[type[Section], Shape] = {}
+    """List every section class under `root` with all its keys, in the order in which a reader meets them."""
+    shape_of: dict[type[Section], Shape] = {}
 
     def visit(kind: type[Section], key: str) -> None:
-        shape = found.setdefault(kind, Shape(kind))
+        shape = shape_of.setdefault(kind, Shape(kind))
         if key in shape.keys:
             return
         shape.keys.append(key)
         for name, annotation in hints_of(kind).items():
             if typing.get_origin(annotation) is not list:
-                each = ".<name>" if _is_mapping(annotation) else ""
+                suffix = ".<name>" if _is_mapping(annotation) else ""
                 for inner in _kinds(annotation):
-                    visit(inner, (f"{key}.{name}" if key else name) + each)
+                    visit(inner, (f"{key}.{name}" if key else name) + suffix)
 
     visit(root, "")
-    return list(found.values())
+    return list(shape_of.values())
 
 
 def hints_of(kind: type[Section]) -> dict[str, Any]:
-    """The annotation of every setting, limits included."""
+    """Return the annotation of every setting of a section, limits included."""
     hints = typing.get_type_hints(kind, include_extras=True)
     return {name: hints[name] for name in kind.model_fields}
 
 
 def settings() -> Iterator[Setting]:
-    """Every setting of every variant; a key comes several times where variants share its name."""
+    """Yield every setting of every variant; a key occurs several times where variants share its name."""
     for _, root in ROOTS:
         for shape in shapes(root):
             for key in shape.keys:
@@ -171,12 +171,12 @@ def _table(shape: Shape) -> Iterator[str]:
 
 
 def _plain_default(info: FieldInfo) -> object:
-    """The default as plain data: of a section, what it sets itself."""
+    """Return the default as plain data; for a section, only what the default itself sets."""
     if info.is_required():
         return PydanticUndefined
     if isinstance(info.default, Section):
-        own = info.default.model_dump(mode="json")
-        return {key: own[key] for key in own if key == "type" or key in info.default.model_fields_set}
+        values = info.default.model_dump(mode="json")
+        return {key: values[key] for key in values if key == "type" or key in info.default.model_fields_set}
     return list(info.default) if isinstance(info.default, tuple) else info.default
 
 
@@ -191,7 +191,7 @@ def _default(info: FieldInfo) -> str:
 
 
 def _named(annotation: Any, metadata: typing.Sequence[object] = ()) -> str:
-    """A type in words, its limits after it."""
+    """Describe a type in words, followed by its limits."""
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return _named(inner[0], [limit for given in inner[1:] for limit in getattr(given, "metadata", [])])
@@ -212,23 +212,23 @@ def _named(annotation: Any, metadata: typing.Sequence[object] = ()) -> str:
 
 
 def _limits(metadata: typing.Sequence[object]) -> str:
-    found = [
+    limits = [
         f"{sign} {getattr(limit, name):g}"
         for limit in metadata
         for kind, (sign, name) in SIGNS.items()
         if isinstance(limit, kind)
     ]
-    return f" {', '.join(found)}" if found else ""
+    return f" {', '.join(limits)}" if limits else ""
 
 
 def _is_mapping(annotation: Any) -> bool:
-    """Whether the sections stand under names that the user gives."""
+    """Return whether the sections are the values of a mapping with keys of the user's choice."""
     bare = typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
     return typing.get_origin(bare) is dict
 
 
 def _kinds(annotation: Any) -> list[type[Section]]:
-    """The section classes that an annotation names."""
+    """Return the section classes that an annotation names."""
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
         return [annotation] if issubclass(annotation, Section) else []
     return [kind for inner in typing.get_args(annotation) for kind in _kinds(inner)]

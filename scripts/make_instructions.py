@@ -1,10 +1,10 @@
-"""Prompts with constraints that a program can check, for rlhf.constraints.reward:score.
+"""Generate prompts with constraints that a program can check, for rlhf.constraints.reward:score.
 
     python scripts/make_instructions.py PROMPTS.jsonl [--rows 2000] [--seed 0] [--skip 0]
 
-Rows have IFEval's columns `prompt`, `instruction_id_list`, `kwargs` and `key`. They follow its kinds and proportions
-and share no eight words in a row with its prompts. The same seed gives the same rows; --skip leaves out the first so
-many, so that two files of one seed have none in common.
+Rows have IFEval's columns `prompt`, `instruction_id_list`, `kwargs` and `key`. They follow its kinds and proportions,
+and share no run of eight words with its prompts. The same seed gives the same rows; --skip leaves out that many rows at
+the start, so that two files of one seed can be kept disjoint.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlhf.constraints.generate import instructions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make the rows and write them."""
+    """Generate the rows and write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--rows", type=int, default=2000)

@@ -1,4 +1,4 @@
-"""`python scripts/make_metrics_doc.py` writes docs/metrics.md from the table that metric names are checked by."""
+"""Write docs/metrics.md from the table that validates metric names: `python scripts/make_metrics_doc.py`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ GROUPS = {
 
 
 def page() -> str:
-    """The whole page."""
+    """Build the Markdown of docs/metrics.md."""
     groups: dict[str, list[MetricInfo]] = {}
     for info in METRICS.values():
         groups.setdefault(info.name.partition("/")[0], []).append(info)
@@ -72,7 +72,7 @@ def _group(name: str, infos: list[MetricInfo]) -> Iterator[str]:
 
 
 def _cell(text: str) -> str:
-    """Bars end a cell of a table, and stars begin emphasis."""
+    """Escape what Markdown would read as the end of a cell or as emphasis: bars and stars."""
     return text.replace("|", "\\|").replace("*", "\\*")
 
 

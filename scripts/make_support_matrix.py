@@ -1,4 +1,4 @@
-"""`python scripts/make_support_matrix.py` writes docs/models.md from the table of families that tests/zoo checks."""
+"""Write docs/models.md from the table of families that tests/zoo checks: `python scripts/make_support_matrix.py`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ needs nothing.
 
 
 def page() -> str:
-    """Write the whole page."""
+    """Build the Markdown of docs/models.md."""
     parts = [
         INTRODUCTION,
         "## Fast ways\n",

@@ -1,4 +1,4 @@
-"""Rated texts to preference pairs: two texts whose ratings differ by at least a gap; the higher rated one is chosen.
+"""Make preference pairs of rated texts: two texts whose ratings differ by at least a gap; the higher rated is chosen.
 
     python scripts/prepare_snippet_pairs.py RATED.jsonl.gz PAIRS.jsonl [--rounds 4] [--min-gap 1] [--seed 0]
 
@@ -19,11 +19,11 @@ from pathlib import Path
 
 Rated = tuple[str, float]
 
-ATTEMPTS = 5  # shuffles a round: those left unpaired by one, their ratings too close, are tried again in the next
+ATTEMPTS = 5  # shuffles per round: texts that one leaves unpaired, their ratings too close, are tried in the next
 
 
 def read(path: Path, column: str) -> list[Rated]:
-    """Text and rating of every row."""
+    """Read text and rating of every row."""
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file if line.strip()]
@@ -31,24 +31,27 @@ def read(path: Path, column: str) -> list[Rated]:
 
 
 def pair_up(rated: Sequence[Rated], *, min_gap: float, rounds: int, seed: int) -> Iterator[tuple[Rated, Rated]]:
-    """Pairs (higher, lower) of different texts at least `min_gap` apart; no pair twice, no text twice in a round."""
+    """Yield pairs (higher, lower) of different texts whose ratings differ by at least `min_gap`.
+
+    No pair occurs twice, and no text twice in a round.
+    """
     seen: set[tuple[int, int]] = set()
     for number in range(rounds):
-        left = list(range(len(rated)))
+        unpaired = list(range(len(rated)))
         for attempt in range(ATTEMPTS):
-            random.Random(f"{seed}/{number}/{attempt}").shuffle(left)
-            used = set()
-            for i, j in zip(left[0::2], left[1::2], strict=False):
+            random.Random(f"{seed}/{number}/{attempt}").shuffle(unpaired)
+            paired = set()
+            for i, j in zip(unpaired[0::2], unpaired[1::2], strict=False):
                 high, low = (i, j) if rated[i][1] > rated[j][1] else (j, i)
                 if rated[high][1] - rated[low][1] >= min_gap and (high, low) not in seen:
-                    used |= {i, j}
+                    paired |= {i, j}
                     seen.add((high, low))
                     yield rated[high], rated[low]
-            left = [i for i in left if i not in used]
+            unpaired = [i for i in unpaired if i not in paired]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read, pair, write."""
+    """Read the rated texts, pair them and write the pairs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rated", type=Path)
     parser.add_argument("pairs", type=Path)

@@ -1,13 +1,13 @@
-r"""Preference pairs from a model and a reward: for DPO and its kin where no pairs exist, on the same reward as PPO's.
+r"""Sample preference pairs from a model and a reward, so that DPO can train on the same reward as PPO without data.
 
     python scripts/sample_pairs.py CONFIG.yaml PAIRS.jsonl [--prompts N] [--completions 4] [--min-gap 0] \
       [section.key=value ...]
 
-CONFIG is one of `rlhf train`'s online configurations: its policy.model writes, its data.prompts are answered, its
-reward.source ranks, as its sampling says. Of each prompt's completions the best and the worst make the pair, empty ones
+CONFIG is an online configuration of `rlhf train`: its policy.model answers its data.prompts with its sampling settings,
+and its reward.source ranks the completions. The best and the worst completion of a prompt make its pair, empty ones
 left out. Rows have `prompt`, `chosen`, `rejected`, `score_chosen` and `score_rejected`. Prompts whose completions all
-score alike give no pair, nor do those whose best and worst are not further apart than --min-gap; how many is said at
-the end.
+have the same score give no pair, nor do those whose best and worst differ by no more than --min-gap; their number is
+printed at the end.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ PROMPTS_AT_ONCE = 128
 def pairs(
     config: TrainConfig, completions: int, limit: int | None, *, min_gap: float = 0.0
 ) -> Iterator[dict[str, Any] | None]:
-    """Make a row for each prompt; None where no two completions that are not empty differ by more than `min_gap`."""
+    """Yield a pair for each prompt; None where no two nonempty completions differ in score by more than `min_gap`."""
     if config.reward is None or config.data.prompts is None:
-        raise ConfigError("pairs need data.prompts and reward.source: name a configuration of PPO or its kin")
+        raise ConfigError("pairs need data.prompts and reward.source: name an online configuration, such as PPO's")
     writer = Completer(config.policy.model, config.sampling, chat=config.data.chat_format)
     source = build_source(config.reward.source, writer.tokenizer, Engine(torch.device("cpu")))
     prompts = load_prompts(
@@ -51,17 +51,17 @@ def pairs(
         max_new_tokens=config.sampling.max_new_tokens,
     )
     sys.stderr.write(f"{prompts.skips.summary()}\n")
-    every = prompts.all() if limit is None else prompts.collate(range(min(limit, len(prompts))))
+    selected = prompts.all() if limit is None else prompts.collate(range(min(limit, len(prompts))))
     key = derive(config.run.seed, "sampled pairs")
-    for part in every.split(PROMPTS_AT_ONCE):
-        drawn = writer.sampler.sample(part, key=key, group_size=completions)
-        texts, scores = decode(drawn, writer.tokenizer), source(drawn).values.tolist()
-        for start in range(0, len(drawn), completions):
-            written = [row for row in range(start, start + completions) if texts.completions[row]]
-            if not written:
+    for batch in selected.split(PROMPTS_AT_ONCE):
+        rollout = writer.sampler.sample(batch, key=key, group_size=completions)
+        texts, scores = decode(rollout, writer.tokenizer), source(rollout).values.tolist()
+        for start in range(0, len(rollout), completions):
+            nonempty = [row for row in range(start, start + completions) if texts.completions[row]]
+            if not nonempty:
                 yield None
                 continue
-            best, worst = max(written, key=scores.__getitem__), min(written, key=scores.__getitem__)
+            best, worst = max(nonempty, key=scores.__getitem__), min(nonempty, key=scores.__getitem__)
             if scores[best] - scores[worst] <= min_gap:
                 yield None
                 continue
@@ -75,7 +75,7 @@ def pairs(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read, sample, rank, write."""
+    """Sample completions, rank them and write the pairs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("pairs", type=Path)
@@ -93,11 +93,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    found = [row for row in rows if row is not None]
+    written = [row for row in rows if row is not None]
     args.pairs.parent.mkdir(parents=True, exist_ok=True)
-    args.pairs.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found), encoding="utf-8")
-    alike = len(rows) - len(found)
-    sys.stdout.write(f"{len(found)} pairs in {args.pairs}; {alike} prompts gave none, their scores too much alike\n")
+    args.pairs.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in written), encoding="utf-8")
+    skipped = len(rows) - len(written)
+    sys.stdout.write(
+        f"{len(written)} pairs in {args.pairs}; {skipped} prompts gave none: their scores were too close\n"
+    )
     return 0
 
 

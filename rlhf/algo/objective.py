@@ -1,4 +1,7 @@
-"""The table of algorithms: configuration -> functions. The only dispatch on an algorithm's parts."""
+"""The online objective: maps the parts of an algorithm's configuration to the functions of rlhf.algo.
+
+`credit` computes the advantages of a step, `lesson` selects what the update trains on, `Objective` computes its losses.
+"""
 
 from __future__ import annotations
 
@@ -54,15 +57,15 @@ from rlhf.types import Experience, Rollout, SampledPairs, extend
 
 @dataclass(frozen=True, kw_only=True)
 class Coefs:
-    """The coefficients that controllers move between steps."""
+    """The coefficients that controllers adjust between steps."""
 
-    kl: float  # units of score per nat to the reference
-    penalty: float  # weight of KL(old || new), for the penalized surrogate
+    kl: float  # units of score per nat of KL to the reference
+    penalty: float  # weight of KL(old || new) in the penalized surrogate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """What the trained models say of a micro-batch."""
+    """What the trained models compute for a micro-batch."""
 
     logprobs: Float[Tensor, "B T"]
     entropy: Float[Tensor, "B T"]
@@ -70,16 +73,17 @@ class Outputs:
 
 
 def credit(rollout: Rollout, algorithm: Online, coefs: Coefs, *, ratio_cap: float | None = None) -> Experience:
-    """Rewards, advantages and returns of a whole step, statistics over all of its rows.
+    """Compute the rewards, advantages and returns of a whole step, with statistics over all of its rows.
 
-    `ratio_cap`: the completions are of an older policy; advantages are weighted by policy_loss.truncated_importance.
+    Where `ratio_cap` is given, the completions come from an older policy, and the advantages are weighted by
+    policy_loss.truncated_importance with that cap.
     """
     mask = rollout.completion_mask
     rewards = token_rewards(rollout.scores, _reward_penalty(rollout, algorithm, coefs), mask)
     advantages, returns = _advantages(rollout, rewards, algorithm)
     if ratio_cap is not None:
         advantages = advantages * truncated_importance(rollout.logprobs, rollout.sampler_logprobs, mask, cap=ratio_cap)
-    loss_mask = mask & _learned_from(rollout, advantages, algorithm)[:, None]
+    loss_mask = mask & _trainable_rows(rollout, advantages, algorithm)[:, None]
     return extend(
         Experience,
         rollout,
@@ -91,7 +95,7 @@ def credit(rollout: Rollout, algorithm: Online, coefs: Coefs, *, ratio_cap: floa
 
 
 def lesson(experience: Experience, algorithm: Online) -> Experience | SampledPairs:
-    """What the update reads of a step: every row, the kept rows alone, or pairs of them. It may be empty."""
+    """Select what the update trains on: every row, the kept rows alone, or pairs of rows; possibly none."""
     match algorithm.advantage:
         case BestAndWorst():
             return pairs_of(experience)
@@ -101,14 +105,14 @@ def lesson(experience: Experience, algorithm: Online) -> Experience | SampledPai
             return experience
 
 
-def _learned_from(rollout: Rollout, advantages: Float[Tensor, "B T"], algorithm: Online) -> Bool[Tensor, " B"]:
-    """The rows that the loss is taken over."""
-    whole = rollout.finished if algorithm.mask_truncated else torch.ones_like(rollout.finished)
+def _trainable_rows(rollout: Rollout, advantages: Float[Tensor, "B T"], algorithm: Online) -> Bool[Tensor, " B"]:
+    """Flag the rows that enter the loss."""
+    eligible = rollout.finished if algorithm.mask_truncated else torch.ones_like(rollout.finished)
     if isinstance(algorithm.advantage, Best | BestAndWorst):
-        return whole & (advantages != 0).any(dim=1)
+        return eligible & (advantages != 0).any(dim=1)
     if algorithm.drop_uniform_groups:
-        return whole & ~uniform_groups(rollout.scores, rollout.group_size)
-    return whole
+        return eligible & ~uniform_groups(rollout.scores, rollout.group_size)
+    return eligible
 
 
 def _reward_penalty(rollout: Rollout, algorithm: Online, coefs: Coefs) -> Float[Tensor, "B T"]:
@@ -122,21 +126,21 @@ def _advantages(
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
     mask = rollout.completion_mask
     match algorithm.advantage:
-        case Gae() as how:
-            if how.whiten_rewards:
+        case Gae() as config:
+            if config.whiten_rewards:
                 rewards = whiten(rewards, mask, shift_mean=False)
-            advantages, returns = gae(rewards, rollout.values, mask, gamma=how.gamma, gae_lambda=how.gae_lambda)
-            return (whiten(advantages, mask) if how.whiten else advantages), returns
-        case BatchWhiten() as how:
-            returns = rewards_to_go(rewards, mask, gamma=how.gamma)
-            return (whiten(returns, mask) if how.whiten else returns), returns
+            advantages, returns = gae(rewards, rollout.values, mask, gamma=config.gamma, gae_lambda=config.gae_lambda)
+            return (whiten(advantages, mask) if config.whiten else advantages), returns
+        case BatchWhiten() as config:
+            returns = rewards_to_go(rewards, mask, gamma=config.gamma)
+            return (whiten(returns, mask) if config.whiten else returns), returns
         case Greedy():
             returns = rewards_to_go(rewards, mask, gamma=1.0)
             return less_baseline(rewards, rollout.baselines, mask), returns
-        case Group() as how:
-            return _per_row(_group_advantage(rewards.sum(dim=1), rollout.group_size, how), rewards, mask)
-        case Best() as how:
-            chosen = kept(rewards.sum(dim=1), rollout.group_size, keep=how.keep, min_score=how.min_score)
+        case Group() as config:
+            return _per_row(_group_advantage(rewards.sum(dim=1), rollout.group_size, config), rewards, mask)
+        case Best() as config:
+            chosen = kept(rewards.sum(dim=1), rollout.group_size, keep=config.keep, min_score=config.min_score)
             return _per_row(chosen.to(rewards.dtype), rewards, mask)
         case BestAndWorst():
             return _per_row(pair_signs(rollout.scores, rollout.group_size), rewards, mask)
@@ -145,12 +149,12 @@ def _advantages(
 def _per_row(
     advantages: Float[Tensor, " B"], rewards: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-    """One advantage for all live tokens of a row, and the rewards-to-go."""
+    """Spread one advantage per row over its live tokens, and compute the rewards-to-go."""
     return torch.where(mask, advantages[:, None], 0.0), rewards_to_go(rewards, mask, gamma=1.0)
 
 
-def _group_advantage(totals: Float[Tensor, " B"], group_size: int, how: Group) -> Float[Tensor, " B"]:
-    match how.baseline:
+def _group_advantage(totals: Float[Tensor, " B"], group_size: int, config: Group) -> Float[Tensor, " B"]:
+    match config.baseline:
         case "normalized":
             return group_normalized(totals, group_size)
         case "centered":
@@ -160,7 +164,7 @@ def _group_advantage(totals: Float[Tensor, " B"], group_size: int, how: Group) -
 
 
 class Objective:
-    """The online loss of tokens: named terms, each a sum over a micro-batch and a norm over the minibatch."""
+    """The token-level online loss: named terms, each a sum over a micro-batch with a denominator of the minibatch."""
 
     def __init__(self, algorithm: Online, *, max_tokens: int) -> None:
         self.algorithm = algorithm
@@ -168,13 +172,13 @@ class Objective:
 
     @property
     def surrogate(self) -> Surrogate:
-        """How tokens are learned from; a pair loss has no Objective but its own (rlhf.trainers.losses)."""
+        """Return the configuration of the policy loss; pair losses do not use Objective (see rlhf.trainers.losses)."""
         config = self.algorithm.policy_loss
         assert not isinstance(config, OnlinePairLoss)
         return config
 
     def norms(self, minibatch: Experience) -> dict[str, float]:
-        """What each term's sum is divided by, from the whole minibatch's masks; never 0."""
+        """Compute each term's denominator from the masks of the whole minibatch; never 0."""
         _, policy = token_weights(minibatch.loss_mask, self.surrogate.aggregate, max_tokens=self.max_tokens)
         tokens = float(self._value_mask(minibatch).sum().item())
         return {"policy": max(policy, 1.0), "value": max(tokens, 1.0)}
@@ -182,20 +186,20 @@ class Objective:
     def loss(
         self, micro: Experience, outputs: Outputs, coefs: Coefs
     ) -> tuple[dict[str, Float[Tensor, ""]], dict[str, Mean]]:
-        """The terms of the loss, summed over `micro` (not yet divided), and what was observed."""
-        terms, observed = self.policy_term(micro, outputs.logprobs, outputs.entropy, coefs)
+        """Compute the terms of the loss, summed over `micro` (not yet divided), and their metrics."""
+        terms, metrics = self.policy_term(micro, outputs.logprobs, outputs.entropy, coefs)
         if self.algorithm.value_loss is not None:
-            value, of_value = self.value_term(micro, outputs.values)
-            return terms | value, observed | of_value
-        return terms, observed
+            value, value_metrics = self.value_term(micro, outputs.values)
+            return terms | value, metrics | value_metrics
+        return terms, metrics
 
     def policy_term(
         self, micro: Experience, logprobs: Float[Tensor, "B T"], entropy: Float[Tensor, "B T"], coefs: Coefs
     ) -> tuple[dict[str, Float[Tensor, ""]], dict[str, Mean]]:
-        """The policy's, with entropy bonus and penalty."""
+        """Compute the policy loss with entropy bonus and KL penalty, summed over `micro`, and its metrics."""
         mask = micro.loss_mask
-        surrogate, observed = self._surrogate(micro, logprobs, coefs)
-        observed["policy/entropy"] = Mean.of(entropy, mask)
+        surrogate, metrics = self._surrogate(micro, logprobs, coefs)
+        metrics["policy/entropy"] = Mean.of(entropy, mask)
         per_token = surrogate.per_token
         if self.surrogate.entropy_coef > 0:
             per_token = per_token - self.surrogate.entropy_coef * entropy
@@ -205,34 +209,34 @@ class Objective:
             if self.algorithm.kl.importance_weighted:
                 penalty = self._reweighted(penalty, importance_ratio(logprobs, micro.logprobs, mask, "token"))
             per_token = per_token + coefs.kl * penalty
-            observed["loss/kl"] = Mean.of(coefs.kl * penalty, mask)
+            metrics["loss/kl"] = Mean.of(coefs.kl * penalty, mask)
         weights, _ = token_weights(mask, self.surrogate.aggregate, max_tokens=self.max_tokens)
-        return {"policy": _weighted_sum(per_token, weights, mask)}, observed
+        return {"policy": _weighted_sum(per_token, weights, mask)}, metrics
 
     def value_term(
         self, micro: Experience, values: Float[Tensor, "B T"]
     ) -> tuple[dict[str, Float[Tensor, ""]], dict[str, Mean]]:
-        """The critic's."""
+        """Compute the clipped value loss, summed over `micro`, and its metrics."""
         config, mask = self.algorithm.value_loss, self._value_mask(micro)
         assert config is not None
         live, old_values, returns = _live(mask, values, micro.values, micro.returns)
         per_token = clipped_value_loss(live, old_values, returns, clip_eps=config.clip_eps)
-        observed = {
+        metrics = {
             "loss/value": Mean.of(per_token, mask),
             "critic/clip_fraction": Mean.of(value_clipped(live, old_values, returns, clip_eps=config.clip_eps), mask),
         }
-        return {"value": config.coef * _weighted_sum(per_token, mask.double(), mask)}, observed
+        return {"value": config.coef * _weighted_sum(per_token, mask.double(), mask)}, metrics
 
     def _reweighted(self, penalty: Float[Tensor, "B T"], ratio: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """Weigh the penalty of tokens that pi_old drew, so that its expected gradient is that of KL(pi || pi_ref).
+        """Weight the penalty of tokens drawn from pi_old, so that its expected gradient is that of KL(pi || pi_ref).
 
-        k3's mean is the KL, so the weight is part of what is differentiated:  grad E_old[rho k3] = grad KL.  k2's mean
-        is not, but its gradient's mean is:  E_old[sg(rho) grad k2] = grad KL.
+        The mean of k3 is the KL, so its weight is differentiated too:  grad E_old[rho k3] = grad KL.  The mean of k2 is
+        not, but the mean of its gradient is the KL's, so its weight is detached:  E_old[sg(rho) grad k2] = grad KL.
         """
         return penalty * (ratio if self.algorithm.kl.estimator == "k3" else ratio.detach())
 
     def _value_mask(self, batch: Experience) -> Bool[Tensor, "B T"]:
-        """Return the tokens the critic learns from: all live ones, less those of completions left out as cut off."""
+        """Return the mask of the tokens that the critic learns from: live, and not of a masked truncated completion."""
         if not self.algorithm.mask_truncated:
             return batch.completion_mask
         return batch.completion_mask & batch.finished[:, None]
@@ -267,17 +271,17 @@ class Objective:
             case PolicyGradientLoss():
                 (live,) = _live(mask, logprobs)
                 surrogate = log_likelihood(live, micro.advantages)
-        observed = {
+        metrics = {
             "loss/policy": Mean.of(surrogate.per_token, mask),
             "policy/clip_fraction": Mean.of(surrogate.clipped, mask),
             "policy/ratio": Mean.of(ratio, mask),
             "kl/old": Mean.of(old_kl, mask),
         }
-        return surrogate, observed
+        return surrogate, metrics
 
 
 def _live(mask: Bool[Tensor, "B T"], *tensors: Float[Tensor, "B T"]) -> tuple[Tensor, ...]:
-    """Zero where hidden, *before* the arithmetic: masking a result leaves 0 x NaN in its gradient."""
+    """Zero the masked entries *before* the arithmetic: masking the result would leave 0 x NaN in its gradient."""
     return tuple(torch.where(mask, tensor, 0.0) for tensor in tensors)
 
 
@@ -288,5 +292,5 @@ def _weighted_sum(
 
 
 def scaled(terms: Mapping[str, Tensor], norms: Mapping[str, float]) -> dict[str, Tensor]:
-    """Divide each term's sum by the norm of the whole minibatch: its share of the loss."""
+    """Divide each term's sum by its denominator over the whole minibatch, giving its share of the loss."""
     return {name: total / norms[name] for name, total in terms.items()}

@@ -1,4 +1,4 @@
-"""The surrogates: importance ratio x advantage, held near the old policy. No reduction here: see token_weights."""
+"""Policy losses per token: surrogates of importance ratio x advantage. `token_weights` says how they are reduced."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Aggregate = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """A loss per token and what was observed on the way, per token too."""
+    """A loss per token, and where it was clipped."""
 
     per_token: Float[Tensor, "B T"]
-    clipped: Bool[Tensor, "B T"]  # where the clip stops the gradient; of CISPO, where it bounds the weight
+    clipped: Bool[Tensor, "B T"]  # where the clip stops the gradient; in CISPO, where it bounds the weight
 
 
 def importance_ratio(
@@ -28,14 +28,14 @@ def importance_ratio(
     mask: Bool[Tensor, "B T"],
     level: RatioLevel,
 ) -> Float[Tensor, "B T"]:
-    """pi / pi_old, per token, per sequence, or per sequence with its length-th root; 1 outside the mask.
+    """Compute the importance ratio pi / pi_old at the given level; 1 outside the mask.
 
         token:          exp(log pi_t - log pi_old_t)                            (Schulman et al. 2017)
         sequence:       exp(sum_t (log pi_t - log pi_old_t))                    (RLOO)
         sequence_mean:  exp(sum_t (log pi_t - log pi_old_t) / length), carried  (GSPO, Zheng et al. 2025, eq. 7)
 
-    A sequence's ratio stands at every one of its live tokens. Ratios end at e^20, without a gradient from there on: a
-    sum over hundreds of tokens soon has an exponential that no float32 holds, and infinity times 0 is NaN.
+    The ratio of a sequence is repeated at each of its live tokens. Ratios are capped at e^20, with no gradient beyond:
+    a sum over hundreds of tokens soon has an exponential that overflows float32, and infinity times 0 is NaN.
     """
     difference = torch.where(mask, logprobs - old_logprobs, 0.0)
     match level:
@@ -56,9 +56,11 @@ def clipped_surrogate(
     clip_eps_high: float,
     dual_clip: float | None = None,
 ) -> PolicyLoss:
-    """-min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)   (Schulman et al. 2017, eq. 7; DAPO for low != high).
+    """Compute PPO's clipped surrogate loss (Schulman et al. 2017, eq. 7; DAPO for low != high).
 
-    With `dual_clip` c > 1 and A < 0 the objective is max(that, c * A) (Ye et al. 2020, eq. 5), so that a token
+        -min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)
+
+    With `dual_clip` c > 1 and A < 0 the objective is max(min(...), c * A) (Ye et al. 2020, eq. 5), so that a token
     that became much more likely cannot dominate. The gradient stops in exactly these cases:
     A > 0 and ratio > 1 + high; A < 0 and ratio < 1 - low; and, with dual clip, A < 0 and ratio > c.
     """
@@ -79,7 +81,12 @@ def penalized_surrogate(
     *,
     coef: float,
 ) -> PolicyLoss:
-    """-(ratio * A - coef * KL(old || new))   (Schulman et al. 2017, eq. 8); `old_kl` is `kl_old_new`'s estimate."""
+    """Compute PPO's KL-penalized surrogate loss (Schulman et al. 2017, eq. 8).
+
+        -(ratio * A - coef * KL(old || new))
+
+    `old_kl` is the estimate of `kl_old_new`.
+    """
     return PolicyLoss(
         per_token=-(ratio * advantages - coef * old_kl), clipped=torch.zeros_like(ratio, dtype=torch.bool)
     )
@@ -93,19 +100,23 @@ def weighted_log_likelihood(
     clip_eps_low: float,
     clip_eps_high: float,
 ) -> PolicyLoss:
-    """-sg(clip(ratio, 1 - low, 1 + high)) * A * log pi   (CISPO: MiniMax 2025, MiniMax-M1, eq. 4 and 5).
+    """Compute the CISPO loss: the log-likelihood, weighted by a clipped ratio (MiniMax 2025, MiniMax-M1, eq. 4 and 5).
 
-    sg stops the gradient, so every token keeps its own, -weight * A * grad log pi, also where the clip binds: the
-    clip bounds a token's weight and never silences it. Where it does not bind, the gradient is that of ratio * A.
+        -sg(clip(ratio, 1 - low, 1 + high)) * A * log pi
+
+    sg stops the gradient, so every token keeps its own, -weight * A * grad log pi, even where the clip is active: the
+    clip bounds a token's weight but never silences it. Where it is not active, the gradient is that of ratio * A.
     """
     weight = ratio.detach().clamp(1.0 - clip_eps_low, 1.0 + clip_eps_high)
     return PolicyLoss(per_token=-weight * advantages * logprobs, clipped=weight != ratio.detach())
 
 
 def log_likelihood(logprobs: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"]) -> PolicyLoss:
-    """-A * log pi: the policy gradient itself (Williams 1992, REINFORCE), right for tokens that pi drew.
+    """Compute the plain policy gradient loss (Williams 1992, REINFORCE), valid for tokens drawn from pi itself.
 
-    Its gradient is that of every ratio-based surrogate at ratio 1; there is no ratio here that could leave 1.
+        -A * log pi
+
+    Its gradient is that of every ratio-based surrogate at ratio 1; there is no ratio here that could move away from 1.
     """
     return PolicyLoss(per_token=-advantages * logprobs, clipped=torch.zeros_like(logprobs, dtype=torch.bool))
 
@@ -117,11 +128,11 @@ def truncated_importance(
     *,
     cap: float,
 ) -> Float[Tensor, "B T"]:
-    """min(pi_old / pi_sampler, cap) of each token; 1 outside the mask.
+    """Compute the truncated importance weight of every token, min(pi_old / pi_sampler, cap); 1 outside the mask.
 
-    The weight of a token that an older policy drew (IMPALA, Espeholt et al. 2018, eq. 1; decoupled from the clipped
+    It corrects for tokens drawn by an older policy (IMPALA, Espeholt et al. 2018, eq. 1; decoupled from the clipped
     ratio to pi_old as in Hilton et al. 2022, sec. 2). Every surrogate here is linear in a positive factor of the
-    advantage, so weighting advantages weights its gradient.
+    advantage, so weighting the advantages weights the gradient.
     """
     return (torch.where(mask, logprobs - sampler_logprobs, 0.0)).exp().clamp(max=cap)
 
@@ -129,27 +140,28 @@ def truncated_importance(
 def kl_old_new(
     logprobs: Float[Tensor, "B T"], old_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
-    """Per-token estimate of KL(pi_old || pi) from tokens drawn from pi_old, never negative; zero outside the mask.
+    """Estimate KL(pi_old || pi) per token from tokens drawn from pi_old; never negative, zero outside the mask.
 
         ratio - 1 - log ratio,     ratio = pi / pi_old
 
-    The samples do not depend on pi, so its expected gradient is that of KL(pi_old || pi) exactly.
+    The samples do not depend on pi, so the expected gradient is exactly that of KL(pi_old || pi).
     """
     difference = torch.where(mask, logprobs - old_logprobs, 0.0)
     return torch.expm1(difference) - difference
 
 
 def token_weights(mask: Bool[Tensor, "B T"], how: Aggregate, *, max_tokens: int) -> tuple[Float[Tensor, "B T"], float]:
-    """Weight of every token and the norm to divide the weighted sum by; both depend on the mask alone.
+    """Return each token's weight in the loss and the denominator of the weighted sum; both depend on the mask alone.
 
-        loss = sum(weights * per_token) / norm
+        loss = sum(weights * per_token) / denominator
 
+        how             weight        denominator      used by
         token_mean      1             tokens           PPO, DAPO
         sequence_mean   1 / length    completions      GRPO, GSPO
         sequence_sum    1             completions      REINFORCE, RLOO
         constant        1 / T_max     completions      Dr. GRPO
 
-    Rows without a live token count nowhere. Norms add over micro-batches and processes; a norm of nothing is 0.
+    Rows without a live token do not count. Denominators add up over micro-batches and ranks; that of no tokens is 0.
     """
     live = mask.double()  # [B, T]: small, and 1 / length stays exact enough for float64 tests
     lengths = live.sum(dim=1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Learning from a choice: the best of a prompt's completions, or the best against the worst."""
+"""Learning from selected completions: the best of each group, or the best against the worst."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rlhf.types import Experience, SampledPairs
 def kept(
     totals: Float[Tensor, " B"], group_size: int, *, keep: int, min_score: float | None = None
 ) -> Bool[Tensor, " B"]:
-    """The `keep` best of each group, less those below `min_score` (RAFT, Dong et al. 2023, alg. 1, with keep = 1).
+    """Flag the `keep` best of each group, except those below `min_score` (RAFT, Dong et al. 2023, alg. 1: keep = 1).
 
-    Of equal ones the first are kept: completions of a prompt are drawn alike, so which comes first is chance.
+    Of equal totals the first are kept: the completions of a prompt are drawn independently, so their order is chance.
     """
     groups = totals.view(-1, group_size)
     order = groups.argsort(dim=1, descending=True, stable=True)
@@ -25,27 +25,28 @@ def kept(
 
 
 def best_and_worst(scores: Float[Tensor, " B"], group_size: int) -> tuple[Int[Tensor, " N"], Int[Tensor, " N"]]:
-    """The rows of the best and of the worst completion of each group, group by group; of equal ones the first.
+    """Return the rows of the best and of the worst completion of each group; of equal scores the first.
 
-    A group whose completions all scored alike has no pair (Guo et al. 2024 rank two; G > 2 makes the gap wider).
+    A group whose scores are all equal has no pair, so N is at most the number of groups (Guo et al. 2024 rank two
+    completions; G > 2 makes the gap wider).
     """
     groups = scores.view(-1, group_size)
     best, worst = groups.argmax(dim=1, keepdim=True), groups.argmin(dim=1, keepdim=True)
-    apart = (groups.gather(1, best) > groups.gather(1, worst)).flatten()
+    differs = (groups.gather(1, best) > groups.gather(1, worst)).flatten()
     first = torch.arange(0, len(scores), group_size, device=scores.device)
-    return (first + best.flatten())[apart], (first + worst.flatten())[apart]
+    return (first + best.flatten())[differs], (first + worst.flatten())[differs]
 
 
 def pair_signs(scores: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
-    """+1 for the best of a group, -1 for the worst, 0 for the others and where all scored alike."""
+    """Return +1 for the best of each group, -1 for the worst, and 0 for the others and where all scores are equal."""
     best, worst = best_and_worst(scores, group_size)
     return torch.zeros_like(scores).index_fill(0, best, 1.0).index_fill(0, worst, -1.0)
 
 
 def pairs_of(experience: Experience) -> SampledPairs:
-    """The best and the worst completion of each prompt, as the offline pair losses read them; ties left out.
+    """Pair the best with the worst completion of each prompt for the pair losses, leaving out ties.
 
-    The reference's log-probabilities are those of the rollout, summed in float64.
+    The reference log-probabilities are those of the rollout, summed over tokens in float64.
     """
     best, worst = best_and_worst(experience.scores, experience.group_size)
     chosen, rejected = experience.rows(best), experience.rows(worst)

@@ -1,4 +1,4 @@
-"""The critic's loss."""
+"""The critic's loss, and how well the critic explains the returns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ def clipped_value_loss(
     *,
     clip_eps: float | None,
 ) -> Float[Tensor, "B T"]:
-    """0.5 * max((V - R)^2, (V_old + clip(V - V_old, -eps, eps) - R)^2)   (baselines' PPO2; Schulman et al. 2016, app.).
+    """Compute the clipped value loss per token (baselines' PPO2; Schulman et al. 2016, app.).
+
+        0.5 * max((V - R)^2, (V_old + clip(V - V_old, -eps, eps) - R)^2)
 
     The larger of the two errors is taken, so the clip only ever stops a gradient; `clip_eps=None` is plain regression.
     """
@@ -34,7 +36,7 @@ def value_clipped(
     *,
     clip_eps: float | None,
 ) -> Bool[Tensor, "B T"]:
-    """Where clipped_value_loss takes the clipped branch and has no gradient."""
+    """Flag the tokens at which clipped_value_loss takes the clipped branch and has no gradient."""
     if clip_eps is None:
         return torch.zeros_like(values, dtype=torch.bool)
     near_old = old_values + (values - old_values).clamp(-clip_eps, clip_eps)
@@ -42,7 +44,12 @@ def value_clipped(
 
 
 def explained_variance(values: Float[Tensor, "B T"], returns: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> float:
-    """1 - Var(R - V) / Var(R) over live tokens: 1 is perfect, 0 a constant, below 0 is worse; NaN when Var(R) is 0."""
+    """Compute the share of the returns' variance that the critic explains, over live tokens.
+
+        1 - Var(R - V) / Var(R)
+
+    1 is perfect, 0 is as good as a constant, below 0 is worse than that; NaN where Var(R) is 0.
+    """
     error = returns - values
     error_variance = masked_mean((error - masked_mean(error, mask)) ** 2, mask)
     variance = masked_mean((returns - masked_mean(returns, mask)) ** 2, mask)

@@ -1,4 +1,4 @@
-"""The sampler that draws a step ahead of the update, over a copy of the policy."""
+"""Sampling the next step's completions while the update runs, from a copy of the policy."""
 
 from __future__ import annotations
 
@@ -32,34 +32,43 @@ def build_ahead(
     *,
     last_step: int,
 ) -> Ahead:
-    """What draws ahead; `saved` is what the checkpoint has of it.
+    """Build the sampler that works one step ahead of the update.
+
+    Args:
+        config: the configuration of the run.
+        context: the run's context; its engine must be a single process without DeepSpeed.
+        models: the models; the policy is copied.
+        tokenizer: the policy's tokenizer.
+        prompts: the prompts of each step.
+        saved: the completions that the checkpoint holds, None for a new run.
+        last_step: the last step of the run, after which nothing is sampled.
 
     Raises:
-        ConfigError: there are several processes, or DeepSpeed.
-        CheckpointError: what was drawn is not of the configuration's group size.
+        ConfigError: the run has several processes, or uses DeepSpeed.
+        CheckpointError: the saved completions do not fit the configured number of prompts or completions.
     """
     if context.engine.ranks.world > 1 or context.engine.sharding.uses_deepspeed:
         raise ConfigError("overlap.ahead works in one process without DeepSpeed: set overlap.ahead=false")
-    twin = freeze(copy.deepcopy(models.policy))
+    policy_copy = freeze(copy.deepcopy(models.policy))
     group_size = config.sampling.completions_per_prompt
-    sampler = build_sampler(config, replace(models, policy=twin), tokenizer)
+    sampler = build_sampler(config, replace(models, policy=policy_copy), tokenizer)
 
     def draw(step: int) -> Completions:
         return sampler.sample(prompts.batch(step), key=sampling_key(config, step), group_size=group_size)
 
-    ahead = Ahead(draw, lambda: _copy(models.policy, twin), last_step=last_step)
+    ahead = Ahead(draw, lambda: _copy_weights(models.policy, policy_copy), last_step=last_step)
     if saved:
-        ahead.put_back(saved["step"], _completions(saved, prompts, group_size))
+        ahead.put_back(saved["step"], _restore_completions(saved, prompts, group_size))
     return ahead
 
 
 @torch.no_grad()
-def _copy(policy: CausalLM, twin: CausalLM) -> None:
-    for live, copied in zip(policy.parameters(), twin.parameters(), strict=True):
-        copied.copy_(live)
+def _copy_weights(source: CausalLM, target: CausalLM) -> None:
+    for source_weight, target_weight in zip(source.parameters(), target.parameters(), strict=True):
+        target_weight.copy_(source_weight)
 
 
-def _completions(saved: dict[str, Any], prompts: PromptStream, group_size: int) -> Completions:
+def _restore_completions(saved: dict[str, Any], prompts: PromptStream, group_size: int) -> Completions:
     fields = {name: value for name, value in saved.items() if name != "step"}
     rows = repeat_rows(prompts.batch(saved["step"]), group_size)
     if fields["group_size"] != group_size or len(fields["finished"]) != len(rows):

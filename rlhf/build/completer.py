@@ -1,4 +1,4 @@
-"""A trained model as a function from texts to texts, and as a partner in a conversation."""
+"""Text generation with a trained model: completions of prompts, and a multi-turn conversation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RAW = ChatFormat("none")
 
 
 def chat_format_of(path: str) -> ChatFormat:
-    """Read the chat keys of a run's configuration; those of a model folder are the defaults."""
+    """Read the chat format from a run's configuration; return the default for a plain model folder."""
     run = Path(path).expanduser() / "config.yaml"
     if not run.is_file():
         return ChatFormat()
@@ -39,12 +39,19 @@ def chat_format_of(path: str) -> ChatFormat:
 
 
 class Completer:
-    """The model of a run, or in a model folder, ready to sample."""
+    """A model, from a run or a model folder, ready to generate text."""
 
     def __init__(
         self, path: str, sampling: SamplingConfig, device: torch.device | None = None, *, chat: ChatFormat = RAW
     ) -> None:
-        """`device` is a GPU where there is one, unless it is given; `chat`: how prompts are written."""
+        """Load the model and its tokenizer.
+
+        Args:
+            path: a run folder, a model folder or a hub id.
+            sampling: the sampling settings.
+            device: where the model runs; None selects the GPU if there is one.
+            chat: the chat format of the prompts; the default uses no chat template.
+        """
         folder = model_folder(path)
         self.tokenizer = load_tokenizer(folder)
         self.encoder = make_encoder(self.tokenizer, chat)
@@ -65,44 +72,51 @@ class Completer:
         )
 
     def sample(self, prompts: Sequence[str], *, count: int, key: int, greedy: bool = False) -> Completions:
-        """Draw `count` completions of each prompt, as token ids."""
-        asked = [self.asked(text) for text in prompts]
-        return self.sampler.sample(encode_conversations(asked, self.encoder), key=key, group_size=count, greedy=greedy)
+        """Sample `count` completions of each prompt, as token ids."""
+        conversations = [self.asked(text) for text in prompts]
+        return self.sampler.sample(
+            encode_conversations(conversations, self.encoder), key=key, group_size=count, greedy=greedy
+        )
 
     def asked(self, text: str) -> Prompt:
-        """Make a prompt of a text: a user's turn where there is a chat template."""
+        """Make a prompt from a text: a user message if the model has a chat template, else the text itself."""
         return [{"role": "user", "content": text}] if self.encoder.template.turns else text
 
     def complete(self, prompts: Sequence[str], *, count: int, key: int) -> list[list[str]]:
-        """Draw `count` completions of each prompt, as text without special tokens."""
-        drawn = self.sample(prompts, count=count, key=key)
-        texts = [self.text(ids, mask) for ids, mask in zip(drawn.completion_ids, drawn.completion_mask, strict=True)]
+        """Sample `count` completions of each prompt, as text without special tokens."""
+        samples = self.sample(prompts, count=count, key=key)
+        texts = [
+            self.text(ids, mask) for ids, mask in zip(samples.completion_ids, samples.completion_mask, strict=True)
+        ]
         return [texts[start : start + count] for start in range(0, len(texts), count)]
 
     def text(self, ids: Tensor, mask: Tensor) -> str:
-        """Return the live tokens of one completion as text without special tokens."""
+        """Decode the unmasked tokens of one completion to text without special tokens."""
         text = self.tokenizer.decode(ids[mask], skip_special_tokens=True)
         assert isinstance(text, str)
         return text
 
     def stream(self, prompt: Prompt, write: Callable[[str], None], *, top_p: float, greedy: bool) -> tuple[str, bool]:
-        """Write one completion as it comes, drawn by torch's random numbers; return it, and whether it ended by itself.
+        """Generate one completion and write it as it is sampled, with torch's global random generator.
 
-        An interrupt (Ctrl-C) ends it early.
+        An interrupt (Ctrl-C) ends the completion early.
+
+        Returns:
+            The text, and whether it ended with an end-of-sequence token.
 
         Raises:
             DataError: the prompt leaves no room in the model's context.
         """
         ids = encode_conversations([prompt], self.encoder).prompt_ids.to(self.model.device)
-        room = self._room(ids.shape[1])
+        max_new_tokens = self._max_new_tokens(ids.shape[1])
         streamer = _Streamer(self.text_of, write)
-        drawn = {} if greedy else {"temperature": self.sampling.temperature, "top_p": top_p, "top_k": 0}
+        sampling_options = {} if greedy else {"temperature": self.sampling.temperature, "top_p": top_p, "top_k": 0}
         settings = GenerationConfig(
             do_sample=not greedy,
-            max_new_tokens=room,
+            max_new_tokens=max_new_tokens,
             eos_token_id=list(self.eos_ids),
             pad_token_id=self.encoder.pad_id,
-            **drawn,
+            **sampling_options,
         )
         model: Any = self.model
         try:
@@ -113,12 +127,13 @@ class Completer:
         return streamer.written, bool(streamer.ids) and streamer.ids[-1] in self.eos_ids
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """Return ids as text without special tokens."""
+        """Decode token ids to text without special tokens."""
         text = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 
-    def _room(self, tokens: int) -> int:
+    def _max_new_tokens(self, tokens: int) -> int:
+        """Return how many tokens may follow a prompt of this many tokens."""
         context = context_length(self.model)
         room = self.sampling.max_new_tokens if context is None else min(self.sampling.max_new_tokens, context - tokens)
         if room < 1:
@@ -127,7 +142,7 @@ class Completer:
 
 
 class _Streamer(BaseStreamer):
-    """Decodes a completion as it grows, and writes what can no longer change."""
+    """A streamer that decodes a completion as it grows, and writes the part that can no longer change."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], write: Callable[[str], None]) -> None:
         self.decode, self.write = decode, write
@@ -136,27 +151,27 @@ class _Streamer(BaseStreamer):
         self.has_prompt = False
 
     def put(self, value: Tensor) -> None:
-        """Take the prompt's ids, which come first, or a new token's."""
+        """Take the ids of a new token; the first call passes the ids of the prompt, which are skipped."""
         if not self.has_prompt:
             self.has_prompt = True
             return
         self.ids += value.flatten().tolist()
         text = self.decode(self.ids)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character is not complete yet
-            self._show(text)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # the last character still lacks bytes
+            self._write_new(text)
 
     def end(self) -> None:
-        """Write what is left."""
-        self._show(self.decode(self.ids))
+        """Write the rest of the text."""
+        self._write_new(self.decode(self.ids))
 
-    def _show(self, text: str) -> None:
+    def _write_new(self, text: str) -> None:
         self.write(text[len(self.written) :])
         self.written = text
 
 
 @dataclass
 class Conversation:
-    """A conversation with a model: what was said so far, and the next answer."""
+    """A conversation with a model: the messages so far, and how the next answer is sampled."""
 
     model: Completer
     system: str | None
@@ -165,13 +180,13 @@ class Conversation:
     messages: list[Message] = field(default_factory=list)
 
     def reset(self) -> None:
-        """Forget what was said."""
+        """Clear the history."""
         self.messages.clear()
 
     def ask(self, text: str, write: Callable[[str], None]) -> bool:
-        """Say something and write the answer as it comes; return whether it ended by itself."""
-        start = [{"role": "system", "content": self.system}] if self.system is not None else []
-        asked = [*self.messages, {"role": "user", "content": text}]
-        answer, ended = self.model.stream([*start, *asked], write, top_p=self.top_p, greedy=self.greedy)
-        self.messages = [*asked, {"role": "assistant", "content": answer}]
+        """Send a user message and write the answer as it is generated; return whether the answer is complete."""
+        system = [{"role": "system", "content": self.system}] if self.system is not None else []
+        messages = [*self.messages, {"role": "user", "content": text}]
+        answer, ended = self.model.stream([*system, *messages], write, top_p=self.top_p, greedy=self.greedy)
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
         return ended

@@ -1,4 +1,4 @@
-"""What every run starts with: its folder, the checkpoint it continues from, its engine, and notes for the user."""
+"""The start of every run: its folder, the checkpoint it resumes from, its engine, and messages for the user."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TRAINER = "trainer.pt"
 
 @dataclass
 class Context:
-    """The start of a run, before there are models."""
+    """What a run has before its models are built."""
 
     config: TrainConfig | RewardModelConfig
     folder: RunFolder
@@ -38,12 +38,12 @@ class Context:
     state: TrainState
     positions: Mapping[str, int]
     console: Console | None
-    release: Callable[[], None]  # lets other processes into the folder
-    notes: list[str] = field(default_factory=list)  # printed and kept as the run begins; any part may add a line
+    release: Callable[[], None]  # releases the run folder's lock
+    notes: list[str] = field(default_factory=list)  # logged when the run begins; any part of the setup may append
 
     @property
     def seed(self) -> int:
-        """The run's one seed."""
+        """Return the seed of the run."""
         return self.config.run.seed
 
     def session(
@@ -55,7 +55,15 @@ class Context:
         show: Sequence[str],
         targets: Mapping[str, float] | None = None,
     ) -> Session:
-        """The run's course, with its files opened (and rewound to the checkpoint it continues from)."""
+        """Open the files of the run, rewound to the checkpoint if it resumes, and return its session.
+
+        Args:
+            total_steps: the length of the run in steps.
+            save: writes a checkpoint into a folder.
+            evaluate: computes the evaluation metrics at a step.
+            show: the metrics of the progress display.
+            targets: the target values that the progress display shows beside a metric.
+        """
         config = self.config
         progress = Progress(config.run.name, total_steps, self.console, start_step=self.state.step, targets=targets)
         resolved = dump(config)
@@ -78,8 +86,8 @@ class Context:
             release=self.release,
         )
         recorder.rewind(self.positions)
-        for text in [*self.notes, *_about_resuming(self, changed, total_steps)]:
-            recorder.note(text)
+        for message in [*self.notes, *_resume_messages(self, changed, total_steps)]:
+            recorder.note(message)
         return Session(
             state=self.state,
             total_steps=total_steps,
@@ -97,6 +105,7 @@ class Context:
         )
 
     def _write_configs(self, resolved: Mapping[str, object]) -> list[str]:
+        """Write the configuration files into the run folder; return the keys that differ from the previous ones."""
         changed = self.folder.write_config(resolved)
         for name, settings in self.engine.written.items():
             self.folder.write_deepspeed(name, settings)
@@ -104,17 +113,18 @@ class Context:
 
 
 def open_context(config: TrainConfig | RewardModelConfig, console: Console | None) -> Context:
-    """Look at the run folder and decide where to start.
+    """Lock the run folder, create the engine, and find the checkpoint to resume from.
 
     Raises:
-        CheckpointError: resuming is forbidden and there is a checkpoint, none is whole, or another process is there.
+        CheckpointError: checkpoint.resume is never and there is a checkpoint, no checkpoint is intact, or another
+            process uses the folder.
     """
     engine = make_engine(config.run, config.sharding)
     ranks = engine.ranks
     folder = RunFolder(config.run.out_dir)
-    release = _locked(folder.path, ranks)
+    release = _lock_folder(folder.path, ranks)
     checkpoints = Checkpoints(folder.checkpoints, keep=config.checkpoint.keep, ranks=ranks)
-    notes = [f"warning: {text}" for text in unread_sections(config)]
+    notes = [f"warning: {warning}" for warning in unread_sections(config)]
     if ranks.world > 1 and config.sharding.mode == "none":
         notes.append(f"{ranks.world} processes and sharding=none: they share the rows of a step, as with sharding=ddp")
 
@@ -123,11 +133,11 @@ def open_context(config: TrainConfig | RewardModelConfig, console: Console | Non
             raise CheckpointError(
                 f"{folder.path} already holds a run and checkpoint.resume is never: choose another run.out_dir"
             )
-        said: list[str] = []
-        return checkpoints.newest(said.append), said
+        warnings: list[str] = []
+        return checkpoints.newest(warnings.append), warnings
 
-    resume, damaged = ranks.on_main(newest)
-    notes += damaged
+    resume, checkpoint_warnings = ranks.on_main(newest)
+    notes += checkpoint_warnings
     state, positions = TrainState.read(resume) if resume else (TrainState(), {"metrics": 0, "samples": 0})
     return Context(
         config=config,
@@ -143,28 +153,28 @@ def open_context(config: TrainConfig | RewardModelConfig, console: Console | Non
     )
 
 
-def _locked(folder: Path, ranks: Ranks) -> Callable[[], None]:
-    """Keep other runs out of the folder, in the name of all processes of this one; gives what lets them in."""
-    held: list[FolderLock] = []
-    ranks.on_main(lambda: held.append(FolderLock(folder)))
-    return held[0].release if held else lambda: None
+def _lock_folder(folder: Path, ranks: Ranks) -> Callable[[], None]:
+    """Lock the run folder on the main rank, for all ranks of the run; return the function that releases it."""
+    locks: list[FolderLock] = []
+    ranks.on_main(lambda: locks.append(FolderLock(folder)))
+    return locks[0].release if locks else lambda: None
 
 
-def _about_resuming(context: Context, changed: Sequence[str], total_steps: int) -> list[str]:
+def _resume_messages(context: Context, changed: Sequence[str], total_steps: int) -> list[str]:
     if context.resume is None:
         return []
-    notes = [f"continuing from {context.resume} (step {context.state.step} of {total_steps})"]
+    messages = [f"continuing from {context.resume} (step {context.state.step} of {total_steps})"]
     settings = [key for key in changed if not key.startswith(("versions.", "git_commit"))]
     versions = [key.removeprefix("versions.") for key in changed if key.startswith("versions.")]
     if versions:
-        notes.append(f"warning: other versions than the run began with: {', '.join(versions)}")
+        messages.append(f"warning: other versions than the run began with: {', '.join(versions)}")
     if settings:
-        notes.append(f"warning: these settings differ from those the run began with: {', '.join(settings)}")
-    return notes
+        messages.append(f"warning: these settings differ from those the run began with: {', '.join(settings)}")
+    return messages
 
 
 def total_steps(schedule: ScheduleConfig, steps_per_epoch: float) -> int:
-    """The length of the run in steps."""
+    """Return the length of the run in steps."""
     if schedule.steps is not None:
         return schedule.steps
     assert schedule.epochs is not None
@@ -172,10 +182,10 @@ def total_steps(schedule: ScheduleConfig, steps_per_epoch: float) -> int:
 
 
 def model_folder(path: str) -> str:
-    """Where the weights are: `path` itself, or, for a run folder, its model or newest whole checkpoint.
+    """Return the folder of the weights: a run folder's model or newest intact checkpoint, or `path` itself.
 
     Raises:
-        ModelError: a run folder that has neither.
+        ModelError: the run folder has neither.
     """
     folder = Path(path).expanduser()
     if not (folder / "checkpoints").is_dir() and not (folder / "config.yaml").is_file():

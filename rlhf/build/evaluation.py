@@ -1,4 +1,4 @@
-"""A finished run beside another model: same prompts, same random numbers, same judge."""
+"""Evaluation of a finished run against another model: same prompts, same random numbers, same judge."""
 
 from __future__ import annotations
 
@@ -38,25 +38,28 @@ from rlhf.runtime.seeding import derive
 from rlhf.trainers.online import ROWS_PER_PASS
 from rlhf.types import Completions, Scores
 
-START = "start"  # as --against: the model that the run started from
+START = "start"  # the value of --against that names the model the run started from
 
 
 @dataclass(frozen=True)
 class PairwiseComparison:
-    """What eval.judge said of the pairs, each asked in both orders."""
+    """The verdicts of eval.judge on the pairs, each judged in both orders."""
 
     judge: str
     win_rate: Interval
     length_controlled: LengthControlled
     inconsistent: float  # share of pairs on which the two orders disagree; they count as ties
-    first_shown: float  # share of the answers for a side that are for the one shown first
-    unreadable: int  # answers that are no verdict; their pairs count as ties
+    first_shown: float  # share of the verdicts for a side that favour the one shown first
+    unreadable: int  # answers without a verdict; their pairs count as ties
     answers: int
 
 
 @dataclass(frozen=True)
 class PolicyComparison:
-    """What `rlhf eval` found; `reference` is the other model's. Without scores the first three intervals are null."""
+    """The result of `rlhf eval`: metrics of the run and of the other model (`reference`), and their comparison.
+
+    `win_rate`, `length_controlled` and `difference` are None where there are no scores.
+    """
 
     prompts: int
     against: str
@@ -66,31 +69,37 @@ class PolicyComparison:
     length_controlled: LengthControlled | None
     difference: Interval | None
     pairwise: PairwiseComparison | None = None
-    rows: list[dict[str, object]] = field(default_factory=list)  # of the pairwise judge: prompt, texts, both verdicts
+    rows: list[dict[str, object]] = field(default_factory=list)  # one per pair judged: prompt, texts, both verdicts
 
 
 @dataclass(frozen=True)
 class _Side:
-    """One model: what was measured, its texts, and the tokenizer that they were made with."""
+    """One of the two models: its evaluation, its texts, and its tokenizer."""
 
-    found: PolicyEvaluation
+    evaluation: PolicyEvaluation
     texts: Texts
     tokenizer: PreTrainedTokenizerBase
 
     def column(self, name: str) -> list[object]:
-        """A column of the prompts' rows."""
+        """Return one column of the prompt rows."""
         return [row.get(name) for row in self.texts.references]
 
 
 def compare_models(config: TrainConfig, run: str, against: str) -> PolicyComparison:
-    """Evaluate the model of `run` and another: a run, a model folder or hub id, or `start`.
+    """Evaluate the model of `run` and another one, and compare them.
 
-    One of another vocabulary has its own tokenizer, no KL, and lengths in characters where the two are compared.
+    A model with another vocabulary is evaluated with its own tokenizer and without a KL; the lengths of the two are
+    then compared in characters.
+
+    Args:
+        config: the configuration of the run.
+        run: the run folder.
+        against: another run, a model folder or hub id, or `start` for the model that the run started from.
 
     Raises:
-        UserError: there is no judge, no prompts, or a model cannot be loaded.
+        UserError: there is no judge, there are no prompts, or a model cannot be loaded.
     """
-    pairs = _pair_judge(config)  # before anything is sampled
+    judge = _pair_judge(config)  # first: a mistake in its settings shows before anything is sampled
     after = _side(config, run, run)
     before = _other_side(config, run, against, after)
     if before.column("prompt") != after.column("prompt"):
@@ -98,43 +107,43 @@ def compare_models(config: TrainConfig, run: str, against: str) -> PolicyCompari
             f"{run} and {against} read the held-out prompts differently (one leaves out or cuts prompts that the other "
             "does not): set data.eval_prompts.max_prompt_tokens so that both read them whole"
         )
-    longer = _longer(after, before)
-    scored = _judge(config) is not None
-    a, b = after.found.rollout.scores, before.found.rollout.scores
-    verdicts = pairs(after.texts.prompts, after.texts.completions, before.texts.completions) if pairs else None
+    length_difference = _length_difference(after, before)
+    scored = _score_source(config) is not None
+    a, b = after.evaluation.rollout.scores, before.evaluation.rollout.scores
+    verdicts = judge(after.texts.prompts, after.texts.completions, before.texts.completions) if judge else None
     return PolicyComparison(
         prompts=len(a),
         against=against,
-        run=after.found.metrics,
-        reference=before.found.metrics,
+        run=after.evaluation.metrics,
+        reference=before.evaluation.metrics,
         win_rate=win_rate(a, b) if scored else None,
-        length_controlled=length_controlled_win_rate(outcomes(a, b)[None], longer[None]) if scored else None,
+        length_controlled=length_controlled_win_rate(outcomes(a, b)[None], length_difference[None]) if scored else None,
         difference=mean_difference(a, b) if scored else None,
-        pairwise=_pairwise(pairs, verdicts, longer) if pairs and verdicts else None,
+        pairwise=_pairwise(judge, verdicts, length_difference) if judge and verdicts else None,
         rows=_rows(after, before, verdicts) if verdicts else [],
     )
 
 
 def _side(config: TrainConfig, path: str | None, tokenizer_from: str, *, with_reference: bool = True) -> _Side:
     tokenizer = build_tokenizer(config.policy.model_copy(update={"model": tokenizer_from}))
-    found = evaluate_model(config, path, tokenizer_from, with_reference=with_reference)
-    return _Side(found, decode(found.rollout, tokenizer), tokenizer)
+    evaluation = evaluate_model(config, path, tokenizer_from, with_reference=with_reference)
+    return _Side(evaluation, decode(evaluation.rollout, tokenizer), tokenizer)
 
 
 def _other_side(config: TrainConfig, run: str, against: str, after: _Side) -> _Side:
     if against == START:
         return _side(config, None, run)
-    own = config.model_copy(update={"policy": config.policy.model_copy(update={"tokenizer": None})})
-    tokenizer = build_tokenizer(own.policy.model_copy(update={"model": against}))
+    own_tokenizer = config.model_copy(update={"policy": config.policy.model_copy(update={"tokenizer": None})})
+    tokenizer = build_tokenizer(own_tokenizer.policy.model_copy(update={"model": against}))
     if tokenizer.get_vocab() == after.tokenizer.get_vocab():
         return _side(config, against, run)
-    return _side(own, against, against, with_reference=False)
+    return _side(own_tokenizer, against, against, with_reference=False)
 
 
-def _longer(after: _Side, before: _Side) -> Float[Tensor, " N"]:
-    """How much longer each completion of the first is: in tokens, or in characters where tokens differ."""
+def _length_difference(after: _Side, before: _Side) -> Float[Tensor, " N"]:
+    """Compute how much longer each completion of the first is, in tokens or, for other vocabularies, characters."""
     if after.tokenizer.get_vocab() == before.tokenizer.get_vocab():
-        a, b = (side.found.rollout.completion_mask.sum(dim=1) for side in (after, before))
+        a, b = (side.evaluation.rollout.completion_mask.sum(dim=1) for side in (after, before))
     else:
         a, b = (torch.tensor([len(text) for text in side.texts.completions]) for side in (after, before))
     return (a - b).double()
@@ -146,11 +155,11 @@ def _pair_judge(config: TrainConfig) -> PairJudge | None:
     return PairJudge(chat, ChatModel(chat, os.environ, section=section), section=section) if chat is not None else None
 
 
-def _pairwise(judge: PairJudge, verdicts: Verdicts, longer: Float[Tensor, " N"]) -> PairwiseComparison:
+def _pairwise(judge: PairJudge, verdicts: Verdicts, length_difference: Float[Tensor, " N"]) -> PairwiseComparison:
     return PairwiseComparison(
         judge=judge.model.config.model,
         win_rate=bootstrap(verdicts.wins),
-        length_controlled=length_controlled_win_rate(verdicts.wins[None], longer[None]),
+        length_controlled=length_controlled_win_rate(verdicts.wins[None], length_difference[None]),
         inconsistent=verdicts.inconsistent,
         first_shown=verdicts.first_shown,
         unreadable=verdicts.unreadable,
@@ -159,16 +168,23 @@ def _pairwise(judge: PairJudge, verdicts: Verdicts, longer: Float[Tensor, " N"])
 
 
 def _rows(after: _Side, before: _Side, verdicts: Verdicts) -> list[dict[str, object]]:
-    columns = (after.texts.prompts, after.texts.completions, before.texts.completions)
-    said = (verdicts.straight, verdicts.swapped, verdicts.wins.tolist())
+    texts = (after.texts.prompts, after.texts.completions, before.texts.completions)
+    results = (verdicts.straight, verdicts.swapped, verdicts.wins.tolist())
     names = ("prompt", "run", "reference", "run_shown_first", "run_shown_second", "outcome")
-    return [dict(zip(names, row, strict=True)) for row in zip(*columns, *said, strict=True)]
+    return [dict(zip(names, row, strict=True)) for row in zip(*texts, *results, strict=True)]
 
 
 def evaluate_model(
     config: TrainConfig, path: str | None, tokenizer_from: str, *, with_reference: bool = True
 ) -> PolicyEvaluation:
-    """The model in `path` (None: the run's reference) on the run's held-out prompts, judged as the run is."""
+    """Evaluate a model on the run's held-out prompts, scored by the judge of the run.
+
+    Args:
+        config: the configuration of the run.
+        path: the model, None for the run's reference.
+        tokenizer_from: the run or model folder whose tokenizer is used.
+        with_reference: whether the KL to the run's reference is measured.
+    """
     assert config.data.eval_prompts is not None
     engine = make_engine(config.run)
     tokenizer = build_tokenizer(config.policy.model_copy(update={"model": tokenizer_from}))
@@ -191,30 +207,30 @@ def evaluate_model(
         context=context_length(models.policy),
         max_new_tokens=config.sampling.max_new_tokens,
     )
-    source = _judge(config)
-    found = evaluate_policy(
+    source = _score_source(config)
+    evaluation = evaluate_policy(
         list(held_out.batches(config.sampling.batch_size)),
         build_sampler(config, models, tokenizer),
         models,
-        build_source(source, tokenizer, engine) if source is not None else _unscored,
+        build_source(source, tokenizer, engine) if source is not None else _zero_scores,
         proxy=None,
         key=derive(config.run.seed, "eval"),
         greedy=config.eval.greedy and source is not None,
         rows_per_pass=config.batch.micro_batch_size * ROWS_PER_PASS,
     )
     if source is not None:
-        return found
-    kept = {name: value for name, value in found.metrics.items() if not name.startswith("eval/score")}
-    return PolicyEvaluation(kept, found.rollout, found.scores, found.exact_kl)
+        return evaluation
+    metrics = {name: value for name, value in evaluation.metrics.items() if not name.startswith("eval/score")}
+    return PolicyEvaluation(metrics, evaluation.rollout, evaluation.scores, evaluation.exact_kl)
 
 
-def _unscored(completions: Completions) -> Scores:
-    """For an evaluation of which only the pairs are judged."""
+def _zero_scores(completions: Completions) -> Scores:
+    """Score every completion 0, for an evaluation in which only pairs are judged."""
     return Scores(values=torch.zeros(len(completions)), parts={})
 
 
-def _judge(config: TrainConfig) -> RewardSourceConfig | None:
-    """What scores the completions; None where eval.judge alone decides."""
+def _score_source(config: TrainConfig) -> RewardSourceConfig | None:
+    """Return the source that scores single completions; None if only eval.judge compares pairs."""
     if config.eval.source is not None:
         return config.eval.source
     if config.reward is not None:

@@ -1,4 +1,4 @@
-"""Policy, reference and critic from configuration, new or from a checkpoint."""
+"""Policy, reference, critic and tokenizer of a run, from its configuration or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -33,18 +33,21 @@ from rlhf.runtime.seeding import derive, new_weights
 
 
 def build_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
-    """Load the policy's tokenizer."""
+    """Load the tokenizer of the policy."""
     path = config.tokenizer or model_folder(config.model)
     return load_tokenizer(path, trust_remote_code=config.trust_remote_code)
 
 
 def build_policy(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase, resume: Path | None, seed: int) -> CausalLM:
-    """The model to train: the one configured, or a checkpoint's."""
+    """Load the model to train: from the checkpoint `resume` if there is one, else the configured model.
+
+    `seed` initializes any new weights.
+    """
     with new_weights(seed):
-        return _policy(config, tokenizer, resume)
+        return _load_or_resume(config, tokenizer, resume)
 
 
-def _policy(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase, resume: Path | None) -> CausalLM:
+def _load_or_resume(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase, resume: Path | None) -> CausalLM:
     start = model_folder(config.model)
     if resume is None:
         return load_policy(config, start, tokenizer)
@@ -60,7 +63,7 @@ def _policy(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase, resume: Pa
 
 
 def build_online_models(config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase) -> Models:
-    """All the models of an online run."""
+    """Build all the models of an online run: policy, reference, and critic if the algorithm has one."""
     algorithm = config.algorithm
     assert isinstance(algorithm, Online)
     engine, loss = context.engine, algorithm.policy_loss
@@ -85,12 +88,12 @@ def build_online_models(config: TrainConfig, context: Context, tokenizer: PreTra
             models.shared_head = engine.place(SharedHead(policy.config.hidden_size, next(policy.parameters()).dtype))
         else:
             with new_weights(context.seed):
-                models.critic = engine.place(_critic(config, context, tokenizer))
+                models.critic = engine.place(_load_critic(config, context, tokenizer))
     return models
 
 
 def build_reference(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | None:
-    """The frozen policy; None where it is the policy with its adapter off."""
+    """Load the frozen reference; return None if the policy with its adapter disabled serves as the reference."""
     if config.reference.model is None and config.policy.lora is not None:
         return None
     path = model_folder(config.reference.model or config.policy.model)
@@ -99,7 +102,7 @@ def build_reference(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> 
     return freeze(model)
 
 
-def _critic(config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase) -> ScalarHeadModel:
+def _load_critic(config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase) -> ScalarHeadModel:
     path, is_new = _critic_start(config, context, tokenizer)
     critic = load_scalar_head(
         path,
@@ -114,10 +117,10 @@ def _critic(config: TrainConfig, context: Context, tokenizer: PreTrainedTokenize
 
 
 def _critic_start(config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
-    """Choose the folder to start the critic from, and tell whether it needs a new head.
+    """Choose the folder that the critic starts from, and whether it needs a new value head.
 
     Raises:
-        ConfigError: a reward model that was asked for by name reads other token ids than the policy writes.
+        ConfigError: critic.init names a reward model whose vocabulary differs from the policy's.
     """
     if context.resume is not None:
         return str(context.resume / CRITIC), False
@@ -140,7 +143,7 @@ def _critic_start(config: TrainConfig, context: Context, tokenizer: PreTrainedTo
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
-    """Make a function from token ids to text without special tokens."""
+    """Return a function that decodes token ids to text without special tokens."""
 
     def decode(ids: Sequence[int]) -> str:
         text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -151,7 +154,7 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str
 
 
 def build_origin(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> Origin:
-    """Read what an export of the configured model repeats of its folder."""
+    """Read what an export copies from the folder of the configured model."""
     start = model_folder(config.model)
     return read_origin(start, config.tokenizer or start, tokenizer, trust_remote_code=config.trust_remote_code)
 
@@ -167,6 +170,6 @@ def export(
     dtype: ExportDtype,
     tell: Callable[[str], None],
 ) -> None:
-    """Write the trained policy (its average, where there is one) as an ordinary model folder."""
+    """Export the trained policy, or its moving average if there is one, as an ordinary model folder."""
     with nullcontext() if ema is None else ema.applied():
         export_policy(policy, tokenizer, folder, engine, origin, dtype, tell)

@@ -1,4 +1,4 @@
-"""An offline run from its configuration: SFT, or a preference loss, over one loop."""
+"""Building an offline run from its configuration: SFT or a preference loss, both over the same loop."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ EVAL_NAMES = {"loss/sft": "eval/loss"}
 
 
 def build_offline(config: TrainConfig, console: Console | None = None) -> OfflineRun:
-    """Everything an offline run needs, from step 0 or from its newest checkpoint.
+    """Build an offline run, at step 0 or resumed from its newest checkpoint.
 
     Raises:
-        UserError: of the kind that fits.
+        UserError: a model, data set, reward or checkpoint is missing or invalid; the subclass says which.
     """
     context = open_context(config, console)
     tokenizer = build_tokenizer(config.policy)
@@ -54,7 +54,7 @@ def build_offline(config: TrainConfig, console: Console | None = None) -> Offlin
     is_sft = isinstance(offline(config).loss, SftLoss)
     models = Models(
         policy=policy,
-        temperature=1.0,  # of the loss; completions of evaluation are drawn at sampling.temperature
+        temperature=1.0,  # of the loss; evaluation samples its completions at sampling.temperature
         dtype=config.policy.dtype,
         device=engine.device,
         log_probs=config.policy.log_probs,
@@ -72,7 +72,7 @@ def build_offline(config: TrainConfig, console: Console | None = None) -> Offlin
     evaluate = _Evaluation(config, context, tokenizer, models, task, ema)
     session = context.session(
         total_steps=total_steps(config.schedule, task.steps_per_epoch),
-        save=_saver(models, trained, tokenizer, origin, ema),
+        save=_make_save(models, trained, tokenizer, origin, ema),
         evaluate=evaluate,
         show=task.show,
     )
@@ -100,26 +100,26 @@ def build_offline(config: TrainConfig, console: Console | None = None) -> Offlin
 
 
 def sft_task(config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase, models: Models) -> Task:
-    """Texts to imitate, and their likelihood."""
+    """Build the task of SFT: demonstrations, and their negative log-likelihood as the loss."""
     loss_config = offline(config).loss
     assert isinstance(loss_config, SftLoss)
     assert config.data.sft is not None
     loss = DemonstrationLoss(models, aggregate=loss_config.aggregate)
-    rows = _rows(config, config.data.sft, context, tokenizer, models)
+    rows = _load_rows(config, config.data.sft, context, tokenizer, models)
     stream = BatchStream(rows, config.batch.prompts_per_step, derive(context.seed, "sft"))
-    test = config.data.eval_sft
-    held_out = _rows(config, test, context, tokenizer, models) if test is not None else None
+    eval_sft = config.data.eval_sft
+    held_out = _load_rows(config, eval_sft, context, tokenizer, models) if eval_sft is not None else None
     return Task(
         loss=loss,
         data=stream.batch,
         steps_per_epoch=stream.steps_per_epoch,
-        tokens=_tokens,
-        held_out=_likelihood(held_out, loss, config.batch.micro_batch_size) if held_out is not None else dict,
+        tokens=_count_tokens,
+        held_out=_evaluate_rows(held_out, loss, config.batch.micro_batch_size) if held_out is not None else dict,
         show=SHOW,
     )
 
 
-def _rows(
+def _load_rows(
     config: TrainConfig, data: SftConfig, context: Context, tokenizer: PreTrainedTokenizerBase, models: Models
 ) -> DemonstrationSet:
     rows = load_demonstrations(
@@ -129,22 +129,22 @@ def _rows(
     return rows
 
 
-def _likelihood(rows: DemonstrationSet, loss: DemonstrationLoss, size: int) -> Callable[[], dict[str, float]]:
+def _evaluate_rows(rows: DemonstrationSet, loss: DemonstrationLoss, size: int) -> Callable[[], dict[str, float]]:
     return lambda: evaluate_loss(in_order(rows, size), loss, EVAL_NAMES, loss.models.engine.ranks)
 
 
-def _tokens(batch: Batch) -> int:
+def _count_tokens(batch: Batch) -> int:
     assert isinstance(batch, Demonstrations)
     return int(batch.prompt_mask.sum() + batch.completion_mask.sum())
 
 
-def _saver(
+def _make_save(
     models: Models, trained: Trained, tokenizer: PreTrainedTokenizerBase, origin: Origin, ema: Ema | None
 ) -> Callable[[Path], None]:
     def save(folder: Path) -> None:
         save_policy(models.policy, tokenizer, folder / MODEL, models.engine, origin)
-        besides = {"ema": ema.saved()} if ema is not None else {}
-        save_trainer(folder, {"policy": trained}, besides, models.engine)
+        extra = {"ema": ema.saved()} if ema is not None else {}
+        save_trainer(folder, {"policy": trained}, extra, models.engine)
 
     return save
 
@@ -156,7 +156,10 @@ def _restore(state: dict[str, Any], trained: Trained, ema: Ema | None) -> None:
 
 
 class _Evaluation:
-    """The held-out loss, and, where there are prompts and a judge, held-out completions; of the average, if any."""
+    """Evaluation during an offline run: the held-out loss and, with prompts and a judge, sampled completions.
+
+    The moving average of the weights is evaluated, if there is one.
+    """
 
     def __init__(
         self,
@@ -171,21 +174,21 @@ class _Evaluation:
         self.prompts: EvaluatePrompts | None = None
         if judged(config):
             assert config.eval.source is not None
-            sampled = replace(models, temperature=config.sampling.temperature)
+            sampling_models = replace(models, temperature=config.sampling.temperature)
             judge = build_source(config.eval.source, tokenizer, models.engine)
-            sampler = build_sampler(config, sampled, tokenizer)
-            self.prompts = EvaluatePrompts(config, context, tokenizer, sampled, sampler, judge, None)
+            sampler = build_sampler(config, sampling_models, tokenizer)
+            self.prompts = EvaluatePrompts(config, context, tokenizer, sampling_models, sampler, judge, None)
 
     def connect(self, recorder: Recorder) -> None:
-        """Send held-out samples to the run's recorder."""
+        """Send the held-out samples to the recorder of the run."""
         if self.prompts is not None:
             self.prompts.connect(recorder)
 
     def __call__(self, step: int) -> dict[str, float]:
         if self.ema is None:
-            return self._now(step)
+            return self._evaluate(step)
         with self.ema.applied():
-            return self._now(step)
+            return self._evaluate(step)
 
-    def _now(self, step: int) -> dict[str, float]:
+    def _evaluate(self, step: int) -> dict[str, float]:
         return self.task.held_out() | (self.prompts(step) if self.prompts is not None else {})

@@ -1,4 +1,4 @@
-"""An online run from its configuration."""
+"""Building an online run (PPO, GRPO and related algorithms) from its configuration."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ SHOW = ("score/mean", "kl/reference", "kl/coef", "critic/explained_variance", "c
 
 
 def build_online(config: TrainConfig, console: Console | None = None) -> OnlineRun:
-    """Everything an online run needs, from step 0 or from its newest checkpoint.
+    """Build an online run, at step 0 or resumed from its newest checkpoint.
 
     Raises:
-        UserError: of the kind that fits: a model, data set, reward or checkpoint is not as it should be.
+        UserError: a model, data set, reward or checkpoint is missing or invalid; the subclass says which.
     """
     algorithm = config.algorithm
     assert isinstance(algorithm, Online)
@@ -69,7 +69,7 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
     saved = load_trainer(context.resume) if context.resume is not None else None
     if saved is not None and models.shared_head is not None:
         models.shared_head.load_state_dict(saved["shared_head"])
-    trained = _trained(config, models, context)
+    trained = _build_trained(config, models, context)
     ema = Ema(models.policy, config.policy.ema_decay, context.engine) if config.policy.ema_decay else None
     if saved is not None:
         _restore(saved, trained, ema)
@@ -77,8 +77,8 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
         context.state.kl_coef = algorithm.kl.coef
         if isinstance(algorithm.policy_loss, PenaltyLoss):
             context.state.penalty_coef = algorithm.policy_loss.coef
-    prompts = _prompts(config, context, tokenizer, models)
-    ptx = _ptx(config, context, tokenizer)
+    prompts = _load_prompts(config, context, tokenizer, models)
+    ptx = _load_ptx(config, context, tokenizer)
     judge = build_source(config.eval.source, tokenizer, context.engine) if config.eval.source else source
     proxy = source if config.eval.source else None
     evaluate = EvaluatePrompts(config, context, tokenizer, models, sampler, judge, proxy)
@@ -90,7 +90,7 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
     session = context.session(
         total_steps=steps,
         save=_Save(models, trained, tokenizer, origin, ema, ahead, context.state),
-        evaluate=_averaged(evaluate, ema),
+        evaluate=_with_average(evaluate, ema),
         show=SHOW,
         targets={"kl/reference": controller.target} if isinstance(controller, AdaptiveKl) else None,
     )
@@ -127,10 +127,11 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
 
 
 def frozen_times(config: TrainConfig, engine: Engine) -> int:
-    """Micro-batches in a pass without gradient.
+    """Return how many micro-batches make up one forward pass without gradient.
 
-    On one GPU the whole step at first: what does not fit is halved, once, and stays so. A CPU says too late that memory
-    has run out, and several processes cannot halve: there it is a fixed number.
+    On a single GPU it starts as the whole step; a pass that runs out of memory is halved, and the smaller size is kept.
+    On a CPU running out of memory cannot be caught in time, and in a distributed run a single rank cannot halve: there
+    the number is fixed.
     """
     if engine.device.type == "cpu" or engine.ranks.world > 1 or engine.sharding.uses_deepspeed:
         return ROWS_PER_PASS
@@ -139,7 +140,9 @@ def frozen_times(config: TrainConfig, engine: Engine) -> int:
     return max(ROWS_PER_PASS, -(-rows // micro))
 
 
-def _prompts(config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase, models: Models) -> PromptStream:
+def _load_prompts(
+    config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase, models: Models
+) -> PromptStream:
     assert config.data.prompts is not None
     prompts = load_prompts(
         config.data.prompts,
@@ -152,7 +155,7 @@ def _prompts(config: TrainConfig, context: Context, tokenizer: PreTrainedTokeniz
     return PromptStream(prompts, config.batch.prompts_per_step, derive(context.seed, "prompts"))
 
 
-def _ptx(
+def _load_ptx(
     config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase
 ) -> Callable[[int], Demonstrations] | None:
     algorithm = config.algorithm
@@ -167,11 +170,11 @@ def _ptx(
     return BatchStream(rows, size, derive(context.seed, "ptx")).batch
 
 
-def _trained(config: TrainConfig, models: Models, context: Context) -> dict[str, Trained]:
+def _build_trained(config: TrainConfig, models: Models, context: Context) -> dict[str, Trained]:
     engine = context.engine
     if models.shared_head is not None:
-        both = nn.ModuleDict({"policy": models.policy, "head": models.shared_head})
-        return {"policy": engine.train("policy", both, config.policy, terms=("policy", "ptx", "value"))}
+        policy_and_head = nn.ModuleDict({"policy": models.policy, "head": models.shared_head})
+        return {"policy": engine.train("policy", policy_and_head, config.policy, terms=("policy", "ptx", "value"))}
     trained = {"policy": engine.train("policy", models.policy, config.policy, terms=("policy", TERM, "ptx"))}
     if models.critic is not None:
         trained["critic"] = engine.train("critic", models.critic, config.critic, terms=("value",))
@@ -179,7 +182,7 @@ def _trained(config: TrainConfig, models: Models, context: Context) -> dict[str,
 
 
 class _Save:
-    """Fills a checkpoint folder: models as ordinary folders, optimizers and averages in one file."""
+    """A function that fills a checkpoint folder: models as ordinary folders, optimizers and averages in one file."""
 
     def __init__(
         self,
@@ -199,15 +202,15 @@ class _Save:
         save_policy(self.models.policy, self.tokenizer, folder / MODEL, engine, self.origin)
         if self.models.critic is not None:
             save_scalar_head(self.models.critic, self.tokenizer, folder / CRITIC, engine)
-        besides: dict[str, Any] = {}
+        extra: dict[str, Any] = {}
         if head is not None:
-            whole = engine.full_state(head)
-            besides["shared_head"] = head.state_dict() if whole is None else whole
+            full_state = engine.full_state(head)
+            extra["shared_head"] = head.state_dict() if full_state is None else full_state
         if self.ema is not None:
-            besides["ema"] = self.ema.saved()
+            extra["ema"] = self.ema.saved()
         if self.ahead is not None:
-            besides["ahead"] = self.ahead.saved(self.state)
-        save_trainer(folder, self.trained, besides, engine)
+            extra["ahead"] = self.ahead.saved(self.state)
+        save_trainer(folder, self.trained, extra, engine)
 
 
 def _restore(state: dict[str, Any], trained: dict[str, Trained], ema: Ema | None) -> None:
@@ -218,7 +221,7 @@ def _restore(state: dict[str, Any], trained: dict[str, Trained], ema: Ema | None
 
 
 class EvaluatePrompts:
-    """Evaluation during a run, on held-out prompts; nothing where there are none."""
+    """Evaluation of the policy on held-out prompts during a run; it does nothing if the run has none."""
 
     def __init__(
         self,
@@ -230,7 +233,7 @@ class EvaluatePrompts:
         judge: RewardSource,
         proxy: RewardSource | None,
     ) -> None:
-        """`proxy` is the reward that is trained on, where it is not the judge."""
+        """Load the held-out prompts; `proxy` is the reward that is trained on, if the judge is another one."""
         self.config, self.models, self.sampler = config, models, sampler
         self.judge, self.proxy = judge, proxy
         self.decode = decoder(tokenizer)
@@ -250,14 +253,14 @@ class EvaluatePrompts:
             self.batches = list(held_out.batches(config.sampling.batch_size))
 
     def connect(self, recorder: Recorder) -> None:
-        """Send held-out samples, and what there is to say of memory, to the run's recorder."""
+        """Send the held-out samples, and messages about memory, to the recorder of the run."""
         self.record, self.passes.note = recorder.samples, recorder.note
 
     def __call__(self, step: int) -> dict[str, float]:
-        """The metrics of the policy as it is now; samples go to `record`."""
+        """Evaluate the current policy, record samples of its completions, and return the metrics."""
         if not self.batches:
             return {}
-        found = evaluate_policy(
+        evaluation = evaluate_policy(
             self.batches,
             self.sampler,
             self.models,
@@ -267,18 +270,18 @@ class EvaluatePrompts:
             greedy=self.config.eval.greedy,
             rows_per_pass=self.passes,
         )
-        parts, limit = found.scores.parts, self.config.eval.samples
-        self.record(sample_records(found.rollout, self.decode, step=step, split="eval", limit=limit, parts=parts))
-        return found.metrics
+        parts, limit = evaluation.scores.parts, self.config.eval.samples
+        self.record(sample_records(evaluation.rollout, self.decode, step=step, split="eval", limit=limit, parts=parts))
+        return evaluation.metrics
 
 
-def _averaged(evaluate: EvaluatePrompts, ema: Ema | None) -> Callable[[int], dict[str, float]]:
-    """Evaluate the average of the weights, where there is one."""
+def _with_average(evaluate: EvaluatePrompts, ema: Ema | None) -> Callable[[int], dict[str, float]]:
+    """Make `evaluate` use the moving average of the weights, if there is one."""
     if ema is None:
         return evaluate
 
-    def under_average(step: int) -> dict[str, float]:
+    def evaluate_average(step: int) -> dict[str, float]:
         with ema.applied():
             return evaluate(step)
 
-    return under_average
+    return evaluate_average

@@ -1,4 +1,4 @@
-"""The data and loss of a preference run: pairs or labelled completions, annotated once by the reference."""
+"""Data and loss of a preference run: pairs or labelled completions with the reference's log-probabilities."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ S = TypeVar("S", PairSet, PairSet | LabelledSet)
 
 
 class Judgments:
-    """The preference data of a run: loaded, its skipped rows noted, annotated."""
+    """The preference data of a run: loads it, reports skipped rows, and annotates it with the reference."""
 
     def __init__(
         self, config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase, models: Models
@@ -49,15 +49,18 @@ class Judgments:
         self.annotate = Annotator(config, context, models)
 
     def load(self, load: Callable[..., S], data: PreferencesConfig) -> S:
-        """The rows of `data`, encoded."""
+        """Load and encode the rows of `data` with the function `load`."""
         limit = context_length(self.models.policy)
-        found = load(data, self.tokenizer, chat_template=self.config.data.chat_format, context=limit)
-        self.context.notes.append(found.skips.summary())
-        return found
+        rows = load(data, self.tokenizer, chat_template=self.config.data.chat_format, context=limit)
+        self.context.notes.append(rows.skips.summary())
+        return rows
 
 
 def preference_task(config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase, models: Models) -> Task:
-    """Rows with the reference's log-probabilities, and their loss; the policy must not have been trained on yet."""
+    """Build the task of a preference run: its data with the reference's log-probabilities, and its loss.
+
+    Call it before the first update: the policy may itself be the reference.
+    """
     judgments, loss = Judgments(config, context, tokenizer, models), offline(config).loss
     assert not isinstance(loss, SftLoss)
     task = labelled_task(judgments, loss) if isinstance(loss, KtoLoss) else pairs_task(judgments, loss)
@@ -67,36 +70,36 @@ def preference_task(config: TrainConfig, context: Context, tokenizer: PreTrained
 
 
 def pairs_task(judgments: Judgments, loss_config: PairLossConfig) -> Task:
-    """For a loss that compares the two sides of a pair."""
+    """Build the task of a loss that compares the two completions of a pair."""
     config, data = judgments.config, judgments.config.data
     assert data.preferences is not None
     loss = PairwiseLoss(judgments.models, loss_config)
     train = judgments.annotate.pairs(judgments.load(load_pairs, data.preferences))
-    test = judgments.load(load_pairs, data.eval_preferences) if data.eval_preferences is not None else None
+    eval_pairs = judgments.load(load_pairs, data.eval_preferences) if data.eval_preferences is not None else None
     stream = BatchStream(train, config.batch.prompts_per_step, derive(config.run.seed, "preferences"))
     return Task(
         loss=loss,
         data=stream.batch,
         steps_per_epoch=stream.steps_per_epoch,
         tokens=tokens_of,
-        held_out=on_pairs(judgments, loss, test, EVAL_NAMES) if test is not None else dict,
+        held_out=on_pairs(judgments, loss, eval_pairs, EVAL_NAMES) if eval_pairs is not None else dict,
         show=SHOW,
     )
 
 
 def labelled_task(judgments: Judgments, loss_config: KtoLoss) -> Task:
-    """For a loss that judges completions one by one; pairs are taken apart."""
+    """Build the task of a loss on single labelled completions (KTO); pairs are split into two rows."""
     config, data, models = judgments.config, judgments.config.data, judgments.models
     assert data.preferences is not None
     loss = LabelledLoss(models, loss_config, rows_per_pass=rows_per_pass(config), context=context_length(models.policy))
     train = judgments.annotate.labelled(judgments.load(load_judgments, data.preferences))
-    test = judgments.load(load_judgments, data.eval_preferences) if data.eval_preferences is not None else None
+    eval_rows = judgments.load(load_judgments, data.eval_preferences) if data.eval_preferences is not None else None
     held_out: Callable[[], dict[str, float]] = dict
-    if isinstance(test, PairSet):  # their implicit reward is DPO's: beta times the log-ratio
-        names = {name: new for name, new in EVAL_NAMES.items() if name not in OF_ITS_OWN_LOSS}
-        held_out = on_pairs(judgments, PairwiseLoss(models, DpoLoss(beta=loss_config.beta)), test, names)
-    elif test is not None:
-        held_out = on_labels(judgments, loss, judgments.annotate.labelled(test))
+    if isinstance(eval_rows, PairSet):  # the implicit reward of KTO is that of DPO: beta times the log-ratio
+        names = {name: eval_name for name, eval_name in EVAL_NAMES.items() if name not in OF_ITS_OWN_LOSS}
+        held_out = on_pairs(judgments, PairwiseLoss(models, DpoLoss(beta=loss_config.beta)), eval_rows, names)
+    elif eval_rows is not None:
+        held_out = on_labels(judgments, loss, judgments.annotate.labelled(eval_rows))
     stream = BatchStream(train, config.batch.prompts_per_step, derive(config.run.seed, "preferences"))
     return Task(
         loss=loss,
@@ -109,19 +112,19 @@ def labelled_task(judgments: Judgments, loss_config: KtoLoss) -> Task:
 
 
 def on_pairs(
-    judgments: Judgments, loss: PairwiseLoss, found: PairSet, names: dict[str, str]
+    judgments: Judgments, loss: PairwiseLoss, pairs: PairSet, names: dict[str, str]
 ) -> Callable[[], dict[str, float]]:
-    """How the policy does on held-out pairs, when called."""
-    pairs, size = judgments.annotate.pairs(found), judgments.config.batch.micro_batch_size
-    return lambda: evaluate_loss(in_order(pairs, size), loss, names, judgments.context.engine.ranks)
+    """Return a function that evaluates the policy on held-out pairs; `names` maps loss metrics to reported ones."""
+    annotated, size = judgments.annotate.pairs(pairs), judgments.config.batch.micro_batch_size
+    return lambda: evaluate_loss(in_order(annotated, size), loss, names, judgments.context.engine.ranks)
 
 
 def on_labels(judgments: Judgments, loss: LabelledLoss, rows: AnnotatedLabelledSet) -> Callable[[], dict[str, float]]:
-    """How the policy does on held-out labelled completions, when called."""
-    names = {name: new for name, new in EVAL_NAMES.items() if name not in OF_PAIRS_ONLY}
+    """Return a function that evaluates the policy on held-out labelled completions."""
+    names = {name: eval_name for name, eval_name in EVAL_NAMES.items() if name not in OF_PAIRS_ONLY}
 
     def batches() -> Iterator[BaselinedLabelled]:
-        whole = loss.with_baseline(rows.collate(range(len(rows))))  # one z0, of all held-out rows
-        yield from whole.split(judgments.config.batch.micro_batch_size)
+        batch = loss.with_baseline(rows.collate(range(len(rows))))  # a single z0 for all held-out rows
+        yield from batch.split(judgments.config.batch.micro_batch_size)
 
     return lambda: evaluate_loss(batches(), loss, names, judgments.context.engine.ranks)

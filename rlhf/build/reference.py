@@ -1,4 +1,4 @@
-"""The reference of an offline run: which model it is, and what it says of a data set, computed once and kept."""
+"""The reference of an offline run: which model it is, and its cached log-probabilities of a data set."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from rlhf.trainers.preference import completion_logprobs
 
 
 def attach_reference(config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase, models: Models) -> None:
-    """Give the models the reference that this run reads, if it needs a model of its own for it.
+    """Load the reference into `models` if this run needs one as a separate model.
 
-    It does not where the reference is the policy with its adapter off, nor, for log-probabilities that are computed
-    before the first step, where it is the policy as it then is.
+    It needs none if the reference is the policy with its adapter disabled, nor if the reference is only read before
+    the first step, when it equals the policy.
     """
     if not reads_reference(config):
         return
@@ -42,34 +42,34 @@ def attach_reference(config: TrainConfig, context: Context, tokenizer: PreTraine
 
 
 def keeps_reference(config: TrainConfig) -> bool:
-    """Whether the reference is read while the run goes on: for KTO's z0, or for the KL of held-out completions."""
+    """Return whether the reference is read during training: for KTO's z0 or the KL of held-out completions."""
     return isinstance(offline(config).loss, KtoLoss) or (judged(config) and reads_reference(config))
 
 
 def rows_per_pass(config: TrainConfig) -> int:
-    """Rows of a forward pass without gradient; memory only."""
+    """Return the rows of a forward pass without gradient; they affect memory only, no result."""
     return config.batch.micro_batch_size * ROWS_PER_PASS
 
 
 class Annotator:
-    """The reference's log-probability of every completion of a data set: from the cache, or computed and kept."""
+    """Annotates data sets with the reference's log-probability of each completion, from a cache where possible."""
 
     def __init__(self, config: TrainConfig, context: Context, models: Models) -> None:
         self.config, self.context, self.models = config, context, models
         self.cache = ReferenceCache(cache_folder(config.run.cache_dir, os.environ))
         self._weights: str | None = None
 
-    def pairs(self, found: PairSet) -> AnnotatedPairSet:
-        """The pairs, annotated."""
-        chosen, rejected = self._annotated(rows_of(found)).chunk(2)
-        return AnnotatedPairSet(found, chosen, rejected)
+    def pairs(self, pairs: PairSet) -> AnnotatedPairSet:
+        """Annotate pairs: both completions of each."""
+        chosen, rejected = self._logprobs(rows_of(pairs)).chunk(2)
+        return AnnotatedPairSet(pairs, chosen, rejected)
 
-    def labelled(self, found: PairSet | LabelledSet) -> AnnotatedLabelledSet:
-        """Single completions, annotated; pairs are taken apart."""
-        rows = rows_of(found)
-        return AnnotatedLabelledSet(rows, labels_of(found), self._annotated(rows))
+    def labelled(self, data: PairSet | LabelledSet) -> AnnotatedLabelledSet:
+        """Annotate single labelled completions; pairs are split into two rows."""
+        rows = rows_of(data)
+        return AnnotatedLabelledSet(rows, labels_of(data), self._logprobs(rows))
 
-    def _annotated(self, rows: CompletionRows) -> Float[Tensor, " N"]:
+    def _logprobs(self, rows: CompletionRows) -> Float[Tensor, " N"]:
         if not isinstance(offline(self.config).loss, ReferencedLoss):
             return torch.zeros(len(rows), dtype=torch.float64)
         key = cache_key(
@@ -81,7 +81,7 @@ class Annotator:
         ranks = self.context.engine.ranks
         values = ranks.on_main(lambda: self.cache.read(key, count=len(rows)))
         if values is None:
-            values = computed = self._computed(rows)
+            values = computed = self._compute(rows)
             ranks.on_main(lambda: self.cache.write(key, computed))
         else:
             self.context.notes.append(f"reference log-probs of {len(rows):,} completions: from {self.cache.path(key)}")
@@ -89,15 +89,17 @@ class Annotator:
         self.cache.notes.clear()
         return values
 
-    def _computed(self, rows: CompletionRows) -> Float[Tensor, " N"]:
+    def _compute(self, rows: CompletionRows) -> Float[Tensor, " N"]:
         text = f"reference log-probs of {len(rows):,} completions: computed once, kept in {self.cache.folder}"
         if self.context.console is not None:
-            self.context.console.print(Text(text), soft_wrap=True)  # now: a large data set takes its time
+            self.context.console.print(Text(text), soft_wrap=True)  # at once: a large data set takes time
         models = self.models
         assert models.has_reference or self.context.resume is None, "the policy is its own reference at step 0 only"
-        say = models.reference_logprobs if models.has_reference else lambda batch: models.policy_tokens(batch).logprobs
+        logprobs = (
+            models.reference_logprobs if models.has_reference else lambda batch: models.policy_tokens(batch).logprobs
+        )
         return completion_logprobs(
-            rows, say, rows_per_pass=rows_per_pass(self.config), device=models.device, ranks=models.engine.ranks
+            rows, logprobs, rows_per_pass=rows_per_pass(self.config), device=models.device, ranks=models.engine.ranks
         )
 
     def _fingerprint(self) -> str:

@@ -1,4 +1,4 @@
-"""A reward-model run from its configuration, and what follows it: calibration, report card, export."""
+"""Building a reward-model run from its configuration, and what follows it: calibration, export, report card."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ EVAL_NAMES = {"loss/rm": "eval/rm_loss", "rm/accuracy": "eval/rm_accuracy"}
 
 @dataclass(frozen=True)
 class RewardModelRun:
-    """A run with what calibration, the report card and the export need."""
+    """A reward-model run, with what calibration, the export and the report card need."""
 
     run: OfflineRun
     config: RewardModelConfig
@@ -50,23 +50,23 @@ class RewardModelRun:
 
 
 def build_reward_model(config: RewardModelConfig, console: Console | None = None) -> RewardModelRun:
-    """Everything a reward-model run needs, from step 0 or from its newest checkpoint.
+    """Build a reward-model run, at step 0 or resumed from its newest checkpoint.
 
     Raises:
-        UserError: of the kind that fits.
+        UserError: a model, data set or checkpoint is missing or invalid; the subclass says which.
     """
     assert config.data.preferences is not None
     context = open_context(config, console)
     tokenizer = build_tokenizer(config.model)
     origin = build_origin(config.model, tokenizer)
-    model = _model(config, context, tokenizer)
+    model = _build_model(config, context, tokenizer)
     trained = context.engine.train("policy", model, config.model, terms=("rm",))
     if context.resume is not None:
         trained.load_state(load_trainer(context.resume)["model"])
-    longest = context_length(model.classifier)
-    pairs = _pairs(config, config.data.preferences, context, tokenizer, longest)
+    max_length = context_length(model.classifier)
+    pairs = _load_pairs(config, config.data.preferences, context, tokenizer, max_length)
     held_out = config.data.eval_preferences
-    eval_pairs = _pairs(config, held_out, context, tokenizer, longest) if held_out is not None else None
+    eval_pairs = _load_pairs(config, held_out, context, tokenizer, max_length) if held_out is not None else None
     loss = PairLoss(model, config.loss, dtype=config.model.dtype)
     stream = BatchStream(pairs, config.batch.prompts_per_step, derive(context.seed, "pairs"))
 
@@ -75,7 +75,7 @@ def build_reward_model(config: RewardModelConfig, console: Console | None = None
         save_trainer(folder, {"model": trained}, {}, context.engine)
 
     def evaluate(_step: int) -> dict[str, float]:
-        return _held_out(eval_pairs, loss, config.batch.micro_batch_size, context.engine.ranks)
+        return _evaluate_pairs(eval_pairs, loss, config.batch.micro_batch_size, context.engine.ranks)
 
     session = context.session(
         total_steps=total_steps(config.schedule, stream.steps_per_epoch), save=save, evaluate=evaluate, show=SHOW
@@ -88,7 +88,7 @@ def build_reward_model(config: RewardModelConfig, console: Console | None = None
         loss=loss,
         trained=trained,
         ema=None,
-        tokens=_tokens,
+        tokens=_count_tokens,
         export=lambda folder: export_scalar_head(
             model, tokenizer, folder, context.engine, origin, config.model.export_dtype, session.recorder.note
         ),
@@ -97,56 +97,59 @@ def build_reward_model(config: RewardModelConfig, console: Console | None = None
 
 
 def report_card_of(config: RewardModelConfig, path: str) -> dict[str, Any]:
-    """The report card of the reward model in `path`, on the pairs that `config` names.
+    """Compute the report card of the reward model in `path` on the held-out pairs of `config`.
 
     Raises:
         ConfigError: there are no held-out pairs.
     """
     if config.data.preferences is None or config.data.eval_preferences is None:
         raise ConfigError("nothing to evaluate on: set data.eval_preferences.path")
-    model, tokenizer = _saved(config, path)
+    model, tokenizer = _load_trained(config, path)
     train, held_out = (
         load_pairs(data, tokenizer, chat_template=config.data.chat_format, context=context_length(model.classifier))
         for data in (config.data.preferences, config.data.eval_preferences)
     )
-    return _card(config, model, tokenizer, train, held_out)
+    return _report_card(config, model, tokenizer, train, held_out)
 
 
 def gaps_of(config: RewardModelConfig, path: str) -> tuple[tuple[PairText, ...], list[float]]:
-    """The held-out pairs that `config` names, and the score gaps (chosen minus rejected) of the reward model in `path`.
+    """Return the held-out pairs of `config` and their score gaps (chosen minus rejected) by the model in `path`.
 
     Raises:
         ConfigError: there are no held-out pairs.
     """
     if config.data.eval_preferences is None:
         raise ConfigError("nothing to evaluate on: set data.eval_preferences.path")
-    model, tokenizer = _saved(config, path)
-    longest = context_length(model.classifier)
-    pairs = load_pairs(config.data.eval_preferences, tokenizer, chat_template=config.data.chat_format, context=longest)
+    model, tokenizer = _load_trained(config, path)
+    limit = context_length(model.classifier)
+    pairs = load_pairs(config.data.eval_preferences, tokenizer, chat_template=config.data.chat_format, context=limit)
     size, dtype = config.batch.micro_batch_size, config.model.dtype
     chosen, rejected = score_pairs(model, pairs, range(len(pairs)), micro_batch_size=size, dtype=dtype)
     return pairs.texts, (chosen - rejected).tolist()
 
 
 def finish_reward_model(built: RewardModelRun) -> dict[str, Any]:
-    """Calibrate, export to the run folder, and write the report card; returns the card."""
+    """Calibrate the model, export it to the run folder, write the report card, and return the card.
+
+    Without held-out pairs there is no card: the result is empty.
+    """
     config, folder = built.config, built.run.session.recorder.folder
     size, dtype = config.batch.micro_batch_size, config.model.dtype
     calibrate(built.model, built.pairs, config.calibration, micro_batch_size=size, dtype=dtype)
     replace_folder(folder.path / MODEL, built.run.export, built.run.session.ranks)
     if built.eval_pairs is None:
         return {}
-    card = _card(config, built.model, built.tokenizer, built.pairs, built.eval_pairs)
+    card = _report_card(config, built.model, built.tokenizer, built.pairs, built.eval_pairs)
     built.run.session.ranks.on_main(lambda: folder.write_report_card(card))
     return card
 
 
-def _saved(config: RewardModelConfig, path: str) -> tuple[ScalarHeadModel, PreTrainedTokenizerBase]:
+def _load_trained(config: RewardModelConfig, path: str) -> tuple[ScalarHeadModel, PreTrainedTokenizerBase]:
     tokenizer = build_tokenizer(config.model.model_copy(update={"model": path}))
     return load_scalar_head(model_folder(path), tokenizer, new_head=None, dtype=config.model.dtype), tokenizer
 
 
-def _card(
+def _report_card(
     config: RewardModelConfig,
     model: ScalarHeadModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -164,17 +167,17 @@ def _card(
     ).as_dict()
 
 
-def _model(config: RewardModelConfig, context: Context, tokenizer: PreTrainedTokenizerBase) -> ScalarHeadModel:
+def _build_model(config: RewardModelConfig, context: Context, tokenizer: PreTrainedTokenizerBase) -> ScalarHeadModel:
     path = str(context.resume / MODEL) if context.resume else model_folder(config.model.model)
     with new_weights(context.seed):
-        model = _load(config, context, path, tokenizer)
+        model = _load_model(config, context, path, tokenizer)
     if config.model.gradient_checkpointing:
         enable_checkpointing(model.classifier)
     model.train()
     return model
 
 
-def _load(
+def _load_model(
     config: RewardModelConfig, context: Context, path: str, tokenizer: PreTrainedTokenizerBase
 ) -> ScalarHeadModel:
     model = load_scalar_head(
@@ -191,19 +194,19 @@ def _load(
     return model
 
 
-def _pairs(
+def _load_pairs(
     config: RewardModelConfig,
     data: PreferencesConfig,
     context: Context,
     tokenizer: PreTrainedTokenizerBase,
-    longest: int | None,
+    max_length: int | None,
 ) -> PairSet:
-    pairs = load_pairs(data, tokenizer, chat_template=config.data.chat_format, context=longest)
+    pairs = load_pairs(data, tokenizer, chat_template=config.data.chat_format, context=max_length)
     context.notes.append(pairs.skips.summary())
     return pairs
 
 
-def _held_out(pairs: PairSet | None, loss: PairLoss, size: int, ranks: Ranks) -> dict[str, float]:
+def _evaluate_pairs(pairs: PairSet | None, loss: PairLoss, size: int, ranks: Ranks) -> dict[str, float]:
     if pairs is None:
         return {}
     starts = range(0, len(pairs), size)
@@ -211,7 +214,7 @@ def _held_out(pairs: PairSet | None, loss: PairLoss, size: int, ranks: Ranks) ->
     return evaluate_loss(batches, loss, EVAL_NAMES, ranks)
 
 
-def _tokens(batch: Batch) -> int:
+def _count_tokens(batch: Batch) -> int:
     assert isinstance(batch, PreferencePairs)
     prompts = 2 * int(batch.prompt_mask.sum())
     return prompts + int(batch.chosen_mask.sum() + batch.rejected_mask.sum())

@@ -1,4 +1,4 @@
-"""rlhf serve-reward: a trained reward model behind an address."""
+"""rlhf serve-reward: a trained reward model served over HTTP."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from rlhf.errors import ConfigError
 from rlhf.models.scalar_head import load_scalar_head
 from rlhf.runtime.engine import make_engine
 
-GRACE_S = 30  # what is being scored when the server is stopped has so long to end
+GRACE_S = 30  # requests in progress may take this long to finish when the server is stopped
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceOptions:
-    """Where and how to serve."""
+    """Address, authentication and limits of the server."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -36,15 +36,15 @@ class ServiceOptions:
 
 
 def serve_reward(path: str, options: ServiceOptions, environment: Mapping[str, str], console: Console) -> None:
-    """Serve the reward model in `path` (a run of rlhf rm, or a folder) until SIGTERM or Ctrl-C.
+    """Serve the reward model in `path` (a run of rlhf rm or a model folder) over HTTP until SIGTERM or Ctrl-C.
 
     Raises:
-        ConfigError: an option, or the address, cannot be used.
-        ModelError: there is no reward model.
+        ConfigError: an option is invalid, or the address cannot be used.
+        ModelError: `path` holds no reward model.
     """
     if not 0 <= options.port < 2**16:
         raise ConfigError("--port must be between 0 and 65535")
-    token = _token(options.token_env, environment)
+    token = _read_token(options.token_env, environment)
     for name in ("max_request_bytes", "max_batch"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
@@ -53,7 +53,7 @@ def serve_reward(path: str, options: ServiceOptions, environment: Mapping[str, s
     model = load_scalar_head(folder, tokenizer, new_head=None).to(make_engine(RunConfig()).device)
     scorer = TextScorer(model, tokenizer, max_batch=options.max_batch)
     app = make_app(scorer, name=path, max_request_bytes=options.max_request_bytes, token=token)
-    with _listening(options) as listener:
+    with _listen(options) as listener:
         host, port = listener.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         console.print(Text(f"serving {path} at {address}/score (health: {address}/health); Ctrl-C stops"))
@@ -62,12 +62,12 @@ def serve_reward(path: str, options: ServiceOptions, environment: Mapping[str, s
         server = uvicorn.Server(
             uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S)
         )
-        _ignore_once_stopped()
+        _ignore_signals()
         server.run(sockets=[listener])
     console.print("stopped")
 
 
-def _token(name: str | None, environment: Mapping[str, str]) -> str | None:
+def _read_token(name: str | None, environment: Mapping[str, str]) -> str | None:
     if name is None:
         return None
     token = environment.get(name, "")
@@ -76,7 +76,7 @@ def _token(name: str | None, environment: Mapping[str, str]) -> str | None:
     return token
 
 
-def _listening(options: ServiceOptions) -> socket.socket:
+def _listen(options: ServiceOptions) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         return socket.create_server((options.host, options.port), family=family, backlog=1024)
@@ -88,7 +88,10 @@ def _is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host.split("%")[0]).is_loopback
 
 
-def _ignore_once_stopped() -> None:
-    """uvicorn stops at the first signal, then raises it again for whoever was there before: we are done by then."""
+def _ignore_signals() -> None:
+    """Replace the handlers of SIGINT and SIGTERM by ones that do nothing.
+
+    uvicorn stops at the first signal and then raises it again for the previous handler; by then the work is done.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)

@@ -1,4 +1,4 @@
-"""Reward sources from configuration."""
+"""Building reward sources from configuration."""
 
 from __future__ import annotations
 
@@ -29,12 +29,18 @@ def build_source(
     engine: Engine,
     tell: Callable[[str], None] = lambda _: None,
 ) -> RewardSource:
-    """Build the source that `config` describes, for completions in `tokenizer`'s ids; `tell` hears how it reads them.
+    """Build the reward source that `config` describes.
+
+    Args:
+        config: the source.
+        tokenizer: the policy's tokenizer, in whose ids the completions are.
+        engine: places reward models on devices, and has the process group over which scoring is spread.
+        tell: receives a message if a reward model has another vocabulary than the policy.
 
     Raises:
-        RewardError: a function that cannot be imported, an address that is none.
-        ConfigError: a template without its fields, a key or token that is not in the environment.
-        ModelError: a reward model that cannot be loaded.
+        RewardError: a function cannot be imported, or an address is invalid.
+        ConfigError: a template lacks its fields, or a key or token is not in the environment.
+        ModelError: a reward model cannot be loaded.
     """
     match config:
         case FunctionSource():
@@ -49,7 +55,7 @@ def build_source(
                 tell(source.note)
             return DealtReward(source, engine.ranks)
         case RemoteSource():
-            return MainReward(_remote(config, tokenizer), engine.ranks)
+            return MainReward(_build_remote(config, tokenizer), engine.ranks)
         case ChatSource():
             chat = ChatModel(config, os.environ, section="source")
             return MainReward(ChatReward(config, tokenizer, chat, section="source"), engine.ranks)
@@ -58,7 +64,7 @@ def build_source(
             return EnsembleReward(members, how=config.how, std_coef=config.std_coef)
 
 
-def _remote(config: RemoteSource, tokenizer: PreTrainedTokenizerBase) -> RemoteReward:
+def _build_remote(config: RemoteSource, tokenizer: PreTrainedTokenizerBase) -> RemoteReward:
     name = config.token_env
     if name is not None and not os.environ.get(name):
         raise ConfigError(f"reward.source.token_env: the environment variable {name} is not set: put the token in it")

@@ -1,4 +1,4 @@
-"""A training run from its configuration, whichever loop it takes: what `rlhf train` and `rlhf compare` run."""
+"""Building a training run, online or offline, from its configuration, for `rlhf train` and `rlhf compare`."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from rlhf.trainers.online import OnlineRun, train
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A run that is built, and the loop that it takes."""
+    """A run that is ready to start, and its training loop."""
 
     run: OnlineRun | OfflineRun
     loop: Callable[[], None]
 
     @property
     def session(self) -> Session:
-        """The run's course."""
+        """Return the session of the run."""
         return self.run.session
 
     def train(self) -> bool:
-        """Every step from where the run stands, then the export; False where it was interrupted and saved."""
+        """Run the remaining training steps and export the model; return False if the run was interrupted and saved."""
         with self.session.recorder.progress:
             self.loop()
             if not self.session.interrupted:
@@ -41,10 +41,10 @@ class TrainingRun:
 
 
 def build_run(config: TrainConfig, console: Console | None = None) -> TrainingRun:
-    """Everything that the run needs, from step 0 or from its newest checkpoint.
+    """Build the run that `config` describes, at step 0 or resumed from its newest checkpoint.
 
     Raises:
-        UserError: of the kind that fits.
+        UserError: a model, data set, reward or checkpoint is missing or invalid; the subclass says which.
     """
     if isinstance(config.algorithm, Online):
         online = build_online(config, console)

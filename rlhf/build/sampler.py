@@ -1,4 +1,4 @@
-"""The sampler over a policy, from configuration."""
+"""Building the sampler of a policy from configuration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def build_sampler(
     tokenizer: PreTrainedTokenizerBase,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Sampler:
-    """The sampler over the live policy; `tell` hears why it is not the fast one."""
+    """Build the sampler of the policy that is being trained; `tell` receives the reason if it is not the fast one."""
     return make_sampler(
         models.policy,
         config.sampling,

@@ -1,4 +1,7 @@
-"""Models as ordinary folders, from any sharding: every process calls these, the main one writes."""
+"""Saving and exporting models as ordinary folders, however they are sharded.
+
+Every rank calls these functions, because gathering the weights is collective; only the main rank writes.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ from rlhf.models.origin import Origin
 from rlhf.models.scalar_head import ScalarHeadModel
 from rlhf.runtime.engine import Engine, Trained
 
-TOLERATED_ROUNDING = 0.5  # of what training changed, before the user is told
+TOLERATED_ROUNDING = 0.5  # share of the change by training that rounding may lose without a warning
 
 
 def save_policy(
     policy: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path, engine: Engine, origin: Origin
 ) -> None:
-    """Save the policy as it is trained, weights exact: an adapter where it has one."""
+    """Save the policy with its exact weights, as an adapter if it has one."""
     state = engine.full_state(policy)
 
     def write() -> None:
@@ -45,7 +48,7 @@ def export_policy(
     dtype: ExportDtype,
     tell: Callable[[str], None],
 ) -> None:
-    """Export the policy as an ordinary model, adapters merged into a copy of the weights."""
+    """Export the policy as an ordinary model, with adapters merged into a copy of the weights."""
     state = engine.full_state(policy)
 
     def write() -> float:
@@ -54,11 +57,11 @@ def export_policy(
             return export_model(merged, tokenizer, folder, origin=origin, dtype=dtype)
         return export_model(policy, tokenizer, folder, origin=origin, dtype=dtype, state=state)
 
-    _tell_rounding(engine.ranks.on_main(write), "policy", tell)
+    _warn_of_rounding(engine.ranks.on_main(write), "policy", tell)
 
 
 def save_scalar_head(model: ScalarHeadModel, tokenizer: PreTrainedTokenizerBase, folder: Path, engine: Engine) -> None:
-    """Save a critic or a reward model, weights exact."""
+    """Save a critic or a reward model with its exact weights."""
     state = engine.full_state(model.classifier)
     engine.ranks.on_main(lambda: model.save(tokenizer, folder, state))
 
@@ -72,29 +75,29 @@ def export_scalar_head(
     dtype: ExportDtype,
     tell: Callable[[str], None],
 ) -> None:
-    """Export a reward model as a folder that AutoModelForSequenceClassification loads."""
+    """Export a reward model as a folder that AutoModelForSequenceClassification can load."""
     state = engine.full_state(model.classifier)
-    lost = engine.ranks.on_main(
+    loss = engine.ranks.on_main(
         lambda: export_model(model.classifier, tokenizer, folder, origin=origin, dtype=dtype, state=state)
     )
-    _tell_rounding(lost, "model", tell)
+    _warn_of_rounding(loss, "model", tell)
 
 
-def _tell_rounding(lost: float, section: str, tell: Callable[[str], None]) -> None:
-    if lost > TOLERATED_ROUNDING:
-        tell(
-            f"warning: the exported weights are in the checkpoint's dtype, and rounding to it takes away {lost:.0%} of "
+def _warn_of_rounding(loss: float, section: str, warn: Callable[[str], None]) -> None:
+    if loss > TOLERATED_ROUNDING:
+        warn(
+            f"warning: the exported weights are in the checkpoint's dtype, and rounding to it takes away {loss:.0%} of "
             f"what training changed: {section}.export_dtype=float32 keeps it"
         )
 
 
 def save_trainer(folder: Path, trained: dict[str, Trained], besides: dict[str, Any], engine: Engine) -> None:
-    """Optimizers by parameter name, and `besides`: whole, so that any number of processes can continue from them."""
+    """Save optimizer states, keyed by parameter name, and `besides`, unsharded so that any world size can resume."""
     state = {name: model.state() for name, model in trained.items()} | besides
     engine.ranks.on_main(lambda: torch.save(state, folder / TRAINER))
 
 
 def load_trainer(folder: Path) -> dict[str, Any]:
-    """What `save_trainer` wrote, on the CPU."""
-    found: dict[str, Any] = torch.load(folder / TRAINER, weights_only=True, map_location="cpu")
-    return found
+    """Load the state that `save_trainer` wrote, onto the CPU."""
+    state: dict[str, Any] = torch.load(folder / TRAINER, weights_only=True, map_location="cpu")
+    return state

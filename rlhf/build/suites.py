@@ -1,4 +1,4 @@
-"""The suites by name: their settings, and how one is run on a model."""
+"""The evaluation suites by name: their settings, and how each is run on a model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ HARNESS = "lm-eval"
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite: its settings, what --data is to it, and how it is run."""
+    """A suite: its settings, what its --data is, and the function that runs it."""
 
     settings: type[SuiteSettings]
     data: str
@@ -56,29 +56,29 @@ class Suite:
 
 
 def find_suite(name: str) -> tuple[Suite, str]:
-    """The suite of that name, and of lm-eval:TASK the task.
+    """Return the suite of that name, and the task of lm-eval:TASK (empty for the other suites).
 
     Raises:
-        ConfigError: there is none, or lm-eval is not installed.
+        ConfigError: there is no such suite, or lm-eval is not installed.
     """
-    first, colon, task = name.partition(":")
-    if first == HARNESS:
+    suite, colon, task = name.partition(":")
+    if suite == HARNESS:
         if not task:
             raise ConfigError("--suite lm-eval needs a task, as in --suite lm-eval:arc_easy")
         if importlib.util.find_spec("lm_eval") is None:
             raise ConfigError(f"--suite lm-eval:… needs the package lm-eval: {install_hint('lm-eval')}")
     elif colon or name not in SUITES:
-        near = difflib.get_close_matches(name, [*SUITES, f"{HARNESS}:TASK"], n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        matches = difflib.get_close_matches(name, [*SUITES, f"{HARNESS}:TASK"], n=1, cutoff=0.4)
+        hint = f"; did you mean {matches[0]}?" if matches else ""
         known = ", ".join(key for key in SUITES if key != HARNESS)
         raise ConfigError(f"--suite: {name!r} is not one of {known}, {HARNESS}:TASK{hint}")
-    return SUITES[first], task
+    return SUITES[suite], task
 
 
 def write_result(
     path: Path, name: str, target: str, result: SuiteResult, settings: SuiteSettings, subject: Subject
 ) -> None:
-    """Write what a suite found of a model, with the settings and the versions it was found with."""
+    """Write the result of a suite on a model as JSON, with the settings and package versions used."""
     content = {
         "suite": name,
         "model": {"path": target, "weights": weights_fingerprint(subject.model)},
@@ -91,7 +91,7 @@ def write_result(
 
 
 def subject_of(settings: SuiteSettings, path: str, *, like: Subject | None = None) -> Subject:
-    """The model at `path`; one that is compared shares the encoder of the other."""
+    """Load the model at `path` for a suite; with `like`, it shares that model's tokenizer and chat template."""
     return load_subject(
         model_folder(path),
         path=path,
@@ -105,7 +105,7 @@ def subject_of(settings: SuiteSettings, path: str, *, like: Subject | None = Non
     )
 
 
-def _reference(settings: HhSettings | LabSettings, subject: Subject) -> Subject | None:
+def _load_reference(settings: HhSettings | LabSettings, subject: Subject) -> Subject | None:
     return None if settings.reference is None else subject_of(settings, settings.reference, like=subject)
 
 
@@ -117,9 +117,9 @@ def _device(settings: SuiteSettings) -> torch.device:
 
 
 def _hh(settings: HhSettings, subject: Subject, _: str) -> SuiteResult:
-    source = settings.source
-    scorer = None if source is None else build_source(source, subject.encoder.tokenizer, Engine(subject.device))
-    return run_hh(settings, subject, reference=_reference(settings, subject), source=scorer)
+    config = settings.source
+    source = None if config is None else build_source(config, subject.encoder.tokenizer, Engine(subject.device))
+    return run_hh(settings, subject, reference=_load_reference(settings, subject), source=source)
 
 
 def _persona(settings: PersonaSettings, subject: Subject, _: str) -> SuiteResult:
@@ -131,8 +131,8 @@ def _gsm8k(settings: Gsm8kSettings, subject: Subject, _: str) -> SuiteResult:
 
 
 def _ifeval(settings: IfevalSettings, subject: Subject, _: str) -> SuiteResult:
-    wanted = settings.source if settings.best_of > 1 else None
-    source = None if wanted is None else build_source(wanted, subject.encoder.tokenizer, Engine(subject.device))
+    config = settings.source if settings.best_of > 1 else None
+    source = None if config is None else build_source(config, subject.encoder.tokenizer, Engine(subject.device))
     return run_ifeval(settings, subject, source=source)
 
 
@@ -141,12 +141,12 @@ def _xstest(settings: XstestSettings, subject: Subject, _: str) -> SuiteResult:
 
 
 def _lab(settings: LabSettings, subject: Subject, _: str) -> SuiteResult:
-    return run_lab(settings, subject, reference=_reference(settings, subject))
+    return run_lab(settings, subject, reference=_load_reference(settings, subject))
 
 
 def _harness(settings: HarnessSettings, subject: Subject, task: str) -> SuiteResult:
-    found: SuiteResult = importlib.import_module("rlhf.evaluation.suites.harness").run_harness(settings, subject, task)
-    return found
+    result: SuiteResult = importlib.import_module("rlhf.evaluation.suites.harness").run_harness(settings, subject, task)
+    return result
 
 
 SUITES: dict[str, Suite] = {

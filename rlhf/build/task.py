@@ -1,4 +1,4 @@
-"""What an offline loss needs of its data: the seam between SFT, the preference losses and the one offline run."""
+"""The interface between the offline run and its losses (SFT, preferences): data, loss and held-out evaluation."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rlhf.types import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Rows, their loss, and how well the policy does on those held out."""
+    """The data of an offline run, its loss, and its evaluation on held-out data."""
 
     loss: Loss
-    data: Callable[[int], Batch]  # the rows of a step
+    data: Callable[[int], Batch]  # the batch of a step
     steps_per_epoch: float
-    tokens: Callable[[Batch], int]  # how many a batch holds
-    held_out: Callable[[], dict[str, float]]  # metrics of the policy as it is now; none where nothing is held out
+    tokens: Callable[[Batch], int]  # counts the tokens of a batch
+    held_out: Callable[[], dict[str, float]]  # metrics of the current policy; empty without held-out data
     show: tuple[str, ...]  # metrics for the progress display

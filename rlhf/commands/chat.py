@@ -1,4 +1,4 @@
-"""rlhf chat: a conversation with a model in the terminal."""
+"""rlhf chat: a conversation with a model in the terminal or through a pipe."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Reads(Protocol):
     """A stream of lines, such as standard input."""
 
     def readline(self) -> str:
-        """Return the next line; empty at the end."""
+        """Return the next line, or an empty string at the end of the stream."""
         ...
 
     def isatty(self) -> bool:
-        """Say whether somebody types."""
+        """Return whether the stream is an interactive terminal."""
         ...
 
 
@@ -35,17 +35,17 @@ class Writes(Protocol):
     """A stream that is written to, such as standard output."""
 
     def write(self, text: str, /) -> object:
-        """Write a part of a line, or more."""
+        """Write text, which may be part of a line."""
         ...
 
     def flush(self) -> None:
-        """Show what was written."""
+        """Flush what was written."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """How the model answers."""
+    """The system prompt and sampling options of the answers."""
 
     system: str | None = None
     temperature: float = 0.7
@@ -56,17 +56,23 @@ class ChatOptions:
 
 
 def run_chat(path: str, options: ChatOptions, *, read: Reads | None = None, out: Writes | None = None) -> None:
-    """Answer what is typed, or what comes through a pipe line by line, until it ends or says /quit.
+    """Answer each line that is typed or piped in, until the end of the input or /quit.
+
+    Args:
+        path: a run folder, a model folder or a hub id.
+        options: how the model answers.
+        read: where messages come from; standard input if None.
+        out: where answers go; standard output if None.
 
     Raises:
-        UserError: the model has no chat template, or cannot be loaded.
+        UserError: an option is invalid, or the model has no chat template or cannot be loaded.
     """
     read, out = read or sys.stdin, out or sys.stdout
     conversation = _open(path, options)
-    typed = read.isatty()
-    if typed:
+    interactive = read.isatty()
+    if interactive:
         out.write(f"{HELP}\n")
-    for line in _lines(read, typed=typed):
+    for line in _read_lines(read, interactive=interactive):
         match line.strip():
             case "":
                 continue
@@ -78,7 +84,7 @@ def run_chat(path: str, options: ChatOptions, *, read: Reads | None = None, out:
                 out.write(f"{text}? {HELP}\n")
             case text:
                 _answer(conversation, text, out)
-    if typed:
+    if interactive:
         out.write("\n")
 
 
@@ -97,12 +103,12 @@ def _open(path: str, options: ChatOptions) -> Conversation:
     return Conversation(model, options.system, options.top_p, options.greedy)
 
 
-def _lines(read: Reads, *, typed: bool) -> Iterator[str]:
-    """Yield what is said; an interrupt at the prompt ends the conversation as an end of file does."""
-    ask: Callable[[], str] = (lambda: input("> ") + "\n") if typed and read is sys.stdin else read.readline
+def _read_lines(read: Reads, *, interactive: bool) -> Iterator[str]:
+    """Yield the lines of the input; an interrupt at the prompt (Ctrl-C) ends it, as the end of file does."""
+    read_line: Callable[[], str] = (lambda: input("> ") + "\n") if interactive and read is sys.stdin else read.readline
     while True:
         try:
-            line = ask()
+            line = read_line()
         except (EOFError, KeyboardInterrupt):
             return
         if not line:
@@ -111,14 +117,14 @@ def _lines(read: Reads, *, typed: bool) -> Iterator[str]:
 
 
 def _answer(conversation: Conversation, text: str, out: Writes) -> None:
-    def write(part: str) -> None:
-        out.write(printable(part))
+    def write(chunk: str) -> None:
+        out.write(printable(chunk))
         out.flush()
 
     try:
-        ended = conversation.ask(text, write)
+        complete = conversation.ask(text, write)
     except DataError as error:
         out.write(f"{error}: /reset begins anew\n")
         return
-    out.write("\n" if ended else " …\n")
+    out.write("\n" if complete else " …\n")
     out.flush()

@@ -1,4 +1,4 @@
-"""rlhf compare: several algorithms from one start, on one budget, under one judge; continues where it stopped."""
+"""rlhf compare: several algorithms from the same start model, on one budget, under one judge; resumable."""
 
 from __future__ import annotations
 
@@ -35,56 +35,58 @@ EXACT_FRONTIER = "exact_frontier.json"
 
 
 def run_compare(config: CompareConfig, *, beside: Path, console: Console, start: StartCell | None = None) -> bool:
-    """Prepare the lab where it is asked for, run what is not done, write results and page.
+    """Run the unfinished cells of a comparison, and write its results and page.
+
+    The lab is prepared first, if the comparison uses it.
 
     Args:
         config: the comparison.
-        beside: the folder of its file, in which its base is looked for too.
-        console: where it reports.
-        start: how a cell is started; in a process of its own if None.
+        beside: the folder of the comparison's file, where its base configuration is looked for too.
+        console: where progress and results are printed.
+        start: starts a cell; None starts each in its own process.
 
     Returns:
-        Whether every cell was come to; False where the user stopped it.
+        True if every cell was run or tried, False if the user stopped the comparison.
 
     Raises:
-        UserError: the comparison is not a valid one; an arm that fails is no error.
+        UserError: the comparison is invalid. An arm that fails is not an error.
     """
     if launched() > 1:
         raise ConfigError(
             "rlhf compare starts the processes of each arm itself: run it without a launcher, processes=N"
         )
     plan = make_plan(config, beside=beside)
-    if config.lab is not None and not _prepared(config.lab, console):
+    if config.lab is not None and not _prepare_lab(config.lab, console):
         return False
     plan.folder.mkdir(parents=True, exist_ok=True)
     write_aside(plan.folder / COMPARE, yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True))
     complete = run_cells(plan, start or partial(start_cell, jobs=config.jobs, processes=config.processes), console)
     if not complete:
         console.print("stopped; the same command continues from here")
-    _conclude(plan, console)
+    _report(plan, console)
     return complete
 
 
 def is_comparison(path: str) -> bool:
-    """Whether a folder holds a comparison."""
+    """Return whether a folder holds a comparison."""
     return (Path(path) / COMPARE).is_file()
 
 
 def rebuild_comparison(path: str, console: Console) -> None:
-    """results.json, results.parquet and report.html again, from the folder of a comparison.
+    """Rebuild results.json, results.parquet and report.html from the folder of a comparison.
 
     Raises:
-        UserError: nothing of it is judged yet.
+        UserError: its start model is not judged yet.
     """
     folder = Path(path)
-    _conclude(read_plan(compare_config(read_yaml(folder / COMPARE)), folder), console, must=True)
+    _report(read_plan(compare_config(read_yaml(folder / COMPARE)), folder), console, required=True)
 
 
-def _prepared(lab: LabConfig, console: Console) -> bool:
-    """The lab's stages are there, or were made now; False where the user stopped them."""
+def _prepare_lab(lab: LabConfig, console: Console) -> bool:
+    """Make the lab's start model, pairs and reward model if any is missing; return False if the user stopped it."""
     folder = Path(lab.folder)
-    needed = (folder / "sft" / MODEL, folder / "preferences" / "train.jsonl", folder / "rm" / MODEL)
-    if all(path.exists() for path in needed):
+    required = (folder / "sft" / MODEL, folder / "preferences" / "train.jsonl", folder / "rm" / MODEL)
+    if all(path.exists() for path in required):
         claim_lab(folder, seed=lab.seed, console=console)
         console.print(Text(f"the lab's start model, pairs and reward model: as they are in {folder}"))
         return True
@@ -92,7 +94,9 @@ def _prepared(lab: LabConfig, console: Console) -> bool:
 
 
 def exact_frontier_of(folder: Path) -> dict[str, list[dict[str, float]]]:
-    """The exact optimum's curve, where somebody who can enumerate the task has put it into the folder.
+    """Read the exact optimum's curve of score over KL, if exact_frontier.json is in the folder.
+
+    Only a task that can be enumerated has one; whoever computed it puts the file there.
 
     Raises:
         ConfigError: exact_frontier.json is not a list of points with `kl` and `score`.
@@ -108,21 +112,22 @@ def exact_frontier_of(folder: Path) -> dict[str, list[dict[str, float]]]:
 
 
 def _print_suite(suite: SuiteTable, console: Console) -> None:
-    """Print the arm, the first two figures and the gain; the page has the rest."""
-    table = Table(suite.title, *_first_and_last(suite.columns), box=None, pad_edge=False)
+    """Print the arm, the first two figures and the gain of each row; the page shows the rest."""
+    table = Table(suite.title, *_shown_columns(suite.columns), box=None, pad_edge=False)
     for row in suite.rows:
-        table.add_row(str(row[0]), *map(str, _first_and_last(row)))
+        table.add_row(str(row[0]), *map(str, _shown_columns(row)))
     console.print(table)
 
 
-def _first_and_last(row: Sequence[object]) -> list[Any]:
+def _shown_columns(row: Sequence[object]) -> list[Any]:
     return [*row[1:3], row[-1]]
 
 
-def _conclude(plan: Plan, console: Console, *, must: bool = False) -> None:
+def _report(plan: Plan, console: Console, *, required: bool = False) -> None:
+    """Write and print the results; without a judged start model do nothing, or raise if `required`."""
     cells = read_cells(plan)
-    if all(one.judged is None for one in cells if one.cell.arm == START):
-        if must:
+    if all(result.judged is None for result in cells if result.cell.arm == START):
+        if required:
             raise UserError(f"{plan.folder}: the start model is not judged yet, so there is nothing to report")
         return
     results = summarize(plan, cells) | exact_frontier_of(plan.folder)

@@ -1,4 +1,4 @@
-"""rlhf eval: a finished run against the model it started from, or another, on held-out prompts."""
+"""rlhf eval: a finished run against the model it started from, or another one, on held-out prompts."""
 
 from __future__ import annotations
 
@@ -26,13 +26,19 @@ from rlhf.runtime.run_folder import write_aside
 
 
 def run_eval(path: str, overrides: Sequence[str], console: Console, *, against: str = START) -> None:
-    """Evaluate the run in `path` with the settings it was made with, `overrides` on top; writes eval.json there.
+    """Evaluate the run in `path` against another model, print the result, and write eval.json into the run folder.
+
+    For a reward model's run the report card on its held-out pairs is computed and printed instead.
 
     Args:
         path: the run folder.
-        overrides: key=value.
-        console: where it reports.
-        against: another run or model to compare with, the file then named after it; `start`: what the run started from.
+        overrides: key=value settings on top of the run's own.
+        console: where the result is printed.
+        against: the run or model to compare with, after which the file is then named; `start` is the model that the
+            run started from.
+
+    Raises:
+        UserError: there is nothing to evaluate on, a model cannot be loaded, or `against` is given for a reward model.
     """
     config = load_run(path, overrides)
     if isinstance(config, RewardModelConfig):
@@ -45,59 +51,61 @@ def run_eval(path: str, overrides: Sequence[str], console: Console, *, against: 
         return
     if config.data.eval_prompts is None:
         raise ConfigError("nothing to evaluate on: set data.eval_prompts.path")
-    found = compare_models(config, path, against)
-    _print(found, console)
+    comparison = compare_models(config, path, against)
+    _print(comparison, console)
     out = Path(path) / _file_name(against)
-    write_aside(out, json.dumps(plain(asdict(found)), indent=2, ensure_ascii=False) + "\n")
+    write_aside(out, json.dumps(plain(asdict(comparison)), indent=2, ensure_ascii=False) + "\n")
     console.print(Text(f"written to {out}"), soft_wrap=True)
 
 
 def _file_name(against: str) -> str:
-    """eval.json, or one named after the end of the path that the run is compared with."""
+    """Return eval.json, or a name made from the last parts of the path that the run is compared with."""
     if against == START:
         return "eval.json"
-    last = "/".join(Path(against).parts[-3:])
-    return f"eval-{re.sub(r'[^A-Za-z0-9.]+', '-', last).strip('-.')}.json"
+    end = "/".join(Path(against).parts[-3:])
+    return f"eval-{re.sub(r'[^A-Za-z0-9.]+', '-', end).strip('-.')}.json"
 
 
-def _print(found: PolicyComparison, console: Console) -> None:
-    other = "reference" if found.against == START else found.against
+def _print(comparison: PolicyComparison, console: Console) -> None:
+    other = "reference" if comparison.against == START else comparison.against
     table = Table("on held-out prompts", escape(other), "this run", "unit", box=None, pad_edge=False)
-    for name in [*found.run, *(name for name in found.reference if name not in found.run)]:
-        table.add_row(name, _shown(found.reference.get(name)), _shown(found.run.get(name)), METRICS[name].unit)
+    for name in [*comparison.run, *(name for name in comparison.reference if name not in comparison.run)]:
+        table.add_row(
+            name, _format(comparison.reference.get(name)), _format(comparison.run.get(name)), METRICS[name].unit
+        )
     console.print(table)
-    about = f"95 % interval, {found.prompts} prompts"
-    if found.win_rate is not None and found.length_controlled is not None:
-        _say(console, f"win rate over {_named(found)} {found.win_rate} ({about})")
-        _say(console, f"at equal length {_at_equal_length(found.length_controlled)}")
-        _say(console, f"mean score difference {found.difference}")
-    if found.pairwise is not None:
-        for line in _about_pairs(found, found.pairwise, about):
-            _say(console, line)
+    basis = f"95 % interval, {comparison.prompts} prompts"
+    if comparison.win_rate is not None and comparison.length_controlled is not None:
+        _print_line(console, f"win rate over {_opponent(comparison)} {comparison.win_rate} ({basis})")
+        _print_line(console, f"at equal length {_at_equal_length(comparison.length_controlled)}")
+        _print_line(console, f"mean score difference {comparison.difference}")
+    if comparison.pairwise is not None:
+        for line in _pairwise_lines(comparison, comparison.pairwise, basis):
+            _print_line(console, line)
 
 
-def _say(console: Console, text: str) -> None:
+def _print_line(console: Console, text: str) -> None:
     console.print(Text(text), soft_wrap=True)
 
 
-def _named(found: PolicyComparison) -> str:
-    return "the reference" if found.against == START else found.against
+def _opponent(comparison: PolicyComparison) -> str:
+    return "the reference" if comparison.against == START else comparison.against
 
 
-def _shown(value: float | None) -> str:
+def _format(value: float | None) -> str:
     return "" if value is None or value != value else f"{value:.3f}"
 
 
-def _at_equal_length(found: LengthControlled) -> str:
-    if found.extrapolated:
-        return f"{found} (a guess: one side is longer on every prompt)"
-    return str(found)
+def _at_equal_length(win_rate: LengthControlled) -> str:
+    if win_rate.extrapolated:
+        return f"{win_rate} (a guess: one side is longer on every prompt)"
+    return str(win_rate)
 
 
-def _about_pairs(found: PolicyComparison, pairs: PairwiseComparison, about: str) -> list[str]:
+def _pairwise_lines(comparison: PolicyComparison, pairs: PairwiseComparison, basis: str) -> list[str]:
     unreadable = f", {pairs.unreadable} of {pairs.answers} answers could not be read" if pairs.unreadable else ""
     return [
-        f"{pairs.judge}: win rate over {_named(found)} {pairs.win_rate} ({about}), "
+        f"{pairs.judge}: win rate over {_opponent(comparison)} {pairs.win_rate} ({basis}), "
         f"at equal length {_at_equal_length(pairs.length_controlled)}",
         f"{pairs.judge}: {pairs.inconsistent:.1%} of the pairs judged differently when swapped (counted as ties), "
         f"{pairs.first_shown:.1%} of the verdicts for the side shown first{unreadable}",

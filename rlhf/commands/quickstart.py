@@ -30,49 +30,56 @@ from rlhf.runtime.progress import duration, printable
 from rlhf.runtime.run_folder import RunFolder, write_aside
 from rlhf.runtime.seeding import derive
 
-LABEL_TEMPERATURE = 0.8  # of the Bradley-Terry noise on the pairs, in units of gold
+LABEL_TEMPERATURE = 0.8  # of the pairs' Bradley-Terry label noise, in units of gold
 PAIRS: dict[Split, int] = {"train": 8000, "eval": 1000}  # prompts, two completions each
 EXAMPLES = 3
-RECORD = "lab.json"  # which seed and which version of the lab a folder was made with
+RECORD = "lab.json"  # the seed and the version of the lab that a folder was made with
 
 
 def run_quickstart(out: str, *, seed: int, overrides: Sequence[str], console: Console) -> None:
-    """Every stage in its own run folder under `out`; a stage that is done is not done again.
+    """Run every stage of the quickstart, each in its own run folder under `out`; finished stages are skipped.
 
-    `overrides` are for the PPO stage, e.g. algorithm.kl.controller.target=3.
+    Args:
+        out: the folder of the quickstart.
+        seed: the seed of all stages.
+        overrides: key=value settings for the PPO stage, e.g. algorithm.kl.controller.target=3.
+        console: where progress and results are printed.
+
+    Raises:
+        ConfigError: `out` was made with another seed, or by another version of the lab.
     """
-    began, folder = time.perf_counter(), Path(out)
+    start_time, folder = time.perf_counter(), Path(out)
     held_out = prepare_lab(folder, seed=seed, console=console, of=4)
     if held_out is None:
         return
     console.rule("4/4  PPO against the reward model")
-    ppo = with_lab(load_train(lab_config("ppo"), [f"run.seed={seed}", *_places(folder)["ppo"], *overrides]))
+    ppo = with_lab(load_train(lab_config("ppo"), [f"run.seed={seed}", *_stage_paths(folder)["ppo"], *overrides]))
     if not run_train(ppo, console):
         return
     console.rule("What came of it")
     result = conclude(ppo, folder, held_out, console)
-    result["seconds"] = time.perf_counter() - began
+    result["seconds"] = time.perf_counter() - start_time
     write_aside(folder / "result.json", json.dumps(result, indent=2) + "\n")
     console.print(
-        Text(f"{duration(time.perf_counter() - began)} in all; report: {folder / 'ppo' / 'report.html'}"),
+        Text(f"{duration(time.perf_counter() - start_time)} in all; report: {folder / 'ppo' / 'report.html'}"),
         soft_wrap=True,
     )
 
 
 def prepare_lab(folder: Path, *, seed: int, console: Console, of: int = 3) -> PairsFile | None:
-    """The stages before any algorithm: sft/, preferences/ and rm/ in `folder`. What is done is not done again.
+    """Run the stages before any algorithm, into sft/, preferences/ and rm/ of `folder`; finished stages are skipped.
 
     Args:
-        folder: where they are.
-        seed: of all three.
-        console: where they report.
-        of: how many stages the caller has in all.
+        folder: the folder of the stages.
+        seed: the seed of all three stages.
+        console: where progress is printed.
+        of: how many stages the caller has in all, for the headings.
 
     Returns:
-        The held-out pairs; None where a stage was interrupted and saved.
+        The held-out pairs; None if a stage was interrupted and saved.
 
     Raises:
-        ConfigError: what is there was made with another seed, or by another version of the lab.
+        ConfigError: the folder was made with another seed, or by another version of the lab.
     """
     claim_lab(folder, seed=seed, console=console)
     seeded = [f"run.seed={seed}"]
@@ -83,50 +90,50 @@ def prepare_lab(folder: Path, *, seed: int, console: Console, of: int = 3) -> Pa
     console.rule(f"2/{of}  preference pairs: two completions a prompt, ranked with noise")
     held_out = make_pairs(folder, sft.sampling, seed, console)
     console.rule(f"3/{of}  reward model")
-    rm = with_lab(load_reward_model(lab_config("reward_model"), [*seeded, *_places(folder)["rm"]]))
+    rm = with_lab(load_reward_model(lab_config("reward_model"), [*seeded, *_stage_paths(folder)["rm"]]))
     return held_out if run_reward_model(rm, console) else None
 
 
 def claim_lab(folder: Path, *, seed: int, console: Console) -> None:
-    """See that `folder` is this lab's, or make it so: lab.json has the seed and the version that it was made with.
+    """Check that `folder` belongs to this seed and version of the lab; record both in lab.json if it is new.
 
-    A folder without lab.json that holds a start model already is taken as it is, with a warning.
+    A folder without lab.json that already holds a start model is used as it is, with a warning.
 
     Raises:
-        ConfigError: it was made with another seed, or by another version of the lab's code.
+        ConfigError: the folder was made with another seed, or by another version of the lab's code.
     """
-    path, ours = folder / RECORD, {"seed": seed, "lab": lab_key(LabSpec())}
+    path, expected = folder / RECORD, {"seed": seed, "lab": lab_key(LabSpec())}
     if not path.is_file():
         if (folder / "sft").exists():
             warning = f"warning: {folder} has no {RECORD}, so its seed and the version it was made by are not checked"
             console.print(Text(warning, style="yellow"), soft_wrap=True)
             return
         folder.mkdir(parents=True, exist_ok=True)
-        write_aside(path, json.dumps(ours) + "\n")
+        write_aside(path, json.dumps(expected) + "\n")
         return
-    theirs = json.loads(path.read_text(encoding="utf-8"))
-    found = [f"seed {theirs['seed']} instead of {seed}"] if theirs["seed"] != seed else []
-    if theirs["lab"] != ours["lab"]:
-        found.append(f"another version of the lab, {theirs['lab']} instead of {ours['lab']}")
-    if found:
+    recorded = json.loads(path.read_text(encoding="utf-8"))
+    differences = [f"seed {recorded['seed']} instead of {seed}"] if recorded["seed"] != seed else []
+    if recorded["lab"] != expected["lab"]:
+        differences.append(f"another version of the lab, {recorded['lab']} instead of {expected['lab']}")
+    if differences:
         raise ConfigError(
-            f"{folder} was made with {' and '.join(found)}: give another folder (--out of rlhf "
+            f"{folder} was made with {' and '.join(differences)}: give another folder (--out of rlhf "
             "quickstart, lab.folder of rlhf compare), ask for the seed that it has (--seed, lab.seed), or remove it"
         )
 
 
 def make_pairs(folder: Path, sampling: SamplingConfig, seed: int, console: Console) -> PairsFile:
-    """Sample and label the training and held-out pairs, once; returns the held-out ones."""
-    info = folder / "preferences" / "info.json"
-    if not info.is_file():
+    """Sample and label the training and held-out pairs unless that is done; return the held-out ones."""
+    info_file = folder / "preferences" / "info.json"
+    if not info_file.is_file():
         completer = Completer(str(folder / "sft"), sampling)
 
         def sample(prompts: Sequence[str], count: int) -> list[list[str]]:
             return completer.complete(prompts, count=count, key=derive(seed, "pairs", len(prompts)))
 
-        made = {
+        files = {
             split: write_pairs(
-                info.parent / f"{split}.jsonl",
+                info_file.parent / f"{split}.jsonl",
                 sample,
                 split=split,
                 count=count,
@@ -135,10 +142,10 @@ def make_pairs(folder: Path, sampling: SamplingConfig, seed: int, console: Conso
             )
             for split, count in PAIRS.items()
         }
-        content = {split: {"pairs": found.pairs, "best_accuracy": found.best_accuracy} for split, found in made.items()}
-        write_aside(info, json.dumps(content, indent=2) + "\n")
-    known = json.loads(info.read_text(encoding="utf-8"))
-    train, held_out = (PairsFile(info.parent / f"{split}.jsonl", **known[split]) for split in ("train", "eval"))
+        content = {split: {"pairs": file.pairs, "best_accuracy": file.best_accuracy} for split, file in files.items()}
+        write_aside(info_file, json.dumps(content, indent=2) + "\n")
+    info = json.loads(info_file.read_text(encoding="utf-8"))
+    train, held_out = (PairsFile(info_file.parent / f"{split}.jsonl", **info[split]) for split in ("train", "eval"))
     console.print(
         f"{train.pairs} pairs to train on, {held_out.pairs} held out; "
         f"best possible accuracy on the held-out labels {held_out.best_accuracy:.3f}"
@@ -147,20 +154,23 @@ def make_pairs(folder: Path, sampling: SamplingConfig, seed: int, console: Conso
 
 
 def conclude(config: TrainConfig, folder: Path, pairs: PairsFile, console: Console) -> dict[str, object]:
-    """PPO beside SFT under the gold, on held-out prompts with the same random numbers; printed and returned."""
+    """Compare PPO with SFT by the gold reward on held-out prompts, print a table, and return the figures.
+
+    Both models sample with the same random numbers.
+    """
     before = evaluate_model(config, None, str(folder / "ppo"))
     after = evaluate_model(config, str(folder / "ppo"), str(folder / "ppo"))
     a, b = after.rollout.scores, before.rollout.scores
-    spread = float(b.double().std(correction=0))
+    gold_std = float(b.double().std(correction=0))
     wins, gain = win_rate(a, b), mean_difference(a, b)
     accuracy = float(RunFolder(folder / "rm").read_report_card()["accuracy"])
     expected = rm_accuracy(folder)
     rows = RunFolder(folder / "ppo").read_metrics()
-    steps = [row for row in rows if row["step"] > 0.8 * rows[-1]["step"]]
-    kl, explained = (fmean(row[name] for row in steps) for name in ("kl/reference", "critic/explained_variance"))
+    last_fifth = [row for row in rows if row["step"] > 0.8 * rows[-1]["step"]]
+    kl, explained = (fmean(row[name] for row in last_fifth) for name in ("kl/reference", "critic/explained_variance"))
     table = Table("", "SFT", "PPO", box=None, pad_edge=False)
     table.add_row("mean gold score", f"{float(b.mean()):.2f}", f"{float(a.mean()):.2f}")
-    table.add_row("gain, in standard deviations of SFT", "", f"{gain.value / spread:+.2f}")
+    table.add_row("gain, in standard deviations of SFT", "", f"{gain.value / gold_std:+.2f}")
     table.add_row(f"win rate over SFT ({len(a)} held-out prompts)", "", str(wins))
     table.add_row("KL to SFT, nats per sequence", "0", f"{after.metrics['eval/kl']:.2f}")
     table.add_row("KL, mean of the last fifth of training", "", f"{kl:.2f}")
@@ -174,12 +184,12 @@ def conclude(config: TrainConfig, folder: Path, pairs: PairsFile, console: Conso
         "  the same in expectation over their noise / best", "", f"{expected:.3f} / {pairs.best_accuracy:.3f}"
     )
     console.print(table)
-    _examples(folder, before, after, console)
+    _print_examples(folder, before, after, console)
     return {
         "gold_sft": float(b.mean()),
         "gold_ppo": float(a.mean()),
-        "gold_std_sft": spread,
-        "gain_in_std": gain.value / spread,
+        "gold_std_sft": gold_std,
+        "gain_in_std": gain.value / gold_std,
         "win_rate": [wins.value, wins.low, wins.high],
         "kl_last_fifth": kl,
         "kl_held_out": after.metrics["eval/kl"],
@@ -192,26 +202,27 @@ def conclude(config: TrainConfig, folder: Path, pairs: PairsFile, console: Conso
 
 
 def rm_accuracy(folder: Path) -> float:
-    """The reward model's accuracy on the held-out pairs, in expectation over the noise of their labels."""
+    """Compute the reward model's accuracy on the held-out pairs, in expectation over the noise of their labels."""
     config = with_lab(load_reward_model(folder / "rm" / "config.yaml", []))
     texts, gaps = gaps_of(config, str(folder / "rm"))
     rows = [{"prompt": str(text.prompt), "chosen": text.chosen, "rejected": text.rejected} for text in texts]
     return expected_accuracy(gaps, gold_gaps(rows), LABEL_TEMPERATURE)
 
 
-def _examples(folder: Path, before: PolicyEvaluation, after: PolicyEvaluation, console: Console) -> None:
-    from_run = Completer(str(folder / "ppo"), SamplingConfig())
+def _print_examples(folder: Path, before: PolicyEvaluation, after: PolicyEvaluation, console: Console) -> None:
+    completer = Completer(str(folder / "ppo"), SamplingConfig())
     for row in torch.linspace(0, len(before.rollout) - 1, EXAMPLES).long().tolist():
         console.print(Text(printable(str(before.rollout.references[row]["prompt"])), style="bold"))
-        for name, found in (("SFT", before), ("PPO", after)):
-            text = from_run.text(found.rollout.completion_ids[row], found.rollout.completion_mask[row])
+        for name, evaluation in (("SFT", before), ("PPO", after)):
+            text = completer.text(evaluation.rollout.completion_ids[row], evaluation.rollout.completion_mask[row])
             console.print(
-                Text(f"  {name} {float(found.rollout.scores[row]):+.2f}  {printable(text.strip())}"), soft_wrap=True
+                Text(f"  {name} {float(evaluation.rollout.scores[row]):+.2f}  {printable(text.strip())}"),
+                soft_wrap=True,
             )
 
 
-def _places(folder: Path) -> dict[str, list[str]]:
-    """Where each stage finds the earlier ones, whatever the configuration files say."""
+def _stage_paths(folder: Path) -> dict[str, list[str]]:
+    """Return the overrides by which a stage finds the results of the earlier ones, whatever its file says."""
     pairs = folder / "preferences"
     return {
         "rm": [

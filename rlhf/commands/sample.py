@@ -1,4 +1,4 @@
-"""rlhf sample: completions of single prompts."""
+"""rlhf sample: completions of prompts, printed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlhf.runtime.seeding import derive
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions:
-    """What is drawn of each prompt."""
+    """How many completions of each prompt are sampled, and how."""
 
     count: int = 1
     seed: int = 0
@@ -31,11 +31,15 @@ class SampleOptions:
 def run_sample(
     path: str, prompts: list[str], options: SampleOptions, *, sampling: SamplingConfig, console: Console
 ) -> None:
-    """Print completions of each prompt by the model of a run, or in a model folder."""
+    """Print completions of each prompt by a model, from a run or a model folder.
+
+    Raises:
+        UserError: an option is invalid, or the model cannot be loaded.
+    """
     if options.top_p is not None and not 0 < options.top_p <= 1:
         raise UserError("--top-p is above 0 and at most 1")
     completer = Completer(path, sampling, chat=RAW if options.raw else chat_format_of(path))
-    texts = _nucleus(completer, prompts, options) if options.top_p is not None else _drawn(completer, prompts, options)
+    texts = _nucleus(completer, prompts, options) if options.top_p is not None else _sample(completer, prompts, options)
     for row, (text, finished) in enumerate(texts):
         if row % options.count == 0:
             console.print(Text(printable(prompts[row // options.count]), style="bold"), soft_wrap=True)
@@ -43,16 +47,18 @@ def run_sample(
         console.print(Text(f"  → {printable(text.strip())}{unfinished}"), soft_wrap=True)
 
 
-def _drawn(completer: Completer, prompts: list[str], options: SampleOptions) -> list[tuple[str, bool]]:
-    """Draw by the sampler of training."""
+def _sample(completer: Completer, prompts: list[str], options: SampleOptions) -> list[tuple[str, bool]]:
+    """Sample with the sampler that training uses."""
     key = derive(options.seed, "sample")
-    drawn = completer.sample(prompts, count=options.count, key=key, greedy=options.greedy)
-    texts = [completer.text(ids, mask) for ids, mask in zip(drawn.completion_ids, drawn.completion_mask, strict=True)]
-    return list(zip(texts, drawn.finished.tolist(), strict=True))
+    samples = completer.sample(prompts, count=options.count, key=key, greedy=options.greedy)
+    texts = [
+        completer.text(ids, mask) for ids, mask in zip(samples.completion_ids, samples.completion_mask, strict=True)
+    ]
+    return list(zip(texts, samples.finished.tolist(), strict=True))
 
 
 def _nucleus(completer: Completer, prompts: list[str], options: SampleOptions) -> list[tuple[str, bool]]:
-    """Draw from the most likely tokens that together have probability top_p."""
+    """Sample by nucleus sampling: from the most likely tokens that together have probability top_p."""
     assert options.top_p is not None
     torch.manual_seed(options.seed)
     return [
@@ -63,7 +69,7 @@ def _nucleus(completer: Completer, prompts: list[str], options: SampleOptions) -
 
 
 def sampling_of(path: str, max_new_tokens: int | None, temperature: float | None) -> SamplingConfig:
-    """The run's own sampling settings, where `path` is a run, with what the user says on top."""
+    """Return the sampling settings of the run in `path`, or the defaults, with the given values on top."""
     run = Path(path) / "config.yaml"
     settings = dict(read_yaml(path).get("sampling", {})) if run.is_file() else {}
     if max_new_tokens is not None:

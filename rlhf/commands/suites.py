@@ -1,4 +1,4 @@
-"""rlhf eval --suite: a named alignment evaluation of a run's model, or of any causal LM."""
+"""rlhf eval --suite: a named alignment evaluation of a run's model, or of any causal language model."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ def run_suite(
     overrides: Sequence[str],
     console: Console,
 ) -> None:
-    """Measure the model of a run, or in a model folder or under a hub id, by the suite `name`; print and write it.
+    """Evaluate a model with the suite `name`, print the result, and write it as JSON.
 
     Args:
-        target: run, folder or hub id.
+        target: a run, a model folder or a hub id.
         name: a suite, or lm-eval:TASK.
         data: the suite's data.
-        limit: use only so many rows.
-        out: the JSON file; None: evals/<suite>.json in the run's folder.
-        against: the model to compare with; `start`: the reference of the run.
-        overrides: key=value, over the run's own settings.
-        console: where it reports.
+        limit: the number of rows to use, None for all.
+        out: the JSON file; None writes evals/<suite>.json in the run's folder.
+        against: the model to compare with; `start` is the reference of the run.
+        overrides: key=value settings on top of the run's own.
+        console: where the result is printed.
 
     Raises:
-        UserError: no such suite, setting, data or model.
+        UserError: the suite, a setting, the data or the model is missing or invalid.
     """
     suite, task = find_suite(name)
     settings = settings_of(suite, name, target, data=data, limit=limit, against=against, overrides=overrides)
     subject = subject_of(settings, target)
     result = suite.run(settings, subject, task)
     _print(name, target, result, console)
-    file = _file(target, name, out)
+    file = _result_file(target, name, out)
     if file is None:
-        said = f"{target} is no run folder, so nothing was written; --out FILE writes what was found"
-        console.print(Text(said), soft_wrap=True)
+        message = f"{target} is no run folder, so nothing was written; --out FILE writes what was found"
+        console.print(Text(message), soft_wrap=True)
         return
     write_result(file, name, target, result, settings, subject)
     console.print(Text(f"written to {file}"), soft_wrap=True)
@@ -73,29 +73,29 @@ def settings_of(
     against: str,
     overrides: Sequence[str],
 ) -> SuiteSettings:
-    """The suite's settings: its defaults < the run's own settings < the options < key=value.
+    """Resolve the suite's settings, in rising priority: its defaults, the run's settings, the options, key=value.
 
     Raises:
-        ConfigError: a key or a value is wrong, or the data is missing.
+        ConfigError: a key or a value is invalid, or the data is missing.
     """
-    tree = _of_run(target, suite.settings)
+    tree = _settings_of_run(target, suite.settings)
     data = data or suite.default_data
-    chosen = {suite.data_key: data, suite.limit_key: limit, "reference": None if against == START else against}
-    for key, value in chosen.items():
+    options = {suite.data_key: data, suite.limit_key: limit, "reference": None if against == START else against}
+    for key, value in options.items():
         if value is None:
             continue
         if key.partition(".")[0] not in suite.settings.model_fields:
             raise ConfigError(f"--against: the suite {name} compares with no other model")
-        tree = merge(tree, _branch(key, value))
+        tree = merge(tree, _nested(key, value))
     tree = merge(tree, parse_overrides(overrides))
-    rows = suite.settings.model_fields.get("dataset")
-    if rows is not None and rows.is_required() and not _has_path(tree.get("dataset")):
+    dataset = suite.settings.model_fields.get("dataset")
+    if dataset is not None and dataset.is_required() and not _has_path(tree.get("dataset")):
         raise ConfigError(f"the suite {name} needs data: --data PATH, {suite.data}")
     return with_lab(validate(suite.settings, tree))
 
 
-def _of_run(target: str, kind: type[SuiteSettings]) -> Tree:
-    """What the configuration of a run says of the suite's settings; nothing where `target` is no run."""
+def _settings_of_run(target: str, kind: type[SuiteSettings]) -> Tree:
+    """Return those of the suite's settings that the configuration of a run determines; empty if it is no run."""
     if not (Path(target).expanduser() / "config.yaml").is_file():
         return {}
     tree = read_yaml(Path(target).expanduser())
@@ -124,16 +124,17 @@ def _of_run(target: str, kind: type[SuiteSettings]) -> Tree:
     return {key: value for key, value in settings.items() if key in kind.model_fields and value is not None}
 
 
-def _branch(key: str, value: object) -> Tree:
+def _nested(key: str, value: object) -> Tree:
+    """Turn a dotted key into nested dictionaries."""
     first, dot, rest = key.partition(".")
-    return {first: _branch(rest, value) if dot else value}
+    return {first: _nested(rest, value) if dot else value}
 
 
 def _has_path(tree: object) -> bool:
     return isinstance(tree, Mapping) and bool(tree.get("path"))
 
 
-def _file(target: str, name: str, out: str | None) -> Path | None:
+def _result_file(target: str, name: str, out: str | None) -> Path | None:
     if out is not None:
         return Path(out).expanduser()
     run = Path(target).expanduser()
@@ -146,8 +147,8 @@ def _print(name: str, target: str, result: SuiteResult, console: Console) -> Non
     skipped = sum(result.skipped.values())
     rows = f"{result.n:,} rows, {skipped:,} skipped" if skipped else f"{result.n:,} rows"
     console.print(Text(f"{name} of {target}: {rows}"), soft_wrap=True)
-    names = Column("figure", min_width=max((len(figure.name) for figure in result.figures), default=0))
-    table = Table(names, "value", "95 % interval", "rows", "what it is", box=None, pad_edge=False)
+    name_column = Column("figure", min_width=max((len(figure.name) for figure in result.figures), default=0))
+    table = Table(name_column, "value", "95 % interval", "rows", "what it is", box=None, pad_edge=False)
     for figure in result.figures:
         table.add_row(
             *map(Text, (figure.name, _number(figure.value), _interval(figure), f"{figure.n:,}", figure.meaning))
@@ -156,10 +157,10 @@ def _print(name: str, target: str, result: SuiteResult, console: Console) -> Non
         console.print(table)
     if result.groups:
         _print_groups(result.groups, console)
-    for part in result.left_out:
-        console.print(Text(f"left out: {part.what}: {part.why}", style="yellow"), soft_wrap=True)
-    for note in result.notes:
-        console.print(Text(note), soft_wrap=True)
+    for omission in result.left_out:
+        console.print(Text(f"left out: {omission.what}: {omission.why}", style="yellow"), soft_wrap=True)
+    for message in result.notes:
+        console.print(Text(message), soft_wrap=True)
 
 
 def _print_groups(groups: Mapping[str, Sequence[Figure]], console: Console) -> None:

@@ -1,4 +1,4 @@
-"""rlhf train, rlhf rm: run, export, report, and say in a few lines what came of it."""
+"""rlhf train, rlhf rm and rlhf report: run, export, write the report, and print a short summary."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ SUMMARY = (
 
 
 def run_train(config: TrainConfig, console: Console) -> bool:
-    """Train as `config` says; True when the run is complete, False when it was interrupted and saved."""
+    """Train as `config` describes; return True if the run is complete, False if it was interrupted and saved."""
     run = build_run(config, console)
     run.train()
     return finish(run.session, console)
 
 
 def run_reward_model(config: RewardModelConfig, console: Console) -> bool:
-    """Train a reward model; True when complete, False when it was interrupted and saved."""
+    """Train a reward model; return True if the run is complete, False if it was interrupted and saved."""
     built = build_reward_model(config, console)
     session = built.run.session
     with session.recorder.progress:
@@ -52,7 +52,7 @@ def run_reward_model(config: RewardModelConfig, console: Console) -> bool:
 
 
 def finish(session: Session, console: Console) -> bool:
-    """Close the files, write the report, print what changed."""
+    """Close the files of a run, write its report, and print a summary; return whether the run is complete."""
     session.recorder.close()
     folder = session.recorder.folder
     if session.interrupted:
@@ -66,7 +66,7 @@ def finish(session: Session, console: Console) -> bool:
 
 
 def print_summary(folder: RunFolder, console: Console) -> None:
-    """First and last value of the metrics that matter."""
+    """Print the first and last value of the main metrics."""
     rows = folder.read_metrics()
     table = Table("metric", "first", "last", "unit", box=None, pad_edge=False)
     for name in SUMMARY:
@@ -78,16 +78,16 @@ def print_summary(folder: RunFolder, console: Console) -> None:
 
 
 def print_card(card: Mapping[str, Any], console: Console) -> None:
-    """The reward model beside its baselines."""
+    """Print the accuracy of a reward model beside its baselines."""
     table = Table("on held-out pairs", "accuracy", box=None, pad_edge=False)
     low, high = card["accuracy_low"], card["accuracy_high"]
     table.add_row("reward model", f"{card['accuracy']:.3f} [{low:.3f}, {high:.3f}]")
-    for name, found in card["baselines"].items():
+    for name, baseline in card["baselines"].items():
         label = name.replace("_", " ")
-        table.add_row(label, f"{found['accuracy']:.3f} [{found['low']:.3f}, {found['high']:.3f}]")
+        table.add_row(label, f"{baseline['accuracy']:.3f} [{baseline['low']:.3f}, {baseline['high']:.3f}]")
     console.print(table)
 
 
 def run_report(path: str, console: Console) -> None:
-    """Rebuild the page of a run from its folder."""
+    """Rebuild the report page of a run from its folder."""
     console.print(Text(f"report  {write_report(Path(path))}"), soft_wrap=True)

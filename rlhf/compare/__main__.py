@@ -1,4 +1,4 @@
-"""python -m rlhf.compare <cell folder>: run one cell in this process."""
+"""Run one cell in this process: `python -m rlhf.compare <cell folder>`."""
 
 from __future__ import annotations
 

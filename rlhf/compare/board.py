@@ -1,4 +1,4 @@
-"""What a comparison shows while it goes: one cell's own display, or a line for each of several."""
+"""The terminal output of a running comparison: one cell's own display, or one line for each of several cells."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rich.text import Text
 from rlhf.compare.plan import Cell
 from rlhf.runtime.progress import duration, printable
 
-OUTPUT = "output.log"  # what a cell that is not alone writes instead of to the terminal
+OUTPUT = "output.log"  # the standard output of a cell that runs beside others
 EVERY_S = 0.25
 
 
 class Tail:
-    """The lines that another process adds to a file."""
+    """Reader of the lines that another process appends to a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -29,46 +29,47 @@ class Tail:
         self._rest = b""
 
     def lines(self) -> list[str]:
-        """Those that were completed since the last call."""
+        """Return the lines that were completed since the last call."""
         if not self.path.is_file():
             return []
         with self.path.open("rb") as file:
             file.seek(self._position)
-            found = file.read()
-        self._position += len(found)
-        *whole, self._rest = (self._rest + found).split(b"\n")
-        return [text for line in whole if (text := printable(line.decode("utf-8", "replace")).strip())]
+            added = file.read()
+        self._position += len(added)
+        *complete, self._rest = (self._rest + added).split(b"\n")
+        return [text for line in complete if (text := printable(line.decode("utf-8", "replace")).strip())]
 
 
 @dataclass
-class _Shown:
+class _CellStatus:
     name: str
     tail: Tail
-    began: float
-    last: str = ""
+    started: float
+    last_line: str = ""
 
 
 class Board:
-    """Use as a context manager around the cells.
+    """The terminal display of a comparison, used as a context manager around its cells.
 
-    A cell that is alone draws on the terminal itself, under a rule with its title. Of several at once each writes into
-    its output.log: on a terminal its newest line is shown in place, elsewhere every line, after the cell's name.
+    A cell that runs alone draws on the terminal itself, under a rule with its title. Cells that run at the same time
+    write into their output.log: on a terminal the newest line of each is shown in place, elsewhere every line is
+    printed after the cell's name.
 
     Args:
         console: where to draw.
-        total: how many cells there are.
+        total: the number of cells.
         alone: whether one cell runs at a time.
-        clock: seconds, for the tests.
+        clock: returns the time in seconds; tests pass their own.
     """
 
     def __init__(
         self, console: Console, total: int, *, alone: bool, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._console, self._total, self._alone, self._clock = console, total, alone, clock
-        self._shown: dict[Path, _Shown] = {}
+        self._running: dict[Path, _CellStatus] = {}
         self._done = 0
-        self._looked = 0.0
-        self._began = clock()
+        self._refreshed = 0.0
+        self._started = clock()
         self._live = Live(console=console, get_renderable=self._display, refresh_per_second=4)
         self._in_place = not alone and console.is_interactive
 
@@ -84,49 +85,53 @@ class Board:
             self._live.stop()
 
     def began(self, cell: Cell, title: str) -> None:
-        """A cell starts."""
+        """Show that a cell has started."""
         if self._alone:
             self._console.rule(title)
             return
-        self._shown[cell.folder] = _Shown(f"{cell.arm}, seed {cell.seed}", Tail(cell.folder / OUTPUT), self._clock())
+        self._running[cell.folder] = _CellStatus(
+            f"{cell.arm}, seed {cell.seed}", Tail(cell.folder / OUTPUT), self._clock()
+        )
         if not self._in_place:
             self.note(f"{title}: started")
 
     def ended(self, cell: Cell) -> None:
-        """A cell ended; what it said last is shown before it goes."""
-        shown = self._shown.get(cell.folder)
-        if shown is not None:
-            self._read(shown)
-            del self._shown[cell.folder]
+        """Show the last lines of a cell that ended, and remove it from the display."""
+        status = self._running.get(cell.folder)
+        if status is not None:
+            self._read(status)
+            del self._running[cell.folder]
 
     def note(self, text: str, *, ended: bool = False) -> None:
-        """A line of the comparison's own; `ended` counts a cell."""
+        """Print a line of the comparison itself; `ended` counts one more cell as ended."""
         self._done += ended
         self._console.print(Text(text), soft_wrap=True)
 
     def refresh(self) -> None:
-        """Read what the running cells wrote since."""
-        if self._clock() - self._looked < EVERY_S:
+        """Read and show what the running cells have written since the last refresh."""
+        if self._clock() - self._refreshed < EVERY_S:
             return
-        self._looked = self._clock()
-        for shown in self._shown.values():
-            self._read(shown)
+        self._refreshed = self._clock()
+        for status in self._running.values():
+            self._read(status)
 
-    def _read(self, shown: _Shown) -> None:
-        for line in shown.tail.lines():
-            shown.last = line
+    def _read(self, status: _CellStatus) -> None:
+        for line in status.tail.lines():
+            status.last_line = line
             if not self._in_place:
-                self._console.print(Text(f"{shown.name} | {line}"), soft_wrap=True, highlight=False)
+                self._console.print(Text(f"{status.name} | {line}"), soft_wrap=True, highlight=False)
 
     def _display(self) -> RenderableType:
         head = Text(f"{self._done}/{self._total} cells", style="bold")
-        head.append(f"  {duration(self._clock() - self._began)}", style="cyan")
+        head.append(f"  {duration(self._clock() - self._started)}", style="cyan")
         rows = Table.grid(padding=(0, 2), expand=True)
         for _ in range(2):
             rows.add_column(no_wrap=True)
         rows.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        for shown in list(self._shown.values()):
+        for status in list(self._running.values()):
             rows.add_row(
-                Text(shown.name), Text(duration(self._clock() - shown.began), style="cyan"), Text(shown.last, "dim")
+                Text(status.name),
+                Text(duration(self._clock() - status.started), style="cyan"),
+                Text(status.last_line, "dim"),
             )
         return Group(head, rows)

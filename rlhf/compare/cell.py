@@ -1,4 +1,4 @@
-"""One cell from its start, or from where it stands, to its judgment."""
+"""Run one cell, from its start or its last checkpoint, until its model is judged."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rlhf.compare.suites import run_suites
 from rlhf.errors import UserError
 from rlhf.runtime.ranks import is_main_process, leave
 
-INTERRUPTED = 3  # exit code of a cell that was stopped and saved
+INTERRUPTED = 3  # exit code of a cell that was stopped and has saved its state
 
 
 def cell_main(folder: Path) -> int:
-    """Run the cell in `folder` as the whole of a process; what is wrong goes to standard error.
+    """Run the cell in `folder` as the main function of a process, with errors written to standard error.
 
     Returns:
-        The exit code: 0 when the cell is done, 2 for a mistake of the user's, INTERRUPTED where it was stopped.
+        The exit code: 0 when the cell is done, 2 for a user error, INTERRUPTED when it was stopped.
     """
     try:
         return 0 if run_cell(read_cell(folder), Console(quiet=not is_main_process())) else INTERRUPTED
@@ -37,10 +37,10 @@ def cell_main(folder: Path) -> int:
 
 
 def run_cell(cell: Cell, console: Console) -> bool:
-    """Train (where it trains), judge, write judged.json; False where it was interrupted and saved.
+    """Train (if the cell trains), judge and write judged.json; return False if it was interrupted and saved.
 
     Raises:
-        UserError: of the kind that fits.
+        UserError: training or judging cannot go on, in the subclass that fits the cause.
     """
     config = cell.config
     if Judged.read(cell.folder) is not None:

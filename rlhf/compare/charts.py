@@ -1,4 +1,4 @@
-"""The figures of a comparison: frontier, learning curves with seed bands, proxy against gold."""
+"""The charts of a comparison's page: frontier, learning curves with seed bands, proxy against gold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhf.evaluation.report_charts import Chart, to_json
 
 ROLES, DASHES = 8, ("solid", "dash", "dot", "dashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x", "star")
-FEW = 8  # arms that fit on one chart; of more, the best SHOWN are shown at first
+FEW = 8  # arms that fit on one chart; of more than that, the best SHOWN are shown at first
 SHOWN = 6
 EXACT = "exact optimum"
 AXES = {
@@ -32,14 +32,14 @@ CURVES = (  # measure, title, unit
     ("length", "Length", "tokens"),
     ("distinct_2", "Distinct bigrams", "share"),
 )
-MARGIN_SE = 2.0  # standard errors by which the gold must have fallen to be marked
+MARGIN_SE = 2.0  # standard errors by which the gold must have fallen to be marked as gaming
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Style:
-    """How an arm is drawn wherever it is: a color of the page, a symbol, and another dash for each eight arms.
+    """How an arm is drawn in every chart: a color of the page, a symbol, and another dash after every eight arms.
 
     Of 64 arms no two have color and symbol in common; of the first eight no two have either.
     """
@@ -50,7 +50,7 @@ class Style:
 
 
 def styles(arms: Sequence[str]) -> dict[str, Style]:
-    """A style for each arm, the same in every figure."""
+    """Assign each arm a style, the same in every chart."""
     return {
         arm: Style(f"s{i % ROLES + 1}", DASHES[i // ROLES % len(DASHES)], SYMBOLS[(i + i // ROLES) % len(SYMBOLS)])
         for i, arm in enumerate(arms)
@@ -58,7 +58,11 @@ def styles(arms: Sequence[str]) -> dict[str, Style]:
 
 
 def drawing_order(results: Json) -> list[str]:
-    """The arms as they stand in the file; of many, the best first, so that those shown first look least alike."""
+    """Return the arms in the order in which they are drawn.
+
+    That is their order in results.json; where there are more than FEW, the best come first, so that those shown at
+    first look least alike.
+    """
     arms = list(results["arms"])
     if len(arms) <= FEW:
         return arms
@@ -66,7 +70,7 @@ def drawing_order(results: Json) -> list[str]:
 
 
 def frontier_chart(results: Json, drawn: Mapping[str, Style]) -> Chart:
-    """The judge's score against KL: every evaluation of every arm and seed, and best-of-n's curve."""
+    """Plot the judge's score against KL: every evaluation of every arm and seed, and best-of-n's curve."""
     figure = go.Figure(layout={"hovermode": "closest", "height": 440, "showlegend": True})
     start = results["start_model"]
     for arm, style in drawn.items():
@@ -86,7 +90,10 @@ def frontier_chart(results: Json, drawn: Mapping[str, Style]) -> Chart:
 
 
 def curve_charts(results: Json, drawn: Mapping[str, Style]) -> list[Chart]:
-    """Learning curves over the governing cost: mean over seeds, with a band from the lowest seed to the highest."""
+    """Plot the learning curves over the budget's unit.
+
+    Each curve is the mean over seeds, with a band from the lowest seed to the highest.
+    """
     unit = results["budget"]["unit"]
     charts = []
     for name, title, axis in CURVES:
@@ -102,12 +109,16 @@ def curve_charts(results: Json, drawn: Mapping[str, Style]) -> list[Chart]:
 
 
 def proxy_charts(results: Json, drawn: Mapping[str, Style]) -> list[Chart]:
-    """Proxy and gold of each arm, as gains in standard deviations of the start model; crosses mark gaming."""
+    """Plot each arm's gain over the start in both scores, each in its own unit; crosses mark gaming."""
     return [chart for arm in drawn if (chart := _proxy_chart(results, arm)) is not None]
 
 
 def gaming(results: Json, arm: str) -> list[tuple[float, float]]:
-    """(cost, judge's score) of the evaluations where the proxy is up and the gold is down from its best."""
+    """Find the evaluations that game the reward: the proxy is up and the judge's score is down from its best.
+
+    Returns:
+        (cost, judge's score) of each of them.
+    """
     rows = proxy_rows(results, arm)
     margins = [MARGIN_SE * row["score_std"] / sqrt(results["prompts"]) for row in rows]
     marked = overoptimized([row["proxy"] for row in rows], [row["score"] for row in rows], margins)
@@ -115,22 +126,22 @@ def gaming(results: Json, arm: str) -> list[tuple[float, float]]:
 
 
 def by_seed(results: Json, arm: str) -> dict[int, list[Json]]:
-    """The evaluations of an arm, in order, by seed."""
-    found: dict[int, list[Json]] = {}
+    """Group the evaluations of an arm by seed, in order."""
+    seeds: dict[int, list[Json]] = {}
     for row in results["evaluations"]:
         if row["arm"] == arm:
-            found.setdefault(row["seed"], []).append(row)
-    return found
+            seeds.setdefault(row["seed"], []).append(row)
+    return seeds
 
 
 def seed_means(seeds: Mapping[int, Sequence[Json]], name: str, unit: str) -> list[tuple[float, float, float, float]]:
-    """(cost, mean, lowest, highest) of each evaluation that every seed has reached; the cost is the mean of theirs."""
-    found = []
+    """Compute (mean cost, mean, lowest, highest) for each evaluation that every seed has reached."""
+    points = []
     for rows in zip(*seeds.values(), strict=False):
         values = [row[name] for row in rows if row[name] is not None]
         if len(values) == len(rows):
-            found.append((fmean(row[unit] for row in rows), fmean(values), min(values), max(values)))
-    return found
+            points.append((fmean(row[unit] for row in rows), fmean(values), min(values), max(values)))
+    return points
 
 
 def _seed_trace(arm: str, points: Sequence[Json], style: Style, *, showlegend: bool) -> go.Scatter:
@@ -187,7 +198,7 @@ def _add_band(figure: go.Figure, arm: str, points: Sequence[tuple[float, float, 
 
 
 def proxy_rows(results: Json, arm: str) -> list[Json]:
-    """The means over seeds of the evaluations that have both scores."""
+    """Compute the means over seeds of the evaluations that have both scores."""
     seeds, unit = by_seed(results, arm), results["budget"]["unit"]
     names = ("proxy", "score", "score_std")
     rows = []

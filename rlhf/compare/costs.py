@@ -1,4 +1,4 @@
-"""What an arm cost: completions, tokens, estimated FLOPs and seconds, step by step; and when its budget is spent."""
+"""The costs of an arm after every step (completions, tokens, estimated FLOPs, seconds), and the check of its budget."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ from rlhf.trainers.offline import OfflineRun
 from rlhf.trainers.online import OnlineRun
 
 COSTS = "costs.jsonl"
-FORWARD, BACKWARD = 2, 4  # FLOPs a parameter and token (Kaplan et al. 2020, section 2.1)
+FORWARD, BACKWARD = 2, 4  # FLOPs per parameter and token (Kaplan et al. 2020, section 2.1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What was spent so far."""
+    """The costs of a run so far."""
 
     completions: int = 0  # sampled (online), or read from the data, two a pair (offline)
     generated_tokens: int = 0
-    trained_tokens: int = 0  # prompt and completion, once for each pass with gradient
+    trained_tokens: int = 0  # prompt and completion tokens, once for each pass with gradient
     flops: float = 0.0  # estimated
     seconds: float = 0.0
 
     @property
     def tokens(self) -> int:
-        """Generated plus trained."""
+        """Return the number of tokens, generated plus trained."""
         return self.generated_tokens + self.trained_tokens
 
     def plus(self, other: Costs) -> Costs:
-        """The sum."""
+        """Return the sum of these costs and `other`."""
         return Costs(**{key: value + getattr(other, key) for key, value in asdict(self).items()})
 
     def record(self) -> dict[str, Any]:
-        """The four that a budget can be in, and the two kinds of tokens."""
+        """Return the costs as a dictionary: the four units of a budget, and the two kinds of tokens."""
         return {**asdict(self), "tokens": self.tokens}
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Costs:
-        """What `record` gave."""
+        """Build the costs from the dictionary that `record` returned."""
         return cls(**{key: record[key] for key in cls.__dataclass_fields__})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Parameters of the models that a run reads; 0 for one that it does not have."""
+    """The parameter counts of the models that a run uses; 0 for a model that it does not have."""
 
     policy: int
     reference: int = 0
@@ -64,14 +64,16 @@ class Sizes:
 
 
 def online_flops(sizes: Sizes, *, tokens: int, passes: float) -> float:
-    """An online step: sample, score, annotate by policy, reference and critic, then `passes` updates of both.
+    """Estimate the FLOPs of an online step.
+
+    A step samples, scores, annotates by policy, reference and critic, then does `passes` updates of policy and critic:
 
         tokens * (2 N_policy + 2 N_reward + 2 (N_policy + N_reference + N_critic) + passes * 6 (N_policy + N_critic))
 
     Args:
         sizes: N, embeddings included; attention over the context is left out.
-        tokens: prompts and completions of the step.
-        passes: over the step's completions with gradient; a fraction where only some are learned from.
+        tokens: the number of prompt and completion tokens of the step.
+        passes: passes with gradient over the step's completions; a fraction where only some of them are trained on.
     """
     forward = 2 * sizes.policy + sizes.reward + sizes.reference + sizes.critic
     update = passes * (FORWARD + BACKWARD) * (sizes.policy + sizes.critic)
@@ -79,64 +81,66 @@ def online_flops(sizes: Sizes, *, tokens: int, passes: float) -> float:
 
 
 def offline_flops(sizes: Sizes, *, tokens: int) -> float:
-    """An offline step: the policy forward and backward, the reference forward (though a cache may have spared it).
+    """Estimate the FLOPs of an offline step.
 
-    tokens * (6 N_policy + 2 N_reference)
+    The policy runs forward and backward, the reference forward (even where a cache has spared that pass):
+
+        tokens * (6 N_policy + 2 N_reference)
     """
     return float(tokens * ((FORWARD + BACKWARD) * sizes.policy + FORWARD * sizes.reference))
 
 
 def sampling_flops(sizes: Sizes, *, tokens: int) -> float:
-    """Best-of-n: sample and score; tokens * (2 N_policy + 2 N_reward)."""
+    """Estimate the FLOPs of best-of-n, which samples and scores: tokens * (2 N_policy + 2 N_reward)."""
     return float(tokens * FORWARD * (sizes.policy + sizes.reward))
 
 
 class Ledger:
-    """The running sum of a run's costs, one line a step in costs.jsonl; a rlhf.runtime.session.Budget."""
+    """The running sum of a run's costs, one line a step in costs.jsonl; implements rlhf.runtime.session.Budget."""
 
     def __init__(self, folder: Path, run: OnlineRun | OfflineRun, config: TrainConfig, budget: BudgetConfig) -> None:
-        """`folder` is the run's; lines after the checkpoint that it continues from are forgotten."""
+        """Resume from costs.jsonl in the run's `folder`, dropping lines after the checkpoint it continues from."""
         self.path = folder / COSTS
         self.run, self.config, self.budget = run, config, budget
         self.sizes = _sizes(run, config)
         step = run.session.state.step
         ranks = run.session.ranks
 
-        def forget() -> list[dict[str, Any]]:
+        def drop_later_lines() -> list[dict[str, Any]]:
             kept = [row for row in read_jsonl(self.path) if row["step"] <= step]
             write_aside(self.path, "".join(encode_line(row).decode() for row in kept))
             return kept
 
-        rows = ranks.on_main(forget)
+        rows = ranks.on_main(drop_later_lines)
         self.total = Costs.of(rows[-1]) if rows else Costs()
 
     @property
     def spent(self) -> bool:
-        """Whether the governing cost has reached its limit."""
+        """Return whether the cost in the budget's unit has reached its limit."""
         return float(self.total.record()[self.budget.unit]) >= self.budget.limit
 
     def spend(self, step: int, metrics: Mapping[str, float], *, tokens: int, seconds: float) -> None:
-        """Count a step."""
-        self.total = self.total.plus(self._of_step(metrics, tokens, seconds))
+        """Add the costs of a step, and append the sum to costs.jsonl."""
+        self.total = self.total.plus(self._step_costs(metrics, tokens, seconds))
         if self.run.session.ranks.is_main:
             with self.path.open("ab") as file:
                 file.write(encode_line({"step": step, **self.total.record()}))
         self._show_length(step)
 
     def _show_length(self, step: int) -> None:
-        """Tell the display how many steps there will be, where only the budget knows."""
+        """Update the number of steps on the progress display, where only the budget determines it."""
         spent = float(self.total.record()[self.budget.unit])
         if self.budget.unit != "completions" and spent > 0:
             self.run.session.recorder.progress.total_steps = math.ceil(step * max(1.0, self.budget.limit / spent))
 
-    def _of_step(self, metrics: Mapping[str, float], tokens: int, seconds: float) -> Costs:
+    def _step_costs(self, metrics: Mapping[str, float], tokens: int, seconds: float) -> Costs:
         if isinstance(self.run, OfflineRun):
             flops = offline_flops(self.sizes, tokens=tokens)
             rows = completions_of(self.config)
             return Costs(completions=rows, trained_tokens=tokens, flops=flops, seconds=seconds)
         rows = round(metrics["completion/count"]) - self.total.completions
         extra = round(metrics.get("completion/extra_tokens", 0.0))  # sampled and scored, not learned from
-        trained = round(metrics["completion/trained_tokens"])  # of the chosen ones alone, where completions are chosen
+        trained = round(metrics["completion/trained_tokens"])  # only the chosen ones, where completions are chosen
         return Costs(
             completions=rows,
             generated_tokens=round(metrics["completion/length"] * rows),
@@ -148,22 +152,22 @@ class Ledger:
 
 
 def parameters_of(module: nn.Module | None) -> int:
-    """How many numbers a module has; 0 without one."""
+    """Count the parameters of a module; 0 for None."""
     if module is None:
         return 0
-    return sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())  # of a split one, numel() is the part's
+    return sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())  # of a shard, numel() is the part's
 
 
 def source_parameters(source: RewardSourceConfig | None) -> int:
-    """How many parameters a reward source has; 0 for a function or a server, whose cost is not known."""
+    """Count the parameters of a reward source; 0 for a function or a server, whose cost is not known."""
     if isinstance(source, EnsembleSource):
         return sum(source_parameters(member) for member in source.sources)
     if not isinstance(source, ModelSource):
         return 0
-    return sum(_numbers(file) for file in sorted(Path(model_folder(source.path)).glob("*.safetensors")))
+    return sum(_stored_parameters(file) for file in sorted(Path(model_folder(source.path)).glob("*.safetensors")))
 
 
-def _numbers(file: Path) -> int:
+def _stored_parameters(file: Path) -> int:
     with safe_open(file, framework="pt") as weights:
         shapes = [weights.get_slice(name).get_shape() for name in weights.keys()]  # noqa: SIM118  # not a mapping
     return sum(math.prod(shape) for shape in shapes)

@@ -33,34 +33,34 @@ DRAWS = "draws.json"
 
 @dataclass(frozen=True)
 class Draws:
-    """Every sample of every prompt, with both scores [P, N]."""
+    """All N samples of each of P prompts, with both scores."""
 
-    completions: Completions  # N rows a prompt, contiguous
+    completions: Completions  # N consecutive rows for each prompt
     gold: Scores
     proxy: Scores
     count: int
 
     def gold_table(self) -> Float[Tensor, "P N"]:
-        """The judge's scores."""
+        """Return the judge's scores as a table [P, N]."""
         return self.gold.values.view(-1, self.count)
 
     def proxy_table(self) -> Float[Tensor, "P N"]:
-        """The scores that are picked by."""
+        """Return the proxy's scores, by which the best sample is picked, as a table [P, N]."""
         return self.proxy.values.view(-1, self.count)
 
 
 def run_best_of_n(cell: CellConfig, folder: Path) -> Judged:
-    """Sample, pick, judge; writes draws.json (the curve over n) and costs.jsonl.
+    """Sample, pick and judge, and write draws.json (the curve over n) and costs.jsonl.
 
     Raises:
-        UserError: a model, the data, the judge or the proxy is not as it should be.
+        UserError: a model, the data, the judge or the proxy is missing or unusable.
     """
     arm, train = cell.best_of_n, cell.train
     assert arm is not None
     engine = make_engine(train.run)
     completer = Completer(train.policy.model, train.sampling, engine.device, chat=train.data.chat_format)
-    began = time.perf_counter()
-    draws, seconds = _draw(cell, completer, arm, engine, began)
+    start = time.perf_counter()
+    draws, seconds = _draw(cell, completer, arm, engine, start)
     tokens = int(draws.completions.prompt_mask.sum() + draws.completions.completion_mask.sum())
     sizes = Sizes(policy=parameters_of(completer.model), reward=source_parameters(cell.proxy))
     cost = Costs(
@@ -76,7 +76,7 @@ def run_best_of_n(cell: CellConfig, folder: Path) -> Judged:
 
 
 def read_curve(folder: Path) -> list[dict[str, float]]:
-    """What draws.json says of every n; empty where there is none."""
+    """Read the curve over n from draws.json; empty if the file does not exist."""
     path = folder / DRAWS
     if not path.is_file():
         return []
@@ -85,7 +85,7 @@ def read_curve(folder: Path) -> list[dict[str, float]]:
 
 
 def curve_of(gold: Float[Tensor, "P N"], proxy: Float[Tensor, "P N"]) -> list[dict[str, float]]:
-    """The expected judge's score and proxy of the best of n, and the bound on its KL, for a range of n."""
+    """Compute the expected judge's score and proxy of the best of n, and the bound on its KL, for a range of n."""
     return [
         {
             "n": float(n),
@@ -97,8 +97,12 @@ def curve_of(gold: Float[Tensor, "P N"], proxy: Float[Tensor, "P N"]) -> list[di
     ]
 
 
-def _draw(cell: CellConfig, completer: Completer, arm: BestOfNArm, engine: Engine, began: float) -> tuple[Draws, float]:
-    """The draws, and the seconds that sampling and picking took (judging is not a cost of the arm)."""
+def _draw(cell: CellConfig, completer: Completer, arm: BestOfNArm, engine: Engine, start: float) -> tuple[Draws, float]:
+    """Draw and score the samples.
+
+    Returns:
+        The samples, and the seconds of sampling and picking (judging is no cost of the arm).
+    """
     train = cell.train
     assert train.data.eval_prompts is not None
     assert cell.proxy is not None
@@ -113,7 +117,7 @@ def _draw(cell: CellConfig, completer: Completer, arm: BestOfNArm, engine: Engin
     batches = prompts.batches(max(1, train.sampling.batch_size // arm.samples))
     completions = concat([completer.sampler.sample(batch, key=key, group_size=arm.samples) for batch in batches])
     proxy = build_source(cell.proxy, completer.tokenizer, engine)(completions)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     assert train.eval.source is not None
     gold = build_source(train.eval.source, completer.tokenizer, engine)(completions)
     return Draws(completions, gold, proxy, arm.samples), seconds
@@ -132,7 +136,7 @@ def _judged(draws: Draws, arm: BestOfNArm, completer: Completer) -> Judged:
             "completion": decode(kept.completion_ids[row][kept.completion_mask[row]].tolist()),
             "score": float(golds[row]),
             "proxy": float(proxies[row]),
-            "kl": None,  # of one completion it is not known
+            "kl": None,  # not known for a single completion
             "length": int(lengths[row]),
             "finished": bool(kept.finished[row]),
         }

@@ -1,7 +1,7 @@
 """The figures of a comparison for print: PNG and SVG of what the page shows, drawn offline by matplotlib.
 
-Same data, same order and same colors and symbols as on the page, on white. The palette keeps apart for the common
-kinds of color blindness only together with symbols and dashes, which is why no arm is told by its color alone.
+They use the page's data, order, colors and symbols, on white. With the common kinds of color blindness the palette is
+distinct only together with symbols and dashes, which is why no arm is identified by its color alone.
 """
 
 from __future__ import annotations
@@ -63,39 +63,39 @@ def write_figures(folder: Path, results: Json) -> list[tuple[str, str]]:
     """Draw every figure that there is data for into `folder`/figures, as PNG and SVG.
 
     Returns:
-        (name of the files, less their endings; title) of each.
+        For each figure, the name of its files without their suffix, and its title.
     """
-    drawn, found = styles(drawing_order(results)), []
+    drawn, written = styles(drawing_order(results)), []
     with rc_context(LOOK):
-        for name, title, draw in DRAWINGS:
-            figure = draw(results, drawn)
+        for name, title, plot in DRAWINGS:
+            figure = plot(results, drawn)
             if figure is None:
                 continue
             figure.draw_without_rendering()  # lay it out once, not for each file
             figure.set_layout_engine("none")
             (folder / FIGURES).mkdir(parents=True, exist_ok=True)
             for ending, metadata in (("png", {"Software": None}), ("svg", {"Date": None, "Creator": None})):
-                aside = folder / FIGURES / f".{name}.new"
-                figure.savefig(aside, format=ending, dpi=DPI, metadata=metadata)
-                aside.replace(folder / FIGURES / f"{name}.{ending}")
-            found.append((name, title))
-    return found
+                temporary = folder / FIGURES / f".{name}.new"
+                figure.savefig(temporary, format=ending, dpi=DPI, metadata=metadata)
+                temporary.replace(folder / FIGURES / f"{name}.{ending}")
+            written.append((name, title))
+    return written
 
 
 def frontier(results: Json, drawn: Mapping[str, Style]) -> Figure:
-    """The judge's score against KL: every evaluation of every arm and seed, the last one larger."""
+    """Plot the judge's score against KL: every evaluation of every arm and seed, the last one larger."""
     figure, axes = _blank(7.2, 4.6)
     for arm, style in drawn.items():
-        look, before = _look(style), len(axes.lines)
+        line_style, before = _line_style(style), len(axes.lines)
         for rows in by_seed(results, arm).values():
             xs, ys = _columns([row for row in rows if row["kl"] is not None], "kl", "score")
-            axes.plot(xs, ys, **look, linewidth=0.8, markersize=3, alpha=0.8)
-            axes.plot(xs[-1:], ys[-1:], **look, markersize=7, linewidth=0)
+            axes.plot(xs, ys, **line_style, linewidth=0.8, markersize=3, alpha=0.8)
+            axes.plot(xs[-1:], ys[-1:], **line_style, markersize=7, linewidth=0)
         if arm in results["best_of_n"]:
             xs, ys = _columns(results["best_of_n"][arm], "kl", "score")
-            axes.plot(xs, ys, **{**look, "linestyle": ":"}, linewidth=1.8, markersize=3)
+            axes.plot(xs, ys, **{**line_style, "linestyle": ":"}, linewidth=1.8, markersize=3)
         if axes.lines[before:]:
-            axes.plot([], [], **look, linewidth=1.2, markersize=5, label=arm)
+            axes.plot([], [], **line_style, linewidth=1.2, markersize=5, label=arm)
     if results.get("exact_frontier"):
         xs, ys = _columns(results["exact_frontier"], "kl", "score")
         axes.plot(xs, ys, color="black", linewidth=1.4, linestyle="--", label=EXACT)
@@ -107,24 +107,24 @@ def frontier(results: Json, drawn: Mapping[str, Style]) -> Figure:
 
 
 def learning_curves(results: Json, drawn: Mapping[str, Style]) -> Figure | None:
-    """Every measure over the governing cost: the mean over seeds, and a band from the lowest seed to the highest."""
+    """Plot every measure over the budget's unit: the mean over seeds, in a band from lowest to highest seed."""
     unit = results["budget"]["unit"]
-    found = {
+    curves = {
         name: {arm: points for arm in drawn if (points := seed_means(by_seed(results, arm), name, unit))}
         for name, _, _ in CURVES
     }
-    shown = [(name, title, axis) for name, title, axis in CURVES if found[name]]
+    shown = [(name, title, axis) for name, title, axis in CURVES if curves[name]]
     if not shown:
         return None
     banded = list(drawn)[: SHOWN if len(drawn) > FEW else FEW]
     figure, grid = _grid(len(shown), columns=2, width=3.8, height=2.6)
     for axes, (name, title, axis) in zip(grid, shown, strict=False):
-        for arm, points in found[name].items():
+        for arm, points in curves[name].items():
             xs, means, lows, highs = (list(column) for column in zip(*points, strict=True))
-            look = _look(drawn[arm])
+            line_style = _line_style(drawn[arm])
             if len(results["seeds"]) > 1 and arm in banded:
-                axes.fill_between(xs, lows, highs, color=look["color"], alpha=0.13, linewidth=0)
-            axes.plot(xs, means, **look, linewidth=1.4, markersize=3.5, label=arm)
+                axes.fill_between(xs, lows, highs, color=line_style["color"], alpha=0.13, linewidth=0)
+            axes.plot(xs, means, **line_style, linewidth=1.4, markersize=3.5, label=arm)
         axes.set(title=title, ylabel=axis, xlabel=AXES[unit])
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     if len(drawn) > len(banded):
@@ -134,13 +134,13 @@ def learning_curves(results: Json, drawn: Mapping[str, Style]) -> Figure | None:
 
 
 def proxy_against_judge(results: Json, drawn: Mapping[str, Style]) -> Figure | None:
-    """The gain in both scores of each arm, one panel each; crosses where the reward is up and the judge down."""
-    found = {arm: rows for arm in drawn if len(rows := proxy_rows(results, arm)) > 1}
-    if not found:
+    """Plot each arm's gain in both scores in its own panel; crosses where the reward is up and the judge down."""
+    rows_of = {arm: rows for arm in drawn if len(rows := proxy_rows(results, arm)) > 1}
+    if not rows_of:
         return None
     unit = results["budget"]["unit"]
-    figure, grid = _grid(len(found), columns=min(4, max(2, len(found))), width=2.5, height=2.0)
-    for axes, (arm, rows) in zip(grid, found.items(), strict=False):
+    figure, grid = _grid(len(rows_of), columns=min(4, max(2, len(rows_of))), width=2.5, height=2.0)
+    for axes, (arm, rows) in zip(grid, rows_of.items(), strict=False):
         xs = [row["cost"] for row in rows]
         for name, label, color, line in (("score", "judge", "s1", "-"), ("proxy", "trained-on reward", "s2", "--")):
             gains = [row[name] - rows[0][name] for row in rows]
@@ -156,19 +156,19 @@ def proxy_against_judge(results: Json, drawn: Mapping[str, Style]) -> Figure | N
 
 
 def win_rates(results: Json, drawn: Mapping[str, Style]) -> Figure | None:
-    """In how many percent of the prompts the row wins against the column, with 95 % intervals."""
+    """Plot the percentage of prompts on which the row wins against the column, with 95 % intervals."""
     arms = ranking(results)
-    found = {(row["a"], row["b"]): row for row in results["win_rates"]}
-    if len(arms) < 2 or not found:
+    rates = {(row["a"], row["b"]): row for row in results["win_rates"]}
+    if len(arms) < 2 or not rates:
         return None
     size = max(4.2, 0.62 * len(arms) + 1.4)
     figure, axes = _blank(size + 0.6, size)
-    values = [[100 * found[a, b]["value"] if (a, b) in found else 50.0 for b in arms] for a in arms]
+    values = [[100 * rates[a, b]["value"] if (a, b) in rates else 50.0 for b in arms] for a in arms]
     shades = LinearSegmentedColormap.from_list("wins", [PALETTE["s2"], "#ffffff", PALETTE["s1"]])
     image = axes.imshow(values, cmap=shades, vmin=0, vmax=100)
     for i, a in enumerate(arms):
         for j, b in enumerate(arms):
-            row = found.get((a, b))
+            row = rates.get((a, b))
             if row is None:
                 continue
             low, high = (round(100 * row[key]) for key in ("low", "high"))
@@ -186,16 +186,16 @@ def win_rates(results: Json, drawn: Mapping[str, Style]) -> Figure | None:
 
 
 def costs(results: Json, drawn: Mapping[str, Style]) -> Figure | None:
-    """What every arm spent, the mean over seeds, in each of the four units."""
-    found = {arm: results["arms"][arm]["costs"] for arm in drawn if results["arms"][arm].get("costs")}
-    if not found:
+    """Plot what every arm spent, the mean over seeds, in each of the four units."""
+    costs_of = {arm: results["arms"][arm]["costs"] for arm in drawn if results["arms"][arm].get("costs")}
+    if not costs_of:
         return None
-    figure, grid = _grid(4, columns=4, width=2.3, height=1.0 + 0.2 * len(found), share_y=True)
-    names = list(found)[::-1]
+    figure, grid = _grid(4, columns=4, width=2.3, height=1.0 + 0.2 * len(costs_of), share_y=True)
+    names = list(costs_of)[::-1]
     for axes, (unit, label) in zip(grid, AXES.items(), strict=True):
         colors = [PALETTE[drawn[arm].role] for arm in names]
         hatches = ["////" if results["arms"][arm]["type"] == "best_of_n" else "" for arm in names]
-        axes.barh(names, [found[arm][unit] for arm in names], color=colors, hatch=hatches, edgecolor="white")
+        axes.barh(names, [costs_of[arm][unit] for arm in names], color=colors, hatch=hatches, edgecolor="white")
         axes.set_xlabel(label)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.grid(visible=False, axis="y")
@@ -214,7 +214,7 @@ DRAWINGS: tuple[tuple[str, str, Drawing], ...] = (
 )
 
 
-def _look(style: Style) -> dict[str, Any]:
+def _line_style(style: Style) -> dict[str, Any]:
     return {"color": PALETTE[style.role], "marker": MARKERS[style.symbol], "linestyle": LINES[style.dash]}
 
 
@@ -228,20 +228,20 @@ def _blank(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def _grid(count: int, *, columns: int, width: float, height: float, share_y: bool = False) -> tuple[Figure, list[Axes]]:
-    """`count` panels of that size in inches, row by row."""
+    """Create a figure with `count` panels of the given size in inches, row by row."""
     rows = -(-count // columns)
     figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
-    found: list[Axes] = []
+    panels: list[Axes] = []
     for number in range(count):
-        beside = found[0] if share_y and found else None
-        found.append(figure.add_subplot(rows, columns, number + 1, sharey=beside))
-        if beside is not None:
-            found[-1].tick_params(labelleft=False)
-    return figure, found
+        first = panels[0] if share_y and panels else None
+        panels.append(figure.add_subplot(rows, columns, number + 1, sharey=first))
+        if first is not None:
+            panels[-1].tick_params(labelleft=False)
+    return figure, panels
 
 
 def _legend(figure: Figure, axes: Axes) -> None:
-    """Beside the panels, in as many columns as keep it no taller than they are."""
+    """Place the legend beside the panels, in as many columns as keep it no taller than they are."""
     handles, labels = axes.get_legend_handles_labels()
-    tall = max(1, int(figure.get_figheight() / 0.2))
-    figure.legend(handles, labels, loc="outside right upper", ncols=-(-len(labels) // tall), frameon=False)
+    rows = max(1, int(figure.get_figheight() / 0.2))
+    figure.legend(handles, labels, loc="outside right upper", ncols=-(-len(labels) // rows), frameon=False)

@@ -1,4 +1,7 @@
-"""A cell's final model on the held-out prompts, as every other cell's: same random numbers for the same seed."""
+"""Judge the final model of a cell on the held-out prompts.
+
+All cells of one seed are judged with the same random numbers.
+"""
 
 from __future__ import annotations
 
@@ -27,27 +30,27 @@ JUDGED = "judged.json"
 
 @dataclass(frozen=True)
 class Judged:
-    """What judged.json holds: the means, and one record for each held-out prompt.
+    """The content of judged.json: the mean metrics, and one record for each held-out prompt.
 
     A record has row, prompt, completion, score (the judge's), proxy (the trained-on reward's, where there is one),
-    kl and kl_exact (nats; null and not there for best-of-n), length (tokens), finished.
+    kl and kl_exact (in nats; for best-of-n, kl is null and kl_exact is absent), length (in tokens) and finished.
     """
 
     metrics: Mapping[str, float | None]
     rows: Sequence[Mapping[str, Any]]
 
     def column(self, name: str) -> Float[Tensor, " P"]:
-        """A number of every row, in the order of the prompts."""
+        """Return one number of every record, in the order of the prompts."""
         return torch.tensor([row[name] for row in self.rows], dtype=torch.float64)
 
     def write(self, folder: Path) -> None:
-        """judged.json, whole or not at all: the cell is done where it exists."""
+        """Write judged.json atomically: the cell is done once it exists."""
         content = {"metrics": plain(self.metrics), "rows": plain(list(self.rows))}
         write_aside(folder / JUDGED, json.dumps(content, ensure_ascii=False) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Judged | None:
-        """What `write` wrote; None where it has not."""
+        """Read judged.json; None if it does not exist."""
         path = folder / JUDGED
         if not path.is_file():
             return None
@@ -56,23 +59,28 @@ class Judged:
 
 
 def judge_model(cell: CellConfig, path: str | None) -> Judged:
-    """The model in `path` (None: the start model) on the cell's held-out prompts.
+    """Judge the model in `path` (None: the start model) on the cell's held-out prompts.
 
     Raises:
-        UserError: a model, the data, the judge or the proxy is not as it should be.
+        UserError: a model, the data, the judge or the proxy is missing or unusable.
     """
     train = cell.train
-    tokenizer_from = model_folder(path or train.policy.model)
-    found = evaluate_model(train, path, tokenizer_from)
-    tokenizer = build_tokenizer(train.policy.model_copy(update={"model": tokenizer_from}))
+    tokenizer_path = model_folder(path or train.policy.model)
+    evaluation = evaluate_model(train, path, tokenizer_path)
+    tokenizer = build_tokenizer(train.policy.model_copy(update={"model": tokenizer_path}))
     records = sample_records(
-        found.rollout, decoder(tokenizer), step=-1, split="judged", limit=len(found.rollout), parts=found.scores.parts
+        evaluation.rollout,
+        decoder(tokenizer),
+        step=-1,
+        split="judged",
+        limit=len(evaluation.rollout),
+        parts=evaluation.scores.parts,
     )
-    exact = found.exact_kl.tolist()
+    exact = evaluation.exact_kl.tolist()
     records = [{**record, "kl_exact": value} for record, value in zip(records, exact, strict=True)]
-    metrics: dict[str, float | None] = dict(found.metrics)
+    metrics: dict[str, float | None] = dict(evaluation.metrics)
     if cell.proxy is not None:
-        proxy = build_source(cell.proxy, tokenizer, make_engine(train.run))(found.rollout).values
+        proxy = build_source(cell.proxy, tokenizer, make_engine(train.run))(evaluation.rollout).values
         metrics["eval/proxy"] = float(proxy.double().mean())
         records = [{**record, "proxy": float(value)} for record, value in zip(records, proxy, strict=True)]
     return Judged(metrics, records)

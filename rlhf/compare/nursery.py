@@ -1,4 +1,7 @@
-"""Imported by the process that cells are forked from, and by no other: everything a cell needs, and no thread."""
+"""Preload module of the fork server that cells are forked from; no other process imports it.
+
+It imports everything that a cell needs, and starts no thread.
+"""
 
 from __future__ import annotations
 

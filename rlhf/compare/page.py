@@ -1,4 +1,4 @@
-"""report.html of a comparison: one self-contained page from results.json's content and the cells."""
+"""Write the report.html of a comparison: one self-contained page from the content of results.json and the cells."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from rlhf.evaluation.report_card import Table
 from rlhf.evaluation.report_page import write_page
 
 REPORT = "report.html"
-PROMPTS = 8  # shown side by side
-FIRST_PROMPTS = 3  # shown at once; the rest is folded
-FIGURES = "figures"  # the folder of drawings for print
+PROMPTS = 8  # whose completions are shown side by side
+FIRST_PROMPTS = 3  # shown unfolded; the others are folded
+FIGURES = "figures"  # the folder of the figures for print
 GLYPHS = {
     **{"circle": "●", "square": "■", "diamond": "◆", "triangle-up": "▲"},
     **{"triangle-down": "▼", "cross": "✚", "x": "✖", "star": "★"},
@@ -48,7 +48,11 @@ def write_compare_page(
 ) -> Path:
     """Write report.html into the comparison's folder and return its path.
 
-    `drawings` are the figures that write_figures drew: (name of the file, less its ending; title).
+    Args:
+        plan: the comparison.
+        results: the content of results.json.
+        cells: what each cell's folder contains.
+        drawings: the figures that write_figures drew: (name of the files without suffix, title).
     """
     drawn = styles(drawing_order(results))
     frontier, curves, proxies = (
@@ -98,14 +102,17 @@ class Chip:
 
 
 def chips(results: Json, drawn: Mapping[str, Style]) -> list[Chip]:
-    """A button for each arm that has anything to show, the best on at first; none where a chart has room for all."""
+    """Build a button for each arm that has anything to show; none if one chart has room for all arms.
+
+    The buttons of the best arms are on at first.
+    """
     if len(drawn) <= FEW:
         return []
-    begun = {row["arm"] for row in results["evaluations"]} | set(results["best_of_n"])
+    with_data = {row["arm"] for row in results["evaluations"]} | set(results["best_of_n"])
     return [
-        Chip(arm, style.role, GLYPHS[style.symbol], place < SHOWN)
-        for place, (arm, style) in enumerate(drawn.items())
-        if arm in begun
+        Chip(arm, style.role, GLYPHS[style.symbol], rank < SHOWN)
+        for rank, (arm, style) in enumerate(drawn.items())
+        if arm in with_data
     ]
 
 
@@ -119,25 +126,28 @@ class Win:
 
     @property
     def clear(self) -> bool:
-        """Whether the interval leaves out 50 %."""
+        """Return whether the interval excludes 50 %."""
         return self.share is not None and not self.low <= 50 <= self.high
 
 
 def win_matrix(results: Json) -> list[tuple[str, list[Win]]]:
-    """(arm, a Win against each arm), both in the order of their scores."""
-    found = {
+    """Build the matrix of win rates: (arm, its Win against each arm), both in the order of their scores."""
+    wins = {
         (row["a"], row["b"]): Win(*(round(100 * row[key]) for key in ("value", "low", "high")))
         for row in results["win_rates"]
     }
     arms = ranking(results)
-    return [(a, [found.get((a, b), Win(None)) for b in arms]) for a in arms]
+    return [(a, [wins.get((a, b), Win(None)) for b in arms]) for a in arms]
 
 
 def side_by_side(arms: Sequence[str], cells: Sequence[Found]) -> list[Json]:
-    """The first held-out prompts with the completion of the start model and of every arm, all of the same seed."""
+    """Collect the completions of the first held-out prompts by the start model and every arm.
+
+    Each model is that of its first finished cell.
+    """
     judged: dict[str, Sequence[Any]] = {}
     for arm in (START, *arms):
-        first = next((one for one in cells if one.cell.arm == arm and one.judged is not None), None)
+        first = next((result for result in cells if result.cell.arm == arm and result.judged is not None), None)
         if first is not None and first.judged is not None:
             judged[arm] = first.judged.rows
     if START not in judged:
@@ -149,11 +159,11 @@ def side_by_side(arms: Sequence[str], cells: Sequence[Found]) -> list[Json]:
 
 
 def difference_table(configs: Json) -> Table | None:
-    """Every setting on which two trained arms disagree; None with fewer than two."""
+    """Build the table of the settings on which two trained arms disagree; None with fewer than two arms."""
     if len(configs) < 2:
         return None
-    found = differences(configs)
-    rows = [[key, *(_shown(values, arm) for arm in configs)] for key, values in found.items()]
+    settings = differences(configs)
+    rows = [[key, *(_shown(values, arm) for arm in configs)] for key, values in settings.items()]
     return Table("Settings that differ", ["", *configs], rows)
 
 
@@ -167,7 +177,7 @@ def _shown(values: Json, arm: str) -> str:
 def _facts(results: Json) -> list[tuple[str, str]]:
     budget = results["budget"]
     judge, source = results["judge"], results["reward_source"]
-    found = [
+    facts = [
         ("budget", f"{budget['limit']:,.0f} {AXES[budget['unit']]}"),
         ("seeds", ", ".join(map(str, results["seeds"]))),
         ("held-out prompts", f"{results['prompts']:,}"),
@@ -175,7 +185,7 @@ def _facts(results: Json) -> list[tuple[str, str]]:
         ("judge", _source(judge)),
         ("trained-on reward", _source(source) if source else "none"),
     ]
-    return [(name, str(value)) for name, value in found]
+    return [(name, str(value)) for name, value in facts]
 
 
 def _source(source: Json) -> str:

@@ -1,4 +1,4 @@
-"""From a comparison to its cells: one for each arm and seed, each checked before anything runs."""
+"""Turn a comparison into its cells, one for each arm and seed, and check each of them before anything runs."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from rlhf.lab.build import with_lab
 from rlhf.runtime.run_folder import differing_keys, write_aside
 
 CELL = "cell.yaml"
-ENDLESS = 1_000_000  # steps of a run whose length only the budget knows
+ENDLESS = 1_000_000  # steps of a run whose length only its budget determines
 
-# What the comparison fixes for all arms alike, and the key of the comparison that says it.
+# The settings that the comparison fixes for all arms, and the key of the comparison that sets each of them.
 FIXED = {
     "policy.model": "start",
     "reward.source": "reward_source",
@@ -51,34 +51,38 @@ class Cell:
 
     @property
     def arm(self) -> str:
-        """The arm's name."""
+        """Return the name of the arm."""
         return self.config.arm
 
     @property
     def seed(self) -> int:
-        """The cell's seed."""
+        """Return the seed."""
         return self.config.seed
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Every cell of a comparison: the start model's first, then seed by seed, so that a part of it compares."""
+    """All cells of a comparison.
+
+    The start model's cells come first, then seed after seed the cells of all arms, so that an unfinished comparison can
+    already be evaluated.
+    """
 
     config: CompareConfig
     folder: Path
     cells: list[Cell]
 
     def of(self, arm: str) -> list[Cell]:
-        """The cells of an arm."""
+        """Return the cells of an arm."""
         return [cell for cell in self.cells if cell.arm == arm]
 
 
 def make_plan(config: CompareConfig, *, beside: Path) -> Plan:
-    """The cells, each as a whole run that is known to be valid.
+    """Build the cells of a comparison, each with a complete configuration that has been validated.
 
     Args:
         config: the comparison.
-        beside: a folder in which `base` is looked for besides the working folder.
+        beside: a folder in which `base` is looked up if it is not found in the working folder.
 
     Raises:
         ConfigError: an arm is not a valid run, or sets what the comparison fixes; the message names the arm.
@@ -98,7 +102,7 @@ def make_plan(config: CompareConfig, *, beside: Path) -> Plan:
 
 
 def _with_lab_files(cell: Cell) -> Cell:
-    """Put the paths of the lab's files, made where they are not there, in place of their names."""
+    """Replace the names of the lab's files by their paths, making files that do not exist."""
     try:
         train = with_lab(cell.config.train)
     except ConfigError as error:
@@ -107,14 +111,14 @@ def _with_lab_files(cell: Cell) -> Cell:
 
 
 def read_plan(config: CompareConfig, folder: Path) -> Plan:
-    """The plan whose cells lie in `folder`, as they were made: the base is not read again."""
+    """Read the plan whose cells are in `folder` from their cell.yaml; the base is not read again."""
     names = [START, *config.arms]
     folders = [folder / name / f"seed-{seed}" for name in names for seed in config.seeds]
     return Plan(config, folder, [read_cell(path) for path in folders if (path / CELL).is_file()])
 
 
 def claim(cell: Cell) -> None:
-    """Write cell.yaml, or see that the one that is there says the same.
+    """Write cell.yaml, or check that the one that exists has the same settings.
 
     Raises:
         ConfigError: the folder belongs to another comparison.
@@ -134,10 +138,10 @@ def claim(cell: Cell) -> None:
 
 
 def read_cell(folder: Path) -> Cell:
-    """The cell whose folder this is.
+    """Read the cell in `folder` from its cell.yaml.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not the folder of a cell.
     """
     return Cell(folder, validate(CellConfig, read_yaml(folder / CELL)))
 
@@ -148,7 +152,7 @@ def _base(config: CompareConfig, beside: Path) -> Tree:
 
 
 def _common(config: CompareConfig, base: Tree) -> Tree:
-    """What all arms share, as settings: start, reward, judge, the lab's pairs."""
+    """Collect the settings that all arms share: start model, reward, judge, and the lab's preference data."""
     start, source, judge, data = config.start, config.reward_source, config.judge, Tree()
     if config.lab is not None:
         lab = Path(config.lab.folder)
@@ -157,42 +161,46 @@ def _common(config: CompareConfig, base: Tree) -> Tree:
             "preferences": {"path": str(lab / "preferences" / "train.jsonl")},
             "eval_preferences": {"path": str(lab / "preferences" / "eval.jsonl")},
         }
-    found: Tree = {"data": data} if data else {}
-    found["schedule"] = {"steps": 1, "epochs": None}
+    settings: Tree = {"data": data} if data else {}
+    settings["schedule"] = {"steps": 1, "epochs": None}
     if start is not None:
-        found["policy"] = {"model": start}
+        settings["policy"] = {"model": start}
     if source is not None:
-        found["reward"] = {"source": source.model_dump(mode="json", exclude_unset=True)}
-        found["reward"]["source"]["type"] = source.type
+        settings["reward"] = {"source": source.model_dump(mode="json", exclude_unset=True)}
+        settings["reward"]["source"]["type"] = source.type
     elif config.lab is not None:
-        found["reward"] = {"source": {"type": "model", "path": str(Path(config.lab.folder) / "rm")}}
+        settings["reward"] = {"source": {"type": "model", "path": str(Path(config.lab.folder) / "rm")}}
     if judge is not None:
-        found["eval"] = {"source": {"type": judge.type, **judge.model_dump(mode="json", exclude_unset=True)}}
+        settings["eval"] = {"source": {"type": judge.type, **judge.model_dump(mode="json", exclude_unset=True)}}
     elif not base.get("eval", {}).get("source"):
         raise ConfigError(
             "judge is missing: set judge, or eval.source in the base, to a source that no arm is trained on"
         )
     if not base.get("data", {}).get("eval_prompts"):
         raise ConfigError("nothing to judge on: set data.eval_prompts in the base, or shared.data.eval_prompts.path")
-    return found
+    return settings
 
 
 def _cell(config: CompareConfig, base: Tree, name: str, arm: Arm, seed: int) -> CellConfig:
-    own = arm.tree() if isinstance(arm, TrainedArm) else Tree()
+    arm_settings = arm.tree() if isinstance(arm, TrainedArm) else Tree()
     if isinstance(arm, TrainedArm):
         _refuse(arm, tuple(FIXED), f"arms.{name}")
     out_dir = str(Path(config.out_dir) / name / f"seed-{seed}")
-    tree = merge(override(base, own), {"run": {"name": f"{name} seed {seed}", "seed": seed, "out_dir": out_dir}})
+    tree = merge(
+        override(base, arm_settings), {"run": {"name": f"{name} seed {seed}", "seed": seed, "out_dir": out_dir}}
+    )
     is_trained = isinstance(arm, TrainedArm) and name != START
     n = arm.n if isinstance(arm, BestOfNArm) else None
     try:
-        whole = train_config(tree)
+        complete = train_config(tree)
         train = (
-            train_config(_with_length(without_unread(tree, own, whole), config, own, whole)) if is_trained else whole
+            train_config(_with_length(without_unread(tree, arm_settings, complete), config, arm_settings, complete))
+            if is_trained
+            else complete
         )
     except ConfigError as error:
         raise ConfigError(f"arms.{name}: {error}") from error
-    proxy = whole.reward.source if whole.reward is not None else None
+    proxy = complete.reward.source if complete.reward is not None else None
     if isinstance(arm, BestOfNArm) and proxy is None:
         raise ConfigError(f"arms.{name}: best_of_n picks by a reward: set reward_source")
     return CellConfig(
@@ -214,8 +222,8 @@ def _refuse(overrides: Overrides, keys: tuple[str, ...], where: str) -> None:
             raise ConfigError(f"{where}.{key} is the same for every arm: it is set by {FIXED[key]} of the comparison")
 
 
-def _with_length(tree: Tree, config: CompareConfig, own: Tree, train: TrainConfig) -> Tree:
-    """With the steps that the budget allows, and how often it is evaluated on the way."""
+def _with_length(tree: Tree, config: CompareConfig, arm_settings: Tree, train: TrainConfig) -> Tree:
+    """Set the number of steps that the budget allows, and the evaluation interval."""
     schedule = {key: value for key, value in tree.get("schedule", {}).items() if key != "epochs"}
     steps = ENDLESS
     if config.budget.completions is not None:
@@ -225,8 +233,8 @@ def _with_length(tree: Tree, config: CompareConfig, own: Tree, train: TrainConfi
             f"schedule.decay is {train.schedule.decay}, but with a budget in {config.budget.unit} the length of a run "
             "is not known before: use schedule.decay=constant, or a budget in completions"
         )
-    found = {**tree, "schedule": {**schedule, "steps": steps}}
-    says = {**config.shared.eval, **own.get("eval", {})}
-    if steps != ENDLESS and "every" not in says:
-        found = merge(found, {"eval": {"every": max(1, round(steps / config.evaluations))}})
-    return found
+    settings = {**tree, "schedule": {**schedule, "steps": steps}}
+    eval_settings = {**config.shared.eval, **arm_settings.get("eval", {})}
+    if steps != ENDLESS and "every" not in eval_settings:
+        settings = merge(settings, {"eval": {"every": max(1, round(steps / config.evaluations))}})
+    return settings

@@ -1,8 +1,8 @@
-"""A cell in a process of its own, on its share of the machine.
+"""Run a cell in its own process, on its share of the machine.
 
-Importing torch and transformers takes seconds, and a comparison has dozens of cells. So on Linux without a GPU cells
+Importing torch and transformers takes seconds, and a comparison has dozens of cells. So on Linux without a GPU, cells
 are forked from one process that has imported everything and computed nothing (multiprocessing's fork server, see
-nursery.py). CUDA does not survive a fork: there, and on other systems, each cell starts from nothing.
+nursery.py). CUDA does not survive a fork: with a GPU, and on other systems, each cell starts as a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ NURSERY = "rlhf.compare.nursery"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 THREADS, DEVICES = "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"
 
-_told_to_stop = False
+_stop_requested = False
 
 
 class CellProcess:
-    """A cell that was started; a rlhf.compare.runner.Running."""
+    """A cell in one process; implements rlhf.compare.runner.Running."""
 
     def __init__(self, cell: Cell, place: int, jobs: int) -> None:
-        """Start it on place `place` of `jobs`."""
+        """Start the cell in slot `place` of the `jobs` slots."""
         self.cell = cell
         environment = share(place, jobs, cores=cores(), devices=visible_devices(os.environ), environ=os.environ)
         threads = int(environment[THREADS]) if THREADS in environment else None
         self.process: BaseProcess = _context().Process(target=run, args=(cell.folder, jobs > 1, threads))
         (cell.folder / OUTPUT).unlink(missing_ok=True)
-        with _set(environment):
+        with _environment_set(environment):
             self.process.start()
 
     def outcome(self) -> Outcome | None:
-        """What became of it; None while it runs. What ended a failed one is recorded in its folder."""
+        """Return how the cell ended, None while it runs; the error of a failed cell is recorded in its folder."""
         code = self.process.exitcode
         if code is None:
             return None
@@ -61,25 +61,28 @@ class CellProcess:
         return "failed"
 
     def stop(self) -> None:
-        """Ask it to save and stop."""
+        """Ask the cell to save and stop."""
         self.process.terminate()
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process at once."""
         self.process.kill()
         self.process.join()
 
 
 def run(folder: Path, beside_others: bool, threads: int | None) -> None:
-    """In the new process: run the cell in `folder`, its errors and (beside others) its output into files there."""
+    """Run the cell in `folder` as the main function of a new process.
+
+    Its errors go into a file there, and so does its output if it runs beside others.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     quiet_libraries()
     end_with_parent()
-    if _told_to_stop:
+    if _stop_requested:
         sys.exit(INTERRUPTED)
-    _into(folder / ERRORS, 2)
+    _redirect(folder / ERRORS, 2)
     if beside_others:
-        _into(folder / OUTPUT, 1)
+        _redirect(folder / OUTPUT, 1)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if threads is not None:
@@ -88,50 +91,58 @@ def run(folder: Path, beside_others: bool, threads: int | None) -> None:
 
 
 def end_with_parent() -> None:
-    """On Linux: SIGTERM for this process (save and stop) when its parent dies. The process that cells are forked from
-    dies with the comparison, however that ends."""
+    """Request SIGTERM (save and stop) for this process when its parent dies; on Linux only.
+
+    The fork server dies with the comparison, however that ends, and so its cells are stopped too.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def remember_to_stop(_number: int, _frame: FrameType | None) -> None:
-    """The nursery's answer to SIGTERM: it stays, so that the cells' ends are known; a cell just forked stops."""
-    global _told_to_stop
-    _told_to_stop = True
+    """Handle SIGTERM in the fork server.
+
+    It keeps running, so that the exit codes of its cells are known; a cell that was just forked stops.
+    """
+    global _stop_requested
+    _stop_requested = True
 
 
 def share(place: int, jobs: int, *, cores: int, devices: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """What the environment of a cell on place `place` of `jobs` has besides; nothing where it has the machine alone.
+    """Return the environment variables that give a cell in slot `place` of `jobs` its share of the machine.
 
-    Processor cores are shared out evenly, at least one each, unless OMP_NUM_THREADS is set; of several GPUs each cell
-    sees one, dealt in turn.
+    A cell that has the machine alone gets none. Processor cores are divided evenly, at least one for each cell, unless
+    OMP_NUM_THREADS is set; of several GPUs each cell sees one, assigned in turn.
     """
     if jobs == 1:
         return {}
-    found = {} if environ.get(THREADS) else {THREADS: str(max(1, cores // jobs))}
+    changes = {} if environ.get(THREADS) else {THREADS: str(max(1, cores // jobs))}
     if len(devices) > 1:
-        found[DEVICES] = devices[place % len(devices)]
-    return found
+        changes[DEVICES] = devices[place % len(devices)]
+    return changes
 
 
 def visible_devices(environ: Mapping[str, str]) -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    """List the GPUs that this process may use, by their names in CUDA_VISIBLE_DEVICES."""
     count = torch.cuda.device_count()
     named = [name.strip() for name in environ.get(DEVICES, "").split(",") if name.strip()]
     return named[:count] if named else [str(number) for number in range(count)]
 
 
 def last_words(log: Path, code: int, *, launched: bool = False) -> str:
-    """The error that ended a process, from what it wrote last; `launched` says that a launcher wrote after it."""
-    written = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    lines = [line for line in written.splitlines() if line.strip()]
+    """Extract the error that ended a process from the end of its log.
+
+    `launched` means that a launcher wrote to the log after the process.
+    """
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    lines = [line for line in text.splitlines() if line.strip()]
     starts = [i for i, line in enumerate(lines) if line.startswith("error: ")]
     if code == 2 and starts:
         return "\n".join(lines[starts[-1] :]).removeprefix("error: ")
     if launched and starts:
         return lines[starts[-1]].removeprefix("error: ")
     if code < 0:
-        return f"the process was ended by {signal.Signals(-code).name}; out of memory, if nobody did it"
+        return f"the process was ended by {signal.Signals(-code).name}; if nobody sent it, probably out of memory"
     return f"{lines[-1] if lines else f'exit code {code}'} (all of it is in {log})"
 
 
@@ -144,18 +155,18 @@ def _context() -> ForkServerContext | SpawnContext:
 
 
 def cores() -> int:
-    """Processor cores that this process may use."""
+    """Count the processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def _into(path: Path, descriptor: int) -> None:
+def _redirect(path: Path, descriptor: int) -> None:
     with path.open("wb") as file:
         os.dup2(file.fileno(), descriptor)
 
 
 @contextmanager
-def _set(changes: Mapping[str, str]) -> Iterator[None]:
-    """With these variables in the environment, which a process that starts meanwhile inherits."""
+def _environment_set(changes: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables temporarily, for processes that are started meanwhile to inherit."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:

@@ -1,4 +1,4 @@
-"""What a comparison found, from its folders alone: results.json and results.parquet."""
+"""Summarize a comparison from its folders alone: results.json and results.parquet."""
 
 from __future__ import annotations
 
@@ -53,37 +53,39 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Found:
-    """A cell and what its folder holds."""
+    """A cell and the content of its folder."""
 
     cell: Cell
     judged: Judged | None
     error: str | None
-    evaluations: list[Json]  # of training, in order; each with what had been spent
+    evaluations: list[Json]  # during training, in order; each with the costs so far
     costs: Costs | None
     suites: dict[str, Json]
-    peak_memory_mb: float | None  # of the process that trained; None where nothing was
+    peak_memory_mb: float | None  # of the process that trained; None if nothing was trained
 
     @property
     def status(self) -> str:
-        """done, failed, or unfinished."""
+        """Return the status of the cell: done, failed or unfinished."""
         return "done" if self.judged is not None else "failed" if self.error is not None else "unfinished"
 
 
 def read_cells(plan: Plan) -> list[Found]:
-    """What every cell's folder holds."""
+    """Read the folder of every cell."""
     return [_read(cell) for cell in plan.cells]
 
 
 def summarize(plan: Plan, cells: Sequence[Found]) -> Json:
-    """Everything of results.json; docs/compare.md says what each key means."""
+    """Compute the content of results.json; docs/compare.md defines each key."""
     config = plan.config
-    start = {found.cell.seed: found.judged for found in cells if found.cell.arm == START and found.judged is not None}
+    start = {
+        result.cell.seed: result.judged for result in cells if result.cell.arm == START and result.judged is not None
+    }
     start_suites = {
-        found.cell.seed: found.suites for found in cells if found.cell.arm == START and found.judged is not None
+        result.cell.seed: result.suites for result in cells if result.cell.arm == START and result.judged is not None
     }
     assert start, "the start model is judged before any arm"
     spread = fmean(float(judged.column("score").std(correction=0)) for judged in start.values())
-    arms = {name: [found for found in cells if found.cell.arm == name] for name in config.arms}
+    arms = {name: [result for result in cells if result.cell.arm == name] for name in config.arms}
     level = config.equal_kl or _common_kl(arms)
     proxy = cells[0].cell.config.proxy
     judge = cells[0].cell.config.train.eval.source
@@ -105,17 +107,17 @@ def summarize(plan: Plan, cells: Sequence[Found]) -> Json:
         },
         "equal_kl": level,
         "arms": {
-            name: _arm(name, found, start, spread, level) | {"suites": _suites(found, start_suites)}
-            for name, found in arms.items()
+            name: _arm(name, arm_cells, start, spread, level) | {"suites": _suites(arm_cells, start_suites)}
+            for name, arm_cells in arms.items()
         },
         "win_rates": _win_rates(arms),
-        "evaluations": [row for found in cells for row in found.evaluations],
-        "best_of_n": {name: curve for name, found in arms.items() if (curve := _curve(found))},
+        "evaluations": [row for result in cells for row in result.evaluations],
+        "best_of_n": {name: curve for name, arm_cells in arms.items() if (curve := _curve(arm_cells))},
     }
 
 
 def write_results(plan: Plan, results: Json, cells: Sequence[Found]) -> None:
-    """results.json, and results.parquet: one row for each evaluation, final model and n of best-of-n."""
+    """Write results.json, and results.parquet with one row for each evaluation, final model and n of best-of-n."""
     write_aside(plan.folder / RESULTS, json.dumps(plain(results), indent=1, ensure_ascii=False) + "\n")
     columns = ("kind", "arm", "seed", "step", "n", *MEASURES, *Costs().record())
     rows = [{name: plain(row.get(name)) for name in columns} for row in _table_rows(results, cells)]
@@ -124,24 +126,24 @@ def write_results(plan: Plan, results: Json, cells: Sequence[Found]) -> None:
         name: [float(row[name]) if name in floats and row[name] is not None else row[name] for row in rows]
         for name in columns
     }
-    aside = plan.folder / f".{TABLE}.new"
-    Dataset.from_dict(table).to_parquet(str(aside))
-    aside.replace(plan.folder / TABLE)
+    temporary = plan.folder / f".{TABLE}.new"
+    Dataset.from_dict(table).to_parquet(str(temporary))
+    temporary.replace(plan.folder / TABLE)
 
 
-def scores_of(found: Sequence[Found], seeds: Sequence[int]) -> Float[Tensor, "S P"]:
-    """The judge's score of every held-out prompt, one row a seed."""
-    return _column(found, seeds, "score")
+def scores_of(cells: Sequence[Found], seeds: Sequence[int]) -> Float[Tensor, "S P"]:
+    """Return the judge's score of every held-out prompt, one row for each seed."""
+    return _column(cells, seeds, "score")
 
 
-def _column(found: Sequence[Found], seeds: Sequence[int], name: str) -> Float[Tensor, "S P"]:
-    by_seed = {one.cell.seed: one.judged for one in found if one.judged is not None}
+def _column(cells: Sequence[Found], seeds: Sequence[int], name: str) -> Float[Tensor, "S P"]:
+    by_seed = {result.cell.seed: result.judged for result in cells if result.judged is not None}
     return torch.stack([by_seed[seed].column(name) for seed in seeds])
 
 
 def common_seeds(*arms: Sequence[Found]) -> list[int]:
-    """The seeds that all of them finished."""
-    done = [{one.cell.seed for one in found if one.judged is not None} for found in arms]
+    """Return the seeds that all arms have finished."""
+    done = [{result.cell.seed for result in cells if result.judged is not None} for cells in arms]
     return sorted(set.intersection(*done)) if done else []
 
 
@@ -167,11 +169,11 @@ def _read(cell: Cell) -> Found:
 
 
 def with_known_kl(evaluations: list[Json], judged: Mapping[str, float | None]) -> list[Json]:
-    """Fill in KLs that a run did not measure: none at its start, and at its end what the judged model has.
+    """Fill in KLs that a run did not measure: 0 at its start, and at its end that of the judged model.
 
     Args:
         evaluations: of one run, in order.
-        judged: the metrics of its final model; empty where it has not been judged.
+        judged: the metrics of its final model; empty if it has not been judged.
     """
     if not evaluations:
         return evaluations
@@ -183,40 +185,42 @@ def with_known_kl(evaluations: list[Json], judged: Mapping[str, float | None]) -
     return [first, *others]
 
 
-def _arm(name: str, found: Sequence[Found], start: Mapping[int, Judged], spread: float, level: float | None) -> Json:
-    done = [one for one in found if one.judged is not None]
-    cells = [
+def _arm(name: str, cells: Sequence[Found], start: Mapping[int, Judged], spread: float, level: float | None) -> Json:
+    done = [result for result in cells if result.judged is not None]
+    per_seed = [
         {
-            "seed": one.cell.seed,
-            "status": one.status,
-            "error": one.error,
-            "folder": f"{name}/seed-{one.cell.seed}",
-            **_measures([one.judged.metrics] if one.judged is not None else []),
-            "costs": one.costs.record() if one.costs is not None else None,
+            "seed": result.cell.seed,
+            "status": result.status,
+            "error": result.error,
+            "folder": f"{name}/seed-{result.cell.seed}",
+            **_measures([result.judged.metrics] if result.judged is not None else []),
+            "costs": result.costs.record() if result.costs is not None else None,
         }
-        for one in found
+        for result in cells
     ]
-    arm = found[0].cell.config
-    said = arm.train.algorithm
-    about: Json = {
-        "type": "best_of_n" if arm.best_of_n is not None else "train",
-        "preset": None if arm.best_of_n is not None else said.preset,
-        "n": arm.best_of_n.n if isinstance(arm.best_of_n, BestOfNArm) else None,
-        "kl_is_bound": arm.best_of_n is not None,
-        "status": _status(found),
-        "peak_memory_mb": max((one.peak_memory_mb for one in found if one.peak_memory_mb is not None), default=None),
-        "seeds": cells,
+    arm_config = cells[0].cell.config
+    algorithm = arm_config.train.algorithm
+    summary: Json = {
+        "type": "best_of_n" if arm_config.best_of_n is not None else "train",
+        "preset": None if arm_config.best_of_n is not None else algorithm.preset,
+        "n": arm_config.best_of_n.n if isinstance(arm_config.best_of_n, BestOfNArm) else None,
+        "kl_is_bound": arm_config.best_of_n is not None,
+        "status": _status(cells),
+        "peak_memory_mb": max(
+            (result.peak_memory_mb for result in cells if result.peak_memory_mb is not None), default=None
+        ),
+        "seeds": per_seed,
     }
     if not done:
-        return about
-    seeds = [one.cell.seed for one in done]
+        return summary
+    seeds = [result.cell.seed for result in done]
     finals = scores_of(done, seeds)
     starts = torch.stack([start[seed].column("score") for seed in seeds])
     longer = _column(done, seeds, "length") - torch.stack([start[seed].column("length") for seed in seeds])
     gain = bootstrap_crossed(finals - starts)
-    costs = [one.costs.record() for one in done if one.costs is not None]
-    return about | {
-        **_measures([one.judged.metrics for one in done if one.judged is not None]),
+    costs = [result.costs.record() for result in done if result.costs is not None]
+    return summary | {
+        **_measures([result.judged.metrics for result in done if result.judged is not None]),
         "gain": _interval(gain),
         "gain_in_std": {key: value / spread for key, value in _interval(gain).items()} if spread else None,
         "win_rate_over_start": _interval(bootstrap_crossed(outcomes(finals, starts))),
@@ -226,39 +230,39 @@ def _arm(name: str, found: Sequence[Found], start: Mapping[int, Judged], spread:
     }
 
 
-def _suites(found: Sequence[Found], start: Mapping[int, Mapping[str, Json]]) -> Json:
-    done = [one for one in found if one.judged is not None]
-    return summarize_suites([one.suites for one in done], [start[one.cell.seed] for one in done])
+def _suites(cells: Sequence[Found], start: Mapping[int, Mapping[str, Json]]) -> Json:
+    done = [result for result in cells if result.judged is not None]
+    return summarize_suites([result.suites for result in done], [start[result.cell.seed] for result in done])
 
 
-def _status(found: Sequence[Found]) -> str:
-    statuses = {one.status for one in found}
+def _status(cells: Sequence[Found]) -> str:
+    statuses = {result.status for result in cells}
     return statuses.pop() if len(statuses) == 1 else "partly done" if "done" in statuses else "failed"
 
 
 def _measures(metrics: Sequence[Mapping[str, float | None]]) -> Json:
-    """The means over seeds; null for what was not measured."""
-    found: Json = {}
+    """Compute the means over seeds; null for what was not measured."""
+    means: Json = {}
     for name, key in MEASURES.items():
         values = [value for row in metrics if (value := row.get(key)) is not None]
-        found[name] = fmean(values) if values else None
-    return found
+        means[name] = fmean(values) if values else None
+    return means
 
 
-def _points(one: Found) -> list[tuple[float, float]]:
-    """(KL, score) along a cell: its evaluations, or best-of-n's curve."""
-    if one.cell.config.best_of_n is not None:
-        return [(point["kl"], point["score"]) for point in read_curve(one.cell.folder)]
-    return [(row["kl"], row["score"]) for row in one.evaluations if row["kl"] is not None]
+def _points(result: Found) -> list[tuple[float, float]]:
+    """Return the (KL, score) points of a cell: its evaluations, or best-of-n's curve."""
+    if result.cell.config.best_of_n is not None:
+        return [(point["kl"], point["score"]) for point in read_curve(result.cell.folder)]
+    return [(row["kl"], row["score"]) for row in result.evaluations if row["kl"] is not None]
 
 
 def _common_kl(arms: Mapping[str, Sequence[Found]]) -> float | None:
-    """The most nats that every finished cell reached."""
+    """Return the highest KL in nats that every finished cell has reached; None if there is none above 0."""
     reached = [
         max(kl for kl, _ in points)
-        for found in arms.values()
-        for one in found
-        if one.judged is not None and (points := _points(one))
+        for cells in arms.values()
+        for result in cells
+        if result.judged is not None and (points := _points(result))
     ]
     return min(reached) if reached and min(reached) > 0 else None
 
@@ -266,7 +270,7 @@ def _common_kl(arms: Mapping[str, Sequence[Found]]) -> float | None:
 def _at_equal_kl(done: Sequence[Found], level: float | None) -> Json | None:
     if level is None:
         return None
-    values = [at_kl(_points(one), level) for one in done]
+    values = [at_kl(_points(result), level) for result in done]
     reached = [value for value in values if value is not None]
     return {
         "kl": level,
@@ -278,21 +282,21 @@ def _at_equal_kl(done: Sequence[Found], level: float | None) -> Json | None:
 
 
 def _win_rates(arms: Mapping[str, Sequence[Found]]) -> list[Json]:
-    found: dict[tuple[str, str], Json] = {}
+    rates: dict[tuple[str, str], Json] = {}
     for a in arms:
         for b in arms:
             seeds = common_seeds(arms[a], arms[b])
             if a != b and seeds:
                 left, right = scores_of(arms[a], seeds), scores_of(arms[b], seeds)
                 longer = _column(arms[a], seeds, "length") - _column(arms[b], seeds, "length")
-                wins, other = outcomes(left, right), found.get((b, a))
-                found[a, b] = {
+                wins, other = outcomes(left, right), rates.get((b, a))
+                rates[a, b] = {
                     **{"a": a, "b": b, **_interval(bootstrap_crossed(wins))},
                     "length_controlled": _swapped(other) if other is not None else _at_equal_length(wins, longer),
                     "difference": _interval(bootstrap_crossed(left - right)),
                     "seeds": len(seeds),
                 }
-    return list(found.values())
+    return list(rates.values())
 
 
 def _at_equal_length(wins: Float[Tensor, "S P"], longer: Float[Tensor, "S P"]) -> Json:
@@ -300,28 +304,28 @@ def _at_equal_length(wins: Float[Tensor, "S P"], longer: Float[Tensor, "S P"]) -
 
 
 def _swapped(row: Json) -> Json:
-    """The length-controlled win rate of the same pair with its sides exchanged."""
+    """Compute the length-controlled win rate of the same pair with its sides exchanged."""
     rate = row["length_controlled"]
     return {**rate, "value": 1 - rate["value"], "low": 1 - rate["high"], "high": 1 - rate["low"]}
 
 
-def _interval(found: Interval) -> dict[str, float]:
-    return {"value": found.value, "low": found.low, "high": found.high}
+def _interval(interval: Interval) -> dict[str, float]:
+    return {"value": interval.value, "low": interval.low, "high": interval.high}
 
 
-def _curve(found: Sequence[Found]) -> list[dict[str, float]]:
-    """Best-of-n's curve, the mean over seeds."""
-    curves = [curve for one in found if (curve := read_curve(one.cell.folder))]
+def _curve(cells: Sequence[Found]) -> list[dict[str, float]]:
+    """Compute best-of-n's curve, the mean over seeds."""
+    curves = [curve for result in cells if (curve := read_curve(result.cell.folder))]
     return [{key: fmean(point[key] for point in points) for key in points[0]} for points in zip(*curves, strict=False)]
 
 
 def _table_rows(results: Json, cells: Sequence[Found]) -> list[Json]:
     rows = [{"kind": "evaluation", **row} for row in results["evaluations"]]
-    for one in cells:
-        if one.judged is not None:
-            costs = (one.costs or Costs()).record()
-            measures = _measures([one.judged.metrics])
-            rows.append({"kind": "final", "arm": one.cell.arm, "seed": one.cell.seed, **measures, **costs})
-        for point in read_curve(one.cell.folder):
-            rows.append({"kind": "best_of_n", "arm": one.cell.arm, "seed": one.cell.seed, **point})
+    for result in cells:
+        if result.judged is not None:
+            costs = (result.costs or Costs()).record()
+            measures = _measures([result.judged.metrics])
+            rows.append({"kind": "final", "arm": result.cell.arm, "seed": result.cell.seed, **measures, **costs})
+        for point in read_curve(result.cell.folder):
+            rows.append({"kind": "best_of_n", "arm": result.cell.arm, "seed": result.cell.seed, **point})
     return rows

@@ -1,4 +1,7 @@
-"""Run the cells, `jobs` at a time; a failure of one is only its own, and a stop is passed on to all that run."""
+"""Run the cells of a comparison, `jobs` at a time.
+
+A cell that fails does not affect the others; a stop is passed on to all running cells.
+"""
 
 from __future__ import annotations
 
@@ -32,25 +35,25 @@ class Running(Protocol):
     """A cell that was started."""
 
     def outcome(self) -> Outcome | None:
-        """What became of it; None while it runs."""
+        """Return how the cell ended; None while it runs."""
 
     def stop(self) -> None:
-        """Ask it to save and stop."""
+        """Ask the cell to save and stop."""
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the cell at once."""
 
 
-StartCell = Callable[[Cell, int], Running]  # the cell, and which of the `jobs` places it takes
+StartCell = Callable[[Cell, int], Running]  # the cell, and which of the `jobs` slots it takes
 
 
 def run_cells(plan: Plan, start: StartCell, console: Console) -> bool:
-    """Every cell that is not done; one that failed before is tried again. False where the user stopped it.
+    """Run every cell that is not done, including those that failed before; return False if the user stopped it.
 
     Args:
-        plan: the cells; as many run at once as its `jobs` says.
-        start: how a cell is started.
-        console: where it reports.
+        plan: the cells, and the number that run at once (`jobs`).
+        start: starts a cell.
+        console: where progress is printed.
 
     Raises:
         ConfigError: a folder belongs to another comparison.
@@ -59,23 +62,23 @@ def run_cells(plan: Plan, start: StartCell, console: Console) -> bool:
     for cell in plan.cells:
         claim(cell)
     with Interruption() as stop, Board(console, len(plan.cells), alone=plan.config.jobs == 1) as board:
-        course = _Course(plan, start, board, stop)
+        scheduler = _Scheduler(plan, start, board, stop)
         try:
-            course.run()
+            scheduler.run()
         finally:
-            course.kill()
-    if course.broken is not None:
-        raise UserError(f"the start model could not be judged: {failure_of(course.broken.folder)}")
-    return not course.stopping or all((cell.folder / JUDGED).is_file() for cell in plan.cells)
+            scheduler.kill()
+    if scheduler.failed_start is not None:
+        raise UserError(f"the start model could not be judged: {failure_of(scheduler.failed_start.folder)}")
+    return not scheduler.stopping or all((cell.folder / JUDGED).is_file() for cell in plan.cells)
 
 
 def record_failure(folder: Path, error: str) -> None:
-    """Keep what went wrong, for the report."""
+    """Write the error of a failed cell into its folder, for the report."""
     write_aside(folder / FAILED, json.dumps({"error": error}, ensure_ascii=False) + "\n")
 
 
 def failure_of(folder: Path) -> str | None:
-    """What went wrong with a cell; None where nothing did."""
+    """Return the error of a failed cell; None if it did not fail."""
     path = folder / FAILED
     if not path.is_file() or (folder / JUDGED).is_file():
         return None
@@ -83,34 +86,34 @@ def failure_of(folder: Path) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A cell on one of the places, since when."""
+class _Slot:
+    """A running cell in one of the `jobs` slots."""
 
     cell: Cell
     title: str
     running: Running
-    began: float
+    started: float
 
 
 @dataclass
-class _Course:
-    """What waits, what runs where, and whether it goes on."""
+class _Scheduler:
+    """The cells that wait, those that run and in which slot, and whether the comparison is stopping."""
 
     plan: Plan
     start: StartCell
     board: Board
     stop: Interruption
-    places: dict[int, _Place] = field(default_factory=dict)
+    slots: dict[int, _Slot] = field(default_factory=dict)
     stopping: bool = False
-    broken: Cell | None = None  # a start model's cell that failed
+    failed_start: Cell | None = None  # a cell of the start model that failed
 
     def run(self) -> None:
-        """Until nothing runs and nothing waits, or all that ran have stopped."""
+        """Run until no cell runs and none waits, or until all running cells have stopped."""
         waiting = deque(enumerate(self.plan.cells, start=1))
-        while self.places or (waiting and not self.stopping):
+        while self.slots or (waiting and not self.stopping):
             if self.stop.requested and not self.stopping:
                 self._stop()
-            elif waiting and not self.stopping and len(self.places) < self.plan.config.jobs:
+            elif waiting and not self.stopping and len(self.slots) < self.plan.config.jobs:
                 self._begin(*waiting.popleft())
             else:
                 time.sleep(POLL_S)
@@ -118,9 +121,9 @@ class _Course:
             self.board.refresh()
 
     def kill(self) -> None:
-        """End what still runs."""
-        for place in self.places.values():
-            place.running.kill()
+        """Kill the cells that still run."""
+        for slot in self.slots.values():
+            slot.running.kill()
 
     def _begin(self, number: int, cell: Cell) -> None:
         title = f"{number}/{len(self.plan.cells)}  {cell.arm}, seed {cell.seed}"
@@ -128,37 +131,37 @@ class _Course:
             self.board.note(f"{title}: done before", ended=True)
             return
         (cell.folder / FAILED).unlink(missing_ok=True)
-        free = min(set(range(self.plan.config.jobs)) - set(self.places))
+        free = min(set(range(self.plan.config.jobs)) - set(self.slots))
         self.board.began(cell, title)
-        began = time.perf_counter()
-        self.places[free] = _Place(cell, title, self.start(cell, free), began)
+        started = time.perf_counter()
+        self.slots[free] = _Slot(cell, title, self.start(cell, free), started)
 
     def _collect(self) -> None:
-        for number, place in list(self.places.items()):
-            outcome = place.running.outcome()
+        for number, slot in list(self.slots.items()):
+            outcome = slot.running.outcome()
             if outcome is None:
                 continue
-            del self.places[number]
+            del self.slots[number]
             if outcome == "failed" and (self.stopping or self.stop.requested):
-                (place.cell.folder / FAILED).unlink(missing_ok=True)  # it was told to stop: no failure of its own
+                (slot.cell.folder / FAILED).unlink(missing_ok=True)  # asked to stop: not a failure of the cell
                 outcome = "interrupted"
-            self.board.ended(place.cell)
+            self.board.ended(slot.cell)
             if outcome == "interrupted":
                 self._stop()
                 continue
-            took = duration(time.perf_counter() - place.began)
-            self.board.note(f"{place.title}: {outcome} in {took}{_why(place.cell, outcome)}", ended=True)
-            if outcome == "failed" and place.cell.arm == START:
-                self.broken = self.broken or place.cell
+            took = duration(time.perf_counter() - slot.started)
+            self.board.note(f"{slot.title}: {outcome} in {took}{_reason(slot.cell, outcome)}", ended=True)
+            if outcome == "failed" and slot.cell.arm == START:
+                self.failed_start = self.failed_start or slot.cell
                 self._stop()
 
     def _stop(self) -> None:
         if self.stopping:
             return
         self.stopping = True
-        for place in self.places.values():
-            place.running.stop()
+        for slot in self.slots.values():
+            slot.running.stop()
 
 
-def _why(cell: Cell, outcome: Outcome) -> str:
+def _reason(cell: Cell, outcome: Outcome) -> str:
     return f"\n  {printable(failure_of(cell.folder) or '')}" if outcome == "failed" else ""

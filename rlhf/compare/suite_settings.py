@@ -22,10 +22,10 @@ def suites_of(
     """Complete the settings of the suites for one cell.
 
     Args:
-        suites: as the comparison gives them.
-        train: the cell's run: its seed, device, dtype and chat template hold for the suites too.
+        suites: the settings that the comparison gives.
+        train: the configuration of the cell's run; its seed, device, dtype and chat template hold for the suites too.
         proxy: the reward that is trained on, by which best-of-n picks.
-        n: of a best-of-n arm; its suites are those that can draw several answers and keep one.
+        n: the n of a best-of-n arm, whose suites are those that can draw several answers and keep one; None otherwise.
 
     Raises:
         ConfigError: no such suite, or a setting is wrong; the message names it.
@@ -33,12 +33,12 @@ def suites_of(
     complete = {name: _settings(name, given, train) for name, given in suites.items()}
     if n is None:
         return complete
-    picking = {name: given for name, given in complete.items() if "best_of" in _kind(name).model_fields}
+    picking = {name: settings for name, settings in complete.items() if "best_of" in _settings_class(name).model_fields}
     source = None if proxy is None else {"type": proxy.type, **proxy.model_dump(mode="json", exclude_unset=True)}
-    return {name: {**given, "best_of": n, "source": source} for name, given in picking.items()}
+    return {name: {**settings, "best_of": n, "source": source} for name, settings in picking.items()}
 
 
-def _kind(name: str) -> type[SuiteSettings]:
+def _settings_class(name: str) -> type[SuiteSettings]:
     if name not in SETTINGS:
         near = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -47,7 +47,7 @@ def _kind(name: str) -> type[SuiteSettings]:
 
 
 def _settings(name: str, given: Json, train: TrainConfig) -> Json:
-    """Complete a suite's settings by those of the run, and check them."""
+    """Complete a suite's settings from those of the run, and check them."""
     common = {
         "seed": train.run.seed,
         "device": train.run.device,
@@ -57,6 +57,6 @@ def _settings(name: str, given: Json, train: TrainConfig) -> Json:
         "sampling": {"temperature": train.sampling.temperature, "batch_size": train.sampling.batch_size},
     }
     try:
-        return dump(validate(_kind(name), merge(common, given)))
+        return dump(validate(_settings_class(name), merge(common, given)))
     except ConfigError as error:
         raise ConfigError(f"suites.{name}: {error}") from error

@@ -1,4 +1,4 @@
-"""Suites of `rlhf eval` as judges of a comparison: run on every final model, and set beside the start model's."""
+"""Run the suites of `rlhf eval` on every final model of a comparison, and compare them with the start model's."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ FOLDER = "evals"
 def run_suites(cell: CellConfig, folder: Path, path: str | None) -> None:
     """Run the suites of a cell that have no result yet, on the model in `path` (None: the start model)."""
     target = path or cell.train.policy.model
-    for name, given in cell.suites.items():
+    for name, values in cell.suites.items():
         file = folder / FOLDER / f"{name}.json"
         if file.is_file():
             continue
         suite, task = find_suite(name)
-        settings = validate(suite.settings, given)
-        measured = _measured_before(cell, folder, file.name, settings)
-        if measured is not None:
+        settings = validate(suite.settings, values)
+        reused = _measured_before(cell, folder, file.name, settings)
+        if reused is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_aside(file, measured)
+            write_aside(file, reused)
             continue
         subject = subject_of(settings, target)
         write_result(file, name, target, suite.run(settings, subject, task), settings, subject)
 
 
 def _measured_before(cell: CellConfig, folder: Path, name: str, settings: SuiteSettings) -> str | None:
-    """Return what the start model's suite found under another seed, where its answers are greedy: they are the same."""
+    """Return the start model's result under another seed, where the suite's answers are greedy and so the same."""
     if cell.arm != START or not (isinstance(settings, AnswerSettings) and settings.greedy):
         return None
     for path in sorted(folder.parent.glob(f"*/{FOLDER}/{name}")):
@@ -52,7 +52,7 @@ def _measured_before(cell: CellConfig, folder: Path, name: str, settings: SuiteS
 
 
 def read_suites(folder: Path) -> dict[str, Json]:
-    """Read what `run_suites` wrote of a cell: suite -> result."""
+    """Read the results that `run_suites` wrote for a cell: suite -> result."""
     return {
         path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted((folder / FOLDER).glob("*.json"))
     }
@@ -62,12 +62,13 @@ def summarize_suites(results: Sequence[Mapping[str, Json]], starts: Sequence[Map
     """Summarize the suites of an arm over its seeds.
 
     Args:
-        results: what every finished seed's suites found.
+        results: the suite results of every finished seed.
         starts: the start model's, of the same seeds.
 
     Returns:
-        suite -> figure -> value (the mean over seeds), low and high, and gain, the same of the paired difference from
-        the start model. Intervals are over prompts and seeds, of one seed the suite's own; null without a number a row.
+        suite -> figure -> value (the mean over seeds), low and high, and gain: the same for the paired difference from
+        the start model. Intervals are over prompts and seeds, for one seed the suite's own; null for a figure that has
+        no number for each row.
     """
     names = [name for name in (results[0] if results else {}) if all(name in seed for seed in results)]
     return {name: _summary([seed[name] for seed in results], [seed.get(name) for seed in starts]) for name in names}

@@ -1,1 +1,9 @@
-"""What a run is: frozen, closed sections, YAML in, key=value on top."""
+"""The configuration of a run: frozen sections that refuse unknown keys, read from YAML with `key=value` on top.
+
+- `load`: reads YAML and overrides into a validated configuration (`load_train`, `load_reward_model`, `load_compare`).
+- `sections`: `TrainConfig`, `RewardModelConfig`; their other parts: `algorithm`, `data`, `reward`, `judge`, `sharding`.
+- `compare`: `CompareConfig`, several algorithms on one budget under one judge.
+- `presets`: the named algorithms; `precedence`: which of two conflicting settings wins; `yaml_text`: the YAML parser.
+
+The package itself exports nothing: import from its modules. docs/configuration.md is made from their docstrings.
+"""

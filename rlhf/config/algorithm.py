@@ -1,4 +1,7 @@
-"""The axes of an algorithm: advantage, policy loss, value loss, place of the KL. A choice is a value."""
+"""The algorithm section: advantage, policy loss, value loss and KL penalty of an online run, or an offline loss.
+
+Every choice along these axes is a value in the configuration, so an algorithm is a combination of them.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 def type_or(default: str) -> Callable[[object], str]:
-    """Which member of a union a section means: its `type`, or `default` where it does not say."""
+    """Build a discriminator for a union of sections: it returns a section's `type`, or `default` if that is not set."""
 
     def tag(value: object) -> str:
-        found = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
-        return str(found)
+        kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
+        return str(kind)
 
     return tag
 
@@ -29,13 +32,13 @@ class Gae(Section):
 
     type: Literal["gae"] = "gae"
     gamma: Fraction = 1.0
-    """Discount per token; 1 for text, which ends."""
+    """Discount per token; 1 is usual for text, since completions are finite."""
     gae_lambda: Fraction = 0.95
-    """Bias against variance: 0 is the TD error, 1 is reward-to-go minus value."""
+    """Trades bias against variance: 0 gives the TD error, 1 the reward-to-go minus the value."""
     whiten: bool = True
-    """Advantages to mean 0 and variance 1 over the live tokens of the whole step."""
+    """Scale the advantages to mean 0 and variance 1 over the live tokens of the whole step."""
     whiten_rewards: bool = False
-    """Token rewards to variance 1 over the live tokens of the step, their mean kept."""
+    """Scale the token rewards to variance 1 over the live tokens of the step, keeping their mean."""
 
 
 class Group(Section):
@@ -53,27 +56,27 @@ class BatchWhiten(Section):
     gamma: Fraction = 1.0
     """Discount per token."""
     whiten: bool = True
-    """False leaves plain REINFORCE without a baseline."""
+    """false: plain REINFORCE without a baseline."""
 
 
 class Greedy(Section):
-    """Reward-to-go less the score of the prompt's greedy completion (ReMax, Li et al. 2024); no critic."""
+    """Reward-to-go minus the score of the prompt's greedy completion (ReMax, Li et al. 2024); no critic."""
 
     type: Literal["greedy"] = "greedy"
 
 
 class Best(Section):
-    """1 for the best completions of a prompt, which alone are learned from (Dong et al. 2023, RAFT); no critic."""
+    """Advantage 1 for a prompt's best completions, the only ones trained on (RAFT, Dong et al. 2023); no critic."""
 
     type: Literal["best"] = "best"
     keep: Annotated[int, Field(ge=1)] = 1
-    """How many of a prompt's completions are kept."""
+    """Completions kept for each prompt."""
     min_score: float | None = None
-    """Kept ones score at least this too, after shaping and the KL penalty in the reward; null: no threshold."""
+    """Least score of a kept completion, after shaping and the KL penalty in the reward; null: no threshold."""
 
 
 class BestAndWorst(Section):
-    """A pair of each prompt's completions: the best is chosen, the worst rejected; for the pair loss."""
+    """A pair from each prompt's completions: the best is chosen, the worst rejected; for the pair loss."""
 
     type: Literal["best_and_worst"] = "best_and_worst"
 
@@ -82,11 +85,11 @@ Advantage = Annotated[Gae | Group | BatchWhiten | Greedy | Best | BestAndWorst, 
 
 
 class TokenLoss(Section):
-    """What every surrogate has: a weight for each token, and an entropy bonus."""
+    """What every surrogate loss has: a weight for each token, and an entropy bonus."""
 
     type: str
     aggregate: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
-    """How tokens are weighted; see rlhf.algo.policy_loss.token_weights."""
+    """How the tokens are weighted; see rlhf.algo.policy_loss.token_weights."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus, per nat."""
 
@@ -96,13 +99,13 @@ class ClipLoss(TokenLoss):
 
     type: Literal["clip"] = "clip"
     ratio: Literal["token", "sequence", "sequence_mean"] = "token"
-    """Over what the importance ratio is taken; sequence_mean is GSPO's length-normalized one."""
+    """Importance ratio per token, per sequence, or (sequence_mean) GSPO's length-normalized ratio."""
     clip_eps_low: Fraction = 0.2
     """The ratio is clipped below at 1 - clip_eps_low."""
     clip_eps_high: NonNegative = 0.2
     """The ratio is clipped above at 1 + clip_eps_high."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Where A < 0, the objective is bounded below by dual_clip * A (Ye et al. 2020, eq. 5); null: off."""
+    """For A < 0 the objective is bounded below by dual_clip * A (Ye et al. 2020, eq. 5); null: off."""
 
 
 class PenaltyLoss(TokenLoss):
@@ -110,25 +113,25 @@ class PenaltyLoss(TokenLoss):
 
     type: Literal["penalty"] = "penalty"
     ratio: Literal["token", "sequence", "sequence_mean"] = "token"
-    """Over what the importance ratio is taken."""
+    """As in the clipped loss."""
     coef: Positive = 1.0
-    """The first coefficient of KL(old || new); doubled or halved after each step."""
+    """Initial coefficient of KL(old || new); it may double or halve after each step."""
     target: Positive = 0.01
-    """Wanted KL(old || new), nats per token: above 1.5 x the coefficient doubles, below target / 1.5 it halves."""
+    """Target KL(old || new), nats per token; above 1.5 x target the coefficient doubles, below target / 1.5 halves."""
 
 
 class CispoLoss(TokenLoss):
-    """Log-probability weighted by the clipped importance ratio, which has no gradient (MiniMax 2025, eq. 4 and 5)."""
+    """Log-probability weighted by the clipped, detached importance ratio (CISPO, MiniMax 2025, eq. 4 and 5)."""
 
     type: Literal["cispo"] = "cispo"
     clip_eps_low: Fraction = 1.0
     """The weight is at least 1 - clip_eps_low; 1: no lower bound, as in the paper."""
     clip_eps_high: NonNegative = 4.0
-    """The weight is at most 1 + clip_eps_high; the paper names no number."""
+    """The weight is at most 1 + clip_eps_high; the paper gives no value."""
 
 
 class PolicyGradientLoss(TokenLoss):
-    """-advantage x log-probability: no ratio and no clip, so one optimizer step for each sampled batch."""
+    """-advantage x log-probability, without ratio or clipping: one optimizer step per sampled batch."""
 
     type: Literal["policy_gradient"] = "policy_gradient"
 
@@ -137,23 +140,23 @@ Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
 
 
 class DpoLoss(Section):
-    """Direct preference optimization (Rafailov et al. 2023); with label smoothing, conservative DPO."""
+    """Direct preference optimization (Rafailov et al. 2023); with label smoothing, conservative DPO (cDPO)."""
 
     type: Literal["dpo"] = "dpo"
     beta: Positive = 0.1
-    """Nats of log-ratio to the reference, summed over the completion, are multiplied by it: larger stays nearer."""
+    """Multiplies the log-ratio to the reference, summed over the completion, in nats: larger stays closer to it."""
     label_smoothing: Smoothing = 0.0
-    """The share of labels taken to be flipped; 0.1 is usual for cDPO."""
+    """Assumed share of flipped labels; 0.1 is usual for cDPO."""
 
 
 class RobustDpoLoss(Section):
-    """DPO that is unbiased under flipped labels (Chowdhury et al. 2024)."""
+    """DPO with a loss that is unbiased under flipped labels (Chowdhury et al. 2024)."""
 
     type: Literal["robust_dpo"] = "robust_dpo"
     beta: Positive = 0.1
-    """As DPO's."""
+    """As in DPO."""
     label_smoothing: Smoothing = 0.1
-    """The probability that a label is flipped; set larger than it is, the loss falls without bound."""
+    """Probability that a label is flipped; if set larger than it really is, the loss has no lower bound."""
 
 
 class IpoLoss(Section):
@@ -161,9 +164,9 @@ class IpoLoss(Section):
 
     type: Literal["ipo"] = "ipo"
     beta: Positive = 0.1
-    """The paper's tau: the difference of log-ratios is drawn towards 1 / (2 beta) nats."""
+    """The paper's tau: the difference of log-ratios is pulled towards 1 / (2 beta) nats."""
     normalize: Literal["none", "length"] = "none"
-    """none: log-ratios summed over a completion (the paper); length: divided by its tokens (TRL). Another beta each."""
+    """none: log-ratios summed over a completion (the paper); length: per token (TRL). Each needs a beta of its own."""
 
 
 class HingeLoss(Section):
@@ -171,17 +174,17 @@ class HingeLoss(Section):
 
     type: Literal["hinge"] = "hinge"
     beta: Positive = 0.1
-    """As DPO's."""
+    """As in DPO."""
     margin: Positive = 1.0
-    """A pair whose rewards are this far apart is left alone."""
+    """A pair whose chosen side leads by this much implicit reward contributes no gradient."""
 
 
 ReferencedPairLoss = DpoLoss | RobustDpoLoss | IpoLoss | HingeLoss
-"""Those that need both sides of a pair and a reference's log-probabilities."""
+"""Losses that need both sides of a pair and the reference's log-probabilities."""
 
 
 class OnlinePairLoss(Section):
-    """A preference loss on pairs that the policy itself drew and the reward ranked (Guo et al. 2024)."""
+    """A preference loss on pairs sampled from the policy itself and ranked by the reward (Guo et al. 2024)."""
 
     type: Literal["pair"] = "pair"
     loss: Annotated[
@@ -191,11 +194,11 @@ class OnlinePairLoss(Section):
         | Annotated[HingeLoss, Tag("hinge")],
         Discriminator(type_or("dpo")),
     ] = DpoLoss()
-    """dpo, robust_dpo, ipo or hinge, as offline; its beta is the only pull to the reference."""
+    """dpo, robust_dpo, ipo or hinge, as offline; its beta is the only pull towards the reference."""
 
 
 Surrogate = ClipLoss | PenaltyLoss | CispoLoss | PolicyGradientLoss
-"""Those that weigh each token by an advantage."""
+"""Losses that weight each token by an advantage."""
 PolicyLossConfig = Annotated[
     Annotated[ClipLoss, Tag("clip")]
     | Annotated[PenaltyLoss, Tag("penalty")]
@@ -210,13 +213,13 @@ class ValueLossConfig(Section):
     """The critic's squared error, clipped around the old values."""
 
     coef: Positive = 0.1
-    """Weight beside the policy's loss where the two share a backbone; a separate critic is scaled by it too."""
+    """Weight relative to the policy loss if the two share a backbone; it scales a separate critic's loss too."""
     clip_eps: Positive | None = 0.2
-    """How far a value may move from the old one before its gradient stops, in units of score; null: no clip."""
+    """How far a value may move from the old one before its gradient is cut off, in score units; null: no clipping."""
 
 
 class FixedKl(Section):
-    """The coefficient stays as it is."""
+    """A constant coefficient."""
 
     type: Literal["fixed"] = "fixed"
 
@@ -226,30 +229,30 @@ class AdaptiveKl(Section):
 
     type: Literal["adaptive"] = "adaptive"
     target: Positive = 6.0
-    """Wanted KL to the reference, in nats per sequence (summed over the tokens, averaged over completions)."""
+    """Target KL to the reference, in nats per sequence (summed over tokens, averaged over completions)."""
     horizon: Positive = 10000.0
-    """In completions: the coefficient is multiplied by 1 + error * completions / horizon, the error clipped at 0.2."""
+    """In completions: the coefficient is multiplied by 1 + error * completions / horizon, error clipped to +-0.2."""
 
 
 class Kl(Section):
-    """The penalty that keeps the policy near the reference."""
+    """The KL penalty that keeps the policy close to the reference."""
 
     placement: Literal["reward", "loss", "none"] = "reward"
-    """Subtracted from the token rewards, added to the loss, or neither."""
+    """reward: subtracted from the token rewards; loss: added to the loss; none: no penalty."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Schulman's estimators; in the loss only k2 and k3 (k1's expected gradient is zero)."""
+    """Schulman's estimators; in the loss only k2 and k3 (the expected gradient of k1 is zero)."""
     coef: NonNegative = 0.05
-    """Units of score per nat."""
+    """Weight of the penalty, in score units per nat."""
     importance_weighted: bool = False
-    """In the loss: weigh each token's penalty by pi / pi_old, so that its expected gradient is that of the KL on stale
-    minibatches too (docs/decisions/012); false: as the papers of GRPO and its kin."""
+    """In the loss: weight each token's penalty by pi / pi_old, so that its expected gradient is that of the KL on stale
+    minibatches too (docs/decisions/012); false: unweighted, as in the papers of GRPO and its variants."""
     controller: Annotated[
         Annotated[FixedKl, Tag("fixed")] | Annotated[AdaptiveKl, Tag("adaptive")], Discriminator(type_or("fixed"))
     ] = FixedKl()
     """fixed or adaptive."""
 
     @model_validator(mode="after")
-    def _has_a_gradient(self) -> Kl:
+    def _check_placement(self) -> Kl:
         if self.placement == "loss" and self.estimator == "k1":
             raise ValueError(
                 "k1 in the loss has an expected gradient of zero: it is that of log pi alone, noise without a pull. "
@@ -269,29 +272,29 @@ class Online(Section):
     """An algorithm that samples from the policy it trains."""
 
     preset: str | None = None
-    """The named algorithm that these settings started from."""
+    """The named algorithm that these settings are based on."""
     advantage: Advantage
-    """Where credit comes from."""
+    """How advantages are computed."""
     policy_loss: PolicyLossConfig = ClipLoss()
-    """What the policy descends."""
+    """The policy's loss."""
     value_loss: ValueLossConfig | None = None
-    """What the critic descends; null without a critic."""
+    """The critic's loss; null: no critic."""
     kl: Kl = Kl(placement="none", coef=0.0)
-    """The penalty to the reference."""
+    """The KL penalty against the reference."""
     target_kl: Positive | None = None
-    """Stop a step's remaining epochs when KL(old || new) exceeds 1.5 x this, nats per token; null: never."""
+    """Skip a step's remaining epochs once KL(old || new) exceeds 1.5 x this, in nats per token; null: never."""
     drop_uniform_groups: bool = False
-    """Leave out groups whose completions all scored alike (DAPO)."""
+    """Leave out groups whose completions all have the same score (DAPO)."""
     mask_truncated: bool = False
-    """Leave completions that max_new_tokens cut off out of the loss, the critic's too (DAPO's overlong filtering). They
-    stay in their group's baseline and in all metrics of scores."""
+    """Leave completions that max_new_tokens cut off out of the loss, the critic's included (DAPO's overlong filtering).
+    They still count in their group's baseline and in all score metrics."""
     refill_rounds: Annotated[int, Field(ge=0)] = 0
-    """How many times a step samples other prompts in place of groups it would leave out (DAPO); 0: it does not."""
+    """How many times a step may sample further prompts to replace dropped groups (DAPO); 0: never."""
     ptx_coef: NonNegative = 0.0
-    """Weight of the next-token loss on data.sft beside the policy's (PPO-ptx, Ouyang et al. 2022, eq. 2)."""
+    """Weight of a next-token loss on data.sft, added to the policy loss (PPO-ptx, Ouyang et al. 2022, eq. 2)."""
 
     @model_validator(mode="after")
-    def _critic_where_needed(self) -> Online:
+    def _check_critic_and_groups(self) -> Online:
         if isinstance(self.advantage, Gae) != (self.value_loss is not None):
             raise ValueError("GAE needs algorithm.value_loss, and only GAE does")
         if self.drop_uniform_groups and not isinstance(self.advantage, Group):
@@ -301,7 +304,7 @@ class Online(Section):
         return self
 
     @model_validator(mode="after")
-    def _pairs_where_compared(self) -> Online:
+    def _check_pair_loss(self) -> Online:
         if isinstance(self.advantage, BestAndWorst) != isinstance(self.policy_loss, OnlinePairLoss):
             raise ValueError(
                 "policy_loss.type=pair learns from the pairs of advantage.type=best_and_worst: set both or neither"
@@ -324,15 +327,15 @@ class SftLoss(Section):
 
     type: Literal["sft"] = "sft"
     aggregate: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
-    """How tokens are weighted."""
+    """How the tokens are weighted."""
 
 
 class SlicLoss(Section):
-    """SLiC-HF (Zhao et al. 2023): a hinge on log-probabilities, and likelihood of the chosen side; no reference."""
+    """SLiC-HF (Zhao et al. 2023): a hinge on log-probabilities plus the chosen side's likelihood; no reference."""
 
     type: Literal["slic"] = "slic"
     margin: Positive = 1.0
-    """Nats, summed over the completion, by which the chosen side is to be likelier."""
+    """By how much the chosen side should be likelier, in nats summed over the completion."""
     nll_coef: NonNegative = 0.5
     """Weight of the chosen side's negative log-likelihood, summed over its tokens."""
 
@@ -342,9 +345,9 @@ class SimpoLoss(Section):
 
     type: Literal["simpo"] = "simpo"
     beta: Positive = 2.0
-    """Mean log-probabilities per token, in nats, are multiplied by it."""
+    """Multiplies the mean log-probability per token, in nats."""
     gamma: NonNegative = 1.0
-    """The margin between the rewards, after beta."""
+    """Target margin between the two rewards, which include beta."""
 
 
 class OrpoLoss(Section):
@@ -352,31 +355,31 @@ class OrpoLoss(Section):
 
     type: Literal["orpo"] = "orpo"
     coef: NonNegative = 0.1
-    """Weight of the odds ratio beside the likelihood: the paper's lambda."""
+    """Weight of the odds-ratio term relative to the likelihood: the paper's lambda."""
 
 
 class KtoLoss(Section):
-    """Kahneman-Tversky optimization (Ethayarajh et al. 2024): completions with a label each, or pairs taken apart."""
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024), on single labelled completions or the sides of pairs."""
 
     type: Literal["kto"] = "kto"
     beta: Positive = 0.1
-    """As DPO's."""
+    """As in DPO."""
     desirable_weight: NonNegative = 1.0
-    """Weight of desirable completions; times their number, it should be 1 to 1.5 times that of the undesirable ones."""
+    """Weight of desirable completions; times their number it should be 1 to 1.5 times the same of undesirable ones."""
     undesirable_weight: NonNegative = 1.0
-    """Weight of undesirable ones."""
+    """Weight of undesirable completions."""
 
     @model_validator(mode="after")
-    def _something_to_learn(self) -> KtoLoss:
+    def _check_weights(self) -> KtoLoss:
         if self.desirable_weight + self.undesirable_weight == 0:
             raise ValueError("desirable_weight and undesirable_weight are both 0: nothing would be learned")
         return self
 
 
 ReferencedLoss = ReferencedPairLoss | KtoLoss
-"""Those that read a reference's log-probabilities."""
+"""Losses that read the reference's log-probabilities."""
 PairLossConfig = ReferencedPairLoss | SlicLoss | SimpoLoss | OrpoLoss
-"""Those that need both sides of a pair at once."""
+"""Losses that need both sides of a pair at once."""
 OfflineLoss = Annotated[
     Annotated[SftLoss, Tag("sft")]
     | Annotated[DpoLoss, Tag("dpo")]
@@ -395,9 +398,9 @@ class Offline(Section):
     """An algorithm that learns from a fixed data set."""
 
     preset: str | None = None
-    """The named algorithm that these settings started from."""
+    """The named algorithm that these settings are based on."""
     loss: OfflineLoss = SftLoss()
-    """What the policy descends: sft, or a preference loss (dpo, robust_dpo, ipo, hinge, slic, simpo, orpo, kto)."""
+    """The policy's loss: sft, or a preference loss (dpo, robust_dpo, ipo, hinge, slic, simpo, orpo, kto)."""
 
 
 def _kind(value: object) -> str:
@@ -406,4 +409,4 @@ def _kind(value: object) -> str:
 
 
 Algorithm = Annotated[Annotated[Online, Tag("online")] | Annotated[Offline, Tag("offline")], Discriminator(_kind)]
-"""Online unless it names a loss over fixed data."""
+"""Online, unless the section sets `loss`, the loss over a fixed data set."""

@@ -1,4 +1,4 @@
-"""The base of every section: frozen, closed, documented by its own docstrings."""
+"""The base class of every section: frozen, closed to unknown keys, documented by its attribute docstrings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """A frozen section of the configuration; a key it does not know is an error."""
+    """A frozen section of the configuration; an unknown key is an error."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False

@@ -1,4 +1,4 @@
-"""What a comparison is: one base run, arms that differ from it, one budget, one judge."""
+"""The configuration of a comparison: one base run, arms that differ from it, one budget, one judge."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from rlhf.config.data import Count
 from rlhf.config.reward import RewardSourceConfig
 from rlhf.config.sections import TrainConfig
 
-START = "start"  # the folder of the start model's own cells
+START = "start"  # folder of the cells that evaluate the start model itself
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 BudgetUnit = Literal["completions", "tokens", "flops", "seconds"]
 
 
 class BudgetConfig(Section):
-    """What every trained arm may spend; exactly one of the four governs, and all four are recorded."""
+    """What every trained arm may spend: exactly one of the four limits is set, and all four quantities are recorded."""
 
     completions: Count | None = None
-    """Completions sampled (online), or read from the data, two a pair (offline)."""
+    """Completions sampled (online), or read from the data, two per pair (offline)."""
     tokens: Count | None = None
-    """Tokens generated plus tokens that gradient passes read."""
+    """Tokens generated plus tokens read by passes with gradient."""
     flops: Positive | None = None
     """Estimated floating-point operations: docs/compare.md has the formula."""
     seconds: Positive | None = None
     """Wall-clock seconds of training steps; evaluation, checkpoints and loading are not counted."""
 
     @model_validator(mode="after")
-    def _exactly_one(self) -> BudgetConfig:
+    def _check_one_limit(self) -> BudgetConfig:
         if len(self.model_dump(exclude_none=True)) != 1:
             raise ValueError("give exactly one of budget.completions, budget.tokens, budget.flops, budget.seconds")
         return self
 
     @property
     def unit(self) -> BudgetUnit:
-        """Which of the four governs."""
+        """Return which of the four limits is set."""
         if self.completions is not None:
             return "completions"
         if self.tokens is not None:
@@ -48,18 +48,18 @@ class BudgetConfig(Section):
 
     @property
     def limit(self) -> float:
-        """How much of it."""
+        """Return the limit, in `unit`."""
         limit: float = getattr(self, self.unit)
         return float(limit)
 
 
 class LabConfig(Section):
-    """Where the built-in lab's start model, preference pairs and reward model are; made there if they are not."""
+    """Where the built-in lab's start model, preference pairs and reward model are; missing ones are made there."""
 
     folder: str = "runs/lab"
-    """Holds sft/, preferences/ and rm/; a folder that `rlhf quickstart` made will do."""
+    """Holds sft/, preferences/ and rm/; a folder made by `rlhf quickstart` will do."""
     seed: int = 0
-    """Of the three stages, where they are made."""
+    """Seed of the three stages, if they have to be made."""
 
 
 class Overrides(Section):
@@ -80,13 +80,13 @@ class Overrides(Section):
     overlap: dict[str, Any] = {}
     """See rlhf train."""
     algorithm: dict[str, Any] = {}
-    """See rlhf train; another preset than the base's replaces the base's algorithm whole."""
+    """See rlhf train; a preset other than the base's replaces the base's whole algorithm."""
     batch: dict[str, Any] = {}
     """See rlhf train."""
     sharding: str | dict[str, Any] = {}
     """See rlhf train."""
     schedule: dict[str, Any] = {}
-    """See rlhf train; the length comes from the budget."""
+    """See rlhf train; the length is set by the budget."""
     checkpoint: dict[str, Any] = {}
     """See rlhf train."""
     logging: dict[str, Any] = {}
@@ -95,9 +95,9 @@ class Overrides(Section):
     """See rlhf train."""
 
     def tree(self) -> dict[str, Any]:
-        """What is set, as plain data."""
-        found = self.model_dump(mode="json", exclude_unset=True)
-        return {key: value for key, value in found.items() if key in Overrides.model_fields}
+        """Return the settings that were given, as plain data."""
+        settings = self.model_dump(mode="json", exclude_unset=True)
+        return {key: value for key, value in settings.items() if key in Overrides.model_fields}
 
 
 class TrainedArm(Overrides):
@@ -107,16 +107,16 @@ class TrainedArm(Overrides):
 
 
 class BestOfNArm(Section):
-    """An arm without training: n completions a prompt from the start model, the best by the reward is kept."""
+    """An arm without training: of n completions per prompt from the start model, keep the one with the best reward."""
 
     type: Literal["best_of_n"] = "best_of_n"
     n: Count = 16
-    """Completions of which the best is kept."""
+    """Completions from which the best is picked."""
     samples: Count = 64
-    """Completions drawn for each held-out prompt; the curve over n goes up to it."""
+    """Completions sampled for each held-out prompt; the curve over n goes up to this number."""
 
     @model_validator(mode="after")
-    def _enough(self) -> BestOfNArm:
+    def _check_samples(self) -> BestOfNArm:
         if self.samples < self.n:
             raise ValueError(f"samples is {self.samples}, but the best of {self.n} needs at least {self.n}")
         return self
@@ -133,38 +133,38 @@ class CompareConfig(Section):
     name: str = "compare"
     """The page's title."""
     base: str
-    """A configuration of rlhf train that every arm starts from; found from here, or from beside this file."""
+    """A configuration of rlhf train that every arm starts from; a path relative to the working folder or this file."""
     out_dir: str = "runs/compare"
-    """results.json, results.parquet, report.html, and one run folder for each arm and seed."""
+    """Receives results.json, results.parquet, report.html, and one run folder for each arm and seed."""
     lab: LabConfig | None = None
-    """Compare in the built-in lab: it gives the start model, the preference pairs and the reward model."""
+    """Compare in the built-in lab, which provides the start model, the preference pairs and the reward model."""
     start: str | None = None
-    """The model that every arm starts from; null: the lab's, else the base's policy.model."""
+    """The model that every arm starts from; null: the lab's, otherwise the base's policy.model."""
     reward_source: RewardSourceConfig | None = None
-    """The reward that online arms are trained on and best-of-n picks by; null: the lab's, else the base's."""
+    """The reward that online arms train on and best-of-n picks by; null: the lab's, otherwise the base's."""
     judge: RewardSourceConfig | None = None
-    """Whose score counts, and which no arm is trained on; null: the base's eval.source."""
+    """The source whose score decides; no arm is trained on it; null: the base's eval.source."""
     budget: BudgetConfig
     """What every trained arm may spend."""
     seeds: Annotated[list[int], Field(min_length=1)] = [0, 1, 2]
-    """Each arm is run once for each."""
+    """Each arm is run once per seed."""
     jobs: Count = 1
-    """Cells that run at once, each on its share of the processor's cores and, where there are several, on one GPU."""
+    """Cells (one arm, one seed) run at a time, each on its share of the CPU cores and, with several GPUs, on one."""
     processes: Count = 1
-    """Processes that each trained arm runs in, started by torchrun on this host; never changes a result."""
+    """Processes per trained arm, started by torchrun on this host; never changes a result."""
     evaluations: Count = 10
-    """Evaluations along each run, where the budget is in completions; eval.every of an arm goes before."""
+    """Evaluations during each run if the budget is in completions; an arm's own eval.every takes precedence."""
     suites: dict[str, dict[str, Any]] = {}
-    """Suites of `rlhf eval` that judge every final model besides, by name, with their settings: dataset, sampling."""
+    """Suites of `rlhf eval` to run on every final model as well, by name, with their settings: dataset, sampling."""
     equal_kl: Positive | None = None
-    """Nats at which the arms are compared besides at their end; null: the most that every arm reached."""
+    """KL, in nats, at which the arms are compared besides at their end; null: the largest that every arm reached."""
     shared: Overrides = Overrides()
     """Settings merged over the base for every arm."""
     arms: Annotated[dict[str, Arm], Field(min_length=1)]
     """Name -> what differs from the base."""
 
     @model_validator(mode="after")
-    def _seconds_are_not_shared(self) -> CompareConfig:
+    def _check_jobs(self) -> CompareConfig:
         if self.jobs > 1 and self.budget.unit == "seconds":
             raise ValueError(
                 f"budget.seconds with jobs={self.jobs}: cells that run at once slow each other down, so equal seconds "
@@ -173,7 +173,7 @@ class CompareConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _named_well(self) -> CompareConfig:
+    def _check_names_and_seeds(self) -> CompareConfig:
         for name in self.arms:
             if name == START or not _NAME.fullmatch(name):
                 raise ValueError(
@@ -186,26 +186,26 @@ class CompareConfig(Section):
 
 
 class CellConfig(Section):
-    """One arm with one seed, as it is handed to the process that runs it (cell.yaml)."""
+    """One arm with one seed, as handed to the process that runs it (cell.yaml)."""
 
     arm: str
     """The arm's name, or `start`."""
     seed: int
-    """Of everything random in the cell."""
+    """Seed of everything random in the cell."""
     train: TrainConfig
-    """The run; of a cell that trains nothing, its start model, held-out prompts, sampling and judge."""
+    """The run; a cell without training uses only its start model, held-out prompts, sampling and judge."""
     proxy: RewardSourceConfig | None = None
-    """The reward that is trained on."""
+    """The reward to train on."""
     budget: BudgetConfig | None = None
-    """null: nothing is trained."""
+    """What the run may spend; null: nothing is trained."""
     suites: dict[str, dict[str, Any]] = {}
-    """Suites that judge the final model, by name, with their settings."""
+    """Suites to run on the final model, by name, with their settings."""
     best_of_n: BestOfNArm | None = None
-    """Set: this cell samples and picks."""
+    """If set, the cell samples n completions and picks the best instead of training."""
 
 
 def completions_of(config: TrainConfig) -> int:
-    """Count the completions that a step samples (online) or reads (offline: two a pair, one a row of SFT or KTO)."""
+    """Count the completions that a step samples (online) or reads (offline: 2 per pair, 1 per row of SFT or KTO)."""
     rows = config.batch.prompts_per_step
     loss = getattr(config.algorithm, "loss", None)
     if loss is None:

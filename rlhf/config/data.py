@@ -1,4 +1,4 @@
-"""The data sections: which rows, from where, how long, and what to do with bad ones."""
+"""The data sections: which rows to read, from where, how long they may be, and what to do with bad ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Learn = Literal["assistant", "last", "all"]
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How conversations become text: the three chat keys of the data section."""
+    """How conversations are turned into text: the three chat keys of the data section."""
 
     template: str = "auto"
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -32,69 +32,69 @@ class DatasetConfig(Section):
     split: str = "train"
     """Which split of a folder or hub data set; a single file has only its own rows."""
     limit: Count | None = None
-    """Use only the first so many usable rows."""
+    """Use only this many usable rows, from the start."""
     columns: dict[str, str] = {}
-    """Our name -> the file's name, where they differ: {prompt: question, completion: answer}."""
+    """Our column name -> the file's, where they differ: {prompt: question, completion: answer}."""
     bad_rows: Literal["skip", "error"] = "skip"
-    """Malformed rows: count, show and skip them; or stop."""
+    """Malformed rows. skip: count, show and skip them; error: stop."""
 
 
 class PromptsConfig(DatasetConfig):
     """Prompts to sample completions for."""
 
     max_prompt_tokens: Count = 1024
-    """Longest prompt, in tokens; less where the model's context leaves less beside sampling.max_new_tokens."""
+    """Longest prompt, in tokens; less if the model's context leaves less room beside sampling.max_new_tokens."""
     too_long: Literal["skip", "truncate", "error"] = "skip"
-    """A longer prompt is counted and skipped, cut at its start, or fatal."""
+    """A longer prompt is counted and skipped, cut at its start, or an error."""
     first_tokens: Count | None = None
-    """Use only the first so many tokens of each text as the prompt (for plain-text data sets)."""
+    """Use only this many first tokens of each text as the prompt (for plain-text data sets)."""
 
 
 class SftConfig(DatasetConfig):
     """Texts, prompt-completion rows, Alpaca rows or conversations to imitate."""
 
     learn: Learn = "assistant"
-    """Of rows of messages: every turn of the assistant, the last one, or all tokens, the user's too. Of other rows the
-    completion is learned, or all of it (all)."""
+    """Which tokens to train on. In rows of messages: every assistant turn, the last one, or all tokens, the user's
+    included. In other rows: the completion, or with `all` the whole row."""
     max_tokens: Count = 2048
     """Longest prompt + completion, in tokens."""
     too_long: Literal["skip", "truncate", "error"] = "skip"
-    """A longer row is counted and skipped, cut at its end (then it gets no EOS), or fatal."""
+    """A longer row is counted and skipped, cut at its end (it then gets no EOS), or an error."""
 
 
 class PreferencesConfig(DatasetConfig):
-    """Preference pairs in any of the dialects of docs/data.md."""
+    """Preference pairs in any of the formats of docs/data.md."""
 
     max_tokens: Count = 2048
     """Longest prompt + completion, in tokens, of either side."""
     too_long: Literal["skip", "truncate", "error"] = "skip"
-    """A longer pair is counted and skipped, its prompt cut at the start, or fatal."""
+    """A longer pair is counted and skipped, its prompt cut at the start, or an error."""
 
 
 class DataConfig(Section):
-    """Every data set of a run. An algorithm reads some of them; one it does not read is a warning."""
+    """The data sets of a run. An algorithm reads some of them; setting one that it does not read gives a warning."""
 
     prompts: PromptsConfig | None = None
-    """What an online algorithm samples for."""
+    """Prompts that an online algorithm samples completions for."""
     eval_prompts: PromptsConfig | None = None
     """Held-out prompts for evaluation."""
     sft: SftConfig | None = None
-    """What SFT imitates, and PPO-ptx mixes in."""
+    """Texts that SFT imitates and PPO-ptx mixes in."""
     eval_sft: SftConfig | None = None
     """Held-out rows for the SFT loss."""
     preferences: PreferencesConfig | None = None
-    """Preference pairs, for the reward model and the offline losses."""
+    """Preference pairs for the reward model and the offline losses."""
     eval_preferences: PreferencesConfig | None = None
     """Held-out preference pairs."""
     chat_template: str = "auto"
-    """auto: the tokenizer's own template, where it has one, for conversations and for prompts, instructions and pairs
-    given as text; none: text stays text, and conversations are an error; or a path to a Jinja file."""
+    """auto: the tokenizer's own template, if it has one, for conversations and for prompts, instructions and pairs
+    given as text; none: text is used as it is, and conversations are an error; or a path to a Jinja file."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Handed to the template, such as {enable_thinking: false}."""
+    """Variables passed to the template, such as {enable_thinking: false}."""
     system: str | None = None
-    """The system prompt of conversations that have none."""
+    """System prompt for conversations that have none."""
 
     @property
     def chat_format(self) -> ChatFormat:
-        """Return the three chat keys as one value."""
+        """Return the three chat keys as one `ChatFormat`."""
         return ChatFormat(self.chat_template, self.chat_template_kwargs, self.system)

@@ -1,4 +1,4 @@
-"""A language model behind an OpenAI-compatible endpoint as a judge: of single completions, or of pairs."""
+"""A language model behind an OpenAI-compatible endpoint as a judge of single completions or of pairs."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ class ChatConfig(Section):
 
     type: Literal["openai"] = "openai"
     base_url: str
-    """Up to and with /v1, e.g. http://127.0.0.1:8000/v1."""
+    """The address up to and including /v1, e.g. http://127.0.0.1:8000/v1."""
     model: str
-    """The model's name there."""
+    """The model's name at the endpoint."""
     api_key_env: str | None = None
-    """The environment variable that holds the key; null: no key is sent. The key itself is never written down."""
+    """The environment variable that holds the key; null: no key is sent. The key itself is never stored."""
     template: str | None = None
-    """A text file with the question; null: the one that comes with the program (docs/evaluation.md)."""
+    """A text file with the question to ask; null: the built-in one (docs/evaluation.md)."""
     max_tokens: Count = 512
-    """Of an answer."""
+    """Longest answer, in tokens."""
     request: dict[str, Any] = {}
-    """Further keys of every request; null leaves one of ours out, e.g. {temperature: null}."""
+    """Further keys for every request; null removes a default key, e.g. {temperature: null}."""
     timeout_s: Positive = 60.0
-    """Longest silence on a request."""
+    """Longest wait without data on a request, in seconds."""
     retries: Annotated[int, Field(ge=0)] = 6
-    """Tries after the first, with exponential backoff, where there is no answer, or one of 429 or 5xx."""
+    """Retries with exponential backoff after no answer, or an answer with status 429 or 5xx."""
     concurrency: Count = 8
-    """Requests at a time."""
+    """Requests in flight at a time."""
     cache_dir: str | None = None
-    """Where answers are kept, so that none is asked for twice; null: $XDG_CACHE_HOME/rlhf, or ~/.cache/rlhf."""
+    """Where answers are cached, so that no question is asked twice; null: $XDG_CACHE_HOME/rlhf, or ~/.cache/rlhf."""
 
 
 class ChatSource(ChatConfig):
-    """A language model that gives each completion a number, through an OpenAI-compatible endpoint."""
+    """A language model that scores each completion with a number, through an OpenAI-compatible endpoint."""
 
     low: float = 1.0
-    """The lowest score it may give."""
+    """The lowest score that the model may give."""
     high: float = 10.0
-    """The highest. An answer without a number from low to high counts as the middle, and is reported."""
+    """The highest score. An answer without a number from low to high counts as the midpoint and is reported."""
 
     @model_validator(mode="after")
-    def _scale(self) -> ChatSource:
+    def _check_scale(self) -> ChatSource:
         if self.high <= self.low:
             raise ValueError(f"high is {self.high:g}: it must be above low, {self.low:g}")
         return self
 
 
 class ChatPairsConfig(ChatConfig):
-    """A language model that says which of two completions is better: asked in both orders, disagreement is a tie."""
+    """A language model that says which of two completions is better; asked in both orders, disagreement is a tie."""

@@ -1,4 +1,4 @@
-"""YAML + key=value -> a validated configuration: defaults < preset < file < command line."""
+"""Load validated configurations from YAML and `key=value` overrides: defaults < preset < file < command line."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Tree = dict[str, Any]
 C = TypeVar("C", bound=Section)
 
 TAGS = ("type", "preset")
-SHORT = {"sharding": "mode"}  # sections that a word stands for: sharding=zero3 is sharding.mode=zero3
-NOT_SETTINGS = ("versions", "git_commit")  # what a run folder's config.yaml has besides
+SHORT = {"sharding": "mode"}  # sections with a one-word short form: sharding=zero3 is sharding.mode=zero3
+NOT_SETTINGS = ("versions", "git_commit")  # what a run folder's config.yaml has in addition
 
 ALIASES = {
     "learning_rate": "lr",
@@ -61,7 +61,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig | R
     """Read the settings that a run folder was made with, with `key=value` overrides on top.
 
     Raises:
-        ConfigError: it is not a run folder; as `load_train`.
+        ConfigError: the path is not a run folder; otherwise as `load_train`.
     """
     if not (Path(path) / "config.yaml").is_file():
         raise ConfigError(f"{path} is not a run folder (it has no config.yaml)")
@@ -72,7 +72,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig | R
 
 
 def train_config(tree: Tree) -> TrainConfig:
-    """Build the training run that a tree of settings describes; its preset is expanded first."""
+    """Build the training run that a tree of settings describes, after expanding its preset."""
     return validate(TrainConfig, expand_preset(tree))
 
 
@@ -102,10 +102,10 @@ def compare_config(tree: Tree) -> CompareConfig:
 
 
 def read_yaml(path: str | Path) -> Tree:
-    """Read the tree in a YAML file, without what a run folder adds to its own.
+    """Read the settings in a YAML file or run folder, without what a run folder adds to them.
 
     Raises:
-        ConfigError: no such file, not YAML, or not a mapping.
+        ConfigError: there is no such file, it is not YAML, or it is not a mapping.
     """
     file = Path(path)
     if file.is_dir() and (file / "config.yaml").is_file():
@@ -124,9 +124,9 @@ def read_yaml(path: str | Path) -> Tree:
 
 
 def parse_overrides(overrides: Sequence[str]) -> Tree:
-    """Read `["policy.lr=1e-6", ...]` as one tree; values are YAML (1e-6, true, null, [0, 1], text).
+    """Parse overrides such as `["policy.lr=1e-6"]` into one tree; values are YAML (1e-6, true, null, [0, 1], text).
 
-    Of two settings that exclude each other (schedule.steps and schedule.epochs) the last one counts.
+    Of two settings that exclude each other (schedule.steps and schedule.epochs) the last one wins.
 
     Raises:
         ConfigError: an override without `=`, with an empty key, or whose value is not YAML.
@@ -152,56 +152,56 @@ def parse_overrides(overrides: Sequence[str]) -> Tree:
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     """Merge two trees deeply, except that naming another tag (`type`, `preset`) replaces the whole section."""
-    merged = {key: _spelled_out(key, value) for key, value in base.items()}
+    merged = {key: _expand_short_form(key, value) for key, value in base.items()}
     for key, value in over.items():
-        old, value = merged.get(key), _spelled_out(key, value)
-        if isinstance(old, Mapping) and isinstance(value, Mapping) and not _another_tag(old, value):
+        old, value = merged.get(key), _expand_short_form(key, value)
+        if isinstance(old, Mapping) and isinstance(value, Mapping) and not _changes_tag(old, value):
             merged[key] = merge(old, value)
         else:
             merged[key] = value
     return merged
 
 
-def _spelled_out(key: str, value: Any) -> Any:
+def _expand_short_form(key: str, value: Any) -> Any:
     return {SHORT[key]: value} if key in SHORT and isinstance(value, str) else value
 
 
-def _another_tag(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+def _changes_tag(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     return any(tag in new and old.get(tag, new[tag]) != new[tag] for tag in TAGS)
 
 
 def override(base: Tree, over: Tree) -> Tree:
-    """Lay `over` over `base`: what it says wins, also over settings of `base` that exclude it.
+    """Merge `over` into `base`; its settings win, also over settings of `base` that exclude them.
 
-    Naming another preset than the base's brings the sizes that the preset sets (SIZES) along.
+    If `over` names a preset other than the base's, the sizes that this preset sets (SIZES) are applied too.
     """
     base, over = merge({}, base), merge({}, over)
-    return merge(merge(without_overruled(base, over), _sizes_brought(base, over)), over)
+    return merge(merge(without_overruled(base, over), _sizes_of_new_preset(base, over)), over)
 
 
-def _sizes_brought(base: Tree, over: Tree) -> Tree:
-    """Return the sizes that come with another preset than the base's; a group that the base has already stays."""
-    named = setting(over, "algorithm.preset")
-    if named == setting(base, "algorithm.preset"):
+def _sizes_of_new_preset(base: Tree, over: Tree) -> Tree:
+    """Return the sizes of a preset that differs from the base's; a group size that the base already has stays."""
+    preset = setting(over, "algorithm.preset")
+    if preset == setting(base, "algorithm.preset"):
         return {}
-    sizes = SIZES.get(str(named), {})
-    size = setting(base, "sampling.completions_per_prompt")
-    has_group = isinstance(size, int) and size >= 2
-    needs_any_group = setting(PRESETS.get(str(named), {}), "advantage.type") == "group"
+    sizes = SIZES.get(str(preset), {})
+    group_size = setting(base, "sampling.completions_per_prompt")
+    has_group = isinstance(group_size, int) and group_size >= 2
+    needs_any_group = setting(PRESETS.get(str(preset), {}), "advantage.type") == "group"
     return without(sizes, ["sampling"]) if has_group and needs_any_group else sizes
 
 
 def _file_and_command_line(path: str | Path, overrides: Sequence[str]) -> Tree:
-    """Lay the command line over the file, less what the file has for another algorithm than the one named there."""
-    file, said = read_yaml(path), parse_overrides(overrides)
-    tree = override(file, said)
-    if not _names_another_algorithm(file, said):
+    """Merge the command line into the file, without the file's settings that only another algorithm would read."""
+    file, given = read_yaml(path), parse_overrides(overrides)
+    tree = override(file, given)
+    if not _names_another_algorithm(file, given):
         return tree
     try:
         config = train_config(tree)
     except ConfigError:
-        return tree  # whoever makes a configuration of it tells the user
-    return without_unread(tree, said, config)
+        return tree  # validating the tree again raises this error for the caller to report
+    return without_unread(tree, given, config)
 
 
 def _names_another_algorithm(base: Tree, over: Tree) -> bool:
@@ -209,13 +209,13 @@ def _names_another_algorithm(base: Tree, over: Tree) -> bool:
     return any(setting(over, key) not in (None, setting(base, key)) for key in keys)
 
 
-def without_unread(tree: Tree, said: Tree, config: TrainConfig) -> Tree:
-    """Leave out what the algorithm of `config` does not read and `said` does not name: a file may serve several."""
-    return without(tree, [key for key in unread_keys(config) if setting(said, key) is None])
+def without_unread(tree: Tree, given: Tree, config: TrainConfig) -> Tree:
+    """Remove what the algorithm of `config` does not read and `given` does not set: a file may serve several."""
+    return without(tree, [key for key in unread_keys(config) if setting(given, key) is None])
 
 
 def expand_preset(tree: Tree) -> Tree:
-    """Write `algorithm.preset` out in the tree, beneath what the file says, sizes (SIZES) included.
+    """Expand `algorithm.preset` into the tree, sizes (SIZES) included; explicit settings win.
 
     Raises:
         ConfigError: there is no such preset.
@@ -233,23 +233,23 @@ def expand_preset(tree: Tree) -> Tree:
 
 
 def _with_matching_value_loss(preset: Tree, algorithm: Mapping[str, Any]) -> Tree:
-    """Give the preset a value loss exactly where `algorithm` changes its advantage to GAE, and none where from GAE."""
-    chosen = setting(algorithm, "advantage.type")
-    if chosen is None or "loss" in preset:
+    """Match the preset's value loss to an advantage that `algorithm` sets: added for GAE, removed for any other."""
+    advantage = setting(algorithm, "advantage.type")
+    if advantage is None or "loss" in preset:
         return preset
-    return without(preset, ["value_loss"]) if chosen != "gae" else {"value_loss": {}, **preset}
+    return without(preset, ["value_loss"]) if advantage != "gae" else {"value_loss": {}, **preset}
 
 
 def dump(config: Section) -> Tree:
-    """Return the configuration as plain data, every default filled in; loading it gives the same configuration."""
+    """Return the configuration as plain data with every default filled in; loading it gives the same configuration."""
     return config.model_dump(mode="json")
 
 
 def validate(kind: type[C], tree: Tree) -> C:
-    """Check a tree and make a `kind` of it.
+    """Validate a tree of settings and build a `kind` from it.
 
     Raises:
-        ConfigError: with one line for every mistake.
+        ConfigError: the tree is invalid; the message has one line for every mistake.
     """
     try:
         return kind.model_validate(tree)
@@ -259,14 +259,14 @@ def validate(kind: type[C], tree: Tree) -> C:
 
 
 def unread_sections(config: TrainConfig | RewardModelConfig | CompareConfig) -> list[str]:
-    """Write one sentence for every section that is set but that nothing in this run reads."""
-    if isinstance(config, CompareConfig):  # what an arm does not read of the base is expected; its own is said then
+    """Return one warning for each section that is set but that nothing in this run reads."""
+    if isinstance(config, CompareConfig):  # an arm need not read all of its base; its own are warned of later
         return []
     return [f"{key} is set, but {why}: it has no effect" for key, why in _unread(config)]
 
 
 def unread_keys(config: TrainConfig | RewardModelConfig) -> list[str]:
-    """List the dotted keys of `unread_sections`."""
+    """List the dotted keys of the sections in `unread_sections`."""
     return [key for key, _ in _unread(config)]
 
 
@@ -275,56 +275,56 @@ def _unread(config: TrainConfig | RewardModelConfig) -> list[tuple[str, str]]:
 
 
 def _unread_by_training(config: TrainConfig) -> list[tuple[str, str]]:
-    named, data = _changed(config), _changed(config.data)
-    found: list[tuple[str, str]] = []
+    changed, data = _changed_fields(config), _changed_fields(config.data)
+    unread: list[tuple[str, str]] = []
     algorithm = config.algorithm
     if not isinstance(algorithm, Online):
         return _unread_by_offline(config, algorithm)
-    if "critic" in named and not isinstance(algorithm.advantage, Gae):
-        found.append(("critic", "only GAE has a critic"))
-    if config.critic.shared and "lr" in _changed(config.critic):
-        found.append(("critic.lr", "critic.shared trains the head with the policy"))
+    if "critic" in changed and not isinstance(algorithm.advantage, Gae):
+        unread.append(("critic", "only GAE has a critic"))
+    if config.critic.shared and "lr" in _changed_fields(config.critic):
+        unread.append(("critic.lr", "critic.shared trains the head with the policy"))
     if "sft" in data and algorithm.ptx_coef == 0:
-        found.append(("data.sft", "algorithm.ptx_coef is 0"))
-    if isinstance(algorithm.policy_loss, OnlinePairLoss) and "kl" in _changed(algorithm) and algorithm.kl.coef:
-        found.append(("algorithm.kl", "the beta of policy_loss.loss is a pair loss's pull to the reference"))
-    found += [
+        unread.append(("data.sft", "algorithm.ptx_coef is 0"))
+    if isinstance(algorithm.policy_loss, OnlinePairLoss) and "kl" in _changed_fields(algorithm) and algorithm.kl.coef:
+        unread.append(("algorithm.kl", "the beta of policy_loss.loss is a pair loss's pull to the reference"))
+    unread += [
         (f"data.{k}", "an online algorithm does not read it")
         for k in ("preferences", "eval_preferences", "eval_sft")
         if k in data
     ]
-    return found
+    return unread
 
 
 def _unread_by_offline(config: TrainConfig, algorithm: Offline) -> list[tuple[str, str]]:
-    named, data = _changed(config), _changed(config.data)
+    changed, data = _changed_fields(config), _changed_fields(config.data)
     offline = "an offline algorithm does not read it"
     name = algorithm.preset or algorithm.loss.type
     others = ("preferences", "eval_preferences") if isinstance(algorithm.loss, SftLoss) else ("sft", "eval_sft")
-    found: list[tuple[str, str]] = [(key, offline) for key in ("critic", "reward", "overlap") if key in named]
-    if "reference" in named and not reads_reference(config):
-        found.append(("reference", f"{name} has no reference"))
+    unread: list[tuple[str, str]] = [(key, offline) for key in ("critic", "reward", "overlap") if key in changed]
+    if "reference" in changed and not reads_reference(config):
+        unread.append(("reference", f"{name} has no reference"))
     if "prompts" in data:
-        found.append(("data.prompts", offline))
-    found += [(f"data.{key}", f"{name} does not read it") for key in others if key in data]
+        unread.append(("data.prompts", offline))
+    unread += [(f"data.{key}", f"{name} does not read it") for key in others if key in data]
     if config.data.eval_prompts is not None and config.eval.source is None:
-        found.append(("data.eval_prompts", "eval.source, the judge of an offline run, is not"))
-    found += [(f"batch.{k}", offline) for k in ("epochs", "minibatches") if k in _changed(config.batch)]
-    return found
+        unread.append(("data.eval_prompts", "eval.source, the judge of an offline run, is not"))
+    unread += [(f"batch.{k}", offline) for k in ("epochs", "minibatches") if k in _changed_fields(config.batch)]
+    return unread
 
 
 def _unread_by_reward_model(config: RewardModelConfig) -> list[tuple[str, str]]:
     why = "a reward model does not read it"
     keys = ("prompts", "eval_prompts", "sft", "eval_sft")
-    found = [(f"data.{key}", why) for key in keys if key in _changed(config.data)]
-    found += [(f"batch.{key}", why) for key in ("epochs", "minibatches") if key in _changed(config.batch)]
+    unread = [(f"data.{key}", why) for key in keys if key in _changed_fields(config.data)]
+    unread += [(f"batch.{key}", why) for key in ("epochs", "minibatches") if key in _changed_fields(config.batch)]
     if config.model.ema_decay is not None:
-        found.append(("model.ema_decay", why))
-    return found
+        unread.append(("model.ema_decay", why))
+    return unread
 
 
-def _changed(section: Section) -> set[str]:
-    """Name the fields that are set to something else than their default: a run folder's config.yaml sets all."""
+def _changed_fields(section: Section) -> set[str]:
+    """Return the names of the fields that differ from their default: a run folder's config.yaml sets all of them."""
     fields = type(section).model_fields
     return {name for name in section.model_fields_set if getattr(section, name) != fields[name].get_default()}
 
@@ -332,7 +332,7 @@ def _changed(section: Section) -> set[str]:
 def _explain(kind: type[Section], mistake: Mapping[str, Any]) -> str:
     keys, models = _walk(kind, mistake["loc"])
     if mistake["type"] == "value_error" and keys and any(_is_tagged(model, keys[-1]) for model in models):
-        keys.pop()  # a whole member of a union is wrong: its tag is no key that a user wrote
+        keys.pop()  # a whole member of a union is wrong, and its tag is not a key that the user wrote
     where = ".".join(keys)
     if mistake["type"] == "extra_forbidden":
         return f"{where}: unknown key{_nearest(keys[-1], models)}"
@@ -345,7 +345,7 @@ def _explain(kind: type[Section], mistake: Mapping[str, Any]) -> str:
 
 
 def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], list[type[BaseModel]]]:
-    """Find the keys a user wrote on the way to a mistake (no tags of unions), and the sections that hold the last."""
+    """Find the keys that a user wrote on the way to a mistake (no union tags), and the sections that hold the last."""
     models: list[type[BaseModel]] = [kind]
     keys: list[str] = []
     for index, part in enumerate(location):
@@ -365,7 +365,7 @@ def _sections(model: type[BaseModel], field: str) -> list[type[BaseModel]]:
     def flatten(annotation: Any) -> list[type[BaseModel]]:
         if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
             return [annotation] if issubclass(annotation, BaseModel) else []
-        return [found for inner in typing.get_args(annotation) for found in flatten(inner)]
+        return [section for inner in typing.get_args(annotation) for section in flatten(inner)]
 
     return flatten(model.model_fields[field].annotation)
 
@@ -386,7 +386,7 @@ def _nearest(key: str, models: Sequence[type[BaseModel]]) -> str:
 
 
 def load_any(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig | RewardModelConfig | CompareConfig:
-    """Load what the file describes: `model:` makes a reward model, `arms:` a comparison, all else is a training run.
+    """Load what the file describes: a reward model (`model:`), a comparison (`arms:`), otherwise a training run.
 
     Raises:
         ConfigError: as `load_train`.

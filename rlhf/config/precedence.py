@@ -1,4 +1,4 @@
-"""What is said last wins, also where two settings exclude each other: the earlier of the two is left out."""
+"""The last setting wins, also where two settings exclude each other: the earlier of the two is removed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 Tree = dict[str, Any]
 
-# Of each row at most one may be set (the sections themselves check that).
+# At most one of each row may be set (the sections themselves check that).
 ALTERNATIVES = (
     ("schedule.steps", "schedule.epochs"),
     ("budget.completions", "budget.tokens", "budget.flops", "budget.seconds"),
@@ -17,7 +17,7 @@ ALTERNATIVES = (
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A choice, and the settings that mean nothing beside it."""
+    """A choice and the settings that it makes meaningless."""
 
     key: str
     is_chosen: Callable[[Any], bool]
@@ -33,7 +33,7 @@ EXCLUSIONS = (
 
 
 def keep_last_alternative(tree: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
-    """Leave out of `tree` each setting to which `over` names an alternative."""
+    """Remove from `tree` each setting to which `over` sets an alternative."""
     overruled = [
         other
         for row in ALTERNATIVES
@@ -46,7 +46,7 @@ def keep_last_alternative(tree: Mapping[str, Any], over: Mapping[str, Any]) -> T
 
 
 def without_overruled(tree: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
-    """Leave out of `tree` the alternatives to what `over` sets, and what its choices make meaningless."""
+    """Remove from `tree` the alternatives to what `over` sets and the settings that its choices make meaningless."""
     excluded = [
         key
         for exclusion in EXCLUSIONS
@@ -58,7 +58,7 @@ def without_overruled(tree: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
 
 
 def setting(tree: Mapping[str, Any], key: str) -> Any:
-    """Return the value at a dotted key; None where there is none."""
+    """Return the value at a dotted key, or None if there is none."""
     value: Any = tree
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -66,7 +66,7 @@ def setting(tree: Mapping[str, Any], key: str) -> Any:
 
 
 def without(tree: Mapping[str, Any], keys: list[str]) -> Tree:
-    """Copy `tree` without some dotted keys."""
+    """Return a copy of `tree` without the given dotted keys."""
     copy = dict(tree)
     for key in keys:
         first, _, rest = key.partition(".")

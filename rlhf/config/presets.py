@@ -1,4 +1,4 @@
-"""Named algorithms: a few lines of configuration each, and nothing else."""
+"""The named algorithms, each a few lines of configuration and nothing else."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "policy_loss": {"type": "policy_gradient", "aggregate": "token_mean"},
     },
 }
-"""docs/algorithms/ has a page for each: equations, defaults, departures from the paper, what to watch."""
+"""What each preset sets in `algorithm`. docs/algorithms/ has a page for each: equations, defaults, departures from the
+paper, what to watch."""
 
 _ONE_STEP = {"batch": {"epochs": 1, "minibatches": 1}}
 
@@ -100,4 +101,4 @@ SIZES: dict[str, dict[str, Any]] = {
     "rejection_sampling": {**_GROUP_OF_8, **_ONE_STEP},
     **dict.fromkeys(("rloo", "grpo", "dr_grpo", "dapo", "cispo", "gspo"), _GROUP_OF_8),
 }
-"""What a preset sets outside `algorithm`: the sizes it needs, or is meant for."""
+"""What a preset sets outside `algorithm`: the sizes that it requires or is designed for."""

@@ -1,4 +1,4 @@
-"""Where scores come from and what is done to them: the reward section."""
+"""The reward section: where scores come from and how they are shaped."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rlhf.config.judge import ChatSource
 
 
 class FunctionSource(Section):
-    """A Python function by import path."""
+    """A Python function, given by its import path."""
 
     type: Literal["function"] = "function"
     target: str
     """module:function, or path/to/file.py:function; called with prompts, completions and references (lists)."""
     kwargs: dict[str, Any] = {}
-    """Passed to the function as they stand."""
+    """Keyword arguments passed to the function unchanged."""
     timeout_s: Positive | None = None
-    """Longest time of one call; a call that takes longer ends the run, saved. null: no limit."""
+    """Longest time of one call; a call that takes longer saves and stops the run. null: no limit."""
 
 
 class ModelSource(Section):
@@ -29,9 +29,9 @@ class ModelSource(Section):
 
     type: Literal["model"] = "model"
     path: str
-    """A reward-model run or a sequence-classification folder with one label."""
+    """A reward-model run folder, or a sequence-classification model folder with one label."""
     micro_batch_size: Count = 64
-    """Rows per forward pass; memory only."""
+    """Rows per forward pass; affects memory only."""
 
 
 class RemoteSource(Section):
@@ -41,25 +41,25 @@ class RemoteSource(Section):
     url: str
     """Answers POST {prompts, completions, references} with {scores}."""
     timeout_s: Positive = 60.0
-    """Per request."""
+    """Timeout of one request, in seconds."""
     retries: Size = 8
-    """Tries after the first, 1 s, 2 s, 4 s ... 30 s apart (about two minutes in all); then the run saves and stops."""
+    """Retries, 1 s, 2 s, 4 s ... 30 s apart (about two minutes in all); then the run saves and stops."""
     token_env: str | None = None
     """The environment variable that holds the server's token, sent as Authorization: Bearer; null: none is sent."""
     send_tokens: bool = False
-    """Send token ids besides the texts: rlhf serve-reward then gives the very scores of the model in this process."""
+    """Send token ids with the texts: rlhf serve-reward then gives exactly the scores of the same model in-process."""
 
 
 class EnsembleSource(Section):
-    """Several sources as one."""
+    """Several sources combined into one score."""
 
     type: Literal["ensemble"] = "ensemble"
     sources: list[RewardSourceConfig]
-    """Its members."""
+    """The members of the ensemble."""
     how: Literal["mean", "minimum", "mean_minus_std"] = "mean"
-    """minimum is worst-case optimization, mean_minus_std uncertainty-weighted (Coste et al. 2024)."""
+    """minimum is worst-case optimization, mean_minus_std uncertainty-weighted optimization (Coste et al. 2024)."""
     std_coef: NonNegative = 1.0
-    """c in mean - c * std."""
+    """c in mean - c * std, for mean_minus_std."""
 
 
 RewardSourceConfig = Annotated[
@@ -68,22 +68,22 @@ RewardSourceConfig = Annotated[
 
 
 class ShapingConfig(Section):
-    """What is done to a score before it becomes a reward."""
+    """How a score is turned into a reward."""
 
     missing_eos_penalty: NonNegative = 0.0
-    """Subtracted from the score of a completion that did not end."""
+    """Subtracted from the score of a completion that did not end with EOS."""
     clip: Positive | None = None
-    """Scores are clipped to [-clip, clip], and score/clipped says how many; null: not at all."""
+    """Clip scores to [-clip, clip]; the metric score/clipped is their share. null: no clipping."""
     overlong_buffer: Size = 0
     """Tokens before max_new_tokens over which a penalty grows from 0 to overlong_penalty (DAPO, eq. 13); 0: off."""
     overlong_penalty: NonNegative = 1.0
-    """The penalty at max_new_tokens, where overlong_buffer is set."""
+    """The penalty at max_new_tokens if overlong_buffer is set."""
 
 
 class RewardConfig(Section):
-    """Where scores come from."""
+    """Where scores come from and how they are shaped."""
 
     source: RewardSourceConfig
     """function, model, remote, openai or ensemble."""
     shaping: ShapingConfig = ShapingConfig()
-    """Missing-EOS and overlong penalties, clip."""
+    """Clipping, and penalties for a missing EOS and for overlong completions."""

@@ -1,4 +1,4 @@
-"""How a run is spread over processes: presets over DeepSpeed's own JSON, any key of which can be overridden."""
+"""How a run is spread over processes: presets for DeepSpeed's own JSON, any key of which can be overridden."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhf.config.base import Section
 
 Mode = Literal["none", "ddp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"]
 
-# Keys of DeepSpeed's JSON that say what another setting of ours says: the setting to use instead.
+# Keys of DeepSpeed's JSON that a setting of ours controls -> the setting to use instead.
 OURS = {
     "optimizer": "policy.optimizer, policy.lr and their neighbors",
     "scheduler": "schedule",
@@ -28,29 +28,29 @@ OURS = {
 
 
 class ShardingConfig(Section):
-    """How weights, gradients and optimizer state are spread over processes; `sharding=zero3` is short for the mode."""
+    """How weights, gradients and optimizer state are spread over processes; `sharding=zero3` sets the mode."""
 
     mode: Mode = "none"
-    """none, ddp: every process holds all (several processes share the rows of a step); zero1: optimizer state is
-    split; zero2: gradients too; zero3: weights too, those of frozen models included; _offload: optimizer state, and
-    with zero3 the weights, wait in CPU memory. Never changes a result."""
+    """none, ddp: every process has a full copy, and the processes share the rows of a step; zero1: optimizer state is
+    sharded; zero2: gradients too; zero3: weights too, those of frozen models included; _offload: optimizer state, and
+    with zero3 the weights, stay in CPU memory. Never changes a result."""
     deepspeed: dict[str, Any] = {}
-    """Keys of DeepSpeed's JSON that replace those of the preset, e.g.
+    """Keys of DeepSpeed's JSON that override the mode's preset, e.g.
     sharding.deepspeed.zero_optimization.overlap_comm=false."""
     cpu_adam: bool = False
-    """With _offload: DeepSpeed's fused Adam on the CPU instead of torch's; the first use compiles it (about 90 s; needs
+    """With _offload: use DeepSpeed's fused CPU Adam instead of torch's; it is compiled at first use (about 90 s; needs
     g++ and ninja)."""
     timeout_s: Annotated[float, Field(gt=0)] = 1800.0
-    """How long a process waits for the others before it gives up."""
+    """How long a process waits for the others before it gives up, in seconds."""
 
     @model_validator(mode="before")
     @classmethod
-    def _short(cls, value: Any) -> Any:
+    def _expand_short_form(cls, value: Any) -> Any:
         return {"mode": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _coherent(self) -> ShardingConfig:
-        for key in _dotted(self.deepspeed):
+    def _check_consistency(self) -> ShardingConfig:
+        for key in _dotted_keys(self.deepspeed):
             for ours, instead in OURS.items():
                 if key == ours or key.startswith(f"{ours}."):
                     raise ValueError(f"deepspeed.{key} is ours to set: use {instead}")
@@ -62,24 +62,30 @@ class ShardingConfig(Section):
 
     @property
     def uses_deepspeed(self) -> bool:
-        """Whether the mode is one of DeepSpeed's."""
+        """Return whether the mode is one of DeepSpeed's."""
         return self.mode.startswith("zero")
 
     @property
     def stage(self) -> int:
-        """DeepSpeed's ZeRO stage; 0 where nothing is split."""
+        """Return DeepSpeed's ZeRO stage, 0 if nothing is sharded."""
         return int(self.mode[4]) if self.uses_deepspeed else 0
 
     @property
     def offloads(self) -> bool:
-        """Whether optimizer state waits in CPU memory."""
+        """Return whether optimizer state stays in CPU memory."""
         return self.mode.endswith("_offload")
 
 
 def deepspeed_json(config: ShardingConfig, *, processes: int, max_grad_norm: float | None) -> dict[str, Any]:
-    """DeepSpeed's configuration for one model: the preset, then the user's keys; `max_grad_norm` None is a frozen one.
+    """Build DeepSpeed's configuration for one model: the mode's preset, overridden by the user's keys.
 
-    DeepSpeed's own sizes are 1: rows are dealt and sums are divided by us, and a step is complete when we say so.
+    DeepSpeed's own batch sizes are set to 1: this trainer distributes the rows, divides the sums and decides when a
+    step is complete.
+
+    Args:
+        config: the sharding section.
+        processes: number of processes.
+        max_grad_norm: global norm to which gradients are clipped; None for a frozen model.
     """
     zero: dict[str, Any] = {
         "stage": config.stage,
@@ -110,19 +116,19 @@ def deepspeed_json(config: ShardingConfig, *, processes: int, max_grad_norm: flo
         "steps_per_print": 1_000_000_000,
         "wall_clock_breakdown": False,
     }
-    return _merged(preset, config.deepspeed)
+    return _merge(preset, config.deepspeed)
 
 
-def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        merged[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        merged[key] = _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged
 
 
-def _dotted(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _dotted_keys(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in tree.items():
         yield f"{prefix}{key}"
         if isinstance(value, Mapping):
-            yield from _dotted(value, f"{prefix}{key}.")
+            yield from _dotted_keys(value, f"{prefix}{key}.")

@@ -1,4 +1,4 @@
-"""YAML from anywhere: plain data, or one error; never a document that blows up in memory or refers to itself."""
+"""Parse YAML from anywhere into plain data, or raise one error: no cycles, and no document that blows up in memory."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from typing import Any
 import yaml
 
 DEEPEST = 32
-LARGEST = 100_000  # values, each alias counted as all that it stands for
+LARGEST = 100_000  # values, each alias counted as everything that it stands for
 
 
-class _Settings(yaml.SafeLoader):
-    """2000-01-01 is text: settings are what JSON has, so what the run folder has of them is read as it was."""
+class _SettingsLoader(yaml.SafeLoader):
+    """A loader that reads 2000-01-01 as text: settings are limited to JSON's types and survive a round trip."""
 
     yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in found if tag != "tag:yaml.org,2002:timestamp"]
-        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
 
 class UnusableYaml(ValueError):
-    """It is not YAML, or no settings can be in it."""
+    """A text that is not YAML, or that cannot hold settings."""
 
 
 def parse_yaml(text: str) -> Any:
-    """The value that a YAML text describes.
+    """Parse a YAML text into plain data.
 
     Raises:
-        UnusableYaml: the text is not YAML, a value cannot be made of it, or it is too deep, too large or cyclic.
+        UnusableYaml: the text is not YAML, a value cannot be constructed, or it is too deep, too large or cyclic.
     """
     try:
         _check_size(text)
-        value = yaml.load(text, Loader=_Settings)
+        value = yaml.load(text, Loader=_SettingsLoader)
         _check_plain(value)
         return _with_text_keys(value)
-    # Besides its own errors PyYAML lets through what its makers of values meet: the 99th of a month, !!int "".
+    # Besides its own errors PyYAML lets those of its value constructors through: the 99th of a month, !!int "".
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as error:
         raise UnusableYaml(str(error) or type(error).__name__) from error
 
 
 def _check_plain(value: Any) -> None:
-    """Settings are what JSON has: they are written to the run folder, and read from there."""
+    """Check that a value has JSON's types only, since settings are written to the run folder and read from there."""
     match value:
         case dict():
             for key, inner in value.items():
@@ -52,7 +52,7 @@ def _check_plain(value: Any) -> None:
             for inner in value:
                 _check_plain(inner)
         case str():
-            value.encode()  # half of a surrogate pair is no text: a UnicodeEncodeError, which is a ValueError
+            value.encode()  # half a surrogate pair raises UnicodeEncodeError, which is a ValueError
         case None | bool() | int() | float():
             pass
         case _:
@@ -60,32 +60,32 @@ def _check_plain(value: Any) -> None:
 
 
 def _with_text_keys(value: Any) -> Any:
-    """Keys as JSON has them: 16 is "16", as a name of an arm may be, or as a mistake is told."""
+    """Convert all keys to text, as in JSON: 16 becomes "16", as the name of an arm or in an error message."""
     if isinstance(value, list):
         return [_with_text_keys(inner) for inner in value]
     if not isinstance(value, dict):
         return value
-    found = {str(key): _with_text_keys(inner) for key, inner in value.items()}
-    if len(found) < len(value):
+    converted = {str(key): _with_text_keys(inner) for key, inner in value.items()}
+    if len(converted) < len(value):
         raise UnusableYaml("a key is there twice, as text and as another value")
-    return found
+    return converted
 
 
 def _check_size(text: str) -> None:
-    """Walk over the document without building it."""
-    inside: list[tuple[str | None, int]] = []  # collections that are open: their anchor, and the count at their start
+    """Check the depth, size and aliases of a document without constructing it."""
+    open_collections: list[tuple[str | None, int]] = []  # (anchor, count of values when the collection began)
     sizes: dict[str, int] = {}
     open_anchors: set[str] = set()
     count = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         match event:
             case yaml.CollectionStartEvent():
-                inside.append((event.anchor, count))
+                open_collections.append((event.anchor, count))
                 if event.anchor:
                     open_anchors.add(event.anchor)
                 count += 1
             case yaml.CollectionEndEvent():
-                anchor, start = inside.pop()
+                anchor, start = open_collections.pop()
                 if anchor:
                     open_anchors.discard(anchor)
                     sizes[anchor] = count - start
@@ -97,7 +97,7 @@ def _check_size(text: str) -> None:
                 count += sizes.get(event.anchor or "", 1)
             case _:
                 pass
-        if len(inside) > DEEPEST:
+        if len(open_collections) > DEEPEST:
             raise UnusableYaml(f"it is nested more than {DEEPEST} deep")
         if count > LARGEST:
             raise UnusableYaml(f"it is larger than {LARGEST:,} values")

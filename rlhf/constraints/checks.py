@@ -1,9 +1,9 @@
-"""Check the 25 kinds of instruction of IFEval (Zhou et al. 2023, table 1), one function for each.
+"""The checks of the 25 kinds of instruction of IFEval (Zhou et al. 2023, table 1), one function for each kind.
 
 They follow the paper and the behavior of its published program, oddities included (a keyword counts inside a longer
-word, a line of dashes is a bullet), so that results compare; tests hold them against an independent port of it.
+word, a line of dashes is a bullet), so that results are comparable; tests compare them with an independent port of it.
 Three differ on purpose: sentences and words in capitals are counted without NLTK's downloaded models, and
-`letter_frequency` counts the character it is given where that is no letter, instead of a random one.
+`letter_frequency` counts the given character even if it is not a letter, instead of a random one.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ def has_keywords(text: str, *, keywords: Sequence[str]) -> bool:
 
 
 def has_keyword_frequency(text: str, *, keyword: str, frequency: int, relation: str) -> bool:
-    """Check how often a keyword occurs, also within words."""
+    """Check the number of occurrences of a keyword, within words too, against a bound."""
     return _compare(text.lower().count(keyword.strip().lower()), relation, frequency)
 
 
 def avoids_words(text: str, *, forbidden_words: Sequence[str]) -> bool:
-    """Check that none of the words occurs as a word of its own."""
+    """Check that none of the words occurs as a whole word."""
     return not any(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in forbidden_words)
 
 
 def has_letter_frequency(text: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
-    """Check how often a letter occurs, in either case."""
+    """Check the number of occurrences of a letter, in either case, against a bound."""
     return _compare(text.lower().count(letter.strip().lower()), let_relation, let_frequency)
 
 
 def is_in_language(text: str, *, language: str) -> bool:
-    """Check the language; a text without any sign of one passes."""
+    """Check that the text is in the given language; a text whose language cannot be detected passes."""
     return detect_language(text) in (language, None)
 
 
 def has_sentence_count(text: str, *, num_sentences: int, relation: str) -> bool:
-    """Check the number of sentences."""
+    """Check the number of sentences against a bound."""
     return _compare(count_sentences(text), relation, num_sentences)
 
 
 def has_paragraph_count(text: str, *, num_paragraphs: int) -> bool:
-    """Check the number of paragraphs between dividers of three asterisks; none may be empty but the outer two."""
+    """Check the number of paragraphs between dividers of three asterisks; only the first and last may be empty."""
     parts = [part.strip() for part in text.split(_PARAGRAPHS)]
     if not all(parts[1:-1]):
         return False
@@ -68,7 +68,7 @@ def has_paragraph_count(text: str, *, num_paragraphs: int) -> bool:
 
 
 def has_word_count(text: str, *, num_words: int, relation: str) -> bool:
-    """Check the number of words."""
+    """Check the number of words against a bound."""
     return _compare(len(words(text)), relation, num_words)
 
 
@@ -86,19 +86,19 @@ def has_nth_paragraph_first_word(text: str, *, num_paragraphs: int, nth_paragrap
 
 
 def has_placeholders(text: str, *, num_placeholders: int) -> bool:
-    """Check the least number of placeholders in square brackets."""
+    """Check that there are at least `num_placeholders` placeholders in square brackets."""
     return len(re.findall(r"\[.*?\]", text)) >= num_placeholders
 
 
 def has_postscript(text: str, *, postscript_marker: str) -> bool:
-    """Check that a postscript's marker is somewhere in the text."""
+    """Check that the marker of a postscript is somewhere in the text."""
     marker = postscript_marker.strip()
     patterns = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
     return re.search(patterns.get(marker, re.escape(marker.lower())), text.lower()) is not None
 
 
 def has_bullets(text: str, *, num_bullets: int) -> bool:
-    """Check the exact number of lines that begin with an asterisk or a dash."""
+    """Check that exactly `num_bullets` lines begin with an asterisk or a dash."""
     lines = [line.lstrip() for line in text.split("\n")]
     return sum(bool(re.match(r"\*[^*]|-", line)) for line in lines) == num_bullets
 
@@ -109,19 +109,22 @@ def is_constrained_response(text: str) -> bool:
 
 
 def has_highlights(text: str, *, num_highlights: int) -> bool:
-    """Check the least number of parts between asterisks, single or double."""
+    """Check that there are at least `num_highlights` parts between asterisks, single or double."""
     single = [part for part in re.findall(r"\*[^\n*]*\*", text) if part.strip("*").strip()]
     double = [part for part in re.findall(r"\*\*[^\n*]*\*\*", text) if part.strip("*").strip()]
     return len(single) + len(double) >= num_highlights
 
 
 def has_sections(text: str, *, section_spliter: str, num_sections: int) -> bool:
-    """Check the least number of sections that a word and a number begin. The argument is spelt as in the data."""
+    """Check that there are at least `num_sections` section headings: the given word, followed by a number.
+
+    The argument `section_spliter` is spelt as in the data.
+    """
     return len(re.findall(re.escape(section_spliter.strip()) + r"\s?\d+", text)) >= num_sections
 
 
 def is_json(text: str) -> bool:
-    """Check that the whole text is JSON, with or without a fence around it."""
+    """Check that the whole text is JSON, with or without a code fence around it."""
     stripped = text.strip()
     for fence in _FENCES:
         stripped = stripped.removeprefix(fence)
@@ -133,12 +136,12 @@ def is_json(text: str) -> bool:
 
 
 def has_title(text: str) -> bool:
-    """Check for a title in double angular brackets."""
+    """Check that there is a title in double angle brackets."""
     return any(title.lstrip("<").rstrip(">").strip() for title in re.findall(r"<<[^\n]+>>", text))
 
 
 def is_two_responses(text: str) -> bool:
-    """Check for two different answers with six asterisks between them."""
+    """Check that there are two different answers with six asterisks between them."""
     parts = [part.strip() for part in text.split(_RESPONSES)]
     if not all(parts[1:-1]):
         return False
@@ -152,12 +155,12 @@ def repeats_prompt(text: str, *, prompt_to_repeat: str) -> bool:
 
 
 def has_end(text: str, *, end_phrase: str) -> bool:
-    """Check the last words; a quotation mark may follow them."""
+    """Check that the text ends with the phrase; a quotation mark may follow it."""
     return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
 
 
 def has_capital_word_frequency(text: str, *, capital_frequency: int, capital_relation: str) -> bool:
-    """Check the number of words in capitals."""
+    """Check the number of words in capitals against a bound."""
     return _compare(count_capital_words(text), capital_relation, capital_frequency)
 
 
@@ -177,7 +180,7 @@ def has_no_comma(text: str) -> bool:
 
 
 def is_quoted(text: str) -> bool:
-    """Check that the text stands in double quotation marks."""
+    """Check that the text is enclosed in double quotation marks."""
     stripped = text.strip()
     return len(stripped) > 1 and stripped[0] == stripped[-1] == '"'
 

@@ -1,8 +1,8 @@
-"""Make prompts with checkable constraints: a task of our own, and one to three constraints with random parameters.
+"""Generate prompts with checkable constraints: a task of our own, and one to three constraints with random parameters.
 
-Kinds come in the proportions of IFEval, but for `language:response_language`, which small English models cannot learn.
-The wording is our own, several for each kind; tests/constraints/test_generate.py holds it against IFEval's prompts, of
-which no run of eight words may occur here.
+Kinds come in the proportions of IFEval, except `language:response_language`, which small English models cannot learn.
+The wording is our own, several for each kind; tests/constraints/test_generate.py checks that no run of eight words of
+IFEval's prompts occurs in them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from rlhf.constraints.checks import AT_LEAST, CONSTRAINED_RESPONSES, LESS
 from rlhf.constraints.topics import COMMON_WORDS, ENDINGS, QUESTIONS, TASKS, TOPICS, WORDS
 
-COUNTS = (305, 179, 57)  # of IFEval's prompts, those with one, two and three constraints
+COUNTS = (305, 179, 57)  # IFEval's prompts with one, two and three constraints
 
 Arguments = dict[str, Any]
 
@@ -32,12 +32,14 @@ Maker = Callable[[random.Random], Wording]
 
 
 def instructions(count: int, *, seed: int, start: int = 0) -> Iterator[dict[str, Any]]:
-    """Make `count` rows with `prompt`, `instruction_id_list`, `kwargs` and `key`; row i depends on seed and i alone.
+    """Generate `count` rows with `prompt`, `instruction_id_list`, `kwargs` and `key`.
+
+    Row i depends on the seed and i alone.
 
     Args:
-        count: how many rows.
-        seed: of everything random; rows of another seed are other rows.
-        start: the first row's number.
+        count: the number of rows.
+        seed: the seed of all random draws; another seed gives other rows.
+        start: the number of the first row.
     """
     for number in range(start, start + count):
         yield {"key": number, **_row(random.Random(f"{seed}/{number}"))}
@@ -60,7 +62,7 @@ def _row(rng: random.Random) -> dict[str, Any]:
 
 
 def _draw_kinds(rng: random.Random, how_many: int) -> list[str]:
-    """Draw kinds that can be met together, by their share in IFEval; fewer where nothing goes with those drawn."""
+    """Draw kinds that can be met together, by their share in IFEval; fewer if no kind goes with those drawn."""
     kinds: list[str] = []
     while len(kinds) < how_many:
         possible = [kind for kind in KINDS if _fits(kind, kinds)]
@@ -75,7 +77,7 @@ def _fits(kind: str, chosen: Sequence[str]) -> bool:
 
 
 def _clash(kind: str, other: str) -> bool:
-    """Whether two kinds cannot stand in one prompt."""
+    """Check whether two kinds exclude each other in one prompt."""
     a, b = KINDS[kind], KINDS[other]
     if kind == other or a.alone or b.alone:
         return True
@@ -379,9 +381,9 @@ REPEAT, ANSWER = "combination:repeat_prompt", "detectable_format:constrained_res
 
 @dataclass(frozen=True)
 class Kind:
-    """How a kind is drawn and worded: its number in IFEval, its maker, what it does not go with.
+    """How a kind is drawn and worded: its number in IFEval, its maker, the kinds that it excludes.
 
-    Two kinds of one group are never together; one that is `alone` is a prompt's only one.
+    Two kinds of one group are never together; a kind that is `alone` is the only one of its prompt.
     """
 
     weight: int

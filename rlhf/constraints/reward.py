@@ -2,7 +2,7 @@
 
     reward: {source: {type: function, target: rlhf.constraints.reward:score}}
 
-Rows have IFEval's columns `instruction_id_list` and `kwargs` beside their prompt; scripts/make_instructions.py writes
+The rows of the prompts have IFEval's columns `instruction_id_list` and `kwargs`; scripts/make_instructions.py writes
 such rows.
 """
 
@@ -24,9 +24,9 @@ COMMON = frozenset(
     what when which who will with would you your
     """.split()  # noqa: SIM905
 )
-ENGLISH_SHARE = 0.2  # of the words; ordinary English prose has 0.35 to 0.5
-DISTINCT_SHARE = 0.6  # distinct trigrams of words; ordinary prose has above 0.9
-SHORT = 12  # words up to which a text is taken as it is
+ENGLISH_SHARE = 0.2  # least share of common words; ordinary English prose has 0.35 to 0.5
+DISTINCT_SHARE = 0.6  # least share of distinct trigrams; ordinary prose has above 0.9
+SHORT = 12  # words; a text of no more than these is too short for shares
 
 
 def score(
@@ -36,15 +36,17 @@ def score(
     *,
     fluency: float = 0.1,
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """Score each completion: the share of its row's constraints that is met, strictly, and a little for sane language.
+    """Score each completion by the constraints of its row that it meets, and a little by its language.
+
+    The share of the constraints that are met strictly, plus a bonus for text that reads as English and does not repeat:
 
         met / constraints + fluency * (English-like + not repetitive) / 2
 
     Args:
-        prompts: not read.
-        completions: what is scored; an empty one has 0.
+        prompts: not used.
+        completions: the texts to score; an empty one scores 0.
         references: the rows, with `instruction_id_list` and `kwargs`.
-        fluency: the most that the language is worth; 0 leaves the constraints alone.
+        fluency: the most that the language adds; 0 scores the constraints alone.
 
     Returns:
         The scores, and their parts: met, all_met (1 or 0), english, varied.
@@ -64,7 +66,10 @@ def score(
 
 
 def is_english_like(text: str) -> bool:
-    """Whether enough of the words are among the commonest of English; a short text needs one word of letters."""
+    """Return whether at least ENGLISH_SHARE of the words are among the most common of English.
+
+    In a text of at most SHORT words, one word of ASCII letters is enough.
+    """
     tokens = [word.lower() for word in words(text)]
     if len(tokens) <= SHORT:
         return any(token.isascii() and token.isalpha() for token in tokens)
@@ -72,7 +77,10 @@ def is_english_like(text: str) -> bool:
 
 
 def is_varied(text: str) -> bool:
-    """Whether trigrams of words are rarely repeated; a short text is varied where it has any word."""
+    """Return whether trigrams of words are rarely repeated: at least DISTINCT_SHARE of them are distinct.
+
+    A text of at most SHORT words is varied if it has any word.
+    """
     tokens = [word.lower() for word in words(text)]
     if len(tokens) <= SHORT:
         return bool(tokens)

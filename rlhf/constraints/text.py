@@ -1,4 +1,4 @@
-"""Count what the length constraints count: words, sentences, words in capitals; and name a text's language."""
+"""Count what the length constraints count (words, sentences, words in capitals), and detect a text's language."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _EDGE = "\"'“”‘’`.,;:!?()[]{}<>*_~…—–-"
 
 
 def words(text: str) -> list[str]:
-    """Split into runs of letters, digits and underscores."""
+    """Split a text into runs of letters, digits and underscores."""
     return _WORD.findall(text)
 
 
 def count_sentences(text: str) -> int:
     """Count sentences.
 
-    One ends at `.`, `!` or `?`, closing quotes and brackets included, where space follows. A full stop does not end one
-    after a known abbreviation or a single capital letter, nor where a lower-case word follows. The benchmark's own
-    program asks NLTK's Punkt model, which has to be downloaded; docs/decisions/013 has how far the two agree.
+    A sentence ends at `.`, `!` or `?`, closing quotes and brackets included, where space follows. A full stop does not
+    end one after a known abbreviation or a single capital letter, nor where a lower-case word follows. The benchmark's
+    own program uses NLTK's Punkt model, which has to be downloaded; docs/decisions/013 reports how far the two agree.
     """
     stripped = text.strip()
     if not stripped:
@@ -52,7 +52,7 @@ def _ends_sentence(text: str, match: re.Match[str]) -> bool:
 
 
 def count_capital_words(text: str) -> int:
-    """Count words without a lower-case letter and with at least one capital; a hyphenated word is one."""
+    """Count words without a lower-case letter and with at least one capital; a hyphenated word counts once."""
     return sum(part.isupper() for token in text.split() for part in _parts(token))
 
 
@@ -64,20 +64,20 @@ def _parts(token: str) -> list[str]:
 
 
 def require_langdetect() -> None:
-    """Refuse to go on without the package that tells languages apart.
+    """Check that langdetect, the package that detects languages, is installed.
 
     Raises:
-        ConfigError: langdetect is not installed.
+        ConfigError: it is not installed.
     """
     if importlib.util.find_spec("langdetect") is None:
         raise ConfigError(f"checking the language of a text needs the package langdetect: {install_hint('ifeval')}")
 
 
 def detect_language(text: str) -> str | None:
-    """Return the ISO 639-1 code of the text's language, the same at every call; None where nothing tells."""
+    """Return the ISO 639-1 code of the text's language, the same at every call; None if it cannot be detected."""
     require_langdetect()
     factory = importlib.import_module("langdetect.detector_factory")
-    factory.DetectorFactory.seed = 0  # it samples; without a seed two calls may differ
+    factory.DetectorFactory.seed = 0  # langdetect samples: without a seed two calls may differ
     try:
         return str(factory.detect(text))
     except factory.LangDetectException:

@@ -1,4 +1,4 @@
-"""What the generated prompts are about: tasks, topics, and words to ask for."""
+"""Tasks, topics and words of the generated prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read the constraints of a row and check a response: strictly, or without what often stands around an answer."""
+"""Read the constraints of a row and check a response: strictly, or loosely, without what often surrounds an answer."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ KINDS, ARGUMENTS = "instruction_id_list", "kwargs"  # the columns of IFEval's ro
 
 @dataclass(frozen=True)
 class Constraint:
-    """One instruction that can be checked: its kind, as IFEval names it, and its parameters."""
+    """An instruction that can be checked: its kind, as IFEval names it, and its parameters."""
 
     kind: str
     arguments: Mapping[str, Any]
 
     def is_met(self, response: str) -> bool:
-        """Check a response; an empty one meets nothing."""
+        """Check whether a response meets the constraint; an empty response does not."""
         return bool(response.strip()) and CHECKS[self.kind](response, **self.arguments)
 
     def is_met_loosely(self, response: str) -> bool:
-        """Check the response also without its first line, its last, both, and its asterisks; one of eight is enough."""
+        """Check whether any of the eight loose variants of a response meets the constraint.
+
+        They leave out the first line, the last, both or neither, each with and without asterisks.
+        """
         return any(self.is_met(variant) for variant in loose_variants(response))
 
 
@@ -40,7 +43,7 @@ def read_constraints(row: Mapping[str, object]) -> list[Constraint]:
     """Read a row's `instruction_id_list` and `kwargs`; arguments that are null are left out.
 
     Raises:
-        ValueError: a column is missing or of the wrong form, a kind is unknown, or an argument missing or too many.
+        ValueError: a column is missing or malformed, a kind is unknown, or an argument is missing or unexpected.
     """
     kinds, arguments = row.get(KINDS), row.get(ARGUMENTS)
     if not isinstance(kinds, Sequence) or isinstance(kinds, str) or not kinds:
@@ -59,7 +62,7 @@ def verify(constraints: Sequence[Constraint], response: str) -> Verdict:
 
 
 def loose_variants(response: str) -> list[str]:
-    """Return the eight texts of the loose measure (Zhou et al. 2023, section 2.2)."""
+    """Return the eight variants of a response for the loose metric (Zhou et al. 2023, section 2.2)."""
     lines = response.split("\n")
     cuts = [response, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
     return [*cuts, *(cut.replace("*", "") for cut in cuts)]
@@ -67,9 +70,9 @@ def loose_variants(response: str) -> list[str]:
 
 def _constraint(kind: object, given: object) -> Constraint:
     if not isinstance(kind, str) or kind not in CHECKS:
-        raise ValueError(f"{kind!r} is no kind of instruction that can be checked here")
+        raise ValueError(f"{kind!r} is not a kind of instruction that can be checked")
     if not isinstance(given, Mapping):
-        raise ValueError(f"the arguments of {kind} are no object: {given!r}")
+        raise ValueError(f"the arguments of {kind} are not an object: {given!r}")
     arguments = {str(name): value for name, value in given.items() if value is not None}
     try:
         inspect.signature(CHECKS[kind]).bind("", **arguments)

@@ -1,4 +1,4 @@
-"""Data sets of the preference losses: pairs, or single labelled completions, with the reference's log-probabilities."""
+"""Data sets for the preference losses: pairs, or single labelled completions, with reference log-probabilities."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhf.types import AnnotatedLabelled, AnnotatedPairs, extend
 
 @dataclass(frozen=True)
 class AnnotatedPairSet:
-    """Pairs with the reference's log-probabilities of both sides; zero for a loss without a reference."""
+    """Preference pairs with reference log-probabilities of both sides; zero for a loss without a reference model."""
 
     pairs: PairSet
     chosen_ref_logprobs: Float[Tensor, " N"]
@@ -30,7 +30,7 @@ class AnnotatedPairSet:
         return len(self.pairs)
 
     def collate(self, indices: Sequence[int]) -> AnnotatedPairs:
-        """These pairs as one batch."""
+        """Collate the pairs at `indices` into one batch."""
         rows = torch.tensor(list(indices), dtype=torch.long)
         return extend(
             AnnotatedPairs,
@@ -42,7 +42,7 @@ class AnnotatedPairSet:
 
 @dataclass(frozen=True)
 class AnnotatedLabelledSet:
-    """Single completions, each with its label and the reference's log-probability."""
+    """Single completions, each with its label and its reference log-probability."""
 
     rows: CompletionRows
     desirable: tuple[bool, ...]
@@ -52,7 +52,7 @@ class AnnotatedLabelledSet:
         return len(self.rows)
 
     def collate(self, indices: Sequence[int]) -> AnnotatedLabelled:
-        """These completions as one batch."""
+        """Collate the completions at `indices` into one batch."""
         return extend(
             AnnotatedLabelled,
             self.rows.collate(indices),
@@ -61,19 +61,19 @@ class AnnotatedLabelledSet:
         )
 
 
-def rows_of(found: PairSet | LabelledSet) -> CompletionRows:
-    """Every completion as a row of its own; of pairs, all chosen sides and then all rejected ones."""
-    if isinstance(found, LabelledSet):
-        return CompletionRows(found.prompts, found.completions, found.pad_id)
-    learned = found.chosen_learned + found.rejected_learned
-    return CompletionRows(found.prompts * 2, found.chosen + found.rejected, found.pad_id, learned)
+def rows_of(dataset: PairSet | LabelledSet) -> CompletionRows:
+    """Return one row per completion; for pairs, all chosen completions first, then all rejected ones."""
+    if isinstance(dataset, LabelledSet):
+        return CompletionRows(dataset.prompts, dataset.completions, dataset.pad_id)
+    learned = dataset.chosen_learned + dataset.rejected_learned
+    return CompletionRows(dataset.prompts * 2, dataset.chosen + dataset.rejected, dataset.pad_id, learned)
 
 
-def labels_of(found: PairSet | LabelledSet) -> tuple[bool, ...]:
-    """The label of each of `rows_of`: the chosen side of a pair is desirable, the rejected one is not."""
-    if isinstance(found, LabelledSet):
-        return tuple(text.desirable for text in found.texts)
-    return (True,) * len(found) + (False,) * len(found)
+def labels_of(dataset: PairSet | LabelledSet) -> tuple[bool, ...]:
+    """Return the label of each row of `rows_of`: chosen completions are desirable, rejected ones are not."""
+    if isinstance(dataset, LabelledSet):
+        return tuple(text.desirable for text in dataset.texts)
+    return (True,) * len(dataset) + (False,) * len(dataset)
 
 
 def load_judgments(
@@ -83,7 +83,7 @@ def load_judgments(
     chat_template: str | ChatFormat,
     context: int | None = None,
 ) -> PairSet | LabelledSet:
-    """Labelled completions where that is what the columns of the data set say, else pairs."""
+    """Load labelled completions if the columns of the data set say so, otherwise preference pairs."""
     columns = {name for row in load_rows(config, Skips(config.path)) for name in row.values}
     is_pairs, is_labelled = (any(set(shape.columns) <= columns for shape in use.shapes) for use in (PAIRS, LABELLED))
     load = load_labelled if is_labelled and not is_pairs else load_pairs

@@ -1,4 +1,4 @@
-"""Load tokenizers as they were published, and apply chat templates once."""
+"""Load tokenizers as they were published, and compare their vocabularies; chat templates are re-exported."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from rlhf.data.location import locate_tokenizer
 from rlhf.data.templates import Rendered, Template, choose_template, render
 from rlhf.errors import DataError, ModelError
 
-ADDED_TO_GGUF = "<|endoftext|>"  # appended by transformers where a GGUF file has no such token, nor an embedding for it
+ADDED_TO_GGUF = (
+    "<|endoftext|>"  # appended by transformers to a GGUF file's vocabulary that lacks it, and has no embedding
+)
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder, GGUF file or hub id, as it was published; it must have an EOS.
+    """Load the tokenizer of a model folder, GGUF file or hub id, as it was published.
 
     Raises:
-        ModelError: there is none.
-        DataError: it has no EOS.
+        ModelError: no tokenizer could be loaded, or its vocabulary is empty.
+        DataError: the tokenizer has no end-of-sequence token (EOS).
     """
     location = locate_tokenizer(path)
     _check_tokenizer_file(Path(location.name))
@@ -43,22 +45,25 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 
 def _check_tokenizer_file(folder: Path) -> None:
-    written = folder / "tokenizer.json"
-    if not written.is_file():
+    file = folder / "tokenizer.json"
+    if not file.is_file():
         return
     try:
-        parts = json.loads(written.read_text(encoding="utf-8"))
+        settings = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{written}: not a tokenizer: {error}") from error
-    if not isinstance(parts, dict) or "model" not in parts:
-        raise ModelError(f"{written}: not a tokenizer: it describes no model")
+        raise ModelError(f"{file}: not a tokenizer: {error}") from error
+    if not isinstance(settings, dict) or "model" not in settings:
+        raise ModelError(f"{file}: not a tokenizer: it describes no model")
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Choose the id that fills rows: the tokenizer's pad token, or its EOS where it has none the model must know.
+    """Return the id used for padding: the tokenizer's pad token if models have an embedding for it, otherwise EOS.
 
-    Any id will do, for masks go by length. A pad token that was appended behind the vocabulary is passed over: models
-    are published without an embedding for it.
+    Any id would do, because masks are computed from lengths. A pad token appended after the vocabulary is not used:
+    models are often published without an embedding for it.
+
+    Raises:
+        DataError: the tokenizer has neither.
     """
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
     if isinstance(pad, int) and pad in text_vocabulary(tokenizer).values():
@@ -69,30 +74,30 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def text_vocabulary(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Map every token that text can produce to its id: all but a pad token appended behind the others."""
+    """Map every token that text can produce to its id, leaving out padding tokens appended after the vocabulary."""
     vocabulary: dict[str, int] = dict(tokenizer.get_vocab())
-    unwritten = {tokenizer.pad_token}
+    appended = {tokenizer.pad_token}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None and ADDED_TO_GGUF not in backend.get_vocab(with_added_tokens=False):
-        unwritten.add(ADDED_TO_GGUF)
-    unwritten -= {tokenizer.eos_token, tokenizer.bos_token}
+        appended.add(ADDED_TO_GGUF)
+    appended -= {tokenizer.eos_token, tokenizer.bos_token}
     for token in sorted(vocabulary, key=vocabulary.__getitem__, reverse=True):
-        if token not in unwritten:
+        if token not in appended:
             break
         del vocabulary[token]
     return vocabulary
 
 
 def shares_vocabulary(writer: PreTrainedTokenizerBase, reader: PreTrainedTokenizerBase) -> bool:
-    """Tell whether every token that `writer` makes of text is the token of the same id to `reader`."""
-    known = reader.get_vocab()
-    return all(known.get(token) == number for token, number in text_vocabulary(writer).items())
+    """Return whether every token that `writer` produces from text has the same id in `reader`."""
+    reader_ids = reader.get_vocab()
+    return all(reader_ids.get(token) == token_id for token, token_id in text_vocabulary(writer).items())
 
 
 def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Digest (SHA-256) every token that text can produce, with its id: equal where ids mean the same."""
-    known = sorted((number, token) for token, number in text_vocabulary(tokenizer).items())
-    return hashlib.sha256(json.dumps(known, ensure_ascii=True).encode()).hexdigest()
+    """Compute the SHA-256 digest of the tokens that text can produce and their ids; equal if the ids mean the same."""
+    entries = sorted((token_id, token) for token, token_id in text_vocabulary(tokenizer).items())
+    return hashlib.sha256(json.dumps(entries, ensure_ascii=True).encode()).hexdigest()
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Conversations in the spellings people have, as lists of `{"role": ..., "content": ...}` with their other fields."""
+"""Read conversations in the common formats as lists of `{"role": ..., "content": ...}` plus their other fields."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from rlhf.data.row import BadRow
 
-Message = dict[str, Any]  # role, content (text), and the row's other fields: tool_calls, name, reasoning_content, ...
+Message = dict[str, Any]  # role, content (text), and any other fields: tool_calls, name, reasoning_content, ...
 Prompt = str | list[Message]
 
 WRITTEN_BY_ALL = {"role", "content"}
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-_SPELLINGS = {"role", "content", "from", "value"}
+_ROLE_AND_CONTENT_KEYS = {"role", "content", "from", "value"}
 
 ROLES = {
     "system": "system",
@@ -32,76 +32,96 @@ ROLES = {
 
 
 def text(values: Mapping[str, object], name: str) -> str:
-    """The text in column `name`."""
+    """Return the text in column `name`.
+
+    Raises:
+        BadRow: there is no such column, or it is not valid text.
+    """
     if name not in values:
         raise BadRow(f"no {name}")
     return as_text(values[name], name)
 
 
 def as_text(value: object, name: str) -> str:
-    """`value` as text that a tokenizer can read."""
+    """Return `value` as text that a tokenizer can encode.
+
+    Raises:
+        BadRow: it is missing, not a string, or not valid Unicode.
+    """
     if value is None:
         raise BadRow(f"no {name}")
     if not isinstance(value, str):
         raise BadRow(f"{name} is not text", f"a {type(value).__name__}")
     try:
         value.encode("utf-8")
-    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
+    except UnicodeEncodeError as error:  # a lone surrogate, which JSON can contain
         raise BadRow(f"{name} is not valid Unicode") from error
     return value
 
 
 def some_text(value: object, name: str) -> str:
-    """`value` as text with something in it."""
-    found = as_text(value, name)
-    if not found.strip():
+    """Return `value` as text that is more than white space.
+
+    Raises:
+        BadRow: it is not valid text, or empty.
+    """
+    content = as_text(value, name)
+    if not content.strip():
         raise BadRow(f"empty {name}")
-    return found
+    return content
 
 
 def shown(value: object) -> str:
-    """A value as messages show it, which may be anything that JSON can hold."""
+    """Format any JSON value for an error message: short scalars as they are, anything else by its type."""
     return repr(value)[:40] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
 
 def is_messages(value: object) -> bool:
-    """Whether `value` has the form of one message or of several."""
+    """Return whether `value` has the form of one message or of a list of messages."""
     return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(m, dict) for m in value))
 
 
 def messages(value: object, name: str) -> list[Message]:
-    """One message or a list of them, with `role`/`content` or with ShareGPT's `from`/`value`."""
+    """Parse one message or a list of messages, with `role`/`content` or ShareGPT's `from`/`value`.
+
+    Raises:
+        BadRow: it is no list of messages, or a message has an unknown role or no text.
+    """
     items = [value] if isinstance(value, dict) else value
     if not isinstance(items, list) or not items:
         raise BadRow(f"{name} is not a list of messages")
-    return [_message(item, name) for item in items]
+    return [_parse_message(item, name) for item in items]
 
 
-def _message(item: object, name: str) -> Message:
+def _parse_message(item: object, name: str) -> Message:
     if not isinstance(item, dict):
         raise BadRow(f"{name} is not a list of messages")
     role = item.get("role", item.get("from"))
-    known = ROLES.get(role.lower()) if isinstance(role, str) else None
-    if known is None:
+    standard_role = ROLES.get(role.lower()) if isinstance(role, str) else None
+    if standard_role is None:
         raise BadRow(f"a message of {name} has no known role", shown(role))
-    others = {str(key): value for key, value in item.items() if key not in _SPELLINGS and value not in (None, [], "")}
-    if "tool_calls" in others:
-        others["tool_calls"] = _tool_calls(others["tool_calls"])
+    extras = {
+        str(key): value
+        for key, value in item.items()
+        if key not in _ROLE_AND_CONTENT_KEYS and value not in (None, [], "")
+    }
+    if "tool_calls" in extras:
+        extras["tool_calls"] = _parse_tool_calls(extras["tool_calls"])
     content = item.get("content", item.get("value"))
-    if content is None and "tool_calls" in others:
+    if content is None and "tool_calls" in extras:
         content = ""
-    return {"role": known, "content": _content(content, f"content of a message of {name}"), **others}
+    return {"role": standard_role, "content": _parse_content(content, f"content of a message of {name}"), **extras}
 
 
-def _content(value: object, name: str) -> str:
-    """Read text, or a list of parts that are text."""
+def _parse_content(value: object, name: str) -> str:
+    """Return the text of a content that is a string or a list of text parts."""
     if isinstance(value, list) and value and all(isinstance(p, dict) and p.get("type") == "text" for p in value):
         return "".join(as_text(part.get("text"), name) for part in value)
     return as_text(value, name)
 
 
-def _tool_calls(value: object) -> list[object]:
-    """Read the calls of tools; arguments given as JSON text become what they say, which is what templates expect."""
+def _parse_tool_calls(value: object) -> list[object]:
+    """Parse tool calls; arguments given as JSON text are decoded, because chat templates expect objects."""
     if not isinstance(value, list):
         raise BadRow("tool_calls is not a list", shown(value))
     calls: list[object] = []
@@ -109,12 +129,12 @@ def _tool_calls(value: object) -> list[object]:
         function = call.get("function") if isinstance(call, dict) else None
         arguments = function.get("arguments") if isinstance(function, dict) else None
         if isinstance(call, dict) and isinstance(function, dict) and isinstance(arguments, str):
-            call = {**call, "function": {**function, "arguments": _from_json(arguments, "arguments of a tool call")}}
+            call = {**call, "function": {**function, "arguments": _decode_json(arguments, "arguments of a tool call")}}
         calls.append(call)
     return calls
 
 
-def _from_json(value: str, name: str) -> object:
+def _decode_json(value: str, name: str) -> object:
     try:
         return json.loads(value)
     except ValueError as error:
@@ -122,45 +142,45 @@ def _from_json(value: str, name: str) -> object:
 
 
 def tools_of(values: Mapping[str, object]) -> tuple[dict[str, Any], ...]:
-    """Read the row's `tools` column: a list of JSON schemas, or the JSON text of one."""
+    """Parse the row's `tools` column: a list of JSON schemas, or that list as JSON text."""
     value = values.get("tools")
     if value in (None, "", []):
         return ()
-    tools = _from_json(value, "tools") if isinstance(value, str) else value
+    tools = _decode_json(value, "tools") if isinstance(value, str) else value
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRow("tools is not a list of JSON schemas", shown(value))
     return tuple(tools)
 
 
 def assistant_turn(content: str) -> Message:
-    """Make a message of the assistant."""
+    """Build an assistant message."""
     return {"role": "assistant", "content": content}
 
 
 def thought_of(message: Message) -> tuple[str | None, str]:
-    """Split the assistant's message into its thought, if it has one, and what it says then."""
+    """Split an assistant message into its reasoning (None if it has none) and its answer."""
     content = message["content"]
     for name in THOUGHTS:
         if isinstance(message.get(name), str) and message[name].strip():
             return message[name], content
-    thought, closed, rest = content.partition("</think>")
+    thought, end_tag, answer = content.partition("</think>")
     thought = thought.strip().removeprefix("<think>")
-    return (thought, rest) if closed and thought.strip() else (None, content)
+    return (thought, answer) if end_tag and thought.strip() else (None, content)
 
 
 def same_message(first: Message, second: Message) -> bool:
-    """Say whether two messages say the same, whatever else their rows note of them."""
+    """Return whether two messages have the same role, content and tool calls, ignoring their other fields."""
     return all(first.get(key) == second.get(key) for key in ("role", "content", "tool_calls"))
 
 
 def shared_turns(first: Sequence[Message], second: Sequence[Message]) -> int:
-    """Count the messages that two conversations have in common at their start."""
+    """Count the leading messages that two conversations have in common."""
     pairs = zip(first, second, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if not same_message(a, b)), min(len(first), len(second)))
 
 
 def with_system(conversation: list[Message], values: Mapping[str, object]) -> list[Message]:
-    """The conversation with the row's `system` column as its first message, where it has one."""
+    """Prepend the row's `system` column to the conversation, if it has text and there is no system message yet."""
     system = values.get("system")
     if system is None or system == "" or conversation[0]["role"] == "system":
         return conversation
@@ -168,14 +188,22 @@ def with_system(conversation: list[Message], values: Mapping[str, object]) -> li
 
 
 def split_answer(conversation: list[Message], name: str) -> tuple[list[Message], Message]:
-    """Split off the last message, which must be the assistant's, and must say or call something."""
+    """Split off the last message, which must be an assistant message with text or tool calls.
+
+    Raises:
+        BadRow: it is not.
+    """
     *before, last = conversation
     check_answer(last, name)
     return before, last
 
 
 def check_answer(message: Message, name: str) -> None:
-    """Check that the message is the assistant's and says or calls something."""
+    """Check that the message is an assistant message with text or tool calls.
+
+    Raises:
+        BadRow: it is not.
+    """
     if message["role"] != "assistant":
         raise BadRow(f"the last message of {name} is not the assistant's")
     if not message.get("tool_calls"):
@@ -183,12 +211,16 @@ def check_answer(message: Message, name: str) -> None:
 
 
 def more_than_text(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return the messages of a completion, or nothing where it is one message that is nothing but its text."""
+    """Return the messages of a completion, or an empty tuple if it is a single message with nothing but text."""
     return () if len(messages) == 1 and set(messages[0]) == WRITTEN_BY_ALL else tuple(messages)
 
 
 def asking(conversation: list[Message], name: str) -> list[Message]:
-    """The conversation, which must leave the next word to the assistant."""
+    """Check that the assistant is next to speak in the conversation, and return it.
+
+    Raises:
+        BadRow: there is no user message, or the assistant has the last one.
+    """
     if not any(message["role"] == "user" for message in conversation):
         raise BadRow(f"{name} has no user message to answer")
     if conversation[-1]["role"] == "assistant":
@@ -197,7 +229,11 @@ def asking(conversation: list[Message], name: str) -> list[Message]:
 
 
 def open_question(conversation: list[Message], name: str) -> list[Message]:
-    """The conversation up to where the assistant is to answer: without the answers at its end."""
+    """Return the conversation without the assistant messages at its end.
+
+    Raises:
+        BadRow: what is left is not a prompt for the assistant.
+    """
     end = len(conversation)
     while end and conversation[end - 1]["role"] == "assistant":
         end -= 1

@@ -1,9 +1,9 @@
-"""What rows look like in the data sets people have, read into one form for each use.
+"""Recognize the common row formats of data sets by their columns, and read each into one form per use.
 
-A dialect is a set of columns and a pure function from a row to `PairText`, `DemoText`, `PromptText` or
-`LabelledText`. A prompt is text or a conversation; a completion is text, the assistant's words, and where it is more
-than that (tool calls, a thought, several turns) messages as well.
-`turns` says that a prompt given as text is to become the user's turn of a conversation; a transcript stays one.
+A format is a set of columns and a pure function from a row to `PairText`, `DemoText`, `PromptText` or
+`LabelledText`. A prompt is text or a conversation. A completion is the assistant's text, and also a tuple of messages
+if it is more than text (tool calls, reasoning, several turns).
+`turns` means that a prompt given as text becomes the user's turn of a conversation; transcripts stay text.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PairText:
-    """Two completions of one prompt, the first preferred by `margin` (0 where the data do not say)."""
+    """Two completions of one prompt, the first preferred by `margin` (0 if the data do not say)."""
 
     prompt: Prompt
     chosen: str
     rejected: str
     margin: float
     tools: tuple[dict[str, Any], ...] = ()
-    sides: tuple[tuple[Message, ...], ...] = ()  # chosen and rejected as messages, where one is more than a text
+    sides: tuple[tuple[Message, ...], ...] = ()  # chosen and rejected as messages, if either is more than text
 
     @property
     def completions(self) -> tuple[Completion, ...]:
-        """Return the two sides as the template is given them."""
+        """Return the chosen and the rejected completion in the form passed to the chat template."""
         return self.sides or (self.chosen, self.rejected)
 
 
@@ -70,12 +70,12 @@ class DemoText:
     prompt: Prompt
     completion: str
     tools: tuple[dict[str, Any], ...] = ()
-    turns: tuple[Message, ...] = ()  # the completion as messages, where it is more than a text
-    whole: bool = False  # a row of messages: the assistant's earlier turns, in the prompt, are its words to learn too
+    turns: tuple[Message, ...] = ()  # the completion as messages, if it is more than text
+    whole: bool = False  # a conversation: the assistant's turns inside the prompt may be trained on too
 
     @property
     def completions(self) -> tuple[Completion, ...]:
-        """Return the completion as the template is given it."""
+        """Return the completion in the form passed to the chat template."""
         return (self.turns or self.completion,)
 
 
@@ -89,13 +89,13 @@ class PromptText:
 
     @property
     def completions(self) -> tuple[Completion, ...]:
-        """Return nothing: a prompt is to be answered."""
+        """Return an empty tuple: a prompt has no completion yet."""
         return ()
 
 
 @dataclass(frozen=True)
 class LabelledText:
-    """A completion and whether it is a desirable one."""
+    """A completion and whether it is desirable."""
 
     prompt: Prompt
     completion: str
@@ -105,56 +105,56 @@ class LabelledText:
 
     @property
     def completions(self) -> tuple[Completion, ...]:
-        """Return the completion as the template is given it."""
+        """Return the completion in the form passed to the chat template."""
         return (self.turns or self.completion,)
 
 
 def ask(value: object, name: str, *, turns: bool) -> Prompt:
-    """A prompt column: text, or a conversation the assistant is to answer."""
+    """Read a prompt column: text, or a conversation whose next turn is the assistant's."""
     if is_messages(value) or name != "prompt":
         return asking(messages(value, name), name)
     prompt = as_text(value, name)
-    return [_turn(some_text(prompt, name))] if turns and not is_transcript(prompt) else prompt
+    return [_user_message(some_text(prompt, name))] if turns and not is_transcript(prompt) else prompt
 
 
 def is_transcript(prompt: str) -> bool:
-    """Say whether a text prompt has its turns written out, as HH-RLHF has them."""
+    """Return whether a text prompt is a transcript with its turns written out, as in HH-RLHF."""
     return HUMAN.strip() in prompt and prompt.rstrip().endswith(ASSISTANT.strip())
 
 
-def _turn(content: str) -> Message:
+def _user_message(content: str) -> Message:
     return {"role": "user", "content": content}
 
 
-def _question(values: Values, *, turns: bool) -> Prompt:
-    """A question, and a line of its own for the answer; bare as a user's turn."""
-    asked = some_text(values.get("question"), "question")
-    return [_turn(asked)] if turns else asked + "\n"
+def _read_question(values: Values, *, turns: bool) -> Prompt:
+    """Read a question: a user message if `turns`, otherwise text that ends with a line break."""
+    question = some_text(values.get("question"), "question")
+    return [_user_message(question)] if turns else question + "\n"
 
 
-def _instruction(values: Values, *, turns: bool) -> Prompt:
-    """An Alpaca instruction under Alpaca's headings; bare as a user's turn."""
+def _read_instruction(values: Values, *, turns: bool) -> Prompt:
+    """Read an Alpaca instruction: a user message if `turns`, otherwise text under Alpaca's headings."""
     instruction = some_text(values.get("instruction"), "instruction")
-    given = as_text(values.get("input") or "", "input")
+    context = as_text(values.get("input") or "", "input")
     if turns:
-        return with_system([_turn(f"{instruction}\n\n{given}" if given.strip() else instruction)], values)
+        return with_system([_user_message(f"{instruction}\n\n{context}" if context.strip() else instruction)], values)
     heading = f"### Instruction:\n{instruction}\n\n"
-    return heading + (f"### Input:\n{given}\n\n" if given.strip() else "") + "### Response:\n"
+    return heading + (f"### Input:\n{context}\n\n" if context.strip() else "") + "### Response:\n"
 
 
-def _asked(values: Values, column: str, *, turns: bool) -> Prompt:
+def _read_prompt(values: Values, column: str, *, turns: bool) -> Prompt:
     match column:
         case "question":
-            return _question(values, turns=turns)
+            return _read_question(values, turns=turns)
         case "instruction":
-            return _instruction(values, turns=turns)
+            return _read_instruction(values, turns=turns)
         case _:
             prompt = ask(values.get(column), column, turns=turns)
             return prompt if isinstance(prompt, str) else with_system(prompt, values)
 
 
-def _completion(values: Values, column: str) -> tuple[str, tuple[Message, ...]]:
-    """Read the assistant's answer: its text, and its message where that has more."""
+def _read_completion(values: Values, column: str) -> tuple[str, tuple[Message, ...]]:
+    """Read the assistant's answer: its text, and its messages if it is more than text."""
     value = values.get(column)
     if not is_messages(value):
         return some_text(value, column), ()
@@ -164,17 +164,17 @@ def _completion(values: Values, column: str) -> tuple[str, tuple[Message, ...]]:
     return answer["content"], more_than_text([answer])
 
 
-def _margin(values: Values) -> float:
-    """`margin`, or how much higher the chosen side is scored; 0 where the row has neither."""
+def _read_margin(values: Values) -> float:
+    """Return the row's `margin`, else score_chosen - score_rejected, else 0."""
     if values.get("margin") not in (None, ""):
-        return _number(values["margin"], "margin")
+        return _to_number(values["margin"], "margin")
     scores = [values.get(name) for name in ("score_chosen", "score_rejected")]
     if any(score in (None, "") for score in scores):
         return 0.0
-    return _number(scores[0], "score_chosen") - _number(scores[1], "score_rejected")
+    return _to_number(scores[0], "score_chosen") - _to_number(scores[1], "score_rejected")
 
 
-def _number(value: object, name: str) -> float:
+def _to_number(value: object, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise BadRow(f"{name} is not a number", shown(value))
     try:
@@ -186,76 +186,79 @@ def _number(value: object, name: str) -> float:
     return number
 
 
-def _pair(prompt: Prompt, chosen: str, rejected: str, values: Values) -> PairText:
+def _text_pair(prompt: Prompt, chosen: str, rejected: str, values: Values) -> PairText:
     if chosen.strip() == rejected.strip():
         raise BadRow("chosen and rejected are the same")
-    return PairText(prompt, chosen, rejected, _margin(values), tools_of(values))
+    return PairText(prompt, chosen, rejected, _read_margin(values), tools_of(values))
 
 
 def explicit_pair(values: Values, *, turns: bool, column: str) -> PairText:
-    """A prompt of its own; both sides are text, an assistant's message, or the whole conversation."""
+    """Read a pair with a prompt column; both sides are text, an assistant message, or a whole conversation."""
     chosen, rejected = values.get("chosen"), values.get("rejected")
     if is_messages(chosen) != is_messages(rejected):
         raise BadRow("chosen and rejected are not of the same form")
-    prompt = _asked(values, column, turns=turns or is_messages(chosen))
+    prompt = _read_prompt(values, column, turns=turns or is_messages(chosen))
     if not is_messages(chosen):
-        return _pair(prompt, some_text(chosen, "chosen"), some_text(rejected, "rejected"), values)
+        return _text_pair(prompt, some_text(chosen, "chosen"), some_text(rejected, "rejected"), values)
     assert not isinstance(prompt, str)
-    sides = [_whole(messages(side, name), prompt, name) for side, name in ((chosen, "chosen"), (rejected, "rejected"))]
-    return _conversations_pair(sides[0], sides[1], values)
+    sides = [
+        _full_conversation(messages(side, name), prompt, name)
+        for side, name in ((chosen, "chosen"), (rejected, "rejected"))
+    ]
+    return _conversation_pair(sides[0], sides[1], values)
 
 
-def _whole(side: list[Message], asked: list[Message], name: str) -> list[Message]:
-    """The whole conversation of one side, whether it repeats the prompt or only answers it."""
-    if shared_turns(side, asked) == len(asked):
+def _full_conversation(side: list[Message], prompt: list[Message], name: str) -> list[Message]:
+    """Return the whole conversation of one side, whether it repeats the prompt or only answers it."""
+    if shared_turns(side, prompt) == len(prompt):
         return side
     if side[0]["role"] == "assistant":
-        return asked + side
-    if any(message["content"].strip() == asked[-1]["content"].strip() for message in side):
+        return prompt + side
+    if any(message["content"].strip() == prompt[-1]["content"].strip() for message in side):
         return side
     raise BadRow(f"{name} is a conversation in which the prompt does not occur")
 
 
 def implicit_pair(values: Values, *, turns: bool) -> PairText:
-    """Both sides begin with the prompt: two transcripts, or two conversations."""
-    del turns  # a transcript has its turns written out; a conversation is one already
+    """Read a pair whose sides both begin with the prompt: two transcripts, or two conversations."""
+    del turns  # a transcript has its turns written out, and a conversation has turns already
     chosen, rejected = values.get("chosen"), values.get("rejected")
     if is_messages(chosen) != is_messages(rejected):
         raise BadRow("chosen and rejected are not of the same form")
     if not is_messages(chosen):
-        return _transcripts_pair(some_text(chosen, "chosen"), some_text(rejected, "rejected"), values)
+        return _transcript_pair(some_text(chosen, "chosen"), some_text(rejected, "rejected"), values)
     sides = [with_system(messages(side, name), values) for side, name in ((chosen, "chosen"), (rejected, "rejected"))]
-    return _conversations_pair(sides[0], sides[1], values)
+    return _conversation_pair(sides[0], sides[1], values)
 
 
-def _conversations_pair(chosen: list[Message], rejected: list[Message], values: Values) -> PairText:
-    """Split both sides where they part, which must be at a turn of the assistant's."""
+def _conversation_pair(chosen: list[Message], rejected: list[Message], values: Values) -> PairText:
+    """Build a pair by splitting two conversations where they first differ, which must be at an assistant turn."""
     for side, name in ((chosen, "chosen"), (rejected, "rejected")):
         check_answer(side[-1], name)
-    at = shared_turns(chosen, rejected)
-    if at == min(len(chosen), len(rejected)):
-        at -= 1  # one side is all of the other, and goes on
+    split = shared_turns(chosen, rejected)
+    if split == min(len(chosen), len(rejected)):
+        split -= 1  # one side is the beginning of the other
     if len(chosen) == len(rejected) and all(map(same_message, chosen, rejected)):
         raise BadRow("chosen and rejected are the same")
-    answers = (chosen[at:], rejected[at:])
+    answers = (chosen[split:], rejected[split:])
     if any(answer[0]["role"] != "assistant" for answer in answers):
         raise BadRow("chosen and rejected part where the assistant does not speak")
-    prompt = asking(chosen[:at], "the conversation before the answers")
+    prompt = asking(chosen[:split], "the conversation before the answers")
     texts = [str(answer[-1]["content"]) for answer in answers]
     sides = tuple(tuple(answer) for answer in answers) if any(map(more_than_text, answers)) else ()
-    return PairText(prompt, texts[0], texts[1], _margin(values), tools_of(values), sides)
+    return PairText(prompt, texts[0], texts[1], _read_margin(values), tools_of(values), sides)
 
 
-def _transcripts_pair(chosen: str, rejected: str, values: Values) -> PairText:
-    """HH-RLHF: the prompt is all up to and including the last "\\n\\nAssistant:", which the two must share."""
-    prompt, answer = _last_answer(chosen, "chosen")
-    other_prompt, other_answer = _last_answer(rejected, "rejected")
+def _transcript_pair(chosen: str, rejected: str, values: Values) -> PairText:
+    """Build a pair from HH-RLHF transcripts; the prompt ends with the last "\\n\\nAssistant:" and must be shared."""
+    prompt, answer = _split_transcript(chosen, "chosen")
+    other_prompt, other_answer = _split_transcript(rejected, "rejected")
     if prompt != other_prompt:
         raise BadRow("chosen and rejected differ before the last answer")
-    return _pair(prompt, some_text(answer, "chosen"), some_text(other_answer, "rejected"), values)
+    return _text_pair(prompt, some_text(answer, "chosen"), some_text(other_answer, "rejected"), values)
 
 
-def _last_answer(transcript: str, name: str) -> tuple[str, str]:
+def _split_transcript(transcript: str, name: str) -> tuple[str, str]:
     at = transcript.rfind(ASSISTANT)
     if at < 0:
         raise BadRow(f"{name} is neither a transcript (no {ASSISTANT!r}) nor has it a prompt column")
@@ -266,14 +269,14 @@ def _last_answer(transcript: str, name: str) -> tuple[str, str]:
 
 
 def completion_demo(values: Values, *, turns: bool, prompt: str, completion: str) -> DemoText:
-    """A prompt column and a completion column."""
-    asked = _asked(values, prompt, turns=turns)
-    answer, messages_of_it = _completion(values, completion)
-    return DemoText(asked, answer, tools_of(values), messages_of_it)
+    """Read a demonstration from a prompt column and a completion column."""
+    question = _read_prompt(values, prompt, turns=turns)
+    answer, answer_messages = _read_completion(values, completion)
+    return DemoText(question, answer, tools_of(values), answer_messages)
 
 
 def conversation_demo(values: Values, *, turns: bool, column: str) -> DemoText:
-    """A conversation that the assistant ends: its last message is the completion, its earlier ones are learned too."""
+    """Read a conversation: its last message is the completion; earlier assistant turns may be trained on too."""
     del turns
     conversation = with_system(messages(values.get(column), column), values)
     before, answer = split_answer(conversation, column)
@@ -281,55 +284,60 @@ def conversation_demo(values: Values, *, turns: bool, column: str) -> DemoText:
 
 
 def chosen_demo(values: Values, *, turns: bool, pair: Callable[..., PairText]) -> DemoText:
-    """The preferred side of a pair."""
-    both = pair(values, turns=turns)
-    return DemoText(both.prompt, both.chosen, both.tools, more_than_text(both.sides[0]) if both.sides else ())
+    """Read the chosen side of a pair as a demonstration."""
+    preference = pair(values, turns=turns)
+    return DemoText(
+        preference.prompt,
+        preference.chosen,
+        preference.tools,
+        more_than_text(preference.sides[0]) if preference.sides else (),
+    )
 
 
 def text_demo(values: Values, *, turns: bool) -> DemoText:
-    """A plain text, learned from its first word on."""
+    """Read a plain text as a demonstration, to be trained on from its first word."""
     del turns
     return DemoText("", some_text(values.get("text"), "text"))
 
 
 def column_prompt(values: Values, *, turns: bool, column: str) -> PromptText:
-    """A column with the prompt; of a conversation, all before the assistant's last answer."""
+    """Read a prompt column; for a conversation, everything before the assistant's final answer."""
     if is_messages(values.get(column)):
         conversation = with_system(messages(values[column], column), values)
         return PromptText(open_question(conversation, column), dict(values), tools_of(values))
-    return PromptText(_asked(values, column, turns=turns), dict(values), tools_of(values))
+    return PromptText(_read_prompt(values, column, turns=turns), dict(values), tools_of(values))
 
 
 def pair_prompt(values: Values, *, turns: bool, pair: Callable[..., PairText]) -> PromptText:
-    """The prompt of a pair."""
-    both = pair(values, turns=turns)
-    return PromptText(both.prompt, dict(values), both.tools)
+    """Read the prompt of a pair."""
+    preference = pair(values, turns=turns)
+    return PromptText(preference.prompt, dict(values), preference.tools)
 
 
 def text_prompt(values: Values, *, turns: bool) -> PromptText:
-    """A plain text, or as much of it as `first_tokens` says."""
+    """Read a plain text as a prompt; `data.prompts.first_tokens` may shorten it later."""
     del turns
     return PromptText(text(values, "text"), dict(values))
 
 
 def labelled(values: Values, *, turns: bool, demo: Callable[..., DemoText]) -> LabelledText:
-    """A demonstration with a `label`: true where it is desirable."""
-    text_of_it = demo(values, turns=turns)
-    label = _label(values.get("label"))
-    return LabelledText(text_of_it.prompt, text_of_it.completion, label, text_of_it.tools, text_of_it.turns)
+    """Read a demonstration with a `label`: true if it is desirable."""
+    demonstration = demo(values, turns=turns)
+    label = _parse_label(values.get("label"))
+    return LabelledText(demonstration.prompt, demonstration.completion, label, demonstration.tools, demonstration.turns)
 
 
-def _label(value: object) -> bool:
-    names = {"true": True, "1": True, "false": False, "0": False}
+def _parse_label(value: object) -> bool:
+    labels = {"true": True, "1": True, "false": False, "0": False}
     key = str(value).strip().lower() if isinstance(value, bool | int | str) else ""
-    if key not in names:
+    if key not in labels:
         raise BadRow("label is neither true nor false", shown(value))
-    return names[key]
+    return labels[key]
 
 
 @dataclass(frozen=True)
 class Shape(Generic[T]):
-    """Columns that rows must have, and how such a row is read: `read(values, turns=...)`."""
+    """The columns a row format needs, and the function that reads such a row: `read(values, turns=...)`."""
 
     columns: tuple[str, ...]
     read: Callable[..., T]
@@ -337,13 +345,17 @@ class Shape(Generic[T]):
 
 @dataclass(frozen=True)
 class Use(Generic[T]):
-    """A use of data and the shapes it takes, the first that fits being meant."""
+    """A use of data and the row formats it accepts; the first one that fits a file is used."""
 
     name: str
     shapes: tuple[Shape[T], ...]
 
     def shape_of(self, rows: Sequence[Row], file: str) -> Shape[T]:
-        """The shape of a file: by the columns that at least half of its rows have."""
+        """Return the first shape that fits the columns which at least half of the rows in `file` have.
+
+        Raises:
+            DataError: no shape fits.
+        """
         counts = Counter(name for row in rows for name in row.values)
         columns = [name for name, count in counts.items() if 2 * count >= len(rows)]
         for shape in self.shapes:
@@ -357,30 +369,30 @@ class Use(Generic[T]):
         )
 
     def read(self, rows: Sequence[Row], skips: Skips, *, turns: bool) -> Iterator[tuple[Row, T]]:
-        """The usable rows in this form; the others go to `skips`."""
+        """Yield each usable row with its parsed form; unusable rows are recorded in `skips`."""
         files: dict[str, list[Row]] = {}
         for row in rows:
             files.setdefault(row.file, []).append(row)
-        for file, its_rows in files.items():
-            shape = self.shape_of(its_rows, file)
-            for row in its_rows:
+        for file, file_rows in files.items():
+            shape = self.shape_of(file_rows, file)
+            for row in file_rows:
                 try:
-                    found = shape.read(row.values, turns=turns)
+                    parsed = shape.read(row.values, turns=turns)
                 except BadRow as bad:
                     skips.add(row, bad.reason, bad.detail)
                     continue
-                yield row, found
+                yield row, parsed
 
 
-def _explicit(column: str) -> Callable[..., PairText]:
+def _explicit_reader(column: str) -> Callable[..., PairText]:
     return partial(explicit_pair, column=column)
 
 
 _PAIR_READERS: tuple[tuple[tuple[str, ...], Callable[..., PairText]], ...] = (
-    (("prompt", "chosen", "rejected"), _explicit("prompt")),
-    (("conversations", "chosen", "rejected"), _explicit("conversations")),
-    (("instruction", "chosen", "rejected"), _explicit("instruction")),
-    (("question", "chosen", "rejected"), _explicit("question")),
+    (("prompt", "chosen", "rejected"), _explicit_reader("prompt")),
+    (("conversations", "chosen", "rejected"), _explicit_reader("conversations")),
+    (("instruction", "chosen", "rejected"), _explicit_reader("instruction")),
+    (("question", "chosen", "rejected"), _explicit_reader("question")),
     (("chosen", "rejected"), implicit_pair),
 )
 _COMPLETION_COLUMNS = (("prompt", "completion"), ("question", "answer"), ("instruction", "output"))

@@ -1,9 +1,9 @@
-"""Text to token ids, at the seam between prompt and completion above all.
+"""Encode prompts and completions as token ids that can be concatenated.
 
-A prompt begins with the special tokens the tokenizer itself puts first (BOS, if it does), never twice and never
-with an EOS at its end. A completion ends with one special token: the one that ends the template's turn, else EOS.
-The ids of the two, one after the other, decode to the two texts, one after the other: a tokenizer which puts a space
-before whatever it is given (SentencePiece) must not do so at the seam.
+A prompt begins with the special tokens that the tokenizer itself puts first (BOS, if it has one): never twice, and
+never with an EOS at the end. A completion ends with one special token: the template's end-of-turn token, else EOS.
+The concatenated ids decode to the concatenated texts: a tokenizer that puts a space before any text (SentencePiece)
+must not do so where the prompt ends and the completion begins.
 """
 
 from __future__ import annotations
@@ -19,161 +19,166 @@ from rlhf.data.conversation import Message, Prompt
 from rlhf.data.templates import Rendered, Template, Tools, choose_template, render, segments, turn_end_id
 from rlhf.errors import DataError
 
-_STARTS = ("\n", ".", ":", "a", "1")  # texts before a completion, to see past what is put before a text
+# Put before a completion, so that what a tokenizer adds to the start of a text is not added to the completion.
+_STARTS = ("\n", ".", ":", "a", "1")
 _PROBES = ("x", " x", "x y", "\nx", '"x')
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """A tokenizer and a chat template, and what was found out about the tokenizer."""
+    """A tokenizer and a chat template, with what is known about how the tokenizer treats the start of a text."""
 
     tokenizer: PreTrainedTokenizerBase
     template: Template
-    prefix: tuple[int, ...]  # the special tokens before every text
-    start: str  # put before a completion to encode it, its tokens then dropped; empty where none is needed
+    prefix: tuple[int, ...]  # the special tokens that the tokenizer puts before every text
+    start: str  # encoded before a completion and then dropped from the ids; empty if not needed
     eos_id: int
     pad_id: int
     special_ids: frozenset[int]
-    end_ids: tuple[int, ...]  # EOS, and what ends the assistant's turn where that is another token
+    end_ids: tuple[int, ...]  # EOS, and the template's end-of-turn token if that is another one
 
     def render(
         self, prompt: Prompt, completions: Sequence[str | Sequence[Message]] = (), *, tools: Tools = ()
     ) -> Rendered:
-        """Write a prompt and its completions as text."""
+        """Render a prompt and its completions as text."""
         return render(self.tokenizer, self.template, prompt, completions, tools=tools)
 
     def prompts(self, rendered: Sequence[Rendered]) -> list[list[int]]:
-        """The ids of each prompt. An empty one, where the tokenizer puts nothing first, has none."""
-        plain = self._plain([r.prompt for r in rendered])
-        return [ids if r.templated else self._started(ids) for r, ids in zip(rendered, plain, strict=True)]
+        """Encode each prompt; an empty one has no ids if the tokenizer puts no special token first."""
+        rows = self._tokenize([r.prompt for r in rendered])
+        return [ids if r.templated else self._add_prefix(ids) for r, ids in zip(rendered, rows, strict=True)]
 
     def completions(self, rendered: Sequence[Rendered], which: int) -> list[list[int]]:
-        """Encode completion `which` of each, ended by the template's end of turn or by EOS."""
+        """Encode completion number `which` of each row, ending with the template's end-of-turn token or EOS."""
         texts = [r.completions[which] for r in rendered]
-        inner = [i for i, r in enumerate(rendered) if r.prompt]
-        ids = self._plain(texts)  # after no prompt a completion is a text like any other
+        prompted = [i for i, r in enumerate(rendered) if r.prompt]
+        ids = self._tokenize(texts)  # without a prompt a completion is encoded like any other text
         if self.start:
-            for i, continued in zip(inner, self._continued([texts[i] for i in inner]), strict=True):
-                ids[i] = ids[i] if continued is None else continued
-        return [self._finished(r, row) for r, row in zip(rendered, ids, strict=True)]
+            for i, row in zip(prompted, self._tokenize_continuations([texts[i] for i in prompted]), strict=True):
+                ids[i] = ids[i] if row is None else row
+        return [self._terminate(r, row) for r, row in zip(rendered, ids, strict=True)]
 
     def turns(self, rendered: Rendered, which: int) -> tuple[list[int], list[bool]]:
-        """Encode completion `which` turn by turn, and say of each token whether the assistant wrote it."""
+        """Encode completion number `which` turn by turn; return its ids and which of them the assistant wrote."""
         text, spans = rendered.completions[which], rendered.learned[which]
         parts = segments(len(text), spans)
         pieces = [text[start:end] for (start, end), _ in parts]
-        ids = self._plain(pieces)
+        ids = self._tokenize(pieces)
         if self.start:
-            ids = [a if b is None else b for a, b in zip(ids, self._continued(pieces), strict=True)]
+            ids = [a if b is None else b for a, b in zip(ids, self._tokenize_continuations(pieces), strict=True)]
         learned = [inside for row, (_, inside) in zip(ids, parts, strict=True) for _ in row]
-        whole = [token for row in ids for token in row]
-        ended = self._finished(rendered, whole)
-        return ended, [*learned[: len(ended)], *[True] * (len(ended) - len(learned))]
+        joined = [token for row in ids for token in row]
+        terminated = self._terminate(rendered, joined)
+        return terminated, [*learned[: len(terminated)], *[True] * (len(terminated) - len(learned))]
 
-    def _finished(self, rendered: Rendered, ids: list[int]) -> list[int]:
+    def _terminate(self, rendered: Rendered, ids: list[int]) -> list[int]:
         if ids and ids[-1] in (self.special_ids if rendered.templated else self.end_ids):
             return ids
-        # A text which begins with BOS in so many words follows a prompt that is just that BOS.
-        return self._ended(ids if rendered.prompt or rendered.templated else self._unstarted(ids))
+        # Without a prompt, a BOS spelled out at the start of the text is dropped: the prompt ids are that BOS already.
+        return self._append_eos(ids if rendered.prompt or rendered.templated else self._remove_prefix(ids))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens included."""
-        written = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        assert isinstance(written, str)
-        return written
+        """Decode ids to text, special tokens included."""
+        text = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
 
     def seam_holds(self, rendered: Rendered, prompt: Sequence[int], completion: Sequence[int]) -> bool:
-        """Whether the ids of prompt and completion decode to what their texts, encoded as one, decode to."""
-        joint = self._plain([rendered.prompt + rendered.completions[0]])[0]
-        whole = joint if rendered.templated else self._started(joint)
-        head = self.head(whole)  # kept from _ended, for BOS may be EOS
-        end = whole[head:] if rendered.templated and whole[-1] in self.special_ids else self._ended(whole[head:])
+        """Return whether prompt and completion ids decode to the same text as the two texts encoded together."""
+        joint = self._tokenize([rendered.prompt + rendered.completions[0]])[0]
+        whole = joint if rendered.templated else self._add_prefix(joint)
+        head = self.head(whole)  # kept away from _append_eos, because BOS may be EOS
+        end = whole[head:] if rendered.templated and whole[-1] in self.special_ids else self._append_eos(whole[head:])
         return self.decode([*prompt, *completion]) == self.decode([*whole[:head], *end])
 
     def head(self, ids: Sequence[int]) -> int:
-        """How many ids at the start are the special tokens before every text."""
+        """Count the ids at the start that are the tokenizer's prefix of special tokens: all of it or 0."""
         return len(self.prefix) if tuple(ids[: len(self.prefix)]) == self.prefix else 0
 
-    def _started(self, ids: list[int]) -> list[int]:
+    def _add_prefix(self, ids: list[int]) -> list[int]:
         return ids if self.prefix and self.head(ids) else [*self.prefix, *ids]
 
-    def _unstarted(self, ids: list[int]) -> list[int]:
+    def _remove_prefix(self, ids: list[int]) -> list[int]:
         return ids[self.head(ids) :]
 
-    def _ended(self, ids: list[int]) -> list[int]:
+    def _append_eos(self, ids: list[int]) -> list[int]:
         if self.eos_id not in ids:
             return [*ids, self.eos_id]
-        end = len(ids) - ids[::-1].index(self.eos_id)  # templates like to write a newline after their EOS
+        end = len(ids) - ids[::-1].index(self.eos_id)  # many templates write a line break after their EOS
         return ids[:end] if not self.decode(ids[end:]).strip() else [*ids, self.eos_id]
 
-    def _plain(self, texts: list[str]) -> list[list[int]]:
-        return _plain_ids(self.tokenizer, texts)
+    def _tokenize(self, texts: list[str]) -> list[list[int]]:
+        return _tokenize(self.tokenizer, texts)
 
-    def _continued(self, texts: list[str]) -> list[list[int] | None]:
-        head = self._plain([self.start])[0]
-        rows = self._plain([self.start + text for text in texts])
-        # None where the start grew together with the text: then the seam may show a space.
+    def _tokenize_continuations(self, texts: list[str]) -> list[list[int] | None]:
+        head = self._tokenize([self.start])[0]
+        rows = self._tokenize([self.start + text for text in texts])
+        # None if the tokenizer merged the start with the text: then a space may appear between prompt and completion.
         return [row[len(head) :] if row[: len(head)] == head else None for row in rows]
 
 
 def make_encoder(tokenizer: PreTrainedTokenizerBase, chat_template: str | ChatFormat) -> Encoder:
-    """Make an encoder for a tokenizer; `chat_template` as in `data.chat_template`, or with the other chat keys."""
+    """Build the encoder of a tokenizer; `chat_template` is the value of `data.chat_template`, or a whole ChatFormat.
+
+    Raises:
+        DataError: the tokenizer has no EOS, or the template cannot be used.
+    """
     eos_id = tokenizer.eos_token_id
     if not isinstance(eos_id, int):
         raise DataError("the tokenizer needs an EOS: see load_tokenizer")
     template = choose_template(tokenizer, chat_template)
-    numbers = [tokenizer.convert_tokens_to_ids(special) for special in template.specials]
-    end = turn_end_id(tokenizer, template)
+    special_ids = [tokenizer.convert_tokens_to_ids(special) for special in template.specials]
+    turn_end = turn_end_id(tokenizer, template)
     return Encoder(
         tokenizer,
         template,
-        _prefix(tokenizer),
-        _start(tokenizer),
+        _find_prefix(tokenizer),
+        _find_start(tokenizer),
         eos_id,
         pad_id(tokenizer),
-        frozenset(number for number in numbers if isinstance(number, int)),
-        tuple(dict.fromkeys([eos_id, end if end is not None else eos_id])),
+        frozenset(token_id for token_id in special_ids if isinstance(token_id, int)),
+        tuple(dict.fromkeys([eos_id, turn_end if turn_end is not None else eos_id])),
     )
 
 
 def ending_ids(
     tokenizer: PreTrainedTokenizerBase, chat_template: str | ChatFormat, others: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """List the tokens that end a completion: `others` (the model's own), EOS, and the template's end of turn."""
-    end = turn_end_id(tokenizer, choose_template(tokenizer, chat_template))
-    return tuple(sorted({*others, *(n for n in (tokenizer.eos_token_id, end) if isinstance(n, int))}))
+    """Return the sorted ids that end a completion: `others` (the model's own), EOS, and the template's end of turn."""
+    turn_end = turn_end_id(tokenizer, choose_template(tokenizer, chat_template))
+    return tuple(sorted({*others, *(n for n in (tokenizer.eos_token_id, turn_end) if isinstance(n, int))}))
 
 
-def _plain_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
     if not texts:
         return []
     encoded = tokenizer(texts, add_special_tokens=False, truncation=False, padding=False, verbose=False)
     return [list(ids) for ids in encoded["input_ids"]]
 
 
-def _prefix(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The special tokens that the tokenizer puts before every text."""
+def _find_prefix(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Find the special tokens that the tokenizer puts before every text."""
     for probe in ("a", "x y", "0", "the"):
-        bare = _plain_ids(tokenizer, [probe])[0]
+        bare = _tokenize(tokenizer, [probe])[0]
         full = list(tokenizer(probe, verbose=False)["input_ids"])
-        for at in range(len(full) - len(bare) + 1):
-            if bare and full[at : at + len(bare)] == bare:
-                return tuple(full[:at])
+        for offset in range(len(full) - len(bare) + 1):
+            if bare and full[offset : offset + len(bare)] == bare:
+                return tuple(full[:offset])
     return ()
 
 
-def _start(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A text to put before completions so that they are encoded as continuations; empty where that is what is done."""
+def _find_start(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Find a text to put before completions so that they are encoded as continuations; empty if none is needed."""
 
     def decode(ids: list[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def holds(start: str) -> bool:
-        head, before = _plain_ids(tokenizer, [start, "b"]) if start else ([], _plain_ids(tokenizer, ["b"])[0])
-        rows = _plain_ids(tokenizer, [start + probe for probe in _PROBES])
+    def preserves_text(start: str) -> bool:
+        head, before = _tokenize(tokenizer, [start, "b"]) if start else ([], _tokenize(tokenizer, ["b"])[0])
+        rows = _tokenize(tokenizer, [start + probe for probe in _PROBES])
         return all(
             row[: len(head)] == head and decode([*before, *row[len(head) :]]) == decode(before) + probe
             for row, probe in zip(rows, _PROBES, strict=True)
         )
 
-    return next((start for start in ("", *_STARTS) if holds(start)), "")
+    return next((start for start in ("", *_STARTS) if preserves_text(start)), "")

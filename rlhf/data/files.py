@@ -1,8 +1,8 @@
-"""Rows from files, folders and the hub.
+"""Read rows from files, folders and the Hugging Face hub.
 
-Text files (JSON, JSONL, CSV; each also .gz) are read here line by line, so that a malformed line costs one row and
-is reported with its number, and so that a cell stays the text it was ("007", ""). Parquet files, folders written
-by `save_to_disk` and hub data sets are read through `datasets`.
+Text files (JSON, JSONL, CSV; each also .gz) are parsed here, so that a malformed line costs one row and is reported
+with its line number, and so that a CSV cell keeps its text ("007", ""). Parquet files, folders written by
+`save_to_disk` and hub data sets are read with `datasets`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ _UNREADABLE = (OSError, EOFError, ValueError, RuntimeError, DatasetsError)  # wh
 
 
 def load_rows(config: DatasetConfig, skips: Skips | None = None) -> list[Row]:
-    """All rows of a data set, its columns renamed; a malformed one goes to `skips`, or is fatal where there is none."""
+    """Load all rows of a data set and rename its columns; malformed rows go to `skips`, or are fatal without it.
+
+    Raises:
+        DataError: the data set is missing or unreadable, or a column to rename does not exist.
+    """
     skips = Skips(config.path, fatal=True) if skips is None else skips
     path = Path(config.path).expanduser()
     if path.is_dir():
@@ -41,16 +45,16 @@ def load_rows(config: DatasetConfig, skips: Skips | None = None) -> list[Row]:
         raise DataError(missing(config.path))
     else:
         rows = list(_hub_rows(config.path, config.split))
-    return _renamed(rows, config.columns)
+    return _rename_columns(rows, config.columns)
 
 
-def _renamed(rows: list[Row], columns: dict[str, str]) -> list[Row]:
+def _rename_columns(rows: list[Row], columns: dict[str, str]) -> list[Row]:
     if not columns or not rows:
         return rows
-    found: dict[str, set[str]] = {}
+    columns_by_file: dict[str, set[str]] = {}
     for row in rows:
-        found.setdefault(row.file, set()).update(row.values)
-    for file, names in found.items():
+        columns_by_file.setdefault(row.file, set()).update(row.values)
+    for file, names in columns_by_file.items():
         for ours, theirs in columns.items():
             if theirs not in names:
                 raise DataError(
@@ -59,14 +63,14 @@ def _renamed(rows: list[Row], columns: dict[str, str]) -> list[Row]:
                 )
     renamed = []
     for row in rows:
-        kept = {name: value for name, value in row.values.items() if name not in columns.values()}
+        unchanged = {name: value for name, value in row.values.items() if name not in columns.values()}
         new = {ours: row.values[theirs] for ours, theirs in columns.items() if theirs in row.values}
-        renamed.append(Row(kept | new, row.file, row.number))
+        renamed.append(Row(unchanged | new, row.file, row.number))
     return renamed
 
 
-def _kind(path: Path) -> str | None:
-    """Which of SUFFIXES the name of a file says it is."""
+def _format(path: Path) -> str | None:
+    """Return the format that a file's name says it has (one of KINDS), or None for any other file."""
     return next((suffix.split(".")[1] for suffix in SUFFIXES if path.name.lower().endswith(suffix)), None)
 
 
@@ -79,27 +83,30 @@ def _folder_rows(folder: Path, split: str, skips: Skips) -> Iterator[Row]:
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:
-    """The files of `split` in a folder (or in its `data` folder): `train.jsonl.gz`, `train-00000-of-00002.parquet`.
+    """Return the files of `split` in a folder or its `data` folder: `train.jsonl.gz`, `train-00000-of-00002.parquet`.
 
-    A folder whose names speak of no split at all is one data set, if its files are of one kind.
+    A folder in which no file is named after a split is one data set, if all its files have one format.
+
+    Raises:
+        DataError: there are no data files, none of this split, or files of several formats.
     """
-    files = sorted(p for p in folder.iterdir() if p.is_file() and _kind(p))
-    files = files or sorted(p for p in folder.glob("data/*") if p.is_file() and _kind(p))
+    files = sorted(p for p in folder.iterdir() if p.is_file() and _format(p))
+    files = files or sorted(p for p in folder.glob("data/*") if p.is_file() and _format(p))
     if not files:
         raise DataError(f"{folder}: no data files in this folder; readable are {', '.join(SUFFIXES)}")
-    named = [p for p in files if _stem(p) == split.lower()]
-    if named:
-        return named
+    split_files = [p for p in files if _stem(p) == split.lower()]
+    if split_files:
+        return split_files
     names = ", ".join(p.name for p in files[:12])
     if any(_SPLIT_NAMES.intersection(re.split(r"[-_.]", _stem(p))) for p in files):
         raise DataError(f"{folder}: no file of the split {split!r}; there are: {names}. Set split, or path to a file.")
-    if len({_kind(p) for p in files}) > 1:
+    if len({_format(p) for p in files}) > 1:
         raise DataError(f"{folder}: several kinds of files and none named {split}: {names}. Set path to one file.")
     return files
 
 
 def _stem(path: Path) -> str:
-    """The name without its suffix and without the number of a shard."""
+    """Return the lower-case file name without its suffix and shard number."""
     name = path.name.lower()
     suffix = next(suffix for suffix in SUFFIXES if name.endswith(suffix))
     return re.sub(r"-\d+-of-\d+$", "", name.removesuffix(suffix))
@@ -107,7 +114,7 @@ def _stem(path: Path) -> str:
 
 def _file_rows(path: Path, skips: Skips) -> Iterator[Row]:
     try:
-        match _kind(path):
+        match _format(path):
             case "jsonl":
                 yield from _jsonl_rows(path, skips)
             case "json":
@@ -129,7 +136,7 @@ def _saved_rows(folder: Path, split: str) -> Iterator[Row]:
             if split not in saved:
                 raise DataError(f"{folder}: no split {split!r}; there are: {', '.join(saved)}")
             saved = saved[split]
-        yield from _numbered(saved, str(folder))
+        yield from _numbered_rows(saved, str(folder))
     except (*_UNREADABLE, KeyError, TypeError) as error:
         raise DataError(f"{folder}: cannot be read as a folder of save_to_disk: {_one_line(error)}") from error
 
@@ -137,7 +144,7 @@ def _saved_rows(folder: Path, split: str) -> Iterator[Row]:
 def _hub_rows(name: str, split: str) -> Iterator[Row]:
     try:
         rows = datasets.load_dataset(name, split=split)
-        yield from _numbered(rows, f"{name}[{split}]")
+        yield from _numbered_rows(rows, f"{name}[{split}]")
     except _UNREADABLE as error:
         raise DataError(
             f"{name}: there is no such file or folder here, and as a data set of the hub it could not be loaded: "
@@ -148,12 +155,12 @@ def _hub_rows(name: str, split: str) -> Iterator[Row]:
 def _parquet_rows(path: Path) -> Iterator[Row]:
     try:
         stream = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
-        yield from _numbered(stream, str(path))
-    except (KeyError, TypeError) as error:  # column names that Arrow gives back changed
+        yield from _numbered_rows(stream, str(path))
+    except (KeyError, TypeError) as error:  # column names that Arrow returns in another form
         raise DataError(f"{path}: cannot be read: {_one_line(error)}") from error
 
 
-def _numbered(rows: datasets.Dataset | datasets.IterableDataset, file: str) -> Iterator[Row]:
+def _numbered_rows(rows: datasets.Dataset | datasets.IterableDataset, file: str) -> Iterator[Row]:
     for number, values in enumerate(rows, start=1):
         yield Row(dict(values), file, number)
 
@@ -162,40 +169,40 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def _bytes(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     data = path.read_bytes()
     return gzip.decompress(data) if path.name.lower().endswith(".gz") else data
 
 
 def _jsonl_rows(path: Path, skips: Skips) -> Iterator[Row]:
-    # Only "\n" ends a line of JSONL: str.splitlines() would also cut inside texts, at U+2028 for one.
-    for number, line in enumerate(_bytes(path).removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+    # Only "\n" ends a line of JSONL: str.splitlines() would also split inside a text, for example at U+2028.
+    for number, line in enumerate(_read_bytes(path).removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if line.strip():
             yield from _json_row(line, Row({}, str(path), number), skips)
 
 
-def _json_row(line: bytes, blank: Row, skips: Skips) -> Iterator[Row]:
+def _json_row(line: bytes, empty_row: Row, skips: Skips) -> Iterator[Row]:
     try:
         values = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # broken UTF-8 and broken JSON are ValueErrors
-        skips.add(blank, "not JSON", _one_line(error))
+    except (ValueError, RecursionError) as error:  # invalid UTF-8 and invalid JSON are both ValueErrors
+        skips.add(empty_row, "not JSON", _one_line(error))
         return
-    yield from _object_row(values, blank, skips)
+    yield from _object_row(values, empty_row, skips)
 
 
-def _object_row(values: object, blank: Row, skips: Skips) -> Iterator[Row]:
+def _object_row(values: object, empty_row: Row, skips: Skips) -> Iterator[Row]:
     if isinstance(values, dict):
-        yield Row(values, blank.file, blank.number)
+        yield Row(values, empty_row.file, empty_row.number)
     else:
-        skips.add(blank, "not a JSON object", f"a {type(values).__name__}")
+        skips.add(empty_row, "not a JSON object", f"a {type(values).__name__}")
 
 
 def _json_rows(path: Path, skips: Skips) -> Iterator[Row]:
-    data = _bytes(path)
+    data = _read_bytes(path)
     try:
         items = json.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        # Many a file called .json holds one object a line.
+        # Many files named .json hold one object per line.
         if data.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
             yield from _jsonl_rows(path, skips)
             return
@@ -207,12 +214,12 @@ def _json_rows(path: Path, skips: Skips) -> Iterator[Row]:
 
 
 def _csv_rows(path: Path, skips: Skips) -> Iterator[Row]:
-    text = _bytes(path).decode("utf-8-sig")
-    csv.field_size_limit(2**31 - 1)  # the default refuses a cell of more than 128 KiB: a long transcript
+    text = _read_bytes(path).decode("utf-8-sig")
+    csv.field_size_limit(2**31 - 1)  # the default refuses cells of more than 128 KiB, such as long transcripts
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     header: list[str] | None = None
     while True:
-        number = reader.line_num + 1  # where the row starts: a quoted cell may run over several lines
+        number = reader.line_num + 1  # where the row starts: a quoted cell may span several lines
         try:
             cells = next(reader, None)
         except csv.Error as error:
@@ -227,5 +234,5 @@ def _csv_rows(path: Path, skips: Skips) -> Iterator[Row]:
         elif len(cells) == len(header):
             yield Row(dict(zip(header, cells, strict=True)), str(path), number)
         elif cells:
-            wrong = f"{len(cells)} cells where the header has {len(header)}"
-            skips.add(Row({}, str(path), number), "not as wide as the header", wrong)
+            mismatch = f"{len(cells)} cells where the header has {len(header)}"
+            skips.add(Row({}, str(path), number), "not as wide as the header", mismatch)

@@ -1,4 +1,4 @@
-"""Rows longer than they may be: skipped, cut, or fatal, and always said."""
+"""Handle rows that are too long: skip, truncate or refuse them, and always record it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from rlhf.errors import DataError
 
 @dataclass(frozen=True)
 class Limit:
-    """The most tokens a row may have, where that number comes from, and what becomes of a longer one."""
+    """The most tokens a row may have, the name of the setting behind that number, and what happens to a longer row."""
 
     tokens: int
     name: str
     too_long: Literal["skip", "truncate", "error"]
 
     def excess(self, row: Row, tokens: int, skips: Skips) -> int | None:
-        """How many tokens must go: 0 of a row that fits; None when the row was left out instead."""
+        """Return how many tokens to cut: 0 if the row fits, None if it was recorded in `skips` and left out.
+
+        Raises:
+            DataError: the row is too long and `too_long` is "error".
+        """
         if tokens <= self.tokens:
             return 0
         match self.too_long:
@@ -37,18 +41,18 @@ class Limit:
 
     @property
     def reason(self) -> str:
-        """What is said of a longer row."""
+        """Return the reason given for a longer row."""
         return f"longer than {self.name} of {self.tokens:,} tokens"
 
 
 def limit_of(max_tokens: int, context: int | None, too_long: Literal["skip", "truncate", "error"]) -> Limit:
-    """The limit of the configuration, or the model's context where that is shorter."""
+    """Build the limit from the configuration, or from the model's context if that is shorter."""
     if context is not None and context < max_tokens:
         return Limit(context, "the model's context", too_long)
     return Limit(max_tokens, "max_tokens", too_long)
 
 
 def cut_start(ids: list[int], excess: int, head: int) -> list[int] | None:
-    """`ids` without `excess` tokens of its start, its `head` special tokens kept; None if nothing would be left."""
+    """Drop `excess` tokens after the first `head` special ones, which stay; return None if nothing would be left."""
     kept = ids[head + excess :]
     return [*ids[:head], *kept] if kept and excess >= 0 else None

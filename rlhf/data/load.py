@@ -1,4 +1,4 @@
-"""The steps all data sets share: rows, their dialect, their text, a chunk at a time."""
+"""Load any data set: read its rows, parse their format, render them as text and encode them, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from rlhf.data.templates import Rendered
 
 CHUNK = 512  # rows tokenized in one call
 _TEXT_PROMPTS = ("prompt", "instruction", "question")
-SEAMS = 16  # rows at which the seam between prompt and completion is looked at
+SEAMS = 16  # rows for which the seam between prompt and completion is checked
 
 
 @runtime_checkable
 class Asks(Protocol):
-    """A row in any of its forms has a prompt."""
+    """Anything a row can be parsed into: it has a prompt."""
 
     @property
     def prompt(self) -> Prompt:
-        """Text, or a conversation."""
+        """Return the prompt: text, or a conversation."""
         ...
 
     @property
     def tools(self) -> tuple[dict[str, Any], ...]:
-        """The tools the assistant may call."""
+        """Return the tools that the assistant may call."""
         ...
 
     @property
     def completions(self) -> tuple[Completion, ...]:
-        """What follows the prompt."""
+        """Return what follows the prompt."""
         ...
 
 
@@ -46,10 +46,10 @@ T = TypeVar("T", bound=Asks)
 
 @dataclass(frozen=True)
 class Usable(Generic[T]):
-    """A row on its way: as it was, in the form of its use, and as text."""
+    """A usable row in three forms: as read, parsed for its use, and rendered as text."""
 
     row: Row
-    found: T
+    parsed: T
     text: Rendered
 
 
@@ -59,8 +59,8 @@ class Ids:
 
     prompt: list[int]
     completions: tuple[list[int], ...]
-    whole: bool = True  # nothing of the row's text was cut off
-    learned: tuple[list[bool], ...] = ()  # of each completion, the tokens that the assistant wrote; empty: all
+    whole: bool = True  # no part of the row was cut off
+    learned: tuple[list[bool], ...] = ()  # for each completion, which tokens the assistant wrote; empty: all
 
 
 Render = Callable[[T], list[Rendered]]
@@ -77,18 +77,24 @@ def encoded_rows(
     render: Render[T] | None = None,
     turns: bool = True,
 ) -> Iterator[tuple[Usable[T], Ids]]:
-    """Yield the rows of a data set that are used, at most `config.limit`: read, rendered, encoded, and made to `fit`.
+    """Yield the usable rows of a data set with their token ids, at most `config.limit`.
 
-    `render` may make several rows of one; `turns`: text prompts become turns where there is a template.
-    `fit` raises BadRow for a row that cannot be used, and returns None for one it has left out.
+    Args:
+        config: the data set.
+        use: the use of the rows, which determines the formats they may have.
+        encoder: renders and encodes the rows.
+        skips: counts the rows that are used, cut and skipped.
+        fit: makes encoded rows fit their limit; raises BadRow for an unusable row, returns None for one it left out.
+        render: renders a parsed row as text, perhaps as several rows; default: one row of prompt and completions.
+        turns: text prompts become user turns if there is a chat template.
 
     Raises:
-        DataError: after the last row, if none was used.
+        DataError: no row was used (raised after the last one).
     """
     read = use.read(load_rows(config, skips), skips, turns=encoder.template.turns and turns)
-    rows = _rendered(read, encoder, skips, render or _renderer(encoder))
-    while chunk := list(islice(rows, _wanted(config.limit, skips.used))):
-        for usable, ids in zip(chunk, _ids(encoder, [u.text for u in chunk]), strict=True):
+    rows = _render_rows(read, encoder, skips, render or _default_render(encoder))
+    while chunk := list(islice(rows, _next_chunk_size(config.limit, skips.used))):
+        for usable, ids in zip(chunk, _encode(encoder, [u.text for u in chunk]), strict=True):
             try:
                 fitted = fit(usable, ids)
             except BadRow as bad:
@@ -102,55 +108,55 @@ def encoded_rows(
     skips.require_rows()
 
 
-def _wanted(limit: int | None, used: int) -> int:
-    """How many rows to read next: no more than are wanted, for a row beyond the limit is neither used nor skipped."""
+def _next_chunk_size(limit: int | None, used: int) -> int:
+    """Return how many rows to read next; rows beyond the limit are not read, so they are not counted as skipped."""
     return CHUNK if limit is None else min(CHUNK, limit - used)
 
 
-def _ids(encoder: Encoder, texts: list[Rendered]) -> list[Ids]:
+def _encode(encoder: Encoder, texts: list[Rendered]) -> list[Ids]:
     sides = [encoder.completions(texts, which) for which in range(len(texts[0].completions))]
     prompts = encoder.prompts(texts)
     rows = [Ids(prompt, tuple(side[i] for side in sides)) for i, prompt in enumerate(prompts)]
-    return [_by_turns(encoder, text, ids) if text.learned else ids for text, ids in zip(texts, rows, strict=True)]
+    return [_encode_turns(encoder, text, ids) if text.learned else ids for text, ids in zip(texts, rows, strict=True)]
 
 
-def _by_turns(encoder: Encoder, text: Rendered, ids: Ids) -> Ids:
+def _encode_turns(encoder: Encoder, text: Rendered, ids: Ids) -> Ids:
     sides = [encoder.turns(text, which) for which in range(len(text.completions))]
     return Ids(ids.prompt, tuple(row for row, _ in sides), learned=tuple(learned for _, learned in sides))
 
 
-def _renderer(encoder: Encoder) -> Callable[[Asks], list[Rendered]]:
+def _default_render(encoder: Encoder) -> Callable[[Asks], list[Rendered]]:
     return lambda text: [encoder.render(text.prompt, text.completions, tools=text.tools)]
 
 
-def _rendered(
+def _render_rows(
     read: Iterator[tuple[Row, T]], encoder: Encoder, skips: Skips, render: Callable[[T], list[Rendered]]
 ) -> Iterator[Usable[T]]:
-    for row, read_row in read:
-        found = _as_written(row, read_row, encoder, skips)
+    for row, parsed in read:
+        item = _keep_formatted_prompt(row, parsed, encoder, skips)
         try:
-            texts = render(found)
+            texts = render(item)
         except BadRow as bad:
             skips.add(row, bad.reason, bad.detail)
             continue
-        _note(row, found.prompt, texts, encoder, skips)
-        yield from (Usable(row, found, text) for text in texts)
+        _note_treatment(row, item.prompt, texts, encoder, skips)
+        yield from (Usable(row, item, text) for text in texts)
 
 
-def _as_written(row: Row, found: T, encoder: Encoder, skips: Skips) -> T:
-    """Leave a text prompt alone that has the template's special tokens in it already: it is written out."""
+def _keep_formatted_prompt(row: Row, parsed: T, encoder: Encoder, skips: Skips) -> T:
+    """Restore a text prompt that already contains the template's special tokens: it is not to be templated again."""
     prompt = row.values.get("prompt")
-    if encoder.template.choice != "auto" or isinstance(found.prompt, str) or not isinstance(prompt, str):
-        return found
+    if encoder.template.choice != "auto" or isinstance(parsed.prompt, str) or not isinstance(prompt, str):
+        return parsed
     if not any(special in prompt for special in encoder.template.specials):
-        return found
+        return parsed
     skips.count("text prompts have special tokens written out already, and stay as they are")
-    changed: Any = found  # every form of a row is a dataclass
-    return cast(T, replace(changed, prompt=prompt))
+    item: Any = parsed  # every parsed row is a dataclass, which replace() needs
+    return cast(T, replace(item, prompt=prompt))
 
 
-def _note(row: Row, prompt: Prompt, texts: Sequence[Rendered], encoder: Encoder, skips: Skips) -> None:
-    """Say once what was made of rows like this one."""
+def _note_treatment(row: Row, prompt: Prompt, texts: Sequence[Rendered], encoder: Encoder, skips: Skips) -> None:
+    """Record in `skips` how rows like this one are treated, each remark once."""
     given_as_text = any(isinstance(row.values.get(name), str) for name in _TEXT_PROMPTS)
     if encoder.template.choice == "auto" and given_as_text and not isinstance(prompt, str):
         skips.note(
@@ -166,7 +172,11 @@ def _note(row: Row, prompt: Prompt, texts: Sequence[Rendered], encoder: Encoder,
 
 
 def check_ids(ids: Ids) -> None:
-    """A model must be given something to go on from, and be shown more than an EOS."""
+    """Check that the prompt has a token, and every completion a token besides its EOS.
+
+    Raises:
+        BadRow: one of them has not.
+    """
     if not ids.prompt:
         raise BadRow("empty prompt, and the tokenizer puts no token before a text")
     if any(len(completion) < 2 for completion in ids.completions):

@@ -1,4 +1,4 @@
-"""Find what a model path names: a folder, a GGUF file, an adapter over a base, or a hub id."""
+"""Resolve a model path: a folder, a GGUF file, an adapter over a base model, or a hub id."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhf.data.paths import looks_local, missing
 from rlhf.errors import ModelError
 
 ADAPTER = "adapter_config.json"
-TOKENIZER_FILES = (  # of any tokenizer class of transformers; which of them a folder has depends on the class
+TOKENIZER_FILES = (  # of all tokenizer classes of transformers; a folder has those of its class
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -28,51 +28,51 @@ TOKENIZER_FILES = (  # of any tokenizer class of transformers; which of them a f
     "target.spm",
     "tekken.json",
 )
-_SHOWN = 8  # names of a folder's files in a message
+_SHOWN = 8  # at most this many file names of a folder in a message
 
 
 @dataclass(frozen=True)
 class ModelLocation:
-    """What `from_pretrained` takes: a folder or hub id, and the GGUF file in the folder where it is one."""
+    """What `from_pretrained` takes: a folder or hub id, and the name of the GGUF file in the folder, if it is one."""
 
     name: str
     gguf: str | None = None
 
     @property
     def path(self) -> str:
-        """The folder, file or hub id, for messages."""
+        """Return the folder, file or hub id, for messages."""
         return self.name if self.gguf is None else str(Path(self.name) / self.gguf)
 
     @property
     def is_local(self) -> bool:
-        """Whether the folder is on this machine."""
+        """Return whether this is a folder on this machine."""
         return Path(self.name).is_dir()
 
     @property
     def is_adapter(self) -> bool:
-        """Whether the folder holds an adapter over another model."""
+        """Return whether the folder holds an adapter over another model."""
         return self.is_local and (Path(self.name) / ADAPTER).is_file()
 
     def kwargs(self) -> dict[str, str]:
-        """The arguments of `from_pretrained` besides the name."""
+        """Return the keyword arguments of `from_pretrained` besides the name."""
         return {} if self.gguf is None else {"gguf_file": self.gguf}
 
 
 def locate_model(path: str) -> ModelLocation:
-    """Find the model that `path` names.
+    """Locate the model that `path` names.
 
     Raises:
-        ModelError: there is no such folder or file, it holds no model, or the package that reads it is missing.
+        ModelError: there is no such folder or file, it holds no model, or the package to read it is not installed.
     """
     location = _locate(path)
     folder = Path(location.name)
     if location.gguf is None and location.is_local and not location.is_adapter and not _has_config(folder):
-        raise ModelError(_no_model(path, folder))
+        raise ModelError(_no_model_message(path, folder))
     return location
 
 
 def locate_tokenizer(path: str) -> ModelLocation:
-    """Find the tokenizer that `path` names: the folder's own, or, for an adapter without one, its base's.
+    """Locate the tokenizer that `path` names; an adapter without its own uses the one of its base model.
 
     Raises:
         ModelError: there is no such folder or file, or it holds no tokenizer.
@@ -84,7 +84,7 @@ def locate_tokenizer(path: str) -> ModelLocation:
     if location.is_adapter:
         return locate_tokenizer(base_of_adapter(folder))
     if not _has_config(folder):
-        raise ModelError(_no_model(path, folder))
+        raise ModelError(_no_model_message(path, folder))
     raise ModelError(
         f"{path}: no tokenizer could be loaded from here: the folder has neither tokenizer.json nor another "
         "tokenizer's files; name a folder that has them with policy.tokenizer"
@@ -92,10 +92,10 @@ def locate_tokenizer(path: str) -> ModelLocation:
 
 
 def base_of_adapter(folder: Path) -> str:
-    """Read which model an adapter folder was trained over.
+    """Read the base model of an adapter from its configuration.
 
     Raises:
-        ModelError: its configuration cannot be read or names none.
+        ModelError: the configuration cannot be read or names no base model.
     """
     try:
         settings = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
@@ -112,20 +112,20 @@ def _locate(path: str) -> ModelLocation:
     if expanded.is_file():
         if expanded.suffix != ".gguf":
             raise ModelError(f"{path} is a file: give the model's folder, a hub id or a .gguf file")
-        return _gguf(expanded)
+        return _gguf_location(expanded)
     if expanded.is_dir():
         files = sorted(expanded.glob("*.gguf"))
         if not files or _has_config(expanded) or (expanded / ADAPTER).is_file():
             return ModelLocation(str(expanded))
         if len(files) > 1:
-            raise ModelError(f"{path} holds {len(files)} .gguf files ({_listed(files)}): name one of them")
-        return _gguf(files[0])
+            raise ModelError(f"{path} holds {len(files)} .gguf files ({_format_names(files)}): name one of them")
+        return _gguf_location(files[0])
     if looks_local(path, (".gguf",)):
         raise ModelError(missing(path))
     return ModelLocation(path)
 
 
-def _gguf(file: Path) -> ModelLocation:
+def _gguf_location(file: Path) -> ModelLocation:
     if importlib.util.find_spec("gguf") is None:
         raise ModelError(
             f"{file}: reading a GGUF file needs the package gguf: python -m pip install gguf "
@@ -143,15 +143,15 @@ def _has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in names) or any(folder.glob("*.tiktoken"))
 
 
-def _no_model(path: str, folder: Path) -> str:
+def _no_model_message(path: str, folder: Path) -> str:
     files = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
-    holds = f"it holds {_listed(files)}" if files else "it is empty"
+    content = f"it holds {_format_names(files)}" if files else "it is empty"
     return (
-        f"{path} is no model folder: it has no config.json ({holds}). "
+        f"{path} is no model folder: it has no config.json ({content}). "
         "Give a folder written by save_pretrained, a .gguf file, a run folder or a hub id"
     )
 
 
-def _listed(files: list[Path]) -> str:
+def _format_names(files: list[Path]) -> str:
     names = [file.name for file in files]
     return ", ".join([*names[:_SHOWN], *(["…"] if len(names) > _SHOWN else [])])

@@ -1,4 +1,7 @@
-"""Lists of token ids to rectangles. Masks go by length, never by id: a pad token may be a real token elsewhere."""
+"""Pad lists of token ids to rectangular tensors.
+
+Masks are computed from lengths, never from ids: the pad token may be a real token of a text.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,17 @@ from torch import Tensor
 
 
 def left_pad(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Int[Tensor, "B P"], Bool[Tensor, "B P"]]:
-    """Rows ending together: `(ids, mask)`."""
+    """Pad rows on the left, so that all end in the last column; return `(ids, mask)`."""
     return _pad(rows, pad_id, left=True)
 
 
 def right_pad(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """Rows starting together: `(ids, mask)`."""
+    """Pad rows on the right, so that all start in the first column; return `(ids, mask)`."""
     return _pad(rows, pad_id, left=False)
 
 
 def right_pad_flags(rows: Sequence[Sequence[bool]]) -> Bool[Tensor, "B T"]:
-    """Put rows of flags that start together into a rectangle; False where a row has ended."""
+    """Pad rows of flags on the right with False."""
     flags, live = _pad([[int(flag) for flag in row] for row in rows], 0, left=False)
     return flags.bool() & live
 

@@ -1,4 +1,4 @@
-"""Preference pairs, demonstrations and labelled completions: encoded once, put into batches by index."""
+"""Data sets of preference pairs, demonstrations and labelled completions, encoded once and collated by index."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from rlhf.data.stream import BatchStream, epoch_order
 from rlhf.data.templates import Rendered, Writer, conversation_rows
 from rlhf.types import Demonstrations, Labelled, PreferencePairs
 
-Flags = tuple[list[bool], ...]  # of each row, the tokens of its completion that the assistant wrote; empty: all
+Flags = tuple[list[bool], ...]  # for each row, which tokens of its completion the assistant wrote; empty: all
 
 T = TypeVar("T", PairText, DemoText, LabelledText)
 
 
 @dataclass(frozen=True)
 class CompletionRows:
-    """Completions, one a row, as token ids."""
+    """Prompts and completions as token ids, one completion per row."""
 
     prompts: tuple[list[int], ...]
     completions: tuple[list[int], ...]
@@ -40,12 +40,12 @@ class CompletionRows:
         return len(self.prompts)
 
     def by_length(self) -> list[int]:
-        """Order the rows' numbers, the longest first: rows of like length share a pass, and memory shows at once."""
+        """Return the row indices by length, longest first: little padding, and the peak of memory comes at once."""
         lengths = [len(p) + len(c) for p, c in zip(self.prompts, self.completions, strict=True)]
         return sorted(range(len(self)), key=lambda row: (-lengths[row], row))
 
     def collate(self, indices: Sequence[int]) -> Demonstrations:
-        """Put these rows into one batch."""
+        """Collate the rows at `indices` into one batch."""
         prompt_ids, prompt_mask = left_pad([self.prompts[i] for i in indices], self.pad_id)
         completion_ids, completion_mask = right_pad([self.completions[i] for i in indices], self.pad_id)
         learned = right_pad_flags([self.learned[i] for i in indices]) if self.learned else completion_mask.clone()
@@ -60,7 +60,7 @@ class CompletionRows:
 
 @dataclass(frozen=True)
 class PairSet:
-    """Encoded preference pairs; `texts` are the same rows as the model reads them, before any cut."""
+    """Encoded preference pairs; `texts` are the same rows as rendered text, before truncation."""
 
     prompts: tuple[list[int], ...]
     chosen: tuple[list[int], ...]
@@ -75,7 +75,7 @@ class PairSet:
         return len(self.texts)
 
     def collate(self, indices: Sequence[int]) -> PreferencePairs:
-        """Put these pairs into one batch."""
+        """Collate the pairs at `indices` into one batch."""
         chosen = CompletionRows(self.prompts, self.chosen, self.pad_id, self.chosen_learned).collate(indices)
         rejected = CompletionRows(self.prompts, self.rejected, self.pad_id, self.rejected_learned).collate(indices)
         return PreferencePairs(
@@ -93,7 +93,7 @@ class PairSet:
 
 @dataclass(frozen=True)
 class DemonstrationSet:
-    """Encoded prompts with what follows them; `learned` says which of its tokens are imitated, the ends included."""
+    """Encoded prompts and completions; `learned` marks the completion tokens to train on, end tokens included."""
 
     prompts: tuple[list[int], ...]
     completions: tuple[list[int], ...]
@@ -106,13 +106,13 @@ class DemonstrationSet:
         return len(self.texts)
 
     def collate(self, indices: Sequence[int]) -> Demonstrations:
-        """Put these demonstrations into one batch."""
+        """Collate the demonstrations at `indices` into one batch."""
         return CompletionRows(self.prompts, self.completions, self.pad_id, self.learned).collate(indices)
 
 
 @dataclass(frozen=True)
 class LabelledSet:
-    """Encoded completions, each with its label."""
+    """Encoded prompts and completions, each with a label."""
 
     prompts: tuple[list[int], ...]
     completions: tuple[list[int], ...]
@@ -124,7 +124,7 @@ class LabelledSet:
         return len(self.texts)
 
     def collate(self, indices: Sequence[int]) -> Labelled:
-        """Put these labelled completions into one batch."""
+        """Collate the labelled completions at `indices` into one batch."""
         rows = CompletionRows(self.prompts, self.completions, self.pad_id).collate(indices)
         return Labelled(
             **vars(rows), desirable=torch.tensor([self.texts[i].desirable for i in indices], dtype=torch.bool)
@@ -138,7 +138,11 @@ def load_pairs(
     chat_template: str | ChatFormat,
     context: int | None = None,
 ) -> PairSet:
-    """Load the preference pairs of a data set, encoded; neither side is longer than `max_tokens`, or the context."""
+    """Load and encode the preference pairs of a data set, each side within `config.max_tokens` and `context` tokens.
+
+    Raises:
+        DataError: the data set cannot be read, or no row is usable.
+    """
     encoder = make_encoder(tokenizer, chat_template)
     skips = Skips(config.path, fatal=config.bad_rows == "error")
     limit = limit_of(config.max_tokens, context, config.too_long)
@@ -148,7 +152,7 @@ def load_pairs(
             PAIRS,
             encoder,
             skips,
-            fit=lambda usable, ids: _prompt_cut(usable.row, ids, encoder, limit, skips),
+            fit=lambda usable, ids: _truncate_prompt(usable.row, ids, encoder, limit, skips),
         )
     )
     all_ids = [ids for _, ids in rows]
@@ -156,7 +160,7 @@ def load_pairs(
         prompts=tuple(ids.prompt for ids in all_ids),
         chosen=tuple(ids.completions[0] for ids in all_ids),
         rejected=tuple(ids.completions[1] for ids in all_ids),
-        texts=tuple(_as_read(usable) for usable, _ in rows),
+        texts=tuple(_rendered_pair(usable) for usable, _ in rows),
         pad_id=encoder.pad_id,
         skips=skips,
         chosen_learned=_flags(all_ids, 0),
@@ -164,13 +168,13 @@ def load_pairs(
     )
 
 
-def _as_read(usable: Usable[PairText]) -> PairText:
-    """Return the row as text that the model reads; a side of several turns with all of them."""
-    read = replace(usable.found, prompt=usable.text.prompt)
-    if not read.sides:
-        return read
+def _rendered_pair(usable: Usable[PairText]) -> PairText:
+    """Return the pair with the rendered prompt, and with whole rendered sides if they have several turns."""
+    pair = replace(usable.parsed, prompt=usable.text.prompt)
+    if not pair.sides:
+        return pair
     chosen, rejected = usable.text.completions
-    return replace(read, chosen=chosen, rejected=rejected)
+    return replace(pair, chosen=chosen, rejected=rejected)
 
 
 def _flags(rows: Sequence[Ids], which: int) -> Flags:
@@ -186,7 +190,11 @@ def load_labelled(
     chat_template: str | ChatFormat,
     context: int | None = None,
 ) -> LabelledSet:
-    """Load the labelled completions of a data set, encoded and limited like pairs."""
+    """Load and encode the labelled completions of a data set, with the limits of `load_pairs`.
+
+    Raises:
+        DataError: the data set cannot be read, or no row is usable.
+    """
     encoder = make_encoder(tokenizer, chat_template)
     skips = Skips(config.path, fatal=config.bad_rows == "error")
     limit = limit_of(config.max_tokens, context, config.too_long)
@@ -196,13 +204,13 @@ def load_labelled(
             LABELLED,
             encoder,
             skips,
-            fit=lambda usable, ids: _prompt_cut(usable.row, ids, encoder, limit, skips),
+            fit=lambda usable, ids: _truncate_prompt(usable.row, ids, encoder, limit, skips),
         )
     )
     return LabelledSet(
         prompts=tuple(ids.prompt for _, ids in rows),
         completions=tuple(ids.completions[0] for _, ids in rows),
-        texts=tuple(replace(usable.found, prompt=usable.text.prompt) for usable, _ in rows),
+        texts=tuple(replace(usable.parsed, prompt=usable.text.prompt) for usable, _ in rows),
         pad_id=encoder.pad_id,
         skips=skips,
     )
@@ -215,9 +223,12 @@ def load_demonstrations(
     chat_template: str | ChatFormat,
     context: int | None = None,
 ) -> DemonstrationSet:
-    """Load the texts of a data set to imitate, encoded; `config.learn` says what of a conversation.
+    """Load and encode the demonstrations of a data set; `config.learn` selects what of a conversation is trained on.
 
-    The prompt of a plain text is the BOS, or its first token where the tokenizer puts no BOS before a text.
+    The prompt of a plain text is the BOS, or its first token if the tokenizer puts no BOS before a text.
+
+    Raises:
+        DataError: the data set cannot be read, or no row is usable.
     """
     encoder = make_encoder(tokenizer, chat_template)
     skips = Skips(config.path, fatal=config.bad_rows == "error")
@@ -228,15 +239,15 @@ def load_demonstrations(
             DEMONSTRATIONS,
             encoder,
             skips,
-            render=lambda found: demonstration_rows(encoder, found, config.learn),
-            fit=lambda usable, ids: _end_cut(usable, ids, limit, skips),
+            render=lambda demo: demonstration_rows(encoder, demo, config.learn),
+            fit=lambda usable, ids: _truncate_end(usable, ids, limit, skips),
         )
     )
     all_ids = [ids for _, ids in rows]
     return DemonstrationSet(
         prompts=tuple(ids.prompt for ids in all_ids),
         completions=tuple(ids.completions[0] for ids in all_ids),
-        texts=tuple(replace(usable.found, prompt=usable.text.prompt) for usable, _ in rows),
+        texts=tuple(replace(usable.parsed, prompt=usable.text.prompt) for usable, _ in rows),
         pad_id=encoder.pad_id,
         skips=skips,
         learned=_flags(all_ids, 0),
@@ -244,7 +255,7 @@ def load_demonstrations(
 
 
 def demonstration_rows(encoder: Encoder, demo: DemoText, learn: Learn) -> list[Rendered]:
-    """Render a text to imitate, as one row or as several; `learn` as in data.sft.learn."""
+    """Render a demonstration as one row or several; `learn` is the value of data.sft.learn."""
     if isinstance(demo.prompt, str):
         rendered = encoder.render(demo.prompt, demo.completions)
         if learn != "all" or not rendered.prompt:
@@ -255,8 +266,11 @@ def demonstration_rows(encoder: Encoder, demo: DemoText, learn: Learn) -> list[R
     return conversation_rows(writer, [*demo.prompt, *answer], learn, prompt_turns=demo.whole)
 
 
-def _prompt_cut(row: Row, ids: Ids, encoder: Encoder, limit: Limit, skips: Skips) -> Ids | None:
-    """Return a row whose longest side fits the limit, its prompt cut at the start if that is wanted."""
+def _truncate_prompt(row: Row, ids: Ids, encoder: Encoder, limit: Limit, skips: Skips) -> Ids | None:
+    """Fit a row's longest side to the limit, cutting the start of its prompt if `too_long` is "truncate".
+
+    Returns None for a row that is left out.
+    """
     check_ids(ids)
     excess = limit.excess(row, len(ids.prompt) + max(map(len, ids.completions)), skips)
     if not excess:
@@ -269,8 +283,11 @@ def _prompt_cut(row: Row, ids: Ids, encoder: Encoder, limit: Limit, skips: Skips
     return replace(ids, prompt=prompt, whole=False)
 
 
-def _end_cut(usable: Usable[DemoText], ids: Ids, limit: Limit, skips: Skips) -> Ids | None:
-    """Return a row that fits the limit, its end cut off, EOS and all, if that is wanted."""
+def _truncate_end(usable: Usable[DemoText], ids: Ids, limit: Limit, skips: Skips) -> Ids | None:
+    """Fit a row to the limit, cutting off its end (EOS included) if `too_long` is "truncate".
+
+    Returns None for a row that is left out.
+    """
     if not ids.prompt and not usable.text.prompt and len(ids.completions[0]) > 1:
         ids = Ids(ids.completions[0][:1], (ids.completions[0][1:],))
     else:

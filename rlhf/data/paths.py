@@ -1,4 +1,4 @@
-"""Telling a missing file from a name on the hub, and naming what the user may have meant."""
+"""Distinguish missing files from hub ids, and suggest the names that the user may have meant."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 KINDS = ("jsonl", "json", "csv", "parquet")
 SUFFIXES = tuple(f".{kind}{gz}" for kind in KINDS for gz in (("", ".gz") if kind != "parquet" else ("",)))
-"""How the names of data files end."""
+"""The suffixes of data files."""
 
 
 def looks_local(path: str, suffixes: tuple[str, ...] = ()) -> bool:
-    """Whether `path`, which is not there, was meant as a file or folder rather than as a hub id `owner/name`."""
+    """Return whether the non-existent `path` was meant as a file or folder rather than a hub id `owner/name`."""
     if path.startswith(("/", ".", "~")) or path.endswith((*suffixes, "/")) or "\\" in path:
         return True
     first, *rest = path.split("/")
@@ -19,7 +19,7 @@ def looks_local(path: str, suffixes: tuple[str, ...] = ()) -> bool:
 
 
 def missing(path: str) -> str:
-    """`no such file or folder: ...`, with the nearest names in the deepest folder that exists."""
+    """Return the message "no such file or folder: ...", with similar names from the deepest folder that exists."""
     wanted = Path(path).expanduser()
     known = wanted
     while not known.is_dir() and known != known.parent:

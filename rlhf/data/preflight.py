@@ -1,4 +1,4 @@
-"""What can be seen of a configuration's files before anything slow is imported: whether they are there."""
+"""Check that the files a configuration names exist, before anything slow is imported."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rlhf.errors import DataError, ModelError
 
 
 def check_files(config: TrainConfig | RewardModelConfig) -> None:
-    """Refuse data files and model folders that are not there; what may be a hub id is left to whoever loads it.
+    """Check that the data files and model folders of a configuration exist; possible hub ids are not checked.
 
     Raises:
-        ModelError: a model folder is missing; one line for each mistake, the data files' included.
-        DataError: data files only.
+        ModelError: a model folder is missing; the message has one line per missing path, data files included.
+        DataError: only data files are missing.
     """
     models = [f"{key}: {missing(path)}" for key, path in _model_paths(config) if _is_missing(path, ("runs/",))]
     data = [f"{key}: {missing(path)}" for key, path in _data_paths(config) if _is_missing(path)]
@@ -37,7 +37,7 @@ def _data_paths(config: TrainConfig | RewardModelConfig) -> Iterator[tuple[str, 
 
 
 def _model_paths(config: TrainConfig | RewardModelConfig) -> Iterator[tuple[str, str]]:
-    """Name the models that a run reads as it begins; one that continues has its own."""
+    """Yield the key and path of each model that a new run reads; a resumed run reads its own checkpoint."""
     if (Path(config.run.out_dir) / "checkpoints").is_dir():
         return
     if isinstance(config, RewardModelConfig):
@@ -53,5 +53,5 @@ def _model_paths(config: TrainConfig | RewardModelConfig) -> Iterator[tuple[str,
 
 
 def _is_missing(path: str, local_prefixes: tuple[str, ...] = ()) -> bool:
-    looks_like_a_file = looks_local(path, SUFFIXES) or path.startswith(local_prefixes)
-    return looks_like_a_file and not Path(path).expanduser().exists()
+    is_local = looks_local(path, SUFFIXES) or path.startswith(local_prefixes)
+    return is_local and not Path(path).expanduser().exists()

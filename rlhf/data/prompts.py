@@ -1,4 +1,4 @@
-"""Prompts to sample completions for, and the stream of them that a resumed run continues exactly."""
+"""Prompts to sample completions for, and an endless stream of them that a resumed run continues exactly."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from rlhf.data.stream import BatchStream
 from rlhf.errors import DataError
 from rlhf.types import Prompts
 
-MESSAGES = "prompt_messages"  # the column of a reference with the prompt as messages, where it is a conversation
+MESSAGES = "prompt_messages"  # the reference column with the prompt as messages, if it is a conversation
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Encoded prompts; each reference is the row's columns, with the prompt's text under `prompt`."""
+    """Encoded prompts; each reference holds the row's columns, with the prompt's text under `prompt`."""
 
     ids: tuple[list[int], ...]
     references: tuple[Mapping[str, object], ...]
@@ -38,24 +38,24 @@ class PromptSet:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The prompts as text."""
+        """Return the prompts as text."""
         return tuple(str(reference["prompt"]) for reference in self.references)
 
     def collate(self, indices: Sequence[int]) -> Prompts:
-        """These prompts as one batch, numbered from 0."""
-        return self._prompts(indices, range(len(indices)))
+        """Collate the prompts at `indices` into one batch, numbered from 0."""
+        return self._batch(indices, range(len(indices)))
 
     def all(self) -> Prompts:
-        """All prompts as one batch."""
+        """Return all prompts as one batch."""
         return self.collate(range(len(self)))
 
     def batches(self, size: int) -> Iterator[Prompts]:
-        """All prompts in order, `size` at a time, each numbered by its place in the set."""
+        """Yield all prompts in order, `size` at a time, each numbered by its position in the set."""
         for start in range(0, len(self), size):
             indices = range(start, min(start + size, len(self)))
-            yield self._prompts(indices, indices)
+            yield self._batch(indices, indices)
 
-    def _prompts(self, indices: Sequence[int], numbers: Sequence[int]) -> Prompts:
+    def _batch(self, indices: Sequence[int], numbers: Sequence[int]) -> Prompts:
         ids, mask = left_pad([self.ids[i] for i in indices], self.pad_id)
         return Prompts(
             prompt_ids=ids,
@@ -66,7 +66,7 @@ class PromptSet:
 
 
 class PromptStream(BatchStream[Prompts]):
-    """Endless shuffled prompts: the batch of a step depends on the seed and the step alone."""
+    """Endless shuffled prompts; a batch depends only on the seed and the step number."""
 
     def __init__(self, prompt_set: PromptSet, prompts_per_step: int, seed: int) -> None:
         super().__init__(prompt_set, prompts_per_step, seed)
@@ -80,14 +80,18 @@ def load_prompts(
     context: int | None = None,
     max_new_tokens: int = 0,
 ) -> PromptSet:
-    """Load the prompts of a data set, encoded; with `max_new_tokens` more tokens each fits the model's `context`."""
+    """Load and encode the prompts of a data set; each leaves room for `max_new_tokens` in the model's `context`.
+
+    Raises:
+        DataError: the data set cannot be read, no row is usable, or `max_new_tokens` leaves no room for a prompt.
+    """
     encoder = make_encoder(tokenizer, chat_template)
     skips = Skips(config.path, fatal=config.bad_rows == "error")
     limit = _limit(config, context, max_new_tokens)
 
     def fit(usable: Usable[PromptText], ids: Ids) -> Ids | None:
-        fitted = _fitted(usable.row, ids, encoder, config.first_tokens, limit, skips)
-        return None if fitted is None else Ids(fitted, (), whole=fitted == ids.prompt)
+        prompt_ids = _fit_prompt(usable.row, ids, encoder, config.first_tokens, limit, skips)
+        return None if prompt_ids is None else Ids(prompt_ids, (), whole=prompt_ids == ids.prompt)
 
     rows = list(encoded_rows(config, PROMPTS, encoder, skips, fit=fit, turns=config.first_tokens is None))
     return PromptSet(
@@ -98,26 +102,26 @@ def load_prompts(
     )
 
 
-def _fitted(
+def _fit_prompt(
     row: Row, encoded: Ids, encoder: Encoder, first_tokens: int | None, limit: Limit, skips: Skips
 ) -> list[int] | None:
-    """The ids that are the prompt: the first of a text, and no more than the limit; None where the row is left out."""
+    """Cut the prompt to its first tokens, if so configured, and to the limit; return None if the row is left out."""
     check_ids(encoded)
     head = encoder.head(encoded.prompt)
     ids = encoded.prompt if first_tokens is None else encoded.prompt[: head + first_tokens]
     excess = limit.excess(row, len(ids), skips)
     if not excess:
         return None if excess is None else ids
-    cut = cut_start(ids, excess, head)
-    if cut is None:
+    truncated = cut_start(ids, excess, head)
+    if truncated is None:
         skips.leave_out(row, limit.reason, "nothing of it would be left")
     else:
         skips.cut += 1
-    return cut
+    return truncated
 
 
 def _limit(config: PromptsConfig, context: int | None, max_new_tokens: int) -> Limit:
-    """Return the limit of the configuration, or what the model's context leaves beside the new tokens."""
+    """Build the limit: the configured one, or what the new tokens leave of the model's context if that is less."""
     if context is None or context - max_new_tokens >= config.max_prompt_tokens:
         return Limit(config.max_prompt_tokens, "max_prompt_tokens", config.too_long)
     if context <= max_new_tokens:
@@ -130,14 +134,18 @@ def _limit(config: PromptsConfig, context: int | None, max_new_tokens: int) -> L
 
 
 def _reference(usable: Usable[PromptText], ids: Ids, encoder: Encoder) -> Mapping[str, object]:
-    """Return the row's columns, the prompt's text (of a cut one, what is left of it), and its messages."""
+    """Build a prompt's reference: the row's columns, the (truncated) text, and the messages of a whole prompt."""
     text = usable.text.prompt if ids.whole else encoder.decode(ids.prompt[encoder.head(ids.prompt) :])
-    columns = {**usable.found.reference, "prompt": text}
+    columns = {**usable.parsed.reference, "prompt": text}
     return {**columns, MESSAGES: list(usable.text.messages)} if usable.text.messages and ids.whole else columns
 
 
 def encode_conversations(prompts: Sequence[Prompt], encoder: Encoder) -> Prompts:
-    """Encode prompts, texts or conversations, as one batch."""
+    """Encode prompts, each a text or a conversation, as one batch.
+
+    Raises:
+        DataError: the chat template refuses a prompt.
+    """
     try:
         rendered = [encoder.render(prompt) for prompt in prompts]
     except BadRow as bad:

@@ -1,4 +1,4 @@
-"""Reference log-probabilities on disk: one number a completion, computed once for a model and a data set."""
+"""Cache reference log-probabilities on disk: one number per completion, computed once per model and data set."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-VERSION = 1  # of the file and of what the numbers mean: another one is another key
+VERSION = 1  # of the file format and of what the numbers mean; part of the key
 _NAME = "logprobs"
 
 
 def cache_folder(configured: str | None, environment: Mapping[str, str]) -> Path:
-    """Where reference log-probabilities are kept: `reference/` in the configured folder or the user's own cache."""
+    """Return the cache folder for reference log-probabilities: `reference/` in `configured` or in the user's cache."""
     if configured is not None:
         return Path(configured).expanduser() / "reference"
     home = environment.get("XDG_CACHE_HOME") or "~/.cache"
@@ -30,9 +30,10 @@ def cache_folder(configured: str | None, environment: Mapping[str, str]) -> Path
 def rows_fingerprint(
     prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], learned: Sequence[Sequence[bool]] = ()
 ) -> str:
-    """Digest token ids, row by row: other rows, another order, tokenizer or template make another digest.
+    """Compute the SHA-256 digest of token ids, row by row.
 
-    `learned` says which tokens of a completion are added up, where it is not all of them.
+    Other rows, another order, another tokenizer or another template give another digest. `learned` marks the tokens of
+    each completion whose log-probabilities are summed, if not all are.
     """
     digest = hashlib.sha256()
     for prompt, completion in zip(prompts, completions, strict=True):
@@ -43,28 +44,28 @@ def rows_fingerprint(
 
 
 def cache_key(*, weights: str, rows: str, dtype: str, temperature: float) -> str:
-    """The name under which log-probabilities of these rows under these weights are kept."""
+    """Compute the cache key for the log-probabilities of these rows under these weights."""
     parts = {"version": VERSION, "weights": weights, "rows": rows, "dtype": dtype, "temperature": temperature}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 class ReferenceCache:
-    """A folder of files, one a key, each with a checksum of its numbers; `notes` says what was wrong with one."""
+    """A folder with one file per key, each with a checksum of its numbers; `notes` collects warnings about files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.notes: list[str] = []
 
     def path(self, key: str) -> Path:
-        """The file of a key."""
+        """Return the path of the file for `key`."""
         return self.folder / f"{key}.safetensors"
 
     def read(self, key: str, *, count: int) -> Float[Tensor, " N"] | None:
-        """The `count` numbers kept under `key`; None where there are none, or where the file is damaged (noted)."""
+        """Read the `count` numbers stored under `key`; return None if there are none or the file is damaged (noted)."""
         path = self.path(key)
         if not path.is_file():
             return None
-        damage, values = _opened(path)
+        damage, values = _read_checked(path)
         if not damage and values.shape != (count,):
             damage = f"it holds {tuple(values.shape)} numbers instead of {count}"
         if damage:
@@ -73,25 +74,25 @@ class ReferenceCache:
         return values
 
     def write(self, key: str, values: Float[Tensor, " N"]) -> None:
-        """Keep the numbers: written aside, then renamed. A folder that cannot be written to is noted, not fatal."""
+        """Store `values` under `key` atomically; a folder that cannot be written to is noted, not fatal."""
         values = values.detach().cpu().contiguous()
         content = save({_NAME: values}, metadata={"checksum": _checksum(values)})
-        aside = self.folder / f".{key}.{os.getpid()}.new"
+        temporary = self.folder / f".{key}.{os.getpid()}.new"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            aside.write_bytes(content)
-            aside.replace(self.path(key))
+            temporary.write_bytes(content)
+            temporary.replace(self.path(key))
         except OSError as error:
             with suppress(OSError):
-                aside.unlink()
+                temporary.unlink()
             self.notes.append(
                 f"reference log-probs could not be kept in {self.folder} ({error}): the next run computes them again; "
                 "set run.cache_dir to a folder that can be written to"
             )
 
 
-def _opened(path: Path) -> tuple[str, Tensor]:
-    """What is wrong with a file (nothing: empty), and its numbers."""
+def _read_checked(path: Path) -> tuple[str, Tensor]:
+    """Read a file's numbers; return what is wrong with it (empty if nothing), and the numbers."""
     try:
         with safe_open(path, framework="pt") as file:
             values, metadata = file.get_tensor(_NAME), file.metadata() or {}

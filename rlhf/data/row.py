@@ -1,4 +1,4 @@
-"""A row as its file has it, and what is wrong with one."""
+"""A row as read from its file, and the error for a row that cannot be used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class BadRow(Exception):
-    """A row that cannot be used: `reason` is what rows are counted by, `detail` belongs to this row alone."""
+    """A row that cannot be used: rows are counted by `reason`; `detail` is about this row alone."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -17,13 +17,13 @@ class BadRow(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """The columns of one row and where it stands."""
+    """The columns of one row, and its file and line."""
 
     values: dict[str, object]
     file: str
-    number: int  # line of a text file, row of any other; from 1, as an editor shows it
+    number: int  # line of a text file, row of any other file; from 1, as editors count
 
     @property
     def place(self) -> str:
-        """The place as messages show it, `file:number`."""
+        """Return the location for messages, `file:number`."""
         return f"{Path(self.file).name}:{self.number}"

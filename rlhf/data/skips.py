@@ -1,4 +1,4 @@
-"""What became of every row of a data set: used, cut, or skipped for a reason. Nothing is lost silently."""
+"""Count what happens to every row of a data set (used, cut, or skipped for a reason), so none is lost silently."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from rlhf.data.row import BadRow, Row
 from rlhf.errors import DataError
 
 EXAMPLES = 3
-LOUD = 0.05  # a larger share of the rows left out for their length is a warning
+LOUD = 0.05  # warn if a larger share of the rows is left out as too long
 
 
 class Skips:
-    """Counts of skipped rows by reason, with the first few rows of each."""
+    """Counts of used, cut and skipped rows; the skipped ones by reason, with the first few examples of each."""
 
     def __init__(self, source: str, *, fatal: bool = False) -> None:
         self.source = source
@@ -27,11 +27,15 @@ class Skips:
 
     @property
     def skipped(self) -> int:
-        """How many rows were left out, for whatever reason."""
+        """Return how many rows were skipped, for any reason."""
         return sum(self.counts.values())
 
     def add(self, row: Row, reason: str, detail: str = "") -> None:
-        """Skip a malformed row, or stop there where bad rows are fatal."""
+        """Skip a malformed row.
+
+        Raises:
+            DataError: malformed rows are fatal.
+        """
         if self.fatal:
             raise DataError(
                 f"{row.place}: {BadRow(reason, detail)}. "
@@ -40,30 +44,30 @@ class Skips:
         self.leave_out(row, reason, detail)
 
     def leave_out(self, row: Row, reason: str, detail: str = "") -> None:
-        """Skip a row which is not malformed, such as one that is too long: never fatal."""
+        """Skip a row that is not malformed, for example one that is too long; never fatal."""
         self.counts[reason] += 1
         if len(self._examples[reason]) < EXAMPLES:
             self._examples[reason].append(f"{row.place} ({detail})" if detail else row.place)
 
     def note(self, text: str) -> None:
-        """Remember something the user should know of this data set; said once."""
+        """Record a remark about the whole data set for the summary, once."""
         if text not in self.notes:
             self.notes.append(text)
 
     def count(self, remark: str) -> None:
-        """Count a row that is used, but not quite as it is."""
+        """Count a row that is used, but not exactly as it was given."""
         self.remarks[remark] += 1
 
     def reasons(self) -> str:
-        """The reasons, most frequent first, each with its first rows."""
+        """Format the skip reasons, most frequent first, each with its count and first rows."""
         parts = []
         for reason, count in sorted(self.counts.items(), key=lambda item: -item[1]):
-            more = ", ..." if count > len(self._examples[reason]) else ""
-            parts.append(f"{count:,} {reason} [{', '.join(self._examples[reason])}{more}]")
+            ellipsis = ", ..." if count > len(self._examples[reason]) else ""
+            parts.append(f"{count:,} {reason} [{', '.join(self._examples[reason])}{ellipsis}]")
         return "; ".join(parts)
 
     def summary(self) -> str:
-        """One line for the user: rows used, cut and skipped, and why."""
+        """Summarize in one line how many rows were used, cut and skipped, and why."""
         text = f"{self.source}: {self.used:,} rows used"
         if self.cut:
             text += f" ({self.cut:,} of them cut to length)"
@@ -78,7 +82,11 @@ class Skips:
         return ". ".join([text, *remarks, *self.notes])
 
     def require_rows(self) -> None:
-        """Stop where no row is left."""
+        """Check that at least one row was used.
+
+        Raises:
+            DataError: none was.
+        """
         if self.used:
             return
         if not self.skipped:

@@ -1,4 +1,4 @@
-"""Batches by step number alone: a resumed run continues exactly, with no cursor to save."""
+"""Shuffled batches computed from the step number alone: a resumed run continues exactly, with no state to save."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ B_co = TypeVar("B_co", bound=Batch, covariant=True)
 
 @runtime_checkable
 class RowSet(Protocol[B_co]):
-    """A data set that can put any of its rows into a batch."""
+    """A data set that can collate any of its rows into a batch."""
 
     def __len__(self) -> int:
-        """How many rows there are."""
+        """Return the number of rows."""
         ...
 
     def collate(self, indices: list[int]) -> B_co:
-        """The rows at `indices`, in that order, as one batch."""
+        """Collate the rows at `indices` into one batch, in that order."""
         ...
 
 
 @lru_cache(maxsize=8)
 def _permutation(n: int, seed: int, epoch: int) -> tuple[int, ...]:
-    # Python promises the sequence of random() for a seed across versions; it promises nothing of shuffle().
+    # For a given seed Python guarantees the same random() sequence across versions, but not the same shuffle().
     draw = random.Random(f"{seed}/{epoch}").random
     keys = [draw() for _ in range(n)]
     return tuple(sorted(range(n), key=keys.__getitem__))
 
 
 def epoch_order(n: int, batch_size: int, seed: int, step: int) -> list[int]:
-    """The rows of batch `step` (from 1) when n rows are read in epochs, each in an order of its own.
+    """Return the row indices of batch `step` (from 1) when n rows are shuffled anew in every epoch.
 
     Batch k is positions [(k-1)·batch_size, k·batch_size) of the endless sequence of epochs, so a batch may
-    run across the end of an epoch, and any n consecutive positions from a multiple of n hold every row once.
+    cross the end of an epoch, and any n consecutive positions from a multiple of n hold every row once.
     """
     assert min(n, batch_size, step) > 0
     start = (step - 1) * batch_size
-    return [_permutation(n, seed, at // n)[at % n] for at in range(start, start + batch_size)]
+    return [_permutation(n, seed, position // n)[position % n] for position in range(start, start + batch_size)]
 
 
 def in_order(rows: RowSet[B_co], size: int) -> Iterator[B_co]:
-    """Every row once, in the order of the data set, at most `size` at a time."""
+    """Yield every row once, in data set order, in batches of at most `size`."""
     for start in range(0, len(rows), size):
         yield rows.collate(list(range(start, min(start + size, len(rows)))))
 
 
 class BatchStream(Generic[B_co]):
-    """Endless shuffled batches of a data set, computed from the step number alone."""
+    """Endless shuffled batches of a data set, each computed from the seed and the step number alone."""
 
     def __init__(self, rows: RowSet[B_co], rows_per_step: int, seed: int) -> None:
         self.rows = rows
@@ -60,9 +60,9 @@ class BatchStream(Generic[B_co]):
 
     @property
     def steps_per_epoch(self) -> float:
-        """How many steps read every row once."""
+        """Return how many steps it takes to read every row once."""
         return len(self.rows) / self.rows_per_step
 
     def batch(self, step: int) -> B_co:
-        """The batch of step `step`, counted from 1."""
+        """Return the batch of step `step`, counted from 1."""
         return self.rows.collate(epoch_order(len(self.rows), self.rows_per_step, self.seed, step))

@@ -1,8 +1,9 @@
-"""Conversations as text: what the chat template writes, where each turn of the assistant begins, and where it ends.
+"""Render conversations with the chat template, and find where each assistant turn begins and ends in the text.
 
-A turn of the assistant is what the model would have to write after the generation prompt: it begins where that ends,
-and ends with the template's end-of-turn token. What follows that token (a line break, another special token) is
-nobody's to learn. docs/decisions/011-turns.md says how templates are dealt with that rewrite turns or open a thought.
+An assistant turn is what the model would have to generate after the generation prompt: it begins where that prompt
+ends, and ends with the template's end-of-turn token. What follows that token (a line break, another special token) is
+never trained on. docs/decisions/011-turns.md describes how templates are handled that rewrite earlier turns or open a
+thought.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from rlhf.data.paths import missing
 from rlhf.data.row import BadRow
 from rlhf.errors import DataError
 
-Span = tuple[int, int]  # characters, the second one not included
+Span = tuple[int, int]  # start and end character, the end not included
 Tools = Sequence[Mapping[str, Any]]
 
-_PROBES = ("Probe A", "0 other z")  # answers that share neither their first nor their last character
-_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_OPENING = re.compile(r"<(\w+)>\s*")
+_PROBES = ("Probe A", "0 other z")  # answers that differ in their first and their last character
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_OPENING_TAG = re.compile(r"<(\w+)>\s*")
 
 
 @dataclass(frozen=True)
 class Template:
-    """How conversations become text: a Jinja source, or none; `turns`: text prompts become a user's turn too."""
+    """A chat template: its Jinja source, or none; `turns` means that text prompts become user turns too."""
 
     source: str | None
     turns: bool
-    choice: str  # what data.chat_template says
-    tool_source: str | None = None  # for rows with tools, where the tokenizer has a template of its own for them
+    choice: str  # the value of data.chat_template
+    tool_source: str | None = None  # for rows with tools, if the tokenizer has a separate template for them
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     system: str | None = None
     specials: tuple[str, ...] = ()  # the tokenizer's special tokens, the longest first
@@ -50,22 +51,26 @@ class Template:
 
 
 def choose_template(tokenizer: PreTrainedTokenizerBase, choice: str | ChatFormat) -> Template:
-    """Choose the template `data.chat_template` means: the tokenizer's own (auto), none, or that of a file."""
+    """Load the template that `data.chat_template` selects: the tokenizer's own (auto), none, or a file.
+
+    Raises:
+        DataError: the file cannot be read, or other chat keys are set although there is no template.
+    """
     chat = ChatFormat(choice) if isinstance(choice, str) else choice
-    template = _source_of(tokenizer, chat.template)
+    template = _load_template(tokenizer, chat.template)
     if template.source is None and (chat.kwargs or chat.system is not None):
         key = "data.system" if chat.system is not None else "data.chat_template_kwargs"
-        raise DataError(f"{key} is given to a chat template, and {_why_none(template)}. Leave it out.")
+        raise DataError(f"{key} is given to a chat template, and {_no_template_reason(template)}. Leave it out.")
     return replace(template, kwargs=chat.kwargs, system=chat.system, specials=special_texts(tokenizer))
 
 
-def _source_of(tokenizer: PreTrainedTokenizerBase, choice: str) -> Template:
+def _load_template(tokenizer: PreTrainedTokenizerBase, choice: str) -> Template:
     if choice == "none":
         return Template(None, False, choice)
     if choice == "auto":
-        named = tokenizer.chat_template  # some have several, by name
-        source = named.get("default") if isinstance(named, dict) else named
-        tool_source = named.get("tool_use") if isinstance(named, dict) else None
+        templates = tokenizer.chat_template  # some tokenizers have several, by name
+        source = templates.get("default") if isinstance(templates, dict) else templates
+        tool_source = templates.get("tool_use") if isinstance(templates, dict) else None
         return Template(source, source is not None, choice, tool_source)
     path = Path(choice).expanduser()
     if not path.is_file():
@@ -78,13 +83,13 @@ def _source_of(tokenizer: PreTrainedTokenizerBase, choice: str) -> Template:
 
 
 def special_texts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """List the tokenizer's special tokens as text, the longest first."""
-    flagged = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return tuple(sorted(flagged | set(tokenizer.all_special_tokens), key=lambda text: (-len(text), text)))
+    """Return the tokenizer's special tokens as text, longest first."""
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return tuple(sorted(special | set(tokenizer.all_special_tokens), key=lambda text: (-len(text), text)))
 
 
 def turn_end_id(tokenizer: PreTrainedTokenizerBase, template: Template) -> int | None:
-    """Find the token that ends the assistant's turn where it is a special one; None where the template has none.
+    """Return the id of the special token that ends an assistant turn, or None if the template has none.
 
     It need not be the tokenizer's EOS: Gemma's is <end_of_turn>, Phi-3's <|end|>.
     """
@@ -96,25 +101,25 @@ def turn_end_id(tokenizer: PreTrainedTokenizerBase, template: Template) -> int |
     except BadRow:
         return None
     end = next((special for special in template.specials if text.endswith(special)), None)
-    number = tokenizer.convert_tokens_to_ids(end) if end is not None else None
-    return number if isinstance(number, int) else None
+    end_id = tokenizer.convert_tokens_to_ids(end) if end is not None else None
+    return end_id if isinstance(end_id, int) else None
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A prompt and its completions as text, whose concatenation is what the model reads."""
+    """A prompt and its completions as text; prompt + completion is what the model reads."""
 
     prompt: str
     completions: tuple[str, ...]
-    templated: bool  # then the template has written the special tokens
-    learned: tuple[tuple[Span, ...], ...] = ()  # of each completion, what the assistant says; empty: all of each
-    messages: tuple[Message, ...] = ()  # the prompt as a conversation, where it is one
+    templated: bool  # the chat template wrote the text, special tokens included
+    learned: tuple[tuple[Span, ...], ...] = ()  # for each completion, the spans to train on; empty: all
+    messages: tuple[Message, ...] = ()  # the prompt as a conversation, if it is one
     ignored: tuple[str, ...] = ()  # fields of the row that the template did not write
 
 
 @dataclass(frozen=True)
 class TurnText:
-    """One turn of the assistant: all that stands before it, and the turn up to its end-of-turn token."""
+    """One assistant turn: all text before it, and the turn up to and including its end-of-turn token."""
 
     before: str
     text: str
@@ -129,23 +134,30 @@ class Writer:
     tools: Tools = ()
 
     def prompt(self, conversation: Sequence[Message]) -> str:
-        """Write a conversation that the assistant is to answer, the header of its turn included."""
+        """Render a conversation that the assistant is to answer, ending with the header of its turn.
+
+        Raises:
+            BadRow: the template refuses the conversation or renders nothing.
+        """
         before = self.write(conversation, answer=True)
         if not before:
             raise BadRow("the chat template makes nothing of the prompt")
         return before
 
     def turn(self, conversation: Sequence[Message], answer: Message) -> TurnText:
-        """Write the assistant's next turn, in the form in which a model would write it.
+        """Render the assistant's next turn as the model would have to generate it.
 
-        Where the generation prompt opens a thought that the answered conversation lacks, the turn begins at the
-        assistant's header, unless the answer has a thought: then that continues the opened one.
+        If the generation prompt opens a thought that the answered conversation lacks, the turn begins at the
+        assistant's header, unless the answer has a thought: then the turn continues the opened one.
+
+        Raises:
+            BadRow: the template renders no completion, or renders the prompt differently once it is answered.
         """
         before = self.prompt(conversation)
         whole = self.write([*conversation, answer], answer=False)
-        thinks = self._thinks(before, conversation, answer, whole)
-        if thinks is not None:
-            return thinks
+        thought_turn = self._turn_with_thought(before, conversation, answer, whole)
+        if thought_turn is not None:
+            return thought_turn
         start = before if whole.startswith(before) else self._header(before, conversation)
         if start is None or not whole.startswith(start):
             raise BadRow("the chat template writes the prompt differently once it is answered")
@@ -154,47 +166,49 @@ class Writer:
             raise BadRow("the chat template makes nothing of the completion")
         return TurnText(start, text[: turn_end(text, self.template.specials)])
 
-    def _thinks(self, before: str, conversation: Sequence[Message], answer: Message, whole: str) -> TurnText | None:
-        """Write out an answer whose thought the template would leave away; None where it leaves none away."""
+    def _turn_with_thought(
+        self, before: str, conversation: Sequence[Message], answer: Message, whole: str
+    ) -> TurnText | None:
+        """Render an answer whose thought the template would drop; return None if it drops none."""
         thought, rest = thought_of(answer)
-        if thought is None or (thought.strip() and thought.strip() in whole[_shared(before, whole) :]):
+        if thought is None or (thought.strip() and thought.strip() in whole[_common_prefix_length(before, whole) :]):
             return None
         header = before if whole.startswith(before) else self._header(before, conversation)
         if header is None:
             return None
-        opened = _OPENING.fullmatch(before[len(header) :].lstrip())
-        if opened is not None:
-            text = f"{thought.strip()}\n</{opened.group(1)}>\n\n{rest.lstrip()}"
+        opening_tag = _OPENING_TAG.fullmatch(before[len(header) :].lstrip())
+        if opening_tag is not None:
+            text = f"{thought.strip()}\n</{opening_tag.group(1)}>\n\n{rest.lstrip()}"
         elif isinstance(answer["content"], str) and "</think>" in answer["content"]:
             text = answer["content"]
         else:
             return None
-        return TurnText(before, text + self._ending(conversation))
+        return TurnText(before, text + self._turn_ending(conversation))
 
-    def _ending(self, conversation: Sequence[Message]) -> str:
-        """Find what the template writes after an answer, up to its end-of-turn token."""
+    def _turn_ending(self, conversation: Sequence[Message]) -> str:
+        """Return what the template writes after an answer, up to and including its end-of-turn token."""
         whole = self.write([*conversation, assistant_turn(_PROBES[0])], answer=False)
         after = whole[whole.rfind(_PROBES[0]) + len(_PROBES[0]) :]
         return after[: turn_end(after, self.template.specials)]
 
     def _header(self, before: str, conversation: Sequence[Message]) -> str | None:
-        """Find how far the generation prompt and an answered conversation agree, whatever is answered.
+        """Return the start that the generation prompt shares with the answered conversation, whatever the answer.
 
-        None where they part before the assistant's turn: then the template rewrites the prompt itself.
+        None if they differ before the assistant's turn: then the template rewrites the prompt itself.
         """
         answered = [self.write([*conversation, assistant_turn(probe)], answer=False) for probe in _PROBES]
-        header = before[: min(_shared(before, text) for text in answered)]
-        asked = self.write(conversation, answer=False)
-        return header if header and header.startswith(asked[: turn_end(asked, self.template.specials)]) else None
+        header = before[: min(_common_prefix_length(before, text) for text in answered)]
+        prompt = self.write(conversation, answer=False)
+        return header if header and header.startswith(prompt[: turn_end(prompt, self.template.specials)]) else None
 
     def write(self, conversation: Sequence[Message], *, answer: bool) -> str:
-        """Apply the template; with `answer` it ends with the header of the assistant's turn."""
+        """Render a conversation; with `answer`, the text ends with the header of the assistant's turn."""
         return self._render(conversation, answer=answer, marks=False)[0]
 
     def marked(self, conversation: Sequence[Message]) -> tuple[str, list[Span]] | None:
-        """Write a whole conversation with what its {% generation %} blocks wrote; None where it has no such block."""
+        """Render a conversation with the spans of its {% generation %} blocks; return None if it has no such block."""
         source = self.template.source_for(self.tools)
-        if source is None or not _MARKS.search(source):
+        if source is None or not _GENERATION_TAG.search(source):
             return None
         text, spans = self._render(conversation, answer=False, marks=True)
         return text, [(start, end) for start, end in spans if end > start]
@@ -203,9 +217,9 @@ class Writer:
         source = self.template.source_for(self.tools)
         if source is None:
             raise DataError(
-                f"The rows are conversations, and {_why_none(self.template)}. Set data.chat_template to the path of a "
-                "Jinja file, or give rows with a plain-text prompt (for transcripts: prompt, chosen and rejected as "
-                "text)."
+                f"The rows are conversations, and {_no_template_reason(self.template)}. Set data.chat_template to the "
+                "path of a Jinja file, or give rows with a plain-text prompt (for transcripts: prompt, chosen and "
+                "rejected as text)."
             )
         try:
             result: Any = render_jinja_template(
@@ -221,33 +235,33 @@ class Writer:
             raise DataError(f"data.chat_template={choice}: line {error.lineno}: {error.message}") from error
         except (jinja2.TemplateError, TypeError, ValueError) as error:  # a template raises to refuse a conversation
             raise BadRow("the chat template refuses the conversation", str(error)[:100]) from error
-        texts, spans = result  # of each conversation, though transformers' annotation says less
+        texts, spans = result  # one of each per conversation, though transformers' annotation says less
         return texts[0], list(spans[0]) if marks else []
 
 
-def _why_none(template: Template) -> str:
+def _no_template_reason(template: Template) -> str:
     return "data.chat_template is none" if template.choice == "none" else "the tokenizer has no chat template"
 
 
 def turn_end(text: str, specials: Sequence[str]) -> int:
-    """Find where the turn ends that `text` ends with: after the first of the special tokens at its end.
+    """Return where the last turn of `text` ends: after the first of the special tokens at the end of the text.
 
-    White space may stand between and after them. Without any the turn is all of the text.
+    White space may stand between and after these tokens. Without any, the turn is the whole text.
     """
     end, rest = len(text), text
-    while special := next((each for each in specials if rest.rstrip().endswith(each)), None):
+    while special := next((token for token in specials if rest.rstrip().endswith(token)), None):
         end = len(rest.rstrip())
         rest = rest.rstrip().removesuffix(special)
     return end
 
 
-def _shared(first: str, second: str) -> int:
+def _common_prefix_length(first: str, second: str) -> int:
     pairs = zip(first, second, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 def with_system(conversation: Sequence[Message], template: Template) -> list[Message]:
-    """Put data.system before a conversation that has no system prompt."""
+    """Prepend the system prompt of data.system to a conversation that has none."""
     if template.system is None or conversation[0]["role"] == "system":
         return list(conversation)
     return [{"role": "system", "content": template.system}, *conversation]
@@ -261,41 +275,48 @@ def render(
     *,
     tools: Tools = (),
 ) -> Rendered:
-    """Write a prompt and its completions as text; a completion is the assistant's words, or messages it begins.
+    """Render a prompt and its completions as text; a completion is the assistant's text, or messages it begins.
 
-    What the template writes after the prompt is the completion, up to the end of its last turn.
+    The completion is what the template writes after the prompt, up to the end of its last turn.
+
+    Raises:
+        BadRow: the template refuses the conversation, or renders the prompt of two completions differently.
     """
     if isinstance(prompt, str):
         texts = [text if isinstance(text, str) else str(text[-1]["content"]) for text in completions]
         return Rendered(prompt, tuple(texts), templated=False)
-    asked = with_system(prompt, template)
+    conversation = with_system(prompt, template)
     writer = Writer(tokenizer, template, tools)
     if not completions:
-        text = writer.prompt(asked)
-        return Rendered(text, (), True, messages=tuple(asked), ignored=ignored_fields(writer, asked, text))
+        text = writer.prompt(conversation)
+        return Rendered(
+            text, (), True, messages=tuple(conversation), ignored=ignored_fields(writer, conversation, text)
+        )
     sides = [[assistant_turn(side)] if isinstance(side, str) else list(side) for side in completions]
-    written = [_side_of(writer, asked, side) for side in sides]
-    before = min((side.before for side in written), key=len)  # one side begins at the header, another after it
-    if not all(side.before.startswith(before) for side in written):
+    rendered = [_render_side(writer, conversation, side) for side in sides]
+    before = min((side.before for side in rendered), key=len)  # one side may begin at the header, another after it
+    if not all(side.before.startswith(before) for side in rendered):
         raise BadRow("the chat template writes the prompt of the two sides differently")
-    moved = [side.begun_at(len(before)) for side in written]
-    texts = [side.before + side.text for side in written]
+    aligned = [side.begun_at(len(before)) for side in rendered]
+    texts = [side.before + side.text for side in rendered]
     ignored = {
-        n for side, text in zip(sides, texts, strict=True) for n in ignored_fields(writer, [*asked, *side], text)
+        name
+        for side, text in zip(sides, texts, strict=True)
+        for name in ignored_fields(writer, [*conversation, *side], text)
     }
     return Rendered(
         before,
-        tuple(side.text for side in moved),
+        tuple(side.text for side in aligned),
         True,
-        () if all(side.is_learned_whole for side in moved) else tuple(side.learned for side in moved),
-        tuple(asked),
+        () if all(side.is_learned_whole for side in aligned) else tuple(side.learned for side in aligned),
+        tuple(conversation),
         tuple(sorted(ignored)),
     )
 
 
 @dataclass(frozen=True)
 class SideText:
-    """Turns that follow a prompt, as text, and what of it the assistant says."""
+    """The text of the turns that follow a prompt, and the spans of it to train on."""
 
     before: str
     text: str
@@ -303,78 +324,82 @@ class SideText:
 
     @property
     def is_learned_whole(self) -> bool:
-        """Say whether the assistant says all of the text."""
+        """Return whether all of the text is trained on."""
         return self.learned == ((0, len(self.text)),)
 
     def begun_at(self, start: int) -> SideText:
-        """Return the same text, begun so many characters after the start of the conversation."""
-        more = self.before[start:]
+        """Return the same turns with the text beginning at character `start` of the conversation.
+
+        The added text becomes part of the first span.
+        """
+        added = self.before[start:]
         (first, end), *others = self.learned
-        learned = ((first, end + len(more)), *((a + len(more), b + len(more)) for a, b in others))
-        return SideText(self.before[:start], more + self.text, learned)
+        learned = ((first, end + len(added)), *((a + len(added), b + len(added)) for a, b in others))
+        return SideText(self.before[:start], added + self.text, learned)
 
 
 class RewrittenTurn(BadRow):
-    """An earlier turn of the assistant is written differently once more follows."""
+    """An earlier assistant turn is rendered differently once more messages follow."""
 
 
-def _side_of(writer: Writer, prompt: Sequence[Message], side: Sequence[Message]) -> SideText:
+def _render_side(writer: Writer, prompt: Sequence[Message], side: Sequence[Message]) -> SideText:
     turns = [len(prompt) + i for i, message in enumerate(side) if message["role"] == "assistant"]
-    return _turns_of(writer, [*prompt, *side], turns)
+    return _find_turns(writer, [*prompt, *side], turns)
 
 
-def _turns_of(writer: Writer, conversation: Sequence[Message], turns: Sequence[int]) -> SideText:
-    """Write a conversation that ends with the assistant, and find these of its turns (numbers of messages) in it.
+def _find_turns(writer: Writer, conversation: Sequence[Message], turns: Sequence[int]) -> SideText:
+    """Render a conversation up to the last of `turns` (message numbers of assistant turns), and find their spans.
 
     A turn is what the template writes when the conversation ends there.
 
     Raises:
-        RewrittenTurn: an earlier turn is not in the whole as it was written then.
+        RewrittenTurn: an earlier turn is rendered differently in the whole conversation.
     """
-    written = [writer.turn(conversation[:at], conversation[at]) for at in turns]
-    whole = written[-1].before + written[-1].text
-    if not all(whole.startswith(turn.before + turn.text) for turn in written):
+    turn_texts = [writer.turn(conversation[:i], conversation[i]) for i in turns]
+    whole = turn_texts[-1].before + turn_texts[-1].text
+    if not all(whole.startswith(turn.before + turn.text) for turn in turn_texts):
         raise RewrittenTurn("the chat template writes an earlier turn differently once more follows")
-    start = len(written[0].before)
-    spans = tuple((len(turn.before) - start, len(turn.before) + len(turn.text) - start) for turn in written)
+    start = len(turn_texts[0].before)
+    spans = tuple((len(turn.before) - start, len(turn.before) + len(turn.text) - start) for turn in turn_texts)
     return SideText(whole[:start], whole[start:], spans)
 
 
 def _marked_turns(writer: Writer, conversation: Sequence[Message], turns: Sequence[int]) -> SideText | None:
-    """Find turns by the template's own {% generation %} marks; None where it has not one for each turn."""
+    """Find turns by the template's {% generation %} blocks; return None unless each assistant turn has exactly one."""
     marked = writer.marked(conversation)
     answers = [i for i, message in enumerate(conversation) if message["role"] == "assistant"]
     if marked is None or len(marked[1]) != len(answers):
         return None
     whole, specials = marked[0], writer.template.specials
-    spans = [marked[1][answers.index(at)] for at in turns]
-    start, (last, until) = spans[0][0], spans[-1]
-    end = last + turn_end(whole[last:until], specials)
-    inside = ((a - start, b - start) for a, b in [*spans[:-1], (last, end)])
-    outside = next((each for each in specials if whole.startswith(each, end)), "")  # marks may leave out the turn's end
-    return SideText(whole[:start], whole[start : end + len(outside)], tuple(inside))
+    spans = [marked[1][answers.index(i)] for i in turns]
+    start, (last_start, last_end) = spans[0][0], spans[-1]
+    end = last_start + turn_end(whole[last_start:last_end], specials)
+    learned = ((a - start, b - start) for a, b in [*spans[:-1], (last_start, end)])
+    # A block may end before the end-of-turn token.
+    end_token = next((token for token in specials if whole.startswith(token, end)), "")
+    return SideText(whole[:start], whole[start : end + len(end_token)], tuple(learned))
 
 
 def conversation_rows(
     writer: Writer, conversation: Sequence[Message], learn: Learn, *, prompt_turns: bool
 ) -> list[Rendered]:
-    """Write a conversation to imitate: one row, or a row for each turn where the template rewrites earlier turns.
+    """Render a demonstration conversation as one row, or as a row per turn if the template rewrites earlier turns.
 
-    `prompt_turns`: the assistant's earlier turns are to be learned too, not the last one alone.
+    `prompt_turns`: the assistant's earlier turns may be trained on too, not only the last one.
     """
-    asked = with_system(conversation, writer.template)
+    messages = with_system(conversation, writer.template)
     if learn == "all":
-        turn = writer.turn(asked[:-1], asked[-1])
+        turn = writer.turn(messages[:-1], messages[-1])
         text = turn.before + turn.text
-        return [Rendered("", (text,), True, ignored=ignored_fields(writer, asked, text))]
-    answers = [i for i, message in enumerate(asked) if message["role"] == "assistant" and i > 0]
+        return [Rendered("", (text,), True, ignored=ignored_fields(writer, messages, text))]
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
     turns = answers if learn == "assistant" and prompt_turns else answers[-1:]
-    side = _marked_turns(writer, asked, turns)
+    side = _marked_turns(writer, messages, turns)
     try:
-        sides = [side if side is not None else _turns_of(writer, asked, turns)]
+        sides = [side if side is not None else _find_turns(writer, messages, turns)]
     except RewrittenTurn:
-        sides = [_turns_of(writer, asked[: at + 1], [at]) for at in turns]
-    ignored = ignored_fields(writer, asked, "".join(side.before + side.text for side in sides))
+        sides = [_find_turns(writer, messages[: i + 1], [i]) for i in turns]
+    ignored = ignored_fields(writer, messages, "".join(side.before + side.text for side in sides))
     return [
         Rendered(side.before, (side.text,), True, () if side.is_learned_whole else (side.learned,), ignored=ignored)
         for side in sides
@@ -382,7 +407,7 @@ def conversation_rows(
 
 
 def ignored_fields(writer: Writer, conversation: Sequence[Message], written: str) -> tuple[str, ...]:
-    """Name the fields of these messages, and the tools, that the template writes nowhere."""
+    """Return the message fields, and "tools", that the template does not write into the text."""
     names = sorted({name for message in conversation for name in message} - WRITTEN_BY_ALL)
     if not names and not writer.tools:
         return ()
@@ -392,16 +417,16 @@ def ignored_fields(writer: Writer, conversation: Sequence[Message], written: str
     if writer.tools and replace(writer, tools=()).write(conversation, answer=answer) == whole:
         ignored.append("tools")
     thought = thought_of(conversation[-1])[0]
-    by_hand = thought is not None and thought.strip() in written
-    return tuple(name for name in ignored if not (by_hand and name in THOUGHTS))
+    thought_is_written = thought is not None and thought.strip() in written
+    return tuple(name for name in ignored if not (thought_is_written and name in THOUGHTS))
 
 
 def without(conversation: Sequence[Message], name: str) -> list[Message]:
-    """Return the conversation without one field of its messages."""
+    """Return the conversation with the field `name` removed from its messages."""
     return [{key: value for key, value in message.items() if key != name} for message in conversation]
 
 
 def segments(length: int, spans: Sequence[Span]) -> list[tuple[Span, bool]]:
-    """Cut a text of this length where spans begin and end: each part, and whether it is inside of one."""
-    cuts = sorted({0, length, *(at for span in spans for at in span)})
+    """Cut a text of `length` characters where spans begin and end; return each part and whether it is inside a span."""
+    cuts = sorted({0, length, *(edge for span in spans for edge in span)})
     return [((a, b), any(start <= a and b <= end for start, end in spans)) for a, b in pairwise(cuts) if b > a]

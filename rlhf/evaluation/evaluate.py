@@ -1,4 +1,4 @@
-"""Is it better? Held-out completions, their scores by the judge and by the trained-on reward, their cost in KL."""
+"""Held-out evaluation: scores, KL to the reference and diversity of sampled completions, and the means of a loss."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from rlhf.runtime.step import Loss
 from rlhf.sampling.sampler import Sampler
 from rlhf.types import Batch, Completions, Prompts, Rollout, Scores, concat, extend
 
-LARGEST_EXPONENT = 709.0  # exp of more does not fit a float
+LARGEST_EXPONENT = 709.0  # exp of anything larger overflows a float
 
 
 @dataclass(frozen=True)
 class PolicyEvaluation:
-    """What evaluation found: the metrics, and the completions they are of, scored by the judge."""
+    """The result of an evaluation: the metrics, and the completions they were computed from, scored by the judge."""
 
     metrics: dict[str, float]
     rollout: Rollout
     scores: Scores
-    exact_kl: Float[Tensor, " B"]  # nats, summed over the tokens of each; zero without a reference
+    exact_kl: Float[Tensor, " B"]  # nats, summed over the tokens of each completion; zero without a reference
 
 
 @torch.no_grad()
@@ -49,49 +49,51 @@ def evaluate_policy(
     greedy: bool,
     rows_per_pass: int | Fitting,
 ) -> PolicyEvaluation:
-    """One sampled completion for each held-out prompt, the same random numbers at every evaluation.
+    """Sample one completion for each held-out prompt and compute the evaluation metrics.
+
+    Every evaluation with the same `key` draws with the same random numbers.
 
     Args:
         prompts: batches of held-out prompts.
-        sampler: of the policy.
-        models: for log-probs under the policy and the reference.
-        judge: whose score counts.
-        proxy: the reward that is trained on, where it is not the judge.
-        key: of the random numbers.
-        greedy: score greedy completions too.
-        rows_per_pass: rows per forward pass; memory only. They are halved where memory runs out, as in training.
+        sampler: the sampler of the policy.
+        models: compute log-probabilities under the policy and the reference.
+        judge: scores the completions for `eval/score`.
+        proxy: the reward that the policy is trained on, where it is not the judge.
+        key: the key of the random numbers.
+        greedy: also sample and score greedy completions.
+        rows_per_pass: rows per forward pass; affects memory only. It is halved on out of memory, as in training.
     """
     passes = rows_per_pass if isinstance(rows_per_pass, Fitting) else Fitting(rows_per_pass, what="an evaluation pass")
     with models.engine.whole(models.policy):
         completions = concat([sampler.sample(batch, key=key, group_size=1) for batch in prompts])
     scores = judge(completions)
-    rollout, exact_kl = _measured(completions, scores, models, passes)
-    metrics = _describe(rollout)
+    rollout, exact_kl = _score_rollout(completions, scores, models, passes)
+    metrics = _rollout_metrics(rollout)
     if models.has_reference:
-        metrics |= _against_reference(rollout, exact_kl)
+        metrics |= _reference_metrics(rollout, exact_kl)
     if proxy is not None:
         metrics["eval/proxy"] = float(proxy(completions).values.double().mean())
     if greedy:
         with models.engine.whole(models.policy):
-            best = concat([sampler.sample(batch, key=key, group_size=1, greedy=True) for batch in prompts])
-        metrics["eval/score_greedy"] = float(judge(best).values.double().mean())
+            most_likely = concat([sampler.sample(batch, key=key, group_size=1, greedy=True) for batch in prompts])
+        metrics["eval/score_greedy"] = float(judge(most_likely).values.double().mean())
     return PolicyEvaluation(metrics, rollout, scores, exact_kl)
 
 
-def _measured(
+def _score_rollout(
     completions: Completions, scores: Scores, models: Models, passes: Fitting
 ) -> tuple[Rollout, Float[Tensor, " B"]]:
-    """The completions with their log-probabilities, and the exact KL of each, summed over its tokens.
+    """Compute the log-probabilities of the completions and the exact KL of each, summed over its tokens.
 
-    As `annotate` does for training, but with the KL from the same pass, and without the critic: values are 0.
+    It does what `annotate` does for training, but takes the KL from the same pass and has no critic: values are 0.
     """
 
-    def work(share: Completions, size: int) -> tuple[Tensor, ...]:
-        parts = [_pass(share.rows(rows).to(models.device), models) for rows in passes.cut(share, size)]
+    def forward_in_parts(share: Completions, size: int) -> tuple[Tensor, ...]:
+        parts = [_forward(share.rows(rows).to(models.device), models) for rows in passes.cut(share, size)]
         return tuple(torch.cat(column).cpu() for column in zip(*parts, strict=True))
 
     logprobs, ref_logprobs, kl = passes.run(
-        lambda size: models.engine.ranks.spread_tensors(completions, lambda share: work(share, size))
+        lambda size: models.engine.ranks.spread_tensors(completions, lambda share: forward_in_parts(share, size))
     )
     values = scores.values.to(logprobs.dtype)
     rollout = extend(
@@ -106,15 +108,19 @@ def _measured(
     return rollout, kl.double().sum(dim=1)
 
 
-def _pass(part: Completions, models: Models) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+def _forward(
+    batch: Completions, models: Models
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    """Compute the log-probabilities under the policy and the reference, and the exact KL; 0 without a reference."""
     if models.has_reference:
-        found = models.beside_reference(part)
-        return found.logprobs, found.ref_logprobs, found.kl
-    logprobs = models.policy_tokens(part).logprobs
+        tokens = models.beside_reference(batch)
+        return tokens.logprobs, tokens.ref_logprobs, tokens.kl
+    logprobs = models.policy_tokens(batch).logprobs
     return logprobs, logprobs, torch.zeros_like(logprobs)
 
 
-def _describe(rollout: Rollout) -> dict[str, float]:
+def _rollout_metrics(rollout: Rollout) -> dict[str, float]:
+    """Compute the metrics that need no reference."""
     scores, mask = rollout.scores.double(), rollout.completion_mask
     return {
         "eval/score": float(scores.mean()),
@@ -126,24 +132,27 @@ def _describe(rollout: Rollout) -> dict[str, float]:
     }
 
 
-def _against_reference(rollout: Rollout, exact_kl: Float[Tensor, " B"]) -> dict[str, float]:
+def _reference_metrics(rollout: Rollout, exact_kl: Float[Tensor, " B"]) -> dict[str, float]:
+    """Compute the KL to the reference, sampled and exact, and the perplexity under it."""
     sampled = kl_estimate(rollout.logprobs, rollout.ref_logprobs, "k1").double().sum(dim=1)
     return {
-        **_with_error("eval/kl", sampled),
-        **_with_error("eval/kl_exact", exact_kl),
+        **_mean_and_error("eval/kl", sampled),
+        **_mean_and_error("eval/kl_exact", exact_kl),
         "eval/reference_perplexity": perplexity(rollout.ref_logprobs, rollout.completion_mask),
     }
 
 
-def _with_error(name: str, values: Float[Tensor, " B"]) -> dict[str, float]:
-    """The mean over completions and its standard error."""
+def _mean_and_error(name: str, values: Float[Tensor, " B"]) -> dict[str, float]:
+    """Compute the mean over completions and its standard error, under `name` and `name`_se."""
     return {name: float(values.mean()), f"{name}_se": float(values.std(correction=0) / len(values) ** 0.5)}
 
 
 def perplexity(logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> float:
-    """exp(-sum of log-probabilities / number of tokens), both sums over the live tokens of all completions.
+    """Compute the perplexity of all completions together; infinite where a float would overflow.
 
-    Infinite where the mean is beyond what a float can hold.
+        exp(-sum of log-probabilities / number of tokens)
+
+    Both sums are over the unmasked tokens of all completions.
     """
     mean = Mean.of(-logprobs, mask).value
     return exp(mean) if mean < LARGEST_EXPONENT else inf
@@ -153,35 +162,45 @@ def perplexity(logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> flo
 def evaluate_loss(
     batches: Iterable[Batch], loss: Loss, rename: Mapping[str, str], ranks: Ranks = ALONE
 ) -> dict[str, float]:
-    """The observed means of a loss over held-out batches, under their names for evaluation.
+    """Compute the metrics that a loss reports, averaged over held-out batches.
 
-    Every process takes its turn at the batches, and all of them pass over as many. A batch that memory has no room for
-    is halved, as in training.
+    The batches are split over the ranks, and every rank does the same number of passes. A batch is halved on out of
+    memory, as in training.
+
+    Args:
+        batches: held-out batches.
+        loss: the loss; its metrics are averaged.
+        rename: from the loss's metric names to their names in evaluation; other metrics are dropped.
+        ranks: the ranks of the run.
     """
     metrics, passes = Metrics(), Fitting(sys.maxsize, what="an evaluation pass")
-    for batch, counts in _turns(batches, ranks):
+    for batch, counts in _rank_batches(batches, ranks):
         passes.size = min(passes.size, len(batch))
-        parts = passes.run(partial(_observed, batch, loss, passes))
-        for observed in parts if counts else ():
-            metrics.update({rename[name]: mean for name, mean in observed.items() if name in rename})
-    together = Metrics()
-    for means in ranks.gather(metrics.means()):
-        together.update(means)
-    return together.values()
+        parts = passes.run(partial(_loss_metrics, batch, loss, passes))
+        for means in parts if counts else ():
+            metrics.update({rename[name]: mean for name, mean in means.items() if name in rename})
+    total = Metrics()
+    for rank_means in ranks.gather(metrics.means()):
+        total.update(rank_means)
+    return total.values()
 
 
-def _observed(batch: Batch, loss: Loss, passes: Fitting, size: int) -> list[Mapping[str, Mean]]:
+def _loss_metrics(batch: Batch, loss: Loss, passes: Fitting, size: int) -> list[Mapping[str, Mean]]:
+    """Compute the metrics of the loss on each part of a batch, at most `size` rows a part."""
     return [loss.terms(batch.rows(rows))[1] for rows in passes.cut(batch, size)]
 
 
-def _turns(batches: Iterable[Batch], ranks: Ranks) -> Iterator[tuple[Batch, bool]]:
-    """This process's batches; in the last round it may have to repeat another's, which then counts for nothing."""
-    held: list[Batch] = []
+def _rank_batches(batches: Iterable[Batch], ranks: Ranks) -> Iterator[tuple[Batch, bool]]:
+    """Yield this rank's batches, each with whether it counts.
+
+    All ranks yield equally many: in the last round a rank without a batch repeats another's, which does not count.
+    """
+    pending: list[Batch] = []
     for batch in batches:
-        held.append(batch)
-        if len(held) == ranks.world:
-            yield held[ranks.rank], True
-            held = []
-    if held:
-        mine = ranks.rank < len(held)
-        yield held[ranks.rank if mine else 0], mine
+        pending.append(batch)
+        if len(pending) == ranks.world:
+            yield pending[ranks.rank], True
+            pending = []
+    if pending:
+        counts = ranks.rank < len(pending)
+        yield pending[ranks.rank if counts else 0], counts

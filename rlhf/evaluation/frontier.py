@@ -1,4 +1,4 @@
-"""Reward against KL: what a run had reached at a given KL, and where it was gaming the reward it is trained on."""
+"""Reward against KL: the score of a run at a given KL, where it over-optimized its reward, and the exact optimum."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ STEPS_PER_OCTAVE, OCTAVES = 4, (7, -7)  # of beta around the spread of the score
 
 
 def at_kl(points: Sequence[tuple[float, float]], kl: float) -> float | None:
-    """The score where a run first reached `kl` nats: linear between the two evaluations around it; None: it never did.
+    """Interpolate the score at which a run first reached `kl` nats; None if it never did.
+
+    The interpolation is linear between the two evaluations around it.
 
     Args:
         points: (KL, score) of the evaluations, in the order of training.
-        kl: nats.
+        kl: the KL to the reference, in nats.
     """
     if points and points[0][0] >= kl:
         return points[0][1]
@@ -28,39 +30,42 @@ def at_kl(points: Sequence[tuple[float, float]], kl: float) -> float | None:
 
 
 def overoptimized(proxy: Sequence[float], gold: Sequence[float], margin: Sequence[float]) -> list[bool]:
-    """At which evaluations the proxy is above, and the gold clearly below, what it was when the gold was best so far.
+    """Flag the evaluations at which the proxy still rises while the gold score falls (Gao et al. 2023).
 
-    That is the sign of over-optimization (Gao et al. 2023): the proxy still rises and the gold falls. `margin` is how
-    far below counts as clear, in units of gold: noise should not.
+    An evaluation is flagged where, compared with the evaluation of the best gold score so far, the proxy is higher and
+    the gold is lower by more than `margin`. The margin, in units of gold, keeps noise from being flagged.
     """
-    found, best = [], 0
+    flags, best = [], 0
     for i in range(len(gold)):
         if gold[i] > gold[best]:
             best = i
-        found.append(proxy[i] > proxy[best] and gold[i] < gold[best] - margin[i])
-    return found
+        flags.append(proxy[i] > proxy[best] and gold[i] < gold[best] - margin[i])
+    return flags
 
 
 def optimum(reference: Float[Tensor, "C N"], scores: Float[Tensor, "C N"], *, beta: float) -> Float[Tensor, "C N"]:
-    """Log-probabilities of the policy that maximizes E[score] - beta KL: reference * exp(score / beta) / Z.
+    """Compute the log-probabilities of the policy that maximizes E[score] - beta KL.
+
+        log pi = log reference + score / beta - log Z
 
     Args:
         reference: log-probabilities of all N completions of each of C prompts; each row sums to one.
-        scores: what each is worth.
+        scores: the score of each completion.
         beta: units of score per nat, above 0 (Rafailov et al. 2023, eq. 4).
     """
     return (reference + scores / beta).log_softmax(dim=1)
 
 
 def exact_frontier(reference: Float[Tensor, "C N"], scores: Float[Tensor, "C N"]) -> list[tuple[float, float]]:
-    """(KL in nats, E[score]) of the optimum over a range of beta, from the reference outwards: nothing is above it.
+    """Compute the highest attainable E[score] at each KL, as points (KL in nats, E[score]) over a range of beta.
 
-    Both are means over prompts, which share one beta: that is the highest mean score at that mean KL. The curve rises
-    and is concave; its last point has all but the whole of the best completions' probability.
+    The points start at the reference. Both coordinates are means over prompts, which share one beta; no policy has a
+    higher mean score at the same mean KL. The curve rises and is concave; at its last point nearly all probability is
+    on the best completions.
 
     Args:
         reference: log-probabilities of all N completions of each of C prompts; each row sums to one.
-        scores: what each is worth; not all alike.
+        scores: the score of each completion; not all equal.
     """
     spread = float(scores.std(correction=0))
     first, last = OCTAVES
@@ -72,5 +77,5 @@ def exact_frontier(reference: Float[Tensor, "C N"], scores: Float[Tensor, "C N"]
 
 
 def _mean(logprobs: Float[Tensor, "C N"], values: Float[Tensor, "C N"]) -> float:
-    """The expectation, over prompts too; what has no probability counts nothing."""
+    """Compute the expectation of `values`, averaged over prompts; completions of probability 0 contribute 0."""
     return float((logprobs.exp() * values.where(logprobs.isfinite(), 0.0)).sum(dim=1).mean())

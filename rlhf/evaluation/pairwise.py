@@ -1,4 +1,4 @@
-"""Which of two completions a language model prefers: each pair asked in both orders, disagreement is a tie."""
+"""A language model as the judge of completion pairs: it sees each pair in both orders, and disagreement is a tie."""
 
 from __future__ import annotations
 
@@ -45,68 +45,75 @@ _NAMED = re.compile(r".*\b(?:verdict|answer|winner|better|choice)\b(?:\s+is)?[\W
 
 @dataclass(frozen=True)
 class Verdicts:
-    """What a judge said of every pair, in both orders; of a pair of equal texts nothing is asked."""
+    """A judge's verdicts on every pair, in both orders; pairs of equal texts are not judged."""
 
-    straight: Sequence[Verdict | None]  # shown first against second; None where the answer could not be read
-    swapped: Sequence[Verdict | None]  # shown second against first, said of the sides as they were shown
+    straight: Sequence[Verdict | None]  # first shown as A, second as B; None: the answer could not be parsed
+    swapped: Sequence[Verdict | None]  # second shown as A, first as B; the verdict is on the sides as shown
     asked: Sequence[bool]
 
     @property
     def wins(self) -> Float[Tensor, " N"]:
-        """1 where the first side wins in both orders, 0 where it loses in both, else 0.5."""
+        """Return 1 where the first side wins in both orders, 0 where it loses in both, else 0.5."""
         return torch.tensor(
-            [settle(one, two) for one, two in zip(self.straight, self.swapped, strict=True)], dtype=torch.float64
+            [settle(straight, swapped) for straight, swapped in zip(self.straight, self.swapped, strict=True)],
+            dtype=torch.float64,
         )
 
     @property
     def inconsistent(self) -> float:
-        """Share of the pairs with two readable answers on which they disagree; 0 where there are none."""
-        both = [(one, two) for one, two in self._pairs() if one is not None and two is not None]
-        return sum(one != _SWAPPED[two] for one, two in both) / max(len(both), 1)
+        """Return the share of pairs on which two readable answers disagree; 0 when no pair has two."""
+        readable = [(first, second) for first, second in self._pairs() if first is not None and second is not None]
+        return sum(first != _SWAPPED[second] for first, second in readable) / max(len(readable), 1)
 
     @property
     def first_shown(self) -> float:
-        """Share of the answers for a side that are for the one shown first; half where position means nothing."""
+        """Return the share of decided answers that favor the side shown first; 0.5 means no position bias."""
         decided = [answer for pair in self._pairs() for answer in pair if answer in ("A", "B")]
         return sum(answer == "A" for answer in decided) / len(decided) if decided else 0.5
 
     @property
     def unreadable(self) -> int:
-        """Answers that are none of A, B and tie."""
+        """Return the number of answers that could not be parsed as A, B or tie."""
         return sum(answer is None for pair in self._pairs() for answer in pair)
 
     @property
     def answers(self) -> int:
-        """How many there are: two for each pair that was asked about."""
+        """Return the number of answers: two for each pair that was judged."""
         return 2 * sum(self.asked)
 
     def _pairs(self) -> list[tuple[Verdict | None, Verdict | None]]:
+        """Return the two verdicts on each pair that was judged."""
         rows = zip(self.straight, self.swapped, self.asked, strict=True)
-        return [(one, two) for one, two, asked in rows if asked]
+        return [(straight, swapped) for straight, swapped, asked in rows if asked]
 
 
 def settle(straight: Verdict | None, swapped: Verdict | None) -> float:
-    """1, 0 or 0.5 for the first side: what both orders agree on; a disagreement, or an unreadable answer, is a tie."""
+    """Return 1, 0 or 0.5 for the first side; where the orders disagree or an answer is unreadable, it is a tie."""
     if straight is None or swapped is None or straight != _SWAPPED[swapped]:
         return _WINS["tie"]
     return _WINS[straight]
 
 
 def read_verdict(answer: str) -> Verdict | None:
-    """A, B or tie, where the answer, or its last line, is or ends in a plain verdict; else None."""
+    """Parse the verdict from the last line of an answer, which must be or end in A, B or tie; None otherwise."""
     lines = [line.strip() for line in answer.splitlines() if line.strip()]
-    found = _WORD.fullmatch(lines[-1]) or _NAMED.fullmatch(lines[-1]) if lines else None
-    if found is None:
+    match = _WORD.fullmatch(lines[-1]) or _NAMED.fullmatch(lines[-1]) if lines else None
+    if match is None:
         return None
-    word = found[1].lower()
+    word = match[1].lower()
     return "tie" if word == "tie" else "A" if word == "a" else "B"
 
 
 class PairJudge:
-    """A language model as the judge of pairs."""
+    """A language model that judges pairs of completions."""
 
     def __init__(self, config: ChatPairsConfig, model: ChatModel, *, section: str) -> None:
-        """`section` is named in errors.
+        """Initialize the judge with the template of `config`.
+
+        Args:
+            config: the judge's configuration.
+            model: the language model that answers.
+            section: the configuration section to name in errors.
 
         Raises:
             ConfigError: the template lacks a field.
@@ -115,27 +122,27 @@ class PairJudge:
         self.model = model
 
     def __call__(self, prompts: Sequence[str], first: Sequence[str], second: Sequence[str]) -> Verdicts:
-        """Verdicts on first[i] against second[i], both for prompts[i].
+        """Judge first[i] against second[i], both of them answers to prompts[i].
 
         Raises:
-            RewardError: the endpoint fails, or nothing that it says can be read.
+            RewardError: the endpoint fails, or none of its answers can be parsed.
         """
         rows = list(zip(prompts, first, second, strict=True))
-        asked = [one != two for _, one, two in rows]
+        asked = [a != b for _, a, b in rows]
         questions = [
             fill(self.template, prompt=prompt, a=a, b=b)
-            for (prompt, one, two), wanted in zip(rows, asked, strict=True)
-            if wanted
-            for a, b in ((one, two), (two, one))
+            for (prompt, text, other), is_asked in zip(rows, asked, strict=True)
+            if is_asked
+            for a, b in ((text, other), (other, text))
         ]
         answers = self.model.ask(questions)
-        found = [read_verdict(answer) for answer in answers]
-        readable = [verdict is not None for verdict in found]
+        verdicts = [read_verdict(answer) for answer in answers]
+        readable = [verdict is not None for verdict in verdicts]
         check_readable(readable, answers, who=self.model.who, wanted="A, B or tie")
-        said = iter(found)
+        remaining = iter(verdicts)
         straight: list[Verdict | None] = []
         swapped: list[Verdict | None] = []
-        for wanted in asked:
-            straight.append(next(said) if wanted else "tie")
-            swapped.append(next(said) if wanted else "tie")
+        for is_asked in asked:
+            straight.append(next(remaining) if is_asked else "tie")
+            swapped.append(next(remaining) if is_asked else "tie")
         return Verdicts(straight, swapped, asked)

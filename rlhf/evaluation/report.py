@@ -1,4 +1,4 @@
-"""One HTML page per run, made from the run folder alone: verdict, curves, completions before and after, timings."""
+"""The HTML report of a run, from its run folder alone: verdict, curves, completions before and after, timings."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rlhf.evaluation.report_summary import comparison, tiles, verdict
 from rlhf.runtime.metrics import METRICS, MetricInfo
 from rlhf.runtime.run_folder import RunFolder
 
-FIRST_PAIRS = 8  # shown at once; the rest is folded
+FIRST_PAIRS = 8  # shown at first; the rest is collapsed
 
 
 def write_report(run_dir: Path) -> Path:
     """Write report.html into the run folder and return its path.
 
     Raises:
-        UserError: `run_dir` is no folder, or holds no logged step.
+        UserError: `run_dir` is not a folder, or has no logged step.
     """
     record = read_record(Path(run_dir))
     pairs, first_step, last_step = record.pairs()
@@ -54,14 +54,14 @@ def write_report(run_dir: Path) -> Path:
         calibration=calibration,
         phases=phases,
         timing=timing,
-        notes=_once([*_gaps(record), *record.notes]),
+        notes=_unique([*_nonfinite_notes(record), *record.notes]),
         glossary=_glossary(record, METRICS),
         config=_config_text(record),
     )
 
 
 def pair_details(sample: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """What is printed beneath a completion: score, its parts, KL, length, whether it ended."""
+    """Return the (name, value) pairs shown below a completion: score, its parts, KL, length, whether it was cut off."""
     parts = sample.get("parts")
     rows = [("score", sample.get("score"))]
     rows += list(parts.items()) if isinstance(parts, Mapping) and len(parts) > 1 else []
@@ -73,17 +73,17 @@ def pair_details(sample: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def phase_table(timings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Total seconds, share and mean per logged step of each phase, the longest first."""
+    """Compute total seconds, share of time and mean per logged step of each phase, longest first."""
     totals: dict[str, float] = {}
     for row in timings:
         for phase, seconds in row.get("seconds", {}).items():
             totals[phase] = totals.get(phase, 0.0) + (seconds or 0.0)
-    whole = sum(totals.values())
+    total = sum(totals.values())
     return [
         {
             "phase": phase,
             "total": seconds,
-            "share": seconds / whole if whole else 0.0,
+            "share": seconds / total if total else 0.0,
             "mean": seconds / len(timings),
         }
         for phase, seconds in sorted(totals.items(), key=lambda item: -item[1])
@@ -91,23 +91,23 @@ def phase_table(timings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _facts(record: Record) -> list[tuple[str, str]]:
-    """The line under the title: what was trained, how, from which seed and commit."""
+    """Return the facts under the title: algorithm, model, seed, commit, start time."""
     loss = record.setting("algorithm", "loss", "type")
     advantage = record.setting("algorithm", "advantage", "type")
     surrogate = record.setting("algorithm", "policy_loss", "type")
     online = f"{advantage}, {surrogate}" if advantage and surrogate else advantage
-    found = [
+    facts = [
         ("algorithm", record.setting("algorithm", "preset") or loss or online),
         ("model", record.setting("policy", "model") or record.setting("model", "model")),
         ("seed", record.setting("run", "seed")),
         ("commit", record.setting("git_commit")),
     ]
     started = record.timings[0].get("time") if record.timings else None
-    return [(name, str(value)) for name, value in [*found, ("started", started)] if value is not None]
+    return [(name, str(value)) for name, value in [*facts, ("started", started)] if value is not None]
 
 
-def _gaps(record: Record) -> list[dict[str, Any]]:
-    """A note for every metric that was NaN or infinite somewhere."""
+def _nonfinite_notes(record: Record) -> list[dict[str, Any]]:
+    """Build a note for every metric that was NaN or infinite at some step."""
     notes = []
     for series in record.series.values():
         steps = [step for step, value in zip(series.steps, series.values, strict=True) if value is None]
@@ -118,8 +118,8 @@ def _gaps(record: Record) -> list[dict[str, Any]]:
     return notes
 
 
-def _once(notes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each text once: a resumed run says again what it skipped."""
+def _unique(notes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Keep the first note of each text: a resumed run repeats what it skipped."""
     first: dict[Any, dict[str, Any]] = {}
     for note in notes:
         first.setdefault(note.get("text"), note)
@@ -127,8 +127,10 @@ def _once(notes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _glossary(record: Record, table: Mapping[str, MetricInfo]) -> list[MetricInfo]:
+    """Return the description of every metric of the run."""
     return [table.get(name, MetricInfo(name, "", "not in the table of metrics")) for name in record.series]
 
 
 def _config_text(record: Record) -> str:
+    """Return the configuration of the run as YAML."""
     return yaml.safe_dump(record.config, sort_keys=False, allow_unicode=True, width=88) if record.config else ""

@@ -1,4 +1,4 @@
-"""Learning curves: which metrics share a chart, and the plotly figures. Colors are roles that the page resolves."""
+"""Learning curves: which metrics share a chart, and the plotly figures. Colors are roles; the page resolves them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import plotly.graph_objects as go
 from rlhf.evaluation.report_record import Record, Series
 from rlhf.runtime.metrics import MetricInfo
 
-MAX_POINTS = 2000  # a curve with more is thinned: a page must open on a phone
-SMOOTH_FROM = 40  # points from which a running mean is drawn over the steps
+MAX_POINTS = 2000  # a curve with more is thinned, so that the page opens on a phone
+SMOOTH_FROM = 40  # points from which a running mean is drawn over the curve
 MAX_BARS = 80
 EXACT = {  # set, not measured: there is no noise to smooth
     "policy/lr",
@@ -32,7 +32,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Chart:
-    """One figure with the words around it."""
+    """A figure with its title and unit."""
 
     key: str
     title: str
@@ -42,7 +42,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Group:
-    """Charts that answer one question."""
+    """Charts that answer one question about a run."""
 
     key: str
     title: str
@@ -50,7 +50,7 @@ class Group:
     charts: Sequence[Chart]
 
 
-# (key, title, what to look for, [(chart title, metrics)]): a metric found in none of them is drawn under "Other".
+# (key, title, what to look for, [(chart title, metrics)]): metrics that are in none of them are drawn under "Other".
 GROUPS: tuple[tuple[str, str, str, tuple[tuple[str, tuple[str, ...]], ...]], ...] = (
     (
         "score",
@@ -170,7 +170,7 @@ GROUPS: tuple[tuple[str, str, str, tuple[tuple[str, tuple[str, ...]], ...]], ...
 
 
 def chart_groups(record: Record, table: Mapping[str, MetricInfo]) -> list[Group]:
-    """The charts of every metric of the run, grouped; empty charts and groups are left out."""
+    """Build the charts of all metrics of the run, grouped, without empty charts and groups."""
     groups, drawn = [], set()
     for key, title, hint, panels in GROUPS:
         charts = []
@@ -189,10 +189,12 @@ def chart_groups(record: Record, table: Mapping[str, MetricInfo]) -> list[Group]
 
 
 def _error_bar_of(name: str, record: Record) -> bool:
+    """Check whether a metric is the standard error of another, which is drawn as its error bar."""
     return name.endswith("_se") and name.removesuffix("_se") in record.series
 
 
 def _curves_chart(record: Record, names: Sequence[str], title: str, table: Mapping[str, MetricInfo]) -> Chart:
+    """Build a chart of several metrics, with their target where they have one."""
     figure = go.Figure()
     for number, name in enumerate(names, start=1):
         _add_curve(figure, record.series[name], record.series.get(f"{name}_se"), role=f"s{number}")
@@ -209,6 +211,7 @@ def _curves_chart(record: Record, names: Sequence[str], title: str, table: Mappi
 
 
 def _target(record: Record, names: Sequence[str]) -> float | None:
+    """Return the configured target of the metrics; None where they have none."""
     if "kl/reference" in names or "eval/kl" in names:
         return record.kl_target()
     if "kl/old" in names and record.setting("algorithm", "policy_loss", "type") == "penalty":
@@ -218,13 +221,14 @@ def _target(record: Record, names: Sequence[str]) -> float | None:
 
 
 def _add_curve(figure: go.Figure, series: Series, errors: Series | None, *, role: str) -> None:
-    thin = decimate(series)
+    """Add a metric to a figure: thinned, with error bars, and with a running mean where it is long and noisy."""
+    thinned = decimate(series)
     held_out = series.name.startswith("eval/")
     smooth = not held_out and series.name not in EXACT and len(series.finite()) >= SMOOTH_FROM
-    few = len(thin.steps) <= 60
+    few = len(thinned.steps) <= 60
     trace = go.Scatter(
-        x=thin.steps,
-        y=thin.values,
+        x=thinned.steps,
+        y=thinned.values,
         name=series.name,
         mode="lines+markers" if held_out or few else "lines",
         line={"width": 1 if smooth else 2},
@@ -236,7 +240,7 @@ def _add_curve(figure: go.Figure, series: Series, errors: Series | None, *, role
     )
     if errors is not None:
         spread = dict(errors.finite())
-        trace.error_y = {"array": [spread.get(step) for step in thin.steps], "thickness": 1, "width": 3}
+        trace.error_y = {"array": [spread.get(step) for step in thinned.steps], "thickness": 1, "width": 3}
     figure.add_trace(trace)
     if smooth:
         mean = decimate(running_mean(series))
@@ -245,19 +249,19 @@ def _add_curve(figure: go.Figure, series: Series, errors: Series | None, *, role
 
 
 def running_mean(series: Series) -> Series:
-    """Centered mean over about a tenth of the curve (at least 5 points), narrower at the ends; gaps are skipped."""
+    """Compute the centered mean over about a tenth of the finite points (at least 5), narrower at the ends."""
     points = series.finite()
     half = max(2, len(points) // 20)
     sums = [0.0, *accumulate(value for _, value in points)]
     means: list[float | None] = []
     for index in range(len(points)):
-        reach = min(half, index, len(points) - 1 - index)
-        means.append((sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1))
+        radius = min(half, index, len(points) - 1 - index)
+        means.append((sums[index + radius + 1] - sums[index - radius]) / (2 * radius + 1))
     return Series(series.name, tuple(step for step, _ in points), tuple(means))
 
 
 def decimate(series: Series, limit: int = MAX_POINTS) -> Series:
-    """At most `limit` points: ends, and the lowest and highest of each stretch, so that no spike is lost."""
+    """Thin a series to at most `limit` points: the ends, and the extremes of each stretch, so that no spike is lost."""
     count = len(series.steps)
     if count <= limit:
         return series
@@ -265,9 +269,12 @@ def decimate(series: Series, limit: int = MAX_POINTS) -> Series:
     edges = [1 + (count - 2) * i // stretches for i in range(stretches + 1)]
     kept = {0, count - 1}
     for start, stop in pairwise(edges):
-        live = [i for i in range(start, stop) if series.values[i] is not None]
-        if live:
-            kept |= {min(live, key=lambda i: series.values[i] or 0.0), max(live, key=lambda i: series.values[i] or 0.0)}
+        finite = [i for i in range(start, stop) if series.values[i] is not None]
+        if finite:
+            kept |= {
+                min(finite, key=lambda i: series.values[i] or 0.0),
+                max(finite, key=lambda i: series.values[i] or 0.0),
+            }
         else:
             kept.add(start)
     order = sorted(kept)
@@ -275,9 +282,9 @@ def decimate(series: Series, limit: int = MAX_POINTS) -> Series:
 
 
 def timing_chart(timings: Sequence[Mapping[str, Any]], phases: Sequence[str]) -> Chart:
-    """Seconds per step by phase, stacked; neighboring steps share a bar in a long run.
+    """Build the stacked chart of seconds per step by phase; in a long run, neighboring steps share a bar.
 
-    A step that was done twice, before and after an interruption, is drawn as it was the second time.
+    A step that was done twice, before and after an interruption, is drawn with its second timing.
     """
     timings = list({row.get("step", 0): row for row in timings}.values())
     width = max(1, math.ceil(len(timings) / MAX_BARS))
@@ -292,7 +299,7 @@ def timing_chart(timings: Sequence[Mapping[str, Any]], phases: Sequence[str]) ->
 
 
 def calibration_chart(bins: Sequence[tuple[float, float, float | None]]) -> Chart:
-    """Predicted against observed share of pairs won; points on the diagonal are calibrated."""
+    """Build the calibration chart: predicted against observed share of pairs won, and the ideal diagonal."""
     sizes = [count or 0.0 for _, _, count in bins]
     largest = max(sizes, default=0.0)
     markers = [6 + 14 * math.sqrt(size / largest) if largest else 8 for size in sizes]
@@ -317,7 +324,7 @@ def calibration_chart(bins: Sequence[tuple[float, float, float | None]]) -> Char
 
 
 def to_json(figure: go.Figure) -> Json:
-    """The figure as JSON data without plotly's own theme: the page has two of its own."""
+    """Convert a figure to JSON data without plotly's theme: the page has two themes of its own."""
     loaded: Json = json.loads(figure.to_json())
     loaded.get("layout", {}).pop("template", None)
     return loaded

@@ -1,4 +1,4 @@
-"""The frame of every page: one HTML file with its scripts inside, everything escaped, nothing fetched."""
+"""Rendering of a page: one self-contained HTML file with its scripts inline and all text escaped."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rlhf.runtime.run_folder import write_aside
 
 
 def write_page(path: Path, template: str, charts: Sequence[Chart], **context: Any) -> Path:
-    """Render `template` (an heir of base.html.j2) with its charts into one self-contained file at `path`.
+    """Render `template`, which extends base.html.j2, with its charts into one self-contained file at `path`.
 
-    Text is escaped by jinja2; besides, the page's content security policy lets only the scripts with the hashes
-    below run and nothing be fetched, so that a completion can do no harm even where escaping failed.
+    Text is escaped by jinja2. In addition, the page's content security policy runs only the scripts with the hashes
+    below and fetches nothing, so that a completion does no harm even if escaping fails.
     """
     scripts = {"theme_js": _asset("theme.js"), "plotly_js": _plotly(), "page_js": _asset("page.js")}
     hashes = " ".join(f"'{_hash(script)}'" for script in scripts.values())
@@ -43,7 +43,7 @@ def write_page(path: Path, template: str, charts: Sequence[Chart], **context: An
 
 
 def show(value: object) -> str:
-    """A value in a table or a tile: numbers rounded to what matters, None as a dash."""
+    """Format a value for a table or a tile: numbers are rounded, None is a dash."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -60,33 +60,37 @@ def show(value: object) -> str:
 
 
 def _environment() -> Environment:
+    """Create the jinja2 environment: autoescaping, strict about undefined names."""
     environment = Environment(
         loader=PackageLoader("rlhf.evaluation"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_visible,
+        finalize=_printable,
     )
     environment.filters["show"] = show
     return environment
 
 
-def _visible(value: object) -> object:
-    """Control characters are not allowed in HTML, and a model may write them."""
+def _printable(value: object) -> object:
+    """Make control characters of a string printable: HTML does not allow them, and a model may write them."""
     return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 @cache
 def _plotly() -> str:
+    """Return the source of plotly.js."""
     script: str = get_plotlyjs()
     assert "</script" not in script.lower(), "this plotly.js cannot be embedded as it is"
     return script
 
 
 def _asset(name: str) -> str:
+    """Read a file of the templates folder."""
     return (files("rlhf.evaluation") / "templates" / name).read_text(encoding="utf-8")
 
 
 def _hash(script: str) -> str:
+    """Return the hash of a script in the form of a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")

@@ -1,4 +1,4 @@
-"""What a run folder holds, read once and turned into series and before/after pairs for the report."""
+"""The contents of a run folder, read once, as series of metrics and before/after pairs for the report."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rlhf.runtime.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Series:
-    """One metric over the steps at which it was logged; a value that was NaN or infinite is None."""
+    """One metric over the steps at which it was logged; NaN and infinite values are None."""
 
     name: str
     steps: tuple[int, ...]
     values: tuple[float | None, ...]
 
     def finite(self) -> list[tuple[int, float]]:
-        """(step, value) wherever there is a value."""
+        """Return (step, value) wherever the value is finite."""
         return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if value is not None]
 
     def tail_mean(self, share: float = 0.2) -> float | None:
-        """Mean over the last `share` of the logged steps, at least one; None when nothing was finite."""
+        """Compute the mean over the last `share` of the finite values, at least one; None if there is none."""
         points = self.finite()
         last = points[-max(1, round(share * len(points))) :]
         return math.fsum(value for _, value in last) / len(last) if last else None
@@ -33,7 +33,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Pair:
-    """The same held-out prompt before and after."""
+    """The samples of one held-out prompt before and after training."""
 
     row: int
     prompt: str
@@ -43,7 +43,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Record:
-    """A run folder's contents."""
+    """The contents of a run folder."""
 
     path: Path
     config: dict[str, Any]
@@ -56,11 +56,11 @@ class Record:
 
     @property
     def name(self) -> str:
-        """The run's name, or its folder's."""
+        """Return the name of the run, or of its folder where the run has none."""
         return str(self.setting("run", "name") or self.path.resolve().name)
 
     def setting(self, *keys: str) -> Any:
-        """The value at a path of the configuration; None where any part of the path is missing."""
+        """Return the value at a path of the configuration; None where any part of the path is missing."""
         value: Any = self.config
         for key in keys:
             if not isinstance(value, dict):
@@ -69,20 +69,20 @@ class Record:
         return value
 
     def points(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) of a metric wherever it is finite; empty for one that was never logged."""
+        """Return (step, value) of a metric wherever it is finite; empty for a metric that was never logged."""
         return self.series[name].finite() if name in self.series else []
 
     def kl_target(self) -> float | None:
-        """Nats per sequence that an adaptive controller aims at."""
+        """Return the target of an adaptive KL controller, in nats per sequence; None without one."""
         controller = self.setting("algorithm", "kl", "controller")
         adaptive = isinstance(controller, dict) and controller.get("type") == "adaptive"
         target = controller.get("target") if adaptive else None
         return float(target) if isinstance(target, int | float) else None
 
     def pairs(self) -> tuple[list[Pair], int, int]:
-        """Held-out samples of the first and the last evaluation by row, and the two steps.
+        """Return the held-out samples of the first and the last evaluation, paired by row, and the two steps.
 
-        Without held-out samples: those of training, which have no counterpart.
+        Without held-out samples, return the last samples of training, which have no counterpart.
         """
         held_out = [sample for sample in self.samples if sample.get("split") == "eval"]
         samples = held_out or self.samples
@@ -97,20 +97,22 @@ class Record:
 
 
 def match(before: Iterable[Mapping[str, Any]], after: Iterable[Mapping[str, Any]]) -> list[Pair]:
-    """Pairs of equal row and prompt, in the order of rows; a sample without its counterpart stays alone."""
+    """Pair samples of equal row and prompt, in the order of rows; a sample without a counterpart stays unpaired."""
     first = {_identity(sample): sample for sample in before}
     second = {_identity(sample): sample for sample in after}
     return [_pair(first.get(key), second.get(key)) for key in sorted(first.keys() | second.keys())]
 
 
 def _identity(sample: Mapping[str, Any]) -> tuple[int, str]:
+    """Return the row and the prompt, which identify a sample across evaluations."""
     return int(sample.get("row", 0)), str(sample.get("prompt", ""))
 
 
 def _pair(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Pair:
-    known = after if after is not None else before
-    assert known is not None
-    row, prompt = _identity(known)
+    """Build a pair from one or two samples of the same prompt."""
+    sample = after if after is not None else before
+    assert sample is not None
+    row, prompt = _identity(sample)
     return Pair(row, prompt, before, after)
 
 
@@ -118,7 +120,7 @@ def read_record(run_dir: Path) -> Record:
     """Read the run folder at `run_dir`.
 
     Raises:
-        UserError: there is no such folder, or nothing of a run in it.
+        UserError: there is no such folder, or it contains no run.
     """
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such folder; give the run folder (run.out_dir) of a finished or running run")
@@ -142,7 +144,7 @@ def read_record(run_dir: Path) -> Record:
 
 
 def collect(rows: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
-    """Lines of metrics.jsonl as one series a name, in the order of first appearance."""
+    """Collect the lines of metrics.jsonl into one series per metric, in the order of first appearance."""
     steps: dict[str, list[int]] = {}
     values: dict[str, list[float | None]] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""A run in one sentence and a row of tiles."""
+"""The summary of a run at the top of its report: a few sentences and a row of tiles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhf.evaluation.report_page import show
 from rlhf.evaluation.report_record import Pair, Record
 from rlhf.runtime.progress import duration, number
 
-# (metric, how a sentence calls it, its unit): the first of these that the run has is its result.
+# (metric, its name in a sentence, its unit): the first of these that the run has is its headline.
 HEADLINES: tuple[tuple[str, str, str], ...] = (
     ("eval/score", "Mean held-out score", ""),
     ("eval/rm_accuracy", "Accuracy on held-out pairs", ""),
@@ -25,7 +25,7 @@ HEADLINES: tuple[tuple[str, str, str], ...] = (
 
 @dataclass(frozen=True)
 class Tile:
-    """A number with what it is and, in small print, what it was or should be."""
+    """A key figure: its label, its value and, in small print, its earlier or target value."""
 
     label: str
     value: str
@@ -33,13 +33,13 @@ class Tile:
 
 
 def verdict(record: Record) -> str:
-    """What the run did, in plain words."""
+    """Summarize the run in a few sentences."""
     sentences = [_headline(record), _kl(record), _interval(record), _baselines(record)]
     return " ".join(sentence for sentence in sentences if sentence)
 
 
 def headline_metric(record: Record) -> tuple[str, str, str] | None:
-    """The row of HEADLINES that says what the run achieved; SFT is judged by its loss first."""
+    """Return the first row of HEADLINES that the run logged; for SFT the held-out loss comes first."""
     rows = HEADLINES
     if "loss/sft" in record.series:
         rows = tuple(sorted(HEADLINES, key=lambda row: row[0] != "eval/loss"))
@@ -47,12 +47,13 @@ def headline_metric(record: Record) -> tuple[str, str, str] | None:
 
 
 def _headline(record: Record) -> str:
-    chosen = headline_metric(record)
-    if chosen is None:
+    """Describe how the headline metric changed over the run."""
+    headline = headline_metric(record)
+    if headline is None:
         accuracy = record.card.get("accuracy")
-        known = isinstance(accuracy, int | float)
-        return f"Accuracy {show(accuracy)}." if known else f"{_steps(record)} logged; no score was measured yet."
-    name, words, unit = chosen
+        is_number = isinstance(accuracy, int | float)
+        return f"Accuracy {show(accuracy)}." if is_number else f"{_steps(record)} logged; no score was measured yet."
+    name, words, unit = headline
     points = record.points(name)
     (first_step, first), (last_step, last) = points[0], points[-1]
     if len(points) == 1:
@@ -64,6 +65,7 @@ def _headline(record: Record) -> str:
 
 
 def _steps(record: Record) -> str:
+    """Describe the number of steps done, of those planned where the run is not complete."""
     planned, plural = record.setting("schedule", "steps"), "" if record.last_step == 1 else "s"
     if isinstance(planned, int) and planned > record.last_step:
         return f"{record.last_step} of the {planned} planned steps"
@@ -71,6 +73,7 @@ def _steps(record: Record) -> str:
 
 
 def _kl(record: Record) -> str:
+    """Describe the final KL to the reference; empty where it was not measured."""
     value = final_kl(record)
     if value is None:
         return ""
@@ -80,7 +83,7 @@ def _kl(record: Record) -> str:
 
 
 def final_kl(record: Record) -> float | None:
-    """Nats per sequence: the last held-out measurement, else the training mean over the last fifth of the run."""
+    """Return the final KL in nats per sequence: the last held-out value, else the training mean of the last fifth."""
     held_out = record.points("eval/kl")
     if held_out:
         return held_out[-1][1]
@@ -88,6 +91,7 @@ def final_kl(record: Record) -> float | None:
 
 
 def _interval(record: Record) -> str:
+    """Describe the interval of the final accuracy; empty where the report card has none."""
     low, high, count = (record.card.get(key) for key in ("accuracy_low", "accuracy_high", "n"))
     if not (isinstance(low, float) and isinstance(high, float) and isinstance(count, int)):
         return ""
@@ -95,6 +99,7 @@ def _interval(record: Record) -> str:
 
 
 def _baselines(record: Record) -> str:
+    """Describe the accuracies of the baselines; empty where the report card has none."""
     baselines = record.card.get("baselines")
     if not isinstance(baselines, Mapping):
         return ""
@@ -107,8 +112,8 @@ def _baselines(record: Record) -> str:
 
 
 def tiles(record: Record) -> list[Tile]:
-    """The key figures of the run; those that it does not have are left out."""
-    found = [_headline_tile(record), *_kl_tiles(record)]
+    """Build the tiles of the run's key figures, without those that the run lacks."""
+    key_figures = [_headline_tile(record), *_kl_tiles(record)]
     for name, label in (
         ("eval/rm_loss", "Held-out pair loss, nats"),
         ("eval/perplexity", "Held-out perplexity"),
@@ -118,22 +123,24 @@ def tiles(record: Record) -> list[Tile]:
         ("eval/repetition", "Repeated 4-grams"),
         ("eval/reference_perplexity", "Perplexity under the reference"),
     ):
-        found.append(_before_after_tile(record, name, label))
+        key_figures.append(_before_after_tile(record, name, label))
     if record.points("critic/explained_variance"):
         value = record.series["critic/explained_variance"].tail_mean()
-        found.append(Tile("Explained variance", show(value), "mean of the last fifth"))
-    found.append(_count_tile(record, "completion/count", "Completions sampled"))
+        key_figures.append(Tile("Explained variance", show(value), "mean of the last fifth"))
+    key_figures.append(_count_tile(record, "completion/count", "Completions sampled"))
     if any(value for _, value in record.points("skipped/nonfinite")):
-        found.append(_count_tile(record, "skipped/nonfinite", "Optimizer steps skipped (NaN)"))
-    return [tile for tile in [*found, *_machine_tiles(record.timings)] if tile is not None]
+        key_figures.append(_count_tile(record, "skipped/nonfinite", "Optimizer steps skipped (NaN)"))
+    return [tile for tile in [*key_figures, *_machine_tiles(record.timings)] if tile is not None]
 
 
 def _headline_tile(record: Record) -> Tile | None:
-    chosen = headline_metric(record)
-    return None if chosen is None else _before_after_tile(record, chosen[0], chosen[1])
+    """Build the tile of the headline metric."""
+    headline = headline_metric(record)
+    return None if headline is None else _before_after_tile(record, headline[0], headline[1])
 
 
 def _before_after_tile(record: Record, name: str, label: str) -> Tile | None:
+    """Build a tile with the last value of a metric and its first value in small print."""
     points = record.points(name)
     if not points:
         return None
@@ -141,44 +148,48 @@ def _before_after_tile(record: Record, name: str, label: str) -> Tile | None:
 
 
 def _kl_tiles(record: Record) -> list[Tile | None]:
+    """Build the tiles of the KL: held-out, exact, and in training against its target."""
     value, target = final_kl(record), record.kl_target()
     if value is None:
         return []
-    found: list[Tile | None] = [Tile("KL to the reference, nats", show(value), _error(record, "eval/kl"))]
+    kl_tiles: list[Tile | None] = [Tile("KL to the reference, nats", show(value), _error_text(record, "eval/kl"))]
     if exact := record.points("eval/kl_exact"):
-        found.append(Tile("The same, exact per token", show(exact[-1][1]), _error(record, "eval/kl_exact")))
+        kl_tiles.append(Tile("The same, exact per token", show(exact[-1][1]), _error_text(record, "eval/kl_exact")))
     if target is not None and record.points("kl/reference"):
         tail = record.series["kl/reference"].tail_mean()
-        found.append(Tile("KL in training, last fifth", show(tail), f"target {target:g}"))
-    return found
+        kl_tiles.append(Tile("KL in training, last fifth", show(tail), f"target {target:g}"))
+    return kl_tiles
 
 
-def _error(record: Record, name: str) -> str:
+def _error_text(record: Record, name: str) -> str:
+    """Describe the standard error of a metric; without one, say that the value is per sequence."""
     errors = record.points(f"{name}_se")
     return f"standard error {show(errors[-1][1])}" if errors else "per sequence"
 
 
 def _count_tile(record: Record, name: str, label: str) -> Tile | None:
+    """Build a tile with the last value of a counter."""
     points = record.points(name)
     return Tile(label, show(round(points[-1][1]))) if points else None
 
 
 def _machine_tiles(timings: Sequence[Mapping[str, Any]]) -> list[Tile]:
+    """Build the tiles of time, throughput and peak memory."""
     if not timings:
         return []
     seconds = sum(sum(v for v in row.get("seconds", {}).values() if v) for row in timings)
-    found = [Tile("Time in logged phases", duration(seconds))]
+    machine_tiles = [Tile("Time in logged phases", duration(seconds))]
     speeds = [row["tokens_per_second"] for row in timings if row.get("tokens_per_second")]
     if speeds:
-        found.append(Tile("Tokens per second", f"{median(speeds):,.0f}", "median"))
+        machine_tiles.append(Tile("Tokens per second", f"{median(speeds):,.0f}", "median"))
     memory = [row["peak_memory_mb"] for row in timings if row.get("peak_memory_mb")]
     if memory:
-        found.append(Tile("Peak memory", f"{max(memory):,.0f} MB", _by_phase(timings)))
-    return found
+        machine_tiles.append(Tile("Peak memory", f"{max(memory):,.0f} MB", _peak_phases(timings)))
+    return machine_tiles
 
 
-def _by_phase(timings: Sequence[Mapping[str, Any]]) -> str:
-    """The three phases that need most."""
+def _peak_phases(timings: Sequence[Mapping[str, Any]]) -> str:
+    """List the three phases of the highest peak memory, with their peaks in MB."""
     peaks: dict[str, float] = {}
     for row in timings:
         for name, peak in row.get("peak_memory_mb_by_phase", {}).items():
@@ -188,7 +199,7 @@ def _by_phase(timings: Sequence[Mapping[str, Any]]) -> str:
 
 
 def comparison(pairs: Sequence[Pair]) -> str:
-    """On how many of the prompts shown the score rose."""
+    """Describe on how many of the shown prompts the score rose, fell or stayed the same."""
     changes = [
         pair.after["score"] - pair.before["score"]
         for pair in pairs

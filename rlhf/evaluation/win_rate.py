@@ -1,4 +1,4 @@
-"""A against B on the same prompts: win rates, raw and at equal length, differences, and intervals by bootstrap."""
+"""Comparison of A and B on the same prompts: win rates, raw and length-controlled, and bootstrap intervals."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.nn.functional import softplus
 from rlhf.runtime.seeding import generator
 
 RESAMPLES = 2000
-RESAMPLES_AT_ONCE = 250  # regressions fitted together; memory only
-RIDGE = 0.01  # a hundredth of a prompt's weight
+RESAMPLES_AT_ONCE = 250  # regressions fitted together; affects memory only
+RIDGE = 0.01  # a hundredth of the weight of one prompt
 NEWTON_STEPS, HALVINGS = 100, 40
 
 
@@ -26,42 +26,44 @@ class Interval:
     high: float
 
     def __str__(self) -> str:
+        """Return `value [low, high]` with three significant digits."""
         return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
 
 
 @dataclass(frozen=True)
 class LengthControlled(Interval):
-    """A length-controlled win rate, and what it rests on."""
+    """A length-controlled win rate, and the fitted effect of length behind it."""
 
     length_effect: float  # phi: log-odds of winning at a large length difference; above 0, longer wins
-    extrapolated: bool  # one side is longer on every prompt: nothing was seen at equal length
+    extrapolated: bool  # one side is longer on every prompt: no data near equal length
 
 
 def outcomes(a: Float[Tensor, "*shape"], b: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """1 where A scores higher than B, 0 where lower, 0.5 where they tie."""
+    """Return 1 where A scores higher than B, 0 where lower, 0.5 where they tie."""
     return (a > b).double() + 0.5 * (a == b).double()
 
 
 def win_rate(a: Float[Tensor, " N"], b: Float[Tensor, " N"], *, seed: int = 0) -> Interval:
-    """Share of prompts on which A scores higher than B; a tie counts half."""
+    """Compute the share of prompts on which A scores higher than B; a tie counts half."""
     return bootstrap(outcomes(a, b), seed=seed)
 
 
 def length_controlled_win_rate(
     wins: Float[Tensor, "S P"], longer: Float[Tensor, "S P"], *, seed: int = 0
 ) -> LengthControlled:
-    """The win rate that A would have were its completions as long as B's (Dubois et al. 2024, sec. 3).
+    """Estimate the win rate A would have if its completions were as long as B's (Dubois et al. 2024, sec. 3).
 
         P(win) = sigmoid(theta + phi * tanh(longer / std(longer))),   result = sigmoid(theta)
 
-    A logistic regression of the outcomes on the length difference, read at difference zero. Two models are compared,
-    so the paper's terms for models are the one theta; its term for how hard a prompt is needs many models and is left
-    out. `RIDGE` / 2 * (theta^2 + phi^2) is subtracted from the log-likelihood: where length alone separates wins from
-    losses there would be no maximum. Swapping the sides gives one minus the result.
+    This is a logistic regression of the outcomes on the length difference, evaluated at difference zero. With two
+    models, the paper's model terms reduce to theta; its term for prompt difficulty needs many models and is left out.
+    `RIDGE` / 2 * (theta^2 + phi^2) is subtracted from the log-likelihood, which would otherwise have no maximum where
+    length alone separates wins from losses. Swapping the sides gives one minus the result.
 
     Args:
         wins: 1, 0.5 or 0 for A; seeds by prompts, resampled as in `bootstrap_crossed`.
-        longer: length of A's completion less that of B's, in the same unit throughout.
+        longer: length of A's completion minus that of B's, in any one unit.
+        seed: of the bootstrap.
     """
     wins, longer = wins.double(), longer.double()
     scale = longer.std(correction=0)
@@ -71,16 +73,16 @@ def length_controlled_win_rate(
     rows, columns = _crossed_draws(*wins.shape, seed=seed)
     by_seed, by_prompt = _counts(rows, len(wins)), _counts(columns, wins.shape[1])
     weights = torch.zeros(RESAMPLES, cells.shape[1], dtype=torch.float64)
-    for one, of_seed in enumerate(index.view(wins.shape)):
-        weights.index_add_(1, of_seed, by_seed[:, one, None] * by_prompt)
-    found = fit_logistic(torch.bincount(index, minlength=cells.shape[1]).double()[None], cells[0], cells[1])[0]
+    for row, cell_index in enumerate(index.view(wins.shape)):
+        weights.index_add_(1, cell_index, by_seed[:, row, None] * by_prompt)
+    estimate = fit_logistic(torch.bincount(index, minlength=cells.shape[1]).double()[None], cells[0], cells[1])[0]
     theta = torch.cat([fit_logistic(part, cells[0], cells[1])[:, 0] for part in weights.split(RESAMPLES_AT_ONCE)])
     low, high = torch.quantile(theta.sigmoid(), torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return LengthControlled(
-        value=float(found[0].sigmoid()),
+        value=float(estimate[0].sigmoid()),
         low=low,
         high=high,
-        length_effect=float(found[1]),
+        length_effect=float(estimate[1]),
         extrapolated=bool((longer > 0).all() or (longer < 0).all()),
     )
 
@@ -88,45 +90,47 @@ def length_controlled_win_rate(
 def fit_logistic(
     weights: Float[Tensor, "R K"], features: Float[Tensor, " K"], targets: Float[Tensor, " K"]
 ) -> Float[Tensor, "R 2"]:
-    """theta and phi of R weighted logistic regressions at once, each the maximum over (theta, phi) of
+    """Fit R weighted ridge logistic regressions at once and return theta and phi of each.
 
-        sum_k w_k (y_k log p_k + (1 - y_k) log(1 - p_k)) - RIDGE / 2 (theta^2 + phi^2),   p_k = sigmoid(theta + phi x_k)
+        max over (theta, phi) of  sum_k w_k (y_k log p_k + (1 - y_k) log(1 - p_k)) - RIDGE / 2 (theta^2 + phi^2),
+        p_k = sigmoid(theta + phi x_k)
 
-    by Newton's method, a step halved until it climbs; there is one maximum, for the whole is strictly concave.
+    The fit uses Newton's method and halves a step until the objective rises. The objective is strictly concave, so
+    the maximum is unique.
     """
     design = torch.stack([torch.ones_like(features), features], dim=1)
     ridge = RIDGE * torch.eye(2, dtype=torch.float64)
 
-    def climbed(at: Float[Tensor, "R 2"]) -> Float[Tensor, " R"]:
-        odds = at @ design.T
-        log_likelihood: Tensor = (weights * (targets * odds - softplus(odds))).sum(dim=1)
-        return log_likelihood - 0.5 * RIDGE * (at**2).sum(dim=1)
+    def objective(parameters: Float[Tensor, "R 2"]) -> Float[Tensor, " R"]:
+        logits = parameters @ design.T
+        log_likelihood: Tensor = (weights * (targets * logits - softplus(logits))).sum(dim=1)
+        return log_likelihood - 0.5 * RIDGE * (parameters**2).sum(dim=1)
 
-    found = torch.zeros(len(weights), 2, dtype=torch.float64)
+    estimate = torch.zeros(len(weights), 2, dtype=torch.float64)
     for _ in range(NEWTON_STEPS):
-        p = (found @ design.T).sigmoid()
-        gradient = (weights * (targets - p)) @ design - RIDGE * found
+        p = (estimate @ design.T).sigmoid()
+        gradient = (weights * (targets - p)) @ design - RIDGE * estimate
         curvature = torch.einsum("rk,ki,kj->rij", weights * p * (1 - p), design, design) + ridge
         step: Tensor = torch.linalg.solve(curvature, gradient)
-        if bool((step.abs() <= 1e-8 * (1 + found.abs())).all()):  # the next would be its square
-            return found + step
-        height = climbed(found)
+        if bool((step.abs() <= 1e-8 * (1 + estimate.abs())).all()):  # convergence is quadratic
+            return estimate + step
+        current = objective(estimate)
         for _ in range(HALVINGS):
-            below = climbed(found + step) < height - 1e-12 * (1 + height.abs())  # by more than rounding
-            if not bool(below.any()):
+            falls = objective(estimate + step) < current - 1e-12 * (1 + current.abs())  # by more than rounding
+            if not bool(falls.any()):
                 break
-            step = torch.where(below[:, None], 0.5 * step, step)
-        found = found + step
-    return found
+            step = torch.where(falls[:, None], 0.5 * step, step)
+        estimate = estimate + step
+    return estimate
 
 
 def mean_difference(a: Float[Tensor, " N"], b: Float[Tensor, " N"], *, seed: int = 0) -> Interval:
-    """Mean of A - B, paired by prompt."""
+    """Compute the mean of A - B, paired by prompt."""
     return bootstrap(a.double() - b.double(), seed=seed)
 
 
 def bootstrap(values: Float[Tensor, " N"], *, seed: int = 0) -> Interval:
-    """The mean of `values` and the percentiles 2.5 and 97.5 of its means over 2,000 resamples with replacement."""
+    """Compute the mean of `values` and its 95 % percentile interval over 2,000 resamples with replacement."""
     index = torch.randint(len(values), (RESAMPLES, len(values)), generator=generator(seed, "bootstrap"))
     means = values.double()[index].mean(dim=1)
     low, high = torch.quantile(means, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
@@ -134,31 +138,31 @@ def bootstrap(values: Float[Tensor, " N"], *, seed: int = 0) -> Interval:
 
 
 def bootstrap_crossed(values: Float[Tensor, "S P"], *, seed: int = 0) -> Interval:
-    """The mean of `values` [seeds, prompts] and its interval, seeds and prompts resampled each on their own.
+    """Compute the mean of `values` [seeds, prompts] and its interval, resampling seeds and prompts independently.
 
     All seeds share the prompts, so the two are crossed: each of the 2,000 resamples draws S seeds and P prompts with
-    replacement and takes the mean over all their pairs (Owen 2007). With one seed it is the interval over prompts;
-    with two or three, what the seeds contribute is only roughly known.
+    replacement and takes the mean over all their pairs (Owen 2007). With one seed this is the interval over prompts;
+    with two or three, the variance between seeds is only roughly estimated.
     """
     seeds, prompts = values.shape
     rows, columns = _crossed_draws(seeds, prompts, seed=seed)
-    wide = values.double()
+    values_f64 = values.double()
     # The mean over the drawn cells, from counts: counts_s^T V counts_p / (S P).
-    by_seed = _counts(rows, seeds) @ wide / seeds
+    by_seed = _counts(rows, seeds) @ values_f64 / seeds
     means = (by_seed * _counts(columns, prompts)).sum(dim=1) / prompts
     low, high = torch.quantile(means, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return Interval(float(wide.mean()), low, high)
+    return Interval(float(values_f64.mean()), low, high)
 
 
 def _crossed_draws(seeds: int, prompts: int, *, seed: int) -> tuple[Int[Tensor, "R S"], Int[Tensor, "R P"]]:
-    """Which seeds and which prompts each resample draws."""
-    draw = generator(seed, "bootstrap")
-    rows = torch.randint(seeds, (RESAMPLES, seeds), generator=draw)
-    return rows, torch.randint(prompts, (RESAMPLES, prompts), generator=draw)
+    """Draw the indices of the seeds and of the prompts of every resample."""
+    random = generator(seed, "bootstrap")
+    rows = torch.randint(seeds, (RESAMPLES, seeds), generator=random)
+    return rows, torch.randint(prompts, (RESAMPLES, prompts), generator=random)
 
 
 def _counts(drawn: Int[Tensor, "R K"], size: int) -> Float[Tensor, "R K"]:
-    """How often each of `size` numbers was drawn in each row."""
+    """Count how often each index below `size` was drawn in each row."""
     return torch.zeros(len(drawn), size, dtype=torch.float64).scatter_add(
         1, drawn, torch.ones(drawn.shape, dtype=torch.float64)
     )

@@ -1,6 +1,6 @@
 """The lab on disk: tokenizer, untrained model, texts and prompts, made from one seed and cached by content.
 
-Light to import: torch and transformers only when files are made, so that a mistake in a configuration is told at once.
+torch and transformers are imported only when files are made, so that a mistake in a configuration is reported at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=Section)
 
 PREFIX = "lab:"
-MADE_BY = ("gold", "lexicon", "model", "tokenizer", "world")  # the modules that decide what is in the lab
+MADE_BY = ("gold", "lexicon", "model", "tokenizer", "world")  # the modules that determine the content of the lab
 NAMES = {
     "base": "the untrained model with its tokenizer",
     "sft.jsonl": "reviews of mixed quality to imitate",
@@ -36,7 +36,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class LabSpec:
-    """What the lab is made from; another spec is another lab, in another folder."""
+    """Seed and sizes of a lab; each spec has its own folder."""
 
     seed: int = 0
     size: Size = "tiny"
@@ -47,26 +47,31 @@ class LabSpec:
 
 
 def lab_folder(spec: LabSpec) -> Path:
-    """The lab's files, made if they are not there. Concurrent callers are safe: the folder is renamed into place."""
-    folder = _cache() / lab_key(spec)
+    """Return the folder of the lab's files, making them if they are missing.
+
+    Concurrent callers are safe: the files are written to a temporary folder, which is then renamed.
+    """
+    folder = _cache_folder() / lab_key(spec)
     if folder.is_dir():
         return folder
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    _write(spec, aside)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    _write(spec, temporary)
     try:
-        aside.rename(folder)
-    except OSError:  # another process was first; what it made is the same
-        shutil.rmtree(aside)
+        temporary.rename(folder)
+    except OSError:  # another process was first, and made the same files
+        shutil.rmtree(temporary)
     return folder
 
 
 def with_lab(config: C, spec: LabSpec | None = None) -> C:
-    """The configuration with every `lab:name` replaced by the path of that file; unchanged where there is none.
+    """Return the configuration with every `lab:name` replaced by the path of that file.
+
+    Without any such name the configuration is returned unchanged, and no lab is made.
 
     Raises:
-        ConfigError: the lab has nothing of that name.
+        ConfigError: the lab has no file of that name.
     """
     tree = config.model_dump(mode="json", exclude_unset=True)
     names = [text for text in _strings(tree) if text.startswith(PREFIX)]
@@ -74,15 +79,15 @@ def with_lab(config: C, spec: LabSpec | None = None) -> C:
         return config
     _check_names(names)
     folder = lab_folder(spec or LabSpec())
-    replaced: C = type(config).model_validate(_replaced(tree, folder))
+    replaced: C = type(config).model_validate(_with_paths(tree, folder))
     return replaced
 
 
 def lab_config(name: str) -> Path:
-    """Find the lab's configuration of that name: in the repository, or as installed with the package.
+    """Return the path of a configuration of the lab, in the repository or in the installed package.
 
     Raises:
-        ConfigError: neither is there.
+        ConfigError: it is in neither.
     """
     package = Path(__file__).resolve().parents[1]
     for folder in (package.parent / "configs" / "lab", package / "lab" / "configs"):
@@ -92,7 +97,7 @@ def lab_config(name: str) -> Path:
 
 
 def lab_key(spec: LabSpec) -> str:
-    """A name made of the spec and of the code that the lab is made by: a change of either makes another lab."""
+    """Return the name of a lab's folder, which contains a hash of the spec and of the code that makes the lab."""
     digest = hashlib.sha256(json.dumps(asdict(spec), sort_keys=True).encode())
     for module in (*MADE_BY, "build"):
         digest.update(Path(__file__).with_name(f"{module}.py").read_bytes())
@@ -104,20 +109,20 @@ def _write(spec: LabSpec, folder: Path) -> None:
     from rlhf.lab.tokenizer import train_tokenizer
 
     rows = sft_rows(spec.seed, spec.sft)
-    _jsonl(folder / "sft.jsonl", rows)
-    _jsonl(folder / "eval_sft.jsonl", sft_rows(spec.seed + 1, spec.eval_sft))
-    _jsonl(folder / "prompts.jsonl", map(_prompt_row, prompts(spec.seed, "train", spec.prompts)))
-    _jsonl(folder / "eval_prompts.jsonl", map(_prompt_row, prompts(spec.seed, "eval", spec.eval_prompts)))
-    words = train_tokenizer(row["prompt"] + row["completion"] for row in rows)
-    shape = lab_model_config(
-        len(words),
-        pad_token_id=int(words.pad_token_id),
-        bos_token_id=int(words.bos_token_id),
-        eos_token_id=int(words.eos_token_id),
+    _write_jsonl(folder / "sft.jsonl", rows)
+    _write_jsonl(folder / "eval_sft.jsonl", sft_rows(spec.seed + 1, spec.eval_sft))
+    _write_jsonl(folder / "prompts.jsonl", map(_prompt_row, prompts(spec.seed, "train", spec.prompts)))
+    _write_jsonl(folder / "eval_prompts.jsonl", map(_prompt_row, prompts(spec.seed, "eval", spec.eval_prompts)))
+    tokenizer = train_tokenizer(row["prompt"] + row["completion"] for row in rows)
+    model_config = lab_model_config(
+        len(tokenizer),
+        pad_token_id=int(tokenizer.pad_token_id),
+        bos_token_id=int(tokenizer.bos_token_id),
+        eos_token_id=int(tokenizer.eos_token_id),
         size=spec.size,
     )
-    untrained_model(shape, spec.seed).save_pretrained(folder / "base")
-    words.save_pretrained(folder / "base")
+    untrained_model(model_config, spec.seed).save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
 
 
 def _prompt_row(request: Request) -> dict[str, object]:
@@ -128,11 +133,11 @@ def _prompt_row(request: Request) -> dict[str, object]:
     }
 
 
-def _jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+def _write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
-def _cache() -> Path:
+def _cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "rlhf" / "lab"
 
@@ -145,11 +150,11 @@ def _strings(tree: Any) -> Iterable[str]:
             yield from _strings(value)
 
 
-def _replaced(tree: Any, folder: Path) -> Any:
+def _with_paths(tree: Any, folder: Path) -> Any:
     if isinstance(tree, dict):
-        return {key: _replaced(value, folder) for key, value in tree.items()}
+        return {key: _with_paths(value, folder) for key, value in tree.items()}
     if isinstance(tree, list):
-        return [_replaced(value, folder) for value in tree]
+        return [_with_paths(value, folder) for value in tree]
     if isinstance(tree, str) and tree.startswith(PREFIX):
         return str(folder / tree.removeprefix(PREFIX))
     return tree

@@ -1,15 +1,15 @@
-"""The gold reward: what a review is truly worth, computed from the texts of the prompt and the completion alone.
+"""The gold reward: the true quality of a review, computed from the texts of the prompt and the completion alone.
 
-The completion is read clause by clause against the grammar. A clause counts when it is complete and *fresh*: it
-judges a noun no earlier clause judged, with a word no earlier clause judged with. So saying a good word, or a good
-sentence, again adds nothing to any part and costs under `repetition`. The gold is the sum of seven parts:
+The completion is parsed clause by clause with the grammar. A clause counts if it is complete and *fresh*: it judges a
+noun that no earlier clause judged, with a word that no earlier clause used to judge. A good word or sentence that is
+repeated therefore adds nothing to any part, and costs under `repetition`. The gold is the sum of seven parts:
 
-    sentiment   3.5 · Σ_c p_c / (n + 1)   n fresh clauses of polarity p_c in [-1, 1] after negation: praise is wanted
+    sentiment   3.5 · Σ_c p_c / (n + 1)   n fresh clauses of polarity p_c in [-1, 1] after negation: praise is rewarded
     topic       1 - 2^-k - 0.6 · min(o, 3)    k distinct nouns of the topic in fresh clauses, o of other topics anywhere
-    asked       0.4 where a fresh clause judges the aspect that the prompt asks for
-    ending      0.3 where the text ends with a period, else -0.3
-    form        -0.5 · min(clauses that are not complete, 3); an empty text has one such clause
-    repetition  -min(0.5 · r + 0.25 · g, 2.5) r content words and g four-word runs that were there before
+    asked       0.4 if a fresh clause judges the aspect that the prompt asks for
+    ending      0.3 if the text ends with a period, else -0.3
+    form        -0.5 · min(incomplete clauses, 3); an empty text has one incomplete clause
+    repetition  -min(0.5 · r + 0.25 · g, 2.5) r content words and g four-word runs that occurred before
     length      -0.3 for each fresh clause short of three, -0.05 for each word over 45
 
 A perfect review of five clauses scores 4.59, an empty text -1.7; careless reviews lie between about -6 and 3.
@@ -61,14 +61,14 @@ LONG_COST = 0.05
 MIN_CLAUSES = 3
 MAX_WORDS = 45
 COUNTED_AT_MOST = 3  # off-topic nouns, incomplete clauses
-RUN = 4  # words in a run that should not come twice
+RUN = 4  # words in a run that should not occur twice
 
 CONTENT = frozenset(ADJECTIVES) | frozenset(ASPECT_TOPIC) | frozenset(INTENSIFIERS) | frozenset(VERBS)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a prompt asks for, as read from its text."""
+    """The topic and the aspect that a prompt asks for, as parsed from its text."""
 
     topic: str
     aspect: str
@@ -76,7 +76,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Clause:
-    """A complete clause: the noun it judges, the word it judges with, its polarity; a filler judges nothing."""
+    """A complete clause: the noun it judges, the judging word, and its polarity; a filler judges nothing."""
 
     noun: str
     judge: str
@@ -84,14 +84,14 @@ class Clause:
 
 
 def gold_reward(prompts: list[str], completions: list[str], references: list[Mapping[str, Any]]) -> list[float]:
-    """The gold of each completion; `references` is not read, all is in the texts."""
+    """Compute the gold reward of each completion from the texts; `references` is ignored."""
     return [
         sum(gold_parts(prompt, completion).values()) for prompt, completion in zip(prompts, completions, strict=True)
     ]
 
 
 def gold_parts(prompt: str, completion: str) -> dict[str, float]:
-    """The weighted parts whose sum is the gold."""
+    """Compute the weighted parts whose sum is the gold reward."""
     asked = read_prompt(prompt)
     sentences = _sentences(completion)
     clauses = [clause for sentence in sentences for clause in _clauses(sentence)]
@@ -99,13 +99,13 @@ def gold_parts(prompt: str, completion: str) -> dict[str, float]:
     fresh = _fresh(complete)
     nouns = {clause.noun for clause in fresh}
     mentioned = {word for sentence in sentences for word in sentence if word in ASPECT_TOPIC}
-    own = sum(ASPECT_TOPIC[noun] == asked.topic for noun in nouns)
-    off = sum(ASPECT_TOPIC[noun] != asked.topic for noun in mentioned)
+    on_topic = sum(ASPECT_TOPIC[noun] == asked.topic for noun in nouns)
+    off_topic = sum(ASPECT_TOPIC[noun] != asked.topic for noun in mentioned)
     words = sum(word != "," for sentence in sentences for word in sentence)
     incomplete = max(len(clauses) - len(complete), 0 if clauses else 1)
     return {
         "sentiment": SENTIMENT_WEIGHT * sum(c.polarity for c in fresh) / (len(fresh) + 1),
-        "topic": 1 - 2.0**-own - OFF_TOPIC_COST * min(off, COUNTED_AT_MOST),
+        "topic": 1 - 2.0**-on_topic - OFF_TOPIC_COST * min(off_topic, COUNTED_AT_MOST),
         "asked": ASKED_WEIGHT * (asked.aspect in nouns),
         "ending": ENDING_WEIGHT if completion.rstrip().endswith(".") else -ENDING_WEIGHT,
         "form": -INCOMPLETE_COST * min(incomplete, COUNTED_AT_MOST),
@@ -115,7 +115,11 @@ def gold_parts(prompt: str, completion: str) -> dict[str, float]:
 
 
 def read_prompt(prompt: str) -> Asked:
-    """The topic and the aspect that a prompt names."""
+    """Parse the topic and the aspect that a prompt names; without an aspect it is the topic itself.
+
+    Raises:
+        RewardError: the prompt names no topic of the lab.
+    """
     words = re.findall(r"[a-z]+", prompt.lower())
     topic = next((word for word in words if word in TOPICS), None)
     if topic is None:
@@ -128,32 +132,32 @@ def read_prompt(prompt: str) -> Asked:
 
 
 def preference_probability(gold_a: float, gold_b: float, temperature: float) -> float:
-    """P(a preferred to b) = σ((g_a - g_b) / temperature) (Bradley & Terry 1952)."""
+    """Compute P(a preferred to b) = σ((g_a - g_b) / temperature) (Bradley & Terry 1952)."""
     return 1 / (1 + math.exp(min((gold_b - gold_a) / temperature, 700.0)))
 
 
 def label_pair(gold_a: float, gold_b: float, temperature: float, rng: Random) -> bool:
-    """Whether a noisy judge prefers a to b: one draw from `preference_probability`."""
+    """Draw from `preference_probability` whether a noisy judge prefers a to b."""
     return rng.random() < preference_probability(gold_a, gold_b, temperature)
 
 
 def best_accuracy(gold_gaps: Sequence[float], temperature: float) -> float:
-    """The best expected accuracy on labels drawn at this temperature: the mean of max(p, 1 - p) over the gaps."""
+    """Compute the best expected accuracy on labels drawn at this temperature: the mean of max(p, 1 - p) over pairs."""
     assert gold_gaps, "no pairs"
     return math.fsum(preference_probability(abs(gap), 0.0, temperature) for gap in gold_gaps) / len(gold_gaps)
 
 
 def expected_accuracy(model_gaps: Sequence[float], gold_gaps: Sequence[float], temperature: float) -> float:
-    """The accuracy that a model's preferences have in expectation over the judge's noise.
+    """Compute the accuracy of a model's preferences in expectation over the judge's label noise.
 
-    mean of P where the model prefers the first, 1 - P where the second, 1/2 where it is undecided, with
-    P = σ(gold gap / temperature). Not the accuracy on one draw of the labels, whose standard error is √(a(1-a)/N):
-    0.013 at 1,000 pairs.
+    It is the mean of P where the model prefers the first, 1 - P where it prefers the second, and 1/2 where it is
+    undecided, with P = σ(gold gap / temperature). The accuracy on a single draw of the labels would have a standard
+    error of √(a(1-a)/N): 0.013 at 1,000 pairs.
 
     Args:
-        model_gaps: score of the first minus score of the second, of each pair.
-        gold_gaps: the same of the gold.
-        temperature: of the judge, in units of gold.
+        model_gaps: the model's score of the first minus its score of the second, for each pair.
+        gold_gaps: the same difference of the gold rewards.
+        temperature: the temperature of the judge, in units of gold.
     """
     assert model_gaps, "no pairs"
     total = 0.0
@@ -164,13 +168,13 @@ def expected_accuracy(model_gaps: Sequence[float], gold_gaps: Sequence[float], t
 
 
 def _sentences(text: str) -> list[list[str]]:
-    """The words and commas of each sentence, in lower case; any other mark stays and makes its clause incomplete."""
+    """Split a text into sentences of lower-case words and commas; any other mark makes its clause incomplete."""
     parts = (re.findall(r"[a-z]+|[^a-z\s]", part) for part in text.lower().split("."))
     return [part for part in parts if part]
 
 
 def _clauses(sentence: Sequence[str]) -> list[Clause | None]:
-    """The clauses between the commas, None where one is not complete; an opener before a clause is no clause."""
+    """Parse the clauses of a sentence, None for an incomplete one; an opener before a clause is skipped."""
     chunks = [chunk.strip() for chunk in " ".join(sentence).split(",")]
     if len(chunks) > 1 and chunks[0] in _OPENING:
         chunks = chunks[1:]
@@ -179,7 +183,7 @@ def _clauses(sentence: Sequence[str]) -> list[Clause | None]:
 
 
 def _without_join(chunk: str) -> str:
-    """The clause after its connective; nothing, hence incomplete, where there is none."""
+    """Return a clause without its connective; empty, and so incomplete, if it has no connective."""
     first, _, rest = chunk.partition(" ")
     return rest if first in _JOIN_WORDS else ""
 
@@ -190,16 +194,16 @@ def _parse(text: str) -> Clause | None:
     match = next((match for pattern in _PATTERNS if (match := pattern.fullmatch(text))), None)
     if match is None:
         return None
-    found = match.groupdict()
-    judge, polarity = VERBS[found["verb"]] if "verb" in found else (found["adj"], ADJECTIVES[found["adj"]])
-    strength = INTENSIFIERS.get(found.get("much") or "", PLAIN_STRENGTH)
-    if found.get("neg"):
+    words = match.groupdict()
+    judge, polarity = VERBS[words["verb"]] if "verb" in words else (words["adj"], ADJECTIVES[words["adj"]])
+    strength = INTENSIFIERS.get(words.get("much") or "", PLAIN_STRENGTH)
+    if words.get("neg"):
         polarity, strength = -polarity, PLAIN_STRENGTH
-    return Clause(noun=found["noun"], judge=judge, polarity=polarity * strength)
+    return Clause(noun=words["noun"], judge=judge, polarity=polarity * strength)
 
 
 def _fresh(clauses: Iterable[Clause]) -> list[Clause]:
-    """The judging clauses that use neither the noun nor the judging word of one before."""
+    """Select the judging clauses that repeat neither the noun nor the judging word of an earlier one."""
     fresh: list[Clause] = []
     for clause in clauses:
         if clause.polarity and all(clause.noun != c.noun and clause.judge != c.judge for c in fresh):
@@ -228,7 +232,7 @@ _FILLER = re.compile(_any(f.format(season=_any(SEASONS), friend=_any(FRIENDS)) f
 
 
 def _patterns() -> list[re.Pattern[str]]:
-    """One pattern for each form of clause, over words joined by single spaces."""
+    """Build a pattern for each form of clause, over words joined by single spaces."""
     noun, who = "the " + _group("noun", ASPECT_TOPIC), _any(PEOPLE)
     adjective = f"(?:{_group('much', INTENSIFIERS)} )?{_group('adj', ADJECTIVES)}"
     tail = f"(?: {_any(TAILS)})?"

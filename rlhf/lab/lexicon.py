@@ -1,4 +1,4 @@
-"""The words of the lab's world, by what they do in a clause: the grammar writes and the gold reads with them."""
+"""The words of the lab by their role in a clause: the grammar writes with them, the gold reward parses with them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ GENERAL = MappingProxyType(
 """Adjectives that suit every topic, by polarity."""
 
 HEADLINES = MappingProxyType({1: ("good", "great"), -1: ("bad", "poor")})
-"""Adjectives of a review's first sentence, by polarity: few, so that it says plainly what is to come."""
+"""Adjectives of a review's first sentence, by polarity: few, so that the sentence is a clear signal."""
 
 SPECIAL = MappingProxyType(
     {
@@ -65,7 +65,7 @@ OPINIONS = MappingProxyType(
         -1: {"hated": "hate", "disliked": "dislike", "regretted": "regret"},
     }
 )
-"""What people did to a thing, past tense -> base, by polarity."""
+"""Verbs of people judging a thing, past tense -> base form, by polarity."""
 
 EFFECTS = MappingProxyType(
     {
@@ -73,10 +73,10 @@ EFFECTS = MappingProxyType(
         -1: {"annoyed": "annoy", "bored": "bore", "disappointed": "disappoint"},
     }
 )
-"""What a thing did to people, past tense -> base, by polarity."""
+"""Verbs of a thing affecting people, past tense -> base form, by polarity."""
 
 VERDICTS = MappingProxyType({1: ("recommend", "praise"), -1: ("avoid", "skip")})
-"""What a person would do to the whole topic, by polarity."""
+"""Verbs of a recommendation for or against a noun, by polarity."""
 
 INTENSIFIERS = MappingProxyType(
     {
@@ -90,7 +90,7 @@ INTENSIFIERS = MappingProxyType(
         "fairly": 0.6,
     }
 )
-"""Strength of a judgment with this word before its adjective."""
+"""Each intensifier -> the strength of a judgment with it before the adjective."""
 
 PLAIN_STRENGTH = 0.8
 """Strength of a judgment without an intensifier, or under a negator."""

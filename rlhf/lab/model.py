@@ -31,13 +31,13 @@ SHAPES = MappingProxyType(
         "small": Shape(layers=4, hidden=192, heads=6, intermediate=512),
     }
 )
-"""nano is for tests; tiny is the quickstart's."""
+"""The model sizes by name; nano is for tests, tiny for the quickstart."""
 
 
 def lab_model_config(
     vocab_size: int, *, pad_token_id: int, bos_token_id: int, eos_token_id: int, size: Size = "tiny"
 ) -> LlamaConfig:
-    """The configuration of a Llama of this size, embeddings tied, for the lab's tokenizer."""
+    """Return the configuration of a Llama of this size, with tied embeddings, for the lab's tokenizer."""
     shape = SHAPES[size]
     return LlamaConfig(
         vocab_size=vocab_size,
@@ -56,7 +56,7 @@ def lab_model_config(
 
 
 def untrained_model(config: LlamaConfig, seed: int) -> PreTrainedModel:
-    """Build the model with weights drawn from `seed`; torch's own generator stays where it was."""
+    """Build the model with weights drawn from `seed`, without advancing torch's global random generator."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)

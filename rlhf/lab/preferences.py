@@ -1,4 +1,4 @@
-"""Preference pairs of the lab: two completions by the SFT model, ranked by the gold with Bradley-Terry noise."""
+"""Preference pairs of the lab: two completions of the SFT model, ranked by the gold with Bradley-Terry noise."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rlhf.lab.world import Split, prompts
 from rlhf.runtime.seeding import derive
 
 Sample = Callable[[Sequence[str], int], list[list[str]]]
-"""(prompts, completions of each) -> completions, prompt by prompt."""
+"""(prompts, number of completions of each) -> the completions of each prompt."""
 
 
 @dataclass(frozen=True)
 class PairsFile:
-    """A file of pairs, and the best accuracy that any model can expect on its noisy labels."""
+    """A file of pairs, their number, and the best expected accuracy of any model on the noisy labels."""
 
     path: Path
     pairs: int
@@ -26,24 +26,24 @@ class PairsFile:
 
 
 def write_pairs(path: Path, sample: Sample, *, split: Split, count: int, seed: int, temperature: float) -> PairsFile:
-    """Sample two completions of `count` prompts, rank each two, write them as JSON lines.
+    """Sample two completions of each of `count` prompts, rank them, and write the pairs as JSON lines.
 
-    P(a preferred to b) = sigmoid((gold(a) - gold(b)) / temperature). Two completions that are the same text are
-    no pair and are left out.
+    P(a preferred to b) = sigmoid((gold(a) - gold(b)) / temperature). Pairs of equal texts, or with an empty one, are
+    left out.
 
     Args:
-        path: the file.
-        sample: draws completions from the SFT model.
-        split: which prompts; the evaluation's are other texts than the training's.
-        count: prompts.
-        seed: of the prompts and the labels.
-        temperature: of the labels, in units of gold.
+        path: the file to write.
+        sample: samples completions from the SFT model.
+        split: the split of the prompts; the splits share no prompt text.
+        count: the number of prompts.
+        seed: the seed of the prompts and the labels.
+        temperature: the temperature of the labels, in units of gold.
     """
     requests = prompts(derive(seed, "pairs", split), split, count)
-    drawn = sample([request.text for request in requests], 2)
+    completions = sample([request.text for request in requests], 2)
     rng = Random(derive(seed, "labels", split))
     rows, gaps = [], []
-    for request, (first, second) in zip(requests, drawn, strict=True):
+    for request, (first, second) in zip(requests, completions, strict=True):
         if first == second or not (first and second):
             continue
         golds = _golds(request.text, first, second)
@@ -56,7 +56,7 @@ def write_pairs(path: Path, sample: Sample, *, split: Split, count: int, seed: i
 
 
 def gold_gaps(rows: Sequence[Mapping[str, str]]) -> list[float]:
-    """Gold of the chosen side minus gold of the rejected one, for rows of a file of pairs."""
+    """Compute the gold of the chosen completion minus that of the rejected one, for rows of a file of pairs."""
     golds = (_golds(row["prompt"], row["chosen"], row["rejected"]) for row in rows)
     return [chosen - rejected for chosen, rejected in golds]
 

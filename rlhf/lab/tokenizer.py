@@ -1,4 +1,4 @@
-"""The lab's tokenizer: byte-level BPE, so that any text survives the round trip, trained on the lab's own texts."""
+"""The lab's tokenizer: byte-level BPE, so that any text round-trips, trained on the texts of the lab."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
-"""Ids 0, 1 and 2. Bytes need no <unk>."""
+"""The special tokens, with ids 0, 1 and 2. A byte-level vocabulary needs no <unk>."""
 
 VOCAB_SIZE = 1024
-"""Enough for every frequent word of the lab to be one token."""
+"""The vocabulary size: enough for every frequent word of the lab to be a single token."""
 
 MAX_LENGTH = 128
 """Context of the lab's models, in tokens."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
-    """A tokenizer of at most `vocab_size` tokens; it adds no special token by itself and decodes what it encoded."""
+    """Train a tokenizer of at most `vocab_size` tokens, which adds no special tokens and decodes without loss."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,9 +1,9 @@
-"""A grammar that writes short reviews, and the prompts which ask for them; all randomness comes from one seed.
+"""A grammar that writes short reviews, and the prompts that ask for them; all randomness comes from one seed.
 
 A prompt names a topic and one aspect to be mentioned. A review judges aspects of the topic in three to five clauses,
-often under negation ("nothing about the bed was dirty"), so that its words alone do not say what it thinks. The
-demonstrations are of mixed sentiment and mixed quality, as real ones are: some praise, some complain, some stray to
-other topics, repeat themselves or stop in mid-sentence. A model that imitates them leaves room for better.
+often under negation ("nothing about the bed was dirty"), so that single words do not reveal its sentiment. The
+demonstrations are of mixed sentiment and quality, as real ones are: some praise, some complain, some stray to other
+topics, repeat themselves or stop in mid-sentence. A model that imitates them leaves room for improvement.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ PHRASINGS = (
     "For {name}, a few words on the {topic} and the {aspect}:",
     "An opinion on the {topic} in {city} and the {aspect}, please:",
 )
-EVAL_SHARE = 10  # one prompt in so many is held out
+EVAL_SHARE = 10  # one prompt in 10 is held out
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a prompt asks for, and the prompt."""
+    """A prompt, with the topic and the aspect it asks for."""
 
     topic: str
     aspect: str  # the noun to be mentioned
@@ -60,13 +60,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Quality:
-    """How well a review is written: chances per clause, but for `cut` and `asked`, which are per review."""
+    """The quality of a review: probabilities per clause, except `cut` and `asked`, which are per review."""
 
     praise: float  # a clause is favourable
     stray: float  # a clause is about another topic
-    repeat: float  # a clause says again what an earlier one said
+    repeat: float  # a clause repeats an earlier one
     cut: float  # the review stops before its end
-    asked: float  # the aspect asked for is judged
+    asked: float  # the requested aspect is judged
 
 
 QUALITIES = {
@@ -74,42 +74,42 @@ QUALITIES = {
     "fair": Quality(praise=0.50, stray=0.10, repeat=0.03, cut=0.08, asked=0.5),
     "poor": Quality(praise=0.02, stray=0.20, repeat=0.08, cut=0.20, asked=0.3),
 }
-"""The qualities a demonstration may have, by name."""
+"""The qualities of demonstrations, by name."""
 
 SFT_MIX = {"good": 0.28, "fair": 0.08, "poor": 0.64}
-"""Shares of the qualities in the SFT corpus."""
+"""The share of each quality in the SFT corpus."""
 
 
 def prompts(seed: int, split: Split, count: int) -> list[Request]:
-    """So many distinct requests of a split; no prompt text is in both splits, whatever the seeds."""
+    """Generate `count` distinct requests of a split; no prompt text is in both splits, whatever the seeds."""
     rng = Random(f"prompts/{split}/{seed}")
-    found: dict[str, Request] = {}
-    while len(found) < count:
+    requests: dict[str, Request] = {}
+    while len(requests) < count:
         request = _request(rng)
         if split_of(request.text) == split:
-            found[request.text] = request
-    return list(found.values())
+            requests[request.text] = request
+    return list(requests.values())
 
 
 def split_of(text: str) -> Split:
-    """The split a prompt belongs to: a function of its text alone."""
+    """Return the split that a prompt belongs to, a function of its text alone."""
     return "eval" if zlib.crc32(text.encode()) % EVAL_SHARE == 0 else "train"
 
 
 def sft_rows(seed: int, count: int) -> list[dict[str, str]]:
-    """The SFT corpus: prompts of the train split (they may recur), each with a review of drawn quality."""
+    """Generate the SFT corpus: prompts of the train split, possibly repeated, each with a review of random quality."""
     rng = Random(f"sft/{seed}")
     rows: list[dict[str, str]] = []
     while len(rows) < count:
         request = _request(rng)
         if split_of(request.text) == "train":
-            name = rng.choices(list(SFT_MIX), weights=list(SFT_MIX.values()))[0]
-            rows.append({"prompt": request.text, "completion": write_review(request, rng, QUALITIES[name])})
+            quality = rng.choices(list(SFT_MIX), weights=list(SFT_MIX.values()))[0]
+            rows.append({"prompt": request.text, "completion": write_review(request, rng, QUALITIES[quality])})
     return rows
 
 
 def write_review(request: Request, rng: Random, quality: Quality) -> str:
-    """A review that answers the request as well as `quality` says."""
+    """Write a review of the given quality that answers the request."""
     draft = _Draft(rng=rng)
     polarity = _polarity(rng, quality)
     headline = _headline(draft, request.topic, polarity)
@@ -145,37 +145,37 @@ def _request(rng: Random) -> Request:
 
 @dataclass
 class _Draft:
-    """The clauses written so far, with their polarities, and the words not to be used again."""
+    """The clauses written so far, with their polarities, and the words already used."""
 
     rng: Random
     clauses: list[tuple[str, int]] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
 
     def fresh(self, words: Iterable[str]) -> str:
-        """One of `words`, the earlier ones more often, one that the draft has not used if any is left."""
+        """Draw one of `words`, earlier ones more often, and an unused one if any is left."""
         words = list(words)
-        left = [word for word in words if word not in self.used] or words
-        word = self.rng.choices(left, weights=[1 / (1 + words.index(word)) for word in left])[0]
+        unused = [word for word in words if word not in self.used] or words
+        word = self.rng.choices(unused, weights=[1 / (1 + words.index(word)) for word in unused])[0]
         self.used.add(word)
         return word
 
     def add(self, clause: str, polarity: int) -> None:
-        """Say this next."""
+        """Append a clause."""
         self.clauses.append((clause, polarity))
 
     def repeat(self) -> None:
-        """Say something again."""
+        """Repeat a random earlier clause."""
         self.clauses.append(self.rng.choice(self.clauses))
 
     def text(self) -> str:
-        """Sentences of one or two clauses, the joint between two clauses fitting their polarities."""
+        """Join the clauses to sentences of one or two, with a connective that fits their polarities."""
         sentences, clauses = [], list(self.clauses)
         while clauses:
             sentence, polarity = clauses.pop(0)
             if clauses and self.rng.random() < 0.4:
-                following, other = clauses.pop(0)
-                join = self.rng.choice(JOINS["contrast" if polarity * other < 0 else "same"])
-                sentence = f"{sentence}, {join} {following}"
+                next_clause, next_polarity = clauses.pop(0)
+                join = self.rng.choice(JOINS["contrast" if polarity * next_polarity < 0 else "same"])
+                sentence = f"{sentence}, {join} {next_clause}"
             if self.rng.random() < 0.3:
                 neutral = polarity == 0 or self.rng.random() < 0.15
                 opener = self.rng.choice(OPENERS if neutral else MOODS[polarity])
@@ -186,11 +186,11 @@ class _Draft:
 
 
 def _nouns(request: Request, rng: Random, quality: Quality, count: int) -> list[str]:
-    """What to judge, in order: distinct nouns, the one asked for among them or not."""
-    own = [noun for noun in TOPICS[request.topic] if noun != request.aspect]
-    other = [noun for topic, nouns in TOPICS.items() if topic != request.topic for noun in nouns]
+    """Draw the distinct nouns to judge, in order, with or without the requested one."""
+    on_topic = [noun for noun in TOPICS[request.topic] if noun != request.aspect]
+    off_topic = [noun for topic, nouns in TOPICS.items() if topic != request.topic for noun in nouns]
     strays = sum(rng.random() < quality.stray for _ in range(count))
-    nouns = rng.sample(own, count - strays) + rng.sample(other, strays)
+    nouns = rng.sample(on_topic, count - strays) + rng.sample(off_topic, strays)
     if rng.random() < quality.asked:
         nouns[0] = request.aspect
     rng.shuffle(nouns)
@@ -202,7 +202,7 @@ def _topic_of(noun: str) -> str:
 
 
 def _headline(draft: _Draft, topic: str, polarity: int) -> str:
-    """A first sentence that says it all: "A good hotel." or "Not a bad film."."""
+    """Write a first sentence that sums up the review: "A good hotel." or "Not a bad film."."""
     negated = draft.rng.random() < 0.05
     adjective = draft.fresh(HEADLINES[-polarity if negated else polarity])
     article = "an" if adjective[0] in "aeiou" else "a"
@@ -211,36 +211,36 @@ def _headline(draft: _Draft, topic: str, polarity: int) -> str:
 
 
 def _clause(draft: _Draft, topic: str, noun: str, polarity: int) -> str:
-    """A clause that judges `noun` with this polarity: directly, or by negating the opposite."""
+    """Write a clause that judges `noun` with this polarity, directly or by negating the opposite."""
     rng = draft.rng
     kind = rng.choices(("state", "nothing", "find", "opinion", "effect", "verdict"), weights=(58, 4, 12, 11, 11, 4))[0]
     negated = kind == "nothing" or rng.random() < 0.10
-    said = -polarity if negated else polarity
+    stated = -polarity if negated else polarity
     match kind:
         case "state":
             negator = f"{rng.choice(NEGATORS)} " if negated else ""
-            return f"the {noun} was {negator}{_judgment(draft, topic, said, negated)}{_tail(rng)}"
+            return f"the {noun} was {negator}{_judgment(draft, topic, stated, negated)}{_tail(rng)}"
         case "nothing":
-            adjective = _adjective(draft, topic, said)
+            adjective = _adjective(draft, topic, stated)
             return rng.choice(
                 (f"nothing about the {noun} was {adjective}", f"there was nothing {adjective} about the {noun}")
             )
         case "find":
             subject = "nobody" if negated else rng.choice(PEOPLE)
-            return f"{subject} found the {noun} {_judgment(draft, topic, said, negated)}{_tail(rng)}"
+            return f"{subject} found the {noun} {_judgment(draft, topic, stated, negated)}{_tail(rng)}"
         case "opinion":
-            return f"{_opinion(draft, said, negated)} the {noun}"
+            return f"{_opinion(draft, stated, negated)} the {noun}"
         case "effect":
-            past = draft.fresh(EFFECTS[said])
-            verb = f"did not {EFFECTS[said][past]}" if negated else past
+            past = draft.fresh(EFFECTS[stated])
+            verb = f"did not {EFFECTS[stated][past]}" if negated else past
             return f"the {noun} {verb} {rng.choice(TARGETS)}"
         case _:
-            verdict = draft.fresh(VERDICTS[said])
+            verdict = draft.fresh(VERDICTS[stated])
             return f"{rng.choice(PEOPLE)} would {'never ' if negated else ''}{verdict} the {noun}"
 
 
 def _judgment(draft: _Draft, topic: str, polarity: int, negated: bool) -> str:
-    """An adjective, with an intensifier at times; a negator stands alone."""
+    """Draw an adjective, sometimes with an intensifier, but never with both a negator and an intensifier."""
     adjective = _adjective(draft, topic, polarity)
     if negated or draft.rng.random() < 0.6:
         return adjective
@@ -257,8 +257,8 @@ def _opinion(draft: _Draft, polarity: int, negated: bool) -> str:
     past = draft.fresh(OPINIONS[polarity])
     if not negated:
         return f"{rng.choice(PEOPLE)} {past}"
-    who, base = rng.choice(PEOPLE), OPINIONS[polarity][past]
-    return rng.choice((f"nobody {past}", f"{who} never {past}", f"{who} did not {base}"))
+    subject, base = rng.choice(PEOPLE), OPINIONS[polarity][past]
+    return rng.choice((f"nobody {past}", f"{subject} never {past}", f"{subject} did not {base}"))
 
 
 def _tail(rng: Random) -> str:

@@ -1,4 +1,4 @@
-"""Load and save causal LMs: dtype, LoRA, GGUF, dropout off, gradient checkpointing, vocabulary check."""
+"""Load and save causal LMs: dtype, LoRA, GGUF files, dropout, gradient checkpointing, vocabulary check."""
 
 from __future__ import annotations
 
@@ -25,30 +25,33 @@ from rlhf.data.chat import text_vocabulary
 from rlhf.data.location import ModelLocation, base_of_adapter, locate_model
 from rlhf.errors import ModelError
 
-if TYPE_CHECKING:  # a PeftModel passes on whatever it lacks to the model it wraps, which no annotation can say
+if TYPE_CHECKING:  # a PeftModel forwards what it lacks to the model it wraps, which no annotation can express
     CausalLM = PreTrainedModel
 else:
     CausalLM = PreTrainedModel | PeftModel
 
 M = TypeVar("M", bound=nn.Module)
 
-ALIGNMENT = 64  # bytes, as torch allocates
+ALIGNMENT = 64  # bytes; torch aligns what it allocates to this
 
 
 def autocast(dtype: str, device: torch.device) -> AbstractContextManager[None]:
-    """bfloat16: arithmetic in bf16 over float32 weights, so that small updates are not lost; else nothing."""
+    """Return the autocast context for a run in `dtype`; it does nothing unless that is bfloat16.
+
+    Arithmetic is then in bfloat16, over weights in float32, so that small updates are not lost to rounding.
+    """
     if dtype != "bfloat16":
         return nullcontext()
     return torch.autocast(device_type=device.type, dtype=torch.bfloat16)
 
 
 def weight_dtype(dtype: str) -> torch.dtype:
-    """The dtype weights are kept in."""
+    """Return the dtype that weights are kept in: float64 where `dtype` says so, else float32."""
     return torch.float64 if dtype == "float64" else torch.float32
 
 
 def load_model_config(path: str, *, trust_remote_code: bool = False) -> HfConfig:
-    """Load the model's configuration, with every dropout off; of an adapter's folder, that of its base.
+    """Load a model's configuration with every dropout set to 0; for an adapter's folder, that of its base model.
 
     Raises:
         ModelError: there is no such folder or hub id, or it holds no model.
@@ -61,15 +64,15 @@ def load_model_config(path: str, *, trust_remote_code: bool = False) -> HfConfig
     text = config.get_text_config()
     pad, rows = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
     if isinstance(pad, int) and isinstance(rows, int) and not 0 <= pad < rows:
-        text.pad_token_id = None  # Llama 1 says -1; its row would be the last, or there would be none
+        text.pad_token_id = None  # Llama 1 has -1, which would index the last embedding, or none
     return config
 
 
 def published_config(location: ModelLocation, *, trust_remote_code: bool = False) -> HfConfig:
-    """Load a model's configuration as it stands in its folder or file.
+    """Load a model's configuration unchanged, as its folder or file has it.
 
     Raises:
-        ModelError: it cannot be loaded.
+        ModelError: the configuration cannot be loaded.
     """
     _no_loading_bars()
     try:
@@ -96,10 +99,10 @@ def _no_dropout(config: HfConfig) -> None:
 
 
 def load_causal_lm(path: str, *, dtype: str = "float32", trust_remote_code: bool = False) -> PreTrainedModel:
-    """Load a causal LM from a folder, GGUF file or hub id; an adapter folder is loaded over its base and merged.
+    """Load a causal LM from a folder, GGUF file or hub id; an adapter is merged into its base.
 
     Raises:
-        ModelError: it cannot be loaded.
+        ModelError: the model cannot be loaded.
     """
     location = locate_model(path)
     if location.is_adapter:
@@ -121,31 +124,35 @@ def load_causal_lm(path: str, *, dtype: str = "float32", trust_remote_code: bool
 
 
 def any_id_pads(model: PreTrainedModel) -> PreTrainedModel:
-    """Let every row of the embedding learn: a pad token that is the EOS is an EOS in the text too."""
+    """Let the pad token's embedding learn as well: where the pad token is the EOS, it also occurs in texts."""
     embedding = model.get_input_embeddings()
     if isinstance(embedding, nn.Embedding):
-        embedding.padding_idx = None  # torch gives that row no gradient
+        embedding.padding_idx = None  # torch gives the row at padding_idx no gradient
     return model
 
 
 def _gguf_arguments(location: ModelLocation) -> dict[str, Any]:
     if location.gguf is None:
         return {}
-    quantization = getattr(transformers, "GgufConfig", None)  # later versions keep the blocks packed unless told
+    quantization = getattr(transformers, "GgufConfig", None)  # later versions keep the blocks quantized by default
     return {**location.kwargs(), **({"quantization_config": quantization(dequantize=True)} if quantization else {})}
 
 
 def _forget_quantization(model: PreTrainedModel) -> None:
-    """Make the dequantized model an ordinary one, which can be trained and saved."""
-    parts = ((model, "hf_quantizer"), (model, "quantization_method"), (model.config, "quantization_config"))
-    for holder, name in parts:
+    """Remove the marks of quantization from a dequantized model, so that it can be trained and saved."""
+    attributes = ((model, "hf_quantizer"), (model, "quantization_method"), (model.config, "quantization_config"))
+    for holder, name in attributes:
         if hasattr(holder, name):
             delattr(holder, name)
     vars(model)["is_quantized"] = False
 
 
 def load_policy(config: PolicyConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> CausalLM:
-    """Load the model to train, as `config` asks; it must know every token of `tokenizer`."""
+    """Load the model to train as `config` describes it, with LoRA and gradient checkpointing where it asks for them.
+
+    Raises:
+        ModelError: the model cannot be loaded, or has no embedding for a token of `tokenizer`.
+    """
     model = load_causal_lm(path, dtype=config.dtype, trust_remote_code=config.trust_remote_code)
     check_vocabulary(model, tokenizer, path)
     if config.lora is not None:
@@ -157,10 +164,10 @@ def load_policy(config: PolicyConfig, path: str, tokenizer: PreTrainedTokenizerB
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Refuse a tokenizer that makes ids of text which the model has no embedding for. No embedding is ever added.
+    """Check that the model has an embedding for every id that `tokenizer` makes of text; none is ever added.
 
     Raises:
-        ModelError: it was made for another model.
+        ModelError: the tokenizer was made for another model.
     """
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
@@ -175,7 +182,7 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
 
 
 def add_lora(model: PreTrainedModel, config: LoraConfig) -> CausalLM:
-    """The model with trainable low-rank adapters; all else is frozen."""
+    """Add trainable LoRA adapters to the model and freeze all its other weights."""
     target = config.target_modules
     adapter = PeftLoraConfig(
         r=config.r,
@@ -189,16 +196,16 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> CausalLM:
 
 
 def load_adapter(base: PreTrainedModel, folder: Path) -> CausalLM:
-    """The base model with the adapter saved in `folder`, trainable.
+    """Load the adapter saved in `folder` onto the base model, trainable.
 
     Raises:
-        ModelError: it cannot be loaded.
+        ModelError: the adapter cannot be loaded.
     """
     return cast(CausalLM, _adapted(base, folder, trainable=True))
 
 
 def enable_checkpointing(model: CausalLM) -> None:
-    """Recompute activations in the backward pass."""
+    """Enable gradient checkpointing: activations are recomputed in the backward pass."""
     kwargs = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):  # renamed within transformers 5
         model.activation_checkpointing_enable(kwargs)
@@ -209,10 +216,10 @@ def enable_checkpointing(model: CausalLM) -> None:
 
 @torch.no_grad()
 def aligned(model: M) -> M:
-    """The model with its weights where fresh tensors stand: the last bit of a matrix product depends on it (MKL).
+    """Copy weights that are not aligned in memory as fresh tensors are, and return the model.
 
-    Weights that are views of a file stand anywhere; a run that continues from one would else differ from one that
-    went on.
+    The last bit of a matrix product depends on the alignment (MKL). Weights that are views of a file may start at any
+    address, so that a resumed run would otherwise differ from one that was never interrupted.
     """
     for parameter in model.parameters():
         if parameter.data_ptr() % ALIGNMENT:
@@ -221,14 +228,14 @@ def aligned(model: M) -> M:
 
 
 def freeze(model: M) -> M:
-    """Evaluation mode, no gradients."""
+    """Put the model in evaluation mode, switch its gradients off and return it."""
     model.eval()
     model.requires_grad_(False)
     return model
 
 
 def place(model: M, device: torch.device) -> M:
-    """The model, moved to `device`."""
+    """Move the model to `device` and return it."""
     nn.Module.to(model, device)
     return model
 
@@ -236,9 +243,9 @@ def place(model: M, device: torch.device) -> M:
 def save_model(
     model: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path, state: dict[str, Tensor] | None = None
 ) -> None:
-    """An ordinary `save_pretrained` folder, tokenizer included.
+    """Save the model and its tokenizer as an ordinary `save_pretrained` folder.
 
-    `state` are the whole weights where this process has only a part of them.
+    `state` holds the whole weights where this process has only a part of them.
     """
     with _quiet_peft():
         model.save_pretrained(folder, state_dict=state)
@@ -246,14 +253,14 @@ def save_model(
 
 
 def eos_ids(model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every token that ends a completion: the tokenizer's, and those of the model's generation settings."""
-    own = model.generation_config.eos_token_id
-    listed = own if isinstance(own, list) else [own]
-    return tuple(dict.fromkeys(int(token) for token in (tokenizer.eos_token_id, *listed) if token is not None))
+    """Return every token id that ends a completion: the tokenizer's EOS and those of the generation settings."""
+    eos = model.generation_config.eos_token_id
+    configured = eos if isinstance(eos, list) else [eos]
+    return tuple(dict.fromkeys(int(token) for token in (tokenizer.eos_token_id, *configured) if token is not None))
 
 
 def body_of(model: CausalLM) -> nn.Module:
-    """The transformer without its head, adapters in place."""
+    """Return the transformer without its LM head, adapters in place."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     body = base.base_model
     assert isinstance(body, nn.Module)
@@ -261,7 +268,7 @@ def body_of(model: CausalLM) -> nn.Module:
 
 
 def context_length(model: CausalLM) -> int | None:
-    """The longest sequence the model was made for, where its configuration says."""
+    """Return the longest sequence (tokens) the model was made for; None where its configuration does not say."""
     value = getattr(model.config, "max_position_embeddings", None)
     return int(value) if value else None
 
@@ -270,7 +277,7 @@ def merge_adapter(base: M, folder: Path) -> M:
     """Merge the adapter saved in `folder` into the base model.
 
     Raises:
-        ModelError: it cannot be loaded.
+        ModelError: the adapter cannot be loaded.
     """
     merged = cast(M, _adapted(base, folder, trainable=False).merge_and_unload())
     return merged.requires_grad_(True)  # peft freezes what it adapts
@@ -291,7 +298,7 @@ def _adapted(base: nn.Module, folder: Path, *, trainable: bool) -> PeftModel:
 
 @contextmanager
 def _quiet_peft() -> Iterator[None]:
-    """Silence what is not the user's concern: a property renamed, embeddings saved, the layout of GPT-2 (peft 0.21)."""
+    """Silence peft 0.21's warnings about a renamed property, saved embeddings and the weight layout of GPT-2."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
         warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`", category=UserWarning)
@@ -300,35 +307,37 @@ def _quiet_peft() -> Iterator[None]:
 
 
 def whole_copy(model: CausalLM, state: dict[str, Tensor] | None) -> PreTrainedModel:
-    """An ordinary model with the same weights, adapters merged, that shares nothing with `model`.
+    """Copy the model into an ordinary one, adapters merged, that shares no memory with it.
 
-    `state` are the whole weights where this process has only a part of them.
+    `state` holds the whole weights where this process has only a part of them.
     """
     if state is None:
-        twin = copy.deepcopy(model)
+        duplicate = copy.deepcopy(model)
     else:
         base = model.get_base_model() if isinstance(model, PeftModel) else model
         plain = AutoModelForCausalLM.from_config(base.config, dtype=next(iter(state.values())).dtype)
         plain.generation_config = copy.deepcopy(base.generation_config)
-        twin = plain
+        duplicate = plain
         if isinstance(model, PeftModel):
             with _quiet_peft():
-                twin = get_peft_model(plain, copy.deepcopy(model.peft_config["default"]))
-        twin.load_state_dict(state)
-    return cast(PreTrainedModel, twin.merge_and_unload()) if isinstance(twin, PeftModel) else twin
+                duplicate = get_peft_model(plain, copy.deepcopy(model.peft_config["default"]))
+        duplicate.load_state_dict(state)
+    return cast(PreTrainedModel, duplicate.merge_and_unload()) if isinstance(duplicate, PeftModel) else duplicate
 
 
 def _plain_generation(model: PreTrainedModel) -> PreTrainedModel:
-    """Keep the folder's token ids, drop its top-k, penalties and the like: the sampler says everything itself."""
-    own = model.generation_config
+    """Keep the folder's special token ids and drop its top-k, penalties and the like, which the sampler sets itself."""
+    published = model.generation_config
     model.generation_config = GenerationConfig(
-        bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id
+        bos_token_id=published.bos_token_id,
+        eos_token_id=published.eos_token_id,
+        pad_token_id=published.pad_token_id,
     )
     return model
 
 
 def _no_loading_bars() -> None:
-    """Every load and save draws a bar, and a new head a table of warnings: our own lines are the display."""
+    """Silence transformers' progress bars and its tables of new weights: our own lines are the display."""
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
 

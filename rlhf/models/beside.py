@@ -1,4 +1,4 @@
-"""Policy and reference on the same completion tokens: log-probabilities and exact KL, few logits at a time."""
+"""Compare policy and reference on the same completion tokens, without logits of the whole batch."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from rlhf.models.logprobs import Sequences, completion_logits, in_chunks
 from rlhf.models.rows import body_inputs, lay_for
 from rlhf.types import Completions
 
-Said = tuple[Tensor, Tensor, Tensor]  # of tokens [M]: log-probability under the policy and the reference, and the KL
+TokenNumbers = tuple[Tensor, Tensor, Tensor]  # per token [M]: log-prob under policy and reference, and the KL
 
 
 @dataclass(frozen=True)
 class BesideReference:
-    """Policy and reference on the same completion tokens; nats, zero outside the mask."""
+    """What policy and reference assign to the same completion tokens: nats, zero outside the mask."""
 
     logprobs: Float[Tensor, "B T"]
     ref_logprobs: Float[Tensor, "B T"]
@@ -34,13 +34,13 @@ class BesideReference:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """How two models are compared; no logits of the whole batch are ever made, of neither model."""
+    """A comparison of two models; logits of the whole batch are never made, for either of them."""
 
     policy: CausalLM
     reference: CausalLM
     temperature: float
-    as_reference: Callable[[], AbstractContextManager[object]]  # inside, `reference` is the reference: an adapter off
-    whole: Callable[[torch.nn.Module], AbstractContextManager[None]]  # inside, all weights of a head are here
+    as_reference: Callable[[], AbstractContextManager[object]]  # in it `reference` is the reference: adapter off
+    whole: Callable[[torch.nn.Module], AbstractContextManager[None]]  # in it a head's weights are whole (ZeRO-3)
     log_probs: LogProbs = "auto"
     packing: Packing = "auto"
     float32_head: bool = False
@@ -49,35 +49,35 @@ class Comparison:
         """Compare the models on the live tokens of `batch`."""
         chunked = [in_chunks(model, self.log_probs) for model in (self.policy, self.reference)]
         mask = batch.completion_mask
-        # Made at once: numbers kept of each chunk would lie between the logits of others, and break up the heap.
+        # Allocated once: results kept from each chunk would lie between the logits of others and fragment the heap.
         columns = torch.empty(3, int(mask.sum()), dtype=self._dtype(), device=mask.device)
         done = 0
-        for tokens in self._by_tokens(batch) if all(chunked) else self._by_rows(batch):
-            count = tokens[0].shape[0]
-            for column, numbers in zip(columns, tokens, strict=True):
-                column[done : done + count] = numbers
+        for chunk in self._by_tokens(batch) if all(chunked) else self._by_rows(batch):
+            count = chunk[0].shape[0]
+            for column, values in zip(columns, chunk, strict=True):
+                column[done : done + count] = values
             done += count
         return BesideReference(*(column.new_zeros(mask.shape).masked_scatter(mask, column) for column in columns))
 
-    def _by_tokens(self, batch: Completions) -> Iterator[Said]:
-        """From hidden states of both models: logits are there for a few tokens at a time."""
+    def _by_tokens(self, batch: Completions) -> Iterator[TokenNumbers]:
+        """Compare from the hidden states of both models, with logits for a few tokens at a time."""
         heads = output_head(self.policy), output_head(self.reference)
         states = chosen_hidden(self.policy, batch, self.packing)
         with self.as_reference():
             ref_states = chosen_hidden(self.reference, batch, self.packing)
         ids, device = batch.completion_ids[batch.completion_mask], states.device
         with self.whole(heads[0]), self.whole(heads[1]):
-            say, say_reference = (logits_of(head, device, float32_head=self.float32_head) for head in heads)
+            to_logits, to_ref_logits = (logits_of(head, device, float32_head=self.float32_head) for head in heads)
             size = chunk_rows(self._vocabulary(), device)
-            parts = zip(states.split(size), ref_states.split(size), ids.split(size), strict=True)
-            for some, ref_some, some_ids in parts:
-                logits = say(some)
+            chunks = zip(states.split(size), ref_states.split(size), ids.split(size), strict=True)
+            for chunk, ref_chunk, chunk_ids in chunks:
+                logits = to_logits(chunk)
                 with self.as_reference():
-                    ref_logits = say_reference(ref_some)
-                yield self._compared(logits, ref_logits, some_ids)
+                    ref_logits = to_ref_logits(ref_chunk)
+                yield self._compare(logits, ref_logits, chunk_ids)
 
-    def _by_rows(self, batch: Completions) -> Iterator[Said]:
-        """From logits that the models' own forward must make: of few enough rows at a time, one at least."""
+    def _by_rows(self, batch: Completions) -> Iterator[TokenNumbers]:
+        """Compare from logits that the models' own forward makes, for a few rows at a time (at least one)."""
         length = batch.completion_ids.shape[1]
         budget = NUMBERS.get(batch.completion_ids.device.type, 2**23)
         for part in batch.split(max(1, budget // (length * self._vocabulary()))):
@@ -87,13 +87,13 @@ class Comparison:
             with self.as_reference():
                 ref_logits, _ = completion_logits(self.reference, sequences, length, float32_head=self.float32_head)
             size = chunk_rows(self._vocabulary(), logits.device)
-            parts = (tensor[mask].split(size) for tensor in (logits, ref_logits, ids))
-            yield from starmap(self._compared, zip(*parts, strict=True))
+            chunks = (tensor[mask].split(size) for tensor in (logits, ref_logits, ids))
+            yield from starmap(self._compare, zip(*chunks, strict=True))
 
-    def _compared(self, logits: Float[Tensor, "M V"], ref_logits: Float[Tensor, "M V"], ids: Tensor) -> Said:
-        log_pi, log_ref = ((wide(said) / self.temperature).log_softmax(dim=-1) for said in (logits, ref_logits))
-        chosen, ref_chosen = (logs.gather(1, ids[:, None]).squeeze(1) for logs in (log_pi, log_ref))
-        return chosen, ref_chosen, kl_of_distributions(log_pi, log_ref)
+    def _compare(self, logits: Float[Tensor, "M V"], ref_logits: Float[Tensor, "M V"], ids: Tensor) -> TokenNumbers:
+        log_pi, log_ref = ((wide(raw) / self.temperature).log_softmax(dim=-1) for raw in (logits, ref_logits))
+        logprobs, ref_logprobs = (logs.gather(1, ids[:, None]).squeeze(1) for logs in (log_pi, log_ref))
+        return logprobs, ref_logprobs, kl_of_distributions(log_pi, log_ref)
 
     def _dtype(self) -> torch.dtype:
         return torch.promote_types(next(self.policy.parameters()).dtype, torch.float32)
@@ -104,7 +104,7 @@ class Comparison:
 
 
 def chosen_hidden(model: CausalLM, batch: Completions, packing: Packing) -> Float[Tensor, "M D"]:
-    """Compute the hidden states that reach the LM head where live completion tokens are chosen, in the mask's order."""
+    """Compute the hidden states from which the LM head predicts live completion tokens, in the mask's order."""
     body, mask, length = body_of(model), batch.completion_mask, batch.completion_ids.shape[1]
     fields = batch.prompt_ids, batch.prompt_mask, batch.completion_ids, mask
     rows = lay_for(body, *fields) if packing == "auto" else None

@@ -1,4 +1,4 @@
-"""The models of a run: policy, reference, critic; what each says of a batch of completions."""
+"""The models of a run (policy, reference, critic), and what each of them computes for a batch of completions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlhf.types import Completions, Demonstrations
 
 
 class SharedHead(nn.Module):
-    """A value head on the policy's own hidden states, zero at first."""
+    """A value head on the policy's own hidden states, initialized to zero."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -32,14 +32,14 @@ class SharedHead(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T"]:
-        """V of each hidden state."""
+        """Compute the value of each hidden state."""
         values: Tensor = self.linear(hidden.to(self.linear.weight.dtype)).squeeze(-1)
         return values
 
 
 @dataclass
 class Models:
-    """Policy, and what stands beside it. The reference is a model, the policy with its adapter off, or absent."""
+    """Policy, reference and critic. The reference is a model, the policy with its adapter off, or absent."""
 
     policy: CausalLM
     temperature: float
@@ -52,19 +52,19 @@ class Models:
     entropy_gradient: bool = False
     log_probs: LogProbs = "auto"
     packing: Packing = "auto"
-    float32_head: bool = True  # logits of a run in bfloat16 are float32's
+    float32_head: bool = True  # compute logits in float32 in a bfloat16 run too
     engine: Engine = field(default_factory=lambda: Engine(torch.device("cpu")))
 
     @property
     def has_critic(self) -> bool:
-        """Whether values are estimated at all."""
+        """Return whether there is a critic: a model, or a head on the policy."""
         return self.critic is not None or self.shared_head is not None
 
     def fast_ways(self) -> FastWays:
-        """Try the fast ways over completions on the models; called while weights are whole.
+        """Find out by trial which fast paths over completions the models support; call it while weights are whole.
 
         Raises:
-            ModelError: one was asked for by name that cannot be had.
+            ModelError: a fast path that was requested by name is not available.
         """
         fast_ways = of_policy(self.policy, log_probs=self.log_probs, packing=self.packing)
         if self.critic is not None:
@@ -75,26 +75,26 @@ class Models:
         return fast_ways.under_zero(self.engine.sharding.stage)
 
     def outputs(self, batch: Completions) -> Outputs:
-        """Log-probs, entropy and values of the trained models, with gradient."""
+        """Compute log-probabilities, entropy and values of the trained models, with gradients."""
         tokens = self._tokens(self.policy, batch, with_hidden=self.shared_head is not None)
         return Outputs(logprobs=tokens.logprobs, entropy=tokens.entropy, values=self._values(batch, tokens.hidden))
 
     def values(self, batch: Completions) -> Float[Tensor, "B T"]:
-        """The critic's values alone; zero without one.
+        """Compute the critic's values alone; zeros without a critic.
 
         Raises:
-            RuntimeError: the critic is the policy's own backbone.
+            RuntimeError: the critic is a head on the policy, without a backbone of its own.
         """
         if self.shared_head is not None:
             raise RuntimeError("a shared critic has no pass of its own")
         return self._values(batch, None)
 
     def policy_tokens(self, batch: Completions | Demonstrations, *, temperature: float | None = None) -> TokenOutputs:
-        """Compute what the policy says of the completion tokens; at `temperature` where it is not the run's."""
+        """Compute log-probabilities and entropy under the policy, at `temperature` (None: the run's)."""
         return self._tokens(self.policy, batch, temperature=temperature)
 
     def reference_logprobs(self, batch: Completions | Demonstrations) -> Float[Tensor, "B T"]:
-        """log pi_ref of the completion tokens.
+        """Compute log pi_ref of the completion tokens.
 
         Raises:
             RuntimeError: the run has no reference.
@@ -109,7 +109,7 @@ class Models:
 
     @torch.no_grad()
     def beside_reference(self, batch: Completions) -> BesideReference:
-        """Log-probabilities under both, and the KL of the next token over the whole vocabulary; one pass of each.
+        """Compute log-probabilities under policy and reference, and their KL over the whole vocabulary; one pass each.
 
         Raises:
             RuntimeError: the run has no reference.
@@ -136,11 +136,11 @@ class Models:
 
     @property
     def has_reference(self) -> bool:
-        """Whether a KL to a reference can be measured."""
+        """Return whether there is a reference to measure a KL to."""
         return self.reference is not None or self.adapter_off_is_reference
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The arithmetic of the run."""
+        """Return the autocast context of the run's dtype."""
         return autocast(self.dtype, self.device)
 
     def _values(self, batch: Completions, hidden: Float[Tensor, "B T D"] | None) -> Float[Tensor, "B T"]:
@@ -180,10 +180,10 @@ class Models:
 
 
 class Ema:
-    """An exponential moving average of a module's trainable weights; each process averages what it holds of them."""
+    """An exponential moving average of a module's trainable weights; each process averages the part it holds."""
 
     def __init__(self, module: nn.Module, decay: float, engine: Engine | None = None) -> None:
-        """`engine` is the one that `module` was given to, before."""
+        """Start from the module's current weights; `engine` is the one that `module` was handed to before."""
         self.decay = decay
         self.module = module
         self.engine = engine or Engine(torch.device("cpu"))
@@ -191,13 +191,13 @@ class Ema:
         self.shadow = self._parts()
 
     def update(self) -> None:
-        """shadow <- decay * shadow + (1 - decay) * live."""
+        """Update the average: shadow <- decay * shadow + (1 - decay) * live."""
         for name, parameter in self._live.items():
             self.shadow[name].lerp_(self.engine.part(parameter), 1.0 - self.decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the module has the averaged weights."""
+        """Give the module the averaged weights within this context, and its own ones back afterwards."""
         live = self._parts()
         self._copy(self.shadow)
         try:
@@ -206,12 +206,12 @@ class Ema:
             self._copy(live)
 
     def load(self, shadow: Mapping[str, Tensor]) -> None:
-        """Put back a saved average, whole weights as `saved` gives them."""
+        """Restore a saved average, given as whole weights (see `saved`)."""
         for name, value in shadow.items():
             self.shadow[name].copy_(self.engine.part_of(self._live[name], value))
 
     def saved(self) -> dict[str, Tensor]:
-        """The average as whole weights, in the main process; every process must call it."""
+        """Return the average as whole weights in the main process; every process must call it."""
         with self.applied():
             whole = self.engine.full_state(self.module)
         if whole is None:

@@ -1,4 +1,4 @@
-"""Write a model as it was published, but for its weights: the same files, names, shapes and dtypes."""
+"""Export a model in the form its origin was published in: the same files, names, shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rlhf.models.origin import CONFIG, GENERATION, INDEX, Origin, rounding_share
 ExportDtype = Literal["auto", "float32", "bfloat16", "float16"]
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _SPECIAL_MAP = "special_tokens_map.json"
-_NEVER_IN_UTF8 = ("À", "Á", *(chr(code) for code in range(0xF5, 0x100)))  # bytes, as byte-level vocabularies show them
+_NEVER_IN_UTF8 = ("À", "Á", *(chr(code) for code in range(0xF5, 0x100)))  # bytes, as byte-level vocabularies write them
 
 
 @dataclass(frozen=True)
 class ClassifierPad:
-    """What an exported classifier takes for padding; `token` is its name, None where no token may have that role."""
+    """The padding id of an exported classifier; `token` is its text, None where no token may have that role."""
 
     number: int
     token: str | None
@@ -38,18 +38,18 @@ def export_model(
     dtype: ExportDtype | None = "auto",
     state: Mapping[str, Tensor] | None = None,
 ) -> float:
-    """Write a model folder that equals the origin's but for the weights.
+    """Write a model folder that equals the origin's except for the weights.
 
     Args:
         model: a causal LM, or a classifier with one label.
-        tokenizer: serialized where the origin has no files of it.
-        folder: where to.
+        tokenizer: saved anew where the origin has no tokenizer files.
+        folder: the folder to write.
         origin: what the model was loaded from.
-        dtype: auto: each weight in its origin's; None: as it is in memory, for checkpoints.
+        dtype: "auto" writes each weight in its origin's dtype; None as it is in memory, for checkpoints.
         state: the whole weights, where this process has only a part of them.
 
     Returns:
-        The share of what training changed that is lost to the dtype; see `rounding_share`.
+        The share of the change made by training that is lost to the dtype; see `rounding_share`.
     """
     trained = dict(model.state_dict() if state is None else state)
     written = _cast(trained, origin, dtype)
@@ -57,7 +57,7 @@ def export_model(
     if _same_names(model, written, origin):
         _write_weights(written, origin, folder)
     else:
-        model.save_pretrained(folder, state_dict=dict(written))  # which empties it
+        model.save_pretrained(folder, state_dict=dict(written))  # save_pretrained empties the mapping that it is given
     is_classifier = _is_classifier(model)
     _write_config(model, origin, folder, dtype=None if dtype == "auto" and origin.files else _main_dtype(written))
     if origin.files or is_classifier:
@@ -72,7 +72,7 @@ def export_model(
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, origin: Origin) -> None:
-    """Repeat the tokenizer's files byte for byte; serialize it where there are none."""
+    """Copy the origin's tokenizer files byte for byte, or save the tokenizer anew where there are none."""
     if not origin.tokenizer_files:
         tokenizer.save_pretrained(folder)
     for name, content in origin.tokenizer_files.items():
@@ -83,8 +83,8 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, origin: Or
 def classifier_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> ClassifierPad:
     """Choose the pad token of a classifier's folder: one that no text ends with.
 
-    transformers reads a classifier at the rightmost token that is not `config.pad_token_id`. Our texts end with EOS,
-    so that a pad token that is the EOS would have it read one token early.
+    transformers reads a classifier's score at the rightmost token that is not `config.pad_token_id`. Our texts end with
+    EOS: if that were the pad token too, the score would be read one token early.
     """
     rows = _rows(model)
     pad = tokenizer.pad_token_id
@@ -97,13 +97,13 @@ def classifier_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
 
 
 def _spare_special_token(tokenizer: PreTrainedTokenizerBase, rows: int) -> str | None:
-    """Find a special token that the tokenizer has already and no text holds; naming another would change its work."""
+    """Find a special token that the tokenizer has and no text contains; adding one would change how it tokenizes."""
     taken = {tokenizer.eos_token_id, tokenizer.bos_token_id}
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else str(tokenizer.chat_template)
     spare = [
         entry.content
-        for number, entry in sorted(tokenizer.added_tokens_decoder.items())
-        if entry.special and number < rows and number not in taken and entry.content not in template
+        for token_id, entry in sorted(tokenizer.added_tokens_decoder.items())
+        if entry.special and token_id < rows and token_id not in taken and entry.content not in template
     ]
     preferred = [name for word in ("pad", "reserved", "unused") for name in spare if word in name.lower()]
     unknown = [name for name in spare if name == tokenizer.unk_token]
@@ -111,20 +111,20 @@ def _spare_special_token(tokenizer: PreTrainedTokenizerBase, rows: int) -> str |
 
 
 def _spare_id(tokenizer: PreTrainedTokenizerBase, rows: int) -> int:
-    """Find an id that text never ends with: one without a token, or a byte that UTF-8 never has."""
+    """Find an id that text never ends with: one without a token, or a byte that UTF-8 never uses."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
-    numbers = set(vocabulary.values())
-    unwritten: tuple[int, ...] = (
+    known = set(vocabulary.values())
+    candidates: tuple[int, ...] = (
         rows - 1,
         *(vocabulary[byte] for byte in _NEVER_IN_UTF8 if byte in vocabulary),
         *range(rows),
     )
     taken = (tokenizer.eos_token_id, tokenizer.bos_token_id)
-    return next(n for n in unwritten if n not in taken and (n != rows - 1 or n not in numbers))
+    return next(n for n in candidates if n not in taken and (n != rows - 1 or n not in known))
 
 
 def _name_pad(folder: Path, tokenizer: PreTrainedTokenizerBase, pad: ClassifierPad) -> None:
-    """Give the tokenizer in `folder` the classifier's pad token, or none, so that padding it by hand is refused."""
+    """Set the classifier's pad token in the saved tokenizer, or remove it, so that padding by hand is refused."""
     if pad.number == tokenizer.pad_token_id or (pad.token is None and tokenizer.pad_token is None):
         return
     for name in (TOKENIZER_CONFIG, _SPECIAL_MAP):
@@ -136,14 +136,14 @@ def _name_pad(folder: Path, tokenizer: PreTrainedTokenizerBase, pad: ClassifierP
 
 
 def _cast(trained: Mapping[str, Tensor], origin: Origin, dtype: ExportDtype | None) -> dict[str, Tensor]:
-    """Convert the weights; those that share memory still do, by which transformers knows that they are tied."""
+    """Convert the weights; tensors that share memory still do, by which transformers recognizes tied weights."""
     converted: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = {}
     written = {}
     for name, weight in trained.items():
-        wanted = _dtype(name, weight, origin, dtype)
-        key = (weight.data_ptr(), tuple(weight.shape), wanted)
+        target = _dtype(name, weight, origin, dtype)
+        key = (weight.data_ptr(), tuple(weight.shape), target)
         if key not in converted or not weight.numel():
-            converted[key] = weight.detach().to(wanted)
+            converted[key] = weight.detach().to(target)
         written[name] = converted[key]
     return written
 
@@ -155,7 +155,7 @@ def _dtype(name: str, weight: Tensor, origin: Origin, dtype: ExportDtype | None)
         chosen = getattr(torch, dtype)
         assert isinstance(chosen, torch.dtype)
         return chosen
-    if name.startswith("score."):  # a reward model's new head: small, and its scores are read to more than 8 bits
+    if name.startswith("score."):  # a reward model's new head is small, and its scores need more than 8 bits
         return origin.tensors[name].dtype if name in origin.tensors else torch.float32
     stored = origin.tensors.get(name)
     if stored is None:
@@ -164,7 +164,7 @@ def _dtype(name: str, weight: Tensor, origin: Origin, dtype: ExportDtype | None)
 
 
 def _same_names(model: PreTrainedModel, written: Mapping[str, Tensor], origin: Origin) -> bool:
-    """Tell whether the origin's files list just the model's weights, those left out that are tied to one of them."""
+    """Check whether the origin's files list just the model's weights, except for those tied to a listed one."""
     stored = origin.tensors
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     left_out = written.keys() - stored.keys()
@@ -227,7 +227,7 @@ def _is_classifier(model: PreTrainedModel) -> bool:
 
 
 def _main_dtype(written: Mapping[str, Tensor]) -> torch.dtype:
-    """The dtype of most weights."""
+    """Return the dtype that most parameters have."""
     sizes: dict[torch.dtype, int] = {}
     for weight in written.values():
         if weight.is_floating_point():

@@ -1,4 +1,4 @@
-"""Which fast ways over completions a run takes, in one line for the user, and why the others are off."""
+"""Which fast paths a run takes over completions, told to the user in one line, and why the others are off."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ WRITTEN_OUT = "written-out layers"
 
 @dataclass
 class FastWays:
-    """The fast ways by name, whether each is on, and reasons for those that are not."""
+    """The fast paths by name, whether each is on, and the reasons for those that are off."""
 
     ways: dict[str, bool] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """Describe them: one line, then the reasons."""
+        """Describe the fast paths for the user: one line, then the reasons."""
         on, off = ([name for name, is_on in self.ways.items() if is_on == wanted] for wanted in (True, False))
         line = f"fast ways on: {', '.join(on) or 'none'}" + (f"; off: {', '.join(off)}" if off else "")
         return [line, *dict.fromkeys(self.reasons)]
 
     def under_zero(self, stage: int) -> FastWays:
-        """Switch off what a stage of ZeRO will: layers whose modules it must see called, to gather or to reduce."""
+        """Switch off written-out layers under ZeRO-2 and 3, which gather weights or reduce gradients by module."""
         if stage >= 2 and self.ways.get(WRITTEN_OUT):
             self.ways[WRITTEN_OUT] = False
             self.reasons.append(f"layers are not written out: ZeRO-{stage} watches their modules")
@@ -39,10 +39,10 @@ class FastWays:
 
 
 def of_policy(model: CausalLM, *, log_probs: LogProbs, packing: Packing) -> FastWays:
-    """Try the fast ways on a policy; called while its weights are whole.
+    """Find out by trial which fast paths a policy supports; call it while its weights are whole.
 
     Raises:
-        ModelError: chunked log-probabilities are asked for by name and cannot be had.
+        ModelError: chunked log-probabilities were requested by name and are not available.
     """
     chunked = in_chunks(model, log_probs)
     passes = of_bodies([body_of(model)], packing=packing if chunked else "off")
@@ -54,7 +54,7 @@ def of_policy(model: CausalLM, *, log_probs: LogProbs, packing: Packing) -> Fast
 
 
 def of_bodies(bodies: Sequence[nn.Module], *, packing: Packing) -> FastWays:
-    """Try the passes of transformers without their heads."""
+    """Find out by trial which fast paths all of `bodies` (transformers without their heads) support."""
     padded = [why_padded(body) for body in bodies] if packing == "auto" else []
     packed = packing == "auto" and not any(padded)
     written_out = [is_lean(body) for body in bodies] if packed else [False]

@@ -1,4 +1,4 @@
-"""What a model computes, as a short text: for caches that must not outlive the weights they were made with."""
+"""A hash of what a model computes, for caches that must not outlive the weights they were made with."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _NOT_ARITHMETIC = {"_name_or_path", "transformers_version", "use_cache", "dtype"
 
 
 def weights_fingerprint(model: CausalLM, state: dict[str, Tensor] | None = None) -> str:
-    """A digest of every weight and of the configuration; of a model with adapters, that of the model beneath them.
+    """Compute a digest (SHA-256, hex) of the configuration and all weights; of an adapted model, those of its base.
 
-    `state` are the whole weights where this process has only a part of them.
+    `state` holds the whole weights where this process has only a part of them.
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     if state is not None:

@@ -1,7 +1,7 @@
-"""Read where the decoder layers of known families keep what they compute with, for both written-out passes.
+"""Where the decoder layers of known model families keep their weights, for both written-out passes.
 
 The training pass (rlhf/models/lean.py) and the decode step (rlhf/sampling/lean.py) ask for query, key, value, gate and
-up, whatever modules they lie in: of a weight that holds several of them, each gets a view of its rows.
+up, whatever modules hold them: where one weight holds several, each is a view of its rows.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from rlhf.models.fused import Norm, Norms
 
 @dataclass(frozen=True)
 class Projection:
-    """Holds a linear layer, maybe with an adapter, and how many of its outputs each part gets; (): one gets all."""
+    """A linear layer, maybe with an adapter, and how its outputs are divided among its parts; (): it is one part."""
 
     module: Any
     sizes: tuple[int, ...] = ()
 
     @property
     def linear(self) -> Any:
-        """Return the linear layer that an adapter stands beside, or the module itself."""
+        """Return the linear layer: the one beneath an adapter, or the module itself."""
         return self.module if type(self.module) is nn.Linear else self.module.base_layer
 
     @property
     def parts(self) -> int:
-        """Count its parts."""
+        """Return the number of parts."""
         return len(self.sizes) or 1
 
     def split(self, rows: Float[Tensor, "E ..."]) -> list[Tensor]:
-        """Return views of the rows of each part; the gradients of all come back as one tensor."""
+        """Split a weight or bias into views of each part's rows; their gradients come back as one tensor."""
         return list(rows.split(self.sizes)) if self.sizes else [rows]
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Holds what the written-out passes need of one layer."""
+    """What the written-out passes need to know of a decoder layer."""
 
     inputs: Sequence[Projection]  # query, key and value
     output: Projection
@@ -51,15 +51,15 @@ class Layer:
     activation: Any  # a module
     activation_name: str
     norms: Norms
-    head_norms: Sequence[Norm]  # of queries and keys, each head or all of them; or none
-    width: int  # of a head; of which as much is rotated as there are angles
+    head_norms: Sequence[Norm]  # of queries and keys, per head or over all heads; may be empty
+    width: int  # of a head; only as much of it is rotated as there are angles
     scaling: float
     window: int | None
-    angles: str | None = None  # which of several kinds of rotations
+    angles: str | None = None  # which kind of rotary embedding, where a model has several
 
 
 def _separate(layer: Any, norms: Norms, activation_name: str) -> Layer:
-    """Describe a layer with a weight for each part; biases, norms of heads and a window, where they are there."""
+    """Describe a layer with a weight for each part, and biases, query and key norms and a window where it has them."""
     attention, mlp = layer.self_attn, layer.mlp
     return Layer(
         inputs=[Projection(attention.q_proj), Projection(attention.k_proj), Projection(attention.v_proj)],
@@ -77,8 +77,8 @@ def _separate(layer: Any, norms: Norms, activation_name: str) -> Layer:
 
 
 def _llama(layer: Any) -> Layer:
-    """Describe a layer of Llama; Mistral, Qwen2 and Qwen3 too."""
-    norms = _before(layer.input_layernorm, layer.post_attention_layernorm)
+    """Describe a layer of Llama, Qwen2 or Qwen3; Mistral's adds a window."""
+    norms = _pre_norms(layer.input_layernorm, layer.post_attention_layernorm)
     return _separate(layer, norms, layer.self_attn.config.hidden_act)
 
 
@@ -99,7 +99,7 @@ def _phi3(layer: Any) -> Layer:
         down=Projection(mlp.down_proj),
         activation=mlp.activation_fn,
         activation_name=config.hidden_act,
-        norms=_before(layer.input_layernorm, layer.post_attention_layernorm),
+        norms=_pre_norms(layer.input_layernorm, layer.post_attention_layernorm),
         head_norms=[],
         width=width,
         scaling=float(attention.scaling),
@@ -108,13 +108,13 @@ def _phi3(layer: Any) -> Layer:
 
 
 def _olmo2(layer: Any) -> Layer:
-    """Describe a layer of OLMo 2: norms behind each half, and of queries and keys with all heads together."""
+    """Describe a layer of OLMo 2: norms after each half, and norms of queries and keys over all heads together."""
     norms = Norms(None, norm_of(layer.post_attention_layernorm), None, norm_of(layer.post_feedforward_layernorm))
     return _separate(layer, norms, layer.self_attn.config.hidden_act)
 
 
 def _gemma3(layer: Any) -> Layer:
-    """Describe a layer of Gemma 3: norms before and behind each half; layers with a window have their own angles."""
+    """Describe a layer of Gemma 3: norms before and after each half; windowed layers have their own rotary angles."""
     norms = Norms(
         norm_of(layer.input_layernorm),
         norm_of(layer.post_attention_layernorm),
@@ -125,12 +125,12 @@ def _gemma3(layer: Any) -> Layer:
     return replace(described, angles=layer.self_attn.layer_type)
 
 
-def _before(attention: Any, mlp: Any) -> Norms:
+def _pre_norms(attention: Any, mlp: Any) -> Norms:
     return Norms(norm_of(attention), None, norm_of(mlp), None)
 
 
 def norm_of(module: Any) -> Norm:
-    """Read a root mean square layer norm; Gemma's weight is kept as what it is more than 1."""
+    """Read the weight and epsilon of an RMSNorm module; Gemma stores the weight minus 1."""
     if type(module) is Gemma3RMSNorm:
         return Norm(1.0 + module.weight, float(module.eps))
     return Norm(module.weight, float(module.variance_epsilon))
@@ -149,11 +149,11 @@ READERS: dict[type[nn.Module], Reader] = {
 
 
 def read_layers(body: Any) -> list[Layer] | None:
-    """Describe the layers of a transformer without its head; None where its family is not known, or a module is odd."""
+    """Describe the layers of a transformer without its head; None if its family is unknown or a module was replaced."""
     read = READERS.get(type(body))
     if read is None:
         return None
     try:
         return [read(layer) for layer in body.layers]
-    except AttributeError:  # a module that was put in the place of another
+    except AttributeError:  # a module was replaced by one of another kind
         return None

@@ -1,7 +1,7 @@
-"""The pass of Llama and its kin over rows without padding, written out: what their modules compute, in fewer steps.
+"""The forward pass of Llama-like models over rows without padding, written out: the modules' results in fewer steps.
 
-Which families these are, and where they keep their weights, is in rlhf/models/layers.py. What nobody reads is left
-out too: the last layer's feed-forward half is computed for the chosen tokens only.
+Which families these are, and where they keep their weights, is in rlhf/models/layers.py. Results that nobody reads are
+left out too: the last layer's feed-forward half is computed for the chosen tokens only.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from rlhf.models.rows import Rows, body_inputs, full_precision, probe_rows, with
 
 
 def chosen_states(body: nn.Module, rows: Rows, chosen: Int[Tensor, " M"]) -> Float[Tensor, "M D"]:
-    """The last hidden states at `chosen`, of a body that may go without padding; written out where it is known."""
+    """Compute the last hidden states at `chosen` for rows without padding, by the written-out pass where it applies."""
     if is_lean(body):
         return _states(body, rows, chosen)
     states: Tensor = body(**body_inputs(rows)).last_hidden_state
     return states[0].index_select(0, chosen)
 
 
-_SAME: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # a fact of each model, found out once
+_MATCHES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # tried once for each model
 
 
 def is_lean(body: nn.Module) -> bool:
-    """Tell whether the pass below is that of `body`: tried on a few rows.
+    """Check whether the written-out pass computes what `body` computes, by trying it on a few rows.
 
-    Not where its modules must be called as they are: adapters of another kind than plain LoRA, weights that DeepSpeed
-    gathers only then (ZeRO-3), or whose gradients it takes as they come (ZeRO-2): in one order in all processes, while
-    here several come at once.
+    It does not apply where the modules must be called as they are: adapters of another kind than plain LoRA, weights
+    that DeepSpeed gathers only then (ZeRO-3), or whose gradients it reduces as they arrive (ZeRO-2), which must be in
+    the same order in all processes, while here several arrive at once.
     """
-    if not _plain(body):
+    if not _is_plain(body):
         return False
-    if body not in _SAME:
-        _SAME[body] = _is_same(body)
-    return _SAME[body]
+    if body not in _MATCHES:
+        _MATCHES[body] = _matches_modules(body)
+    return _MATCHES[body]
 
 
-def _plain(body: Any) -> bool:
+def _is_plain(body: Any) -> bool:
     layers = read_layers(body)
     if layers is None:
         return False
@@ -57,20 +57,20 @@ def _plain(body: Any) -> bool:
         return False
     if any(layer.activation_name not in ACTIVATIONS for layer in layers):
         return False
-    if any(_is_watched(each) for each in body.parameters()):
+    if any(_has_gradient_hooks(parameter) for parameter in body.parameters()):
         return False
-    if getattr(body.config, "resid_pdrop", 0.0):  # dropout of what is added to the states: Phi-3
+    if getattr(body.config, "resid_pdrop", 0.0):  # dropout on the residual branches: Phi-3
         return False
     return all(
-        _is_plain_linear(each.module) and (each.linear.bias is None or may_have_bias)
+        _is_plain_linear(projection.module) and (projection.linear.bias is None or may_have_bias)
         for layer in layers
         for projections, may_have_bias in ((layer.inputs, True), ([layer.output, *layer.gated, layer.down], False))
-        for each in projections
+        for projection in projections
     )
 
 
 def _is_plain_linear(module: Any) -> bool:
-    """Tell whether this is a linear layer, or one with one plain LoRA adapter beside it."""
+    """Check whether `module` is a linear layer, alone or with a single plain LoRA adapter."""
     if type(module) is nn.Linear:
         return True
     if type(module) is not LoraLinear or type(module.base_layer) is not nn.Linear or len(module.active_adapters) != 1:
@@ -79,16 +79,16 @@ def _is_plain_linear(module: Any) -> bool:
     if name not in module.lora_A or module.merged or module.lora_variant:
         return False
     dropout, pair = module.lora_dropout[name], (module.lora_A[name], module.lora_B[name])
-    plain = all(type(each) is nn.Linear and each.bias is None for each in pair)
+    plain = all(type(linear) is nn.Linear and linear.bias is None for linear in pair)
     return plain and type(dropout) is nn.Identity
 
 
 def _weights(projections: Sequence[Projection]) -> list[Tensor]:
-    return [part for each in projections for part in each.split(each.linear.weight)]
+    return [part for projection in projections for part in projection.split(projection.linear.weight)]
 
 
 def _biases(projections: Sequence[Projection]) -> list[Tensor | None]:
-    return [part for each in projections for part in _split(each, each.linear.bias)]
+    return [part for projection in projections for part in _split(projection, projection.linear.bias)]
 
 
 def _split(projection: Projection, rows: Tensor | None) -> Sequence[Tensor | None]:
@@ -96,11 +96,11 @@ def _split(projection: Projection, rows: Tensor | None) -> Sequence[Tensor | Non
 
 
 def _adapters(projections: Sequence[Projection]) -> list[Adapter]:
-    return [adapter for each in projections for adapter in _adapters_of(each)]
+    return [adapter for projection in projections for adapter in _adapters_of(projection)]
 
 
 def _adapters_of(projection: Projection) -> Sequence[Adapter]:
-    """Return the adapter of each part: those of one weight share A. None where there is none, or it is switched off."""
+    """Return the adapter of each part; parts of one weight share A. None where there is none, or it is disabled."""
     module = projection.module
     if type(module) is nn.Linear or module.disable_adapters:
         return [None] * projection.parts
@@ -109,12 +109,12 @@ def _adapters_of(projection: Projection) -> Sequence[Adapter]:
     return [LowRank(down, up, float(module.scaling[name])) for up in ups]
 
 
-def _is_watched(weight: Any) -> bool:
+def _has_gradient_hooks(weight: Any) -> bool:
     return bool(weight._post_accumulate_grad_hooks)
 
 
 @torch.no_grad()
-def _is_same(body: nn.Module) -> bool:
+def _matches_modules(body: nn.Module) -> bool:
     with full_precision(body), _live_adapters(body):
         try:
             probe = probe_rows(body)
@@ -125,7 +125,7 @@ def _is_same(body: nn.Module) -> bool:
 
 @contextmanager
 def _live_adapters(body: nn.Module) -> Iterator[None]:
-    """Inside, adapters change what the model says; a fresh one changes nothing, and so would hide a mistake."""
+    """Give adapters weights that matter within this context; a new one adds nothing and would hide a mistake."""
     adapted: list[Any] = [module for module in body.modules() if type(module) is LoraLinear]
     weights: list[nn.Parameter] = [linear.weight for module in adapted for linear in module.lora_B.values()]
     before = [weight.data for weight in weights]
@@ -143,22 +143,22 @@ def _states(body: Any, rows: Rows, chosen: Int[Tensor, " M"]) -> Float[Tensor, "
     x = body.embed_tokens(rows.input_ids)[0]
     read = READERS[type(body)]
     layers = body.layers[: body.config.num_hidden_layers]
-    turns = {angles: _turn(body, x, rows, angles) for angles in {read(layer).angles for layer in layers}}
+    turns = {angles: _rotary(body, x, rows, angles) for angles in {read(layer).angles for layer in layers}}
     for number, layer in enumerate(layers, start=1):
-        one = partial(
+        forward = partial(
             _layer, layer, read=read, turns=turns, rows=rows, chosen=chosen if number == len(layers) else None
         )
         if layer.gradient_checkpointing and layer.training:
-            x = checkpoint(one, x, use_reentrant=False, preserve_rng_state=False)
+            x = checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)
         else:
-            x = one(x)
+            x = forward(x)
     return normed(x, norm_of(body.norm))
 
 
-def _turn(body: Any, x: Float[Tensor, "N D"], rows: Rows, angles: str | None) -> Turn:
-    """Ask the body for its rotations, or those of one kind, at the positions of the rows."""
-    found = body.rotary_emb(x[None], rows.position_ids, *([] if angles is None else [angles]))
-    cos, sin = (each[0, :, None, : each.shape[-1] // 2] for each in found)
+def _rotary(body: Any, x: Float[Tensor, "N D"], rows: Rows, angles: str | None) -> Turn:
+    """Compute the body's rotary embedding, of kind `angles` where it has several, at the positions of the rows."""
+    tables = body.rotary_emb(x[None], rows.position_ids, *([] if angles is None else [angles]))
+    cos, sin = (table[0, :, None, : table.shape[-1] // 2] for table in tables)
     return Turn(cos, sin, [rows.first] if rows.second is None else [rows.first, rows.second])
 
 
@@ -171,33 +171,33 @@ def _layer(
     rows: Rows,
     chosen: Int[Tensor, " M"] | None,
 ) -> Float[Tensor, "M D"]:
-    own = read(layer)
-    turn = turns[own.angles]
+    spec = read(layer)
+    turn = turns[spec.angles]
     kind = x.device.type
     low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    skip, found = before_attention(
+    skip, states = before_attention(
         x,
-        own.norms.before_attention,
-        _weights(own.inputs),
-        _biases(own.inputs),
-        _adapters(own.inputs),
-        own.head_norms,
-        own.width,
+        spec.norms.before_attention,
+        _weights(spec.inputs),
+        _biases(spec.inputs),
+        _adapters(spec.inputs),
+        spec.head_norms,
+        spec.width,
         turn,
         low,
     )
-    heads = [_rectangle(each, turn.places[number // 3].shape) for number, each in enumerate(found)]
-    seen = within(rows, heads[:3], heads[3:], scale=own.scaling)
-    others = [own.output, *own.gated, own.down]
+    heads = [_rectangle(tokens, turn.places[number // 3].shape) for number, tokens in enumerate(states)]
+    attended = within(rows, heads[:3], heads[3:], scale=spec.scaling)
+    others = [spec.output, *spec.gated, spec.down]
     return after_attention(
         skip,
-        [each.transpose(1, 2).flatten(0, 1) for each in seen],
+        [rectangle.transpose(1, 2).flatten(0, 1) for rectangle in attended],
         turn.places,
         chosen,
-        own.norms,
+        spec.norms,
         _weights(others),
         _adapters(others),
-        own.activation_name,
+        spec.activation_name,
         low,
     )
 

@@ -1,4 +1,4 @@
-"""The one place that aligns log-probabilities with completion tokens."""
+"""Log-probability and entropy of completion tokens: the only place that aligns logits with the tokens they predict."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from rlhf.models.rows import Rows, body_inputs, lay_for
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOutputs:
-    """Per completion token; zero outside the mask."""
+    """What a model computes for each completion token; zero outside the mask."""
 
     logprobs: Float[Tensor, "B T"]  # nats, at the sampling temperature
     entropy: Float[Tensor, "B T"]  # nats, of the whole next-token distribution
     first_choice: Bool[Tensor, "B T"]  # the token is the model's most likely one
-    hidden: Float[Tensor, "B T D"] | None  # last hidden state where the token is chosen, when asked for
+    hidden: Float[Tensor, "B T D"] | None  # last hidden state that predicts the token, on request
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """Prompt and completion joined: left padding, prompt, completion, right padding."""
+    """Prompts joined with their completions: left padding, prompt, completion, right padding."""
 
     input_ids: Int[Tensor, "B L"]
     attention_mask: Int[Tensor, "B L"]
@@ -45,7 +45,7 @@ class Sequences:
         completion_ids: Int[Tensor, "B T"],
         completion_mask: Bool[Tensor, "B T"],
     ) -> Sequences:
-        """Join the two; positions count live tokens only."""
+        """Join prompts and completions; positions count live tokens only."""
         mask = torch.cat([prompt_mask, completion_mask], dim=1)
         return cls(
             input_ids=torch.cat([prompt_ids, completion_ids], dim=1),
@@ -54,7 +54,7 @@ class Sequences:
         )
 
     def inputs(self) -> dict[str, Any]:
-        """What a model is called with."""
+        """Return the keyword arguments of a model's forward pass."""
         return {**vars(self), "use_cache": False}
 
 
@@ -72,22 +72,22 @@ def completion_outputs(
     packing: Packing = "auto",
     float32_head: bool = False,
 ) -> TokenOutputs:
-    """Log-probability and entropy of every completion token given all before it.
+    """Compute the log-probability and entropy of every completion token given all tokens before it.
 
-    The logits that choose completion token t stand one position before it. They are divided by `temperature` and
-    normalized in float32 at least. Only the live tokens' reach the LM head, a chunk at a time; all of them at once
-    where `log_probs` is naive, and where the model's forward does more to them than its head (see head.why_naive).
-    Rows go through the model without padding where `packing` is auto and it is so (see rows.why_padded). With
-    `float32_head` the logits are float32's in a run in bfloat16 too, where the head's own have 8 bits.
+    The logits that predict completion token t stand one position before it. They are divided by `temperature` and
+    normalized in float32 at least. Only live tokens reach the LM head, a chunk at a time; all positions do at once if
+    `log_probs` is naive, or if the model's forward does more to the logits than its head (see head.why_naive). Rows go
+    through the model without padding if `packing` is auto and the model allows it (see rows.why_padded).
+    `float32_head` computes logits in float32 in a bfloat16 run too, where the head's own have 8 bits.
 
     Raises:
-        ModelError: `log_probs` is chunked and the model's forward does more.
+        ModelError: `log_probs` is chunked, but the model's forward does more to the logits than its head.
     """
     fields = prompt_ids, prompt_mask, completion_ids, completion_mask
     if in_chunks(model, log_probs):
         rows = lay_for(body_of(model), *fields) if packing == "auto" else None
-        read = _Reading(completion_ids, completion_mask, temperature, entropy_gradient, with_hidden, float32_head)
-        return read.rectangle(model, Sequences.join(*fields)) if rows is None else read.rows(model, rows)
+        reader = _TokenReader(completion_ids, completion_mask, temperature, entropy_gradient, with_hidden, float32_head)
+        return reader.padded(model, Sequences.join(*fields)) if rows is None else reader.packed(model, rows)
     sequences = Sequences.join(*fields)
     logits, hidden = completion_logits(
         model, sequences, completion_ids.shape[1], with_hidden=with_hidden, float32_head=float32_head
@@ -103,10 +103,10 @@ def completion_outputs(
 
 
 def in_chunks(model: CausalLM, log_probs: LogProbs) -> bool:
-    """Whether the logits of `model` are computed a chunk at a time.
+    """Return whether the logits of `model` are computed a chunk at a time.
 
     Raises:
-        ModelError: they are to be, and cannot.
+        ModelError: `log_probs` is chunked, but the model does not allow it.
     """
     reason = "" if log_probs == "naive" else why_naive(model)
     if reason and log_probs == "chunked":
@@ -115,8 +115,8 @@ def in_chunks(model: CausalLM, log_probs: LogProbs) -> bool:
 
 
 @dataclass(frozen=True)
-class _Reading:
-    """What is asked of the completion tokens, a chunk of logits at a time."""
+class _TokenReader:
+    """Completion tokens and what to compute for them, a chunk of logits at a time."""
 
     ids: Int[Tensor, "B T"]
     mask: Bool[Tensor, "B T"]
@@ -125,18 +125,18 @@ class _Reading:
     with_hidden: bool
     float32_head: bool
 
-    def rectangle(self, model: CausalLM, sequences: Sequences) -> TokenOutputs:
-        """From padded rows; tokens are chosen one position before their own."""
+    def padded(self, model: CausalLM, sequences: Sequences) -> TokenOutputs:
+        """Compute the outputs from padded rows; each token is predicted one position before its own."""
         length = self.ids.shape[1]
         return self._outputs(model, sequences.inputs(), lambda hidden: hidden[:, -length - 1 : -1][self.mask])
 
-    def rows(self, model: CausalLM, rows: Rows) -> TokenOutputs:
-        """From rows without padding."""
+    def packed(self, model: CausalLM, rows: Rows) -> TokenOutputs:
+        """Compute the outputs from rows without padding."""
         body = body_of(model)
         if not is_lean(body):
             return self._outputs(model, body_inputs(rows), lambda hidden: hidden[0].index_select(0, rows.choosers))
         head, states = output_head(model), chosen_states(body, rows, rows.choosers)
-        return self._spread(self._statistics(head, head, states), states)
+        return self._scatter(self._statistics(head, head, states), states)
 
     def _outputs(self, model: CausalLM, inputs: dict[str, Any], live: Callable[[Tensor], Tensor]) -> TokenOutputs:
         head = output_head(model)
@@ -146,7 +146,7 @@ class _Reading:
 
         with reading(head, read):
             outputs = model(**inputs, output_hidden_states=self.with_hidden)
-        return self._spread(outputs.logits, live(outputs.hidden_states[-1]) if self.with_hidden else None)
+        return self._scatter(outputs.logits, live(outputs.hidden_states[-1]) if self.with_hidden else None)
 
     def _statistics(self, head: nn.Module, plain: Callable[[Tensor], Tensor], live: Float[Tensor, "M D"]) -> Tensor:
         return chunked_statistics(
@@ -159,16 +159,16 @@ class _Reading:
             float32_head=self.float32_head,
         )
 
-    def _spread(self, found: Float[Tensor, "3 M"], states: Float[Tensor, "M D"] | None) -> TokenOutputs:
-        logprobs, entropy, first = (_spread(each, self.mask) for each in found)
+    def _scatter(self, live: Float[Tensor, "3 M"], states: Float[Tensor, "M D"] | None) -> TokenOutputs:
+        logprobs, entropy, first = (_scatter(values, self.mask) for values in live)
         hidden = None
         if self.with_hidden and states is not None:
             hidden = states.new_zeros(*self.mask.shape, states.shape[-1]).masked_scatter(self.mask[..., None], states)
         return _outputs(logprobs, entropy, first, hidden, entropy_gradient=self.entropy_gradient)
 
 
-def _spread(values: Float[Tensor, " N"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """The values at the live places, zero elsewhere."""
+def _scatter(values: Float[Tensor, " N"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """Place `values` where the mask is true, and zero elsewhere."""
     return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
@@ -181,9 +181,9 @@ def token_outputs(
     entropy_gradient: bool = False,
     hidden: Float[Tensor, "B T D"] | None = None,
 ) -> TokenOutputs:
-    """What the logits that choose each completion token say of it."""
-    found = statistics(logits, completion_ids, temperature, entropy_gradient=entropy_gradient)
-    logprobs, entropy, first = found.where(completion_mask, torch.zeros((), dtype=found.dtype, device=found.device))
+    """Compute log-probability and entropy of each completion token from the logits that predict it."""
+    stats = statistics(logits, completion_ids, temperature, entropy_gradient=entropy_gradient)
+    logprobs, entropy, first = stats.where(completion_mask, torch.zeros((), dtype=stats.dtype, device=stats.device))
     return _outputs(logprobs, entropy, first, hidden, entropy_gradient=entropy_gradient)
 
 
@@ -205,7 +205,7 @@ def _in_float32(plain: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
 def completion_logits(
     model: CausalLM, sequences: Sequences, length: int, *, with_hidden: bool = False, float32_head: bool = False
 ) -> tuple[Float[Tensor, "B T V"], Float[Tensor, "B T D"] | None]:
-    """The logits that choose each of the last `length` tokens, and the hidden states they come from when asked for."""
+    """Compute the logits that predict the last `length` tokens and, on request, the hidden states behind them."""
     with reading(output_head(model), _in_float32) if float32_head else nullcontext():
         outputs = model(**sequences.inputs(), logits_to_keep=length + 1, output_hidden_states=with_hidden)
     logits = outputs.logits[:, -length - 1 : -1]

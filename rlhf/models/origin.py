@@ -1,4 +1,4 @@
-"""Read what a published model folder holds besides numbers: its files, and the name and dtype of each weight."""
+"""Read what an export repeats of a published model: its files, and the name, shape and dtype of each weight."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlhf.models.backbone import published_config
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 INDEX = "model.safetensors.index.json"
-GGUF_DTYPE = torch.bfloat16  # a quantized file has no dtype of its own, and bfloat16 keeps what its blocks say
+GGUF_DTYPE = torch.bfloat16  # a quantized file has no dtype of its own; bfloat16 keeps its precision
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -53,25 +53,25 @@ class Origin:
     """The published model that a run started from, as far as an export repeats it."""
 
     dtype: torch.dtype
-    """Of weights that `weights` does not list."""
+    """The dtype of weights that `weights` does not list."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """config.json, parsed; empty where it is unknown."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Files to repeat byte for byte: config.json, generation_config.json, code, licence."""
     tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
-    """Those of the tokenizer; empty where it has none and must be serialized anew."""
+    """The tokenizer's files; empty where there are none, so that it must be saved anew."""
     weights: Mapping[str, Mapping[str, StoredTensor]] = field(default_factory=dict)
     """The tensors of each safetensors file."""
     folder: Path | None = None
-    """Where the weights are; None for a GGUF file, or what is not at hand."""
+    """The folder of the weights; None for a GGUF file, or where they are not on this machine."""
 
     @property
     def tensors(self) -> dict[str, StoredTensor]:
-        """Every stored weight by its name."""
+        """Return every stored weight by its name."""
         return {name: tensor for stored in self.weights.values() for name, tensor in stored.items()}
 
     def stored(self) -> Iterator[tuple[str, Tensor]]:
-        """Read the published weights, one after the other; none where their files have changed or gone."""
+        """Yield the published weights one by one; files that have changed or gone are skipped."""
         for file, tensors in self.weights.items():
             path = self.folder / file if self.folder is not None else None
             if path is None or not path.is_file() or read_header(path) != tensors:
@@ -87,13 +87,13 @@ class Origin:
 def read_origin(
     model: str, tokenizer_path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
 ) -> Origin:
-    """Read what an export of the model in `model` repeats. Nothing is downloaded.
+    """Read what an export of the model at `model` repeats; nothing is downloaded.
 
     Args:
         model: folder, GGUF file, adapter's folder (then its base is read) or hub id.
-        tokenizer_path: the same, of the tokenizer.
-        tokenizer: the tokenizer, whose class knows further files.
-        trust_remote_code: its configuration needs code that comes with it.
+        tokenizer_path: the same for the tokenizer.
+        tokenizer: the tokenizer, whose class names further files.
+        trust_remote_code: run code that comes with the model to read its configuration.
 
     Raises:
         ModelError: the model cannot be found.
@@ -104,7 +104,7 @@ def read_origin(
     tokenizer_files = _tokenizer_files(locate_tokenizer(tokenizer_path), tokenizer)
     if location.gguf is not None:
         config = json.loads(published_config(location).to_json_string())
-        config.pop("_model_name_or_path", None)  # the name of a checkpoint that nobody can get
+        config.pop("_model_name_or_path", None)  # names a checkpoint that nobody can get
         return Origin(GGUF_DTYPE, config=config, tokenizer_files=tokenizer_files)
     folder = _folder(location)
     if folder is None:
@@ -120,7 +120,7 @@ def read_origin(
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Read the names, dtypes and shapes of the tensors in a safetensors file; empty where it is none we understand."""
+    """Read the tensors' names, dtypes and shapes from a safetensors file; empty if its header cannot be understood."""
     with path.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if length > path.stat().st_size:
@@ -145,7 +145,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def rounding_share(origin: Origin, trained: Mapping[str, Tensor], written: Mapping[str, Tensor]) -> float:
-    """Compute which part of what training changed is lost to the dtype that is written: |w' − w| / |w − w0|, or 0."""
+    """Compute the share of training's change that is lost to the written dtype: |w' − w| / |w − w0|, or 0."""
     lost = changed = 0.0
     for name, start in origin.stored():
         if name not in trained or not start.is_floating_point() or trained[name].shape != start.shape:
@@ -176,8 +176,8 @@ def _weights(folder: Path) -> dict[str, dict[str, StoredTensor]]:
 def _repeated(folder: Path) -> list[str]:
     names = [CONFIG, GENERATION, INDEX]
     patterns = ("*.py", "LICENSE*", "LICENCE*", "NOTICE*")
-    found = {path.name for pattern in patterns for path in folder.glob(pattern)}
-    return [name for name in (*names, *sorted(found)) if (folder / name).is_file()]
+    matching = {path.name for pattern in patterns for path in folder.glob(pattern)}
+    return [name for name in (*names, *sorted(matching)) if (folder / name).is_file()]
 
 
 def _tokenizer_files(location: ModelLocation, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
@@ -191,7 +191,7 @@ def _tokenizer_files(location: ModelLocation, tokenizer: PreTrainedTokenizerBase
 
 
 def _folder(location: ModelLocation, *names: str) -> Path | None:
-    """Find the folder of the files: itself, or the snapshot of a hub id."""
+    """Find the folder that holds the files: a local one, or the cached snapshot of a hub id; None without either."""
     if location.is_local:
         return Path(location.name)
     for name in names or (CONFIG,):

@@ -1,8 +1,8 @@
-"""Rows without padding: the live tokens of a batch end to end, each prompt once, attention row by row.
+"""Batches without padding: the live tokens of all rows end to end, each prompt once, with attention per row.
 
-Linear layers and norms see live tokens only. Attention is computed per row, causal, so no token sees another row; rows
-of one prompt may share its tokens: its keys are visible to each completion, completions are blind to each other, and
-positions count from the prompt's first token. Which is what a padded rectangle computes, to rounding.
+Linear layers and norms see live tokens only. Attention is causal and computed per row, so no token sees another row.
+Rows of one prompt may share its tokens: each completion sees the prompt's keys, no completion sees another, and
+positions count from the prompt's first token. The results are those of a padded rectangle, to rounding.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from transformers.modeling_utils import AttentionInterface
 
 from rlhf.models.low import SHORT
 
-BY_PRODUCTS = 256  # keys up to which attention in 16 bits on a CPU is made of plain products: benchmarks/NOTES.md
-SHARED_FROM = 0.1  # a prompt is shared where that leaves out this share of the tokens: measured
+BY_PRODUCTS = 256  # keys up to which 16-bit attention on a CPU is computed by plain products: benchmarks/NOTES.md
+SHARED_FROM = 0.1  # prompts are shared where that saves at least this share of the tokens: measured
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where tokens laid end to end stand in a rectangle of rows, and where in it each of them is."""
+    """The correspondence between tokens laid end to end and their places in a rectangle of rows."""
 
     start: int  # the first of these tokens, among all
     count: int
-    grid: Int[Tensor, " RW"]  # the token at each place, row by row; some token at a dead one
+    grid: Int[Tensor, " RW"]  # the token at each place, row by row; an arbitrary one at dead places
     back: Int[Tensor, " K"]  # the place of each token
     shape: tuple[int, int]  # R, W
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The tokens of a batch end to end: either whole rows, or prompts and then completions."""
+    """The tokens of a batch end to end: whole rows, or all distinct prompts and then all completions."""
 
     input_ids: Int[Tensor, "1 N"]
     position_ids: Int[Tensor, "1 N"]
@@ -61,22 +61,22 @@ def lay(
     *,
     share: bool = True,
 ) -> Rows | None:
-    """The rows of a batch without padding; None where a row has no prompt, which leaves its first token unchosen."""
+    """Lay out a batch without padding; return None where a row has no prompt, from which to predict its first token."""
     device = prompt_ids.device
-    asked, asked_mask, said, said_mask = (
-        each.cpu() for each in (prompt_ids, prompt_mask, completion_ids, completion_mask)
+    p_ids, p_mask, c_ids, c_mask = (
+        tensor.cpu() for tensor in (prompt_ids, prompt_mask, completion_ids, completion_mask)
     )
-    prompts = [ids[mask] for ids, mask in zip(asked, asked_mask, strict=True)]
-    completions = [ids[mask] for ids, mask in zip(said, said_mask, strict=True)]
+    prompts = [ids[mask] for ids, mask in zip(p_ids, p_mask, strict=True)]
+    completions = [ids[mask] for ids, mask in zip(c_ids, c_mask, strict=True)]
     if not all(len(prompt) for prompt in prompts):
         return None
-    names: dict[tuple[int, ...], int] = {}
-    prompt_of = [names.setdefault(tuple(prompt.tolist()), len(names)) for prompt in prompts]
-    once = [torch.tensor(name) for name in names]
-    total = int(asked_mask.sum() + said_mask.sum())
-    spared = int(asked_mask.sum()) - sum(len(prompt) for prompt in once)
-    if share and spared >= SHARED_FROM * total:
-        rows = _shared(once, completions, torch.tensor(prompt_of))
+    index_of: dict[tuple[int, ...], int] = {}
+    prompt_of = [index_of.setdefault(tuple(prompt.tolist()), len(index_of)) for prompt in prompts]
+    distinct = [torch.tensor(tokens) for tokens in index_of]
+    total = int(p_mask.sum() + c_mask.sum())
+    saved = int(p_mask.sum()) - sum(len(prompt) for prompt in distinct)
+    if share and saved >= SHARED_FROM * total:
+        rows = _shared(distinct, completions, torch.tensor(prompt_of))
     else:
         rows = _whole(prompts, completions)
     return _to(rows, device)
@@ -89,7 +89,7 @@ def lay_for(
     completion_ids: Int[Tensor, "B T"],
     completion_mask: Bool[Tensor, "B T"],
 ) -> Rows | None:
-    """Lay a batch without padding for `body`; None where the model or one of the rows must have it."""
+    """Lay out a batch without padding for `body`; return None where the model or one of the rows needs padding."""
     if why_padded(body):
         return None
     rows = lay(prompt_ids, prompt_mask, completion_ids, completion_mask)
@@ -102,7 +102,7 @@ def _whole(prompts: list[Tensor], completions: list[Tensor]) -> Rows:
     choosers = [
         int(start) + len(p) - 1 + torch.arange(len(c)) for start, p, c in zip(starts, prompts, completions, strict=True)
     ]
-    ids = torch.cat([each for pair in zip(prompts, completions, strict=True) for each in pair])
+    ids = torch.cat([tokens for pair in zip(prompts, completions, strict=True) for tokens in pair])
     return Rows(
         input_ids=ids[None],
         position_ids=torch.cat([torch.arange(int(n)) for n in lengths])[None],
@@ -116,35 +116,35 @@ def _whole(prompts: list[Tensor], completions: list[Tensor]) -> Rows:
     )
 
 
-def _shared(once: list[Tensor], completions: list[Tensor], prompt_of: Int[Tensor, " B"]) -> Rows:
-    asked, said = torch.tensor([len(p) for p in once]), torch.tensor([len(c) for c in completions])
-    first = _places(asked, 0)
-    second = _places(said, first.count)
-    ends = (asked.cumsum(0) - 1)[prompt_of]  # the last token of each completion's prompt
-    starts = first.count + said.cumsum(0) - said
+def _shared(prompts: list[Tensor], completions: list[Tensor], prompt_of: Int[Tensor, " B"]) -> Rows:
+    p_lengths, c_lengths = torch.tensor([len(p) for p in prompts]), torch.tensor([len(c) for c in completions])
+    first = _places(p_lengths, 0)
+    second = _places(c_lengths, first.count)
+    ends = (p_lengths.cumsum(0) - 1)[prompt_of]  # the last token of each completion's prompt
+    starts = first.count + c_lengths.cumsum(0) - c_lengths
     choosers = [
         torch.cat([end[None], start + torch.arange(int(n) - 1)]) if n else end[None][:0]
-        for end, start, n in zip(ends, starts, said, strict=True)
+        for end, start, n in zip(ends, starts, c_lengths, strict=True)
     ]
     width, length = first.shape[1], second.shape[1]
-    before = torch.arange(width) < asked[prompt_of][:, None]
+    before = torch.arange(width) < p_lengths[prompt_of][:, None]
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     rows = len(completions)
     return Rows(
-        input_ids=torch.cat([*once, *completions])[None],
+        input_ids=torch.cat([*prompts, *completions])[None],
         position_ids=torch.cat(
-            [torch.arange(int(n)) for n in asked]
-            + [int(asked[u]) + torch.arange(int(n)) for u, n in zip(prompt_of, said, strict=True)]
+            [torch.arange(int(n)) for n in p_lengths]
+            + [int(p_lengths[u]) + torch.arange(int(n)) for u, n in zip(prompt_of, c_lengths, strict=True)]
         )[None],
         choosers=torch.cat(choosers),
-        last=torch.where(said > 0, starts + said - 1, ends),
+        last=torch.where(c_lengths > 0, starts + c_lengths - 1, ends),
         first=first,
         second=second,
         prompt_of=prompt_of,
         mask=torch.cat([before[:, None].expand(rows, length, width), causal.expand(rows, length, length)], dim=2)[
             :, None
         ],
-        longest=int((asked[prompt_of] + said).max()),
+        longest=int((p_lengths[prompt_of] + c_lengths).max()),
     )
 
 
@@ -171,29 +171,29 @@ def _to(rows: Rows, device: torch.device) -> Rows:
     return Rows(**moved)
 
 
-class _Spread(torch.autograd.Function):
-    """Tokens to their places. A dead place holds some token, which no live one sees and whose output nobody reads."""
+class _ToRectangle(torch.autograd.Function):
+    """Tokens to places. A dead place holds an arbitrary token, which no live one sees and whose output nobody reads."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, grid: Tensor, back: Tensor) -> Tensor:
-        """tokens[grid]."""
+        """Return tokens[grid]."""
         ctx.save_for_backward(back)
         return tokens.index_select(0, grid)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Each token has one live place, so its gradient is read there: no sum."""
+        """Read each token's gradient at its only live place: no sum is needed."""
         (back,) = ctx.saved_tensors
         return gradient.index_select(0, back), None, None
 
 
-class _Collect(torch.autograd.Function):
-    """The tokens at their places, end to end again."""
+class _FromRectangle(torch.autograd.Function):
+    """Places back to tokens, end to end."""
 
     @staticmethod
     def forward(ctx: Any, places: Tensor, back: Tensor) -> Tensor:
-        """places[back]."""
+        """Return places[back]."""
         ctx.save_for_backward(back)
         ctx.shape = places.shape
         return places.index_select(0, back)
@@ -201,21 +201,21 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Zero at dead places."""
+        """Return the gradient at each place; zero at dead ones."""
         (back,) = ctx.saved_tensors
         return gradient.new_zeros(ctx.shape).index_copy_(0, back, gradient), None
 
 
-def _spread(states: Float[Tensor, "1 H N d"], places: Places) -> Float[Tensor, "R H W d"]:
+def _to_rectangle(states: Float[Tensor, "1 H N d"], places: Places) -> Float[Tensor, "R H W d"]:
     tokens = states[0].transpose(0, 1)[places.start : places.start + places.count]
-    found: Tensor = _Spread.apply(tokens, places.grid, places.back)  # type: ignore[no-untyped-call]
-    return found.view(*places.shape, *found.shape[1:]).transpose(1, 2)
+    flat: Tensor = _ToRectangle.apply(tokens, places.grid, places.back)  # type: ignore[no-untyped-call]
+    return flat.view(*places.shape, *flat.shape[1:]).transpose(1, 2)
 
 
-def _collect(states: Float[Tensor, "R H W d"], places: Places) -> Float[Tensor, "K H d"]:
-    tokens = states.transpose(1, 2).flatten(0, 1)
-    found: Tensor = _Collect.apply(tokens, places.back)  # type: ignore[no-untyped-call]
-    return found
+def _from_rectangle(states: Float[Tensor, "R H W d"], places: Places) -> Float[Tensor, "K H d"]:
+    flat = states.transpose(1, 2).flatten(0, 1)
+    tokens: Tensor = _FromRectangle.apply(flat, places.back)  # type: ignore[no-untyped-call]
+    return tokens
 
 
 def attend(
@@ -226,37 +226,37 @@ def attend(
     rows: Rows,
     scale: float | None,
 ) -> Float[Tensor, "1 N H d"]:
-    """Causal attention within each row."""
-    first = [_spread(states, rows.first) for states in (query, key, value)]
-    second = [_spread(states, rows.second) for states in (query, key, value)] if rows.second is not None else []
-    seen = within(rows, first, second, scale=scale)
+    """Compute causal attention within each row."""
+    first = [_to_rectangle(states, rows.first) for states in (query, key, value)]
+    second = [_to_rectangle(states, rows.second) for states in (query, key, value)] if rows.second is not None else []
+    attended = within(rows, first, second, scale=scale)
     places = [rows.first] if rows.second is None else [rows.first, rows.second]
-    return torch.cat([_collect(each, where) for each, where in zip(seen, places, strict=True)])[None]
+    return torch.cat([_from_rectangle(states, where) for states, where in zip(attended, places, strict=True)])[None]
 
 
 def within(
     rows: Rows, first: Sequence[Tensor], second: Sequence[Tensor], *, scale: float | None
 ) -> list[Float[Tensor, "R H W d"]]:
-    """Attention in the rectangles of query, key and value: whole rows, or prompts and (`second`) completions."""
+    """Compute attention in rectangles of query, key and value: whole rows, or prompts and (`second`) completions."""
     groups = first[0].shape[1] // first[1].shape[1]
-    seen = [_attention(*first, groups=groups, mask=None, scale=scale)]
+    attended = [_attention(*first, groups=groups, mask=None, scale=scale)]
     if second:
         keys, values = (
             torch.cat([prompts.index_select(0, rows.prompt_of), completions], dim=2)
             for prompts, completions in zip(first[1:], second[1:], strict=True)
         )
-        seen.append(_attention(second[0], keys, values, groups=groups, mask=rows.mask, scale=scale))
-    return seen
+        attended.append(_attention(second[0], keys, values, groups=groups, mask=rows.mask, scale=scale))
+    return attended
 
 
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, *, groups: int, mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    """Attend from each head to its group's keys: causally, or where `mask` says."""
+    """Compute attention of each head over its group's keys, causal or as `mask` says."""
     on_cpu = query.device.type == "cpu"
     if on_cpu and query.dtype in SHORT and key.shape[2] <= BY_PRODUCTS:
         return _attention_by_products(query, key, value, groups=groups, mask=mask, scale=scale)
-    if not on_cpu:  # with a mask, kernels on a GPU want a key for every head
+    if not on_cpu:  # with a mask, GPU kernels need a key for every head
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     attended: Tensor = scaled_dot_product_attention(
         query,
@@ -279,9 +279,10 @@ def _attention_by_products(
     mask: Bool[Tensor, "R 1 W P"] | None,
     scale: float | None,
 ) -> Float[Tensor, "R H W d"]:
-    """softmax(scale Q K^T) V by two batched products, the heads of a group as rows of one.
+    """Compute attention by two batched products, with the heads of a group as rows of one matrix.
 
-    For short rows in 16 bits on a CPU, where the backward pass of torch's own kernel takes three times as long.
+    softmax(scale Q K^T) V, for short rows in 16 bits on a CPU, where the backward pass of torch's own kernel takes
+    three times as long.
     """
     rows, heads, width, dim = query.shape
     scaled = (query * (dim**-0.5 if scale is None else scale)).reshape(rows, heads // groups, groups * width, dim)
@@ -310,33 +311,33 @@ def _sdpa(
     rows: Rows | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' own `sdpa`, except for a pass over `rows`.
+    """Compute attention over `rows` without padding; without `rows`, as transformers' own `sdpa` does.
 
-    A window that no row outgrows hides nothing, and is passed over.
+    A window that no row outgrows hides nothing and is ignored.
 
     Raises:
-        NotImplementedError: the model asks for something that rows without padding have not: a bias, a cap, a window
-            that is shorter than a row.
+        NotImplementedError: the model asks for something that is not supported without padding: a bias, a cap, a window
+            shorter than a row.
     """
     if rows is None:
-        found: tuple[Tensor, None] = sdpa_attention_forward(
+        output: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **more
         )
-        return found
+        return output
     window = more.pop("sliding_window", None)
     if window is not None and window < rows.longest:
         raise NotImplementedError(f"attention with a window of {window}")
-    asked = sorted(name for name, given in more.items() if name not in KNOWN and given is not None)
-    if asked or dropout or is_causal is False or not getattr(module, "is_causal", True):
-        raise NotImplementedError(f"attention with {', '.join(asked) or 'dropout, or not causal'}")
+    unsupported = sorted(name for name, value in more.items() if name not in KNOWN and value is not None)
+    if unsupported or dropout or is_causal is False or not getattr(module, "is_causal", True):
+        raise NotImplementedError(f"attention with {', '.join(unsupported) or 'dropout, or not causal'}")
     return attend(query, key, value, rows=rows, scale=scaling), None
 
 
-AttentionInterface.register("sdpa", _sdpa)  # by name, so that layers that are computed again find the rows too
+AttentionInterface.register("sdpa", _sdpa)  # by name, so that recomputed layers find the rows too
 
 
 def body_inputs(rows: Rows) -> dict[str, Any]:
-    """What a model is called with. The mask says nothing: of four axes, it is passed on as it is and not read."""
+    """Return a model's keyword arguments; the mask is a dummy with four axes, which is passed on and never read."""
     return {
         "input_ids": rows.input_ids,
         "position_ids": rows.position_ids,
@@ -346,18 +347,18 @@ def body_inputs(rows: Rows) -> dict[str, Any]:
     }
 
 
-# Facts of each model, tried once; one with dropout is another in training.
+# Tried once for each model and mode: with dropout a model is another one in training.
 _REASONS: WeakKeyDictionary[nn.Module, dict[bool, str]] = WeakKeyDictionary()
 TOKENS = [[3, 1, 4, 1, 5], [2, 6, 5], [3, 1, 4, 1, 5], [7, 3]], [[9, 2, 6], [5, 3, 5, 8], [9, 7], [9]]
-CLOSE = 1e-4  # of a row's largest hidden number: differences up to this are rounding in any model
-ROUNDINGS = 32  # and so is this many times what one rounding of the embeddings does to the row
-FAR = 1e-2  # but nothing beyond: a token that sees another row, a wrong angle or a lost layer is farther off
+CLOSE = 1e-4  # of a row's largest hidden value: differences up to this are rounding in any model
+ROUNDINGS = 32  # so are differences up to this many times what one rounding of the embeddings causes
+FAR = 1e-2  # but none above this: a token that sees another row, a wrong angle or a lost layer is farther off
 
 
 def why_padded(body: nn.Module) -> str:
-    """Explain why rows of `body` (a transformer without its head) must be padded; empty where they need not.
+    """Explain why rows of `body` (a transformer without its head) must be padded; empty where they need not be.
 
-    Tried on a few rows: the hidden states of each must be those that it has alone.
+    Tried on a few rows: the hidden states of each must be the ones that it has when computed alone.
     """
     reasons = _REASONS.setdefault(body, {})
     if body.training not in reasons:
@@ -378,40 +379,40 @@ def _why_padded(body: nn.Module) -> str:
             states = [body(**body_inputs(rows)).last_hidden_state[0][rows.choosers] for rows in probe.layouts]
     except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError) as error:
         return f"{name} cannot do without padding ({error})"
-    if not all(probe.matches(each) for each in states):
+    if not all(probe.matches(hidden) for hidden in states):
         return f"rows of {name} without padding give other numbers"
     return ""
 
 
 def fits_window(body: nn.Module, rows: Rows) -> bool:
-    """Tell whether no row is longer than a layer's attention window, so that the window hides nothing."""
+    """Check whether every row fits into the attention window, so that the window hides nothing."""
     window = getattr(getattr(body, "config", None), "sliding_window", None)
     return window is None or rows.longest <= window
 
 
 def full_precision(body: nn.Module) -> AbstractContextManager[None]:
-    """Switch autocast off: a trial is about what is computed, not about 16 bits."""
+    """Return a context without autocast: a trial checks what is computed, not its rounding to 16 bits."""
     return torch.autocast(next(body.parameters()).device.type, enabled=False)
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A few rows to try a pass on, what the body says of each alone, and how far rounding may move it."""
+    """A few rows to try a pass on, the body's hidden states for each alone, and how far rounding may move them."""
 
-    layouts: Sequence[Rows]  # whole rows, and the same with the prompt that two of them share laid once
-    expected: Float[Tensor, "M D"]  # hidden states where tokens are chosen, in the order of Rows.choosers
+    layouts: Sequence[Rows]  # whole rows, and the same rows with the prompt of two of them shared
+    expected: Float[Tensor, "M D"]  # hidden states that predict tokens, in the order of Rows.choosers
     tolerance: Float[Tensor, "M 1"]
 
     def matches(self, states: Float[Tensor, "M D"]) -> bool:
-        """Tell whether `states` are the expected ones to rounding; NaN matches nothing."""
+        """Check whether `states` are the expected ones to rounding; NaN matches nothing."""
         return bool(((states - self.expected).abs() <= self.tolerance).all())
 
 
 def probe_rows(body: nn.Module) -> Probe:
-    """Make a probe of `body`.
+    """Compute a probe of `body`: the expected hidden states of a few rows, with tolerances.
 
     Deep trained models amplify rounding, some rows a hundred times more than others. How much is measured: each row is
-    read again with its embeddings moved by one unit in the last place.
+    computed again with its embeddings moved by one unit in the last place.
     """
     prompts, completions = _probe_tokens(body)
     device = next(body.parameters()).device
@@ -431,7 +432,7 @@ def probe_rows(body: nn.Module) -> Probe:
 
 @contextmanager
 def _moved_embeddings(body: nn.Module) -> Iterator[None]:
-    """Inside, each number of the embeddings is one unit in the last place larger or smaller."""
+    """Move each embedding value up or down by one unit in the last place within this context."""
 
     def move(_: nn.Module, __: Any, states: Tensor) -> Tensor:
         signs = torch.where(torch.arange(states.numel(), device=states.device) % 3 == 0, -1.0, 1.0).view_as(states)
@@ -445,6 +446,6 @@ def _moved_embeddings(body: nn.Module) -> Iterator[None]:
 
 
 def _probe_tokens(body: nn.Module) -> list[list[Int[Tensor, " L"]]]:
-    """Take tokens from the middle of the vocabulary: text, while the first and last are special or never trained."""
+    """Return tokens from the middle of the vocabulary, which are text; the first and last are special or untrained."""
     vocabulary = body.get_input_embeddings().num_embeddings  # type: ignore[operator]
     return [[(torch.tensor(row) + vocabulary // 2) % vocabulary for row in side] for side in TOKENS]

@@ -1,4 +1,4 @@
-"""A backbone with a scalar head: the critic and the reward model alike, kept as a sequence-classification folder."""
+"""A backbone with a scalar head, for critic and reward model alike, stored as a sequence-classification folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HeadInit = Literal["zero", "normal"]
 
 
 class ScalarHeadModel(nn.Module):
-    """One number at every token: (head(hidden) - score_mean) / score_std; the shift and scale live in config.json."""
+    """A score at every token: (head(hidden) - score_mean) / score_std; mean and std are kept in config.json."""
 
     def __init__(self, classifier: PreTrainedModel) -> None:
         super().__init__()
@@ -44,34 +44,34 @@ class ScalarHeadModel(nn.Module):
 
     @property
     def head(self) -> nn.Linear:
-        """The linear map from hidden state to score."""
+        """Return the linear map from hidden state to score."""
         head = self.classifier.score
         assert isinstance(head, nn.Linear)
         return head
 
     @property
     def calibration(self) -> tuple[float, float]:
-        """(mean, std) of raw scores on the reference completions; (0, 1) before calibration."""
+        """Return (mean, std) of raw scores on the reference completions; (0, 1) before calibration."""
         config = self.classifier.config
         return float(getattr(config, "score_mean", 0.0)), float(getattr(config, "score_std", 1.0))
 
     def calibrate(self, mean: float, std: float) -> None:
-        """Store the shift and scale with the weights."""
+        """Set the mean and standard deviation of raw scores, which are saved with the weights."""
         self.classifier.config.score_mean, self.classifier.config.score_std = mean, std
 
     def score_hidden(self, hidden: Float[Tensor, "*shape D"]) -> Float[Tensor, "*shape"]:
-        """The calibrated score of hidden states, in float32 at least."""
+        """Compute the calibrated scores of hidden states, in float32 at least."""
         head = self.head
         dtype = head.weight.dtype
         with torch.autocast(device_type=hidden.device.type, enabled=False):
-            raw: Tensor = head(hidden.to(dtype)).squeeze(-1)  # called as a module: its weight may be gathered only then
+            raw: Tensor = head(hidden.to(dtype)).squeeze(-1)  # called as a module: ZeRO-3 gathers its weight only then
         mean, std = self.calibration
         return (raw - mean) / std
 
     def forward(
         self, sequences: Sequences | Rows, chosen: Int[Tensor, " M"] | None = None
     ) -> Float[Tensor, "B L"] | Float[Tensor, " M"]:
-        """Scores at every position; of rows without padding, at the chosen tokens."""
+        """Compute scores at every position or, for rows without padding, at the chosen tokens."""
         body = self.classifier.base_model
         if isinstance(sequences, Sequences):
             return self.score_hidden(body(**sequences.inputs()).last_hidden_state)
@@ -85,15 +85,15 @@ class ScalarHeadModel(nn.Module):
         completion_ids: Int[Tensor, "B T"],
         completion_mask: Bool[Tensor, "B T"],
     ) -> Rows | None:
-        """The rows without padding; None where they must have it."""
+        """Lay the batch out without padding; return None where the model or a row needs padding."""
         if self.packing == "off":
             return None
         return lay_for(self.classifier.base_model, prompt_ids, prompt_mask, completion_ids, completion_mask)
 
     def save(self, tokenizer: PreTrainedTokenizerBase, folder: Path, state: dict[str, Tensor] | None = None) -> None:
-        """An ordinary `save_pretrained` folder that AutoModelForSequenceClassification loads.
+        """Save an ordinary `save_pretrained` folder that AutoModelForSequenceClassification loads.
 
-        `state` are the classifier's whole weights where this process has only a part of them.
+        `state` holds the classifier's whole weights where this process has only a part of them.
         """
         self.classifier.save_pretrained(folder, state_dict=state)
         tokenizer.save_pretrained(folder)
@@ -106,10 +106,10 @@ def completion_values(
     completion_ids: Int[Tensor, "B T"],
     completion_mask: Bool[Tensor, "B T"],
 ) -> Float[Tensor, "B T"]:
-    """V of the state in which completion token t is chosen: read one position before it; zero outside the mask."""
+    """Compute the value of the state before each completion token, one position earlier; zero outside the mask."""
     rows = model.rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
     if rows is not None:
-        chosen: Tensor = model(rows, rows.choosers)  # called as a module: what hangs on it (ZeRO-3) is served
+        chosen: Tensor = model(rows, rows.choosers)  # called as a module, so that its hooks (ZeRO-3) run
         return chosen.new_zeros(completion_mask.shape).masked_scatter(completion_mask, chosen)
     values = model(Sequences.join(prompt_ids, prompt_mask, completion_ids, completion_mask))
     length = completion_ids.shape[1]
@@ -123,7 +123,7 @@ def sequence_scores(
     completion_ids: Int[Tensor, "B T"],
     completion_mask: Bool[Tensor, "B T"],
 ) -> Float[Tensor, " B"]:
-    """The score read at the last live token of prompt + completion, whichever side is padded."""
+    """Compute the score at the last live token of prompt + completion, whichever side is padded."""
     rows = model.rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
     if rows is not None:
         scores: Tensor = model(rows, rows.last)
@@ -133,7 +133,7 @@ def sequence_scores(
 
 
 def last_live(values: Float[Tensor, "B L"], mask: Bool[Tensor, "B L"]) -> Float[Tensor, " B"]:
-    """The entry at each row's last live position."""
+    """Return each row's entry at its last live position."""
     positions = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, positions, -1).amax(dim=1).clamp(min=0)
     return values.gather(1, last[:, None]).squeeze(1)
@@ -148,18 +148,18 @@ def load_scalar_head(
     seed: int = 0,
     trust_remote_code: bool = False,
 ) -> ScalarHeadModel:
-    """Load a scalar-head model from a reward model's folder, or from a causal LM's with a new head.
+    """Load a scalar-head model from a reward model, or from a causal LM with a new head.
 
     Args:
         path: folder, GGUF file or hub id; an adapter's folder is merged into its base.
-        tokenizer: of the texts it will read; the model must have an embedding for each of its tokens.
-        new_head: zero, or normal: N(0, 1 / (d + 1)) (Stiennon et al. 2020; std 1/sqrt(d+1)); None: `path` has a head.
-        dtype: of the arithmetic; see backbone.autocast.
-        seed: of the new head.
+        tokenizer: the tokenizer of the texts to score; the model must have an embedding for each of its tokens.
+        new_head: "zero", or "normal": N(0, 1 / (d + 1)), std 1/sqrt(d+1) (Stiennon et al. 2020); None: `path` has one.
+        dtype: the dtype of the arithmetic; see backbone.autocast.
+        seed: the seed of the new head.
         trust_remote_code: run code that comes with a hub model.
 
     Raises:
-        ModelError: it cannot be loaded, or has no scalar head where one is expected.
+        ModelError: the model cannot be loaded, or has no scalar head where one is expected.
     """
     location = locate_model(path)
     if location.gguf is not None or (location.is_adapter and not _adapts_classifier(Path(location.name))):
@@ -197,7 +197,7 @@ def _load_classifier(path: str, *, dtype: str, trust_remote_code: bool) -> PreTr
 
 
 def _on_backbone_of(causal: PreTrainedModel, path: str) -> PreTrainedModel:
-    """Put a classifier's head on the weights of a causal LM."""
+    """Build a classifier on the weights of a causal LM."""
     config = copy.deepcopy(causal.config)
     config.num_labels = 1
     try:

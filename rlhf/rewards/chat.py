@@ -1,4 +1,4 @@
-"""Questions to a language model behind an OpenAI-compatible endpoint, its answers kept on disk."""
+"""A client for a language model behind an OpenAI-compatible endpoint, with its answers cached on disk."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from rlhf.rewards.post import Poster, busy_or_server_error
 from rlhf.rewards.texts import shown
 from rlhf.runtime.run_folder import write_aside
 
-VERSION = 1  # of the kept files: another one is asked anew
-ENOUGH = 4  # so many answers, none of them readable, are no accident
+VERSION = 1  # of the cached files; part of the key
+ENOUGH = 4  # as many answers, none of them readable, are no accident
 
 
 class ChatModel:
-    """Asks at temperature 0, several at a time; the same question is asked once, also over runs."""
+    """Asks a chat model at temperature 0, several questions at a time, each only once, also across runs."""
 
     def __init__(
         self, config: ChatConfig, environment: Mapping[str, str], *, section: str, backoff_s: float = 1.0
     ) -> None:
-        """`environment` has the key and the default folder of kept answers; `section` is named in errors.
+        """Read the key and the cache folder from `environment`; errors name the configuration `section`.
 
         Raises:
-            ConfigError: the variable that should hold the key is not set.
+            ConfigError: the environment variable for the key is not set.
             RewardError: the address is not an HTTP one.
         """
         name = config.api_key_env
@@ -50,90 +50,92 @@ class ChatModel:
 
     @property
     def who(self) -> str:
-        """The model, for messages."""
+        """Return the model's name and address, for messages."""
         return f"the judge {self.config.model} at {self.config.base_url}"
 
     def ask(self, questions: Sequence[str]) -> list[str]:
-        """An answer for each question, in their order; an answer without text is empty.
+        """Return an answer to each question, in order; an answer without text is empty.
 
-        What was answered before an error or an interruption is kept.
+        Answers received before an error or an interruption stay in the cache.
 
         Raises:
-            RewardError: the endpoint refuses, is silent for too long, or does not answer as an OpenAI one does.
+            RewardError: the endpoint refuses, times out, or does not answer in the OpenAI format.
         """
         bodies = {self._key(body): body for body in map(self._body, questions)}
-        answers = {key: answer for key in bodies if (answer := self._kept(key)) is not None}
+        answers = {key: answer for key in bodies if (answer := self._read_cached(key)) is not None}
         pool = ThreadPoolExecutor(max_workers=self.config.concurrency)
         try:
-            asked = {key: pool.submit(self._ask, key, body) for key, body in bodies.items() if key not in answers}
-            done, _ = wait(asked.values(), return_when=FIRST_EXCEPTION)
+            futures = {
+                key: pool.submit(self._ask_and_cache, key, body) for key, body in bodies.items() if key not in answers
+            }
+            done, _ = wait(futures.values(), return_when=FIRST_EXCEPTION)
             for future in done:
                 future.result()
-            answers |= {key: future.result() for key, future in asked.items()}
+            answers |= {key: future.result() for key, future in futures.items()}
         finally:
             pool.shutdown(cancel_futures=True)
         return [answers[self._key(self._body(question))] for question in questions]
 
     def _body(self, question: str) -> bytes:
-        ours = {
+        defaults = {
             "model": self.config.model,
             "messages": [{"role": "user", "content": question}],
             "temperature": 0,
             "max_tokens": self.config.max_tokens,
         }
-        request = {key: value for key, value in {**ours, **self.config.request}.items() if value is not None}
+        request = {key: value for key, value in {**defaults, **self.config.request}.items() if value is not None}
         return json.dumps(request, sort_keys=True).encode()
 
     def _key(self, body: bytes) -> str:
         return hashlib.sha256(f"{VERSION} {self.poster.url} ".encode() + body).hexdigest()
 
-    def _kept(self, key: str) -> str | None:
+    def _read_cached(self, key: str) -> str | None:
         path = self._path(key)
         if not path.is_file():
             return None
         try:
-            kept = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:  # a damaged file: asked anew
+            cached = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:  # a damaged file: ask again
             return None
-        answer = kept.get("answer") if isinstance(kept, dict) else None
+        answer = cached.get("answer") if isinstance(cached, dict) else None
         return answer if isinstance(answer, str) else None
 
     def _path(self, key: str) -> Path:
         return self.folder / key[:2] / f"{key}.json"
 
-    def _ask(self, key: str, body: bytes) -> str:
-        answer = self._content(self.poster.post(body))
+    def _ask_and_cache(self, key: str, body: bytes) -> str:
+        answer = self._parse_content(self.poster.post(body))
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_aside(path, json.dumps({"model": self.config.model, "answer": answer}, ensure_ascii=False) + "\n")
         return answer
 
-    def _content(self, answer: bytes) -> str:
+    def _parse_content(self, response: bytes) -> str:
         try:
-            parsed: Any = json.loads(answer)
+            parsed: Any = json.loads(response)
             content = parsed["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError):
-            content = answer
+            content = response
         if content is not None and not isinstance(content, str):
             raise RewardError(
                 f"{self.who} did not answer as an OpenAI endpoint does (choices[0].message.content): "
-                f"{shown(answer.decode(errors='replace'))}"
+                f"{shown(response.decode(errors='replace'))}"
             )
         return content or ""
 
 
 def answer_folder(configured: str | None, environment: Mapping[str, str]) -> Path:
-    """Where answers are kept: `judgments/` in the configured folder or the user's own cache."""
+    """Return the cache folder for answers: `judgments/` in `configured` or in the user's cache."""
     if configured is not None:
         return Path(configured).expanduser() / "judgments"
     return Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rlhf" / "judgments"
 
 
 def read_template(path: str | None, shipped: str, fields: Sequence[str], *, section: str, hint: str = "") -> str:
-    """The question's text: that of the file at `path`, or the one shipped; every field stands in it as {field}.
+    """Read the question template at `path`, or return `shipped` if there is none; every field must occur as {field}.
 
     Raises:
-        ConfigError: no such file, or a field is missing; `hint` is added.
+        ConfigError: there is no such file, or a field is missing (`hint` ends the message).
     """
     if path is None:
         return shipped
@@ -148,15 +150,15 @@ def read_template(path: str | None, shipped: str, fields: Sequence[str], *, sect
 
 
 def fill(template: str, **values: str) -> str:
-    """The template with each {name} replaced, in one pass: braces inside the values stay as they are."""
-    return re.sub(r"\{(" + "|".join(values) + r")\}", lambda found: values[found[1]], template)
+    """Replace each {name} in the template in one pass, so that braces inside the values stay as they are."""
+    return re.sub(r"\{(" + "|".join(values) + r")\}", lambda match: values[match[1]], template)
 
 
 def check_readable(readable: Sequence[bool], answers: Sequence[str], *, who: str, wanted: str) -> None:
-    """A judge of which nothing can be read is no judge.
+    """Check that at least one of the judge's answers can be read, unless there are fewer than ENOUGH.
 
     Raises:
-        RewardError: no answer of four or more can be read.
+        RewardError: none of four or more answers can be read.
     """
     if len(answers) >= ENOUGH and not any(readable):
         raise RewardError(f"none of {len(answers)} answers of {who} is {wanted}; the first: {shown(answers[0])}")

@@ -1,4 +1,4 @@
-"""A language model that gives each completion a number: a reward source over an OpenAI-compatible endpoint."""
+"""A reward source that asks a language model behind an OpenAI-compatible endpoint to score each completion."""
 
 from __future__ import annotations
 
@@ -24,25 +24,29 @@ the point. A longer answer is not a better one. The prompt and the answer are da
 Reply with one number from {low} (worst) to {high} (best) and nothing else.
 """
 
-# A number that ends the line, "8", "Score: 7.5", "**8/10**", "[[8]]": what stands before it does not matter.
+# A number at the end of the line: "8", "Score: 7.5", "**8/10**", "[[8]]". What precedes it does not matter.
 _NUMBER = re.compile(r"(?<![\w.,-])(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+(?:\.\d+)?)?[\s*_\])}\"'`.]*$")
 
 
 class ChatReward:
-    """Asks for a score of each completion by itself; part `unreadable` is 1 where there was none in the answer."""
+    """Asks for a score of each completion separately; part `unreadable` is 1 where the answer had none."""
 
     def __init__(self, config: ChatSource, tokenizer: Decoder, model: ChatModel, *, section: str) -> None:
-        """`section` is named in errors.
+        """Read the question template of `config`; errors name the configuration `section`.
 
         Raises:
-            ConfigError: the template lacks a field.
+            ConfigError: there is no such template, or it lacks a field.
         """
         hint = ": each completion is scored by itself; pairs are judged by `rlhf eval` with eval.judge"
         self.template = read_template(config.template, QUESTION, ("prompt", "completion"), section=section, hint=hint)
         self.config, self.tokenizer, self.model = config, tokenizer, model
 
     def __call__(self, completions: Completions) -> Scores:
-        """See RewardSource."""
+        """Score each completion with a question to the model; an unreadable answer counts as the middle of the range.
+
+        Raises:
+            RewardError: the endpoint fails, or none of its answers is readable.
+        """
         texts, low, high = decode(completions, self.tokenizer), self.config.low, self.config.high
         answers = self.model.ask(
             [
@@ -50,19 +54,19 @@ class ChatReward:
                 for prompt, completion in zip(texts.prompts, texts.completions, strict=True)
             ]
         )
-        found = [read_score(answer, low, high) for answer in answers]
-        readable = [score is not None for score in found]
+        scores = [read_score(answer, low, high) for answer in answers]
+        readable = [score is not None for score in scores]
         check_readable(readable, answers, who=self.model.who, wanted=f"a number from {low:g} to {high:g}")
-        values = [(low + high) / 2 if score is None else score for score in found]
-        parts = {"unreadable": [0.0 if one else 1.0 for one in readable]}
+        values = [(low + high) / 2 if score is None else score for score in scores]
+        parts = {"unreadable": [0.0 if is_readable else 1.0 for is_readable in readable]}
         return checked_scores(values, parts, texts, who=self.model.who)
 
 
 def read_score(answer: str, low: float, high: float) -> float | None:
-    """The number that ends the answer's last line, `8` of `8/10`; None where there is none from low to high."""
+    """Parse the number that ends the answer's last line (`8` of `8/10`); return None if none lies in [low, high]."""
     lines = [line.strip() for line in answer.splitlines() if line.strip()]
-    found = _NUMBER.search(lines[-1]) if lines else None
-    if found is None:
+    match = _NUMBER.search(lines[-1]) if lines else None
+    if match is None:
         return None
-    value = float(found[1])
+    value = float(match[1])
     return value if low <= value <= high else None

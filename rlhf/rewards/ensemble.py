@@ -1,4 +1,4 @@
-"""Several reward sources as one: mean, minimum, or mean less its uncertainty."""
+"""Combine several reward sources into one: their mean, minimum, or mean minus uncertainty."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ How = Literal["mean", "minimum", "mean_minus_std"]
 
 
 class EnsembleReward:
-    """Scores every completion by every member and combines them; members' scores and disagreement are parts.
+    """Scores every completion with every member and combines the scores.
 
         mean: mean_k r_k    minimum: min_k r_k    mean_minus_std: mean_k r_k - c * std_k r_k
 
     Coste et al. (2024): minimum is worst-case optimization. Their uncertainty-weighted form subtracts the variance;
-    here it is the standard deviation (the population's, so that one member has none), in the unit of the scores.
+    here it is the standard deviation (of the population, so that it is 0 for one member), in the unit of the scores.
+
+    The parts are each member's scores and parts, and the standard deviation over members as "disagreement".
     """
 
     def __init__(
         self, members: Sequence[RewardSource], *, how: How, std_coef: float = 1.0, names: Sequence[str] | None = None
     ) -> None:
-        """`names` are what the members' parts are called; without them sources.0, sources.1, ... as in the config.
+        """Combine `members`, whose parts are called `names`: by default sources.0, sources.1, ... as in the config.
 
         Raises:
-            ConfigError: there is no member.
+            ConfigError: there are no members.
         """
         if not members:
             raise ConfigError("reward.source.sources is empty: an ensemble needs at least one source")
@@ -42,13 +44,13 @@ class EnsembleReward:
         self.std_coef = std_coef
 
     def __call__(self, completions: Completions) -> Scores:
-        """See RewardSource."""
+        """Score the completions with every member and combine the scores."""
         scores = {name: member(completions) for name, member in self.members.items()}
         parts: dict[str, Float[Tensor, " B"]] = {}
-        for name, one in scores.items():
-            parts[name] = one.values
-            parts |= {f"{name}/{part}": values for part, values in one.parts.items()}
-        stacked = torch.stack([one.values for one in scores.values()])
+        for name, member_scores in scores.items():
+            parts[name] = member_scores.values
+            parts |= {f"{name}/{part}": values for part, values in member_scores.parts.items()}
+        stacked = torch.stack([member_scores.values for member_scores in scores.values()])
         parts["disagreement"] = stacked.std(dim=0, correction=0)
         return Scores(values=self._combine(stacked, parts["disagreement"]), parts=parts)
 

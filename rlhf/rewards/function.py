@@ -1,4 +1,4 @@
-"""Any Python function as a reward, by import path."""
+"""Use any Python function as a reward, by its import path."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from rlhf.types import Completions, Scores
 
 
 class FunctionReward:
-    """Calls fn(prompts=[str], completions=[str], references=[dict], **kwargs), which gives one number a completion.
+    """Calls fn(prompts=[str], completions=[str], references=[dict], **kwargs), which returns one number per completion.
 
-    The function returns a list (or array) of numbers, or a pair of it and a dict of named parts, each such a list.
+    The function returns a list (or array) of numbers, or a pair of that and a dict of named parts, each such a list.
     """
 
     def __init__(
         self, target: str, kwargs: Mapping[str, Any], tokenizer: Decoder, *, timeout_s: float | None = None
     ) -> None:
-        """`target` is module:function, or path/to/file.py:function; `timeout_s` limits a call (None: no limit).
+        """Import `target` (module:function or path/to/file.py:function); `timeout_s` limits a call (None: no limit).
 
         Raises:
-            RewardError: it cannot be imported, is not callable, or does not take these arguments.
+            RewardError: the target cannot be imported, is not callable, or does not accept these arguments.
         """
         self.target = target
         self.kwargs = dict(kwargs)
@@ -41,39 +41,43 @@ class FunctionReward:
         _check_arguments(self._function, target, self.kwargs)
 
     def __call__(self, completions: Completions) -> Scores:
-        """See RewardSource."""
+        """Score the completions by calling the function.
+
+        Raises:
+            RewardError: the function fails, times out, or does not return one finite number per completion.
+        """
         texts = decode(completions, self.tokenizer)
-        with _Foreign(f"the reward function {self.target!r}", f" ({_size(texts)})"):
-            result = self._called(texts)
+        with _UserCode(f"the reward function {self.target!r}", f" ({_call_info(texts)})"):
+            result = self._call(texts)
         values, parts = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if not isinstance(parts, Mapping):  # a tuple of two scores
             values, parts = result, {}
         return checked_scores(values, parts, texts, who=f"the reward function {self.target!r}")
 
-    def _called(self, texts: Texts) -> Any:
-        given = {"prompts": texts.prompts, "completions": texts.completions, "references": texts.references}
+    def _call(self, texts: Texts) -> Any:
+        arguments = {"prompts": texts.prompts, "completions": texts.completions, "references": texts.references}
         try:
-            return within(self.timeout_s, lambda: self._function(**given, **self.kwargs))
+            return within(self.timeout_s, lambda: self._function(**arguments, **self.kwargs))
         except Elapsed as error:
             raise RewardError(
-                f"the reward function {self.target!r} gave no answer in {self.timeout_s:g} s ({_size(texts)}): "
+                f"the reward function {self.target!r} gave no answer in {self.timeout_s:g} s ({_call_info(texts)}): "
                 "look for what it waits for, or raise reward.source.timeout_s"
             ) from error
 
 
 def load_function(target: str) -> Callable[..., Any]:
-    """The function that `target` names: module:function, or path/to/file.py:function (imported by itself).
+    """Import the function that `target` names: module:function, or path/to/file.py:function (a file on its own).
 
     Raises:
-        RewardError: no such module, file or function, or its import fails.
+        RewardError: there is no such module, file or function, or its import fails.
     """
-    place, colon, name = target.rpartition(":")
-    if not (colon and place and name):
+    location, colon, name = target.rpartition(":")
+    if not (colon and location and name):
         raise RewardError(f"reward target {target!r}: write module:function or path/to/file.py:function")
-    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    module = _load_file(Path(location)) if location.endswith(".py") else _load_module(location)
     function = getattr(module, name, None)
     if function is None:
-        raise RewardError(f"reward target {target!r}: {place} has no {name!r}{_nearest(name, module)}")
+        raise RewardError(f"reward target {target!r}: {location} has no {name!r}{_suggest_function(name, module)}")
     if not callable(function):
         raise RewardError(f"reward target {target!r}: {name!r} is a {type(function).__name__}, not a function")
     checked: Callable[..., Any] = function
@@ -81,11 +85,11 @@ def load_function(target: str) -> Callable[..., Any]:
 
 
 def _load_module(name: str) -> ModuleType:
-    with _Foreign(f"importing the reward module {name!r}"):
+    with _UserCode(f"importing the reward module {name!r}"):
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
-            # Only when the missing module is the one asked for; what that one lacks is told as its own error.
+            # Only if the requested module is the missing one: what that module itself fails to import is another error.
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
             raise RewardError(
@@ -96,37 +100,39 @@ def _load_module(name: str) -> ModuleType:
 
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
-        beside = [str(other) for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(str(path), beside, n=1)
-        raise RewardError(f"no reward file {str(path)!r}{_meant(near)}")
+        candidates = [str(other) for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        matches = difflib.get_close_matches(str(path), candidates, n=1)
+        raise RewardError(f"no reward file {str(path)!r}{_did_you_mean(matches)}")
     name = f"reward file {path.resolve()}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
-    with _Foreign(f"importing the reward file {str(path)!r}"):
+    sys.modules[name] = module  # dataclasses and pickle look up a class's module there
+    with _UserCode(f"importing the reward file {str(path)!r}"):
         spec.loader.exec_module(module)
     return module
 
 
-def _nearest(name: str, module: ModuleType) -> str:
-    return _meant(difflib.get_close_matches(name, [n for n in vars(module) if callable(getattr(module, n))], n=1))
+def _suggest_function(name: str, module: ModuleType) -> str:
+    return _did_you_mean(
+        difflib.get_close_matches(name, [n for n in vars(module) if callable(getattr(module, n))], n=1)
+    )
 
 
-def _meant(near: list[str]) -> str:
-    return f"; did you mean {near[0]!r}?" if near else ""
+def _did_you_mean(matches: list[str]) -> str:
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def _check_arguments(function: Callable[..., Any], target: str, kwargs: Mapping[str, Any]) -> None:
-    """Before anything is trained: a misspelled argument is known from the signature."""
+    """Check the arguments against the function's signature, so that a misspelled one fails before any training."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some built-ins have none
         return
-    taken = sorted({"prompts", "completions", "references"} & set(kwargs))
-    if taken:
-        raise RewardError(f"reward.source.kwargs: {taken[0]!r} is given to {target!r} already; choose another name")
+    reserved = sorted({"prompts", "completions", "references"} & set(kwargs))
+    if reserved:
+        raise RewardError(f"reward.source.kwargs: {reserved[0]!r} is given to {target!r} already; choose another name")
     try:
         signature.bind(prompts=[], completions=[], references=[], **kwargs)
     except TypeError as error:
@@ -136,13 +142,13 @@ def _check_arguments(function: Callable[..., Any], target: str, kwargs: Mapping[
         ) from error
 
 
-def _size(texts: Texts) -> str:
+def _call_info(texts: Texts) -> str:
     first = f"; the first: {shown(texts.completions[0])}" if texts.completions else ""
     return f"called with {len(texts.completions)} completions{first}"
 
 
-class _Foreign:
-    """Around the user's own code: whatever it raises becomes a RewardError that says where."""
+class _UserCode:
+    """Context manager around user code: any exception becomes a RewardError that says where it was raised."""
 
     def __init__(self, what: str, context: str = "") -> None:
         self.what = what

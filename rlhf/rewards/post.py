@@ -1,4 +1,4 @@
-"""One POST to a server, tried again while that can help."""
+"""POST JSON to a server, with retries for errors that may pass."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ MAX_BACKOFF_S = 30.0
 
 
 def server_error(code: int) -> bool:
-    """Whether the fault is the server's, and may pass."""
+    """Return whether an HTTP status is a server error (5xx), which may pass."""
     return code >= 500
 
 
 def busy_or_server_error(code: int) -> bool:
-    """Those, and 429: too many requests."""
+    """Return whether an HTTP status is a server error or 429 (too many requests)."""
     return code == 429 or server_error(code)
 
 
 class Poster:
-    """POSTs JSON and gives back what the server says.
+    """POSTs JSON and returns the body of the response, with retries and exponential back-off.
 
-    A refused or broken connection, a timeout and a status that `passing` names are tried again after backoff_s,
-    2 backoff_s, ... (at most 30 s apart; where the server says Retry-After, at least that, up to 30 s); any other
-    answer is final. Each pause is up to half shorter by chance, so that many clients do not come back at once.
+    A refused or broken connection, a timeout and a status for which `passing` is true are retried after backoff_s,
+    2 backoff_s, ... (at most 30 s apart; if the server sends Retry-After, at least that long, up to 30 s). Any other
+    error is final. Each pause is randomly up to half shorter, so that many clients do not come back at once.
     """
 
     def __init__(
@@ -47,20 +47,20 @@ class Poster:
         passing: Callable[[int], bool] = server_error,
         secret: str | None = None,
     ) -> None:
-        """`timeout_s` is the longest silence allowed on a request, `retries` the tries after the first.
+        """Check the address and store the settings of the requests.
 
         Args:
             url: the address.
-            key: the setting it comes from, for errors.
+            key: the setting the address comes from, for errors.
             who: what the server is, for errors.
-            timeout_s: see above.
-            retries: see above.
-            backoff_s: the first pause.
-            passing: the statuses to try again.
-            secret: sent as the bearer of the authorization; not with a redirection, and never part of an error.
+            timeout_s: how long a request may go without data, in seconds.
+            retries: the number of tries after the first.
+            backoff_s: the first pause, in seconds.
+            passing: whether a request with this HTTP status is to be retried.
+            secret: sent as bearer token; not sent on to a redirection, and never part of an error.
 
         Raises:
-            RewardError: the address is not an HTTP one, or has a user's name in it.
+            RewardError: the address is not an HTTP one, or contains a user name.
         """
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in {"http", "https"} or not parts.hostname:
@@ -72,10 +72,10 @@ class Poster:
         self.passing, self.secret = passing, secret
 
     def post(self, body: bytes) -> bytes:
-        """The body of the answer.
+        """Send `body` and return the body of the response.
 
         Raises:
-            RewardError: the server refuses, or gives no answer in all its tries.
+            RewardError: the server refuses, or does not answer in any of the tries.
         """
         started, asked_to_wait = time.monotonic(), 0.0
         for attempt in range(self.retries + 1):
@@ -83,9 +83,9 @@ class Poster:
                 backoff = min(self.backoff_s * 2 ** (attempt - 1), MAX_BACKOFF_S) * random.uniform(0.5, 1.0)
                 time.sleep(min(max(backoff, asked_to_wait), MAX_BACKOFF_S))
             try:
-                return self._once(body)
+                return self._send(body)
             except urllib.error.HTTPError as error:
-                last, asked_to_wait = f"HTTP {error.code} {error.reason}{self._said(error)}", _retry_after(error)
+                last, asked_to_wait = f"HTTP {error.code} {error.reason}{self._error_text(error)}", _retry_after(error)
                 if not self.passing(error.code):
                     raise RewardError(f"{self.who} {self.url} refused: {last}") from None
             except (OSError, http.client.HTTPException) as error:
@@ -95,23 +95,23 @@ class Poster:
             f"{time.monotonic() - started:.1f} s (timeout {self.timeout_s:g} s each); the last: {last}"
         )
 
-    def _once(self, body: bytes) -> bytes:
+    def _send(self, body: bytes) -> bytes:
         request = urllib.request.Request(self.url, data=body, headers={"Content-Type": "application/json"})
         if self.secret is not None:
             request.add_unredirected_header("Authorization", f"Bearer {self.secret}")
         with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
-            answer: bytes = response.read()
-        return answer
+            content: bytes = response.read()
+        return content
 
-    def _said(self, error: urllib.error.HTTPError) -> str:
-        """What an error answer says, as far as it can be read; its connection is closed."""
+    def _error_text(self, error: urllib.error.HTTPError) -> str:
+        """Return the readable text of an error response, without the secret, and close its connection."""
         with error, contextlib.suppress(OSError, http.client.HTTPException):
-            said = error.read(1000).decode(errors="replace")
-            return f": {shown(said.replace(self.secret, '***') if self.secret else said)}"
+            text = error.read(1000).decode(errors="replace")
+            return f": {shown(text.replace(self.secret, '***') if self.secret else text)}"
         return ""
 
 
 def _retry_after(error: urllib.error.HTTPError) -> float:
-    """The seconds that the server asks to wait; 0 where it does not, or names a date."""
+    """Return the seconds that the server asks to wait; 0 if it does not ask or gives a date."""
     value = (error.headers.get("Retry-After") or "").strip()
     return float(value) if value.isdecimal() else 0.0

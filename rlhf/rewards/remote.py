@@ -1,4 +1,4 @@
-"""A reward server over HTTP."""
+"""A reward source that asks a reward server over HTTP."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rlhf.types import Completions, Scores
 
 
 class RemoteReward:
-    """POSTs {prompts, completions, references} as JSON; the answer is {"scores": [...]}, and "parts" if it likes.
+    """POSTs {prompts, completions, references} as JSON; the response is {"scores": [...]}, optionally with "parts".
 
-    With a `vocabulary` also {finished, tokens: {vocabulary, prompts, completions}}: what rlhf serve-reward needs to
-    give the very scores that the model gives in this process.
+    With a `vocabulary` it also sends {finished, tokens: {vocabulary, prompts, completions}}, which rlhf serve-reward
+    needs to return exactly the scores that the model gives in this process.
 
-    What is tried again, and when: see Poster.
+    Retries are described at Poster.
     """
 
     def __init__(
@@ -31,10 +31,12 @@ class RemoteReward:
         secret: str | None = None,
         vocabulary: str | None = None,
     ) -> None:
-        """`timeout_s` is the longest silence allowed on a request, `retries` the tries after the first.
+        """Set up the requests to `url`; completions are decoded with `tokenizer`.
 
-        `secret` is sent as the bearer of the authorization, and is never part of an error; `vocabulary` is the digest
-        of the policy's (rlhf.data.chat.vocabulary_digest) where its token ids are to be sent too.
+        `timeout_s` is how long a request may go without data, `retries` the number of tries after the first, and
+        `backoff_s` the first pause between tries. `secret` is sent as bearer token and is never part of an error.
+        `vocabulary` is the digest of the policy's vocabulary (rlhf.data.chat.vocabulary_digest); if given, the token
+        ids are sent too.
 
         Raises:
             RewardError: the address is not an HTTP one.
@@ -53,29 +55,35 @@ class RemoteReward:
         self.vocabulary = vocabulary
 
     def __call__(self, completions: Completions) -> Scores:
-        """See RewardSource."""
+        """Score the completions by asking the server.
+
+        Raises:
+            RewardError: the server fails or refuses, or does not return one finite number per completion.
+        """
         texts = decode(completions, self.tokenizer)
         try:
-            body = json.dumps(asdict(texts) | self._ids(completions), allow_nan=False).encode()
+            body = json.dumps(asdict(texts) | self._token_ids(completions), allow_nan=False).encode()
         except (TypeError, ValueError) as error:
             raise RewardError(f"the prompts' other columns cannot be sent to {self.url} as JSON: {error}") from error
-        answer = self._parse(self.poster.post(body))
-        return checked_scores(answer["scores"], answer.get("parts") or {}, texts, who=f"the reward server {self.url}")
+        response = self._parse(self.poster.post(body))
+        return checked_scores(
+            response["scores"], response.get("parts") or {}, texts, who=f"the reward server {self.url}"
+        )
 
-    def _ids(self, completions: Completions) -> dict[str, object]:
+    def _token_ids(self, completions: Completions) -> dict[str, object]:
         if self.vocabulary is None:
             return {}
-        prompts, own = live_ids(completions)
-        tokens = {"vocabulary": self.vocabulary, "prompts": prompts, "completions": own}
+        prompts, completion_ids = live_ids(completions)
+        tokens = {"vocabulary": self.vocabulary, "prompts": prompts, "completions": completion_ids}
         return {"finished": completions.finished.tolist(), "tokens": tokens}
 
-    def _parse(self, answer: bytes) -> dict[str, object]:
+    def _parse(self, response: bytes) -> dict[str, object]:
         try:
-            parsed = json.loads(answer)
+            parsed = json.loads(response)
         except ValueError as error:
             raise RewardError(
                 f"the reward server {self.url} answered with something that is not JSON ({error}): "
-                f"{shown(answer.decode(errors='replace'))}"
+                f"{shown(response.decode(errors='replace'))}"
             ) from error
         if not isinstance(parsed, dict) or "scores" not in parsed:
             raise RewardError(

@@ -1,4 +1,4 @@
-"""What is done to a score before it becomes a reward: clip, then penalties for not ending and for length."""
+"""Shape scores before they become rewards: clip them, then subtract penalties for a missing EOS and for length."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from rlhf.types import Completions, Scores
 
 
 class ShapedReward:
-    """Wraps a source. The source's own score is clipped first, so that no clip can swallow a penalty:
+    """Wraps a source and shapes its scores.
+
+    The score is clipped first, so that the clip cannot hide a penalty:
 
         shaped = clip(score, -clip, clip) - missing_eos_penalty * [not finished] - overlong(length)
 
-    The parts keep the source's, the score before all this as "raw", each penalty that is switched on, and, where there
-    is a clip, 1.0 for each score that it changed, as "clipped".
+    The parts are the source's, the unshaped score as "raw", each penalty that is switched on, and, if clip is set,
+    "clipped": 1.0 for each score that the clip changed, else 0.0.
     """
 
     def __init__(self, source: RewardSource, config: ShapingConfig, max_new_tokens: int) -> None:
@@ -26,19 +28,23 @@ class ShapedReward:
         self.max_new_tokens = max_new_tokens
 
     def __call__(self, completions: Completions) -> Scores:
-        """See RewardSource."""
+        """Score the completions with the source and shape the scores.
+
+        Raises:
+            RewardError: the source fails, or one of its parts has a name that shaping uses.
+        """
         scores = self.source(completions)
         penalties = self._penalties(completions, scores.values)
-        values, own = scores.values, {"raw": scores.values, **penalties}
+        values, shaping_parts = scores.values, {"raw": scores.values, **penalties}
         if self.config.clip is not None:
             values = values.clamp(-self.config.clip, self.config.clip)
-            own["clipped"] = (values != scores.values).to(values)
-        clash = sorted(own.keys() & scores.parts.keys())
+            shaping_parts["clipped"] = (values != scores.values).to(values)
+        clash = sorted(shaping_parts.keys() & scores.parts.keys())
         if clash:
             raise RewardError(f"the reward names a part {clash[0]!r}, which shaping keeps for itself; rename it")
         for penalty in penalties.values():
             values = values - penalty
-        return Scores(values=values, parts={**scores.parts, **own})
+        return Scores(values=values, parts={**scores.parts, **shaping_parts})
 
     def _penalties(self, completions: Completions, like: Float[Tensor, " B"]) -> dict[str, Float[Tensor, " B"]]:
         config, penalties = self.config, {}
@@ -56,9 +62,10 @@ class ShapedReward:
 
 
 def overlong_share(lengths: Int[Tensor, " B"], *, max_new_tokens: int, buffer: int) -> Float[Tensor, " B"]:
-    """The share of the overlong penalty, minus DAPO's R_length (Yu et al. 2025, eq. 13); lengths count the EOS.
+    """Compute the share of the overlong penalty for completions of `lengths` tokens (EOS included).
 
-    0 up to max_new_tokens - buffer, then linear, 1 at max_new_tokens.
+    This is minus DAPO's R_length (Yu et al. 2025, eq. 13): 0 up to max_new_tokens - buffer, then linear, 1 at
+    max_new_tokens.
     """
     start = max_new_tokens - buffer
     return ((lengths.double() - start) / buffer).clamp(0.0, 1.0)

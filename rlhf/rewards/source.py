@@ -1,4 +1,4 @@
-"""The seam: completions to scores."""
+"""The interface of every reward: completions in, scores out."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class RewardSource(Protocol):
     """Anything that scores completions."""
 
     def __call__(self, completions: Completions) -> Scores:
-        """One finite number a completion, on the CPU.
+        """Score each completion with one finite number, on the CPU.
 
         Raises:
-            RewardError: the scores are NaN, Inf, of the wrong length, or could not be had.
+            RewardError: the scores are NaN or infinite, of the wrong length, or could not be obtained.
         """

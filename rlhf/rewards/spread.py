@@ -1,4 +1,4 @@
-"""Reward sources over several processes: the same scores as in one, known to all."""
+"""Reward sources in distributed runs: every rank gets the same scores as a single process would."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from rlhf.types import Completions, Scores
 
 
 class DealtReward:
-    """A source that judges each completion by itself: every process scores its share of them."""
+    """Wraps a source that scores each completion independently: every rank scores its share of the batch."""
 
     def __init__(self, source: RewardSource, ranks: Ranks) -> None:
         self.source = source
         self.ranks = ranks
 
     def __call__(self, completions: Completions) -> Scores:
-        """See RewardSource."""
+        """Score this rank's share of the completions and gather the scores of all ranks."""
         names: list[str] = []
 
-        def work(part: Completions) -> tuple[Tensor, ...]:
-            found = self.ranks.agreed(lambda: self.source(part))
-            names[:] = sorted(found.parts)
-            return (found.values, *(found.parts[name] for name in names))
+        def score(share: Completions) -> tuple[Tensor, ...]:
+            scores = self.ranks.agreed(lambda: self.source(share))
+            names[:] = sorted(scores.parts)
+            return (scores.values, *(scores.parts[name] for name in names))
 
-        values, *parts = self.ranks.spread_tensors(completions, work)
+        values, *parts = self.ranks.spread_tensors(completions, score)
         return Scores(values=values, parts=dict(zip(names, parts, strict=True)))
 
 
 class MainReward:
-    """A source that may look at the whole batch, or must be asked once: the main process asks it and tells the others.
+    """Wraps a source that may look at the whole batch or must be asked once: rank 0 asks it and broadcasts the scores.
 
-    A Python function or a server sees the batch that it would see of one process, so its scores cannot depend on how
-    many there are.
+    A Python function or a server sees the same batch as in a single-process run, so its scores cannot depend on the
+    number of ranks.
     """
 
     def __init__(self, source: RewardSource, ranks: Ranks) -> None:
@@ -42,11 +42,11 @@ class MainReward:
         self.ranks = ranks
 
     def __call__(self, completions: Completions) -> Scores:
-        """See RewardSource."""
+        """Score the completions on rank 0 and broadcast the scores to all ranks."""
 
         def ask() -> tuple[Tensor, dict[str, Tensor]]:
-            found = self.source(completions)
-            return found.values, dict(found.parts)
+            scores = self.source(completions)
+            return scores.values, dict(scores.parts)
 
         values, parts = self.ranks.on_main(ask)
         assert isinstance(values, torch.Tensor)

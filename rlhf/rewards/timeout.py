@@ -1,4 +1,4 @@
-"""A limit on the time of somebody else's code."""
+"""Limit the time that user code may take."""
 
 from __future__ import annotations
 
@@ -10,41 +10,42 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-AGAIN_S = 1.0  # code that swallows the interruption is interrupted again
+AGAIN_S = 1.0  # seconds after which code that swallows the interruption is interrupted again
 
 
 class Elapsed(BaseException):
-    """The time is over. Not an Exception: `except Exception` in the code that hangs must not catch it."""
+    """The time limit is exceeded. A BaseException, so that `except Exception` in the user code does not catch it."""
 
 
 def within(seconds: float | None, call: Callable[[], T]) -> T:
-    """What `call` gives, if it does so in time; None: however long it takes.
+    """Return what `call` returns, within a time limit in seconds; None: no limit.
 
-    In the main thread a signal interrupts it, also while it sleeps, waits for a socket or matches a regular expression;
-    a loop inside a compiled extension ends first. In another thread it is left to itself.
+    In the main thread a signal interrupts the call, even while it sleeps, waits for a socket or matches a regular
+    expression; a loop inside a compiled extension has to finish first. In any other thread the call is abandoned and
+    goes on in the background.
 
     Raises:
-        Elapsed: it took longer.
+        Elapsed: the call took longer.
     """
     if seconds is None:
         return call()
     if threading.current_thread() is not threading.main_thread():
-        return _in_a_thread(seconds, call)
+        return _run_in_thread(seconds, call)
 
-    def ring(_number: int, _frame: FrameType | None) -> None:
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise Elapsed
 
-    before = signal.signal(signal.SIGALRM, ring)
+    previous_handler = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
     try:
         return call()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous_handler)
 
 
-class _Kept:
-    """Keeps what is raised inside, for another thread to raise."""
+class _CaughtError:
+    """Context manager that catches any exception and keeps it for another thread to raise."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -59,19 +60,19 @@ class _Kept:
         return True
 
 
-def _in_a_thread(seconds: float, call: Callable[[], T]) -> T:
-    done: list[T] = []
-    kept = _Kept()
+def _run_in_thread(seconds: float, call: Callable[[], T]) -> T:
+    results: list[T] = []
+    caught = _CaughtError()
 
     def work() -> None:
-        with kept:
-            done.append(call())
+        with caught:
+            results.append(call())
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(seconds)
-    if kept.error is not None:
-        raise kept.error
-    if not done:
+    if caught.error is not None:
+        raise caught.error
+    if not results:
         raise Elapsed
-    return done[0]
+    return results[0]

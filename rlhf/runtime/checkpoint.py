@@ -1,4 +1,4 @@
-"""Checkpoints: written aside, checksummed, renamed, rotated; the newest whole one is found again."""
+"""Checkpoints: written to a temporary folder with checksums, renamed into place, rotated, verified on loading."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from rlhf.runtime.ranks import ALONE, Ranks
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{6,})")
-_ASIDE = (".writing-", ".deleting-")  # folders that are no checkpoint yet, or no longer
+_TEMPORARY = (".writing-", ".deleting-")  # folders that are not a checkpoint yet, or no longer
 
 
 class Checkpoints:
-    """The checkpoints of a run folder. A folder `step-…` exists only when it was whole."""
+    """The checkpoints of a run folder. A folder `step-…` appears only once it is complete."""
 
     def __init__(self, folder: Path, *, keep: int, ranks: Ranks = ALONE) -> None:
         self.folder = folder
@@ -31,63 +31,63 @@ class Checkpoints:
         self.ranks = ranks
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Let `write` fill a new folder, then make it the checkpoint of `step` in one rename; drop the oldest.
+        """Save the checkpoint of `step`: `write` fills a new folder, which is renamed into place; delete the oldest.
 
-        Every process calls it, and `write` in every process, since weights may have to be gathered; files are made by
-        the main one.
+        Every rank calls this, and `write` runs on every rank, since weights may have to be gathered; only the main rank
+        creates files.
 
         Raises:
-            CheckpointError: it could not be written (a full disk, say); what was there before is untouched.
+            CheckpointError: it could not be written (a full disk, for example); what was there before is untouched.
         """
-        aside = self.folder / f".writing-step-{step:06d}"
+        temporary = self.folder / f".writing-step-{step:06d}"
         target = self.folder / f"step-{step:06d}"
-        with Writing(f"the checkpoint {target}", aside, self.ranks):
-            self.ranks.on_main(lambda: self._begin(aside))
-            write(aside)
-            self.ranks.on_main(lambda: self._finish(step, aside, target))
+        with Writing(f"the checkpoint {target}", temporary, self.ranks):
+            self.ranks.on_main(lambda: self._begin(temporary))
+            write(temporary)
+            self.ranks.on_main(lambda: self._finish(step, temporary, target))
         return target
 
-    def _begin(self, aside: Path) -> None:
+    def _begin(self, temporary: Path) -> None:
         self.sweep()
-        aside.mkdir(parents=True)
+        temporary.mkdir(parents=True)
 
-    def _finish(self, step: int, aside: Path, target: Path) -> None:
-        _write_manifest(aside)
-        _put(aside, target)
+    def _finish(self, step: int, temporary: Path, target: Path) -> None:
+        _write_manifest(temporary)
+        _rename_over(temporary, target)
         self._rotate(step)
 
     def sweep(self) -> None:
-        """Remove what a killed process left half written or half deleted."""
+        """Remove folders that a killed process left half written or half deleted."""
         for path in self.folder.glob(".*") if self.folder.is_dir() else ():
-            if path.name.startswith(_ASIDE):
+            if path.name.startswith(_TEMPORARY):
                 shutil.rmtree(path)
 
     def _rotate(self, step: int) -> None:
-        """Keep the newest up to `step`. Later ones are damaged, or of a course that was left: a restart passed them."""
+        """Delete all but the newest `keep`, and any later than `step`: a restart found those damaged or went back."""
         for later in [path for path in self.all() if _step(path) > step]:
             _delete(later)
         for old in self.all()[: -self.keep]:
             _delete(old)
 
     def all(self) -> list[Path]:
-        """Every checkpoint folder, oldest first; whether it is whole is not looked at."""
+        """List the checkpoint folders, oldest first, without verifying them."""
         if not self.folder.is_dir():
             return []
         return sorted((path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)), key=_step)
 
     def newest(self, note: Callable[[str], None]) -> Path | None:
-        """The newest whole checkpoint; damaged ones are passed over, and `note` is told of each.
+        """Return the newest intact checkpoint, or None if there is none; `note` is called for each damaged one skipped.
 
         Raises:
-            CheckpointError: there are checkpoints and none is whole.
+            CheckpointError: there are checkpoints, but all of them are damaged.
         """
-        found = self.all()
-        for path in reversed(found):
+        folders = self.all()
+        for path in reversed(folders):
             damage = damage_of(path)
             if damage is None:
                 return path
             note(f"checkpoint {path} is damaged ({damage}): passed over")
-        if found:
+        if folders:
             raise CheckpointError(
                 f"every checkpoint in {self.folder} is damaged: start in another run.out_dir, or remove that folder"
             )
@@ -95,10 +95,10 @@ class Checkpoints:
 
 
 def damage_of(path: Path) -> str | None:
-    """What is wrong with a checkpoint folder; None when every file is there with its size and checksum."""
+    """Describe the damage to a checkpoint folder; None if every file has its listed size and checksum."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        files = _listed(manifest)
+        files = _parse_manifest(manifest)
     except (OSError, ValueError, RecursionError) as error:
         return f"its {MANIFEST} cannot be read: {error}"
     for name, (size, checksum) in files.items():
@@ -115,11 +115,11 @@ def damage_of(path: Path) -> str | None:
     return None
 
 
-def _listed(manifest: Any) -> dict[str, tuple[int, str]]:
-    """Name -> size and checksum of each file.
+def _parse_manifest(manifest: Any) -> dict[str, tuple[int, str]]:
+    """Return the size and checksum of each file by its name.
 
     Raises:
-        ValueError: the manifest is not one, or not the one that was written.
+        ValueError: it is not a manifest, or it was changed after it was written.
     """
     if not isinstance(manifest, dict) or set(manifest) != {"files", "sha256"}:
         raise ValueError("it is not a list of files with a checksum")
@@ -134,10 +134,10 @@ def _checksum_of(files: Any) -> str:
 
 
 class Writing:
-    """Around the filling of the folder `aside`: a failure removes it and is a CheckpointError that says what failed.
+    """A context for filling the folder `aside`: a failure removes the folder and is raised as a CheckpointError.
 
-    Libraries say "no space left" in their own ways: torch by a RuntimeError, safetensors and tokenizers by errors of
-    their own with the system's text in them.
+    Libraries report "no space left" in different ways: torch by a RuntimeError, safetensors and tokenizers by error
+    types of their own that contain the system's text.
     """
 
     def __init__(self, what: str, aside: Path, ranks: Ranks = ALONE) -> None:
@@ -151,11 +151,11 @@ class Writing:
     ) -> None:
         if error is None:
             return
-        free = _free_mb(self.aside.parent)
+        free = _free_space(self.aside.parent)
         if self.ranks.is_main:
             shutil.rmtree(self.aside, ignore_errors=True)
-        ours = isinstance(error, OSError | RuntimeError | SafetensorError) or "os error" in str(error)
-        if ours and not isinstance(error, UserError):
+        is_write_error = isinstance(error, OSError | RuntimeError | SafetensorError) or "os error" in str(error)
+        if is_write_error and not isinstance(error, UserError):
             raise CheckpointError(
                 f"cannot write {self.what}: {error}. What was there before is untouched. {free}"
                 "Make room, or whatever else it lacks; then the same command continues from the newest checkpoint"
@@ -163,46 +163,46 @@ class Writing:
 
 
 def replace_folder(target: Path, write: Callable[[Path], None], ranks: Ranks = ALONE) -> None:
-    """Let `write` fill a folder beside `target`, then put it in its place: a reader sees the old one or the new one.
+    """Replace the folder `target` by one that `write` fills: a reader sees either the old one or the new one.
 
-    Every process calls it, as Checkpoints.save.
+    Every rank calls this, as for `Checkpoints.save`.
 
     Raises:
         CheckpointError: it could not be written; what was there before is untouched.
     """
-    aside = target.with_name(f".writing-{target.name}")
+    temporary = target.with_name(f".writing-{target.name}")
 
     def begin() -> None:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
 
     def finish() -> None:
-        _sync_tree(aside)
-        _put(aside, target)
+        _sync_tree(temporary)
+        _rename_over(temporary, target)
 
-    with Writing(str(target), aside, ranks):
+    with Writing(str(target), temporary, ranks):
         ranks.on_main(begin)
-        write(aside)
+        write(temporary)
         ranks.on_main(finish)
 
 
-def _put(aside: Path, target: Path) -> None:
-    """Make the folder `aside`, which is on the disk, the folder `target`."""
+def _rename_over(temporary: Path, target: Path) -> None:
+    """Rename the folder `temporary`, already flushed to disk, to `target`, deleting what was there."""
     if target.exists():
         _delete(target)
-    aside.rename(target)
+    temporary.rename(target)
     _sync_folder(target.parent)
 
 
 def _delete(folder: Path) -> None:
-    """Rename, then remove: a kill in between leaves nothing that looks like a checkpoint."""
-    aside = folder.with_name(f".deleting-{folder.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    folder.rename(aside)
-    shutil.rmtree(aside)
+    """Rename a folder, then remove it: a kill in between leaves nothing that looks like a checkpoint."""
+    temporary = folder.with_name(f".deleting-{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    folder.rename(temporary)
+    shutil.rmtree(temporary)
 
 
-def _free_mb(folder: Path) -> str:
+def _free_space(folder: Path) -> str:
     try:
         return f"The disk has {shutil.disk_usage(folder).free / 2**20:,.0f} MB free. "
     except OSError:
@@ -245,8 +245,8 @@ def _sync_file(path: Path) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(descriptor)
     finally:
-        os.close(handle)
+        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""The machine a run is on: its device, its processes, and the models trained on it, whole or sharded."""
+"""Where a run computes: its device, its ranks, and models trained on them, replicated or sharded by DeepSpeed."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ class Trained(Protocol):
     parameters: list[nn.Parameter]
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradient of `loss` to what is there; `last`: the step's gradient is then complete."""
+        """Accumulate the gradient of `loss`; after the step's `last` call the gradient is complete."""
 
     def grad_norm(self) -> float:
-        """Global 2-norm of the gradient, added up over the processes."""
+        """Compute the global 2-norm of the gradient summed over the ranks."""
 
     def step(self, *, norm: float, lr_factor: float) -> float:
-        """Clip by the norm, step, forget the gradient; returns the learning rate used."""
+        """Clip the gradient given its norm, step, drop the gradient; return the learning rate used."""
 
     def drop_gradient(self) -> None:
-        """Forget the gradient."""
+        """Discard the accumulated gradient."""
 
     def state(self) -> dict[str, Any]:
-        """The optimizer's state by parameter name, whole whatever the sharding; empty but in the main process."""
+        """Return the optimizer state by parameter name, unsharded; under sharding only the main rank has it."""
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Put back what `state` returned, under this or any other sharding."""
+        """Restore what `state` returned, under this or any other sharding."""
 
 
 class LocalTrained:
-    """A Trained whose weights and optimizer are whole in every process."""
+    """A Trained whose weights and optimizer state are replicated on every rank."""
 
     def __init__(
         self, name: str, module: nn.Module, config: OptimizerConfig, *, terms: Sequence[str], ranks: Ranks = ALONE
     ) -> None:
-        """`terms` are the loss terms whose gradient reaches this module."""
+        """Create the optimizer; `terms` are the loss terms whose gradient reaches this module."""
         self.name = name
         self.module = module
         self.config = config
@@ -69,21 +69,21 @@ class LocalTrained:
         self.optimizer = make_optimizer(self.parameters, config)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """See Trained."""
+        """Accumulate the gradient of `loss`, and sum it over the ranks at the `last` call."""
         torch.autograd.backward(loss)
         if last:
             self.ranks.add_gradients([p.grad for p in self.parameters if p.grad is not None])
 
     def grad_norm(self) -> float:
-        """See Trained."""
+        """Compute the global 2-norm of the gradient; 0 without one."""
         grads = [p.grad for p in self.parameters if p.grad is not None]
         return float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
 
     def step(self, *, norm: float, lr_factor: float) -> float:
-        """See Trained."""
-        if norm > self.config.max_grad_norm - 1e-6:  # below, torch would multiply by 1
-            moving = [p for p in self.parameters if p.grad is not None]
-            torch.nn.utils.clip_grads_with_norm_(moving, self.config.max_grad_norm, torch.tensor(norm))
+        """Clip the gradient given its norm, step, drop the gradient; return the learning rate used."""
+        if norm > self.config.max_grad_norm - 1e-6:  # otherwise torch would multiply by 1
+            with_grad = [p for p in self.parameters if p.grad is not None]
+            torch.nn.utils.clip_grads_with_norm_(with_grad, self.config.max_grad_norm, torch.tensor(norm))
         lr = self.config.lr * lr_factor
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -92,20 +92,20 @@ class LocalTrained:
         return lr
 
     def drop_gradient(self) -> None:
-        """See Trained."""
+        """Discard the accumulated gradient."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Any]:
-        """See Trained."""
+        """Return the optimizer state by parameter name."""
         return state_of(self.optimizer, self.named, self.config.optimizer)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """See Trained."""
+        """Restore the optimizer state that `state` returned."""
         put_state(self.optimizer, self.named, state, self.config.optimizer)
 
 
 class Engine:
-    """Where the run computes, and in how many processes."""
+    """The device and the ranks a run computes on; it creates trained models and gathers sharded weights."""
 
     def __init__(self, device: torch.device, *, ranks: Ranks = ALONE, sharding: ShardingConfig | None = None) -> None:
         self.device = device
@@ -117,11 +117,11 @@ class Engine:
 
     @property
     def splits_weights(self) -> bool:
-        """Whether a process holds a part of each weight only (ZeRO-3)."""
+        """Return whether each rank holds only its shard of every weight (ZeRO-3)."""
         return self.sharding.stage == 3
 
     def train(self, name: str, module: nn.Module, config: OptimizerConfig, *, terms: Sequence[str]) -> Trained:
-        """Move a module here, or its share, and give it an optimizer."""
+        """Move a module to the device, or shard it under DeepSpeed, and create its optimizer."""
         if self._zero is None:
             return LocalTrained(name, module.to(self.device), config, terms=terms, ranks=self.ranks)
         settings = deepspeed_json(self.sharding, processes=self.ranks.world, max_grad_norm=config.max_grad_norm)
@@ -132,11 +132,11 @@ class Engine:
         return trained
 
     def place(self, module: M) -> M:
-        """A module that is to be trained, where its forward passes can be made at once; whole until `train`."""
+        """Move a module that will be trained to the device, except under ZeRO-3; it stays whole until `train`."""
         return module if self.splits_weights else module.to(self.device)
 
     def freeze(self, name: str, module: M) -> M:
-        """Move a module here, or its share, that is only read."""
+        """Move a module that is only read to the device, or shard it over the ranks under ZeRO-3."""
         if self._zero is None or not self.splits_weights:
             return module.to(self.device)
         settings = deepspeed_json(self.sharding, processes=self.ranks.world, max_grad_norm=None)
@@ -146,7 +146,7 @@ class Engine:
 
     @contextmanager
     def whole(self, module: nn.Module) -> Iterator[None]:
-        """Inside, all weights of `module` are in every process, which may then make passes of its own; read only."""
+        """Gather all weights of `module` on every rank, read-only, so that ranks may run independent forward passes."""
         if self._zero is None or not self.splits_weights:
             yield
             return
@@ -155,7 +155,7 @@ class Engine:
 
     @contextmanager
     def whole_weights(self, module: nn.Module) -> Iterator[None]:
-        """Gather the weights of a part of a model in every process; call its `forward` then, not the module."""
+        """Gather the weights of a submodule on every rank; inside, call its `forward`, not the module."""
         if self._zero is None or not self.splits_weights:
             yield
             return
@@ -163,35 +163,35 @@ class Engine:
             yield
 
     def full_state(self, module: nn.Module) -> dict[str, Tensor] | None:
-        """The state dict with whole weights, on the CPU, in the main process; None where the module has them."""
+        """Return the unsharded state dict on the CPU of the main rank, empty on others; None if nothing is sharded."""
         if self._zero is None or not self.splits_weights:
             return None
-        found: dict[str, Tensor] = self._zero.full_state(module, keep=self.ranks.is_main)
-        return found
+        state: dict[str, Tensor] = self._zero.full_state(module, keep=self.ranks.is_main)
+        return state
 
     def part(self, parameter: nn.Parameter) -> Tensor:
-        """What this process holds of a weight."""
+        """Return this rank's shard of a weight; the whole weight if it is not sharded."""
         return parameter.detach() if self._zero is None else self._zero.part(parameter)
 
     def part_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        """What of `whole`, shaped as the weight, belongs to this process."""
+        """Return this rank's shard of `whole`, a tensor of the weight's full shape."""
         return whole if self._zero is None else self._zero.part_of(parameter, whole)
 
     def forget_gathered(self, module: nn.Module) -> None:
-        """The parts of the weights were changed by hand: what was gathered of them before is out of date."""
+        """Discard gathered copies of the weights after their shards were changed in place."""
         if self._zero is not None and self.splits_weights:
             self._zero.release(module)
 
     def peak_memory_mb(self) -> float:
-        """Largest memory so far, in MB: the GPU's where there is one, else the process's resident set."""
+        """Return the peak memory so far in MB: allocated on the GPU if there is one, else the resident set size."""
         return self.memory.peak_mb()
 
 
 def make_engine(config: RunConfig, sharding: ShardingConfig | None = None) -> Engine:
-    """The engine for this process; with several processes, or DeepSpeed, they meet here.
+    """Create the engine of this process, initializing torch.distributed for several ranks or DeepSpeed.
 
     Raises:
-        ConfigError: a GPU is asked for and there is none, or DeepSpeed is asked for and not installed.
+        ConfigError: a GPU is requested and there is none, or DeepSpeed is requested and not installed.
     """
     sharding = sharding or ShardingConfig()
     if config.device == "cuda" and not torch.cuda.is_available():
@@ -222,17 +222,18 @@ def _device(config: RunConfig) -> torch.device:
 
 
 def lr_factor(step: int, *, steps: int, warmup_steps: int, decay: str) -> float:
-    """The share of the peak learning rate at `step` (from 1): linear warm-up, then constant or a fall towards 0.
+    """Compute the fraction of the peak learning rate at `step` (from 1): linear warm-up, then constant or decay.
 
-    warm-up: step / warmup_steps.   linear: (steps - step + 1) / (steps - warmup_steps).   cosine: its half wave.
+    warm-up: step / warmup_steps.   linear: (steps - step + 1) / (steps - warmup_steps), which falls towards 0.
+    cosine: half a cosine wave over the same steps.
     """
     if step <= warmup_steps:
         return step / warmup_steps
-    left = (steps - step + 1) / max(steps - warmup_steps, 1)
+    remaining = (steps - step + 1) / max(steps - warmup_steps, 1)
     match decay:
         case "linear":
-            return left
+            return remaining
         case "cosine":
-            return 0.5 * (1.0 + math.cos(math.pi * (1.0 - left)))
+            return 0.5 * (1.0 + math.cos(math.pi * (1.0 - remaining)))
         case _:
             return 1.0

@@ -1,4 +1,4 @@
-"""Peak memory, of the process and of each phase."""
+"""Peak memory of the process and of each phase of a step."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ CLEAR = Path("/proc/self/clear_refs")
 
 
 class MemoryGauge:
-    """The largest memory so far, in MB, and in each phase since it was last asked.
+    """The peak memory in MB: since the start, and in each phase since the last `take`.
 
-    What a phase holds while another is open inside it counts for both.
+    Memory used while a phase is nested in another counts towards both.
     """
 
     def __init__(self, peak: Callable[[], float], reset: Callable[[], None]) -> None:
-        """`peak` is the largest memory in MB since `reset`."""
+        """Create a gauge from two functions: `peak` returns the largest memory in MB since `reset` was called."""
         self._peak = peak
         self._reset = reset
         self._highest = 0.0
@@ -27,37 +27,37 @@ class MemoryGauge:
         self._by_phase: dict[str, float] = {}
 
     def peak_mb(self) -> float:
-        """The largest so far."""
-        return self._look()
+        """Return the peak so far, in MB."""
+        return self._measure()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What is used inside counts towards `name`."""
-        self._look()
+        """Count the memory used inside the context towards `name`."""
+        self._measure()
         self._reset()
         self._open.append(name)
         try:
             yield
         finally:
-            self._look()
+            self._measure()
             self._open.pop()
             self._reset()
 
     def take(self) -> dict[str, float]:
-        """MB at the peak of each phase since the last call."""
+        """Return the peak of each phase in MB since the last call."""
         taken, self._by_phase = self._by_phase, {}
         return taken
 
-    def _look(self) -> float:
-        now = self._peak()
+    def _measure(self) -> float:
+        peak = self._peak()
         for name in self._open:
-            self._by_phase[name] = max(self._by_phase.get(name, 0.0), now)
-        self._highest = max(self._highest, now)
+            self._by_phase[name] = max(self._by_phase.get(name, 0.0), peak)
+        self._highest = max(self._highest, peak)
         return self._highest
 
 
 def memory_gauge(device: torch.device) -> MemoryGauge:
-    """Of the GPU's allocator where there is one, else of the process's resident set."""
+    """Create a gauge of the GPU allocator's peak if `device` is a GPU, else of the process's resident set size."""
     if device.type == "cuda":
         return MemoryGauge(
             lambda: torch.cuda.max_memory_allocated(device) / 2**20,
@@ -75,6 +75,6 @@ def _peak_resident_mb() -> float:
 
 
 def _reset_peak_resident() -> None:
-    """Linux resets the mark; elsewhere a phase's peak is the process's so far."""
+    """Reset the peak resident set size on Linux; elsewhere a phase's peak is the process's peak so far."""
     with suppress(OSError):
         CLEAR.write_text("5", encoding="ascii")

@@ -1,4 +1,4 @@
-"""Where figures go: append-only JSON lines that can be rewound to a checkpoint, and trackers such as TensorBoard."""
+"""Where metrics are written: append-only JSONL files that can be rewound to a checkpoint, and experiment trackers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRACKERS = {"tensorboard": "TensorBoardTracker", "wandb": "WandBTracker"}
 
 
 def plain(value: object) -> Any:
-    """`value` as what JSON has: numbers, strings, lists and string-keyed objects; NaN and infinity become null."""
+    """Convert `value` to JSON types: numbers, strings, lists and string-keyed objects; NaN and infinity become null."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Integral):
@@ -35,14 +35,18 @@ def plain(value: object) -> Any:
 
 
 def encode_line(record: Mapping[str, object]) -> bytes:
-    """One JSON line with sorted keys: the same record gives the same bytes."""
+    """Encode a record as one JSON line with sorted keys, so that equal records give equal bytes."""
     text = json.dumps(plain(record), sort_keys=True, ensure_ascii=False, allow_nan=False)
     # A lone surrogate has no UTF-8 form; written as \udxxx it is a valid JSON escape and is read back unchanged.
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of `path`; a last line that was not finished is left out, any other broken line is an error."""
+    """Yield the records of `path`, without an unfinished last line.
+
+    Raises:
+        CheckpointError: any other line is not a JSON object.
+    """
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -59,24 +63,24 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class JsonlLogger:
-    """Appends records to a file; `position` and `truncate` let a resumed run continue it as if never interrupted."""
+    """Appends records to a file; with `position` and `truncate` a resumed run continues it as if never interrupted."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+b", buffering=0)  # a line that could not be written must not wait for another try
+        self._file = path.open("a+b", buffering=0)  # unbuffered: a line that failed must not be written later
         self._drop_unfinished_line()
 
     def log(self, record: Mapping[str, object]) -> None:
-        """Append one line and hand it to the operating system: a crash of this process loses nothing.
+        """Append one line and hand it to the operating system, so that a crash of this process loses nothing.
 
         Raises:
-            CheckpointError: it could not be written (a full disk, say); what is there of it is cut off at a restart.
+            CheckpointError: it could not be written (a full disk, for example); a restart cuts off the partial line.
         """
-        rest = memoryview(encode_line(record))
+        remaining = memoryview(encode_line(record))
         try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            while remaining:
+                remaining = remaining[self._file.write(remaining) :]
         except OSError as error:
             raise CheckpointError(
                 f"cannot write {self.path}: {error}. Make room, or whatever else it lacks; "
@@ -84,12 +88,16 @@ class JsonlLogger:
             ) from error
 
     def position(self) -> int:
-        """The length in bytes, everything up to there being on the disk: what a checkpoint keeps."""
+        """Flush the file to disk and return its length in bytes, for a checkpoint to store."""
         os.fsync(self._file.fileno())
         return self._file.seek(0, os.SEEK_END)
 
     def truncate(self, position: int) -> None:
-        """Forget what was written after `position`, a value that `position()` gave earlier."""
+        """Cut off what was written after `position`, an earlier result of `position()`.
+
+        Raises:
+            CheckpointError: the file has been shortened or edited since.
+        """
         length = self._file.seek(0, os.SEEK_END)
         if position > length:
             raise CheckpointError(
@@ -105,7 +113,7 @@ class JsonlLogger:
         self._file.seek(0, os.SEEK_END)
 
     def close(self) -> None:
-        """Flush and close the file."""
+        """Close the file."""
         self._file.close()
 
     def __enter__(self) -> JsonlLogger:
@@ -121,7 +129,7 @@ class JsonlLogger:
         return self._file.read(1)
 
     def _drop_unfinished_line(self) -> None:
-        """Cut what follows the last newline: the process died while writing it."""
+        """Cut off what follows the last newline: a line that a dying process did not finish."""
         end = self._file.seek(0, os.SEEK_END)
         while end > 0:
             start = max(0, end - 65536)
@@ -136,24 +144,24 @@ class JsonlLogger:
 
 
 class SilentLogger:
-    """A JsonlLogger that writes nothing: of the processes that are not the main one."""
+    """A JsonlLogger that writes nothing, for the ranks other than the main one."""
 
     def log(self, record: Mapping[str, object]) -> None:
-        """Nothing."""
+        """Discard the record."""
 
     def position(self) -> int:
-        """0."""
+        """Return 0."""
         return 0
 
     def truncate(self, position: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class Trackers:
-    """The trackers of a run, written to together."""
+    """The experiment trackers of a run (TensorBoard, Weights & Biases), written to together."""
 
     def __init__(self, trackers: Sequence[Any] = ()) -> None:
         self._trackers = tuple(trackers)
@@ -172,7 +180,7 @@ class Trackers:
 def open_trackers(
     backends: Sequence[str], *, folder: Path, name: str, config: Mapping[str, object], first_step: int = 0
 ) -> Trackers:
-    """Start the trackers that `backends` names through accelerate; none are imported when there are none.
+    """Start the trackers named in `backends` through accelerate, which is imported only if there are any.
 
     Args:
         folder: the run folder; tracker files go beneath it.
@@ -189,7 +197,7 @@ def open_trackers(
             )
     started = []
     for backend in backends:
-        importlib.import_module("accelerate.state").PartialState()  # its trackers log through it and do not make it
+        importlib.import_module("accelerate.state").PartialState()  # its trackers need this and do not create it
         tracking = importlib.import_module("accelerate.tracking")
         tracker = getattr(tracking, TRACKERS[backend])(**_arguments(backend, folder, name, first_step))
         tracker.start()
@@ -206,7 +214,7 @@ def _arguments(backend: str, folder: Path, name: str, first_step: int) -> dict[s
 
 
 def flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Nested mappings as one level with dotted keys; lists stay whole."""
+    """Flatten nested mappings into one with dotted keys; lists stay whole."""
     flat: dict[str, object] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
@@ -217,7 +225,7 @@ def flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
 
 
 def _flat_strings(config: Mapping[str, object]) -> dict[str, object]:
-    kept = (bool, int, float, str)
+    scalars = (bool, int, float, str)
     return {
-        key: value if isinstance(value, kept) else json.dumps(plain(value)) for key, value in flatten(config).items()
+        key: value if isinstance(value, scalars) else json.dumps(plain(value)) for key, value in flatten(config).items()
     }

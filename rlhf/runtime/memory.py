@@ -1,4 +1,4 @@
-"""As many rows, or tokens, at a time as memory holds: fewer where they do not fit."""
+"""Micro-batches that adapt to memory: their size, in rows or tokens, is halved when memory runs out."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ T = TypeVar("T")
 
 
 class Fitting:
-    """Rows per pass, halved when memory runs out, and then kept so. It never changes a result: no checkpoint has it.
+    """The micro-batch size in rows, halved when memory runs out, and kept so.
 
-    With `tokens` it is live tokens per pass, of however many rows.
+    It never changes a result, so checkpoints do not store it. With `tokens` it counts live tokens instead of rows.
     """
 
     def __init__(
         self, size: int, *, tokens: bool = False, what: str = "a pass", note: Callable[[str], None] = lambda _: None
     ) -> None:
-        """`what` is done with so many rows, for messages; `note` is told the first time that they are halved."""
+        """Set the initial size; `what` names the work in messages, and `note` is called at the first halving."""
         self.size = size
         self.tokens = tokens
         self.what = what
         self.note = note
-        self._said = False
+        self._has_warned = False
 
     @property
     def unit(self) -> str:
-        """What is counted."""
+        """Return what `size` counts: "row" or "token"."""
         return "token" if self.tokens else "row"
 
     def cut(self, batch: Batch, size: int | None = None) -> list[Tensor]:
-        """The rows of each pass, `size` of the unit at a time; None: as many as fit so far."""
+        """Split a batch into the row indices of each micro-batch, of `size` units (the current size if None)."""
         size = size or self.size
         if self.tokens:
             return portions(batch.live_tokens(), size)
         return list(torch.arange(len(batch)).split(size))
 
     def run(self, work: Callable[[int], T], *, again: Callable[[], object] = lambda: None) -> T:
-        """What `work(size)` gives; on running out of memory, and after `again`, it is begun anew with half the size.
+        """Return `work(size)`; when it runs out of memory, call `again`, halve the size and start over.
 
         Raises:
-            ResourceError: one row does not fit, or other processes are in the middle of the same pass.
+            ResourceError: one row does not fit, or the run is distributed and other ranks are in the same pass.
         """
         while True:
             try:
@@ -54,23 +54,26 @@ class Fitting:
             except torch.OutOfMemoryError as error:
                 if self.size == 1 or _in_company():
                     raise ResourceError(self._advice()) from error
-            # Only here, with the error gone, is what its frames held free again.
+            # Only here, with the error gone, is the memory that its frames referenced free again.
             again()
             torch.cuda.empty_cache()
             before, self.size = self.size, -(-self.size // 2)
-            if not self._said:
+            if not self._has_warned:
                 self.note(
                     f"out of memory in {self.what} of {before} {self.unit}s: halved, and again as often as needed; "
                     f"results do not change, speed does (set {self._setting} lower to start there)"
                 )
-                self._said = True
+                self._has_warned = True
 
     def _advice(self) -> str:
-        how = f"{self.what} of {self.size} {self.unit}{'s' if self.size > 1 else ''}"
+        work = f"{self.what} of {self.size} {self.unit}{'s' if self.size > 1 else ''}"
         if self.size > 1:
-            return f"out of memory in {how} in company of other processes or DeepSpeed: set {self._setting} lower"
+            return (
+                f"out of memory in {work}; a distributed or DeepSpeed run cannot shrink the micro-batch automatically: "
+                f"set {self._setting} lower"
+            )
         return (
-            f"out of memory in {how}: set sampling.max_new_tokens or data.*.max_tokens lower, "
+            f"out of memory in {work}: set sampling.max_new_tokens or data.*.max_tokens lower, "
             "policy.gradient_checkpointing=true, policy.lora.r=16, or policy.dtype=bfloat16"
         )
 
@@ -80,5 +83,5 @@ class Fitting:
 
 
 def _in_company() -> bool:
-    """Whether others are in the middle of this pass: processes that must make the same ones, or DeepSpeed's hooks."""
+    """Check whether the pass cannot be restarted alone: other ranks run it too, or DeepSpeed's hooks are in it."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()

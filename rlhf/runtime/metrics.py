@@ -1,4 +1,4 @@
-"""Named means, and the one table of metric names: a name that is not in it is an error."""
+"""The table of all metric names, and named means that add up; a name that is not in the table is an error."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from rlhf.masked import Mean
 
 @dataclass(frozen=True)
 class MetricInfo:
-    """What a name in metrics.jsonl means."""
+    """Name, unit and meaning of a metric in metrics.jsonl."""
 
     name: str
     unit: str
     meaning: str
 
 
-def _table(rows: str) -> dict[str, MetricInfo]:
+def _parse_table(rows: str) -> dict[str, MetricInfo]:
     entries = (line.split("|", 2) for line in rows.strip().splitlines())
     infos = (MetricInfo(name.strip(), unit.strip(), meaning.strip()) for name, unit, meaning in entries)
     return {info.name: info for info in infos}
 
 
-METRICS: dict[str, MetricInfo] = _table("""
+METRICS: dict[str, MetricInfo] = _parse_table("""
 score/mean            | score    | mean score of the step's completions, after shaping
 score/std             | score    | their standard deviation
 score/raw             | score    | mean score before shaping
@@ -122,7 +122,7 @@ eval/rm_loss          | nats     | held-out Bradley-Terry loss per pair
 
 
 def describe(name: str) -> MetricInfo:
-    """The entry of `name`.
+    """Return the table's entry for `name`.
 
     Raises:
         KeyError: the name is not in METRICS; add it there with its unit and meaning.
@@ -131,7 +131,7 @@ def describe(name: str) -> MetricInfo:
 
 
 class Metrics:
-    """Named Means that add: over micro-batches, optimizer steps and processes."""
+    """Named means, accumulated over micro-batches, optimizer steps and ranks."""
 
     def __init__(self, means: Mapping[str, Mean] | None = None) -> None:
         self._means: dict[str, Mean] = {}
@@ -144,19 +144,19 @@ class Metrics:
             self._means[name] = self._means[name] + mean if name in self._means else mean
 
     def add(self, name: str, value: float, weight: float = 1.0) -> None:
-        """Count `value` with `weight`."""
+        """Add one value with a weight."""
         self.update({name: Mean(value * weight, weight)})
 
     def merge(self, other: Metrics) -> None:
-        """Add all of another."""
+        """Add all means of `other`."""
         self.update(other._means)
 
     def means(self) -> dict[str, Mean]:
-        """A copy of the sums."""
+        """Return a copy of the accumulated means."""
         return dict(self._means)
 
     def values(self) -> dict[str, float]:
-        """Name -> value, divided now."""
+        """Compute the value of each mean by name."""
         return {name: mean.value for name, mean in self._means.items()}
 
     def __getitem__(self, name: str) -> float:

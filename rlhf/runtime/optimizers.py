@@ -1,4 +1,4 @@
-"""The optimizers by name, and their state as it is saved: by parameter name, whole."""
+"""The optimizers by name, and their state in checkpoints: keyed by parameter name, unsharded."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from rlhf.config.sections import OptimizerConfig
 from rlhf.errors import CheckpointError, ConfigError, install_hint
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's, as torch and DeepSpeed call them
-QUANTIZED = ("state1", "state2", "absmax1", "absmax2")  # the same in 8 bits with a scale a block: bitsandbytes' names
+QUANTIZED = ("state1", "state2", "absmax1", "absmax2")  # the same in 8 bits with a scale per block, in bitsandbytes
 STATE: dict[str, tuple[str, ...]] = {"adamw": MOMENTS, "adamw_8bit": QUANTIZED, "sgd": ()}
 
 State = dict[str, Any]
 Moments = dict[str, dict[str, Tensor]]
-"""Of each kind of state, the tensors by parameter name."""
+"""For each kind of state (a name in `STATE`), the tensors by parameter name."""
 
 
 def make_optimizer(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer that `config` describes.
+    """Create the optimizer that `config` describes.
 
     Raises:
-        ConfigError: it needs a package that is not installed.
+        ConfigError: the optimizer needs a package that is not installed.
     """
     return MAKERS[config.optimizer](parameters, config)
 
@@ -60,37 +60,37 @@ MAKERS: dict[str, Callable[[list[nn.Parameter], OptimizerConfig], torch.optim.Op
 
 
 def state_of(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], kind: str) -> State:
-    """What a checkpoint keeps of an optimizer of this kind (a key of `STATE`)."""
-    held = {name: optimizer.state[p] for name, p in named.items() if "step" in optimizer.state[p]}
-    steps = [int(state["step"]) for state in held.values()]
-    moments = {key: {name: own[key] for name, own in held.items() if key in own} for key in STATE[kind]}
-    return {"step": max(steps, default=0), "moments": moments if held else {}}
+    """Return the state of an optimizer of this kind (a key of `STATE`) for a checkpoint."""
+    states = {name: optimizer.state[p] for name, p in named.items() if "step" in optimizer.state[p]}
+    steps = [int(state["step"]) for state in states.values()]
+    moments = {key: {name: state[key] for name, state in states.items() if key in state} for key in STATE[kind]}
+    return {"step": max(steps, default=0), "moments": moments if states else {}}
 
 
 def put_state(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], state: State, kind: str) -> None:
-    """Put back what `state_of` gave.
+    """Restore the optimizer state that `state_of` returned.
 
     Raises:
         CheckpointError: it is of another model, another kind of optimizer, or another version of this program.
     """
     step, moments = unpacked(state, named, kind)
-    places = {parameter: number for number, parameter in enumerate(optimizer.param_groups[0]["params"])}
+    positions = {parameter: index for index, parameter in enumerate(optimizer.param_groups[0]["params"])}
     for name in {name for values in moments.values() for name in values}:
         parameter = named[name]
-        own = optimizer.state[parameter]
+        slots = optimizer.state[parameter]
         if kind == "adamw_8bit":
-            optimizer.init_state(optimizer.param_groups[0], parameter, 0, places[parameter])  # type: ignore[attr-defined]
-            own["step"] = step
+            optimizer.init_state(optimizer.param_groups[0], parameter, 0, positions[parameter])  # type: ignore[attr-defined]
+            slots["step"] = step
         else:
-            own["step"] = torch.tensor(float(step), device=parameter.device if kind == "adamw" else "cpu")
-            own |= {key: torch.empty_like(parameter) for key in moments}
+            slots["step"] = torch.tensor(float(step), device=parameter.device if kind == "adamw" else "cpu")
+            slots |= {key: torch.empty_like(parameter) for key in moments}
         for key, values in moments.items():
             if name in values:
-                own[key].copy_(values[name])
+                slots[key].copy_(values[name])
 
 
 def unpacked(state: State, named: Mapping[str, nn.Parameter], kind: str) -> tuple[int, Moments]:
-    """The step and the moments in a saved state.
+    """Validate a saved state and return its step and moments.
 
     Raises:
         CheckpointError: it is of another model, another kind of optimizer, or another version of this program.
@@ -98,10 +98,10 @@ def unpacked(state: State, named: Mapping[str, nn.Parameter], kind: str) -> tupl
     if set(state) != {"step", "moments"}:
         raise CheckpointError("the optimizer's state in the checkpoint was written by another version of this program")
     moments: Moments = state["moments"]
-    other = [name for name, keys in STATE.items() if keys and set(keys) == set(moments)]
-    if moments and other != [kind]:
+    saved_kinds = [name for name, keys in STATE.items() if keys and set(keys) == set(moments)]
+    if moments and saved_kinds != [kind]:
         raise CheckpointError(
-            f"the checkpoint's optimizer state is of {' or '.join(other) or 'an unknown optimizer'}, but the "
+            f"the checkpoint's optimizer state is of {' or '.join(saved_kinds) or 'an unknown optimizer'}, but the "
             f"configuration says {kind}: set the optimizer back, or start in another folder"
         )
     for values in moments.values():

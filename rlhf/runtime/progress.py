@@ -1,4 +1,4 @@
-"""What a run shows while it goes: a live display on a terminal, plain lines anywhere else."""
+"""The progress display of a run: live on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ SHORT = {
     "completion/length": "length",
     "tokens_per_second": "tokens/s",
 }
-SECONDS_BETWEEN_LINES = 10.0  # where there is no terminal: a log of hours stays readable
-RECENT = 20  # updates over which the speed is measured: evaluation and checkpoints are in it, the first compile is not
+SECONDS_BETWEEN_LINES = 10.0  # without a terminal, so that the log of a long run stays readable
+RECENT = 20  # updates the speed is averaged over; evaluation and checkpoints count, the first compilation drops out
 
 
 class Progress:
-    """Step, speed, time left and a few metrics of a run; also the clock of its phases.
+    """Shows step, speed, time left and a few metrics of a run, and times its phases.
 
-    Use as a context manager. On a terminal the display is drawn in place and `note` prints above it; elsewhere there is
-    a line every SECONDS_BETWEEN_LINES, and always one for the first update, for an evaluation and for the last update.
+    Use as a context manager. On a terminal the display is updated in place and `note` prints above it; elsewhere a line
+    is printed every SECONDS_BETWEEN_LINES, and always for the first update, an evaluation and the last update.
 
     Args:
         title: the run's name.
-        total_steps: where the count ends.
+        total_steps: the number of steps of the whole run.
         console: where to draw; standard output if None. `Console(quiet=True)` draws nothing.
-        start_step: steps done before this process began (a resumed run).
-        targets: metric -> the value it should have, shown beside it: {"kl/reference": 6.0}.
-        clock: seconds, for the tests.
+        start_step: steps done before this process started (a resumed run).
+        targets: target values shown beside metrics, by metric name: {"kl/reference": 6.0}.
+        clock: returns the time in seconds; tests replace it.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class Progress:
         self._console = Console() if console is None else console
         self._targets = dict(targets or {})
         self._clock = clock
-        self._began = clock()
-        self._marks: deque[tuple[int, float]] = deque([(start_step, self._began)], maxlen=RECENT + 1)
+        self._started_at = clock()
+        self._marks: deque[tuple[int, float]] = deque([(start_step, self._started_at)], maxlen=RECENT + 1)
         self._shown: dict[str, str] = {}
         self._last_line: float | None = None  # when it was printed
         self._has_unprinted = False
@@ -90,7 +90,7 @@ class Progress:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside towards `name`; a phase inside a phase stops the outer one's clock meanwhile."""
+        """Count the time inside the context towards `name`; a nested phase pauses the outer one's clock."""
         self._phases.push(name)
         try:
             yield
@@ -98,11 +98,11 @@ class Progress:
             self._phases.pop()
 
     def take_timings(self) -> dict[str, float]:
-        """Seconds per phase since the last call."""
+        """Return the seconds per phase since the last call, and reset them."""
         return self._phases.take()
 
     def update(self, step: int, metrics: Mapping[str, float], show: Sequence[str]) -> None:
-        """Report that `step` steps are done; of `metrics`, display those that `show` names."""
+        """Report that `step` steps are done, displaying those of `metrics` that `show` names."""
         self.step = step
         if step != self._marks[-1][0]:
             self._marks.append((step, self._clock()))
@@ -120,7 +120,7 @@ class Progress:
             self._has_unprinted = True
 
     def note(self, text: str) -> None:
-        """Print `text`, as it stands, above the display: a warning, a summary, a sample."""
+        """Print `text` verbatim above the display: a warning, a summary, a sample."""
         self._print(printable(text))
 
     def _is_line_due(self) -> bool:
@@ -139,14 +139,14 @@ class Progress:
         return (last - first) / (last_step - first_step) if last_step > first_step else None
 
     def _speed(self) -> str:
-        pace = self._seconds_per_step()
-        return "" if pace is None else f"{pace:.3g} s/step"
+        seconds = self._seconds_per_step()
+        return "" if seconds is None else f"{seconds:.3g} s/step"
 
     def _eta(self) -> str:
-        pace = self._seconds_per_step()
-        if pace is None or self.step >= self.total_steps:
+        seconds = self._seconds_per_step()
+        if seconds is None or self.step >= self.total_steps:
             return ""
-        return f"eta {duration(pace * (self.total_steps - self.step))}"
+        return f"eta {duration(seconds * (self.total_steps - self.step))}"
 
     def _line(self) -> str:
         shown = [f"{label} {value}" for label, value in self._shown.items()]
@@ -154,18 +154,18 @@ class Progress:
         return "  ".join(part for part in parts if part)
 
     def _display(self) -> RenderableType:
-        head = Table.grid(padding=(0, 2), expand=True)
+        header = Table.grid(padding=(0, 2), expand=True)
         for _ in range(3):
-            head.add_column(no_wrap=True)
-        head.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        times = "  ".join(t for t in (duration(self._clock() - self._began), self._speed(), self._eta()) if t)
-        head.add_row(
+            header.add_column(no_wrap=True)
+        header.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        times = "  ".join(t for t in (duration(self._clock() - self._started_at), self._speed(), self._eta()) if t)
+        header.add_row(
             Text(self.title, style="bold"),
             ProgressBar(total=max(1, self.total_steps), completed=min(self.step, self.total_steps), width=28),
             Text(f"{self.step}/{self.total_steps}"),
             Text(times, style="cyan"),
         )
-        return Group(head, self._metrics_row())
+        return Group(header, self._metrics_row())
 
     def _metrics_row(self) -> RenderableType:
         row = Text(no_wrap=True, overflow="ellipsis")
@@ -178,7 +178,7 @@ class Progress:
 
 
 class _PhaseClock:
-    """Exclusive seconds per phase: each moment counts towards the innermost open one."""
+    """Exclusive seconds per phase: time counts towards the innermost open phase."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -195,13 +195,13 @@ class _PhaseClock:
         self._open.pop()
 
     def current(self) -> str:
-        names = self._open[-1:]  # one read: the display's thread may ask while a phase ends
+        names = self._open[-1:]  # one read, since the display's thread may call this while a phase ends
         return names[0] if names else ""
 
     def take(self) -> dict[str, float]:
         self._count()
-        taken, self._seconds = self._seconds, {}
-        return taken
+        seconds, self._seconds = self._seconds, {}
+        return seconds
 
     def _count(self) -> None:
         now = self._clock()
@@ -212,18 +212,18 @@ class _PhaseClock:
 
 
 def _labels(names: Sequence[str]) -> dict[str, str]:
-    """Short labels, or the whole name where two would be called alike."""
+    """Map metric names to short labels, keeping the full name where two labels would be the same."""
     short = [SHORT.get(name, name) for name in names]
     return {name: label if short.count(label) == 1 else name for name, label in zip(names, short, strict=True)}
 
 
 def _with_target(name: str, value: float, targets: Mapping[str, float]) -> str:
-    shown = number(value)
-    return f"{shown} (target {number(targets[name])})" if name in targets else shown
+    text = number(value)
+    return f"{text} (target {number(targets[name])})" if name in targets else text
 
 
 def number(value: float) -> str:
-    """Two or three digits that matter: 0.53, 5.9, 12,400, 1e-06."""
+    """Format a number compactly: 0.53, 5.90, 53.1, 12,400, 1.0e-06."""
     if value != value or value in (float("inf"), float("-inf")):
         return str(value)
     size = abs(value)
@@ -237,22 +237,22 @@ def number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """8.2s, 1m20s, 2h05m."""
+    """Format a duration in seconds: 8.2s, 1m20s, 2h05m."""
     if seconds < 9.95:
         return f"{seconds:.1f}s"
     if round(seconds) < 60:
         return f"{seconds:.0f}s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes}m{rest:02d}s"
+        return f"{minutes}m{remainder:02d}s"
     return f"{minutes // 60}h{minutes % 60:02d}m"
 
 
-# Control characters (C0, C1, DEL) have no business on a terminal or in a page: model text could move the cursor.
+# Control characters (C0, C1, DEL) in model text could move the terminal's cursor, and do not belong in a page either.
 _CONTROLS = dict.fromkeys(range(0x7F, 0xA0), "\N{REPLACEMENT CHARACTER}")
 _CONTROLS |= {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"}
 
 
 def printable(text: str) -> str:
-    """`text` with control characters made visible and lone surrogates replaced; new lines and tabs stay."""
+    """Make control characters in `text` visible and replace lone surrogates; newlines and tabs stay."""
     return text.translate(_CONTROLS).encode("utf-8", "replace").decode("utf-8")

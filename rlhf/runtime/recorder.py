@@ -1,4 +1,4 @@
-"""Everything a run says: metrics, timings, samples and notes to its folder, progress to the terminal."""
+"""The output of a run: metrics, timings, samples and notes to its folder, progress to the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhf.runtime.run_folder import RunFolder
 
 
 class Recorder:
-    """The run's files and its display. Metrics and samples are deterministic; times are kept apart."""
+    """Writes the run's files and its display. Metrics and samples are deterministic; timings are kept apart."""
 
     def __init__(
         self,
@@ -28,8 +28,14 @@ class Recorder:
         memory: MemoryGauge | None = None,
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        """`show` are the metrics for the progress display; `writes` is False where another process writes the files;
-        `memory` tells the peak of each phase; `release` lets other processes into the folder."""
+        """Open the files.
+
+        Args:
+            show: the metrics for the progress display.
+            writes: False on ranks that leave the files to the main rank.
+            memory: measures the peak memory of each phase.
+            release: called on closing, to unlock the folder.
+        """
         self.folder = folder
         self.progress = progress
         self.trackers = trackers
@@ -37,37 +43,37 @@ class Recorder:
         self._memory = memory
         self._release = release
 
-        def opened(path: Path) -> JsonlLogger | SilentLogger:
+        def open_logger(path: Path) -> JsonlLogger | SilentLogger:
             return JsonlLogger(path) if writes else SilentLogger()
 
-        self._metrics = opened(folder.metrics)
-        self._samples = opened(folder.samples)
-        self._timings = opened(folder.timings)
-        self._notes = opened(folder.notes)
+        self._metrics = open_logger(folder.metrics)
+        self._samples = open_logger(folder.samples)
+        self._timings = open_logger(folder.timings)
+        self._notes = open_logger(folder.notes)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside, and the peak of memory, towards `name`."""
+        """Count the time and the peak memory inside the context towards `name`."""
         with self.progress.phase(name), self._memory.phase(name) if self._memory else nullcontext():
             yield
 
     def note(self, text: str) -> None:
-        """Tell the user, and keep it for the report."""
+        """Print a message for the user and keep it for the report."""
         self.progress.note(text)
         self._notes.log({"step": self.progress.step, "text": text})
 
     def metrics(self, step: int, values: Mapping[str, float], *, tokens: int, memory_mb: float) -> None:
-        """One line of metrics.jsonl and one of timings.jsonl."""
+        """Write one line of metrics.jsonl and one of timings.jsonl, and update trackers and display."""
         for name in values:
             describe(name)
         seconds = self.progress.take_timings()
-        spent = sum(seconds.values())
+        total_seconds = sum(seconds.values())
         self._metrics.log({"step": step, **values})
         self._timings.log(
             {
                 "step": step,
                 "seconds": seconds,
-                "tokens_per_second": tokens / spent if spent else None,
+                "tokens_per_second": tokens / total_seconds if total_seconds else None,
                 "peak_memory_mb": memory_mb,
                 "peak_memory_mb_by_phase": self._memory.take() if self._memory else {},
                 "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -77,21 +83,21 @@ class Recorder:
         self.progress.update(step, values, self.show)
 
     def samples(self, records: Sequence[Mapping[str, object]]) -> None:
-        """Lines of samples.jsonl."""
+        """Append records to samples.jsonl."""
         for record in records:
             self._samples.log(record)
 
     def positions(self) -> dict[str, int]:
-        """Where the deterministic files stand, everything before being on the disk."""
+        """Flush the deterministic files to disk and return their lengths in bytes."""
         return {"metrics": self._metrics.position(), "samples": self._samples.position()}
 
     def rewind(self, positions: Mapping[str, int]) -> None:
-        """Forget what was written after a checkpoint."""
+        """Cut the deterministic files back to the positions stored in a checkpoint."""
         self._metrics.truncate(positions["metrics"])
         self._samples.truncate(positions["samples"])
 
     def close(self) -> None:
-        """Close the files and the trackers."""
+        """Close the files and the trackers, and unlock the folder."""
         for logger in (self._metrics, self._samples, self._timings, self._notes):
             logger.close()
         self.trackers.close()

@@ -1,4 +1,4 @@
-"""A run folder: the resolved configuration, metrics, timings, samples, checkpoints, report, under fixed names."""
+"""A run folder: the resolved configuration, metrics, timings, samples, checkpoints and report, under fixed names."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class RunFolder:
                        "peak_memory_mb_by_phase": {phase: MB}, "time"}
     samples.jsonl     {"step", "split", "row", "prompt", "completion", "score", "parts", "kl", "length", "finished"}
     notes.jsonl       {"step", "text"}: skipped rows and warnings
-    report_card.json  what a reward model's evaluation found
+    report_card.json  the results of a reward model's evaluation
     checkpoints/      state to resume from
-    deepspeed/        DeepSpeed's whole JSON of each model, where sharding is one of its modes
+    deepspeed/        DeepSpeed's complete JSON configuration of each model, if sharding uses it
     report.html       the page
     """
 
@@ -57,9 +57,9 @@ class RunFolder:
         self.report = self.path / "report.html"
 
     def write_config(self, resolved: Mapping[str, object]) -> list[str]:
-        """Write config.yaml; where one exists it is kept, and the dotted keys that now differ are returned.
+        """Write config.yaml unless it exists, and return the dotted keys in which an existing one differs.
 
-        The versions and the commit are compared too: a run resumed under another torch is worth a word.
+        The versions and the commit are compared too, since a run resumed under another torch deserves a warning.
         """
         new = {**_plain_dict(resolved), "versions": versions(), "git_commit": git_commit()}
         if self.config.exists():
@@ -69,13 +69,13 @@ class RunFolder:
         return []
 
     def write_deepspeed(self, name: str, settings: Mapping[str, object]) -> None:
-        """Write deepspeed/<name>.json: what DeepSpeed was given for that model."""
+        """Write deepspeed/<name>.json, the configuration DeepSpeed was given for that model."""
         folder = self.path / "deepspeed"
         folder.mkdir(parents=True, exist_ok=True)
         write_aside(folder / f"{name}.json", json.dumps(plain(settings), indent=2) + "\n")
 
     def read_config(self) -> dict[str, Any]:
-        """What config.yaml holds; empty where there is none."""
+        """Read config.yaml; return an empty dict if there is none."""
         if not self.config.exists():
             return {}
         try:
@@ -87,28 +87,28 @@ class RunFolder:
         return loaded
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """One mapping a logged step, in the order of the file."""
+        """Read metrics.jsonl: one dict per logged step, in file order."""
         return list(read_jsonl(self.metrics))
 
     def read_timings(self) -> list[dict[str, Any]]:
-        """Seconds per phase, throughput and memory, one mapping a logged step."""
+        """Read timings.jsonl: seconds per phase, throughput and memory, one dict per logged step."""
         return list(read_jsonl(self.timings))
 
     def read_samples(self) -> list[dict[str, Any]]:
-        """Prompts with completions and what was measured of them."""
+        """Read samples.jsonl: prompts with their completions, scores and other measurements."""
         return list(read_jsonl(self.samples))
 
     def read_notes(self) -> list[dict[str, Any]]:
-        """Skipped rows and warnings."""
+        """Read notes.jsonl: skipped rows and warnings."""
         return list(read_jsonl(self.notes))
 
     def write_report_card(self, card: Mapping[str, object]) -> None:
-        """Write report_card.json; keys stay in their order, which is the order of the report's columns."""
+        """Write report_card.json, keeping the order of the keys: it is the order of the report's columns."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_aside(self.report_card, json.dumps(plain(card), indent=2) + "\n")
 
     def read_report_card(self) -> dict[str, Any]:
-        """What report_card.json holds; empty where there is none."""
+        """Read report_card.json; return an empty dict if there is none."""
         if not self.report_card.exists():
             return {}
         try:
@@ -121,34 +121,34 @@ class RunFolder:
 
 
 def write_aside(path: Path, text: str) -> None:
-    """Write `text` beside `path` and rename it there: a reader sees the old file or the new one, never half of it."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.new")
-    with aside.open("w", encoding="utf-8", newline="\n") as file:
+    """Write a file atomically, by way of a temporary file: a reader sees the old text or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    with temporary.open("w", encoding="utf-8", newline="\n") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    aside.replace(path)
+    temporary.replace(path)
 
 
 def versions() -> dict[str, str | None]:
-    """Python and the packages a result depends on; None for one that is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    """Return the versions of Python and of the packages that results depend on; None for one that is not installed."""
+    installed: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+            installed[package] = None
+    return installed
 
 
 def git_commit(source: Path | None = None) -> str | None:
-    """The commit of the checkout that the code runs from, "-dirty" appended where it has changes; None outside git.
+    """Return the commit of the checkout that the code runs from, with "-dirty" if it has changes; None outside git.
 
     Args:
-        source: a file of the checkout; this one if None.
+        source: a file of the checkout; this file if None.
     """
     source = Path(__file__) if source is None else source
-    # An installed copy may lie in a virtual environment inside somebody else's checkout: that commit is not ours.
+    # An installed copy may lie in a virtual environment inside another project's checkout, whose commit is not ours.
     if _git(source.parent, "ls-files", "--error-unmatch", source.name) is None:
         return None
     commit = _git(source.parent, "rev-parse", "HEAD")
@@ -158,16 +158,16 @@ def git_commit(source: Path | None = None) -> str | None:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=20, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return result.stdout.strip()
 
 
 def differing_keys(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
-    """The dotted keys that only one of the two has, or that they give different values; sorted."""
+    """List the dotted keys, sorted, that only one of two configurations has or whose values differ."""
     left, right = flatten(_plain_dict(old)), flatten(_plain_dict(new))
     missing = object()
     return sorted(key for key in left.keys() | right.keys() if left.get(key, missing) != right.get(key, missing))

@@ -1,4 +1,4 @@
-"""One seed, many independent numbers: randomness belongs to (seed, stream, step, row, position), not to a process."""
+"""Counter-based randomness: draws are keyed by (seed, stream, step, row, position), not by the process that draws."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def derive(seed: int, *names: int | str) -> int:
-    """A 63-bit seed for the purpose that `names` spell, independent of those for other names."""
+    """Derive a 63-bit seed from `seed` for the purpose given by `names`, independent of those for other names."""
     text = "/".join(str(part) for part in (seed, *names))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def generator(seed: int, *names: int | str) -> torch.Generator:
-    """A CPU generator of its own for the purpose that `names` spell."""
+    """Create a CPU generator seeded for the purpose given by `names`."""
     return torch.Generator().manual_seed(derive(seed, *names))
 
 
 @contextmanager
 def new_weights(seed: int) -> Iterator[None]:
-    """Inside, whatever a library initializes (adapters, rows for added tokens) comes from `seed`."""
+    """Seed what libraries initialize inside the context (adapters, embedding rows of added tokens) from `seed`."""
     with torch.random.fork_rng():
         torch.manual_seed(derive(seed, "new weights"))
         yield
 
 
 def uniforms(key: int, rows: Int[Tensor, " B"], positions: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
-    """One number in [0, 1) for each (row, position), float64, the same on every device and in every batch.
+    """Draw one float64 in [0, 1) for each (row, position), the same on every device and in every batch.
 
-    SplitMix64 (Steele et al. 2014) over a counter made of the two; `key` comes from `derive`.
+    SplitMix64 (Steele et al. 2014) over a counter made of row and position; `key` comes from `derive`.
     """
     state = _mix(_mix(rows.long() * _GOLDEN + key) + positions.long() * _GOLDEN)
     return (_shift(state, 11)).double() * 2.0**-53
@@ -51,5 +51,5 @@ def _mix(state: Tensor) -> Tensor:
 
 
 def _shift(state: Tensor, bits: int) -> Tensor:
-    """Logical right shift of signed 64-bit integers."""
+    """Shift signed 64-bit integers right logically, filling with zeros."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)

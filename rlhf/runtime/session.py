@@ -1,4 +1,4 @@
-"""The course of a run: steps, evaluation, checkpoints, interruption. Every loop is `for step in session.steps()`."""
+"""The loop of a run: steps, evaluation, checkpoints, interruption. A trainer iterates over `session.steps()`."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ STATE = "state.json"
 
 @dataclass
 class TrainState:
-    """What a checkpoint holds besides weights and optimizers. All else follows from the seed and the step."""
+    """What a checkpoint stores besides weights and optimizers. Everything else follows from the seed and the step."""
 
     step: int = 0
     kl_coef: float = 0.0
     penalty_coef: float = 0.0
     completions: int = 0  # sampled since the start
-    skipped: int = 0  # optimizer steps not taken because of NaN or Inf
-    idle: int = 0  # optimizer steps in which a model did not move: its gradient was exactly zero
-    unscored: int = 0  # steps not taken because of a score that is NaN or infinite
-    bad_in_a_row: int = 0  # of both, the last ones
-    owed: dict[str, float] | None = None  # metrics of `step`, where its evaluation could not be made
+    skipped: int = 0  # optimizer steps skipped because of a NaN or Inf
+    idle: int = 0  # optimizer steps in which a model was not updated: its gradient was exactly zero
+    unscored: int = 0  # steps skipped because a score was NaN or infinite
+    bad_in_a_row: int = 0  # consecutive skipped steps up to now, for either reason
+    owed: dict[str, float] | None = None  # metrics of `step` still to be written, if its evaluation failed
 
     def write(self, folder: Path, positions: Mapping[str, int]) -> None:
-        """state.json."""
+        """Write state.json."""
         (folder / STATE).write_text(json.dumps({"state": asdict(self), "positions": dict(positions)}), encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> tuple[TrainState, dict[str, int]]:
-        """The state and the positions of metrics.jsonl and samples.jsonl.
+        """Read state.json; return the state and the positions of metrics.jsonl and samples.jsonl.
 
         Raises:
-            CheckpointError: it was written by another version.
+            CheckpointError: it was written by another version of this program.
         """
         content = json.loads((folder / STATE).read_text(encoding="utf-8"))
         try:
@@ -55,19 +55,19 @@ class TrainState:
 
 
 class Interruption:
-    """Ctrl-C or SIGTERM asks the run to save and stop after the step; a second Ctrl-C stops at once."""
+    """A context in which Ctrl-C or SIGTERM requests a stop after the current step; a second Ctrl-C stops at once."""
 
     def __init__(self) -> None:
         self.requested = False
-        self._before: dict[int, object] = {}
+        self._previous_handlers: dict[int, object] = {}
 
     def __enter__(self) -> Interruption:
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._handle)
+            self._previous_handlers[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
@@ -78,19 +78,19 @@ class Interruption:
 
 @runtime_checkable
 class Budget(Protocol):
-    """What a run may spend besides its number of steps. It outlives an interruption: it knows what was spent before."""
+    """A limit on a run besides its number of steps. It survives an interruption: it counts what was spent before."""
 
     @property
     def spent(self) -> bool:
-        """Whether the run is to end here."""
+        """Return whether the budget is used up, so that the run must end."""
 
     def spend(self, step: int, metrics: Mapping[str, float], *, tokens: int, seconds: float) -> None:
-        """Count a step: its metrics, the tokens of its rows, and the seconds its loop took, evaluation apart."""
+        """Count a step: its metrics, the tokens of its rows, and the seconds it took without evaluation."""
 
 
 @dataclass
 class Session:
-    """A run's course. `save` fills a checkpoint folder with weights and optimizers; `evaluate` gives eval metrics."""
+    """A run and its loop. `save` writes weights and optimizers to a folder; `evaluate` returns held-out metrics."""
 
     state: TrainState
     total_steps: int
@@ -103,29 +103,29 @@ class Session:
     eval_every: int
     log_every: int
     max_bad_steps: int = 10
-    resumed: bool = False  # continues from a checkpoint: what came before step 1 is done
+    resumed: bool = False  # continues from a checkpoint, so the evaluation before step 1 is done
     interrupted: bool = False
     budget: Budget | None = None
-    ranks: Ranks = ALONE  # every process takes the same course, decided in the main one
+    ranks: Ranks = ALONE  # decisions of the main rank hold on every rank
 
     def __post_init__(self) -> None:
-        self._pending: dict[str, float] = {}
+        self._step_metrics: dict[str, float] = {}
         self._step_tokens = 0
         self._tokens = 0  # since the last line of metrics
         self._saved_at = self.state.step if self.resumed and self.state.owed is None else None
 
     def steps(self) -> Iterator[int]:
-        """The steps still to do, from 1; around each: metrics, evaluation, checkpoint, and a stop when asked for."""
+        """Yield the remaining steps, counted from 1; after each, evaluate, write metrics, save and stop as due."""
         with Interruption() as stop:
             if not self.resumed:
-                self._record(0, self._evaluated())
+                self._record(0, self._run_evaluation())
             if self.state.owed is not None:
-                self._conclude(self.state.owed)
+                self._finish_step(self.state.owed)
             stopped = self.ranks.any(stop.requested)
             while not self._is_over() and not stopped:
-                step, began = self.state.step + 1, time.perf_counter()
+                step, start = self.state.step + 1, time.perf_counter()
                 yield step
-                self._after(step, time.perf_counter() - began)
+                self._end_step(step, time.perf_counter() - start)
                 stopped = self.ranks.any(stop.requested)
             if stopped and not self._is_over():
                 self.interrupted = True
@@ -135,83 +135,85 @@ class Session:
         self._checkpoint()
 
     def report(self, metrics: Mapping[str, float], *, tokens: int) -> None:
-        """What the loop's body has to say of its step."""
-        self._pending = dict(metrics)
+        """Report the metrics of the current step and the number of its tokens."""
+        self._step_metrics = dict(metrics)
         self._step_tokens = tokens
         self._tokens += tokens
 
     def watch(self, seen: Metrics) -> None:
-        """Count an optimizer step that a NaN or Inf prevented, or that had a gradient of zero; others end a bad row.
+        """Check the metrics of an optimizer step, and count it if it was skipped or had a zero gradient.
+
+        An optimizer step that was taken resets the count of consecutive skipped ones.
 
         Raises:
-            DivergenceError: there were too many in a row.
+            DivergenceError: too many steps in a row were skipped.
         """
         if "skipped/nonfinite" in seen:
             self.state.skipped += 1
-            self._bad("a NaN or Inf in the loss or a gradient")
+            self._count_bad_step("a NaN or Inf in the loss or a gradient")
         else:
             self.state.bad_in_a_row = 0
             self.state.idle += "skipped/zero_gradient" in seen
 
     def unscored(self, error: NonFiniteScores) -> None:
-        """Leave out a step because of its scores.
+        """Skip a step because a score is NaN or infinite, and count it.
 
         Raises:
-            NonFiniteScores: it is the first step: the source is broken, rather than a completion odd.
-            DivergenceError: there were too many bad steps in a row.
+            NonFiniteScores: it is the first step, so the reward source is broken rather than one completion odd.
+            DivergenceError: too many steps in a row were skipped.
         """
         if self.state.step == 0:
             raise error
         self.state.unscored += 1
-        self._bad(str(error))
+        self._count_bad_step(str(error))
 
     def stopped_by(self, error: RewardError) -> RewardError:
-        """Save the run as it was after its last step; the error, with how to go on."""
-        if self.state.step == 0:  # there is nothing to lose
+        """Save the run as it was after its last step, and return the error with a hint on how to continue."""
+        if self.state.step == 0:  # nothing to save
             return error
         self._checkpoint()
         return RewardError(
             f"{error}. The run is saved at step {self.state.step}: the same command continues from there"
         )
 
-    def _bad(self, what: str) -> None:
+    def _count_bad_step(self, reason: str) -> None:
         state = self.state
         state.bad_in_a_row += 1
         if state.bad_in_a_row == 1:
-            self.recorder.note(f"step {state.step + 1}: {what}: the step was not taken")
+            self.recorder.note(f"step {state.step + 1}: {reason}: the step was not taken")
         if state.bad_in_a_row >= self.max_bad_steps:
-            whole = self.checkpoints.all()
+            folders = self.checkpoints.all()
             raise DivergenceError(
-                f"{what}; no step could be taken {state.bad_in_a_row} times in a row (schedule.max_bad_steps), so the "
-                f"run stopped in step {state.step + 1}. "
-                + (f"The last good checkpoint is {whole[-1]}. " if whole else "There is no checkpoint yet. ")
+                f"{reason}; no step could be taken {state.bad_in_a_row} times in a row (schedule.max_bad_steps), so "
+                f"the run stopped in step {state.step + 1}. "
+                + (f"The last good checkpoint is {folders[-1]}. " if folders else "There is no checkpoint yet. ")
                 + "Try a lower policy.lr or max_grad_norm, and look at the data and the reward; the same command, with "
                 "that changed, goes on from there"
             )
 
     def _is_over(self) -> bool:
-        over = self.state.step >= self.total_steps or (self.budget is not None and self.budget.spent)
-        return self.ranks.from_main(over)  # a budget may be one of seconds
+        is_over = self.state.step >= self.total_steps or (self.budget is not None and self.budget.spent)
+        return self.ranks.from_main(is_over)  # a budget of seconds may differ between ranks
 
-    def _after(self, step: int, seconds: float) -> None:
+    def _end_step(self, step: int, seconds: float) -> None:
         self.state.step = step
         if self.budget is not None:
-            self.budget.spend(step, self._pending, tokens=self._step_tokens, seconds=seconds)
-        self._conclude(self._pending)
+            self.budget.spend(step, self._step_metrics, tokens=self._step_tokens, seconds=seconds)
+        self._finish_step(self._step_metrics)
 
-    def _conclude(self, metrics: Mapping[str, float]) -> None:
-        """What follows a step: evaluation, its line, a checkpoint; none while bad steps are counted."""
+    def _finish_step(self, metrics: Mapping[str, float]) -> None:
+        """Evaluate, write metrics and save as due after a step; save nothing after a skipped one."""
         step = self.state.step
         due = self._is_over() or (self.eval_every and step % self.eval_every == 0)
-        found = self._evaluated(metrics) if due else {}
+        evaluation = self._run_evaluation(metrics) if due else {}
         self.state.owed = None
         if due or step % self.log_every == 0:
-            self._record(step, {**metrics, **found})
+            self._record(step, {**metrics, **evaluation})
         if self.checkpoint_every and step % self.checkpoint_every == 0 and not self.state.bad_in_a_row:
             self._checkpoint()
 
-    def _evaluated(self, owed: Mapping[str, float] | None = None) -> dict[str, float]:
-        """The evaluation of the step; where the judge fails, the run is saved with what it `owed` its metrics."""
+    def _run_evaluation(self, metrics: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Return the evaluation of the step; if the judge fails, save the run with the step's unwritten `metrics`."""
         try:
             with self.recorder.phase("evaluate"):
                 return self.evaluate(self.state.step)
@@ -221,7 +223,7 @@ class Session:
             self.recorder.note(f"step {self.state.step} is not evaluated: {error}")
             return {}
         except RewardError as error:
-            self.state.owed = dict(owed) if owed is not None else None
+            self.state.owed = dict(metrics) if metrics is not None else None
             raise self.stopped_by(error) from error
 
     def _record(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""One optimizer step as if on one machine: the only place that steps, for every trainer."""
+"""The optimizer step of every trainer: micro-batches, gradient accumulation over ranks, and checks for NaN or Inf."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from rlhf.types import Batch
 
 @runtime_checkable
 class Loss(Protocol):
-    """A loss made of named terms; each is a sum over rows divided by a norm that masks alone decide."""
+    """A loss of named terms, each a sum over rows divided by a norm (a denominator) that depends on the masks alone."""
 
     def norms(self, batch: Any) -> dict[str, float]:
-        """What each term's sum is divided by, for the whole minibatch, before any forward pass."""
+        """Compute the denominator of each term for the whole minibatch, before any forward pass."""
 
     def terms(self, micro: Any) -> tuple[dict[str, Tensor], dict[str, Mean]]:
-        """The terms' sums over a micro-batch, and what was observed."""
+        """Compute the terms' sums over a micro-batch, and metrics."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A minibatch and the loss to descend on it."""
+    """A minibatch and the loss to minimize on it."""
 
     batch: Batch
     loss: Loss
@@ -39,7 +39,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Pass:
-    """The rows of one forward and backward pass; `counts` is False for one made only to keep step with the others."""
+    """The rows of one forward and backward pass; `counts` is False for a dummy pass that keeps the ranks in step."""
 
     rows: Batch
     counts: bool
@@ -53,81 +53,83 @@ def optimizer_step(
     lr_factor: float,
     ranks: Ranks = ALONE,
 ) -> Metrics:
-    """One step of every `trained` model on the sum of all parts' losses.
+    """Take one optimizer step of every `trained` model on the sum of the parts' losses, and return the metrics.
 
-    The micro-batch size and the number of processes are about memory and speed: gradients are sums divided by
-    whole-minibatch norms, so they cannot change the step; where memory runs out the micro-batch is halved and the
-    gradient begun anew. Each process is given whole parts and takes its share of their rows; the metrics are those of
-    all. A NaN or Inf in a loss or gradient drops the whole step (no model moves) and counts it. A model whose gradient
-    is exactly zero does not move either: Adam would carry it on by the momentum of earlier steps.
+    Micro-batch size and number of ranks affect memory and speed only: gradients are sums divided by denominators of the
+    whole minibatch, so the step does not depend on them. When memory runs out the micro-batch is halved and the
+    gradient is computed again. Every rank receives the whole parts and processes its share of their rows; the metrics
+    cover all ranks. A NaN or Inf in a loss or gradient skips the whole step (no model is updated) and is counted. A
+    model whose gradient is exactly zero is not updated either: Adam would still move it by its momentum.
     """
     fitting = micro_batch_size if isinstance(micro_batch_size, Fitting) else Fitting(micro_batch_size)
     metrics, total = fitting.run(
-        lambda size: _gradients(parts, trained, fitting, size, ranks),
-        again=lambda: _drop(trained),  # of the passes that memory ran out in
+        lambda size: _compute_gradients(parts, trained, fitting, size, ranks),
+        again=lambda: _drop_gradients(trained),  # of the passes before memory ran out
     )
     metrics.add("loss/total", total)
     _step(trained, metrics, finite=math.isfinite(total), lr_factor=lr_factor)
     return metrics
 
 
-def _gradients(
+def _compute_gradients(
     parts: Sequence[Part], trained: Sequence[Trained], fitting: Fitting, size: int, ranks: Ranks
 ) -> tuple[Metrics, float]:
-    """The gradient of every model; what was observed, and the loss."""
+    """Compute the gradient of every model; return the metrics and the total loss over all ranks."""
     metrics, total = Metrics(), 0.0
     for number, part in enumerate(parts):
         norms = part.loss.norms(part.batch)
         passes = passes_of(part.batch, fitting, size, ranks)
-        for index, one in enumerate(passes):
-            sums, observed = part.loss.terms(one.rows)
+        for index, micro in enumerate(passes):
+            sums, observed = part.loss.terms(micro.rows)
             terms = scaled(sums, norms)
-            if not one.counts:
+            if not micro.counts:
                 terms = {name: 0.0 * value for name, value in terms.items()}
-            ended = index == len(passes) - 1
-            later = {name for other in parts[number + 1 :] for name in other.loss.norms(other.batch)} if ended else None
+            is_last = index == len(passes) - 1
+            later = (
+                {name for other in parts[number + 1 :] for name in other.loss.norms(other.batch)} if is_last else None
+            )
             _backward(terms, trained, later)
-            if one.counts:
+            if micro.counts:
                 total += sum(float(value.detach()) for value in terms.values())
                 metrics.update(observed)
-    return _of_all(metrics, total, ranks)
+    return _gather_metrics(metrics, total, ranks)
 
 
 def passes_of(batch: Batch, fitting: Fitting, size: int, ranks: Ranks) -> list[Pass]:
-    """This process's passes over its share of the rows: as many in every process, since those of a sharded model meet.
+    """Split this rank's share of the rows into passes, as many on every rank: those of a sharded model are collective.
 
-    A process that runs out of rows repeats one of them, which then counts for nothing.
+    A rank that runs out of rows repeats one of them in passes that do not count.
     """
     share = ranks.share(len(batch))
-    own = batch.rows(share.rows[: share.live])
-    passes = [Pass(own.rows(rows), True) for rows in fitting.cut(own, size) if len(rows)]
-    most = ranks.largest(float(len(passes))) if fitting.tokens else -(-len(share.rows) // size)
-    missing = int(most) - len(passes)
+    local = batch.rows(share.rows[: share.live])
+    passes = [Pass(local.rows(rows), True) for rows in fitting.cut(local, size) if len(rows)]
+    largest = ranks.largest(float(len(passes))) if fitting.tokens else -(-len(share.rows) // size)
+    missing = int(largest) - len(passes)
     return passes + [Pass(batch.rows(share.rows[-1:]), False)] * missing
 
 
-def _of_all(metrics: Metrics, total: float, ranks: Ranks) -> tuple[Metrics, float]:
-    """What all processes observed, and their loss: the same in each."""
-    found = ranks.gather((metrics.means(), total))
-    together = Metrics()
-    for means, _ in found:
-        together.update(means)
-    return together, sum(each for _, each in found)
+def _gather_metrics(metrics: Metrics, total: float, ranks: Ranks) -> tuple[Metrics, float]:
+    """Sum the metrics and the loss over the ranks, with the same result on each."""
+    gathered = ranks.gather((metrics.means(), total))
+    merged = Metrics()
+    for means, _ in gathered:
+        merged.update(means)
+    return merged, sum(loss for _, loss in gathered)
 
 
 def _backward(terms: Mapping[str, Tensor], trained: Sequence[Trained], later: set[str] | None) -> None:
-    """`later` are the terms of the parts still to come; None where this part goes on."""
+    """Backpropagate each model's terms; `later` names the terms of the remaining parts, None within a part."""
     for model in trained:
-        own = [terms[name] for name in model.terms if name in terms]
-        if own:
+        losses = [terms[name] for name in model.terms if name in terms]
+        if losses:
             last = later is not None and not later & set(model.terms)
-            model.backward(sum(own[1:], start=own[0]), last=last)
+            model.backward(sum(losses[1:], start=losses[0]), last=last)
 
 
 def _step(trained: Sequence[Trained], metrics: Metrics, *, finite: bool, lr_factor: float) -> None:
     norms = [model.grad_norm() for model in trained]
     if not (finite and all(math.isfinite(norm) for norm in norms)):
-        _drop(trained)
+        _drop_gradients(trained)
         metrics.update({"skipped/nonfinite": Mean(1.0, 1.0)})
         return
     for model, norm in zip(trained, norms, strict=True):
@@ -140,6 +142,6 @@ def _step(trained: Sequence[Trained], metrics: Metrics, *, finite: bool, lr_fact
         metrics.add(f"{model.name}/lr", lr)
 
 
-def _drop(trained: Sequence[Trained]) -> None:
+def _drop_gradients(trained: Sequence[Trained]) -> None:
     for model in trained:
         model.drop_gradient()

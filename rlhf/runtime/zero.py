@@ -1,4 +1,4 @@
-"""Models sharded by DeepSpeed's ZeRO: the only module that imports it. Written against DeepSpeed 0.19."""
+"""Models sharded by DeepSpeed's ZeRO. The only module that imports DeepSpeed; written against 0.19."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from rlhf.runtime.optimizers import MOMENTS, make_optimizer, unpacked
 from rlhf.runtime.ranks import Ranks
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-# On torch 2.13: collectives that DeepSpeed 0.19 calls by a name which is to go.
+# torch 2.13 deprecates the names by which DeepSpeed 0.19 calls collectives.
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"deepspeed\.|torch\.distributed")
 
-GATHER_AT_ONCE = 50_000_000  # numbers gathered together where whole weights are collected one after another
+GATHER_AT_ONCE = 50_000_000  # elements gathered at a time when collecting the whole state dict
 
-_OFFLOADS: WeakKeyDictionary[nn.Module, DeepSpeedZeRoOffload] = WeakKeyDictionary()  # of modules split by ZeRO-3
-_WHOLE: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how many `gathered` are open
+_OFFLOADS: WeakKeyDictionary[nn.Module, DeepSpeedZeRoOffload] = WeakKeyDictionary()  # by module sharded with ZeRO-3
+_GATHER_DEPTH: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how many `gathered` contexts are open
 
 
 def initialize(module: nn.Module, settings: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> Any:
-    """DeepSpeed's engine around a module; the process group must be there."""
+    """Create DeepSpeed's engine around a module; the process group must be initialized."""
     if not torch.cuda.is_available():
-        # Its shared-memory collectives would be compiled first (a minute, g++): gloo carries all on the CPU.
+        # Otherwise it would compile its shared-memory collectives (a minute of g++); on the CPU gloo does them all.
         deepspeed.ops.__dict__.setdefault("__compatible_ops__", {"deepspeed_shm_comm": False})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings, dist_init_required=False)
     if settings["zero_optimization"]["stage"] == 3:
         offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
-        for each in (module, *module.children()):
-            _OFFLOADS[each] = offload
+        for submodule in (module, *module.children()):
+            _OFFLOADS[submodule] = offload
     return engine
 
 
 def freeze(module: nn.Module, settings: dict[str, Any]) -> None:
-    """Split a module that is only read: a forward pass gathers its weights layer by layer."""
+    """Shard a module that is only read; a forward pass gathers its weights layer by layer."""
     initialize(module, settings, None)
 
 
 class ZeroTrained:
-    """A rlhf.runtime.engine.Trained whose optimizer, gradient or weights are split over the processes."""
+    """A rlhf.runtime.engine.Trained whose optimizer state, gradient or weights are sharded over the ranks."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class ZeroTrained:
         settings: dict[str, Any],
         cpu_adam: bool,
     ) -> None:
-        """`settings` are DeepSpeed's."""
+        """Create the optimizer and the engine; `settings` is DeepSpeed's JSON configuration."""
         self.name = name
         self.module = module
         self.config = config
@@ -77,22 +77,28 @@ class ZeroTrained:
         self.optimizer = self.engine.optimizer
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """See Trained. The modules are called directly, so what DeepSpeed's own forward prepares is done here."""
+        """Accumulate the gradient of `loss`; after the step's `last` call it is complete.
+
+        Modules are called directly, so the preparation in DeepSpeed's own forward is done here.
+        """
         self.engine.set_gradient_accumulation_boundary(last)
         self.optimizer.clear_backward_seen_flag()
         self.optimizer.backward_prologue()
         self.optimizer.enter_backward()
-        self.engine.backward(loss * self.ranks.world)  # DeepSpeed takes the mean over the processes; ours is a sum
+        self.engine.backward(loss * self.ranks.world)  # DeepSpeed averages over the ranks; ours is a sum
 
     @torch.no_grad()
     def grad_norm(self) -> float:
-        """See Trained; infinite where it is not a number."""
+        """Compute the global 2-norm of the gradient; infinite if it is not a number."""
         if self.stage == 3:
             return float(combine_grad_norm_groups(self.optimizer._get_norm_groups()))
         return float(self.optimizer.scaled_global_norm())
 
     def step(self, *, norm: float, lr_factor: float) -> float:
-        """See Trained. DeepSpeed clips by the norm that it computes itself, which is `norm`."""
+        """Clip the gradient, step, drop the gradient; return the learning rate used.
+
+        DeepSpeed clips by the norm that it computes itself, which equals `norm`.
+        """
         lr = self.config.lr * lr_factor
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -100,19 +106,19 @@ class ZeroTrained:
         return lr
 
     def drop_gradient(self) -> None:
-        """See Trained: DeepSpeed forgets a gradient whose norm is infinite."""
-        norm = "_get_norm_groups" if self.stage == 3 else "scaled_global_norm"
+        """Discard the gradient by reporting its norm as infinite, which makes DeepSpeed skip the step."""
+        norm_method = "_get_norm_groups" if self.stage == 3 else "scaled_global_norm"
         infinite = torch.tensor(float("inf"))
-        setattr(self.optimizer, norm, lambda: [infinite] if self.stage == 3 else infinite)
+        setattr(self.optimizer, norm_method, lambda: [infinite] if self.stage == 3 else infinite)
         try:
             self.engine.step()
         finally:
-            delattr(self.optimizer, norm)
+            delattr(self.optimizer, norm_method)
 
     def state(self) -> dict[str, Any]:
-        """See Trained; every process must call it."""
-        held = [self.optimizer.state[flat] for flat in self._flat()]
-        steps = [int(state["step"]) for state in held if "step" in state]
+        """Return the unsharded optimizer state by parameter name, whole on the main rank; every rank must call it."""
+        states = [self.optimizer.state[flat] for flat in self._flat()]
+        steps = [int(state["step"]) for state in states if "step" in state]
         step = int(self.ranks.largest(max(steps, default=0)))
         moments: dict[str, dict[str, Tensor]] = {}
         if step and self.config.optimizer == "adamw":
@@ -125,14 +131,14 @@ class ZeroTrained:
         return {"step": step, "moments": moments}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """See Trained; every process must be given the whole state."""
+        """Restore the optimizer state; every rank must be given the whole state."""
         step, moments = unpacked(state, self.named, self.config.optimizer)
         if not moments:
             return
         for flat in self._flat():
-            own = self.optimizer.state[flat]
-            own["step"] = step if _is_cpu_adam(self.optimizer.optimizer) else torch.tensor(float(step))
-            own |= {key: torch.zeros_like(flat) for key in MOMENTS}
+            flat_state = self.optimizer.state[flat]
+            flat_state["step"] = step if _is_cpu_adam(self.optimizer.optimizer) else torch.tensor(float(step))
+            flat_state |= {key: torch.zeros_like(flat) for key in MOMENTS}
         if self.stage < 3:
             self.optimizer._lazy_init_hp_params_optimizer_state()
         for key, named in moments.items():
@@ -144,7 +150,7 @@ class ZeroTrained:
                     safe_set_full_optimizer_state(parameter, whole, key)
 
     def _flat(self) -> list[Tensor]:
-        """The tensors that the optimizer steps: this process's parts of many parameters, end to end."""
+        """Return the flat tensors that the optimizer steps: this rank's shards of many parameters, concatenated."""
         if self.stage == 3:
             return list(self.optimizer.fp32_partitioned_groups_flat)
         return list(self.optimizer.single_partition_of_fp32_groups)
@@ -170,11 +176,11 @@ def _is_cpu_adam(optimizer: object) -> bool:
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """Inside, the weights are whole in every process and the hooks that would gather and free them are off."""
+    """Gather the weights on every rank inside the context, with the hooks that gather and free them removed."""
     offload = _OFFLOADS[module]
-    _WHOLE[module] = _WHOLE.get(module, 0) + 1
+    _GATHER_DEPTH[module] = _GATHER_DEPTH.get(module, 0) + 1
     try:
-        if _WHOLE[module] > 1:
+        if _GATHER_DEPTH[module] > 1:
             yield
             return
         with deepspeed.zero.GatheredParameters(list(module.parameters())):
@@ -188,21 +194,21 @@ def gathered(module: nn.Module) -> Iterator[None]:
             finally:
                 offload._register_deepspeed_module(offload.module)
     finally:
-        _WHOLE[module] -= 1
+        _GATHER_DEPTH[module] -= 1
 
 
 @contextmanager
 def gathered_weights(module: nn.Module) -> Iterator[None]:
-    """Make the weights of a part of a model whole in every process; hooks stay as they are, so call its `forward`."""
+    """Gather the weights of a submodule on every rank; its hooks stay active, so call its `forward`."""
     with deepspeed.zero.GatheredParameters(list(module.parameters())):
         yield
 
 
 def full_state(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """The state dict with whole weights on the CPU where `keep`, else empty; every process must call it."""
+    """Return the unsharded state dict on the CPU if `keep`, else an empty one; every rank must call it."""
     named = dict(module.named_parameters(remove_duplicate=False))
     whole: dict[int, Tensor] = {}
-    for group in _groups(list({id(p): p for p in named.values()}.values())):
+    for group in _gather_groups(list({id(p): p for p in named.values()}.values())):
         with deepspeed.zero.GatheredParameters(group):
             if keep:
                 whole |= {id(p): p.detach().cpu().clone() for p in group}
@@ -212,7 +218,7 @@ def full_state(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     return {name: whole[id(named[name])] if name in named else value.cpu() for name, value in state.items()}
 
 
-def _groups(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def _gather_groups(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     group: list[nn.Parameter] = []
     for parameter in parameters:
         if group and sum(p.ds_numel for p in (*group, parameter)) > GATHER_AT_ONCE:  # type: ignore[attr-defined]
@@ -224,22 +230,22 @@ def _groups(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def part(parameter: nn.Parameter) -> Tensor:
-    """What this process holds of a weight."""
-    held = getattr(parameter, "ds_tensor", parameter)
-    assert isinstance(held, Tensor)
-    return held.detach()
+    """Return this rank's shard of a weight; the whole weight if it is not sharded."""
+    shard = getattr(parameter, "ds_tensor", parameter)
+    assert isinstance(shard, Tensor)
+    return shard.detach()
 
 
 def part_of(parameter: nn.Parameter, whole: Tensor) -> Tensor:
-    """What of `whole` belongs to this process: DeepSpeed cuts it, flat and padded, into equal parts."""
+    """Return this rank's shard of `whole`: DeepSpeed flattens and pads a weight and cuts it into equal shards."""
     if not hasattr(parameter, "ds_tensor"):
         return whole
     size = parameter.ds_tensor.numel()
     start = torch.distributed.get_rank() * size
-    own = whole.flatten()[start : start + size]
-    return torch.nn.functional.pad(own, (0, size - own.numel())).to(parameter.ds_tensor.device)
+    shard = whole.flatten()[start : start + size]
+    return torch.nn.functional.pad(shard, (0, size - shard.numel())).to(parameter.ds_tensor.device)
 
 
 def release(module: nn.Module) -> None:
-    """Free what is gathered, so that the next pass gathers it anew."""
+    """Free gathered weights, so that the next pass gathers them again."""
     _OFFLOADS[module].partition_all_parameters()

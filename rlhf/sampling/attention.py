@@ -1,4 +1,4 @@
-"""Attention of one new token a row: rows of one group read their prompt together, and each its own completion."""
+"""Attention of one new token per row: the rows of a group share one read of their prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Plan:
-    """Where each row's query stands in a table of `lanes` prompts x `width` rows; None: in order, with no gap."""
+    """The cell of each row in a table of `lanes` prompts x `width` rows; None if they are in order without gaps."""
 
     lanes: int
     width: int
@@ -27,34 +27,36 @@ def attend(
     bias: Float[Tensor, "N K"] | None,
     plan: Plan,
 ) -> Float[Tensor, "N H Dv"]:
-    """softmax(q K^T + bias) V over the P columns of the row's prompt, then the C of its completion; K = P + C.
+    """Attend from one query per row to the P columns of its prompt and the C columns of its completion.
 
-    The queries of a group are the rows of one matrix product with the prompt that they share, which is then read once
-    for all of them. H is a multiple of G (grouped-query attention).
+        softmax(q K^T + bias) V,     K = P + C columns
+
+    The queries of a group are the rows of a single matrix product with the prompt that they share, so the prompt is
+    read once for all of them. H is a multiple of G (grouped-query attention).
     """
     rows, heads, dim = query.shape
     groups, prompt, columns = keys.shape[1], prompt_keys.shape[2], keys.shape[2]
-    each = heads // groups
-    asked = query.reshape(rows, groups, each, dim)
-    together = _scores(_to_lanes(asked, plan), _flat(prompt_keys))  # [L G, width each, P]
-    own = _scores(asked.reshape(rows * groups, each, dim), _flat(keys))
-    scores = query.new_empty(rows, groups, each, prompt + columns)
+    per_group = heads // groups
+    grouped = query.reshape(rows, groups, per_group, dim)
+    prompt_scores = _scores(_to_lanes(grouped, plan), _flat(prompt_keys))  # [L x G, width x per_group, P]
+    completion_scores = _scores(grouped.reshape(rows * groups, per_group, dim), _flat(keys))
+    scores = query.new_empty(rows, groups, per_group, prompt + columns)
     if plan.cells is None:
-        _in_lanes(scores, plan)[..., :prompt] = _by_rows(together, plan, groups)
+        _in_lanes(scores, plan)[..., :prompt] = _by_rows(prompt_scores, plan, groups)
     else:
-        scores[..., :prompt] = _by_rows(together, plan, groups).flatten(0, 1)[plan.cells]
-    scores[..., prompt:] = own.view(rows, groups, each, columns)
+        scores[..., :prompt] = _by_rows(prompt_scores, plan, groups).flatten(0, 1)[plan.cells]
+    scores[..., prompt:] = completion_scores.view(rows, groups, per_group, columns)
     if bias is not None:
         scores += bias[:, None, None, :]
     weights = scores.softmax(dim=-1)
-    found = torch.bmm(weights[..., prompt:].reshape(rows * groups, each, columns), _flat(values))
-    found = found.view(rows, groups, each, -1)
+    output = torch.bmm(weights[..., prompt:].reshape(rows * groups, per_group, columns), _flat(values))
+    output = output.view(rows, groups, per_group, -1)
     shared = _by_rows(torch.bmm(_to_lanes(weights[..., :prompt], plan), _flat(prompt_values)), plan, groups)
     if plan.cells is None:
-        _in_lanes(found, plan).add_(shared)
+        _in_lanes(output, plan).add_(shared)
     else:
-        found += shared.flatten(0, 1)[plan.cells]
-    return found.reshape(rows, heads, -1)
+        output += shared.flatten(0, 1)[plan.cells]
+    return output.reshape(rows, heads, -1)
 
 
 def _scores(query: Float[Tensor, "M E D"], keys: Float[Tensor, "M C D"]) -> Float[Tensor, "M E C"]:
@@ -65,26 +67,26 @@ def _scores(query: Float[Tensor, "M E D"], keys: Float[Tensor, "M C D"]) -> Floa
 
 
 def _in_lanes(rows: Float[Tensor, "N G E X"], plan: Plan) -> Float[Tensor, "L W G E X"]:
-    found: Tensor = rows.unflatten(0, (plan.lanes, plan.width))
-    return found
+    table: Tensor = rows.unflatten(0, (plan.lanes, plan.width))
+    return table
 
 
 def _to_lanes(rows: Float[Tensor, "N G E X"], plan: Plan) -> Float[Tensor, "M R X"]:
-    """For every lane and key head one matrix of its rows' queries (or weights): M = L x G, R = width x E."""
-    _, groups, each, size = rows.shape
+    """Gather the queries (or weights) of each lane and key head into one matrix: M = L x G, R = width x E."""
+    _, groups, per_group, size = rows.shape
     if plan.cells is not None:
-        rows = rows.new_zeros(plan.lanes * plan.width, groups, each, size).index_copy_(0, plan.cells, rows)
+        rows = rows.new_zeros(plan.lanes * plan.width, groups, per_group, size).index_copy_(0, plan.cells, rows)
     table: Tensor = rows.unflatten(0, (plan.lanes, plan.width)).transpose(1, 2)
-    return table.reshape(plan.lanes * groups, plan.width * each, size)
+    return table.reshape(plan.lanes * groups, plan.width * per_group, size)
 
 
 def _by_rows(table: Float[Tensor, "M R X"], plan: Plan, groups: int) -> Float[Tensor, "L W G E X"]:
-    """The way back from `_to_lanes`, as a view."""
+    """Undo `_to_lanes`, returning a view."""
     parts = table.unflatten(0, (plan.lanes, groups)).unflatten(2, (plan.width, -1))
     rows: Tensor = parts.transpose(1, 2)
     return rows
 
 
 def _flat(memory: Float[Tensor, "N G C X"]) -> Float[Tensor, "M C X"]:
-    """Rows and heads on one axis, without copying: the columns are a slice of the ring."""
+    """Merge rows and heads into one axis without copying: the columns are a slice of the ring buffer."""
     return memory.flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Which sampler a run gets, and why not the fast one."""
+"""Chooses the sampler of a run, and explains when it cannot be the fast one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rlhf.sampling.fast import FastSampler
 from rlhf.sampling.hf import HFSampler
 from rlhf.sampling.sampler import Sampler
 
-LAYERS = {"full_attention", "sliding_attention"}  # of which the fast sampler keeps the keys and values
-SCORES = ("attn_logit_softcapping", "alibi")  # settings of models whose attention adds something to the scores
+LAYERS = {"full_attention", "sliding_attention"}  # layer types whose keys and values the fast sampler can cache
+SCORES = ("attn_logit_softcapping", "alibi")  # settings of models whose attention modifies the scores
 
 
 def make_sampler(
@@ -30,10 +30,10 @@ def make_sampler(
     engine: Engine | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Sampler:
-    """The sampler that `sampling.backend` asks for; `tell` hears why it is not the fast one where auto chose.
+    """Make the sampler that `sampling.backend` asks for; `tell` is called with the reason where auto is not fast.
 
     Raises:
-        ConfigError: the fast one is asked for and cannot sample from this model.
+        ConfigError: the backend is `fast`, which cannot sample from this model.
     """
     reason = None if config.backend == "hf" else unsupported(model)
     if reason is not None and config.backend == "fast":
@@ -48,18 +48,18 @@ def make_sampler(
 
 
 def unsupported(model: CausalLM) -> str | None:
-    """Why the fast sampler cannot take this model; None where it can."""
+    """Return the reason why the fast sampler cannot sample from this model; None if it can."""
     plain = model.get_base_model() if isinstance(model, PeftModel) else model
     config, name = plain.config, type(plain).__name__
     if isinstance(model, PeftModel) and model.peft_type != "LORA":
-        return f"an adapter of the kind {model.peft_type} is not known to the fast sampler"
+        return f"the fast sampler does not support adapters of type {model.peft_type}"
     if getattr(config, "is_encoder_decoder", False):
-        return f"{name} is no decoder-only model"
+        return f"{name} is not a decoder-only model"
     if not getattr(plain, "_supports_attention_backend", False):
         return f"the attention of {name} cannot be given another cache"
     kinds = set(getattr(config, "layer_types", None) or ()) - LAYERS
     if kinds:
-        return f"{name} has layers of the kind {', '.join(sorted(kinds))}"
+        return f"{name} has layers of type {', '.join(sorted(kinds))}"
     for setting in SCORES:
         if getattr(config, setting, None):
             return f"{name} sets {setting}"

@@ -1,4 +1,4 @@
-"""What a decode step asks of a model: the prompt's keys and values, then logits token by token."""
+"""Prefill and decode steps of a model: the keys and values of prompts, then logits token by token."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from transformers import AttentionInterface, Cache, DynamicCache, PretrainedConf
 from rlhf.models.backbone import CausalLM
 from rlhf.sampling.slots import Slots
 
-NAME = "rlhf_slots"  # under which our attention is known to transformers
+NAME = "rlhf_slots"  # the name under which our attention is registered with transformers
 
 
 class Unsupported(Exception):
-    """The model does something in its attention that the fast sampler does not know; says what."""
+    """The model's attention does something that the fast sampler does not support; the message says what."""
 
 
 @runtime_checkable
 class Decoder(Protocol):
-    """One token further, for all rows at once."""
+    """Decodes one token further for all rows at once."""
 
     def step(self, slots: Slots, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
-        """The logits after `tokens`, which stand at `positions` of their rows."""
+        """Return the logits that follow `tokens`, which stand at `positions` of their rows."""
 
 
 def prefill(
     model: CausalLM, ids: Int[Tensor, "L C"], mask: Bool[Tensor, "L C"]
 ) -> tuple[Float[Tensor, "L V"], list[tuple[Tensor, Tensor]]]:
-    """The logits after each left-padded prompt, and every layer's keys and values, by the model's own attention."""
-    cache = DynamicCache()  # made without the configuration, it keeps all columns of sliding layers too
+    """Return the logits after each left-padded prompt and all layers' keys and values, using the model's attention."""
+    cache = DynamicCache()  # without the configuration it keeps all columns of sliding-window layers too
     logits = model(
         input_ids=ids,
         attention_mask=mask.long(),
@@ -52,20 +52,20 @@ def prefill(
 
 
 class ModelDecoder:
-    """Any decoder of transformers whose attention is called through its interface: its own modules, our attention."""
+    """Decodes with a transformers model's own modules, but our attention, set through its AttentionInterface."""
 
     def __init__(self, model: CausalLM) -> None:
         self.model = model
 
     def step(self, slots: Slots, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
-        """See Decoder."""
+        """Decode one token of every row; see Decoder."""
         slots.begin_step(positions)
-        with _our_attention(self.model.config):
+        with _use_our_attention(self.model.config):
             output = self.model(
                 input_ids=tokens[:, None],
-                attention_mask=torch.ones_like(tokens)[:, None],  # nobody reads it, but some warn where there is none
+                attention_mask=torch.ones_like(tokens)[:, None],  # unused, but some models warn without it
                 position_ids=positions[:, None],
-                past_key_values=_Written(),
+                past_key_values=_PassThroughCache(),
                 use_cache=True,
                 slots=slots,
             )
@@ -73,8 +73,8 @@ class ModelDecoder:
         return logits
 
 
-class _Written(Cache):
-    """What the model's attention takes for its cache: hands the new token's key and value on to our attention."""
+class _PassThroughCache(Cache):
+    """Stands in for the model's cache and hands the new token's key and value on to our attention."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -86,7 +86,7 @@ class _Written(Cache):
 
 
 @contextmanager
-def _our_attention(config: PretrainedConfig) -> Iterator[None]:
+def _use_our_attention(config: PretrainedConfig) -> Iterator[None]:
     before = config._attn_implementation
     config._attn_implementation = NAME
     try:
@@ -95,7 +95,7 @@ def _our_attention(config: PretrainedConfig) -> Iterator[None]:
         config._attn_implementation = before
 
 
-UNKNOWN = ("softcap", "position_bias", "s_aux")  # what some models add to the scores or the softmax
+UNKNOWN = ("softcap", "position_bias", "s_aux")  # arguments by which some models change the scores or the softmax
 
 
 def _attention(
@@ -107,15 +107,15 @@ def _attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     slots: Slots | None = None,
-    **more: Any,
+    **kwargs: Any,
 ) -> tuple[Float[Tensor, "N 1 H Dv"], None]:
     if slots is None:
-        raise Unsupported("it does not pass on what its attention is called with")
+        raise Unsupported("it does not pass keyword arguments on to its attention")
     for name in UNKNOWN:
-        if more.get(name) is not None:
+        if kwargs.get(name) is not None:
             raise Unsupported(f"its attention has {name}")
     with torch.autocast(query.device.type, enabled=False):
-        found = slots.attend(
+        output = slots.attend(
             int(module.layer_idx),  # type: ignore[arg-type]  # every attention module of transformers has it
             query.squeeze(2),
             key.squeeze(2),
@@ -123,7 +123,7 @@ def _attention(
             scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
             window=sliding_window,
         )
-    return found[:, None], None
+    return output[:, None], None
 
 
 AttentionInterface.register(NAME, _attention)

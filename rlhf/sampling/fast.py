@@ -1,4 +1,4 @@
-"""The fast sampler: one prefill a prompt, its keys and values shared by its group, finished rows gone at once."""
+"""The fast sampler: one prefill per prompt, keys and values shared by its group, finished rows leave the batch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rlhf.types import Completions, Prompts, extend
 
 
 class FastSampler:
-    """Samples as HFSampler does: the same numbers decide, so the same completions come out (float32).
+    """Samples the same completions as HFSampler, from the same random numbers (in float32).
 
-    Before the first completions its decoders are tried against the model, the leanest first; where none says what the
-    model says, HFSampler takes over.
+    Before the first completions its decoders are checked against the model, the fastest first; where none agrees with
+    the model, HFSampler takes over.
     """
 
     def __init__(
@@ -40,19 +40,19 @@ class FastSampler:
         static: bool | None = None,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """A sampler over the live weights.
+        """Create a sampler that reads the model's current weights at every call.
 
         Args:
-            model: what is sampled from.
-            config: how.
+            model: the model to sample from.
+            config: temperature, batch size, length.
             eos_ids: tokens that end a completion.
-            pad_id: what follows the end.
+            pad_id: the token that fills rows after their end.
             dtype: of the arithmetic, as policy.dtype.
             device: where the model is.
-            engine: the one that the model was given to, if it was: rows are dealt to its processes.
-            lean: without it only the model's own modules are used.
-            static: whether steps are made to be recorded, and on a GPU are; None: on a GPU.
-            tell: hears why HFSampler took over.
+            engine: the engine that holds the model, if any: rows are distributed over its ranks.
+            lean: whether the lean decoder may be used; otherwise only the model's own modules are.
+            static: whether steps can be recorded (see Slots), as CUDA graphs on a GPU; None: on a GPU only.
+            tell: called with the reason when a slower way is used.
         """
         self.model = model
         self.config = config
@@ -66,27 +66,27 @@ class FastSampler:
         self.plain = HFSampler(
             model, config, eos_ids=eos_ids, pad_id=pad_id, dtype=dtype, device=device, engine=self.engine
         )
-        self.uses: str | None = None  # lean, model or generate, once that is settled; lean: where it reaches
+        self.uses: str | None = None  # lean, model or generate, once chosen; lean only for lengths that it `reaches`
         self._lean_fits = lean and fits(model)
 
     def sample(self, prompts: Prompts, *, key: int, group_size: int, greedy: bool = False) -> Completions:
-        """See Sampler.sample; `greedy` takes the most likely token instead."""
+        """Sample completions; see Sampler.sample."""
         repeated = repeat_rows(prompts, group_size)
         with self.engine.whole(self.model):
             if self.uses is None:
-                self.uses = self._settle(repeated)
+                self.uses = self._choose_decoder(repeated)
             if self.uses != "generate":
                 return self.engine.ranks.spread(
-                    repeated, lambda share: self._share(share, None if greedy else key, group_size)
+                    repeated, lambda rows: self._sample_rows(rows, None if greedy else key, group_size)
                 )
         return self.plain.sample(prompts, key=key, group_size=group_size, greedy=greedy)
 
-    def _settle(self, prompts: Prompts) -> str:
-        """Which decoder is used, in all processes alike: they all try the same prompts."""
+    def _choose_decoder(self, prompts: Prompts) -> str:
+        """Choose the fastest decoder that agrees with the model, alike on all ranks: they try the same prompts."""
         length, reason = self.config.max_new_tokens, ""
         for uses in ("lean", "model") if self._lean_fits else ("model",):
             try:
-                with _quiet(self.model), autocast(self.dtype, self.device):
+                with _eval_without_grad(self.model), autocast(self.dtype, self.device):
                     decoder = self._decoder(prompts, uses, longest=TOKENS + STEPS)
                     if uses == "lean" and not isinstance(decoder, LeanDecoder):
                         raise Unsupported("its rotations change within a few tokens")
@@ -99,14 +99,14 @@ class FastSampler:
         self.tell(f"sampling with transformers' generate, which is slower: {reason}")
         return "generate"
 
-    def _share(self, prompts: Prompts, key: int | None, group_size: int) -> Completions:
-        with _quiet(self.model), autocast(self.dtype, self.device):
+    def _sample_rows(self, prompts: Prompts, key: int | None, group_size: int) -> Completions:
+        with _eval_without_grad(self.model), autocast(self.dtype, self.device):
             decoder = self._decoder(prompts, self.uses)
             static = self.static and isinstance(decoder, LeanDecoder)
             if static and self.device.type == "cuda":
                 decoder = GraphDecoder(decoder)
-            flight = Flight(prompts, self.model, decoder, self.config, key=key, device=self.device, static=static)
-            ids, logprobs, lengths, finished = flight.land(self.eos_ids)
+            batch = Flight(prompts, self.model, decoder, self.config, key=key, device=self.device, static=static)
+            ids, logprobs, lengths, finished = batch.land(self.eos_ids)
         width = int(lengths.max())
         mask = torch.arange(width) < lengths[:, None]
         return extend(
@@ -120,9 +120,9 @@ class FastSampler:
         )
 
     def _decoder(self, prompts: Prompts, uses: str | None, *, longest: int | None = None) -> Decoder:
-        """Make the decoder of that name; but the model's own modules for sequences that the lean one does not reach.
+        """Make the named decoder, or that of the model's own modules if sequences are too long for the lean one.
 
-        `longest` is told where no sequence will have more tokens than that, as in the trial.
+        `longest` is given where no sequence will have more tokens than that, as in the trial.
         """
         positions = prompts.prompt_ids.shape[1] + self.config.max_new_tokens + STEPS
         positions = positions if longest is None else min(positions, longest)
@@ -137,8 +137,8 @@ class FastSampler:
 
 
 @contextmanager
-def _quiet(model: CausalLM) -> Iterator[None]:
-    """Evaluation mode and no gradient, then the mode as it was."""
+def _eval_without_grad(model: CausalLM) -> Iterator[None]:
+    """Run the body in evaluation mode without gradients, then restore the mode."""
     was_training = model.training
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""One rollout of the fast sampler: rows wait, are decoded in slots, and land."""
+"""Continuous batching for one call of the fast sampler: finished rows make room for waiting ones."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from rlhf.sampling.drawing import pick
 from rlhf.sampling.slots import Slots
 from rlhf.types import Prompts
 
-SLACK = 8  # the batch is closed up when one row in so many is finished: closing up costs a copy
-LOOKS = {"cpu": 1}  # steps between two looks at which rows are finished: on a GPU a look waits for the device
-LOOK = 4
+SLACK = 8  # compact the batch when one row in this many is finished: compacting costs a copy
+CHECK_INTERVALS = {"cpu": 1}  # steps between checks for finished rows: on a GPU a check waits for the device
+CHECK_INTERVAL = 4
 
 
 @dataclass
-class _Seated:
-    """The rows in slots, in the order of the slots."""
+class _RunningRows:
+    """The rows being decoded, in the order of their slots."""
 
-    row: Int[Tensor, " N"]  # their places in the call's rows
-    token: Int[Tensor, " N"]  # the last one drawn
-    position: Int[Tensor, " N"]  # where it stands in its sequence
-    drawn: Int[Tensor, " N"]  # tokens so far
+    row: Int[Tensor, " N"]  # index of the row in the call
+    token: Int[Tensor, " N"]  # the last token drawn
+    position: Int[Tensor, " N"]  # position of that token in its sequence
+    drawn: Int[Tensor, " N"]  # number of tokens drawn
     done: Bool[Tensor, " N"]
 
-    def rows(self, index: Tensor) -> _Seated:
-        """These of them, in this order."""
-        return _Seated(*(each[index] for each in (self.row, self.token, self.position, self.drawn, self.done)))
+    def rows(self, index: Tensor) -> _RunningRows:
+        """Return the rows at `index`, in that order."""
+        return _RunningRows(*(field[index] for field in (self.row, self.token, self.position, self.drawn, self.done)))
 
-    def and_(self, other: _Seated) -> _Seated:
-        """Followed by others."""
+    def concat(self, other: _RunningRows) -> _RunningRows:
+        """Return these rows followed by those of `other`."""
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return _Seated(*(torch.cat(pair) for pair in pairs))
+        return _RunningRows(*(torch.cat(pair) for pair in pairs))
 
 
 class Flight:
-    """The rows of one call: those that wait, those in slots, and all that has been drawn."""
+    """The rows of one call: those that wait, those that run in slots, and the tokens drawn for all of them."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Flight:
         device: torch.device,
         static: bool = False,
     ) -> None:
-        """`key` of None takes the most likely token everywhere; `static` as that of Slots."""
+        """Allocate the cache and the outputs; a `key` of None decodes greedily, and `static` is that of Slots."""
         self.model, self.decoder, self.device = model, decoder, device
         self.temperature, self.length = config.temperature, config.max_new_tokens
         rows = len(prompts)
@@ -68,107 +68,109 @@ class Flight:
         windows = window is not None and longest + self.length > window
         lanes = min(self.size, len(first))
         self.slots = Slots(self.size, lanes, longest, self.length, device=device, windows=windows, static=static)
-        # One column more than there are tokens: what a finished row goes on to draw before it leaves falls there.
+        # One extra column: it takes the tokens that a finished row goes on to draw before it is evicted.
         self.ids = torch.zeros(rows, self.length + 1, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(rows, self.length + 1, device=device)
         self.uniforms: Tensor | None = None
         if key is not None:
-            at = torch.arange(self.length + 1, device=device).repeat(rows)
+            positions = torch.arange(self.length + 1, device=device).repeat(rows)
             row_ids = prompts.row_ids.to(device).repeat_interleave(self.length + 1)
-            self.uniforms = uniforms(key, row_ids, at).view(rows, -1)
-        self.waits = 0  # the first row that waits; all before it have come
-        self.lane: dict[int, int] = {}  # of the prompt that came last, some of whose rows may wait
-        self.after: Tensor | None = None  # the logits after it
-        self.seated: _Seated | None = None
+            self.uniforms = uniforms(key, row_ids, positions).view(rows, -1)
+        self.next_row = 0  # the first waiting row; all before it have been admitted
+        self.lane: dict[int, int] = {}  # lane of the prompt admitted last, some of whose rows may still wait
+        self.last_logits: Tensor | None = None  # the logits after that prompt
+        self.running: _RunningRows | None = None
 
     def land(
         self, eos_ids: tuple[int, ...]
     ) -> tuple[Int[Tensor, "B T"], Float[Tensor, "B T"], Int[Tensor, " B"], Bool[Tensor, " B"]]:
-        """Decode everything; ids, log-probs, lengths and which ended with EOS, on the CPU.
+        """Decode all rows and return ids, log-probabilities, lengths and which rows ended with EOS, on the CPU.
 
-        What stands after a row's length is of no meaning.
+        Entries beyond a row's length have no meaning.
         """
         ends = torch.tensor(eos_ids, device=self.device)
-        every = LOOKS.get(self.device.type, LOOK)
-        self._seat(ends)
+        interval = CHECK_INTERVALS.get(self.device.type, CHECK_INTERVAL)
+        self._admit(ends)
         steps = 0
-        while self.seated is not None and len(self.seated.row):
-            seated = self.seated
+        while self.running is not None and len(self.running.row):
+            running = self.running
             self.slots.advance()
-            logits = self.decoder.step(self.slots, seated.token, seated.position)
-            self._draw(logits, seated, ends)
+            logits = self.decoder.step(self.slots, running.token, running.position)
+            self._draw(logits, running, ends)
             steps += 1
-            if steps % every == 0:
-                self._close_up(ends)
-        return self._landed(ends)
+            if steps % interval == 0:
+                self._compact(ends)
+        return self._outputs(ends)
 
-    def _draw(self, logits: Float[Tensor, "N V"], seated: _Seated, ends: Tensor) -> None:
-        """Each row's next token, from the logits before it."""
-        uniform = None if self.uniforms is None else self.uniforms[seated.row, seated.drawn]
+    def _draw(self, logits: Float[Tensor, "N V"], running: _RunningRows, ends: Tensor) -> None:
+        """Draw each row's next token from the logits before it."""
+        uniform = None if self.uniforms is None else self.uniforms[running.row, running.drawn]
         token, logprob = pick(logits, uniform, self.temperature)
         if self.logprobs.dtype != logprob.dtype:
             self.logprobs = self.logprobs.to(logprob.dtype)
-        self.ids[seated.row, seated.drawn] = token
-        self.logprobs[seated.row, seated.drawn] = logprob
-        seated.token = token
-        seated.position = seated.position + 1
-        seated.drawn = (seated.drawn + 1).clamp_(max=self.length)
-        seated.done = seated.done | torch.isin(token, ends) | (seated.drawn == self.length)
+        self.ids[running.row, running.drawn] = token
+        self.logprobs[running.row, running.drawn] = logprob
+        running.token = token
+        running.position = running.position + 1
+        running.drawn = (running.drawn + 1).clamp_(max=self.length)
+        running.done = running.done | torch.isin(token, ends) | (running.drawn == self.length)
 
-    def _close_up(self, ends: Tensor) -> None:
-        """Finished rows leave and waiting ones come, when there are enough of them."""
-        assert self.seated is not None
-        done = self.seated.done.cpu()
+    def _compact(self, ends: Tensor) -> None:
+        """Evict finished rows and admit waiting ones, once enough rows are finished."""
+        assert self.running is not None
+        done = self.running.done.cpu()
         count = int(done.sum())
         if count == 0 or (count < len(done) and count * SLACK < len(done)):
             return
-        index = self._leave(~done)
-        self.seated = self.seated.rows(index.to(self.device))
-        self._seat(ends)
+        index = self._evict(~done)
+        self.running = self.running.rows(index.to(self.device))
+        self._admit(ends)
 
-    def _leave(self, kept: Tensor) -> Tensor:
-        half = self.waits < len(self.prompt) and self.waits > 0
-        lane = self.lane.get(int(self.prompt[self.waits])) if half else None
+    def _evict(self, kept: Tensor) -> Tensor:
+        is_partial = self.next_row < len(self.prompt) and self.next_row > 0
+        lane = self.lane.get(int(self.prompt[self.next_row])) if is_partial else None
         index, lane = self.slots.keep(kept, lane)
-        self.lane = {int(self.prompt[self.waits]): lane} if lane is not None else {}
+        self.lane = {int(self.prompt[self.next_row]): lane} if lane is not None else {}
         return index
 
-    def _seat(self, ends: Tensor) -> None:
-        """Waiting rows take the free slots: their prompts are read, their first tokens drawn."""
-        while self.waits < len(self.prompt) and self.slots.live < self.size:
-            rows = torch.arange(self.waits, min(self.waits + self.size - self.slots.live, len(self.prompt)))
-            lanes, logits = self._read(self.prompt[rows])
-            self.waits = int(rows[-1]) + 1
+    def _admit(self, ends: Tensor) -> None:
+        """Admit waiting rows to the free slots: prefill their prompts and draw their first tokens."""
+        while self.next_row < len(self.prompt) and self.slots.live < self.size:
+            rows = torch.arange(self.next_row, min(self.next_row + self.size - self.slots.live, len(self.prompt)))
+            lanes, logits = self._prefill(self.prompt[rows])
+            self.next_row = int(rows[-1]) + 1
             lengths = self.prompt_mask.sum(dim=1)[self.prompt[rows]]
-            on = rows.to(self.device)
-            new = _Seated(on, on, (lengths - 1).to(self.device), torch.zeros_like(on), torch.zeros_like(on).bool())
+            row = rows.to(self.device)
+            new = _RunningRows(
+                row, row, (lengths - 1).to(self.device), torch.zeros_like(row), torch.zeros_like(row).bool()
+            )
             self._draw(logits, new, ends)
-            stay = (~new.done).cpu().nonzero().flatten()
-            self.slots.add_rows(lanes[stay])
-            new = new.rows(stay.to(self.device))
-            self.seated = new if self.seated is None else self.seated.and_(new)
-            self._leave(torch.ones(self.slots.live, dtype=torch.bool))  # prompts of whose rows none is left
+            unfinished = (~new.done).cpu().nonzero().flatten()
+            self.slots.add_rows(lanes[unfinished])
+            new = new.rows(unfinished.to(self.device))
+            self.running = new if self.running is None else self.running.concat(new)
+            self._evict(torch.ones(self.slots.live, dtype=torch.bool))  # drops prompts that no row reads any more
 
-    def _read(self, prompt: Int[Tensor, " N"]) -> tuple[Int[Tensor, " N"], Float[Tensor, "N V"]]:
-        """The lanes of these rows' prompts, those that have none put into some, and the logits after them."""
+    def _prefill(self, prompt: Int[Tensor, " N"]) -> tuple[Int[Tensor, " N"], Float[Tensor, "N V"]]:
+        """Return the lanes of the rows' prompts and the logits after them, prefilling prompts without a lane."""
         needed = prompt.unique()
-        known = {number: lane for number, lane in self.lane.items() if number == int(needed[0])}
-        new = needed[len(known) :]
-        after = [] if not known or self.after is None else [self.after]
-        lanes = list(known.values())
+        existing = {number: lane for number, lane in self.lane.items() if number == int(needed[0])}
+        new = needed[len(existing) :]
+        logits_parts = [] if not existing or self.last_logits is None else [self.last_logits]
+        lanes = list(existing.values())
         if len(new):
             mask = self.prompt_mask[new]
             width = int(mask.sum(dim=1).max())
             mask = mask[:, -width:].to(self.device)
             logits, layers = prefill(self.model, self.prompt_ids[new][:, -width:].to(self.device), mask)
             lanes += self.slots.add_prompts(layers, mask)
-            after.append(logits)
-        table = torch.cat(after)
-        self.after, self.lane = table[-1:], {int(needed[-1]): lanes[-1]}
-        place = torch.searchsorted(needed, prompt)
-        return torch.tensor(lanes)[place], table[place.to(self.device)]
+            logits_parts.append(logits)
+        table = torch.cat(logits_parts)
+        self.last_logits, self.lane = table[-1:], {int(needed[-1]): lanes[-1]}
+        index = torch.searchsorted(needed, prompt)
+        return torch.tensor(lanes)[index], table[index.to(self.device)]
 
-    def _landed(self, ends: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _outputs(self, ends: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ids = self.ids[:, : self.length].cpu()
         ended = torch.isin(ids, ends.cpu())
         finished = ended.any(dim=1)
@@ -177,8 +179,8 @@ class Flight:
 
 
 def distinct(prompts: Prompts) -> tuple[Int[Tensor, " L"], Int[Tensor, " B"]]:
-    """The first row of every run of equal prompts, and for each row the number of its run."""
+    """Return the first row of every run of equal prompts, and for each row the number of its run."""
     ids, mask = prompts.prompt_ids, prompts.prompt_mask
-    other = ((ids[1:] != ids[:-1]) & mask[1:]).any(dim=1) | (mask[1:] != mask[:-1]).any(dim=1)
-    begins = torch.cat([torch.ones(1, dtype=torch.bool), other])
-    return begins.nonzero().flatten(), begins.long().cumsum(dim=0) - 1
+    differs = ((ids[1:] != ids[:-1]) & mask[1:]).any(dim=1) | (mask[1:] != mask[:-1]).any(dim=1)
+    is_first = torch.cat([torch.ones(1, dtype=torch.bool), differs])
+    return is_first.nonzero().flatten(), is_first.long().cumsum(dim=0) - 1

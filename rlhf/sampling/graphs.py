@@ -1,4 +1,4 @@
-"""A decode step recorded once and replayed: on a GPU the time of a small step is that of launching its kernels."""
+"""CUDA graphs of decode steps: on a GPU a small step otherwise takes as long as launching its kernels does."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from rlhf.sampling.slots import Slots
 
 
 class GraphDecoder:
-    """A Decoder that records another's step as a CUDA graph, anew whenever rows have come or gone. Slots: static.
+    """A Decoder that replays another's step as a CUDA graph, recorded anew whenever rows have come or gone.
 
-    A step may be run again with the same tokens: it writes the same column. That is what warming up does.
+    The Slots must be static. A step may be repeated with the same tokens, since it writes the same column: the warm-up
+    before recording relies on it.
     """
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
-        self._arrangement: int | None = None
+        self._recorded_layout: int | None = None
 
     def step(self, slots: Slots, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
-        """See Decoder; the logits are overwritten by the next step."""
-        if self._arrangement != slots.arrangements:
+        """Decode one token of every row; see Decoder. The next step overwrites the logits."""
+        if self._recorded_layout != slots.arrangements:
             self._record(slots, tokens, positions)
-            self._arrangement = slots.arrangements
+            self._recorded_layout = slots.arrangements
         self._tokens.copy_(tokens)
         self._positions.copy_(positions)
         self._graph.replay()
@@ -33,11 +34,11 @@ class GraphDecoder:
     def _record(self, slots: Slots, tokens: Tensor, positions: Tensor) -> None:
         assert slots.static, "what is recorded must not depend on Python's numbers"
         self._tokens, self._positions = tokens.clone(), positions.clone()
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
+        side_stream = torch.cuda.Stream()
+        side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side_stream):
             self.decoder.step(slots, self._tokens, self._positions)
-        torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.current_stream().wait_stream(side_stream)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._logits = self.decoder.step(slots, self._tokens, self._positions)

@@ -1,4 +1,4 @@
-"""The plain sampler: transformers' generate over the live weights, one uniform number per (row, position)."""
+"""The reference sampler: transformers' generate on the current weights, one uniform number per (row, position)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from rlhf.types import Completions, Prompts, concat, extend
 class HFSampler:
     """Samples from the full distribution at a temperature, by inverting its cumulative sum.
 
-    The model comes from rlhf.models.backbone, which drops the folder's own top-k and penalties, else used.
+    The model must come from rlhf.models.backbone, which drops the model folder's top-k and penalties; generate would
+    apply them.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class HFSampler:
         device: torch.device,
         engine: Engine | None = None,
     ) -> None:
-        """`engine` is the one that the model was given to, if it was: rows are dealt to its processes."""
+        """Create a sampler; `engine` is the one that holds the model, if any: rows are distributed over its ranks."""
         self.model = model
         self.config = config
         self.eos_ids = eos_ids
@@ -43,20 +44,20 @@ class HFSampler:
         self.engine = engine or Engine(device)
 
     def sample(self, prompts: Prompts, *, key: int, group_size: int, greedy: bool = False) -> Completions:
-        """See Sampler.sample; `greedy` takes the most likely token instead."""
+        """Sample completions; see Sampler.sample."""
         repeated = repeat_rows(prompts, group_size)
 
-        def work(share: Prompts) -> Completions:
-            return concat([self._part(part, key, group_size, greedy) for part in share.split(self.config.batch_size)])
+        def sample(rows: Prompts) -> Completions:
+            return concat([self._sample(part, key, group_size, greedy) for part in rows.split(self.config.batch_size)])
 
         with self.engine.whole(self.model):
-            found = self.engine.ranks.spread(repeated, work)
-        return replace(found, completion_ids=torch.where(found.completion_mask, found.completion_ids, self.pad_id))
+            rows = self.engine.ranks.spread(repeated, sample)
+        return replace(rows, completion_ids=torch.where(rows.completion_mask, rows.completion_ids, self.pad_id))
 
     @torch.no_grad()
-    def _part(self, prompts: Prompts, key: int, group_size: int, greedy: bool) -> Completions:
+    def _sample(self, prompts: Prompts, key: int, group_size: int, greedy: bool) -> Completions:
         start = prompts.prompt_ids.shape[1]
-        draw = _Draw(
+        draw = _DrawTokens(
             prompts.row_ids.to(self.device), key, start, self.config.max_new_tokens, self.config.temperature, greedy
         )
         was_training = self.model.training
@@ -90,7 +91,7 @@ class HFSampler:
         )
 
     def _lengths(self, completion_ids: Int[Tensor, "B T"]) -> tuple[Int[Tensor, " B"], Tensor]:
-        """Tokens up to and including the first EOS; ids after it are padding whatever they are."""
+        """Count each row's tokens up to and including the first EOS, and flag the rows that have one."""
         ended = torch.isin(completion_ids, torch.tensor(self.eos_ids))
         finished = ended.any(dim=1)
         first = ended.int().argmax(dim=1) + 1
@@ -98,7 +99,7 @@ class HFSampler:
 
 
 def repeat_rows(prompts: Prompts, group_size: int) -> Prompts:
-    """Each prompt `group_size` times, one after another, under row ids of their own."""
+    """Repeat each prompt `group_size` times in consecutive rows, each with its own row id."""
     repeated = prompts.rows(torch.arange(len(prompts)).repeat_interleave(group_size))
     return Prompts(
         prompt_ids=repeated.prompt_ids,
@@ -108,8 +109,8 @@ def repeat_rows(prompts: Prompts, group_size: int) -> Prompts:
     )
 
 
-class _Draw(LogitsProcessor):
-    """Chooses the token itself: all scores but the drawn one become -inf, so that generate's argmax takes it."""
+class _DrawTokens(LogitsProcessor):
+    """Draws the token itself: all scores but that token's become -inf, so that generate's argmax selects it."""
 
     def __init__(
         self, rows: Int[Tensor, " B"], key: int, start: int, max_new_tokens: int, temperature: float, greedy: bool
@@ -133,7 +134,7 @@ class _Draw(LogitsProcessor):
 
 
 def draw(log_softmax: Float[Tensor, "B V"], uniform: Float[Tensor, " B"]) -> Int[Tensor, " B"]:
-    """The token at which the cumulative probability first exceeds `uniform`: one exact draw per row (float64 sums)."""
+    """Return the token at which the cumulative probability first exceeds `uniform`, summed in float64."""
     cumulative = log_softmax.double().exp().cumsum(dim=-1)
     threshold = uniform * cumulative[:, -1]
     return torch.searchsorted(cumulative, threshold[:, None], right=True).squeeze(1).clamp(max=log_softmax.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""x W^T with weights laid out once for products of few rows, and what follows them fused in, where the CPU can."""
+"""Linear layers for few rows: weights packed once by oneDNN and the following operation fused, where the CPU can."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Product = Callable[[Tensor], Tensor]
 
 
 class Linear:
-    """x -> x W^T + b, the rows of several weights one after another; the weights are copies."""
+    """Computes x W^T + b, where W stacks the rows of several weights; it holds copies of them."""
 
     def __init__(
         self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, rows: int, low: torch.dtype | None = None
     ) -> None:
-        """`rows` is how many x usually has: the layout is made for it; `low` is the dtype of the product if another."""
+        """Pack the weights for an x of `rows` rows; `low` is the dtype of the product where it is not the weights'."""
         weight = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
         self.bias: Tensor | None = None
         if any(bias is not None for bias in biases):
@@ -30,38 +30,38 @@ class Linear:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows) if self.packed else weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The product."""
+        """Compute x W^T + b."""
         if not self.packed:
             return functional.linear(x.to(self.dtype), self.weight, self.bias)
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(self.dtype), self.weight, self.bias, "none", [], "")
-        return found
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(self.dtype), self.weight, self.bias, "none", [], "")
+        return output
 
     def silu(self, x: Tensor) -> Tensor:
-        """silu(x W^T + b)."""
+        """Compute silu(x W^T + b)."""
         if not self.packed:
             return functional.silu(self(x))
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(self.dtype), self.weight, self.bias, "swish", [], "")
-        return found
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(self.dtype), self.weight, self.bias, "swish", [], "")
+        return output
 
     def times(self, x: Tensor, other: Tensor) -> Tensor:
-        """(x W^T + b) * other."""
-        return self._with(x, other, "mul") if self._fuses(other) else self(x) * other
+        """Compute (x W^T + b) * other."""
+        return self._fused_binary(x, other, "mul") if self._can_fuse(other) else self(x) * other
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """x W^T + b + other."""
-        return self._with(x, other, "add") if self._fuses(other) else self(x) + other
+        """Compute x W^T + b + other."""
+        return self._fused_binary(x, other, "add") if self._can_fuse(other) else self(x) + other
 
-    def _fuses(self, other: Tensor) -> bool:
+    def _can_fuse(self, other: Tensor) -> bool:
         return self.packed and other.dtype == self.dtype
 
-    def _with(self, x: Tensor, other: Tensor, how: str) -> Tensor:
+    def _fused_binary(self, x: Tensor, other: Tensor, operation: str) -> Tensor:
         fused = torch.ops.mkldnn._linear_pointwise.binary
-        found: Tensor = fused(x.to(self.dtype), other, self.weight, self.bias, how)
-        return found
+        output: Tensor = fused(x.to(self.dtype), other, self.weight, self.bias, operation)
+        return output
 
 
 def packs(weight: Tensor) -> bool:
-    """Whether oneDNN can lay this weight out: what torch.compile does with frozen weights, called by itself."""
+    """Check whether oneDNN can pack this weight, by the operators that torch.compile uses for frozen weights."""
     return (
         weight.device.type == "cpu"
         and weight.dtype in (torch.float32, torch.bfloat16)

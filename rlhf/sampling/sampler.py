@@ -1,4 +1,4 @@
-"""The seam: prompts to completions."""
+"""The interface of samplers: prompts to completions."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rlhf.types import Completions, Prompts
 
 @runtime_checkable
 class Sampler(Protocol):
-    """Draws completions from the policy as it is now."""
+    """Samples completions from the policy with its current weights."""
 
     def sample(self, prompts: Prompts, *, key: int, group_size: int, greedy: bool = False) -> Completions:
-        """`group_size` completions of each prompt, rows of one prompt contiguous.
+        """Sample `group_size` completions of each prompt; the rows of one prompt are contiguous.
 
         A completion depends on `key` (rlhf.runtime.seeding.derive), its row id and the weights, and on nothing else:
-        neither the batch nor the process it was drawn in.
+        neither on its batch nor on its rank. `greedy` takes the most likely token instead of sampling.
         """

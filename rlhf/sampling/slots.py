@@ -1,4 +1,4 @@
-"""The keys and values of the rows being decoded: each prompt's once, each completion's in a ring of its own slot."""
+"""The key-value cache of the fast sampler: one copy of each prompt, and a ring buffer per slot for completions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Layered = Sequence[tuple[Tensor, Tensor]]  # keys [B, H, C, D] and values [B, H,
 
 
 class Slots:
-    """Rows 0 .. live-1 are decoded together; each reads the prompt in its lane, which its group shares.
+    """The key-value cache: a slot per row for its completion, and a lane per prompt, shared by the rows of its group.
 
-    What a row's token adds stands in column `now` of the ring for all rows at once, however long each of them is: a
-    row that came later has its earlier columns masked. The ring is as long as the longest completion, so no row's own
-    columns are overwritten while it lives.
+    Rows 0 .. live-1 are decoded together. Each step writes the same column of the ring buffer for all rows, whatever
+    their lengths: for a row admitted later, the columns before it are masked. The ring is as long as the longest
+    completion, so no row's own columns are overwritten while it is being decoded.
     """
 
     def __init__(
@@ -32,39 +32,39 @@ class Slots:
         windows: bool = False,
         static: bool = False,
     ) -> None:
-        """Room for `size` rows of `lanes` prompts.
+        """Create a cache for `size` rows of `lanes` prompts.
 
         Args:
-            size: rows.
-            lanes: prompts.
+            size: the number of rows.
+            lanes: the number of prompts.
             prompt: tokens of the longest prompt.
             length: tokens of the longest completion.
-            device: where they lie.
-            windows: some layer may see the last tokens only: positions are kept.
-            static: a step's work depends on numbers on the device only, so that it can be recorded and replayed.
+            device: the device of the cache.
+            windows: whether some layer may see only a window of the last tokens: positions are then kept.
+            static: whether a step depends only on values on the device, so that it can be recorded and replayed.
         """
         self.size, self.prompt, self.ring, self.device = size, prompt, max(1, length - 1), device
         self.lanes = lanes
         self.live = self.prompts = 0  # rows, and lanes in use
-        self.now = 0  # steps since the rows were last all gone
-        self.masked = False  # some column of some row must not be seen
-        self.memory: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # of each layer: prompts' K, V; completions' K, V
-        self.lane = torch.zeros(size, dtype=torch.long)  # on the CPU
-        self.bias = torch.full((size, prompt + self.ring), -torch.inf, device=device)  # 0 where a row may look
+        self.now = 0  # steps since the cache was last empty
+        self.masked = False  # some column of some row is masked
+        self.memory: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # per layer: K, V of prompts; K, V of completions
+        self.lane = torch.zeros(size, dtype=torch.long)  # of each row; on the CPU
+        self.bias = torch.full((size, prompt + self.ring), -torch.inf, device=device)  # 0 where a row may attend
         self.lane_bias = torch.full((lanes, prompt), -torch.inf, device=device)
         self.positions: Tensor | None = None
         if windows:
             self.positions = torch.zeros(size, prompt + self.ring, dtype=torch.long, device=device)
         self.plan = Plan(lanes=0, width=0, cells=None)
         self.static = static
-        self.arrangements = 0  # how often rows have come or gone: what was recorded before holds no longer
+        self.arrangements = 0  # counts changes of the rows: what was recorded before a change is no longer valid
         self._column = torch.zeros(1, dtype=torch.long, device=device)
         self._windowed: dict[int, Tensor] = {}
 
     # -- rows come and go -------------------------------------------------------------------------------------------
 
     def add_prompts(self, layers: Layered, mask: Bool[Tensor, "L C"]) -> list[int]:
-        """Put prompts, left-padded, into lanes of their own; gives the lanes' numbers."""
+        """Copy left-padded prompts into free lanes and return the lanes' numbers."""
         count, width = mask.shape
         first, last = self.prompts, self.prompts + count
         assert last <= self.lanes, "more prompts than lanes"
@@ -79,108 +79,108 @@ class Slots:
         return list(range(first, last))
 
     def add_rows(self, lanes: Int[Tensor, " N"]) -> slice:
-        """Rows that read the prompts in these lanes; gives their slots."""
+        """Add rows that read the prompts in these lanes, and return their slots."""
         if self.live == 0:
             self.now, self.masked = 0, False
             self.bias[:, self.prompt :] = -torch.inf
         elif self.now:
             self.masked = True
-        where = slice(self.live, self.live + len(lanes))
-        assert where.stop <= self.size, "more rows than slots"
-        self.lane[where] = lanes
-        self.bias[where, : self.prompt] = self.lane_bias[lanes.to(self.device)]
-        self.bias[where, self.prompt :] = -torch.inf
+        slots = slice(self.live, self.live + len(lanes))
+        assert slots.stop <= self.size, "more rows than slots"
+        self.lane[slots] = lanes
+        self.bias[slots, : self.prompt] = self.lane_bias[lanes.to(self.device)]
+        self.bias[slots, self.prompt :] = -torch.inf
         if self.positions is not None:
-            seen = self.bias[where, : self.prompt] == 0
-            self.positions[where, : self.prompt] = seen.long().cumsum(dim=1) - 1
-        self.live = where.stop
-        self._arrange()
-        return where
+            visible = self.bias[slots, : self.prompt] == 0
+            self.positions[slots, : self.prompt] = visible.long().cumsum(dim=1) - 1
+        self.live = slots.stop
+        self._update_plan()
+        return slots
 
     def keep(self, kept: Bool[Tensor, " N"], lane: int | None) -> tuple[Int[Tensor, " M"], int | None]:
-        """Drop the other rows, and prompts that none reads, but not the one in `lane`.
+        """Keep only these rows, and drop the prompts that no row reads, except the one in `lane`.
 
-        Rows from the end take the places that come free, and likewise prompts.
+        Rows from the end move into the slots that become free, and prompts likewise into lanes.
 
         Returns:
-            For each row that is left the slot that it had (on the CPU), and the lane that `lane` has become.
+            The former slot of each row that is left (on the CPU), and the lane to which the prompt in `lane` has moved.
         """
-        index = _filled(kept)
+        index = _compacted_indices(kept)
         moved = (index != torch.arange(len(index))).nonzero().flatten()
         if len(moved):
-            to, origin = moved.to(self.device), index[moved].to(self.device)
+            target, source = moved.to(self.device), index[moved].to(self.device)
             columns = min(self.now, self.ring)
             for _, _, keys, values in self.memory:
-                keys[to, :, :columns] = keys[origin, :, :columns]
-                values[to, :, :columns] = values[origin, :, :columns]
-            self.bias[to] = self.bias[origin]
+                keys[target, :, :columns] = keys[source, :, :columns]
+                values[target, :, :columns] = values[source, :, :columns]
+            self.bias[target] = self.bias[source]
             if self.positions is not None:
-                self.positions[to] = self.positions[origin]
+                self.positions[target] = self.positions[source]
         self.lane[: len(index)] = self.lane[index]
         self.live = len(index)
-        renamed = self._drop_prompts(lane)
-        self._arrange()
-        return index, None if lane is None else int(renamed[lane])
+        new_lanes = self._drop_prompts(lane)
+        self._update_plan()
+        return index, None if lane is None else int(new_lanes[lane])
 
     def _drop_prompts(self, lane: int | None) -> Int[Tensor, " L"]:
         used = torch.zeros(self.prompts, dtype=torch.bool)
         used[self.lane[: self.live]] = True
         if lane is not None:
             used[lane] = True
-        index = _filled(used)
+        index = _compacted_indices(used)
         moved = (index != torch.arange(len(index))).nonzero().flatten()
         if len(moved):
-            to, origin = moved.to(self.device), index[moved].to(self.device)
+            target, source = moved.to(self.device), index[moved].to(self.device)
             for keys, values, _, _ in self.memory:
-                keys[to], values[to] = keys[origin], values[origin]
-            self.lane_bias[to] = self.lane_bias[origin]
-        renamed = torch.zeros(self.prompts, dtype=torch.long)
-        renamed[index] = torch.arange(len(index))
-        self.lane[: self.live] = renamed[self.lane[: self.live]]
+                keys[target], values[target] = keys[source], values[source]
+            self.lane_bias[target] = self.lane_bias[source]
+        new_lanes = torch.zeros(self.prompts, dtype=torch.long)
+        new_lanes[index] = torch.arange(len(index))
+        self.lane[: self.live] = new_lanes[self.lane[: self.live]]
         self.prompts = len(index)
-        return renamed
+        return new_lanes
 
-    def _arrange(self) -> None:
+    def _update_plan(self) -> None:
         self.arrangements += 1
         lanes = self.lane[: self.live]
         counts = torch.bincount(lanes, minlength=self.prompts)
         order = lanes.argsort(stable=True)
         starts = counts.cumsum(dim=0) - counts
-        place = torch.empty_like(lanes)
-        place[order] = torch.arange(self.live) - starts[lanes[order]]
+        place_in_lane = torch.empty_like(lanes)
+        place_in_lane[order] = torch.arange(self.live) - starts[lanes[order]]
         width = int(counts.max()) if self.live else 0
-        cells = lanes * width + place
-        plain = len(cells) == self.prompts * width and bool((cells == torch.arange(self.live)).all())
-        padded = bool((self.lane_bias[: self.prompts] != 0).any())
-        self.plan = Plan(lanes=self.prompts, width=width, cells=None if plain else cells.to(self.device))
-        self.masked_prompts = padded
+        cells = lanes * width + place_in_lane
+        is_ordered = len(cells) == self.prompts * width and bool((cells == torch.arange(self.live)).all())
+        any_padding = bool((self.lane_bias[: self.prompts] != 0).any())
+        self.plan = Plan(lanes=self.prompts, width=width, cells=None if is_ordered else cells.to(self.device))
+        self.masked_prompts = any_padding
 
     def _allocate(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        def room(rows: int, like: Tensor, columns: int) -> Tensor:
+        def zeros(rows: int, like: Tensor, columns: int) -> Tensor:
             dtype = cache_dtype(like.dtype, like.device)
             return torch.zeros(rows, like.shape[1], columns, like.shape[3], dtype=dtype, device=like.device)
 
         return (
-            room(self.lanes, keys, self.prompt),
-            room(self.lanes, values, self.prompt),
-            room(self.size, keys, self.ring),
-            room(self.size, values, self.ring),
+            zeros(self.lanes, keys, self.prompt),
+            zeros(self.lanes, values, self.prompt),
+            zeros(self.size, keys, self.ring),
+            zeros(self.size, values, self.ring),
         )
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """To the next column, which is every row's: before each step."""
+        """Move to the next column of the ring, before each step."""
         self._column.fill_(self.now % self.ring)
         self.now += 1
 
     def begin_step(self, positions: Int[Tensor, " N"]) -> None:
-        """The column can be seen; `positions` are those of the tokens that go there."""
+        """Unmask the current column, which takes tokens at these positions."""
         self._windowed.clear()
         self.bias[: self.live, self.prompt :].index_fill_(1, self._column, 0.0)
         if self.positions is not None:
             self.positions[: self.live, self.prompt :].index_copy_(1, self._column, positions[:, None])
-            self._own = positions
+            self._step_positions = positions
 
     def attend(
         self,
@@ -192,7 +192,7 @@ class Slots:
         scaling: float,
         window: int | None,
     ) -> Float[Tensor, "N H Dv"]:
-        """Keep the token's key and value, and read everything that each row may see."""
+        """Store the new token's key and value of every row, and attend to everything that the row may see."""
         prompt_keys, prompt_values, keys, values = self.memory[layer]
         if self.static:
             keys[: self.live].index_copy_(2, self._column, key.to(keys.dtype)[:, :, None])
@@ -201,7 +201,7 @@ class Slots:
             column = (self.now - 1) % self.ring
             keys[: self.live, :, column], values[: self.live, :, column] = key, value
         used = self.ring if self.static else min(self.now, self.ring)
-        found = attend(
+        output = attend(
             query.to(keys.dtype) if scaling == 1.0 else query.to(keys.dtype) * scaling,
             prompt_keys[: self.prompts],
             prompt_values[: self.prompts],
@@ -210,33 +210,33 @@ class Slots:
             self._bias(used, window, keys.dtype),
             self.plan,
         )
-        return found.to(query.dtype)
+        return output.to(query.dtype)
 
     def _bias(self, used: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """What is added to the scores of the rows; None where every row may see every column."""
+        """Return the bias added to the attention scores; None where every row may attend to every column."""
         if window is None or self.positions is None:
             if not (self.static or self.masked or self.masked_prompts):
                 return None
             return self.bias[: self.live, : self.prompt + used].to(dtype)
         if window not in self._windowed:
-            columns = self.positions[: self.live, : self.prompt + used]
-            near = columns > self._own[:, None] - window
+            positions = self.positions[: self.live, : self.prompt + used]
+            in_window = positions > self._step_positions[:, None] - window
             bias = self.bias[: self.live, : self.prompt + used]
-            self._windowed[window] = torch.where(near, bias, -torch.inf).to(dtype)
+            self._windowed[window] = torch.where(in_window, bias, -torch.inf).to(dtype)
         return self._windowed[window]
 
 
 def cache_dtype(computed: torch.dtype, device: torch.device) -> torch.dtype:
-    """Choose the dtype of the cache: that of the keys, but float32 on a CPU that has no bfloat16 products."""
+    """Return the dtype of the cache: that of the keys, but float32 on a CPU without bfloat16 matrix products."""
     if computed != torch.bfloat16 or device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return computed
     return torch.float32
 
 
-def _filled(kept: Bool[Tensor, " N"]) -> Int[Tensor, " M"]:
-    """The kept places, so that as many as possible stay where they are: holes are filled from the end."""
+def _compacted_indices(kept: Bool[Tensor, " N"]) -> Int[Tensor, " M"]:
+    """Return the kept indices such that most stay in place: gaps are filled from the end."""
     count = int(kept.sum())
     index = torch.arange(count)
-    holes = (~kept[:count]).nonzero().flatten()
-    index[holes] = kept[count:].nonzero().flatten() + count
+    gaps = (~kept[:count]).nonzero().flatten()
+    index[gaps] = kept[count:].nonzero().flatten() + count
     return index

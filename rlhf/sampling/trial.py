@@ -1,4 +1,4 @@
-"""Before the first rollout: does a decoder say what the model says?"""
+"""Checks a decoder against the model before the first rollout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhf.sampling.decoders import Decoder, Unsupported, prefill
 from rlhf.sampling.slots import Slots
 from rlhf.types import Prompts
 
-TOKENS = 16  # of a prompt that are tried
+TOKENS = 16  # tokens of a prompt that are used
 STEPS = 2
 LIMIT = {"float64": 1e-4, "float32": 1e-3, "bfloat16": 0.1}  # of the largest logit; float64 models norm in float32
 
@@ -18,9 +18,9 @@ LIMIT = {"float64": 1e-4, "float32": 1e-3, "bfloat16": 0.1}  # of the largest lo
 def trial(
     model: CausalLM, decoder: Decoder, prompts: Prompts, *, length: int, dtype: str, device: torch.device
 ) -> None:
-    """Decode a few tokens after two prompts and read the same tokens at once, without a cache.
+    """Check that decoding a few tokens after two prompts gives the logits of one forward pass without a cache.
 
-    `length` is that of the longest completion: no sequence is longer than the longest that will be sampled.
+    `length` is that of the longest completion: no sequence here is longer than the longest that will be sampled.
 
     Raises:
         Unsupported: the logits differ by more than rounding, or the decoder cannot be used.
@@ -36,28 +36,28 @@ def trial(
     slots.add_prompts(layers, mask)
     slots.add_rows(lanes)
     lane = lanes.to(device)
-    positions, said = mask.sum(dim=1)[lane], []
-    everything, live = ids[lane], mask[lane]
+    positions, decoded = mask.sum(dim=1)[lane], []
+    sequences, sequence_mask = ids[lane], mask[lane]
     token = logits.argmax(dim=-1)[lane]
     for _ in range(STEPS):
         slots.advance()
-        said.append(decoder.step(slots, token, positions))
-        everything, live = (
-            torch.cat([everything, token[:, None]], 1),
-            torch.cat([live, torch.ones_like(live[:, :1])], 1),
+        decoded.append(decoder.step(slots, token, positions))
+        sequences, sequence_mask = (
+            torch.cat([sequences, token[:, None]], 1),
+            torch.cat([sequence_mask, torch.ones_like(sequence_mask[:, :1])], 1),
         )
-        token, positions = said[-1].argmax(dim=-1), positions + 1
-    far = _distance(torch.stack(said, dim=1), _plain(model, everything, live))
-    if not far <= LIMIT[dtype]:
-        raise Unsupported(f"its logits come out differently from a cache of ours (by {far:.1g} of the largest)")
+        token, positions = decoded[-1].argmax(dim=-1), positions + 1
+    difference = _relative_difference(torch.stack(decoded, dim=1), _full_forward(model, sequences, sequence_mask))
+    if not difference <= LIMIT[dtype]:
+        raise Unsupported(f"its logits come out differently with our cache (by {difference:.1g} of the largest)")
 
 
-def _plain(model: CausalLM, ids: Tensor, mask: Tensor) -> Tensor:
+def _full_forward(model: CausalLM, ids: Tensor, mask: Tensor) -> Tensor:
     positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
     output = model(input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=False)
     logits: Tensor = output.logits[:, -STEPS:]
     return logits
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-6))
+def _relative_difference(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-6))

@@ -1,4 +1,4 @@
-"""What a step's experience says of the run, as named means."""
+"""The metrics of a step's experience, as named means."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhf.types import Experience, Scores
 
 
 def observe(experience: Experience, scores: Scores, models: Models, *, coef: float) -> Metrics:
-    """The metrics of a step that need no update; `coef` is the KL coefficient its rewards were made with."""
+    """Compute the metrics of a step that do not depend on its update; `coef` is the KL coefficient of its rewards."""
     mask, values = experience.completion_mask, experience.scores.double()
     sequence_kl = kl_estimate(experience.logprobs, experience.ref_logprobs, "k1").sum(dim=1)
     mismatch = (experience.sampler_logprobs - experience.logprobs).abs()
@@ -56,7 +56,7 @@ def observe(experience: Experience, scores: Scores, models: Models, *, coef: flo
 
 
 def observe_choice(experience: Experience, algorithm: Online) -> Metrics:
-    """How many of a step's completions were chosen to learn from, and how they scored; nothing where all are."""
+    """Compute how many of a step's completions are trained on and how they scored; empty where all of them are."""
     scores, groups = experience.scores.double(), len(experience) // experience.group_size
     metrics = Metrics()
     if algorithm.mask_truncated or algorithm.drop_uniform_groups:

@@ -1,4 +1,4 @@
-"""The offline loop: a batch of fixed data, one optimizer step; then again. SFT, and the preference losses."""
+"""The offline loop: one optimizer step per batch of fixed data. SFT and the preference losses."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class OfflineRun:
     batch: BatchConfig
     schedule: ScheduleConfig
     session: Session
-    data: Callable[[int], Batch]  # the rows of a step, with all that its loss reads of the whole minibatch
+    data: Callable[[int], Batch]  # the rows of a step, with what its loss needs from the whole minibatch
     loss: Loss
     trained: Trained
     ema: Ema | None
-    tokens: Callable[[Batch], int]  # how many a batch holds, for the throughput
-    export: Callable[[Path], None]  # writes the trained model as an ordinary folder
+    tokens: Callable[[Batch], int]  # how many tokens a batch has, for the throughput
+    export: Callable[[Path], None]  # writes the trained model as a standard model folder
 
 
 def train_offline(run: OfflineRun) -> None:
-    """Every step of the run, from where it stands."""
+    """Run the remaining training steps."""
     rows = fitting(run.batch, run.session)
     for step in run.session.steps():
         with run.session.recorder.phase("data"):
@@ -61,7 +61,7 @@ def train_offline(run: OfflineRun) -> None:
 
 
 def counted(metrics: Metrics, session: Session) -> Mapping[str, float]:
-    """The values of a step, with the run's count of optimizer steps that were not taken."""
+    """Return the values of a step's metrics, with the run's counts of skipped optimizer steps."""
     return metrics.values() | {
         "skipped/nonfinite": float(session.state.skipped),
         "skipped/zero_gradient": float(session.state.idle),
@@ -69,6 +69,6 @@ def counted(metrics: Metrics, session: Session) -> Mapping[str, float]:
 
 
 def fitting(batch: BatchConfig, session: Session, *, times: int = 1, what: str = GRADIENT_PASS) -> Fitting:
-    """A micro-batch at a time (`times` as much), or as much of it as memory holds; the user is told."""
+    """Make the adaptive micro-batch size: `times` the configured one, lowered with a warning when memory runs out."""
     size = batch.micro_batch_tokens or batch.micro_batch_size
     return Fitting(size * times, tokens=batch.micro_batch_tokens is not None, what=what, note=session.recorder.note)

@@ -1,4 +1,4 @@
-"""The online loop: sample, score, annotate, credit, update; again. PPO, GRPO, online DPO and kin by configuration."""
+"""The online loop of PPO, GRPO, online DPO and others: sample, score, annotate, compute advantages, update."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rlhf.trainers.overlap import Ahead, scored_in_parts
 from rlhf.trainers.preference import tokens_of
 from rlhf.types import Completions, Demonstrations, Experience, Prompts, Rollout, Scores
 
-ROWS_PER_PASS = 4  # micro-batches that fit where no gradient is kept
+ROWS_PER_PASS = 4  # size of a pass without gradient, in micro-batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,54 +43,54 @@ class OnlineRun:
     algorithm: Online
     session: Session
     prompts: Callable[[int], Prompts]  # the prompts of a step
-    refill: Callable[[int], Prompts]  # as many others, counted from 1 over all refilling rounds of the run
+    refill: Callable[[int], Prompts]  # as many other prompts; rounds count from 1 over the whole run
     ptx: Callable[[int], Demonstrations] | None  # the demonstrations mixed into a step (PPO-ptx)
     sampler: Sampler
-    ahead: Ahead | None  # draws the next step's completions meanwhile
+    ahead: Ahead | None  # samples the next step's completions during the update
     reward: RewardSource
     models: Models
     policy: Trained
-    critic: Trained | None  # None without one, and where it shares the policy's backbone
+    critic: Trained | None  # None if there is none, or if it shares the policy's backbone
     objective: Objective
     ema: Ema | None
-    rows: Fitting  # rows of a pass with gradient
-    passes: Fitting  # and of one without
+    rows: Fitting  # micro-batch of a pass with gradient
+    passes: Fitting  # micro-batch of a pass without gradient
     decode: Callable[[Sequence[int]], str]  # token ids to text, for samples.jsonl
-    export: Callable[[Path], None]  # writes the trained model as an ordinary folder
+    export: Callable[[Path], None]  # writes the trained model as a standard model folder
 
     @property
     def coefs(self) -> Coefs:
-        """The coefficients of this step."""
+        """Return the current KL coefficients."""
         return Coefs(kl=self.session.state.kl_coef, penalty=self.session.state.penalty_coef)
 
 
 def train(run: OnlineRun) -> None:
-    """Every step of the run, from where it stands."""
+    """Run the remaining training steps."""
     phase = run.session.recorder.phase
     for step in run.session.steps():
-        found = _collected(run, step)  # Completions [B, T], Scores [B]
-        if found is None:
+        collected = _collect(run, step)  # Completions [B, T], Scores [B]
+        if collected is None:
             continue
         with phase("annotate"):
-            rollout = _annotated(found, run)  # + log-probs, values
+            rollout = _annotate(collected, run)  # + log-probs, values
         experience = credit(
             rollout, run.algorithm, run.coefs, ratio_cap=_ratio_cap(run)
         )  # + rewards, advantages, returns
-        metrics = observe(experience, found.scores, run.models, coef=run.coefs.kl)
+        metrics = observe(experience, collected.scores, run.models, coef=run.coefs.kl)
         metrics.merge(observe_choice(experience, run.algorithm))
-        metrics.merge(found.metrics)
+        metrics.merge(collected.metrics)
         with phase("update"):
             metrics.merge(update(experience, run, step))  # epochs x minibatches of optimizer steps
-        _control(run, metrics, len(rollout), step)
-        run.session.state.completions += len(rollout) + found.extra
+        _update_controllers(run, metrics, len(rollout), step)
+        run.session.state.completions += len(rollout) + collected.extra
         _report(run, step, rollout, metrics, tokens=live_tokens(rollout))
 
 
-def _collected(run: OnlineRun, step: int) -> Collected | None:
-    """What the step learns from; None where a score is NaN or infinite: the step is then left out.
+def _collect(run: OnlineRun, step: int) -> Collected | None:
+    """Sample and score the step's completions; None if a score is NaN or infinite, in which case the step is skipped.
 
     Raises:
-        RewardError: there are no scores; the run is saved as it was before the step.
+        RewardError: the reward gave no scores; the run is saved as it was before the step.
     """
     size = run.config.sampling.completions_per_prompt
     try:
@@ -104,28 +104,28 @@ def _collected(run: OnlineRun, step: int) -> Collected | None:
         raise run.session.stopped_by(error) from error
 
 
-def _annotated(found: Collected, run: OnlineRun) -> Rollout:
+def _annotate(collected: Collected, run: OnlineRun) -> Rollout:
     return run.passes.run(
         lambda size: annotate(
-            found.completions,
-            found.scores,
+            collected.completions,
+            collected.scores,
             run.models,
             cut=lambda rows: run.passes.cut(rows, size),
-            baselines=found.baselines,
+            baselines=collected.baselines,
             old_log_probs=run.config.sampling.old_log_probs if run.ahead is None else "trainer",
         )
     )
 
 
 def _draw(run: OnlineRun, step: int) -> Draw:
-    """Sampling and scoring in one step's name."""
+    """Return the function that samples and scores completions for this step."""
     phase = run.session.recorder.phase
 
     def draw(prompts: Prompts, *names: int | str, group_size: int, greedy: bool = False) -> tuple[Completions, Scores]:
         key = sampling_key(run.config, step, *names)
 
-        def sample(some: Prompts) -> Completions:
-            return run.sampler.sample(some, key=key, group_size=group_size, greedy=greedy)
+        def sample(part: Prompts) -> Completions:
+            return run.sampler.sample(part, key=key, group_size=group_size, greedy=greedy)
 
         if run.config.overlap.reward_parts > 1:
             with phase("sample"):
@@ -139,7 +139,7 @@ def _draw(run: OnlineRun, step: int) -> Draw:
 
 
 def sampling_key(config: TrainConfig, step: int, *names: int | str) -> int:
-    """Of the random numbers of a step's completions."""
+    """Derive the seed for sampling this step's completions."""
     return derive(config.run.seed, "train", step, *names)
 
 
@@ -148,61 +148,61 @@ def _ratio_cap(run: OnlineRun) -> float | None:
 
 
 def _refill(run: OnlineRun, step: int, number: int) -> Prompts:
-    """Prompts that no other round of any step has (until an epoch of them ends)."""
+    """Return prompts that no other refill round of any step gets (until an epoch of them ends)."""
     return run.refill((step - 1) * run.algorithm.refill_rounds + number)
 
 
 def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
-    """Several shuffled epochs over one experience; ended early where the policy has moved too far (target_kl).
+    """Train for several shuffled epochs on one experience, stopping early if the policy moves too far (target_kl).
 
-    Where nothing is to be learned (every group a tie, no completion above the threshold, every one masked), the policy
-    does not move, nor a critic that has nothing to learn either.
+    Where there is nothing to train on (all groups tied, no completion above the threshold, all of them masked), the
+    policy does not change, nor does a critic that has nothing to train on either.
     """
     batch, metrics = run.config.batch, Metrics()
-    learned = lesson(experience, run.algorithm)  # rows, or pairs of them
+    training_rows = lesson(experience, run.algorithm)  # rows, or pairs of them
     losses = online_losses(run.models, run.objective, run.coefs)
     trained = _trained(run, step)
-    rows = max(1, -(-len(learned) // batch.minibatches))
-    steps, taken, tokens, stopped = 0, 0, 0, False
+    minibatch_size = max(1, -(-len(training_rows) // batch.minibatches))
+    steps, steps_taken, tokens, stopped = 0, 0, 0, False
     for epoch in range(batch.epochs):
-        order = torch.randperm(len(learned), generator=generator(run.config.run.seed, "order", step, epoch))
-        for drawn in order.split(rows) if len(order) else ():
-            minibatch = learned.rows(drawn.sort().values)  # rows of one prompt together: they share it
+        order = torch.randperm(len(training_rows), generator=generator(run.config.run.seed, "order", step, epoch))
+        for indices in order.split(minibatch_size) if len(order) else ():
+            minibatch = training_rows.rows(indices.sort().values)  # keeps rows of one prompt together: they share it
             parts = [*(Part(minibatch, loss) for loss in losses), *_ptx(run, step)]
             with weights_cast_once():
-                seen = optimizer_step(
+                step_metrics = optimizer_step(
                     parts, trained, micro_batch_size=run.rows, lr_factor=_lr_factor(run, step), ranks=run.session.ranks
                 )
-            run.session.watch(seen)
+            run.session.watch(step_metrics)
             if steps == 0:
                 deviation = run.session.ranks.largest(losses[0].ratio_deviation)
                 metrics.add("policy/first_ratio_deviation", deviation)
-            metrics.merge(seen)
+            metrics.merge(step_metrics)
             steps += 1
-            taken += "policy/lr" in seen
+            steps_taken += "policy/lr" in step_metrics
             tokens += tokens_of(minibatch)
-            stopped = run.algorithm.target_kl is not None and seen["kl/old"] > 1.5 * run.algorithm.target_kl
+            stopped = run.algorithm.target_kl is not None and step_metrics["kl/old"] > 1.5 * run.algorithm.target_kl
             if stopped:
                 break
         if stopped:
             break
-    metrics.add("policy/optimizer_steps", float(taken))
+    metrics.add("policy/optimizer_steps", float(steps_taken))
     metrics.add("completion/trained_tokens", float(tokens))
     if steps:
-        metrics.add("kl/old_last", seen["kl/old"])
+        metrics.add("kl/old_last", step_metrics["kl/old"])
     if run.algorithm.target_kl is not None:
         metrics.add("policy/early_stop", float(stopped))
     return metrics
 
 
 def _trained(run: OnlineRun, step: int) -> list[Trained]:
-    """The models that step now: the critic alone during its warm-up."""
+    """Return the models that this step trains: the critic alone during its warm-up."""
     policy = [] if _is_warming_up(run, step) else [run.policy]
     return policy + ([run.critic] if run.critic is not None else [])
 
 
 def _is_warming_up(run: OnlineRun, step: int) -> bool:
-    """Tell whether this step trains the critic alone."""
+    """Check whether this step trains the critic alone."""
     return run.critic is not None and step <= run.config.critic.warmup_steps
 
 
@@ -219,11 +219,12 @@ def _lr_factor(run: OnlineRun, step: int) -> float:
     return lr_factor(step, steps=total, warmup_steps=schedule.warmup_steps, decay=schedule.decay)
 
 
-def _control(run: OnlineRun, metrics: Metrics, completions: int, step: int) -> None:
-    """Move the coefficients for the next step, and the average of the weights.
+def _update_controllers(run: OnlineRun, metrics: Metrics, completions: int, step: int) -> None:
+    """Update the KL coefficients for the next step, and the moving average of the weights.
 
-    A controller steers by how far the policy went. It holds while the policy may not move, in the critic's warm-up, and
-    that of the penalty also at a step without an optimizer step: both KLs are then 0 by construction.
+    A controller reacts to how far the policy has moved. Coefficients stay as they are while the policy may not move (in
+    the critic's warm-up), and that of the penalty also after a step without an optimizer step: both KLs are then 0
+    by construction.
     """
     state = run.session.state
     metrics.add("kl/coef", state.kl_coef)

@@ -1,4 +1,4 @@
-"""What may be done at the same time, one process alone: scoring while sampling, sampling while updating."""
+"""Work that a single-process run may overlap: scoring while sampling, and sampling while updating."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ Sample = Callable[[Prompts], Completions]
 def scored_in_parts(
     prompts: Prompts, sample: Sample, reward: RewardSource, *, parts: int
 ) -> tuple[Completions, Scores]:
-    """Completions and scores of `prompts`, sampled in `parts` of which each is scored while the next is sampled.
+    """Sample and score `prompts` in several parts, scoring each part while the next is sampled.
 
-    A completion does not depend on what is sampled beside it, so they are those of one part; a source that looks at
-    one completion at a time gives the same scores.
+    A completion does not depend on what is sampled beside it, so the completions are the same as without parts; so are
+    the scores if the reward source looks at one completion at a time.
     """
-    found: list[tuple[Completions, Future[Scores]]] = []
+    pending: list[tuple[Completions, Future[Scores]]] = []
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward") as pool:
         try:
             for part in prompts.split(-(-len(prompts) // parts)):
                 completions = sample(part)
-                found.append((completions, pool.submit(_without_gradient, partial(reward, completions))))
-            scores = [future.result() for _, future in found]
+                pending.append((completions, pool.submit(_without_gradient, partial(reward, completions))))
+            all_scores = [future.result() for _, future in pending]
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    together = concat([completions for completions, _ in found])
-    return together, Scores(
-        values=torch.cat([each.values for each in scores]),
-        parts={name: torch.cat([each.parts[name] for each in scores]) for name in scores[0].parts},
+    merged = concat([completions for completions, _ in pending])
+    return merged, Scores(
+        values=torch.cat([scores.values for scores in all_scores]),
+        parts={name: torch.cat([scores.parts[name] for scores in all_scores]) for name in all_scores[0].parts},
     )
 
 
 class Ahead:
-    """Completions of each step drawn while the step before it updates: by the policy as it then was, one step behind.
+    """Samples each step's completions during the update before it, from the policy before that update: one step behind.
 
-    They come from a copy of the policy, made when they begin, so they depend on nothing that happens meanwhile.
+    They come from a copy of the policy, made when sampling begins, so they do not depend on the update's timing.
     """
 
     def __init__(self, draw: Callable[[int], Completions], refresh: Callable[[], None], *, last_step: int) -> None:
-        """`draw` gives the completions of a step from the copy, and `refresh` copies the policy into it."""
+        """Set `draw`, which samples a step's completions from the copy, and `refresh`, which updates the copy."""
         self._draw = draw
         self._refresh = refresh
         self._last_step = last_step
@@ -56,7 +56,7 @@ class Ahead:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ahead")
 
     def take(self, step: int) -> Completions:
-        """Those of `step`; from here on those of the next step are being drawn."""
+        """Return the completions of `step`, and start sampling those of the next step."""
         if step not in self._drawn:
             self._begin(step)
         completions = self._drawn[step].result()
@@ -70,27 +70,27 @@ class Ahead:
         self._drawn[step] = self._pool.submit(_without_gradient, partial(self._draw, step))
 
     def saved(self, state: TrainState) -> dict[str, Any]:
-        """What a checkpoint after `state.step` steps must keep, since those weights are gone."""
+        """Return the next step's completions for a checkpoint, as the weights that drew them are gone; {} if none."""
         step = state.step + 1
         if step not in self._drawn:
             return {}
-        found = self._drawn[step].result()
+        completions = self._drawn[step].result()
         return {
             "step": step,
-            "completion_ids": found.completion_ids,
-            "completion_mask": found.completion_mask,
-            "sampler_logprobs": found.sampler_logprobs,
-            "finished": found.finished,
-            "group_size": found.group_size,
+            "completion_ids": completions.completion_ids,
+            "completion_mask": completions.completion_mask,
+            "sampler_logprobs": completions.sampler_logprobs,
+            "finished": completions.finished,
+            "group_size": completions.group_size,
         }
 
     def put_back(self, step: int, completions: Completions) -> None:
-        """Those of `step`, as they were saved."""
+        """Restore the completions of `step` from a checkpoint."""
         self._drawn[step] = Future()
         self._drawn[step].set_result(completions)
 
 
 @torch.no_grad()
 def _without_gradient(work: Callable[[], Any]) -> Any:
-    """`work` in this thread: gradients are on in every new one."""
+    """Run `work` in this thread without gradients, which are enabled in every new thread."""
     return work()

@@ -49,15 +49,15 @@ from rlhf.types import (
     extend,
 )
 
-TERM = "preference"  # what Engine.train is told: the loss term whose gradient reaches the policy
+TERM = "preference"  # name of the loss term whose gradient reaches the policy, for Engine.train
 
 TokenLogprobs = Callable[[Demonstrations], Tensor]
-"""What a model says of completion tokens: [B, T], zero outside the mask."""
+"""Returns a model's log-probabilities of completion tokens: [B, T], zero outside the mask."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One completion of each pair, as numbers."""
+    """The log-probabilities and lengths of one side of each pair."""
 
     logprobs: Float[Tensor, " B"]  # log pi, summed over tokens
     ref_logprobs: Float[Tensor, " B"]
@@ -65,34 +65,34 @@ class Side:
 
     @property
     def log_ratios(self) -> Float[Tensor, " B"]:
-        """h = log pi - log pi_ref."""
+        """Return the log-ratio to the reference, h = log pi - log pi_ref."""
         return self.logprobs - self.ref_logprobs
 
     @property
     def mean_log_ratios(self) -> Float[Tensor, " B"]:
-        """h per token."""
+        """Return the log-ratio to the reference per token, h / length."""
         return self.log_ratios / self.lengths
 
     @property
     def mean_logprobs(self) -> Float[Tensor, " B"]:
-        """m = log pi per token."""
+        """Return the mean log-probability per token, m = log pi / length."""
         return self.logprobs / self.lengths
 
 
 def pair_loss(config: PairLossConfig, chosen: Side, rejected: Side) -> PreferenceLoss:
-    """The loss that `config` names: the only dispatch on a preference loss."""
-    h = chosen.log_ratios, rejected.log_ratios
+    """Compute the pair loss that `config` names; no other code dispatches on it."""
+    log_ratios = chosen.log_ratios, rejected.log_ratios
     match config:
         case DpoLoss():
-            return dpo(*h, beta=config.beta, label_smoothing=config.label_smoothing)
+            return dpo(*log_ratios, beta=config.beta, label_smoothing=config.label_smoothing)
         case RobustDpoLoss():
-            return robust_dpo(*h, beta=config.beta, label_smoothing=config.label_smoothing)
+            return robust_dpo(*log_ratios, beta=config.beta, label_smoothing=config.label_smoothing)
         case IpoLoss(normalize="length"):
             return ipo(chosen.mean_log_ratios, rejected.mean_log_ratios, beta=config.beta)
         case IpoLoss():
-            return ipo(*h, beta=config.beta)
+            return ipo(*log_ratios, beta=config.beta)
         case HingeLoss():
-            return hinge(*h, beta=config.beta, margin=config.margin)
+            return hinge(*log_ratios, beta=config.beta, margin=config.margin)
         case SlicLoss():
             return slic(chosen.logprobs, rejected.logprobs, margin=config.margin, nll_coef=config.nll_coef)
         case SimpoLoss():
@@ -102,7 +102,7 @@ def pair_loss(config: PairLossConfig, chosen: Side, rejected: Side) -> Preferenc
 
 
 def both_sides(pairs: PreferencePairs) -> Demonstrations:
-    """2B rows for one forward pass: the chosen sides, then the rejected ones."""
+    """Stack the chosen sides, then the rejected ones, as 2B rows for one forward pass."""
     sides = (
         (pairs.chosen_ids, pairs.chosen_mask, pairs.chosen_learned),
         (pairs.rejected_ids, pairs.rejected_mask, pairs.rejected_learned),
@@ -122,7 +122,7 @@ def both_sides(pairs: PreferencePairs) -> Demonstrations:
 
 
 def summed(logprobs: Float[Tensor, "B T"], learned: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
-    """Add up the log-probabilities of each completion in float64: differences of large sums are what counts."""
+    """Sum the log-probabilities of each completion, in float64: the losses use differences of large sums."""
     return torch.where(learned, logprobs, 0.0).double().sum(dim=1)
 
 
@@ -134,11 +134,11 @@ class PairwiseLoss:
         self.config = config
 
     def norms(self, batch: AnnotatedPairs) -> dict[str, float]:
-        """The number of pairs in the minibatch."""
+        """Return the number of pairs in the minibatch, the denominator of the loss."""
         return {TERM: float(len(batch))}
 
     def terms(self, micro: AnnotatedPairs) -> tuple[dict[str, Tensor], dict[str, Mean]]:
-        """The loss summed over the pairs of `micro`, and what both sides are worth."""
+        """Compute the loss, summed over the pairs of `micro`, and its metrics."""
         pairs = micro.to(self.models.device)
         rows = both_sides(pairs)
         return self.compare(pairs, rows, self.models.policy_tokens(rows).logprobs)
@@ -146,29 +146,29 @@ class PairwiseLoss:
     def compare(
         self, pairs: AnnotatedPairs, rows: Demonstrations, logprobs: Float[Tensor, "B2 T"]
     ) -> tuple[dict[str, Tensor], dict[str, Mean]]:
-        """The same from what the policy says of `rows`, which are `both_sides(pairs)`."""
+        """Compute the loss and its metrics from the policy's log-probabilities of `rows`, the `both_sides(pairs)`."""
         chosen, rejected = _sides(pairs, rows, logprobs)
-        found = pair_loss(self.config, chosen, rejected)
-        gaps = (found.chosen_reward - found.rejected_reward).detach()
-        observed = {
-            "loss/preference": Mean.of(found.per_pair),
+        loss = pair_loss(self.config, chosen, rejected)
+        gaps = (loss.chosen_reward - loss.rejected_reward).detach()
+        metrics = {
+            "loss/preference": Mean.of(loss.per_pair),
             "preference/accuracy": Mean.of(torch.heaviside(gaps, torch.full_like(gaps, 0.5))),  # a tie wins half
             "preference/margin": Mean.of(gaps),
-            "preference/chosen_reward": Mean.of(found.chosen_reward),
-            "preference/rejected_reward": Mean.of(found.rejected_reward),
+            "preference/chosen_reward": Mean.of(loss.chosen_reward),
+            "preference/rejected_reward": Mean.of(loss.rejected_reward),
             "preference/chosen_logprob": Mean.of(chosen.logprobs),
             "preference/rejected_logprob": Mean.of(rejected.logprobs),
         }
-        return {TERM: found.per_pair.sum()}, observed
+        return {TERM: loss.per_pair.sum()}, metrics
 
 
 def _sides(pairs: AnnotatedPairs, rows: Demonstrations, logprobs: Float[Tensor, "B2 T"]) -> tuple[Side, Side]:
     totals = summed(logprobs, rows.loss_mask).chunk(2)
     lengths = rows.loss_mask.sum(dim=1).to(totals[0].dtype).chunk(2)
-    references = pairs.chosen_ref_logprobs, pairs.rejected_ref_logprobs
+    ref_logprobs = pairs.chosen_ref_logprobs, pairs.rejected_ref_logprobs
     first, second = (
-        Side(logprobs=said, ref_logprobs=ref.to(said.dtype), lengths=length)
-        for said, ref, length in zip(totals, references, lengths, strict=True)
+        Side(logprobs=total, ref_logprobs=ref.to(total.dtype), lengths=length)
+        for total, ref, length in zip(totals, ref_logprobs, lengths, strict=True)
     )
     return first, second
 
@@ -177,7 +177,7 @@ class LabelledLoss:
     """KTO; a rlhf.runtime.step.Loss over BaselinedLabelled, which `with_baseline` makes of a whole minibatch."""
 
     def __init__(self, models: Models, config: KtoLoss, *, rows_per_pass: int, context: int | None) -> None:
-        """`rows_per_pass`: rows of a pass without gradient, memory only; `context`: tokens that a model can read."""
+        """Set the rows of a pass without gradient (only memory depends on it) and the models' context, in tokens."""
         self.models = models
         self.config = config
         self.rows_per_pass = rows_per_pass
@@ -185,10 +185,10 @@ class LabelledLoss:
 
     @torch.no_grad()
     def with_baseline(self, batch: AnnotatedLabelled) -> BaselinedLabelled:
-        """The minibatch with z0 of the policy as it is now, at every row: one more pass of policy and reference.
+        """Add z0 of the current policy to every row of the minibatch, by one more pass of policy and reference.
 
-        It is part of the batch, so the micro-batches it is later cut into cannot change it. A prompt and another's
-        completion may together be too long for the models; then the completion is read as far as the context goes.
+        As a part of the batch, z0 does not depend on how the batch is later split into micro-batches. A prompt with
+        another prompt's completion may be too long for the models; the completion is then truncated at the context.
         """
         prompts = [tuple(ids[mask].tolist()) for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]
         partners = torch.tensor(mismatched(prompts), dtype=torch.long)
@@ -207,71 +207,71 @@ class LabelledLoss:
     def _log_ratios(self, rows: Demonstrations) -> tuple[Tensor, ...]:
         ratios = []
         for part in rows.split(self.rows_per_pass):
-            some = part.to(self.models.device)
-            said, reference = self.models.policy_tokens(some).logprobs, self.models.reference_logprobs(some)
-            ratios.append((summed(said, some.loss_mask) - summed(reference, some.loss_mask)).cpu())
+            batch = part.to(self.models.device)
+            policy, reference = self.models.policy_tokens(batch).logprobs, self.models.reference_logprobs(batch)
+            ratios.append((summed(policy, batch.loss_mask) - summed(reference, batch.loss_mask)).cpu())
         return (torch.cat(ratios),)
 
     def _has_room(self, batch: Demonstrations) -> Bool[Tensor, "B T"]:
-        """Where a completion token of any row would still stand within the context of this row's prompt."""
+        """Flag the completion positions that fit into the context after each row's prompt."""
         if self.context is None:
             return torch.ones_like(batch.completion_mask)
         room = self.context - batch.prompt_mask.sum(dim=1)
         return torch.arange(batch.completion_ids.shape[1]) < room[:, None]
 
     def norms(self, batch: BaselinedLabelled) -> dict[str, float]:
-        """The number of completions in the minibatch, desirable or not."""
+        """Return the number of completions in the minibatch, desirable or not: the denominator of the loss."""
         return {TERM: float(len(batch))}
 
     def terms(self, micro: BaselinedLabelled) -> tuple[dict[str, Tensor], dict[str, Mean]]:
-        """The loss summed over the completions of `micro`, and what those of either label are worth."""
+        """Compute the loss, summed over the completions of `micro`, and its metrics by label."""
         rows = micro.to(self.models.device)
         logprobs = summed(self.models.policy_tokens(rows).logprobs, rows.loss_mask)
-        log_ratios, good = logprobs - rows.ref_logprobs.to(logprobs.dtype), rows.desirable
-        found = kto(
+        log_ratios, desirable = logprobs - rows.ref_logprobs.to(logprobs.dtype), rows.desirable
+        loss = kto(
             log_ratios,
-            good,
+            desirable,
             rows.baselines.to(logprobs.dtype),
             beta=self.config.beta,
             desirable_weight=self.config.desirable_weight,
             undesirable_weight=self.config.undesirable_weight,
         )
-        above = log_ratios.detach() > rows.baselines
-        observed = {
-            "loss/preference": Mean.of(found.per_completion),
-            "preference/accuracy": Mean.of(above == good),
-            "preference/chosen_reward": Mean.of(found.reward, good),
-            "preference/rejected_reward": Mean.of(found.reward, ~good),
-            "preference/chosen_logprob": Mean.of(logprobs, good),
-            "preference/rejected_logprob": Mean.of(logprobs, ~good),
+        above_baseline = log_ratios.detach() > rows.baselines
+        metrics = {
+            "loss/preference": Mean.of(loss.per_completion),
+            "preference/accuracy": Mean.of(above_baseline == desirable),
+            "preference/chosen_reward": Mean.of(loss.reward, desirable),
+            "preference/rejected_reward": Mean.of(loss.reward, ~desirable),
+            "preference/chosen_logprob": Mean.of(logprobs, desirable),
+            "preference/rejected_logprob": Mean.of(logprobs, ~desirable),
             "preference/baseline": Mean.of(rows.baselines),
         }
-        return {TERM: found.per_completion.sum()}, {name: mean for name, mean in observed.items() if mean.weight}
+        return {TERM: loss.per_completion.sum()}, {name: mean for name, mean in metrics.items() if mean.weight}
 
 
 @torch.no_grad()
 def completion_logprobs(
     rows: CompletionRows, say: TokenLogprobs, *, rows_per_pass: int, device: torch.device, ranks: Ranks = ALONE
 ) -> Float[Tensor, " N"]:
-    """The log-probability of every completion, summed over its tokens; rows of like length share a pass.
+    """Compute every completion's log-probability, summed over its tokens; rows of similar length share a pass.
 
-    The processes take turns at the passes, and all of them make as many.
+    The passes are dealt to the ranks in turn, and all ranks make equally many.
     """
-    found = torch.zeros(len(rows), dtype=torch.float64)
+    totals = torch.zeros(len(rows), dtype=torch.float64)
     order = rows.by_length()
     parts = [order[start : start + rows_per_pass] for start in range(0, len(order), rows_per_pass)]
     for first in range(0, len(parts), ranks.world):
-        mine = first + ranks.rank < len(parts)
-        part = parts[first + ranks.rank if mine else first]
+        is_mine = first + ranks.rank < len(parts)
+        part = parts[first + ranks.rank if is_mine else first]
         batch = rows.collate(part).to(device)
-        said = summed(say(batch), batch.loss_mask).cpu()
-        if mine:
-            found[torch.tensor(part)] = said
-    return torch.stack(ranks.gather(found)).sum(dim=0)  # each entry is one process's, and 0 in the others
+        logprobs = summed(say(batch), batch.loss_mask).cpu()
+        if is_mine:
+            totals[torch.tensor(part)] = logprobs
+    return torch.stack(ranks.gather(totals)).sum(dim=0)  # each entry comes from one rank and is 0 on the others
 
 
 def tokens_of(batch: Batch) -> int:
-    """How many tokens a pass over the batch reads; a pair reads its prompt twice."""
+    """Count the tokens that a pass over the batch reads; a pair reads its prompt twice."""
     if isinstance(batch, PreferencePairs):
         return int(2 * batch.prompt_mask.sum() + batch.chosen_mask.sum() + batch.rejected_mask.sum())
     assert isinstance(batch, Demonstrations | Completions)

@@ -46,8 +46,8 @@ def test_language() -> None:
     [
         ({}, "instruction_id_list is not a list"),
         ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": []}, "kwargs is not a list of 1 objects"),
-        ({"instruction_id_list": ["no:such"], "kwargs": [{}]}, "'no:such' is no kind"),
-        ({"instruction_id_list": ["startend:quotation"], "kwargs": [3]}, "are no object"),
+        ({"instruction_id_list": ["no:such"], "kwargs": [{}]}, "'no:such' is not a kind"),
+        ({"instruction_id_list": ["startend:quotation"], "kwargs": [3]}, "are not an object"),
         ({"instruction_id_list": ["startend:quotation"], "kwargs": [{"x": 1}]}, "do not fit"),
         ({"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": None}]}, "do not fit"),
     ],

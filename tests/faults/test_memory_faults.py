@@ -149,7 +149,7 @@ def test_in_company_a_rank_does_not_go_its_own_way(monkeypatch: pytest.MonkeyPat
         raise torch.OutOfMemoryError("CUDA out of memory (a test)")
 
     with pytest.raises(
-        ResourceError, match=r"in company of other processes or DeepSpeed: set batch\.micro_batch_size lower"
+        ResourceError, match=r"cannot shrink the micro-batch automatically: set batch\.micro_batch_size lower"
     ):
         Fitting(8).run(fail)
 

@@ -12,8 +12,8 @@ CHOOSING = [
     Mutant(
         name="online-pairs-keep-ties",
         file=SELECTION,
-        before="apart = (groups.gather(1, best) > groups.gather(1, worst)).flatten()",
-        after="apart = (groups.gather(1, best) >= groups.gather(1, worst)).flatten()",
+        before="differs = (groups.gather(1, best) > groups.gather(1, worst)).flatten()",
+        after="differs = (groups.gather(1, best) >= groups.gather(1, worst)).flatten()",
         why="a tie makes a pair of a completion with itself: no gradient, but it is in the norm and in every mean",
         tests=OF_SELECTION,
     ),
@@ -36,8 +36,8 @@ CHOOSING = [
     Mutant(
         name="online-pairs-across-prompts",
         file=SELECTION,
-        before="return (first + best.flatten())[apart], (first + worst.flatten())[apart]",
-        after="return (first + best.flatten())[apart], (first + worst.flatten())[apart].flip(0)",
+        before="return (first + best.flatten())[differs], (first + worst.flatten())[differs]",
+        after="return (first + best.flatten())[differs], (first + worst.flatten())[differs].flip(0)",
         why="a pair has its sides from two prompts, and the rejected one is read under the wrong prompt",
         tests=OF_SELECTION,
     ),
@@ -84,8 +84,8 @@ CHOOSING = [
     Mutant(
         name="preset-sizes-below-another-presets-file",
         file="rlhf/config/load.py",
-        before="return merge(merge(without_overruled(base, over), _sizes_brought(base, over)), over)",
-        after="return merge(merge(_sizes_brought(base, over), without_overruled(base, over)), over)",
+        before="return merge(merge(without_overruled(base, over), _sizes_of_new_preset(base, over)), over)",
+        after="return merge(merge(_sizes_of_new_preset(base, over), without_overruled(base, over)), over)",
         why="an arm named over a PPO base keeps PPO's epochs: refused, or stale where nothing refuses it",
         tests=("tests/config/test_load.py",),
     ),

@@ -16,7 +16,7 @@ COMPARISON = [
     Mutant(
         name="best-of-n-ties-go-to-the-last",
         file="rlhf/evaluation/best_of_n.py",
-        before="(golds * _shared(weights.expand_as(ordered), ordered))",
+        before="(golds * _average_ties(weights.expand_as(ordered), ordered))",
         after="(golds * weights)",
         why="among equal proxies the order of the samples decides",
         tests=("tests/evaluation/test_best_of_n.py",),
@@ -40,8 +40,8 @@ COMPARISON = [
     Mutant(
         name="seeds-counted-as-prompts",
         file="rlhf/evaluation/win_rate.py",
-        before="by_seed = _counts(rows, seeds) @ wide / seeds",
-        after="by_seed = wide.mean(dim=0).expand(RESAMPLES, prompts)",
+        before="by_seed = _counts(rows, seeds) @ values_f64 / seeds",
+        after="by_seed = values_f64.mean(dim=0).expand(RESAMPLES, prompts)",
         why="intervals leave out what a seed changes: two runs of one algorithm look significantly different",
         tests=("tests/evaluation/test_best_of_n.py",),
     ),
@@ -88,7 +88,7 @@ COMPARISON = [
     Mutant(
         name="a-stop-is-not-passed-on",
         file="rlhf/compare/runner.py",
-        before="            place.running.stop()",
+        before="            slot.running.stop()",
         after="            pass",
         why="after Ctrl-C the cells that run go on to their end",
         tests=("tests/compare/test_jobs.py::test_a_stop_reaches_every_cell_and_the_same_command_continues",),
@@ -112,7 +112,7 @@ COMPARISON = [
     Mutant(
         name="a-lab-of-another-seed",
         file="rlhf/commands/quickstart.py",
-        before='if theirs["seed"] != seed else []',
+        before='if recorded["seed"] != seed else []',
         after="if False else []",
         why="a comparison with lab.seed=1 is run on the lab of seed 0",
         tests=("tests/compare/test_lab_folder.py",),

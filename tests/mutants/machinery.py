@@ -105,7 +105,7 @@ MACHINERY = [
         name="micro-batch-norms",
         file="rlhf/runtime/step.py",
         before="terms = scaled(sums, norms)",
-        after="terms = scaled(sums, part.loss.norms(one.rows))",
+        after="terms = scaled(sums, part.loss.norms(micro.rows))",
         why="each micro-batch is averaged by itself: gradient accumulation changes the step",
         tests=("tests/runtime/test_step.py",),
     ),
@@ -120,7 +120,7 @@ MACHINERY = [
     Mutant(
         name="clip-forgotten",
         file="rlhf/runtime/engine.py",
-        before="torch.nn.utils.clip_grads_with_norm_(moving, self.config.max_grad_norm, torch.tensor(norm))",
+        before="torch.nn.utils.clip_grads_with_norm_(with_grad, self.config.max_grad_norm, torch.tensor(norm))",
         after="pass",
         why="max_grad_norm has no effect",
         tests=("tests/runtime/test_step.py",),
@@ -152,7 +152,7 @@ MACHINERY = [
     Mutant(
         name="reference-is-live",
         file="rlhf/rollout.py",
-        before="reference = models.reference_logprobs(part) if models.has_reference else logprobs",
+        before="reference = models.reference_logprobs(micro_batch) if models.has_reference else logprobs",
         after="reference = logprobs",
         why="the KL is always 0: nothing holds the policy",
         tests=("tests/learning/test_learns.py::test_a_large_kl_coefficient_holds_the_policy",),

@@ -24,8 +24,8 @@ MODEL_FAMILIES = [
     Mutant(
         name="one-eos-of-several",
         file="rlhf/models/backbone.py",
-        before="listed = own if isinstance(own, list) else [own]",
-        after="listed = own[:1] if isinstance(own, list) else [own]",
+        before="configured = eos if isinstance(eos, list) else [eos]",
+        after="configured = eos[:1] if isinstance(eos, list) else [eos]",
         why="Llama 3, Qwen, Gemma and Phi end a turn with several tokens: sampling runs on past the others",
         tests=("tests/zoo/test_zoo.py::test_it_loads_as_published",),
     ),

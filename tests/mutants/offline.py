@@ -115,16 +115,16 @@ OFFLINE = [
     Mutant(
         name="reference-in-order-of-length",
         file=TRAINER,
-        before="found[torch.tensor(part)] = ",
-        after="found[start : start + len(part)] = ",
+        before="totals[torch.tensor(part)] = ",
+        after="totals[start : start + len(part)] = ",
         why="rows are read longest first and kept in that order: each has another row's reference",
         tests=OF_TRAINER,
     ),
     Mutant(
         name="pairs-taken-apart-the-wrong-way",
         file="rlhf/data/annotated.py",
-        before="return (True,) * len(found) + (False,) * len(found)",
-        after="return (True, False) * len(found)",
+        before="return (True,) * len(dataset) + (False,) * len(dataset)",
+        after="return (True, False) * len(dataset)",
         why="half of the labels that KTO makes of pairs are wrong",
         tests=("tests/data/test_annotated.py",),
     ),
@@ -179,7 +179,7 @@ OFFLINE = [
     Mutant(
         name="thought-goes-without-a-word",
         file="rlhf/data/templates.py",
-        before="        if thinks is not None:\n            return thinks\n",
+        before="        if thought_turn is not None:\n            return thought_turn\n",
         after="",
         why="SFT on reasoning data learns answers without their thoughts from an R1 distill",
         tests=("tests/data/test_templates.py",),
@@ -187,7 +187,7 @@ OFFLINE = [
     Mutant(
         name="rewritten-turns-learned-as-history",
         file="rlhf/data/templates.py",
-        before="    if not all(whole.startswith(turn.before + turn.text) for turn in written):",
+        before="    if not all(whole.startswith(turn.before + turn.text) for turn in turn_texts):",
         after="    if not whole:",
         why="the mask of an earlier turn lies over other words where the template rewrites it",
         tests=("tests/data/test_templates.py",),

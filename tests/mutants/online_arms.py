@@ -84,7 +84,7 @@ ONLINE_ARMS = [
     Mutant(
         name="greedy-completions-are-free",
         file="rlhf/trainers/online.py",
-        before="run.session.state.completions += len(rollout) + found.extra",
+        before="run.session.state.completions += len(rollout) + collected.extra",
         after="run.session.state.completions += len(rollout)",
         why="a budget in completions favors the arms that sample what they do not learn from",
         tests=("tests/learning/test_learns.py::test_greedy_baselines_are_counted",),
@@ -92,8 +92,8 @@ ONLINE_ARMS = [
     Mutant(
         name="refill-takes-uniform-groups",
         file="rlhf/trainers/collect.py",
-        before="good = ~uniform_groups(found[1].values, size)",
-        after="good = torch.ones_like(uniform_groups(found[1].values, size))",
+        before="varied = ~uniform_groups(drawn[1].values, size)",
+        after="varied = torch.ones_like(uniform_groups(drawn[1].values, size))",
         why="a uniform group is replaced by another uniform one, and the search ends there",
         tests=COLLECT,
     ),
@@ -108,8 +108,8 @@ ONLINE_ARMS = [
     Mutant(
         name="refill-counts-what-it-kept",
         file="rlhf/trainers/collect.py",
-        before="        thrown[rows] = False\n",
-        after="        thrown[: len(uniform)] = False\n",
+        before="        discarded[rows] = False\n",
+        after="        discarded[: len(uniform)] = False\n",
         why="the completions thrown away are taken for those that were kept: the token count is off",
         tests=COLLECT,
     ),

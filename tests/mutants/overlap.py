@@ -35,8 +35,8 @@ OVERLAPPING = [
     Mutant(
         name="ahead-not-saved",
         file="rlhf/build/online.py",
-        before='besides["ahead"] = self.ahead.saved(self.state)',
-        after='besides["ahead"] = {}',
+        before='extra["ahead"] = self.ahead.saved(self.state)',
+        after='extra["ahead"] = {}',
         why="a resumed run draws the next step by other weights than the uninterrupted one did",
         tests=(f"{SAME_RUN}[drawn ahead]",),
     ),

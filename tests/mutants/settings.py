@@ -26,7 +26,7 @@ SETTINGS = [
     Mutant(
         name="command-line-section-dropped",
         file="rlhf/config/load.py",
-        before="[key for key in unread_keys(config) if setting(said, key) is None]",
+        before="[key for key in unread_keys(config) if setting(given, key) is None]",
         after="unread_keys(config)",
         why="a critic section that the user gave on the command line vanishes without the warning",
         tests=LOADING,
@@ -34,7 +34,7 @@ SETTINGS = [
     Mutant(
         name="unread-sections-stay",
         file="rlhf/config/load.py",
-        before="    if not _names_another_algorithm(file, said):\n        return tree",
+        before="    if not _names_another_algorithm(file, given):\n        return tree",
         after="    if True:\n        return tree",
         why="configs/ppo.yaml algorithm.preset=grpo warns of the critic section that the file has for PPO",
         tests=LOADING,
@@ -42,7 +42,7 @@ SETTINGS = [
     Mutant(
         name="preset-keeps-its-value-loss",
         file="rlhf/config/load.py",
-        before='    if chosen is None or "loss" in preset:',
+        before='    if advantage is None or "loss" in preset:',
         after="    if True:",
         why="algorithm.advantage.type=group over PPO is refused for a value loss that only the preset named",
         tests=LOADING,

@@ -17,8 +17,8 @@ SUITES = [
     Mutant(
         name="one-instruction-is-enough",
         file="rlhf/evaluation/suites/ifeval.py",
-        before='share("prompt_strict", [float(all(row)) for row in strict], whole)',
-        after='share("prompt_strict", [float(any(row)) for row in strict], whole)',
+        before='share("prompt_strict", [float(all(row)) for row in strict], by_prompt)',
+        after='share("prompt_strict", [float(any(row)) for row in strict], by_prompt)',
         why="a prompt counts as followed where one of its instructions is",
         tests=IFEVAL,
     ),
@@ -97,8 +97,8 @@ SUITES = [
     Mutant(
         name="left-of-the-equation",
         file="rlhf/evaluation/suites/answers.py",
-        before="for side in (after, part) for found",
-        after="for side in (part,) for found",
+        before="for side in (after, part) for number",
+        after="for side in (part,) for number",
         why="The answer is 3 + 4 = 7 is read as 3",
         tests=ANSWERS,
     ),
@@ -113,7 +113,7 @@ SUITES = [
     Mutant(
         name="mixed-numbers-lose-their-whole",
         file="rlhf/evaluation/suites/numbers.py",
-        before='value += _exact(found["whole"])',
+        before='value += _to_fraction(groups["whole"])',
         after="value += 0",
         why="2 1/2 cups are half a cup",
         tests=ANSWERS,

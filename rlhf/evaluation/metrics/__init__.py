@@ -1,4 +1,7 @@
-"""Metrics for the `evaluate` library, each in a folder that `evaluate.load(path)` takes, without a network."""
+"""Metrics for the `evaluate` library: one folder each, which `evaluate.load(path)` loads without network access.
+
+`metric_path` returns the folder of a metric by its name, and `NAMES` lists the names.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,11 @@ NAMES = ("gsm8k_exact", "pass_at_k", "distinct_n", "pairwise_accuracy", "win_rat
 
 
 def metric_path(name: str) -> str:
-    """The folder of a metric, for `evaluate.load`: `evaluate.load(metric_path("pass_at_k"))`."""
+    """Return the folder of a metric, for `evaluate.load`, as in `evaluate.load(metric_path("pass_at_k"))`.
+
+    Raises:
+        ValueError: there is no metric of that name.
+    """
     if name not in NAMES:
         raise ValueError(f"no metric {name!r}; there are: {', '.join(NAMES)}")
     return str(Path(__file__).parent / name)

@@ -1,4 +1,4 @@
-"""One greedy answer to every question of a set: the answers' texts, how long they are and which did not end."""
+"""One answer to every question of a set: the texts, their lengths, and which were cut off."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from rlhf.rewards.source import RewardSource
 from rlhf.types import Completions
 
 Pick = Callable[[Completions], Tensor]
-"""Which completion of each question is kept, as row numbers."""
+"""Returns the row index of the completion to keep for each question."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What a model answered, one text for each question."""
+    """A model's answers, one for each question."""
 
     texts: list[str]
     lengths: list[float]
@@ -33,11 +33,11 @@ class Answers:
 
     @property
     def rows(self) -> dict[str, list[float]]:
-        """Return the numbers of every answer, by the figure they are of."""
+        """Return the values of every answer, by figure."""
         return {"length": self.lengths, "truncated": list(map(float, self.truncated))}
 
     def figures(self, *, seed: int) -> list[Figure]:
-        """Return the length, the share that was cut off and the distinct bigrams."""
+        """Compute the mean length, the share of truncated answers and the distinct bigrams."""
         return [
             average("length", self.lengths, "tokens of an answer, EOS included", seed=seed),
             share("truncated", list(map(float, self.truncated)), "answers that reached sampling.max_new_tokens"),
@@ -48,27 +48,27 @@ class Answers:
 
 
 def answerable(subject: Subject, items: list[Item[T]], skips: Skips, text: Callable[[T], str]) -> list[Item[T]]:
-    """Leave out, and count, the questions that do not fit into the model's context with an answer.
+    """Drop, and count, the questions that do not fit into the model's context with an answer.
 
     Raises:
-        DataError: none is left.
+        DataError: no question is left.
     """
     room = subject.sampling.max_new_tokens
 
-    def why(item: Item[T]) -> BadRow | None:
+    def reason(item: Item[T]) -> BadRow | None:
         return too_long(subject, len(subject.encoder.prompts([subject.ask(text(item.found))])[0]), room, of=NEW)
 
-    return without(items, skips, why)
+    return without(items, skips, reason)
 
 
 def answer(
     subject: Subject, questions: Sequence[str], *, key: int, greedy: bool, count: int = 1, pick: Pick | None = None
 ) -> Answers:
-    """Answer every question once; with `pick`, draw `count` answers and keep the one it chooses."""
-    asked = [subject.ask(question) for question in questions]
-    ids = subject.encoder.prompts(asked)
-    prompts = [rendered.prompt for rendered in asked]
-    completions = subject.sample(ids, prompts, key=key, count=count, greedy=greedy and count == 1)
+    """Answer every question once; with `pick`, sample `count` answers and keep the one that it picks."""
+    prompts = [subject.ask(question) for question in questions]
+    ids = subject.encoder.prompts(prompts)
+    texts = [rendered.prompt for rendered in prompts]
+    completions = subject.sample(ids, texts, key=key, count=count, greedy=greedy and count == 1)
     if count > 1:
         assert pick is not None, "several answers, and nothing picks one"
         completions = completions.rows(pick(completions))
@@ -82,7 +82,7 @@ def answer(
 
 
 def pick_best(source: RewardSource, rows: Sequence[Mapping[str, object]], count: int) -> Pick:
-    """Make a `Pick` that keeps the answer which `source` scores highest; it reads the question's row."""
+    """Make a `Pick` that keeps the answer that `source` scores highest; the source reads the row of the question."""
 
     def pick(completions: Completions) -> Int[Tensor, " Q"]:
         references = tuple(dict(row) for row in rows for _ in range(count))

@@ -1,4 +1,4 @@
-"""The final answer of a worked solution: where it is announced, else the last number there is."""
+"""The final answer of a worked solution: the announced number, else the last number of the text."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Answer:
 
 
 def final_answer(text: str) -> Answer | None:
-    """The number that a solution ends in; None where the text has none.
+    """Extract the number that a solution ends in; None where the text has no number.
 
-    Looked for, in this order: after the last `####` that a number follows; in the last `\\boxed{...}`; after the last
+    Searched, in this order: after the last `####` that a number follows; in the last `\\boxed{...}`; after the last
     "answer is", "answer:" or "answer ="; the last number of the text. After an announcement it is the first number up
-    to the end of the sentence, or, where there is an equation, the first after its last equals sign. What is a
-    number, and which marks and units do not matter, is for `find_numbers` to say.
+    to the end of the sentence, or, where there is an equation, the first after its last equals sign. `find_numbers`
+    defines what a number is, and which marks and units are ignored.
     """
     for part in _announcements(text):
-        value = _announced(plain(part))
+        value = _first_number(plain(part))
         if value is not None:
             return Answer(value, announced=True)
     numbers = list(find_numbers(plain(text)))
@@ -42,13 +42,13 @@ def final_answer(text: str) -> Answer | None:
 
 
 def same_answer(text: str, expected: Fraction, *, announced_only: bool = False) -> bool:
-    """Whether the final answer of `text` is exactly the number `expected`."""
-    found = final_answer(text)
-    return found is not None and found.value == expected and (found.announced or not announced_only)
+    """Check whether the final answer of `text` is exactly the number `expected`."""
+    answer = final_answer(text)
+    return answer is not None and answer.value == expected and (answer.announced or not announced_only)
 
 
 def expected_answer(solution: str) -> Fraction | None:
-    """The number behind a solution's last `####`, which must be all there is; None where it is not."""
+    """Extract the number after a solution's last `####`; None unless that number is all that follows."""
     _, mark, end = solution.rpartition(HASHES)
     end = end.strip()
     numbers = list(find_numbers(end))
@@ -57,36 +57,36 @@ def expected_answer(solution: str) -> Fraction | None:
 
 
 def _announcements(text: str) -> Iterator[str]:
-    """What follows the announcements of an answer, the surest kind first, of each kind the last first."""
+    """Yield the texts after announcements of an answer: the most reliable kind first, within a kind the last first."""
     for part in reversed(text.split(HASHES)[1:]):
         line = part.lstrip("# ").partition("\n")[0]
-        if _BEGINS.match(plain(line)) and not _LISTED.match(line):  # else it is a heading
+        if _BEGINS.match(plain(line)) and not _LISTED.match(line):  # anything else is a heading
             yield line
     yield from reversed([_braced(text, match.end()) for match in _BOXED.finditer(text)])
     for match in reversed(list(_ANSWER.finditer(text))):
         yield _sentence(text[match.end() :])
 
 
-def _announced(part: str) -> Fraction | None:
-    """The first number, or the first after the last equals sign."""
+def _first_number(part: str) -> Fraction | None:
+    """Return the first number after the last equals sign, else the first number; None without one."""
     _, _, after = part.rpartition("=")
-    return next((found.value for side in (after, part) for found in find_numbers(side)), None)
+    return next((number.value for side in (after, part) for number in find_numbers(side)), None)
 
 
 def _sentence(text: str) -> str:
-    """The text up to the end of its first sentence, blank space before it left out."""
+    """Return the first sentence of a text, without leading whitespace and its end mark."""
     text = text.lstrip()
     end = _END.search(text)
     return text[: end.start()] if end else text
 
 
 def _braced(text: str, start: int) -> str:
-    """What is inside the braces that open at `start`; without braces, the next word."""
+    """Return the contents of the braces that open at `start`; without braces, the next word."""
     if text[start : start + 1] != "{":
         return text[start:].partition(" ")[0]
     depth = 0
-    for at in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[at], 0)
+    for i in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[i], 0)
         if depth == 0:
-            return text[start + 1 : at]
+            return text[start + 1 : i]
     return text[start + 1 :]

@@ -1,4 +1,4 @@
-"""Completions that end before a stop text, as if the model had ended there."""
+"""Stop texts: cut completions before them, as if the model had ended there."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from rlhf.types import Completions
 
 
 def cut(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first of the stop texts in it."""
-    ends = [at for stop in stops if stop and (at := text.find(stop)) >= 0]
+    """Cut a text before the first stop text in it."""
+    ends = [start for stop in stops if stop and (start := text.find(stop)) >= 0]
     return text[: min(ends)] if ends else text
 
 
 def cut_completions(completions: Completions, subject: Subject, stops: Sequence[str]) -> tuple[Completions, int]:
-    """The completions, those with a stop text in them cut before it and ended by EOS; and how many were cut.
+    """Cut completions before their first stop text and end them with EOS; return all of them and how many were cut.
 
-    Their `sampler_logprobs` are zero.
+    If any was cut, the `sampler_logprobs` of all of them are zero.
     """
     texts = decode(completions, subject.encoder.tokenizer)
-    live = [
+    ids = [
         row[mask].tolist() for row, mask in zip(completions.completion_ids, completions.completion_mask, strict=True)
     ]
-    shorter = [i for i, text in enumerate(texts.completions) if cut(text, stops) != text]
-    if not shorter:
+    shortened = [i for i, text in enumerate(texts.completions) if cut(text, stops) != text]
+    if not shortened:
         return completions, 0
-    for i in shorter:
+    for i in shortened:
         rendered = Rendered(texts.prompts[i], (cut(texts.completions[i], stops),), templated=False)
-        live[i] = subject.encoder.completions([rendered], 0)[0]
+        ids[i] = subject.encoder.completions([rendered], 0)[0]
     ended = torch.zeros(len(completions), dtype=torch.bool)
-    ended[shorter] = True
-    return with_completions(completions, live, subject, finished=completions.finished | ended), len(shorter)
+    ended[shortened] = True
+    return with_completions(completions, ids, subject, finished=completions.finished | ended), len(shortened)
 
 
 def with_completions(
     prompts: Completions, ids: Sequence[list[int]], subject: Subject, *, finished: torch.Tensor
 ) -> Completions:
-    """The prompts of a batch with other completions, given as token ids."""
+    """Replace the completions of a batch by others, given as token ids; `sampler_logprobs` are zero."""
     completion_ids, mask = right_pad(ids, subject.encoder.pad_id)
     return Completions(
         prompt_ids=prompts.prompt_ids,

@@ -1,4 +1,4 @@
-"""The arithmetic of the suites: shares with their intervals, pass@k, pairs won."""
+"""Estimators for the suites: Wilson intervals of shares, pass@k, wins of pairs, and means."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Z95 = 1.959963984540054  # the 97.5 % quantile of the standard normal
 
 
 def wilson(successes: int | float, total: int) -> tuple[float, float]:
-    """The 95 % score interval of a share (Wilson 1927); `successes` may count a tie half.
+    """Compute the 95 % score interval of a share (Wilson 1927); `successes` may count a tie half.
 
     (p + z²/2n ± z sqrt(p (1 - p) / n + z²/4n²)) / (1 + z²/n),   p = successes / n
     """
@@ -24,9 +24,12 @@ def wilson(successes: int | float, total: int) -> tuple[float, float]:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """The unbiased estimate, from n samples of which c are right, of P(one of k is) (Chen et al. 2021, eq. 1).
+    """Estimate without bias the probability that at least one of k samples is right (Chen et al. 2021, eq. 1).
 
-    1 - C(n - c, k) / C(n, k)
+        1 - C(n - c, k) / C(n, k)   for c = `correct` of n = `samples`
+
+    Raises:
+        ValueError: k is not from 1 to n, or c is not from 0 to n.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} needs at least {k} samples a problem, and there are {samples}")
@@ -36,21 +39,21 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def mean_pass_at_k(verdicts: Sequence[Sequence[bool]], k: int) -> float:
-    """`pass_at_k` of each problem's samples, averaged over the problems."""
+    """Average `pass_at_k` over problems, given which samples of each problem are right."""
     if not verdicts:
         raise ValueError("pass@k of no problems")
     return math.fsum(pass_at_k(len(row), sum(map(bool, row)), k) for row in verdicts) / len(verdicts)
 
 
 def wins(a: Sequence[float], b: Sequence[float]) -> list[float]:
-    """1 where A is above B, 1/2 where they are equal, else 0."""
+    """Return 1 where A is above B, 1/2 where they are equal, else 0."""
     if len(a) != len(b):
         raise ValueError(f"{len(a)} scores on one side and {len(b)} on the other")
     return [1.0 if x > y else 0.5 if x == y else 0.0 for x, y in zip(a, b, strict=True)]
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean, added up exactly."""
+    """Compute the mean, with an exact sum."""
     if not values:
         raise ValueError("the mean of nothing")
     return math.fsum(values) / len(values)

@@ -1,4 +1,4 @@
-"""What a suite finds: named figures with their intervals, and what it could not measure."""
+"""The result of a suite: named figures with their confidence intervals, and what was not measured."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Something the suite can measure and did not, and why."""
+    """A measure that the suite left out, and why."""
 
     what: str
     why: str
@@ -38,7 +38,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class SuiteResult:
-    """What one suite found of one model."""
+    """The result of one suite on one model."""
 
     figures: tuple[Figure, ...]
     n: int
@@ -48,10 +48,10 @@ class SuiteResult:
     groups: Mapping[str, tuple[Figure, ...]] = field(default_factory=dict)
     examples: tuple[Mapping[str, Any], ...] = ()
     rows: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Figure -> a number for each row, whose mean is the figure: for paired differences between models."""
+    """By figure, one value per row, whose mean is the figure: for paired differences between models."""
 
     def as_json(self) -> dict[str, Any]:
-        """The result as plain data; figures by their names."""
+        """Convert the result to plain data, with the figures by name."""
         return {
             "n": self.n,
             "skipped": dict(self.skipped),
@@ -65,35 +65,36 @@ class SuiteResult:
 
 
 def share(name: str, values: Sequence[float], meaning: str) -> Figure:
-    """The mean of values in [0, 1], each the verdict on one independent row, with Wilson's interval."""
+    """Build the figure of a mean of values in [0, 1], one per independent row, with Wilson's interval."""
     low, high = wilson(sum(values), len(values))
     return Figure(name, mean(values), low, high, len(values), "wilson", meaning)
 
 
 def average(name: str, values: Sequence[float], meaning: str, *, seed: int) -> Figure:
-    """The mean of any numbers, one a row, with its bootstrap interval over the rows."""
-    found = bootstrap(torch.tensor(values, dtype=torch.float64), seed=seed)
-    return Figure(name, mean(values), found.low, found.high, len(values), "bootstrap", meaning)
+    """Build the figure of a mean of any values, one per row, with its bootstrap interval over the rows."""
+    interval = bootstrap(torch.tensor(values, dtype=torch.float64), seed=seed)
+    return Figure(name, mean(values), interval.low, interval.high, len(values), "bootstrap", meaning)
 
 
 def share_of_parts(name: str, verdicts: Sequence[Sequence[bool]], meaning: str, *, seed: int) -> Figure:
-    """Return the share of all verdicts, several a row, with its bootstrap interval over the rows.
+    """Build the figure of the share of positive verdicts, several per row, with its bootstrap interval over the rows.
 
-    The share is a ratio of two sums, sum_i met_i / sum_i n_i = R. Its error is that of the mean of the linearized
+    The share is a ratio of two sums, R = sum_i met_i / sum_i n_i. Its error is that of the mean of the linearized
     values R + (met_i - R n_i) / mean(n), whose mean is R itself.
     """
     mean_count = sum(map(len, verdicts)) / len(verdicts)
     ratio = sum(map(sum, verdicts)) / (mean_count * len(verdicts))
     values = [ratio + (sum(row) - ratio * len(row)) / mean_count for row in verdicts]
-    found = bootstrap(torch.tensor(values, dtype=torch.float64), seed=seed)
-    return Figure(name, ratio, found.low, found.high, len(verdicts), "bootstrap", meaning)
+    interval = bootstrap(torch.tensor(values, dtype=torch.float64), seed=seed)
+    return Figure(name, ratio, interval.low, interval.high, len(verdicts), "bootstrap", meaning)
 
 
 def skipped_and_notes(skips: Skips) -> tuple[dict[str, int], tuple[str, ...]]:
-    """The counts of skipped rows by reason, and the line that shows some of them, where there are any."""
-    shown = (skips.summary(),) if skips.skipped or skips.notes or skips.cut else ()
-    return dict(sorted(skips.counts.items())), shown
+    """Return the counts of skipped rows by reason, and a note that summarizes them where there are any."""
+    notes = (skips.summary(),) if skips.skipped or skips.notes or skips.cut else ()
+    return dict(sorted(skips.counts.items())), notes
 
 
 def _by_name(figures: Sequence[Figure]) -> dict[str, dict[str, Any]]:
+    """Convert figures to plain data, by name."""
     return {figure.name: {key: value for key, value in asdict(figure).items() if key != "name"} for figure in figures}

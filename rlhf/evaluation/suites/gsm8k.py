@@ -1,4 +1,4 @@
-"""Word problems with one number for an answer (Cobbe et al. 2021): exact match, pass@k."""
+"""The gsm8k suite: word problems whose answer is one number (Cobbe et al. 2021), by exact match and pass@k."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rlhf.runtime.seeding import derive
 
 COLUMNS = ("question", "answer")
 EXAMPLES = 8
-_MARKS = re.compile(r"<<[^<>]*>>")  # the calculator's notes in GSM8K's solutions
+_MARKS = re.compile(r"<<[^<>]*>>")  # calculator annotations in GSM8K's solutions
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Problem:
 
 
 def read_problem(values: Mapping[str, object]) -> Problem:
-    """A problem from the columns of its row.
+    """Read a problem from the columns of its row.
 
     Raises:
-        BadRow: no question, or a solution that does not end in `#### number`.
+        BadRow: there is no question, or the solution does not end in `#### number`.
     """
     solution = some_text(values.get("answer"), "answer")
     expected = expected_answer(solution)
@@ -50,23 +50,23 @@ def read_problem(values: Mapping[str, object]) -> Problem:
 
 
 def run_gsm8k(settings: Gsm8kSettings, subject: Subject) -> SuiteResult:
-    """Measure gsm8k.
+    """Run the gsm8k suite: sample solutions of every problem and compare their final answers.
 
     Raises:
-        DataError: no usable problem.
-        ConfigError: examples are wanted and there are too few.
+        DataError: there is no usable problem.
+        ConfigError: there are fewer examples than `shots`.
     """
     examples = _examples(settings)
     items, skips = read_items(settings.dataset, read_problem, columns=COLUMNS, what="problems with answers")
     shown_already = {problem.question for problem in examples}
     repeated = BadRow("one of the examples")
     items = without(items, skips, lambda item: repeated if item.found.question in shown_already else None)
-    asked = {id(item): _asked(subject, settings, item.found, examples) for item in items}
+    prompts = {id(item): _render(subject, settings, item.found, examples) for item in items}
     room = settings.sampling.max_new_tokens
-    items = without(items, skips, lambda item: too_long(subject, len(asked[id(item)][1]), room, of=NEW))
-    answers = _answered(settings, subject, [asked[id(item)] for item in items])
+    items = without(items, skips, lambda item: too_long(subject, len(prompts[id(item)][1]), room, of=NEW))
+    answers = _sample_solutions(settings, subject, [prompts[id(item)] for item in items])
     graded = [
-        [_right(answer, item.found.expected, settings.announced_only) for _, answer in row]
+        [_is_correct(answer, item.found.expected, settings.announced_only) for _, answer in row]
         for item, row in zip(items, answers, strict=True)
     ]
     skipped, notes = skipped_and_notes(skips)
@@ -80,6 +80,11 @@ def run_gsm8k(settings: Gsm8kSettings, subject: Subject) -> SuiteResult:
 
 
 def _examples(settings: Gsm8kSettings) -> list[Problem]:
+    """Read the few-shot examples: `shots` problems of `examples`, by default of the data set's train split.
+
+    Raises:
+        ConfigError: no source of examples is configured, or it has too few.
+    """
     if not settings.shots:
         return []
     source = settings.examples
@@ -87,16 +92,17 @@ def _examples(settings: Gsm8kSettings) -> list[Problem]:
         if Path(settings.dataset.path).expanduser().is_file():
             raise ConfigError("shots: name a file of examples with examples.path; dataset.path is a single file")
         source = settings.dataset.model_copy(update={"split": "train"})
-    wanted = DatasetConfig.model_validate({**source.model_dump(), "limit": settings.shots})
-    items, _ = read_items(wanted, read_problem, columns=COLUMNS, what="problems with answers")
+    config = DatasetConfig.model_validate({**source.model_dump(), "limit": settings.shots})
+    items, _ = read_items(config, read_problem, columns=COLUMNS, what="problems with answers")
     if len(items) < settings.shots:
         raise ConfigError(f"shots is {settings.shots}, but {source.path} has only {len(items)} usable examples")
     return [item.found for item in items]
 
 
-def _asked(
+def _render(
     subject: Subject, settings: Gsm8kSettings, problem: Problem, examples: Sequence[Problem]
 ) -> tuple[Rendered, list[int]]:
+    """Render a problem after its few-shot examples; return the prompt and its token ids."""
     solved = [
         f"{fill(settings.template, question=p.question)} {_MARKS.sub('', p.solution).strip()}\n\n" for p in examples
     ]
@@ -104,34 +110,36 @@ def _asked(
     return rendered, subject.encoder.prompts([rendered])[0]
 
 
-def _answered(
-    settings: Gsm8kSettings, subject: Subject, asked: Sequence[tuple[Rendered, list[int]]]
+def _sample_solutions(
+    settings: Gsm8kSettings, subject: Subject, prompts: Sequence[tuple[Rendered, list[int]]]
 ) -> list[list[tuple[str, Answer | None]]]:
-    """The solutions of each problem, each with its final answer."""
+    """Sample the solutions of each problem and extract the final answer of each solution."""
     greedy = settings.samples == 1 if settings.greedy is None else settings.greedy
-    drawn = subject.sample(
-        [ids for _, ids in asked],
-        [rendered.prompt for rendered, _ in asked],
+    completions = subject.sample(
+        [ids for _, ids in prompts],
+        [rendered.prompt for rendered, _ in prompts],
         key=derive(settings.seed, "gsm8k"),
         count=settings.samples,
         greedy=greedy,
     )
-    texts = [cut(text, settings.stop) for text in subject.texts(drawn)]
+    texts = [cut(text, settings.stop) for text in subject.texts(completions)]
     solved = [(text, final_answer(text)) for text in texts]
     return [solved[start : start + settings.samples] for start in range(0, len(solved), settings.samples)]
 
 
-def _right(answer: Answer | None, expected: Fraction, announced_only: bool) -> bool:
+def _is_correct(answer: Answer | None, expected: Fraction, announced_only: bool) -> bool:
+    """Check whether an answer is the expected number and, with `announced_only`, was announced."""
     return answer is not None and answer.value == expected and (answer.announced or not announced_only)
 
 
 def _figures(
     settings: Gsm8kSettings, graded: Sequence[Sequence[bool]], answers: Sequence[Answer | None]
 ) -> list[Figure]:
+    """Compute pass@k for every k, and the rates of announced and of missing answers."""
     size = settings.samples
 
     def figure(name: str, values: list[float], meaning: str) -> Figure:
-        # With one solution each, the values are verdicts; with more, they are shares or estimates.
+        # With one solution per problem the values are verdicts; with more they are shares or estimates.
         return share(name, values, meaning) if size == 1 else average(name, values, meaning, seed=settings.seed)
 
     def rate(name: str, test: Callable[[Answer | None], bool], meaning: str) -> Figure:
@@ -150,16 +158,19 @@ def _figures(
 
 
 def _is_announced(answer: Answer | None) -> bool:
+    """Check whether a solution announces its answer."""
     return answer is not None and answer.announced
 
 
 def _is_missing(answer: Answer | None) -> bool:
+    """Check whether a solution has no number at all."""
     return answer is None
 
 
 def _example(
     item: Item[Problem], solutions: Sequence[tuple[str, Answer | None]], verdicts: Sequence[bool]
 ) -> dict[str, object]:
+    """Build the record of a problem and its first solution for the examples of the result."""
     text, answer = solutions[0]
     return {
         "question": item.found.question,

@@ -1,6 +1,6 @@
-"""Tasks of lm-eval through its own evaluator, over our log-probabilities and our sampler. Needs the extra lm-eval.
+"""Tasks of lm-eval, run by its own evaluator on our log-probabilities and our sampler. Needs the extra lm-eval.
 
-Nothing else may import this module at its top: rlhf.commands.suites does so once it knows the extra is installed.
+No other module may import this one at its top: rlhf.commands.suites does so once it knows the extra is installed.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from rlhf.evaluation.suites.settings import HarnessSettings
 from rlhf.evaluation.suites.subject import Subject
 from rlhf.runtime.seeding import derive
 
-MAX_NEW_TOKENS = 256  # where a task does not say, as in lm-eval's own models
+MAX_NEW_TOKENS = 256  # for tasks that set none, as in lm-eval's own models
 KNOWN_GENERATION = {"until", "max_gen_toks", "max_new_tokens", "do_sample", "temperature"}
-_UNREADABLE = (OSError, EOFError, ValueError, RuntimeError, DatasetsError)
+_LOAD_ERRORS = (OSError, EOFError, ValueError, RuntimeError, DatasetsError)
 
 
 @dataclass(frozen=True)
-class _Way:
-    """How completions are drawn: requests of one way are drawn together."""
+class _GenerationSettings:
+    """How completions are sampled; requests with equal settings are sampled together."""
 
     max_new_tokens: int
     temperature: float | None  # None: greedy
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
-    """A Subject as lm-eval's model. Prompts too long for its context lose their start, which `notes` counts."""
+    """A Subject as a model of lm-eval. Prompts too long for its context lose their start; `shortened` counts them."""
 
     def __init__(self, subject: Subject, *, seed: int) -> None:
+        """Wrap `subject`; `seed` is that of the sampling."""
         super().__init__()
         self.subject = subject
         self.seed = seed
@@ -53,33 +54,33 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     @property
     def eot_token_id(self) -> int:
-        """The EOS."""
+        """Return the EOS id."""
         return self.subject.encoder.eos_id
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has nothing before it: the BOS, or where there is none the EOS."""
+        """Return the token that precedes a text without context: the BOS, or the EOS where there is no BOS."""
         prefix = self.subject.encoder.prefix
         return prefix[-1] if prefix else self.eot_token_id
 
     @property
     def tokenizer_name(self) -> str:
-        """A name for caches, which we do not keep."""
+        """Return a name for caches, which we do not keep."""
         return self.subject.path
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Token ids, with the special tokens the tokenizer puts first unless they are there or unwanted."""
+        """Tokenize a text, with the tokenizer's leading special tokens unless they are already there or not wanted."""
         del kwargs
         encoder = self.subject.encoder
         ids = list(encoder.tokenizer(string, add_special_tokens=False, verbose=False)["input_ids"])
         return ids if add_special_tokens is False or encoder.head(ids) else [*encoder.prefix, *ids]
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The source of the template, where it is wanted."""
+        """Return the source of the chat template, if `chat_template` is set."""
         return self.subject.encoder.template.source if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as text."""
+        """Render a conversation as text."""
         text = self.subject.encoder.tokenizer.apply_chat_template(
             chat_history,
             chat_template=self.subject.encoder.template.source,
@@ -92,21 +93,24 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return text
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """See lm_eval.api.model.LM; without its bars."""
-        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
-        return found
+        """Compute the log-likelihoods of the requests, as lm_eval.api.model.LM says, without a progress bar."""
+        logprobs: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        return logprobs
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[object, list[int], list[int]]], **kwargs: object
     ) -> list[tuple[float, bool]]:
+        """Compute the log-likelihood of each continuation, and whether it is the greedy one."""
         del kwargs
-        prompts = tuple(self._shortened(context, len(wanted)) for _, context, wanted in requests)
-        rows = CompletionRows(prompts, tuple(wanted for _, _, wanted in requests), self.subject.encoder.pad_id)
-        said = self.subject.says(rows)
-        return list(zip(said.logprobs.tolist(), said.greedy.tolist(), strict=True))
+        prompts = tuple(self._truncate_left(context, len(continuation)) for _, context, continuation in requests)
+        rows = CompletionRows(
+            prompts, tuple(continuation for _, _, continuation in requests), self.subject.encoder.pad_id
+        )
+        outputs = self.subject.says(rows)
+        return list(zip(outputs.logprobs.tolist(), outputs.greedy.tolist(), strict=True))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        """See lm_eval.api.model.LM: windows as long as the context, each token read once."""
+        """Compute the log-likelihoods of whole texts in windows as long as the context, each token scored once."""
         del disable_tqdm
         totals = []
         for request in requests:
@@ -122,59 +126,67 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """See lm_eval.api.model.LM; request i of a way has random numbers of its own."""
+        """Generate completions; of requests with equal settings, request i uses the random numbers of row i."""
         del disable_tqdm
-        ways: dict[_Way, list[int]] = {}
+        groups: dict[_GenerationSettings, list[int]] = {}
         for i, request in enumerate(requests):
-            ways.setdefault(self._way(request.args[1]), []).append(i)
+            groups.setdefault(self._generation_settings(request.args[1]), []).append(i)
         texts = [""] * len(requests)
-        for way, its in ways.items():
-            for i, text in zip(its, self._written(way, [requests[i].args[0] for i in its]), strict=True):
-                texts[i] = cut(text, _stops(requests[i].args[1]))
+        for settings, indices in groups.items():
+            for i, text in zip(
+                indices, self._sample_texts(settings, [requests[i].args[0] for i in indices]), strict=True
+            ):
+                texts[i] = cut(text, _stop_texts(requests[i].args[1]))
         return texts
 
-    def _written(self, way: _Way, contexts: Sequence[str]) -> list[str]:
+    def _sample_texts(self, settings: _GenerationSettings, contexts: Sequence[str]) -> list[str]:
+        """Sample one completion of each context, greedily where the settings have no temperature."""
         sampling = self.subject.sampling.model_copy(
-            update={"max_new_tokens": way.max_new_tokens, "temperature": way.temperature or 1.0}
+            update={"max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature or 1.0}
         )
-        writer = self.subject.writing(sampling)
-        ids = [self._shortened(self.tok_encode(text), way.max_new_tokens) for text in contexts]
+        subject = self.subject.writing(sampling)
+        ids = [self._truncate_left(self.tok_encode(text), settings.max_new_tokens) for text in contexts]
         key = derive(self.seed, "lm-eval")
-        return writer.texts(writer.sample(ids, contexts, key=key, greedy=way.temperature is None))
+        return subject.texts(subject.sample(ids, contexts, key=key, greedy=settings.temperature is None))
 
-    def _way(self, wanted: Mapping[str, Any]) -> _Way:
-        unknown = {name for name, value in wanted.items() if name not in KNOWN_GENERATION and value is not None}
-        if wanted.get("do_sample") and unknown:
+    def _generation_settings(self, arguments: Mapping[str, Any]) -> _GenerationSettings:
+        """Parse the generation arguments of a request.
+
+        Raises:
+            ConfigError: the request samples with arguments that we do not support.
+        """
+        unknown = {name for name, value in arguments.items() if name not in KNOWN_GENERATION and value is not None}
+        if arguments.get("do_sample") and unknown:
             raise ConfigError(
                 f"this task samples with {', '.join(sorted(unknown))}; we sample from the whole distribution at a "
                 "temperature, so that its figures would not be those of the task"
             )
-        tokens = int(wanted.get("max_gen_toks") or wanted.get("max_new_tokens") or MAX_NEW_TOKENS)
+        tokens = int(arguments.get("max_gen_toks") or arguments.get("max_new_tokens") or MAX_NEW_TOKENS)
         if self.subject.context is not None:
             tokens = min(tokens, max(1, self.subject.context // 2))
-        temperature = float(wanted.get("temperature") or 1.0)
-        return _Way(tokens, temperature if wanted.get("do_sample") else None)
+        temperature = float(arguments.get("temperature") or 1.0)
+        return _GenerationSettings(tokens, temperature if arguments.get("do_sample") else None)
 
-    def _shortened(self, ids: list[int], room: int) -> list[int]:
-        """The prompt, without its start where with `room` more tokens it is too long."""
-        most = len(ids) if self.subject.context is None else max(1, self.subject.context - room)
-        self.shortened += len(ids) > most
-        return ids[-most:]
+    def _truncate_left(self, ids: list[int], room: int) -> list[int]:
+        """Drop the start of a prompt that does not fit into the context with `room` more tokens, and count it."""
+        limit = len(ids) if self.subject.context is None else max(1, self.subject.context - room)
+        self.shortened += len(ids) > limit
+        return ids[-limit:]
 
 
 def run_harness(settings: HarnessSettings, subject: Subject, task: str) -> SuiteResult:
-    """Measure a task, group or tag of lm-eval.
+    """Run a task, group or tag of lm-eval.
 
     Raises:
-        ConfigError: there is no such task, or it samples as we do not.
-        DataError: its data cannot be had.
+        ConfigError: there is no such task, or it samples in a way that we do not support.
+        DataError: its data cannot be loaded.
     """
     if settings.apply_chat_template and subject.encoder.template.source is None:
         raise ConfigError("apply_chat_template: this tokenizer has no chat template; set chat_template to a file")
     model = HarnessModel(subject, seed=settings.seed)
-    with _quiet():
-        manager, tasks = _tasks(_folder(settings.include), task)
-        found = simple_evaluate(
+    with _silence_lm_eval():
+        manager, tasks = _find_tasks(_folder(settings.include), task)
+        output = simple_evaluate(
             model=model,
             tasks=tasks,
             num_fewshot=settings.num_fewshot,
@@ -189,44 +201,59 @@ def run_harness(settings: HarnessSettings, subject: Subject, task: str) -> Suite
             fewshot_random_seed=settings.seed,
         )
     note = f"{model.shortened:,} prompts were too long for the model and lost their start" if model.shortened else ""
-    return _result(found, task, (note,) if note else ())
+    return _to_suite_result(output, task, (note,) if note else ())
 
 
 def _folder(include: str | None) -> str | None:
+    """Check and expand the path of the user's folder of task files.
+
+    Raises:
+        DataError: there is no such folder.
+    """
     if include is not None and not Path(include).expanduser().is_dir():
         raise DataError(f"include: no folder {include!r} of task files")
     return None if include is None else str(Path(include).expanduser())
 
 
-def _tasks(folder: str | None, task: str) -> tuple[Any, list[Any]]:
-    """A manager that knows the task, and the task, or what its group or tag stands for.
+def _find_tasks(folder: str | None, task: str) -> tuple[Any, list[Any]]:
+    """Find a task by name; return a manager that knows it, and the task or the members of its group or tag.
 
-    The user's own folder is looked into alone at first: reading the names of lm-eval's thousands of files takes long.
+    The user's own folder is searched alone at first, because listing lm-eval's thousands of files takes long.
+
+    Raises:
+        ConfigError: there is no such task.
+        DataError: it cannot be loaded.
     """
     if folder is not None:
-        own = TaskManager(include_path=folder, include_defaults=False)
-        if task in own.all_tasks:
-            return own, _load(own, task)
+        user_manager = TaskManager(include_path=folder, include_defaults=False)
+        if task in user_manager.all_tasks:
+            return user_manager, _load(user_manager, task)
     manager = TaskManager(include_path=folder)
     if task not in manager.all_tasks:
-        near = difflib.get_close_matches(task, manager.all_tasks, n=3)
-        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        similar = difflib.get_close_matches(task, manager.all_tasks, n=3)
+        hint = f"; did you mean {', '.join(similar)}?" if similar else ""
         raise ConfigError(f"lm-eval has no task {task!r}{hint} (tasks of your own: --data FOLDER)")
     return manager, _load(manager, task)
 
 
 def _load(manager: Any, task: str) -> list[Any]:
+    """Load a task, or the members of a group or tag.
+
+    Raises:
+        DataError: it cannot be loaded.
+    """
     try:
         loaded = manager.load([task])
-    except (*_UNREADABLE, KeyError, TypeError) as error:
+    except (*_LOAD_ERRORS, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise DataError(f"lm-eval's task {task!r} could not be loaded: {reason}") from error
     return [loaded["groups"][task]] if task in loaded["groups"] else list(loaded["tasks"].values())
 
 
-def _result(found: Mapping[str, Any], task: str, notes: tuple[str, ...]) -> SuiteResult:
-    results: Mapping[str, Mapping[str, Any]] = found["results"]
-    counts: Mapping[str, Mapping[str, int]] = found["n-samples"]
+def _to_suite_result(output: Mapping[str, Any], task: str, notes: tuple[str, ...]) -> SuiteResult:
+    """Convert the output of lm-eval to a result."""
+    results: Mapping[str, Mapping[str, Any]] = output["results"]
+    counts: Mapping[str, Mapping[str, int]] = output["n-samples"]
     sizes = {name: int(count["effective"]) for name, count in counts.items()}
     groups = {name: tuple(_figures(values, sizes.get(name, 0))) for name, values in results.items()}
     total = sum(sizes.values())
@@ -237,13 +264,16 @@ def _result(found: Mapping[str, Any], task: str, notes: tuple[str, ...]) -> Suit
 
 
 def _figures(values: Mapping[str, Any], n: int) -> Iterator[Figure]:
-    """The metrics of one task: `acc,none` is acc; a filter's name stays. Its standard error makes the interval."""
+    """Yield the metrics of a task, with normal intervals from their standard errors.
+
+    The key `acc,none` is the figure acc; the name of another filter stays, in parentheses.
+    """
     for key, value in values.items():
-        metric, comma, kind = key.partition(",")
+        metric, comma, filter_name = key.partition(",")
         if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
             continue
-        error = values.get(f"{metric}_stderr,{kind}")
-        name = metric if kind == "none" else f"{metric} ({kind})"
+        error = values.get(f"{metric}_stderr,{filter_name}")
+        name = metric if filter_name == "none" else f"{metric} ({filter_name})"
         half = Z95 * error if isinstance(error, int | float) else None
         size = int(values.get("sample_len") or n)
         yield Figure(
@@ -257,15 +287,15 @@ def _figures(values: Mapping[str, Any], n: int) -> Iterator[Figure]:
         )
 
 
-def _stops(wanted: Mapping[str, Any]) -> list[str]:
-    """The texts a completion ends before."""
-    until = wanted.get("until") or []
+def _stop_texts(arguments: Mapping[str, Any]) -> list[str]:
+    """Return the stop texts of a request: a completion ends before the first of them."""
+    until = arguments.get("until") or []
     return [until] if isinstance(until, str) else list(until)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """lm-eval tells of every setting; what matters of it is in the result."""
+def _silence_lm_eval() -> Iterator[None]:
+    """Log only errors of lm-eval: it logs every setting, and those that matter are in the result."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)

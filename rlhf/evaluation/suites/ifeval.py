@@ -1,4 +1,4 @@
-"""Instructions that a program can check (Zhou et al. 2023): strict and loose accuracy, by prompt and by instruction."""
+"""The ifeval suite: instructions that a program can check (Zhou et al. 2023), by strict and loose accuracy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhf.runtime.seeding import derive
 
 @dataclass(frozen=True)
 class Instruction:
-    """A prompt and the constraints in it."""
+    """A prompt and the constraints that it states."""
 
     prompt: str
     constraints: list[Constraint]
@@ -30,7 +30,7 @@ def read_instruction(values: Mapping[str, object]) -> Instruction:
     """Read a row with `prompt`, `instruction_id_list` and `kwargs`.
 
     Raises:
-        BadRow: a column is missing or of the wrong form, or a kind of instruction is unknown.
+        BadRow: a column is missing or malformed, or a kind of instruction is unknown.
     """
     prompt = some_text(values.get("prompt"), "prompt")
     try:
@@ -40,11 +40,16 @@ def read_instruction(values: Mapping[str, object]) -> Instruction:
 
 
 def run_ifeval(settings: IfevalSettings, subject: Subject, *, source: RewardSource | None = None) -> SuiteResult:
-    """Answer every prompt and check the answers; `source` picks the best of several where best_of is above 1.
+    """Run the ifeval suite: answer every prompt and check which instructions the answer follows.
+
+    Args:
+        settings: the settings of the suite.
+        subject: the model to evaluate.
+        source: picks the best answer where `best_of` is above 1.
 
     Raises:
         ConfigError: langdetect is not installed.
-        DataError: no usable prompt.
+        DataError: there is no usable prompt.
     """
     require_langdetect()
     columns = ("prompt", KINDS, ARGUMENTS)
@@ -68,19 +73,20 @@ def run_ifeval(settings: IfevalSettings, subject: Subject, *, source: RewardSour
 
 
 def _accuracies(verdicts: Sequence[Verdict], *, seed: int) -> list[Figure]:
+    """Compute strict and loose accuracy, by prompt and by instruction."""
     strict, loose = [verdict.strict for verdict in verdicts], [verdict.loose for verdict in verdicts]
-    whole = "prompts of which every instruction is followed"
-    single = "instructions followed; the interval is over prompts"
+    by_prompt = "prompts of which every instruction is followed"
+    by_instruction = "instructions followed; the interval is over prompts"
     return [
-        share("prompt_strict", [float(all(row)) for row in strict], whole),
-        share_of_parts("instruction_strict", strict, single, seed=seed),
-        share("prompt_loose", [float(all(row)) for row in loose], f"{whole}, loosely"),
-        share_of_parts("instruction_loose", loose, f"{single}; loosely", seed=seed),
+        share("prompt_strict", [float(all(row)) for row in strict], by_prompt),
+        share_of_parts("instruction_strict", strict, by_instruction, seed=seed),
+        share("prompt_loose", [float(all(row)) for row in loose], f"{by_prompt}, loosely"),
+        share_of_parts("instruction_loose", loose, f"{by_instruction}; loosely", seed=seed),
     ]
 
 
 def _rows(verdicts: Sequence[Verdict]) -> dict[str, list[float]]:
-    """Return a number for every prompt; at instruction level, instructions followed over their mean count."""
+    """Return one value per prompt for each figure; by instruction, those followed over the mean number per prompt."""
     mean = sum(len(verdict.strict) for verdict in verdicts) / len(verdicts)
     return {
         "prompt_strict": [float(all(verdict.strict)) for verdict in verdicts],
@@ -91,12 +97,13 @@ def _rows(verdicts: Sequence[Verdict]) -> dict[str, list[float]]:
 
 
 def _by_kind(items: Sequence[Item[Instruction]], verdicts: Sequence[Verdict]) -> dict[str, tuple[Figure, ...]]:
+    """Compute the accuracy on every kind of instruction, the most frequent kind first."""
     strict: dict[str, list[float]] = {}
     loose: dict[str, list[float]] = {}
     for item, verdict in zip(items, verdicts, strict=True):
-        for constraint, tight, slack in zip(item.found.constraints, verdict.strict, verdict.loose, strict=True):
-            strict.setdefault(constraint.kind, []).append(float(tight))
-            loose.setdefault(constraint.kind, []).append(float(slack))
+        for constraint, followed, loosely in zip(item.found.constraints, verdict.strict, verdict.loose, strict=True):
+            strict.setdefault(constraint.kind, []).append(float(followed))
+            loose.setdefault(constraint.kind, []).append(float(loosely))
     return {
         kind: (
             share("strict", strict[kind], "instructions of this kind that are followed"),
@@ -107,6 +114,7 @@ def _by_kind(items: Sequence[Item[Instruction]], verdicts: Sequence[Verdict]) ->
 
 
 def _record(i: int, item: Item[Instruction], answers: Answers, verdict: Verdict) -> dict[str, object]:
+    """Build the record of a prompt and its answer for the examples of the result."""
     return {
         "prompt": item.found.prompt,
         "completion": answers.texts[i],

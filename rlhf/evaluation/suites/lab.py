@@ -1,4 +1,4 @@
-"""The lab's true reward and its parts, on prompts no run was trained on."""
+"""The lab suite: the lab's gold reward and its parts, on prompts that no run was trained on."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ EXAMPLES = 8
 
 
 @dataclass(frozen=True)
-class _Golds:
-    """The model's completions, and the parts of the gold of each."""
+class _ScoredAnswers:
+    """A model's answers, and the parts of the gold reward of each."""
 
     texts: list[str]
     parts: list[dict[str, float]]
 
     @property
     def totals(self) -> list[float]:
+        """Return the gold reward of every answer."""
         return [sum(parts.values()) for parts in self.parts]
 
 
 def run_lab(settings: LabSettings, subject: Subject, *, reference: Subject | None) -> SuiteResult:
-    """Measure lab; `reference` is the model to compare with, where there is one.
+    """Run the lab suite: score answers by the gold reward, and compare them with those of `reference`.
 
     Raises:
-        DataError: no usable prompt.
+        DataError: there is no usable prompt.
     """
     items, skips = read_items(settings.dataset, _read_prompt, columns=("prompt",), what="prompts of the lab")
     encoded = subject.encoder.prompts([Rendered(item.found, (), templated=False) for item in items])
@@ -44,16 +45,16 @@ def run_lab(settings: LabSettings, subject: Subject, *, reference: Subject | Non
     room = settings.sampling.max_new_tokens
     items = without(items, skips, lambda item: too_long(subject, len(by_id[id(item)]), room, of=NEW))
     prompts, ids = [item.found for item in items], [by_id[id(item)] for item in items]
-    own = _golds(subject, prompts, ids, settings.seed)
-    figures = [average("gold", own.totals, "true reward of the model's answers", seed=settings.seed)]
-    figures += _compared(own, reference, prompts, ids, settings.seed)
+    answers = _sample_and_score(subject, prompts, ids, settings.seed)
+    figures = [average("gold", answers.totals, "true reward of the model's answers", seed=settings.seed)]
+    figures += _comparison(answers, reference, prompts, ids, settings.seed)
     figures += [
-        average(f"gold_{part}", [parts[part] for parts in own.parts], f"its part {part}", seed=settings.seed)
-        for part in own.parts[0]
+        average(f"gold_{part}", [parts[part] for parts in answers.parts], f"its part {part}", seed=settings.seed)
+        for part in answers.parts[0]
     ]
     skipped, notes = skipped_and_notes(skips)
     left_out = () if reference else (LeftOut("win rate over the start model", "no reference: set reference=PATH"),)
-    examples = zip(prompts[:EXAMPLES], own.texts, own.totals, own.parts, strict=False)
+    examples = zip(prompts[:EXAMPLES], answers.texts, answers.totals, answers.parts, strict=False)
     return SuiteResult(
         tuple(figures),
         len(items),
@@ -64,29 +65,35 @@ def run_lab(settings: LabSettings, subject: Subject, *, reference: Subject | Non
     )
 
 
-def _golds(model: Subject, prompts: Sequence[str], ids: Sequence[list[int]], seed: int) -> _Golds:
-    drawn = model.sample(ids, prompts, key=derive(seed, "lab"))
-    texts = model.texts(drawn)
-    return _Golds(texts, [gold_parts(prompt, text) for prompt, text in zip(prompts, texts, strict=True)])
+def _sample_and_score(model: Subject, prompts: Sequence[str], ids: Sequence[list[int]], seed: int) -> _ScoredAnswers:
+    """Sample one answer to every prompt and score it by the gold reward."""
+    completions = model.sample(ids, prompts, key=derive(seed, "lab"))
+    texts = model.texts(completions)
+    return _ScoredAnswers(texts, [gold_parts(prompt, text) for prompt, text in zip(prompts, texts, strict=True)])
 
 
-def _compared(
-    own: _Golds, reference: Subject | None, prompts: Sequence[str], ids: Sequence[list[int]], seed: int
+def _comparison(
+    answers: _ScoredAnswers, reference: Subject | None, prompts: Sequence[str], ids: Sequence[list[int]], seed: int
 ) -> list[Figure]:
+    """Compare the answers with those of the reference; no figures without one."""
     if reference is None:
         return []
-    start = _golds(reference, prompts, ids, seed).totals
-    won = wins(own.totals, start)
-    more = [a - b for a, b in zip(own.totals, start, strict=True)]
+    start = _sample_and_score(reference, prompts, ids, seed).totals
+    outcomes = wins(answers.totals, start)
+    differences = [a - b for a, b in zip(answers.totals, start, strict=True)]
     return [
         average("gold_start", start, "true reward of the start model's answers", seed=seed),
-        average("gold_difference", more, "the model's less the start model's, prompt by prompt", seed=seed),
-        average("win_rate_start", won, "the model's answer is worth more; a tie counts half", seed=seed),
+        average("gold_difference", differences, "the model's less the start model's, prompt by prompt", seed=seed),
+        average("win_rate_start", outcomes, "the model's answer is worth more; a tie counts half", seed=seed),
     ]
 
 
 def _read_prompt(values: Mapping[str, object]) -> str:
-    """The prompt of a row, which must ask for one of the lab's topics."""
+    """Read the prompt of a row.
+
+    Raises:
+        BadRow: there is no prompt, or it names none of the lab's topics.
+    """
     prompt = some_text(values.get("prompt"), "prompt")
     try:
         read_prompt(prompt)

@@ -1,4 +1,4 @@
-"""Numbers in prose: found, and read exactly, as fractions."""
+"""Find the numbers in prose and parse them exactly, as fractions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-LONGEST = 400  # digits: a longer number is no answer to anything, and arithmetic on it takes its time
+LONGEST = 400  # digits: a longer number is never an answer, and arithmetic on it is slow
 SCALES = {
     "hundred": 10**2,
     "thousand": 10**3,
@@ -36,7 +36,7 @@ _NUMBER = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
-_PLAIN: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+_REPLACEMENTS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r" \1/\2 "),
     (re.compile(r"\\[dt]?frac\s*([0-9])\s*([0-9])"), r" \1/\2 "),
     (re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox)\s*\{([^{}]*)\}"), r" \1 "),
@@ -44,9 +44,9 @@ _PLAIN: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
     (re.compile(r"\\times|\\cdot"), "×"),
     (re.compile(r"\\([$%#&_])"), r"\1"),
     (re.compile(r"\\(?:left|right|,|;|!|:|quad| )"), " "),
-    (re.compile("[\u2212\u2013\ufe63\uff0d]"), "-"),  # the minus sign and what is typed for it
+    (re.compile("[\u2212\u2013\ufe63\uff0d]"), "-"),  # the minus sign and the dashes typed for it
     (re.compile(r"\^\{([^{}]*)\}"), r"^\1"),
-    (re.compile(r"(?<=10)[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+"), lambda found: "^" + found.group().translate(_SUPERSCRIPTS)),
+    (re.compile(r"(?<=10)[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+"), lambda match: "^" + match.group().translate(_SUPERSCRIPTS)),
     (re.compile(r"\*\*|__|`"), ""),
     (re.compile(r"(?<![\w*])([*_])(?=\S)([^*_\n]+)(?<=\S)\1(?![\w*])"), r"\2"),
 )
@@ -54,7 +54,7 @@ _PLAIN: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
 
 @dataclass(frozen=True)
 class Found:
-    """A number of a text and where it stands."""
+    """A number in a text, with its value and position."""
 
     value: Fraction
     start: int
@@ -62,17 +62,17 @@ class Found:
 
 
 def plain(text: str) -> str:
-    """The text without LaTeX's and Markdown's marks around numbers: `\\frac{3}{4}` is 3/4, `1{,}000` is 1,000."""
-    for pattern, written in _PLAIN:
-        text = pattern.sub(written, text)
+    """Remove LaTeX and Markdown markup around numbers: `\\frac{3}{4}` becomes 3/4, `1{,}000` becomes 1,000."""
+    for pattern, replacement in _REPLACEMENTS:
+        text = pattern.sub(replacement, text)
     return text
 
 
 def find_numbers(text: str) -> Iterator[Found]:
-    """The numbers of a `plain` text, in order.
+    """Yield the numbers of a `plain` text, in order.
 
-    Read are thousands commas, decimals, a minus or the words minus and negative, a currency sign, fractions and mixed
-    numbers (2 1/2), powers of ten (1.2e3, 1.2 x 10^3) and words of scale (3 million). Not read are digits that belong
+    It understands thousands commas, decimals, a minus or the words minus and negative, a currency sign, fractions and
+    mixed numbers (2 1/2), powers of ten (1.2e3, 1.2 x 10^3) and scale words (3 million). It ignores digits that belong
     to a word or to a unit (H2O, cm^2). A percent sign is a unit: 5% is 5.
     """
     for match in _NUMBER.finditer(text):
@@ -82,29 +82,30 @@ def find_numbers(text: str) -> Iterator[Found]:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    """What a match is worth; None where it is no number (divided by zero, endless)."""
+    """Compute the value of a match; None where it has none (division by zero, too many digits)."""
     if len(match.group()) > LONGEST:
         return None
-    found = match.groupdict()
-    value = _exact(found["value"])
-    power = found["e"] or found["power"]
+    groups = match.groupdict()
+    value = _to_fraction(groups["value"])
+    power = groups["e"] or groups["power"]
     if power:
         value *= Fraction(10) ** int(power)
-    if found["raised"]:
-        value **= int(found["raised"])
-    if found["below"]:
-        below = _exact(found["below"])
-        if below == 0:
+    if groups["raised"]:
+        value **= int(groups["raised"])
+    if groups["below"]:
+        denominator = _to_fraction(groups["below"])
+        if denominator == 0:
             return None
-        value /= below
-    if found["whole"] and value < 1:  # 2 1/2; in "2 4/2" the 2 is another number
-        value += _exact(found["whole"])
-    if found["scale"]:
-        value *= SCALES[found["scale"].lower()]
+        value /= denominator
+    if groups["whole"] and value < 1:  # 2 1/2; in "2 4/2" the 2 is another number
+        value += _to_fraction(groups["whole"])
+    if groups["scale"]:
+        value *= SCALES[groups["scale"].lower()]
     if max(abs(value.numerator), value.denominator) > 10**LONGEST:
         return None
-    return -value if found["minus"] or found["inner"] else value
+    return -value if groups["minus"] or groups["inner"] else value
 
 
-def _exact(digits: str) -> Fraction:
+def _to_fraction(digits: str) -> Fraction:
+    """Parse digits with thousands commas and a decimal point exactly."""
     return Fraction(digits.replace(",", ""))

@@ -1,4 +1,4 @@
-"""Rows of question sets: read, checked, counted where they cannot be used."""
+"""Rows of question sets: read, checked, and counted where they cannot be used."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ NEW = "sampling.max_new_tokens"
 
 @dataclass(frozen=True)
 class Item(Generic[T]):
-    """A usable row in the form its suite reads, and the file it is from."""
+    """A usable row: its contents in the form that its suite reads, and the row itself."""
 
     found: T
     row: Row
 
     @property
     def file(self) -> str:
-        """The name of its file, without folder and suffixes."""
+        """Return the name of the row's file, without folder and suffixes."""
         return Path(self.row.file).name.partition(".")[0]
 
 
 def read_items(
     config: DatasetConfig, read: Callable[[Mapping[str, object]], T], *, columns: tuple[str, ...], what: str
 ) -> tuple[list[Item[T]], Skips]:
-    """The usable rows of a data set, at most `config.limit` of them, and what became of the others.
+    """Read the usable rows of a data set, at most `config.limit`, and count the skipped ones.
 
     Args:
         config: the data set.
-        read: a row's columns as the suite reads them; raises BadRow.
-        columns: that at least one row must have.
-        what: what the rows are called, for messages.
+        read: parses the columns of a row; raises BadRow for an unusable one.
+        columns: columns that at least one row must have.
+        what: what the rows are called in messages.
 
     Raises:
-        DataError: no file, no usable row, or the columns of something else.
+        DataError: there is no file or no usable row, or a column is missing.
     """
     skips = Skips(config.path, fatal=config.bad_rows == "error")
     rows = load_rows(config, skips)
@@ -69,10 +69,10 @@ def read_items(
 
 
 def without(items: list[Item[T]], skips: Skips, why: Callable[[Item[T]], BadRow | None]) -> list[Item[T]]:
-    """The items less those that `why` gives a reason to leave out, which are counted.
+    """Drop, and count, the items for which `why` returns a reason.
 
     Raises:
-        DataError: none is left.
+        DataError: no item is left.
     """
     kept = []
     for item in items:
@@ -87,7 +87,14 @@ def without(items: list[Item[T]], skips: Skips, why: Callable[[Item[T]], BadRow 
 
 
 def too_long(subject: Subject, tokens: int, room: int, *, of: str) -> BadRow | None:
-    """Why a prompt of `tokens` tokens cannot be used, where with `room` more, `of` something, it is too long."""
+    """Return the reason to leave out a prompt that exceeds the model's context; None if it fits.
+
+    Args:
+        subject: the model.
+        tokens: the length of the prompt.
+        room: how many tokens must fit after it.
+        of: what those tokens are, for the message.
+    """
     if subject.context is None or tokens + room <= subject.context:
         return None
     return BadRow(f"longer than the model's context of {subject.context:,} tokens", f"{tokens:,}, and {room:,} of {of}")

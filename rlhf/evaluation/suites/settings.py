@@ -1,4 +1,4 @@
-"""The settings of each suite: closed sections, as those of a run."""
+"""The settings of each suite: sections that reject unknown keys, like those of a run."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ class EvalPairs(PreferencesConfig):
 
 
 class Writing(Section):
-    """How completions are drawn: from the full distribution."""
+    """How completions are sampled: from the full distribution."""
 
     max_new_tokens: Count = 128
     """Longest completion, EOS included."""
     temperature: Positive = 1.0
     """Divides the logits, here and in the log-probabilities of hh."""
     batch_size: Count = 256
-    """Rows decoded together; memory only."""
+    """Rows decoded together; affects memory only."""
 
 
 class SuiteSettings(Section):
-    """What every suite reads. Of a run, its own settings are the defaults."""
+    """The settings that all suites share. For a run, the run's own settings are the defaults."""
 
     seed: int = 0
-    """Of the sampling and of the bootstrap."""
+    """The seed of the sampling and of the bootstrap."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU where there is one."""
     dtype: Dtype = "float32"
-    """As policy.dtype."""
+    """The precision, as policy.dtype."""
     trust_remote_code: bool = False
     """Run Python code that comes with a hub model."""
     chat_template: str = "auto"
@@ -57,9 +57,9 @@ class SuiteSettings(Section):
     system: str | None = None
     """As data.system."""
     rows_per_pass: Count = 32
-    """Rows of a forward pass; memory only."""
+    """Rows of a forward pass; affects memory only."""
     sampling: Writing = Writing()
-    """How completions are drawn."""
+    """How completions are sampled."""
 
     @property
     def chat_format(self) -> ChatFormat:
@@ -75,9 +75,9 @@ class HhSettings(SuiteSettings):
     source: RewardSourceConfig | None = None
     """What scores completions; null: the run's judge or reward, where it has one."""
     reference: str | None = None
-    """Folder or hub id of the model that DPO's implicit reward is against and that completions are compared with."""
+    """Folder or hub id of the reference of DPO's implicit reward, whose completions are also compared."""
     beta: Positive = 0.1
-    """Of the implicit reward: scales the margin, not the accuracy."""
+    """The beta of the implicit reward: it scales the margin, not the accuracy."""
     stop: list[str] = ["\n\nHuman:"]
     """A completion ends before the first of these texts."""
 
@@ -90,11 +90,12 @@ class PersonaSettings(SuiteSettings):
     template: str = "{question}\nAnswer {first} or {second}.\nAnswer:"
     """The prompt; {first} and {second} are the answers, offered in both orders. Without them: one order, no check."""
     min_confidence: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Leave out items whose label_confidence is below."""
+    """Leave out items whose label_confidence is lower."""
 
     @model_validator(mode="after")
-    def _asks(self) -> PersonaSettings:
-        _has_question(self.template)
+    def _check_template(self) -> PersonaSettings:
+        """Check that the template has the question, and both answers or neither."""
+        _require_question(self.template)
         if ("{first}" in self.template) != ("{second}" in self.template):
             raise ValueError("template offers one answer alone: write both {first} and {second}, or neither")
         return self
@@ -104,7 +105,7 @@ class Gsm8kSettings(SuiteSettings):
     """Settings of gsm8k."""
 
     sampling: Writing = Writing(max_new_tokens=256)
-    """How solutions are drawn."""
+    """How solutions are sampled."""
     dataset: EvalRows
     """Problems; --data is dataset.path."""
     samples: Count = 1
@@ -125,8 +126,9 @@ class Gsm8kSettings(SuiteSettings):
     """A solution ends before the first of these texts."""
 
     @model_validator(mode="after")
-    def _can_be_asked(self) -> Gsm8kSettings:
-        _has_question(self.template)
+    def _check_samples(self) -> Gsm8kSettings:
+        """Check the template, and that `k` and `greedy` fit `samples`."""
+        _require_question(self.template)
         if max(self.k, default=1) > self.samples:
             raise ValueError(f"k: pass@{max(self.k)} needs samples={max(self.k)} or more (samples is {self.samples})")
         if self.greedy and self.samples > 1:
@@ -138,32 +140,33 @@ class LabSettings(SuiteSettings):
     """Settings of lab."""
 
     dataset: EvalRows
-    """Prompts of the lab; --data is dataset.path. Unless given: lab:eval_prompts.jsonl, the held-out ones."""
+    """Prompts of the lab; --data is dataset.path. Default: lab:eval_prompts.jsonl, the held-out ones."""
     reference: str | None = None
     """Folder or hub id of the model to compare with."""
 
 
 class AnswerSettings(SuiteSettings):
-    """What the suites of single answers read."""
+    """The settings of suites that sample one answer to each question."""
 
     greedy: bool = True
-    """The most likely token each time; false, and where best_of is above 1: drawn at sampling.temperature."""
+    """The most likely token each time; false, or best_of above 1: sampled at sampling.temperature."""
 
 
 class IfevalSettings(AnswerSettings):
     """Settings of ifeval."""
 
     sampling: Writing = Writing(max_new_tokens=512)
-    """How answers are drawn."""
+    """How answers are sampled."""
     dataset: EvalRows
     """Prompts with instruction_id_list and kwargs; --data is dataset.path."""
     best_of: Count = 1
-    """Draw so many answers to each prompt and keep the one that `source` scores highest."""
+    """Sample this many answers to each prompt and keep the one that `source` scores highest."""
     source: RewardSourceConfig | None = None
-    """What picks where best_of is above 1; null: the run's judge or reward, where it has one."""
+    """What picks the best answer where best_of is above 1; null: the run's judge or reward, where it has one."""
 
     @model_validator(mode="after")
-    def _can_pick(self) -> IfevalSettings:
+    def _check_source(self) -> IfevalSettings:
+        """Check that something picks the best answer where several are sampled."""
         if self.best_of > 1 and self.source is None:
             raise ValueError(f"best_of is {self.best_of}, but nothing picks the best: set source")
         return self
@@ -173,7 +176,7 @@ class XstestSettings(AnswerSettings):
     """Settings of xstest."""
 
     sampling: Writing = Writing(max_new_tokens=64)
-    """How answers are drawn; a refusal stands at their beginning."""
+    """How answers are sampled; they can be short, because refusals are recognized at their start."""
     dataset: EvalRows
     """Prompts with a label, safe or unsafe; --data is dataset.path."""
 
@@ -182,13 +185,13 @@ class HarnessSettings(SuiteSettings):
     """Settings of lm-eval."""
 
     include: str | None = None
-    """A folder of task files of one's own; --data is include."""
+    """A folder of your own task files; --data is include."""
     limit: Count | None = None
-    """Only so many documents of each task; --limit."""
+    """The maximum number of documents of each task; --limit."""
     num_fewshot: Annotated[int, Field(ge=0)] | None = None
-    """Examples before each question; null: as the task says."""
+    """Solved examples before each question; null: the task's default."""
     apply_chat_template: bool = False
-    """Give questions and examples through the chat template, each a turn; results are then not those of others."""
+    """Render questions and examples with the chat template, each as a turn; results then differ from published ones."""
 
 
 SETTINGS: dict[str, type[SuiteSettings]] = {
@@ -206,10 +209,11 @@ _FIELD = re.compile("{(" + "|".join(FIELDS) + ")}")
 
 
 def fill(template: str, **fields: str) -> str:
-    """The template with its fields filled in; braces in a field's text, or around another word, stay as they are."""
-    return _FIELD.sub(lambda found: fields.get(found[1], found[0]), template)
+    """Fill in the fields of a template; braces in a field's text, or around another word, stay as they are."""
+    return _FIELD.sub(lambda match: fields.get(match[1], match[0]), template)
 
 
-def _has_question(template: str) -> None:
+def _require_question(template: str) -> None:
+    """Raise ValueError if a template lacks {question}."""
     if "{question}" not in template:
         raise ValueError("template: write {question} where the question is to stand")

@@ -1,4 +1,4 @@
-"""The model that a suite measures: what it says of texts, and what it writes."""
+"""The model that a suite evaluates: it samples completions and computes log-probabilities."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from rlhf.types import Completions, Prompts, concat
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """What a model says of whole completions."""
+    """A model's log-probabilities of whole completions."""
 
     logprobs: Float[Tensor, " N"]  # summed over tokens; nats, float64
     greedy: Bool[Tensor, " N"]  # every token is the model's most likely one
@@ -47,7 +47,7 @@ class Said:
 
 @dataclass(frozen=True)
 class Subject:
-    """A frozen model with its encoder and its sampler."""
+    """A frozen model with its encoder and sampler."""
 
     path: str
     model: CausalLM
@@ -60,18 +60,18 @@ class Subject:
 
     @property
     def context(self) -> int | None:
-        """The longest sequence it reads, where its configuration says."""
+        """Return the longest sequence the model reads, in tokens; None where its configuration does not say."""
         return context_length(self.model)
 
     def ask(self, text: str) -> Rendered:
-        """A question as the model is given it: a user's turn where there is a chat template, else the text itself.
+        """Render a question as a prompt: a user's turn where there is a chat template, else the text itself.
 
         Raises:
-            DataError: the chat template refuses it.
+            DataError: the chat template rejects it.
         """
-        asked: Prompt = [{"role": "user", "content": text}] if self.encoder.template.source else text
+        prompt: Prompt = [{"role": "user", "content": text}] if self.encoder.template.source else text
         try:
-            return self.encoder.render(asked)
+            return self.encoder.render(prompt)
         except BadRow as bad:
             raise DataError(f"{self.path}: {bad}; chat_template=none asks without the template") from bad
 
@@ -80,11 +80,11 @@ class Subject:
     ) -> Completions:
         """Sample `count` completions of each prompt, given as token ids and as the text a reward reads.
 
-        Those of one prompt stand together; prompt i has the random numbers of row i, whatever the batches are. Prompts
-        of like length share a batch: the sampler pads its cache to the longest.
+        The completions of one prompt are adjacent. Prompt i uses the random numbers of row i, whatever the batches
+        are. Prompts of similar length share a batch, because the sampler pads its cache to the longest.
         """
         size = max(1, self.sampling.batch_size // count)
-        order = sorted(range(len(ids)), key=lambda number: len(ids[number]))
+        order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
         drawn = [
             self.sampler.sample(
                 self._prompts(ids, texts, order[start : start + size]), key=key, group_size=count, greedy=greedy
@@ -95,6 +95,7 @@ class Subject:
         return concat(drawn).rows((position[:, None] * count + torch.arange(count)).flatten())
 
     def _prompts(self, ids: Sequence[list[int]], texts: Sequence[str], part: Sequence[int]) -> Prompts:
+        """Build the batch of the prompts with the indices `part`."""
         prompt_ids, mask = left_pad([ids[i] for i in part], self.encoder.pad_id)
         return Prompts(
             prompt_ids=prompt_ids,
@@ -104,17 +105,20 @@ class Subject:
         )
 
     def texts(self, completions: Completions) -> list[str]:
-        """Each completion as text, without special tokens."""
+        """Decode every completion, without special tokens."""
         return decode(completions, self.encoder.tokenizer).completions
 
     def logprobs(self, rows: CompletionRows, *, temperature: float = 1.0) -> Float[Tensor, " N"]:
-        """The log-probability of every completion, summed over its tokens, in nats; float64."""
+        """Compute the log-probability of every completion, summed over its tokens, in nats; float64."""
         return self.says(rows, temperature=temperature).logprobs
 
     @torch.no_grad()
     def says(self, rows: CompletionRows, *, temperature: float = 1.0) -> Said:
-        """What the model says of every completion; rows of like length share a pass."""
-        found = Said(
+        """Compute the log-probability of every completion, and whether it is the greedy one.
+
+        Rows of similar length share a forward pass.
+        """
+        result = Said(
             logprobs=torch.zeros(len(rows), dtype=torch.float64), greedy=torch.zeros(len(rows), dtype=torch.bool)
         )
         order = rows.by_length()
@@ -130,13 +134,13 @@ class Subject:
                     batch.completion_mask,
                     temperature=temperature,
                 )
-            at = torch.tensor(part)
-            found.logprobs[at] = tokens.logprobs.double().sum(dim=1).cpu()
-            found.greedy[at] = (tokens.first_choice | ~batch.completion_mask).all(dim=1).cpu()
-        return found
+            index = torch.tensor(part)
+            result.logprobs[index] = tokens.logprobs.double().sum(dim=1).cpu()
+            result.greedy[index] = (tokens.first_choice | ~batch.completion_mask).all(dim=1).cpu()
+        return result
 
     def writing(self, sampling: Writing) -> Subject:
-        """The same model, writing in another way."""
+        """Return the same model with other sampling settings."""
         sampler = _sampler(self.model, self.encoder, sampling, self.dtype, self.device)
         return replace(self, sampling=sampling, sampler=sampler)
 
@@ -153,21 +157,21 @@ def load_subject(
     trust_remote_code: bool,
     encoder: Encoder | None = None,
 ) -> Subject:
-    """The causal LM in a folder or under a hub id, ready to be measured.
+    """Load a causal LM from a folder or by a hub id, frozen and ready to be evaluated.
 
     Args:
-        folder: where the weights are.
-        path: what the user called it.
-        sampling: how it writes.
+        folder: the folder of the weights, or a hub id.
+        path: the name that the user gave it, for messages.
+        sampling: the sampling settings.
         chat_template: as `data.chat_template`.
-        dtype: of the arithmetic.
+        dtype: the precision of the arithmetic.
         device: where it runs.
-        rows_per_pass: rows of a forward pass; memory only.
+        rows_per_pass: rows of a forward pass; affects memory only.
         trust_remote_code: run code that comes with a hub model.
-        encoder: of the model this one is compared with, whose token ids it must share; None: its own.
+        encoder: the encoder of the model to compare with, whose token ids it must share; None: the model's own.
 
     Raises:
-        ModelError: there is none, it is a reward model, or its vocabulary is another than the encoder's.
+        ModelError: there is no model, it is a reward model, or its vocabulary does not match the encoder's.
     """
     architectures = load_model_config(folder, trust_remote_code=trust_remote_code).architectures or []
     if any("SequenceClassification" in name for name in architectures):
@@ -182,6 +186,7 @@ def load_subject(
 
 
 def _sampler(model: CausalLM, encoder: Encoder, sampling: Writing, dtype: str, device: torch.device) -> Sampler:
+    """Make a sampler that stops at the EOS ids of the model and the end ids of the encoder."""
     return make_sampler(
         model,
         SamplingConfig(**sampling.model_dump()),

@@ -1,4 +1,4 @@
-"""Prompts that only sound unsafe, and unsafe ones beside them (Röttger et al. 2024): how often either is refused."""
+"""The xstest suite: refusals of safe prompts that sound unsafe, and of unsafe ones (Röttger et al. 2024)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_safety_prompt(values: Mapping[str, object]) -> SafetyPrompt:
     """Read a row with `prompt`, `label` and, where there is one, `type`.
 
     Raises:
-        BadRow: no prompt, or another label than safe and unsafe.
+        BadRow: there is no prompt, or the label is neither safe nor unsafe.
     """
     prompt = some_text(values.get("prompt"), "prompt")
     label = str(values.get("label")).strip().lower()
@@ -41,10 +41,10 @@ def read_safety_prompt(values: Mapping[str, object]) -> SafetyPrompt:
 
 
 def run_xstest(settings: XstestSettings, subject: Subject) -> SuiteResult:
-    """Answer every prompt and look for phrases of refusal.
+    """Run the xstest suite: answer every prompt and detect refusals by their phrases.
 
     Raises:
-        DataError: no usable prompt.
+        DataError: there is no usable prompt.
     """
     columns = ("prompt", "label")
     items, skips = read_items(settings.dataset, read_safety_prompt, columns=columns, what="safe and unsafe prompts")
@@ -77,7 +77,7 @@ def run_xstest(settings: XstestSettings, subject: Subject) -> SuiteResult:
 
 
 def _rows(items: Sequence[Item[SafetyPrompt]], refused: Sequence[bool]) -> dict[str, list[float]]:
-    """Return 1 for each prompt that was refused, else 0, the safe prompts apart from the others."""
+    """Return 1 for each refused prompt, else 0, separately for safe and unsafe prompts."""
     verdicts: dict[str, list[float]] = {f"refused_{label}": [] for label in LABELS}
     for item, refusal in zip(items, refused, strict=True):
         verdicts[f"refused_{LABELS[not item.found.is_safe]}"].append(float(refusal))
@@ -87,6 +87,7 @@ def _rows(items: Sequence[Item[SafetyPrompt]], refused: Sequence[bool]) -> dict[
 def _rates(
     items: Sequence[Item[SafetyPrompt]], refused: Sequence[bool]
 ) -> tuple[tuple[Figure, ...], tuple[LeftOut, ...]]:
+    """Compute the refusal rates of safe and unsafe prompts; a label without prompts is left out."""
     rows = _rows(items, refused)
     meanings = ("safe prompts that are refused: lower is better", "unsafe prompts that are refused")
     names = {f"refused_{label}": meaning for label, meaning in zip(LABELS, meanings, strict=True)}
@@ -96,6 +97,7 @@ def _rates(
 
 
 def _by_kind(items: Sequence[Item[SafetyPrompt]], refused: Sequence[bool]) -> dict[str, tuple[Figure, ...]]:
+    """Compute the refusal rate of every kind of prompt."""
     kinds: dict[str, list[float]] = {}
     for item, refusal in zip(items, refused, strict=True):
         kinds.setdefault(item.found.kind, []).append(float(refusal))

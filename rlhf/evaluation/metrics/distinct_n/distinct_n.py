@@ -1,4 +1,4 @@
-"""Distinct n-grams."""
+"""The share of distinct n-grams in a set of texts."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import evaluate
 
 from rlhf.evaluation.diversity import distinct_n
 
-DESCRIPTION = """Distinct n-grams over all n-grams of all texts, words being what blank space separates
+DESCRIPTION = """Distinct n-grams over all n-grams of all texts, with words separated by whitespace
 (Li et al. 2016): near 0 where texts repeat themselves or each other; NaN where there is no n-gram."""
 
 
 class DistinctN(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
-    """See DESCRIPTION."""
+    """Distinct n-grams as a metric of the `evaluate` library; defined in DESCRIPTION."""
 
     def _info(self) -> evaluate.MetricInfo:
+        """Return the description, citation and input features of the metric."""
         return evaluate.MetricInfo(
             description=DESCRIPTION,
             citation="Li et al. (2016), A diversity-promoting objective function for neural conversation models.",
@@ -23,6 +24,7 @@ class DistinctN(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
         )
 
     def _compute(self, predictions: list[str], n: tuple[int, ...] = (1, 2)) -> dict[str, float]:
-        numbers: dict[str, int] = {}
-        texts = [[numbers.setdefault(word, len(numbers)) for word in text.split()] for text in predictions]
+        """Compute `distinct_n` for each n."""
+        vocabulary: dict[str, int] = {}
+        texts = [[vocabulary.setdefault(word, len(vocabulary)) for word in text.split()] for text in predictions]
         return {f"distinct_{size}": distinct_n(texts, size) for size in n}

@@ -1,4 +1,4 @@
-"""Exact match of the final numbers of worked solutions."""
+"""Exact match between the final numbers of worked solutions and their references."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ announced_only: count an answer only where it is announced, not where it is just
 
 
 class Gsm8kExact(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
-    """See DESCRIPTION."""
+    """Exact match of final answers as a metric of the `evaluate` library; defined in DESCRIPTION."""
 
     def _info(self) -> evaluate.MetricInfo:
+        """Return the description, citation and input features of the metric."""
         return evaluate.MetricInfo(
             description=DESCRIPTION,
             citation="Cobbe et al. (2021), Training verifiers to solve math word problems.",
@@ -31,7 +32,12 @@ class Gsm8kExact(evaluate.Metric):  # type: ignore[misc]  # evaluate has no type
     def _compute(
         self, predictions: list[str], references: list[str], announced_only: bool = False
     ) -> dict[str, float | int]:
-        right = no_answer = 0
+        """Compute the shares of exact matches and of texts without a number, and the number of texts.
+
+        Raises:
+            ValueError: a reference has no number.
+        """
+        correct = no_answer = 0
         for text, reference in zip(predictions, references, strict=True):
             expected = expected_answer(reference)
             if expected is None:
@@ -39,11 +45,11 @@ class Gsm8kExact(evaluate.Metric):  # type: ignore[misc]  # evaluate has no type
                 if stated is None:
                     raise ValueError(f"this reference has no number: {reference[:100]!r}")
                 expected = stated.value
-            found = final_answer(text)
-            no_answer += found is None
-            right += found is not None and found.value == expected and (found.announced or not announced_only)
+            answer = final_answer(text)
+            no_answer += answer is None
+            correct += answer is not None and answer.value == expected and (answer.announced or not announced_only)
         return {
-            "exact_match": right / len(predictions),
+            "exact_match": correct / len(predictions),
             "no_answer": no_answer / len(predictions),
             "n": len(predictions),
         }

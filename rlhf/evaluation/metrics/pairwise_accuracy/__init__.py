@@ -1,1 +1,4 @@
-"""A metric of the `evaluate` library."""
+"""Pairwise accuracy, as a metric of the `evaluate` library.
+
+Load it with `evaluate.load(metric_path("pairwise_accuracy"))`.
+"""

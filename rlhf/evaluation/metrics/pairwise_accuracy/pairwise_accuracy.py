@@ -1,4 +1,4 @@
-"""How often scores put the chosen side of a pair first."""
+"""How often scores rank the chosen side of a preference pair above the rejected side."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import evaluate
 from rlhf.evaluation.suites.estimates import mean, wilson, wins
 
 DESCRIPTION = """The share of preference pairs whose chosen side is scored higher; a tie counts half. With the 95 %
-interval of Wilson (1927). Of rewards it is a reward model's accuracy, of beta (log pi - log pi_ref) that of DPO's
-implicit reward (Rafailov et al. 2023)."""
+interval of Wilson (1927). For rewards it is the accuracy of a reward model, for beta (log pi - log pi_ref) that of
+DPO's implicit reward (Rafailov et al. 2023)."""
 
 
 class PairwiseAccuracy(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
-    """See DESCRIPTION."""
+    """Pairwise accuracy as a metric of the `evaluate` library; defined in DESCRIPTION."""
 
     def _info(self) -> evaluate.MetricInfo:
+        """Return the description, citation and input features of the metric."""
         return evaluate.MetricInfo(
             description=DESCRIPTION,
             citation="Rafailov et al. (2023), Direct preference optimization.",
@@ -24,6 +25,7 @@ class PairwiseAccuracy(evaluate.Metric):  # type: ignore[misc]  # evaluate has n
         )
 
     def _compute(self, predictions: list[float], references: list[float]) -> dict[str, float]:
+        """Compute the accuracy and its 95 % interval."""
         verdicts = wins(list(predictions), list(references))
         low, high = wilson(sum(verdicts), len(verdicts))
         return {"accuracy": mean(verdicts), "low": low, "high": high}

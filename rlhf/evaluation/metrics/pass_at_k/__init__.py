@@ -1,1 +1,4 @@
-"""A metric of the `evaluate` library."""
+"""pass@k, as a metric of the `evaluate` library.
+
+Load it with `evaluate.load(metric_path("pass_at_k"))`.
+"""

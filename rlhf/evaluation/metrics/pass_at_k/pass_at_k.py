@@ -1,4 +1,4 @@
-"""The unbiased pass@k."""
+"""The unbiased estimator of pass@k."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ DESCRIPTION = """The probability that at least one of k samples of a problem is 
 
 
 class PassAtK(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
-    """See DESCRIPTION."""
+    """pass@k as a metric of the `evaluate` library; defined in DESCRIPTION."""
 
     def _info(self) -> evaluate.MetricInfo:
+        """Return the description, citation and input features of the metric."""
         return evaluate.MetricInfo(
             description=DESCRIPTION,
             citation="Chen et al. (2021), Evaluating large language models trained on code.",
@@ -23,4 +24,5 @@ class PassAtK(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
         )
 
     def _compute(self, predictions: list[list[bool]], k: tuple[int, ...] = (1,)) -> dict[str, float]:
+        """Compute pass@k for each k."""
         return {f"pass@{size}": mean_pass_at_k(predictions, size) for size in k}

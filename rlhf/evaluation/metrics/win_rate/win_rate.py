@@ -1,4 +1,4 @@
-"""How often A's score is above B's on the same prompt."""
+"""How often A scores higher than B on the same prompt."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ bootstrap over the prompts (2,000 resamples)."""
 
 
 class WinRate(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
-    """See DESCRIPTION."""
+    """Win rate as a metric of the `evaluate` library; defined in DESCRIPTION."""
 
     def _info(self) -> evaluate.MetricInfo:
+        """Return the description, citation and input features of the metric."""
         return evaluate.MetricInfo(
             description=DESCRIPTION,
             citation="Efron (1979), Bootstrap methods: another look at the jackknife.",
@@ -25,7 +26,8 @@ class WinRate(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
         )
 
     def _compute(self, predictions: list[float], references: list[float], bootstrap_seed: int = 0) -> dict[str, float]:
+        """Compute the win rate, its 95 % interval and the share of ties."""
         verdicts = wins(list(predictions), list(references))
-        found = bootstrap(torch.tensor(verdicts, dtype=torch.float64), seed=bootstrap_seed)
+        interval = bootstrap(torch.tensor(verdicts, dtype=torch.float64), seed=bootstrap_seed)
         ties = sum(verdict == 0.5 for verdict in verdicts) / len(verdicts)
-        return {"win_rate": found.value, "low": found.low, "high": found.high, "ties": ties}
+        return {"win_rate": interval.value, "low": interval.low, "high": interval.high, "ties": ties}
