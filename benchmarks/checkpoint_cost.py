@@ -28,10 +28,10 @@ from rich.console import Console  # noqa: E402
 from runs import make_model, ppo_tree  # noqa: E402
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-from rlhf.build.online import build_online  # noqa: E402
 from rlhf.config.load import train_config  # noqa: E402
-from rlhf.runtime.checkpoint import damage_of  # noqa: E402
-from rlhf.trainers.online import train  # noqa: E402
+from rlhf.factory.online import build_online  # noqa: E402
+from rlhf.tracking.checkpoint import damage_of  # noqa: E402
+from rlhf.training.online import train  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "checkpoint_cost.json"
 

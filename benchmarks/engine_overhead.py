@@ -28,10 +28,10 @@ from jaxtyping import Int  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
+from rlhf.algo.masked import Mean  # noqa: E402
 from rlhf.config.sections import OptimizerConfig, RunConfig  # noqa: E402
-from rlhf.masked import Mean  # noqa: E402
 from rlhf.runtime.engine import make_engine  # noqa: E402
-from rlhf.runtime.step import Part, optimizer_step  # noqa: E402
+from rlhf.training.step import Part, optimizer_step  # noqa: E402
 from rlhf.types import Batch  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "engine_overhead.json"
@@ -47,7 +47,7 @@ class Texts(Batch):
 
 
 class NextToken:
-    """Mean cross-entropy of the next token, as a rlhf.runtime.step.Loss."""
+    """Mean cross-entropy of the next token, as a rlhf.training.step.Loss."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -4,7 +4,7 @@
 
 plain: all logits of a rectangle of rows (policy.log_probs=naive, policy.packing=off). chunked: log-probabilities in
 chunks, rows padded. modules: without padding, through transformers' modules. quick: the default, the same with our own
-implementation of the layers (rlhf/models/lean.py).
+implementation of the layers (rlhf/models/kernels/llama/forward.py).
 A step is the passes and the optimizer step of one batch: SFT 32 rows; reward model 32 pairs; DPO 32 pairs, reference
 included; PPO 64 rows, annotated, then 4 minibatches, critic and reference included; GRPO 8 prompts x 8, annotated,
 one optimizer step. Prompts have 16 to 64 tokens, completions 16 to 96 (PPO, GRPO: up to 64), drawn uniformly; float32.
@@ -32,21 +32,20 @@ from peers.work import SHAPES, llama_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from reward_model.objective import PairLoss
+from reward_model.losses import PairLoss
 from rlhf.algo.objective import Coefs, Objective, credit
 from rlhf.config.algorithm import DpoLoss, Online
 from rlhf.config.presets import PRESETS
 from rlhf.config.sections import OptimizerConfig, RewardModelLoss
-from rlhf.models import lean
-from rlhf.models.bundle import Models
+from rlhf.models.kernels.llama import forward as lean
+from rlhf.models.policy_models import Models
 from rlhf.models.scalar_head import ScalarHeadModel
-from rlhf.rollout import annotate
-from rlhf.runtime.allocator import keep_memory
 from rlhf.runtime.engine import LocalTrained
-from rlhf.runtime.memory import Fitting
-from rlhf.runtime.step import Loss, Part, optimizer_step
-from rlhf.trainers.losses import DemonstrationLoss, online_losses
-from rlhf.trainers.preference import PairwiseLoss, both_sides, summed
+from rlhf.runtime.memory import keep_memory
+from rlhf.runtime.micro_batch import Fitting
+from rlhf.training.losses import DemonstrationLoss, PairwiseLoss, both_sides, online_losses, summed
+from rlhf.training.rollout import annotate
+from rlhf.training.step import Loss, Part, optimizer_step
 from rlhf.types import AnnotatedPairs, Completions, Demonstrations, PreferencePairs, Scores, extend
 
 WAYS: dict[str, dict[str, Any]] = {

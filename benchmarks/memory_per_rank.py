@@ -36,12 +36,12 @@ from jaxtyping import Int  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
+from rlhf.algo.masked import Mean  # noqa: E402
 from rlhf.config.sections import OptimizerConfig, RunConfig  # noqa: E402
 from rlhf.config.sharding import ShardingConfig  # noqa: E402
-from rlhf.masked import Mean  # noqa: E402
+from rlhf.runtime.distributed import leave  # noqa: E402
 from rlhf.runtime.engine import Trained, make_engine  # noqa: E402
-from rlhf.runtime.ranks import leave  # noqa: E402
-from rlhf.runtime.step import Part, optimizer_step  # noqa: E402
+from rlhf.training.step import Part, optimizer_step  # noqa: E402
 from rlhf.types import Batch  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "memory_per_rank.json"
@@ -64,7 +64,7 @@ class Texts(Batch):
 
 
 class NextToken:
-    """Cross-entropy of the next token, as a rlhf.runtime.step.Loss."""
+    """Cross-entropy of the next token, as a rlhf.training.step.Loss."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device

@@ -28,8 +28,8 @@ from peers.work import SHAPES, llama_config
 from transformers import GenerationConfig, LlamaForCausalLM
 
 from rlhf.config.sections import SamplingConfig
-from rlhf.sampling.fast import FastSampler
-from rlhf.sampling.hf import HFSampler
+from rlhf.sampling.fast.engine import FastSampler
+from rlhf.sampling.generate import HFSampler
 from rlhf.types import Prompts
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

@@ -14,7 +14,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GroupKFold
 from torch import Tensor
 
-from rlhf.data.dialects import PairText
+from rlhf.data.formats import PairText
 from rlhf.data.pairs import PairSet
 
 Matrix = Any  # scipy.sparse, which has no types

@@ -1,19 +1,18 @@
-"""The report card of a reward model: figures that predict trouble when a policy is trained against it."""
+"""The report card of a reward model: what predicts trouble when a policy is trained against it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from reward_model.baselines import fit_bag_of_words, longer_wins
 from reward_model.losses import wins
 from reward_model.model import CHUNK, score_pairs, score_rows
-from reward_model.probes import PROBES, degraded
 from reward_model.statistics import (
     Accuracy,
     CalibrationBin,
@@ -27,9 +26,37 @@ from reward_model.statistics import (
     spearman,
 )
 from rlhf.data.pairs import PairSet
+from rlhf.data.tokenize import right_pad
 from rlhf.errors import DataError, RewardError
 from rlhf.models.backbone import context_length
 from rlhf.models.scalar_head import ScalarHeadModel
+
+Degrade = Callable[[list[int]], list[int]]
+
+
+def repeated(content: list[int]) -> list[int]:
+    """Return the text twice in a row."""
+    return content + content
+
+
+def halved(content: list[int]) -> list[int]:
+    """Return the first half of the text, rounded up."""
+    return content[: (len(content) + 1) // 2]
+
+
+PROBES: dict[str, Degrade] = {"repeated": repeated, "halved": halved}
+
+
+def degraded(
+    ids: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], how: Degrade, *, eos_ids: Sequence[int]
+) -> tuple[Int[Tensor, "B K"], Bool[Tensor, "B K"]]:
+    """Degrade each completion's text but keep its ending: an EOS stays the last token and is not repeated."""
+    rows = []
+    for row, live in zip(ids, mask, strict=True):
+        content = row[live].tolist()
+        ending = [content.pop()] if content and content[-1] in eos_ids else []
+        rows.append(how(content) + ending)
+    return right_pad(rows, pad_id=0)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The Bradley-Terry loss on the scores of preference pairs, with margin and centering."""
+"""The reward model's loss: Bradley-Terry with margin and centering, as the optimizer step wants it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
+
+from reward_model.model import pair_scores
+from rlhf.algo.masked import Mean
+from rlhf.config.sections import RewardModelLoss
+from rlhf.models.backbone import autocast
+from rlhf.models.scalar_head import ScalarHeadModel
+from rlhf.types import PreferencePairs
 
 
 def bradley_terry(
@@ -30,3 +37,33 @@ def bradley_terry(
 def wins(gaps: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
     """Return 1 where the chosen side scores higher (gap > 0), ½ at a tie, else 0, so a constant score wins half."""
     return torch.heaviside(gaps, torch.tensor(0.5, dtype=gaps.dtype, device=gaps.device))
+
+
+class PairLoss:
+    """The Bradley-Terry loss over pairs: one term, `rm`, its sum divided by the number of pairs in the minibatch."""
+
+    def __init__(self, model: ScalarHeadModel, config: RewardModelLoss, *, dtype: str) -> None:
+        self.model = model
+        self.config = config
+        self.dtype = dtype
+
+    def norms(self, batch: PreferencePairs) -> dict[str, float]:
+        """Return the number of pairs, by which the loss is divided."""
+        return {"rm": float(len(batch))}
+
+    def terms(self, micro: PreferencePairs) -> tuple[dict[str, Tensor], dict[str, Mean]]:
+        """Compute the loss summed over the pairs of `micro`, and the metrics loss, accuracy, margin and mean score."""
+        device = self.model.head.weight.device
+        pairs = micro.to(device)
+        with autocast(self.dtype, device):
+            chosen, rejected = pair_scores(self.model, pairs)
+        margins = pairs.margins.to(chosen.dtype) if self.config.use_margin else torch.zeros_like(chosen)
+        losses = bradley_terry(chosen, rejected, margins, centering=self.config.centering)
+        gaps = (chosen - rejected).detach()
+        metrics = {
+            "loss/rm": Mean.of(losses),
+            "rm/accuracy": Mean.of(wins(gaps)),
+            "rm/margin": Mean.of(gaps),
+            "rm/score_mean": Mean.of(chosen) + Mean.of(rejected),
+        }
+        return {"rm": losses.sum()}, metrics

@@ -1,7 +1,11 @@
-"""Score rows with a scalar-head model: both sides of pairs in one forward pass, or many rows without gradient."""
+"""Score rows with a scalar-head model: both sides of pairs in one forward pass, or many rows without gradient.
+
+A calibration gives scores mean 0 and standard deviation 1 on reference completions, so that training runs compare.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +13,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlhf.data.stream import RowSet
+from rlhf.config.sections import CalibrationConfig
+from rlhf.data.datasets import RowSet
+from rlhf.errors import RewardError
 from rlhf.models.backbone import autocast
 from rlhf.models.scalar_head import ScalarHeadModel, sequence_scores
 from rlhf.types import PreferencePairs
@@ -104,3 +110,51 @@ def without_dead_columns(
 
 def _widen(tensor: Tensor, width: int) -> Tensor:
     return pad(tensor, (0, width - tensor.shape[1]))
+
+
+DEGENERATE = 1e-6  # least std relative to max(1, |mean|): below it the scores are one number up to rounding
+
+
+def calibrate(
+    model: ScalarHeadModel,
+    pairs: RowSet[PreferencePairs],
+    config: CalibrationConfig,
+    *,
+    micro_batch_size: int,
+    dtype: str,
+) -> tuple[float, float]:
+    """Store in the model the mean and (population) std of its raw scores on completions of `pairs`.
+
+        score = (raw - mean) / std
+
+    The reference completions are spread evenly over `pairs`, at most `config.limit` of them. With data "none" the
+    model keeps its present calibration.
+
+    Returns:
+        The (mean, std) stored in the model.
+
+    Raises:
+        RewardError: the scores are not finite, or are all the same.
+    """
+    if config.data == "none":
+        return model.calibration
+    model.calibrate(0.0, 1.0)
+    sides = 2 if config.data == "both" else 1
+    picked = _spread(len(pairs), math.ceil(config.limit / sides))
+    chosen, rejected = score_pairs(model, pairs, picked, micro_batch_size=micro_batch_size, dtype=dtype)
+    raw = (chosen if sides == 1 else torch.stack([chosen, rejected], dim=1).flatten())[: config.limit].double()
+    mean, std = raw.mean().item(), raw.std(correction=0).item()
+    if not (math.isfinite(mean) and math.isfinite(std)) or std <= DEGENERATE * max(1.0, abs(mean)):
+        raise RewardError(
+            f"the reward model cannot be calibrated: its scores on {len(raw)} reference completions have mean "
+            f"{mean:.4g} and standard deviation {std:.4g}; it has learned nothing, or training diverged "
+            "(look at loss/rm, lower model.lr), or calibration.limit leaves too few completions"
+        )
+    model.calibrate(mean, std)
+    return mean, std
+
+
+def _spread(n: int, limit: int) -> list[int]:
+    """Return at most `limit` of the numbers below n, evenly spaced."""
+    count = min(n, limit)
+    return [i * n // count for i in range(count)]

@@ -11,11 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from reward_model.model import score_rows
-from rlhf.data.chat import Rendered, load_tokenizer, shares_vocabulary
-from rlhf.data.encode import Encoder, make_encoder
-from rlhf.data.pad import left_pad, right_pad
 from rlhf.data.prompts import MESSAGES
-from rlhf.data.row import BadRow
+from rlhf.data.rows import BadRow
+from rlhf.data.tokenize import Encoder, left_pad, make_encoder, right_pad
+from rlhf.data.tokenizer import Rendered, load_tokenizer, shares_vocabulary
 from rlhf.errors import NonFiniteScores, RewardError
 from rlhf.models.backbone import context_length, freeze
 from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head

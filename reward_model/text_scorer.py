@@ -11,11 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 from reward_model.model import score_rows
 from reward_model.source import encoded, last_tokens, rendered_for
-from rlhf.data.chat import vocabulary_digest
 from rlhf.data.conversation import is_messages
-from rlhf.data.encode import make_encoder
-from rlhf.data.pad import left_pad, right_pad
 from rlhf.data.prompts import MESSAGES
+from rlhf.data.tokenize import left_pad, make_encoder, right_pad
+from rlhf.data.tokenizer import vocabulary_digest
 from rlhf.errors import DataError
 from rlhf.models.backbone import context_length, freeze
 from rlhf.models.scalar_head import ScalarHeadModel

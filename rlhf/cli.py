@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rlhf.errors import UserError, install_hint
-from rlhf.quiet import quiet_libraries
+from rlhf.process import quiet_libraries
 
 OTHERS_WAIT_S = 3.0  # a rank other than 0 waits this long before it prints an error
 SILENT_WAIT_S = 60.0  # a rank that prints nothing waits this long before it exits: then the launcher ends all ranks
@@ -80,7 +80,7 @@ def _report_error(error: UserError, rank: int) -> None:
     sent to the others is printed by rank 0 only. Ranks that stay silent wait before they exit: a launcher ends all
     ranks once one has exited, and would end the one about to print too.
     """
-    distributed = sys.modules.get("rlhf.runtime.ranks")
+    distributed = sys.modules.get("rlhf.runtime.distributed")
     has_group = bool(distributed and distributed.met())
     is_duplicate = os.environ.get("LOCAL_RANK", "0") != "0" and not has_group
     if is_duplicate or (rank and getattr(error, "told_by_main", False)):
@@ -94,7 +94,7 @@ def _report_error(error: UserError, rank: int) -> None:
 
 def _shut_down_distributed() -> None:
     """Shut down torch.distributed if it was initialized."""
-    distributed = sys.modules.get("rlhf.runtime.ranks")
+    distributed = sys.modules.get("rlhf.runtime.distributed")
     if distributed is not None:
         distributed.leave()
 
@@ -194,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _train(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.config.load import load_train
-    from rlhf.data.preflight import check_files
+    from rlhf.data.paths import check_files
     from rlhf.lab.build import with_lab
 
     config = with_lab(load_train(parsed.target, parsed.overrides))
@@ -207,7 +207,7 @@ def _train(parsed: argparse.Namespace, console: Console) -> None:
 
 def _rm(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.config.load import load_reward_model
-    from rlhf.data.preflight import check_files
+    from rlhf.data.paths import check_files
     from rlhf.lab.build import with_lab
 
     config = with_lab(load_reward_model(parsed.target, parsed.overrides))
@@ -289,7 +289,7 @@ def _sample(parsed: argparse.Namespace, console: Console) -> None:
 
 def _serve_reward(parsed: argparse.Namespace, console: Console) -> None:
     try:
-        from rlhf.build.reward_service import ServiceOptions, serve_reward
+        from rlhf.factory.rewards import ServiceOptions, serve_reward
     except ModuleNotFoundError as error:
         if error.name not in ("fastapi", "starlette", "uvicorn"):
             raise

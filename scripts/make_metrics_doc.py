@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlhf.runtime.metrics import METRICS, MetricInfo
+from rlhf.tracking.metrics import METRICS, MetricInfo
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 
 INTRODUCTION = """\
 # Metrics
 
-This page is made by `python scripts/make_metrics_doc.py` from the table in `rlhf/runtime/metrics.py`. Change it there.
+This page is made by `python scripts/make_metrics_doc.py` from the table in `rlhf/tracking/metrics.py`. Change it there.
 A name that is not in the table cannot be logged.
 
 `metrics.jsonl` has one line a logged step: `{"step": 12, "score/mean": 0.41, …}`. How to read it:

@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
-from rlhf.build.completer import Completer
-from rlhf.build.rewards import build_source
 from rlhf.config.load import load_train
 from rlhf.config.sections import TrainConfig
 from rlhf.data.prompts import MESSAGES, load_prompts
 from rlhf.errors import ConfigError, UserError
+from rlhf.factory.rewards import build_source
+from rlhf.factory.sampler import Completer
 from rlhf.models.backbone import context_length
-from rlhf.rewards.texts import decode
+from rlhf.rewards.source import decode
 from rlhf.runtime.engine import Engine
 from rlhf.runtime.seeding import derive
 

@@ -14,11 +14,11 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rlhf.build.offline import build_offline
-from rlhf.build.online import build_online
 from rlhf.config.load import merge, parse_overrides, train_config
-from rlhf.trainers.offline import OfflineRun, train_offline
-from rlhf.trainers.online import OnlineRun, train
+from rlhf.factory.offline import build_offline
+from rlhf.factory.online import build_online
+from rlhf.training.offline import OfflineRun, train_offline
+from rlhf.training.online import OnlineRun, train
 
 WORDS = ("<pad>", "<bos>", "<eos>", "<unk>", "good", "bad", "red", "blue", "one", "two")
 

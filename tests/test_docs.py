@@ -33,7 +33,7 @@ from rlhf.config.presets import PRESETS
 from rlhf.config.sections import RewardModelConfig, TrainConfig
 from rlhf.errors import ConfigError, install_hint
 from rlhf.rewards.function import FunctionReward
-from rlhf.runtime.metrics import METRICS
+from rlhf.tracking.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

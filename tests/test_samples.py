@@ -7,8 +7,8 @@ import dataclasses
 import torch
 from tiny_models import BOS, EOS, completions_of, tokenizer
 
-from rlhf.build.models import decoder
-from rlhf.rollout import sample_records
+from rlhf.factory.models import decoder
+from rlhf.training.rollout import sample_records
 from rlhf.types import Rollout, extend
 
 

@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from rlhf.sampling.hf import HFSampler
+from rlhf.sampling.generate import HFSampler
 from rlhf.types import Completions, Prompts
 
 VOCAB = 23

@@ -25,22 +25,22 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from peers.work import LR, MICRO_BATCH, Job
-from rlhf.build import online
-from rlhf.build.reference import Annotator
-from rlhf.build.reward_model import build_reward_model
-from rlhf.build.run import build_run
 from rlhf.config.load import load_reward_model, merge, train_config
-from rlhf.data import stream
-from rlhf.data.annotated import AnnotatedPairSet
+from rlhf.data import datasets as stream
 from rlhf.data.pairs import PairSet
-from rlhf.models.bundle import Models
+from rlhf.data.reference_cache import AnnotatedPairSet
+from rlhf.factory import online
+from rlhf.factory.models import Annotator
+from rlhf.factory.reward_model import build_reward_model
+from rlhf.factory.run import build_run
+from rlhf.models.policy_models import Models
 from rlhf.models.scalar_head import ScalarHeadModel
-from rlhf.runtime.metrics import Metrics
-from rlhf.runtime.session import Session
 from rlhf.sampling.sampler import Sampler
-from rlhf.trainers import offline as offline_loop
-from rlhf.trainers import online as online_loop
-from rlhf.trainers.offline import train_offline
+from rlhf.tracking.metrics import Metrics
+from rlhf.training import offline as offline_loop
+from rlhf.training import online as online_loop
+from rlhf.training.offline import train_offline
+from rlhf.training.session import Session
 from rlhf.types import Completions, Prompts
 
 Tree = dict[str, Any]

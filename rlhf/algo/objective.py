@@ -23,6 +23,7 @@ from rlhf.algo.advantages import (
     uniform_groups,
 )
 from rlhf.algo.kl import kl_estimate
+from rlhf.algo.masked import Mean, whiten
 from rlhf.algo.policy_loss import (
     PolicyLoss,
     clipped_surrogate,
@@ -51,7 +52,6 @@ from rlhf.config.algorithm import (
     PolicyGradientLoss,
     Surrogate,
 )
-from rlhf.masked import Mean, whiten
 from rlhf.types import Experience, Rollout, SampledPairs, extend
 
 
@@ -172,7 +172,7 @@ class Objective:
 
     @property
     def surrogate(self) -> Surrogate:
-        """Return the configuration of the policy loss; pair losses do not use Objective (see rlhf.trainers.losses)."""
+        """Return the configuration of the policy loss; pair losses do not use Objective (see rlhf.training.losses)."""
         config = self.algorithm.policy_loss
         assert not isinstance(config, OnlinePairLoss)
         return config

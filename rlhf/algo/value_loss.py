@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rlhf.masked import masked_mean
+from rlhf.algo.masked import masked_mean
 
 
 def clipped_value_loss(

@@ -9,10 +9,10 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from rlhf.build.completer import Completer, Conversation, chat_format_of
 from rlhf.config.sections import SamplingConfig
 from rlhf.errors import DataError, UserError
-from rlhf.runtime.progress import printable
+from rlhf.factory.sampler import Completer, Conversation, chat_format_of
+from rlhf.tracking.progress import printable
 
 HELP = "/reset begins anew, /quit ends; Ctrl-C stops an answer"
 

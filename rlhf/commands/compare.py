@@ -13,22 +13,22 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf.build.context import MODEL
 from rlhf.commands.quickstart import claim_lab, prepare_lab
 from rlhf.compare.figures import write_figures
-from rlhf.compare.launched import start_cell
 from rlhf.compare.page import write_compare_page
 from rlhf.compare.plan import Plan, make_plan, read_plan
+from rlhf.compare.processes import start_cell
 from rlhf.compare.results import read_cells, summarize, write_results
-from rlhf.compare.runner import StartCell, run_cells
-from rlhf.compare.words import interval, ranking, suite_tables, verdict
+from rlhf.compare.scheduler import StartCell, run_cells
+from rlhf.compare.summary import interval, ranking, suite_tables, verdict
 from rlhf.config.compare import START, CompareConfig, LabConfig
 from rlhf.config.load import compare_config, dump, read_yaml
 from rlhf.errors import ConfigError, UserError
-from rlhf.evaluation.report_card import Table as SuiteTable
-from rlhf.runtime.progress import printable
-from rlhf.runtime.ranks import launched
-from rlhf.runtime.run_folder import write_aside
+from rlhf.factory.context import MODEL
+from rlhf.report.report_card import Table as SuiteTable
+from rlhf.runtime.distributed import launched
+from rlhf.tracking.progress import printable
+from rlhf.tracking.run_folder import write_aside
 
 COMPARE = "compare.yaml"
 EXACT_FRONTIER = "exact_frontier.json"

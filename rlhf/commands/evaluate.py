@@ -13,16 +13,16 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from rlhf.build.evaluation import START, PairwiseComparison, PolicyComparison, compare_models
-from rlhf.build.reward_model import report_card_of
 from rlhf.commands.train import print_card
 from rlhf.config.load import load_run
 from rlhf.config.sections import RewardModelConfig
 from rlhf.errors import ConfigError
 from rlhf.evaluation.win_rate import LengthControlled
-from rlhf.runtime.loggers import plain
-from rlhf.runtime.metrics import METRICS
-from rlhf.runtime.run_folder import write_aside
+from rlhf.factory.evaluation import START, PairwiseComparison, PolicyComparison, compare_models
+from rlhf.factory.reward_model import report_card_of
+from rlhf.tracking.metrics import METRICS
+from rlhf.tracking.run_folder import write_aside
+from rlhf.tracking.trackers import plain
 
 
 def run_eval(path: str, overrides: Sequence[str], console: Console, *, against: str = START) -> None:

@@ -13,22 +13,22 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf.build.completer import Completer
-from rlhf.build.evaluation import evaluate_model
-from rlhf.build.reward_model import gaps_of
 from rlhf.commands.train import run_reward_model, run_train
 from rlhf.config.load import load_reward_model, load_train
 from rlhf.config.sections import SamplingConfig, TrainConfig
 from rlhf.errors import ConfigError
 from rlhf.evaluation.evaluate import PolicyEvaluation
 from rlhf.evaluation.win_rate import mean_difference, win_rate
+from rlhf.factory.evaluation import evaluate_model
+from rlhf.factory.reward_model import gaps_of
+from rlhf.factory.sampler import Completer
 from rlhf.lab.build import LabSpec, lab_config, lab_key, with_lab
 from rlhf.lab.gold import expected_accuracy
 from rlhf.lab.preferences import PairsFile, gold_gaps, write_pairs
 from rlhf.lab.world import Split
-from rlhf.runtime.progress import duration, printable
-from rlhf.runtime.run_folder import RunFolder, write_aside
 from rlhf.runtime.seeding import derive
+from rlhf.tracking.progress import duration, printable
+from rlhf.tracking.run_folder import RunFolder, write_aside
 
 LABEL_TEMPERATURE = 0.8  # of the pairs' Bradley-Terry label noise, in units of gold
 PAIRS: dict[Split, int] = {"train": 8000, "eval": 1000}  # prompts, two completions each

@@ -9,12 +9,12 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from rlhf.build.completer import RAW, Completer, chat_format_of
 from rlhf.config.load import read_yaml, validate
 from rlhf.config.sections import SamplingConfig
 from rlhf.errors import UserError
-from rlhf.runtime.progress import printable
+from rlhf.factory.sampler import RAW, Completer, chat_format_of
 from rlhf.runtime.seeding import derive
+from rlhf.tracking.progress import printable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,15 +9,15 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from rlhf.build.suites import Suite, find_suite, subject_of, write_result
 from rlhf.config.algorithm import ReferencedLoss
 from rlhf.config.load import Tree, expand_preset, merge, parse_overrides, read_yaml, validate
 from rlhf.config.reward import RewardSourceConfig
 from rlhf.config.sections import TrainConfig
 from rlhf.errors import ConfigError
-from rlhf.evaluation.suites.figures import Figure, SuiteResult
-from rlhf.evaluation.suites.settings import SuiteSettings
+from rlhf.factory.suites import Suite, find_suite, subject_of, write_result
 from rlhf.lab.build import with_lab
+from rlhf.suites.figures import Figure, SuiteResult
+from rlhf.suites.settings import SuiteSettings
 
 START = "start"
 MAX_GROUPS = 40

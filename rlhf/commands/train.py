@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf.build.reward_model import build_reward_model, finish_reward_model
-from rlhf.build.run import build_run
 from rlhf.config.sections import RewardModelConfig, TrainConfig
-from rlhf.evaluation.report import write_report
-from rlhf.runtime.metrics import METRICS
-from rlhf.runtime.run_folder import RunFolder
-from rlhf.runtime.session import Session
-from rlhf.trainers.offline import train_offline
+from rlhf.factory.reward_model import build_reward_model, finish_reward_model
+from rlhf.factory.run import build_run
+from rlhf.report.page import write_report
+from rlhf.tracking.metrics import METRICS
+from rlhf.tracking.run_folder import RunFolder
+from rlhf.training.offline import train_offline
+from rlhf.training.session import Session
 
 SUMMARY = (
     "eval/score",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from rlhf.compare.cell import cell_main
-from rlhf.ending import end_process
+from rlhf.compare.trial import cell_main
+from rlhf.process import end_process
 
 if __name__ == "__main__":
     end_process(cell_main(Path(sys.argv[1])))

@@ -10,9 +10,9 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from rlhf.compare.words import ranking
+from rlhf.compare.summary import ranking
 from rlhf.evaluation.frontier import overoptimized
-from rlhf.evaluation.report_charts import Chart, to_json
+from rlhf.report.charts import Chart, to_json
 
 ROLES, DASHES = 8, ("solid", "dash", "dot", "dashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x", "star")

@@ -11,14 +11,14 @@ from typing import Any
 from safetensors import safe_open
 from torch import nn
 
-from rlhf.build.context import model_folder
 from rlhf.config.compare import BudgetConfig, completions_of
 from rlhf.config.reward import EnsembleSource, ModelSource, RewardSourceConfig
 from rlhf.config.sections import TrainConfig, reads_reference
-from rlhf.runtime.loggers import encode_line, read_jsonl
-from rlhf.runtime.run_folder import write_aside
-from rlhf.trainers.offline import OfflineRun
-from rlhf.trainers.online import OnlineRun
+from rlhf.factory.context import model_folder
+from rlhf.tracking.run_folder import write_aside
+from rlhf.tracking.trackers import encode_line, read_jsonl
+from rlhf.training.offline import OfflineRun
+from rlhf.training.online import OnlineRun
 
 COSTS = "costs.jsonl"
 FORWARD, BACKWARD = 2, 4  # FLOPs per parameter and token (Kaplan et al. 2020, section 2.1)
@@ -96,7 +96,7 @@ def sampling_flops(sizes: Sizes, *, tokens: int) -> float:
 
 
 class Ledger:
-    """The running sum of a run's costs, one line a step in costs.jsonl; implements rlhf.runtime.session.Budget."""
+    """The running sum of a run's costs, one line a step in costs.jsonl; implements rlhf.training.session.Budget."""
 
     def __init__(self, folder: Path, run: OnlineRun | OfflineRun, config: TrainConfig, budget: BudgetConfig) -> None:
         """Resume from costs.jsonl in the run's `folder`, dropping lines after the checkpoint it continues from."""

@@ -32,7 +32,7 @@ from rlhf.compare.charts import (
     styles,
 )
 from rlhf.compare.page import FIGURES
-from rlhf.compare.words import ranking
+from rlhf.compare.summary import ranking
 
 # The page's colors by role, in the light (style.css).
 PALETTE = {

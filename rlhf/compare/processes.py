@@ -1,8 +1,8 @@
-"""Run a cell in its own process, on its share of the machine.
+"""Run each cell in its own process (or several, started by torchrun), on its share of the machine.
 
 Importing torch and transformers takes seconds, and a comparison has dozens of cells. So on Linux without a GPU, cells
 are forked from one process that has imported everything and computed nothing (multiprocessing's fork server, see
-nursery.py). CUDA does not survive a fork: with a GPU, and on other systems, each cell starts as a fresh interpreter.
+fork_server.py). CUDA does not survive a fork: with a GPU, and on other systems, each cell is a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,17 +19,17 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
+from typing import BinaryIO
 
 import torch
 
-from rlhf.compare.board import OUTPUT
-from rlhf.compare.cell import INTERRUPTED, cell_main
 from rlhf.compare.plan import Cell
-from rlhf.compare.runner import Outcome, record_failure
-from rlhf.quiet import quiet_libraries
+from rlhf.compare.scheduler import OUTPUT, Outcome, Running, record_failure
+from rlhf.compare.trial import INTERRUPTED, cell_main
+from rlhf.process import quiet_libraries
 
 ERRORS = "errors.log"
-NURSERY = "rlhf.compare.nursery"
+NURSERY = "rlhf.compare.fork_server"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 THREADS, DEVICES = "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"
 
@@ -36,7 +37,7 @@ _stop_requested = False
 
 
 class CellProcess:
-    """A cell in one process; implements rlhf.compare.runner.Running."""
+    """A cell in one process; implements rlhf.compare.scheduler.Running."""
 
     def __init__(self, cell: Cell, place: int, jobs: int) -> None:
         """Start the cell in slot `place` of the `jobs` slots."""
@@ -177,3 +178,56 @@ def _environment_set(changes: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def start_cell(cell: Cell, place: int, *, jobs: int, processes: int) -> Running:
+    """Start a cell in slot `place` of the `jobs` slots, in `processes` processes if it trains."""
+    if processes == 1 or cell.config.budget is None:
+        return CellProcess(cell, place, jobs)
+    return LaunchedCell(cell, place, jobs, processes)
+
+
+class LaunchedCell:
+    """A cell run by torchrun; implements rlhf.compare.scheduler.Running."""
+
+    def __init__(self, cell: Cell, place: int, jobs: int, processes: int) -> None:
+        """Start the cell in `processes` processes, in slot `place` of the `jobs` slots."""
+        self.cell = cell
+        self._stop_requested = False
+        environment = share(place, jobs, cores=cores(), devices=visible_devices(os.environ), environ=os.environ)
+        if torch.cuda.device_count() > 1:
+            environment.pop("CUDA_VISIBLE_DEVICES", None)  # each of its processes takes one GPU
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        self._files: list[BinaryIO] = [(cell.folder / ERRORS).open("wb")]
+        if jobs > 1:
+            self._files.append((cell.folder / OUTPUT).open("wb"))
+        self.process = subprocess.Popen(
+            [*command, "-m", "rlhf.compare", str(cell.folder)],
+            stderr=self._files[0],
+            stdout=self._files[1] if jobs > 1 else None,
+            env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
+        )
+
+    def outcome(self) -> Outcome | None:
+        """Return how the cell ended, None while it runs; the error of a failed cell is recorded in its folder."""
+        code = self.process.poll()
+        if code is None:
+            return None
+        for file in self._files:
+            file.close()
+        if code == 0:
+            return "done"
+        if code == INTERRUPTED or self._stop_requested:
+            return "interrupted"
+        record_failure(self.cell.folder, last_words(self.cell.folder / ERRORS, code, launched=True))
+        return "failed"
+
+    def stop(self) -> None:
+        """Ask the cell to save and stop: torchrun passes the signal on to its processes, and waits."""
+        self._stop_requested = True
+        self.process.terminate()
+
+    def kill(self) -> None:
+        """Kill the process at once."""
+        self.process.kill()
+        self.process.wait()

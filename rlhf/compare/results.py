@@ -14,16 +14,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlhf.compare.costs import COSTS, Costs
-from rlhf.compare.draws import read_curve
-from rlhf.compare.judge import Judged
 from rlhf.compare.plan import Cell, Plan
-from rlhf.compare.runner import failure_of
-from rlhf.compare.suites import read_suites, summarize_suites
+from rlhf.compare.scheduler import failure_of
+from rlhf.compare.trial import Judged, read_curve, read_suites, summarize_suites
 from rlhf.config.compare import START, BestOfNArm
 from rlhf.evaluation.frontier import at_kl
 from rlhf.evaluation.win_rate import Interval, bootstrap_crossed, length_controlled_win_rate, outcomes
-from rlhf.runtime.loggers import plain, read_jsonl
-from rlhf.runtime.run_folder import RunFolder, write_aside
+from rlhf.tracking.run_folder import RunFolder, write_aside
+from rlhf.tracking.trackers import plain, read_jsonl
 
 SCHEMA = 1
 RESULTS, TABLE = "results.json", "results.parquet"

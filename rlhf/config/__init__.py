@@ -1,9 +1,9 @@
 """The configuration of a run: frozen sections that refuse unknown keys, read from YAML with `key=value` on top.
 
 - `load`: reads YAML and overrides into a validated configuration (`load_train`, `load_reward_model`, `load_compare`).
-- `sections`: `TrainConfig`, `RewardModelConfig`; their other parts: `algorithm`, `data`, `reward`, `judge`, `sharding`.
+- `sections`: `TrainConfig`, `RewardModelConfig`; their other parts: `algorithm`, `data`, `reward`, `sharding`.
 - `compare`: `CompareConfig`, several algorithms on one budget under one judge.
-- `presets`: the named algorithms; `precedence`: which of two conflicting settings wins; `yaml_text`: the YAML parser.
+- `presets`: the named algorithms, and which of two conflicting settings wins; `yaml_text`: the YAML parser.
 
 The package itself exports nothing: import from its modules. docs/configuration.md is made from their docstrings.
 """

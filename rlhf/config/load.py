@@ -14,8 +14,7 @@ from pydantic import BaseModel, ValidationError
 from rlhf.config.algorithm import Gae, Offline, Online, OnlinePairLoss, SftLoss
 from rlhf.config.base import Section
 from rlhf.config.compare import CompareConfig
-from rlhf.config.precedence import keep_last_alternative, setting, without, without_overruled
-from rlhf.config.presets import PRESETS, SIZES
+from rlhf.config.presets import PRESETS, SIZES, keep_last_alternative, setting, without, without_overruled
 from rlhf.config.sections import RewardModelConfig, TrainConfig, reads_reference
 from rlhf.config.yaml_text import UnusableYaml, parse_yaml
 from rlhf.errors import ConfigError

@@ -30,8 +30,7 @@ from rlhf.config.algorithm import (
 )
 from rlhf.config.base import Section
 from rlhf.config.data import Count, DataConfig, Size
-from rlhf.config.judge import ChatPairsConfig
-from rlhf.config.reward import ModelSource, RewardConfig, RewardSourceConfig
+from rlhf.config.reward import ChatPairsConfig, ModelSource, RewardConfig, RewardSourceConfig
 from rlhf.config.sharding import ShardingConfig
 
 Dtype = Literal["float32", "bfloat16", "float64"]

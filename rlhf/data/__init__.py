@@ -1,13 +1,13 @@
 """Data sets: read rows in many formats, render them with the chat template, encode them, and collate batches.
 
-A row goes through `files` (JSON, JSONL, CSV, Parquet, the hub), `dialects` (columns to prompts, pairs and other forms),
-`templates` (conversations to text) and `encode` (text to token ids); `load` runs these steps in order. `skips` counts
-what was left out and why, and `lengths` handles rows that are too long.
+A row goes through `files` (JSON, JSONL, CSV, Parquet, the hub), `formats` (columns to prompts, pairs and other forms),
+`templates` (conversations to text) and `tokenize` (text to token ids); `datasets` runs these steps in order. `rows`
+counts what was left out and why.
 
 Import from the modules:
-    prompts         load_prompts, PromptStream: what the online algorithms sample from
-    pairs           load_pairs, load_demonstrations, load_labelled: what preference losses, reward models and SFT read
-    annotated       the same with reference log-probabilities, which `reference_cache` keeps on disk
-    stream          BatchStream: the shuffled batch of a step, computed from the seed and the step number
-    chat, encode    load_tokenizer, make_encoder
+    prompts             load_prompts, PromptStream: what the online algorithms sample from
+    pairs               load_pairs, load_demonstrations, load_labelled: what preference losses, reward models, SFT read
+    reference_cache     the same with the reference's log-probabilities, kept on disk between runs
+    datasets            BatchStream: the shuffled batch of a step, computed from the seed and the step number
+    tokenizer           load_tokenizer, and where models and tokenizers lie
 """

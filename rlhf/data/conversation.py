@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf.data.row import BadRow
+from rlhf.data.rows import BadRow
 
 Message = dict[str, Any]  # role, content (text), and any other fields: tool_calls, name, reasoning_content, ...
 Prompt = str | list[Message]

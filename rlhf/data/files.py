@@ -21,8 +21,7 @@ from datasets.exceptions import DatasetsError
 
 from rlhf.config.data import DatasetConfig
 from rlhf.data.paths import SUFFIXES, looks_local, missing
-from rlhf.data.row import Row
-from rlhf.data.skips import Skips
+from rlhf.data.rows import Row, Skips
 from rlhf.errors import DataError
 
 _SPLIT_NAMES = {"train", "test", "validation", "valid", "val", "dev", "eval"}

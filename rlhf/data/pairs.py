@@ -11,15 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.data import ChatFormat, Learn, PreferencesConfig, SftConfig
 from rlhf.data.conversation import Message, assistant_turn
-from rlhf.data.dialects import DEMONSTRATIONS, LABELLED, PAIRS, DemoText, LabelledText, PairText
-from rlhf.data.encode import Encoder, make_encoder
-from rlhf.data.lengths import Limit, cut_start, limit_of
-from rlhf.data.load import Ids, Usable, check_ids, encoded_rows
-from rlhf.data.pad import left_pad, right_pad, right_pad_flags
-from rlhf.data.row import Row
-from rlhf.data.skips import Skips
-from rlhf.data.stream import BatchStream, epoch_order
+from rlhf.data.datasets import BatchStream, Ids, Usable, check_ids, encoded_rows, epoch_order
+from rlhf.data.formats import DEMONSTRATIONS, LABELLED, PAIRS, DemoText, LabelledText, PairText
+from rlhf.data.rows import Row, Skips
 from rlhf.data.templates import Rendered, Writer, conversation_rows
+from rlhf.data.tokenize import Encoder, Limit, cut_start, left_pad, limit_of, make_encoder, right_pad, right_pad_flags
 from rlhf.types import Demonstrations, Labelled, PreferencePairs
 
 Flags = tuple[list[bool], ...]  # for each row, which tokens of its completion the assistant wrote; empty: all

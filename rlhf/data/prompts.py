@@ -10,14 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.data import ChatFormat, PromptsConfig
 from rlhf.data.conversation import Prompt
-from rlhf.data.dialects import PROMPTS, PromptText
-from rlhf.data.encode import Encoder, make_encoder
-from rlhf.data.lengths import Limit, cut_start
-from rlhf.data.load import Ids, Usable, check_ids, encoded_rows
-from rlhf.data.pad import left_pad
-from rlhf.data.row import BadRow, Row
-from rlhf.data.skips import Skips
-from rlhf.data.stream import BatchStream
+from rlhf.data.datasets import BatchStream, Ids, Usable, check_ids, encoded_rows
+from rlhf.data.formats import PROMPTS, PromptText
+from rlhf.data.rows import BadRow, Row, Skips
+from rlhf.data.tokenize import Encoder, Limit, cut_start, left_pad, make_encoder
 from rlhf.errors import DataError
 from rlhf.types import Prompts
 

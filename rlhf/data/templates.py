@@ -22,7 +22,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from rlhf.config.data import ChatFormat, Learn
 from rlhf.data.conversation import THOUGHTS, WRITTEN_BY_ALL, Message, Prompt, assistant_turn, thought_of
 from rlhf.data.paths import missing
-from rlhf.data.row import BadRow
+from rlhf.data.rows import BadRow
 from rlhf.errors import DataError
 
 Span = tuple[int, int]  # start and end character, the end not included

@@ -1,11 +1,8 @@
-"""Evaluation of trained policies, and the HTML report of a run.
+"""Evaluate trained policies on held-out prompts.
 
-- `evaluate`: scores, KL to the reference, entropy and diversity on held-out prompts, or the held-out means of a loss.
-- `win_rate`, `pairwise`: compare two models on the same prompts, by scores or by a language model as the judge.
-- `best_of_n`, `frontier`, `diversity`: best-of-n estimates, reward against KL, distinct n-grams and repetition.
-- `suites`: named benchmarks (hh, persona, gsm8k, ifeval, xstest, lab) and any task of lm-eval.
-- `metrics`: the same measures as metrics of the `evaluate` library.
-- `report` and `report_*`: write report.html from a run folder.
+- `evaluate`: scores, KL to the reference, entropy and diversity, or the held-out means of a loss.
+- `win_rate`: compare two models on the same prompts, by scores or by a language model as the judge.
+- `frontier`, `diversity`: reward against KL and best-of-n estimates; distinct n-grams and repetition.
 
 This package exports nothing: import from its modules, as in `from rlhf.evaluation.win_rate import win_rate`.
 """

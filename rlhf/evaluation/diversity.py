@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rlhf.masked import Mean
+from rlhf.algo.masked import Mean
 from rlhf.types import Completions
 
 REPEATED = 4  # the n of the n-grams that count as repetition

@@ -13,15 +13,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rlhf.algo.kl import kl_estimate
+from rlhf.algo.masked import Mean
 from rlhf.evaluation.diversity import diversity
-from rlhf.masked import Mean
-from rlhf.models.bundle import Models
+from rlhf.models.policy_models import Models
 from rlhf.rewards.source import RewardSource
-from rlhf.runtime.memory import Fitting
-from rlhf.runtime.metrics import Metrics
-from rlhf.runtime.ranks import ALONE, Ranks
-from rlhf.runtime.step import Loss
+from rlhf.runtime.distributed import ALONE, Ranks
+from rlhf.runtime.micro_batch import Fitting
 from rlhf.sampling.sampler import Sampler
+from rlhf.tracking.metrics import Metrics
+from rlhf.training.step import Loss
 from rlhf.types import Batch, Completions, Prompts, Rollout, Scores, concat, extend
 
 LARGEST_EXPONENT = 709.0  # exp of anything larger overflows a float

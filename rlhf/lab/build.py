@@ -105,8 +105,7 @@ def lab_key(spec: LabSpec) -> str:
 
 
 def _write(spec: LabSpec, folder: Path) -> None:
-    from rlhf.lab.model import lab_model_config, untrained_model
-    from rlhf.lab.tokenizer import train_tokenizer
+    from rlhf.lab.model import lab_model_config, train_tokenizer, untrained_model
 
     rows = sft_rows(spec.seed, spec.sft)
     _write_jsonl(folder / "sft.jsonl", rows)

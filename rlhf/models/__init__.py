@@ -1,11 +1,9 @@
-"""Policy, reference, critic and reward models: loading and saving them, and the passes that read numbers from them.
+"""Policy, reference, critic and reward models: load, export, and compute log-probabilities and values.
 
 - Load and save: `backbone` (causal LMs), `scalar_head` (critic and reward model), `origin` and `export` (write a model
-  as it was published), `fingerprint` (a hash of the weights, for caches).
-- Compute: `bundle.Models` holds the models of a run; `logprobs` (log-probabilities and entropy of completions), `head`
-  (the LM head, a chunk of tokens at a time) and `beside` (policy against reference) do its work.
-- Faster passes: `rows` (no padding), `lean`, `layers` and `fused` (decoder layers written out), `low` (16 bits on a
-  CPU), `fast_ways` (which of these a run uses).
+  as it was published).
+- Compute: `policy_models.Models` holds the models of a run; `logprobs` computes log-probabilities and entropies.
+- `kernels`: the same numbers in less time and memory.
 
-Nothing is re-exported: import from the modules, as in `from rlhf.models.bundle import Models`.
+Nothing is re-exported: import from the modules, as in `from rlhf.models.policy_models import Models`.
 """

@@ -21,8 +21,7 @@ from transformers import PretrainedConfig as HfConfig
 from transformers.utils import logging as hf_logging
 
 from rlhf.config.sections import LoraConfig, PolicyConfig
-from rlhf.data.chat import text_vocabulary
-from rlhf.data.location import ModelLocation, base_of_adapter, locate_model
+from rlhf.data.tokenizer import ModelLocation, base_of_adapter, locate_model, text_vocabulary
 from rlhf.errors import ModelError
 
 if TYPE_CHECKING:  # a PeftModel forwards what it lacks to the model it wraps, which no annotation can express

@@ -1,10 +1,10 @@
-"""Log-probability and entropy of completion tokens: the only place that aligns logits with the tokens they predict."""
+"""Log-probabilities and entropies of completions, in one forward pass, and which fast ways compute them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from rlhf.config.sections import LogProbs, Packing
 from rlhf.errors import ModelError
 from rlhf.models.backbone import CausalLM, body_of
-from rlhf.models.head import chunked_statistics, in_float32, output_head, reading, statistics, why_naive
-from rlhf.models.lean import chosen_states, is_lean
-from rlhf.models.rows import Rows, body_inputs, lay_for
+from rlhf.models.kernels.llama.forward import chosen_states, is_lean
+from rlhf.models.kernels.lm_head import chunked_statistics, in_float32, output_head, reading, statistics, why_naive
+from rlhf.models.kernels.packing import Rows, body_inputs, lay_for, why_padded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,3 +210,51 @@ def completion_logits(
         outputs = model(**sequences.inputs(), logits_to_keep=length + 1, output_hidden_states=with_hidden)
     logits = outputs.logits[:, -length - 1 : -1]
     return logits, outputs.hidden_states[-1][:, -length - 1 : -1] if with_hidden else None
+
+
+WRITTEN_OUT = "written-out layers"
+
+
+@dataclass
+class FastWays:
+    """The fast paths by name, whether each is on, and the reasons for those that are off."""
+
+    ways: dict[str, bool] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """Describe the fast paths for the user: one line, then the reasons."""
+        on, off = ([name for name, is_on in self.ways.items() if is_on == wanted] for wanted in (True, False))
+        line = f"fast ways on: {', '.join(on) or 'none'}" + (f"; off: {', '.join(off)}" if off else "")
+        return [line, *dict.fromkeys(self.reasons)]
+
+    def under_zero(self, stage: int) -> FastWays:
+        """Switch off written-out layers under ZeRO-2 and 3, which gather weights or reduce gradients by module."""
+        if stage >= 2 and self.ways.get(WRITTEN_OUT):
+            self.ways[WRITTEN_OUT] = False
+            self.reasons.append(f"layers are not written out: ZeRO-{stage} watches their modules")
+        return self
+
+
+def of_policy(model: CausalLM, *, log_probs: LogProbs, packing: Packing) -> FastWays:
+    """Find out by trial which fast paths a policy supports; call it while its weights are whole.
+
+    Raises:
+        ModelError: chunked log-probabilities were requested by name and are not available.
+    """
+    chunked = in_chunks(model, log_probs)
+    passes = of_bodies([body_of(model)], packing=packing if chunked else "off")
+    packed = passes.ways["no padding"]
+    reasons = list(passes.reasons)
+    if not chunked and log_probs != "naive":
+        reasons.insert(0, f"log-probabilities are taken from all logits at once (naive): {why_naive(model)}")
+    return FastWays({"log-probabilities in chunks": chunked, **passes.ways, "shared prompts": packed}, reasons)
+
+
+def of_bodies(bodies: Sequence[nn.Module], *, packing: Packing) -> FastWays:
+    """Find out by trial which fast paths all of `bodies` (transformers without their heads) support."""
+    padded = [why_padded(body) for body in bodies] if packing == "auto" else []
+    packed = packing == "auto" and not any(padded)
+    written_out = [is_lean(body) for body in bodies] if packed else [False]
+    reasons = [f"rows go through the model padded: {reason}" for reason in padded if reason]
+    return FastWays({"no padding": packed, WRITTEN_OUT: all(written_out)}, reasons)

@@ -1,7 +1,8 @@
-"""Read what an export repeats of a published model: its files, and the name, shape and dtype of each weight."""
+"""What a model was loaded from, so that an export can repeat it; fingerprints of weights."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -11,12 +12,13 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.data.location import TOKENIZER_FILES, ModelLocation, base_of_adapter, locate_model, locate_tokenizer
+from rlhf.data.tokenizer import TOKENIZER_FILES, ModelLocation, base_of_adapter, locate_model, locate_tokenizer
 from rlhf.errors import ModelError
-from rlhf.models.backbone import published_config
+from rlhf.models.backbone import CausalLM, published_config
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -204,3 +206,24 @@ def _folder(location: ModelLocation, *names: str) -> Path | None:
 def _config_dtype(config: Mapping[str, Any]) -> torch.dtype:
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"), None)
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+_NOT_ARITHMETIC = {"_name_or_path", "transformers_version", "use_cache", "dtype", "torch_dtype"}
+
+
+def weights_fingerprint(model: CausalLM, state: dict[str, Tensor] | None = None) -> str:
+    """Compute a digest (SHA-256, hex) of the configuration and all weights; of an adapted model, those of its base.
+
+    `state` holds the whole weights where this process has only a part of them.
+    """
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    if state is not None:
+        state = {name.removeprefix("base_model.model.") if base is not model else name: w for name, w in state.items()}
+    settings = {name: value for name, value in base.config.to_dict().items() if name not in _NOT_ARITHMETIC}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    for name, tensor in sorted((base.state_dict() if state is None else state).items()):
+        if "lora_" in name:
+            continue
+        digest.update(f"{name.replace('.base_layer', '')} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().data)
+    return digest.hexdigest()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.config.sections import Packing
-from rlhf.data.location import ADAPTER, base_of_adapter, locate_model
+from rlhf.data.tokenizer import ADAPTER, base_of_adapter, locate_model
 from rlhf.errors import ModelError
 from rlhf.models.backbone import (
     aligned,
@@ -26,9 +26,9 @@ from rlhf.models.backbone import (
     weight_dtype,
 )
 from rlhf.models.export import classifier_padding
-from rlhf.models.lean import chosen_states
+from rlhf.models.kernels.llama.forward import chosen_states
+from rlhf.models.kernels.packing import Rows, lay_for
 from rlhf.models.logprobs import Sequences
-from rlhf.models.rows import Rows, lay_for
 from rlhf.runtime.seeding import generator
 
 HeadInit = Literal["zero", "normal"]

@@ -1,9 +1,17 @@
-"""The interface of every reward: completions in, scores out."""
+"""The protocol of reward sources, and the texts that most of them read."""
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rlhf.errors import NonFiniteScores, RewardError
 from rlhf.types import Completions, Scores
 
 
@@ -17,3 +25,114 @@ class RewardSource(Protocol):
         Raises:
             RewardError: the scores are NaN or infinite, of the wrong length, or could not be obtained.
         """
+
+
+@runtime_checkable
+class Decoder(Protocol):
+    """The part of a tokenizer that rewards use."""
+
+    def batch_decode(self, sequences: list[list[int]], skip_special_tokens: bool = False) -> list[str]:
+        """Decode each list of token ids to a text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """Prompts, completions and references as text; one entry per row."""
+
+    prompts: list[str]
+    completions: list[str]
+    references: list[dict[str, Any]]
+
+
+def decode(completions: Completions, tokenizer: Decoder) -> Texts:
+    """Decode prompts and completions to text, without special tokens and without the final EOS of a completion.
+
+    A prompt is the text of its row's "prompt" column if there is one, else its decoded tokens. A completion is what it
+    adds to the decoded prompt: many tokenizers drop a leading space, so its tokens decoded alone would lose one.
+    """
+    prompt_ids, completion_ids = live_ids(completions)
+    completion_ids = [
+        ids[:-1] if ended else ids for ids, ended in zip(completion_ids, completions.finished.tolist(), strict=True)
+    ]
+    prompts = tokenizer.batch_decode(prompt_ids, skip_special_tokens=True)
+    alone = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    joined_ids = [before + after for before, after in zip(prompt_ids, completion_ids, strict=True)]
+    joined = tokenizer.batch_decode(joined_ids, skip_special_tokens=True)
+    references = [dict(reference) for reference in completions.references]
+    return Texts(
+        prompts=[_original_prompt(r, p) for r, p in zip(references, prompts, strict=True)],
+        # A character split by the prompt's end decodes differently once complete: then the texts share no start.
+        completions=[
+            text.removeprefix(before) if text.startswith(before) else completion
+            for text, before, completion in zip(joined, prompts, alone, strict=True)
+        ],
+        references=references,
+    )
+
+
+def checked_scores(values: object, parts: object, texts: Texts, *, who: str) -> Scores:
+    """Convert the scores and parts that `who` returned to float32 tensors.
+
+    Raises:
+        RewardError: the scores or a part are not one number per completion.
+        NonFiniteScores: a number is NaN, infinite, or outside of float32's range.
+    """
+    if not isinstance(parts, Mapping):
+        raise RewardError(
+            f"{who} returned parts of type {type(parts).__name__}; give a dict of name -> list of numbers"
+        )
+    return Scores(
+        values=_to_tensor(values, texts.completions, who=who, what="scores"),
+        parts={
+            str(name): _to_tensor(part, texts.completions, who=who, what=f"values of part {name!r}")
+            for name, part in parts.items()
+        },
+    )
+
+
+def shown(text: str, limit: int = 200) -> str:
+    """Quote a text for an error message, cut to `limit` characters."""
+    return repr(text if len(text) <= limit else text[:limit] + "…")
+
+
+def live_ids(completions: Completions) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the token ids of every prompt and every completion without padding, EOS included."""
+    prompts = _unpadded(completions.prompt_ids, completions.prompt_mask)
+    return prompts, _unpadded(completions.completion_ids, completions.completion_mask)
+
+
+def _unpadded(ids: Tensor, mask: Tensor) -> list[list[int]]:
+    return [row[live].tolist() for row, live in zip(ids.cpu(), mask.cpu(), strict=True)]
+
+
+def _original_prompt(reference: Mapping[str, Any], decoded: str) -> str:
+    prompt = reference.get("prompt")
+    return prompt if isinstance(prompt, str) else decoded
+
+
+def _to_tensor(values: object, completions: list[str], *, who: str, what: str) -> Float[Tensor, " B"]:
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise RewardError(f"{who} returned {type(values).__name__} for {what}; give a list of numbers")
+    if len(values) != len(completions):
+        detail = f"; the first without one: {shown(completions[len(values)])}" if len(values) < len(completions) else ""
+        raise RewardError(f"{who} returned {len(values)} {what} for {len(completions)} completions{detail}")
+    numbers = [_to_float(value) for value in values]
+    bad = [i for i, number in enumerate(numbers) if not math.isfinite(number)]
+    if bad:
+        raise NonFiniteScores(
+            f"{who} returned {len(bad)} {what} of {len(values)} that are not finite numbers; "
+            f"the first is {shown(str(values[bad[0]]))}, for the completion {shown(completions[bad[0]])}"
+        )
+    return torch.tensor(numbers, dtype=torch.float32)
+
+
+def _to_float(value: object) -> float:
+    """Convert a number to float; return NaN for a non-number or a value outside of float32's range.
+
+    numpy's and torch's scalars are numbers.
+    """
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(value, int | float):
+        return math.nan
+    return float(value) if abs(value) <= torch.finfo(torch.float32).max else math.nan

@@ -1,11 +1,9 @@
-"""What every trainer needs around its loss: devices, ranks, optimizer steps, checkpoints, logging and progress.
+"""The machine that a run uses: devices, ranks, memory, optimizers and random numbers.
 
-- The run: `session` (the loop over steps, with evaluation and interruption), `step` (one optimizer step), `memory`
-  (micro-batches that shrink when memory runs out), `seeding` (counter-based randomness).
-- The machine: `engine` (device and trained models), `ranks` (torch.distributed), `zero` (DeepSpeed), `optimizers`,
-  `gauge` (peak memory), `allocator` (glibc settings).
-- The output: `run_folder` (its files), `lock`, `checkpoint`, `metrics` (the table of names), `recorder`, `loggers`
-  (JSONL and trackers), `progress` (the terminal display).
+- `engine`: the device, and trained models however they are sharded. `distributed`: torch.distributed.
+- `deepspeed`: ZeRO. `optimizers`: AdamW and its states.
+- `memory`: peak memory and allocators. `micro_batch`: micro-batches that shrink when memory runs out.
+- `seeding`: counter-based randomness, from the seed and the step alone.
 
-The package itself exports nothing: import from its modules, as in `from rlhf.runtime.session import Session`.
+This package exports nothing: import from its modules, as in `from rlhf.runtime.engine import Engine`.
 """

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from rlhf.config.sections import OptimizerConfig, RunConfig
 from rlhf.config.sharding import ShardingConfig, deepspeed_json
 from rlhf.errors import ConfigError, install_hint
-from rlhf.runtime.allocator import keep_memory
-from rlhf.runtime.gauge import memory_gauge
+from rlhf.runtime.distributed import ALONE, Ranks, launched, meet
+from rlhf.runtime.memory import keep_memory, memory_gauge
 from rlhf.runtime.optimizers import make_optimizer, put_state, state_of
-from rlhf.runtime.ranks import ALONE, Ranks, launched, meet
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -113,7 +112,7 @@ class Engine:
         self.sharding = sharding or ShardingConfig()
         self.written: dict[str, dict[str, Any]] = {}  # DeepSpeed's JSON of each model
         self.memory = memory_gauge(device)
-        self._zero = importlib.import_module("rlhf.runtime.zero") if self.sharding.uses_deepspeed else None
+        self._zero = importlib.import_module("rlhf.runtime.deepspeed") if self.sharding.uses_deepspeed else None
 
     @property
     def splits_weights(self) -> bool:

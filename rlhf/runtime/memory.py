@@ -1,87 +1,105 @@
-"""Micro-batches that adapt to memory: their size, in rows or tokens, is halved when memory runs out."""
+"""Measure peak memory, and set how the C library and torch allocate it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+import ctypes
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from rlhf.errors import ResourceError
-from rlhf.types import Batch, portions
-
-T = TypeVar("T")
+# Constants of glibc's malloc.h; see mallopt(3)
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
+SETTINGS = ((M_MMAP_THRESHOLD, 2**30), (M_TRIM_THRESHOLD, 2**31 - 1), (M_MMAP_MAX, 0))
 
 
-class Fitting:
-    """The micro-batch size in rows, halved when memory runs out, and kept so.
+def keep_memory() -> bool:
+    """Make glibc keep freed memory for the next tensors of this process, and return whether that succeeded.
 
-    It never changes a result, so checkpoints do not store it. With `tokens` it counts live tokens instead of rows.
+    A page returned to the system must be faulted in and zeroed again in the next step. Peak resident memory may grow,
+    since blocks of different sizes no longer have pages of their own. Does nothing except on Linux with glibc; results
+    never depend on it.
+    """
+    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
+        return False
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return False
+    mallopt.argtypes, mallopt.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
+    return all(mallopt(option, value) == 1 for option, value in SETTINGS)
+
+
+STATUS = Path("/proc/self/status")
+CLEAR = Path("/proc/self/clear_refs")
+
+
+class MemoryGauge:
+    """The peak memory in MB: since the start, and in each phase since the last `take`.
+
+    Memory used while a phase is nested in another counts towards both.
     """
 
-    def __init__(
-        self, size: int, *, tokens: bool = False, what: str = "a pass", note: Callable[[str], None] = lambda _: None
-    ) -> None:
-        """Set the initial size; `what` names the work in messages, and `note` is called at the first halving."""
-        self.size = size
-        self.tokens = tokens
-        self.what = what
-        self.note = note
-        self._has_warned = False
+    def __init__(self, peak: Callable[[], float], reset: Callable[[], None]) -> None:
+        """Create a gauge from two functions: `peak` returns the largest memory in MB since `reset` was called."""
+        self._peak = peak
+        self._reset = reset
+        self._highest = 0.0
+        self._open: list[str] = []
+        self._by_phase: dict[str, float] = {}
 
-    @property
-    def unit(self) -> str:
-        """Return what `size` counts: "row" or "token"."""
-        return "token" if self.tokens else "row"
+    def peak_mb(self) -> float:
+        """Return the peak so far, in MB."""
+        return self._measure()
 
-    def cut(self, batch: Batch, size: int | None = None) -> list[Tensor]:
-        """Split a batch into the row indices of each micro-batch, of `size` units (the current size if None)."""
-        size = size or self.size
-        if self.tokens:
-            return portions(batch.live_tokens(), size)
-        return list(torch.arange(len(batch)).split(size))
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the memory used inside the context towards `name`."""
+        self._measure()
+        self._reset()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._measure()
+            self._open.pop()
+            self._reset()
 
-    def run(self, work: Callable[[int], T], *, again: Callable[[], object] = lambda: None) -> T:
-        """Return `work(size)`; when it runs out of memory, call `again`, halve the size and start over.
+    def take(self) -> dict[str, float]:
+        """Return the peak of each phase in MB since the last call."""
+        taken, self._by_phase = self._by_phase, {}
+        return taken
 
-        Raises:
-            ResourceError: one row does not fit, or the run is distributed and other ranks are in the same pass.
-        """
-        while True:
-            try:
-                return work(self.size)
-            except torch.OutOfMemoryError as error:
-                if self.size == 1 or _in_company():
-                    raise ResourceError(self._advice()) from error
-            # Only here, with the error gone, is the memory that its frames referenced free again.
-            again()
-            torch.cuda.empty_cache()
-            before, self.size = self.size, -(-self.size // 2)
-            if not self._has_warned:
-                self.note(
-                    f"out of memory in {self.what} of {before} {self.unit}s: halved, and again as often as needed; "
-                    f"results do not change, speed does (set {self._setting} lower to start there)"
-                )
-                self._has_warned = True
+    def _measure(self) -> float:
+        peak = self._peak()
+        for name in self._open:
+            self._by_phase[name] = max(self._by_phase.get(name, 0.0), peak)
+        self._highest = max(self._highest, peak)
+        return self._highest
 
-    def _advice(self) -> str:
-        work = f"{self.what} of {self.size} {self.unit}{'s' if self.size > 1 else ''}"
-        if self.size > 1:
-            return (
-                f"out of memory in {work}; a distributed or DeepSpeed run cannot shrink the micro-batch automatically: "
-                f"set {self._setting} lower"
-            )
-        return (
-            f"out of memory in {work}: set sampling.max_new_tokens or data.*.max_tokens lower, "
-            "policy.gradient_checkpointing=true, policy.lora.r=16, or policy.dtype=bfloat16"
+
+def memory_gauge(device: torch.device) -> MemoryGauge:
+    """Create a gauge of the GPU allocator's peak if `device` is a GPU, else of the process's resident set size."""
+    if device.type == "cuda":
+        return MemoryGauge(
+            lambda: torch.cuda.max_memory_allocated(device) / 2**20,
+            lambda: torch.cuda.reset_peak_memory_stats(device),
         )
-
-    @property
-    def _setting(self) -> str:
-        return "batch.micro_batch_tokens" if self.tokens else "batch.micro_batch_size"
+    return MemoryGauge(_peak_resident_mb, _reset_peak_resident)
 
 
-def _in_company() -> bool:
-    """Check whether the pass cannot be restarted alone: other ranks run it too, or DeepSpeed's hooks are in it."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+def _peak_resident_mb() -> float:
+    with suppress(OSError):
+        for line in STATUS.read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM"):
+                return int(line.split()[1]) / 1024
+    return float("nan")
+
+
+def _reset_peak_resident() -> None:
+    """Reset the peak resident set size on Linux; elsewhere a phase's peak is the process's peak so far."""
+    with suppress(OSError):
+        CLEAR.write_text("5", encoding="ascii")

@@ -1,9 +1,19 @@
-"""The interface of samplers: prompts to completions."""
+"""The protocol of samplers, and the choice of one for a model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
+import torch
+from peft import PeftModel
+
+from rlhf.config.sections import SamplingConfig
+from rlhf.errors import ConfigError
+from rlhf.models.backbone import CausalLM
+from rlhf.runtime.engine import Engine
+from rlhf.sampling.fast.engine import FastSampler
+from rlhf.sampling.generate import HFSampler
 from rlhf.types import Completions, Prompts
 
 
@@ -17,3 +27,54 @@ class Sampler(Protocol):
         A completion depends on `key` (rlhf.runtime.seeding.derive), its row id and the weights, and on nothing else:
         neither on its batch nor on its rank. `greedy` takes the most likely token instead of sampling.
         """
+
+
+LAYERS = {"full_attention", "sliding_attention"}  # layer types whose keys and values the fast sampler can cache
+SCORES = ("attn_logit_softcapping", "alibi")  # settings of models whose attention modifies the scores
+
+
+def make_sampler(
+    model: CausalLM,
+    config: SamplingConfig,
+    *,
+    eos_ids: tuple[int, ...],
+    pad_id: int,
+    dtype: str,
+    device: torch.device,
+    engine: Engine | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Sampler:
+    """Make the sampler that `sampling.backend` asks for; `tell` is called with the reason where auto is not fast.
+
+    Raises:
+        ConfigError: the backend is `fast`, which cannot sample from this model.
+    """
+    reason = None if config.backend == "hf" else unsupported(model)
+    if reason is not None and config.backend == "fast":
+        raise ConfigError(f"sampling.backend=fast cannot sample from this model: {reason}; set sampling.backend=auto")
+    if reason is not None:
+        tell(f"sampling with transformers' generate, which is slower: {reason}")
+    if config.backend == "hf" or reason is not None:
+        return HFSampler(model, config, eos_ids=eos_ids, pad_id=pad_id, dtype=dtype, device=device, engine=engine)
+    return FastSampler(
+        model, config, eos_ids=eos_ids, pad_id=pad_id, dtype=dtype, device=device, engine=engine, tell=tell
+    )
+
+
+def unsupported(model: CausalLM) -> str | None:
+    """Return the reason why the fast sampler cannot sample from this model; None if it can."""
+    plain = model.get_base_model() if isinstance(model, PeftModel) else model
+    config, name = plain.config, type(plain).__name__
+    if isinstance(model, PeftModel) and model.peft_type != "LORA":
+        return f"the fast sampler does not support adapters of type {model.peft_type}"
+    if getattr(config, "is_encoder_decoder", False):
+        return f"{name} is not a decoder-only model"
+    if not getattr(plain, "_supports_attention_backend", False):
+        return f"the attention of {name} cannot be given another cache"
+    kinds = set(getattr(config, "layer_types", None) or ()) - LAYERS
+    if kinds:
+        return f"{name} has layers of type {', '.join(sorted(kinds))}"
+    for setting in SCORES:
+        if getattr(config, setting, None):
+            return f"{name} sets {setting}"
+    return None

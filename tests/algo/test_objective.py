@@ -26,9 +26,9 @@ from hypothesis import strategies as st
 
 from rlhf.algo.advantages import gae, rewards_to_go
 from rlhf.algo.kl import kl_estimate
+from rlhf.algo.masked import Mean, masked_mean, masked_sum, whiten
 from rlhf.algo.objective import Coefs, Objective, Outputs, credit, scaled
 from rlhf.config.presets import PRESETS
-from rlhf.masked import Mean, masked_mean, masked_sum, whiten
 from rlhf.types import Rollout, concat
 
 names = st.sampled_from(sorted(ALGORITHMS))

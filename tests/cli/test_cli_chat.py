@@ -11,13 +11,13 @@ import pytest
 import yaml
 from runs import make_model, write_rows
 
-from rlhf.build.completer import Completer, chat_format_of
 from rlhf.cli import main
 from rlhf.commands import chat as chat_command
 from rlhf.commands.chat import ChatOptions, run_chat
 from rlhf.config.data import ChatFormat
 from rlhf.config.sections import SamplingConfig
 from rlhf.errors import UserError
+from rlhf.factory.sampler import Completer, chat_format_of
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}<bos> {{ m.content }} {% elif m.role == 'system' %}two "

@@ -13,9 +13,9 @@ import yaml
 from bigram import EOS, bigram_model
 from runs import make_model, offline_tree, write_rows
 
-from rlhf.build.suites import SUITES
 from rlhf.cli import main
 from rlhf.config.load import train_config
+from rlhf.factory.suites import SUITES
 from rlhf.lab.world import prompts
 
 WORDS = (

@@ -12,7 +12,7 @@ import yaml
 from runs import make_model, ppo_tree
 
 from rlhf.config.load import load_train, merge
-from rlhf.data.preflight import check_files
+from rlhf.data.paths import check_files
 from rlhf.errors import ModelError
 
 ROOT = Path(__file__).resolve().parents[2]

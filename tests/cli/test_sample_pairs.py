@@ -12,8 +12,8 @@ import yaml
 from runs import golds, ppo_tree
 
 from rlhf.config.data import PreferencesConfig
-from rlhf.data.chat import load_tokenizer
 from rlhf.data.pairs import load_pairs
+from rlhf.data.tokenizer import load_tokenizer
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "sample_pairs.py"
 

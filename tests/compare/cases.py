@@ -10,9 +10,9 @@ import yaml
 from runs import ppo_tree, quiet, write_rows
 
 from rlhf.commands.compare import run_compare
-from rlhf.compare.cell import run_cell
 from rlhf.compare.plan import Cell, Plan, make_plan
-from rlhf.compare.runner import Outcome, record_failure
+from rlhf.compare.scheduler import Outcome, record_failure
+from rlhf.compare.trial import run_cell
 from rlhf.config.load import compare_config, merge
 from rlhf.errors import UserError
 

@@ -12,11 +12,11 @@ from unittest.mock import patch
 from cases import compare_tree, plan_of
 
 from rlhf.compare.costs import Costs
-from rlhf.compare.judge import Judged
 from rlhf.compare.plan import Plan
 from rlhf.compare.results import MEASURES, Found, summarize
+from rlhf.compare.trial import Judged
 from rlhf.config.compare import START
-from rlhf.evaluation.best_of_n import kl_bound
+from rlhf.evaluation.frontier import kl_bound
 from rlhf.evaluation.win_rate import bootstrap_crossed
 
 ARMS = (

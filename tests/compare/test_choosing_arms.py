@@ -13,8 +13,8 @@ from rlhf.compare.plan import claim
 from rlhf.compare.results import read_cells
 from rlhf.config.load import unread_sections
 from rlhf.models.backbone import load_causal_lm
-from rlhf.runtime.loggers import read_jsonl
-from rlhf.runtime.run_folder import RunFolder
+from rlhf.tracking.run_folder import RunFolder
+from rlhf.tracking.trackers import read_jsonl
 
 NONE: dict[str, Any] = {"ppo": None, "grpo": None, "dpo": None, "best_of_n": None}
 

@@ -23,15 +23,15 @@ from rlhf.compare.costs import (
     sampling_flops,
     source_parameters,
 )
-from rlhf.compare.judge import JUDGED, Judged
 from rlhf.compare.plan import claim
 from rlhf.compare.results import read_cells, summarize
-from rlhf.compare.runner import FAILED, failure_of, run_cells
+from rlhf.compare.scheduler import FAILED, failure_of, run_cells
+from rlhf.compare.trial import JUDGED, Judged
 from rlhf.config.reward import EnsembleSource, FunctionSource, ModelSource
 from rlhf.errors import UserError
 from rlhf.models.backbone import load_causal_lm
-from rlhf.runtime.loggers import read_jsonl
-from rlhf.runtime.run_folder import RunFolder
+from rlhf.tracking.run_folder import RunFolder
+from rlhf.tracking.trackers import read_jsonl
 
 ONLY_PPO = {"grpo": None, "dpo": None, "best_of_n": None}
 

@@ -17,9 +17,9 @@ from rlhf.commands.compare import EXACT_FRONTIER, exact_frontier_of
 from rlhf.compare.charts import EXACT, FEW, SHOWN, drawing_order, frontier_chart, styles
 from rlhf.compare.figures import DRAWINGS, FIGURES, MARKERS, PALETTE, write_figures
 from rlhf.compare.page import GLYPHS, chips, write_compare_page
-from rlhf.compare.words import ranking
+from rlhf.compare.summary import ranking
 from rlhf.errors import ConfigError
-from rlhf.evaluation.report_page import _asset
+from rlhf.report.page import _asset
 
 CURVE = [{"kl": 0.0, "score": 0.0}, {"kl": 1.0, "score": 1.5}, {"kl": 5.0, "score": 3.0}]
 

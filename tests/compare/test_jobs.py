@@ -20,15 +20,14 @@ from rich.console import Console
 from runs import quiet
 
 from rlhf.commands.compare import run_compare
-from rlhf.compare.board import OUTPUT, Board, Tail
 from rlhf.compare.costs import COSTS
-from rlhf.compare.judge import JUDGED
 from rlhf.compare.plan import Cell
 from rlhf.compare.processes import ERRORS, CellProcess, last_words, share, visible_devices
-from rlhf.compare.runner import FAILED, failure_of
+from rlhf.compare.scheduler import FAILED, OUTPUT, Board, Tail, failure_of
+from rlhf.compare.trial import JUDGED
 from rlhf.config.load import compare_config
 from rlhf.errors import ConfigError
-from rlhf.runtime.loggers import read_jsonl
+from rlhf.tracking.trackers import read_jsonl
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")  # of fork, from Python 3.12 on
 

@@ -9,7 +9,7 @@ import pytest
 from cases import GROUPS, compare_tree, plan_of
 from runs import make_model
 
-from rlhf.compare.differences import differences
+from rlhf.compare.page import differences
 from rlhf.compare.plan import ENDLESS, claim, make_plan, read_cell, read_plan
 from rlhf.config.compare import START, completions_of
 from rlhf.config.load import compare_config, load_compare, unread_sections

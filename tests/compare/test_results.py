@@ -21,13 +21,13 @@ from datasets import Dataset
 
 from rlhf.cli import main
 from rlhf.compare.charts import gaming, seed_means, styles
-from rlhf.compare.judge import Judged
 from rlhf.compare.page import difference_table, win_matrix
 from rlhf.compare.results import KLS, MEASURES, with_known_kl
-from rlhf.compare.runner import failure_of
-from rlhf.compare.words import equal_kl_table, interval, notes, ranking, verdict
+from rlhf.compare.scheduler import failure_of
+from rlhf.compare.summary import equal_kl_table, interval, notes, ranking, verdict
+from rlhf.compare.trial import Judged
 from rlhf.config.load import read_yaml
-from rlhf.runtime.loggers import read_jsonl
+from rlhf.tracking.trackers import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
 ARMS = ("ppo", "grpo", "dpo", "best_of_n")

@@ -11,8 +11,8 @@ from cases import compare_tree, compared, plan_of
 from runs import write_rows
 
 from rlhf.cli import main
-from rlhf.compare.suites import read_suites, summarize_suites
-from rlhf.compare.words import suite_tables
+from rlhf.compare.summary import suite_tables
+from rlhf.compare.trial import read_suites, summarize_suites
 from rlhf.errors import ConfigError
 
 INSTRUCTIONS = [

@@ -24,8 +24,7 @@ from rlhf.config.load import (
     unread_sections,
     validate,
 )
-from rlhf.config.precedence import setting
-from rlhf.config.presets import PRESETS
+from rlhf.config.presets import PRESETS, setting
 from rlhf.config.sections import CriticConfig, RewardModelConfig, TrainConfig
 from rlhf.config.yaml_text import UnusableYaml, parse_yaml
 from rlhf.errors import ConfigError

@@ -15,7 +15,7 @@ from hand_made import CASES
 
 from rlhf.constraints.checks import CHECKS
 from rlhf.constraints.generate import instructions
-from rlhf.constraints.verify import Constraint, loose_variants, read_constraints
+from rlhf.constraints.reward import Constraint, loose_variants, read_constraints
 
 NEEDS_PUNKT = {"length_constraints:number_sentences", "change_case:capital_word_frequency"}  # models to be downloaded
 PIECES = (

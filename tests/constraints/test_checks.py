@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from hand_made import CASES
 
-from rlhf.constraints.checks import CHECKS
-from rlhf.constraints.text import count_capital_words, count_sentences
+from rlhf.constraints.checks import CHECKS, count_capital_words, count_sentences
 
 
 @pytest.mark.parametrize(

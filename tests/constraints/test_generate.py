@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf.constraints.checks import CHECKS
 from rlhf.constraints.generate import KINDS, instructions
-from rlhf.constraints.verify import read_constraints
+from rlhf.constraints.reward import read_constraints
 
 RUN = 8  # words
 

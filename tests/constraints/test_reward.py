@@ -6,8 +6,15 @@ from typing import Any
 
 import pytest
 
-from rlhf.constraints.reward import is_english_like, is_varied, score
-from rlhf.constraints.verify import Constraint, loose_variants, read_constraints, verify
+from rlhf.constraints.reward import (
+    Constraint,
+    is_english_like,
+    is_varied,
+    loose_variants,
+    read_constraints,
+    score,
+    verify,
+)
 from rlhf.errors import RewardError
 
 PROSE = "the river was quiet this morning and we walked along it for an hour before we had our breakfast by the water"

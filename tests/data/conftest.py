@@ -10,7 +10,7 @@ import pytest
 from made_tokenizers import CHATML, WITH_BOS, byte_tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.data.chat import load_tokenizer
+from rlhf.data.tokenizer import load_tokenizer
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.data import PreferencesConfig
-from rlhf.data.annotated import AnnotatedLabelledSet, AnnotatedPairSet, labels_of, load_judgments, rows_of
 from rlhf.data.pairs import LabelledSet, PairSet
+from rlhf.data.reference_cache import AnnotatedLabelledSet, AnnotatedPairSet, labels_of, load_judgments, rows_of
 from rlhf.errors import DataError
 
 Write = Callable[..., str]

@@ -12,8 +12,7 @@ import pytest
 
 from rlhf.config.data import DatasetConfig
 from rlhf.data.files import load_rows
-from rlhf.data.row import Row
-from rlhf.data.skips import Skips
+from rlhf.data.rows import Row, Skips
 from rlhf.errors import DataError
 
 Write = Callable[..., str]

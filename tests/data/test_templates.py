@@ -14,10 +14,10 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf.config.data import ChatFormat, PreferencesConfig, PromptsConfig, SftConfig
-from rlhf.data.encode import ending_ids, make_encoder
 from rlhf.data.pairs import DemonstrationSet, PairSet, load_demonstrations, load_pairs
 from rlhf.data.prompts import MESSAGES, PromptSet, load_prompts
 from rlhf.data.templates import turn_end
+from rlhf.data.tokenize import ending_ids, make_encoder
 from rlhf.errors import DataError
 
 Write = Callable[..., str]

@@ -17,14 +17,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from runs import quiet
 
-from rlhf.build.reward_model import build_reward_model, finish_reward_model
-from rlhf.build.run import build_run
 from rlhf.config.load import merge, train_config, validate
 from rlhf.config.sections import RewardModelConfig
-from rlhf.ending import end_process
-from rlhf.runtime.ranks import leave
-from rlhf.runtime.session import Session
-from rlhf.trainers.offline import train_offline
+from rlhf.factory.reward_model import build_reward_model, finish_reward_model
+from rlhf.factory.run import build_run
+from rlhf.process import end_process
+from rlhf.runtime.distributed import leave
+from rlhf.training.offline import train_offline
+from rlhf.training.session import Session
 
 
 def run_one(tree: dict[str, Any]) -> Session:

@@ -14,8 +14,8 @@ import time
 from typing import Any
 
 from rlhf.cli import main
-from rlhf.ending import end_process
-from rlhf.runtime.ranks import Ranks
+from rlhf.process import end_process
+from rlhf.runtime.distributed import Ranks
 
 DAWDLES_S = 0.15  # before each word to the others
 HAPPENS = "it happens here"

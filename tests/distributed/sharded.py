@@ -19,7 +19,7 @@ from runs import make_model, offline_tree, pairs_file, ppo_tree, prompts_file, w
 from safetensors.torch import load_file
 
 from rlhf.config.load import merge
-from rlhf.data.chat import load_tokenizer
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.models.scalar_head import load_scalar_head
 
 JOB = Path(__file__).with_name("job.py")

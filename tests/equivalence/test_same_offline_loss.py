@@ -11,18 +11,17 @@ import pytest
 import torch
 from runs import largest_difference, make_model, online, ppo_tree, weights
 
+from rlhf.algo.masked import Mean
 from rlhf.algo.objective import credit
 from rlhf.config.algorithm import DpoLoss, HingeLoss, IpoLoss, PairLossConfig, RobustDpoLoss
 from rlhf.config.load import merge
-from rlhf.data.annotated import CompletionRows
-from rlhf.data.pad import left_pad, right_pad
-from rlhf.masked import Mean
-from rlhf.rollout import annotate
-from rlhf.runtime.memory import Fitting
-from rlhf.runtime.step import Loss, Part, optimizer_step
-from rlhf.trainers.losses import DemonstrationLoss
-from rlhf.trainers.online import OnlineRun, update
-from rlhf.trainers.preference import PairwiseLoss, completion_logprobs
+from rlhf.data.reference_cache import CompletionRows
+from rlhf.data.tokenize import left_pad, right_pad
+from rlhf.runtime.micro_batch import Fitting
+from rlhf.training.losses import DemonstrationLoss, PairwiseLoss, completion_logprobs
+from rlhf.training.online import OnlineRun, update
+from rlhf.training.rollout import annotate
+from rlhf.training.step import Loss, Part, optimizer_step
 from rlhf.types import AnnotatedPairs, Batch, Demonstrations, Experience
 
 Tokens = list[int]

@@ -12,14 +12,14 @@ import torch
 from runs import largest_difference, make_model, online, ppo_tree, quiet, trained, trained_offline, weights, write_rows
 
 from rlhf.algo.objective import credit
-from rlhf.build.reward_model import build_reward_model
 from rlhf.config.load import merge, validate
 from rlhf.config.sections import RewardModelConfig
 from rlhf.errors import ConfigError
-from rlhf.rollout import annotate
-from rlhf.runtime.memory import Fitting
-from rlhf.trainers.offline import train_offline
-from rlhf.trainers.online import train, update
+from rlhf.factory.reward_model import build_reward_model
+from rlhf.runtime.micro_batch import Fitting
+from rlhf.training.offline import train_offline
+from rlhf.training.online import train, update
+from rlhf.training.rollout import annotate
 from rlhf.types import Experience
 
 EXACT = {"policy": {"dtype": "float64", "optimizer": "sgd"}, "critic": {"optimizer": "sgd"}}

@@ -12,9 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tiny_models import completions_of, tiny
 
-from rlhf.models.beside import chosen_hidden
-from rlhf.models.bundle import Models
 from rlhf.models.logprobs import in_chunks
+from rlhf.models.policy_models import Models, chosen_hidden
 
 ROWS, TOKENS, VOCABULARY = 64, 128, 150_000
 

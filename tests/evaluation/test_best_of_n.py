@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.evaluation.best_of_n import curve_sizes, expected_best, kl_bound, picks
-from rlhf.evaluation.frontier import at_kl, overoptimized
+from rlhf.evaluation.frontier import at_kl, curve_sizes, expected_best, kl_bound, overoptimized, picks
 from rlhf.evaluation.win_rate import bootstrap, bootstrap_crossed
 
 

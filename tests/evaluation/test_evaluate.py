@@ -19,11 +19,10 @@ from rlhf.config.sections import LogProbs, LoraConfig, SamplingConfig
 from rlhf.evaluation.diversity import distinct_n, diversity, repetition
 from rlhf.evaluation.evaluate import evaluate_policy, perplexity
 from rlhf.models.backbone import add_lora
-from rlhf.models.beside import BesideReference
-from rlhf.models.bundle import Models
-from rlhf.rollout import annotate
-from rlhf.runtime.memory import Fitting
-from rlhf.runtime.metrics import METRICS
+from rlhf.models.policy_models import BesideReference, Models
+from rlhf.runtime.micro_batch import Fitting
+from rlhf.tracking.metrics import METRICS
+from rlhf.training.rollout import annotate
 from rlhf.types import Completions, Scores
 
 

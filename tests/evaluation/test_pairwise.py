@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from chat_server import Reply, serving
 
-from rlhf.config.judge import ChatPairsConfig
+from rlhf.config.reward import ChatPairsConfig
 from rlhf.errors import RewardError
-from rlhf.evaluation.pairwise import PairJudge, Verdicts, read_verdict, settle
-from rlhf.rewards.chat import ChatModel
+from rlhf.evaluation.win_rate import PairJudge, Verdicts, read_verdict, settle
+from rlhf.rewards.judge import ChatModel
 
 PROMPTS = [f"prompt {i}" for i in range(6)]
 LONG = ["a very long answer indeed"] * 6

@@ -21,7 +21,7 @@ from rlhf.config.algorithm import (
     PolicyGradientLoss,
     RobustDpoLoss,
 )
-from rlhf.trainers.preference import Side, pair_loss
+from rlhf.training.losses import Side, pair_loss
 from rlhf.types import Experience, SampledPairs
 
 N = len(WORLD.ids)

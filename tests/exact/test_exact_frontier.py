@@ -27,7 +27,7 @@ from rlhf.algo.selection import best_and_worst
 from rlhf.config.algorithm import KtoLoss, Offline, Online, OnlinePairLoss, SftLoss
 from rlhf.config.presets import PRESETS
 from rlhf.evaluation.frontier import at_kl, exact_frontier, optimum
-from rlhf.trainers.preference import Side, pair_loss
+from rlhf.training.losses import Side, pair_loss
 from rlhf.types import Rollout
 
 WORLD = enumerate_world()

@@ -42,7 +42,7 @@ import torch  # noqa: E402
 import yaml  # noqa: E402
 from runs import offline_tree, ppo_tree  # noqa: E402
 
-from rlhf.runtime.checkpoint import MANIFEST, Checkpoints, damage_of  # noqa: E402
+from rlhf.tracking.checkpoint import MANIFEST, Checkpoints, damage_of  # noqa: E402
 
 MOMENTS = ("anywhere", "training", "checkpoint", "checkpoint", "rotation")
 DETERMINISTIC = ("metrics.jsonl", "samples.jsonl")

@@ -17,10 +17,10 @@ import torch
 from runs import largest_difference, online, ppo_tree, trained, weights
 
 from rlhf.errors import CheckpointError
-from rlhf.runtime.checkpoint import MANIFEST, Checkpoints, damage_of, replace_folder
-from rlhf.runtime.lock import FolderLock
-from rlhf.runtime.loggers import JsonlLogger, read_jsonl
-from rlhf.trainers.online import train
+from rlhf.tracking.checkpoint import MANIFEST, Checkpoints, damage_of, replace_folder
+from rlhf.tracking.run_folder import FolderLock
+from rlhf.tracking.trackers import JsonlLogger, read_jsonl
+from rlhf.training.online import train
 
 
 def writer(text: str) -> Callable[[Path], None]:
@@ -186,7 +186,7 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-HOLD = "import sys; from pathlib import Path; from rlhf.runtime.lock import FolderLock; "
+HOLD = "import sys; from pathlib import Path; from rlhf.tracking.run_folder import FolderLock; "
 HOLD += "lock = FolderLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
 
 

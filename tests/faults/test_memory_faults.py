@@ -11,14 +11,14 @@ import torch
 from runs import largest_difference, make_model, offline, offline_tree, online, ppo_tree, trained, weights
 from torch import nn
 
-from rlhf.build.online import frozen_times
 from rlhf.config.load import merge, train_config
 from rlhf.errors import ResourceError
+from rlhf.factory.online import frozen_times
+from rlhf.runtime.distributed import Ranks
 from rlhf.runtime.engine import Engine
-from rlhf.runtime.memory import Fitting
-from rlhf.runtime.ranks import Ranks
-from rlhf.trainers.offline import train_offline
-from rlhf.trainers.online import train
+from rlhf.runtime.micro_batch import Fitting
+from rlhf.training.offline import train_offline
+from rlhf.training.online import train
 
 EXACT: dict[str, Any] = {
     "policy": {"dtype": "float64", "optimizer": "sgd", "packing": "off"},  # short_of_memory counts rows
@@ -143,7 +143,7 @@ def test_another_error_is_not_taken_for_it() -> None:
 
 
 def test_in_company_a_rank_does_not_go_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf.runtime.memory._in_company", lambda: True)
+    monkeypatch.setattr("rlhf.runtime.micro_batch._in_company", lambda: True)
 
     def fail(_rows: int) -> Callable[[], None]:
         raise torch.OutOfMemoryError("CUDA out of memory (a test)")

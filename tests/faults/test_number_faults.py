@@ -14,8 +14,8 @@ from runs import count_good, largest_difference, offline, offline_tree, online, 
 from rlhf.cli import main
 from rlhf.config.load import merge
 from rlhf.errors import DivergenceError, NonFiniteScores, RewardError
-from rlhf.trainers.offline import train_offline
-from rlhf.trainers.online import OnlineRun, train
+from rlhf.training.offline import train_offline
+from rlhf.training.online import OnlineRun, train
 
 
 def poison(run: OnlineRun, steps: set[int], value: float = math.nan) -> None:

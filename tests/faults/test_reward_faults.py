@@ -17,9 +17,9 @@ from runs import count_good, largest_difference, online, ppo_tree, trained, weig
 
 from rlhf.config.load import merge
 from rlhf.errors import RewardError
-from rlhf.rewards.timeout import Elapsed, within
-from rlhf.runtime.session import TrainState
-from rlhf.trainers.online import train
+from rlhf.rewards.function import Elapsed, within
+from rlhf.training.online import train
+from rlhf.training.session import TrainState
 
 FILES = ("metrics.jsonl", "samples.jsonl")
 FAULTS: dict[int, str] = {}  # call, from 1 -> what goes wrong in it
@@ -156,7 +156,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dying]:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses between tries, not slept."""
     waited: list[float] = []
-    monkeypatch.setattr("rlhf.rewards.post.time.sleep", waited.append)
+    monkeypatch.setattr("rlhf.rewards.remote.time.sleep", waited.append)
     return waited
 
 

@@ -24,7 +24,7 @@ from rlhf.config.presets import PRESETS
 from rlhf.data.pairs import load_demonstrations, load_labelled, load_pairs
 from rlhf.data.prompts import load_prompts
 from rlhf.errors import UserError
-from rlhf.rewards.timeout import within
+from rlhf.rewards.function import within
 
 PATIENCE_S = 20.0
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))

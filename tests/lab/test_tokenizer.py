@@ -5,8 +5,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlhf.lab import world
-from rlhf.lab.model import SHAPES, lab_model_config
-from rlhf.lab.tokenizer import MAX_LENGTH, train_tokenizer
+from rlhf.lab.model import MAX_LENGTH, SHAPES, lab_model_config, train_tokenizer
 
 ROWS = world.sft_rows(0, 3000)
 TEXTS = [text for row in ROWS for text in (row["prompt"], row["completion"])]

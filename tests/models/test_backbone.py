@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from rlhf.config.sections import LoraConfig, PolicyConfig
-from rlhf.data.chat import pad_id
+from rlhf.data.tokenizer import pad_id
 from rlhf.errors import ModelError
 from rlhf.models.backbone import (
     add_lora,

@@ -14,13 +14,16 @@ from tiny_models import completions_of
 from torch import Tensor
 
 from rlhf.config.sections import LoraConfig
-from rlhf.models import fused, layers, lean, rows
 from rlhf.models.backbone import add_lora, body_of
-from rlhf.models.fused import Norm
-from rlhf.models.layers import norm_of
-from rlhf.models.lean import is_lean
+from rlhf.models.kernels import packing as rows
+from rlhf.models.kernels.llama import families as layers
+from rlhf.models.kernels.llama import forward as lean
+from rlhf.models.kernels.llama import layer as fused
+from rlhf.models.kernels.llama.families import norm_of
+from rlhf.models.kernels.llama.forward import is_lean
+from rlhf.models.kernels.llama.layer import Norm
+from rlhf.models.kernels.packing import why_padded
 from rlhf.models.logprobs import completion_outputs
-from rlhf.models.rows import why_padded
 
 
 @pytest.fixture

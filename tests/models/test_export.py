@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from rlhf.config.sections import LoraConfig, PolicyConfig
-from rlhf.data.chat import load_tokenizer
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.models.backbone import add_lora, load_causal_lm, load_policy, whole_copy
 from rlhf.models.export import classifier_padding, export_model
 from rlhf.models.origin import Origin, read_origin

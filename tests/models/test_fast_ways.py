@@ -7,7 +7,7 @@ import torch
 from tiny_models import tiny
 
 from rlhf.config.sharding import Mode, ShardingConfig
-from rlhf.models.bundle import Models
+from rlhf.models.policy_models import Models
 from rlhf.runtime.engine import Engine
 
 CPU = torch.device("cpu")

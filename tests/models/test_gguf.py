@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rlhf.config.sections import LoraConfig, PolicyConfig
-from rlhf.data.chat import load_tokenizer
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import ModelError
 from rlhf.models.backbone import add_lora, load_causal_lm, load_policy, whole_copy
 from rlhf.models.export import export_model

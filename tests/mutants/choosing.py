@@ -43,7 +43,7 @@ CHOOSING = [
     ),
     Mutant(
         name="pair-ratio-to-the-other-side",
-        file="rlhf/trainers/losses.py",
+        file="rlhf/training/losses.py",
         before="torch.cat([micro.chosen_old_logprobs, micro.rejected_old_logprobs])",
         after="torch.cat([micro.rejected_old_logprobs, micro.chosen_old_logprobs])",
         why="kl/old and the first ratio compare two different texts: target_kl stops every step",
@@ -75,7 +75,7 @@ CHOOSING = [
     ),
     Mutant(
         name="rejected-completions-cost-a-pass",
-        file="rlhf/trainers/online.py",
+        file="rlhf/training/online.py",
         before="tokens += tokens_of(minibatch)",
         after="tokens += tokens_of(experience)",
         why="an arm is billed for passes over completions that it threw away: unequal budgets",

@@ -7,7 +7,7 @@ from mutant import Mutant
 COMPARISON = [
     Mutant(
         name="best-of-n-with-replacement",
-        file="rlhf/evaluation/best_of_n.py",
+        file="rlhf/evaluation/frontier.py",
         before="math.comb(i - 1, n - 1) / math.comb(total, n) for i",
         after="(i**n - (i - 1) ** n) / total**n for i",
         why="the naive estimator: biased downwards, most where n is near N",
@@ -15,7 +15,7 @@ COMPARISON = [
     ),
     Mutant(
         name="best-of-n-ties-go-to-the-last",
-        file="rlhf/evaluation/best_of_n.py",
+        file="rlhf/evaluation/frontier.py",
         before="(golds * _average_ties(weights.expand_as(ordered), ordered))",
         after="(golds * weights)",
         why="among equal proxies the order of the samples decides",
@@ -23,7 +23,7 @@ COMPARISON = [
     ),
     Mutant(
         name="best-of-n-kl-is-log-n",
-        file="rlhf/evaluation/best_of_n.py",
+        file="rlhf/evaluation/frontier.py",
         before="return math.log(n) - (n - 1) / n",
         after="return math.log(n)",
         why="best-of-n is drawn up to a nat too far right of the frontier",
@@ -31,7 +31,7 @@ COMPARISON = [
     ),
     Mutant(
         name="picks-from-all-samples",
-        file="rlhf/evaluation/best_of_n.py",
+        file="rlhf/evaluation/frontier.py",
         before="proxy[:, :n].argmax(dim=1)",
         after="proxy.argmax(dim=1)",
         why="the best of N is shown as the best of n",
@@ -71,11 +71,11 @@ COMPARISON = [
     ),
     Mutant(
         name="a-spent-run-goes-on",
-        file="rlhf/runtime/session.py",
+        file="rlhf/training/session.py",
         before="or (self.budget is not None and self.budget.spent)",
         after="",
         why="the budget is recorded and not kept",
-        tests=("tests/runtime/test_session.py",),
+        tests=("tests/training/test_session.py",),
     ),
     Mutant(
         name="arms-set-their-own-length",
@@ -87,7 +87,7 @@ COMPARISON = [
     ),
     Mutant(
         name="a-stop-is-not-passed-on",
-        file="rlhf/compare/runner.py",
+        file="rlhf/compare/scheduler.py",
         before="            slot.running.stop()",
         after="            pass",
         why="after Ctrl-C the cells that run go on to their end",

@@ -11,15 +11,15 @@ NUMBERS = "tests/faults/test_number_faults.py"
 FAULTS = [
     Mutant(
         name="a-ranks-share-drops-a-row",
-        file="rlhf/runtime/ranks.py",
+        file="rlhf/runtime/distributed.py",
         before="return start, start + base + (rank < extra)",
         after="return start, start + base",
         why="the rows that do not divide evenly are never trained on",
-        tests=("tests/runtime/test_ranks.py",),
+        tests=("tests/runtime/test_distributed.py",),
     ),
     Mutant(
         name="gradients-are-averaged-over-ranks",
-        file="rlhf/runtime/ranks.py",
+        file="rlhf/runtime/distributed.py",
         before="gradient.copy_(part.view_as(gradient))",
         after="gradient.copy_(part.view_as(gradient) / 2)",
         why="each is divided by the global count already: with more processes the steps get smaller",
@@ -27,7 +27,7 @@ FAULTS = [
     ),
     Mutant(
         name="zero-takes-the-mean-over-ranks",
-        file="rlhf/runtime/zero.py",
+        file="rlhf/runtime/deepspeed.py",
         before="self.engine.backward(loss * self.ranks.world)",
         after="self.engine.backward(loss)",
         why="the same under DeepSpeed, which divides by the number of processes",
@@ -36,7 +36,7 @@ FAULTS = [
     ),
     Mutant(
         name="a-filler-pass-counts",
-        file="rlhf/runtime/step.py",
+        file="rlhf/training/step.py",
         before="return passes + [Pass(batch.rows(share.rows[-1:]), False)] * missing",
         after="return passes + [Pass(batch.rows(share.rows[-1:]), True)] * missing",
         why="the row that a process repeats to keep step with the others is trained on twice",
@@ -44,7 +44,7 @@ FAULTS = [
     ),
     Mutant(
         name="filler-rows-are-kept",
-        file="rlhf/runtime/ranks.py",
+        file="rlhf/runtime/distributed.py",
         before="local = work(batch.rows(share.rows)).rows(torch.arange(share.live))",
         after="local = work(batch.rows(share.rows))",
         why="a ragged batch comes back longer, with rows twice in it",
@@ -52,7 +52,7 @@ FAULTS = [
     ),
     Mutant(
         name="metrics-of-rank-0-only",
-        file="rlhf/runtime/step.py",
+        file="rlhf/training/step.py",
         before="for means, _ in gathered:",
         after="for means, _ in gathered[:1]:",
         why="the curves show a part of the data",
@@ -60,7 +60,7 @@ FAULTS = [
     ),
     Mutant(
         name="the-loss-of-one-rank-is-the-total",
-        file="rlhf/runtime/step.py",
+        file="rlhf/training/step.py",
         before="return merged, sum(loss for _, loss in gathered)",
         after="return merged, total",
         why="ranks differ in what they think of the step: one drops it for a NaN, another takes it",
@@ -68,23 +68,23 @@ FAULTS = [
     ),
     Mutant(
         name="another-ranks-error-is-not-heard",
-        file="rlhf/runtime/ranks.py",
+        file="rlhf/runtime/distributed.py",
         before="            if failure is not None:\n                raise failure",
         after="            if False:\n                raise failure",
         why="a process goes on alone and hangs in the next collective",
-        tests=("tests/runtime/test_ranks.py",),
+        tests=("tests/runtime/test_distributed.py",),
     ),
     Mutant(
         name="one-finite-norm-is-enough",
-        file="rlhf/runtime/step.py",
+        file="rlhf/training/step.py",
         before="if not (finite and all(math.isfinite(norm) for norm in norms)):",
         after="if not (finite and any(math.isfinite(norm) for norm in norms)):",
         why="a bad gradient of the critic moves its weights, since the policy's is good",
-        tests=("tests/runtime/test_step.py",),
+        tests=("tests/training/test_step.py",),
     ),
     Mutant(
         name="a-retry-keeps-the-old-gradient",
-        file="rlhf/runtime/step.py",
+        file="rlhf/training/step.py",
         before="again=lambda: _drop_gradients(trained),",
         after="again=lambda: None,",
         why="after running out of memory the first passes count twice",
@@ -92,7 +92,7 @@ FAULTS = [
     ),
     Mutant(
         name="bad-steps-are-not-counted",
-        file="rlhf/runtime/session.py",
+        file="rlhf/training/session.py",
         before="state.bad_in_a_row += 1",
         after="state.bad_in_a_row = 1",
         why="a run that diverged goes on doing nothing to its end",
@@ -100,7 +100,7 @@ FAULTS = [
     ),
     Mutant(
         name="bad-steps-need-not-be-in-a-row",
-        file="rlhf/runtime/session.py",
+        file="rlhf/training/session.py",
         before="            self.state.bad_in_a_row = 0",
         after="            pass",
         why="a long run is stopped by a few odd steps, days apart",
@@ -108,7 +108,7 @@ FAULTS = [
     ),
     Mutant(
         name="a-bad-run-is-checkpointed",
-        file="rlhf/runtime/session.py",
+        file="rlhf/training/session.py",
         before="if self.checkpoint_every and step % self.checkpoint_every == 0 and not self.state.bad_in_a_row:",
         after="if self.checkpoint_every and step % self.checkpoint_every == 0:",
         why="the last good checkpoint is pushed out by those of a run that has diverged",
@@ -116,7 +116,7 @@ FAULTS = [
     ),
     Mutant(
         name="the-manifest-is-trusted",
-        file="rlhf/runtime/checkpoint.py",
+        file="rlhf/tracking/checkpoint.py",
         before='if _checksum_of(files) != manifest["sha256"]:',
         after="if False:",
         why="a damaged list of files vouches for other files",
@@ -124,15 +124,15 @@ FAULTS = [
     ),
     Mutant(
         name="a-damaged-checkpoint-is-passed-in-silence",
-        file="rlhf/runtime/checkpoint.py",
+        file="rlhf/tracking/checkpoint.py",
         before='note(f"checkpoint {path} is damaged ({damage}): passed over")',
         after="pass",
         why="the run goes back by hours and nobody is told",
-        tests=("tests/runtime/test_checkpoint.py",),
+        tests=("tests/tracking/test_checkpoint.py",),
     ),
     Mutant(
         name="a-failed-checkpoint-stays",
-        file="rlhf/runtime/checkpoint.py",
+        file="rlhf/tracking/checkpoint.py",
         before="        if self.ranks.is_main:\n            shutil.rmtree(self.aside, ignore_errors=True)",
         after="        if False:\n            shutil.rmtree(self.aside, ignore_errors=True)",
         why="what filled the disk goes on filling it",
@@ -140,7 +140,7 @@ FAULTS = [
     ),
     Mutant(
         name="the-lock-is-not-taken",
-        file="rlhf/runtime/lock.py",
+        file="rlhf/tracking/run_folder.py",
         before="self._lock.acquire()",
         after="pass",
         why="two runs write the same checkpoints and metrics",
@@ -148,7 +148,7 @@ FAULTS = [
     ),
     Mutant(
         name="samples-not-rewound",
-        file="rlhf/runtime/recorder.py",
+        file="rlhf/training/session.py",
         before='        self._samples.truncate(positions["samples"])',
         after="        pass",
         why="samples after the checkpoint stand twice in samples.jsonl",
@@ -156,7 +156,7 @@ FAULTS = [
     ),
     Mutant(
         name="the-rewards-timeout-is-ignored",
-        file="rlhf/rewards/timeout.py",
+        file="rlhf/rewards/function.py",
         before="signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)",
         after="signal.setitimer(signal.ITIMER_REAL, 0.0)",
         why="a reward function that hangs holds the run for ever",
@@ -164,7 +164,7 @@ FAULTS = [
     ),
     Mutant(
         name="a-dead-server-is-not-waited-for",
-        file="rlhf/rewards/post.py",
+        file="rlhf/rewards/remote.py",
         before="backoff = min(self.backoff_s * 2 ** (attempt - 1), MAX_BACKOFF_S)",
         after="backoff = min(self.backoff_s, MAX_BACKOFF_S)",
         why="all tries are over before a server has restarted",
@@ -172,10 +172,10 @@ FAULTS = [
     ),
     Mutant(
         name="a-large-request-is-read",
-        file="reward_model/service.py",
+        file="reward_model/server.py",
         before="    if size > limit:",
         after="    if False:",
         why="one request takes the memory of the reward server",
-        tests=("tests/reward_model/test_rm_service.py::test_a_request_that_is_too_large_is_refused",),
+        tests=("tests/reward_model/test_rm_server.py::test_a_request_that_is_too_large_is_refused",),
     ),
 ]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from mutant import Mutant
 
-HEAD = ("tests/models/test_head.py",)
-LEAN = ("tests/models/test_lean.py",)
+HEAD = ("tests/models/test_lm_head.py",)
+LEAN = ("tests/models/test_llama_forward.py",)
 
 FORWARD = [
     Mutant(
         name="chunk-forgets-temperature-in-backward",
-        file="rlhf/models/head.py",
+        file="rlhf/models/kernels/lm_head.py",
         before="d_logits = d_logits.div_(ctx.temperature).to(hidden.dtype)",
         after="d_logits = d_logits.to(hidden.dtype)",
         why="values are right, gradients are off by the temperature: nothing but the step shows it",
@@ -18,7 +18,7 @@ FORWARD = [
     ),
     Mutant(
         name="chunk-entropy-slope",
-        file="rlhf/models/head.py",
+        file="rlhf/models/kernels/lm_head.py",
         before="slope = slope - d_entropy[part, None] * (logs.clamp_(min=LOWEST) + entropy[part, None])",
         after="slope = slope - d_entropy[part, None] * logs.clamp_(min=LOWEST)",
         why="the entropy bonus pushes along a wrong gradient, by a constant that softmax does not forgive",
@@ -26,7 +26,7 @@ FORWARD = [
     ),
     Mutant(
         name="softcap-lost",
-        file="rlhf/models/head.py",
+        file="rlhf/models/kernels/lm_head.py",
         before="    if logits.shape != expected.shape or not torch.equal(logits, expected):",
         after="    if logits.shape != expected.shape:",
         why="a model that caps its logits is trained on log-probs of another distribution than it samples from",
@@ -34,7 +34,7 @@ FORWARD = [
     ),
     Mutant(
         name="sampler-logprobs-unchecked",
-        file="rlhf/rollout.py",
+        file="rlhf/training/rollout.py",
         before="return bool(difference <= AGREE.get(trainer.dtype, AGREE_ELSE))",
         after="return bool(difference < 1e9)",
         why="ratios are against another policy than the one that is updated, and nothing says so",
@@ -42,39 +42,39 @@ FORWARD = [
     ),
     Mutant(
         name="shared-rows-see-padding",
-        file="rlhf/models/rows.py",
+        file="rlhf/models/kernels/packing.py",
         before="before = torch.arange(width) < p_lengths[prompt_of][:, None]",
         after="before = torch.arange(width) < p_lengths.max()",
         why="a completion of a short prompt attends to dead places beside it",
-        tests=("tests/models/test_rows.py",),
+        tests=("tests/models/test_packing.py",),
     ),
     Mutant(
         name="shared-positions-restart-at-zero",
-        file="rlhf/models/rows.py",
+        file="rlhf/models/kernels/packing.py",
         before="+ [int(p_lengths[u]) + torch.arange(int(n)) for u, n in zip(prompt_of, c_lengths, strict=True)]",
         after="+ [torch.arange(int(n)) for u, n in zip(prompt_of, c_lengths, strict=True)]",
         why="completions that share a prompt stand on top of it",
-        tests=("tests/models/test_rows.py",),
+        tests=("tests/models/test_packing.py",),
     ),
     Mutant(
         name="rows-not-causal",
-        file="rlhf/models/rows.py",
+        file="rlhf/models/kernels/packing.py",
         before="is_causal=mask is None,",
         after="is_causal=False,",
         why="tokens see what comes after them: log-probs of copied text",
-        tests=("tests/models/test_rows.py",),
+        tests=("tests/models/test_packing.py",),
     ),
     Mutant(
         name="leak-trusted",
-        file="rlhf/models/rows.py",
+        file="rlhf/models/kernels/packing.py",
         before='return f"rows of {name} without padding give other numbers"',
         after="pass",
         why="a model that cannot do without padding is not found out",
-        tests=("tests/models/test_rows.py",),
+        tests=("tests/models/test_packing.py",),
     ),
     Mutant(
         name="lean-rotates-gradients-forward",
-        file="rlhf/models/fused.py",
+        file="rlhf/models/kernels/llama/layer.py",
         before="d_heads[:2] = (_turned(d.to(x.dtype), turn, -1) for d in d_heads[:2])",
         after="d_heads[:2] = (_turned(d.to(x.dtype), turn, 1) for d in d_heads[:2])",
         why="gradients of queries and keys are turned the wrong way; the loss still falls",
@@ -82,7 +82,7 @@ FORWARD = [
     ),
     Mutant(
         name="lean-norm-without-its-mean",
-        file="rlhf/models/fused.py",
+        file="rlhf/models/kernels/llama/layer.py",
         before="d_x = torch.mul(gradient, weight, out=product).addcmul_(scaled, mean)",
         after="d_x = torch.mul(gradient, weight, out=product)",
         why="the gradient of a norm without its projection: close, and wrong",
@@ -90,7 +90,7 @@ FORWARD = [
     ),
     Mutant(
         name="lean-skip-without-gradient",
-        file="rlhf/models/fused.py",
+        file="rlhf/models/kernels/llama/layer.py",
         before="else torch.addcmul(d_skip, d_x, inverse, out=d_x)), d_weight",
         after="else d_x.mul_(inverse)), d_weight",
         why="nothing flows past a layer; small models learn all the same",
@@ -98,7 +98,7 @@ FORWARD = [
     ),
     Mutant(
         name="lean-last-chooser-wins",
-        file="rlhf/models/fused.py",
+        file="rlhf/models/kernels/llama/layer.py",
         before="d_middle = d_middle.new_zeros(rows, d_middle.shape[1]).index_add_(0, ctx.chosen, d_middle)",
         after="d_middle = d_middle.new_zeros(rows, d_middle.shape[1]).index_copy_(0, ctx.chosen, d_middle)",
         why="of the completions that share a prompt only one moves its last token",
@@ -106,7 +106,7 @@ FORWARD = [
     ),
     Mutant(
         name="lean-silu-without-its-slope",
-        file="rlhf/models/fused.py",
+        file="rlhf/models/kernels/llama/layer.py",
         before="d_gates = ctx.activation.back(d_hidden.mul_(ups), gates)",
         after="d_gates = d_hidden.mul_(ups).mul_(torch.sigmoid(gates))",
         why="the gate learns by the slope of another function",
@@ -114,7 +114,7 @@ FORWARD = [
     ),
     Mutant(
         name="lean-forgets-a-product",
-        file="rlhf/models/fused.py",
+        file="rlhf/models/kernels/llama/layer.py",
         before="    for gradient, weight in zip(gradients[1:], weights[1:], strict=True):",
         after="    for gradient, weight in zip(gradients[1:2], weights[1:2], strict=True):",
         why="values get no gradient through the states before them",
@@ -122,7 +122,7 @@ FORWARD = [
     ),
     Mutant(
         name="lean-takes-any-bias",
-        file="rlhf/models/lean.py",
+        file="rlhf/models/kernels/llama/forward.py",
         before="_is_plain_linear(projection.module) and (projection.linear.bias is None or may_have_bias)",
         after="_is_plain_linear(projection.module)",
         why="a bias of the feed-forward half is left out",
@@ -130,7 +130,7 @@ FORWARD = [
     ),
     Mutant(
         name="lean-not-tried",
-        file="rlhf/models/lean.py",
+        file="rlhf/models/kernels/llama/forward.py",
         before="return all(probe.matches(_states(body, rows, rows.choosers)) for rows in probe.layouts)",
         after="return all(_states(body, rows, rows.choosers) is not None for rows in probe.layouts)",
         why="a model whose modules were changed is trained as another",
@@ -138,7 +138,7 @@ FORWARD = [
     ),
     Mutant(
         name="lean-parts-of-a-head-are-lost",
-        file="rlhf/models/fused.py",
+        file="rlhf/models/kernels/llama/layer.py",
         before="        turned[..., 2 * half :] = rest",
         after="        turned[..., 2 * half :] = 0",
         why="what Phi-4 mini does not rotate is left out; the trial sees it, and the fast way is off",
@@ -146,7 +146,7 @@ FORWARD = [
     ),
     Mutant(
         name="lean-gate-and-up-swapped",
-        file="rlhf/models/layers.py",
+        file="rlhf/models/kernels/llama/families.py",
         before="        return list(rows.split(self.sizes)) if self.sizes else [rows]",
         after="        return list(rows.split(self.sizes))[::-1] if self.sizes else [rows]",
         why="parts of a fused weight in another order: the trial sees it, and the fast way is off",
@@ -154,7 +154,7 @@ FORWARD = [
     ),
     Mutant(
         name="lean-adapter-gradient-unscaled",
-        file="rlhf/models/fused.py",
+        file="rlhf/models/kernels/llama/layer.py",
         before="    inner = functional.linear(x, low_weight(adapter.down, x.dtype)).mul_(adapter.scale)",
         after="    inner = functional.linear(x, low_weight(adapter.down, x.dtype))",
         why="LoRA's B learns at another rate than the modules': alpha / r is lost on the way back",
@@ -162,7 +162,7 @@ FORWARD = [
     ),
     Mutant(
         name="lean-adapter-blocks-the-way-back",
-        file="rlhf/models/fused.py",
+        file="rlhf/models/kernels/llama/layer.py",
         before="    for gradient, adapter in zip(gradients, adapters, strict=True):\n        if adapter is not None:",
         after="    for gradient, adapter in zip(gradients, adapters, strict=True):\n        if adapter == 0:",
         why="lower layers get the gradient of the base model",
@@ -170,7 +170,7 @@ FORWARD = [
     ),
     Mutant(
         name="lean-adapter-always-on",
-        file="rlhf/models/lean.py",
+        file="rlhf/models/kernels/llama/forward.py",
         before="    if type(module) is nn.Linear or module.disable_adapters:",
         after="    if type(module) is nn.Linear:",
         why="the reference of a LoRA run is the policy: KL is zero for ever",
@@ -178,7 +178,7 @@ FORWARD = [
     ),
     Mutant(
         name="lean-fresh-adapter-hides-mistakes",
-        file="rlhf/models/lean.py",
+        file="rlhf/models/kernels/llama/forward.py",
         before="with full_precision(body), _live_adapters(body):",
         after="with full_precision(body):",
         why="a new adapter adds nothing, so that a wrong use of it passes the trial",
@@ -186,15 +186,15 @@ FORWARD = [
     ),
     Mutant(
         name="window-outgrown",
-        file="rlhf/models/rows.py",
+        file="rlhf/models/kernels/packing.py",
         before="    return window is None or rows.longest <= window",
         after="    return True",
         why="a row longer than the attention window is read as if there were none (or ends in an error)",
-        tests=("tests/models/test_rows.py",),
+        tests=("tests/models/test_packing.py",),
     ),
     Mutant(
         name="lean-split-weights",
-        file="rlhf/models/lean.py",
+        file="rlhf/models/kernels/llama/forward.py",
         before=' or hasattr(weight, "ds_id")',
         after="",
         why="a weight of which DeepSpeed holds a part is read as if it were whole",
@@ -202,7 +202,7 @@ FORWARD = [
     ),
     Mutant(
         name="lean-under-zero2",
-        file="rlhf/models/lean.py",
+        file="rlhf/models/kernels/llama/forward.py",
         before="    return bool(weight._post_accumulate_grad_hooks)",
         after="    return False",
         why="under ZeRO-2 processes add up gradients of different weights: models drift, and nothing says so",
@@ -210,42 +210,42 @@ FORWARD = [
     ),
     Mutant(
         name="every-length-a-shape-of-its-own",
-        file="rlhf/models/low.py",
+        file="rlhf/models/kernels/cast.py",
         before="missing = -len(x) % MULTIPLE if",
         after="missing = 0 if",
         why="in bf16 oneDNN builds and keeps programs for every pass: slower, and memory grows with the run",
-        tests=("tests/models/test_low.py",),
+        tests=("tests/models/test_cast.py",),
     ),
     Mutant(
         name="rows-below-are-not-zero",
-        file="rlhf/models/low.py",
+        file="rlhf/models/kernels/cast.py",
         before="    padded[len(x) :] = 0\n",
         after="    padded[len(x) :] = 1\n",
         why="in bf16 the gradients of weights have a share of no token",
-        tests=("tests/models/test_low.py", "tests/models/test_lean.py"),
+        tests=("tests/models/test_cast.py", "tests/models/test_llama_forward.py"),
     ),
     Mutant(
         name="cast-of-an-old-weight",
-        file="rlhf/models/low.py",
+        file="rlhf/models/kernels/cast.py",
         before="if cached is None or cached[1] != weight._version or cached[2].dtype != dtype:",
         after="if cached is None or cached[2].dtype != dtype:",
         why="a weight that changes between two passes is read as it was before",
-        tests=("tests/models/test_low.py",),
+        tests=("tests/models/test_cast.py",),
     ),
     Mutant(
         name="casts-kept-for-good",
-        file="rlhf/models/low.py",
+        file="rlhf/models/kernels/cast.py",
         before="    finally:\n        _CASTS = None\n",
         after="    finally:\n        pass\n",
         why="a second copy of the weights stays in memory after the optimizer step",
-        tests=("tests/models/test_low.py",),
+        tests=("tests/models/test_cast.py",),
     ),
     Mutant(
         name="cast-in-every-pass",
-        file="rlhf/models/low.py",
+        file="rlhf/models/kernels/cast.py",
         before="    cached = _CASTS.get(key)\n",
         after="    cached = None\n",
         why="bfloat16 pays for a cast of all weights in every pass",
-        tests=("tests/models/test_low.py",),
+        tests=("tests/models/test_cast.py",),
     ),
 ]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from mutant import Mutant
 
-ONLINE = ("tests/trainers/test_online.py",)
+ONLINE = ("tests/training/test_online.py",)
 OBJECTIVE = ("tests/algo/test_objective.py",)
 
 LOOP = [
     Mutant(
         name="momentum-moves-a-policy-without-a-gradient",
-        file="rlhf/runtime/step.py",
+        file="rlhf/training/step.py",
         before="if norm == 0.0:",
         after="if norm < 0.0:",
         why="where every group ties Adam goes on by itself: KL 8 to 42 nats in four steps",
-        tests=("tests/runtime/test_step.py",),
+        tests=("tests/training/test_step.py",),
     ),
     Mutant(
         name="ties-by-rounding",
@@ -26,7 +26,7 @@ LOOP = [
     ),
     Mutant(
         name="ptx-at-the-sampling-temperature",
-        file="rlhf/trainers/losses.py",
+        file="rlhf/training/losses.py",
         before="self.models.policy_tokens(micro, temperature=1.0)",
         after="self.models.policy_tokens(micro)",
         why="the likelihood of demonstrations depends on how completions are drawn",
@@ -34,7 +34,7 @@ LOOP = [
     ),
     Mutant(
         name="adaptive-kl-falls-in-the-warm-up",
-        file="rlhf/trainers/online.py",
+        file="rlhf/training/online.py",
         before="if isinstance(controller, AdaptiveKl) and not _is_warming_up(run, step):",
         after="if isinstance(controller, AdaptiveKl):",
         why="the KL of a policy that may not move is 0: the coefficient falls at every step of the warm-up",

@@ -39,11 +39,11 @@ MACHINERY = [
     ),
     Mutant(
         name="critic-of-another-vocabulary",
-        file="rlhf/build/models.py",
+        file="rlhf/factory/models.py",
         before="    if shares_vocabulary(tokenizer, load_tokenizer(folder, trust_remote_code=trust)):",
         after="    if folder:",
         why="critic.init=auto takes a reward model that reads other texts in the same ids",
-        tests=("tests/build/test_published_runs.py",),
+        tests=("tests/factory/test_published_runs.py",),
     ),
     Mutant(
         name="logprobs-off-by-one",
@@ -51,15 +51,15 @@ MACHINERY = [
         before="lambda hidden: hidden[:, -length - 1 : -1][self.mask]",
         after="lambda hidden: hidden[:, -length:][self.mask]",
         why="each token is scored by the distribution after it: the commonest bug of RLHF code",
-        tests=("tests/models/test_logprobs.py", "tests/models/test_rows.py"),
+        tests=("tests/models/test_logprobs.py", "tests/models/test_packing.py"),
     ),
     Mutant(
         name="temperature-forgotten",
-        file="rlhf/models/head.py",
+        file="rlhf/models/kernels/lm_head.py",
         before="log_softmax = (wide(logits) / temperature).log_softmax(dim=-1)",
         after="log_softmax = wide(logits).log_softmax(dim=-1)",
         why="log-probs at temperature 1 of completions drawn at another: ratios are off (TRL #4159)",
-        tests=("tests/models/test_logprobs.py", "tests/models/test_head.py"),
+        tests=("tests/models/test_logprobs.py", "tests/models/test_lm_head.py"),
     ),
     Mutant(
         name="positions-count-padding",
@@ -75,7 +75,7 @@ MACHINERY = [
         before="return torch.where(completion_mask, values[:, -length - 1 : -1], 0.0)",
         after="return torch.where(completion_mask, values[:, -length:], 0.0)",
         why="V_t has seen token t: the baseline knows the action",
-        tests=("tests/models/test_scalar_head.py", "tests/models/test_rows.py"),
+        tests=("tests/models/test_scalar_head.py", "tests/models/test_packing.py"),
     ),
     Mutant(
         name="score-at-minus-one",
@@ -87,7 +87,7 @@ MACHINERY = [
     ),
     Mutant(
         name="mask-drops-eos",
-        file="rlhf/sampling/hf.py",
+        file="rlhf/sampling/generate.py",
         before="first = ended.int().argmax(dim=1) + 1",
         after="first = ended.int().argmax(dim=1)",
         why="EOS is never trained on and the score has nowhere right to go",
@@ -95,7 +95,7 @@ MACHINERY = [
     ),
     Mutant(
         name="sampler-ignores-row",
-        file="rlhf/sampling/hf.py",
+        file="rlhf/sampling/generate.py",
         before="uniforms(self.key, self.rows, torch.full_like(self.rows, position))",
         after="uniforms(self.key, torch.arange(len(self.rows)), torch.full_like(self.rows, position))",
         why="a completion depends on its place in the batch: other batch sizes give other runs",
@@ -103,19 +103,19 @@ MACHINERY = [
     ),
     Mutant(
         name="micro-batch-norms",
-        file="rlhf/runtime/step.py",
+        file="rlhf/training/step.py",
         before="terms = scaled(sums, norms)",
         after="terms = scaled(sums, part.loss.norms(micro.rows))",
         why="each micro-batch is averaged by itself: gradient accumulation changes the step",
-        tests=("tests/runtime/test_step.py",),
+        tests=("tests/training/test_step.py",),
     ),
     Mutant(
         name="nan-step-taken",
-        file="rlhf/runtime/step.py",
+        file="rlhf/training/step.py",
         before="if not (finite and all(math.isfinite(norm) for norm in norms)):",
         after="if False:",
         why="one NaN and the weights are gone",
-        tests=("tests/runtime/test_step.py",),
+        tests=("tests/training/test_step.py",),
     ),
     Mutant(
         name="clip-forgotten",
@@ -123,19 +123,19 @@ MACHINERY = [
         before="torch.nn.utils.clip_grads_with_norm_(with_grad, self.config.max_grad_norm, torch.tensor(norm))",
         after="pass",
         why="max_grad_norm has no effect",
-        tests=("tests/runtime/test_step.py",),
+        tests=("tests/training/test_step.py",),
     ),
     Mutant(
         name="damaged-checkpoint-trusted",
-        file="rlhf/runtime/checkpoint.py",
+        file="rlhf/tracking/checkpoint.py",
         before="if _sha256(file) != checksum:",
         after="if False:",
         why="a flipped bit is loaded without a word",
-        tests=("tests/runtime/test_checkpoint.py",),
+        tests=("tests/tracking/test_checkpoint.py",),
     ),
     Mutant(
         name="optimizer-not-restored",
-        file="rlhf/build/online.py",
+        file="rlhf/factory/online.py",
         before="        model.load_state(state[name])",
         after="        pass",
         why="a resumed run forgets Adam's moments and takes another path",
@@ -143,7 +143,7 @@ MACHINERY = [
     ),
     Mutant(
         name="metrics-not-rewound",
-        file="rlhf/runtime/recorder.py",
+        file="rlhf/training/session.py",
         before='        self._metrics.truncate(positions["metrics"])',
         after="        pass",
         why="steps after the checkpoint stand twice in metrics.jsonl",
@@ -151,7 +151,7 @@ MACHINERY = [
     ),
     Mutant(
         name="reference-is-live",
-        file="rlhf/rollout.py",
+        file="rlhf/training/rollout.py",
         before="reference = models.reference_logprobs(micro_batch) if models.has_reference else logprobs",
         after="reference = logprobs",
         why="the KL is always 0: nothing holds the policy",
@@ -159,7 +159,7 @@ MACHINERY = [
     ),
     Mutant(
         name="warmup-trains-the-policy",
-        file="rlhf/trainers/online.py",
+        file="rlhf/training/online.py",
         before="policy = [] if _is_warming_up(run, step) else [run.policy]",
         after="policy = [run.policy]",
         why="critic warm-up moves the policy along an untrained critic",
@@ -167,21 +167,21 @@ MACHINERY = [
     ),
     Mutant(
         name="critic-without-a-loss",
-        file="rlhf/trainers/losses.py",
+        file="rlhf/training/losses.py",
         before="return (policy,) if models.critic is None else (policy, CriticLoss(models, objective))",
         after="return (policy,)",
         why="a critic of its own never learns: advantages stay those of its first values",
-        tests=("tests/trainers/test_losses.py",),
+        tests=("tests/training/test_losses.py",),
     ),
     Mutant(
         name="policy-and-critic-at-once",
-        file="rlhf/trainers/losses.py",
+        file="rlhf/training/losses.py",
         before="    return (policy,) if models.critic is None else (policy, CriticLoss(models, objective))",
         after="""    if models.critic is None:
         return (policy,)
     models.policy_tokens = lambda micro: models.outputs(micro)  # type: ignore
     return (policy, CriticLoss(models, objective))""",
         why="the critic's pass is made with the policy's too, for nothing: time and memory that no number shows",
-        tests=("tests/trainers/test_losses.py",),
+        tests=("tests/training/test_losses.py",),
     ),
 ]

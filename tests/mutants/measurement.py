@@ -7,7 +7,7 @@ from mutant import Mutant
 KL = ("tests/exact/test_exact_kl.py",)
 LENGTH = ("tests/evaluation/test_length_control.py",)
 PAIRS = ("tests/evaluation/test_pairwise.py",)
-CHAT = ("tests/rewards/test_chat_endpoint.py",)
+CHAT = ("tests/rewards/test_judge.py",)
 EVALUATE = ("tests/evaluation/test_evaluate.py",)
 
 MEASUREMENT = [
@@ -21,7 +21,7 @@ MEASUREMENT = [
     ),
     Mutant(
         name="exact-kl-reference-at-another-temperature",
-        file="rlhf/models/beside.py",
+        file="rlhf/models/policy_models.py",
         before="(wide(raw) / self.temperature).log_softmax(dim=-1) for raw in (logits, ref_logits)",
         after="(wide(raw) / t).log_softmax(dim=-1) for raw, t in ((logits, self.temperature), (ref_logits, 1.0))",
         why="a KL to a policy that nobody sampled from: not zero before training",
@@ -37,7 +37,7 @@ MEASUREMENT = [
     ),
     Mutant(
         name="exact-kl-a-token-late",
-        file="rlhf/models/beside.py",
+        file="rlhf/models/policy_models.py",
         before="ref_states = chosen_hidden(self.reference, batch, self.packing)",
         after="ref_states = chosen_hidden(self.reference, batch, self.packing).roll(1, dims=0)",
         why="the reference's distribution is that of another position",
@@ -93,7 +93,7 @@ MEASUREMENT = [
     ),
     Mutant(
         name="swap-forgotten",
-        file="rlhf/evaluation/pairwise.py",
+        file="rlhf/evaluation/win_rate.py",
         before='_SWAPPED: dict[Verdict, Verdict] = {"A": "B", "B": "A", "tie": "tie"}',
         after='_SWAPPED: dict[Verdict, Verdict] = {"A": "A", "B": "B", "tie": "tie"}',
         why="a judge that goes by position looks consistent, a fair one does not",
@@ -101,7 +101,7 @@ MEASUREMENT = [
     ),
     Mutant(
         name="disagreement-goes-to-the-first",
-        file="rlhf/evaluation/pairwise.py",
+        file="rlhf/evaluation/win_rate.py",
         before="straight is None or swapped is None or straight != _SWAPPED[swapped]:",
         after="straight is None or swapped is None:",
         why="the order in which the sides are first shown decides",
@@ -109,7 +109,7 @@ MEASUREMENT = [
     ),
     Mutant(
         name="asked-in-one-order-twice",
-        file="rlhf/evaluation/pairwise.py",
+        file="rlhf/evaluation/win_rate.py",
         before="for a, b in ((text, other), (other, text))",
         after="for a, b in ((text, other), (text, other))",
         why="the swap is not a swap",
@@ -117,7 +117,7 @@ MEASUREMENT = [
     ),
     Mutant(
         name="answers-by-question-alone",
-        file="rlhf/rewards/chat.py",
+        file="rlhf/rewards/judge.py",
         before='{VERSION} {self.poster.url} ".encode() + body',
         after='{VERSION} {self.poster.url} ".encode() + body[body.index(b"messages"):body.index(b"model")]',
         why="other settings of a request get the answers of the old ones",
@@ -125,7 +125,7 @@ MEASUREMENT = [
     ),
     Mutant(
         name="the-key-is-in-the-error",
-        file="rlhf/rewards/post.py",
+        file="rlhf/rewards/remote.py",
         before="text.replace(self.secret, '***') if self.secret else text",
         after="text",
         why="a server that repeats the key puts it into the log",
@@ -133,7 +133,7 @@ MEASUREMENT = [
     ),
     Mutant(
         name="too-many-requests-is-final",
-        file="rlhf/rewards/post.py",
+        file="rlhf/rewards/remote.py",
         before="return code == 429 or server_error(code)",
         after="return server_error(code)",
         why="a long evaluation ends at the first rate limit",

@@ -7,7 +7,7 @@ from mutant import Mutant
 MODEL_FAMILIES = [
     Mutant(
         name="family-loses-its-written-out-layers",
-        file="rlhf/models/layers.py",
+        file="rlhf/models/kernels/llama/families.py",
         before="    Qwen3Model: _llama,\n",
         after="",
         why="nothing is wrong but the speed: a fast way that could be on is off, and no number shows it",
@@ -15,7 +15,7 @@ MODEL_FAMILIES = [
     ),
     Mutant(
         name="window-hides-nothing",
-        file="rlhf/models/rows.py",
+        file="rlhf/models/kernels/packing.py",
         before="return window is None or rows.longest <= window",
         after="return True",
         why="rows longer than a window go without padding, which cannot hide what the window hides",

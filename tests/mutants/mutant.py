@@ -4,11 +4,11 @@ The list is `MUTANTS` in `mutants.py`. An entry reads
 
     Mutant(
         name="whiten-keeps-mean",                          # unique; for --only
-        file="rlhf/masked.py",                             # from the repository's root
+        file="rlhf/algo/masked.py",                             # from the repository's root
         before="scaled if shift_mean else scaled + mean",  # exact text, once in the file
         after="scaled + mean",                             # what it becomes; must still load
         why="whitened advantages keep their mean: ...",    # what goes wrong, whom it bit
-        tests=("tests/test_masked.py",),                   # pytest's arguments: files, file::test
+        tests=("tests/algo/test_masked.py",),                   # pytest's arguments: files, file::test
     )
 
 Give the smallest set of fast tests that should see the bug, never ones that need `../shared`, a GPU

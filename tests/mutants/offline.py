@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mutant import Mutant
 
-LOSSES, TRAINER = "rlhf/algo/preference_loss.py", "rlhf/trainers/preference.py"
-OF_LOSSES, OF_TRAINER = ("tests/algo/test_preference_loss.py",), ("tests/trainers/test_preference.py",)
+LOSSES, TRAINER = "rlhf/algo/preference_loss.py", "rlhf/training/losses.py"
+OF_LOSSES, OF_TRAINER = ("tests/algo/test_preference_loss.py",), ("tests/training/test_preference.py",)
 
 OFFLINE = [
     Mutant(
@@ -122,7 +122,7 @@ OFFLINE = [
     ),
     Mutant(
         name="pairs-taken-apart-the-wrong-way",
-        file="rlhf/data/annotated.py",
+        file="rlhf/data/reference_cache.py",
         before="return (True,) * len(dataset) + (False,) * len(dataset)",
         after="return (True, False) * len(dataset)",
         why="half of the labels that KTO makes of pairs are wrong",
@@ -130,11 +130,11 @@ OFFLINE = [
     ),
     Mutant(
         name="cache-forgets-the-model",
-        file="rlhf/build/reference.py",
+        file="rlhf/factory/models.py",
         before="weights=self._fingerprint(),",
         after='weights="",',
         why="a new SFT model reads the old one's log-probs",
-        tests=("tests/build/test_reference.py",),
+        tests=("tests/factory/test_reference.py",),
     ),
     Mutant(
         name="cache-forgets-the-temperature",
@@ -154,11 +154,11 @@ OFFLINE = [
     ),
     Mutant(
         name="fingerprint-counts-the-adapter",
-        file="rlhf/models/fingerprint.py",
+        file="rlhf/models/origin.py",
         before='        if "lora_" in name:\n            continue\n',
         after="",
         why="every start of an adapter asks the reference anew, and a resumed run cannot find its own",
-        tests=("tests/build/test_reference.py",),
+        tests=("tests/factory/test_reference.py",),
     ),
     Mutant(
         name="turn-ends-with-what-follows-it",

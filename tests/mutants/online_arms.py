@@ -5,7 +5,7 @@ from __future__ import annotations
 from mutant import Mutant
 
 POLICY_LOSS = ("tests/algo/test_policy_loss.py",)
-COLLECT = ("tests/trainers/test_collect.py",)
+COLLECT = ("tests/training/test_collect.py",)
 
 ONLINE_ARMS = [
     Mutant(
@@ -67,7 +67,7 @@ ONLINE_ARMS = [
     ),
     Mutant(
         name="remax-baseline-is-sampled",
-        file="rlhf/trainers/collect.py",
+        file="rlhf/training/collect.py",
         before='draw(prompts, "greedy", group_size=1, greedy=True)',
         after='draw(prompts, "greedy", group_size=1)',
         why="the baseline is a random completion's score: unbiased still, and noisy",
@@ -75,7 +75,7 @@ ONLINE_ARMS = [
     ),
     Mutant(
         name="remax-baselines-of-other-prompts",
-        file="rlhf/trainers/collect.py",
+        file="rlhf/training/collect.py",
         before="best_scores.values.repeat_interleave(group_size)",
         after="best_scores.values.repeat(group_size)",
         why="with groups, a completion is compared with another prompt's greedy completion",
@@ -83,7 +83,7 @@ ONLINE_ARMS = [
     ),
     Mutant(
         name="greedy-completions-are-free",
-        file="rlhf/trainers/online.py",
+        file="rlhf/training/online.py",
         before="run.session.state.completions += len(rollout) + collected.extra",
         after="run.session.state.completions += len(rollout)",
         why="a budget in completions favors the arms that sample what they do not learn from",
@@ -91,7 +91,7 @@ ONLINE_ARMS = [
     ),
     Mutant(
         name="refill-takes-uniform-groups",
-        file="rlhf/trainers/collect.py",
+        file="rlhf/training/collect.py",
         before="varied = ~uniform_groups(drawn[1].values, size)",
         after="varied = torch.ones_like(uniform_groups(drawn[1].values, size))",
         why="a uniform group is replaced by another uniform one, and the search ends there",
@@ -99,7 +99,7 @@ ONLINE_ARMS = [
     ),
     Mutant(
         name="refill-under-a-number-of-its-own",
-        file="rlhf/trainers/collect.py",
+        file="rlhf/training/collect.py",
         before=", row_ids=batch[0].row_ids[slots] // size)",
         after=", row_ids=torch.arange(len(slots)))",
         why="two rows of a step have one id: their random numbers are no longer their own",
@@ -107,7 +107,7 @@ ONLINE_ARMS = [
     ),
     Mutant(
         name="refill-counts-what-it-kept",
-        file="rlhf/trainers/collect.py",
+        file="rlhf/training/collect.py",
         before="        discarded[rows] = False\n",
         after="        discarded[: len(uniform)] = False\n",
         why="the completions thrown away are taken for those that were kept: the token count is off",

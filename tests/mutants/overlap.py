@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutant import Mutant
 
-OVERLAP = ("tests/trainers/test_overlap.py",)
+OVERLAP = ("tests/training/test_overlap.py",)
 SAME_RUN = "tests/equivalence/test_same_run.py::test_a_resumed_run_is_the_uninterrupted_run_bitwise"
 
 OVERLAPPING = [
@@ -26,7 +26,7 @@ OVERLAPPING = [
     ),
     Mutant(
         name="ahead-never-refreshed",
-        file="rlhf/trainers/overlap.py",
+        file="rlhf/training/collect.py",
         before="        self._refresh()",
         after="        pass",
         why="completions fall behind by ever more steps, and only the mismatch metric shows it",
@@ -34,7 +34,7 @@ OVERLAPPING = [
     ),
     Mutant(
         name="ahead-not-saved",
-        file="rlhf/build/online.py",
+        file="rlhf/factory/online.py",
         before='extra["ahead"] = self.ahead.saved(self.state)',
         after='extra["ahead"] = {}',
         why="a resumed run draws the next step by other weights than the uninterrupted one did",
@@ -42,7 +42,7 @@ OVERLAPPING = [
     ),
     Mutant(
         name="ahead-forgets-the-step-at-hand",
-        file="rlhf/trainers/overlap.py",
+        file="rlhf/training/collect.py",
         before="        self._drawn = {step: self._drawn[step]}",
         after="        self._drawn = {}",
         why="a run that its reward stopped draws the step again, by later weights",
@@ -66,11 +66,11 @@ OVERLAPPING = [
     ),
     Mutant(
         name="outer-phase-without-inner-peak",
-        file="rlhf/runtime/gauge.py",
+        file="rlhf/runtime/memory.py",
         before="        for name in self._open:",
         after="        for name in self._open[-1:]:",
         why="the peak of a phase leaves out what it calls",
-        tests=("tests/runtime/test_gauge.py",),
+        tests=("tests/runtime/test_memory.py",),
     ),
     Mutant(
         name="eightbit-scales-not-saved",

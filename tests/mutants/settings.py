@@ -9,7 +9,7 @@ LOADING = ("tests/config/test_load.py",)
 SETTINGS = [
     Mutant(
         name="alternatives-do-not-exclude",
-        file="rlhf/config/precedence.py",
+        file="rlhf/config/presets.py",
         before="return without(keep_last_alternative(tree, over), excluded)",
         after="return without(tree, excluded)",
         why="schedule.steps on the command line is refused where the file says epochs",
@@ -17,7 +17,7 @@ SETTINGS = [
     ),
     Mutant(
         name="exclusions-ignore-the-choice",
-        file="rlhf/config/precedence.py",
+        file="rlhf/config/presets.py",
         before="is not None and exclusion.is_chosen(setting(over, exclusion.key))",
         after="is not None",
         why="sharding=zero3 on the command line silently drops the DeepSpeed keys of the file",
@@ -49,7 +49,7 @@ SETTINGS = [
     ),
     Mutant(
         name="unread-data-must-be-there",
-        file="rlhf/data/preflight.py",
+        file="rlhf/data/paths.py",
         before='if hasattr(dataset, "path") and f"data.{name}" not in unread:',
         after='if hasattr(dataset, "path"):',
         why="a run is refused for a data file that it would never read",
@@ -57,10 +57,10 @@ SETTINGS = [
     ),
     Mutant(
         name="a-line-for-every-step",
-        file="rlhf/runtime/progress.py",
+        file="rlhf/tracking/progress.py",
         before="if has_evaluation or step >= self.total_steps or self._is_line_due():",
         after="if True:",
         why="a run of 1,500 steps without a terminal writes as many lines",
-        tests=("tests/runtime/test_progress.py",),
+        tests=("tests/tracking/test_progress.py",),
     ),
 ]

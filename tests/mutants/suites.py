@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from mutant import Mutant
 
-ANSWERS = ("tests/evaluation/suites/test_answers.py",)
-ESTIMATES = ("tests/evaluation/suites/test_estimates.py",)
-PERSONA = ("tests/evaluation/suites/test_persona.py",)
-GSM8K = ("tests/evaluation/suites/test_gsm8k.py",)
-HH = ("tests/evaluation/suites/test_hh.py",)
-IFEVAL = ("tests/evaluation/suites/test_ifeval.py",)
+ANSWERS = ("tests/suites/test_numeric_answers.py",)
+ESTIMATES = ("tests/suites/test_suite_figures.py",)
+PERSONA = ("tests/suites/test_persona.py",)
+GSM8K = ("tests/suites/test_gsm8k.py",)
+HH = ("tests/suites/test_hh.py",)
+IFEVAL = ("tests/suites/test_ifeval.py",)
 CHECKS = ("tests/constraints/test_checks.py",)
 REWARD = ("tests/constraints/test_reward.py",)
 
 SUITES = [
     Mutant(
         name="one-instruction-is-enough",
-        file="rlhf/evaluation/suites/ifeval.py",
+        file="rlhf/suites/ifeval.py",
         before='share("prompt_strict", [float(all(row)) for row in strict], by_prompt)',
         after='share("prompt_strict", [float(any(row)) for row in strict], by_prompt)',
         why="a prompt counts as followed where one of its instructions is",
@@ -24,7 +24,7 @@ SUITES = [
     ),
     Mutant(
         name="loose-is-strict",
-        file="rlhf/constraints/verify.py",
+        file="rlhf/constraints/reward.py",
         before="return any(self.is_met(variant) for variant in loose_variants(response))",
         after="return self.is_met(response)",
         why="the loose measure forgives nothing",
@@ -32,7 +32,7 @@ SUITES = [
     ),
     Mutant(
         name="silence-keeps-all-prohibitions",
-        file="rlhf/constraints/verify.py",
+        file="rlhf/constraints/reward.py",
         before="return bool(response.strip()) and CHECKS[self.kind](response, **self.arguments)",
         after="return CHECKS[self.kind](response, **self.arguments)",
         why="an empty answer has no comma, so it earns the reward",
@@ -40,7 +40,7 @@ SUITES = [
     ),
     Mutant(
         name="best-of-n-picks-across-prompts",
-        file="rlhf/evaluation/suites/answering.py",
+        file="rlhf/suites/questions.py",
         before="return scores.argmax(dim=1) + torch.arange(len(scores)) * count",
         after="return scores.argmax(dim=1) + torch.arange(len(scores))",
         why="answers of other prompts are graded",
@@ -56,7 +56,7 @@ SUITES = [
     ),
     Mutant(
         name="pass-at-k-is-biased",
-        file="rlhf/evaluation/suites/estimates.py",
+        file="rlhf/suites/figures.py",
         before="return 1 - math.comb(samples - correct, k) / math.comb(samples, k)",
         after="return 1 - (1 - correct / samples) ** k",
         why="the plug-in estimate of pass@k is too low (Chen et al. 2021, section 2.1)",
@@ -64,7 +64,7 @@ SUITES = [
     ),
     Mutant(
         name="wilson-without-its-shift",
-        file="rlhf/evaluation/suites/estimates.py",
+        file="rlhf/suites/figures.py",
         before="center = share + z2 / (2 * total)",
         after="center = share",
         why="shares near 0 and 1 have intervals on the wrong side of the middle",
@@ -72,7 +72,7 @@ SUITES = [
     ),
     Mutant(
         name="ties-lose",
-        file="rlhf/evaluation/suites/estimates.py",
+        file="rlhf/suites/figures.py",
         before="1.0 if x > y else 0.5 if x == y else 0.0",
         after="1.0 if x > y else 0.0",
         why="a model that answers as the other does loses to it",
@@ -80,7 +80,7 @@ SUITES = [
     ),
     Mutant(
         name="first-announcement-counts",
-        file="rlhf/evaluation/suites/answers.py",
+        file="rlhf/suites/numeric_answers.py",
         before="for match in reversed(list(_ANSWER.finditer(text))):",
         after="for match in list(_ANSWER.finditer(text)):",
         why="a solution that corrects itself is graded on what it took back",
@@ -88,7 +88,7 @@ SUITES = [
     ),
     Mutant(
         name="headings-are-answers",
-        file="rlhf/evaluation/suites/answers.py",
+        file="rlhf/suites/numeric_answers.py",
         before="if _BEGINS.match(plain(line)) and not _LISTED.match(line):",
         after="if line:",
         why="#### Step 2 is read as the answer 2",
@@ -96,7 +96,7 @@ SUITES = [
     ),
     Mutant(
         name="left-of-the-equation",
-        file="rlhf/evaluation/suites/answers.py",
+        file="rlhf/suites/numeric_answers.py",
         before="for side in (after, part) for number",
         after="for side in (part,) for number",
         why="The answer is 3 + 4 = 7 is read as 3",
@@ -104,7 +104,7 @@ SUITES = [
     ),
     Mutant(
         name="a-difference-is-negative",
-        file="rlhf/evaluation/suites/numbers.py",
+        file="rlhf/suites/numeric_answers.py",
         before=r"(?P<minus>(?<![\w.)\]])-",
         after=r"(?P<minus>-",
         why="10-3 ends in minus three",
@@ -112,7 +112,7 @@ SUITES = [
     ),
     Mutant(
         name="mixed-numbers-lose-their-whole",
-        file="rlhf/evaluation/suites/numbers.py",
+        file="rlhf/suites/numeric_answers.py",
         before='value += _to_fraction(groups["whole"])',
         after="value += 0",
         why="2 1/2 cups are half a cup",
@@ -120,7 +120,7 @@ SUITES = [
     ),
     Mutant(
         name="persona-one-order-decides",
-        file="rlhf/evaluation/suites/persona.py",
+        file="rlhf/suites/persona.py",
         before="return sum(self.log_odds) / len(self.log_odds)",
         after="return self.log_odds[0]",
         why="what is offered first is taken for what the model says",
@@ -128,7 +128,7 @@ SUITES = [
     ),
     Mutant(
         name="persona-scores-the-eos-too",
-        file="rlhf/evaluation/suites/persona.py",
+        file="rlhf/suites/persona.py",
         before="subject.encoder.completions([rendered], which)[0][:-1]",
         after="subject.encoder.completions([rendered], which)[0]",
         why="how readily the model stops after Yes counts as how readily it says Yes",
@@ -136,7 +136,7 @@ SUITES = [
     ),
     Mutant(
         name="persona-orders-the-same",
-        file="rlhf/evaluation/suites/persona.py",
+        file="rlhf/suites/persona.py",
         before="ORDERS = ((YES, NO), (NO, YES))",
         after="ORDERS = ((YES, NO), (YES, NO))",
         why="the position check asks the same twice and never finds anything",
@@ -144,7 +144,7 @@ SUITES = [
     ),
     Mutant(
         name="implicit-reward-without-its-reference",
-        file="rlhf/evaluation/suites/hh.py",
+        file="rlhf/suites/hh.py",
         before="return beta * (logprobs - ref_logprobs)",
         after="return beta * logprobs",
         why="the accuracy is the likelihood's: what the start model knew counts as learned",
@@ -152,7 +152,7 @@ SUITES = [
     ),
     Mutant(
         name="examples-are-asked",
-        file="rlhf/evaluation/suites/gsm8k.py",
+        file="rlhf/suites/gsm8k.py",
         before="repeated if item.found.question in shown_already else None",
         after="None",
         why="problems whose solution stands in the prompt are counted",
@@ -160,7 +160,7 @@ SUITES = [
     ),
     Mutant(
         name="calculator-marks-are-shown",
-        file="rlhf/evaluation/suites/gsm8k.py",
+        file="rlhf/suites/gsm8k.py",
         before="_MARKS.sub('', p.solution).strip()",
         after="p.solution.strip()",
         why="the examples teach the model to write marks that nothing computes",

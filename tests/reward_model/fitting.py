@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from reward_model.objective import PairLoss
-from rlhf.data.stream import BatchStream
+from reward_model.losses import PairLoss
+from rlhf.data.datasets import BatchStream
 from rlhf.runtime.engine import Trained
-from rlhf.runtime.metrics import Metrics
-from rlhf.runtime.step import Part, optimizer_step
+from rlhf.tracking.metrics import Metrics
+from rlhf.training.step import Part, optimizer_step
 from rlhf.types import PreferencePairs
 
 TERMS = ("rm",)

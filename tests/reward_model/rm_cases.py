@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tiny_models import BOS, EOS, PAD, saved, tiny, tokenizer
 
-from rlhf.data.dialects import PairText
+from rlhf.data.formats import PairText
 from rlhf.data.pairs import PairSet
-from rlhf.data.skips import Skips
+from rlhf.data.rows import Skips
 from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
 
 FAVORITE = 7

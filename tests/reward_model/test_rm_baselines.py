@@ -11,7 +11,7 @@ from rm_cases import favorites, pair_set
 
 from reward_model.baselines import fit_bag_of_words, longer_wins
 from reward_model.losses import wins
-from rlhf.data.dialects import PairText
+from rlhf.data.formats import PairText
 
 FILLER = ["the", "film", "of", "a", "man", "and", "his", "dog", "in", "the", "city", "by", "the", "sea"]
 

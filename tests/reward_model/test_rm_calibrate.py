@@ -11,8 +11,7 @@ from rm_cases import RAGGED, favorites, made_model
 from tiny_models import tokenizer
 from torch import Tensor
 
-from reward_model.calibrate import calibrate
-from reward_model.model import score_pairs
+from reward_model.model import calibrate, score_pairs
 from rlhf.config.sections import CalibrationConfig
 from rlhf.errors import RewardError
 from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head

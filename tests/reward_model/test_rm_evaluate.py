@@ -12,14 +12,14 @@ from rm_cases import FAVORITE, RAGGED, favorites, made_model, pair_set
 from tiny_models import BOS, EOS
 from torch import Tensor, nn
 
-from reward_model.calibrate import calibrate
 from reward_model.evaluate import ReportCard, evaluate_reward_model
+from reward_model.model import calibrate
 from rlhf.config.sections import CalibrationConfig
 from rlhf.data.pairs import PairSet
 from rlhf.errors import DataError, RewardError
-from rlhf.evaluation.report_card import calibration_bins, card_tables
 from rlhf.models.logprobs import Sequences
 from rlhf.models.scalar_head import ScalarHeadModel
+from rlhf.report.report_card import calibration_bins, card_tables
 
 
 class Counting(ScalarHeadModel):

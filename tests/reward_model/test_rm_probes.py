@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import EOS, padded
 
-from reward_model.probes import degraded, halved, repeated
+from reward_model.evaluate import degraded, halved, repeated
 
 ROWS = [[5, 6, 7, EOS], [8, 9], [EOS], [4, EOS]]
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from fitting import TERMS, fit
 
-from reward_model.calibrate import calibrate
 from reward_model.evaluate import evaluate_reward_model
-from reward_model.objective import PairLoss
+from reward_model.losses import PairLoss
+from reward_model.model import calibrate
 from rlhf.config.load import load_reward_model
-from rlhf.data.chat import load_tokenizer
+from rlhf.data.datasets import BatchStream
 from rlhf.data.pairs import load_pairs
-from rlhf.data.stream import BatchStream
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.models.scalar_head import load_scalar_head
 from rlhf.runtime.engine import Engine
 

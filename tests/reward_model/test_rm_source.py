@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from reward_model.source import RewardModelSource, last_tokens
-from rlhf.data.chat import shares_vocabulary
+from rlhf.data.tokenizer import shares_vocabulary
 from rlhf.errors import ModelError, RewardError
 from rlhf.models.scalar_head import ScalarHeadModel, sequence_scores
 from rlhf.types import Completions, concat

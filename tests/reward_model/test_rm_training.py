@@ -11,15 +11,14 @@ from fitting import TERMS, fit
 from rm_cases import RAGGED, favorites, made_model
 from torch import Tensor
 
-from reward_model.losses import bradley_terry, wins
+from reward_model.losses import PairLoss, bradley_terry, wins
 from reward_model.model import score_pairs
-from reward_model.objective import PairLoss
 from rlhf.config.sections import OptimizerConfig, RewardModelLoss
+from rlhf.data.datasets import BatchStream
 from rlhf.data.pairs import PairSet
-from rlhf.data.stream import BatchStream
 from rlhf.models.scalar_head import ScalarHeadModel
 from rlhf.runtime.engine import Engine, Trained
-from rlhf.runtime.metrics import Metrics
+from rlhf.tracking.metrics import Metrics
 
 SGD = OptimizerConfig(lr=0.05, optimizer="sgd")
 

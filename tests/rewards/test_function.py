@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rlhf.errors import RewardError
 from rlhf.rewards.function import FunctionReward, load_function
-from rlhf.rewards.texts import decode
+from rlhf.rewards.source import decode
 from rlhf.types import Completions
 
 

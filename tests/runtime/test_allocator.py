@@ -8,11 +8,12 @@ import sys
 import pytest
 
 from rlhf.config.sections import RunConfig
-from rlhf.runtime import allocator, engine
+from rlhf.runtime import engine
+from rlhf.runtime import memory as allocator
 
 FAULTS = """
 import resource, torch
-from rlhf.runtime.allocator import keep_memory
+from rlhf.runtime.memory import keep_memory
 if {keep}: assert keep_memory()
 def work():
     for _ in range(20):

@@ -14,14 +14,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from rlhf.algo.masked import Mean
 from rlhf.config.sections import OptimizerConfig
 from rlhf.errors import CheckpointError, ProcessLost
-from rlhf.masked import Mean
-from rlhf.runtime import ranks as ranks_module
-from rlhf.runtime.checkpoint import Checkpoints
+from rlhf.runtime import distributed as ranks_module
+from rlhf.runtime.distributed import ALONE, Ranks
 from rlhf.runtime.engine import LocalTrained
-from rlhf.runtime.ranks import ALONE, Ranks
-from rlhf.runtime.step import Part, optimizer_step
+from rlhf.tracking.checkpoint import Checkpoints
+from rlhf.training.step import Part, optimizer_step
 from rlhf.types import Batch
 
 T = TypeVar("T")

@@ -19,15 +19,13 @@ from rlhf.errors import ConfigError
 from rlhf.models.backbone import add_lora, load_causal_lm
 from rlhf.models.logprobs import completion_outputs
 from rlhf.runtime.seeding import derive
-from rlhf.sampling import flight as flights
-from rlhf.sampling.choice import make_sampler, unsupported
-from rlhf.sampling.decoders import NAME, ModelDecoder
-from rlhf.sampling.drawing import invert, pick
-from rlhf.sampling.fast import FastSampler
-from rlhf.sampling.flight import distinct
-from rlhf.sampling.hf import HFSampler, draw
-from rlhf.sampling.lean import LeanDecoder
-from rlhf.sampling.slots import cache_dtype
+from rlhf.sampling.fast.decoder import NAME, ModelDecoder
+from rlhf.sampling.fast.engine import FastSampler, distinct, invert, pick
+from rlhf.sampling.fast.engine import engine as flights
+from rlhf.sampling.fast.kv_cache import cache_dtype
+from rlhf.sampling.fast.llama import LeanDecoder
+from rlhf.sampling.generate import HFSampler, draw
+from rlhf.sampling.sampler import make_sampler, unsupported
 from rlhf.types import Completions, Prompts
 
 KEY = derive(0, "sample", 1)

@@ -10,9 +10,9 @@ from tiny_models import prompts_of, sampler_of, tiny
 from torch import nn
 
 from rlhf.config.sections import SamplingConfig
-from rlhf.models.bundle import Models, SharedHead
-from rlhf.rollout import annotate, takes_sampler_logprobs
-from rlhf.runtime.memory import Fitting
+from rlhf.models.policy_models import Models, SharedHead
+from rlhf.runtime.micro_batch import Fitting
+from rlhf.training.rollout import annotate, takes_sampler_logprobs
 from rlhf.types import Completions, Rollout, Scores
 
 CPU = torch.device("cpu")

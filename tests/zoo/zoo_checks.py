@@ -11,15 +11,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.config.sections import SamplingConfig
-from rlhf.data.chat import pad_id
+from rlhf.data.tokenizer import pad_id
 from rlhf.models.backbone import CausalLM, body_of, eos_ids
-from rlhf.models.head import why_naive
-from rlhf.models.lean import is_lean
+from rlhf.models.kernels.llama.forward import is_lean
+from rlhf.models.kernels.lm_head import why_naive
+from rlhf.models.kernels.packing import why_padded
 from rlhf.models.logprobs import completion_outputs
-from rlhf.models.rows import why_padded
-from rlhf.sampling.choice import make_sampler, unsupported
-from rlhf.sampling.fast import FastSampler
-from rlhf.sampling.sampler import Sampler
+from rlhf.sampling.fast.engine import FastSampler
+from rlhf.sampling.sampler import Sampler, make_sampler, unsupported
 
 # Rows of ids that are text in every family: some shorter than the windows of the table, some longer.
 PROMPTS = [[90, 91, 92, 93, 94, 95, 96, 97, 98, 99], [60, 61], [60, 61], [70, 71, 72, 73, 74]]

@@ -13,11 +13,11 @@ from families import Family
 from runs import quiet, write_rows
 from torch import nn
 
-from rlhf.build.reward_model import build_reward_model, finish_reward_model
-from rlhf.build.run import TrainingRun, build_run
 from rlhf.config.load import merge, train_config, validate
 from rlhf.config.sections import RewardModelConfig
-from rlhf.trainers.offline import train_offline
+from rlhf.factory.reward_model import build_reward_model, finish_reward_model
+from rlhf.factory.run import TrainingRun, build_run
+from rlhf.training.offline import train_offline
 
 QUESTIONS = ("red one", "blue", "good two red", "one")
 ANSWERS = (("good", "bad red"), ("blue two", "bad"), ("good good", "one"), ("two", "bad bad one"))

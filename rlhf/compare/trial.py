@@ -1,0 +1,374 @@
+"""Run one cell of a comparison: train, judge the final model, run the suites.
+
+All cells of one seed are judged with the same random numbers. The best-of-n arm trains nothing: it samples N
+completions of every held-out prompt from the start model, scored by proxy and judge.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from rich.console import Console
+from torch import Tensor
+
+from rlhf.compare.costs import COSTS, Costs, Ledger, Sizes, parameters_of, sampling_flops, source_parameters
+from rlhf.compare.plan import Cell, read_cell
+from rlhf.config.compare import START, BestOfNArm, CellConfig
+from rlhf.config.load import dump, validate
+from rlhf.data.prompts import load_prompts
+from rlhf.errors import UserError
+from rlhf.evaluation.diversity import diversity
+from rlhf.evaluation.frontier import curve_sizes, expected_best, kl_bound, picks
+from rlhf.evaluation.win_rate import bootstrap_crossed
+from rlhf.factory.context import model_folder
+from rlhf.factory.evaluation import evaluate_model
+from rlhf.factory.models import build_tokenizer, decoder
+from rlhf.factory.rewards import build_source
+from rlhf.factory.run import build_run
+from rlhf.factory.sampler import Completer
+from rlhf.factory.suites import find_suite, subject_of, write_result
+from rlhf.models.backbone import context_length
+from rlhf.runtime.distributed import is_main_process, leave
+from rlhf.runtime.engine import Engine, make_engine
+from rlhf.runtime.seeding import derive
+from rlhf.suites.settings import AnswerSettings, SuiteSettings
+from rlhf.tracking.run_folder import write_aside
+from rlhf.tracking.trackers import encode_line, plain
+from rlhf.training.rollout import sample_records
+from rlhf.types import Completions, Scores, concat
+
+JUDGED = "judged.json"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The content of judged.json: the mean metrics, and one record for each held-out prompt.
+
+    A record has row, prompt, completion, score (the judge's), proxy (the trained-on reward's, where there is one),
+    kl and kl_exact (in nats; for best-of-n, kl is null and kl_exact is absent), length (in tokens) and finished.
+    """
+
+    metrics: Mapping[str, float | None]
+    rows: Sequence[Mapping[str, Any]]
+
+    def column(self, name: str) -> Float[Tensor, " P"]:
+        """Return one number of every record, in the order of the prompts."""
+        return torch.tensor([row[name] for row in self.rows], dtype=torch.float64)
+
+    def write(self, folder: Path) -> None:
+        """Write judged.json atomically: the cell is done once it exists."""
+        content = {"metrics": plain(self.metrics), "rows": plain(list(self.rows))}
+        write_aside(folder / JUDGED, json.dumps(content, ensure_ascii=False) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> Judged | None:
+        """Read judged.json; None if it does not exist."""
+        path = folder / JUDGED
+        if not path.is_file():
+            return None
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return cls(content["metrics"], content["rows"])
+
+
+def judge_model(cell: CellConfig, path: str | None) -> Judged:
+    """Judge the model in `path` (None: the start model) on the cell's held-out prompts.
+
+    Raises:
+        UserError: a model, the data, the judge or the proxy is missing or unusable.
+    """
+    train = cell.train
+    tokenizer_path = model_folder(path or train.policy.model)
+    evaluation = evaluate_model(train, path, tokenizer_path)
+    tokenizer = build_tokenizer(train.policy.model_copy(update={"model": tokenizer_path}))
+    records = sample_records(
+        evaluation.rollout,
+        decoder(tokenizer),
+        step=-1,
+        split="judged",
+        limit=len(evaluation.rollout),
+        parts=evaluation.scores.parts,
+    )
+    exact = evaluation.exact_kl.tolist()
+    records = [{**record, "kl_exact": value} for record, value in zip(records, exact, strict=True)]
+    metrics: dict[str, float | None] = dict(evaluation.metrics)
+    if cell.proxy is not None:
+        proxy = build_source(cell.proxy, tokenizer, make_engine(train.run))(evaluation.rollout).values
+        metrics["eval/proxy"] = float(proxy.double().mean())
+        records = [{**record, "proxy": float(value)} for record, value in zip(records, proxy, strict=True)]
+    return Judged(metrics, records)
+
+
+Json = dict[str, Any]
+
+FOLDER = "evals"
+
+
+def run_suites(cell: CellConfig, folder: Path, path: str | None) -> None:
+    """Run the suites of a cell that have no result yet, on the model in `path` (None: the start model)."""
+    target = path or cell.train.policy.model
+    for name, values in cell.suites.items():
+        file = folder / FOLDER / f"{name}.json"
+        if file.is_file():
+            continue
+        suite, task = find_suite(name)
+        settings = validate(suite.settings, values)
+        reused = _measured_before(cell, folder, file.name, settings)
+        if reused is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_aside(file, reused)
+            continue
+        subject = subject_of(settings, target)
+        write_result(file, name, target, suite.run(settings, subject, task), settings, subject)
+
+
+def _measured_before(cell: CellConfig, folder: Path, name: str, settings: SuiteSettings) -> str | None:
+    """Return the start model's result under another seed, where the suite's answers are greedy and so the same."""
+    if cell.arm != START or not (isinstance(settings, AnswerSettings) and settings.greedy):
+        return None
+    for path in sorted(folder.parent.glob(f"*/{FOLDER}/{name}")):
+        text = path.read_text(encoding="utf-8")
+        if {**json.loads(text)["config"], "seed": settings.seed} == dump(settings):
+            return text
+    return None
+
+
+def read_suites(folder: Path) -> dict[str, Json]:
+    """Read the results that `run_suites` wrote for a cell: suite -> result."""
+    return {
+        path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted((folder / FOLDER).glob("*.json"))
+    }
+
+
+def summarize_suites(results: Sequence[Mapping[str, Json]], starts: Sequence[Mapping[str, Json]]) -> Json:
+    """Summarize the suites of an arm over its seeds.
+
+    Args:
+        results: the suite results of every finished seed.
+        starts: the start model's, of the same seeds.
+
+    Returns:
+        suite -> figure -> value (the mean over seeds), low and high, and gain: the same for the paired difference from
+        the start model. Intervals are over prompts and seeds, for one seed the suite's own; null for a figure that has
+        no number for each row.
+    """
+    names = [name for name in (results[0] if results else {}) if all(name in seed for seed in results)]
+    return {name: _summary([seed[name] for seed in results], [seed.get(name) for seed in starts]) for name in names}
+
+
+def _summary(results: Sequence[Json], starts: Sequence[Json | None]) -> Json:
+    return {
+        figure: {"value": fmean(result["figures"][figure]["value"] for result in results)}
+        | _interval(results, figure)
+        | {"gain": _gain(results, starts, figure)}
+        for figure in results[0]["figures"]
+    }
+
+
+def _interval(results: Sequence[Json], figure: str) -> Json:
+    if len(results) == 1:
+        return {key: results[0]["figures"][figure].get(key) for key in ("low", "high")}
+    rows = [result["rows"].get(figure) for result in results]
+    if any(row is None or len(row) != len(rows[0]) for row in rows):
+        return {"low": None, "high": None}
+    interval = bootstrap_crossed(torch.tensor(rows, dtype=torch.float64))
+    return {"low": interval.low, "high": interval.high}
+
+
+def _gain(results: Sequence[Json], starts: Sequence[Json | None], figure: str) -> Json | None:
+    after = [result["rows"].get(figure) for result in results]
+    before = [start["rows"].get(figure) if start is not None else None for start in starts]
+    if any(a is None or b is None or len(a) != len(b) for a, b in zip(after, before, strict=True)):
+        return None
+    differences = torch.tensor(after, dtype=torch.float64) - torch.tensor(before, dtype=torch.float64)
+    interval = bootstrap_crossed(differences)
+    return {"value": interval.value, "low": interval.low, "high": interval.high}
+
+
+DRAWS = "draws.json"
+
+
+@dataclass(frozen=True)
+class Draws:
+    """All N samples of each of P prompts, with both scores."""
+
+    completions: Completions  # N consecutive rows for each prompt
+    gold: Scores
+    proxy: Scores
+    count: int
+
+    def gold_table(self) -> Float[Tensor, "P N"]:
+        """Return the judge's scores as a table [P, N]."""
+        return self.gold.values.view(-1, self.count)
+
+    def proxy_table(self) -> Float[Tensor, "P N"]:
+        """Return the proxy's scores, by which the best sample is picked, as a table [P, N]."""
+        return self.proxy.values.view(-1, self.count)
+
+
+def run_best_of_n(cell: CellConfig, folder: Path) -> Judged:
+    """Sample, pick and judge, and write draws.json (the curve over n) and costs.jsonl.
+
+    Raises:
+        UserError: a model, the data, the judge or the proxy is missing or unusable.
+    """
+    arm, train = cell.best_of_n, cell.train
+    assert arm is not None
+    engine = make_engine(train.run)
+    completer = Completer(train.policy.model, train.sampling, engine.device, chat=train.data.chat_format)
+    start = time.perf_counter()
+    draws, seconds = _draw(cell, completer, arm, engine, start)
+    tokens = int(draws.completions.prompt_mask.sum() + draws.completions.completion_mask.sum())
+    sizes = Sizes(policy=parameters_of(completer.model), reward=source_parameters(cell.proxy))
+    cost = Costs(
+        completions=len(draws.completions),
+        generated_tokens=int(draws.completions.completion_mask.sum()),
+        flops=sampling_flops(sizes, tokens=tokens),
+        seconds=seconds,
+    )
+    write_aside(folder / COSTS, encode_line({"step": 0, **cost.record()}).decode())
+    curve = curve_of(draws.gold_table(), draws.proxy_table())
+    write_aside(folder / DRAWS, json.dumps({"curve": curve}) + "\n")
+    return _judged(draws, arm, completer)
+
+
+def read_curve(folder: Path) -> list[dict[str, float]]:
+    """Read the curve over n from draws.json; empty if the file does not exist."""
+    path = folder / DRAWS
+    if not path.is_file():
+        return []
+    curve: list[dict[str, float]] = json.loads(path.read_text(encoding="utf-8"))["curve"]
+    return curve
+
+
+def curve_of(gold: Float[Tensor, "P N"], proxy: Float[Tensor, "P N"]) -> list[dict[str, float]]:
+    """Compute the expected judge's score and proxy of the best of n, and the bound on its KL, for a range of n."""
+    return [
+        {
+            "n": float(n),
+            "kl": kl_bound(n),
+            "score": float(expected_best(gold, proxy, n).mean()),
+            "proxy": float(expected_best(proxy, proxy, n).mean()),
+        }
+        for n in curve_sizes(gold.shape[1])
+    ]
+
+
+def _draw(cell: CellConfig, completer: Completer, arm: BestOfNArm, engine: Engine, start: float) -> tuple[Draws, float]:
+    """Draw and score the samples.
+
+    Returns:
+        The samples, and the seconds of sampling and picking (judging is no cost of the arm).
+    """
+    train = cell.train
+    assert train.data.eval_prompts is not None
+    assert cell.proxy is not None
+    prompts = load_prompts(
+        train.data.eval_prompts,
+        completer.tokenizer,
+        chat_template=train.data.chat_format,
+        context=context_length(completer.model),
+        max_new_tokens=train.sampling.max_new_tokens,
+    )
+    key = derive(cell.seed, "best of n")
+    batches = prompts.batches(max(1, train.sampling.batch_size // arm.samples))
+    completions = concat([completer.sampler.sample(batch, key=key, group_size=arm.samples) for batch in batches])
+    proxy = build_source(cell.proxy, completer.tokenizer, engine)(completions)
+    seconds = time.perf_counter() - start
+    assert train.eval.source is not None
+    gold = build_source(train.eval.source, completer.tokenizer, engine)(completions)
+    return Draws(completions, gold, proxy, arm.samples), seconds
+
+
+def _judged(draws: Draws, arm: BestOfNArm, completer: Completer) -> Judged:
+    proxy, bound = draws.proxy_table(), kl_bound(arm.n)
+    best = picks(proxy, arm.n) + torch.arange(len(proxy)) * draws.count
+    kept, golds, proxies = draws.completions.rows(best), draws.gold.values[best], draws.proxy.values[best]
+    decode = decoder(completer.tokenizer)
+    lengths = kept.completion_mask.sum(dim=1)
+    rows: Sequence[Mapping[str, object]] = [
+        {
+            "row": row,
+            "prompt": kept.references[row]["prompt"],
+            "completion": decode(kept.completion_ids[row][kept.completion_mask[row]].tolist()),
+            "score": float(golds[row]),
+            "proxy": float(proxies[row]),
+            "kl": None,  # not known for a single completion
+            "length": int(lengths[row]),
+            "finished": bool(kept.finished[row]),
+        }
+        for row in range(len(kept))
+    ]
+    metrics: dict[str, float | None] = {
+        "eval/score": float(golds.double().mean()),
+        "eval/score_std": float(golds.double().std(correction=0)),
+        "eval/proxy": float(proxies.double().mean()),
+        "eval/kl": bound,
+        "eval/length": float(lengths.double().mean()),
+        "eval/finished": float(kept.finished.double().mean()),
+        **diversity(kept),
+    }
+    return Judged(metrics, rows)
+
+
+INTERRUPTED = 3  # exit code of a cell that was stopped and has saved its state
+
+
+def cell_main(folder: Path) -> int:
+    """Run the cell in `folder` as the main function of a process, with errors written to standard error.
+
+    Returns:
+        The exit code: 0 when the cell is done, 2 for a user error, INTERRUPTED when it was stopped.
+    """
+    try:
+        return 0 if run_cell(read_cell(folder), Console(quiet=not is_main_process())) else INTERRUPTED
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    finally:
+        leave()
+
+
+def run_cell(cell: Cell, console: Console) -> bool:
+    """Train (if the cell trains), judge and write judged.json; return False if it was interrupted and saved.
+
+    Raises:
+        UserError: training or judging cannot go on, in the subclass that fits the cause.
+    """
+    config = cell.config
+    if Judged.read(cell.folder) is not None:
+        return True
+    trained = str(cell.folder) if config.budget is not None else None
+    if config.best_of_n is not None:
+        judged = run_best_of_n(config, cell.folder)
+    elif trained is None:
+        judged = judge_model(config, None)
+    else:
+        if not _train(cell, console):
+            return False
+        judged = judge_model(config, trained)
+    if is_main_process():
+        run_suites(config, cell.folder, trained)
+        judged.write(cell.folder)
+    return True
+
+
+def _train(cell: Cell, console: Console) -> bool:
+    config = cell.config
+    assert config.budget is not None
+    run = build_run(config.train, console)
+    run.session.budget = Ledger(cell.folder, run.run, config.train, config.budget)
+    try:
+        return run.train()
+    finally:
+        run.session.recorder.close()

@@ -1,0 +1,252 @@
+"""Load the usable rows of a data file, and draw shuffled batches of them, epoch after epoch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import islice
+from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
+
+from rlhf.config.data import DatasetConfig
+from rlhf.data.conversation import Prompt
+from rlhf.data.files import load_rows
+from rlhf.data.formats import Completion, Use, is_transcript
+from rlhf.data.rows import BadRow, Row, Skips
+from rlhf.data.templates import Rendered
+from rlhf.data.tokenize import Encoder
+from rlhf.types import Batch
+
+B_co = TypeVar("B_co", bound=Batch, covariant=True)
+
+
+@runtime_checkable
+class RowSet(Protocol[B_co]):
+    """A data set that can collate any of its rows into a batch."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        ...
+
+    def collate(self, indices: list[int]) -> B_co:
+        """Collate the rows at `indices` into one batch, in that order."""
+        ...
+
+
+@lru_cache(maxsize=8)
+def _permutation(n: int, seed: int, epoch: int) -> tuple[int, ...]:
+    # For a given seed Python guarantees the same random() sequence across versions, but not the same shuffle().
+    draw = random.Random(f"{seed}/{epoch}").random
+    keys = [draw() for _ in range(n)]
+    return tuple(sorted(range(n), key=keys.__getitem__))
+
+
+def epoch_order(n: int, batch_size: int, seed: int, step: int) -> list[int]:
+    """Return the row indices of batch `step` (from 1) when n rows are shuffled anew in every epoch.
+
+    Batch k is positions [(k-1)·batch_size, k·batch_size) of the endless sequence of epochs, so a batch may
+    cross the end of an epoch, and any n consecutive positions from a multiple of n hold every row once.
+    """
+    assert min(n, batch_size, step) > 0
+    start = (step - 1) * batch_size
+    return [_permutation(n, seed, position // n)[position % n] for position in range(start, start + batch_size)]
+
+
+def in_order(rows: RowSet[B_co], size: int) -> Iterator[B_co]:
+    """Yield every row once, in data set order, in batches of at most `size`."""
+    for start in range(0, len(rows), size):
+        yield rows.collate(list(range(start, min(start + size, len(rows)))))
+
+
+class BatchStream(Generic[B_co]):
+    """Endless shuffled batches of a data set, each computed from the seed and the step number alone."""
+
+    def __init__(self, rows: RowSet[B_co], rows_per_step: int, seed: int) -> None:
+        self.rows = rows
+        self.rows_per_step = rows_per_step
+        self.seed = seed
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Return how many steps it takes to read every row once."""
+        return len(self.rows) / self.rows_per_step
+
+    def batch(self, step: int) -> B_co:
+        """Return the batch of step `step`, counted from 1."""
+        return self.rows.collate(epoch_order(len(self.rows), self.rows_per_step, self.seed, step))
+
+
+CHUNK = 512  # rows tokenized in one call
+_TEXT_PROMPTS = ("prompt", "instruction", "question")
+SEAMS = 16  # rows for which the seam between prompt and completion is checked
+
+
+@runtime_checkable
+class Asks(Protocol):
+    """Anything a row can be parsed into: it has a prompt."""
+
+    @property
+    def prompt(self) -> Prompt:
+        """Return the prompt: text, or a conversation."""
+        ...
+
+    @property
+    def tools(self) -> tuple[dict[str, Any], ...]:
+        """Return the tools that the assistant may call."""
+        ...
+
+    @property
+    def completions(self) -> tuple[Completion, ...]:
+        """Return what follows the prompt."""
+        ...
+
+
+T = TypeVar("T", bound=Asks)
+
+
+@dataclass(frozen=True)
+class Usable(Generic[T]):
+    """A usable row in three forms: as read, parsed for its use, and rendered as text."""
+
+    row: Row
+    parsed: T
+    text: Rendered
+
+
+@dataclass(frozen=True)
+class Ids:
+    """The token ids of a prompt and of its completions."""
+
+    prompt: list[int]
+    completions: tuple[list[int], ...]
+    whole: bool = True  # no part of the row was cut off
+    learned: tuple[list[bool], ...] = ()  # for each completion, which tokens the assistant wrote; empty: all
+
+
+Render = Callable[[T], list[Rendered]]
+Fit = Callable[[Usable[T], Ids], Ids | None]
+
+
+def encoded_rows(
+    config: DatasetConfig,
+    use: Use[T],
+    encoder: Encoder,
+    skips: Skips,
+    *,
+    fit: Fit[T],
+    render: Render[T] | None = None,
+    turns: bool = True,
+) -> Iterator[tuple[Usable[T], Ids]]:
+    """Yield the usable rows of a data set with their token ids, at most `config.limit`.
+
+    Args:
+        config: the data set.
+        use: the use of the rows, which determines the formats they may have.
+        encoder: renders and encodes the rows.
+        skips: counts the rows that are used, cut and skipped.
+        fit: makes encoded rows fit their limit; raises BadRow for an unusable row, returns None for one it left out.
+        render: renders a parsed row as text, perhaps as several rows; default: one row of prompt and completions.
+        turns: text prompts become user turns if there is a chat template.
+
+    Raises:
+        DataError: no row was used (raised after the last one).
+    """
+    read = use.read(load_rows(config, skips), skips, turns=encoder.template.turns and turns)
+    rows = _render_rows(read, encoder, skips, render or _default_render(encoder))
+    while chunk := list(islice(rows, _next_chunk_size(config.limit, skips.used))):
+        for usable, ids in zip(chunk, _encode(encoder, [u.text for u in chunk]), strict=True):
+            try:
+                fitted = fit(usable, ids)
+            except BadRow as bad:
+                skips.add(usable.row, bad.reason, bad.detail)
+                continue
+            if fitted is None:
+                continue
+            _check_seam(encoder, skips, usable.text, ids)
+            skips.used += 1
+            yield usable, fitted
+    skips.require_rows()
+
+
+def _next_chunk_size(limit: int | None, used: int) -> int:
+    """Return how many rows to read next; rows beyond the limit are not read, so they are not counted as skipped."""
+    return CHUNK if limit is None else min(CHUNK, limit - used)
+
+
+def _encode(encoder: Encoder, texts: list[Rendered]) -> list[Ids]:
+    sides = [encoder.completions(texts, which) for which in range(len(texts[0].completions))]
+    prompts = encoder.prompts(texts)
+    rows = [Ids(prompt, tuple(side[i] for side in sides)) for i, prompt in enumerate(prompts)]
+    return [_encode_turns(encoder, text, ids) if text.learned else ids for text, ids in zip(texts, rows, strict=True)]
+
+
+def _encode_turns(encoder: Encoder, text: Rendered, ids: Ids) -> Ids:
+    sides = [encoder.turns(text, which) for which in range(len(text.completions))]
+    return Ids(ids.prompt, tuple(row for row, _ in sides), learned=tuple(learned for _, learned in sides))
+
+
+def _default_render(encoder: Encoder) -> Callable[[Asks], list[Rendered]]:
+    return lambda text: [encoder.render(text.prompt, text.completions, tools=text.tools)]
+
+
+def _render_rows(
+    read: Iterator[tuple[Row, T]], encoder: Encoder, skips: Skips, render: Callable[[T], list[Rendered]]
+) -> Iterator[Usable[T]]:
+    for row, parsed in read:
+        item = _keep_formatted_prompt(row, parsed, encoder, skips)
+        try:
+            texts = render(item)
+        except BadRow as bad:
+            skips.add(row, bad.reason, bad.detail)
+            continue
+        _note_treatment(row, item.prompt, texts, encoder, skips)
+        yield from (Usable(row, item, text) for text in texts)
+
+
+def _keep_formatted_prompt(row: Row, parsed: T, encoder: Encoder, skips: Skips) -> T:
+    """Restore a text prompt that already contains the template's special tokens: it is not to be templated again."""
+    prompt = row.values.get("prompt")
+    if encoder.template.choice != "auto" or isinstance(parsed.prompt, str) or not isinstance(prompt, str):
+        return parsed
+    if not any(special in prompt for special in encoder.template.specials):
+        return parsed
+    skips.count("text prompts have special tokens written out already, and stay as they are")
+    item: Any = parsed  # every parsed row is a dataclass, which replace() needs
+    return cast(T, replace(item, prompt=prompt))
+
+
+def _note_treatment(row: Row, prompt: Prompt, texts: Sequence[Rendered], encoder: Encoder, skips: Skips) -> None:
+    """Record in `skips` how rows like this one are treated, each remark once."""
+    given_as_text = any(isinstance(row.values.get(name), str) for name in _TEXT_PROMPTS)
+    if encoder.template.choice == "auto" and given_as_text and not isinstance(prompt, str):
+        skips.note(
+            "Text prompts become user turns by the tokenizer's chat template; "
+            "data.chat_template=none keeps them as they are"
+        )
+    if encoder.template.source is not None and isinstance(prompt, str) and is_transcript(prompt):
+        skips.note("Transcripts stay text: the chat template is not used for them")
+    if len(texts) > 1:
+        skips.count("conversations taken apart, a row for each turn: the chat template rewrites earlier turns")
+    for name in texts[0].ignored:
+        skips.count(f"rows whose {name} the chat template does not write")
+
+
+def check_ids(ids: Ids) -> None:
+    """Check that the prompt has a token, and every completion a token besides its EOS.
+
+    Raises:
+        BadRow: one of them has not.
+    """
+    if not ids.prompt:
+        raise BadRow("empty prompt, and the tokenizer puts no token before a text")
+    if any(len(completion) < 2 for completion in ids.completions):
+        raise BadRow("the tokenizer makes nothing of the completion")
+
+
+def _check_seam(encoder: Encoder, skips: Skips, text: Rendered, ids: Ids) -> None:
+    if skips.used < SEAMS and ids.completions and not encoder.seam_holds(text, ids.prompt, ids.completions[0]):
+        skips.note(
+            "Prompts and completions, encoded apart, do not decode to the text they are together: this tokenizer "
+            "changes the text where they meet"
+        )

@@ -1,0 +1,119 @@
+"""The rows of a data file, and the count of those that are cut or skipped."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf.errors import DataError
+
+
+class BadRow(Exception):
+    """A row that cannot be used: rows are counted by `reason`; `detail` is about this row alone."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass(frozen=True)
+class Row:
+    """The columns of one row, and its file and line."""
+
+    values: dict[str, object]
+    file: str
+    number: int  # line of a text file, row of any other file; from 1, as editors count
+
+    @property
+    def place(self) -> str:
+        """Return the location for messages, `file:number`."""
+        return f"{Path(self.file).name}:{self.number}"
+
+
+EXAMPLES = 3
+LOUD = 0.05  # warn if a larger share of the rows is left out as too long
+
+
+class Skips:
+    """Counts of used, cut and skipped rows; the skipped ones by reason, with the first few examples of each."""
+
+    def __init__(self, source: str, *, fatal: bool = False) -> None:
+        self.source = source
+        self.fatal = fatal
+        self.used = 0
+        self.cut = 0
+        self.too_long = 0
+        self.notes: list[str] = []
+        self.counts: dict[str, int] = defaultdict(int)
+        self.remarks: dict[str, int] = defaultdict(int)
+        self._examples: dict[str, list[str]] = defaultdict(list)
+
+    @property
+    def skipped(self) -> int:
+        """Return how many rows were skipped, for any reason."""
+        return sum(self.counts.values())
+
+    def add(self, row: Row, reason: str, detail: str = "") -> None:
+        """Skip a malformed row.
+
+        Raises:
+            DataError: malformed rows are fatal.
+        """
+        if self.fatal:
+            raise DataError(
+                f"{row.place}: {BadRow(reason, detail)}. "
+                "Mend the row, or let bad_rows=skip count such rows and go on without them."
+            )
+        self.leave_out(row, reason, detail)
+
+    def leave_out(self, row: Row, reason: str, detail: str = "") -> None:
+        """Skip a row that is not malformed, for example one that is too long; never fatal."""
+        self.counts[reason] += 1
+        if len(self._examples[reason]) < EXAMPLES:
+            self._examples[reason].append(f"{row.place} ({detail})" if detail else row.place)
+
+    def note(self, text: str) -> None:
+        """Record a remark about the whole data set for the summary, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def count(self, remark: str) -> None:
+        """Count a row that is used, but not exactly as it was given."""
+        self.remarks[remark] += 1
+
+    def reasons(self) -> str:
+        """Format the skip reasons, most frequent first, each with its count and first rows."""
+        parts = []
+        for reason, count in sorted(self.counts.items(), key=lambda item: -item[1]):
+            ellipsis = ", ..." if count > len(self._examples[reason]) else ""
+            parts.append(f"{count:,} {reason} [{', '.join(self._examples[reason])}{ellipsis}]")
+        return "; ".join(parts)
+
+    def summary(self) -> str:
+        """Summarize in one line how many rows were used, cut and skipped, and why."""
+        text = f"{self.source}: {self.used:,} rows used"
+        if self.cut:
+            text += f" ({self.cut:,} of them cut to length)"
+        if self.skipped:
+            text += f", {self.skipped:,} skipped: {self.reasons()}"
+        if self.too_long > LOUD * (self.used + self.skipped):
+            text += (
+                f". Warning: {self.too_long:,} of {self.used + self.skipped:,} rows are too long: raise the limit, or "
+                "cut them with too_long=truncate"
+            )
+        remarks = [f"{count:,} {remark}" for remark, count in self.remarks.items()]
+        return ". ".join([text, *remarks, *self.notes])
+
+    def require_rows(self) -> None:
+        """Check that at least one row was used.
+
+        Raises:
+            DataError: none was.
+        """
+        if self.used:
+            return
+        if not self.skipped:
+            raise DataError(f"{self.source}: no rows at all")
+        raise DataError(f"{self.source}: no usable rows; {self.skipped:,} skipped: {self.reasons()}")

@@ -1,4 +1,0 @@
-"""Distinct n-grams, as a metric of the `evaluate` library.
-
-Load it with `evaluate.load(metric_path("distinct_n"))`.
-"""

@@ -1,0 +1,249 @@
+"""Evaluation of a finished run against another model: same prompts, same random numbers, same judge."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf.config.reward import RewardSourceConfig
+from rlhf.config.sections import TrainConfig
+from rlhf.data.prompts import load_prompts
+from rlhf.errors import ConfigError, DataError
+from rlhf.evaluation.evaluate import PolicyEvaluation, evaluate_policy
+from rlhf.evaluation.win_rate import (
+    Interval,
+    LengthControlled,
+    PairJudge,
+    Verdicts,
+    bootstrap,
+    length_controlled_win_rate,
+    mean_difference,
+    outcomes,
+    win_rate,
+)
+from rlhf.factory.context import model_folder
+from rlhf.factory.models import build_tokenizer
+from rlhf.factory.rewards import build_source
+from rlhf.factory.sampler import build_sampler
+from rlhf.models.backbone import check_vocabulary, context_length, freeze, load_causal_lm, place
+from rlhf.models.policy_models import Models
+from rlhf.rewards.judge import ChatModel
+from rlhf.rewards.source import Texts, decode
+from rlhf.runtime.engine import make_engine
+from rlhf.runtime.seeding import derive
+from rlhf.training.online import ROWS_PER_PASS
+from rlhf.types import Completions, Scores
+
+START = "start"  # the value of --against that names the model the run started from
+
+
+@dataclass(frozen=True)
+class PairwiseComparison:
+    """The verdicts of eval.judge on the pairs, each judged in both orders."""
+
+    judge: str
+    win_rate: Interval
+    length_controlled: LengthControlled
+    inconsistent: float  # share of pairs on which the two orders disagree; they count as ties
+    first_shown: float  # share of the verdicts for a side that favour the one shown first
+    unreadable: int  # answers without a verdict; their pairs count as ties
+    answers: int
+
+
+@dataclass(frozen=True)
+class PolicyComparison:
+    """The result of `rlhf eval`: metrics of the run and of the other model (`reference`), and their comparison.
+
+    `win_rate`, `length_controlled` and `difference` are None where there are no scores.
+    """
+
+    prompts: int
+    against: str
+    run: dict[str, float]
+    reference: dict[str, float]
+    win_rate: Interval | None
+    length_controlled: LengthControlled | None
+    difference: Interval | None
+    pairwise: PairwiseComparison | None = None
+    rows: list[dict[str, object]] = field(default_factory=list)  # one per pair judged: prompt, texts, both verdicts
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One of the two models: its evaluation, its texts, and its tokenizer."""
+
+    evaluation: PolicyEvaluation
+    texts: Texts
+    tokenizer: PreTrainedTokenizerBase
+
+    def column(self, name: str) -> list[object]:
+        """Return one column of the prompt rows."""
+        return [row.get(name) for row in self.texts.references]
+
+
+def compare_models(config: TrainConfig, run: str, against: str) -> PolicyComparison:
+    """Evaluate the model of `run` and another one, and compare them.
+
+    A model with another vocabulary is evaluated with its own tokenizer and without a KL; the lengths of the two are
+    then compared in characters.
+
+    Args:
+        config: the configuration of the run.
+        run: the run folder.
+        against: another run, a model folder or hub id, or `start` for the model that the run started from.
+
+    Raises:
+        UserError: there is no judge, there are no prompts, or a model cannot be loaded.
+    """
+    judge = _pair_judge(config)  # first: a mistake in its settings shows before anything is sampled
+    after = _side(config, run, run)
+    before = _other_side(config, run, against, after)
+    if before.column("prompt") != after.column("prompt"):
+        raise DataError(
+            f"{run} and {against} read the held-out prompts differently (one leaves out or cuts prompts that the other "
+            "does not): set data.eval_prompts.max_prompt_tokens so that both read them whole"
+        )
+    length_difference = _length_difference(after, before)
+    scored = _score_source(config) is not None
+    a, b = after.evaluation.rollout.scores, before.evaluation.rollout.scores
+    verdicts = judge(after.texts.prompts, after.texts.completions, before.texts.completions) if judge else None
+    return PolicyComparison(
+        prompts=len(a),
+        against=against,
+        run=after.evaluation.metrics,
+        reference=before.evaluation.metrics,
+        win_rate=win_rate(a, b) if scored else None,
+        length_controlled=length_controlled_win_rate(outcomes(a, b)[None], length_difference[None]) if scored else None,
+        difference=mean_difference(a, b) if scored else None,
+        pairwise=_pairwise(judge, verdicts, length_difference) if judge and verdicts else None,
+        rows=_rows(after, before, verdicts) if verdicts else [],
+    )
+
+
+def _side(config: TrainConfig, path: str | None, tokenizer_from: str, *, with_reference: bool = True) -> _Side:
+    tokenizer = build_tokenizer(config.policy.model_copy(update={"model": tokenizer_from}))
+    evaluation = evaluate_model(config, path, tokenizer_from, with_reference=with_reference)
+    return _Side(evaluation, decode(evaluation.rollout, tokenizer), tokenizer)
+
+
+def _other_side(config: TrainConfig, run: str, against: str, after: _Side) -> _Side:
+    if against == START:
+        return _side(config, None, run)
+    own_tokenizer = config.model_copy(update={"policy": config.policy.model_copy(update={"tokenizer": None})})
+    tokenizer = build_tokenizer(own_tokenizer.policy.model_copy(update={"model": against}))
+    if tokenizer.get_vocab() == after.tokenizer.get_vocab():
+        return _side(config, against, run)
+    return _side(own_tokenizer, against, against, with_reference=False)
+
+
+def _length_difference(after: _Side, before: _Side) -> Float[Tensor, " N"]:
+    """Compute how much longer each completion of the first is, in tokens or, for other vocabularies, characters."""
+    if after.tokenizer.get_vocab() == before.tokenizer.get_vocab():
+        a, b = (side.evaluation.rollout.completion_mask.sum(dim=1) for side in (after, before))
+    else:
+        a, b = (torch.tensor([len(text) for text in side.texts.completions]) for side in (after, before))
+    return (a - b).double()
+
+
+def _pair_judge(config: TrainConfig) -> PairJudge | None:
+    section = "eval.judge"
+    chat = config.eval.judge
+    return PairJudge(chat, ChatModel(chat, os.environ, section=section), section=section) if chat is not None else None
+
+
+def _pairwise(judge: PairJudge, verdicts: Verdicts, length_difference: Float[Tensor, " N"]) -> PairwiseComparison:
+    return PairwiseComparison(
+        judge=judge.model.config.model,
+        win_rate=bootstrap(verdicts.wins),
+        length_controlled=length_controlled_win_rate(verdicts.wins[None], length_difference[None]),
+        inconsistent=verdicts.inconsistent,
+        first_shown=verdicts.first_shown,
+        unreadable=verdicts.unreadable,
+        answers=verdicts.answers,
+    )
+
+
+def _rows(after: _Side, before: _Side, verdicts: Verdicts) -> list[dict[str, object]]:
+    texts = (after.texts.prompts, after.texts.completions, before.texts.completions)
+    results = (verdicts.straight, verdicts.swapped, verdicts.wins.tolist())
+    names = ("prompt", "run", "reference", "run_shown_first", "run_shown_second", "outcome")
+    return [dict(zip(names, row, strict=True)) for row in zip(*texts, *results, strict=True)]
+
+
+def evaluate_model(
+    config: TrainConfig, path: str | None, tokenizer_from: str, *, with_reference: bool = True
+) -> PolicyEvaluation:
+    """Evaluate a model on the run's held-out prompts, scored by the judge of the run.
+
+    Args:
+        config: the configuration of the run.
+        path: the model, None for the run's reference.
+        tokenizer_from: the run or model folder whose tokenizer is used.
+        with_reference: whether the KL to the run's reference is measured.
+    """
+    assert config.data.eval_prompts is not None
+    engine = make_engine(config.run)
+    tokenizer = build_tokenizer(config.policy.model_copy(update={"model": tokenizer_from}))
+    start = model_folder(config.reference.model or config.policy.model)
+    models = Models(
+        policy=place(_load(config, model_folder(path) if path else start, tokenizer), engine.device),
+        reference=place(_load(config, start, tokenizer), engine.device) if with_reference else None,
+        temperature=config.sampling.temperature,
+        dtype=config.policy.dtype,
+        device=engine.device,
+        log_probs=config.policy.log_probs,
+        packing=config.policy.packing,
+        float32_head=config.policy.head_dtype == "float32",
+        engine=engine,
+    )
+    held_out = load_prompts(
+        config.data.eval_prompts,
+        tokenizer,
+        chat_template=config.data.chat_format,
+        context=context_length(models.policy),
+        max_new_tokens=config.sampling.max_new_tokens,
+    )
+    source = _score_source(config)
+    evaluation = evaluate_policy(
+        list(held_out.batches(config.sampling.batch_size)),
+        build_sampler(config, models, tokenizer),
+        models,
+        build_source(source, tokenizer, engine) if source is not None else _zero_scores,
+        proxy=None,
+        key=derive(config.run.seed, "eval"),
+        greedy=config.eval.greedy and source is not None,
+        rows_per_pass=config.batch.micro_batch_size * ROWS_PER_PASS,
+    )
+    if source is not None:
+        return evaluation
+    metrics = {name: value for name, value in evaluation.metrics.items() if not name.startswith("eval/score")}
+    return PolicyEvaluation(metrics, evaluation.rollout, evaluation.scores, evaluation.exact_kl)
+
+
+def _zero_scores(completions: Completions) -> Scores:
+    """Score every completion 0, for an evaluation in which only pairs are judged."""
+    return Scores(values=torch.zeros(len(completions)), parts={})
+
+
+def _score_source(config: TrainConfig) -> RewardSourceConfig | None:
+    """Return the source that scores single completions; None if only eval.judge compares pairs."""
+    if config.eval.source is not None:
+        return config.eval.source
+    if config.reward is not None:
+        return config.reward.source
+    if config.eval.judge is not None:
+        return None
+    raise ConfigError(
+        "no judge: set eval.source, e.g. eval.source.type=model eval.source.path=runs/rm, or eval.judge for pairs"
+    )
+
+
+def _load(config: TrainConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    model = load_causal_lm(path, dtype=config.policy.dtype, trust_remote_code=config.policy.trust_remote_code)
+    check_vocabulary(model, tokenizer, path)
+    return freeze(model)

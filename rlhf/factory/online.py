@@ -1,0 +1,355 @@
+"""Build an online run from its configuration: PPO, GRPO and related algorithms."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.algo.objective import Objective
+from rlhf.config.algorithm import AdaptiveKl, Online, PenaltyLoss
+from rlhf.config.sections import TrainConfig
+from rlhf.data.datasets import BatchStream
+from rlhf.data.pairs import load_demonstrations
+from rlhf.data.prompts import PromptStream, load_prompts
+from rlhf.errors import CheckpointError, ConfigError
+from rlhf.evaluation.evaluate import evaluate_policy
+from rlhf.factory.context import (
+    CRITIC,
+    MODEL,
+    Context,
+    load_trainer,
+    open_context,
+    save_policy,
+    save_scalar_head,
+    save_trainer,
+    total_steps,
+)
+from rlhf.factory.models import build_online_models, build_origin, build_tokenizer, decoder, export
+from rlhf.factory.rewards import build_source
+from rlhf.factory.sampler import build_sampler
+from rlhf.models.backbone import CausalLM, context_length, freeze
+from rlhf.models.origin import Origin
+from rlhf.models.policy_models import Ema, Models
+from rlhf.rewards.shaping import ShapedReward
+from rlhf.rewards.source import RewardSource
+from rlhf.runtime.engine import Engine, Trained
+from rlhf.runtime.micro_batch import Fitting
+from rlhf.runtime.seeding import derive
+from rlhf.sampling.generate import HFSampler, repeat_rows
+from rlhf.sampling.sampler import Sampler
+from rlhf.training.collect import Ahead
+from rlhf.training.losses import TERM
+from rlhf.training.offline import fitting
+from rlhf.training.online import ROWS_PER_PASS, OnlineRun, sampling_key
+from rlhf.training.rollout import sample_records
+from rlhf.training.session import Recorder, TrainState
+from rlhf.types import Completions, Demonstrations, Prompts, extend
+
+
+def build_ahead(
+    config: TrainConfig,
+    context: Context,
+    models: Models,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptStream,
+    saved: dict[str, Any] | None,
+    *,
+    last_step: int,
+) -> Ahead:
+    """Build the sampler that works one step ahead of the update.
+
+    Args:
+        config: the configuration of the run.
+        context: the run's context; its engine must be a single process without DeepSpeed.
+        models: the models; the policy is copied.
+        tokenizer: the policy's tokenizer.
+        prompts: the prompts of each step.
+        saved: the completions that the checkpoint holds, None for a new run.
+        last_step: the last step of the run, after which nothing is sampled.
+
+    Raises:
+        ConfigError: the run has several processes, or uses DeepSpeed.
+        CheckpointError: the saved completions do not fit the configured number of prompts or completions.
+    """
+    if context.engine.ranks.world > 1 or context.engine.sharding.uses_deepspeed:
+        raise ConfigError("overlap.ahead works in one process without DeepSpeed: set overlap.ahead=false")
+    policy_copy = freeze(copy.deepcopy(models.policy))
+    group_size = config.sampling.completions_per_prompt
+    sampler = build_sampler(config, replace(models, policy=policy_copy), tokenizer)
+
+    def draw(step: int) -> Completions:
+        return sampler.sample(prompts.batch(step), key=sampling_key(config, step), group_size=group_size)
+
+    ahead = Ahead(draw, lambda: _copy_weights(models.policy, policy_copy), last_step=last_step)
+    if saved:
+        ahead.put_back(saved["step"], _restore_completions(saved, prompts, group_size))
+    return ahead
+
+
+@torch.no_grad()
+def _copy_weights(source: CausalLM, target: CausalLM) -> None:
+    for source_weight, target_weight in zip(source.parameters(), target.parameters(), strict=True):
+        target_weight.copy_(source_weight)
+
+
+def _restore_completions(saved: dict[str, Any], prompts: PromptStream, group_size: int) -> Completions:
+    fields = {name: value for name, value in saved.items() if name != "step"}
+    rows = repeat_rows(prompts.batch(saved["step"]), group_size)
+    if fields["group_size"] != group_size or len(fields["finished"]) != len(rows):
+        raise CheckpointError(
+            "the checkpoint has completions that were drawn ahead with other sampling.completions_per_prompt or "
+            "batch.prompts_per_step: set them back, or start in another folder"
+        )
+    return extend(Completions, rows, **fields)
+
+
+SHOW = ("score/mean", "kl/reference", "kl/coef", "critic/explained_variance", "completion/length", "eval/score")
+
+
+def build_online(config: TrainConfig, console: Console | None = None) -> OnlineRun:
+    """Build an online run, at step 0 or resumed from its newest checkpoint.
+
+    Raises:
+        UserError: a model, data set, reward or checkpoint is missing or invalid; the subclass says which.
+    """
+    algorithm = config.algorithm
+    assert isinstance(algorithm, Online)
+    assert config.reward is not None
+    context = open_context(config, console)
+    if config.overlap.reward_parts > 1 and context.engine.ranks.world > 1:
+        raise ConfigError("overlap.reward_parts works in one process: set overlap.reward_parts=1")
+    tokenizer = build_tokenizer(config.policy)
+    origin = build_origin(config.policy, tokenizer)
+    models = build_online_models(config, context, tokenizer)
+    fast_ways = models.fast_ways()
+    source = build_source(config.reward.source, tokenizer, context.engine, context.notes.append)
+    sampler = build_sampler(config, models, tokenizer, context.notes.append)
+    fast_ways.ways["fast sampling"] = not isinstance(sampler, HFSampler)
+    context.notes += fast_ways.lines()
+    saved = load_trainer(context.resume) if context.resume is not None else None
+    if saved is not None and models.shared_head is not None:
+        models.shared_head.load_state_dict(saved["shared_head"])
+    trained = _build_trained(config, models, context)
+    ema = Ema(models.policy, config.policy.ema_decay, context.engine) if config.policy.ema_decay else None
+    if saved is not None:
+        _restore(saved, trained, ema)
+    elif context.state.step == 0:
+        context.state.kl_coef = algorithm.kl.coef
+        if isinstance(algorithm.policy_loss, PenaltyLoss):
+            context.state.penalty_coef = algorithm.policy_loss.coef
+    prompts = _load_prompts(config, context, tokenizer, models)
+    ptx = _load_ptx(config, context, tokenizer)
+    judge = build_source(config.eval.source, tokenizer, context.engine) if config.eval.source else source
+    proxy = source if config.eval.source else None
+    evaluate = EvaluatePrompts(config, context, tokenizer, models, sampler, judge, proxy)
+    controller = algorithm.kl.controller
+    steps = total_steps(config.schedule, prompts.steps_per_epoch)
+    ahead = None
+    if config.overlap.ahead:
+        ahead = build_ahead(config, context, models, tokenizer, prompts, (saved or {}).get("ahead"), last_step=steps)
+    session = context.session(
+        total_steps=steps,
+        save=_Save(models, trained, tokenizer, origin, ema, ahead, context.state),
+        evaluate=_with_average(evaluate, ema),
+        show=SHOW,
+        targets={"kl/reference": controller.target} if isinstance(controller, AdaptiveKl) else None,
+    )
+    evaluate.connect(session.recorder)
+    return OnlineRun(
+        config=config,
+        algorithm=algorithm,
+        session=session,
+        prompts=prompts.batch,
+        refill=BatchStream(prompts.rows, prompts.rows_per_step, derive(context.seed, "refill")).batch,
+        ptx=ptx,
+        sampler=sampler,
+        ahead=ahead,
+        reward=ShapedReward(source, config.reward.shaping, config.sampling.max_new_tokens),
+        models=models,
+        policy=trained["policy"],
+        critic=trained.get("critic"),
+        objective=Objective(algorithm, max_tokens=config.sampling.max_new_tokens),
+        ema=ema,
+        rows=fitting(config.batch, session),
+        passes=fitting(config.batch, session, times=frozen_times(config, context.engine), what="a forward pass"),
+        decode=decoder(tokenizer),
+        export=lambda folder: export(
+            models.policy,
+            ema,
+            tokenizer,
+            folder,
+            context.engine,
+            origin=origin,
+            dtype=config.policy.export_dtype,
+            tell=session.recorder.note,
+        ),
+    )
+
+
+def frozen_times(config: TrainConfig, engine: Engine) -> int:
+    """Return how many micro-batches make up one forward pass without gradient.
+
+    On a single GPU it starts as the whole step; a pass that runs out of memory is halved, and the smaller size is kept.
+    On a CPU running out of memory cannot be caught in time, and in a distributed run a single rank cannot halve: there
+    the number is fixed.
+    """
+    if engine.device.type == "cpu" or engine.ranks.world > 1 or engine.sharding.uses_deepspeed:
+        return ROWS_PER_PASS
+    rows = config.batch.prompts_per_step * config.sampling.completions_per_prompt
+    micro = 1 if config.batch.micro_batch_tokens else config.batch.micro_batch_size
+    return max(ROWS_PER_PASS, -(-rows // micro))
+
+
+def _load_prompts(
+    config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase, models: Models
+) -> PromptStream:
+    assert config.data.prompts is not None
+    prompts = load_prompts(
+        config.data.prompts,
+        tokenizer,
+        chat_template=config.data.chat_format,
+        context=context_length(models.policy),
+        max_new_tokens=config.sampling.max_new_tokens,
+    )
+    context.notes.append(prompts.skips.summary())
+    return PromptStream(prompts, config.batch.prompts_per_step, derive(context.seed, "prompts"))
+
+
+def _load_ptx(
+    config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase
+) -> Callable[[int], Demonstrations] | None:
+    algorithm = config.algorithm
+    assert isinstance(algorithm, Online)
+    if algorithm.ptx_coef == 0:
+        return None
+    assert config.data.sft is not None
+    rows = load_demonstrations(config.data.sft, tokenizer, chat_template=config.data.chat_format)
+    context.notes.append(rows.skips.summary())
+    per_step = config.batch.prompts_per_step * config.sampling.completions_per_prompt
+    size = max(1, per_step // config.batch.minibatches)
+    return BatchStream(rows, size, derive(context.seed, "ptx")).batch
+
+
+def _build_trained(config: TrainConfig, models: Models, context: Context) -> dict[str, Trained]:
+    engine = context.engine
+    if models.shared_head is not None:
+        policy_and_head = nn.ModuleDict({"policy": models.policy, "head": models.shared_head})
+        return {"policy": engine.train("policy", policy_and_head, config.policy, terms=("policy", "ptx", "value"))}
+    trained = {"policy": engine.train("policy", models.policy, config.policy, terms=("policy", TERM, "ptx"))}
+    if models.critic is not None:
+        trained["critic"] = engine.train("critic", models.critic, config.critic, terms=("value",))
+    return trained
+
+
+class _Save:
+    """A function that fills a checkpoint folder: models as ordinary folders, optimizers and averages in one file."""
+
+    def __init__(
+        self,
+        models: Models,
+        trained: dict[str, Trained],
+        tokenizer: PreTrainedTokenizerBase,
+        origin: Origin,
+        ema: Ema | None,
+        ahead: Ahead | None,
+        state: TrainState,
+    ) -> None:
+        self.models, self.trained, self.tokenizer, self.origin = models, trained, tokenizer, origin
+        self.ema, self.ahead, self.state = ema, ahead, state
+
+    def __call__(self, folder: Path) -> None:
+        engine, head = self.models.engine, self.models.shared_head
+        save_policy(self.models.policy, self.tokenizer, folder / MODEL, engine, self.origin)
+        if self.models.critic is not None:
+            save_scalar_head(self.models.critic, self.tokenizer, folder / CRITIC, engine)
+        extra: dict[str, Any] = {}
+        if head is not None:
+            full_state = engine.full_state(head)
+            extra["shared_head"] = head.state_dict() if full_state is None else full_state
+        if self.ema is not None:
+            extra["ema"] = self.ema.saved()
+        if self.ahead is not None:
+            extra["ahead"] = self.ahead.saved(self.state)
+        save_trainer(folder, self.trained, extra, engine)
+
+
+def _restore(state: dict[str, Any], trained: dict[str, Trained], ema: Ema | None) -> None:
+    for name, model in trained.items():
+        model.load_state(state[name])
+    if ema is not None and "ema" in state:
+        ema.load(state["ema"])
+
+
+class EvaluatePrompts:
+    """Evaluation of the policy on held-out prompts during a run; it does nothing if the run has none."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        context: Context,
+        tokenizer: PreTrainedTokenizerBase,
+        models: Models,
+        sampler: Sampler,
+        judge: RewardSource,
+        proxy: RewardSource | None,
+    ) -> None:
+        """Load the held-out prompts; `proxy` is the reward that is trained on, if the judge is another one."""
+        self.config, self.models, self.sampler = config, models, sampler
+        self.judge, self.proxy = judge, proxy
+        self.decode = decoder(tokenizer)
+        self.key = derive(context.seed, "eval")
+        self.record: Callable[[list[dict[str, object]]], None] = lambda _: None
+        self.passes = Fitting(config.batch.micro_batch_size * ROWS_PER_PASS, what="an evaluation pass")
+        self.batches: list[Prompts] = []
+        if config.data.eval_prompts is not None:
+            held_out = load_prompts(
+                config.data.eval_prompts,
+                tokenizer,
+                chat_template=config.data.chat_format,
+                context=context_length(models.policy),
+                max_new_tokens=config.sampling.max_new_tokens,
+            )
+            context.notes.append(held_out.skips.summary())
+            self.batches = list(held_out.batches(config.sampling.batch_size))
+
+    def connect(self, recorder: Recorder) -> None:
+        """Send the held-out samples, and messages about memory, to the recorder of the run."""
+        self.record, self.passes.note = recorder.samples, recorder.note
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """Evaluate the current policy, record samples of its completions, and return the metrics."""
+        if not self.batches:
+            return {}
+        evaluation = evaluate_policy(
+            self.batches,
+            self.sampler,
+            self.models,
+            self.judge,
+            proxy=self.proxy,
+            key=self.key,
+            greedy=self.config.eval.greedy,
+            rows_per_pass=self.passes,
+        )
+        parts, limit = evaluation.scores.parts, self.config.eval.samples
+        self.record(sample_records(evaluation.rollout, self.decode, step=step, split="eval", limit=limit, parts=parts))
+        return evaluation.metrics
+
+
+def _with_average(evaluate: EvaluatePrompts, ema: Ema | None) -> Callable[[int], dict[str, float]]:
+    """Make `evaluate` use the moving average of the weights, if there is one."""
+    if ema is None:
+        return evaluate
+
+    def evaluate_average(step: int) -> dict[str, float]:
+        with ema.applied():
+            return evaluate(step)
+
+    return evaluate_average

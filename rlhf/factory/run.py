@@ -1,0 +1,53 @@
+"""Building a training run, online or offline, from its configuration, for `rlhf train` and `rlhf compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from rich.console import Console
+
+from rlhf.config.algorithm import Online
+from rlhf.config.sections import TrainConfig
+from rlhf.factory.context import MODEL
+from rlhf.factory.offline import build_offline
+from rlhf.factory.online import build_online
+from rlhf.tracking.checkpoint import replace_folder
+from rlhf.training.offline import OfflineRun, train_offline
+from rlhf.training.online import OnlineRun, train
+from rlhf.training.session import Session
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """A run that is ready to start, and its training loop."""
+
+    run: OnlineRun | OfflineRun
+    loop: Callable[[], None]
+
+    @property
+    def session(self) -> Session:
+        """Return the session of the run."""
+        return self.run.session
+
+    def train(self) -> bool:
+        """Run the remaining training steps and export the model; return False if the run was interrupted and saved."""
+        with self.session.recorder.progress:
+            self.loop()
+            if not self.session.interrupted:
+                replace_folder(self.session.recorder.folder.path / MODEL, self.run.export, self.session.ranks)
+        return not self.session.interrupted
+
+
+def build_run(config: TrainConfig, console: Console | None = None) -> TrainingRun:
+    """Build the run that `config` describes, at step 0 or resumed from its newest checkpoint.
+
+    Raises:
+        UserError: a model, data set, reward or checkpoint is missing or invalid; the subclass says which.
+    """
+    if isinstance(config.algorithm, Online):
+        online = build_online(config, console)
+        return TrainingRun(online, partial(train, online))
+    offline = build_offline(config, console)
+    return TrainingRun(offline, partial(train_offline, offline))

@@ -1,0 +1,213 @@
+"""Build samplers, and a trained model as a function from texts to texts and as a partner in a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from rlhf.config.data import ChatFormat, DataConfig
+from rlhf.config.load import read_yaml, validate
+from rlhf.config.sections import SamplingConfig, TrainConfig
+from rlhf.data.conversation import Message, Prompt
+from rlhf.data.prompts import encode_conversations
+from rlhf.data.tokenize import ending_ids, make_encoder
+from rlhf.data.tokenizer import load_tokenizer, pad_id
+from rlhf.errors import DataError
+from rlhf.factory.context import model_folder
+from rlhf.models.backbone import check_vocabulary, context_length, eos_ids, freeze, load_causal_lm, place
+from rlhf.models.policy_models import Models
+from rlhf.sampling.sampler import Sampler, make_sampler
+from rlhf.types import Completions
+
+
+def build_sampler(
+    config: TrainConfig,
+    models: Models,
+    tokenizer: PreTrainedTokenizerBase,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Sampler:
+    """Build the sampler of the policy that is being trained; `tell` receives the reason if it is not the fast one."""
+    return make_sampler(
+        models.policy,
+        config.sampling,
+        eos_ids=ending_ids(tokenizer, config.data.chat_format, eos_ids(models.policy, tokenizer)),
+        pad_id=pad_id(tokenizer),
+        dtype=config.policy.dtype,
+        device=models.device,
+        engine=models.engine,
+        tell=tell,
+    )
+
+
+RAW = ChatFormat("none")
+
+
+def chat_format_of(path: str) -> ChatFormat:
+    """Read the chat format from a run's configuration; return the default for a plain model folder."""
+    run = Path(path).expanduser() / "config.yaml"
+    if not run.is_file():
+        return ChatFormat()
+    data = dict(read_yaml(run).get("data") or {})
+    keys = ("chat_template", "chat_template_kwargs", "system")
+    return validate(DataConfig, {key: data[key] for key in keys if key in data}).chat_format
+
+
+class Completer:
+    """A model, from a run or a model folder, ready to generate text."""
+
+    def __init__(
+        self, path: str, sampling: SamplingConfig, device: torch.device | None = None, *, chat: ChatFormat = RAW
+    ) -> None:
+        """Load the model and its tokenizer.
+
+        Args:
+            path: a run folder, a model folder or a hub id.
+            sampling: the sampling settings.
+            device: where the model runs; None selects the GPU if there is one.
+            chat: the chat format of the prompts; the default uses no chat template.
+        """
+        folder = model_folder(path)
+        self.tokenizer = load_tokenizer(folder)
+        self.encoder = make_encoder(self.tokenizer, chat)
+        self.sampling = sampling
+        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = load_causal_lm(folder)
+        check_vocabulary(model, self.tokenizer, folder)
+        freeze(model)
+        self.model = place(model, device)
+        self.eos_ids = tuple(sorted({*eos_ids(model, self.tokenizer), *self.encoder.end_ids}))
+        self.sampler = make_sampler(
+            self.model,
+            sampling,
+            eos_ids=self.eos_ids,
+            pad_id=self.encoder.pad_id,
+            dtype="float32",
+            device=device,
+        )
+
+    def sample(self, prompts: Sequence[str], *, count: int, key: int, greedy: bool = False) -> Completions:
+        """Sample `count` completions of each prompt, as token ids."""
+        conversations = [self.asked(text) for text in prompts]
+        return self.sampler.sample(
+            encode_conversations(conversations, self.encoder), key=key, group_size=count, greedy=greedy
+        )
+
+    def asked(self, text: str) -> Prompt:
+        """Make a prompt from a text: a user message if the model has a chat template, else the text itself."""
+        return [{"role": "user", "content": text}] if self.encoder.template.turns else text
+
+    def complete(self, prompts: Sequence[str], *, count: int, key: int) -> list[list[str]]:
+        """Sample `count` completions of each prompt, as text without special tokens."""
+        samples = self.sample(prompts, count=count, key=key)
+        texts = [
+            self.text(ids, mask) for ids, mask in zip(samples.completion_ids, samples.completion_mask, strict=True)
+        ]
+        return [texts[start : start + count] for start in range(0, len(texts), count)]
+
+    def text(self, ids: Tensor, mask: Tensor) -> str:
+        """Decode the unmasked tokens of one completion to text without special tokens."""
+        text = self.tokenizer.decode(ids[mask], skip_special_tokens=True)
+        assert isinstance(text, str)
+        return text
+
+    def stream(self, prompt: Prompt, write: Callable[[str], None], *, top_p: float, greedy: bool) -> tuple[str, bool]:
+        """Generate one completion and write it as it is sampled, with torch's global random generator.
+
+        An interrupt (Ctrl-C) ends the completion early.
+
+        Returns:
+            The text, and whether it ended with an end-of-sequence token.
+
+        Raises:
+            DataError: the prompt leaves no room in the model's context.
+        """
+        ids = encode_conversations([prompt], self.encoder).prompt_ids.to(self.model.device)
+        max_new_tokens = self._max_new_tokens(ids.shape[1])
+        streamer = _Streamer(self.text_of, write)
+        sampling_options = {} if greedy else {"temperature": self.sampling.temperature, "top_p": top_p, "top_k": 0}
+        settings = GenerationConfig(
+            do_sample=not greedy,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=list(self.eos_ids),
+            pad_token_id=self.encoder.pad_id,
+            **sampling_options,
+        )
+        model: Any = self.model
+        try:
+            with torch.no_grad():
+                model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=streamer)
+        except KeyboardInterrupt:
+            streamer.end()
+        return streamer.written, bool(streamer.ids) and streamer.ids[-1] in self.eos_ids
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Decode token ids to text without special tokens."""
+        text = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def _max_new_tokens(self, tokens: int) -> int:
+        """Return how many tokens may follow a prompt of this many tokens."""
+        context = context_length(self.model)
+        room = self.sampling.max_new_tokens if context is None else min(self.sampling.max_new_tokens, context - tokens)
+        if room < 1:
+            raise DataError(f"{tokens:,} tokens leave nothing of the model's context of {context:,}")
+        return room
+
+
+class _Streamer(BaseStreamer):
+    """A streamer that decodes a completion as it grows, and writes the part that can no longer change."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], write: Callable[[str], None]) -> None:
+        self.decode, self.write = decode, write
+        self.ids: list[int] = []
+        self.written = ""
+        self.has_prompt = False
+
+    def put(self, value: Tensor) -> None:
+        """Take the ids of a new token; the first call passes the ids of the prompt, which are skipped."""
+        if not self.has_prompt:
+            self.has_prompt = True
+            return
+        self.ids += value.flatten().tolist()
+        text = self.decode(self.ids)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # the last character still lacks bytes
+            self._write_new(text)
+
+    def end(self) -> None:
+        """Write the rest of the text."""
+        self._write_new(self.decode(self.ids))
+
+    def _write_new(self, text: str) -> None:
+        self.write(text[len(self.written) :])
+        self.written = text
+
+
+@dataclass
+class Conversation:
+    """A conversation with a model: the messages so far, and how the next answer is sampled."""
+
+    model: Completer
+    system: str | None
+    top_p: float
+    greedy: bool
+    messages: list[Message] = field(default_factory=list)
+
+    def reset(self) -> None:
+        """Clear the history."""
+        self.messages.clear()
+
+    def ask(self, text: str, write: Callable[[str], None]) -> bool:
+        """Send a user message and write the answer as it is generated; return whether the answer is complete."""
+        system = [{"role": "system", "content": self.system}] if self.system is not None else []
+        messages = [*self.messages, {"role": "user", "content": text}]
+        answer, ended = self.model.stream([*system, *messages], write, top_p=self.top_p, greedy=self.greedy)
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        return ended

@@ -1,0 +1,5 @@
+"""Decoder layers of Llama, Mistral, Qwen, Phi-3, OLMo 2, Gemma 3 and others, written out with their gradients.
+
+- `families`: the one list of families, and where each keeps its weights. `layer`: a layer's two halves as autograd
+  functions, with RMS norms and RoPE. `forward`: the whole body over packed rows.
+"""

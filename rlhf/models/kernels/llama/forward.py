@@ -1,0 +1,214 @@
+"""The forward pass of Llama-like models over rows without padding, written out: the modules' results in fewer steps.
+
+Which families these are, and where they keep their weights, is in families.py. Results that nobody reads are left out
+too: the last layer's feed-forward half is computed for the chosen tokens only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Float, Int
+from peft.tuners.lora import Linear as LoraLinear
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rlhf.models.kernels.llama.families import READERS, Projection, Reader, norm_of, read_layers
+from rlhf.models.kernels.llama.layer import (
+    ACTIVATIONS,
+    Adapter,
+    LowRank,
+    Turn,
+    after_attention,
+    before_attention,
+    normed,
+)
+from rlhf.models.kernels.packing import Rows, body_inputs, full_precision, probe_rows, within
+
+
+def chosen_states(body: nn.Module, rows: Rows, chosen: Int[Tensor, " M"]) -> Float[Tensor, "M D"]:
+    """Compute the last hidden states at `chosen` for rows without padding, by the written-out pass where it applies."""
+    if is_lean(body):
+        return _states(body, rows, chosen)
+    states: Tensor = body(**body_inputs(rows)).last_hidden_state
+    return states[0].index_select(0, chosen)
+
+
+_MATCHES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # tried once for each model
+
+
+def is_lean(body: nn.Module) -> bool:
+    """Check whether the written-out pass computes what `body` computes, by trying it on a few rows.
+
+    It does not apply where the modules must be called as they are: adapters of another kind than plain LoRA, weights
+    that DeepSpeed gathers only then (ZeRO-3), or whose gradients it reduces as they arrive (ZeRO-2), which must be in
+    the same order in all processes, while here several arrive at once.
+    """
+    if not _is_plain(body):
+        return False
+    if body not in _MATCHES:
+        _MATCHES[body] = _matches_modules(body)
+    return _MATCHES[body]
+
+
+def _is_plain(body: Any) -> bool:
+    layers = read_layers(body)
+    if layers is None:
+        return False
+    weight = body.norm.weight
+    if weight.dtype not in (torch.float32, torch.float64) or hasattr(weight, "ds_id"):
+        return False
+    if any(layer.activation_name not in ACTIVATIONS for layer in layers):
+        return False
+    if any(_has_gradient_hooks(parameter) for parameter in body.parameters()):
+        return False
+    if getattr(body.config, "resid_pdrop", 0.0):  # dropout on the residual branches: Phi-3
+        return False
+    return all(
+        _is_plain_linear(projection.module) and (projection.linear.bias is None or may_have_bias)
+        for layer in layers
+        for projections, may_have_bias in ((layer.inputs, True), ([layer.output, *layer.gated, layer.down], False))
+        for projection in projections
+    )
+
+
+def _is_plain_linear(module: Any) -> bool:
+    """Check whether `module` is a linear layer, alone or with a single plain LoRA adapter."""
+    if type(module) is nn.Linear:
+        return True
+    if type(module) is not LoraLinear or type(module.base_layer) is not nn.Linear or len(module.active_adapters) != 1:
+        return False
+    name = module.active_adapters[0]
+    if name not in module.lora_A or module.merged or module.lora_variant:
+        return False
+    dropout, pair = module.lora_dropout[name], (module.lora_A[name], module.lora_B[name])
+    plain = all(type(linear) is nn.Linear and linear.bias is None for linear in pair)
+    return plain and type(dropout) is nn.Identity
+
+
+def _weights(projections: Sequence[Projection]) -> list[Tensor]:
+    return [part for projection in projections for part in projection.split(projection.linear.weight)]
+
+
+def _biases(projections: Sequence[Projection]) -> list[Tensor | None]:
+    return [part for projection in projections for part in _split(projection, projection.linear.bias)]
+
+
+def _split(projection: Projection, rows: Tensor | None) -> Sequence[Tensor | None]:
+    return [None] * projection.parts if rows is None else projection.split(rows)
+
+
+def _adapters(projections: Sequence[Projection]) -> list[Adapter]:
+    return [adapter for projection in projections for adapter in _adapters_of(projection)]
+
+
+def _adapters_of(projection: Projection) -> Sequence[Adapter]:
+    """Return the adapter of each part; parts of one weight share A. None where there is none, or it is disabled."""
+    module = projection.module
+    if type(module) is nn.Linear or module.disable_adapters:
+        return [None] * projection.parts
+    name = module.active_adapters[0]
+    down, ups = module.lora_A[name].weight, projection.split(module.lora_B[name].weight)
+    return [LowRank(down, up, float(module.scaling[name])) for up in ups]
+
+
+def _has_gradient_hooks(weight: Any) -> bool:
+    return bool(weight._post_accumulate_grad_hooks)
+
+
+@torch.no_grad()
+def _matches_modules(body: nn.Module) -> bool:
+    with full_precision(body), _live_adapters(body):
+        try:
+            probe = probe_rows(body)
+            return all(probe.matches(_states(body, rows, rows.choosers)) for rows in probe.layouts)
+        except (RuntimeError, TypeError, AttributeError, ValueError, IndexError):
+            return False
+
+
+@contextmanager
+def _live_adapters(body: nn.Module) -> Iterator[None]:
+    """Give adapters weights that matter within this context; a new one adds nothing and would hide a mistake."""
+    adapted: list[Any] = [module for module in body.modules() if type(module) is LoraLinear]
+    weights: list[nn.Parameter] = [linear.weight for module in adapted for linear in module.lora_B.values()]
+    before = [weight.data for weight in weights]
+    for weight in weights:
+        numbers = torch.arange(1, weight.numel() + 1, device=weight.device)
+        weight.data = (0.02 * torch.sin(numbers)).view_as(weight).to(weight.dtype)
+    try:
+        yield
+    finally:
+        for weight, data in zip(weights, before, strict=True):
+            weight.data = data
+
+
+def _states(body: Any, rows: Rows, chosen: Int[Tensor, " M"]) -> Float[Tensor, "M D"]:
+    x = body.embed_tokens(rows.input_ids)[0]
+    read = READERS[type(body)]
+    layers = body.layers[: body.config.num_hidden_layers]
+    turns = {angles: _rotary(body, x, rows, angles) for angles in {read(layer).angles for layer in layers}}
+    for number, layer in enumerate(layers, start=1):
+        forward = partial(
+            _layer, layer, read=read, turns=turns, rows=rows, chosen=chosen if number == len(layers) else None
+        )
+        if layer.gradient_checkpointing and layer.training:
+            x = checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)
+        else:
+            x = forward(x)
+    return normed(x, norm_of(body.norm))
+
+
+def _rotary(body: Any, x: Float[Tensor, "N D"], rows: Rows, angles: str | None) -> Turn:
+    """Compute the body's rotary embedding, of kind `angles` where it has several, at the positions of the rows."""
+    tables = body.rotary_emb(x[None], rows.position_ids, *([] if angles is None else [angles]))
+    cos, sin = (table[0, :, None, : table.shape[-1] // 2] for table in tables)
+    return Turn(cos, sin, [rows.first] if rows.second is None else [rows.first, rows.second])
+
+
+def _layer(
+    layer: Any,
+    x: Float[Tensor, "N D"],
+    *,
+    read: Reader,
+    turns: Mapping[str | None, Turn],
+    rows: Rows,
+    chosen: Int[Tensor, " M"] | None,
+) -> Float[Tensor, "M D"]:
+    spec = read(layer)
+    turn = turns[spec.angles]
+    kind = x.device.type
+    low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    skip, states = before_attention(
+        x,
+        spec.norms.before_attention,
+        _weights(spec.inputs),
+        _biases(spec.inputs),
+        _adapters(spec.inputs),
+        spec.head_norms,
+        spec.width,
+        turn,
+        low,
+    )
+    heads = [_rectangle(tokens, turn.places[number // 3].shape) for number, tokens in enumerate(states)]
+    attended = within(rows, heads[:3], heads[3:], scale=spec.scaling)
+    others = [spec.output, *spec.gated, spec.down]
+    return after_attention(
+        skip,
+        [rectangle.transpose(1, 2).flatten(0, 1) for rectangle in attended],
+        turn.places,
+        chosen,
+        spec.norms,
+        _weights(others),
+        _adapters(others),
+        spec.activation_name,
+        low,
+    )
+
+
+def _rectangle(tokens: Float[Tensor, "RW H d"], shape: tuple[int, int]) -> Float[Tensor, "R H W d"]:
+    return tokens.view(*shape, *tokens.shape[1:]).transpose(1, 2)

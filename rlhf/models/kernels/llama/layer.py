@@ -1,0 +1,466 @@
+"""The two halves of a decoder layer around its attention, each with a backward pass of its own.
+
+Modules take a dozen steps, each of which keeps its inputs; here few passes over memory do the same, and what is cheap
+to recompute in the backward pass (norms, silu) is not kept. Matrix products are computed in the dtype `low`, which is
+autocast's or else the weights' own; norms, rotations and the residual stream are in the weights' dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from rlhf.models.kernels.cast import low_rows, low_weight
+from rlhf.models.kernels.packing import Places
+
+Weight = Tensor | None
+
+
+class Activation(NamedTuple):
+    """A function of the gate, and its backward: (gradient of the value, gate) to gradient of the gate."""
+
+    of: Callable[[Tensor], Tensor]
+    back: Callable[[Tensor, Tensor], Tensor]
+
+
+ACTIVATIONS = {  # by their names in model configurations
+    "silu": Activation(functional.silu, torch.ops.aten.silu_backward),
+    "gelu_pytorch_tanh": Activation(
+        partial(functional.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh")
+    ),
+}
+
+
+class LowRank(NamedTuple):
+    """A LoRA adapter of a weight W: W + scale B A (Hu et al. 2022)."""
+
+    down: Float[Tensor, "r D"]  # A
+    up: Float[Tensor, "E r"]  # B
+    scale: float
+
+
+Adapter = LowRank | None
+
+
+class Norm(NamedTuple):
+    """The weight and epsilon of an RMSNorm, y = w x / sqrt(mean(x²) + eps) (Zhang & Sennrich 2019)."""
+
+    weight: Float[Tensor, " D"]
+    eps: float
+
+
+class Norms(NamedTuple):
+    """The norms of a layer: of the input of each half, of its output before it is added, or of both."""
+
+    before_attention: Norm | None
+    after_attention: Norm | None
+    before_mlp: Norm | None
+    after_mlp: Norm | None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The rotary embedding of each token (Su et al. 2021), and the tokens' places in their rectangles."""
+
+    cos: Float[Tensor, "N 1 E"]
+    sin: Float[Tensor, "N 1 E"]
+    places: Sequence[Places]
+
+
+def before_attention(
+    x: Float[Tensor, "N D"],
+    norm: Norm | None,
+    weights: Sequence[Tensor],
+    biases: Sequence[Weight],
+    adapters: Sequence[Adapter],
+    head_norms: Sequence[Norm],
+    width: int,
+    turn: Turn,
+    low: torch.dtype,
+) -> tuple[Float[Tensor, "N D"], list[Tensor]]:
+    """Return x itself, and query, key and value of norm(x) in each rectangle [places, heads, d = width], rotated.
+
+    A norm of queries or keys spans one head or all of them, by the length of its weight.
+    """
+    eps, norm_weights = _split_norms([norm, *(head_norms or (None, None))])
+    scales, pairs = _flatten_adapters(adapters)
+    skip, *states = _BeforeAttention.apply(  # type: ignore[no-untyped-call]
+        eps, width, turn, low, scales, x, *norm_weights, *weights, *biases, *pairs
+    )
+    return skip, states
+
+
+def after_attention(
+    skip: Float[Tensor, "N D"],
+    seen: Sequence[Tensor],
+    places: Sequence[Places],
+    chosen: Int[Tensor, " M"] | None,
+    norms: Norms,
+    weights: Sequence[Tensor],
+    adapters: Sequence[Adapter],
+    activation: str,
+    low: torch.dtype,
+) -> Float[Tensor, "M D"]:
+    """Compute a layer from the output of its attention on, for the `chosen` tokens or, where that is None, for all.
+
+    y = skip + seen Wo', then y + (silu(n Wg') * (n Wu')) Wd' with n = norm(y) (Shazeer 2020). In families that norm the
+    output of a half, the norm of each product is added instead. `activation` is a key of `ACTIVATIONS`.
+    """
+    scales, pairs = _flatten_adapters(adapters)
+    eps, norm_weights = _split_norms([norms.before_mlp, norms.after_attention, norms.after_mlp])
+    after: Tensor = _AfterAttention.apply(  # type: ignore[no-untyped-call]
+        eps, low, scales, places, chosen, ACTIVATIONS[activation], skip, *norm_weights, *weights, *pairs, *seen
+    )
+    return after
+
+
+def normed(x: Float[Tensor, "*shape D"], norm: Norm) -> Float[Tensor, "*shape D"]:
+    """Apply an RMSNorm to x."""
+    y: Tensor = _RMSNorm.apply(x, norm.weight, norm.eps)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        inverse = _inverse(x, eps)
+        ctx.save_for_backward(x, weight, inverse)
+        return (x * inverse).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Weight, None]:
+        x, weight, inverse = ctx.saved_tensors
+        return *_norm_backward(gradient, x * inverse, weight, inverse, needs_grad=ctx.needs_input_grad[1]), None
+
+
+class _BeforeAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        eps: Sequence[float],
+        width: int,
+        turn: Turn,
+        low: torch.dtype,
+        scales: Sequence[float],
+        x: Tensor,
+        weight: Weight,
+        *others: Weight,
+    ) -> Any:
+        head_norms, weights, biases, adapters = others[:2], others[2:5], others[5:8], _pair_adapters(others[8:], scales)
+        inverse = None if weight is None else _inverse(x, eps[0])
+        inner = low_rows(_normalize(x, weight, inverse), low)
+        heads = [
+            _linear(inner, w, b, adapter)[: len(x)] for w, b, adapter in zip(weights, biases, adapters, strict=True)
+        ]
+        query, key = heads[0].to(x.dtype), heads[1].to(x.dtype)
+        kept: list[Tensor] = []
+        if head_norms[0] is not None and head_norms[1] is not None:
+            query = query.view(len(x), -1, len(head_norms[0]))
+            key = key.view(len(x), -1, len(head_norms[1]))
+            kept = [query, _inverse(query, eps[1]), key, _inverse(key, eps[2])]
+            query, key = (kept[0] * kept[1]).mul_(head_norms[0]), (kept[2] * kept[3]).mul_(head_norms[1])
+        query, key, value = (states.view(len(x), -1, width) for states in (query, key, heads[2]))
+        projected = _turned(query, turn, 1).to(low), _turned(key, turn, 1).to(low), value
+        ctx.turn, ctx.low, ctx.scales = turn, low, scales
+        ctx.save_for_backward(x, weight, inverse, *head_norms, *weights, *others[8:], *kept)
+        return x.view_as(x), *(
+            states[places.start : places.start + places.count].index_select(0, places.grid)
+            for places in turn.places
+            for states in projected
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_skip: Tensor, *gradients: Tensor) -> Any:
+        """Gather gradients from places to tokens, rotate them back, and go through the products and the norm."""
+        x, weight, inverse, *saved = ctx.saved_tensors
+        head_norms, weights, adapters, kept = saved[:2], saved[2:5], _pair_adapters(saved[5:11], ctx.scales), saved[11:]
+        needs_grad = ctx.needs_input_grad[6:]
+        turn: Turn = ctx.turn
+        d_heads = [_gather_live(gradients[number::3], turn.places) for number in range(3)]
+        d_heads[:2] = (_turned(d.to(x.dtype), turn, -1) for d in d_heads[:2])
+        d_head_norms: list[Weight] = [None, None]
+        for number in range(2) if kept else ():
+            state, state_inverse = kept[2 * number : 2 * number + 2]
+            d_heads[number], d_head_norms[number] = _norm_backward(
+                d_heads[number].view(state.shape),
+                state * state_inverse,
+                head_norms[number],
+                state_inverse,
+                needs_grad=needs_grad[1 + number],
+            )
+        flat = [low_rows(d.flatten(1), ctx.low) for d in d_heads]
+        scaled = _scaled(x, inverse)
+        inner = low_rows(_weighted(scaled, weight), ctx.low)
+        d_weights = [
+            _weight_gradient(dy, inner, w, needed) for dy, w, needed in zip(flat, weights, needs_grad[3:6], strict=True)
+        ]
+        d_biases = [
+            dy.sum(dim=0, dtype=x.dtype) if needed else None for dy, needed in zip(flat, needs_grad[6:9], strict=True)
+        ]
+        d_pairs = [
+            d
+            for dy, adapter, needed in zip(flat, adapters, needs_grad[9::2], strict=True)
+            for d in _adapter_gradients(dy, inner, adapter, needed)
+        ]
+        d_inner = _input_gradient(flat, weights, adapters, x.dtype)[: len(x)]
+        d_x, d_weight = _norm_backward(d_inner, scaled, weight, inverse, needs_grad=needs_grad[0], d_skip=d_skip)
+        return None, None, None, None, None, d_x, d_weight, *d_head_norms, *d_weights, *d_biases, *d_pairs
+
+
+class _AfterAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        eps: Sequence[float],
+        low: torch.dtype,
+        scales: Sequence[float],
+        places: Sequence[Places],
+        chosen: Tensor | None,
+        activation: Activation,
+        skip: Tensor,
+        weight: Weight,
+        after_attention: Weight,
+        after_mlp: Weight,
+        out: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+        *others: Any,
+    ) -> Tensor:
+        pairs, rectangles = others[:8], others[8:]
+        on_out, on_gate, on_up, on_down = _pair_adapters(pairs, scales)
+        seen = _gather_live(rectangles, places).flatten(1)
+        if chosen is not None:
+            seen, skip = seen.index_select(0, chosen), skip.index_select(0, chosen)
+        middle, *of_attention = _add_half(skip, low_rows(seen, low), out, on_out, after_attention, eps[1])
+        inverse = None if weight is None else _inverse(middle, eps[0])
+        inner = low_rows(_normalize(middle, weight, inverse), low)
+        gates, ups = _linear(inner, gate, adapter=on_gate), _linear(inner, up, adapter=on_up)
+        total, *of_mlp = _add_half(middle, activation.of(gates).mul_(ups), down, on_down, after_mlp, eps[2])
+        ctx.places, ctx.chosen, ctx.low, ctx.scales, ctx.activation = places, chosen, low, scales, activation
+        norms = weight, inverse, after_attention, *of_attention, after_mlp, *of_mlp
+        ctx.save_for_backward(middle, *norms, out, gate, up, down, gates, ups, *pairs, *rectangles)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Go back through the feed-forward half, its norm, and the output projection of attention.
+
+        d up = dh a(g),  d gate = dh u a'(g)  of  h = a(g) u.
+        """
+        middle, weight, inverse, after_attention, attended, attended_inverse, *saved = ctx.saved_tensors
+        after_mlp, mlp_output, mlp_inverse, out, gate, up, down, gates, ups, *others = saved
+        rectangles, (on_out, on_gate, on_up, on_down) = others[8:], _pair_adapters(others[:8], ctx.scales)
+        needs_grad, dtype = ctx.needs_input_grad[7:], middle.dtype
+        to_norms, to_weights, to_adapters = needs_grad[:3], needs_grad[3:7], needs_grad[7:15:2]
+        d_mlp_output, d_after_mlp = _norm_backward(
+            gradient, _scaled(mlp_output, mlp_inverse), after_mlp, mlp_inverse, needs_grad=to_norms[2]
+        )
+        activated, d_low = ctx.activation.of(gates), low_rows(d_mlp_output, ctx.low)
+        hidden = activated * ups if to_weights[3] or to_adapters[3] else None
+        d_down = _weight_gradient(d_low, hidden, down, to_weights[3])
+        d_on_down = _adapter_gradients(d_low, hidden, on_down, to_adapters[3])
+        d_hidden = _input_gradient([d_low], [down], [on_down], ctx.low)
+        d_ups = activated.mul_(d_hidden)
+        d_gates = ctx.activation.back(d_hidden.mul_(ups), gates)
+        scaled = _scaled(middle, inverse)
+        inner = low_rows(_weighted(scaled, weight), ctx.low)
+        d_gate, d_up = (
+            _weight_gradient(d_gates, inner, gate, to_weights[1]),
+            _weight_gradient(d_ups, inner, up, to_weights[2]),
+        )
+        d_on_gate = _adapter_gradients(d_gates, inner, on_gate, to_adapters[1])
+        d_on_up = _adapter_gradients(d_ups, inner, on_up, to_adapters[2])
+        d_inner = _input_gradient([d_gates, d_ups], [gate, up], [on_gate, on_up], dtype)[: len(middle)]
+        d_middle, d_weight = _norm_backward(d_inner, scaled, weight, inverse, needs_grad=to_norms[0], d_skip=gradient)
+        d_attended, d_after_attention = _norm_backward(
+            d_middle, _scaled(attended, attended_inverse), after_attention, attended_inverse, needs_grad=to_norms[1]
+        )
+        d_low, rows = low_rows(d_attended, ctx.low), sum(p.count for p in ctx.places)
+        seen = None
+        if to_weights[0] or to_adapters[0]:
+            seen = _gather_live(rectangles, ctx.places).flatten(1)
+            seen = low_rows(seen if ctx.chosen is None else seen.index_select(0, ctx.chosen), ctx.low)
+        d_out, d_on_out = (
+            _weight_gradient(d_low, seen, out, to_weights[0]),
+            _adapter_gradients(d_low, seen, on_out, to_adapters[0]),
+        )
+        d_seen = _input_gradient([d_low], [out], [on_out], ctx.low)[: len(middle)]
+        if ctx.chosen is not None:  # a shared prompt's last token predicts the first of each completion
+            d_seen = d_seen.new_zeros(rows, d_seen.shape[1]).index_add_(0, ctx.chosen, d_seen)
+            d_middle = d_middle.new_zeros(rows, d_middle.shape[1]).index_add_(0, ctx.chosen, d_middle)
+        d_rectangles = [_scatter_live(d_seen, states, p) for states, p in zip(rectangles, ctx.places, strict=True)]
+        d_weights = d_middle, d_weight, d_after_attention, d_after_mlp, d_out, d_gate, d_up, d_down
+        d_pairs = *d_on_out, *d_on_gate, *d_on_up, *d_on_down
+        return None, None, None, None, None, None, *d_weights, *d_pairs, *d_rectangles
+
+
+def _split_norms(norms: Sequence[Norm | None]) -> tuple[list[float], list[Weight]]:
+    """Return the epsilons and the weights of norms; 0 and None where there is none."""
+    return [0.0 if norm is None else norm.eps for norm in norms], [None if norm is None else norm[0] for norm in norms]
+
+
+def _flatten_adapters(adapters: Sequence[Adapter]) -> tuple[list[float], list[Weight]]:
+    """Return the adapters' scales, and A and B of each in a flat list; 0 and None where there is no adapter."""
+    scales = [0.0 if adapter is None else adapter.scale for adapter in adapters]
+    pairs = [(None, None) if adapter is None else (adapter.down, adapter.up) for adapter in adapters]
+    return scales, [weight for pair in pairs for weight in pair]
+
+
+def _pair_adapters(pairs: Sequence[Weight], scales: Sequence[float]) -> list[Adapter]:
+    """Build the adapters from what `_flatten_adapters` returned."""
+    return [
+        None if down is None or up is None else LowRank(down, up, scale)
+        for down, up, scale in zip(pairs[::2], pairs[1::2], scales, strict=True)
+    ]
+
+
+def _linear(
+    x: Float[Tensor, "N D"], weight: Weight, bias: Weight = None, adapter: Adapter = None
+) -> Float[Tensor, "N E"]:
+    """Compute x (W + scale B A)^T + b in the dtype of x."""
+    assert weight is not None
+    product = functional.linear(x, low_weight(weight, x.dtype), None if bias is None else bias.to(x.dtype))
+    return product if adapter is None else _add_low_rank(product, x, adapter)
+
+
+def _add_low_rank(product: Float[Tensor, "M E"], x: Float[Tensor, "N D"], adapter: LowRank) -> Float[Tensor, "M E"]:
+    """Add the first M rows of scale x A^T B^T to `product` in place."""
+    inner = functional.linear(x, low_weight(adapter.down, x.dtype))[: len(product)]
+    if inner.dtype == product.dtype:
+        return product.addmm_(inner, low_weight(adapter.up, x.dtype).t(), alpha=adapter.scale)
+    return product.add_(functional.linear(inner, low_weight(adapter.up, x.dtype)), alpha=adapter.scale)
+
+
+def _add_product(
+    skip: Float[Tensor, "N D"], x: Float[Tensor, "M E"], weight: Float[Tensor, "D E"], adapter: Adapter
+) -> Float[Tensor, "N D"]:
+    """Compute skip + the first N rows of x (W + scale B A)^T; one fused product where the dtypes agree (M = N)."""
+    total = torch.addmm(skip, x, weight.t()) if x.dtype == skip.dtype else skip + _linear(x, weight)[: len(skip)]
+    return total if adapter is None else _add_low_rank(total, x, adapter)
+
+
+def _add_half(
+    skip: Float[Tensor, "N D"],
+    x: Float[Tensor, "M E"],
+    weight: Float[Tensor, "D E"],
+    adapter: Adapter,
+    norm: Weight,
+    eps: float,
+) -> tuple[Tensor, Weight, Weight]:
+    """Add a half's product, or its norm, to `skip`; also return the product and its inverse RMS if there is a norm."""
+    if norm is None:
+        return _add_product(skip, x, weight, adapter), None, None
+    product = _linear(x, weight, adapter=adapter)[: len(skip)].to(skip.dtype)
+    inverse = _inverse(product, eps)
+    return torch.addcmul(skip, product * inverse, norm), product, inverse
+
+
+def _input_gradient(
+    gradients: Sequence[Tensor], weights: Sequence[Tensor], adapters: Sequence[Adapter], dtype: torch.dtype
+) -> Float[Tensor, "N D"]:
+    """Compute the gradient of a shared input, the sum of dy (W + scale B A), accumulated in `dtype`."""
+    total = (gradients[0] @ low_weight(weights[0], gradients[0].dtype)).to(dtype)
+    for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+        if gradient.dtype == dtype:
+            total.addmm_(gradient, weight)
+        else:
+            total += gradient @ low_weight(weight, gradient.dtype)
+    for gradient, adapter in zip(gradients, adapters, strict=True):
+        if adapter is not None:
+            up, down = (low_weight(matrix, gradient.dtype) for matrix in (adapter.up, adapter.down))
+            total += (gradient @ up).mul_(adapter.scale) @ down
+    return total
+
+
+def _weight_gradient(gradient: Tensor, x: Weight, weight: Tensor, needed: bool) -> Weight:
+    """Compute the gradient of a weight, dy^T x, in its dtype; return None where it is not needed."""
+    if not needed:
+        return None
+    assert x is not None
+    return (gradient.t() @ x).to(weight.dtype)
+
+
+def _adapter_gradients(gradient: Tensor, x: Weight, adapter: Adapter, needed: bool) -> tuple[Weight, Weight]:
+    """Compute the gradients of A, scale (dy B)^T x, and of B, scale dy^T (x A^T); None where they are not needed."""
+    if adapter is None or not needed:
+        return None, None
+    assert x is not None
+    outer = (gradient @ low_weight(adapter.up, gradient.dtype)).mul_(adapter.scale)
+    inner = functional.linear(x, low_weight(adapter.down, x.dtype)).mul_(adapter.scale)
+    return (outer.t() @ x).to(adapter.down.dtype), (gradient.t() @ inner).to(adapter.up.dtype)
+
+
+def _scatter_live(d_seen: Float[Tensor, "N E"], rectangle: Tensor, where: Places) -> Tensor:
+    """Scatter tokens' gradients to their places in a rectangle; zero at dead places."""
+    live = d_seen[where.start : where.start + where.count].view(-1, *rectangle.shape[1:])
+    return rectangle.new_zeros(rectangle.shape).index_copy_(0, where.back, live)
+
+
+def _gather_live(rectangles: Sequence[Tensor], places: Sequence[Places]) -> Float[Tensor, "N H d"]:
+    """Gather tokens from their places, end to end."""
+    tokens = [rectangle.index_select(0, p.back) for rectangle, p in zip(rectangles, places, strict=True)]
+    return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
+
+
+def _inverse(x: Float[Tensor, "*shape D"], eps: float) -> Float[Tensor, "*shape 1"]:
+    """Compute the inverse RMS of x, 1 / sqrt(mean(x²) + eps)."""
+    square: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+    return square.div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+def _normalize(x: Float[Tensor, "*shape D"], weight: Weight, inverse: Weight) -> Float[Tensor, "*shape D"]:
+    """Apply a norm to x; return x itself where there is none."""
+    return x if weight is None or inverse is None else (x * inverse).mul_(weight)
+
+
+def _scaled(x: Any, inverse: Weight) -> Any:
+    """Apply a norm without its weight to x; return x itself where there is none."""
+    return x if inverse is None else x * inverse
+
+
+def _weighted(scaled: Float[Tensor, "*shape D"], weight: Weight) -> Float[Tensor, "*shape D"]:
+    return scaled if weight is None else scaled * weight
+
+
+def _norm_backward(
+    gradient: Tensor, scaled: Weight, weight: Weight, inverse: Weight, *, needs_grad: bool, d_skip: Weight = None
+) -> tuple[Tensor, Weight]:
+    """Compute the gradients of a norm's input and, with `needs_grad`, of its weight.
+
+    With n = x / rms,  dx = (dy w - n mean(dy w n)) / rms,  dw = sum(dy n). `d_skip`, the gradient that reaches x past
+    the norm, is added to dx. Without a weight there is no norm: dx = dy.
+    """
+    if scaled is None or weight is None or inverse is None:
+        return (gradient if d_skip is None else gradient + d_skip), None
+    product = gradient * scaled
+    d_weight = product.flatten(0, -2).sum(dim=0) if needs_grad else None
+    mean = (product @ weight).div_(-scaled.shape[-1])[..., None]
+    d_x = torch.mul(gradient, weight, out=product).addcmul_(scaled, mean)
+    return (d_x.mul_(inverse) if d_skip is None else torch.addcmul(d_skip, d_x, inverse, out=d_x)), d_weight
+
+
+def _turned(heads: Float[Tensor, "N H d"], turn: Turn, direction: int) -> Float[Tensor, "N H d"]:
+    """Apply rotary embeddings to the first 2 E numbers of each head; `direction` is 1, or -1 to rotate back.
+
+    Their two halves are the coordinates of E planes. The rest, in families that rotate only a part, stays as it is.
+    """
+    half = turn.cos.shape[-1]
+    first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
+    turned = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
+    torch.mul(first, turn.cos, out=turned[..., :half]).addcmul_(second, turn.sin, value=-direction)
+    torch.mul(second, turn.cos, out=turned[..., half : 2 * half]).addcmul_(first, turn.sin, value=direction)
+    if rest.shape[-1]:
+        turned[..., 2 * half :] = rest
+    return turned

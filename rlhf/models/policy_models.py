@@ -1,0 +1,341 @@
+"""The models of a run (policy, reference, critic) and what is computed with them: log-probabilities, values, KL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import starmap
+
+import torch
+from jaxtyping import Float
+from peft import PeftModel
+from torch import Tensor, nn
+
+from rlhf.algo.kl import kl_of_distributions
+from rlhf.algo.objective import Outputs
+from rlhf.config.sections import LogProbs, Packing
+from rlhf.models.backbone import CausalLM, autocast, body_of, weight_dtype
+from rlhf.models.kernels.llama.forward import chosen_states, is_lean
+from rlhf.models.kernels.lm_head import NUMBERS, chunk_rows, logits_of, output_head, reading, wide
+from rlhf.models.kernels.packing import body_inputs, lay_for
+from rlhf.models.logprobs import (
+    FastWays,
+    Sequences,
+    TokenOutputs,
+    completion_logits,
+    completion_outputs,
+    in_chunks,
+    of_bodies,
+    of_policy,
+)
+from rlhf.models.scalar_head import ScalarHeadModel, completion_values
+from rlhf.runtime.engine import Engine
+from rlhf.types import Completions, Demonstrations
+
+TokenNumbers = tuple[Tensor, Tensor, Tensor]  # per token [M]: log-prob under policy and reference, and the KL
+
+
+@dataclass(frozen=True)
+class BesideReference:
+    """What policy and reference assign to the same completion tokens: nats, zero outside the mask."""
+
+    logprobs: Float[Tensor, "B T"]
+    ref_logprobs: Float[Tensor, "B T"]
+    kl: Float[Tensor, "B T"]  # KL(policy || reference) of the next token, over the whole vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A comparison of two models; logits of the whole batch are never made, for either of them."""
+
+    policy: CausalLM
+    reference: CausalLM
+    temperature: float
+    as_reference: Callable[[], AbstractContextManager[object]]  # in it `reference` is the reference: adapter off
+    whole: Callable[[torch.nn.Module], AbstractContextManager[None]]  # in it a head's weights are whole (ZeRO-3)
+    log_probs: LogProbs = "auto"
+    packing: Packing = "auto"
+    float32_head: bool = False
+
+    def __call__(self, batch: Completions) -> BesideReference:
+        """Compare the models on the live tokens of `batch`."""
+        chunked = [in_chunks(model, self.log_probs) for model in (self.policy, self.reference)]
+        mask = batch.completion_mask
+        # Allocated once: results kept from each chunk would lie between the logits of others and fragment the heap.
+        columns = torch.empty(3, int(mask.sum()), dtype=self._dtype(), device=mask.device)
+        done = 0
+        for chunk in self._by_tokens(batch) if all(chunked) else self._by_rows(batch):
+            count = chunk[0].shape[0]
+            for column, values in zip(columns, chunk, strict=True):
+                column[done : done + count] = values
+            done += count
+        return BesideReference(*(column.new_zeros(mask.shape).masked_scatter(mask, column) for column in columns))
+
+    def _by_tokens(self, batch: Completions) -> Iterator[TokenNumbers]:
+        """Compare from the hidden states of both models, with logits for a few tokens at a time."""
+        heads = output_head(self.policy), output_head(self.reference)
+        states = chosen_hidden(self.policy, batch, self.packing)
+        with self.as_reference():
+            ref_states = chosen_hidden(self.reference, batch, self.packing)
+        ids, device = batch.completion_ids[batch.completion_mask], states.device
+        with self.whole(heads[0]), self.whole(heads[1]):
+            to_logits, to_ref_logits = (logits_of(head, device, float32_head=self.float32_head) for head in heads)
+            size = chunk_rows(self._vocabulary(), device)
+            chunks = zip(states.split(size), ref_states.split(size), ids.split(size), strict=True)
+            for chunk, ref_chunk, chunk_ids in chunks:
+                logits = to_logits(chunk)
+                with self.as_reference():
+                    ref_logits = to_ref_logits(ref_chunk)
+                yield self._compare(logits, ref_logits, chunk_ids)
+
+    def _by_rows(self, batch: Completions) -> Iterator[TokenNumbers]:
+        """Compare from logits that the models' own forward makes, for a few rows at a time (at least one)."""
+        length = batch.completion_ids.shape[1]
+        budget = NUMBERS.get(batch.completion_ids.device.type, 2**23)
+        for part in batch.split(max(1, budget // (length * self._vocabulary()))):
+            ids, mask = part.completion_ids, part.completion_mask
+            sequences = Sequences.join(part.prompt_ids, part.prompt_mask, ids, mask)
+            logits, _ = completion_logits(self.policy, sequences, length, float32_head=self.float32_head)
+            with self.as_reference():
+                ref_logits, _ = completion_logits(self.reference, sequences, length, float32_head=self.float32_head)
+            size = chunk_rows(self._vocabulary(), logits.device)
+            chunks = (tensor[mask].split(size) for tensor in (logits, ref_logits, ids))
+            yield from starmap(self._compare, zip(*chunks, strict=True))
+
+    def _compare(self, logits: Float[Tensor, "M V"], ref_logits: Float[Tensor, "M V"], ids: Tensor) -> TokenNumbers:
+        log_pi, log_ref = ((wide(raw) / self.temperature).log_softmax(dim=-1) for raw in (logits, ref_logits))
+        logprobs, ref_logprobs = (logs.gather(1, ids[:, None]).squeeze(1) for logs in (log_pi, log_ref))
+        return logprobs, ref_logprobs, kl_of_distributions(log_pi, log_ref)
+
+    def _dtype(self) -> torch.dtype:
+        return torch.promote_types(next(self.policy.parameters()).dtype, torch.float32)
+
+    def _vocabulary(self) -> int:
+        embeddings = self.policy.get_input_embeddings()
+        return int(embeddings.num_embeddings)  # type: ignore[arg-type]
+
+
+def chosen_hidden(model: CausalLM, batch: Completions, packing: Packing) -> Float[Tensor, "M D"]:
+    """Compute the hidden states from which the LM head predicts live completion tokens, in the mask's order."""
+    body, mask, length = body_of(model), batch.completion_mask, batch.completion_ids.shape[1]
+    fields = batch.prompt_ids, batch.prompt_mask, batch.completion_ids, mask
+    rows = lay_for(body, *fields) if packing == "auto" else None
+    if rows is not None and is_lean(body):
+        return chosen_states(body, rows, rows.choosers)
+    states: list[Tensor] = []
+
+    def read(_: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        chosen = hidden[:, -length - 1 : -1][mask] if rows is None else hidden[0].index_select(0, rows.choosers)
+        states.append(chosen)
+        return chosen
+
+    with reading(output_head(model), read):
+        model(**(Sequences.join(*fields).inputs() if rows is None else body_inputs(rows)))
+    return states[0]
+
+
+class SharedHead(nn.Module):
+    """A value head on the policy's own hidden states, initialized to zero."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, 1, dtype=dtype)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T"]:
+        """Compute the value of each hidden state."""
+        values: Tensor = self.linear(hidden.to(self.linear.weight.dtype)).squeeze(-1)
+        return values
+
+
+@dataclass
+class Models:
+    """Policy, reference and critic. The reference is a model, the policy with its adapter off, or absent."""
+
+    policy: CausalLM
+    temperature: float
+    dtype: str
+    device: torch.device
+    reference: CausalLM | None = None
+    adapter_off_is_reference: bool = False
+    critic: ScalarHeadModel | None = None
+    shared_head: SharedHead | None = None
+    entropy_gradient: bool = False
+    log_probs: LogProbs = "auto"
+    packing: Packing = "auto"
+    float32_head: bool = True  # compute logits in float32 in a bfloat16 run too
+    engine: Engine = field(default_factory=lambda: Engine(torch.device("cpu")))
+
+    @property
+    def has_critic(self) -> bool:
+        """Return whether there is a critic: a model, or a head on the policy."""
+        return self.critic is not None or self.shared_head is not None
+
+    def fast_ways(self) -> FastWays:
+        """Find out by trial which fast paths over completions the models support; call it while weights are whole.
+
+        Raises:
+            ModelError: a fast path that was requested by name is not available.
+        """
+        fast_ways = of_policy(self.policy, log_probs=self.log_probs, packing=self.packing)
+        if self.critic is not None:
+            critic = of_bodies([self.critic.classifier.base_model], packing=self.packing)
+            for way, is_on in critic.ways.items():
+                fast_ways.ways[way] = fast_ways.ways[way] and is_on
+            fast_ways.reasons += critic.reasons
+        return fast_ways.under_zero(self.engine.sharding.stage)
+
+    def outputs(self, batch: Completions) -> Outputs:
+        """Compute log-probabilities, entropy and values of the trained models, with gradients."""
+        tokens = self._tokens(self.policy, batch, with_hidden=self.shared_head is not None)
+        return Outputs(logprobs=tokens.logprobs, entropy=tokens.entropy, values=self._values(batch, tokens.hidden))
+
+    def values(self, batch: Completions) -> Float[Tensor, "B T"]:
+        """Compute the critic's values alone; zeros without a critic.
+
+        Raises:
+            RuntimeError: the critic is a head on the policy, without a backbone of its own.
+        """
+        if self.shared_head is not None:
+            raise RuntimeError("a shared critic has no pass of its own")
+        return self._values(batch, None)
+
+    def policy_tokens(self, batch: Completions | Demonstrations, *, temperature: float | None = None) -> TokenOutputs:
+        """Compute log-probabilities and entropy under the policy, at `temperature` (None: the run's)."""
+        return self._tokens(self.policy, batch, temperature=temperature)
+
+    def reference_logprobs(self, batch: Completions | Demonstrations) -> Float[Tensor, "B T"]:
+        """Compute log pi_ref of the completion tokens.
+
+        Raises:
+            RuntimeError: the run has no reference.
+        """
+        if self.reference is not None:
+            return self._tokens(self.reference, batch).logprobs
+        if not self.adapter_off_is_reference:
+            raise RuntimeError("this run has no reference model")
+        assert isinstance(self.policy, PeftModel)
+        with self.policy.disable_adapter():
+            return self._tokens(self.policy, batch).logprobs
+
+    @torch.no_grad()
+    def beside_reference(self, batch: Completions) -> BesideReference:
+        """Compute log-probabilities under policy and reference, and their KL over the whole vocabulary; one pass each.
+
+        Raises:
+            RuntimeError: the run has no reference.
+        """
+        reference: CausalLM | None = self.reference
+        as_reference: Callable[[], AbstractContextManager[object]] = nullcontext
+        if reference is None:
+            if not self.adapter_off_is_reference:
+                raise RuntimeError("this run has no reference model")
+            assert isinstance(self.policy, PeftModel)
+            reference, as_reference = self.policy, self.policy.disable_adapter
+        compare = Comparison(
+            policy=self.policy,
+            reference=reference,
+            temperature=self.temperature,
+            as_reference=as_reference,
+            whole=self.engine.whole_weights,
+            log_probs=self.log_probs,
+            packing=self.packing,
+            float32_head=self.float32_head and self.dtype == "bfloat16",
+        )
+        with self.autocast():
+            return compare(batch)
+
+    @property
+    def has_reference(self) -> bool:
+        """Return whether there is a reference to measure a KL to."""
+        return self.reference is not None or self.adapter_off_is_reference
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Return the autocast context of the run's dtype."""
+        return autocast(self.dtype, self.device)
+
+    def _values(self, batch: Completions, hidden: Float[Tensor, "B T D"] | None) -> Float[Tensor, "B T"]:
+        if self.shared_head is not None:
+            assert hidden is not None
+            with self.autocast():
+                return torch.where(batch.completion_mask, self.shared_head(hidden), 0.0)
+        if self.critic is None:
+            return torch.zeros(batch.completion_ids.shape, dtype=weight_dtype(self.dtype), device=self.device)
+        with self.autocast():
+            return completion_values(
+                self.critic, batch.prompt_ids, batch.prompt_mask, batch.completion_ids, batch.completion_mask
+            )
+
+    def _tokens(
+        self,
+        model: CausalLM,
+        batch: Completions | Demonstrations,
+        *,
+        with_hidden: bool = False,
+        temperature: float | None = None,
+    ) -> TokenOutputs:
+        with self.autocast():
+            return completion_outputs(
+                model,
+                batch.prompt_ids,
+                batch.prompt_mask,
+                batch.completion_ids,
+                batch.completion_mask,
+                temperature=self.temperature if temperature is None else temperature,
+                entropy_gradient=self.entropy_gradient,
+                with_hidden=with_hidden,
+                log_probs=self.log_probs,
+                packing=self.packing,
+                float32_head=self.float32_head and self.dtype == "bfloat16",
+            )
+
+
+class Ema:
+    """An exponential moving average of a module's trainable weights; each process averages the part it holds."""
+
+    def __init__(self, module: nn.Module, decay: float, engine: Engine | None = None) -> None:
+        """Start from the module's current weights; `engine` is the one that `module` was handed to before."""
+        self.decay = decay
+        self.module = module
+        self.engine = engine or Engine(torch.device("cpu"))
+        self._live = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.shadow = self._parts()
+
+    def update(self) -> None:
+        """Update the average: shadow <- decay * shadow + (1 - decay) * live."""
+        for name, parameter in self._live.items():
+            self.shadow[name].lerp_(self.engine.part(parameter), 1.0 - self.decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Give the module the averaged weights within this context, and its own ones back afterwards."""
+        live = self._parts()
+        self._copy(self.shadow)
+        try:
+            yield
+        finally:
+            self._copy(live)
+
+    def load(self, shadow: Mapping[str, Tensor]) -> None:
+        """Restore a saved average, given as whole weights (see `saved`)."""
+        for name, value in shadow.items():
+            self.shadow[name].copy_(self.engine.part_of(self._live[name], value))
+
+    def saved(self) -> dict[str, Tensor]:
+        """Return the average as whole weights in the main process; every process must call it."""
+        with self.applied():
+            whole = self.engine.full_state(self.module)
+        if whole is None:
+            return self.shadow
+        return {name: value for name, value in whole.items() if name in self.shadow}
+
+    def _parts(self) -> dict[str, Tensor]:
+        return {name: self.engine.part(p).clone() for name, p in self._live.items()}
+
+    @torch.no_grad()
+    def _copy(self, source: dict[str, Tensor]) -> None:
+        self.engine.forget_gathered(self.module)
+        for name, parameter in self._live.items():
+            self.engine.part(parameter).copy_(source[name])

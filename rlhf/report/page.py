@@ -1,0 +1,425 @@
+"""The report page of a run: its verdict, tiles, charts and samples in one HTML file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from rlhf.report.charts import Chart, calibration_chart, chart_groups, timing_chart
+from rlhf.report.record import Pair, Record, read_record
+from rlhf.report.report_card import calibration_bins, card_tables
+from rlhf.tracking.metrics import METRICS, MetricInfo
+from rlhf.tracking.progress import duration, number, printable
+from rlhf.tracking.run_folder import RunFolder, write_aside
+
+
+def write_page(path: Path, template: str, charts: Sequence[Chart], **context: Any) -> Path:
+    """Render `template`, which extends base.html.j2, with its charts into one self-contained file at `path`.
+
+    Text is escaped by jinja2. In addition, the page's content security policy runs only the scripts with the hashes
+    below and fetches nothing, so that a completion does no harm even if escaping fails.
+    """
+    scripts = {"theme_js": _asset("theme.js"), "plotly_js": _plotly(), "page_js": _asset("page.js")}
+    hashes = " ".join(f"'{_hash(script)}'" for script in scripts.values())
+    page = (
+        _environment()
+        .get_template(template)
+        .render(
+            **context,
+            **{name: Markup(script) for name, script in scripts.items()},
+            style=Markup(_asset("style.css")),
+            script_hashes=Markup(hashes),
+            figures={chart.key: chart.figure for chart in charts},
+        )
+    )
+    write_aside(path, page)
+    return path
+
+
+def show(value: object) -> str:
+    """Format a value for a table or a tile: numbers are rounded, None is a dash."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.3f}" if 0.001 <= abs(value) < 1 else number(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {show(entry)}" for key, entry in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(show(entry) for entry in value)
+    return str(value)
+
+
+def _environment() -> Environment:
+    """Create the jinja2 environment: autoescaping, strict about undefined names."""
+    environment = Environment(
+        loader=PackageLoader("rlhf.evaluation"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_printable,
+    )
+    environment.filters["show"] = show
+    return environment
+
+
+def _printable(value: object) -> object:
+    """Make control characters of a string printable: HTML does not allow them, and a model may write them."""
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+@cache
+def _plotly() -> str:
+    """Return the source of plotly.js."""
+    script: str = get_plotlyjs()
+    assert "</script" not in script.lower(), "this plotly.js cannot be embedded as it is"
+    return script
+
+
+def _asset(name: str) -> str:
+    """Read a file of the templates folder."""
+    return (files("rlhf.evaluation") / "templates" / name).read_text(encoding="utf-8")
+
+
+def _hash(script: str) -> str:
+    """Return the hash of a script in the form of a content security policy."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
+
+
+# (metric, its name in a sentence, its unit): the first of these that the run has is its headline.
+HEADLINES: tuple[tuple[str, str, str], ...] = (
+    ("eval/score", "Mean held-out score", ""),
+    ("eval/rm_accuracy", "Accuracy on held-out pairs", ""),
+    ("eval/loss", "Held-out loss", " nats per token"),
+    ("score/mean", "Mean training score", ""),
+    ("rm/accuracy", "Accuracy on training pairs", ""),
+    ("loss/sft", "Training loss", " nats per token"),
+    ("loss/total", "Training loss", ""),
+)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A key figure: its label, its value and, in small print, its earlier or target value."""
+
+    label: str
+    value: str
+    detail: str = ""
+
+
+def verdict(record: Record) -> str:
+    """Summarize the run in a few sentences."""
+    sentences = [_headline(record), _kl(record), _interval(record), _baselines(record)]
+    return " ".join(sentence for sentence in sentences if sentence)
+
+
+def headline_metric(record: Record) -> tuple[str, str, str] | None:
+    """Return the first row of HEADLINES that the run logged; for SFT the held-out loss comes first."""
+    rows = HEADLINES
+    if "loss/sft" in record.series:
+        rows = tuple(sorted(HEADLINES, key=lambda row: row[0] != "eval/loss"))
+    return next((row for row in rows if record.points(row[0])), None)
+
+
+def _headline(record: Record) -> str:
+    """Describe how the headline metric changed over the run."""
+    headline = headline_metric(record)
+    if headline is None:
+        accuracy = record.card.get("accuracy")
+        is_number = isinstance(accuracy, int | float)
+        return f"Accuracy {show(accuracy)}." if is_number else f"{_steps(record)} logged; no score was measured yet."
+    name, words, unit = headline
+    points = record.points(name)
+    (first_step, first), (last_step, last) = points[0], points[-1]
+    if len(points) == 1:
+        return f"{words} is {number(last)}{unit} at step {last_step}; it was measured once."
+    start = "before" if first_step == 0 else f"at step {first_step}"
+    end = "after" if last_step == record.last_step else f"at step {last_step}"
+    change = f"went from {number(first)} ({start}) to {number(last)}{unit} ({end})"
+    return f"{words} {change} over {_steps(record)}."
+
+
+def _steps(record: Record) -> str:
+    """Describe the number of steps done, of those planned where the run is not complete."""
+    planned, plural = record.setting("schedule", "steps"), "" if record.last_step == 1 else "s"
+    if isinstance(planned, int) and planned > record.last_step:
+        return f"{record.last_step} of the {planned} planned steps"
+    return f"{record.last_step} step{plural}"
+
+
+def _kl(record: Record) -> str:
+    """Describe the final KL to the reference; empty where it was not measured."""
+    value = final_kl(record)
+    if value is None:
+        return ""
+    target = record.kl_target()
+    aim = "" if target is None else f" (target {target:g})"
+    return f"KL to the reference {number(value)} nats per sequence{aim}."
+
+
+def final_kl(record: Record) -> float | None:
+    """Return the final KL in nats per sequence: the last held-out value, else the training mean of the last fifth."""
+    held_out = record.points("eval/kl")
+    if held_out:
+        return held_out[-1][1]
+    return record.series["kl/reference"].tail_mean() if "kl/reference" in record.series else None
+
+
+def _interval(record: Record) -> str:
+    """Describe the interval of the final accuracy; empty where the report card has none."""
+    low, high, count = (record.card.get(key) for key in ("accuracy_low", "accuracy_high", "n"))
+    if not (isinstance(low, float) and isinstance(high, float) and isinstance(count, int)):
+        return ""
+    return f"95 % interval of the final accuracy: {low:.3f} to {high:.3f}, on {count:,} pairs."
+
+
+def _baselines(record: Record) -> str:
+    """Describe the accuracies of the baselines; empty where the report card has none."""
+    baselines = record.card.get("baselines")
+    if not isinstance(baselines, Mapping):
+        return ""
+    named = []
+    for name, value in baselines.items():
+        accuracy = value.get("accuracy") if isinstance(value, Mapping) else value
+        if isinstance(accuracy, int | float):
+            named.append(f"{str(name).replace('_', ' ')} {number(accuracy)}")
+    return f"Baselines on the same pairs: {', '.join(named)}." if named else ""
+
+
+def tiles(record: Record) -> list[Tile]:
+    """Build the tiles of the run's key figures, without those that the run lacks."""
+    key_figures = [_headline_tile(record), *_kl_tiles(record)]
+    for name, label in (
+        ("eval/rm_loss", "Held-out pair loss, nats"),
+        ("eval/perplexity", "Held-out perplexity"),
+        ("eval/length", "Held-out length, tokens"),
+        ("eval/finished", "Held-out finished"),
+        ("eval/distinct_2", "Distinct bigrams"),
+        ("eval/repetition", "Repeated 4-grams"),
+        ("eval/reference_perplexity", "Perplexity under the reference"),
+    ):
+        key_figures.append(_before_after_tile(record, name, label))
+    if record.points("critic/explained_variance"):
+        value = record.series["critic/explained_variance"].tail_mean()
+        key_figures.append(Tile("Explained variance", show(value), "mean of the last fifth"))
+    key_figures.append(_count_tile(record, "completion/count", "Completions sampled"))
+    if any(value for _, value in record.points("skipped/nonfinite")):
+        key_figures.append(_count_tile(record, "skipped/nonfinite", "Optimizer steps skipped (NaN)"))
+    return [tile for tile in [*key_figures, *_machine_tiles(record.timings)] if tile is not None]
+
+
+def _headline_tile(record: Record) -> Tile | None:
+    """Build the tile of the headline metric."""
+    headline = headline_metric(record)
+    return None if headline is None else _before_after_tile(record, headline[0], headline[1])
+
+
+def _before_after_tile(record: Record, name: str, label: str) -> Tile | None:
+    """Build a tile with the last value of a metric and its first value in small print."""
+    points = record.points(name)
+    if not points:
+        return None
+    return Tile(label, show(points[-1][1]), f"from {show(points[0][1])}" if len(points) > 1 else "")
+
+
+def _kl_tiles(record: Record) -> list[Tile | None]:
+    """Build the tiles of the KL: held-out, exact, and in training against its target."""
+    value, target = final_kl(record), record.kl_target()
+    if value is None:
+        return []
+    kl_tiles: list[Tile | None] = [Tile("KL to the reference, nats", show(value), _error_text(record, "eval/kl"))]
+    if exact := record.points("eval/kl_exact"):
+        kl_tiles.append(Tile("The same, exact per token", show(exact[-1][1]), _error_text(record, "eval/kl_exact")))
+    if target is not None and record.points("kl/reference"):
+        tail = record.series["kl/reference"].tail_mean()
+        kl_tiles.append(Tile("KL in training, last fifth", show(tail), f"target {target:g}"))
+    return kl_tiles
+
+
+def _error_text(record: Record, name: str) -> str:
+    """Describe the standard error of a metric; without one, say that the value is per sequence."""
+    errors = record.points(f"{name}_se")
+    return f"standard error {show(errors[-1][1])}" if errors else "per sequence"
+
+
+def _count_tile(record: Record, name: str, label: str) -> Tile | None:
+    """Build a tile with the last value of a counter."""
+    points = record.points(name)
+    return Tile(label, show(round(points[-1][1]))) if points else None
+
+
+def _machine_tiles(timings: Sequence[Mapping[str, Any]]) -> list[Tile]:
+    """Build the tiles of time, throughput and peak memory."""
+    if not timings:
+        return []
+    seconds = sum(sum(v for v in row.get("seconds", {}).values() if v) for row in timings)
+    machine_tiles = [Tile("Time in logged phases", duration(seconds))]
+    speeds = [row["tokens_per_second"] for row in timings if row.get("tokens_per_second")]
+    if speeds:
+        machine_tiles.append(Tile("Tokens per second", f"{median(speeds):,.0f}", "median"))
+    memory = [row["peak_memory_mb"] for row in timings if row.get("peak_memory_mb")]
+    if memory:
+        machine_tiles.append(Tile("Peak memory", f"{max(memory):,.0f} MB", _peak_phases(timings)))
+    return machine_tiles
+
+
+def _peak_phases(timings: Sequence[Mapping[str, Any]]) -> str:
+    """List the three phases of the highest peak memory, with their peaks in MB."""
+    peaks: dict[str, float] = {}
+    for row in timings:
+        for name, peak in row.get("peak_memory_mb_by_phase", {}).items():
+            peaks[name] = max(peak, peaks.get(name, 0.0))
+    most = sorted(peaks, key=peaks.__getitem__, reverse=True)[:3]
+    return ", ".join(f"{name} {peaks[name]:,.0f}" for name in most)
+
+
+def comparison(pairs: Sequence[Pair]) -> str:
+    """Describe on how many of the shown prompts the score rose, fell or stayed the same."""
+    changes = [
+        pair.after["score"] - pair.before["score"]
+        for pair in pairs
+        if pair.before and pair.after and None not in (pair.before.get("score"), pair.after.get("score"))
+    ]
+    if not changes:
+        return ""
+    higher, lower = sum(c > 0 for c in changes), sum(c < 0 for c in changes)
+    same = len(changes) - higher - lower
+    return (
+        f"The score is higher after training on {higher} of {len(changes)} prompts, lower on {lower}, equal on {same}."
+    )
+
+
+FIRST_PAIRS = 8  # shown at first; the rest is collapsed
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write report.html into the run folder and return its path.
+
+    Raises:
+        UserError: `run_dir` is not a folder, or has no logged step.
+    """
+    record = read_record(Path(run_dir))
+    pairs, first_step, last_step = record.pairs()
+    groups = chart_groups(record, METRICS)
+    phases, timing = phase_table(record.timings), None
+    if phases:
+        timing = timing_chart(record.timings, [row["phase"] for row in phases])
+    bins = calibration_bins(record.card)
+    calibration = calibration_chart(bins) if bins else None
+    charts = [chart for group in groups for chart in group.charts]
+    return write_page(
+        RunFolder(record.path).report,
+        "run.html.j2",
+        [*charts, *(chart for chart in (timing, calibration) if chart is not None)],
+        title=record.name,
+        facts=_facts(record),
+        verdict=verdict(record),
+        tiles=tiles(record),
+        groups=groups,
+        pairs=pairs,
+        first_pairs=FIRST_PAIRS,
+        before_step=first_step,
+        after_step=last_step,
+        held_out=any(sample.get("split") == "eval" for sample in record.samples),
+        comparison=comparison(pairs),
+        details=pair_details,
+        card=card_tables(record.card),
+        calibration=calibration,
+        phases=phases,
+        timing=timing,
+        notes=_unique([*_nonfinite_notes(record), *record.notes]),
+        glossary=_glossary(record, METRICS),
+        config=_config_text(record),
+    )
+
+
+def pair_details(sample: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the (name, value) pairs shown below a completion: score, its parts, KL, length, whether it was cut off."""
+    parts = sample.get("parts")
+    rows = [("score", sample.get("score"))]
+    rows += list(parts.items()) if isinstance(parts, Mapping) and len(parts) > 1 else []
+    rows += [("KL", sample.get("kl")), ("tokens", sample.get("length"))]
+    finished = sample.get("finished")
+    return [(name, value) for name, value in rows if value is not None] + (
+        [("cut off", "at the length limit")] if finished is False else []
+    )
+
+
+def phase_table(timings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Compute total seconds, share of time and mean per logged step of each phase, longest first."""
+    totals: dict[str, float] = {}
+    for row in timings:
+        for phase, seconds in row.get("seconds", {}).items():
+            totals[phase] = totals.get(phase, 0.0) + (seconds or 0.0)
+    total = sum(totals.values())
+    return [
+        {
+            "phase": phase,
+            "total": seconds,
+            "share": seconds / total if total else 0.0,
+            "mean": seconds / len(timings),
+        }
+        for phase, seconds in sorted(totals.items(), key=lambda item: -item[1])
+    ]
+
+
+def _facts(record: Record) -> list[tuple[str, str]]:
+    """Return the facts under the title: algorithm, model, seed, commit, start time."""
+    loss = record.setting("algorithm", "loss", "type")
+    advantage = record.setting("algorithm", "advantage", "type")
+    surrogate = record.setting("algorithm", "policy_loss", "type")
+    online = f"{advantage}, {surrogate}" if advantage and surrogate else advantage
+    facts = [
+        ("algorithm", record.setting("algorithm", "preset") or loss or online),
+        ("model", record.setting("policy", "model") or record.setting("model", "model")),
+        ("seed", record.setting("run", "seed")),
+        ("commit", record.setting("git_commit")),
+    ]
+    started = record.timings[0].get("time") if record.timings else None
+    return [(name, str(value)) for name, value in [*facts, ("started", started)] if value is not None]
+
+
+def _nonfinite_notes(record: Record) -> list[dict[str, Any]]:
+    """Build a note for every metric that was NaN or infinite at some step."""
+    notes = []
+    for series in record.series.values():
+        steps = [step for step, value in zip(series.steps, series.values, strict=True) if value is None]
+        if steps:
+            shown = ", ".join(map(str, steps[:5])) + (f" … ({len(steps)} in all)" if len(steps) > 5 else "")
+            logged = "step" if len(steps) == 1 else "steps"
+            notes.append({"step": steps[0], "text": f"{series.name} was NaN or infinite at {logged} {shown}"})
+    return notes
+
+
+def _unique(notes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Keep the first note of each text: a resumed run repeats what it skipped."""
+    first: dict[Any, dict[str, Any]] = {}
+    for note in notes:
+        first.setdefault(note.get("text"), note)
+    return list(first.values())
+
+
+def _glossary(record: Record, table: Mapping[str, MetricInfo]) -> list[MetricInfo]:
+    """Return the description of every metric of the run."""
+    return [table.get(name, MetricInfo(name, "", "not in the table of metrics")) for name in record.series]
+
+
+def _config_text(record: Record) -> str:
+    """Return the configuration of the run as YAML."""
+    return yaml.safe_dump(record.config, sort_keys=False, allow_unicode=True, width=88) if record.config else ""

@@ -1,0 +1,9 @@
+"""The fast sampler: continuous batching over a KV cache in which the completions of a prompt share it.
+
+    engine        FastSampler, the batch that rows enter and leave, and the draw of a token from logits
+    decoder       a step of the model's own modules over the cache, CUDA graphs, and the trial that verifies a decoder
+    llama         the decode step of Llama and similar models without their modules
+    kv_cache      the cache, and attention over it
+
+Import FastSampler from `engine`; the others are its parts.
+"""

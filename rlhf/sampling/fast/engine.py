@@ -1,0 +1,357 @@
+"""Continuous batching: admit rows, decode them a token at a time, evict the finished, until none waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from rlhf.config.sections import SamplingConfig
+from rlhf.models.backbone import CausalLM, autocast
+from rlhf.runtime.engine import Engine
+from rlhf.runtime.seeding import uniforms
+from rlhf.sampling.fast.decoder import STEPS, TOKENS, Decoder, GraphDecoder, ModelDecoder, Unsupported, prefill, trial
+from rlhf.sampling.fast.kv_cache import Slots
+from rlhf.sampling.fast.llama import LeanDecoder, fits, reaches
+from rlhf.sampling.generate import HFSampler, repeat_rows
+from rlhf.types import Completions, Prompts, extend
+
+BLOCK = 64  # probabilities summed as one block
+
+
+def pick(
+    scores: Float[Tensor, "B V"], uniform: Float[Tensor, " B"] | None, temperature: float
+) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
+    """Pick a token for each row and return it with its log-probability (nats) at the temperature.
+
+    Args:
+        scores: the model's logits.
+        uniform: numbers in [0, 1), float64; None takes the most likely token instead.
+        temperature: divides the logits.
+    """
+    wide = scores if scores.dtype == torch.float64 else scores.float()
+    probabilities = (wide if temperature == 1.0 else wide / temperature).softmax(dim=-1)
+    token = wide.argmax(dim=-1) if uniform is None else invert(probabilities, uniform)
+    return token, probabilities.gather(1, token[:, None]).squeeze(1).log()
+
+
+def invert(probabilities: Float[Tensor, "B V"], uniform: Float[Tensor, " B"]) -> Int[Tensor, " B"]:
+    """Return the token at which the cumulative probability first exceeds `uniform`, as sampling.generate.draw does.
+
+    The float64 sums are taken over blocks first, and then inside the block that contains the threshold, so that the
+    whole vocabulary need not be converted and accumulated.
+    """
+    rows, vocabulary = probabilities.shape
+    padding = -vocabulary % BLOCK
+    padded = torch.nn.functional.pad(probabilities, (0, padding)) if padding else probabilities
+    blocks = padded.view(rows, -1, BLOCK)
+    cumulative = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    threshold = uniform * cumulative[:, -1]
+    block = torch.searchsorted(cumulative, threshold[:, None], right=True).clamp_(max=blocks.shape[1] - 1)
+    before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)
+    cumulative_inside = blocks.gather(1, block[:, :, None].expand(rows, 1, BLOCK)).squeeze(1).double().cumsum(dim=-1)
+    offset = torch.searchsorted(cumulative_inside, threshold[:, None] - before, right=True).clamp_(max=BLOCK - 1)
+    return (block * BLOCK + offset).squeeze(1).clamp_(max=vocabulary - 1)
+
+
+SLACK = 8  # compact the batch when one row in this many is finished: compacting costs a copy
+CHECK_INTERVALS = {"cpu": 1}  # steps between checks for finished rows: on a GPU a check waits for the device
+CHECK_INTERVAL = 4
+
+
+@dataclass
+class _RunningRows:
+    """The rows being decoded, in the order of their slots."""
+
+    row: Int[Tensor, " N"]  # index of the row in the call
+    token: Int[Tensor, " N"]  # the last token drawn
+    position: Int[Tensor, " N"]  # position of that token in its sequence
+    drawn: Int[Tensor, " N"]  # number of tokens drawn
+    done: Bool[Tensor, " N"]
+
+    def rows(self, index: Tensor) -> _RunningRows:
+        """Return the rows at `index`, in that order."""
+        return _RunningRows(*(field[index] for field in (self.row, self.token, self.position, self.drawn, self.done)))
+
+    def concat(self, other: _RunningRows) -> _RunningRows:
+        """Return these rows followed by those of `other`."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return _RunningRows(*(torch.cat(pair) for pair in pairs))
+
+
+class Flight:
+    """The rows of one call: those that wait, those that run in slots, and the tokens drawn for all of them."""
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        model: CausalLM,
+        decoder: Decoder,
+        config: SamplingConfig,
+        *,
+        key: int | None,
+        device: torch.device,
+        static: bool = False,
+    ) -> None:
+        """Allocate the cache and the outputs; a `key` of None decodes greedily, and `static` is that of Slots."""
+        self.model, self.decoder, self.device = model, decoder, device
+        self.temperature, self.length = config.temperature, config.max_new_tokens
+        rows = len(prompts)
+        first, self.prompt = distinct(prompts)
+        longest = int(prompts.prompt_mask.sum(dim=1).max())
+        self.prompt_ids = prompts.prompt_ids[first][:, -longest:]
+        self.prompt_mask = prompts.prompt_mask[first][:, -longest:]
+        self.size = min(config.batch_size, rows)
+        window = getattr(model.config, "sliding_window", None)
+        windows = window is not None and longest + self.length > window
+        lanes = min(self.size, len(first))
+        self.slots = Slots(self.size, lanes, longest, self.length, device=device, windows=windows, static=static)
+        # One extra column: it takes the tokens that a finished row goes on to draw before it is evicted.
+        self.ids = torch.zeros(rows, self.length + 1, dtype=torch.long, device=device)
+        self.logprobs = torch.zeros(rows, self.length + 1, device=device)
+        self.uniforms: Tensor | None = None
+        if key is not None:
+            positions = torch.arange(self.length + 1, device=device).repeat(rows)
+            row_ids = prompts.row_ids.to(device).repeat_interleave(self.length + 1)
+            self.uniforms = uniforms(key, row_ids, positions).view(rows, -1)
+        self.next_row = 0  # the first waiting row; all before it have been admitted
+        self.lane: dict[int, int] = {}  # lane of the prompt admitted last, some of whose rows may still wait
+        self.last_logits: Tensor | None = None  # the logits after that prompt
+        self.running: _RunningRows | None = None
+
+    def land(
+        self, eos_ids: tuple[int, ...]
+    ) -> tuple[Int[Tensor, "B T"], Float[Tensor, "B T"], Int[Tensor, " B"], Bool[Tensor, " B"]]:
+        """Decode all rows and return ids, log-probabilities, lengths and which rows ended with EOS, on the CPU.
+
+        Entries beyond a row's length have no meaning.
+        """
+        ends = torch.tensor(eos_ids, device=self.device)
+        interval = CHECK_INTERVALS.get(self.device.type, CHECK_INTERVAL)
+        self._admit(ends)
+        steps = 0
+        while self.running is not None and len(self.running.row):
+            running = self.running
+            self.slots.advance()
+            logits = self.decoder.step(self.slots, running.token, running.position)
+            self._draw(logits, running, ends)
+            steps += 1
+            if steps % interval == 0:
+                self._compact(ends)
+        return self._outputs(ends)
+
+    def _draw(self, logits: Float[Tensor, "N V"], running: _RunningRows, ends: Tensor) -> None:
+        """Draw each row's next token from the logits before it."""
+        uniform = None if self.uniforms is None else self.uniforms[running.row, running.drawn]
+        token, logprob = pick(logits, uniform, self.temperature)
+        if self.logprobs.dtype != logprob.dtype:
+            self.logprobs = self.logprobs.to(logprob.dtype)
+        self.ids[running.row, running.drawn] = token
+        self.logprobs[running.row, running.drawn] = logprob
+        running.token = token
+        running.position = running.position + 1
+        running.drawn = (running.drawn + 1).clamp_(max=self.length)
+        running.done = running.done | torch.isin(token, ends) | (running.drawn == self.length)
+
+    def _compact(self, ends: Tensor) -> None:
+        """Evict finished rows and admit waiting ones, once enough rows are finished."""
+        assert self.running is not None
+        done = self.running.done.cpu()
+        count = int(done.sum())
+        if count == 0 or (count < len(done) and count * SLACK < len(done)):
+            return
+        index = self._evict(~done)
+        self.running = self.running.rows(index.to(self.device))
+        self._admit(ends)
+
+    def _evict(self, kept: Tensor) -> Tensor:
+        is_partial = self.next_row < len(self.prompt) and self.next_row > 0
+        lane = self.lane.get(int(self.prompt[self.next_row])) if is_partial else None
+        index, lane = self.slots.keep(kept, lane)
+        self.lane = {int(self.prompt[self.next_row]): lane} if lane is not None else {}
+        return index
+
+    def _admit(self, ends: Tensor) -> None:
+        """Admit waiting rows to the free slots: prefill their prompts and draw their first tokens."""
+        while self.next_row < len(self.prompt) and self.slots.live < self.size:
+            rows = torch.arange(self.next_row, min(self.next_row + self.size - self.slots.live, len(self.prompt)))
+            lanes, logits = self._prefill(self.prompt[rows])
+            self.next_row = int(rows[-1]) + 1
+            lengths = self.prompt_mask.sum(dim=1)[self.prompt[rows]]
+            row = rows.to(self.device)
+            new = _RunningRows(
+                row, row, (lengths - 1).to(self.device), torch.zeros_like(row), torch.zeros_like(row).bool()
+            )
+            self._draw(logits, new, ends)
+            unfinished = (~new.done).cpu().nonzero().flatten()
+            self.slots.add_rows(lanes[unfinished])
+            new = new.rows(unfinished.to(self.device))
+            self.running = new if self.running is None else self.running.concat(new)
+            self._evict(torch.ones(self.slots.live, dtype=torch.bool))  # drops prompts that no row reads any more
+
+    def _prefill(self, prompt: Int[Tensor, " N"]) -> tuple[Int[Tensor, " N"], Float[Tensor, "N V"]]:
+        """Return the lanes of the rows' prompts and the logits after them, prefilling prompts without a lane."""
+        needed = prompt.unique()
+        existing = {number: lane for number, lane in self.lane.items() if number == int(needed[0])}
+        new = needed[len(existing) :]
+        logits_parts = [] if not existing or self.last_logits is None else [self.last_logits]
+        lanes = list(existing.values())
+        if len(new):
+            mask = self.prompt_mask[new]
+            width = int(mask.sum(dim=1).max())
+            mask = mask[:, -width:].to(self.device)
+            logits, layers = prefill(self.model, self.prompt_ids[new][:, -width:].to(self.device), mask)
+            lanes += self.slots.add_prompts(layers, mask)
+            logits_parts.append(logits)
+        table = torch.cat(logits_parts)
+        self.last_logits, self.lane = table[-1:], {int(needed[-1]): lanes[-1]}
+        index = torch.searchsorted(needed, prompt)
+        return torch.tensor(lanes)[index], table[index.to(self.device)]
+
+    def _outputs(self, ends: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ids = self.ids[:, : self.length].cpu()
+        ended = torch.isin(ids, ends.cpu())
+        finished = ended.any(dim=1)
+        lengths = torch.where(finished, ended.int().argmax(dim=1) + 1, self.length)
+        return ids, self.logprobs[:, : self.length].cpu(), lengths, finished
+
+
+def distinct(prompts: Prompts) -> tuple[Int[Tensor, " L"], Int[Tensor, " B"]]:
+    """Return the first row of every run of equal prompts, and for each row the number of its run."""
+    ids, mask = prompts.prompt_ids, prompts.prompt_mask
+    differs = ((ids[1:] != ids[:-1]) & mask[1:]).any(dim=1) | (mask[1:] != mask[:-1]).any(dim=1)
+    is_first = torch.cat([torch.ones(1, dtype=torch.bool), differs])
+    return is_first.nonzero().flatten(), is_first.long().cumsum(dim=0) - 1
+
+
+class FastSampler:
+    """Samples the same completions as HFSampler, from the same random numbers (in float32).
+
+    Before the first completions its decoders are checked against the model, the fastest first; where none agrees with
+    the model, HFSampler takes over.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        config: SamplingConfig,
+        *,
+        eos_ids: tuple[int, ...],
+        pad_id: int,
+        dtype: str,
+        device: torch.device,
+        engine: Engine | None = None,
+        lean: bool = True,
+        static: bool | None = None,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Create a sampler that reads the model's current weights at every call.
+
+        Args:
+            model: the model to sample from.
+            config: temperature, batch size, length.
+            eos_ids: tokens that end a completion.
+            pad_id: the token that fills rows after their end.
+            dtype: of the arithmetic, as policy.dtype.
+            device: where the model is.
+            engine: the engine that holds the model, if any: rows are distributed over its ranks.
+            lean: whether the lean decoder may be used; otherwise only the model's own modules are.
+            static: whether steps can be recorded (see Slots), as CUDA graphs on a GPU; None: on a GPU only.
+            tell: called with the reason when a slower way is used.
+        """
+        self.model = model
+        self.config = config
+        self.eos_ids = eos_ids
+        self.pad_id = pad_id
+        self.dtype = dtype
+        self.device = device
+        self.engine = engine or Engine(device)
+        self.tell = tell
+        self.static = device.type == "cuda" if static is None else static
+        self.plain = HFSampler(
+            model, config, eos_ids=eos_ids, pad_id=pad_id, dtype=dtype, device=device, engine=self.engine
+        )
+        self.uses: str | None = None  # lean, model or generate, once chosen; lean only for lengths that it `reaches`
+        self._lean_fits = lean and fits(model)
+
+    def sample(self, prompts: Prompts, *, key: int, group_size: int, greedy: bool = False) -> Completions:
+        """Sample completions; see Sampler.sample."""
+        repeated = repeat_rows(prompts, group_size)
+        with self.engine.whole(self.model):
+            if self.uses is None:
+                self.uses = self._choose_decoder(repeated)
+            if self.uses != "generate":
+                return self.engine.ranks.spread(
+                    repeated, lambda rows: self._sample_rows(rows, None if greedy else key, group_size)
+                )
+        return self.plain.sample(prompts, key=key, group_size=group_size, greedy=greedy)
+
+    def _choose_decoder(self, prompts: Prompts) -> str:
+        """Choose the fastest decoder that agrees with the model, alike on all ranks: they try the same prompts."""
+        length, reason = self.config.max_new_tokens, ""
+        for uses in ("lean", "model") if self._lean_fits else ("model",):
+            try:
+                with _eval_without_grad(self.model), autocast(self.dtype, self.device):
+                    decoder = self._decoder(prompts, uses, longest=TOKENS + STEPS)
+                    if uses == "lean" and not isinstance(decoder, LeanDecoder):
+                        raise Unsupported("its rotations change within a few tokens")
+                    trial(self.model, decoder, prompts, length=length, dtype=self.dtype, device=self.device)
+                return uses
+            except Unsupported as error:
+                reason = str(error)
+                if uses == "lean":
+                    self.tell(f"decoding by the model's own modules, which is slower: {reason}")
+        self.tell(f"sampling with transformers' generate, which is slower: {reason}")
+        return "generate"
+
+    def _sample_rows(self, prompts: Prompts, key: int | None, group_size: int) -> Completions:
+        with _eval_without_grad(self.model), autocast(self.dtype, self.device):
+            decoder = self._decoder(prompts, self.uses)
+            static = self.static and isinstance(decoder, LeanDecoder)
+            if static and self.device.type == "cuda":
+                decoder = GraphDecoder(decoder)
+            batch = Flight(prompts, self.model, decoder, self.config, key=key, device=self.device, static=static)
+            ids, logprobs, lengths, finished = batch.land(self.eos_ids)
+        width = int(lengths.max())
+        mask = torch.arange(width) < lengths[:, None]
+        return extend(
+            Completions,
+            prompts,
+            completion_ids=torch.where(mask, ids[:, :width], self.pad_id),
+            completion_mask=mask,
+            sampler_logprobs=torch.where(mask, logprobs[:, :width], 0.0),
+            finished=finished,
+            group_size=group_size,
+        )
+
+    def _decoder(self, prompts: Prompts, uses: str | None, *, longest: int | None = None) -> Decoder:
+        """Make the named decoder, or that of the model's own modules if sequences are too long for the lean one.
+
+        `longest` is given where no sequence will have more tokens than that, as in the trial.
+        """
+        positions = prompts.prompt_ids.shape[1] + self.config.max_new_tokens + STEPS
+        positions = positions if longest is None else min(positions, longest)
+        if uses != "lean" or not reaches(self.model, positions):
+            return ModelDecoder(self.model)
+        return LeanDecoder(
+            self.model,
+            rows=min(self.config.batch_size, len(prompts)),
+            positions=positions,
+            low=torch.bfloat16 if self.dtype == "bfloat16" else None,
+        )
+
+
+@contextmanager
+def _eval_without_grad(model: CausalLM) -> Iterator[None]:
+    """Run the body in evaluation mode without gradients, then restore the mode."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)

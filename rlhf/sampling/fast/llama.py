@@ -1,0 +1,330 @@
+"""The decode step of Llama and similar models without their modules: fused products, precomputed RoPE, little Python.
+
+The weights are copies of the model's, joined and packed once (by oneDNN where the CPU has it) for products with few
+rows, and made anew for every rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from peft import PeftModel
+from peft.tuners.lora import Linear as LoraLinear
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
+
+from rlhf.models.backbone import CausalLM
+from rlhf.models.kernels.llama.families import Layer, Projection, norm_of, read_layers
+from rlhf.models.kernels.llama.layer import Norm
+from rlhf.sampling.fast.kv_cache import Slots
+
+Product = Callable[[Tensor], Tensor]
+
+
+class Linear:
+    """Computes x W^T + b, where W stacks the rows of several weights; it holds copies of them."""
+
+    def __init__(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, rows: int, low: torch.dtype | None = None
+    ) -> None:
+        """Pack the weights for an x of `rows` rows; `low` is the dtype of the product where it is not the weights'."""
+        weight = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
+        self.bias: Tensor | None = None
+        if any(bias is not None for bias in biases):
+            pairs = zip(weights, biases, strict=True)
+            self.bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in pairs])
+        if low is not None:
+            weight, self.bias = weight.to(low), None if self.bias is None else self.bias.to(low)
+        self.dtype = weight.dtype
+        self.packed = packs(weight)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows) if self.packed else weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute x W^T + b."""
+        if not self.packed:
+            return functional.linear(x.to(self.dtype), self.weight, self.bias)
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(self.dtype), self.weight, self.bias, "none", [], "")
+        return output
+
+    def silu(self, x: Tensor) -> Tensor:
+        """Compute silu(x W^T + b)."""
+        if not self.packed:
+            return functional.silu(self(x))
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(self.dtype), self.weight, self.bias, "swish", [], "")
+        return output
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        """Compute (x W^T + b) * other."""
+        return self._fused_binary(x, other, "mul") if self._can_fuse(other) else self(x) * other
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """Compute x W^T + b + other."""
+        return self._fused_binary(x, other, "add") if self._can_fuse(other) else self(x) + other
+
+    def _can_fuse(self, other: Tensor) -> bool:
+        return self.packed and other.dtype == self.dtype
+
+    def _fused_binary(self, x: Tensor, other: Tensor, operation: str) -> Tensor:
+        fused = torch.ops.mkldnn._linear_pointwise.binary
+        output: Tensor = fused(x.to(self.dtype), other, self.weight, self.bias, operation)
+        return output
+
+
+def packs(weight: Tensor) -> bool:
+    """Check whether oneDNN can pack this weight, by the operators that torch.compile uses for frozen weights."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype in (torch.float32, torch.bfloat16)
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    )
+
+
+EMBEDDINGS = (nn.Embedding, Gemma3TextScaledWordEmbedding)
+ROTATIONS = ("default", "linear", "llama3", "yarn")  # RoPE types whose angles depend on the position alone
+LONG = "longrope"  # a type that does so only up to `original_max_position_embeddings` tokens
+
+_WeightAndBias = tuple[Tensor, Tensor | None]  # the adapter is added to the weight
+
+
+@dataclass(frozen=True)
+class _Layer:
+    pre_attention_norm: Callable[[Tensor], Tensor]
+    qkv: Linear
+    query_norm: Callable[[Tensor], Tensor] | None
+    key_norm: Callable[[Tensor], Tensor] | None
+    scaling: float
+    window: int | None
+    angles: str | None
+    out: Linear
+    post_attention_norm: Callable[[Tensor], Tensor] | None  # before the residual is added
+    pre_mlp_norm: Callable[[Tensor], Tensor]
+    gate: Linear
+    up: Linear
+    act: Callable[[Tensor], Tensor] | None  # None: silu
+    down: Linear
+    post_mlp_norm: Callable[[Tensor], Tensor] | None  # before the residual is added
+
+
+class LeanDecoder:
+    """Decodes for the model families of rlhf.models.kernels.llama.families."""
+
+    def __init__(self, model: CausalLM, *, rows: int, positions: int, low: torch.dtype | None) -> None:
+        """Copy the model's current weights.
+
+        Args:
+            model: a model for which `fits` is true.
+            rows: how many rows are decoded together; the weights may be packed for that number.
+            positions: tokens of the longest sequence.
+            low: the dtype of matrix products where it is not the weights' (autocast).
+        """
+        plain = model.get_base_model() if isinstance(model, PeftModel) else model
+        inner, config = plain.model, plain.config
+        self.embed = inner.embed_tokens  # the module itself: Gemma's scales the embeddings
+        self.heads = config.num_attention_heads
+        self.groups = config.num_key_value_heads
+        layers = read_layers(inner)
+        assert layers is not None, "check fits() first"
+        self.tables = {angles: _rope_table(inner, angles, positions) for angles in {layer.angles for layer in layers}}
+
+        def product(parts: Sequence[_WeightAndBias], *, norm: Norm | None = None, scale: float = 1.0) -> Linear:
+            """Join products of one input; the weight of `norm` is folded into the columns, `scale` into the first."""
+            weights, biases = [weight for weight, _ in parts], [bias for _, bias in parts]
+            if norm is not None:
+                weights = [weight * norm.weight.detach() for weight in weights]
+            if scale != 1.0:
+                weights[0], biases[0] = weights[0] * scale, None if biases[0] is None else biases[0] * scale
+            return Linear(weights, biases, rows=rows, low=low)
+
+        def convert(layer: Layer) -> _Layer:
+            query_norm, key_norm = (_norm(head_norm, layer.width) for head_norm in layer.head_norms or (None, None))
+            gate, up = _weights_and_biases(layer.gated)
+            norms = layer.norms
+            return _Layer(
+                pre_attention_norm=_normalizer(norms.before_attention),
+                qkv=product(
+                    _weights_and_biases(layer.inputs),
+                    norm=norms.before_attention,
+                    scale=1.0 if layer.head_norms else layer.scaling,
+                ),
+                query_norm=query_norm,
+                key_norm=key_norm,
+                scaling=layer.scaling if layer.head_norms else 1.0,
+                window=layer.window,
+                angles=layer.angles,
+                out=product(_weights_and_biases([layer.output])),
+                post_attention_norm=_norm(norms.after_attention),
+                pre_mlp_norm=_normalizer(norms.before_mlp),
+                gate=product([gate], norm=norms.before_mlp),
+                up=product([up], norm=norms.before_mlp),
+                act=None if layer.activation_name == "silu" else layer.activation,
+                down=product(_weights_and_biases([layer.down])),
+                post_mlp_norm=_norm(norms.after_mlp),
+            )
+
+        self.layers = [convert(layer) for layer in layers]
+        norm = norm_of(inner.norm)
+        self.norm = _normalizer(norm)
+        self.head = product(_weights_and_biases([Projection(plain.lm_head)]), norm=norm)
+
+    def step(self, slots: Slots, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
+        """Decode one token of every row; see Decoder. Autocast, off inside, would cast the cache at every step."""
+        with torch.autocast(tokens.device.type, enabled=False):
+            return self._step(slots, tokens, positions)
+
+    def _step(self, slots: Slots, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
+        slots.begin_step(positions)
+        hidden = self.embed(tokens)
+        rotations = {
+            angles: (cos[positions][:, None], sin[positions][:, None]) for angles, (cos, sin) in self.tables.items()
+        }
+        for number, layer in enumerate(self.layers):
+            attended = self._attention(number, layer, layer.pre_attention_norm(hidden), *rotations[layer.angles], slots)
+            hidden = _add_residual(layer.out, attended, hidden, layer.post_attention_norm)
+            inner = layer.pre_mlp_norm(hidden)
+            gate = layer.gate.silu(inner) if layer.act is None else layer.act(layer.gate(inner))
+            hidden = _add_residual(layer.down, layer.up.times(inner, gate), hidden, layer.post_mlp_norm)
+        return self.head(self.norm(hidden))
+
+    def _attention(
+        self, number: int, layer: _Layer, hidden: Float[Tensor, "N D"], cos: Tensor, sin: Tensor, slots: Slots
+    ) -> Float[Tensor, "N E"]:
+        rows, rotated_heads = len(hidden), self.heads + self.groups
+        query_key_value = layer.qkv(hidden).view(rows, rotated_heads + self.groups, -1)
+        query_key = query_key_value[:, :rotated_heads]
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query_key = torch.cat(
+                [layer.query_norm(query_key[:, : self.heads]), layer.key_norm(query_key[:, self.heads :])], dim=1
+            )
+        query_key = rotate(query_key, cos, sin)
+        attended = slots.attend(
+            number,
+            query_key[:, : self.heads],
+            query_key[:, self.heads :],
+            query_key_value[:, rotated_heads:],
+            scaling=layer.scaling,
+            window=layer.window,
+        )
+        return attended.view(rows, -1)
+
+
+def fits(model: CausalLM) -> bool:
+    """Check whether this decoder knows the model's layers; sequences must also be within what it `reaches`."""
+    plain = model.get_base_model() if isinstance(model, PeftModel) else model
+    body = getattr(plain, "model", None)
+    layers = read_layers(body)
+    if body is None or layers is None or not _rope_types(plain.config) <= {*ROTATIONS, LONG}:
+        return False
+    if isinstance(model, PeftModel) and (len(model.active_adapters) != 1 or model.peft_type != "LORA"):
+        return False
+    if type(body.embed_tokens) not in EMBEDDINGS:
+        return False
+    projections = [item for layer in layers for item in (*layer.inputs, layer.output, *layer.gated, layer.down)]
+    return all(_is_linear(module) for module in (plain.lm_head, *(item.module for item in projections)))
+
+
+def reaches(model: CausalLM, positions: int) -> bool:
+    """Check whether rotations depend on the position alone up to this length; those of longrope change beyond it."""
+    config = model.config
+    if LONG not in _rope_types(config):
+        return True
+    return positions <= int(config.rope_parameters["original_max_position_embeddings"])
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Return the RoPE types of a configuration, which has one set of RoPE parameters or several by name."""
+    parameters = config.rope_parameters
+    kinds = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+    return {str(kind.get("rope_type", "default")) for kind in kinds}
+
+
+def _rope_table(body: Any, angles: str | None, positions: int) -> tuple[Tensor, Tensor]:
+    """Compute the RoPE cosines and sines of all positions."""
+    weight = body.embed_tokens.weight.detach()
+    position_ids = torch.arange(positions, device=weight.device)
+    cos, sin = body.rotary_emb(weight[:1, None], position_ids[None], *([] if angles is None else [angles]))
+    half = cos.shape[-1] // 2
+    return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+
+
+def rotate(heads: Float[Tensor, "N H D"], cos: Float[Tensor, "N 1 E"], sin: Float[Tensor, "N 1 E"]) -> Tensor:
+    """Apply rotary position embeddings to the first 2 E entries of every head (Su et al. 2021).
+
+    The two halves of these entries are the coordinates of E planes. Entries beyond them, in families that rotate only a
+    part of the head, stay as they are.
+    """
+    half = cos.shape[-1]
+    first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
+    rotated = heads.new_empty(heads.shape, dtype=torch.promote_types(heads.dtype, cos.dtype))
+    torch.addcmul(first * cos, second, sin, value=-1, out=rotated[..., :half])
+    torch.addcmul(second * cos, first, sin, out=rotated[..., half : 2 * half])
+    if rest.shape[-1]:
+        rotated[..., 2 * half :] = rest
+    return rotated
+
+
+def _is_linear(module: Any) -> bool:
+    if type(module) is nn.Linear:
+        return True
+    if type(module) is not LoraLinear or type(module.base_layer) is not nn.Linear:
+        return False
+    return not any(module.use_dora.values()) and not module.disable_adapters and not any(module.lora_bias.values())
+
+
+def _weight(module: Any) -> Tensor:
+    """Return the module's weight with the active adapters added."""
+    if type(module) is nn.Linear:
+        return module.weight.detach()
+    weight: Tensor = module.base_layer.weight.detach()
+    for name in () if module.merged else module.active_adapters:
+        if name in module.lora_A:
+            weight = weight + module.get_delta_weight(name).detach()
+    return weight
+
+
+def _weights_and_biases(projections: Sequence[Projection]) -> list[_WeightAndBias]:
+    """Return the weight and bias of every part; the parts of a weight that joins several are views of its rows."""
+    parts: list[_WeightAndBias] = []
+    for projection in projections:
+        weights, bias = projection.split(_weight(projection.module)), projection.linear.bias
+        biases = [None] * len(weights) if bias is None else projection.split(bias.detach())
+        parts += zip(weights, biases, strict=True)
+    return parts
+
+
+def _add_residual(product: Linear, x: Tensor, hidden: Tensor, norm: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """Add the product of x, normalized if `norm` is given, to the hidden states."""
+    return product.plus(x, hidden) if norm is None else hidden + norm(product(x).to(hidden.dtype))
+
+
+def _norm(norm: Norm | None, width: int = 0) -> Callable[[Tensor], Tensor] | None:
+    """Make a function that applies the RMS norm in at least float32, as the model's does; None if there is no norm.
+
+    With a `width`, heads of that width are normalized one by one, or all together where the weight spans all of them.
+    """
+    if norm is None:
+        return None
+    weight, normalize = norm.weight.detach(), _normalizer(norm)
+    if width and len(weight) > width:
+        return lambda heads: (normalize(heads.flatten(1)) * weight).view(heads.shape)
+    return lambda hidden: normalize(hidden) * weight
+
+
+def _normalizer(norm: Norm | None) -> Callable[[Tensor], Tensor]:
+    """Make the RMS norm without its weight, x / sqrt(mean(x²) + eps), in few steps; the identity without a norm."""
+    if norm is None:
+        return lambda hidden: hidden
+    weight = norm.weight.detach()
+    inverse_size, eps = 1.0 / len(weight), weight.new_tensor([norm.eps])
+
+    def normalize(hidden: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
+        return hidden * torch.addcmul(eps, length, length, value=inverse_size).rsqrt_()
+
+    return normalize

@@ -1,0 +1,223 @@
+"""The hh suite: dialogues with a chosen and a rejected last answer (Bai et al. 2022), by log-probability and score."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rlhf.data.pairs import PairSet, load_pairs
+from rlhf.data.reference_cache import rows_of
+from rlhf.rewards.source import RewardSource
+from rlhf.runtime.seeding import derive
+from rlhf.suites.figures import Figure, LeftOut, SuiteResult, average, share, skipped_and_notes, wins
+from rlhf.suites.settings import HhSettings
+from rlhf.suites.subject import Subject, cut_completions, with_completions
+from rlhf.types import Completions
+
+EXAMPLES = 8
+NO_SOURCE = "no reward source: set source.type and source.path, say, as in source.type=model source.path=runs/rm"
+NO_REFERENCE = "no reference: set reference=PATH to the model that this one was trained from"
+
+
+@dataclass(frozen=True)
+class _ScoredAnswers:
+    """Completions and scores, for the pairs whose prompt leaves room for an answer."""
+
+    completions: Completions
+    model: list[float]
+    chosen: list[float]
+    rejected: list[float]
+    start: list[float] | None
+    cut: int
+
+
+def run_hh(
+    settings: HhSettings, subject: Subject, *, reference: Subject | None, source: RewardSource | None
+) -> SuiteResult:
+    """Run the hh suite; without a reference or a source, only the parts that need none.
+
+    Args:
+        settings: the settings of the suite.
+        subject: the model to evaluate.
+        reference: the reference of DPO's implicit reward, whose completions are also compared; same encoder.
+        source: scores completions, given in the subject's token ids.
+
+    Raises:
+        DataError: there is no usable pair.
+        RewardError: the source cannot score.
+    """
+    pairs = load_pairs(
+        settings.dataset, subject.encoder.tokenizer, chat_template=settings.chat_format, context=subject.context
+    )
+    skipped, notes = skipped_and_notes(pairs.skips)
+    figures = _logprob_figures(pairs, subject, reference, settings)
+    left_out = [] if reference else [LeftOut("DPO's implicit reward: accuracy, margin", NO_REFERENCE)]
+    examples: tuple[dict[str, object], ...] = ()
+    answerable = [i for i, ids in enumerate(pairs.prompts) if _has_room(ids, subject)]
+    if source is None:
+        left_out.append(LeftOut("scores, win rates, accuracy of the reward source", NO_SOURCE))
+    elif not answerable:
+        left_out.append(
+            LeftOut("scores, win rates", f"no prompt leaves room for {_max_new_tokens(subject)} more tokens")
+        )
+    else:
+        answers = _sample_and_score(pairs, answerable, subject, reference, source, settings)
+        figures += _score_figures(answers, settings.seed)
+        examples = _examples(answers, subject)
+        if reference is None:
+            left_out.append(LeftOut("win rate over the start model", NO_REFERENCE))
+        notes += _length_notes(len(pairs) - len(answerable), answers.cut, _max_new_tokens(subject))
+    return SuiteResult(tuple(figures), len(pairs), skipped, tuple(left_out), notes, examples=examples)
+
+
+def _logprob_figures(pairs: PairSet, subject: Subject, reference: Subject | None, settings: HhSettings) -> list[Figure]:
+    """Compute the accuracies by log-probability and, with a reference, by the implicit reward."""
+    rows, temperature = rows_of(pairs), settings.sampling.temperature
+    chosen, rejected = subject.logprobs(rows, temperature=temperature).chunk(2)
+    lengths = torch.tensor([len(ids) for ids in rows.completions], dtype=torch.float64).chunk(2)
+    figures = [
+        share(
+            "logprob_accuracy",
+            wins(chosen.tolist(), rejected.tolist()),
+            "pairs whose chosen side is the likelier; long sides are at a disadvantage",
+        ),
+        share(
+            "logprob_accuracy_per_token",
+            wins((chosen / lengths[0]).tolist(), (rejected / lengths[1]).tolist()),
+            "the same, log-probabilities per token",
+        ),
+    ]
+    if reference is None:
+        return figures
+    ref_chosen, ref_rejected = reference.logprobs(rows, temperature=temperature).chunk(2)
+    chosen_reward = implicit_reward(chosen, ref_chosen, settings.beta)
+    rejected_reward = implicit_reward(rejected, ref_rejected, settings.beta)
+    return [
+        share(
+            "implicit_accuracy",
+            wins(chosen_reward.tolist(), rejected_reward.tolist()),
+            "pairs whose chosen side has the higher implicit reward",
+        ),
+        average(
+            "implicit_margin",
+            (chosen_reward - rejected_reward).tolist(),
+            "implicit reward, chosen less rejected",
+            seed=settings.seed,
+        ),
+        *figures,
+    ]
+
+
+def implicit_reward(
+    logprobs: Float[Tensor, " N"], ref_logprobs: Float[Tensor, " N"], beta: float
+) -> Float[Tensor, " N"]:
+    """Compute the reward for which a policy is optimal, up to a constant per prompt (Rafailov et al. 2023, eq. 5).
+
+    beta (log π(y|x) - log π_ref(y|x))
+    """
+    return beta * (logprobs - ref_logprobs)
+
+
+def _sample_and_score(
+    pairs: PairSet,
+    answerable: Sequence[int],
+    subject: Subject,
+    reference: Subject | None,
+    source: RewardSource,
+    settings: HhSettings,
+) -> _ScoredAnswers:
+    """Sample answers to the pairs with the indices `answerable`, and score them and both sides of the pairs."""
+    prompts = [pairs.prompts[i] for i in answerable]
+    texts = [str(pairs.texts[i].prompt) for i in answerable]
+
+    def sample(model: Subject) -> tuple[Completions, int]:
+        drawn = model.sample(prompts, texts, key=derive(settings.seed, "hh"))
+        return cut_completions(drawn, subject, settings.stop)
+
+    def score_side(sides: Sequence[list[int]]) -> list[float]:
+        finished = torch.ones(len(answerable), dtype=torch.bool)
+        return _scores(
+            source, with_completions(completions, [sides[i] for i in answerable], subject, finished=finished)
+        )
+
+    completions, shortened = sample(subject)
+    return _ScoredAnswers(
+        completions=completions,
+        model=_scores(source, completions),
+        chosen=score_side(pairs.chosen),
+        rejected=score_side(pairs.rejected),
+        start=None if reference is None else _scores(source, sample(reference)[0]),
+        cut=shortened,
+    )
+
+
+def _score_figures(answers: _ScoredAnswers, seed: int) -> list[Figure]:
+    """Compute the mean scores, the win rates and the accuracy of the reward source."""
+    figures = [
+        average("score", answers.model, "score of the model's answers", seed=seed),
+        average("score_chosen", answers.chosen, "score of the chosen sides", seed=seed),
+        average("score_rejected", answers.rejected, "score of the rejected sides", seed=seed),
+        average(
+            "win_rate_chosen",
+            wins(answers.model, answers.chosen),
+            "the model's answer scores above the chosen side; a tie counts half",
+            seed=seed,
+        ),
+    ]
+    if answers.start is not None:
+        figures += [
+            average("score_start", answers.start, "score of the start model's answers", seed=seed),
+            average(
+                "win_rate_start",
+                wins(answers.model, answers.start),
+                "the model's answer scores above the start model's; a tie counts half",
+                seed=seed,
+            ),
+        ]
+    meaning = "pairs whose chosen side the source scores higher: how far it agrees with these labels"
+    figures.append(share("source_accuracy", wins(answers.chosen, answers.rejected), meaning))
+    return figures
+
+
+def _scores(source: RewardSource, completions: Completions) -> list[float]:
+    """Return the scores of completions as a list of floats."""
+    values: list[float] = source(completions).values.double().tolist()
+    return values
+
+
+def _has_room(prompt: Sequence[int], subject: Subject) -> bool:
+    """Check whether a prompt and an answer of the maximum length fit into the model's context."""
+    return subject.context is None or len(prompt) + _max_new_tokens(subject) <= subject.context
+
+
+def _max_new_tokens(subject: Subject) -> int:
+    """Return the maximum length of an answer."""
+    return subject.sampling.max_new_tokens
+
+
+def _length_notes(too_long: int, shortened: int, new_tokens: int) -> tuple[str, ...]:
+    """Describe how many prompts were too long and how many answers were cut at a stop text."""
+    notes = []
+    if too_long:
+        notes.append(
+            f"{too_long:,} prompts leave no room for {new_tokens:,} more tokens (sampling.max_new_tokens): "
+            "their pairs count in the log-probabilities, not in the scores"
+        )
+    if shortened:
+        notes.append(f"{shortened:,} of the model's answers were cut where they went on with another turn (stop)")
+    return tuple(notes)
+
+
+def _examples(answers: _ScoredAnswers, subject: Subject) -> tuple[dict[str, object], ...]:
+    """Build the records of the first answers for the examples of the result."""
+    first = answers.completions.rows(slice(0, EXAMPLES))
+    return tuple(
+        {"prompt": reference["prompt"], "completion": text, "score": score, "score_chosen": chosen}
+        for reference, text, score, chosen in zip(
+            first.references, subject.texts(first), answers.model, answers.chosen, strict=False
+        )
+    )

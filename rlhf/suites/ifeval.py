@@ -1,0 +1,125 @@
+"""The ifeval suite: instructions that a program can check (Zhou et al. 2023), by strict and loose accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhf.constraints.checks import require_langdetect
+from rlhf.constraints.reward import ARGUMENTS, KINDS, Constraint, Verdict, read_constraints, verify
+from rlhf.data.conversation import some_text
+from rlhf.data.rows import BadRow
+from rlhf.rewards.source import RewardSource
+from rlhf.runtime.seeding import derive
+from rlhf.suites.figures import Figure, SuiteResult, share, share_of_parts, skipped_and_notes
+from rlhf.suites.questions import Answers, Item, answer, answerable, pick_best, read_items
+from rlhf.suites.settings import IfevalSettings
+from rlhf.suites.subject import Subject
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """A prompt and the constraints that it states."""
+
+    prompt: str
+    constraints: list[Constraint]
+
+
+def read_instruction(values: Mapping[str, object]) -> Instruction:
+    """Read a row with `prompt`, `instruction_id_list` and `kwargs`.
+
+    Raises:
+        BadRow: a column is missing or malformed, or a kind of instruction is unknown.
+    """
+    prompt = some_text(values.get("prompt"), "prompt")
+    try:
+        return Instruction(prompt, read_constraints(values))
+    except ValueError as error:
+        raise BadRow("no constraints that can be checked", str(error)) from error
+
+
+def run_ifeval(settings: IfevalSettings, subject: Subject, *, source: RewardSource | None = None) -> SuiteResult:
+    """Run the ifeval suite: answer every prompt and check which instructions the answer follows.
+
+    Args:
+        settings: the settings of the suite.
+        subject: the model to evaluate.
+        source: picks the best answer where `best_of` is above 1.
+
+    Raises:
+        ConfigError: langdetect is not installed.
+        DataError: there is no usable prompt.
+    """
+    require_langdetect()
+    columns = ("prompt", KINDS, ARGUMENTS)
+    items, skips = read_items(settings.dataset, read_instruction, columns=columns, what="prompts with constraints")
+    items = answerable(subject, items, skips, lambda instruction: instruction.prompt)
+    key = derive(settings.seed, "ifeval")
+    questions = [item.found.prompt for item in items]
+    pick = pick_best(source, [item.row.values for item in items], settings.best_of) if source is not None else None
+    answers = answer(subject, questions, key=key, greedy=settings.greedy, count=settings.best_of, pick=pick)
+    verdicts = [verify(item.found.constraints, text) for item, text in zip(items, answers.texts, strict=True)]
+    skipped, notes = skipped_and_notes(skips)
+    return SuiteResult(
+        figures=(*_accuracies(verdicts, seed=settings.seed), *answers.figures(seed=settings.seed)),
+        n=len(items),
+        skipped=skipped,
+        notes=notes,
+        groups=_by_kind(items, verdicts),
+        examples=tuple(_record(i, item, answers, verdicts[i]) for i, item in enumerate(items)),
+        rows={**_rows(verdicts), **answers.rows},
+    )
+
+
+def _accuracies(verdicts: Sequence[Verdict], *, seed: int) -> list[Figure]:
+    """Compute strict and loose accuracy, by prompt and by instruction."""
+    strict, loose = [verdict.strict for verdict in verdicts], [verdict.loose for verdict in verdicts]
+    by_prompt = "prompts of which every instruction is followed"
+    by_instruction = "instructions followed; the interval is over prompts"
+    return [
+        share("prompt_strict", [float(all(row)) for row in strict], by_prompt),
+        share_of_parts("instruction_strict", strict, by_instruction, seed=seed),
+        share("prompt_loose", [float(all(row)) for row in loose], f"{by_prompt}, loosely"),
+        share_of_parts("instruction_loose", loose, f"{by_instruction}; loosely", seed=seed),
+    ]
+
+
+def _rows(verdicts: Sequence[Verdict]) -> dict[str, list[float]]:
+    """Return one value per prompt for each figure; by instruction, those followed over the mean number per prompt."""
+    mean = sum(len(verdict.strict) for verdict in verdicts) / len(verdicts)
+    return {
+        "prompt_strict": [float(all(verdict.strict)) for verdict in verdicts],
+        "instruction_strict": [sum(verdict.strict) / mean for verdict in verdicts],
+        "prompt_loose": [float(all(verdict.loose)) for verdict in verdicts],
+        "instruction_loose": [sum(verdict.loose) / mean for verdict in verdicts],
+    }
+
+
+def _by_kind(items: Sequence[Item[Instruction]], verdicts: Sequence[Verdict]) -> dict[str, tuple[Figure, ...]]:
+    """Compute the accuracy on every kind of instruction, the most frequent kind first."""
+    strict: dict[str, list[float]] = {}
+    loose: dict[str, list[float]] = {}
+    for item, verdict in zip(items, verdicts, strict=True):
+        for constraint, followed, loosely in zip(item.found.constraints, verdict.strict, verdict.loose, strict=True):
+            strict.setdefault(constraint.kind, []).append(float(followed))
+            loose.setdefault(constraint.kind, []).append(float(loosely))
+    return {
+        kind: (
+            share("strict", strict[kind], "instructions of this kind that are followed"),
+            share("loose", loose[kind], "the same, loosely"),
+        )
+        for kind in sorted(strict, key=lambda kind: (-len(strict[kind]), kind))
+    }
+
+
+def _record(i: int, item: Item[Instruction], answers: Answers, verdict: Verdict) -> dict[str, object]:
+    """Build the record of a prompt and its answer for the examples of the result."""
+    return {
+        "prompt": item.found.prompt,
+        "completion": answers.texts[i],
+        "instructions": [constraint.kind for constraint in item.found.constraints],
+        "strict": list(verdict.strict),
+        "loose": list(verdict.loose),
+        "length": answers.lengths[i],
+        "truncated": answers.truncated[i],
+    }

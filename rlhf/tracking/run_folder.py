@@ -1,0 +1,231 @@
+"""The folder of a run: its files and their names, and the lock that keeps a second process out."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from filelock import FileLock, Timeout
+
+from rlhf.errors import CheckpointError
+from rlhf.tracking.trackers import flatten, plain, read_jsonl
+
+LOCK = ".lock"
+_UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # on a file system without locks the run goes on unlocked
+
+
+class FolderLock:
+    """An exclusive lock on a folder, held until `release` or until the process ends, however it ends.
+
+    Several runs of one process may use the same folder. A lock file that a dead process left behind locks nothing, and
+    a forked child does not keep its parent's lock.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Acquire the lock, creating the folder if needed.
+
+        Raises:
+            CheckpointError: another process holds it.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder.resolve() / LOCK
+        # A singleton counts its holders in this process. No soft lock: a killed process would leave its file behind.
+        self._lock: FileLock | None = FileLock(
+            path, blocking=False, thread_local=False, is_singleton=True, fallback_to_soft=False
+        )
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise CheckpointError(
+                f"{folder} is in use by another process{_owner(path)}: "
+                "wait for it or stop it, or choose another run.out_dir"
+            ) from None
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+        with contextlib.suppress(OSError):  # the pid is for messages only; on Windows a locked file cannot be written
+            path.write_text(f"{os.getpid()}\n")
+
+    def release(self) -> None:
+        """Release the lock; a second call does nothing."""
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
+
+
+def _owner(path: Path) -> str:
+    """Format the pid stored in the lock file, or return an empty string if it cannot be read."""
+    with contextlib.suppress(OSError):
+        if number := path.read_bytes()[:20].decode(errors="replace").strip():
+            return f" (pid {number})"
+    return ""
+
+
+PACKAGES = (
+    "rlhf",
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "deepspeed",
+)
+
+
+class RunFolder:
+    """The files of one run.
+
+    config.yaml       the resolved configuration, `versions:` and `git_commit:`
+    metrics.jsonl     {"step", "<metric>": float, ...}: no times, so equal runs give equal bytes
+    timings.jsonl     {"step", "seconds": {phase: s}, "tokens_per_second", "peak_memory_mb",
+                       "peak_memory_mb_by_phase": {phase: MB}, "time"}
+    samples.jsonl     {"step", "split", "row", "prompt", "completion", "score", "parts", "kl", "length", "finished"}
+    notes.jsonl       {"step", "text"}: skipped rows and warnings
+    report_card.json  the results of a reward model's evaluation
+    checkpoints/      state to resume from
+    deepspeed/        DeepSpeed's complete JSON configuration of each model, if sharding uses it
+    report.html       the page
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.timings = self.path / "timings.jsonl"
+        self.samples = self.path / "samples.jsonl"
+        self.notes = self.path / "notes.jsonl"
+        self.report_card = self.path / "report_card.json"
+        self.checkpoints = self.path / "checkpoints"
+        self.report = self.path / "report.html"
+
+    def write_config(self, resolved: Mapping[str, object]) -> list[str]:
+        """Write config.yaml unless it exists, and return the dotted keys in which an existing one differs.
+
+        The versions and the commit are compared too, since a run resumed under another torch deserves a warning.
+        """
+        new = {**_plain_dict(resolved), "versions": versions(), "git_commit": git_commit()}
+        if self.config.exists():
+            return differing_keys(self.read_config(), new)
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_aside(self.config, yaml.safe_dump(new, sort_keys=False, allow_unicode=True, width=100))
+        return []
+
+    def write_deepspeed(self, name: str, settings: Mapping[str, object]) -> None:
+        """Write deepspeed/<name>.json, the configuration DeepSpeed was given for that model."""
+        folder = self.path / "deepspeed"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_aside(folder / f"{name}.json", json.dumps(plain(settings), indent=2) + "\n")
+
+    def read_config(self) -> dict[str, Any]:
+        """Read config.yaml; return an empty dict if there is none."""
+        if not self.config.exists():
+            return {}
+        try:
+            loaded = yaml.safe_load(self.config.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{self.config} cannot be read as YAML: {error}") from None
+        if not isinstance(loaded, dict):
+            raise CheckpointError(f"{self.config}: expected sections, found {type(loaded).__name__}")
+        return loaded
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Read metrics.jsonl: one dict per logged step, in file order."""
+        return list(read_jsonl(self.metrics))
+
+    def read_timings(self) -> list[dict[str, Any]]:
+        """Read timings.jsonl: seconds per phase, throughput and memory, one dict per logged step."""
+        return list(read_jsonl(self.timings))
+
+    def read_samples(self) -> list[dict[str, Any]]:
+        """Read samples.jsonl: prompts with their completions, scores and other measurements."""
+        return list(read_jsonl(self.samples))
+
+    def read_notes(self) -> list[dict[str, Any]]:
+        """Read notes.jsonl: skipped rows and warnings."""
+        return list(read_jsonl(self.notes))
+
+    def write_report_card(self, card: Mapping[str, object]) -> None:
+        """Write report_card.json, keeping the order of the keys: it is the order of the report's columns."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_aside(self.report_card, json.dumps(plain(card), indent=2) + "\n")
+
+    def read_report_card(self) -> dict[str, Any]:
+        """Read report_card.json; return an empty dict if there is none."""
+        if not self.report_card.exists():
+            return {}
+        try:
+            loaded = json.loads(self.report_card.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CheckpointError(f"{self.report_card} is not JSON: {error}") from None
+        if not isinstance(loaded, dict):
+            raise CheckpointError(f"{self.report_card}: expected an object, found {type(loaded).__name__}")
+        return loaded
+
+
+def write_aside(path: Path, text: str) -> None:
+    """Write a file atomically, by way of a temporary file: a reader sees the old text or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    with temporary.open("w", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of Python and of the packages that results depend on; None for one that is not installed."""
+    installed: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            installed[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            installed[package] = None
+    return installed
+
+
+def git_commit(source: Path | None = None) -> str | None:
+    """Return the commit of the checkout that the code runs from, with "-dirty" if it has changes; None outside git.
+
+    Args:
+        source: a file of the checkout; this file if None.
+    """
+    source = Path(__file__) if source is None else source
+    # An installed copy may lie in a virtual environment inside another project's checkout, whose commit is not ours.
+    if _git(source.parent, "ls-files", "--error-unmatch", source.name) is None:
+        return None
+    commit = _git(source.parent, "rev-parse", "HEAD")
+    changes = _git(source.parent, "status", "--porcelain", "--untracked-files=no")
+    return f"{commit}-dirty" if commit and changes else commit
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=20, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip()
+
+
+def differing_keys(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
+    """List the dotted keys, sorted, that only one of two configurations has or whose values differ."""
+    left, right = flatten(_plain_dict(old)), flatten(_plain_dict(new))
+    missing = object()
+    return sorted(key for key in left.keys() | right.keys() if left.get(key, missing) != right.get(key, missing))
+
+
+def _plain_dict(tree: Mapping[str, object]) -> dict[str, object]:
+    return {str(key): plain(value) for key, value in tree.items()}

@@ -1,0 +1,416 @@
+"""The losses of the optimizer step, online and offline: sums over a micro-batch, denominators of the minibatch.
+
+They connect the mathematics (rlhf.algo) to the models; each is a rlhf.training.step.Loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from rlhf.algo.masked import Mean
+from rlhf.algo.objective import Coefs, Objective
+from rlhf.algo.policy_loss import Aggregate, importance_ratio, kl_old_new, token_weights
+from rlhf.algo.preference_loss import (
+    PreferenceLoss,
+    dpo,
+    hinge,
+    ipo,
+    kto,
+    kto_baseline,
+    mismatched,
+    orpo,
+    robust_dpo,
+    simpo,
+    slic,
+)
+from rlhf.config.algorithm import (
+    DpoLoss,
+    HingeLoss,
+    IpoLoss,
+    KtoLoss,
+    OnlinePairLoss,
+    OrpoLoss,
+    PairLossConfig,
+    RobustDpoLoss,
+    SimpoLoss,
+    SlicLoss,
+)
+from rlhf.data.reference_cache import CompletionRows
+from rlhf.models.policy_models import Models
+from rlhf.runtime.distributed import ALONE, Ranks
+from rlhf.types import (
+    AnnotatedLabelled,
+    AnnotatedPairs,
+    BaselinedLabelled,
+    Batch,
+    Completions,
+    Demonstrations,
+    Experience,
+    PreferencePairs,
+    SampledPairs,
+    concat,
+    extend,
+)
+
+TERM = "preference"  # name of the loss term whose gradient reaches the policy, for Engine.train
+
+TokenLogprobs = Callable[[Demonstrations], Tensor]
+"""Returns a model's log-probabilities of completion tokens: [B, T], zero outside the mask."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """The log-probabilities and lengths of one side of each pair."""
+
+    logprobs: Float[Tensor, " B"]  # log pi, summed over tokens
+    ref_logprobs: Float[Tensor, " B"]
+    lengths: Float[Tensor, " B"]
+
+    @property
+    def log_ratios(self) -> Float[Tensor, " B"]:
+        """Return the log-ratio to the reference, h = log pi - log pi_ref."""
+        return self.logprobs - self.ref_logprobs
+
+    @property
+    def mean_log_ratios(self) -> Float[Tensor, " B"]:
+        """Return the log-ratio to the reference per token, h / length."""
+        return self.log_ratios / self.lengths
+
+    @property
+    def mean_logprobs(self) -> Float[Tensor, " B"]:
+        """Return the mean log-probability per token, m = log pi / length."""
+        return self.logprobs / self.lengths
+
+
+def pair_loss(config: PairLossConfig, chosen: Side, rejected: Side) -> PreferenceLoss:
+    """Compute the pair loss that `config` names; no other code dispatches on it."""
+    log_ratios = chosen.log_ratios, rejected.log_ratios
+    match config:
+        case DpoLoss():
+            return dpo(*log_ratios, beta=config.beta, label_smoothing=config.label_smoothing)
+        case RobustDpoLoss():
+            return robust_dpo(*log_ratios, beta=config.beta, label_smoothing=config.label_smoothing)
+        case IpoLoss(normalize="length"):
+            return ipo(chosen.mean_log_ratios, rejected.mean_log_ratios, beta=config.beta)
+        case IpoLoss():
+            return ipo(*log_ratios, beta=config.beta)
+        case HingeLoss():
+            return hinge(*log_ratios, beta=config.beta, margin=config.margin)
+        case SlicLoss():
+            return slic(chosen.logprobs, rejected.logprobs, margin=config.margin, nll_coef=config.nll_coef)
+        case SimpoLoss():
+            return simpo(chosen.mean_logprobs, rejected.mean_logprobs, beta=config.beta, gamma=config.gamma)
+        case OrpoLoss():
+            return orpo(chosen.mean_logprobs, rejected.mean_logprobs, coef=config.coef)
+
+
+def both_sides(pairs: PreferencePairs) -> Demonstrations:
+    """Stack the chosen sides, then the rejected ones, as 2B rows for one forward pass."""
+    sides = (
+        (pairs.chosen_ids, pairs.chosen_mask, pairs.chosen_learned),
+        (pairs.rejected_ids, pairs.rejected_mask, pairs.rejected_learned),
+    )
+    return concat(
+        [
+            Demonstrations(
+                prompt_ids=pairs.prompt_ids,
+                prompt_mask=pairs.prompt_mask,
+                completion_ids=ids,
+                completion_mask=mask,
+                loss_mask=learned,
+            )
+            for ids, mask, learned in sides
+        ]
+    )
+
+
+def summed(logprobs: Float[Tensor, "B T"], learned: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
+    """Sum the log-probabilities of each completion, in float64: the losses use differences of large sums."""
+    return torch.where(learned, logprobs, 0.0).double().sum(dim=1)
+
+
+class PairwiseLoss:
+    """A loss that compares the two sides of a pair; a rlhf.training.step.Loss over AnnotatedPairs."""
+
+    def __init__(self, models: Models, config: PairLossConfig) -> None:
+        self.models = models
+        self.config = config
+
+    def norms(self, batch: AnnotatedPairs) -> dict[str, float]:
+        """Return the number of pairs in the minibatch, the denominator of the loss."""
+        return {TERM: float(len(batch))}
+
+    def terms(self, micro: AnnotatedPairs) -> tuple[dict[str, Tensor], dict[str, Mean]]:
+        """Compute the loss, summed over the pairs of `micro`, and its metrics."""
+        pairs = micro.to(self.models.device)
+        rows = both_sides(pairs)
+        return self.compare(pairs, rows, self.models.policy_tokens(rows).logprobs)
+
+    def compare(
+        self, pairs: AnnotatedPairs, rows: Demonstrations, logprobs: Float[Tensor, "B2 T"]
+    ) -> tuple[dict[str, Tensor], dict[str, Mean]]:
+        """Compute the loss and its metrics from the policy's log-probabilities of `rows`, the `both_sides(pairs)`."""
+        chosen, rejected = _sides(pairs, rows, logprobs)
+        loss = pair_loss(self.config, chosen, rejected)
+        gaps = (loss.chosen_reward - loss.rejected_reward).detach()
+        metrics = {
+            "loss/preference": Mean.of(loss.per_pair),
+            "preference/accuracy": Mean.of(torch.heaviside(gaps, torch.full_like(gaps, 0.5))),  # a tie wins half
+            "preference/margin": Mean.of(gaps),
+            "preference/chosen_reward": Mean.of(loss.chosen_reward),
+            "preference/rejected_reward": Mean.of(loss.rejected_reward),
+            "preference/chosen_logprob": Mean.of(chosen.logprobs),
+            "preference/rejected_logprob": Mean.of(rejected.logprobs),
+        }
+        return {TERM: loss.per_pair.sum()}, metrics
+
+
+def _sides(pairs: AnnotatedPairs, rows: Demonstrations, logprobs: Float[Tensor, "B2 T"]) -> tuple[Side, Side]:
+    totals = summed(logprobs, rows.loss_mask).chunk(2)
+    lengths = rows.loss_mask.sum(dim=1).to(totals[0].dtype).chunk(2)
+    ref_logprobs = pairs.chosen_ref_logprobs, pairs.rejected_ref_logprobs
+    first, second = (
+        Side(logprobs=total, ref_logprobs=ref.to(total.dtype), lengths=length)
+        for total, ref, length in zip(totals, ref_logprobs, lengths, strict=True)
+    )
+    return first, second
+
+
+class LabelledLoss:
+    """KTO; a rlhf.training.step.Loss over BaselinedLabelled, which `with_baseline` makes of a whole minibatch."""
+
+    def __init__(self, models: Models, config: KtoLoss, *, rows_per_pass: int, context: int | None) -> None:
+        """Set the rows of a pass without gradient (only memory depends on it) and the models' context, in tokens."""
+        self.models = models
+        self.config = config
+        self.rows_per_pass = rows_per_pass
+        self.context = context
+
+    @torch.no_grad()
+    def with_baseline(self, batch: AnnotatedLabelled) -> BaselinedLabelled:
+        """Add z0 of the current policy to every row of the minibatch, by one more pass of policy and reference.
+
+        As a part of the batch, z0 does not depend on how the batch is later split into micro-batches. A prompt with
+        another prompt's completion may be too long for the models; the completion is then truncated at the context.
+        """
+        prompts = [tuple(ids[mask].tolist()) for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]
+        partners = torch.tensor(mismatched(prompts), dtype=torch.long)
+        mask = batch.completion_mask[partners] & self._has_room(batch)
+        others = Demonstrations(
+            prompt_ids=batch.prompt_ids,
+            prompt_mask=batch.prompt_mask,
+            completion_ids=batch.completion_ids[partners],
+            completion_mask=mask,
+            loss_mask=mask & batch.loss_mask[partners],
+        )
+        (ratios,) = self.models.engine.ranks.spread_tensors(others, self._log_ratios)
+        baseline = kto_baseline(ratios)
+        return extend(BaselinedLabelled, batch, baselines=baseline.expand(len(batch)).clone())
+
+    def _log_ratios(self, rows: Demonstrations) -> tuple[Tensor, ...]:
+        ratios = []
+        for part in rows.split(self.rows_per_pass):
+            batch = part.to(self.models.device)
+            policy, reference = self.models.policy_tokens(batch).logprobs, self.models.reference_logprobs(batch)
+            ratios.append((summed(policy, batch.loss_mask) - summed(reference, batch.loss_mask)).cpu())
+        return (torch.cat(ratios),)
+
+    def _has_room(self, batch: Demonstrations) -> Bool[Tensor, "B T"]:
+        """Flag the completion positions that fit into the context after each row's prompt."""
+        if self.context is None:
+            return torch.ones_like(batch.completion_mask)
+        room = self.context - batch.prompt_mask.sum(dim=1)
+        return torch.arange(batch.completion_ids.shape[1]) < room[:, None]
+
+    def norms(self, batch: BaselinedLabelled) -> dict[str, float]:
+        """Return the number of completions in the minibatch, desirable or not: the denominator of the loss."""
+        return {TERM: float(len(batch))}
+
+    def terms(self, micro: BaselinedLabelled) -> tuple[dict[str, Tensor], dict[str, Mean]]:
+        """Compute the loss, summed over the completions of `micro`, and its metrics by label."""
+        rows = micro.to(self.models.device)
+        logprobs = summed(self.models.policy_tokens(rows).logprobs, rows.loss_mask)
+        log_ratios, desirable = logprobs - rows.ref_logprobs.to(logprobs.dtype), rows.desirable
+        loss = kto(
+            log_ratios,
+            desirable,
+            rows.baselines.to(logprobs.dtype),
+            beta=self.config.beta,
+            desirable_weight=self.config.desirable_weight,
+            undesirable_weight=self.config.undesirable_weight,
+        )
+        above_baseline = log_ratios.detach() > rows.baselines
+        metrics = {
+            "loss/preference": Mean.of(loss.per_completion),
+            "preference/accuracy": Mean.of(above_baseline == desirable),
+            "preference/chosen_reward": Mean.of(loss.reward, desirable),
+            "preference/rejected_reward": Mean.of(loss.reward, ~desirable),
+            "preference/chosen_logprob": Mean.of(logprobs, desirable),
+            "preference/rejected_logprob": Mean.of(logprobs, ~desirable),
+            "preference/baseline": Mean.of(rows.baselines),
+        }
+        return {TERM: loss.per_completion.sum()}, {name: mean for name, mean in metrics.items() if mean.weight}
+
+
+@torch.no_grad()
+def completion_logprobs(
+    rows: CompletionRows, say: TokenLogprobs, *, rows_per_pass: int, device: torch.device, ranks: Ranks = ALONE
+) -> Float[Tensor, " N"]:
+    """Compute every completion's log-probability, summed over its tokens; rows of similar length share a pass.
+
+    The passes are dealt to the ranks in turn, and all ranks make equally many.
+    """
+    totals = torch.zeros(len(rows), dtype=torch.float64)
+    order = rows.by_length()
+    parts = [order[start : start + rows_per_pass] for start in range(0, len(order), rows_per_pass)]
+    for first in range(0, len(parts), ranks.world):
+        is_mine = first + ranks.rank < len(parts)
+        part = parts[first + ranks.rank if is_mine else first]
+        batch = rows.collate(part).to(device)
+        logprobs = summed(say(batch), batch.loss_mask).cpu()
+        if is_mine:
+            totals[torch.tensor(part)] = logprobs
+    return torch.stack(ranks.gather(totals)).sum(dim=0)  # each entry comes from one rank and is 0 on the others
+
+
+def tokens_of(batch: Batch) -> int:
+    """Count the tokens that a pass over the batch reads; a pair reads its prompt twice."""
+    if isinstance(batch, PreferencePairs):
+        return int(2 * batch.prompt_mask.sum() + batch.chosen_mask.sum() + batch.rejected_mask.sum())
+    assert isinstance(batch, Demonstrations | Completions)
+    return int(batch.prompt_mask.sum() + batch.completion_mask.sum())
+
+
+def online_losses(
+    models: Models, objective: Objective, coefs: Coefs
+) -> tuple[OnlineLoss | SampledPairLoss] | tuple[OnlineLoss, CriticLoss]:
+    """Return the losses of an online update, the policy's first: over an Experience, or over SampledPairs.
+
+    The loss of a critic with its own backbone is separate, so that its forward pass stores activations only after those
+    of the policy are freed.
+    """
+    config = objective.algorithm.policy_loss
+    if isinstance(config, OnlinePairLoss):
+        return (SampledPairLoss(models, config),)
+    policy = OnlineLoss(models, objective, coefs)
+    return (policy,) if models.critic is None else (policy, CriticLoss(models, objective))
+
+
+class OnlineLoss:
+    """The online objective on the policy, its value head included; a rlhf.training.step.Loss over Experience."""
+
+    def __init__(self, models: Models, objective: Objective, coefs: Coefs) -> None:
+        self.models = models
+        self.objective = objective
+        self.coefs = coefs
+        self.ratio_deviation = 0.0  # max |pi / pi_old - 1| over the calls of `terms` so far
+
+    def norms(self, batch: Experience) -> dict[str, float]:
+        """Compute the denominators of the loss terms from the whole minibatch."""
+        denominators = self.objective.norms(batch)
+        return denominators if self.models.critic is None else {"policy": denominators["policy"]}
+
+    def terms(self, micro: Experience) -> tuple[dict[str, Tensor], dict[str, Mean]]:
+        """Compute the loss terms, summed over a micro-batch, and their metrics."""
+        micro = micro.to(self.models.device)
+        if self.models.critic is None:
+            outputs = self.models.outputs(micro)
+            self._update_ratio_deviation(micro, outputs.logprobs)
+            return self.objective.loss(micro, outputs, self.coefs)
+        tokens = self.models.policy_tokens(micro)
+        self._update_ratio_deviation(micro, tokens.logprobs)
+        return self.objective.policy_term(micro, tokens.logprobs, tokens.entropy, self.coefs)
+
+    def _update_ratio_deviation(self, micro: Experience, logprobs: Float[Tensor, "B T"]) -> None:
+        deviation = ratio_deviation(logprobs, micro.logprobs, micro.loss_mask)
+        self.ratio_deviation = max(self.ratio_deviation, deviation)
+
+
+class CriticLoss:
+    """The value loss of a critic with its own backbone; a rlhf.training.step.Loss over Experience."""
+
+    def __init__(self, models: Models, objective: Objective) -> None:
+        self.models = models
+        self.objective = objective
+
+    def norms(self, batch: Experience) -> dict[str, float]:
+        """Compute the denominator of the value loss from the whole minibatch."""
+        return {"value": self.objective.norms(batch)["value"]}
+
+    def terms(self, micro: Experience) -> tuple[dict[str, Tensor], dict[str, Mean]]:
+        """Compute the value loss, summed over a micro-batch, and its metrics."""
+        micro = micro.to(self.models.device)
+        return self.objective.value_term(micro, self.models.values(micro))
+
+
+class SampledPairLoss:
+    """An offline pair loss on pairs sampled from the policy; a rlhf.training.step.Loss over SampledPairs.
+
+    To the offline loss it adds the metrics of an online update: the distance from the policy that sampled the pairs.
+    """
+
+    def __init__(self, models: Models, config: OnlinePairLoss) -> None:
+        self.models = models
+        self.pairs = PairwiseLoss(models, config.loss)
+        self.ratio_deviation = 0.0  # as in OnlineLoss
+
+    def norms(self, batch: SampledPairs) -> dict[str, float]:
+        """Return the number of pairs in the minibatch, the denominator of the loss."""
+        return self.pairs.norms(batch)
+
+    def terms(self, micro: SampledPairs) -> tuple[dict[str, Tensor], dict[str, Mean]]:
+        """Compute the loss, summed over the pairs of `micro` (each row is a whole pair), and its metrics."""
+        micro = micro.to(self.models.device)
+        rows = both_sides(micro)
+        old_logprobs, mask = torch.cat([micro.chosen_old_logprobs, micro.rejected_old_logprobs]), rows.completion_mask
+        tokens = self.models.policy_tokens(rows)
+        logprobs = tokens.logprobs.detach()
+        self.ratio_deviation = max(self.ratio_deviation, ratio_deviation(logprobs, old_logprobs, mask))
+        terms, metrics = self.pairs.compare(micro, rows, tokens.logprobs)
+        metrics |= {
+            "policy/ratio": Mean.of(importance_ratio(logprobs, old_logprobs, mask, "token"), mask),
+            "policy/entropy": Mean.of(tokens.entropy, mask),
+            "kl/old": Mean.of(kl_old_new(logprobs, old_logprobs, mask), mask),
+        }
+        return terms, metrics
+
+
+def ratio_deviation(logprobs: Float[Tensor, "B T"], old: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> float:
+    """Compute the largest |pi / pi_old - 1| over live tokens."""
+    difference = torch.where(mask, logprobs.detach() - old, 0.0)
+    return float(torch.expm1(difference).abs().max())
+
+
+class DemonstrationLoss:
+    """Negative log-likelihood of demonstrations; a rlhf.training.step.Loss over Demonstrations.
+
+    Computed at temperature 1 whatever the run samples at: demonstrations are not drawn from the policy.
+    """
+
+    def __init__(self, models: Models, *, aggregate: Aggregate, coef: float = 1.0, name: str = "sft") -> None:
+        """Set the aggregation over tokens, the weight, and the name: sft, or ptx where mixed into an online update."""
+        self.models = models
+        self.aggregate = aggregate
+        self.coef = coef
+        self.name = name
+
+    def norms(self, batch: Demonstrations) -> dict[str, float]:
+        """Compute the denominator of the loss from the whole minibatch."""
+        _, denominator = token_weights(batch.loss_mask, self.aggregate, max_tokens=batch.loss_mask.shape[1])
+        return {self.name: max(denominator, 1.0)}
+
+    def terms(self, micro: Demonstrations) -> tuple[dict[str, Tensor], dict[str, Mean]]:
+        """Compute the loss, summed over a micro-batch, and its metrics."""
+        micro = micro.to(self.models.device)
+        tokens = self.models.policy_tokens(micro, temperature=1.0)
+        weights, _ = token_weights(micro.loss_mask, self.aggregate, max_tokens=micro.loss_mask.shape[1])
+        total = (torch.where(micro.loss_mask, -tokens.logprobs, 0.0) * weights).sum()
+        metrics = {f"loss/{self.name}": Mean.of(-tokens.logprobs, micro.loss_mask)}
+        if self.name == "sft":
+            metrics["loss/accuracy"] = Mean.of(tokens.first_choice, micro.loss_mask)
+        return {self.name: self.coef * total}, metrics

@@ -1,0 +1,200 @@
+"""Add to scored completions what the models say of them before the update, and compute metrics and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rlhf.algo.advantages import uniform_groups
+from rlhf.algo.kl import kl_estimate
+from rlhf.algo.masked import Mean, masked_mean
+from rlhf.algo.selection import best_and_worst
+from rlhf.algo.value_loss import explained_variance
+from rlhf.config.algorithm import Best, BestAndWorst, Online
+from rlhf.config.sections import OldLogProbs
+from rlhf.models.kernels.cast import weights_cast_once
+from rlhf.models.policy_models import Models
+from rlhf.tracking.metrics import Metrics
+from rlhf.types import Completions, Experience, Rollout, Scores, extend
+
+COMPARED = 2  # rows per step whose log-probs the trainer computes too, to compare with the sampler's
+AGREE = {torch.float64: 1e-9}  # nats; below it a token's two log-probs differ by rounding only
+AGREE_ELSE = 1e-4
+
+
+@torch.no_grad()
+def annotate(
+    completions: Completions,
+    scores: Scores,
+    models: Models,
+    *,
+    cut: Callable[[Completions], Sequence[Tensor]],
+    baselines: Float[Tensor, " B"] | None = None,
+    old_log_probs: OldLogProbs = "trainer",
+) -> Rollout:
+    """Compute log-probs under the policy and the reference, and values; all on the CPU, like the completions.
+
+    Without a reference model its log-probs are the policy's (zero KL); without a critic the values are zero, and so are
+    the baselines if none are given. `cut` splits the rows into micro-batches; `old_log_probs` says whether the policy's
+    log-probs are computed or the sampler's are used.
+    """
+    use_sampler_logprobs = takes_sampler_logprobs(completions, models, old_log_probs)
+
+    def work(share: Completions) -> tuple[Tensor, ...]:
+        with weights_cast_once():
+            passes = [
+                _annotate_micro_batch(
+                    share.rows(rows).to(models.device), models, use_sampler_logprobs=use_sampler_logprobs
+                )
+                for rows in cut(share)
+            ]
+        return tuple(torch.cat(tensors).cpu() for tensors in zip(*passes, strict=True))
+
+    logprobs, ref_logprobs, values = models.engine.ranks.spread_tensors(completions, work)
+    return extend(
+        Rollout,
+        completions,
+        scores=scores.values.to(logprobs.dtype),
+        baselines=(torch.zeros_like(scores.values) if baselines is None else baselines).to(logprobs.dtype),
+        logprobs=logprobs,
+        ref_logprobs=ref_logprobs,
+        values=values,
+    )
+
+
+@torch.no_grad()
+def takes_sampler_logprobs(completions: Completions, models: Models, old_log_probs: OldLogProbs) -> bool:
+    """Decide whether the sampler's log-probs serve as the policy's in this step.
+
+    auto: yes if they equal the trainer's up to rounding. Both use the same weights, temperature and (except in
+    bfloat16) the same arithmetic; the first rows are recomputed to confirm it. The decision depends on the step alone,
+    so it is the same on every rank and after a restart.
+    """
+    if old_log_probs != "auto":
+        return old_log_probs == "sampler"
+    if models.dtype == "bfloat16" or models.shared_head is not None:
+        return False
+    probe = completions.rows(slice(0, COMPARED)).to(models.device)
+    trainer = models.policy_tokens(probe).logprobs
+    difference = torch.where(probe.completion_mask, trainer - probe.sampler_logprobs, 0.0).abs().max()
+    return bool(difference <= AGREE.get(trainer.dtype, AGREE_ELSE))
+
+
+def _annotate_micro_batch(
+    micro_batch: Completions, models: Models, *, use_sampler_logprobs: bool
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    if use_sampler_logprobs:
+        logprobs, values = micro_batch.sampler_logprobs, models.values(micro_batch)
+    else:
+        outputs = models.outputs(micro_batch)
+        logprobs, values = outputs.logprobs, outputs.values
+    reference = models.reference_logprobs(micro_batch) if models.has_reference else logprobs
+    logprobs = logprobs.to(reference.dtype)
+    return logprobs, reference, values.to(logprobs.dtype)
+
+
+def sample_records(
+    rollout: Rollout,
+    decode: Callable[[Sequence[int]], str],
+    *,
+    step: int,
+    split: str,
+    limit: int,
+    parts: Mapping[str, torch.Tensor] | None = None,
+) -> list[dict[str, object]]:
+    """Build the records of samples.jsonl for the first `limit` completions; prompts appear as the model reads them."""
+    sequence_kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, "k1").sum(dim=1)
+    records: list[dict[str, object]] = []
+    for row in range(min(limit, len(rollout))):
+        length = int(rollout.completion_mask[row].sum())
+        prompt = rollout.references[row].get("prompt")
+        records.append(
+            {
+                "step": step,
+                "split": split,
+                "row": int(rollout.row_ids[row]),
+                "prompt": prompt if isinstance(prompt, str) else decode(_live_prompt(rollout, row)),
+                "completion": decode(rollout.completion_ids[row, :length].tolist()),
+                "score": float(rollout.scores[row]),
+                "parts": {name: float(value[row]) for name, value in (parts or {}).items()},
+                "kl": float(sequence_kl[row]),
+                "length": length,
+                "finished": bool(rollout.finished[row]),
+            }
+        )
+    return records
+
+
+def _live_prompt(rollout: Rollout, row: int) -> list[int]:
+    ids: list[int] = rollout.prompt_ids[row][rollout.prompt_mask[row]].tolist()
+    return ids
+
+
+def observe(experience: Experience, scores: Scores, models: Models, *, coef: float) -> Metrics:
+    """Compute the metrics of a step that do not depend on its update; `coef` is the KL coefficient of its rewards."""
+    mask, values = experience.completion_mask, experience.scores.double()
+    sequence_kl = kl_estimate(experience.logprobs, experience.ref_logprobs, "k1").sum(dim=1)
+    mismatch = (experience.sampler_logprobs - experience.logprobs).abs()
+    metrics = Metrics(
+        {
+            "score/mean": Mean.of(values),
+            "kl/sampler_mismatch": Mean.of(mismatch, mask),
+            "completion/length": Mean.of(mask.sum(dim=1)),
+            "completion/finished": Mean.of(experience.finished),
+            "advantage/mean": Mean.of(experience.advantages, experience.loss_mask),
+            "reward/kl_penalty": Mean.of(values - experience.rewards.sum(dim=1).double()),
+        }
+    )
+    metrics.add("score/std", float(values.std(correction=0)))
+    metrics.add("advantage/std", _std(experience.advantages, experience.loss_mask))
+    if "raw" in scores.parts:
+        metrics.update({"score/raw": Mean.of(scores.parts["raw"])})
+    for name in ("clipped", "cut"):
+        if name in scores.parts:
+            metrics.update({f"score/{name}": Mean.of(scores.parts[name])})
+    if models.has_reference:
+        metrics.update({"kl/reference": Mean.of(sequence_kl)})
+    if experience.group_size > 1:
+        best = values.view(-1, experience.group_size).amax(dim=1)
+        metrics.update(
+            {
+                "score/best_of_group": Mean.of(best),
+                "group/uniform": Mean.of(uniform_groups(experience.scores, experience.group_size)),
+            }
+        )
+    if models.has_critic:
+        metrics.update({"critic/value": Mean.of(experience.values, mask)})
+        metrics.update({"critic/return": Mean.of(experience.returns, mask)})
+        variance = explained_variance(experience.values, experience.returns, mask)
+        metrics.add("critic/explained_variance", variance)
+    return metrics
+
+
+def observe_choice(experience: Experience, algorithm: Online) -> Metrics:
+    """Compute how many of a step's completions are trained on and how they scored; empty where all of them are."""
+    scores, groups = experience.scores.double(), len(experience) // experience.group_size
+    metrics = Metrics()
+    if algorithm.mask_truncated or algorithm.drop_uniform_groups:
+        metrics.update({"completion/masked": Mean.of(~experience.loss_mask.any(dim=1))})
+    match algorithm.advantage:
+        case Best():
+            kept = experience.loss_mask.any(dim=1)
+            metrics.add("kept/count", float(kept.sum()))
+            metrics.add("kept/none", float((~kept.view(groups, -1).any(dim=1)).sum()))
+            metrics.update({"kept/score": Mean.of(scores, kept)})
+        case BestAndWorst():
+            best, worst = best_and_worst(experience.scores, experience.group_size)
+            metrics.add("pair/count", float(len(best)))
+            metrics.add("pair/ties", float(groups - len(best)))
+            metrics.update({"pair/score_gap": Mean.of(scores[best] - scores[worst])})
+        case _:
+            pass
+    return metrics
+
+
+def _std(values: torch.Tensor, mask: torch.Tensor) -> float:
+    mean = masked_mean(values, mask)
+    return float(masked_mean((values - mean) ** 2, mask).sqrt())

@@ -1,0 +1,340 @@
+"""The loop of a run: steps, evaluation, checkpoints, interruption. A trainer iterates over `session.steps()`."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Protocol, runtime_checkable
+
+from rlhf.errors import CheckpointError, DivergenceError, NonFiniteScores, RewardError
+from rlhf.runtime.distributed import ALONE, Ranks
+from rlhf.runtime.memory import MemoryGauge
+from rlhf.tracking.checkpoint import Checkpoints
+from rlhf.tracking.metrics import Metrics, describe
+from rlhf.tracking.progress import Progress
+from rlhf.tracking.run_folder import RunFolder
+from rlhf.tracking.trackers import JsonlLogger, SilentLogger, Trackers
+
+
+class Recorder:
+    """Writes the run's files and its display. Metrics and samples are deterministic; timings are kept apart."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        progress: Progress,
+        trackers: Trackers,
+        *,
+        show: Sequence[str],
+        writes: bool = True,
+        memory: MemoryGauge | None = None,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Open the files.
+
+        Args:
+            show: the metrics for the progress display.
+            writes: False on ranks that leave the files to the main rank.
+            memory: measures the peak memory of each phase.
+            release: called on closing, to unlock the folder.
+        """
+        self.folder = folder
+        self.progress = progress
+        self.trackers = trackers
+        self.show = tuple(show)
+        self._memory = memory
+        self._release = release
+
+        def open_logger(path: Path) -> JsonlLogger | SilentLogger:
+            return JsonlLogger(path) if writes else SilentLogger()
+
+        self._metrics = open_logger(folder.metrics)
+        self._samples = open_logger(folder.samples)
+        self._timings = open_logger(folder.timings)
+        self._notes = open_logger(folder.notes)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time and the peak memory inside the context towards `name`."""
+        with self.progress.phase(name), self._memory.phase(name) if self._memory else nullcontext():
+            yield
+
+    def note(self, text: str) -> None:
+        """Print a message for the user and keep it for the report."""
+        self.progress.note(text)
+        self._notes.log({"step": self.progress.step, "text": text})
+
+    def metrics(self, step: int, values: Mapping[str, float], *, tokens: int, memory_mb: float) -> None:
+        """Write one line of metrics.jsonl and one of timings.jsonl, and update trackers and display."""
+        for name in values:
+            describe(name)
+        seconds = self.progress.take_timings()
+        total_seconds = sum(seconds.values())
+        self._metrics.log({"step": step, **values})
+        self._timings.log(
+            {
+                "step": step,
+                "seconds": seconds,
+                "tokens_per_second": tokens / total_seconds if total_seconds else None,
+                "peak_memory_mb": memory_mb,
+                "peak_memory_mb_by_phase": self._memory.take() if self._memory else {},
+                "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            }
+        )
+        self.trackers.log(step, values)
+        self.progress.update(step, values, self.show)
+
+    def samples(self, records: Sequence[Mapping[str, object]]) -> None:
+        """Append records to samples.jsonl."""
+        for record in records:
+            self._samples.log(record)
+
+    def positions(self) -> dict[str, int]:
+        """Flush the deterministic files to disk and return their lengths in bytes."""
+        return {"metrics": self._metrics.position(), "samples": self._samples.position()}
+
+    def rewind(self, positions: Mapping[str, int]) -> None:
+        """Cut the deterministic files back to the positions stored in a checkpoint."""
+        self._metrics.truncate(positions["metrics"])
+        self._samples.truncate(positions["samples"])
+
+    def close(self) -> None:
+        """Close the files and the trackers, and unlock the folder."""
+        for logger in (self._metrics, self._samples, self._timings, self._notes):
+            logger.close()
+        self.trackers.close()
+        self._release()
+
+
+STATE = "state.json"
+
+
+@dataclass
+class TrainState:
+    """What a checkpoint stores besides weights and optimizers. Everything else follows from the seed and the step."""
+
+    step: int = 0
+    kl_coef: float = 0.0
+    penalty_coef: float = 0.0
+    completions: int = 0  # sampled since the start
+    skipped: int = 0  # optimizer steps skipped because of a NaN or Inf
+    idle: int = 0  # optimizer steps in which a model was not updated: its gradient was exactly zero
+    unscored: int = 0  # steps skipped because a score was NaN or infinite
+    bad_in_a_row: int = 0  # consecutive skipped steps up to now, for either reason
+    owed: dict[str, float] | None = None  # metrics of `step` still to be written, if its evaluation failed
+
+    def write(self, folder: Path, positions: Mapping[str, int]) -> None:
+        """Write state.json."""
+        (folder / STATE).write_text(json.dumps({"state": asdict(self), "positions": dict(positions)}), encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> tuple[TrainState, dict[str, int]]:
+        """Read state.json; return the state and the positions of metrics.jsonl and samples.jsonl.
+
+        Raises:
+            CheckpointError: it was written by another version of this program.
+        """
+        content = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        try:
+            return cls(**content["state"]), content["positions"]
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{folder / STATE} was written by another version of this program: {error}"
+            ) from error
+
+
+class Interruption:
+    """A context in which Ctrl-C or SIGTERM requests a stop after the current step; a second Ctrl-C stops at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous_handlers: dict[int, object] = {}
+
+    def __enter__(self) -> Interruption:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous_handlers[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+@runtime_checkable
+class Budget(Protocol):
+    """A limit on a run besides its number of steps. It survives an interruption: it counts what was spent before."""
+
+    @property
+    def spent(self) -> bool:
+        """Return whether the budget is used up, so that the run must end."""
+
+    def spend(self, step: int, metrics: Mapping[str, float], *, tokens: int, seconds: float) -> None:
+        """Count a step: its metrics, the tokens of its rows, and the seconds it took without evaluation."""
+
+
+@dataclass
+class Session:
+    """A run and its loop. `save` writes weights and optimizers to a folder; `evaluate` returns held-out metrics."""
+
+    state: TrainState
+    total_steps: int
+    recorder: Recorder
+    checkpoints: Checkpoints
+    save: Callable[[Path], None]
+    evaluate: Callable[[int], dict[str, float]]
+    memory_mb: Callable[[], float]
+    checkpoint_every: int
+    eval_every: int
+    log_every: int
+    max_bad_steps: int = 10
+    resumed: bool = False  # continues from a checkpoint, so the evaluation before step 1 is done
+    interrupted: bool = False
+    budget: Budget | None = None
+    ranks: Ranks = ALONE  # decisions of the main rank hold on every rank
+
+    def __post_init__(self) -> None:
+        self._step_metrics: dict[str, float] = {}
+        self._step_tokens = 0
+        self._tokens = 0  # since the last line of metrics
+        self._saved_at = self.state.step if self.resumed and self.state.owed is None else None
+
+    def steps(self) -> Iterator[int]:
+        """Yield the remaining steps, counted from 1; after each, evaluate, write metrics, save and stop as due."""
+        with Interruption() as stop:
+            if not self.resumed:
+                self._record(0, self._run_evaluation())
+            if self.state.owed is not None:
+                self._finish_step(self.state.owed)
+            stopped = self.ranks.any(stop.requested)
+            while not self._is_over() and not stopped:
+                step, start = self.state.step + 1, time.perf_counter()
+                yield step
+                self._end_step(step, time.perf_counter() - start)
+                stopped = self.ranks.any(stop.requested)
+            if stopped and not self._is_over():
+                self.interrupted = True
+                self._checkpoint()
+                self.recorder.note(f"stopped at step {self.state.step}; the same command continues from there")
+                return
+        self._checkpoint()
+
+    def report(self, metrics: Mapping[str, float], *, tokens: int) -> None:
+        """Report the metrics of the current step and the number of its tokens."""
+        self._step_metrics = dict(metrics)
+        self._step_tokens = tokens
+        self._tokens += tokens
+
+    def watch(self, seen: Metrics) -> None:
+        """Check the metrics of an optimizer step, and count it if it was skipped or had a zero gradient.
+
+        An optimizer step that was taken resets the count of consecutive skipped ones.
+
+        Raises:
+            DivergenceError: too many steps in a row were skipped.
+        """
+        if "skipped/nonfinite" in seen:
+            self.state.skipped += 1
+            self._count_bad_step("a NaN or Inf in the loss or a gradient")
+        else:
+            self.state.bad_in_a_row = 0
+            self.state.idle += "skipped/zero_gradient" in seen
+
+    def unscored(self, error: NonFiniteScores) -> None:
+        """Skip a step because a score is NaN or infinite, and count it.
+
+        Raises:
+            NonFiniteScores: it is the first step, so the reward source is broken rather than one completion odd.
+            DivergenceError: too many steps in a row were skipped.
+        """
+        if self.state.step == 0:
+            raise error
+        self.state.unscored += 1
+        self._count_bad_step(str(error))
+
+    def stopped_by(self, error: RewardError) -> RewardError:
+        """Save the run as it was after its last step, and return the error with a hint on how to continue."""
+        if self.state.step == 0:  # nothing to save
+            return error
+        self._checkpoint()
+        return RewardError(
+            f"{error}. The run is saved at step {self.state.step}: the same command continues from there"
+        )
+
+    def _count_bad_step(self, reason: str) -> None:
+        state = self.state
+        state.bad_in_a_row += 1
+        if state.bad_in_a_row == 1:
+            self.recorder.note(f"step {state.step + 1}: {reason}: the step was not taken")
+        if state.bad_in_a_row >= self.max_bad_steps:
+            folders = self.checkpoints.all()
+            raise DivergenceError(
+                f"{reason}; no step could be taken {state.bad_in_a_row} times in a row (schedule.max_bad_steps), so "
+                f"the run stopped in step {state.step + 1}. "
+                + (f"The last good checkpoint is {folders[-1]}. " if folders else "There is no checkpoint yet. ")
+                + "Try a lower policy.lr or max_grad_norm, and look at the data and the reward; the same command, with "
+                "that changed, goes on from there"
+            )
+
+    def _is_over(self) -> bool:
+        is_over = self.state.step >= self.total_steps or (self.budget is not None and self.budget.spent)
+        return self.ranks.from_main(is_over)  # a budget of seconds may differ between ranks
+
+    def _end_step(self, step: int, seconds: float) -> None:
+        self.state.step = step
+        if self.budget is not None:
+            self.budget.spend(step, self._step_metrics, tokens=self._step_tokens, seconds=seconds)
+        self._finish_step(self._step_metrics)
+
+    def _finish_step(self, metrics: Mapping[str, float]) -> None:
+        """Evaluate, write metrics and save as due after a step; save nothing after a skipped one."""
+        step = self.state.step
+        due = self._is_over() or (self.eval_every and step % self.eval_every == 0)
+        evaluation = self._run_evaluation(metrics) if due else {}
+        self.state.owed = None
+        if due or step % self.log_every == 0:
+            self._record(step, {**metrics, **evaluation})
+        if self.checkpoint_every and step % self.checkpoint_every == 0 and not self.state.bad_in_a_row:
+            self._checkpoint()
+
+    def _run_evaluation(self, metrics: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Return the evaluation of the step; if the judge fails, save the run with the step's unwritten `metrics`."""
+        try:
+            with self.recorder.phase("evaluate"):
+                return self.evaluate(self.state.step)
+        except NonFiniteScores as error:
+            if self.state.step == 0:
+                raise
+            self.recorder.note(f"step {self.state.step} is not evaluated: {error}")
+            return {}
+        except RewardError as error:
+            self.state.owed = dict(metrics) if metrics is not None else None
+            raise self.stopped_by(error) from error
+
+    def _record(self, step: int, metrics: Mapping[str, float]) -> None:
+        if metrics:
+            self.recorder.metrics(step, metrics, tokens=self._tokens, memory_mb=self.memory_mb())
+            self._tokens = 0
+
+    def _checkpoint(self) -> None:
+        if self._saved_at == self.state.step:
+            return
+        with self.recorder.phase("checkpoint"):
+
+            def write(folder: Path) -> None:
+                self.save(folder)
+                self.ranks.on_main(lambda: self.state.write(folder, self.recorder.positions()))
+
+            self.checkpoints.save(self.state.step, write)
+        self._saved_at = self.state.step

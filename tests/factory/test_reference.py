@@ -1,0 +1,192 @@
+"""The reference of an offline run: asked once, kept on disk, asked again where anything it depends on has changed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import make_model, offline, offline_tree, pairs_file, trained_offline, weights
+
+import rlhf.factory.models as built
+from rlhf.config.load import merge
+from rlhf.factory.models import completion_logprobs
+from rlhf.models.origin import weights_fingerprint
+from rlhf.training.offline import OfflineRun
+
+UNJUDGED: dict[str, Any] = {"data": {"eval_prompts": None, "eval_preferences": None}, "eval": {"source": None}}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many completions the reference was asked about, one entry a data set."""
+    counts: list[int] = []
+
+    def counted(rows: Any, say: Any, **how: Any) -> torch.Tensor:
+        counts.append(len(rows))
+        return completion_logprobs(rows, say, **how)
+
+    monkeypatch.setattr(built, "completion_logprobs", counted)
+    return counts
+
+
+def tree_of(folder: Path, preset: str = "dpo", **changes: Any) -> dict[str, Any]:
+    return merge(offline_tree(folder, preset, **UNJUDGED), changes)
+
+
+def references(run: OfflineRun) -> torch.Tensor:
+    return run.data(1).chosen_ref_logprobs  # type: ignore[attr-defined]
+
+
+def kept(folder: Path) -> list[Path]:
+    return sorted((folder / "cache" / "reference").glob("*"))
+
+
+def notes(folder: Path) -> str:
+    return (folder / "run" / "notes.jsonl").read_text()
+
+
+def test_the_second_run_asks_nothing_and_reads_the_same(tmp_path: Path, asked: list[int]) -> None:
+    first = references(offline(tree_of(tmp_path)))
+    assert len(asked) == 1
+    assert len(kept(tmp_path)) == 1
+    second = references(offline(tree_of(tmp_path)))
+    assert len(asked) == 1
+    assert torch.equal(first, second)
+    assert first.abs().min() > 0.1
+    assert f"from {kept(tmp_path)[0]}" in notes(tmp_path)
+
+
+@pytest.mark.parametrize("preset", ["ipo", "kto", "robust_dpo", "hinge"])
+def test_losses_with_a_reference_share_what_is_kept(tmp_path: Path, asked: list[int], preset: str) -> None:
+    offline(tree_of(tmp_path))
+    offline(tree_of(tmp_path, preset))
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("preset", ["simpo", "orpo", "slic"])
+def test_losses_without_a_reference_ask_and_keep_nothing(tmp_path: Path, asked: list[int], preset: str) -> None:
+    run = offline(tree_of(tmp_path, preset))
+    assert asked == []
+    assert kept(tmp_path) == []
+    assert references(run).abs().max() == 0.0
+
+
+def test_adapters_share_what_is_kept_for_their_base(tmp_path: Path, asked: list[int]) -> None:
+    offline(tree_of(tmp_path))
+    offline(tree_of(tmp_path, policy={"lora": {"r": 2}}))
+    assert len(asked) == 1
+
+
+def test_a_damaged_file_is_computed_anew_and_mended(tmp_path: Path, asked: list[int]) -> None:
+    first = references(offline(tree_of(tmp_path)))
+    (path,) = kept(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert torch.equal(references(offline(tree_of(tmp_path))), first)
+    assert len(asked) == 2
+    assert "is damaged (its checksum does not match): computed anew" in notes(tmp_path)
+    assert path.read_bytes() == whole
+
+
+def test_a_changed_model_is_asked_itself(tmp_path: Path, asked: list[int]) -> None:
+    """Also where it lies in the same folder."""
+    first = references(offline(tree_of(tmp_path)))
+    shutil.rmtree(tmp_path / "model")
+    make_model(tmp_path / "model", seed=5)
+    second = references(offline(tree_of(tmp_path)))
+    assert len(asked) == 2
+    assert (first - second).abs().max() > 0.1
+
+
+def test_another_reference_is_asked_instead_of_the_policy(tmp_path: Path, asked: list[int]) -> None:
+    own = references(offline(tree_of(tmp_path)))
+    other = str(make_model(tmp_path / "other", seed=5))
+    theirs = references(offline(tree_of(tmp_path, reference={"model": other})))
+    assert len(asked) == 2
+    assert (own - theirs).abs().max() > 0.1
+    as_policy = references(offline(tree_of(tmp_path, policy={"model": other})))
+    assert len(asked) == 2  # the same weights
+    assert torch.equal(as_policy, theirs)
+
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+
+@pytest.mark.parametrize("what", ["data", "dtype", "template"])
+def test_whatever_changes_the_numbers_is_another_entry(tmp_path: Path, asked: list[int], what: str) -> None:
+    def row(text: str) -> dict[str, Any]:
+        return {"role": "user" if text.startswith("red") else "assistant", "content": text}
+
+    base = tree_of(tmp_path)
+    if what == "template":
+        rows = [{"chosen": [row("red one"), row("good")], "rejected": [row("red one"), row("bad")]}] * 8
+        file = tmp_path / "chats.jsonl"
+        file.write_text("".join(json.dumps(r) + "\n" for r in rows))
+        (tmp_path / "a.jinja").write_text(TEMPLATE)
+        (tmp_path / "b.jinja").write_text("one " + TEMPLATE)
+        base = merge(base, {"data": {"preferences": {"path": str(file)}, "chat_template": str(tmp_path / "a.jinja")}})
+    changes: dict[str, dict[str, Any]] = {
+        "data": {"data": {"preferences": {"path": str(pairs_file(tmp_path, seed=4))}}},
+        "dtype": {"policy": {"dtype": "float64"}},
+        "template": {"data": {"chat_template": str(tmp_path / "b.jinja")}},
+    }
+    offline(base)
+    offline(merge(base, changes[what]))
+    assert len(asked) == 2
+    assert len(kept(tmp_path)) == 2
+
+
+def test_the_sampling_temperature_changes_no_loss_over_data(tmp_path: Path, asked: list[int]) -> None:
+    """The loss is of completions that nobody drew from the policy: it is at temperature 1, reference included."""
+    first = trained_offline(merge(tree_of(tmp_path), {"run": {"out_dir": str(tmp_path / "one")}}))
+    second = merge(tree_of(tmp_path), {"run": {"out_dir": str(tmp_path / "half")}, "sampling": {"temperature": 0.5}})
+    other = trained_offline(second)
+    assert len(asked) == 1
+    names = ("loss/preference", "preference/margin", "preference/chosen_logprob", "eval/preference_loss")
+    for line, same in zip(*(run.session.recorder.folder.read_metrics() for run in (first, other)), strict=True):
+        assert [line.get(name) for name in names] == [same.get(name) for name in names]
+
+
+def test_a_resumed_run_asks_the_reference_not_the_trained_policy(tmp_path: Path, asked: list[int]) -> None:
+    first = references(trained_offline(tree_of(tmp_path)))
+    shutil.rmtree(tmp_path / "cache")
+    resumed = offline(tree_of(tmp_path), "schedule.steps=6")
+    assert resumed.session.resumed
+    assert len(asked) == 2
+    assert torch.equal(references(resumed), first)
+
+
+def test_the_reference_leaves_memory_where_nothing_reads_it_later(tmp_path: Path) -> None:
+    other = str(make_model(tmp_path / "other", seed=5))
+    run = offline(tree_of(tmp_path, reference={"model": other}))
+    assert run.loss.models.reference is None  # type: ignore[attr-defined]
+    for_z0 = offline(tree_of(tmp_path, "kto", reference={"model": other}))
+    assert for_z0.loss.models.reference is not None  # type: ignore[attr-defined]
+
+
+def test_with_adapters_the_reference_is_the_policy_with_its_adapter_off(tmp_path: Path) -> None:
+    start = offline(tree_of(tmp_path, "kto"))
+    lora = trained_offline(tree_of(tmp_path, "kto", policy={"lora": {"r": 2}, "lr": 0.1}))
+    models, base = lora.loss.models, start.loss.models  # type: ignore[attr-defined]
+    assert models.reference is None
+    batch = start.data(1)
+    with torch.no_grad():
+        reference, policy = models.reference_logprobs(batch), models.policy_tokens(batch).logprobs
+        original = base.policy_tokens(batch).logprobs
+    torch.testing.assert_close(reference, original)
+    assert (policy - original).abs().max() > 0.05
+
+
+def test_a_fingerprint_is_of_the_weights_and_not_of_the_adapter(tmp_path: Path) -> None:
+    plain, adapted = offline(tree_of(tmp_path)), offline(tree_of(tmp_path, policy={"lora": {"r": 2}}))
+    policy = plain.trained.module
+    before = weights_fingerprint(policy)
+    assert weights_fingerprint(adapted.trained.module) == before
+    name, value = next(iter(weights(policy).items()))
+    with torch.no_grad():
+        policy.get_parameter(name).flatten()[0] = value.flatten()[0] + 1e-6
+    assert weights_fingerprint(policy) != before

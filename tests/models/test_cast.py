@@ -1,0 +1,149 @@
+"""Products in 16 bits on a CPU: batches of different lengths ask for the same shapes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from test_rows import BATCHES, fields
+from tiny_models import tiny
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlhf.models.backbone import CausalLM, body_of
+from rlhf.models.kernels.cast import MULTIPLE, SHORT, low_rows, low_weight, weights_cast_once
+from rlhf.models.kernels.llama.forward import is_lean
+from rlhf.models.logprobs import completion_outputs
+
+
+@pytest.mark.parametrize("dtype", SHORT)
+@pytest.mark.parametrize("rows", [1, 63, 64, 65])
+def test_rows_of_zeros_below(dtype: torch.dtype, rows: int) -> None:
+    x = torch.randn(rows, 3, requires_grad=True)
+    found = low_rows(x, dtype)
+    assert found.dtype == dtype
+    assert len(found) == (64 if rows <= 64 else 128)
+    assert torch.equal(found[:rows], x.to(dtype))
+    assert not found[rows:].any()
+    found.float().sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones(rows, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_whole_numbers_are_left_alone(dtype: torch.dtype) -> None:
+    x = torch.randn(5, 3, dtype=dtype)
+    assert low_rows(x, dtype) is x
+
+
+class Products(TorchDispatchMode):
+    """The shapes of the products in 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[Any, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [each for each in args if isinstance(each, Tensor)]
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "linear") and tensors[-1].dtype in SHORT:
+            self.shapes.add((name, *(tuple(each.shape) for each in tensors)))
+        return func(*args, **(kwargs or {}))
+
+
+def products(batch: Any) -> set[tuple[Any, ...]]:
+    model = tiny(dtype=torch.float32)
+    assert is_lean(body_of(model))
+    completion_outputs(model, *fields(batch), temperature=1.0)  # what is found out once about a model
+    with Products() as seen, torch.autocast("cpu", dtype=torch.bfloat16):
+        found = completion_outputs(model, *fields(batch), temperature=1.0)
+        found.logprobs.sum().backward()  # type: ignore[no-untyped-call]
+    return seen.shapes
+
+
+def test_batches_of_other_lengths_ask_for_the_same_shapes() -> None:
+    batch = BATCHES["shared"]
+    some = batch.rows(slice(0, len(batch) - 1))
+    assert int(batch.completion_mask.sum()) != int(some.completion_mask.sum())
+    whole, part = products(batch), products(some)
+    assert whole == part
+    assert len(whole) > 5
+    assert all(any(size % MULTIPLE == 0 for shape in shapes for size in shape) for _, *shapes in whole)
+
+
+class Casts(TorchDispatchMode):
+    """Counts the tensors of each shape that are cast to bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: Counter[tuple[int, ...]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ == "_to_copy" and (kwargs or {}).get("dtype") == torch.bfloat16:
+            self.shapes[tuple(args[0].shape)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def micro_batches(model: CausalLM, *, count: int) -> None:
+    """Add up the gradient of `count` passes in bfloat16."""
+    for _ in range(count):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs = completion_outputs(model, *fields(BATCHES["alone"]), temperature=1.0)
+        outputs.logprobs.sum().backward()
+
+
+def test_each_weight_is_cast_once_an_optimizer_step() -> None:
+    model = tiny(dtype=torch.float32)
+    body: Any = body_of(model)
+    assert is_lean(body)
+    micro_batches(model, count=1)  # what is found out once about a model
+    down = tuple(body.layers[0].mlp.down_proj.weight.shape)
+    with Casts() as casts, weights_cast_once():
+        micro_batches(model, count=3)
+    assert casts.shapes[down] == len(body.layers)
+    with Casts() as casts:
+        micro_batches(model, count=3)
+    assert casts.shapes[down] == len(body.layers) * 3 * 2  # in each pass, forward and backward
+
+
+def test_parts_of_a_fused_weight_are_cast_once_too() -> None:
+    """They are other views in each pass. Of a model 16 wide: query, key and value have 16, 8 and 8 rows."""
+    model = tiny("phi3", dtype=torch.float32)
+    body: Any = body_of(model)
+    assert is_lean(body)
+    micro_batches(model, count=1)
+    with Casts() as casts, weights_cast_once():
+        micro_batches(model, count=3)
+    assert casts.shapes[8, 16] == 2 * len(body.layers)
+    assert casts.shapes[24, 16] == 2 * len(body.layers)  # gate and up
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_kept_casts_leave_the_gradient_as_it_is(family: str) -> None:
+    model = tiny(family, dtype=torch.float32)
+    gradients = []
+    for scope in (nullcontext, weights_cast_once):
+        model.zero_grad()
+        with scope():
+            micro_batches(model, count=2)
+        gradients.append([weight.grad.clone() for weight in model.parameters() if weight.grad is not None])
+    assert len(gradients[0]) == len(list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_a_changed_weight_is_cast_anew() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    with weights_cast_once():
+        first = low_weight(weight, torch.bfloat16)
+        assert low_weight(weight, torch.bfloat16) is first
+        with weights_cast_once():  # the outermost counts
+            assert low_weight(weight, torch.bfloat16) is first
+        assert low_weight(weight, torch.bfloat16) is first
+        with torch.no_grad():
+            weight.mul_(2)
+        assert torch.equal(low_weight(weight, torch.bfloat16), torch.full((2, 2), 2.0, dtype=torch.bfloat16))
+    assert low_weight(weight, torch.bfloat16) is not low_weight(weight, torch.bfloat16)
+    assert low_weight(weight, torch.float32) is weight

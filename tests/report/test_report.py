@@ -1,0 +1,486 @@
+"""The page of a run: what it says, what it draws, and that nothing a model writes can act on it."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf.errors import UserError
+from rlhf.report.charts import GROUPS, chart_groups, decimate, running_mean, timing_chart
+from rlhf.report.page import comparison, pair_details, phase_table, show, tiles, verdict, write_report
+from rlhf.report.record import Record, Series, collect, match
+from rlhf.report.report_card import calibration_bins, card_tables
+from rlhf.tracking.metrics import METRICS
+from rlhf.tracking.run_folder import RunFolder
+from rlhf.tracking.trackers import JsonlLogger
+
+ADAPTIVE = {"kl": {"placement": "reward", "controller": {"type": "adaptive", "target": 6.0}}}
+NASTY = (
+    "</script><script>document.title='owned'</script> <img src=x onerror=alert(1)> {{ 7*7 }} {% raw %} 🎉 & \x1b[31m"
+)
+
+
+def run_folder(
+    path: Path,
+    metrics: Sequence[Mapping[str, Any]],
+    *,
+    config: Mapping[str, Any] | None = None,
+    samples: Sequence[Mapping[str, Any]] = (),
+    timings: Sequence[Mapping[str, Any]] = (),
+    notes: Sequence[Mapping[str, Any]] = (),
+    card: Mapping[str, Any] | None = None,
+) -> Path:
+    folder = RunFolder(path)
+    folder.write_config({"run": {"name": "tiny"}} if config is None else config)
+    files = ((folder.metrics, metrics), (folder.samples, samples), (folder.timings, timings), (folder.notes, notes))
+    for file, rows in files:
+        with JsonlLogger(file) as log:
+            for row in rows:
+                log.log(row)
+    if card is not None:
+        folder.write_report_card(card)
+    return path
+
+
+def sample(step: int, row: int, completion: str, score: float, **more: Any) -> dict[str, Any]:
+    fixed = {"parts": {"a": score, "b": 0.0}, "kl": 1.5, "length": 3, "finished": True}
+    return {
+        "step": step,
+        "split": "eval",
+        "row": row,
+        "prompt": f"p{row}",
+        "completion": completion,
+        "score": score,
+    } | (fixed | more)
+
+
+def ppo_run(path: Path, steps: int = 4) -> Path:
+    rows: list[dict[str, Any]] = [{"step": 0, "eval/score": 0.534, "eval/kl": 0.0, "eval/kl_se": 0.0}]
+    for step in range(1, steps + 1):
+        rows.append({"step": step, "score/mean": 0.5 + step / 100, "kl/reference": 1.0 * step, "mine/own": 7.0})
+    rows[-1] |= {"eval/score": 0.912, "eval/kl": 6.1, "eval/kl_se": 0.2}
+    seconds = {"sample": 3.0, "update": 1.0}
+    return run_folder(
+        path,
+        rows,
+        config={"run": {"name": "tiny ppo"}, "algorithm": ADAPTIVE, "schedule": {"steps": steps}},
+        samples=[
+            sample(0, 0, "sad", 0.1),
+            sample(0, 1, NASTY, 0.5),
+            sample(steps, 0, "glad", 0.9),
+            sample(steps, 1, "", 0.4, finished=False),
+        ],
+        timings=[{"step": s, "seconds": seconds, "tokens_per_second": 10.0 * s} for s in range(1, steps + 1)],
+        notes=[{"step": 0, "text": "3 rows <b>skipped</b>"}],
+    )
+
+
+def record(rows: Sequence[Mapping[str, Any]], **more: Any) -> Record:
+    last = max((int(row["step"]) for row in rows), default=0)
+    return Record(path=Path("run"), config=more.pop("config", {}), series=collect(rows), last_step=last, **more)
+
+
+class Page(html.parser.HTMLParser):
+    """The elements and texts of a page, scripts and styles apart."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.raw: dict[int, str] = {}
+        self._inside = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._inside = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside in ("script", "style"):
+            self.raw[len(self.tags) - 1] = self.raw.get(len(self.tags) - 1, "") + data
+        elif data.strip():
+            self.texts.append(data.strip())
+
+    def ids(self) -> set[str | None]:
+        return {attributes["id"] for _, attributes in self.tags if "id" in attributes}
+
+    def figures(self) -> dict[str, Any]:
+        found = [i for i, (tag, attributes) in enumerate(self.tags) if attributes.get("id") == "figures"]
+        return json.loads(self.raw[found[0]])
+
+
+def page_of(path: Path) -> Page:
+    return Page(write_report(path).read_text(encoding="utf-8"))
+
+
+def test_a_ppo_run_has_every_section(tmp_path: Path) -> None:
+    page = page_of(ppo_run(tmp_path / "run"))
+    assert {
+        *("verdict", "key-figures", "notes", "group-score", "group-kl", "group-other", "completions", "timings"),
+        *("glossary", "config"),
+    } <= page.ids()
+    assert "tiny ppo" in page.texts
+    assert "3 rows <b>skipped</b>" in page.texts
+    assert METRICS["kl/reference"].meaning in page.texts
+    assert any("seed" not in text and "controller:" in text for text in page.texts)  # config.yaml is there
+
+
+def test_every_figure_has_its_place_and_every_place_its_figure(tmp_path: Path) -> None:
+    page = page_of(ppo_run(tmp_path / "run"))
+    places = [attributes["data-figure"] for _, attributes in page.tags if "data-figure" in attributes]
+    assert sorted(places) == sorted(page.figures())
+    names = {trace["name"] for figure in page.figures().values() for trace in figure["data"]}
+    assert {"score/mean", "eval/score", "kl/reference", "eval/kl", "target 6", "mine/own", "sample"} <= names
+    assert "eval/kl_se" not in names  # drawn as error bars
+
+
+def test_what_a_model_writes_is_text(tmp_path: Path) -> None:
+    text = write_report(ppo_run(tmp_path / "run")).read_text(encoding="utf-8")
+    page = Page(text)
+    assert NASTY.replace("\x1b", "␛") in page.texts
+    assert [tag for tag, _ in page.tags].count("script") == 4  # theme, data, plotly, page
+    assert "img" not in [tag for tag, _ in page.tags]
+    assert "\x1b" not in re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
+
+
+def test_names_from_the_folder_are_text_too(tmp_path: Path) -> None:
+    evil = "</script><marquee>x"
+    rows = [{"step": 1, evil: 1.0}, {"step": 2, evil: 2.0}]
+    timings = [{"step": 1, "seconds": {evil: 1.0}}]
+    page = page_of(run_folder(tmp_path, rows, config={"run": {"name": evil}}, timings=timings, card={evil: {evil: 1}}))
+    assert "marquee" not in [tag for tag, _ in page.tags]
+    assert f"curve:{evil}" in page.figures()
+    assert page.figures()["timings"]["data"][0]["name"] == evil
+
+
+def test_the_page_fetches_nothing_and_allows_only_its_own_scripts(tmp_path: Path) -> None:
+    page = page_of(ppo_run(tmp_path / "run"))
+    for tag, attributes in page.tags:
+        assert "src" not in attributes, tag
+        assert attributes.get("href", "#").startswith(("#", "data:")), tag
+        assert not [name for name in attributes if name.startswith("on")], tag
+    policies = [a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"]
+    assert len(policies) == 1
+    assert policies[0].startswith("default-src 'none'; script-src 'sha256-")
+    scripts = policies[0].split("script-src ")[1].split(";")[0]
+    assert re.fullmatch(r"('sha256-[A-Za-z0-9+/=]{44}' ?){3}", scripts)
+
+
+def test_the_same_folder_gives_the_same_page(tmp_path: Path) -> None:
+    path = ppo_run(tmp_path / "run")
+    assert write_report(path).read_bytes() == write_report(path).read_bytes()
+
+
+def test_before_and_after_stand_side_by_side(tmp_path: Path) -> None:
+    page = page_of(ppo_run(tmp_path / "run"))
+    texts = page.texts
+    start = texts.index("Prompt 0")
+    shown = texts[start : texts.index("Prompt 1")]
+    assert shown[1:4] == ["p0", "Before · step 0", "sad"]
+    assert shown.index("sad") < shown.index("After · step 4") < shown.index("glad")
+    assert "0.900" in shown
+    assert "(empty)" in texts
+    assert "at the length limit" in texts
+    higher = "The score is higher after training on 1 of 2 prompts, lower on 1, equal on 0."
+    assert any(higher in text for text in texts)
+
+
+def test_verdict_of_a_finished_run() -> None:
+    rows = [{"step": 0, "eval/score": 0.53}, {"step": 80, "eval/score": 0.91, "eval/kl": 6.1}]
+    said = verdict(record(rows, config={"algorithm": ADAPTIVE, "schedule": {"steps": 80}}))
+    assert said == (
+        "Mean held-out score went from 0.53 (before) to 0.91 (after) over 80 steps. "
+        "KL to the reference 6.10 nats per sequence (target 6)."
+    )
+
+
+def test_verdict_of_a_run_that_stopped_early_does_not_call_it_after() -> None:
+    rows = [{"step": 0, "eval/score": 0.5}, {"step": 20, "eval/score": 0.7}, {"step": 33, "kl/reference": 2.0}]
+    said = verdict(record(rows, config={"schedule": {"steps": 80}}))
+    assert said == (
+        "Mean held-out score went from 0.50 (before) to 0.70 (at step 20) over 33 of the 80 planned steps. "
+        "KL to the reference 2.00 nats per sequence."
+    )
+
+
+def test_verdict_skips_what_was_not_finite_and_says_what_was_measured_once() -> None:
+    rows = [{"step": 0, "eval/score": None}, {"step": 5, "eval/score": 0.7}]
+    assert verdict(record(rows)) == "Mean held-out score is 0.70 at step 5; it was measured once."
+    assert verdict(record([{"step": 5, "policy/lr": 0.1}])) == "5 steps logged; no score was measured yet."
+
+
+def test_verdict_of_sft_is_its_held_out_loss() -> None:
+    rows = [
+        {"step": 0, "eval/loss": 6.2, "eval/score": 0.1},
+        {"step": 9, "loss/sft": 2.0, "eval/loss": 1.4, "eval/score": 1.0},
+    ]
+    assert verdict(record(rows)).startswith("Held-out loss went from 6.20 (before) to 1.40 nats per token (after)")
+
+
+def test_verdict_of_a_reward_model_names_its_baselines() -> None:
+    rows = [{"step": 0, "eval/rm_accuracy": 0.5}, {"step": 60, "eval/rm_accuracy": 0.746}]
+    card = {"baselines": {"longer_wins": {"accuracy": 0.55}, "bag_of_words": 0.66}}
+    card |= {"accuracy_low": 0.7211, "accuracy_high": 0.7702, "n": 2000}
+    assert verdict(record(rows, card=card)) == (
+        "Accuracy on held-out pairs went from 0.50 (before) to 0.75 (after) over 60 steps. "
+        "95 % interval of the final accuracy: 0.721 to 0.770, on 2,000 pairs. "
+        "Baselines on the same pairs: longer wins 0.55, bag of words 0.66."
+    )
+
+
+def test_kl_without_evaluation_is_the_mean_of_the_last_fifth() -> None:
+    rows = [{"step": step, "kl/reference": 100.0 if step <= 8 else float(step)} for step in range(1, 11)]
+    assert verdict(record(rows)).endswith("KL to the reference 9.50 nats per sequence.")
+
+
+def test_tiles_hold_the_key_figures() -> None:
+    rows = [
+        {"step": 0, "eval/score": 0.5},
+        {"step": 1, "eval/score": 0.75, "completion/count": 64.0, "skipped/nonfinite": 0.0},
+    ]
+    timings = [{"step": 1, "seconds": {"a": 60.0, "b": 20.0}, "tokens_per_second": 1234.5, "peak_memory_mb": 100.0}]
+    shown = {tile.label: (tile.value, tile.detail) for tile in tiles(record(rows, timings=timings))}
+    assert shown == {
+        "Mean held-out score": ("0.750", "from 0.500"),
+        "Completions sampled": ("64", ""),
+        "Time in logged phases": ("1m20s", ""),
+        "Tokens per second": ("1,234", "median"),
+        "Peak memory": ("100 MB", ""),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(METRICS))
+def test_every_metric_of_the_table_is_drawn(name: str) -> None:
+    rows = [{"step": 1, name: 1.0}, {"step": 2, name: 2.0}]
+    traces = [t for group in chart_groups(record(rows), METRICS) for c in group.charts for t in c.figure["data"]]
+    assert [(trace["name"], trace["x"], trace["y"]) for trace in traces] == [(name, [1, 2], [1.0, 2.0])]
+
+
+def test_no_metric_is_in_two_charts_and_all_are_in_the_table() -> None:
+    names = [name for _, _, _, panels in GROUPS for _, metrics in panels for name in metrics]
+    assert len(names) == len(set(names))
+    assert set(names) <= set(METRICS)
+
+
+def test_errors_are_drawn_on_their_metric() -> None:
+    rows = [{"step": 0, "eval/kl": 1.0, "eval/kl_se": 0.25}, {"step": 9, "eval/kl": 2.0, "eval/kl_se": 0.5}]
+    (group,) = chart_groups(record(rows), METRICS)
+    (chart,) = group.charts
+    assert chart.figure["data"][0]["error_y"]["array"] == [0.25, 0.5]
+
+
+def test_the_kl_target_is_drawn_only_where_the_controller_has_one() -> None:
+    rows = [{"step": 3, "kl/reference": 1.0}, {"step": 9, "kl/reference": 2.0}]
+    fixed = {"algorithm": {"kl": {"controller": {"type": "fixed"}}}}
+    for config, expected in (({"algorithm": ADAPTIVE}, [([3, 9], [6.0, 6.0])]), (fixed, [])):
+        (group,) = chart_groups(record(rows, config=config), METRICS)
+        targets = [trace for trace in group.charts[0].figure["data"] if trace["meta"]["role"] == "target"]
+        assert [(trace["x"], trace["y"]) for trace in targets] == expected
+
+
+def test_a_long_curve_is_drawn_faintly_under_its_running_mean_and_a_set_one_as_it_is() -> None:
+    rows = [{"step": step, "score/mean": float(step % 2), "policy/lr": 0.1} for step in range(100)]
+    drawn = {c.key: c.figure["data"] for g in chart_groups(record(rows), METRICS) for c in g.charts}
+    raw, mean = drawn["curve:score/mean"]
+    assert raw["opacity"] < 1 <= mean.get("opacity", 1)
+    assert all(0.4 < value < 0.6 for value in mean["y"][20:80])
+    assert len(drawn["curve:policy/lr"]) == 1
+
+
+def test_running_mean_is_centered_and_narrows_at_the_ends() -> None:
+    series = Series("x", tuple(range(6)), (0.0, 3.0, 6.0, None, 9.0, 30.0))
+    smooth = running_mean(series)
+    assert smooth.steps == (0, 1, 2, 4, 5)
+    assert smooth.values == pytest.approx((0.0, 3.0, 9.6, 15.0, 30.0))
+
+
+VALUES = st.lists(st.none() | st.floats(-1e6, 1e6), min_size=1, max_size=400)
+
+
+@given(VALUES, st.integers(10, 60))
+def test_a_thinned_curve_keeps_its_ends_and_its_extremes(values: list[float | None], limit: int) -> None:
+    series = Series("x", tuple(range(len(values))), tuple(values))
+    thin = decimate(series, limit)
+    assert len(thin.steps) <= limit or len(values) <= limit
+    assert list(thin.steps) == sorted(set(thin.steps))
+    assert all(values[step] == value for step, value in zip(thin.steps, thin.values, strict=True))
+    assert (thin.steps[0], thin.steps[-1]) == (0, len(values) - 1)
+    live = [value for value in values if value is not None]
+    kept = [value for value in thin.values if value is not None]
+    if live:
+        assert (min(kept), max(kept)) == (min(live), max(live))
+
+
+def test_a_long_run_is_thinned_in_the_page() -> None:
+    rows = [{"step": step, "score/mean": math.sin(step)} for step in range(7001)]
+    (group,) = chart_groups(record(rows), METRICS)
+    assert [len(trace["x"]) <= 2000 for trace in group.charts[0].figure["data"]] == [True, True]
+
+
+def test_phases_are_totaled_and_binned() -> None:
+    timings = [{"step": step, "seconds": {"sample": 3.0, "update": float(step == 1)}} for step in range(1, 201)]
+    assert phase_table(timings) == [
+        {"phase": "sample", "total": 600.0, "share": 600 / 601, "mean": 3.0},
+        {"phase": "update", "total": 1.0, "share": 1 / 601, "mean": 0.005},
+    ]
+    sample_bars, update_bars = timing_chart(timings, ["sample", "update"]).figure["data"]
+    assert len(sample_bars["x"]) == 67
+    assert sample_bars["y"] == [3.0] * 67
+    assert update_bars["y"][:2] == pytest.approx([1 / 3, 0.0])
+
+
+def test_a_step_done_twice_is_drawn_once_and_paid_for_twice() -> None:
+    timings = [{"step": step, "seconds": {"sample": seconds}} for step, seconds in ((1, 1.0), (2, 5.0), (2, 2.0))]
+    (bars,) = timing_chart(timings, ["sample"]).figure["data"]
+    assert (bars["x"], bars["y"]) == ([1, 2], [1.0, 2.0])
+    assert phase_table(timings)[0]["total"] == 8.0
+
+
+def test_a_note_that_a_resumed_run_repeats_is_shown_once(tmp_path: Path) -> None:
+    notes = [
+        {"step": 0, "text": "3 rows skipped"},
+        {"step": 4, "text": "3 rows skipped"},
+        {"step": 4, "text": "resumed"},
+    ]
+    texts = page_of(run_folder(tmp_path, [{"step": 1, "score/mean": 1.0}], notes=notes)).texts
+    assert (texts.count("3 rows skipped"), texts.count("resumed")) == (1, 1)
+
+
+def test_samples_pair_by_row_and_prompt() -> None:
+    before = [sample(0, 2, "b2", 0.0), sample(0, 1, "b1", 0.0), sample(0, 3, "b3", 0.0, prompt="old")]
+    after = [sample(9, 1, "a1", 0.0), sample(9, 3, "a3", 0.0, prompt="new"), sample(9, 4, "a4", 0.0)]
+    texts = [
+        (pair.row, pair.before and pair.before["completion"], pair.after and pair.after["completion"])
+        for pair in match(before, after)
+    ]
+    assert texts == [(1, "b1", "a1"), (2, "b2", None), (3, None, "a3"), (3, "b3", None), (4, None, "a4")]
+
+
+def test_comparison_counts_only_what_has_both_scores() -> None:
+    before = [sample(0, row, "", score) for row, score in enumerate([0.1, 0.5, 0.9])] + [
+        {"row": 3, "prompt": "p3", "score": None}
+    ]
+    after = [sample(9, row, "", 0.5) for row in range(5)]
+    expected = "The score is higher after training on 1 of 3 prompts, lower on 1, equal on 1."
+    assert comparison(match(before, after)) == expected
+    assert comparison([]) == ""
+
+
+def test_training_samples_are_shown_where_nothing_was_held_out(tmp_path: Path) -> None:
+    rows = [sample(step, 0, f"c{step}", 0.5, split="train") for step in (1, 2)]
+    page = page_of(run_folder(tmp_path, [{"step": 2, "score/mean": 0.5}], samples=rows))
+    assert "c2" in page.texts
+    assert "c1" not in page.texts
+    assert any(text.startswith("Training prompts") for text in page.texts)
+
+
+def test_a_single_score_part_is_not_repeated() -> None:
+    assert pair_details(sample(0, 0, "", 0.5, parts={"score": 0.5})) == [("score", 0.5), ("KL", 1.5), ("tokens", 3)]
+    assert pair_details({"completion": "x"}) == []
+
+
+def test_a_reward_model_run_shows_its_card(tmp_path: Path) -> None:
+    card = {
+        "accuracy": 0.74,
+        "baselines": {"longer_wins": {"accuracy": 0.55}, "bag_of_words": {"accuracy": 0.66}},
+        "by_margin": [{"from": 1, "to": 2, "accuracy": 0.61}, {"from": 2, "to": None, "accuracy": 0.9}],
+        "calibration": {"error": 0.02, "bins": [{"predicted": 0.9, "observed": 0.8, "count": 5}]},
+        "length": {"correlation": 0.12},
+    }
+    page = page_of(run_folder(tmp_path, [{"step": 1, "rm/accuracy": 0.7, "eval/rm_accuracy": 0.6}], card=card))
+    assert {"report-card", "group-reward-model"} <= page.ids()
+    points = page.figures()["calibration"]["data"][1]
+    assert (points["x"], points["y"]) == ([0.9], [0.8])
+    for text in ("By margin", "longer wins", "0.610", "–", "correlation", "0.120"):
+        assert text in page.texts
+
+
+def test_a_card_without_metrics_is_a_report(tmp_path: Path) -> None:
+    page = page_of(run_folder(tmp_path, [], card={"accuracy": 0.74}))
+    assert "Accuracy 0.740." in page.texts
+
+
+def test_card_tables_follow_the_nesting() -> None:
+    card = {"n": 2, "by": {"a": {"x": 1}, "b": {"y": 2}}, "deep": {"k": 1, "rows": [{"x": 1}]}, "tags": ["s", "t"]}
+    tables = {table.title: (list(table.columns), [list(row) for row in table.rows]) for table in card_tables(card)}
+    assert tables == {
+        "Figures": (["", "value"], [["n", 2], ["tags", ["s", "t"]]]),
+        "By": (["", "x", "y"], [["a", 1, None], ["b", None, 2]]),
+        "Deep": (["", "value"], [["k", 1]]),
+        "Deep · rows": (["x"], [[1]]),
+    }
+
+
+@pytest.mark.parametrize(
+    "calibration, expected",
+    [
+        (
+            [{"confidence": 0.9, "accuracy": 0.8, "n": 3}, {"confidence": 0.6, "accuracy": 0.5}],
+            [(0.6, 0.5, None), (0.9, 0.8, 3.0)],
+        ),
+        ({"ece": 0.1, "bins": [{"mean_predicted": 1, "observed": 1}]}, [(1.0, 1.0, None)]),
+        ([{"confidence": None, "accuracy": 0.8}], []),
+        (0.02, []),
+        (None, []),
+    ],
+)
+def test_calibration_bins_are_found(calibration: object, expected: list[tuple[float, float, float | None]]) -> None:
+    assert calibration_bins({"calibration": calibration}) == expected
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        *(
+            (None, "–"),
+            (True, "yes"),
+            (1234, "1,234"),
+            (0.9124, "0.912"),
+            (12.34, "12.3"),
+            (0.0, "0.00"),
+            (1e-7, "1.0e-07"),
+        ),
+        *(([1, 0.5], "1, 0.500"), ({"a": 1}, "a 1"), ("x", "x")),
+    ],
+)
+def test_show(value: object, text: str) -> None:
+    assert show(value) == text
+
+
+def test_a_metric_that_was_nan_is_noted_and_leaves_a_gap(tmp_path: Path) -> None:
+    rows = [{"step": step, "loss/policy": math.nan if step == 2 else 1.0} for step in (1, 2, 3)]
+    page = page_of(run_folder(tmp_path, rows))
+    assert "loss/policy was NaN or infinite at step 2" in page.texts
+    assert page.figures()["curve:loss/policy"]["data"][0]["y"] == [1.0, None, 1.0]
+
+
+def test_a_completion_that_is_no_utf8_does_not_stop_the_report(tmp_path: Path) -> None:
+    rows = [sample(0, 0, "half \ud83d", 0.5)]
+    assert "half ?" in page_of(run_folder(tmp_path, [{"step": 0, "eval/score": 0.5}], samples=rows)).texts
+
+
+def test_a_missing_or_empty_folder_is_the_users_to_fix(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        write_report(tmp_path / "absent")
+    with pytest.raises(UserError, match=r"no metrics\.jsonl"):
+        write_report(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_page_is_complete_html(tmp_path: Path) -> None:
+    text = write_report(ppo_run(tmp_path / "run")).read_text(encoding="utf-8")
+    assert text.startswith("<!DOCTYPE html>")
+    assert text.rstrip().endswith("</html>")
+    assert "&lt;b&gt;skipped&lt;/b&gt;" in text

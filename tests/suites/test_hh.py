@@ -1,0 +1,138 @@
+"""Preference pairs: the implicit reward, scores and win rates, by hand."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from bigram import EOS
+from runs import count_good, write_rows
+from suite_cases import figures, subject, values
+
+from rlhf.errors import DataError
+from rlhf.rewards.function import FunctionReward
+from rlhf.suites.hh import NO_REFERENCE, NO_SOURCE, run_hh
+from rlhf.suites.settings import HhSettings
+from rlhf.suites.subject import Subject
+
+WORDS = ("Human:", "Assistant:", "hi", "good", "bad")
+ENDS = {"good": {EOS: 1.0}, "bad": {EOS: 1.0}}
+POLICY = {**ENDS, "Assistant:": {"good": 0.6, "bad": 0.1}}
+START = {**ENDS, "Assistant:": {"good": 0.3, "bad": 0.3}}
+
+
+def pair(chosen: str, rejected: str, asked: str = "hi") -> dict[str, str]:
+    head = f"\n\nHuman: {asked}\n\nAssistant:"
+    return {"chosen": f"{head} {chosen}", "rejected": f"{head} {rejected}"}
+
+
+PAIRS = [pair("good", "bad")] * 3 + [pair("bad", "good")]
+
+
+def settings(path: Path, **more: object) -> HhSettings:
+    return HhSettings.model_validate(
+        {"dataset": {"path": str(path)}, "sampling": {"max_new_tokens": 8}, "stop": ["Human:"], **more}
+    )
+
+
+def source(model: Subject) -> FunctionReward:
+    return FunctionReward(f"{count_good.__module__}:{count_good.__name__}", {}, model.encoder.tokenizer)
+
+
+def test_the_implicit_reward_by_hand(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "h.jsonl", PAIRS)
+    model = subject(tmp_path / "m", WORDS, POLICY)
+    start = subject(tmp_path / "s", WORDS, START, like=model)
+    found = run_hh(settings(rows, beta=0.5), model, reference=start, source=None)
+    got = figures(found)
+    # beta (log .6/.3 - log .1/.3) = beta log 6 for good over bad, and less than nothing for the fourth pair
+    assert got["implicit_accuracy"].value == 0.75
+    assert (got["implicit_accuracy"].low, got["implicit_accuracy"].high) == pytest.approx((0.3006, 0.9544), abs=1e-4)
+    assert got["implicit_margin"].value == pytest.approx(0.5 * math.log(6) * (3 - 1) / 4, abs=1e-5)
+    assert got["logprob_accuracy"].value == 0.75
+    assert [part.why for part in found.left_out] == [NO_SOURCE]
+    itself = run_hh(settings(rows), model, reference=model, source=None)
+    assert values(itself)["implicit_accuracy"] == 0.5  # a policy is no better than itself: all ties
+
+
+def test_the_temperature_is_that_of_the_run(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "h.jsonl", PAIRS[:1])
+    model = subject(tmp_path / "m", WORDS, {**ENDS, "Assistant:": {"good": 0.8, "bad": 0.2}})
+    start = subject(tmp_path / "s", WORDS, {**ENDS, "Assistant:": {"good": 0.5, "bad": 0.5}}, like=model)
+    cool = settings(rows, beta=1.0, sampling={"temperature": 0.5})
+    found = values(run_hh(cool, model, reference=start, source=None))
+    assert found["implicit_margin"] == pytest.approx(2 * math.log(4), abs=1e-4)  # logits doubled
+
+
+def test_scores_and_win_rates_by_hand(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "h.jsonl", PAIRS)
+    always_good = {**ENDS, "Assistant:": {"good": 1.0}}
+    always_bad = {**ENDS, "Assistant:": {"bad": 1.0}}
+    model = subject(tmp_path / "m", WORDS, always_good)
+    start = subject(tmp_path / "s", WORDS, always_bad, like=model)
+    found = run_hh(settings(rows), model, reference=start, source=source(model))
+    got = values(found)
+    assert (got["score"], got["score_start"]) == (1.0, -1.0)
+    assert (got["score_chosen"], got["score_rejected"]) == (0.5, -0.5)
+    assert got["win_rate_start"] == 1.0
+    assert got["win_rate_chosen"] == (3 * 0.5 + 1) / 4  # three ties
+    assert got["source_accuracy"] == 0.75
+    assert found.left_out == ()
+    assert found.examples[0] == {
+        "prompt": "\n\nHuman: hi\n\nAssistant:",
+        "completion": " good",
+        "score": 1.0,
+        "score_chosen": 1.0,
+    }
+
+
+def test_without_a_reference_the_start_model_is_left_out(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "h.jsonl", PAIRS)
+    model = subject(tmp_path / "m", WORDS, POLICY)
+    found = run_hh(settings(rows), model, reference=None, source=source(model))
+    assert {"win_rate_chosen", "score"} <= set(values(found))
+    assert not {"win_rate_start", "implicit_accuracy"} & set(values(found))
+    assert [part.why for part in found.left_out] == [NO_REFERENCE, NO_REFERENCE]
+
+
+def test_an_answer_that_goes_on_with_another_turn_is_cut(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "h.jsonl", PAIRS[:2])
+    goes_on = {"Assistant:": {"good": 1.0}, "good": {"Human:": 1.0}, "Human:": {"bad": 1.0}, "bad": {"bad": 1.0}}
+    model = subject(tmp_path / "m", WORDS, goes_on)
+    found = run_hh(settings(rows), model, reference=None, source=source(model))
+    assert values(found)["score"] == 1.0  # the bad words came after the stop
+    assert "2 of the model's answers were cut" in found.notes[-1]
+    uncut = run_hh(settings(rows, stop=[]), model, reference=None, source=source(model))
+    assert values(uncut)["score"] < 0
+
+
+def test_a_prompt_without_room_counts_in_the_log_probabilities_only(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "h.jsonl", [*PAIRS, pair("good", "bad", "hi " * 55)])
+    model = subject(tmp_path / "m", WORDS, POLICY)
+    found = run_hh(settings(rows), model, reference=None, source=source(model))
+    got = figures(found)
+    assert (got["logprob_accuracy"].n, got["score"].n) == (5, 4)
+    assert "1 prompts leave no room for 8 more tokens" in found.notes[0]
+
+
+def test_bad_pairs_are_counted_and_none_is_an_error(tmp_path: Path) -> None:
+    model = subject(tmp_path / "m", WORDS, POLICY)
+    rows = write_rows(tmp_path / "h.jsonl", [PAIRS[0], pair("good", "good"), {"chosen": "x", "rejected": "y"}])
+    found = run_hh(settings(rows), model, reference=None, source=None)
+    assert found.n == 1
+    assert found.skipped["chosen and rejected are the same"] == 1
+    assert sum(found.skipped.values()) == 2
+    same = write_rows(tmp_path / "same.jsonl", [pair("good", "good")])
+    with pytest.raises(DataError, match="no usable rows"):
+        run_hh(settings(same), model, reference=None, source=None)
+
+
+def test_the_real_pairs_are_read(shared: Path, tmp_path: Path) -> None:
+    model = subject(tmp_path / "m", WORDS, POLICY)
+    config = settings(
+        shared / "data" / "hh_rlhf_harmless",
+        dataset={"path": str(shared / "data" / "hh_rlhf_harmless"), "limit": 5, "max_tokens": 64},
+    )
+    found = run_hh(config, model, reference=None, source=None)
+    assert found.n == 5

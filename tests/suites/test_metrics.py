@@ -1,0 +1,82 @@
+"""The metrics as the evaluate library loads them: from a path, with no network."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import evaluate
+import pytest
+
+from rlhf.suites.metrics import NAMES, metric_path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """evaluate.load of one of our metrics, with no way to the network and its copies in a folder of the test's own."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a metric went to the network")
+
+    monkeypatch.setattr("socket.create_connection", refuse)
+    monkeypatch.setattr("socket.socket.connect", refuse)
+
+    def loaded(name: str) -> Any:
+        return evaluate.load(metric_path(name), cache_dir=str(tmp_path / "cache"), keep_in_memory=True)
+
+    return loaded
+
+
+def test_gsm8k_exact(load: Any) -> None:
+    metric = load("gsm8k_exact")
+    found = metric.compute(
+        predictions=["The answer is $72.00.", "so 5", "none", r"\boxed{1{,}234}"],
+        references=["work\n#### 72", "#### 5", "#### 1", "1234"],
+    )
+    assert found == {"exact_match": 0.75, "no_answer": 0.25, "n": 4}
+    strict = metric.compute(predictions=["so 5"], references=["#### 5"], announced_only=True)
+    assert strict["exact_match"] == 0.0
+    with pytest.raises(ValueError, match="has no number"):
+        metric.compute(predictions=["5"], references=["five"])
+
+
+def test_pass_at_k(load: Any) -> None:
+    rows = [[True, False, False, False], [True, True, False, False]]
+    found = load("pass_at_k").compute(predictions=rows, k=[1, 2])
+    assert found == pytest.approx({"pass@1": (0.25 + 0.5) / 2, "pass@2": (0.5 + 5 / 6) / 2})
+
+
+def test_distinct_n(load: Any) -> None:
+    metric = load("distinct_n")
+    found = metric.compute(predictions=["a b a b", "a b"], n=[1, 2, 3])
+    assert found == pytest.approx({"distinct_1": 2 / 6, "distinct_2": 2 / 4, "distinct_3": 1.0})
+    assert math.isnan(metric.compute(predictions=["a"], n=[2])["distinct_2"])
+
+
+def test_pairwise_accuracy(load: Any) -> None:
+    found = load("pairwise_accuracy").compute(predictions=[1.0, 2.0, 3.0, 0.0], references=[0.0, 2.0, 1.0, 5.0])
+    assert found["accuracy"] == 0.625  # two right, one tie
+    assert 0 < found["low"] < 0.625 < found["high"] < 1
+
+
+def test_win_rate(load: Any) -> None:
+    metric = load("win_rate")
+    found = metric.compute(predictions=[1.0, 2.0, 3.0, 0.0], references=[0.0, 2.0, 1.0, 5.0])
+    assert (found["win_rate"], found["ties"]) == (0.625, 0.25)
+    assert found == metric.compute(predictions=[1.0, 2.0, 3.0, 0.0], references=[0.0, 2.0, 1.0, 5.0], bootstrap_seed=0)
+    sure = metric.compute(predictions=[1.0] * 5, references=[0.0] * 5)
+    assert (sure["low"], sure["high"]) == (1.0, 1.0)
+
+
+def test_every_metric_is_a_folder_that_evaluate_takes_and_is_documented() -> None:
+    page = (ROOT / "docs" / "evaluation_suites.md").read_text(encoding="utf-8")
+    for name in NAMES:
+        assert (Path(metric_path(name)) / f"{name}.py").is_file()
+        assert f"`{name}`" in page
+    folders = {path.parent.name for path in (ROOT / "rlhf" / "evaluation" / "metrics").glob("*/__init__.py")}
+    assert folders == set(NAMES)
+    with pytest.raises(ValueError, match="no metric 'bleu'"):
+        metric_path("bleu")

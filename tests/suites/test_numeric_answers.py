@@ -1,0 +1,166 @@
+"""The final answer of a solution, however it is written."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf.suites.numeric_answers import expected_answer, final_answer, find_numbers, plain, same_answer
+
+
+def numbers(text: str) -> list[Fraction]:
+    return [found.value for found in find_numbers(plain(text))]
+
+
+AWKWARD = [
+    # text, the number in it (None: no answer)
+    ("#### 72", 72),
+    ("48/2 = <<48/2=24>>24\n#### 72", 72),
+    ("####72.", 72),
+    ("#### $1,234.50", Fraction("1234.5")),
+    ("#### -5", -5),
+    ("#### −5", -5),  # a minus sign, not a hyphen
+    ("#### **18**", 18),
+    ("#### 3 + 4 = 7", 7),
+    ("#### 72 apples in 3 boxes", 72),
+    ("#### 1\nno, wait\n#### 2", 2),
+    ("#### Step 2\nSo we add.\nThe answer is 9.", 9),  # a heading is no answer
+    ("#### 3. Add up\nThe answer is 9", 9),
+    ("#### 5%", 5),
+    ("#### .5", Fraction(1, 2)),
+    ("The answer is 72.", 72),
+    ("The answer is: $72.00", 72),
+    ("the final ANSWER is\n\n72 apples. I used 3 steps.", 72),
+    ("The answer is 12 apples for 3 children.", 12),
+    ("The answer is 3 + 4 = 7 apples.", 7),
+    ("The answer is 1,234,567 m", 1234567),
+    ("The answer is 12,34,567", 1234567),  # lakhs
+    ("The answer is **$1,000**.", 1000),
+    ("The answer is negative 3.", -3),
+    ("The answer is minus 3.", -3),
+    ("The answer is -$3.", -3),
+    ("The answer is $-3.", -3),
+    ("The answer is 3/4 of a cup.", Fraction(3, 4)),
+    ("The answer is 2 1/2 cups.", Fraction(5, 2)),
+    ("The answer is 3.5 million dollars.", 3500000),
+    ("The answer is 1.2e3.", 1200),
+    ("The answer is 1.2 x 10^3", 1200),
+    (r"The answer is \(1.2 \times 10^{3}\)", 1200),
+    ("The answer is 4 × 10³ m", 4000),
+    ("The answer is 10^3", 1000),
+    ("Answer: 1\n...\nAnswer: 8", 8),
+    ("Answer = 8", 8),
+    ("The answer is 5. Wait, the answer is 6.", 6),
+    (r"\boxed{72}", 72),
+    (r"so $\boxed{\$1,200}$ in all, over 3 years", 1200),
+    (r"\boxed{\frac{3}{4}}", Fraction(3, 4)),
+    (r"\boxed{\dfrac{7}{2}\text{ cups}}", Fraction(7, 2)),
+    (r"\boxed{1{,}234}", 1234),
+    (r"\boxed{x = -5}", -5),
+    (r"\boxed{25\%}", 25),
+    (r"\boxed 7 for 3", 7),
+    (r"\boxed{1} then \boxed{2}", 2),
+    ("It is 16 - 3 - 4 = 9 eggs a day, so she makes 9 * 2 = $18", 18),
+    ("Total cost: $2,125.", 2125),
+    ("She has 12 cm^2 left", 12),
+    ("She has 12 cm2 left", 12),
+    ("He is 5'11 tall and weighs 80kg", 80),
+    ("Between 3-5 there are 2", 2),
+    ("From 10-3", 3),  # a range or a difference, not minus three
+    ("1\u202f234 units", 1234),
+    ("- 5 apples", 5),  # the dash of a list
+    ("COVID-19", None),
+    ("H2O", None),
+    ("seventy-two", None),  # words are not read
+    ("5/0", None),
+    ("", None),
+    ("9" * 5000, None),  # no answer to anything
+    ("7 and not 1e999", 7),
+]
+
+
+@pytest.mark.parametrize(("text", "value"), AWKWARD, ids=[repr(text[:40]) for text, _ in AWKWARD])
+def test_awkward_formats(text: str, value: int | Fraction | None) -> None:
+    found = final_answer(text)
+    assert (None if found is None else found.value) == value
+
+
+VERDICTS = [
+    ("The answer is 72.0", 72, True),
+    ("The answer is 72.01", 72, False),
+    ("The answer is 720", 72, False),
+    ("The answer is 1,8 or so", 18, False),
+    ("The answer is 0.05", 5, False),  # five percent as a fraction is another number
+    ("The answer is 5 %", 5, True),
+    ("The answer is -18", 18, False),
+    ("The answer is 36/2", 18, True),
+    ("We get 18 and 19", 18, False),
+    ("18 eggs, the answer is 17", 18, False),
+]
+
+
+@pytest.mark.parametrize(("text", "expected", "right"), VERDICTS)
+def test_verdicts(text: str, expected: int, right: bool) -> None:
+    assert same_answer(text, Fraction(expected)) is right
+
+
+def test_only_announced_answers_count_where_that_is_asked() -> None:
+    assert same_answer("so 18", Fraction(18))
+    assert not same_answer("so 18", Fraction(18), announced_only=True)
+    assert same_answer("so the answer is 18", Fraction(18), announced_only=True)
+
+
+@pytest.mark.parametrize(
+    ("solution", "value"),
+    [
+        ("a\n#### 7", 7),
+        ("#### -1,234", -1234),
+        ("7", None),
+        ("#### about 7", None),
+        ("#### 7 or 8", None),
+        ("####", None),
+    ],
+)
+def test_the_expected_answer_must_be_all_there_is(solution: str, value: int | None) -> None:
+    assert expected_answer(solution) == value
+
+
+@given(st.integers(-(10**12), 10**12))
+def test_whole_numbers_come_back_with_and_without_commas(value: int) -> None:
+    for written in (str(value), f"{value:,}", f"{value:,}.00"):
+        for text in (f"#### {written}", f"The answer is {written}.", rf"so \boxed{{{written}}}", f"We get {written}."):
+            found = final_answer(text)
+            assert found is not None
+            assert found.value == value, text
+
+
+@given(st.text(max_size=200))
+def test_no_text_breaks_it(text: str) -> None:
+    found = final_answer(text)
+    assert found is None or isinstance(found.value, Fraction)
+
+
+@given(st.decimals(-1000, 1000, allow_nan=False, places=3))
+def test_decimals_are_read_exactly(value: object) -> None:
+    assert numbers(f"{value} m") == [Fraction(str(value))]
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_every_answer_of_gsm8k_is_recovered(shared: Path, split: str) -> None:
+    with gzip.open(shared / "data" / "gsm8k" / f"{split}.jsonl.gz", "rt", encoding="utf-8") as file:
+        solutions = [json.loads(line)["answer"] for line in file]
+    assert len(solutions) == {"train": 7473, "test": 1319}[split]
+    for solution in solutions:
+        work, _, written = solution.rpartition("####")
+        value = int(written.strip().replace(",", ""))
+        assert expected_answer(solution) == value
+        for text in (solution, f"{work}The answer is {written.strip()}.", rf"{work}\boxed{{{written.strip()}}}"):
+            found = final_answer(text)
+            assert found is not None
+            assert (found.value, found.announced) == (value, True), text

@@ -1,0 +1,67 @@
+"""Shares, their intervals, and pass@k, against values worked by hand and by enumeration."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf.suites.figures import mean, mean_pass_at_k, pass_at_k, wilson, wins
+
+
+@pytest.mark.parametrize(
+    ("samples", "correct", "k", "value"),
+    [
+        (1, 1, 1, 1.0),
+        (1, 0, 1, 0.0),
+        (4, 1, 1, 0.25),
+        (4, 1, 2, 0.5),
+        (4, 2, 2, 5 / 6),
+        (5, 3, 3, 1.0),
+        (10, 1, 10, 1.0),
+    ],
+)
+def test_pass_at_k_by_hand(samples: int, correct: int, k: int, value: float) -> None:
+    assert pass_at_k(samples, correct, k) == pytest.approx(value, abs=1e-15)
+
+
+@given(st.integers(1, 8), st.data())
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(samples: int, data: st.DataObject) -> None:
+    correct, k = data.draw(st.integers(0, samples)), data.draw(st.integers(1, samples))
+    row = [True] * correct + [False] * (samples - correct)
+    subsets = list(combinations(row, k))
+    assert pass_at_k(samples, correct, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_pass_at_k_refuses_more_than_there_are() -> None:
+    with pytest.raises(ValueError, match="needs at least 3 samples"):
+        pass_at_k(2, 1, 3)
+    with pytest.raises(ValueError, match="3 right of 2"):
+        pass_at_k(2, 3, 1)
+    assert mean_pass_at_k([[True, False], [False, False]], 1) == 0.25
+
+
+def test_wilson_by_hand() -> None:
+    # z = 1.96, n = 10: (p + .19207) / 1.38415 ± ...; the values of Newcombe (1998, table I) and by hand
+    assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert wilson(15, 148) == pytest.approx((0.0624, 0.1605), abs=5e-5)
+    assert wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
+    assert wilson(1, 29) == pytest.approx((0.0061, 0.1718), abs=5e-5)
+
+
+@given(st.integers(1, 200), st.data())
+def test_wilson_holds_the_share_and_mirrors(total: int, data: st.DataObject) -> None:
+    successes = data.draw(st.integers(0, total))
+    low, high = wilson(successes, total)
+    assert 0 <= low <= successes / total <= high <= 1
+    other_low, other_high = wilson(total - successes, total)
+    assert (1 - other_high, 1 - other_low) == pytest.approx((low, high), abs=1e-12)
+
+
+def test_ties_count_half() -> None:
+    assert wins([1.0, 2.0, 3.0], [0.0, 2.0, 4.0]) == [1.0, 0.5, 0.0]
+    assert mean([1.0, 0.5, 0.0]) == 0.5
+    with pytest.raises(ValueError, match="2 scores on one side"):
+        wins([1.0, 2.0], [1.0])

@@ -1,0 +1,210 @@
+"""JSON lines that are the same bytes for the same figures and rewind exactly; trackers that are asked for by name."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf.errors import CheckpointError, UserError
+from rlhf.tracking.trackers import JsonlLogger, encode_line, flatten, open_trackers, plain, read_jsonl
+
+JSON_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def test_a_line_is_sorted_and_writes_nonfinite_numbers_as_null() -> None:
+    record = {"step": 3, "b/x": math.nan, "a/y": math.inf, "a/z": 0.1, "parts": {"q": 1.5, "c": -math.inf}}
+    expected = b'{"a/y": null, "a/z": 0.1, "b/x": null, "parts": {"c": null, "q": 1.5}, "step": 3}\n'
+    assert encode_line(record) == expected
+
+
+@given(st.dictionaries(st.text(), JSON_VALUES, max_size=4))
+def test_any_record_is_one_line_and_is_read_back_unchanged(record: dict[str, object]) -> None:
+    line = encode_line(record)
+    assert line.count(b"\n") == 1
+    assert json.loads(line) == record
+
+
+def test_lone_surrogates_and_line_separators_survive(tmp_path: Path) -> None:
+    text = "half \ud83d and \u2028 and \x85 and \r\n"
+    with JsonlLogger(tmp_path / "s.jsonl") as log:
+        log.log({"completion": text})
+        log.log({"completion": "next"})
+    assert [row["completion"] for row in read_jsonl(tmp_path / "s.jsonl")] == [text, "next"]
+
+
+def test_numpy_scalars_are_numbers_and_other_objects_are_refused() -> None:
+    assert plain({"a": np.float32(0.5), "b": np.int64(3), "c": np.float64("nan")}) == {"a": 0.5, "b": 3, "c": None}
+    with pytest.raises(TypeError, match="set"):
+        plain({"a": {1, 2}})
+
+
+def test_a_rewound_file_continues_as_if_never_interrupted(tmp_path: Path) -> None:
+    with JsonlLogger(tmp_path / "whole.jsonl") as whole:
+        for step in range(6):
+            whole.log({"step": step, "x": step / 3})
+    with JsonlLogger(tmp_path / "m.jsonl") as log:
+        for step in range(3):
+            log.log({"step": step, "x": step / 3})
+        checkpoint = log.position()
+        log.log({"step": 3, "x": 99.0})  # after the checkpoint, before the crash
+    with JsonlLogger(tmp_path / "m.jsonl") as log:
+        log.truncate(checkpoint)
+        for step in range(3, 6):
+            log.log({"step": step, "x": step / 3})
+    assert (tmp_path / "m.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_position_is_the_length_of_what_was_logged(tmp_path: Path) -> None:
+    with JsonlLogger(tmp_path / "deep" / "m.jsonl") as log:
+        assert log.position() == 0
+        log.log({"é": 1})
+        assert log.position() == len('{"é": 1}\n'.encode())
+
+
+@pytest.mark.parametrize(
+    "tail", [b'{"step": 2, "sc', b'{"step": 2}', b"x" * 100_000], ids=["half", "no newline", "long"]
+)
+def test_a_line_cut_off_by_a_crash_is_neither_read_nor_kept(tmp_path: Path, tail: bytes) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + tail)
+    assert list(read_jsonl(path)) == [{"step": 1}]
+    with JsonlLogger(path) as log:
+        log.log({"step": 2})
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_file_of_nothing_but_a_cut_off_line_becomes_empty(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"st')
+    with JsonlLogger(path) as log:
+        assert log.position() == 0
+
+
+def test_a_file_that_lost_lines_since_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    with JsonlLogger(tmp_path / "m.jsonl") as log:
+        log.log({"step": 1})
+        with pytest.raises(CheckpointError, match="lines have been removed"):
+            log.truncate(log.position() + 1)
+        with pytest.raises(CheckpointError, match="inside a line"):
+            log.truncate(4)
+        log.truncate(0)
+        assert log.position() == 0
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step":\n{"step": 3}\n')
+    with pytest.raises(CheckpointError, match=r"m\.jsonl, line 2"):
+        list(read_jsonl(path))
+    path.write_bytes(b"[1]\n")
+    with pytest.raises(CheckpointError, match="line 1: expected an object, found list"):
+        list(read_jsonl(path))
+    assert list(read_jsonl(tmp_path / "absent.jsonl")) == []
+
+
+def test_flatten_joins_keys_with_dots_and_keeps_lists() -> None:
+    assert flatten({"a": {"b": {"c": 1}, "d": [1, 2]}, "e": {}}) == {"a.b.c": 1, "a.d": [1, 2], "e": {}}
+
+
+def test_no_tracker_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate.tracking", None)  # importing it would raise
+    trackers = open_trackers([], folder=tmp_path, name="r", config={})
+    trackers.log(1, {"score/mean": 0.5})
+    trackers.close()
+
+
+def test_a_missing_tracker_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"bash scripts/setup\.sh track"):
+        open_trackers(["wandb"], folder=tmp_path, name="r", config={})
+    with pytest.raises(UserError, match="'mlflow' is not one of tensorboard, wandb"):
+        open_trackers(["mlflow"], folder=tmp_path, name="r", config={})
+
+
+class FakeTracker:
+    """Stands for accelerate's: records what it is given."""
+
+    def __init__(self, **arguments: object) -> None:
+        self.arguments = arguments
+        self.calls: list[tuple[str, object]] = []
+        made.append(self)
+
+    def start(self) -> None:
+        self.calls.append(("start", None))
+
+    def store_init_configuration(self, values: dict[str, object]) -> None:
+        self.calls.append(("config", values))
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.calls.append(("log", (step, values)))
+
+    def finish(self) -> None:
+        self.calls.append(("finish", None))
+
+
+made: list[FakeTracker] = []
+
+
+def test_trackers_are_started_given_the_config_logged_to_and_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made.clear()
+    tracking = importlib.import_module("accelerate.tracking")
+    monkeypatch.setattr(tracking, "TensorBoardTracker", FakeTracker)
+    monkeypatch.setattr(tracking, "WandBTracker", FakeTracker)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: find_spec("json") if name in ("tensorboard", "wandb") else find_spec(name),
+    )
+    config = {"policy": {"lr": 0.1, "lora": None}, "logging": {"backends": ["wandb"]}}
+    trackers = open_trackers(["tensorboard", "wandb"], folder=tmp_path, name="ppo", config=config, first_step=7)
+    trackers.log(8, {"score/mean": 0.5})
+    trackers.close()
+    board, wandb = made
+    assert board.arguments == {"run_name": "tensorboard", "logging_dir": str(tmp_path), "purge_step": 7}
+    assert wandb.arguments == {"run_name": "rlhf", "name": "ppo", "dir": str(tmp_path)}
+    flat = {"policy.lr": 0.1, "policy.lora": "null", "logging.backends": '["wandb"]'}
+    expected = [("start", None), ("config", flat), ("log", (8, {"score/mean": 0.5})), ("finish", None)]
+    assert board.calls == wandb.calls == expected
+
+
+def test_tensorboard_files_hold_the_metrics(tmp_path: Path) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    trackers = open_trackers(["tensorboard"], folder=tmp_path, name="r", config={"policy": {"lr": 0.1}})
+    trackers.log(3, {"score/mean": 0.5})
+    trackers.close()
+    events = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("score/mean")] == [(3, 0.5)]
+
+
+def test_wandb_runs_offline_in_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    trackers = open_trackers(["wandb"], folder=tmp_path, name="r", config={"policy": {"lr": 0.1}})
+    trackers.log(3, {"score/mean": 0.5})
+    trackers.close()
+    (written,) = tmp_path.rglob("*.wandb")
+    deadline = time.monotonic() + 20  # wandb's own process writes the file, a moment after it said that it finished
+    while b"score/mean" not in written.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert b"score/mean" in written.read_bytes()

@@ -1,0 +1,118 @@
+"""The online loop at its seams: steps with nothing to learn, controllers that hold, the temperature of each loss."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import largest_difference, online, ppo_tree, trained, weights, write_rows
+
+from rlhf.models.policy_models import Models
+from rlhf.rewards.source import RewardSource
+from rlhf.training.losses import DemonstrationLoss
+from rlhf.training.online import OnlineRun, train
+from rlhf.types import Completions, Demonstrations, Scores
+
+GROUPS: dict[str, Any] = {
+    "algorithm": {"preset": "dr_grpo"},
+    "sampling": {"completions_per_prompt": 3},
+    "batch": {"prompts_per_step": 8},
+    "critic": {"init": "auto"},
+}
+
+
+class TiesAfter:
+    """Scores as `source` does for so many calls, and every completion the same from then on."""
+
+    def __init__(self, source: RewardSource, calls: int) -> None:
+        self.source, self.left = source, calls
+
+    def __call__(self, completions: Completions) -> Scores:
+        self.left -= 1
+        scores = self.source(completions)
+        return scores if self.left >= 0 else Scores(values=torch.full_like(scores.values, 0.1), parts={})
+
+
+def lines(run: OnlineRun) -> list[dict[str, Any]]:
+    return run.session.recorder.folder.read_metrics()
+
+
+def test_a_step_in_which_every_group_ties_leaves_the_policy_where_it_is(tmp_path: Path) -> None:
+    """Adam's momentum of the steps before would carry it on."""
+    run = online(ppo_tree(tmp_path, **GROUPS), "schedule.steps=2")
+    train(run)
+    moved = weights(run.models.policy)
+    run.session.recorder.close()
+    longer = online(ppo_tree(tmp_path, **GROUPS), "schedule.steps=5")
+    assert largest_difference(weights(longer.models.policy), moved) == 0.0
+    train(replace(longer, reward=TiesAfter(longer.reward, 0)))
+    assert largest_difference(weights(longer.models.policy), moved) == 0.0
+    last = lines(longer)[-3:]
+    assert [line["group/uniform"] for line in last] == [1.0] * 3
+    assert [line["policy/optimizer_steps"] for line in last] == [0.0] * 3
+    assert [line["policy/grad_norm"] for line in last] == [0.0] * 3
+    assert [line["skipped/zero_gradient"] for line in last] == [4.0, 8.0, 12.0]  # 2 epochs x 2 minibatches a step
+    assert json.loads((longer.session.checkpoints.all()[-1] / "state.json").read_text())["state"]["idle"] == 12
+
+
+def test_a_group_that_does_not_tie_moves_the_policy(tmp_path: Path) -> None:
+    run = online(ppo_tree(tmp_path, **GROUPS), "schedule.steps=1")
+    before = weights(run.models.policy)
+    train(run)
+    assert largest_difference(weights(run.models.policy), before) > 1e-3
+    assert lines(run)[-1]["policy/optimizer_steps"] == 4.0
+    assert lines(run)[-1]["skipped/zero_gradient"] == 0.0
+
+
+def test_controllers_hold_while_the_critic_warms_up(tmp_path: Path) -> None:
+    """KL is 0 by construction then: the coefficient would fall, and the penalty's halve, at every step."""
+    kl = {"coef": 0.05, "controller": {"type": "adaptive", "target": 6.0, "horizon": 100}}
+    tree = ppo_tree(tmp_path, algorithm={"preset": "ppo_penalty", "kl": kl}, critic={"warmup_steps": 2})
+    rows = lines(trained(tree))[1:]
+    assert [row["kl/coef"] for row in rows[:3]] == [0.05] * 3
+    assert [row["kl/penalty_coef"] for row in rows[:3]] == [1.0] * 3
+    assert [row["policy/optimizer_steps"] for row in rows] == [0.0, 0.0, 4.0, 4.0]
+    assert rows[3]["kl/coef"] < 0.05  # 0.05 (1 - 0.2 * 16 / 100) where KL is far below its target
+    assert rows[3]["kl/coef"] == pytest.approx(0.05 * (1 - 0.2 * 16 / 100))
+
+
+def test_the_penalty_loss_on_the_best_holds_its_coefficient_where_nothing_is_kept(tmp_path: Path) -> None:
+    algorithm = {
+        "preset": "rejection_sampling",
+        "advantage": {"min_score": 100.0},
+        "policy_loss": {"type": "penalty"},
+    }
+    tree = ppo_tree(tmp_path, algorithm=algorithm, batch={"epochs": 2}, critic={"init": "auto"})
+    rows = lines(trained(tree, "schedule.steps=2"))[1:]
+    assert [row["kept/count"] for row in rows] == [0.0, 0.0]
+    assert [row["kl/penalty_coef"] for row in rows] == [1.0, 1.0]
+
+
+def test_the_ptx_loss_is_at_temperature_1_whatever_is_sampled_at(tmp_path: Path) -> None:
+    sft = write_rows(tmp_path / "sft.jsonl", [{"prompt": "red one", "completion": " good good"}] * 4)
+    data = {"sft": {"path": str(sft)}}
+    tree = ppo_tree(tmp_path, data=data, algorithm={"ptx_coef": 0.5}, sampling={"temperature": 0.5})
+    run = online(tree)
+    assert run.ptx is not None
+    batch = run.ptx(1)
+    terms, observed = DemonstrationLoss(run.models, aggregate="token_mean", name="ptx").terms(batch)
+    assert terms["ptx"].item() == pytest.approx(likelihood(run.models, batch), rel=1e-5)
+    assert observed["loss/ptx"].total == pytest.approx(likelihood(run.models, batch), rel=1e-5)
+
+
+def likelihood(models: Models, batch: Demonstrations) -> float:
+    """The negative log-likelihood of all completion tokens, from plain softmaxes row by row."""
+    total = 0.0
+    for row in range(len(batch)):
+        prompt = batch.prompt_ids[row][batch.prompt_mask[row]]
+        own = batch.completion_ids[row][batch.completion_mask[row]]
+        with torch.no_grad():
+            logits = models.policy(torch.cat([prompt, own])[None]).logits[0, len(prompt) - 1 : -1]
+        total -= float(logits.double().log_softmax(-1).gather(1, own[:, None]).sum())
+    assert math.isfinite(total)
+    return total

@@ -1,0 +1,165 @@
+"""Scoring while sampling and sampling while updating: the same numbers, or those of one step before."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import largest_difference, online, ppo_tree, trained, weights
+from tiny_models import ragged
+
+from rlhf.config.load import train_config
+from rlhf.errors import ConfigError, RewardError
+from rlhf.training.collect import scored_in_parts
+from rlhf.training.online import sampling_key, train
+from rlhf.types import Completions, Prompts, Scores
+
+PATIENCE_S = 60.0
+
+
+def files(folder: Path) -> list[bytes]:
+    return [(folder / "run" / name).read_bytes() for name in ("metrics.jsonl", "samples.jsonl")]
+
+
+def lengths(completions: Completions) -> Scores:
+    values = completions.completion_mask.sum(dim=1).float()
+    return Scores(values=values, parts={"half": values / 2})
+
+
+def test_a_part_is_scored_while_the_next_is_sampled() -> None:
+    batch, second_begun = ragged(), threading.Event()
+    seen: list[int] = []
+
+    def sample(prompts: Prompts) -> Completions:
+        if prompts.row_ids[0] > 0:
+            second_begun.set()
+        return batch.rows(prompts.row_ids)
+
+    def reward(completions: Completions) -> Scores:
+        assert second_begun.wait(PATIENCE_S), "it was not sampled meanwhile"
+        assert not torch.is_grad_enabled()
+        seen.append(len(completions))
+        return lengths(completions)
+
+    completions, scores = scored_in_parts(batch, sample, reward, parts=2)
+    assert seen == [2, 2]
+    assert torch.equal(completions.completion_ids, batch.completion_ids)
+    assert torch.equal(scores.values, lengths(batch).values)
+    assert torch.equal(scores.parts["half"], lengths(batch).parts["half"])
+
+
+def test_an_error_of_the_reward_is_the_step_s() -> None:
+    def fail(_: Completions) -> Scores:
+        raise RewardError("no scores")
+
+    batch = ragged()
+    with pytest.raises(RewardError, match="no scores"):
+        scored_in_parts(batch, lambda prompts: batch.rows(prompts.row_ids), fail, parts=3)
+
+
+def test_a_run_scored_in_parts_is_the_run(tmp_path: Path) -> None:
+    for name in ("plain", "parts"):
+        (tmp_path / name).mkdir()
+    plain = trained(ppo_tree(tmp_path / "plain"))
+    tree = ppo_tree(tmp_path / "parts", policy={"model": str(tmp_path / "plain" / "model")})
+    parts = trained(tree, "overlap.reward_parts=3")
+    assert largest_difference(weights(plain.models.policy), weights(parts.models.policy)) == 0.0
+    assert files(tmp_path / "plain") == files(tmp_path / "parts")
+
+
+def test_a_step_is_drawn_by_the_policy_before_the_last_update(tmp_path: Path) -> None:
+    run = online(ppo_tree(tmp_path, overlap={"ahead": True}))
+    assert run.ahead is not None
+    first = [run.sampler.sample(run.prompts(step), key=sampling_key(run.config, step), group_size=1) for step in (1, 2)]
+    taken: list[Completions] = []
+    take = run.ahead.take
+
+    third: list[Completions] = []
+
+    def noted(step: int) -> Completions:
+        if step == 2:  # after one update: those of step 3 are drawn by the weights as they are now
+            key = sampling_key(run.config, 3)
+            third.append(run.sampler.sample(run.prompts(3), key=key, group_size=1))
+        taken.append(take(step))
+        return taken[-1]
+
+    run.ahead.take = noted  # type: ignore[method-assign]
+    train(run)
+    for step in (0, 1):  # both by the weights at the start
+        assert torch.equal(taken[step].completion_ids, first[step].completion_ids)
+        assert torch.allclose(taken[step].sampler_logprobs, first[step].sampler_logprobs, atol=1e-6)
+    assert torch.equal(taken[2].completion_ids, third[0].completion_ids)
+    again = run.sampler.sample(run.prompts(2), key=sampling_key(run.config, 2), group_size=1)
+    assert not torch.equal(again.completion_ids, taken[1].completion_ids)  # those of the end draw others
+    assert len(taken) == 4
+
+
+def test_a_policy_that_stands_still_is_never_behind(tmp_path: Path) -> None:
+    still = {"policy": {"lr": 1e-30}, "critic": {"lr": 1e-30}}
+    for name in ("plain", "ahead"):
+        (tmp_path / name).mkdir()
+    trained(ppo_tree(tmp_path / "plain", **still))
+    tree = ppo_tree(tmp_path / "ahead", **still)
+    tree["policy"]["model"] = str(tmp_path / "plain" / "model")
+    trained(tree, "overlap.ahead=true", "overlap.ratio_cap=1000.0")
+    plain, ahead = files(tmp_path / "plain")[1], files(tmp_path / "ahead")[1]
+    assert plain.count(b"train") == ahead.count(b"train") > 0
+    assert [line for line in plain.splitlines() if b"eval" in line] == [
+        line for line in ahead.splitlines() if b"eval" in line
+    ]
+
+
+def test_a_run_that_its_reward_stopped_goes_on_with_the_same_completions(tmp_path: Path) -> None:
+    """Those of the step that had no scores are kept: the weights they were drawn by are gone."""
+    for name in ("whole", "stopped"):
+        (tmp_path / name).mkdir()
+    whole = trained(ppo_tree(tmp_path / "whole", overlap={"ahead": True}))
+    tree = ppo_tree(tmp_path / "stopped", overlap={"ahead": True})
+    tree["policy"]["model"] = str(tmp_path / "whole" / "model")
+    run = online(tree)
+    reward, left = run.reward.source, [4]  # type: ignore[attr-defined]
+
+    def dies(completions: Completions) -> Scores:
+        left[0] -= 1
+        if not left[0]:
+            raise RewardError("the server is gone")
+        found: Scores = reward(completions)
+        return found
+
+    run.reward.source = dies  # type: ignore[attr-defined]
+    with pytest.raises(RewardError):
+        train(run)
+    stopped_at = run.session.state.step
+    assert stopped_at == 3  # of which there is no checkpoint yet
+    run.session.recorder.close()
+    resumed = trained(tree)
+    assert largest_difference(weights(whole.models.policy), weights(resumed.models.policy)) == 0.0
+    assert files(tmp_path / "whole") == files(tmp_path / "stopped")
+
+
+def test_a_shared_critic_needs_the_trainers_pass(tmp_path: Path) -> None:
+    tree = ppo_tree(tmp_path, critic={"shared": True}, sampling={"old_log_probs": "sampler"})
+    with pytest.raises(ConfigError, match="old_log_probs=auto"):
+        train_config(tree)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"algorithm": {"preset": "remax"}, "batch": {"epochs": 1, "minibatches": 1}}, "weights of advantages"),
+        (
+            {"algorithm": {"preset": "dapo", "refill_rounds": 2}, "sampling": {"completions_per_prompt": 4}},
+            "refill_rounds=0",
+        ),
+        ({"overlap": {"reward_parts": 2}}, "reward_parts=1"),
+        ({"sampling": {"old_log_probs": "sampler"}}, "old_log_probs=auto"),
+    ],
+)
+def test_what_cannot_be_drawn_ahead_is_said(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    tree = ppo_tree(tmp_path, **changes)
+    tree["overlap"] = {"ahead": True, **tree.get("overlap", {})}
+    with pytest.raises(ConfigError, match=said):
+        train_config(tree)
