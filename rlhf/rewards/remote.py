@@ -144,7 +144,7 @@ class RemoteReward:
 
         `timeout_s` is how long a request may go without data, `retries` the number of tries after the first, and
         `backoff_s` the first pause between tries. `secret` is sent as bearer token and is never part of an error.
-        `vocabulary` is the digest of the policy's vocabulary (`vocabulary_digest`); if given, the token ids are sent too.
+        `vocabulary` is the digest of the policy's vocabulary; if given, the token ids are sent too.
 
         Raises:
             RewardError: the address is not an HTTP one.
