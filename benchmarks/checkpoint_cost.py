@@ -30,7 +30,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: E
 
 from rlhf.config.load import train_config  # noqa: E402
 from rlhf.factory.online import build_online  # noqa: E402
-from rlhf.tracking.checkpoint import damage_of  # noqa: E402
+from rlhf.tracking.checkpoint import find_damage  # noqa: E402
 from rlhf.training.online import train  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "checkpoint_cost.json"
@@ -83,7 +83,7 @@ def measure(millions: float, repeat: int) -> dict[str, Any]:
         newest = session.checkpoints.all()[-1]
         size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
         began = time.perf_counter()
-        assert damage_of(newest) is None
+        assert find_damage(newest) is None
         verify = time.perf_counter() - began
         del run, session
         tree["schedule"]["steps"] = 2

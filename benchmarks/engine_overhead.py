@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 from rlhf.algo.masked import Mean  # noqa: E402
 from rlhf.config.sections import OptimizerConfig, RunConfig  # noqa: E402
 from rlhf.runtime.engine import make_engine  # noqa: E402
-from rlhf.training.step import Part, optimizer_step  # noqa: E402
+from rlhf.training.step import LossBatch, optimizer_step  # noqa: E402
 from rlhf.types import Batch  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "engine_overhead.json"
@@ -52,7 +52,7 @@ class NextToken:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    def norms(self, batch: Texts) -> dict[str, float]:
+    def denominators(self, batch: Texts) -> dict[str, float]:
         """Return the number of predicted tokens."""
         return {"sft": float(batch.ids[:, 1:].numel())}
 
@@ -111,7 +111,7 @@ def ours(model: nn.Module, rows: int) -> Callable[[Tensor], float]:
     loss = NextToken(model)
 
     def step(ids: Tensor) -> float:
-        part = Part(Texts(ids=ids), loss)
+        part = LossBatch(Texts(ids=ids), loss)
         return optimizer_step([part], [trained], micro_batch_size=rows, lr_factor=1.0, ranks=engine.ranks)["loss/total"]
 
     return step

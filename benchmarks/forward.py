@@ -32,20 +32,20 @@ from peers.work import SHAPES, llama_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from reward_model.losses import PairLoss
-from rlhf.algo.objective import Coefs, Objective, credit
+from reward_model.losses import BradleyTerryLoss
+from rlhf.algo.objective import Coefs, Objective, compute_advantages
 from rlhf.config.algorithm import DpoLoss, Online
 from rlhf.config.presets import PRESETS
 from rlhf.config.sections import OptimizerConfig, RewardModelLoss
 from rlhf.models.kernels.llama import forward as lean
 from rlhf.models.policy_models import Models
 from rlhf.models.scalar_head import ScalarHeadModel
-from rlhf.runtime.engine import LocalTrained
+from rlhf.runtime.engine import LocalModel
 from rlhf.runtime.memory import keep_memory
-from rlhf.runtime.micro_batch import Fitting
-from rlhf.training.losses import DemonstrationLoss, PairwiseLoss, both_sides, online_losses, summed
-from rlhf.training.rollout import annotate
-from rlhf.training.step import Loss, Part, optimizer_step
+from rlhf.runtime.micro_batch import AdaptiveMicroBatch
+from rlhf.training.losses import DemonstrationLoss, PairwiseLoss, online_losses, stack_sides, sum_logprobs
+from rlhf.training.rollout import compute_logprobs_and_values
+from rlhf.training.step import Loss, LossBatch, optimizer_step
 from rlhf.types import AnnotatedPairs, Completions, Demonstrations, PreferencePairs, Scores, extend
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -123,14 +123,14 @@ def pairs(size: str) -> PreferencePairs:
     )
 
 
-def trained(name: str, module: Any, *terms: str) -> LocalTrained:
+def trained(name: str, module: Any, *terms: str) -> LocalModel:
     """Prepare a module for training with AdamW, at a learning rate that hardly changes it."""
-    return LocalTrained(name, module.train(), OptimizerConfig(lr=1e-8), terms=terms)
+    return LocalModel(name, module.train(), OptimizerConfig(lr=1e-8), terms=terms)
 
 
-def descend(batch: Any, models: list[LocalTrained], *losses: Loss) -> None:
+def descend(batch: Any, models: list[LocalModel], *losses: Loss) -> None:
     """Take one optimizer step."""
-    optimizer_step([Part(batch, loss) for loss in losses], models, micro_batch_size=MICRO, lr_factor=1.0)
+    optimizer_step([LossBatch(batch, loss) for loss in losses], models, micro_batch_size=MICRO, lr_factor=1.0)
 
 
 def models_of(size: str, way: dict[str, Any], **more: Any) -> Models:
@@ -153,7 +153,7 @@ def sft(size: str, way: dict[str, Any]) -> Step:
 def rm(size: str, way: dict[str, Any]) -> Step:
     """Prepare a step of reward-model training on 32 pairs."""
     model, batch = scalar_head(size, way["packing"]), pairs(size)
-    policy, loss = trained("policy", model, "rm"), PairLoss(model, RewardModelLoss(), dtype="float32")
+    policy, loss = trained("policy", model, "rm"), BradleyTerryLoss(model, RewardModelLoss(), dtype="float32")
     return lambda: descend(batch, [policy], loss)
 
 
@@ -164,8 +164,8 @@ def dpo(size: str, way: dict[str, Any]) -> Step:
 
     def step() -> None:
         with torch.no_grad():
-            parts = [both_sides(part) for part in batch.split(2 * MICRO)]
-            logprobs = [summed(models.reference_logprobs(rows), rows.loss_mask).chunk(2) for rows in parts]
+            parts = [stack_sides(part) for part in batch.split(2 * MICRO)]
+            logprobs = [sum_logprobs(models.reference_logprobs(rows), rows.loss_mask).chunk(2) for rows in parts]
         chosen, rejected = (torch.cat(side) for side in zip(*logprobs, strict=True))
         annotated = extend(AnnotatedPairs, batch, chosen_ref_logprobs=chosen, rejected_ref_logprobs=rejected)
         descend(annotated, [policy], loss)
@@ -186,8 +186,8 @@ def online(preset: str, size: str, way: dict[str, Any], *, prompts: int, group: 
     coefs, objective = Coefs(kl=0.05, penalty=0.0), Objective(algorithm, max_tokens=64)
 
     def step() -> None:
-        rollout = annotate(batch, scores, models, cut=Fitting(4 * MICRO).cut)
-        experience = credit(rollout, algorithm, coefs)
+        rollout = compute_logprobs_and_values(batch, scores, models, cut=AdaptiveMicroBatch(4 * MICRO).cut)
+        experience = compute_advantages(rollout, algorithm, coefs)
         losses = online_losses(models, objective, coefs)
         order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
         for minibatch in experience.split(len(batch) // minibatches, order):

@@ -39,9 +39,9 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 from rlhf.algo.masked import Mean  # noqa: E402
 from rlhf.config.sections import OptimizerConfig, RunConfig  # noqa: E402
 from rlhf.config.sharding import ShardingConfig  # noqa: E402
-from rlhf.runtime.distributed import leave  # noqa: E402
-from rlhf.runtime.engine import Trained, make_engine  # noqa: E402
-from rlhf.training.step import Part, optimizer_step  # noqa: E402
+from rlhf.runtime.distributed import shutdown  # noqa: E402
+from rlhf.runtime.engine import TrainableModel, make_engine  # noqa: E402
+from rlhf.training.step import LossBatch, optimizer_step  # noqa: E402
 from rlhf.types import Batch  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "memory_per_rank.json"
@@ -69,7 +69,7 @@ class NextToken:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
 
-    def norms(self, batch: Texts) -> dict[str, float]:
+    def denominators(self, batch: Texts) -> dict[str, float]:
         """Return the number of predicted tokens."""
         return {"sft": float(batch.ids[:, 1:].numel())}
 
@@ -83,7 +83,7 @@ class NextToken:
 class Watched:
     """A Trained whose memory is measured between the backward pass and the step."""
 
-    def __init__(self, inner: Trained) -> None:
+    def __init__(self, inner: TrainableModel) -> None:
         self.inner = inner
         self.seen: dict[str, float] = {}
 
@@ -102,7 +102,7 @@ def storages(tensors: list[Tensor]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in behind if storage.nbytes()}
 
 
-def tensor_memory(trained: Trained) -> dict[str, float]:
+def tensor_memory(trained: TrainableModel) -> dict[str, float]:
     """Count the MB of weights, the optimizer's copy of them, its moments, and the rest (gradients and buffers).
 
     Every storage is counted once.
@@ -150,7 +150,7 @@ def work(mode: str, hidden: int, layers: int, out: Path) -> None:
     trained = Watched(engine.train("policy", model, OptimizerConfig(lr=1e-4), terms=["sft"]))
     batch = Texts(ids=torch.arange(16).repeat(engine.ranks.world, 1))
     for _ in range(2):  # Adam's moments exist from the first step on
-        part = Part(batch, NextToken(model, engine.device))
+        part = LossBatch(batch, NextToken(model, engine.device))
         optimizer_step([part], [trained], micro_batch_size=1, lr_factor=1.0, ranks=engine.ranks)
     if engine.ranks.is_main:
         seen = trained.seen
@@ -168,7 +168,7 @@ def work(mode: str, hidden: int, layers: int, out: Path) -> None:
             "peak_mb": peak,
         }
         out.write_text(json.dumps(row), encoding="utf-8")
-    leave()
+    shutdown()
 
 
 def formula_mb(mode: str, parameters: int, processes: int) -> float:

@@ -11,19 +11,19 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from reward_model.baselines import fit_bag_of_words, longer_wins
-from reward_model.losses import wins
+from reward_model.losses import win_indicator
 from reward_model.model import CHUNK, score_pairs, score_rows
 from reward_model.statistics import (
     Accuracy,
     CalibrationBin,
     MarginBin,
-    Part,
+    SubsetAccuracy,
     accuracy,
-    by_margin,
+    accuracy_by_margin,
     calibration,
-    part,
     pearson,
     spearman,
+    subset_accuracy,
 )
 from rlhf.data.pairs import PairSet
 from rlhf.data.tokenize import right_pad
@@ -47,7 +47,7 @@ def halved(content: list[int]) -> list[int]:
 PROBES: dict[str, Degrade] = {"repeated": repeated, "halved": halved}
 
 
-def degraded(
+def degrade(
     ids: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], how: Degrade, *, eos_ids: Sequence[int]
 ) -> tuple[Int[Tensor, "B K"], Bool[Tensor, "B K"]]:
     """Degrade each completion's text but keep its ending: an EOS stays the last token and is not repeated."""
@@ -81,7 +81,7 @@ class Length:
 
     pearson: float | None
     spearman: float | None
-    accuracy: dict[str, Part]
+    accuracy: dict[str, SubsetAccuracy]
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class ReportCard:
         return asdict(self)
 
 
-def raw(model: ScalarHeadModel, gaps: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+def uncalibrated_gaps(model: ScalarHeadModel, gaps: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
     """Return the score gaps without the calibration's scale, so that σ(gap) is the probability that was trained."""
     return gaps.double() * model.calibration[1]
 
@@ -161,7 +161,7 @@ def evaluate_reward_model(
     scores = torch.stack([chosen, rejected]).double()
     if not scores.isfinite().all():
         raise RewardError("the reward model gives held-out completions scores that are NaN or infinite; training broke")
-    gaps = raw(model, chosen - rejected)
+    gaps = uncalibrated_gaps(model, chosen - rejected)
     overall = accuracy(gaps, _prompts(pairs), seed=seed)
     ece, bins = calibration(gaps)
     return ReportCard(
@@ -187,8 +187,8 @@ def _prompts(pairs: PairSet) -> list[str]:
 def _by_margin(gaps: Float[Tensor, " N"], pairs: PairSet) -> ByMargin:
     margins = torch.tensor([pair.margin for pair in pairs.texts], dtype=torch.float64)
     if margins.any():
-        return ByMargin(of="margin in the data", bins=by_margin(gaps, margins))
-    return ByMargin(of="score gap", bins=by_margin(gaps, gaps))
+        return ByMargin(of="margin in the data", bins=accuracy_by_margin(gaps, margins))
+    return ByMargin(of="score gap", bins=accuracy_by_margin(gaps, gaps))
 
 
 def _length(scores: Float[Tensor, "2 N"], pairs: PairSet) -> Length:
@@ -199,9 +199,9 @@ def _length(scores: Float[Tensor, "2 N"], pairs: PairSet) -> Length:
         pearson=pearson(lengths.flatten(), scores.flatten()),
         spearman=spearman(lengths.flatten(), scores.flatten()),
         accuracy={
-            "chosen_longer": part(gaps, longer > 0),
-            "chosen_shorter": part(gaps, longer < 0),
-            "same_length": part(gaps, longer == 0),
+            "chosen_longer": subset_accuracy(gaps, longer > 0),
+            "chosen_shorter": subset_accuracy(gaps, longer < 0),
+            "same_length": subset_accuracy(gaps, longer == 0),
         },
     )
 
@@ -234,13 +234,13 @@ def _probes(
         batch = pairs.collate(range(start, min(start + CHUNK, len(pairs))))
         original = chosen[start : start + CHUNK]
         for name, how in PROBES.items():
-            ids, mask = degraded(batch.chosen_ids, batch.chosen_mask, how, eos_ids=eos_ids)
+            ids, mask = degrade(batch.chosen_ids, batch.chosen_mask, how, eos_ids=eos_ids)
             length = batch.prompt_mask.sum(dim=1) + mask.sum(dim=1)
             fits = length <= context if context is not None else torch.ones_like(length, dtype=torch.bool)
             if fits.any():
                 rows = (batch.prompt_ids[fits], batch.prompt_mask[fits], ids[fits], mask[fits])
                 scores = score_rows(model, *rows, micro_batch_size=micro_batch_size, dtype=dtype)
-                won[name].append(wins(scores - original[fits]))
+                won[name].append(win_indicator(scores - original[fits]))
     return {name: _probe(parts) for name, parts in won.items()}
 
 

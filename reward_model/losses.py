@@ -34,12 +34,12 @@ def bradley_terry(
     return -logsigmoid(chosen_scores - rejected_scores - margins) + centering * (chosen_scores + rejected_scores) ** 2
 
 
-def wins(gaps: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
+def win_indicator(gaps: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
     """Return 1 where the chosen side scores higher (gap > 0), ½ at a tie, else 0, so a constant score wins half."""
     return torch.heaviside(gaps, torch.tensor(0.5, dtype=gaps.dtype, device=gaps.device))
 
 
-class PairLoss:
+class BradleyTerryLoss:
     """The Bradley-Terry loss over pairs: one term, `rm`, its sum divided by the number of pairs in the minibatch."""
 
     def __init__(self, model: ScalarHeadModel, config: RewardModelLoss, *, dtype: str) -> None:
@@ -47,7 +47,7 @@ class PairLoss:
         self.config = config
         self.dtype = dtype
 
-    def norms(self, batch: PreferencePairs) -> dict[str, float]:
+    def denominators(self, batch: PreferencePairs) -> dict[str, float]:
         """Return the number of pairs, by which the loss is divided."""
         return {"rm": float(len(batch))}
 
@@ -62,7 +62,7 @@ class PairLoss:
         gaps = (chosen - rejected).detach()
         metrics = {
             "loss/rm": Mean.of(losses),
-            "rm/accuracy": Mean.of(wins(gaps)),
+            "rm/accuracy": Mean.of(win_indicator(gaps)),
             "rm/margin": Mean.of(gaps),
             "rm/score_mean": Mean.of(chosen) + Mean.of(rejected),
         }

@@ -45,8 +45,8 @@ def score(
     completion_mask: Bool[Tensor, "B T"],
 ) -> Float[Tensor, " B"]:
     """Score each row, with gradient; columns in which no row is live are not computed."""
-    prompt_ids, prompt_mask = without_dead_columns(prompt_ids, prompt_mask)
-    completion_ids, completion_mask = without_dead_columns(completion_ids, completion_mask)
+    prompt_ids, prompt_mask = drop_padding_columns(prompt_ids, prompt_mask)
+    completion_ids, completion_mask = drop_padding_columns(completion_ids, completion_mask)
     return sequence_scores(model, prompt_ids, prompt_mask, completion_ids, completion_mask)
 
 
@@ -100,7 +100,7 @@ def score_pairs(
     return torch.cat(sides[0]), torch.cat(sides[1])
 
 
-def without_dead_columns(
+def drop_padding_columns(
     ids: Int[Tensor, "B L"], mask: Bool[Tensor, "B L"]
 ) -> tuple[Int[Tensor, "B K"], Bool[Tensor, "B K"]]:
     """Remove the columns in which no row is live; positions count live tokens only, so nothing else changes."""

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from reward_model.text_scorer import Row, TextScorer, question_of
+from reward_model.text_scorer import Row, TextScorer, parse_request
 from rlhf.errors import DataError
 
 T = TypeVar("T")
@@ -80,10 +80,12 @@ class Batcher:
         self._thread.shutdown(wait=True)
 
 
-DRAINED = 8  # read up to this many times the limit of a request that is too large, so that its sender gets the reason
+DRAIN_FACTOR = (
+    8  # read up to this many times the limit of a request that is too large, so that its sender gets the reason
+)
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request that is answered with an error instead of scores."""
 
     def __init__(self, status: int, reason: str, headers: dict[str, str] | None = None) -> None:
@@ -114,8 +116,8 @@ def make_app(scorer: TextScorer, *, name: str, max_request_bytes: int, token: st
     # FastAPI's documentation pages would load scripts from other sites.
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
 
-    @app.exception_handler(Refused)
-    async def refuse(_: Request, error: Refused) -> JSONResponse:
+    @app.exception_handler(RequestRefused)
+    async def refuse(_: Request, error: RequestRefused) -> JSONResponse:
         return JSONResponse({"error": str(error)}, error.status, headers=error.headers)
 
     @app.get("/health")
@@ -128,10 +130,10 @@ def make_app(scorer: TextScorer, *, name: str, max_request_bytes: int, token: st
             _check_token(request, token)
         body = _parse_json(await _read_body(request, max_request_bytes))
         try:
-            question = question_of(body)
+            question = parse_request(body)
             rows = await batcher.in_thread(lambda: scorer.rows(question))
         except DataError as error:
-            raise Refused(422, str(error)) from error
+            raise RequestRefused(422, str(error)) from error
         return JSONResponse({"scores": await batcher.submit(rows)})
 
     app.state.batcher = batcher
@@ -141,7 +143,9 @@ def make_app(scorer: TextScorer, *, name: str, max_request_bytes: int, token: st
 def _check_token(request: Request, token: str) -> None:
     given = request.headers.get("authorization", "")
     if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-        raise Refused(401, "this server wants a token: Authorization: Bearer ...", {"WWW-Authenticate": "Bearer"})
+        raise RequestRefused(
+            401, "this server wants a token: Authorization: Bearer ...", {"WWW-Authenticate": "Bearer"}
+        )
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
@@ -150,10 +154,10 @@ async def _read_body(request: Request, limit: int) -> bytes:
         size += len(part)
         if size <= limit:
             parts.append(part)
-        elif size > DRAINED * limit:
+        elif size > DRAIN_FACTOR * limit:
             break
     if size > limit:
-        raise Refused(413, f"the request is larger than {limit} bytes: score fewer completions at a time")
+        raise RequestRefused(413, f"the request is larger than {limit} bytes: score fewer completions at a time")
     return b"".join(parts)
 
 
@@ -161,7 +165,7 @@ def _parse_json(body: bytes) -> Any:
     try:
         return json.loads(body.decode("utf-8"), parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:  # broken UTF-8 and broken JSON are ValueErrors
-        raise Refused(400, f"the request is not JSON: {error}") from error
+        raise RequestRefused(400, f"the request is not JSON: {error}") from error
 
 
 def _reject_constant(name: str) -> NoReturn:

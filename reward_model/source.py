@@ -109,14 +109,16 @@ class RewardModelSource:
 
     def _reencode(self, batch: Completions) -> Completions:
         rendered = [self._render(row) for row in batch.split(1)]
-        prompts, completions = encoded(self.encoder, rendered, batch.finished.tolist())
+        prompts, completions = encode_rows(self.encoder, rendered, batch.finished.tolist())
         return self._with_rows(batch, prompts, completions)
 
     def _render(self, row: Completions) -> Rendered:
         prompt_ids = row.prompt_ids[row.prompt_mask].tolist()
         prompt = self._decode(prompt_ids)
         whole = self._decode(prompt_ids + row.completion_ids[row.completion_mask].tolist())
-        return rendered_for(self.encoder, prompt, whole.removeprefix(prompt), row.references[0].get(MESSAGES))
+        return render_for_reward_model(
+            self.encoder, prompt, whole.removeprefix(prompt), row.references[0].get(MESSAGES)
+        )
 
     def _decode(self, ids: list[int]) -> str:
         text = self.policy_tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -136,7 +138,7 @@ class RewardModelSource:
             return batch, parts
         bos = self.encoder.tokenizer.bos_token_id
         rows = [
-            last_tokens(prompt[prompt_mask].tolist(), completion[mask].tolist(), self.context, bos=bos)
+            truncate_row(prompt[prompt_mask].tolist(), completion[mask].tolist(), self.context, bos=bos)
             for prompt, prompt_mask, completion, mask in zip(
                 batch.prompt_ids, batch.prompt_mask, batch.completion_ids, batch.completion_mask, strict=True
             )
@@ -164,7 +166,7 @@ class RewardModelSource:
             )
 
 
-def last_tokens(
+def truncate_row(
     prompt: list[int], completion: list[int], context: int, *, bos: int | None
 ) -> tuple[list[int], list[int]]:
     """Shorten a row to `context` tokens by dropping the oldest tokens of the prompt, except a BOS in front.
@@ -181,7 +183,7 @@ def last_tokens(
     return first + (prompt[-keep:] if keep else []), completion
 
 
-def rendered_for(encoder: Encoder, prompt: str, completion: str, messages: object) -> Rendered:
+def render_for_reward_model(encoder: Encoder, prompt: str, completion: str, messages: object) -> Rendered:
     """Render a prompt and its completion for a reward model, by its chat template if the prompt is a conversation.
 
     Raises:
@@ -197,7 +199,7 @@ def rendered_for(encoder: Encoder, prompt: str, completion: str, messages: objec
         ) from bad
 
 
-def encoded(
+def encode_rows(
     encoder: Encoder, rendered: Sequence[Rendered], finished: Sequence[bool]
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Encode prompts and completions into token ids; a completion that did not end by itself gets no EOS."""

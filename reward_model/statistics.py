@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from scipy.stats import pearsonr, spearmanr
 from torch import Tensor
 
-from reward_model.losses import wins
+from reward_model.losses import win_indicator
 from rlhf.runtime.seeding import generator
 
 RESAMPLES = 2000
@@ -28,7 +28,7 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
-class Part:
+class SubsetAccuracy:
     """The accuracy on a subset of the pairs; None if the subset is empty."""
 
     accuracy: float | None
@@ -60,7 +60,7 @@ def accuracy(gaps: Float[Tensor, " N"], clusters: Sequence[Hashable], *, seed: i
     Pairs of one prompt are not independent, so the bootstrap resamples whole clusters (prompts); if there are fewer
     than 10 clusters, it resamples pairs.
     """
-    won = wins(gaps).double()
+    won = win_indicator(gaps).double()
     numbers = {cluster: number for number, cluster in enumerate(dict.fromkeys(clusters))}
     if len(numbers) < MIN_CLUSTERS:
         index, groups = torch.arange(len(won)), len(won)
@@ -77,13 +77,15 @@ def accuracy(gaps: Float[Tensor, " N"], clusters: Sequence[Hashable], *, seed: i
     return Accuracy(accuracy=won.mean().item(), low=low, high=high, n=len(won))
 
 
-def part(gaps: Float[Tensor, " N"], where: Bool[Tensor, " N"]) -> Part:
+def subset_accuracy(gaps: Float[Tensor, " N"], where: Bool[Tensor, " N"]) -> SubsetAccuracy:
     """Compute the accuracy on the pairs that `where` marks."""
-    picked = wins(gaps[where]).double()
-    return Part(accuracy=picked.mean().item() if len(picked) else None, n=len(picked))
+    picked = win_indicator(gaps[where]).double()
+    return SubsetAccuracy(accuracy=picked.mean().item() if len(picked) else None, n=len(picked))
 
 
-def by_margin(gaps: Float[Tensor, " N"], margins: Float[Tensor, " N"], *, bins: int = 5) -> tuple[MarginBin, ...]:
+def accuracy_by_margin(
+    gaps: Float[Tensor, " N"], margins: Float[Tensor, " N"], *, bins: int = 5
+) -> tuple[MarginBin, ...]:
     """Compute the accuracy in quantile bins of |margin|; equal margins share a bin, so many of them give fewer bins."""
     size = margins.double().abs()
     edges = torch.unique(size.quantile(torch.arange(1, bins, dtype=torch.float64) / bins))
@@ -91,7 +93,7 @@ def by_margin(gaps: Float[Tensor, " N"], margins: Float[Tensor, " N"], *, bins: 
     margin_bins = []
     for number in torch.unique(bin_of).tolist():
         inside = bin_of == number
-        won = wins(gaps[inside]).double()
+        won = win_indicator(gaps[inside]).double()
         low, high = size[inside].min().item(), size[inside].max().item()
         margin_bins.append(MarginBin(low=low, high=high, accuracy=won.mean().item(), n=len(won)))
     return tuple(margin_bins)
@@ -108,7 +110,7 @@ def calibration(gaps: Float[Tensor, " N"], *, bins: int = 10) -> tuple[float, tu
     mirrored at ½. Bins are of equal width in [½, 1].
     """
     confidence = gaps.double().abs().sigmoid()
-    won = wins(gaps).double()
+    won = win_indicator(gaps).double()
     bin_of = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
     calibration_bins, error = [], 0.0
     for number in torch.unique(bin_of).tolist():

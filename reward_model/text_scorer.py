@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from reward_model.model import score_rows
-from reward_model.source import encoded, last_tokens, rendered_for
+from reward_model.source import encode_rows, render_for_reward_model, truncate_row
 from rlhf.data.conversation import is_messages
 from rlhf.data.prompts import MESSAGES
 from rlhf.data.tokenize import left_pad, make_encoder, right_pad
@@ -21,7 +21,7 @@ from rlhf.models.scalar_head import ScalarHeadModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tokens:
+class RequestTokens:
     """The token ids of the texts, and a digest of the vocabulary that they belong to."""
 
     vocabulary: str
@@ -30,13 +30,13 @@ class Tokens:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class ScoreRequest:
     """A request to score completions, with one entry per row in each list."""
 
     prompts: list[str]
     completions: list[str]
     finished: list[bool]
-    tokens: Tokens | None
+    tokens: RequestTokens | None
     messages: tuple[object, ...] = ()  # per prompt, the conversation that it was rendered from, or None
 
 
@@ -57,7 +57,7 @@ class TextScorer:
         self.size = len(tokenizer)
         self.context = context_length(model.classifier)
 
-    def rows(self, question: Question) -> list[Row]:
+    def rows(self, question: ScoreRequest) -> list[Row]:
         """Return the token ids to score, with rows longer than the model's context cut (see last_tokens).
 
         Raises:
@@ -69,11 +69,11 @@ class TextScorer:
         else:
             messages = question.messages or [None] * len(question.prompts)
             texts = zip(question.prompts, question.completions, messages, strict=True)
-            rendered = [rendered_for(self.encoder, *row) for row in texts]
-            rows = list(zip(*encoded(self.encoder, rendered, question.finished), strict=True))
+            rendered = [render_for_reward_model(self.encoder, *row) for row in texts]
+            rows = list(zip(*encode_rows(self.encoder, rendered, question.finished), strict=True))
         if self.context is not None:
             bos = self.encoder.tokenizer.bos_token_id
-            rows = [last_tokens(prompt, completion, self.context, bos=bos) for prompt, completion in rows]
+            rows = [truncate_row(prompt, completion, self.context, bos=bos) for prompt, completion in rows]
         for number, (prompt, completion) in enumerate(rows):
             self._check(number, prompt, completion)
         return rows
@@ -106,7 +106,7 @@ class TextScorer:
         return [value if math.isfinite(value) else None for value in values]
 
 
-def question_of(body: Any) -> Question:
+def parse_request(body: Any) -> ScoreRequest:
     """Build the request from a JSON value.
 
     Raises:
@@ -122,7 +122,7 @@ def question_of(body: Any) -> Question:
         finished = [True] * len(prompts)
     if not _is_list(finished, bool) or len(finished) != len(prompts):
         raise DataError(f"finished must be a list of {len(prompts)} booleans, one a completion")
-    return Question(
+    return ScoreRequest(
         prompts=prompts,
         completions=completions,
         finished=finished,
@@ -150,7 +150,7 @@ def _texts(body: dict[str, Any], key: str) -> list[str]:
     return texts
 
 
-def _tokens(body: dict[str, Any], count: int) -> Tokens | None:
+def _tokens(body: dict[str, Any], count: int) -> RequestTokens | None:
     sent = body.get("tokens")
     if sent is None:
         return None
@@ -160,7 +160,7 @@ def _tokens(body: dict[str, Any], count: int) -> Tokens | None:
         rows = sent.get(key)
         if not isinstance(rows, list) or len(rows) != count or not all(_is_list(row, int) for row in rows):
             raise DataError(f"tokens.{key} must be a list of {count} lists of token ids")
-    return Tokens(vocabulary=sent["vocabulary"], prompts=sent["prompts"], completions=sent["completions"])
+    return RequestTokens(vocabulary=sent["vocabulary"], prompts=sent["prompts"], completions=sent["completions"])
 
 
 def _is_list(value: Any, kind: type) -> bool:

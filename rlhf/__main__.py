@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhf.cli import main
-from rlhf.process import end_process
+from rlhf.process import exit_process
 
 if __name__ == "__main__":
-    end_process(main())
+    exit_process(main())

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rlhf.errors import UserError, install_hint
-from rlhf.process import quiet_libraries
+from rlhf.process import silence_libraries
 
 OTHERS_WAIT_S = 3.0  # a rank other than 0 waits this long before it prints an error
 SILENT_WAIT_S = 60.0  # a rank that prints nothing waits this long before it exits: then the launcher ends all ranks
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parse(arguments)
     rank = int(os.environ.get("RANK", "0"))
     console = Console(quiet=rank > 0)
-    quiet_libraries()
+    silence_libraries()
     try:
         _VERBS[parsed.verb](parsed, console)
     except UserError as error:
@@ -195,9 +195,9 @@ def _parser() -> argparse.ArgumentParser:
 def _train(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.config.load import load_train
     from rlhf.data.paths import check_files
-    from rlhf.lab.build import with_lab
+    from rlhf.lab.build import resolve_lab_paths
 
-    config = with_lab(load_train(parsed.target, parsed.overrides))
+    config = resolve_lab_paths(load_train(parsed.target, parsed.overrides))
     check_files(config)
 
     from rlhf.commands.train import run_train
@@ -208,9 +208,9 @@ def _train(parsed: argparse.Namespace, console: Console) -> None:
 def _rm(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.config.load import load_reward_model
     from rlhf.data.paths import check_files
-    from rlhf.lab.build import with_lab
+    from rlhf.lab.build import resolve_lab_paths
 
-    config = with_lab(load_reward_model(parsed.target, parsed.overrides))
+    config = resolve_lab_paths(load_reward_model(parsed.target, parsed.overrides))
     check_files(config)
 
     from rlhf.commands.train import run_reward_model
@@ -231,11 +231,11 @@ def _compare(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def _config(parsed: argparse.Namespace, console: Console) -> None:
-    from rlhf.config.load import dump, load_any, unread_sections
+    from rlhf.config.load import dump, load_any, unread_warnings
 
     config = load_any(parsed.target, parsed.overrides)
     print(yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True), end="")  # noqa: T201
-    for warning in unread_sections(config):
+    for warning in unread_warnings(config):
         Console(stderr=True).print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
 
 

@@ -39,7 +39,7 @@ class ResourceError(UserError):
     """Not enough memory or disk space."""
 
 
-class ProcessLost(UserError):
+class RankLost(UserError):
     """Another rank died, or sent nothing within the timeout."""
 
 

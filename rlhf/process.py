@@ -8,7 +8,7 @@ import sys
 from typing import NoReturn
 
 
-def quiet_libraries() -> None:
+def silence_libraries() -> None:
     """Turn off progress bars and advice of libraries; call it before importing them, since most read this on import."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -19,7 +19,7 @@ def quiet_libraries() -> None:
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
-def end_process(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """Exit the process with `code`; everything must have been written and closed.
 
     A process started by a launcher skips Python's own shutdown: threads of gloo and DeepSpeed may still be running when

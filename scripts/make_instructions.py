@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf.constraints.generate import instructions
+from rlhf.constraints.generate import generate_instructions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.rows < 1 or args.skip < 0:
         parser.error("--rows must be 1 or more, --skip 0 or more")
-    rows = instructions(args.rows, seed=args.seed, start=args.skip)
+    rows = generate_instructions(args.rows, seed=args.seed, start=args.skip)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     sys.stdout.write(f"{args.rows} prompts in {args.out}\n")

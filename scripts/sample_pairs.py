@@ -30,7 +30,7 @@ from rlhf.factory.sampler import Completer
 from rlhf.models.backbone import context_length
 from rlhf.rewards.source import decode
 from rlhf.runtime.engine import Engine
-from rlhf.runtime.seeding import derive
+from rlhf.runtime.seeding import derive_seed
 
 PROMPTS_AT_ONCE = 128
 
@@ -52,7 +52,7 @@ def pairs(
     )
     sys.stderr.write(f"{prompts.skips.summary()}\n")
     selected = prompts.all() if limit is None else prompts.collate(range(min(limit, len(prompts))))
-    key = derive(config.run.seed, "sampled pairs")
+    key = derive_seed(config.run.seed, "sampled pairs")
     for batch in selected.split(PROMPTS_AT_ONCE):
         rollout = writer.sampler.sample(batch, key=key, group_size=completions)
         texts, scores = decode(rollout, writer.tokenizer), source(rollout).values.tolist()

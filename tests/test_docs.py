@@ -27,7 +27,7 @@ from rlhf.config.load import (
     load_reward_model,
     load_train,
     train_config,
-    unread_sections,
+    unread_warnings,
 )
 from rlhf.config.presets import PRESETS
 from rlhf.config.sections import RewardModelConfig, TrainConfig
@@ -249,7 +249,7 @@ def check_yaml(text: str) -> None:
     if not isinstance(tree, Mapping) or not set(tree) <= TOP:
         return
     if {"policy", "algorithm"} <= set(tree):
-        assert unread_sections(train_config(dict(tree))) == []
+        assert unread_warnings(train_config(dict(tree))) == []
         return
     fields = {**CompareConfig.model_fields, **RewardModelConfig.model_fields, **TrainConfig.model_fields}
     for name, section in expand_preset(dict(tree)).items():

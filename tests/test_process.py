@@ -10,10 +10,10 @@ import pytest
 
 LINGERS = """
 import atexit, os, sys
-from rlhf.process import end_process
+from rlhf.process import exit_process
 atexit.register(lambda: os.abort())  # stands for what C++ does at the way out
 print("written", end="")
-end_process(3)
+exit_process(3)
 """
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from tiny_models import BOS, EOS, completions_of, tokenizer
 
-from rlhf.factory.models import decoder
+from rlhf.factory.models import make_decode
 from rlhf.training.rollout import sample_records
 from rlhf.types import Rollout, extend
 
@@ -25,7 +25,7 @@ def test_completions_are_shown_without_special_tokens_and_prompts_as_they_are_re
         ref_logprobs=zeros,
         values=zeros,
     )
-    records = sample_records(rollout, decoder(tokenizer()), step=1, split="train", limit=2)
+    records = sample_records(rollout, make_decode(tokenizer()), step=1, split="train", limit=2)
     assert [record["prompt"] for record in records] == ["<s> [user] t5", "t6"]
     assert [record["completion"] for record in records] == ["t7", "t8 t9"]
     assert [record["length"] for record in records] == [2, 2]

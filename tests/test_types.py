@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 from torch import Tensor
 
-from rlhf.types import Batch, Completions, PreferencePairs, Prompts, Rollout, Scores, concat, extend, portions
+from rlhf.types import Batch, Completions, PreferencePairs, Prompts, Rollout, Scores, concat, extend, group_by_size
 
 
 def prompts(rows: int, width: int = 3, *, start: int = 0) -> Prompts:
@@ -196,7 +196,7 @@ def test_scores_are_one_number_a_completion():
     ],
 )
 def test_portions_hold_as_much_as_the_limit_allows(sizes, limit, expected):
-    assert [rows.tolist() for rows in portions(torch.tensor(sizes, dtype=torch.long), limit)] == expected
+    assert [rows.tolist() for rows in group_by_size(torch.tensor(sizes, dtype=torch.long), limit)] == expected
 
 
 def test_live_tokens_are_those_of_prompt_and_completions():

@@ -30,7 +30,7 @@ from rlhf.data import datasets as stream
 from rlhf.data.pairs import PairSet
 from rlhf.data.reference_cache import AnnotatedPairSet
 from rlhf.factory import online
-from rlhf.factory.models import Annotator
+from rlhf.factory.models import ReferenceAnnotator
 from rlhf.factory.reward_model import build_reward_model
 from rlhf.factory.run import build_run
 from rlhf.models.policy_models import Models
@@ -165,7 +165,11 @@ def _run(job: Job, out: Path, observations: Observations) -> dict[str, Any]:
 def observed(job: Job) -> Iterator[Observations]:
     """Observe a run inside; its rows and minibatches come in the order of the files, as on the peer's side."""
     seen = Observations()
-    plain_step, plain_sampler, plain_reference = online_loop.optimizer_step, online.build_sampler, Annotator.pairs
+    plain_step, plain_sampler, plain_reference = (
+        online_loop.optimizer_step,
+        online.build_sampler,
+        ReferenceAnnotator.pairs,
+    )
 
     def step(*args: Any, **kwargs: Any) -> Metrics:
         metrics = plain_step(*args, **kwargs)
@@ -176,7 +180,7 @@ def observed(job: Job) -> Iterator[Observations]:
     def sampler(config: Any, models: Models, *rest: Any) -> Sampler:
         return WatchedSampler(plain_sampler(config, models, *rest), models, job, seen.generated)
 
-    def reference(annotator: Annotator, pairs: PairSet) -> AnnotatedPairSet:
+    def reference(annotator: ReferenceAnnotator, pairs: PairSet) -> AnnotatedPairSet:
         began = time.perf_counter()
         annotated = plain_reference(annotator, pairs)
         seen.reference_seconds += time.perf_counter() - began
@@ -187,7 +191,7 @@ def observed(job: Job) -> Iterator[Observations]:
             (online_loop, "optimizer_step", step),
             (offline_loop, "optimizer_step", step),
             (online, "build_sampler", sampler),
-            (Annotator, "pairs", reference),
+            (ReferenceAnnotator, "pairs", reference),
             (stream, "_permutation", lambda rows, seed, epoch: tuple(range(rows))),
             (torch, "randperm", lambda rows, **_: torch.arange(rows)),
         ):

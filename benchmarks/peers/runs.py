@@ -12,10 +12,10 @@ from typing import Any
 from peers.work import Job
 
 HERE = Path(__file__).resolve().parent
-Found = dict[str, Any]
+SideResult = dict[str, Any]
 
 
-def run_side(python: str, script: str, job: Job, folder: Path) -> Found:
+def run_side(python: str, script: str, job: Job, folder: Path) -> SideResult:
     """One job; its plan is written into `folder`.
 
     Raises:
@@ -29,11 +29,11 @@ def run_side(python: str, script: str, job: Job, folder: Path) -> Found:
     )
     if done.returncode:
         raise RuntimeError(f"{script} {job.trainer}: {done.stderr[-2000:]}")
-    found: Found = json.loads(done.stdout.splitlines()[-1])
+    found: SideResult = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def phase(found: Found, name: str) -> float | None:
+def phase(found: SideResult, name: str) -> float | None:
     """The median seconds of a phase; None where it was not seen."""
     values = [each[name] for each in found["phases"] if name in each]
     return statistics.median(values) if values else None

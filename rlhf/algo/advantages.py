@@ -64,7 +64,7 @@ def rewards_to_go(rewards: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, g
     return advantages
 
 
-def less_baseline(
+def returns_minus_baseline(
     rewards: Float[Tensor, "B T"], baselines: Float[Tensor, " B"], mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
     """Subtract one baseline per row from the undiscounted reward-to-go of its live tokens.

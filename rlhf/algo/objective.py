@@ -17,7 +17,7 @@ from rlhf.algo.advantages import (
     group_centered,
     group_normalized,
     leave_one_out,
-    less_baseline,
+    returns_minus_baseline,
     rewards_to_go,
     token_rewards,
     uniform_groups,
@@ -26,17 +26,17 @@ from rlhf.algo.kl import kl_estimate
 from rlhf.algo.masked import Mean, whiten
 from rlhf.algo.policy_loss import (
     PolicyLoss,
+    cispo_loss,
     clipped_surrogate,
     importance_ratio,
     kl_old_new,
-    log_likelihood,
     penalized_surrogate,
+    policy_gradient_loss,
     token_weights,
     truncated_importance,
-    weighted_log_likelihood,
 )
-from rlhf.algo.selection import kept, pair_signs, pairs_of
-from rlhf.algo.value_loss import clipped_value_loss, value_clipped
+from rlhf.algo.selection import best_worst_pairs, pair_signs, select_best
+from rlhf.algo.value_loss import clipped_value_loss, value_clip_mask
 from rlhf.config.algorithm import (
     BatchWhiten,
     Best,
@@ -72,7 +72,9 @@ class Outputs:
     values: Float[Tensor, "B T"]
 
 
-def credit(rollout: Rollout, algorithm: Online, coefs: Coefs, *, ratio_cap: float | None = None) -> Experience:
+def compute_advantages(
+    rollout: Rollout, algorithm: Online, coefs: Coefs, *, ratio_cap: float | None = None
+) -> Experience:
     """Compute the rewards, advantages and returns of a whole step, with statistics over all of its rows.
 
     Where `ratio_cap` is given, the completions come from an older policy, and the advantages are weighted by
@@ -94,11 +96,11 @@ def credit(rollout: Rollout, algorithm: Online, coefs: Coefs, *, ratio_cap: floa
     )
 
 
-def lesson(experience: Experience, algorithm: Online) -> Experience | SampledPairs:
+def select_training_rows(experience: Experience, algorithm: Online) -> Experience | SampledPairs:
     """Select what the update trains on: every row, the kept rows alone, or pairs of rows; possibly none."""
     match algorithm.advantage:
         case BestAndWorst():
-            return pairs_of(experience)
+            return best_worst_pairs(experience)
         case Best():
             return experience.rows(experience.loss_mask.any(dim=1).nonzero().flatten())
         case _:
@@ -136,11 +138,11 @@ def _advantages(
             return (whiten(returns, mask) if config.whiten else returns), returns
         case Greedy():
             returns = rewards_to_go(rewards, mask, gamma=1.0)
-            return less_baseline(rewards, rollout.baselines, mask), returns
+            return returns_minus_baseline(rewards, rollout.baselines, mask), returns
         case Group() as config:
             return _per_row(_group_advantage(rewards.sum(dim=1), rollout.group_size, config), rewards, mask)
         case Best() as config:
-            chosen = kept(rewards.sum(dim=1), rollout.group_size, keep=config.keep, min_score=config.min_score)
+            chosen = select_best(rewards.sum(dim=1), rollout.group_size, keep=config.keep, min_score=config.min_score)
             return _per_row(chosen.to(rewards.dtype), rewards, mask)
         case BestAndWorst():
             return _per_row(pair_signs(rollout.scores, rollout.group_size), rewards, mask)
@@ -177,7 +179,7 @@ class Objective:
         assert not isinstance(config, OnlinePairLoss)
         return config
 
-    def norms(self, minibatch: Experience) -> dict[str, float]:
+    def denominators(self, minibatch: Experience) -> dict[str, float]:
         """Compute each term's denominator from the masks of the whole minibatch; never 0."""
         _, policy = token_weights(minibatch.loss_mask, self.surrogate.aggregate, max_tokens=self.max_tokens)
         tokens = float(self._value_mask(minibatch).sum().item())
@@ -223,7 +225,7 @@ class Objective:
         per_token = clipped_value_loss(live, old_values, returns, clip_eps=config.clip_eps)
         metrics = {
             "loss/value": Mean.of(per_token, mask),
-            "critic/clip_fraction": Mean.of(value_clipped(live, old_values, returns, clip_eps=config.clip_eps), mask),
+            "critic/clip_fraction": Mean.of(value_clip_mask(live, old_values, returns, clip_eps=config.clip_eps), mask),
         }
         return {"value": config.coef * _weighted_sum(per_token, mask.double(), mask)}, metrics
 
@@ -261,7 +263,7 @@ class Objective:
                 surrogate = penalized_surrogate(ratio, micro.advantages, old_kl, coef=coefs.penalty)
             case CispoLoss():
                 (live,) = _live(mask, logprobs)
-                surrogate = weighted_log_likelihood(
+                surrogate = cispo_loss(
                     ratio,
                     live,
                     micro.advantages,
@@ -270,7 +272,7 @@ class Objective:
                 )
             case PolicyGradientLoss():
                 (live,) = _live(mask, logprobs)
-                surrogate = log_likelihood(live, micro.advantages)
+                surrogate = policy_gradient_loss(live, micro.advantages)
         metrics = {
             "loss/policy": Mean.of(surrogate.per_token, mask),
             "policy/clip_fraction": Mean.of(surrogate.clipped, mask),
@@ -291,6 +293,6 @@ def _weighted_sum(
     return (torch.where(mask, per_token, 0.0) * weights).sum()
 
 
-def scaled(terms: Mapping[str, Tensor], norms: Mapping[str, float]) -> dict[str, Tensor]:
+def divide_by_denominators(terms: Mapping[str, Tensor], norms: Mapping[str, float]) -> dict[str, Tensor]:
     """Divide each term's sum by its denominator over the whole minibatch, giving its share of the loss."""
     return {name: total / norms[name] for name, total in terms.items()}

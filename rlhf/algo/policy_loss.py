@@ -92,7 +92,7 @@ def penalized_surrogate(
     )
 
 
-def weighted_log_likelihood(
+def cispo_loss(
     ratio: Float[Tensor, "B T"],
     logprobs: Float[Tensor, "B T"],
     advantages: Float[Tensor, "B T"],
@@ -111,7 +111,7 @@ def weighted_log_likelihood(
     return PolicyLoss(per_token=-weight * advantages * logprobs, clipped=weight != ratio.detach())
 
 
-def log_likelihood(logprobs: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"]) -> PolicyLoss:
+def policy_gradient_loss(logprobs: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"]) -> PolicyLoss:
     """Compute the plain policy gradient loss (Williams 1992, REINFORCE), valid for tokens drawn from pi itself.
 
         -A * log pi
@@ -150,7 +150,9 @@ def kl_old_new(
     return torch.expm1(difference) - difference
 
 
-def token_weights(mask: Bool[Tensor, "B T"], how: Aggregate, *, max_tokens: int) -> tuple[Float[Tensor, "B T"], float]:
+def token_weights(
+    mask: Bool[Tensor, "B T"], aggregate: Aggregate, *, max_tokens: int
+) -> tuple[Float[Tensor, "B T"], float]:
     """Return each token's weight in the loss and the denominator of the weighted sum; both depend on the mask alone.
 
         loss = sum(weights * per_token) / denominator
@@ -166,7 +168,7 @@ def token_weights(mask: Bool[Tensor, "B T"], how: Aggregate, *, max_tokens: int)
     live = mask.double()  # [B, T]: small, and 1 / length stays exact enough for float64 tests
     lengths = live.sum(dim=1, keepdim=True)
     completions = float((lengths > 0).sum().item())
-    match how:
+    match aggregate:
         case "token_mean":
             return live, float(lengths.sum().item())
         case "sequence_mean":

@@ -171,7 +171,7 @@ def kto_baseline(mismatched_log_ratios: Float[Tensor, " B"]) -> Float[Tensor, ""
     return mismatched_log_ratios.detach().mean().clamp(min=0)
 
 
-def mismatched(prompts: Sequence[Hashable]) -> list[int]:
+def mismatched_partners(prompts: Sequence[Hashable]) -> list[int]:
     """Return for every row the next row, cyclically, that has a different prompt; just the next where all are equal.
 
     The paper shifts a batch by one, but where neighbors share a prompt, that is not a mismatch.

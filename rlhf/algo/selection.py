@@ -11,7 +11,7 @@ from torch import Tensor
 from rlhf.types import Experience, SampledPairs
 
 
-def kept(
+def select_best(
     totals: Float[Tensor, " B"], group_size: int, *, keep: int, min_score: float | None = None
 ) -> Bool[Tensor, " B"]:
     """Flag the `keep` best of each group, except those below `min_score` (RAFT, Dong et al. 2023, alg. 1: keep = 1).
@@ -43,7 +43,7 @@ def pair_signs(scores: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " 
     return torch.zeros_like(scores).index_fill(0, best, 1.0).index_fill(0, worst, -1.0)
 
 
-def pairs_of(experience: Experience) -> SampledPairs:
+def best_worst_pairs(experience: Experience) -> SampledPairs:
     """Pair the best with the worst completion of each prompt for the pair losses, leaving out ties.
 
     The reference log-probabilities are those of the rollout, summed over tokens in float64.

@@ -29,7 +29,7 @@ def clipped_value_loss(
     return 0.5 * torch.maximum(error, (near_old - returns) ** 2)
 
 
-def value_clipped(
+def value_clip_mask(
     values: Float[Tensor, "B T"],
     old_values: Float[Tensor, "B T"],
     returns: Float[Tensor, "B T"],

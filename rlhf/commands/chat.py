@@ -18,7 +18,7 @@ HELP = "/reset begins anew, /quit ends; Ctrl-C stops an answer"
 
 
 @runtime_checkable
-class Reads(Protocol):
+class LineReader(Protocol):
     """A stream of lines, such as standard input."""
 
     def readline(self) -> str:
@@ -31,7 +31,7 @@ class Reads(Protocol):
 
 
 @runtime_checkable
-class Writes(Protocol):
+class LineWriter(Protocol):
     """A stream that is written to, such as standard output."""
 
     def write(self, text: str, /) -> object:
@@ -55,7 +55,7 @@ class ChatOptions:
     greedy: bool = False
 
 
-def run_chat(path: str, options: ChatOptions, *, read: Reads | None = None, out: Writes | None = None) -> None:
+def run_chat(path: str, options: ChatOptions, *, read: LineReader | None = None, out: LineWriter | None = None) -> None:
     """Answer each line that is typed or piped in, until the end of the input or /quit.
 
     Args:
@@ -103,7 +103,7 @@ def _open(path: str, options: ChatOptions) -> Conversation:
     return Conversation(model, options.system, options.top_p, options.greedy)
 
 
-def _read_lines(read: Reads, *, interactive: bool) -> Iterator[str]:
+def _read_lines(read: LineReader, *, interactive: bool) -> Iterator[str]:
     """Yield the lines of the input; an interrupt at the prompt (Ctrl-C) ends it, as the end of file does."""
     read_line: Callable[[], str] = (lambda: input("> ") + "\n") if interactive and read is sys.stdin else read.readline
     while True:
@@ -116,7 +116,7 @@ def _read_lines(read: Reads, *, interactive: bool) -> Iterator[str]:
         yield line
 
 
-def _answer(conversation: Conversation, text: str, out: Writes) -> None:
+def _answer(conversation: Conversation, text: str, out: LineWriter) -> None:
     def write(chunk: str) -> None:
         out.write(printable(chunk))
         out.flush()

@@ -13,22 +13,22 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf.commands.quickstart import claim_lab, prepare_lab
+from rlhf.commands.quickstart import check_lab_folder, prepare_lab
 from rlhf.compare.figures import write_figures
 from rlhf.compare.page import write_compare_page
 from rlhf.compare.plan import Plan, make_plan, read_plan
 from rlhf.compare.processes import start_cell
 from rlhf.compare.results import read_cells, summarize, write_results
 from rlhf.compare.scheduler import StartCell, run_cells
-from rlhf.compare.summary import interval, ranking, suite_tables, verdict
-from rlhf.config.compare import START, CompareConfig, LabConfig
+from rlhf.compare.summary import format_interval, ranking, suite_tables, verdict
+from rlhf.config.compare import START_FOLDER, CompareConfig, LabConfig
 from rlhf.config.load import compare_config, dump, read_yaml
 from rlhf.errors import ConfigError, UserError
 from rlhf.factory.context import MODEL
 from rlhf.report.report_card import Table as SuiteTable
-from rlhf.runtime.distributed import launched
+from rlhf.runtime.distributed import world_size_from_env
 from rlhf.tracking.progress import printable
-from rlhf.tracking.run_folder import write_aside
+from rlhf.tracking.run_folder import write_atomically
 
 COMPARE = "compare.yaml"
 EXACT_FRONTIER = "exact_frontier.json"
@@ -51,7 +51,7 @@ def run_compare(config: CompareConfig, *, beside: Path, console: Console, start:
     Raises:
         UserError: the comparison is invalid. An arm that fails is not an error.
     """
-    if launched() > 1:
+    if world_size_from_env() > 1:
         raise ConfigError(
             "rlhf compare starts the processes of each arm itself: run it without a launcher, processes=N"
         )
@@ -59,7 +59,7 @@ def run_compare(config: CompareConfig, *, beside: Path, console: Console, start:
     if config.lab is not None and not _prepare_lab(config.lab, console):
         return False
     plan.folder.mkdir(parents=True, exist_ok=True)
-    write_aside(plan.folder / COMPARE, yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True))
+    write_atomically(plan.folder / COMPARE, yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True))
     complete = run_cells(plan, start or partial(start_cell, jobs=config.jobs, processes=config.processes), console)
     if not complete:
         console.print("stopped; the same command continues from here")
@@ -87,7 +87,7 @@ def _prepare_lab(lab: LabConfig, console: Console) -> bool:
     folder = Path(lab.folder)
     required = (folder / "sft" / MODEL, folder / "preferences" / "train.jsonl", folder / "rm" / MODEL)
     if all(path.exists() for path in required):
-        claim_lab(folder, seed=lab.seed, console=console)
+        check_lab_folder(folder, seed=lab.seed, console=console)
         console.print(Text(f"the lab's start model, pairs and reward model: as they are in {folder}"))
         return True
     return prepare_lab(folder, seed=lab.seed, console=console) is not None
@@ -126,7 +126,7 @@ def _shown_columns(row: Sequence[object]) -> list[Any]:
 def _report(plan: Plan, console: Console, *, required: bool = False) -> None:
     """Write and print the results; without a judged start model do nothing, or raise if `required`."""
     cells = read_cells(plan)
-    if all(result.judged is None for result in cells if result.cell.arm == START):
+    if all(result.judged is None for result in cells if result.cell.arm == START_FOLDER):
         if required:
             raise UserError(f"{plan.folder}: the start model is not judged yet, so there is nothing to report")
         return
@@ -141,7 +141,7 @@ def _report(plan: Plan, console: Console, *, required: bool = False) -> None:
         table.add_row(
             name,
             "" if score is None else f"{score:.2f}",
-            "" if score is None else interval(arm["gain"], sign=True),
+            "" if score is None else format_interval(arm["gain"], sign=True),
             "" if kl is None else f"{bound}{kl:.2f}",
             arm["status"],
         )

@@ -19,10 +19,10 @@ from rlhf.config.sections import RewardModelConfig
 from rlhf.errors import ConfigError
 from rlhf.evaluation.win_rate import LengthControlled
 from rlhf.factory.evaluation import START, PairwiseComparison, PolicyComparison, compare_models
-from rlhf.factory.reward_model import report_card_of
+from rlhf.factory.reward_model import compute_report_card
 from rlhf.tracking.metrics import METRICS
-from rlhf.tracking.run_folder import write_aside
-from rlhf.tracking.trackers import plain
+from rlhf.tracking.run_folder import write_atomically
+from rlhf.tracking.trackers import to_json
 
 
 def run_eval(path: str, overrides: Sequence[str], console: Console, *, against: str = START) -> None:
@@ -46,7 +46,7 @@ def run_eval(path: str, overrides: Sequence[str], console: Console, *, against: 
             raise ConfigError(
                 f"{path} is a reward model's run: it writes nothing that could be set --against {against}"
             )
-        card = report_card_of(config, path)
+        card = compute_report_card(config, path)
         print_card(card, console)
         return
     if config.data.eval_prompts is None:
@@ -54,7 +54,7 @@ def run_eval(path: str, overrides: Sequence[str], console: Console, *, against: 
     comparison = compare_models(config, path, against)
     _print(comparison, console)
     out = Path(path) / _file_name(against)
-    write_aside(out, json.dumps(plain(asdict(comparison)), indent=2, ensure_ascii=False) + "\n")
+    write_atomically(out, json.dumps(to_json(asdict(comparison)), indent=2, ensure_ascii=False) + "\n")
     console.print(Text(f"written to {out}"), soft_wrap=True)
 
 

@@ -20,15 +20,15 @@ from rlhf.errors import ConfigError
 from rlhf.evaluation.evaluate import PolicyEvaluation
 from rlhf.evaluation.win_rate import mean_difference, win_rate
 from rlhf.factory.evaluation import evaluate_model
-from rlhf.factory.reward_model import gaps_of
+from rlhf.factory.reward_model import score_gaps
 from rlhf.factory.sampler import Completer
-from rlhf.lab.build import LabSpec, lab_config, lab_key, with_lab
+from rlhf.lab.build import LabSpec, lab_config, lab_key, resolve_lab_paths
 from rlhf.lab.gold import expected_accuracy
 from rlhf.lab.preferences import PairsFile, gold_gaps, write_pairs
 from rlhf.lab.world import Split
-from rlhf.runtime.seeding import derive
-from rlhf.tracking.progress import duration, printable
-from rlhf.tracking.run_folder import RunFolder, write_aside
+from rlhf.runtime.seeding import derive_seed
+from rlhf.tracking.progress import format_duration, printable
+from rlhf.tracking.run_folder import RunFolder, write_atomically
 
 LABEL_TEMPERATURE = 0.8  # of the pairs' Bradley-Terry label noise, in units of gold
 PAIRS: dict[Split, int] = {"train": 8000, "eval": 1000}  # prompts, two completions each
@@ -53,15 +53,17 @@ def run_quickstart(out: str, *, seed: int, overrides: Sequence[str], console: Co
     if held_out is None:
         return
     console.rule("4/4  PPO against the reward model")
-    ppo = with_lab(load_train(lab_config("ppo"), [f"run.seed={seed}", *_stage_paths(folder)["ppo"], *overrides]))
+    ppo = resolve_lab_paths(
+        load_train(lab_config("ppo"), [f"run.seed={seed}", *_stage_paths(folder)["ppo"], *overrides])
+    )
     if not run_train(ppo, console):
         return
     console.rule("What came of it")
-    result = conclude(ppo, folder, held_out, console)
+    result = summarize(ppo, folder, held_out, console)
     result["seconds"] = time.perf_counter() - start_time
-    write_aside(folder / "result.json", json.dumps(result, indent=2) + "\n")
+    write_atomically(folder / "result.json", json.dumps(result, indent=2) + "\n")
     console.print(
-        Text(f"{duration(time.perf_counter() - start_time)} in all; report: {folder / 'ppo' / 'report.html'}"),
+        Text(f"{format_duration(time.perf_counter() - start_time)} in all; report: {folder / 'ppo' / 'report.html'}"),
         soft_wrap=True,
     )
 
@@ -81,20 +83,20 @@ def prepare_lab(folder: Path, *, seed: int, console: Console, of: int = 3) -> Pa
     Raises:
         ConfigError: the folder was made with another seed, or by another version of the lab.
     """
-    claim_lab(folder, seed=seed, console=console)
+    check_lab_folder(folder, seed=seed, console=console)
     seeded = [f"run.seed={seed}"]
     console.rule(f"1/{of}  SFT: a tiny Llama learns to write reviews")
-    sft = with_lab(load_train(lab_config("sft"), [*seeded, f"run.out_dir={folder / 'sft'}"]))
+    sft = resolve_lab_paths(load_train(lab_config("sft"), [*seeded, f"run.out_dir={folder / 'sft'}"]))
     if not run_train(sft, console):
         return None
     console.rule(f"2/{of}  preference pairs: two completions a prompt, ranked with noise")
     held_out = make_pairs(folder, sft.sampling, seed, console)
     console.rule(f"3/{of}  reward model")
-    rm = with_lab(load_reward_model(lab_config("reward_model"), [*seeded, *_stage_paths(folder)["rm"]]))
+    rm = resolve_lab_paths(load_reward_model(lab_config("reward_model"), [*seeded, *_stage_paths(folder)["rm"]]))
     return held_out if run_reward_model(rm, console) else None
 
 
-def claim_lab(folder: Path, *, seed: int, console: Console) -> None:
+def check_lab_folder(folder: Path, *, seed: int, console: Console) -> None:
     """Check that `folder` belongs to this seed and version of the lab; record both in lab.json if it is new.
 
     A folder without lab.json that already holds a start model is used as it is, with a warning.
@@ -109,7 +111,7 @@ def claim_lab(folder: Path, *, seed: int, console: Console) -> None:
             console.print(Text(warning, style="yellow"), soft_wrap=True)
             return
         folder.mkdir(parents=True, exist_ok=True)
-        write_aside(path, json.dumps(expected) + "\n")
+        write_atomically(path, json.dumps(expected) + "\n")
         return
     recorded = json.loads(path.read_text(encoding="utf-8"))
     differences = [f"seed {recorded['seed']} instead of {seed}"] if recorded["seed"] != seed else []
@@ -129,7 +131,7 @@ def make_pairs(folder: Path, sampling: SamplingConfig, seed: int, console: Conso
         completer = Completer(str(folder / "sft"), sampling)
 
         def sample(prompts: Sequence[str], count: int) -> list[list[str]]:
-            return completer.complete(prompts, count=count, key=derive(seed, "pairs", len(prompts)))
+            return completer.complete(prompts, count=count, key=derive_seed(seed, "pairs", len(prompts)))
 
         files = {
             split: write_pairs(
@@ -143,7 +145,7 @@ def make_pairs(folder: Path, sampling: SamplingConfig, seed: int, console: Conso
             for split, count in PAIRS.items()
         }
         content = {split: {"pairs": file.pairs, "best_accuracy": file.best_accuracy} for split, file in files.items()}
-        write_aside(info_file, json.dumps(content, indent=2) + "\n")
+        write_atomically(info_file, json.dumps(content, indent=2) + "\n")
     info = json.loads(info_file.read_text(encoding="utf-8"))
     train, held_out = (PairsFile(info_file.parent / f"{split}.jsonl", **info[split]) for split in ("train", "eval"))
     console.print(
@@ -153,7 +155,7 @@ def make_pairs(folder: Path, sampling: SamplingConfig, seed: int, console: Conso
     return held_out
 
 
-def conclude(config: TrainConfig, folder: Path, pairs: PairsFile, console: Console) -> dict[str, object]:
+def summarize(config: TrainConfig, folder: Path, pairs: PairsFile, console: Console) -> dict[str, object]:
     """Compare PPO with SFT by the gold reward on held-out prompts, print a table, and return the figures.
 
     Both models sample with the same random numbers.
@@ -203,8 +205,8 @@ def conclude(config: TrainConfig, folder: Path, pairs: PairsFile, console: Conso
 
 def rm_accuracy(folder: Path) -> float:
     """Compute the reward model's accuracy on the held-out pairs, in expectation over the noise of their labels."""
-    config = with_lab(load_reward_model(folder / "rm" / "config.yaml", []))
-    texts, gaps = gaps_of(config, str(folder / "rm"))
+    config = resolve_lab_paths(load_reward_model(folder / "rm" / "config.yaml", []))
+    texts, gaps = score_gaps(config, str(folder / "rm"))
     rows = [{"prompt": str(text.prompt), "chosen": text.chosen, "rejected": text.rejected} for text in texts]
     return expected_accuracy(gaps, gold_gaps(rows), LABEL_TEMPERATURE)
 

@@ -12,8 +12,8 @@ from rich.text import Text
 from rlhf.config.load import read_yaml, validate
 from rlhf.config.sections import SamplingConfig
 from rlhf.errors import UserError
-from rlhf.factory.sampler import RAW, Completer, chat_format_of
-from rlhf.runtime.seeding import derive
+from rlhf.factory.sampler import NO_TEMPLATE, Completer, chat_format_of
+from rlhf.runtime.seeding import derive_seed
 from rlhf.tracking.progress import printable
 
 
@@ -38,7 +38,7 @@ def run_sample(
     """
     if options.top_p is not None and not 0 < options.top_p <= 1:
         raise UserError("--top-p is above 0 and at most 1")
-    completer = Completer(path, sampling, chat=RAW if options.raw else chat_format_of(path))
+    completer = Completer(path, sampling, chat=NO_TEMPLATE if options.raw else chat_format_of(path))
     texts = _nucleus(completer, prompts, options) if options.top_p is not None else _sample(completer, prompts, options)
     for row, (text, finished) in enumerate(texts):
         if row % options.count == 0:
@@ -49,7 +49,7 @@ def run_sample(
 
 def _sample(completer: Completer, prompts: list[str], options: SampleOptions) -> list[tuple[str, bool]]:
     """Sample with the sampler that training uses."""
-    key = derive(options.seed, "sample")
+    key = derive_seed(options.seed, "sample")
     samples = completer.sample(prompts, count=options.count, key=key, greedy=options.greedy)
     texts = [
         completer.text(ids, mask) for ids, mask in zip(samples.completion_ids, samples.completion_mask, strict=True)
@@ -62,7 +62,7 @@ def _nucleus(completer: Completer, prompts: list[str], options: SampleOptions) -
     assert options.top_p is not None
     torch.manual_seed(options.seed)
     return [
-        completer.stream(completer.asked(text), lambda _: None, top_p=options.top_p, greedy=options.greedy)
+        completer.stream(completer.to_prompt(text), lambda _: None, top_p=options.top_p, greedy=options.greedy)
         for text in prompts
         for _ in range(options.count)
     ]

@@ -14,9 +14,9 @@ from rlhf.config.load import Tree, expand_preset, merge, parse_overrides, read_y
 from rlhf.config.reward import RewardSourceConfig
 from rlhf.config.sections import TrainConfig
 from rlhf.errors import ConfigError
-from rlhf.factory.suites import Suite, find_suite, subject_of, write_result
-from rlhf.lab.build import with_lab
-from rlhf.suites.figures import Figure, SuiteResult
+from rlhf.factory.suites import Suite, find_suite, load_model_for_suite, write_result
+from rlhf.lab.build import resolve_lab_paths
+from rlhf.suites.figures import Estimate, SuiteResult
 from rlhf.suites.settings import SuiteSettings
 
 START = "start"
@@ -51,7 +51,7 @@ def run_suite(
     """
     suite, task = find_suite(name)
     settings = settings_of(suite, name, target, data=data, limit=limit, against=against, overrides=overrides)
-    subject = subject_of(settings, target)
+    subject = load_model_for_suite(settings, target)
     result = suite.run(settings, subject, task)
     _print(name, target, result, console)
     file = _result_file(target, name, out)
@@ -91,7 +91,7 @@ def settings_of(
     dataset = suite.settings.model_fields.get("dataset")
     if dataset is not None and dataset.is_required() and not _has_path(tree.get("dataset")):
         raise ConfigError(f"the suite {name} needs data: --data PATH, {suite.data}")
-    return with_lab(validate(suite.settings, tree))
+    return resolve_lab_paths(validate(suite.settings, tree))
 
 
 def _settings_of_run(target: str, kind: type[SuiteSettings]) -> Tree:
@@ -163,7 +163,7 @@ def _print(name: str, target: str, result: SuiteResult, console: Console) -> Non
         console.print(Text(message), soft_wrap=True)
 
 
-def _print_groups(groups: Mapping[str, Sequence[Figure]], console: Console) -> None:
+def _print_groups(groups: Mapping[str, Sequence[Estimate]], console: Console) -> None:
     table = Table("of which", "figure", "value", "95 % interval", "rows", box=None, pad_edge=False)
     for name, figures in list(groups.items())[:MAX_GROUPS]:
         for figure in figures[:1]:
@@ -177,5 +177,5 @@ def _number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _interval(figure: Figure) -> str:
+def _interval(figure: Estimate) -> str:
     return "" if figure.low is None or figure.high is None else f"{figure.low:.3g} to {figure.high:.3g}"

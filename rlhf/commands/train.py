@@ -35,7 +35,7 @@ def run_train(config: TrainConfig, console: Console) -> bool:
     """Train as `config` describes; return True if the run is complete, False if it was interrupted and saved."""
     run = build_run(config, console)
     run.train()
-    return finish(run.session, console)
+    return finish_run(run.session, console)
 
 
 def run_reward_model(config: RewardModelConfig, console: Console) -> bool:
@@ -45,13 +45,13 @@ def run_reward_model(config: RewardModelConfig, console: Console) -> bool:
     with session.recorder.progress:
         train_offline(built.run)
         card = {} if session.interrupted else finish_reward_model(built)
-    complete = finish(session, console)
+    complete = finish_run(session, console)
     if card and session.ranks.is_main:
         print_card(card, console)
     return complete
 
 
-def finish(session: Session, console: Console) -> bool:
+def finish_run(session: Session, console: Console) -> bool:
     """Close the files of a run, write its report, and print a summary; return whether the run is complete."""
     session.recorder.close()
     folder = session.recorder.folder

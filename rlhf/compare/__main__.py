@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from rlhf.compare.trial import cell_main
-from rlhf.process import end_process
+from rlhf.process import exit_process
 
 if __name__ == "__main__":
-    end_process(cell_main(Path(sys.argv[1])))
+    exit_process(cell_main(Path(sys.argv[1])))

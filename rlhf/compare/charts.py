@@ -16,8 +16,8 @@ from rlhf.report.charts import Chart, to_json
 
 ROLES, DASHES = 8, ("solid", "dash", "dot", "dashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x", "star")
-FEW = 8  # arms that fit on one chart; of more than that, the best SHOWN are shown at first
-SHOWN = 6
+MAX_ALL_SHOWN = 8  # arms that fit on one chart; of more than that, the best SHOWN are shown at first
+INITIALLY_SHOWN = 6
 EXACT = "exact optimum"
 AXES = {
     "completions": "completions",
@@ -64,7 +64,7 @@ def drawing_order(results: Json) -> list[str]:
     first look least alike.
     """
     arms = list(results["arms"])
-    if len(arms) <= FEW:
+    if len(arms) <= MAX_ALL_SHOWN:
         return arms
     return [*ranking(results), *(arm for arm in arms if arm not in ranking(results))]
 
@@ -113,7 +113,7 @@ def proxy_charts(results: Json, drawn: Mapping[str, Style]) -> list[Chart]:
     return [chart for arm in drawn if (chart := _proxy_chart(results, arm)) is not None]
 
 
-def gaming(results: Json, arm: str) -> list[tuple[float, float]]:
+def reward_hacking_points(results: Json, arm: str) -> list[tuple[float, float]]:
     """Find the evaluations that game the reward: the proxy is up and the judge's score is down from its best.
 
     Returns:
@@ -219,7 +219,7 @@ def _proxy_chart(results: Json, arm: str) -> Chart | None:
         gains = [row[name] - rows[0][name] for row in rows]
         line = go.Scatter(x=xs, y=gains, name=label, mode="lines+markers", meta={"role": role})
         figure.add_trace(line.update(marker={"size": 4}))
-    marked = gaming(results, arm)
+    marked = reward_hacking_points(results, arm)
     if marked:
         crosses = go.Scatter(
             x=[cost for cost, _ in marked],

@@ -11,11 +11,11 @@ from typing import Any
 from safetensors import safe_open
 from torch import nn
 
-from rlhf.config.compare import BudgetConfig, completions_of
+from rlhf.config.compare import BudgetConfig, completions_per_step
 from rlhf.config.reward import EnsembleSource, ModelSource, RewardSourceConfig
-from rlhf.config.sections import TrainConfig, reads_reference
+from rlhf.config.sections import TrainConfig, uses_reference
 from rlhf.factory.context import model_folder
-from rlhf.tracking.run_folder import write_aside
+from rlhf.tracking.run_folder import write_atomically
 from rlhf.tracking.trackers import encode_line, read_jsonl
 from rlhf.training.offline import OfflineRun
 from rlhf.training.online import OnlineRun
@@ -95,7 +95,7 @@ def sampling_flops(sizes: Sizes, *, tokens: int) -> float:
     return float(tokens * FORWARD * (sizes.policy + sizes.reward))
 
 
-class Ledger:
+class CostTracker:
     """The running sum of a run's costs, one line a step in costs.jsonl; implements rlhf.training.session.Budget."""
 
     def __init__(self, folder: Path, run: OnlineRun | OfflineRun, config: TrainConfig, budget: BudgetConfig) -> None:
@@ -108,7 +108,7 @@ class Ledger:
 
         def drop_later_lines() -> list[dict[str, Any]]:
             kept = [row for row in read_jsonl(self.path) if row["step"] <= step]
-            write_aside(self.path, "".join(encode_line(row).decode() for row in kept))
+            write_atomically(self.path, "".join(encode_line(row).decode() for row in kept))
             return kept
 
         rows = ranks.on_main(drop_later_lines)
@@ -136,7 +136,7 @@ class Ledger:
     def _step_costs(self, metrics: Mapping[str, float], tokens: int, seconds: float) -> Costs:
         if isinstance(self.run, OfflineRun):
             flops = offline_flops(self.sizes, tokens=tokens)
-            rows = completions_of(self.config)
+            rows = completions_per_step(self.config)
             return Costs(completions=rows, trained_tokens=tokens, flops=flops, seconds=seconds)
         rows = round(metrics["completion/count"]) - self.total.completions
         extra = round(metrics.get("completion/extra_tokens", 0.0))  # sampled and scored, not learned from
@@ -151,17 +151,17 @@ class Ledger:
         )
 
 
-def parameters_of(module: nn.Module | None) -> int:
+def count_parameters(module: nn.Module | None) -> int:
     """Count the parameters of a module; 0 for None."""
     if module is None:
         return 0
     return sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())  # of a shard, numel() is the part's
 
 
-def source_parameters(source: RewardSourceConfig | None) -> int:
+def count_source_parameters(source: RewardSourceConfig | None) -> int:
     """Count the parameters of a reward source; 0 for a function or a server, whose cost is not known."""
     if isinstance(source, EnsembleSource):
-        return sum(source_parameters(member) for member in source.sources)
+        return sum(count_source_parameters(member) for member in source.sources)
     if not isinstance(source, ModelSource):
         return 0
     return sum(_stored_parameters(file) for file in sorted(Path(model_folder(source.path)).glob("*.safetensors")))
@@ -175,12 +175,12 @@ def _stored_parameters(file: Path) -> int:
 
 def _sizes(run: OnlineRun | OfflineRun, config: TrainConfig) -> Sizes:
     if isinstance(run, OfflineRun):
-        policy = parameters_of(run.trained.module)
-        return Sizes(policy=policy, reference=policy if reads_reference(config) else 0)
-    policy = parameters_of(run.models.policy)
+        policy = count_parameters(run.trained.module)
+        return Sizes(policy=policy, reference=policy if uses_reference(config) else 0)
+    policy = count_parameters(run.models.policy)
     return Sizes(
         policy=policy,
         reference=policy if run.models.has_reference else 0,
-        critic=parameters_of(run.models.critic),
-        reward=source_parameters(config.reward.source if config.reward else None),
+        critic=count_parameters(run.models.critic),
+        reward=count_source_parameters(config.reward.source if config.reward else None),
     )

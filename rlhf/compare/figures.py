@@ -20,14 +20,14 @@ from rlhf.compare.charts import (
     AXES,
     CURVES,
     EXACT,
-    FEW,
-    SHOWN,
+    INITIALLY_SHOWN,
+    MAX_ALL_SHOWN,
     Json,
     Style,
     by_seed,
     drawing_order,
-    gaming,
     proxy_rows,
+    reward_hacking_points,
     seed_means,
     styles,
 )
@@ -46,7 +46,7 @@ MARKERS = {
 LINES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 KL_LABEL = "KL to the start model (nats per sequence)"
 DPI = 180
-LOOK: Any = {
+RC_PARAMS: Any = {
     **{"font.size": 9.0, "axes.titlesize": 10.0, "legend.fontsize": 8.0, "axes.grid": True, "grid.color": "#e3e6ec"},
     **{"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True},
     **{
@@ -56,7 +56,7 @@ LOOK: Any = {
     },  # text stays text, bytes stay equal
 }
 
-Drawing = Callable[[Json, Mapping[str, Style]], Figure | None]
+PlotFunction = Callable[[Json, Mapping[str, Style]], Figure | None]
 
 
 def write_figures(folder: Path, results: Json) -> list[tuple[str, str]]:
@@ -66,7 +66,7 @@ def write_figures(folder: Path, results: Json) -> list[tuple[str, str]]:
         For each figure, the name of its files without their suffix, and its title.
     """
     drawn, written = styles(drawing_order(results)), []
-    with rc_context(LOOK):
+    with rc_context(RC_PARAMS):
         for name, title, plot in DRAWINGS:
             figure = plot(results, drawn)
             if figure is None:
@@ -116,7 +116,7 @@ def learning_curves(results: Json, drawn: Mapping[str, Style]) -> Figure | None:
     shown = [(name, title, axis) for name, title, axis in CURVES if curves[name]]
     if not shown:
         return None
-    banded = list(drawn)[: SHOWN if len(drawn) > FEW else FEW]
+    banded = list(drawn)[: INITIALLY_SHOWN if len(drawn) > MAX_ALL_SHOWN else MAX_ALL_SHOWN]
     figure, grid = _grid(len(shown), columns=2, width=3.8, height=2.6)
     for axes, (name, title, axis) in zip(grid, shown, strict=False):
         for arm, points in curves[name].items():
@@ -145,7 +145,7 @@ def proxy_against_judge(results: Json, drawn: Mapping[str, Style]) -> Figure | N
         for name, label, color, line in (("score", "judge", "s1", "-"), ("proxy", "trained-on reward", "s2", "--")):
             gains = [row[name] - rows[0][name] for row in rows]
             axes.plot(xs, gains, color=PALETTE[color], linestyle=line, linewidth=1.3, label=label)
-        marked = gaming(results, arm)
+        marked = reward_hacking_points(results, arm)
         if marked:
             ys = [score - rows[0]["score"] for _, score in marked]
             axes.plot([x for x, _ in marked], ys, "X", color=PALETTE["s7"], label="reward up, judge down")
@@ -205,7 +205,7 @@ def costs(results: Json, drawn: Mapping[str, Style]) -> Figure | None:
     return figure
 
 
-DRAWINGS: tuple[tuple[str, str, Drawing], ...] = (
+DRAWINGS: tuple[tuple[str, str, PlotFunction], ...] = (
     ("frontier", "score against KL", frontier),
     ("learning_curves", "learning curves", learning_curves),
     ("proxy_against_judge", "reward against judge", proxy_against_judge),

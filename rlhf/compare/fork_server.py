@@ -7,6 +7,6 @@ from __future__ import annotations
 
 import signal
 
-from rlhf.compare.processes import remember_to_stop
+from rlhf.compare.processes import handle_sigterm
 
-signal.signal(signal.SIGTERM, remember_to_stop)
+signal.signal(signal.SIGTERM, handle_sigterm)

@@ -11,27 +11,36 @@ import yaml
 
 from rlhf.compare.charts import (
     AXES,
-    FEW,
-    SHOWN,
+    INITIALLY_SHOWN,
+    MAX_ALL_SHOWN,
     Style,
     curve_charts,
     drawing_order,
     frontier_chart,
-    gaming,
     proxy_charts,
+    reward_hacking_points,
     styles,
 )
 from rlhf.compare.plan import Plan
-from rlhf.compare.results import Found
-from rlhf.compare.summary import at_once, cost_table, end_table, equal_kl_table, notes, ranking, suite_tables, verdict
-from rlhf.config.compare import START
+from rlhf.compare.results import CellResult
+from rlhf.compare.summary import (
+    cost_table,
+    end_table,
+    equal_kl_table,
+    notes,
+    parallel_note,
+    ranking,
+    suite_tables,
+    verdict,
+)
+from rlhf.config.compare import START_FOLDER
 from rlhf.config.load import dump
 from rlhf.config.sections import TrainConfig
 from rlhf.report.page import pair_details, write_page
 from rlhf.report.report_card import Table
 from rlhf.tracking.trackers import flatten
 
-OWN = ("run.name", "run.out_dir", "run.seed")  # differ between any two cells
+PER_CELL_KEYS = ("run.name", "run.out_dir", "run.seed")  # differ between any two cells
 
 
 def differences(configs: Mapping[str, TrainConfig]) -> dict[str, dict[str, Any]]:
@@ -45,7 +54,7 @@ def differences(configs: Mapping[str, TrainConfig]) -> dict[str, dict[str, Any]]
     return {
         key: {arm: settings[key] for arm, settings in settings_of.items() if key in settings}
         for key in keys
-        if key not in OWN and len({repr(settings.get(key, missing)) for settings in settings_of.values()}) > 1
+        if key not in PER_CELL_KEYS and len({repr(settings.get(key, missing)) for settings in settings_of.values()}) > 1
     }
 
 
@@ -74,7 +83,7 @@ Json = dict[str, Any]
 
 
 def write_compare_page(
-    plan: Plan, results: Json, cells: Sequence[Found], drawings: Sequence[tuple[str, str]] = ()
+    plan: Plan, results: Json, cells: Sequence[CellResult], drawings: Sequence[tuple[str, str]] = ()
 ) -> Path:
     """Write report.html into the comparison's folder and return its path.
 
@@ -98,7 +107,7 @@ def write_compare_page(
         title=results["name"],
         facts=_facts(results),
         verdict=verdict(results),
-        notes=[*notes(results), *at_once(plan.config.jobs)],
+        notes=[*notes(results), *parallel_note(plan.config.jobs)],
         frontier=frontier,
         chips=chips(results, drawn),
         figures_in=FIGURES,
@@ -112,7 +121,7 @@ def write_compare_page(
         equal_kl=equal_kl_table(results),
         cost=cost_table(results),
         proxies=proxies,
-        gamed=[arm for arm in results["arms"] if gaming(results, arm)],
+        gamed=[arm for arm in results["arms"] if reward_hacking_points(results, arm)],
         prompts=side_by_side(list(results["arms"]), cells),
         first_prompts=FIRST_PROMPTS,
         details=pair_details,
@@ -136,11 +145,11 @@ def chips(results: Json, drawn: Mapping[str, Style]) -> list[Chip]:
 
     The buttons of the best arms are on at first.
     """
-    if len(drawn) <= FEW:
+    if len(drawn) <= MAX_ALL_SHOWN:
         return []
     with_data = {row["arm"] for row in results["evaluations"]} | set(results["best_of_n"])
     return [
-        Chip(arm, style.role, GLYPHS[style.symbol], rank < SHOWN)
+        Chip(arm, style.role, GLYPHS[style.symbol], rank < INITIALLY_SHOWN)
         for rank, (arm, style) in enumerate(drawn.items())
         if arm in with_data
     ]
@@ -170,21 +179,21 @@ def win_matrix(results: Json) -> list[tuple[str, list[Win]]]:
     return [(a, [wins.get((a, b), Win(None)) for b in arms]) for a in arms]
 
 
-def side_by_side(arms: Sequence[str], cells: Sequence[Found]) -> list[Json]:
+def side_by_side(arms: Sequence[str], cells: Sequence[CellResult]) -> list[Json]:
     """Collect the completions of the first held-out prompts by the start model and every arm.
 
     Each model is that of its first finished cell.
     """
     judged: dict[str, Sequence[Any]] = {}
-    for arm in (START, *arms):
+    for arm in (START_FOLDER, *arms):
         first = next((result for result in cells if result.cell.arm == arm and result.judged is not None), None)
         if first is not None and first.judged is not None:
             judged[arm] = first.judged.rows
-    if START not in judged:
+    if START_FOLDER not in judged:
         return []
     return [
         {"prompt": row["prompt"], "completions": [(arm, rows[i]) for arm, rows in judged.items()]}
-        for i, row in enumerate(judged[START][:PROMPTS])
+        for i, row in enumerate(judged[START_FOLDER][:PROMPTS])
     ]
 
 

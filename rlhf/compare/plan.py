@@ -11,22 +11,22 @@ from typing import Any
 import yaml
 
 from rlhf.config.compare import (
-    START,
+    START_FOLDER,
     Arm,
     BestOfNArm,
     CellConfig,
     CompareConfig,
     Overrides,
     TrainedArm,
-    completions_of,
+    completions_per_step,
 )
-from rlhf.config.load import dump, merge, override, read_yaml, train_config, validate, without_unread
+from rlhf.config.load import drop_unread, dump, merge, merge_overrides, read_yaml, train_config, validate
 from rlhf.config.reward import RewardSourceConfig
 from rlhf.config.sections import TrainConfig
 from rlhf.errors import ConfigError
-from rlhf.lab.build import with_lab
+from rlhf.lab.build import resolve_lab_paths
 from rlhf.suites.settings import SETTINGS, SuiteSettings
-from rlhf.tracking.run_folder import differing_keys, write_aside
+from rlhf.tracking.run_folder import differing_keys, write_atomically
 
 Json = dict[str, Any]
 Settings = dict[str, dict[str, Any]]
@@ -79,10 +79,10 @@ def _settings(name: str, given: Json, train: TrainConfig) -> Json:
 
 
 CELL = "cell.yaml"
-ENDLESS = 1_000_000  # steps of a run whose length only its budget determines
+MAX_STEPS = 1_000_000  # steps of a run whose length only its budget determines
 
 # The settings that the comparison fixes for all arms, and the key of the comparison that sets each of them.
-FIXED = {
+FIXED_SETTINGS = {
     "policy.model": "start",
     "reward.source": "reward_source",
     "eval.source": "judge",
@@ -143,11 +143,11 @@ def make_plan(config: CompareConfig, *, beside: Path) -> Plan:
     base = merge(_base(config, beside), config.shared.tree())
     _refuse(config.shared, LENGTH, "shared")
     base = merge(base, _common(config, base))
-    arms: dict[str, Arm] = {START: TrainedArm(), **config.arms}
+    arms: dict[str, Arm] = {START_FOLDER: TrainedArm(), **config.arms}
     folder = Path(config.out_dir)
     cells = [
         Cell(folder / name / f"seed-{seed}", _cell(config, base, name, arms[name], seed))
-        for names in ([START], list(config.arms))
+        for names in ([START_FOLDER], list(config.arms))
         for seed in config.seeds
         for name in names
     ]
@@ -157,7 +157,7 @@ def make_plan(config: CompareConfig, *, beside: Path) -> Plan:
 def _with_lab_files(cell: Cell) -> Cell:
     """Replace the names of the lab's files by their paths, making files that do not exist."""
     try:
-        train = with_lab(cell.config.train)
+        train = resolve_lab_paths(cell.config.train)
     except ConfigError as error:
         raise ConfigError(f"arms.{cell.arm}: {error}") from error
     return cell if train is cell.config.train else replace(cell, config=cell.config.model_copy(update={"train": train}))
@@ -165,12 +165,12 @@ def _with_lab_files(cell: Cell) -> Cell:
 
 def read_plan(config: CompareConfig, folder: Path) -> Plan:
     """Read the plan whose cells are in `folder` from their cell.yaml; the base is not read again."""
-    names = [START, *config.arms]
+    names = [START_FOLDER, *config.arms]
     folders = [folder / name / f"seed-{seed}" for name in names for seed in config.seeds]
     return Plan(config, folder, [read_cell(path) for path in folders if (path / CELL).is_file()])
 
 
-def claim(cell: Cell) -> None:
+def ensure_owner(cell: Cell) -> None:
     """Write cell.yaml, or check that the one that exists has the same settings.
 
     Raises:
@@ -187,7 +187,7 @@ def claim(cell: Cell) -> None:
             )
         return
     cell.folder.mkdir(parents=True, exist_ok=True)
-    write_aside(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+    write_atomically(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
 def read_cell(folder: Path) -> Cell:
@@ -237,17 +237,17 @@ def _common(config: CompareConfig, base: Tree) -> Tree:
 def _cell(config: CompareConfig, base: Tree, name: str, arm: Arm, seed: int) -> CellConfig:
     arm_settings = arm.tree() if isinstance(arm, TrainedArm) else Tree()
     if isinstance(arm, TrainedArm):
-        _refuse(arm, tuple(FIXED), f"arms.{name}")
+        _refuse(arm, tuple(FIXED_SETTINGS), f"arms.{name}")
     out_dir = str(Path(config.out_dir) / name / f"seed-{seed}")
     tree = merge(
-        override(base, arm_settings), {"run": {"name": f"{name} seed {seed}", "seed": seed, "out_dir": out_dir}}
+        merge_overrides(base, arm_settings), {"run": {"name": f"{name} seed {seed}", "seed": seed, "out_dir": out_dir}}
     )
-    is_trained = isinstance(arm, TrainedArm) and name != START
+    is_trained = isinstance(arm, TrainedArm) and name != START_FOLDER
     n = arm.n if isinstance(arm, BestOfNArm) else None
     try:
         complete = train_config(tree)
         train = (
-            train_config(_with_length(without_unread(tree, arm_settings, complete), config, arm_settings, complete))
+            train_config(_with_length(drop_unread(tree, arm_settings, complete), config, arm_settings, complete))
             if is_trained
             else complete
         )
@@ -272,15 +272,17 @@ def _refuse(overrides: Overrides, keys: tuple[str, ...], where: str) -> None:
     for key in keys:
         section, _, name = key.partition(".")
         if name in tree.get(section, {}):
-            raise ConfigError(f"{where}.{key} is the same for every arm: it is set by {FIXED[key]} of the comparison")
+            raise ConfigError(
+                f"{where}.{key} is the same for every arm: it is set by {FIXED_SETTINGS[key]} of the comparison"
+            )
 
 
 def _with_length(tree: Tree, config: CompareConfig, arm_settings: Tree, train: TrainConfig) -> Tree:
     """Set the number of steps that the budget allows, and the evaluation interval."""
     schedule = {key: value for key, value in tree.get("schedule", {}).items() if key != "epochs"}
-    steps = ENDLESS
+    steps = MAX_STEPS
     if config.budget.completions is not None:
-        steps = max(1, config.budget.completions // completions_of(train))
+        steps = max(1, config.budget.completions // completions_per_step(train))
     elif train.schedule.decay != "constant":
         raise ConfigError(
             f"schedule.decay is {train.schedule.decay}, but with a budget in {config.budget.unit} the length of a run "
@@ -288,6 +290,6 @@ def _with_length(tree: Tree, config: CompareConfig, arm_settings: Tree, train: T
         )
     settings = {**tree, "schedule": {**schedule, "steps": steps}}
     eval_settings = {**config.shared.eval, **arm_settings.get("eval", {})}
-    if steps != ENDLESS and "every" not in eval_settings:
+    if steps != MAX_STEPS and "every" not in eval_settings:
         settings = merge(settings, {"eval": {"every": max(1, round(steps / config.evaluations))}})
     return settings

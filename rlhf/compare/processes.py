@@ -26,10 +26,10 @@ import torch
 from rlhf.compare.plan import Cell
 from rlhf.compare.scheduler import OUTPUT, Outcome, Running, record_failure
 from rlhf.compare.trial import INTERRUPTED, cell_main
-from rlhf.process import quiet_libraries
+from rlhf.process import silence_libraries
 
 ERRORS = "errors.log"
-NURSERY = "rlhf.compare.fork_server"
+FORK_SERVER = "rlhf.compare.fork_server"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 THREADS, DEVICES = "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"
 
@@ -42,7 +42,9 @@ class CellProcess:
     def __init__(self, cell: Cell, place: int, jobs: int) -> None:
         """Start the cell in slot `place` of the `jobs` slots."""
         self.cell = cell
-        environment = share(place, jobs, cores=cores(), devices=visible_devices(os.environ), environ=os.environ)
+        environment = resource_environment(
+            place, jobs, cores=count_cores(), devices=visible_devices(os.environ), environ=os.environ
+        )
         threads = int(environment[THREADS]) if THREADS in environment else None
         self.process: BaseProcess = _context().Process(target=run, args=(cell.folder, jobs > 1, threads))
         (cell.folder / OUTPUT).unlink(missing_ok=True)
@@ -58,7 +60,7 @@ class CellProcess:
             return "done"
         if code == INTERRUPTED:
             return "interrupted"
-        record_failure(self.cell.folder, last_words(self.cell.folder / ERRORS, code))
+        record_failure(self.cell.folder, extract_error(self.cell.folder / ERRORS, code))
         return "failed"
 
     def stop(self) -> None:
@@ -77,7 +79,7 @@ def run(folder: Path, beside_others: bool, threads: int | None) -> None:
     Its errors go into a file there, and so does its output if it runs beside others.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    quiet_libraries()
+    silence_libraries()
     end_with_parent()
     if _stop_requested:
         sys.exit(INTERRUPTED)
@@ -100,7 +102,7 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def remember_to_stop(_number: int, _frame: FrameType | None) -> None:
+def handle_sigterm(_number: int, _frame: FrameType | None) -> None:
     """Handle SIGTERM in the fork server.
 
     It keeps running, so that the exit codes of its cells are known; a cell that was just forked stops.
@@ -109,7 +111,9 @@ def remember_to_stop(_number: int, _frame: FrameType | None) -> None:
     _stop_requested = True
 
 
-def share(place: int, jobs: int, *, cores: int, devices: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+def resource_environment(
+    place: int, jobs: int, *, cores: int, devices: Sequence[str], environ: Mapping[str, str]
+) -> dict[str, str]:
     """Return the environment variables that give a cell in slot `place` of `jobs` its share of the machine.
 
     A cell that has the machine alone gets none. Processor cores are divided evenly, at least one for each cell, unless
@@ -130,7 +134,7 @@ def visible_devices(environ: Mapping[str, str]) -> list[str]:
     return named[:count] if named else [str(number) for number in range(count)]
 
 
-def last_words(log: Path, code: int, *, launched: bool = False) -> str:
+def extract_error(log: Path, code: int, *, launched: bool = False) -> str:
     """Extract the error that ended a process from the end of its log.
 
     `launched` means that a launcher wrote to the log after the process.
@@ -151,11 +155,11 @@ def _context() -> ForkServerContext | SpawnContext:
     if sys.platform != "linux" or torch.cuda.device_count():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([NURSERY])
+    context.set_forkserver_preload([FORK_SERVER])
     return context
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Count the processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
@@ -194,7 +198,9 @@ class LaunchedCell:
         """Start the cell in `processes` processes, in slot `place` of the `jobs` slots."""
         self.cell = cell
         self._stop_requested = False
-        environment = share(place, jobs, cores=cores(), devices=visible_devices(os.environ), environ=os.environ)
+        environment = resource_environment(
+            place, jobs, cores=count_cores(), devices=visible_devices(os.environ), environ=os.environ
+        )
         if torch.cuda.device_count() > 1:
             environment.pop("CUDA_VISIBLE_DEVICES", None)  # each of its processes takes one GPU
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
@@ -219,7 +225,7 @@ class LaunchedCell:
             return "done"
         if code == INTERRUPTED or self._stop_requested:
             return "interrupted"
-        record_failure(self.cell.folder, last_words(self.cell.folder / ERRORS, code, launched=True))
+        record_failure(self.cell.folder, extract_error(self.cell.folder / ERRORS, code, launched=True))
         return "failed"
 
     def stop(self) -> None:

@@ -16,12 +16,12 @@ from torch import Tensor
 from rlhf.compare.costs import COSTS, Costs
 from rlhf.compare.plan import Cell, Plan
 from rlhf.compare.scheduler import failure_of
-from rlhf.compare.trial import Judged, read_curve, read_suites, summarize_suites
-from rlhf.config.compare import START, BestOfNArm
-from rlhf.evaluation.frontier import at_kl
+from rlhf.compare.trial import Judgment, read_curve, read_suites, summarize_suites
+from rlhf.config.compare import START_FOLDER, BestOfNArm
+from rlhf.evaluation.frontier import score_at_kl
 from rlhf.evaluation.win_rate import Interval, bootstrap_crossed, length_controlled_win_rate, outcomes
-from rlhf.tracking.run_folder import RunFolder, write_aside
-from rlhf.tracking.trackers import plain, read_jsonl
+from rlhf.tracking.run_folder import RunFolder, write_atomically
+from rlhf.tracking.trackers import read_jsonl, to_json
 
 SCHEMA = 1
 RESULTS, TABLE = "results.json", "results.parquet"
@@ -50,11 +50,11 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Found:
+class CellResult:
     """A cell and the content of its folder."""
 
     cell: Cell
-    judged: Judged | None
+    judged: Judgment | None
     error: str | None
     evaluations: list[Json]  # during training, in order; each with the costs so far
     costs: Costs | None
@@ -67,19 +67,23 @@ class Found:
         return "done" if self.judged is not None else "failed" if self.error is not None else "unfinished"
 
 
-def read_cells(plan: Plan) -> list[Found]:
+def read_cells(plan: Plan) -> list[CellResult]:
     """Read the folder of every cell."""
     return [_read(cell) for cell in plan.cells]
 
 
-def summarize(plan: Plan, cells: Sequence[Found]) -> Json:
+def summarize(plan: Plan, cells: Sequence[CellResult]) -> Json:
     """Compute the content of results.json; docs/compare.md defines each key."""
     config = plan.config
     start = {
-        result.cell.seed: result.judged for result in cells if result.cell.arm == START and result.judged is not None
+        result.cell.seed: result.judged
+        for result in cells
+        if result.cell.arm == START_FOLDER and result.judged is not None
     }
     start_suites = {
-        result.cell.seed: result.suites for result in cells if result.cell.arm == START and result.judged is not None
+        result.cell.seed: result.suites
+        for result in cells
+        if result.cell.arm == START_FOLDER and result.judged is not None
     }
     assert start, "the start model is judged before any arm"
     spread = fmean(float(judged.column("score").std(correction=0)) for judged in start.values())
@@ -114,11 +118,11 @@ def summarize(plan: Plan, cells: Sequence[Found]) -> Json:
     }
 
 
-def write_results(plan: Plan, results: Json, cells: Sequence[Found]) -> None:
+def write_results(plan: Plan, results: Json, cells: Sequence[CellResult]) -> None:
     """Write results.json, and results.parquet with one row for each evaluation, final model and n of best-of-n."""
-    write_aside(plan.folder / RESULTS, json.dumps(plain(results), indent=1, ensure_ascii=False) + "\n")
+    write_atomically(plan.folder / RESULTS, json.dumps(to_json(results), indent=1, ensure_ascii=False) + "\n")
     columns = ("kind", "arm", "seed", "step", "n", *MEASURES, *Costs().record())
-    rows = [{name: plain(row.get(name)) for name in columns} for row in _table_rows(results, cells)]
+    rows = [{name: to_json(row.get(name)) for name in columns} for row in _table_rows(results, cells)]
     floats = set(columns) - {"kind", "arm", "seed", "step"}
     table = {
         name: [float(row[name]) if name in floats and row[name] is not None else row[name] for row in rows]
@@ -129,25 +133,25 @@ def write_results(plan: Plan, results: Json, cells: Sequence[Found]) -> None:
     temporary.replace(plan.folder / TABLE)
 
 
-def scores_of(cells: Sequence[Found], seeds: Sequence[int]) -> Float[Tensor, "S P"]:
+def scores_of(cells: Sequence[CellResult], seeds: Sequence[int]) -> Float[Tensor, "S P"]:
     """Return the judge's score of every held-out prompt, one row for each seed."""
     return _column(cells, seeds, "score")
 
 
-def _column(cells: Sequence[Found], seeds: Sequence[int], name: str) -> Float[Tensor, "S P"]:
+def _column(cells: Sequence[CellResult], seeds: Sequence[int], name: str) -> Float[Tensor, "S P"]:
     by_seed = {result.cell.seed: result.judged for result in cells if result.judged is not None}
     return torch.stack([by_seed[seed].column(name) for seed in seeds])
 
 
-def common_seeds(*arms: Sequence[Found]) -> list[int]:
+def common_seeds(*arms: Sequence[CellResult]) -> list[int]:
     """Return the seeds that all arms have finished."""
     done = [{result.cell.seed for result in cells if result.judged is not None} for cells in arms]
     return sorted(set.intersection(*done)) if done else []
 
 
-def _read(cell: Cell) -> Found:
+def _read(cell: Cell) -> CellResult:
     costs = {row["step"]: row for row in read_jsonl(cell.folder / COSTS)}
-    judged = Judged.read(cell.folder)
+    judged = Judgment.read(cell.folder)
     rows = []
     for metrics in RunFolder(cell.folder).read_metrics() if cell.config.budget is not None else []:
         if metrics.get("eval/score") is not None:
@@ -155,7 +159,7 @@ def _read(cell: Cell) -> Found:
             measures = {name: metrics.get(key) for name, key in MEASURES.items()}
             spent = {key: value for key, value in spent.items() if key != "step"}
             rows.append({"arm": cell.arm, "seed": cell.seed, "step": metrics["step"], **measures, **spent})
-    return Found(
+    return CellResult(
         cell=cell,
         judged=judged,
         error=failure_of(cell.folder),
@@ -183,7 +187,9 @@ def with_known_kl(evaluations: list[Json], judged: Mapping[str, float | None]) -
     return [first, *others]
 
 
-def _arm(name: str, cells: Sequence[Found], start: Mapping[int, Judged], spread: float, level: float | None) -> Json:
+def _arm(
+    name: str, cells: Sequence[CellResult], start: Mapping[int, Judgment], spread: float, level: float | None
+) -> Json:
     done = [result for result in cells if result.judged is not None]
     per_seed = [
         {
@@ -228,12 +234,12 @@ def _arm(name: str, cells: Sequence[Found], start: Mapping[int, Judged], spread:
     }
 
 
-def _suites(cells: Sequence[Found], start: Mapping[int, Mapping[str, Json]]) -> Json:
+def _suites(cells: Sequence[CellResult], start: Mapping[int, Mapping[str, Json]]) -> Json:
     done = [result for result in cells if result.judged is not None]
     return summarize_suites([result.suites for result in done], [start[result.cell.seed] for result in done])
 
 
-def _status(cells: Sequence[Found]) -> str:
+def _status(cells: Sequence[CellResult]) -> str:
     statuses = {result.status for result in cells}
     return statuses.pop() if len(statuses) == 1 else "partly done" if "done" in statuses else "failed"
 
@@ -247,14 +253,14 @@ def _measures(metrics: Sequence[Mapping[str, float | None]]) -> Json:
     return means
 
 
-def _points(result: Found) -> list[tuple[float, float]]:
+def _points(result: CellResult) -> list[tuple[float, float]]:
     """Return the (KL, score) points of a cell: its evaluations, or best-of-n's curve."""
     if result.cell.config.best_of_n is not None:
         return [(point["kl"], point["score"]) for point in read_curve(result.cell.folder)]
     return [(row["kl"], row["score"]) for row in result.evaluations if row["kl"] is not None]
 
 
-def _common_kl(arms: Mapping[str, Sequence[Found]]) -> float | None:
+def _common_kl(arms: Mapping[str, Sequence[CellResult]]) -> float | None:
     """Return the highest KL in nats that every finished cell has reached; None if there is none above 0."""
     reached = [
         max(kl for kl, _ in points)
@@ -265,10 +271,10 @@ def _common_kl(arms: Mapping[str, Sequence[Found]]) -> float | None:
     return min(reached) if reached and min(reached) > 0 else None
 
 
-def _at_equal_kl(done: Sequence[Found], level: float | None) -> Json | None:
+def _at_equal_kl(done: Sequence[CellResult], level: float | None) -> Json | None:
     if level is None:
         return None
-    values = [at_kl(_points(result), level) for result in done]
+    values = [score_at_kl(_points(result), level) for result in done]
     reached = [value for value in values if value is not None]
     return {
         "kl": level,
@@ -279,7 +285,7 @@ def _at_equal_kl(done: Sequence[Found], level: float | None) -> Json | None:
     }
 
 
-def _win_rates(arms: Mapping[str, Sequence[Found]]) -> list[Json]:
+def _win_rates(arms: Mapping[str, Sequence[CellResult]]) -> list[Json]:
     rates: dict[tuple[str, str], Json] = {}
     for a in arms:
         for b in arms:
@@ -311,13 +317,13 @@ def _interval(interval: Interval) -> dict[str, float]:
     return {"value": interval.value, "low": interval.low, "high": interval.high}
 
 
-def _curve(cells: Sequence[Found]) -> list[dict[str, float]]:
+def _curve(cells: Sequence[CellResult]) -> list[dict[str, float]]:
     """Compute best-of-n's curve, the mean over seeds."""
     curves = [curve for result in cells if (curve := read_curve(result.cell.folder))]
     return [{key: fmean(point[key] for point in points) for key in points[0]} for points in zip(*curves, strict=False)]
 
 
-def _table_rows(results: Json, cells: Sequence[Found]) -> list[Json]:
+def _table_rows(results: Json, cells: Sequence[CellResult]) -> list[Json]:
     rows = [{"kind": "evaluation", **row} for row in results["evaluations"]]
     for result in cells:
         if result.judged is not None:

@@ -19,16 +19,16 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rlhf.compare.plan import Cell, Plan, claim
+from rlhf.compare.plan import Cell, Plan, ensure_owner
 from rlhf.compare.trial import JUDGED
-from rlhf.config.compare import START
+from rlhf.config.compare import START_FOLDER
 from rlhf.errors import UserError
-from rlhf.tracking.progress import duration, printable
-from rlhf.tracking.run_folder import write_aside
+from rlhf.tracking.progress import format_duration, printable
+from rlhf.tracking.run_folder import write_atomically
 from rlhf.training.session import Interruption
 
 OUTPUT = "output.log"  # the standard output of a cell that runs beside others
-EVERY_S = 0.25
+REFRESH_S = 0.25
 
 
 class Tail:
@@ -59,7 +59,7 @@ class _CellStatus:
     last_line: str = ""
 
 
-class Board:
+class ComparisonProgress:
     """The terminal display of a comparison, used as a context manager around its cells.
 
     A cell that runs alone draws on the terminal itself, under a rule with its title. Cells that run at the same time
@@ -84,7 +84,7 @@ class Board:
         self._live = Live(console=console, get_renderable=self._display, refresh_per_second=4)
         self._in_place = not alone and console.is_interactive
 
-    def __enter__(self) -> Board:
+    def __enter__(self) -> ComparisonProgress:
         if self._in_place:
             self._live.start()
         return self
@@ -95,7 +95,7 @@ class Board:
         if self._in_place:
             self._live.stop()
 
-    def began(self, cell: Cell, title: str) -> None:
+    def cell_started(self, cell: Cell, title: str) -> None:
         """Show that a cell has started."""
         if self._alone:
             self._console.rule(title)
@@ -106,7 +106,7 @@ class Board:
         if not self._in_place:
             self.note(f"{title}: started")
 
-    def ended(self, cell: Cell) -> None:
+    def cell_ended(self, cell: Cell) -> None:
         """Show the last lines of a cell that ended, and remove it from the display."""
         status = self._running.get(cell.folder)
         if status is not None:
@@ -120,7 +120,7 @@ class Board:
 
     def refresh(self) -> None:
         """Read and show what the running cells have written since the last refresh."""
-        if self._clock() - self._refreshed < EVERY_S:
+        if self._clock() - self._refreshed < REFRESH_S:
             return
         self._refreshed = self._clock()
         for status in self._running.values():
@@ -134,7 +134,7 @@ class Board:
 
     def _display(self) -> RenderableType:
         head = Text(f"{self._done}/{self._total} cells", style="bold")
-        head.append(f"  {duration(self._clock() - self._started)}", style="cyan")
+        head.append(f"  {format_duration(self._clock() - self._started)}", style="cyan")
         rows = Table.grid(padding=(0, 2), expand=True)
         for _ in range(2):
             rows.add_column(no_wrap=True)
@@ -142,7 +142,7 @@ class Board:
         for status in list(self._running.values()):
             rows.add_row(
                 Text(status.name),
-                Text(duration(self._clock() - status.started), style="cyan"),
+                Text(format_duration(self._clock() - status.started), style="cyan"),
                 Text(status.last_line, "dim"),
             )
         return Group(head, rows)
@@ -184,8 +184,8 @@ def run_cells(plan: Plan, start: StartCell, console: Console) -> bool:
         UserError: the start model itself cannot be judged.
     """
     for cell in plan.cells:
-        claim(cell)
-    with Interruption() as stop, Board(console, len(plan.cells), alone=plan.config.jobs == 1) as board:
+        ensure_owner(cell)
+    with Interruption() as stop, ComparisonProgress(console, len(plan.cells), alone=plan.config.jobs == 1) as board:
         scheduler = _Scheduler(plan, start, board, stop)
         try:
             scheduler.run()
@@ -198,7 +198,7 @@ def run_cells(plan: Plan, start: StartCell, console: Console) -> bool:
 
 def record_failure(folder: Path, error: str) -> None:
     """Write the error of a failed cell into its folder, for the report."""
-    write_aside(folder / FAILED, json.dumps({"error": error}, ensure_ascii=False) + "\n")
+    write_atomically(folder / FAILED, json.dumps({"error": error}, ensure_ascii=False) + "\n")
 
 
 def failure_of(folder: Path) -> str | None:
@@ -225,7 +225,7 @@ class _Scheduler:
 
     plan: Plan
     start: StartCell
-    board: Board
+    board: ComparisonProgress
     stop: Interruption
     slots: dict[int, _Slot] = field(default_factory=dict)
     stopping: bool = False
@@ -256,7 +256,7 @@ class _Scheduler:
             return
         (cell.folder / FAILED).unlink(missing_ok=True)
         free = min(set(range(self.plan.config.jobs)) - set(self.slots))
-        self.board.began(cell, title)
+        self.board.cell_started(cell, title)
         started = time.perf_counter()
         self.slots[free] = _Slot(cell, title, self.start(cell, free), started)
 
@@ -269,13 +269,13 @@ class _Scheduler:
             if outcome == "failed" and (self.stopping or self.stop.requested):
                 (slot.cell.folder / FAILED).unlink(missing_ok=True)  # asked to stop: not a failure of the cell
                 outcome = "interrupted"
-            self.board.ended(slot.cell)
+            self.board.cell_ended(slot.cell)
             if outcome == "interrupted":
                 self._stop()
                 continue
-            took = duration(time.perf_counter() - slot.started)
+            took = format_duration(time.perf_counter() - slot.started)
             self.board.note(f"{slot.title}: {outcome} in {took}{_reason(slot.cell, outcome)}", ended=True)
-            if outcome == "failed" and slot.cell.arm == START:
+            if outcome == "failed" and slot.cell.arm == START_FOLDER:
                 self.failed_start = self.failed_start or slot.cell
                 self._stop()
 

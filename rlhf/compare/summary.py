@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf.report.report_card import Table
-from rlhf.tracking.progress import duration, number
+from rlhf.tracking.progress import format_duration, format_number
 
 Json = dict[str, Any]
 
@@ -26,10 +26,10 @@ def verdict(results: Json) -> str:
         return "No arm was finished, so there is nothing to compare. What went wrong is in the notes below."
     best = (trained or ranked)[0]
     summary = results["arms"][best]
-    gain, in_std = interval(summary["gain"], sign=True), interval(summary["gain_in_std"], sign=True)
+    gain, in_std = format_interval(summary["gain"], sign=True), format_interval(summary["gain_in_std"], sign=True)
     first = (
-        f"{best} has the highest score of the judge, {number(summary['score'])}: {gain} over the start model, or "
-        f"{in_std} of its standard deviations, {_kl(summary)} after {_budget(results)}."
+        f"{best} has the highest score of the judge, {format_number(summary['score'])}: {gain} over the start model, "
+        f"or {in_std} of its standard deviations, {_kl(summary)} after {_budget(results)}."
     )
     return f"{first} {_second(results, best, [arm for arm in trained if arm != best])}"
 
@@ -40,7 +40,7 @@ def _second(results: Json, best: str, others: Sequence[str]) -> str:
     ]
     search = "; ".join(
         f"the best of {results['arms'][arm]['n']} samples of the start model gains "
-        f"{interval(results['arms'][arm]['gain'], sign=True)}"
+        f"{format_interval(results['arms'][arm]['gain'], sign=True)}"
         for arm in searched
         if arm != best
     )
@@ -52,8 +52,8 @@ def _second(results: Json, best: str, others: Sequence[str]) -> str:
     apart = rate["difference"]["low"] > 0 or rate["difference"]["high"] < 0
     judged = "the difference is clear of zero" if apart else "these data do not tell the two apart"
     return (
-        f"Against {others[0]}, the next, it wins {percent(rate)} of the prompts and scores "
-        f"{interval(rate['difference'], sign=True)} higher, so {judged}{'; ' + search if search else ''}."
+        f"Against {others[0]}, the next, it wins {format_percent(rate)} of the prompts and scores "
+        f"{format_interval(rate['difference'], sign=True)} higher, so {judged}{'; ' + search if search else ''}."
     )
 
 
@@ -63,7 +63,7 @@ def ranking(results: Json) -> list[str]:
     return sorted(scored, key=lambda name: -scored[name])
 
 
-def interval(estimate: Mapping[str, Any] | None, *, sign: bool = False) -> str:
+def format_interval(estimate: Mapping[str, Any] | None, *, sign: bool = False) -> str:
     """Format a value with its 95 % interval."""
     if estimate is None:
         return "–"
@@ -71,7 +71,7 @@ def interval(estimate: Mapping[str, Any] | None, *, sign: bool = False) -> str:
     return f"{texts[0]} [{texts[1]}, {texts[2]}]"
 
 
-def percent(share: Mapping[str, Any]) -> str:
+def format_percent(share: Mapping[str, Any]) -> str:
     """Format a share with its interval, in percent."""
     value, low, high = (round(100 * share[key]) for key in ("value", "low", "high"))
     return f"{value} % [{low}, {high}]"
@@ -105,7 +105,7 @@ def notes(results: Json) -> list[str]:
     return lines
 
 
-def at_once(jobs: int) -> list[str]:
+def parallel_note(jobs: int) -> list[str]:
     """Return a note that seconds are not comparable, if several cells ran at once."""
     text = (
         f"{jobs} cells ran at once on shares of one machine: their seconds are not comparable with those of one alone."
@@ -121,8 +121,13 @@ def end_table(results: Json) -> Table:
         rate = arm["win_rate_over_start"]
         rows.append(
             [
-                *(name, *_row(arm), interval(arm["gain"], sign=True), interval(arm["gain_in_std"], sign=True)),
-                *(percent(rate), percent(arm["length_controlled_win_rate_over_start"])),
+                *(
+                    name,
+                    *_row(arm),
+                    format_interval(arm["gain"], sign=True),
+                    format_interval(arm["gain_in_std"], sign=True),
+                ),
+                *(format_percent(rate), format_percent(arm["length_controlled_win_rate_over_start"])),
             ]
         )
     columns = ["", "score", "proxy", "KL, nats", "exact KL", "length", "finished", "distinct-2", "repetition"]
@@ -162,7 +167,7 @@ def _with_n(results: Json, arm: str) -> str:
 
 def _suite_value(figure: Json, name: str) -> str:
     if name == "length":
-        return number(figure["value"])
+        return format_number(figure["value"])
     text = f"{100 * figure['value']:.1f}"
     return text if figure["low"] is None else f"{text} [{100 * figure['low']:.1f}, {100 * figure['high']:.1f}]"
 
@@ -189,7 +194,9 @@ def equal_kl_table(results: Json) -> Table | None:
             rows.append([name, reached["score"], reached["score"] - start, span, reached["seeds"]])
     rows.sort(key=lambda row: -row[1] if isinstance(row[1], float) else float("inf"))
     return Table(
-        f"At a KL of {number(level)} nats", ["", "score", "gain over start", "lowest to highest seed", "seeds"], rows
+        f"At a KL of {format_number(level)} nats",
+        ["", "score", "gain over start", "lowest to highest seed", "seeds"],
+        rows,
     )
 
 
@@ -202,7 +209,7 @@ def cost_table(results: Json) -> Table:
             tokens = [round(costs[key]) for key in ("generated_tokens", "trained_tokens")]
             when = "at every use" if arm["type"] == "best_of_n" else "once"
             flops = f"{costs['flops']:.2e}"
-            spent = [round(costs["completions"]), *tokens, flops, duration(costs["seconds"])]
+            spent = [round(costs["completions"]), *tokens, flops, format_duration(costs["seconds"])]
             rows.append([name, *spent, _gigabytes(arm.get("peak_memory_mb")), when])
     columns = ["", "completions", "tokens generated", "tokens trained", "FLOPs, estimated", "seconds"]
     columns += ["peak memory, GB", "paid"]
@@ -223,10 +230,12 @@ def _row(summary: Json) -> list[Any]:
 
 def _kl(summary: Json) -> str:
     bound = "at most " if summary["kl_is_bound"] else ""
-    return f"at {bound}{number(summary['kl'])} nats of KL" if summary["kl"] is not None else "at a KL not measured"
+    return (
+        f"at {bound}{format_number(summary['kl'])} nats of KL" if summary["kl"] is not None else "at a KL not measured"
+    )
 
 
 def _budget(results: Json) -> str:
     budget = results["budget"]
     limit = budget["limit"]
-    return f"{f'{limit:,.0f}' if limit == int(limit) < 1e9 else number(limit)} {UNITS[budget['unit']]}"
+    return f"{f'{limit:,.0f}' if limit == int(limit) < 1e9 else format_number(limit)} {UNITS[budget['unit']]}"

@@ -20,9 +20,17 @@ from jaxtyping import Float
 from rich.console import Console
 from torch import Tensor
 
-from rlhf.compare.costs import COSTS, Costs, Ledger, Sizes, parameters_of, sampling_flops, source_parameters
+from rlhf.compare.costs import (
+    COSTS,
+    Costs,
+    CostTracker,
+    Sizes,
+    count_parameters,
+    count_source_parameters,
+    sampling_flops,
+)
 from rlhf.compare.plan import Cell, read_cell
-from rlhf.config.compare import START, BestOfNArm, CellConfig
+from rlhf.config.compare import START_FOLDER, BestOfNArm, CellConfig
 from rlhf.config.load import dump, validate
 from rlhf.data.prompts import load_prompts
 from rlhf.errors import UserError
@@ -31,18 +39,18 @@ from rlhf.evaluation.frontier import curve_sizes, expected_best, kl_bound, picks
 from rlhf.evaluation.win_rate import bootstrap_crossed
 from rlhf.factory.context import model_folder
 from rlhf.factory.evaluation import evaluate_model
-from rlhf.factory.models import build_tokenizer, decoder
+from rlhf.factory.models import build_tokenizer, make_decode
 from rlhf.factory.rewards import build_source
 from rlhf.factory.run import build_run
 from rlhf.factory.sampler import Completer
-from rlhf.factory.suites import find_suite, subject_of, write_result
+from rlhf.factory.suites import find_suite, load_model_for_suite, write_result
 from rlhf.models.backbone import context_length
-from rlhf.runtime.distributed import is_main_process, leave
+from rlhf.runtime.distributed import is_main_process, shutdown
 from rlhf.runtime.engine import Engine, make_engine
-from rlhf.runtime.seeding import derive
+from rlhf.runtime.seeding import derive_seed
 from rlhf.suites.settings import AnswerSettings, SuiteSettings
-from rlhf.tracking.run_folder import write_aside
-from rlhf.tracking.trackers import encode_line, plain
+from rlhf.tracking.run_folder import write_atomically
+from rlhf.tracking.trackers import encode_line, to_json
 from rlhf.training.rollout import sample_records
 from rlhf.types import Completions, Scores, concat
 
@@ -50,7 +58,7 @@ JUDGED = "judged.json"
 
 
 @dataclass(frozen=True)
-class Judged:
+class Judgment:
     """The content of judged.json: the mean metrics, and one record for each held-out prompt.
 
     A record has row, prompt, completion, score (the judge's), proxy (the trained-on reward's, where there is one),
@@ -66,11 +74,11 @@ class Judged:
 
     def write(self, folder: Path) -> None:
         """Write judged.json atomically: the cell is done once it exists."""
-        content = {"metrics": plain(self.metrics), "rows": plain(list(self.rows))}
-        write_aside(folder / JUDGED, json.dumps(content, ensure_ascii=False) + "\n")
+        content = {"metrics": to_json(self.metrics), "rows": to_json(list(self.rows))}
+        write_atomically(folder / JUDGED, json.dumps(content, ensure_ascii=False) + "\n")
 
     @classmethod
-    def read(cls, folder: Path) -> Judged | None:
+    def read(cls, folder: Path) -> Judgment | None:
         """Read judged.json; None if it does not exist."""
         path = folder / JUDGED
         if not path.is_file():
@@ -79,7 +87,7 @@ class Judged:
         return cls(content["metrics"], content["rows"])
 
 
-def judge_model(cell: CellConfig, path: str | None) -> Judged:
+def judge_model(cell: CellConfig, path: str | None) -> Judgment:
     """Judge the model in `path` (None: the start model) on the cell's held-out prompts.
 
     Raises:
@@ -91,7 +99,7 @@ def judge_model(cell: CellConfig, path: str | None) -> Judged:
     tokenizer = build_tokenizer(train.policy.model_copy(update={"model": tokenizer_path}))
     records = sample_records(
         evaluation.rollout,
-        decoder(tokenizer),
+        make_decode(tokenizer),
         step=-1,
         split="judged",
         limit=len(evaluation.rollout),
@@ -104,7 +112,7 @@ def judge_model(cell: CellConfig, path: str | None) -> Judged:
         proxy = build_source(cell.proxy, tokenizer, make_engine(train.run))(evaluation.rollout).values
         metrics["eval/proxy"] = float(proxy.double().mean())
         records = [{**record, "proxy": float(value)} for record, value in zip(records, proxy, strict=True)]
-    return Judged(metrics, records)
+    return Judgment(metrics, records)
 
 
 Json = dict[str, Any]
@@ -124,15 +132,15 @@ def run_suites(cell: CellConfig, folder: Path, path: str | None) -> None:
         reused = _measured_before(cell, folder, file.name, settings)
         if reused is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_aside(file, reused)
+            write_atomically(file, reused)
             continue
-        subject = subject_of(settings, target)
+        subject = load_model_for_suite(settings, target)
         write_result(file, name, target, suite.run(settings, subject, task), settings, subject)
 
 
 def _measured_before(cell: CellConfig, folder: Path, name: str, settings: SuiteSettings) -> str | None:
     """Return the start model's result under another seed, where the suite's answers are greedy and so the same."""
-    if cell.arm != START or not (isinstance(settings, AnswerSettings) and settings.greedy):
+    if cell.arm != START_FOLDER or not (isinstance(settings, AnswerSettings) and settings.greedy):
         return None
     for path in sorted(folder.parent.glob(f"*/{FOLDER}/{name}")):
         text = path.read_text(encoding="utf-8")
@@ -197,7 +205,7 @@ DRAWS = "draws.json"
 
 
 @dataclass(frozen=True)
-class Draws:
+class BestOfNSamples:
     """All N samples of each of P prompts, with both scores."""
 
     completions: Completions  # N consecutive rows for each prompt
@@ -214,7 +222,7 @@ class Draws:
         return self.proxy.values.view(-1, self.count)
 
 
-def run_best_of_n(cell: CellConfig, folder: Path) -> Judged:
+def run_best_of_n(cell: CellConfig, folder: Path) -> Judgment:
     """Sample, pick and judge, and write draws.json (the curve over n) and costs.jsonl.
 
     Raises:
@@ -227,16 +235,16 @@ def run_best_of_n(cell: CellConfig, folder: Path) -> Judged:
     start = time.perf_counter()
     draws, seconds = _draw(cell, completer, arm, engine, start)
     tokens = int(draws.completions.prompt_mask.sum() + draws.completions.completion_mask.sum())
-    sizes = Sizes(policy=parameters_of(completer.model), reward=source_parameters(cell.proxy))
+    sizes = Sizes(policy=count_parameters(completer.model), reward=count_source_parameters(cell.proxy))
     cost = Costs(
         completions=len(draws.completions),
         generated_tokens=int(draws.completions.completion_mask.sum()),
         flops=sampling_flops(sizes, tokens=tokens),
         seconds=seconds,
     )
-    write_aside(folder / COSTS, encode_line({"step": 0, **cost.record()}).decode())
+    write_atomically(folder / COSTS, encode_line({"step": 0, **cost.record()}).decode())
     curve = curve_of(draws.gold_table(), draws.proxy_table())
-    write_aside(folder / DRAWS, json.dumps({"curve": curve}) + "\n")
+    write_atomically(folder / DRAWS, json.dumps({"curve": curve}) + "\n")
     return _judged(draws, arm, completer)
 
 
@@ -262,7 +270,9 @@ def curve_of(gold: Float[Tensor, "P N"], proxy: Float[Tensor, "P N"]) -> list[di
     ]
 
 
-def _draw(cell: CellConfig, completer: Completer, arm: BestOfNArm, engine: Engine, start: float) -> tuple[Draws, float]:
+def _draw(
+    cell: CellConfig, completer: Completer, arm: BestOfNArm, engine: Engine, start: float
+) -> tuple[BestOfNSamples, float]:
     """Draw and score the samples.
 
     Returns:
@@ -278,21 +288,21 @@ def _draw(cell: CellConfig, completer: Completer, arm: BestOfNArm, engine: Engin
         context=context_length(completer.model),
         max_new_tokens=train.sampling.max_new_tokens,
     )
-    key = derive(cell.seed, "best of n")
+    key = derive_seed(cell.seed, "best of n")
     batches = prompts.batches(max(1, train.sampling.batch_size // arm.samples))
     completions = concat([completer.sampler.sample(batch, key=key, group_size=arm.samples) for batch in batches])
     proxy = build_source(cell.proxy, completer.tokenizer, engine)(completions)
     seconds = time.perf_counter() - start
     assert train.eval.source is not None
     gold = build_source(train.eval.source, completer.tokenizer, engine)(completions)
-    return Draws(completions, gold, proxy, arm.samples), seconds
+    return BestOfNSamples(completions, gold, proxy, arm.samples), seconds
 
 
-def _judged(draws: Draws, arm: BestOfNArm, completer: Completer) -> Judged:
+def _judged(draws: BestOfNSamples, arm: BestOfNArm, completer: Completer) -> Judgment:
     proxy, bound = draws.proxy_table(), kl_bound(arm.n)
     best = picks(proxy, arm.n) + torch.arange(len(proxy)) * draws.count
     kept, golds, proxies = draws.completions.rows(best), draws.gold.values[best], draws.proxy.values[best]
-    decode = decoder(completer.tokenizer)
+    decode = make_decode(completer.tokenizer)
     lengths = kept.completion_mask.sum(dim=1)
     rows: Sequence[Mapping[str, object]] = [
         {
@@ -316,7 +326,7 @@ def _judged(draws: Draws, arm: BestOfNArm, completer: Completer) -> Judged:
         "eval/finished": float(kept.finished.double().mean()),
         **diversity(kept),
     }
-    return Judged(metrics, rows)
+    return Judgment(metrics, rows)
 
 
 INTERRUPTED = 3  # exit code of a cell that was stopped and has saved its state
@@ -336,7 +346,7 @@ def cell_main(folder: Path) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:
-        leave()
+        shutdown()
 
 
 def run_cell(cell: Cell, console: Console) -> bool:
@@ -346,7 +356,7 @@ def run_cell(cell: Cell, console: Console) -> bool:
         UserError: training or judging cannot go on, in the subclass that fits the cause.
     """
     config = cell.config
-    if Judged.read(cell.folder) is not None:
+    if Judgment.read(cell.folder) is not None:
         return True
     trained = str(cell.folder) if config.budget is not None else None
     if config.best_of_n is not None:
@@ -367,7 +377,7 @@ def _train(cell: Cell, console: Console) -> bool:
     config = cell.config
     assert config.budget is not None
     run = build_run(config.train, console)
-    run.session.budget = Ledger(cell.folder, run.run, config.train, config.budget)
+    run.session.budget = CostTracker(cell.folder, run.run, config.train, config.budget)
     try:
         return run.train()
     finally:

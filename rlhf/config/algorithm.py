@@ -17,7 +17,7 @@ NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
-def type_or(default: str) -> Callable[[object], str]:
+def type_discriminator(default: str) -> Callable[[object], str]:
     """Build a discriminator for a union of sections: it returns a section's `type`, or `default` if that is not set."""
 
     def tag(value: object) -> str:
@@ -192,7 +192,7 @@ class OnlinePairLoss(Section):
         | Annotated[RobustDpoLoss, Tag("robust_dpo")]
         | Annotated[IpoLoss, Tag("ipo")]
         | Annotated[HingeLoss, Tag("hinge")],
-        Discriminator(type_or("dpo")),
+        Discriminator(type_discriminator("dpo")),
     ] = DpoLoss()
     """dpo, robust_dpo, ipo or hinge, as offline; its beta is the only pull towards the reference."""
 
@@ -205,7 +205,7 @@ PolicyLossConfig = Annotated[
     | Annotated[CispoLoss, Tag("cispo")]
     | Annotated[PolicyGradientLoss, Tag("policy_gradient")]
     | Annotated[OnlinePairLoss, Tag("pair")],
-    Discriminator(type_or("clip")),
+    Discriminator(type_discriminator("clip")),
 ]
 
 
@@ -247,7 +247,8 @@ class Kl(Section):
     """In the loss: weight each token's penalty by pi / pi_old, so that its expected gradient is that of the KL on stale
     minibatches too (docs/decisions/012); false: unweighted, as in the papers of GRPO and its variants."""
     controller: Annotated[
-        Annotated[FixedKl, Tag("fixed")] | Annotated[AdaptiveKl, Tag("adaptive")], Discriminator(type_or("fixed"))
+        Annotated[FixedKl, Tag("fixed")] | Annotated[AdaptiveKl, Tag("adaptive")],
+        Discriminator(type_discriminator("fixed")),
     ] = FixedKl()
     """fixed or adaptive."""
 
@@ -390,7 +391,7 @@ OfflineLoss = Annotated[
     | Annotated[SimpoLoss, Tag("simpo")]
     | Annotated[OrpoLoss, Tag("orpo")]
     | Annotated[KtoLoss, Tag("kto")],
-    Discriminator(type_or("sft")),
+    Discriminator(type_discriminator("sft")),
 ]
 
 

@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from rlhf.config.algorithm import Positive, type_or
+from rlhf.config.algorithm import Positive, type_discriminator
 from rlhf.config.base import Section
 from rlhf.config.data import Count
 from rlhf.config.reward import RewardSourceConfig
 from rlhf.config.sections import TrainConfig
 
-START = "start"  # folder of the cells that evaluate the start model itself
+START_FOLDER = "start"  # folder of the cells that evaluate the start model itself
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 BudgetUnit = Literal["completions", "tokens", "flops", "seconds"]
@@ -123,7 +123,8 @@ class BestOfNArm(Section):
 
 
 Arm = Annotated[
-    Annotated[TrainedArm, Tag("train")] | Annotated[BestOfNArm, Tag("best_of_n")], Discriminator(type_or("train"))
+    Annotated[TrainedArm, Tag("train")] | Annotated[BestOfNArm, Tag("best_of_n")],
+    Discriminator(type_discriminator("train")),
 ]
 
 
@@ -175,10 +176,10 @@ class CompareConfig(Section):
     @model_validator(mode="after")
     def _check_names_and_seeds(self) -> CompareConfig:
         for name in self.arms:
-            if name == START or not _NAME.fullmatch(name):
+            if name == START_FOLDER or not _NAME.fullmatch(name):
                 raise ValueError(
                     f"arms: {name!r} cannot be the name of an arm: use letters, digits, '_', '.' and '-', "
-                    f"and not {START!r}, which is the start model's folder"
+                    f"and not {START_FOLDER!r}, which is the start model's folder"
                 )
         if len(set(self.seeds)) != len(self.seeds):
             raise ValueError(f"seeds: {self.seeds} has a seed twice")
@@ -204,7 +205,7 @@ class CellConfig(Section):
     """If set, the cell samples n completions and picks the best instead of training."""
 
 
-def completions_of(config: TrainConfig) -> int:
+def completions_per_step(config: TrainConfig) -> int:
     """Count the completions that a step samples (online) or reads (offline: 2 per pair, 1 per row of SFT or KTO)."""
     rows = config.batch.prompts_per_step
     loss = getattr(config.algorithm, "loss", None)

@@ -14,17 +14,17 @@ from pydantic import BaseModel, ValidationError
 from rlhf.config.algorithm import Gae, Offline, Online, OnlinePairLoss, SftLoss
 from rlhf.config.base import Section
 from rlhf.config.compare import CompareConfig
-from rlhf.config.presets import PRESETS, SIZES, keep_last_alternative, setting, without, without_overruled
-from rlhf.config.sections import RewardModelConfig, TrainConfig, reads_reference
-from rlhf.config.yaml_text import UnusableYaml, parse_yaml
+from rlhf.config.presets import PRESETS, SIZES, drop_keys, drop_overruled, get_setting, keep_last_alternative
+from rlhf.config.sections import RewardModelConfig, TrainConfig, uses_reference
+from rlhf.config.yaml_text import InvalidYaml, parse_yaml
 from rlhf.errors import ConfigError
 
 Tree = dict[str, Any]
 C = TypeVar("C", bound=Section)
 
 TAGS = ("type", "preset")
-SHORT = {"sharding": "mode"}  # sections with a one-word short form: sharding=zero3 is sharding.mode=zero3
-NOT_SETTINGS = ("versions", "git_commit")  # what a run folder's config.yaml has in addition
+SHORT_FORM_KEYS = {"sharding": "mode"}  # sections with a one-word short form: sharding=zero3 is sharding.mode=zero3
+RUN_FOLDER_KEYS = ("versions", "git_commit")  # what a run folder's config.yaml has in addition
 
 ALIASES = {
     "learning_rate": "lr",
@@ -64,7 +64,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig | R
     """
     if not (Path(path) / "config.yaml").is_file():
         raise ConfigError(f"{path} is not a run folder (it has no config.yaml)")
-    tree = override(read_yaml(path), parse_overrides(overrides))
+    tree = merge_overrides(read_yaml(path), parse_overrides(overrides))
     if "model" in tree and "policy" not in tree:
         return validate(RewardModelConfig, tree)
     return train_config(tree)
@@ -81,7 +81,7 @@ def load_reward_model(path: str | Path, overrides: Sequence[str] = ()) -> Reward
     Raises:
         ConfigError: as `load_train`.
     """
-    return validate(RewardModelConfig, override(read_yaml(path), parse_overrides(overrides)))
+    return validate(RewardModelConfig, merge_overrides(read_yaml(path), parse_overrides(overrides)))
 
 
 def load_compare(path: str | Path, overrides: Sequence[str] = ()) -> CompareConfig:
@@ -90,7 +90,7 @@ def load_compare(path: str | Path, overrides: Sequence[str] = ()) -> CompareConf
     Raises:
         ConfigError: as `load_train`.
     """
-    return compare_config(override(read_yaml(path), parse_overrides(overrides)))
+    return compare_config(merge_overrides(read_yaml(path), parse_overrides(overrides)))
 
 
 def compare_config(tree: Tree) -> CompareConfig:
@@ -119,7 +119,7 @@ def read_yaml(path: str | Path) -> Tree:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold sections (run:, policy:, ...), not {type(tree).__name__}")
-    return {str(key): value for key, value in tree.items() if key not in NOT_SETTINGS}
+    return {str(key): value for key, value in tree.items() if key not in RUN_FOLDER_KEYS}
 
 
 def parse_overrides(overrides: Sequence[str]) -> Tree:
@@ -138,7 +138,7 @@ def parse_overrides(overrides: Sequence[str]) -> Tree:
             raise ConfigError(f"cannot read {text!r}: write section.key=value, e.g. policy.lr=1e-6")
         try:
             value = parse_yaml(raw)
-        except UnusableYaml as error:
+        except InvalidYaml as error:
             raise ConfigError(
                 f"{key}: the value {raw[:200]!r} is not valid YAML ({error}); put it in quotes"
             ) from error
@@ -162,55 +162,55 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
 
 
 def _expand_short_form(key: str, value: Any) -> Any:
-    return {SHORT[key]: value} if key in SHORT and isinstance(value, str) else value
+    return {SHORT_FORM_KEYS[key]: value} if key in SHORT_FORM_KEYS and isinstance(value, str) else value
 
 
 def _changes_tag(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     return any(tag in new and old.get(tag, new[tag]) != new[tag] for tag in TAGS)
 
 
-def override(base: Tree, over: Tree) -> Tree:
+def merge_overrides(base: Tree, over: Tree) -> Tree:
     """Merge `over` into `base`; its settings win, also over settings of `base` that exclude them.
 
     If `over` names a preset other than the base's, the sizes that this preset sets (SIZES) are applied too.
     """
     base, over = merge({}, base), merge({}, over)
-    return merge(merge(without_overruled(base, over), _sizes_of_new_preset(base, over)), over)
+    return merge(merge(drop_overruled(base, over), _sizes_of_new_preset(base, over)), over)
 
 
 def _sizes_of_new_preset(base: Tree, over: Tree) -> Tree:
     """Return the sizes of a preset that differs from the base's; a group size that the base already has stays."""
-    preset = setting(over, "algorithm.preset")
-    if preset == setting(base, "algorithm.preset"):
+    preset = get_setting(over, "algorithm.preset")
+    if preset == get_setting(base, "algorithm.preset"):
         return {}
     sizes = SIZES.get(str(preset), {})
-    group_size = setting(base, "sampling.completions_per_prompt")
+    group_size = get_setting(base, "sampling.completions_per_prompt")
     has_group = isinstance(group_size, int) and group_size >= 2
-    needs_any_group = setting(PRESETS.get(str(preset), {}), "advantage.type") == "group"
-    return without(sizes, ["sampling"]) if has_group and needs_any_group else sizes
+    needs_any_group = get_setting(PRESETS.get(str(preset), {}), "advantage.type") == "group"
+    return drop_keys(sizes, ["sampling"]) if has_group and needs_any_group else sizes
 
 
 def _file_and_command_line(path: str | Path, overrides: Sequence[str]) -> Tree:
     """Merge the command line into the file, without the file's settings that only another algorithm would read."""
     file, given = read_yaml(path), parse_overrides(overrides)
-    tree = override(file, given)
+    tree = merge_overrides(file, given)
     if not _names_another_algorithm(file, given):
         return tree
     try:
         config = train_config(tree)
     except ConfigError:
         return tree  # validating the tree again raises this error for the caller to report
-    return without_unread(tree, given, config)
+    return drop_unread(tree, given, config)
 
 
 def _names_another_algorithm(base: Tree, over: Tree) -> bool:
     keys = ("algorithm.preset", "algorithm.advantage.type", "algorithm.loss.type")
-    return any(setting(over, key) not in (None, setting(base, key)) for key in keys)
+    return any(get_setting(over, key) not in (None, get_setting(base, key)) for key in keys)
 
 
-def without_unread(tree: Tree, given: Tree, config: TrainConfig) -> Tree:
+def drop_unread(tree: Tree, given: Tree, config: TrainConfig) -> Tree:
     """Remove what the algorithm of `config` does not read and `given` does not set: a file may serve several."""
-    return without(tree, [key for key in unread_keys(config) if setting(given, key) is None])
+    return drop_keys(tree, [key for key in unread_keys(config) if get_setting(given, key) is None])
 
 
 def expand_preset(tree: Tree) -> Tree:
@@ -233,10 +233,10 @@ def expand_preset(tree: Tree) -> Tree:
 
 def _with_matching_value_loss(preset: Tree, algorithm: Mapping[str, Any]) -> Tree:
     """Match the preset's value loss to an advantage that `algorithm` sets: added for GAE, removed for any other."""
-    advantage = setting(algorithm, "advantage.type")
+    advantage = get_setting(algorithm, "advantage.type")
     if advantage is None or "loss" in preset:
         return preset
-    return without(preset, ["value_loss"]) if advantage != "gae" else {"value_loss": {}, **preset}
+    return drop_keys(preset, ["value_loss"]) if advantage != "gae" else {"value_loss": {}, **preset}
 
 
 def dump(config: Section) -> Tree:
@@ -257,7 +257,7 @@ def validate(kind: type[C], tree: Tree) -> C:
         raise ConfigError("\n".join(lines)) from error
 
 
-def unread_sections(config: TrainConfig | RewardModelConfig | CompareConfig) -> list[str]:
+def unread_warnings(config: TrainConfig | RewardModelConfig | CompareConfig) -> list[str]:
     """Return one warning for each section that is set but that nothing in this run reads."""
     if isinstance(config, CompareConfig):  # an arm need not read all of its base; its own are warned of later
         return []
@@ -301,7 +301,7 @@ def _unread_by_offline(config: TrainConfig, algorithm: Offline) -> list[tuple[st
     name = algorithm.preset or algorithm.loss.type
     others = ("preferences", "eval_preferences") if isinstance(algorithm.loss, SftLoss) else ("sft", "eval_sft")
     unread: list[tuple[str, str]] = [(key, offline) for key in ("critic", "reward", "overlap") if key in changed]
-    if "reference" in changed and not reads_reference(config):
+    if "reference" in changed and not uses_reference(config):
         unread.append(("reference", f"{name} has no reference"))
     if "prompts" in data:
         unread.append(("data.prompts", offline))

@@ -138,26 +138,26 @@ def keep_last_alternative(tree: Mapping[str, Any], over: Mapping[str, Any]) -> T
         other
         for row in ALTERNATIVES
         for key in row
-        if setting(over, key) is not None
+        if get_setting(over, key) is not None
         for other in row
-        if setting(over, other) is None
+        if get_setting(over, other) is None
     ]
-    return without(tree, overruled)
+    return drop_keys(tree, overruled)
 
 
-def without_overruled(tree: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
+def drop_overruled(tree: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     """Remove from `tree` the alternatives to what `over` sets and the settings that its choices make meaningless."""
     excluded = [
         key
         for exclusion in EXCLUSIONS
-        if setting(over, exclusion.key) is not None and exclusion.is_chosen(setting(over, exclusion.key))
+        if get_setting(over, exclusion.key) is not None and exclusion.is_chosen(get_setting(over, exclusion.key))
         for key in exclusion.excludes
-        if setting(over, key) is None
+        if get_setting(over, key) is None
     ]
-    return without(keep_last_alternative(tree, over), excluded)
+    return drop_keys(keep_last_alternative(tree, over), excluded)
 
 
-def setting(tree: Mapping[str, Any], key: str) -> Any:
+def get_setting(tree: Mapping[str, Any], key: str) -> Any:
     """Return the value at a dotted key, or None if there is none."""
     value: Any = tree
     for part in key.split("."):
@@ -165,7 +165,7 @@ def setting(tree: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def without(tree: Mapping[str, Any], keys: list[str]) -> Tree:
+def drop_keys(tree: Mapping[str, Any], keys: list[str]) -> Tree:
     """Return a copy of `tree` without the given dotted keys."""
     copy = dict(tree)
     for key in keys:
@@ -173,5 +173,5 @@ def without(tree: Mapping[str, Any], keys: list[str]) -> Tree:
         if not rest:
             copy.pop(first, None)
         elif isinstance(copy.get(first), Mapping):
-            copy[first] = without(copy[first], [rest])
+            copy[first] = drop_keys(copy[first], [rest])
     return copy

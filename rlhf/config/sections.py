@@ -317,7 +317,7 @@ class TrainConfig(Section):
             )
         if isinstance(algorithm.advantage, Group) and self.sampling.completions_per_prompt < 2:
             raise ValueError("a group baseline needs sampling.completions_per_prompt >= 2")
-        if not self.reference.measure and reference_is_learned_from(algorithm):
+        if not self.reference.measure and trains_against_reference(algorithm):
             raise ValueError(
                 "reference.measure is false, but the loss or the reward has a KL to the reference: "
                 "set algorithm.kl.coef=0, or reference.measure=true"
@@ -458,31 +458,31 @@ def _check_optimizer(sharding: ShardingConfig, section: OptimizerConfig, dtype: 
         raise ValueError(f"{name}.optimizer is adamw_8bit, which has no float64: set {name}.dtype=float32, or adamw")
 
 
-def online(config: TrainConfig) -> Online:
+def online_algorithm(config: TrainConfig) -> Online:
     """Return the algorithm of a run that is known to be online."""
     assert isinstance(config.algorithm, Online)
     return config.algorithm
 
 
-def offline(config: TrainConfig) -> Offline:
+def offline_algorithm(config: TrainConfig) -> Offline:
     """Return the algorithm of a run that is known to be offline."""
     assert isinstance(config.algorithm, Offline)
     return config.algorithm
 
 
-def judged(config: TrainConfig) -> bool:
+def has_offline_evaluation(config: TrainConfig) -> bool:
     """Return whether an offline run samples held-out completions and has a source that scores them."""
     return config.data.eval_prompts is not None and config.eval.source is not None
 
 
-def reference_is_learned_from(algorithm: Online) -> bool:
+def trains_against_reference(algorithm: Online) -> bool:
     """Return whether a gradient or a reward of an online run depends on the reference."""
     kl = algorithm.kl
     penalty = kl.placement != "none" and (kl.coef > 0 or isinstance(kl.controller, AdaptiveKl))
     return penalty or isinstance(algorithm.policy_loss, OnlinePairLoss)
 
 
-def reads_reference(config: TrainConfig) -> bool:
+def uses_reference(config: TrainConfig) -> bool:
     """Return whether a run uses a reference, in the loss or in the KL that evaluation reports.
 
     SFT's evaluation reports the KL only if reference.model is set: the model that SFT starts from is rarely the one
@@ -491,4 +491,4 @@ def reads_reference(config: TrainConfig) -> bool:
     if isinstance(config.algorithm, Online) or isinstance(config.algorithm.loss, ReferencedLoss):
         return True
     named = config.reference.model is not None or not isinstance(config.algorithm.loss, SftLoss)
-    return named and judged(config)
+    return named and has_offline_evaluation(config)

@@ -12,7 +12,7 @@ from rlhf.config.base import Section
 Mode = Literal["none", "ddp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"]
 
 # Keys of DeepSpeed's JSON that a setting of ours controls -> the setting to use instead.
-OURS = {
+RESERVED_KEYS = {
     "optimizer": "policy.optimizer, policy.lr and their neighbors",
     "scheduler": "schedule",
     "gradient_clipping": "policy.max_grad_norm and critic.max_grad_norm",
@@ -51,7 +51,7 @@ class ShardingConfig(Section):
     @model_validator(mode="after")
     def _check_consistency(self) -> ShardingConfig:
         for key in _dotted_keys(self.deepspeed):
-            for ours, instead in OURS.items():
+            for ours, instead in RESERVED_KEYS.items():
                 if key == ours or key.startswith(f"{ours}."):
                     raise ValueError(f"deepspeed.{key} is ours to set: use {instead}")
         if self.deepspeed and not self.uses_deepspeed:

@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml
 
-DEEPEST = 32
-LARGEST = 100_000  # values, each alias counted as everything that it stands for
+MAX_DEPTH = 32
+MAX_VALUES = 100_000  # values, each alias counted as everything that it stands for
 
 
 class _SettingsLoader(yaml.SafeLoader):
@@ -19,7 +19,7 @@ class _SettingsLoader(yaml.SafeLoader):
     }
 
 
-class UnusableYaml(ValueError):
+class InvalidYaml(ValueError):
     """A text that is not YAML, or that cannot hold settings."""
 
 
@@ -36,7 +36,7 @@ def parse_yaml(text: str) -> Any:
         return _with_text_keys(value)
     # Besides its own errors PyYAML lets those of its value constructors through: the 99th of a month, !!int "".
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as error:
-        raise UnusableYaml(str(error) or type(error).__name__) from error
+        raise InvalidYaml(str(error) or type(error).__name__) from error
 
 
 def _check_plain(value: Any) -> None:
@@ -45,7 +45,7 @@ def _check_plain(value: Any) -> None:
         case dict():
             for key, inner in value.items():
                 if isinstance(key, bytes | tuple | frozenset):
-                    raise UnusableYaml(f"a key is a {type(key).__name__}")
+                    raise InvalidYaml(f"a key is a {type(key).__name__}")
                 _check_plain(key)
                 _check_plain(inner)
         case list():
@@ -56,7 +56,7 @@ def _check_plain(value: Any) -> None:
         case None | bool() | int() | float():
             pass
         case _:
-            raise UnusableYaml(f"a value is a {type(value).__name__}, which is no setting")
+            raise InvalidYaml(f"a value is a {type(value).__name__}, which is no setting")
 
 
 def _with_text_keys(value: Any) -> Any:
@@ -67,7 +67,7 @@ def _with_text_keys(value: Any) -> Any:
         return value
     converted = {str(key): _with_text_keys(inner) for key, inner in value.items()}
     if len(converted) < len(value):
-        raise UnusableYaml("a key is there twice, as text and as another value")
+        raise InvalidYaml("a key is there twice, as text and as another value")
     return converted
 
 
@@ -93,11 +93,11 @@ def _check_size(text: str) -> None:
                 count += 1
             case yaml.AliasEvent():
                 if event.anchor in open_anchors:
-                    raise UnusableYaml(f"&{event.anchor} refers to itself")
+                    raise InvalidYaml(f"&{event.anchor} refers to itself")
                 count += sizes.get(event.anchor or "", 1)
             case _:
                 pass
-        if len(open_collections) > DEEPEST:
-            raise UnusableYaml(f"it is nested more than {DEEPEST} deep")
-        if count > LARGEST:
-            raise UnusableYaml(f"it is larger than {LARGEST:,} values")
+        if len(open_collections) > MAX_DEPTH:
+            raise InvalidYaml(f"it is nested more than {MAX_DEPTH} deep")
+        if count > MAX_VALUES:
+            raise InvalidYaml(f"it is larger than {MAX_VALUES:,} values")

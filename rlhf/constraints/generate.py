@@ -31,7 +31,7 @@ class Wording:
 Maker = Callable[[random.Random], Wording]
 
 
-def instructions(count: int, *, seed: int, start: int = 0) -> Iterator[dict[str, Any]]:
+def generate_instructions(count: int, *, seed: int, start: int = 0) -> Iterator[dict[str, Any]]:
     """Generate `count` rows with `prompt`, `instruction_id_list`, `kwargs` and `key`.
 
     Row i depends on the seed and i alone.

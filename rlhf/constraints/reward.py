@@ -17,7 +17,7 @@ from typing import Any
 from rlhf.constraints.checks import CHECKS, words
 from rlhf.errors import RewardError
 
-KINDS, ARGUMENTS = "instruction_id_list", "kwargs"  # the columns of IFEval's rows
+KIND_COLUMN, ARGUMENTS_COLUMN = "instruction_id_list", "kwargs"  # the columns of IFEval's rows
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ def read_constraints(row: Mapping[str, object]) -> list[Constraint]:
     Raises:
         ValueError: a column is missing or malformed, a kind is unknown, or an argument is missing or unexpected.
     """
-    kinds, arguments = row.get(KINDS), row.get(ARGUMENTS)
+    kinds, arguments = row.get(KIND_COLUMN), row.get(ARGUMENTS_COLUMN)
     if not isinstance(kinds, Sequence) or isinstance(kinds, str) or not kinds:
-        raise ValueError(f"{KINDS} is not a list of kinds of instruction")
+        raise ValueError(f"{KIND_COLUMN} is not a list of kinds of instruction")
     if not isinstance(arguments, Sequence) or isinstance(arguments, str) or len(arguments) != len(kinds):
-        raise ValueError(f"{ARGUMENTS} is not a list of {len(kinds)} objects, one for each of {KINDS}")
+        raise ValueError(f"{ARGUMENTS_COLUMN} is not a list of {len(kinds)} objects, one for each of {KIND_COLUMN}")
     return [_constraint(kind, given) for kind, given in zip(kinds, arguments, strict=True)]
 
 
@@ -89,7 +89,7 @@ def _constraint(kind: object, given: object) -> Constraint:
     return Constraint(kind, arguments)
 
 
-COMMON = frozenset(
+COMMON_ENGLISH_WORDS = frozenset(
     """
     a about after all also an and are as at be because been but by can could do each for from had has have he her
     his how i if in into is it its just like make many may more most my no not of on one only or other our out
@@ -146,7 +146,7 @@ def is_english_like(text: str) -> bool:
     tokens = [word.lower() for word in words(text)]
     if len(tokens) <= SHORT:
         return any(token.isascii() and token.isalpha() for token in tokens)
-    return sum(token in COMMON for token in tokens) >= ENGLISH_SHARE * len(tokens)
+    return sum(token in COMMON_ENGLISH_WORDS for token in tokens) >= ENGLISH_SHARE * len(tokens)
 
 
 def is_varied(text: str) -> bool:

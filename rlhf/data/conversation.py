@@ -11,7 +11,7 @@ from rlhf.data.rows import BadRow
 Message = dict[str, Any]  # role, content (text), and any other fields: tool_calls, name, reasoning_content, ...
 Prompt = str | list[Message]
 
-WRITTEN_BY_ALL = {"role", "content"}
+REQUIRED_FIELDS = {"role", "content"}
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _ROLE_AND_CONTENT_KEYS = {"role", "content", "from", "value"}
 
@@ -71,7 +71,7 @@ def some_text(value: object, name: str) -> str:
     return content
 
 
-def shown(value: object) -> str:
+def describe_value(value: object) -> str:
     """Format any JSON value for an error message: short scalars as they are, anything else by its type."""
     return repr(value)[:40] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
@@ -99,7 +99,7 @@ def _parse_message(item: object, name: str) -> Message:
     role = item.get("role", item.get("from"))
     standard_role = ROLES.get(role.lower()) if isinstance(role, str) else None
     if standard_role is None:
-        raise BadRow(f"a message of {name} has no known role", shown(role))
+        raise BadRow(f"a message of {name} has no known role", describe_value(role))
     extras = {
         str(key): value
         for key, value in item.items()
@@ -123,7 +123,7 @@ def _parse_content(value: object, name: str) -> str:
 def _parse_tool_calls(value: object) -> list[object]:
     """Parse tool calls; arguments given as JSON text are decoded, because chat templates expect objects."""
     if not isinstance(value, list):
-        raise BadRow("tool_calls is not a list", shown(value))
+        raise BadRow("tool_calls is not a list", describe_value(value))
     calls: list[object] = []
     for call in value:
         function = call.get("function") if isinstance(call, dict) else None
@@ -148,7 +148,7 @@ def tools_of(values: Mapping[str, object]) -> tuple[dict[str, Any], ...]:
         return ()
     tools = _decode_json(value, "tools") if isinstance(value, str) else value
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadRow("tools is not a list of JSON schemas", shown(value))
+        raise BadRow("tools is not a list of JSON schemas", describe_value(value))
     return tuple(tools)
 
 
@@ -157,7 +157,7 @@ def assistant_turn(content: str) -> Message:
     return {"role": "assistant", "content": content}
 
 
-def thought_of(message: Message) -> tuple[str | None, str]:
+def split_thought(message: Message) -> tuple[str | None, str]:
     """Split an assistant message into its reasoning (None if it has none) and its answer."""
     content = message["content"]
     for name in THOUGHTS:
@@ -210,12 +210,12 @@ def check_answer(message: Message, name: str) -> None:
         some_text(message["content"], name)
 
 
-def more_than_text(messages: Sequence[Message]) -> tuple[Message, ...]:
+def messages_unless_plain(messages: Sequence[Message]) -> tuple[Message, ...]:
     """Return the messages of a completion, or an empty tuple if it is a single message with nothing but text."""
-    return () if len(messages) == 1 and set(messages[0]) == WRITTEN_BY_ALL else tuple(messages)
+    return () if len(messages) == 1 and set(messages[0]) == REQUIRED_FIELDS else tuple(messages)
 
 
-def asking(conversation: list[Message], name: str) -> list[Message]:
+def check_prompt(conversation: list[Message], name: str) -> list[Message]:
     """Check that the assistant is next to speak in the conversation, and return it.
 
     Raises:
@@ -228,7 +228,7 @@ def asking(conversation: list[Message], name: str) -> list[Message]:
     return conversation
 
 
-def open_question(conversation: list[Message], name: str) -> list[Message]:
+def without_final_answers(conversation: list[Message], name: str) -> list[Message]:
     """Return the conversation without the assistant messages at its end.
 
     Raises:
@@ -237,4 +237,4 @@ def open_question(conversation: list[Message], name: str) -> list[Message]:
     end = len(conversation)
     while end and conversation[end - 1]["role"] == "assistant":
         end -= 1
-    return asking(conversation[:end], name)
+    return check_prompt(conversation[:end], name)

@@ -12,8 +12,8 @@ from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 from rlhf.config.data import DatasetConfig
 from rlhf.data.conversation import Prompt
 from rlhf.data.files import load_rows
-from rlhf.data.formats import Completion, Use, is_transcript
-from rlhf.data.rows import BadRow, Row, Skips
+from rlhf.data.formats import Completion, RowFormats, is_transcript
+from rlhf.data.rows import BadRow, Row, RowCounts
 from rlhf.data.templates import Rendered
 from rlhf.data.tokenize import Encoder
 from rlhf.types import Batch
@@ -53,7 +53,7 @@ def epoch_order(n: int, batch_size: int, seed: int, step: int) -> list[int]:
     return [_permutation(n, seed, position // n)[position % n] for position in range(start, start + batch_size)]
 
 
-def in_order(rows: RowSet[B_co], size: int) -> Iterator[B_co]:
+def sequential_batches(rows: RowSet[B_co], size: int) -> Iterator[B_co]:
     """Yield every row once, in data set order, in batches of at most `size`."""
     for start in range(0, len(rows), size):
         yield rows.collate(list(range(start, min(start + size, len(rows)))))
@@ -83,7 +83,7 @@ SEAMS = 16  # rows for which the seam between prompt and completion is checked
 
 
 @runtime_checkable
-class Asks(Protocol):
+class HasPrompt(Protocol):
     """Anything a row can be parsed into: it has a prompt."""
 
     @property
@@ -102,11 +102,11 @@ class Asks(Protocol):
         ...
 
 
-T = TypeVar("T", bound=Asks)
+T = TypeVar("T", bound=HasPrompt)
 
 
 @dataclass(frozen=True)
-class Usable(Generic[T]):
+class PreparedRow(Generic[T]):
     """A usable row in three forms: as read, parsed for its use, and rendered as text."""
 
     row: Row
@@ -115,7 +115,7 @@ class Usable(Generic[T]):
 
 
 @dataclass(frozen=True)
-class Ids:
+class EncodedRow:
     """The token ids of a prompt and of its completions."""
 
     prompt: list[int]
@@ -125,19 +125,19 @@ class Ids:
 
 
 Render = Callable[[T], list[Rendered]]
-Fit = Callable[[Usable[T], Ids], Ids | None]
+Fit = Callable[[PreparedRow[T], EncodedRow], EncodedRow | None]
 
 
 def encoded_rows(
     config: DatasetConfig,
-    use: Use[T],
+    use: RowFormats[T],
     encoder: Encoder,
-    skips: Skips,
+    skips: RowCounts,
     *,
     fit: Fit[T],
     render: Render[T] | None = None,
     turns: bool = True,
-) -> Iterator[tuple[Usable[T], Ids]]:
+) -> Iterator[tuple[PreparedRow[T], EncodedRow]]:
     """Yield the usable rows of a data set with their token ids, at most `config.limit`.
 
     Args:
@@ -174,25 +174,25 @@ def _next_chunk_size(limit: int | None, used: int) -> int:
     return CHUNK if limit is None else min(CHUNK, limit - used)
 
 
-def _encode(encoder: Encoder, texts: list[Rendered]) -> list[Ids]:
+def _encode(encoder: Encoder, texts: list[Rendered]) -> list[EncodedRow]:
     sides = [encoder.completions(texts, which) for which in range(len(texts[0].completions))]
     prompts = encoder.prompts(texts)
-    rows = [Ids(prompt, tuple(side[i] for side in sides)) for i, prompt in enumerate(prompts)]
+    rows = [EncodedRow(prompt, tuple(side[i] for side in sides)) for i, prompt in enumerate(prompts)]
     return [_encode_turns(encoder, text, ids) if text.learned else ids for text, ids in zip(texts, rows, strict=True)]
 
 
-def _encode_turns(encoder: Encoder, text: Rendered, ids: Ids) -> Ids:
+def _encode_turns(encoder: Encoder, text: Rendered, ids: EncodedRow) -> EncodedRow:
     sides = [encoder.turns(text, which) for which in range(len(text.completions))]
-    return Ids(ids.prompt, tuple(row for row, _ in sides), learned=tuple(learned for _, learned in sides))
+    return EncodedRow(ids.prompt, tuple(row for row, _ in sides), learned=tuple(learned for _, learned in sides))
 
 
-def _default_render(encoder: Encoder) -> Callable[[Asks], list[Rendered]]:
+def _default_render(encoder: Encoder) -> Callable[[HasPrompt], list[Rendered]]:
     return lambda text: [encoder.render(text.prompt, text.completions, tools=text.tools)]
 
 
 def _render_rows(
-    read: Iterator[tuple[Row, T]], encoder: Encoder, skips: Skips, render: Callable[[T], list[Rendered]]
-) -> Iterator[Usable[T]]:
+    read: Iterator[tuple[Row, T]], encoder: Encoder, skips: RowCounts, render: Callable[[T], list[Rendered]]
+) -> Iterator[PreparedRow[T]]:
     for row, parsed in read:
         item = _keep_formatted_prompt(row, parsed, encoder, skips)
         try:
@@ -201,10 +201,10 @@ def _render_rows(
             skips.add(row, bad.reason, bad.detail)
             continue
         _note_treatment(row, item.prompt, texts, encoder, skips)
-        yield from (Usable(row, item, text) for text in texts)
+        yield from (PreparedRow(row, item, text) for text in texts)
 
 
-def _keep_formatted_prompt(row: Row, parsed: T, encoder: Encoder, skips: Skips) -> T:
+def _keep_formatted_prompt(row: Row, parsed: T, encoder: Encoder, skips: RowCounts) -> T:
     """Restore a text prompt that already contains the template's special tokens: it is not to be templated again."""
     prompt = row.values.get("prompt")
     if encoder.template.choice != "auto" or isinstance(parsed.prompt, str) or not isinstance(prompt, str):
@@ -216,7 +216,7 @@ def _keep_formatted_prompt(row: Row, parsed: T, encoder: Encoder, skips: Skips) 
     return cast(T, replace(item, prompt=prompt))
 
 
-def _note_treatment(row: Row, prompt: Prompt, texts: Sequence[Rendered], encoder: Encoder, skips: Skips) -> None:
+def _note_treatment(row: Row, prompt: Prompt, texts: Sequence[Rendered], encoder: Encoder, skips: RowCounts) -> None:
     """Record in `skips` how rows like this one are treated, each remark once."""
     given_as_text = any(isinstance(row.values.get(name), str) for name in _TEXT_PROMPTS)
     if encoder.template.choice == "auto" and given_as_text and not isinstance(prompt, str):
@@ -232,7 +232,7 @@ def _note_treatment(row: Row, prompt: Prompt, texts: Sequence[Rendered], encoder
         skips.count(f"rows whose {name} the chat template does not write")
 
 
-def check_ids(ids: Ids) -> None:
+def check_ids(ids: EncodedRow) -> None:
     """Check that the prompt has a token, and every completion a token besides its EOS.
 
     Raises:
@@ -244,8 +244,8 @@ def check_ids(ids: Ids) -> None:
         raise BadRow("the tokenizer makes nothing of the completion")
 
 
-def _check_seam(encoder: Encoder, skips: Skips, text: Rendered, ids: Ids) -> None:
-    if skips.used < SEAMS and ids.completions and not encoder.seam_holds(text, ids.prompt, ids.completions[0]):
+def _check_seam(encoder: Encoder, skips: RowCounts, text: Rendered, ids: EncodedRow) -> None:
+    if skips.used < SEAMS and ids.completions and not encoder.is_seam_exact(text, ids.prompt, ids.completions[0]):
         skips.note(
             "Prompts and completions, encoded apart, do not decode to the text they are together: this tokenizer "
             "changes the text where they meet"

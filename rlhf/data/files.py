@@ -21,20 +21,20 @@ from datasets.exceptions import DatasetsError
 
 from rlhf.config.data import DatasetConfig
 from rlhf.data.paths import SUFFIXES, looks_local, missing
-from rlhf.data.rows import Row, Skips
+from rlhf.data.rows import Row, RowCounts
 from rlhf.errors import DataError
 
 _SPLIT_NAMES = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 _UNREADABLE = (OSError, EOFError, ValueError, RuntimeError, DatasetsError)  # what `datasets` and pyarrow raise
 
 
-def load_rows(config: DatasetConfig, skips: Skips | None = None) -> list[Row]:
+def load_rows(config: DatasetConfig, skips: RowCounts | None = None) -> list[Row]:
     """Load all rows of a data set and rename its columns; malformed rows go to `skips`, or are fatal without it.
 
     Raises:
         DataError: the data set is missing or unreadable, or a column to rename does not exist.
     """
-    skips = Skips(config.path, fatal=True) if skips is None else skips
+    skips = RowCounts(config.path, fatal=True) if skips is None else skips
     path = Path(config.path).expanduser()
     if path.is_dir():
         rows = list(_folder_rows(path, config.split, skips))
@@ -73,7 +73,7 @@ def _format(path: Path) -> str | None:
     return next((suffix.split(".")[1] for suffix in SUFFIXES if path.name.lower().endswith(suffix)), None)
 
 
-def _folder_rows(folder: Path, split: str, skips: Skips) -> Iterator[Row]:
+def _folder_rows(folder: Path, split: str, skips: RowCounts) -> Iterator[Row]:
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         yield from _saved_rows(folder, split)
         return
@@ -111,7 +111,7 @@ def _stem(path: Path) -> str:
     return re.sub(r"-\d+-of-\d+$", "", name.removesuffix(suffix))
 
 
-def _file_rows(path: Path, skips: Skips) -> Iterator[Row]:
+def _file_rows(path: Path, skips: RowCounts) -> Iterator[Row]:
     try:
         match _format(path):
             case "jsonl":
@@ -173,14 +173,14 @@ def _read_bytes(path: Path) -> bytes:
     return gzip.decompress(data) if path.name.lower().endswith(".gz") else data
 
 
-def _jsonl_rows(path: Path, skips: Skips) -> Iterator[Row]:
+def _jsonl_rows(path: Path, skips: RowCounts) -> Iterator[Row]:
     # Only "\n" ends a line of JSONL: str.splitlines() would also split inside a text, for example at U+2028.
     for number, line in enumerate(_read_bytes(path).removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if line.strip():
             yield from _json_row(line, Row({}, str(path), number), skips)
 
 
-def _json_row(line: bytes, empty_row: Row, skips: Skips) -> Iterator[Row]:
+def _json_row(line: bytes, empty_row: Row, skips: RowCounts) -> Iterator[Row]:
     try:
         values = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # invalid UTF-8 and invalid JSON are both ValueErrors
@@ -189,14 +189,14 @@ def _json_row(line: bytes, empty_row: Row, skips: Skips) -> Iterator[Row]:
     yield from _object_row(values, empty_row, skips)
 
 
-def _object_row(values: object, empty_row: Row, skips: Skips) -> Iterator[Row]:
+def _object_row(values: object, empty_row: Row, skips: RowCounts) -> Iterator[Row]:
     if isinstance(values, dict):
         yield Row(values, empty_row.file, empty_row.number)
     else:
         skips.add(empty_row, "not a JSON object", f"a {type(values).__name__}")
 
 
-def _json_rows(path: Path, skips: Skips) -> Iterator[Row]:
+def _json_rows(path: Path, skips: RowCounts) -> Iterator[Row]:
     data = _read_bytes(path)
     try:
         items = json.loads(data.decode("utf-8-sig"))
@@ -212,7 +212,7 @@ def _json_rows(path: Path, skips: Skips) -> Iterator[Row]:
         yield from _object_row(values, Row({}, str(path), number), skips)
 
 
-def _csv_rows(path: Path, skips: Skips) -> Iterator[Row]:
+def _csv_rows(path: Path, skips: RowCounts) -> Iterator[Row]:
     text = _read_bytes(path).decode("utf-8-sig")
     csv.field_size_limit(2**31 - 1)  # the default refuses cells of more than 128 KiB, such as long transcripts
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)

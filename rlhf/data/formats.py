@@ -19,22 +19,22 @@ from rlhf.data.conversation import (
     Message,
     Prompt,
     as_text,
-    asking,
     check_answer,
+    check_prompt,
+    describe_value,
     is_messages,
     messages,
-    more_than_text,
-    open_question,
+    messages_unless_plain,
     same_message,
     shared_turns,
-    shown,
     some_text,
     split_answer,
     text,
     tools_of,
     with_system,
+    without_final_answers,
 )
-from rlhf.data.rows import BadRow, Row, Skips
+from rlhf.data.rows import BadRow, Row, RowCounts
 from rlhf.errors import DataError
 
 ASSISTANT = "\n\nAssistant:"
@@ -108,10 +108,10 @@ class LabelledText:
         return (self.turns or self.completion,)
 
 
-def ask(value: object, name: str, *, turns: bool) -> Prompt:
+def read_prompt_column(value: object, name: str, *, turns: bool) -> Prompt:
     """Read a prompt column: text, or a conversation whose next turn is the assistant's."""
     if is_messages(value) or name != "prompt":
-        return asking(messages(value, name), name)
+        return check_prompt(messages(value, name), name)
     prompt = as_text(value, name)
     return [_user_message(some_text(prompt, name))] if turns and not is_transcript(prompt) else prompt
 
@@ -148,7 +148,7 @@ def _read_prompt(values: Values, column: str, *, turns: bool) -> Prompt:
         case "instruction":
             return _read_instruction(values, turns=turns)
         case _:
-            prompt = ask(values.get(column), column, turns=turns)
+            prompt = read_prompt_column(values.get(column), column, turns=turns)
             return prompt if isinstance(prompt, str) else with_system(prompt, values)
 
 
@@ -160,7 +160,7 @@ def _read_completion(values: Values, column: str) -> tuple[str, tuple[Message, .
     before, answer = split_answer(messages(value, column), column)
     if before:
         raise BadRow(f"{column} has more than the assistant's answer")
-    return answer["content"], more_than_text([answer])
+    return answer["content"], messages_unless_plain([answer])
 
 
 def _read_margin(values: Values) -> float:
@@ -175,13 +175,13 @@ def _read_margin(values: Values) -> float:
 
 def _to_number(value: object, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise BadRow(f"{name} is not a number", shown(value))
+        raise BadRow(f"{name} is not a number", describe_value(value))
     try:
         number = float(value)
     except (ValueError, OverflowError) as error:
-        raise BadRow(f"{name} is not a number", shown(value)) from error
+        raise BadRow(f"{name} is not a number", describe_value(value)) from error
     if not math.isfinite(number):
-        raise BadRow(f"{name} is not a number", shown(value))
+        raise BadRow(f"{name} is not a number", describe_value(value))
     return number
 
 
@@ -242,9 +242,9 @@ def _conversation_pair(chosen: list[Message], rejected: list[Message], values: V
     answers = (chosen[split:], rejected[split:])
     if any(answer[0]["role"] != "assistant" for answer in answers):
         raise BadRow("chosen and rejected part where the assistant does not speak")
-    prompt = asking(chosen[:split], "the conversation before the answers")
+    prompt = check_prompt(chosen[:split], "the conversation before the answers")
     texts = [str(answer[-1]["content"]) for answer in answers]
-    sides = tuple(tuple(answer) for answer in answers) if any(map(more_than_text, answers)) else ()
+    sides = tuple(tuple(answer) for answer in answers) if any(map(messages_unless_plain, answers)) else ()
     return PairText(prompt, texts[0], texts[1], _read_margin(values), tools_of(values), sides)
 
 
@@ -279,7 +279,9 @@ def conversation_demo(values: Values, *, turns: bool, column: str) -> DemoText:
     del turns
     conversation = with_system(messages(values.get(column), column), values)
     before, answer = split_answer(conversation, column)
-    return DemoText(asking(before, column), answer["content"], tools_of(values), more_than_text([answer]), whole=True)
+    return DemoText(
+        check_prompt(before, column), answer["content"], tools_of(values), messages_unless_plain([answer]), whole=True
+    )
 
 
 def chosen_demo(values: Values, *, turns: bool, pair: Callable[..., PairText]) -> DemoText:
@@ -289,7 +291,7 @@ def chosen_demo(values: Values, *, turns: bool, pair: Callable[..., PairText]) -
         preference.prompt,
         preference.chosen,
         preference.tools,
-        more_than_text(preference.sides[0]) if preference.sides else (),
+        messages_unless_plain(preference.sides[0]) if preference.sides else (),
     )
 
 
@@ -303,7 +305,7 @@ def column_prompt(values: Values, *, turns: bool, column: str) -> PromptText:
     """Read a prompt column; for a conversation, everything before the assistant's final answer."""
     if is_messages(values.get(column)):
         conversation = with_system(messages(values[column], column), values)
-        return PromptText(open_question(conversation, column), dict(values), tools_of(values))
+        return PromptText(without_final_answers(conversation, column), dict(values), tools_of(values))
     return PromptText(_read_prompt(values, column, turns=turns), dict(values), tools_of(values))
 
 
@@ -330,12 +332,12 @@ def _parse_label(value: object) -> bool:
     labels = {"true": True, "1": True, "false": False, "0": False}
     key = str(value).strip().lower() if isinstance(value, bool | int | str) else ""
     if key not in labels:
-        raise BadRow("label is neither true nor false", shown(value))
+        raise BadRow("label is neither true nor false", describe_value(value))
     return labels[key]
 
 
 @dataclass(frozen=True)
-class Shape(Generic[T]):
+class RowFormat(Generic[T]):
     """The columns a row format needs, and the function that reads such a row: `read(values, turns=...)`."""
 
     columns: tuple[str, ...]
@@ -343,13 +345,13 @@ class Shape(Generic[T]):
 
 
 @dataclass(frozen=True)
-class Use(Generic[T]):
+class RowFormats(Generic[T]):
     """A use of data and the row formats it accepts; the first one that fits a file is used."""
 
     name: str
-    shapes: tuple[Shape[T], ...]
+    shapes: tuple[RowFormat[T], ...]
 
-    def shape_of(self, rows: Sequence[Row], file: str) -> Shape[T]:
+    def choose_format(self, rows: Sequence[Row], file: str) -> RowFormat[T]:
         """Return the first shape that fits the columns which at least half of the rows in `file` have.
 
         Raises:
@@ -367,13 +369,13 @@ class Use(Generic[T]):
             f"{{{self.shapes[0].columns[0]}: their name}}."
         )
 
-    def read(self, rows: Sequence[Row], skips: Skips, *, turns: bool) -> Iterator[tuple[Row, T]]:
+    def read(self, rows: Sequence[Row], skips: RowCounts, *, turns: bool) -> Iterator[tuple[Row, T]]:
         """Yield each usable row with its parsed form; unusable rows are recorded in `skips`."""
         files: dict[str, list[Row]] = {}
         for row in rows:
             files.setdefault(row.file, []).append(row)
         for file, file_rows in files.items():
-            shape = self.shape_of(file_rows, file)
+            shape = self.choose_format(file_rows, file)
             for row in file_rows:
                 try:
                     parsed = shape.read(row.values, turns=turns)
@@ -395,29 +397,31 @@ _PAIR_READERS: tuple[tuple[tuple[str, ...], Callable[..., PairText]], ...] = (
     (("chosen", "rejected"), implicit_pair),
 )
 _COMPLETION_COLUMNS = (("prompt", "completion"), ("question", "answer"), ("instruction", "output"))
-_DEMO_SHAPES: tuple[Shape[DemoText], ...] = (
-    *(Shape(c, partial(completion_demo, prompt=c[0], completion=c[1])) for c in _COMPLETION_COLUMNS),
-    *(Shape(c, partial(chosen_demo, pair=read)) for c, read in _PAIR_READERS),
-    *(Shape((c,), partial(conversation_demo, column=c)) for c in ("messages", "conversations")),
-    Shape(("text",), text_demo),
+_DEMO_SHAPES: tuple[RowFormat[DemoText], ...] = (
+    *(RowFormat(c, partial(completion_demo, prompt=c[0], completion=c[1])) for c in _COMPLETION_COLUMNS),
+    *(RowFormat(c, partial(chosen_demo, pair=read)) for c, read in _PAIR_READERS),
+    *(RowFormat((c,), partial(conversation_demo, column=c)) for c in ("messages", "conversations")),
+    RowFormat(("text",), text_demo),
 )
 
-PAIRS = Use("preference pairs", tuple(Shape(columns, read) for columns, read in _PAIR_READERS))
-DEMONSTRATIONS = Use("texts to imitate", _DEMO_SHAPES)
-PROMPTS: Use[PromptText] = Use(
+PAIRS = RowFormats("preference pairs", tuple(RowFormat(columns, read) for columns, read in _PAIR_READERS))
+DEMONSTRATIONS = RowFormats("texts to imitate", _DEMO_SHAPES)
+PROMPTS: RowFormats[PromptText] = RowFormats(
     "prompts",
     (
-        *(Shape(c, partial(pair_prompt, pair=read)) for c, read in _PAIR_READERS),
+        *(RowFormat(c, partial(pair_prompt, pair=read)) for c, read in _PAIR_READERS),
         *(
-            Shape((c,), partial(column_prompt, column=c))
+            RowFormat((c,), partial(column_prompt, column=c))
             for c in ("prompt", "messages", "conversations", "instruction", "question")
         ),
-        Shape(("text",), text_prompt),
+        RowFormat(("text",), text_prompt),
     ),
 )
-LABELLED: Use[LabelledText] = Use(
+LABELLED: RowFormats[LabelledText] = RowFormats(
     "labelled completions",
     tuple(
-        Shape((*s.columns, "label"), partial(labelled, demo=s.read)) for s in _DEMO_SHAPES if "chosen" not in s.columns
+        RowFormat((*s.columns, "label"), partial(labelled, demo=s.read))
+        for s in _DEMO_SHAPES
+        if "chosen" not in s.columns
     ),
 )

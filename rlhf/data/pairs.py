@@ -11,12 +11,21 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.data import ChatFormat, Learn, PreferencesConfig, SftConfig
 from rlhf.data.conversation import Message, assistant_turn
-from rlhf.data.datasets import BatchStream, Ids, Usable, check_ids, encoded_rows, epoch_order
+from rlhf.data.datasets import BatchStream, EncodedRow, PreparedRow, check_ids, encoded_rows, epoch_order
 from rlhf.data.formats import DEMONSTRATIONS, LABELLED, PAIRS, DemoText, LabelledText, PairText
-from rlhf.data.rows import Row, Skips
-from rlhf.data.templates import Rendered, Writer, conversation_rows
-from rlhf.data.tokenize import Encoder, Limit, cut_start, left_pad, limit_of, make_encoder, right_pad, right_pad_flags
-from rlhf.types import Demonstrations, Labelled, PreferencePairs
+from rlhf.data.rows import Row, RowCounts
+from rlhf.data.templates import Rendered, TemplateRenderer, conversation_rows
+from rlhf.data.tokenize import (
+    Encoder,
+    LengthLimit,
+    left_pad,
+    length_limit,
+    make_encoder,
+    right_pad,
+    right_pad_flags,
+    truncate_start,
+)
+from rlhf.types import Demonstrations, LabelledCompletions, PreferencePairs
 
 Flags = tuple[list[bool], ...]  # for each row, which tokens of its completion the assistant wrote; empty: all
 
@@ -63,7 +72,7 @@ class PairSet:
     rejected: tuple[list[int], ...]
     texts: tuple[PairText, ...]
     pad_id: int
-    skips: Skips
+    skips: RowCounts
     chosen_learned: Flags = ()
     rejected_learned: Flags = ()
 
@@ -95,7 +104,7 @@ class DemonstrationSet:
     completions: tuple[list[int], ...]
     texts: tuple[DemoText, ...]
     pad_id: int
-    skips: Skips
+    skips: RowCounts
     learned: Flags = ()
 
     def __len__(self) -> int:
@@ -114,15 +123,15 @@ class LabelledSet:
     completions: tuple[list[int], ...]
     texts: tuple[LabelledText, ...]
     pad_id: int
-    skips: Skips
+    skips: RowCounts
 
     def __len__(self) -> int:
         return len(self.texts)
 
-    def collate(self, indices: Sequence[int]) -> Labelled:
+    def collate(self, indices: Sequence[int]) -> LabelledCompletions:
         """Collate the labelled completions at `indices` into one batch."""
         rows = CompletionRows(self.prompts, self.completions, self.pad_id).collate(indices)
-        return Labelled(
+        return LabelledCompletions(
             **vars(rows), desirable=torch.tensor([self.texts[i].desirable for i in indices], dtype=torch.bool)
         )
 
@@ -140,8 +149,8 @@ def load_pairs(
         DataError: the data set cannot be read, or no row is usable.
     """
     encoder = make_encoder(tokenizer, chat_template)
-    skips = Skips(config.path, fatal=config.bad_rows == "error")
-    limit = limit_of(config.max_tokens, context, config.too_long)
+    skips = RowCounts(config.path, fatal=config.bad_rows == "error")
+    limit = length_limit(config.max_tokens, context, config.too_long)
     rows = list(
         encoded_rows(
             config,
@@ -164,7 +173,7 @@ def load_pairs(
     )
 
 
-def _rendered_pair(usable: Usable[PairText]) -> PairText:
+def _rendered_pair(usable: PreparedRow[PairText]) -> PairText:
     """Return the pair with the rendered prompt, and with whole rendered sides if they have several turns."""
     pair = replace(usable.parsed, prompt=usable.text.prompt)
     if not pair.sides:
@@ -173,7 +182,7 @@ def _rendered_pair(usable: Usable[PairText]) -> PairText:
     return replace(pair, chosen=chosen, rejected=rejected)
 
 
-def _flags(rows: Sequence[Ids], which: int) -> Flags:
+def _flags(rows: Sequence[EncodedRow], which: int) -> Flags:
     if not any(ids.learned for ids in rows):
         return ()
     return tuple(ids.learned[which] if ids.learned else [True] * len(ids.completions[which]) for ids in rows)
@@ -192,8 +201,8 @@ def load_labelled(
         DataError: the data set cannot be read, or no row is usable.
     """
     encoder = make_encoder(tokenizer, chat_template)
-    skips = Skips(config.path, fatal=config.bad_rows == "error")
-    limit = limit_of(config.max_tokens, context, config.too_long)
+    skips = RowCounts(config.path, fatal=config.bad_rows == "error")
+    limit = length_limit(config.max_tokens, context, config.too_long)
     rows = list(
         encoded_rows(
             config,
@@ -227,8 +236,8 @@ def load_demonstrations(
         DataError: the data set cannot be read, or no row is usable.
     """
     encoder = make_encoder(tokenizer, chat_template)
-    skips = Skips(config.path, fatal=config.bad_rows == "error")
-    limit = limit_of(config.max_tokens, context, config.too_long)
+    skips = RowCounts(config.path, fatal=config.bad_rows == "error")
+    limit = length_limit(config.max_tokens, context, config.too_long)
     rows = list(
         encoded_rows(
             config,
@@ -258,53 +267,57 @@ def demonstration_rows(encoder: Encoder, demo: DemoText, learn: Learn) -> list[R
             return [rendered]
         return [Rendered("", (rendered.prompt + rendered.completions[0],), templated=False)]
     answer: list[Message] = list(demo.turns) or [assistant_turn(demo.completion)]
-    writer = Writer(encoder.tokenizer, encoder.template, demo.tools)
+    writer = TemplateRenderer(encoder.tokenizer, encoder.template, demo.tools)
     return conversation_rows(writer, [*demo.prompt, *answer], learn, prompt_turns=demo.whole)
 
 
-def _truncate_prompt(row: Row, ids: Ids, encoder: Encoder, limit: Limit, skips: Skips) -> Ids | None:
+def _truncate_prompt(
+    row: Row, ids: EncodedRow, encoder: Encoder, limit: LengthLimit, skips: RowCounts
+) -> EncodedRow | None:
     """Fit a row's longest side to the limit, cutting the start of its prompt if `too_long` is "truncate".
 
     Returns None for a row that is left out.
     """
     check_ids(ids)
-    excess = limit.excess(row, len(ids.prompt) + max(map(len, ids.completions)), skips)
+    excess = limit.tokens_to_cut(row, len(ids.prompt) + max(map(len, ids.completions)), skips)
     if not excess:
         return None if excess is None else ids
-    prompt = cut_start(ids.prompt, excess, encoder.head(ids.prompt))
+    prompt = truncate_start(ids.prompt, excess, encoder.head(ids.prompt))
     if prompt is None:
-        skips.leave_out(row, limit.reason, "a completion leaves the prompt no room")
+        skips.skip(row, limit.reason, "a completion leaves the prompt no room")
         return None
     skips.cut += 1
     return replace(ids, prompt=prompt, whole=False)
 
 
-def _truncate_end(usable: Usable[DemoText], ids: Ids, limit: Limit, skips: Skips) -> Ids | None:
+def _truncate_end(
+    usable: PreparedRow[DemoText], ids: EncodedRow, limit: LengthLimit, skips: RowCounts
+) -> EncodedRow | None:
     """Fit a row to the limit, cutting off its end (EOS included) if `too_long` is "truncate".
 
     Returns None for a row that is left out.
     """
     if not ids.prompt and not usable.text.prompt and len(ids.completions[0]) > 1:
-        ids = Ids(ids.completions[0][:1], (ids.completions[0][1:],))
+        ids = EncodedRow(ids.completions[0][:1], (ids.completions[0][1:],))
     else:
         check_ids(ids)
     completion = ids.completions[0]
-    excess = limit.excess(usable.row, len(ids.prompt) + len(completion), skips)
+    excess = limit.tokens_to_cut(usable.row, len(ids.prompt) + len(completion), skips)
     if not excess:
         return None if excess is None else ids
     learned = tuple(flags[:-excess] for flags in ids.learned)
     if excess >= len(completion) or (learned and not any(learned[0])):
-        skips.leave_out(usable.row, limit.reason, "its prompt alone")
+        skips.skip(usable.row, limit.reason, "its prompt alone")
         return None
     skips.cut += 1
-    return Ids(ids.prompt, (completion[:-excess],), whole=False, learned=learned)
+    return EncodedRow(ids.prompt, (completion[:-excess],), whole=False, learned=learned)
 
 
 __all__ = [
     "BatchStream",
     "CompletionRows",
     "DemonstrationSet",
-    "Labelled",
+    "LabelledCompletions",
     "LabelledSet",
     "PairSet",
     "epoch_order",

@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.data import ChatFormat, PromptsConfig
 from rlhf.data.conversation import Prompt
-from rlhf.data.datasets import BatchStream, Ids, Usable, check_ids, encoded_rows
+from rlhf.data.datasets import BatchStream, EncodedRow, PreparedRow, check_ids, encoded_rows
 from rlhf.data.formats import PROMPTS, PromptText
-from rlhf.data.rows import BadRow, Row, Skips
-from rlhf.data.tokenize import Encoder, Limit, cut_start, left_pad, make_encoder
+from rlhf.data.rows import BadRow, Row, RowCounts
+from rlhf.data.tokenize import Encoder, LengthLimit, left_pad, make_encoder, truncate_start
 from rlhf.errors import DataError
 from rlhf.types import Prompts
 
@@ -27,7 +27,7 @@ class PromptSet:
     ids: tuple[list[int], ...]
     references: tuple[Mapping[str, object], ...]
     pad_id: int
-    skips: Skips
+    skips: RowCounts
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -82,12 +82,12 @@ def load_prompts(
         DataError: the data set cannot be read, no row is usable, or `max_new_tokens` leaves no room for a prompt.
     """
     encoder = make_encoder(tokenizer, chat_template)
-    skips = Skips(config.path, fatal=config.bad_rows == "error")
+    skips = RowCounts(config.path, fatal=config.bad_rows == "error")
     limit = _limit(config, context, max_new_tokens)
 
-    def fit(usable: Usable[PromptText], ids: Ids) -> Ids | None:
+    def fit(usable: PreparedRow[PromptText], ids: EncodedRow) -> EncodedRow | None:
         prompt_ids = _fit_prompt(usable.row, ids, encoder, config.first_tokens, limit, skips)
-        return None if prompt_ids is None else Ids(prompt_ids, (), whole=prompt_ids == ids.prompt)
+        return None if prompt_ids is None else EncodedRow(prompt_ids, (), whole=prompt_ids == ids.prompt)
 
     rows = list(encoded_rows(config, PROMPTS, encoder, skips, fit=fit, turns=config.first_tokens is None))
     return PromptSet(
@@ -99,37 +99,37 @@ def load_prompts(
 
 
 def _fit_prompt(
-    row: Row, encoded: Ids, encoder: Encoder, first_tokens: int | None, limit: Limit, skips: Skips
+    row: Row, encoded: EncodedRow, encoder: Encoder, first_tokens: int | None, limit: LengthLimit, skips: RowCounts
 ) -> list[int] | None:
     """Cut the prompt to its first tokens, if so configured, and to the limit; return None if the row is left out."""
     check_ids(encoded)
     head = encoder.head(encoded.prompt)
     ids = encoded.prompt if first_tokens is None else encoded.prompt[: head + first_tokens]
-    excess = limit.excess(row, len(ids), skips)
+    excess = limit.tokens_to_cut(row, len(ids), skips)
     if not excess:
         return None if excess is None else ids
-    truncated = cut_start(ids, excess, head)
+    truncated = truncate_start(ids, excess, head)
     if truncated is None:
-        skips.leave_out(row, limit.reason, "nothing of it would be left")
+        skips.skip(row, limit.reason, "nothing of it would be left")
     else:
         skips.cut += 1
     return truncated
 
 
-def _limit(config: PromptsConfig, context: int | None, max_new_tokens: int) -> Limit:
+def _limit(config: PromptsConfig, context: int | None, max_new_tokens: int) -> LengthLimit:
     """Build the limit: the configured one, or what the new tokens leave of the model's context if that is less."""
     if context is None or context - max_new_tokens >= config.max_prompt_tokens:
-        return Limit(config.max_prompt_tokens, "max_prompt_tokens", config.too_long)
+        return LengthLimit(config.max_prompt_tokens, "max_prompt_tokens", config.too_long)
     if context <= max_new_tokens:
         raise DataError(
             f"sampling.max_new_tokens of {max_new_tokens:,} leaves no room for a prompt: the model's context is "
             f"{context:,}. Set sampling.max_new_tokens to less."
         )
     room = f"what sampling.max_new_tokens={max_new_tokens} leaves of the model's context of {context:,}"
-    return Limit(context - max_new_tokens, room, config.too_long)
+    return LengthLimit(context - max_new_tokens, room, config.too_long)
 
 
-def _reference(usable: Usable[PromptText], ids: Ids, encoder: Encoder) -> Mapping[str, object]:
+def _reference(usable: PreparedRow[PromptText], ids: EncodedRow, encoder: Encoder) -> Mapping[str, object]:
     """Build a prompt's reference: the row's columns, the (truncated) text, and the messages of a whole prompt."""
     text = usable.text.prompt if ids.whole else encoder.decode(ids.prompt[encoder.head(ids.prompt) :])
     columns = {**usable.parsed.reference, "prompt": text}
@@ -148,4 +148,4 @@ def encode_conversations(prompts: Sequence[Prompt], encoder: Encoder) -> Prompts
         raise DataError(f"{bad}. Leave the template out with --raw.") from bad
     references = tuple({"prompt": text.prompt} for text in rendered)
     ids = tuple(encoder.prompts(rendered))
-    return PromptSet(ids, references, encoder.pad_id, Skips("the command line", fatal=True)).all()
+    return PromptSet(ids, references, encoder.pad_id, RowCounts("the command line", fatal=True)).all()

@@ -21,8 +21,8 @@ from rlhf.config.data import ChatFormat, PreferencesConfig
 from rlhf.data.files import load_rows
 from rlhf.data.formats import LABELLED, PAIRS
 from rlhf.data.pairs import CompletionRows, LabelledSet, PairSet, load_labelled, load_pairs
-from rlhf.data.rows import Skips
-from rlhf.types import AnnotatedLabelled, AnnotatedPairs, extend
+from rlhf.data.rows import RowCounts
+from rlhf.types import AnnotatedLabelledCompletions, AnnotatedPairs, extend
 
 VERSION = 1  # of the file format and of what the numbers mean; part of the key
 _NAME = "logprobs"
@@ -147,17 +147,17 @@ class AnnotatedLabelledSet:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def collate(self, indices: Sequence[int]) -> AnnotatedLabelled:
+    def collate(self, indices: Sequence[int]) -> AnnotatedLabelledCompletions:
         """Collate the completions at `indices` into one batch."""
         return extend(
-            AnnotatedLabelled,
+            AnnotatedLabelledCompletions,
             self.rows.collate(indices),
             desirable=torch.tensor([self.desirable[i] for i in indices], dtype=torch.bool),
             ref_logprobs=self.ref_logprobs[torch.tensor(list(indices), dtype=torch.long)],
         )
 
 
-def rows_of(dataset: PairSet | LabelledSet) -> CompletionRows:
+def completion_rows(dataset: PairSet | LabelledSet) -> CompletionRows:
     """Return one row per completion; for pairs, all chosen completions first, then all rejected ones."""
     if isinstance(dataset, LabelledSet):
         return CompletionRows(dataset.prompts, dataset.completions, dataset.pad_id)
@@ -165,14 +165,14 @@ def rows_of(dataset: PairSet | LabelledSet) -> CompletionRows:
     return CompletionRows(dataset.prompts * 2, dataset.chosen + dataset.rejected, dataset.pad_id, learned)
 
 
-def labels_of(dataset: PairSet | LabelledSet) -> tuple[bool, ...]:
+def completion_labels(dataset: PairSet | LabelledSet) -> tuple[bool, ...]:
     """Return the label of each row of `rows_of`: chosen completions are desirable, rejected ones are not."""
     if isinstance(dataset, LabelledSet):
         return tuple(text.desirable for text in dataset.texts)
     return (True,) * len(dataset) + (False,) * len(dataset)
 
 
-def load_judgments(
+def load_preference_data(
     config: PreferencesConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -180,7 +180,7 @@ def load_judgments(
     context: int | None = None,
 ) -> PairSet | LabelledSet:
     """Load labelled completions if the columns of the data set say so, otherwise preference pairs."""
-    columns = {name for row in load_rows(config, Skips(config.path)) for name in row.values}
+    columns = {name for row in load_rows(config, RowCounts(config.path)) for name in row.values}
     is_pairs, is_labelled = (any(set(shape.columns) <= columns for shape in use.shapes) for use in (PAIRS, LABELLED))
     load = load_labelled if is_labelled and not is_pairs else load_pairs
     return load(config, tokenizer, chat_template=chat_template, context=context)
@@ -190,7 +190,7 @@ __all__ = [
     "AnnotatedLabelledSet",
     "AnnotatedPairSet",
     "CompletionRows",
-    "labels_of",
-    "load_judgments",
-    "rows_of",
+    "completion_labels",
+    "completion_rows",
+    "load_preference_data",
 ]

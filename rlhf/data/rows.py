@@ -33,10 +33,10 @@ class Row:
 
 
 EXAMPLES = 3
-LOUD = 0.05  # warn if a larger share of the rows is left out as too long
+TOO_LONG_WARNING_SHARE = 0.05  # warn if a larger share of the rows is left out as too long
 
 
-class Skips:
+class RowCounts:
     """Counts of used, cut and skipped rows; the skipped ones by reason, with the first few examples of each."""
 
     def __init__(self, source: str, *, fatal: bool = False) -> None:
@@ -66,9 +66,9 @@ class Skips:
                 f"{row.place}: {BadRow(reason, detail)}. "
                 "Mend the row, or let bad_rows=skip count such rows and go on without them."
             )
-        self.leave_out(row, reason, detail)
+        self.skip(row, reason, detail)
 
-    def leave_out(self, row: Row, reason: str, detail: str = "") -> None:
+    def skip(self, row: Row, reason: str, detail: str = "") -> None:
         """Skip a row that is not malformed, for example one that is too long; never fatal."""
         self.counts[reason] += 1
         if len(self._examples[reason]) < EXAMPLES:
@@ -98,7 +98,7 @@ class Skips:
             text += f" ({self.cut:,} of them cut to length)"
         if self.skipped:
             text += f", {self.skipped:,} skipped: {self.reasons()}"
-        if self.too_long > LOUD * (self.used + self.skipped):
+        if self.too_long > TOO_LONG_WARNING_SHARE * (self.used + self.skipped):
             text += (
                 f". Warning: {self.too_long:,} of {self.used + self.skipped:,} rows are too long: raise the limit, or "
                 "cut them with too_long=truncate"

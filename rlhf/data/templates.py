@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rlhf.config.data import ChatFormat, Learn
-from rlhf.data.conversation import THOUGHTS, WRITTEN_BY_ALL, Message, Prompt, assistant_turn, thought_of
+from rlhf.data.conversation import REQUIRED_FIELDS, THOUGHTS, Message, Prompt, assistant_turn, split_thought
 from rlhf.data.paths import missing
 from rlhf.data.rows import BadRow
 from rlhf.errors import DataError
@@ -96,7 +96,7 @@ def turn_end_id(tokenizer: PreTrainedTokenizerBase, template: Template) -> int |
     if template.source is None:
         return None
     try:
-        writer = Writer(tokenizer, template)
+        writer = TemplateRenderer(tokenizer, template)
         text = writer.turn([{"role": "user", "content": "x"}], {"role": "assistant", "content": _PROBES[0]}).text
     except BadRow:
         return None
@@ -126,7 +126,7 @@ class TurnText:
 
 
 @dataclass(frozen=True)
-class Writer:
+class TemplateRenderer:
     """Applies a chat template to conversations."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -170,7 +170,7 @@ class Writer:
         self, before: str, conversation: Sequence[Message], answer: Message, whole: str
     ) -> TurnText | None:
         """Render an answer whose thought the template would drop; return None if it drops none."""
-        thought, rest = thought_of(answer)
+        thought, rest = split_thought(answer)
         if thought is None or (thought.strip() and thought.strip() in whole[_common_prefix_length(before, whole) :]):
             return None
         header = before if whole.startswith(before) else self._header(before, conversation)
@@ -205,7 +205,7 @@ class Writer:
         """Render a conversation; with `answer`, the text ends with the header of the assistant's turn."""
         return self._render(conversation, answer=answer, marks=False)[0]
 
-    def marked(self, conversation: Sequence[Message]) -> tuple[str, list[Span]] | None:
+    def render_with_spans(self, conversation: Sequence[Message]) -> tuple[str, list[Span]] | None:
         """Render a conversation with the spans of its {% generation %} blocks; return None if it has no such block."""
         source = self.template.source_for(self.tools)
         if source is None or not _GENERATION_TAG.search(source):
@@ -260,7 +260,7 @@ def _common_prefix_length(first: str, second: str) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
-def with_system(conversation: Sequence[Message], template: Template) -> list[Message]:
+def with_default_system(conversation: Sequence[Message], template: Template) -> list[Message]:
     """Prepend the system prompt of data.system to a conversation that has none."""
     if template.system is None or conversation[0]["role"] == "system":
         return list(conversation)
@@ -285,8 +285,8 @@ def render(
     if isinstance(prompt, str):
         texts = [text if isinstance(text, str) else str(text[-1]["content"]) for text in completions]
         return Rendered(prompt, tuple(texts), templated=False)
-    conversation = with_system(prompt, template)
-    writer = Writer(tokenizer, template, tools)
+    conversation = with_default_system(prompt, template)
+    writer = TemplateRenderer(tokenizer, template, tools)
     if not completions:
         text = writer.prompt(conversation)
         return Rendered(
@@ -297,7 +297,7 @@ def render(
     before = min((side.before for side in rendered), key=len)  # one side may begin at the header, another after it
     if not all(side.before.startswith(before) for side in rendered):
         raise BadRow("the chat template writes the prompt of the two sides differently")
-    aligned = [side.begun_at(len(before)) for side in rendered]
+    aligned = [side.starting_at(len(before)) for side in rendered]
     texts = [side.before + side.text for side in rendered]
     ignored = {
         name
@@ -315,7 +315,7 @@ def render(
 
 
 @dataclass(frozen=True)
-class SideText:
+class CompletionText:
     """The text of the turns that follow a prompt, and the spans of it to train on."""
 
     before: str
@@ -327,7 +327,7 @@ class SideText:
         """Return whether all of the text is trained on."""
         return self.learned == ((0, len(self.text)),)
 
-    def begun_at(self, start: int) -> SideText:
+    def starting_at(self, start: int) -> CompletionText:
         """Return the same turns with the text beginning at character `start` of the conversation.
 
         The added text becomes part of the first span.
@@ -335,19 +335,19 @@ class SideText:
         added = self.before[start:]
         (first, end), *others = self.learned
         learned = ((first, end + len(added)), *((a + len(added), b + len(added)) for a, b in others))
-        return SideText(self.before[:start], added + self.text, learned)
+        return CompletionText(self.before[:start], added + self.text, learned)
 
 
 class RewrittenTurn(BadRow):
     """An earlier assistant turn is rendered differently once more messages follow."""
 
 
-def _render_side(writer: Writer, prompt: Sequence[Message], side: Sequence[Message]) -> SideText:
+def _render_side(writer: TemplateRenderer, prompt: Sequence[Message], side: Sequence[Message]) -> CompletionText:
     turns = [len(prompt) + i for i, message in enumerate(side) if message["role"] == "assistant"]
     return _find_turns(writer, [*prompt, *side], turns)
 
 
-def _find_turns(writer: Writer, conversation: Sequence[Message], turns: Sequence[int]) -> SideText:
+def _find_turns(writer: TemplateRenderer, conversation: Sequence[Message], turns: Sequence[int]) -> CompletionText:
     """Render a conversation up to the last of `turns` (message numbers of assistant turns), and find their spans.
 
     A turn is what the template writes when the conversation ends there.
@@ -361,12 +361,14 @@ def _find_turns(writer: Writer, conversation: Sequence[Message], turns: Sequence
         raise RewrittenTurn("the chat template writes an earlier turn differently once more follows")
     start = len(turn_texts[0].before)
     spans = tuple((len(turn.before) - start, len(turn.before) + len(turn.text) - start) for turn in turn_texts)
-    return SideText(whole[:start], whole[start:], spans)
+    return CompletionText(whole[:start], whole[start:], spans)
 
 
-def _marked_turns(writer: Writer, conversation: Sequence[Message], turns: Sequence[int]) -> SideText | None:
+def _marked_turns(
+    writer: TemplateRenderer, conversation: Sequence[Message], turns: Sequence[int]
+) -> CompletionText | None:
     """Find turns by the template's {% generation %} blocks; return None unless each assistant turn has exactly one."""
-    marked = writer.marked(conversation)
+    marked = writer.render_with_spans(conversation)
     answers = [i for i, message in enumerate(conversation) if message["role"] == "assistant"]
     if marked is None or len(marked[1]) != len(answers):
         return None
@@ -377,17 +379,17 @@ def _marked_turns(writer: Writer, conversation: Sequence[Message], turns: Sequen
     learned = ((a - start, b - start) for a, b in [*spans[:-1], (last_start, end)])
     # A block may end before the end-of-turn token.
     end_token = next((token for token in specials if whole.startswith(token, end)), "")
-    return SideText(whole[:start], whole[start : end + len(end_token)], tuple(learned))
+    return CompletionText(whole[:start], whole[start : end + len(end_token)], tuple(learned))
 
 
 def conversation_rows(
-    writer: Writer, conversation: Sequence[Message], learn: Learn, *, prompt_turns: bool
+    writer: TemplateRenderer, conversation: Sequence[Message], learn: Learn, *, prompt_turns: bool
 ) -> list[Rendered]:
     """Render a demonstration conversation as one row, or as a row per turn if the template rewrites earlier turns.
 
     `prompt_turns`: the assistant's earlier turns may be trained on too, not only the last one.
     """
-    messages = with_system(conversation, writer.template)
+    messages = with_default_system(conversation, writer.template)
     if learn == "all":
         turn = writer.turn(messages[:-1], messages[-1])
         text = turn.before + turn.text
@@ -406,9 +408,9 @@ def conversation_rows(
     ]
 
 
-def ignored_fields(writer: Writer, conversation: Sequence[Message], written: str) -> tuple[str, ...]:
+def ignored_fields(writer: TemplateRenderer, conversation: Sequence[Message], written: str) -> tuple[str, ...]:
     """Return the message fields, and "tools", that the template does not write into the text."""
-    names = sorted({name for message in conversation for name in message} - WRITTEN_BY_ALL)
+    names = sorted({name for message in conversation for name in message} - REQUIRED_FIELDS)
     if not names and not writer.tools:
         return ()
     answer = conversation[-1]["role"] != "assistant"
@@ -416,7 +418,7 @@ def ignored_fields(writer: Writer, conversation: Sequence[Message], written: str
     ignored = [name for name in names if writer.write(without(conversation, name), answer=answer) == whole]
     if writer.tools and replace(writer, tools=()).write(conversation, answer=answer) == whole:
         ignored.append("tools")
-    thought = thought_of(conversation[-1])[0]
+    thought = split_thought(conversation[-1])[0]
     thought_is_written = thought is not None and thought.strip() in written
     return tuple(name for name in ignored if not (thought_is_written and name in THOUGHTS))
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.data import ChatFormat
 from rlhf.data.conversation import Message, Prompt
-from rlhf.data.rows import Row, Skips
+from rlhf.data.rows import Row, RowCounts
 from rlhf.data.templates import Rendered, Template, Tools, choose_template, render, segments, turn_end_id
 from rlhf.data.tokenizer import pad_id
 from rlhf.errors import DataError
@@ -55,14 +55,14 @@ def _pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Ten
 
 
 @dataclass(frozen=True)
-class Limit:
+class LengthLimit:
     """The most tokens a row may have, the name of the setting behind that number, and what happens to a longer row."""
 
     tokens: int
     name: str
     too_long: Literal["skip", "truncate", "error"]
 
-    def excess(self, row: Row, tokens: int, skips: Skips) -> int | None:
+    def tokens_to_cut(self, row: Row, tokens: int, skips: RowCounts) -> int | None:
         """Return how many tokens to cut: 0 if the row fits, None if it was recorded in `skips` and left out.
 
         Raises:
@@ -75,7 +75,7 @@ class Limit:
                 return tokens - self.tokens
             case "skip":
                 skips.too_long += 1
-                skips.leave_out(row, self.reason, f"{tokens:,}")
+                skips.skip(row, self.reason, f"{tokens:,}")
                 return None
             case "error":
                 raise DataError(
@@ -89,14 +89,14 @@ class Limit:
         return f"longer than {self.name} of {self.tokens:,} tokens"
 
 
-def limit_of(max_tokens: int, context: int | None, too_long: Literal["skip", "truncate", "error"]) -> Limit:
+def length_limit(max_tokens: int, context: int | None, too_long: Literal["skip", "truncate", "error"]) -> LengthLimit:
     """Build the limit from the configuration, or from the model's context if that is shorter."""
     if context is not None and context < max_tokens:
-        return Limit(context, "the model's context", too_long)
-    return Limit(max_tokens, "max_tokens", too_long)
+        return LengthLimit(context, "the model's context", too_long)
+    return LengthLimit(max_tokens, "max_tokens", too_long)
 
 
-def cut_start(ids: list[int], excess: int, head: int) -> list[int] | None:
+def truncate_start(ids: list[int], excess: int, head: int) -> list[int] | None:
     """Drop `excess` tokens after the first `head` special ones, which stay; return None if nothing would be left."""
     kept = ids[head + excess :]
     return [*ids[:head], *kept] if kept and excess >= 0 else None
@@ -118,7 +118,7 @@ class Encoder:
     eos_id: int
     pad_id: int
     special_ids: frozenset[int]
-    end_ids: tuple[int, ...]  # EOS, and the template's end-of-turn token if that is another one
+    stop_ids: tuple[int, ...]  # EOS, and the template's end-of-turn token if that is another one
 
     def render(
         self, prompt: Prompt, completions: Sequence[str | Sequence[Message]] = (), *, tools: Tools = ()
@@ -155,7 +155,7 @@ class Encoder:
         return terminated, [*learned[: len(terminated)], *[True] * (len(terminated) - len(learned))]
 
     def _terminate(self, rendered: Rendered, ids: list[int]) -> list[int]:
-        if ids and ids[-1] in (self.special_ids if rendered.templated else self.end_ids):
+        if ids and ids[-1] in (self.special_ids if rendered.templated else self.stop_ids):
             return ids
         # Without a prompt, a BOS spelled out at the start of the text is dropped: the prompt ids are that BOS already.
         return self._append_eos(ids if rendered.prompt or rendered.templated else self._remove_prefix(ids))
@@ -166,7 +166,7 @@ class Encoder:
         assert isinstance(text, str)
         return text
 
-    def seam_holds(self, rendered: Rendered, prompt: Sequence[int], completion: Sequence[int]) -> bool:
+    def is_seam_exact(self, rendered: Rendered, prompt: Sequence[int], completion: Sequence[int]) -> bool:
         """Return whether prompt and completion ids decode to the same text as the two texts encoded together."""
         joint = self._tokenize([rendered.prompt + rendered.completions[0]])[0]
         whole = joint if rendered.templated else self._add_prefix(joint)
@@ -224,7 +224,7 @@ def make_encoder(tokenizer: PreTrainedTokenizerBase, chat_template: str | ChatFo
     )
 
 
-def ending_ids(
+def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, chat_template: str | ChatFormat, others: Sequence[int] = ()
 ) -> tuple[int, ...]:
     """Return the sorted ids that end a completion: `others` (the model's own), EOS, and the template's end of turn."""

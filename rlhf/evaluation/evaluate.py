@@ -17,8 +17,8 @@ from rlhf.algo.masked import Mean
 from rlhf.evaluation.diversity import diversity
 from rlhf.models.policy_models import Models
 from rlhf.rewards.source import RewardSource
-from rlhf.runtime.distributed import ALONE, Ranks
-from rlhf.runtime.micro_batch import Fitting
+from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
+from rlhf.runtime.micro_batch import AdaptiveMicroBatch
 from rlhf.sampling.sampler import Sampler
 from rlhf.tracking.metrics import Metrics
 from rlhf.training.step import Loss
@@ -47,7 +47,7 @@ def evaluate_policy(
     proxy: RewardSource | None,
     key: int,
     greedy: bool,
-    rows_per_pass: int | Fitting,
+    rows_per_pass: int | AdaptiveMicroBatch,
 ) -> PolicyEvaluation:
     """Sample one completion for each held-out prompt and compute the evaluation metrics.
 
@@ -63,7 +63,11 @@ def evaluate_policy(
         greedy: also sample and score greedy completions.
         rows_per_pass: rows per forward pass; affects memory only. It is halved on out of memory, as in training.
     """
-    passes = rows_per_pass if isinstance(rows_per_pass, Fitting) else Fitting(rows_per_pass, what="an evaluation pass")
+    passes = (
+        rows_per_pass
+        if isinstance(rows_per_pass, AdaptiveMicroBatch)
+        else AdaptiveMicroBatch(rows_per_pass, what="an evaluation pass")
+    )
     with models.engine.whole(models.policy):
         completions = concat([sampler.sample(batch, key=key, group_size=1) for batch in prompts])
     scores = judge(completions)
@@ -81,7 +85,7 @@ def evaluate_policy(
 
 
 def _score_rollout(
-    completions: Completions, scores: Scores, models: Models, passes: Fitting
+    completions: Completions, scores: Scores, models: Models, passes: AdaptiveMicroBatch
 ) -> tuple[Rollout, Float[Tensor, " B"]]:
     """Compute the log-probabilities of the completions and the exact KL of each, summed over its tokens.
 
@@ -93,7 +97,7 @@ def _score_rollout(
         return tuple(torch.cat(column).cpu() for column in zip(*parts, strict=True))
 
     logprobs, ref_logprobs, kl = passes.run(
-        lambda size: models.engine.ranks.spread_tensors(completions, lambda share: forward_in_parts(share, size))
+        lambda size: models.engine.ranks.map_rows_to_tensors(completions, lambda share: forward_in_parts(share, size))
     )
     values = scores.values.to(logprobs.dtype)
     rollout = extend(
@@ -113,7 +117,7 @@ def _forward(
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"], Float[Tensor, "B T"]]:
     """Compute the log-probabilities under the policy and the reference, and the exact KL; 0 without a reference."""
     if models.has_reference:
-        tokens = models.beside_reference(batch)
+        tokens = models.compare_to_reference(batch)
         return tokens.logprobs, tokens.ref_logprobs, tokens.kl
     logprobs = models.policy_tokens(batch).logprobs
     return logprobs, logprobs, torch.zeros_like(logprobs)
@@ -160,7 +164,7 @@ def perplexity(logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> flo
 
 @torch.no_grad()
 def evaluate_loss(
-    batches: Iterable[Batch], loss: Loss, rename: Mapping[str, str], ranks: Ranks = ALONE
+    batches: Iterable[Batch], loss: Loss, rename: Mapping[str, str], ranks: Distributed = SINGLE_PROCESS
 ) -> dict[str, float]:
     """Compute the metrics that a loss reports, averaged over held-out batches.
 
@@ -173,7 +177,7 @@ def evaluate_loss(
         rename: from the loss's metric names to their names in evaluation; other metrics are dropped.
         ranks: the ranks of the run.
     """
-    metrics, passes = Metrics(), Fitting(sys.maxsize, what="an evaluation pass")
+    metrics, passes = Metrics(), AdaptiveMicroBatch(sys.maxsize, what="an evaluation pass")
     for batch, counts in _rank_batches(batches, ranks):
         passes.size = min(passes.size, len(batch))
         parts = passes.run(partial(_loss_metrics, batch, loss, passes))
@@ -185,12 +189,12 @@ def evaluate_loss(
     return total.values()
 
 
-def _loss_metrics(batch: Batch, loss: Loss, passes: Fitting, size: int) -> list[Mapping[str, Mean]]:
+def _loss_metrics(batch: Batch, loss: Loss, passes: AdaptiveMicroBatch, size: int) -> list[Mapping[str, Mean]]:
     """Compute the metrics of the loss on each part of a batch, at most `size` rows a part."""
     return [loss.terms(batch.rows(rows))[1] for rows in passes.cut(batch, size)]
 
 
-def _rank_batches(batches: Iterable[Batch], ranks: Ranks) -> Iterator[tuple[Batch, bool]]:
+def _rank_batches(batches: Iterable[Batch], ranks: Distributed) -> Iterator[tuple[Batch, bool]]:
     """Yield this rank's batches, each with whether it counts.
 
     All ranks yield equally many: in the last round a rank without a batch repeats another's, which does not count.

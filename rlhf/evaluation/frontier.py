@@ -75,7 +75,7 @@ def curve_sizes(total: int) -> list[int]:
 STEPS_PER_OCTAVE, OCTAVES = 4, (7, -7)  # of beta around the spread of the scores
 
 
-def at_kl(points: Sequence[tuple[float, float]], kl: float) -> float | None:
+def score_at_kl(points: Sequence[tuple[float, float]], kl: float) -> float | None:
     """Interpolate the score at which a run first reached `kl` nats; None if it never did.
 
     The interpolation is linear between the two evaluations around it.
@@ -107,7 +107,9 @@ def overoptimized(proxy: Sequence[float], gold: Sequence[float], margin: Sequenc
     return flags
 
 
-def optimum(reference: Float[Tensor, "C N"], scores: Float[Tensor, "C N"], *, beta: float) -> Float[Tensor, "C N"]:
+def optimal_logprobs(
+    reference: Float[Tensor, "C N"], scores: Float[Tensor, "C N"], *, beta: float
+) -> Float[Tensor, "C N"]:
     """Compute the log-probabilities of the policy that maximizes E[score] - beta KL.
 
         log pi = log reference + score / beta - log Z
@@ -135,7 +137,7 @@ def exact_frontier(reference: Float[Tensor, "C N"], scores: Float[Tensor, "C N"]
     first, last = OCTAVES
     points = [(0.0, _mean(reference, scores))]
     for step in range(STEPS_PER_OCTAVE * (first - last) + 1):
-        best = optimum(reference, scores, beta=spread * 2.0 ** (first - step / STEPS_PER_OCTAVE))
+        best = optimal_logprobs(reference, scores, beta=spread * 2.0 ** (first - step / STEPS_PER_OCTAVE))
         points.append((_mean(best, best - reference), _mean(best, scores)))
     return points
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from rlhf.config.reward import ChatPairsConfig
-from rlhf.rewards.judge import ChatModel, check_readable, fill, read_template
+from rlhf.rewards.judge import ChatModel, check_readable, fill_template, read_template
 from rlhf.runtime.seeding import generator
 
 RESAMPLES = 2000
 RESAMPLES_AT_ONCE = 250  # regressions fitted together; affects memory only
 RIDGE = 0.01  # a hundredth of the weight of one prompt
-NEWTON_STEPS, HALVINGS = 100, 40
+MAX_NEWTON_STEPS, MAX_STEP_HALVINGS = 100, 40
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def fit_logistic(
         return log_likelihood - 0.5 * RIDGE * (parameters**2).sum(dim=1)
 
     estimate = torch.zeros(len(weights), 2, dtype=torch.float64)
-    for _ in range(NEWTON_STEPS):
+    for _ in range(MAX_NEWTON_STEPS):
         p = (estimate @ design.T).sigmoid()
         gradient = (weights * (targets - p)) @ design - RIDGE * estimate
         curvature = torch.einsum("rk,ki,kj->rij", weights * p * (1 - p), design, design) + ridge
@@ -120,7 +120,7 @@ def fit_logistic(
         if bool((step.abs() <= 1e-8 * (1 + estimate.abs())).all()):  # convergence is quadratic
             return estimate + step
         current = objective(estimate)
-        for _ in range(HALVINGS):
+        for _ in range(MAX_STEP_HALVINGS):
             falls = objective(estimate + step) < current - 1e-12 * (1 + current.abs())  # by more than rounding
             if not bool(falls.any()):
                 break
@@ -214,7 +214,10 @@ class Verdicts:
     def wins(self) -> Float[Tensor, " N"]:
         """Return 1 where the first side wins in both orders, 0 where it loses in both, else 0.5."""
         return torch.tensor(
-            [settle(straight, swapped) for straight, swapped in zip(self.straight, self.swapped, strict=True)],
+            [
+                combine_verdicts(straight, swapped)
+                for straight, swapped in zip(self.straight, self.swapped, strict=True)
+            ],
             dtype=torch.float64,
         )
 
@@ -246,7 +249,7 @@ class Verdicts:
         return [(straight, swapped) for straight, swapped, asked in rows if asked]
 
 
-def settle(straight: Verdict | None, swapped: Verdict | None) -> float:
+def combine_verdicts(straight: Verdict | None, swapped: Verdict | None) -> float:
     """Return 1, 0 or 0.5 for the first side; where the orders disagree or an answer is unreadable, it is a tie."""
     if straight is None or swapped is None or straight != _SWAPPED[swapped]:
         return _WINS["tie"]
@@ -289,7 +292,7 @@ class PairJudge:
         rows = list(zip(prompts, first, second, strict=True))
         asked = [a != b for _, a, b in rows]
         questions = [
-            fill(self.template, prompt=prompt, a=a, b=b)
+            fill_template(self.template, prompt=prompt, a=a, b=b)
             for (prompt, text, other), is_asked in zip(rows, asked, strict=True)
             if is_asked
             for a, b in ((text, other), (other, text))

@@ -16,15 +16,15 @@ from peft import PeftModel
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.config.load import dump, unread_sections
+from rlhf.config.load import dump, unread_warnings
 from rlhf.config.sections import RewardModelConfig, ScheduleConfig, TrainConfig
 from rlhf.errors import CheckpointError, ModelError
-from rlhf.models.backbone import CausalLM, save_model, whole_copy
+from rlhf.models.backbone import CausalLM, merged_copy, save_model
 from rlhf.models.export import ExportDtype, export_model, write_tokenizer
 from rlhf.models.origin import Origin
 from rlhf.models.scalar_head import ScalarHeadModel
-from rlhf.runtime.distributed import Ranks
-from rlhf.runtime.engine import Engine, Trained, make_engine
+from rlhf.runtime.distributed import Distributed
+from rlhf.runtime.engine import Engine, TrainableModel, make_engine
 from rlhf.tracking.checkpoint import Checkpoints
 from rlhf.tracking.progress import Progress
 from rlhf.tracking.run_folder import FolderLock, RunFolder
@@ -37,7 +37,7 @@ TRAINER = "trainer.pt"
 
 
 @dataclass
-class Context:
+class RunContext:
     """What a run has before its models are built."""
 
     config: TrainConfig | RewardModelConfig
@@ -122,7 +122,7 @@ class Context:
         return changed
 
 
-def open_context(config: TrainConfig | RewardModelConfig, console: Console | None) -> Context:
+def open_context(config: TrainConfig | RewardModelConfig, console: Console | None) -> RunContext:
     """Lock the run folder, create the engine, and find the checkpoint to resume from.
 
     Raises:
@@ -134,7 +134,7 @@ def open_context(config: TrainConfig | RewardModelConfig, console: Console | Non
     folder = RunFolder(config.run.out_dir)
     release = _lock_folder(folder.path, ranks)
     checkpoints = Checkpoints(folder.checkpoints, keep=config.checkpoint.keep, ranks=ranks)
-    notes = [f"warning: {warning}" for warning in unread_sections(config)]
+    notes = [f"warning: {warning}" for warning in unread_warnings(config)]
     if ranks.world > 1 and config.sharding.mode == "none":
         notes.append(f"{ranks.world} processes and sharding=none: they share the rows of a step, as with sharding=ddp")
 
@@ -144,12 +144,12 @@ def open_context(config: TrainConfig | RewardModelConfig, console: Console | Non
                 f"{folder.path} already holds a run and checkpoint.resume is never: choose another run.out_dir"
             )
         warnings: list[str] = []
-        return checkpoints.newest(warnings.append), warnings
+        return checkpoints.latest_intact(warnings.append), warnings
 
     resume, checkpoint_warnings = ranks.on_main(newest)
     notes += checkpoint_warnings
     state, positions = TrainState.read(resume) if resume else (TrainState(), {"metrics": 0, "samples": 0})
-    return Context(
+    return RunContext(
         config=config,
         folder=folder,
         checkpoints=checkpoints,
@@ -163,14 +163,14 @@ def open_context(config: TrainConfig | RewardModelConfig, console: Console | Non
     )
 
 
-def _lock_folder(folder: Path, ranks: Ranks) -> Callable[[], None]:
+def _lock_folder(folder: Path, ranks: Distributed) -> Callable[[], None]:
     """Lock the run folder on the main rank, for all ranks of the run; return the function that releases it."""
     locks: list[FolderLock] = []
     ranks.on_main(lambda: locks.append(FolderLock(folder)))
     return locks[0].release if locks else lambda: None
 
 
-def _resume_messages(context: Context, changed: Sequence[str], total_steps: int) -> list[str]:
+def _resume_messages(context: RunContext, changed: Sequence[str], total_steps: int) -> list[str]:
     if context.resume is None:
         return []
     messages = [f"continuing from {context.resume} (step {context.state.step} of {total_steps})"]
@@ -202,7 +202,7 @@ def model_folder(path: str) -> str:
         return path
     if (folder / MODEL).is_dir():
         return str(folder / MODEL)
-    newest = Checkpoints(folder / "checkpoints", keep=1).newest(lambda _: None)
+    newest = Checkpoints(folder / "checkpoints", keep=1).latest_intact(lambda _: None)
     if newest is None:
         raise ModelError(f"{path} is a run folder without a checkpoint: that run has not come far enough")
     return str(newest / MODEL)
@@ -234,18 +234,18 @@ def export_policy(
     engine: Engine,
     origin: Origin,
     dtype: ExportDtype,
-    tell: Callable[[str], None],
+    warn: Callable[[str], None],
 ) -> None:
     """Export the policy as an ordinary model, with adapters merged into a copy of the weights."""
     state = engine.full_state(policy)
 
     def write() -> float:
         if isinstance(policy, PeftModel):
-            merged = whole_copy(policy, state)
+            merged = merged_copy(policy, state)
             return export_model(merged, tokenizer, folder, origin=origin, dtype=dtype)
         return export_model(policy, tokenizer, folder, origin=origin, dtype=dtype, state=state)
 
-    _warn_of_rounding(engine.ranks.on_main(write), "policy", tell)
+    _warn_of_rounding(engine.ranks.on_main(write), "policy", warn)
 
 
 def save_scalar_head(model: ScalarHeadModel, tokenizer: PreTrainedTokenizerBase, folder: Path, engine: Engine) -> None:
@@ -261,14 +261,14 @@ def export_scalar_head(
     engine: Engine,
     origin: Origin,
     dtype: ExportDtype,
-    tell: Callable[[str], None],
+    warn: Callable[[str], None],
 ) -> None:
     """Export a reward model as a folder that AutoModelForSequenceClassification can load."""
     state = engine.full_state(model.classifier)
     loss = engine.ranks.on_main(
         lambda: export_model(model.classifier, tokenizer, folder, origin=origin, dtype=dtype, state=state)
     )
-    _warn_of_rounding(loss, "model", tell)
+    _warn_of_rounding(loss, "model", warn)
 
 
 def _warn_of_rounding(loss: float, section: str, warn: Callable[[str], None]) -> None:
@@ -279,13 +279,15 @@ def _warn_of_rounding(loss: float, section: str, warn: Callable[[str], None]) ->
         )
 
 
-def save_trainer(folder: Path, trained: dict[str, Trained], besides: dict[str, Any], engine: Engine) -> None:
+def save_trainer_state(
+    folder: Path, trained: dict[str, TrainableModel], besides: dict[str, Any], engine: Engine
+) -> None:
     """Save optimizer states, keyed by parameter name, and `besides`, unsharded so that any world size can resume."""
     state = {name: model.state() for name, model in trained.items()} | besides
     engine.ranks.on_main(lambda: torch.save(state, folder / TRAINER))
 
 
-def load_trainer(folder: Path) -> dict[str, Any]:
+def load_trainer_state(folder: Path) -> dict[str, Any]:
     """Load the state that `save_trainer` wrote, onto the CPU."""
     state: dict[str, Any] = torch.load(folder / TRAINER, weights_only=True, map_location="cpu")
     return state

@@ -30,13 +30,13 @@ from rlhf.factory.context import model_folder
 from rlhf.factory.models import build_tokenizer
 from rlhf.factory.rewards import build_source
 from rlhf.factory.sampler import build_sampler
-from rlhf.models.backbone import check_vocabulary, context_length, freeze, load_causal_lm, place
+from rlhf.models.backbone import check_vocabulary, context_length, freeze, load_causal_lm, move_to
 from rlhf.models.policy_models import Models
 from rlhf.rewards.judge import ChatModel
 from rlhf.rewards.source import Texts, decode
 from rlhf.runtime.engine import make_engine
-from rlhf.runtime.seeding import derive
-from rlhf.training.online import ROWS_PER_PASS
+from rlhf.runtime.seeding import derive_seed
+from rlhf.training.online import NO_GRAD_BATCH_MULTIPLIER
 from rlhf.types import Completions, Scores
 
 START = "start"  # the value of --against that names the model the run started from
@@ -191,8 +191,8 @@ def evaluate_model(
     tokenizer = build_tokenizer(config.policy.model_copy(update={"model": tokenizer_from}))
     start = model_folder(config.reference.model or config.policy.model)
     models = Models(
-        policy=place(_load(config, model_folder(path) if path else start, tokenizer), engine.device),
-        reference=place(_load(config, start, tokenizer), engine.device) if with_reference else None,
+        policy=move_to(_load(config, model_folder(path) if path else start, tokenizer), engine.device),
+        reference=move_to(_load(config, start, tokenizer), engine.device) if with_reference else None,
         temperature=config.sampling.temperature,
         dtype=config.policy.dtype,
         device=engine.device,
@@ -215,9 +215,9 @@ def evaluate_model(
         models,
         build_source(source, tokenizer, engine) if source is not None else _zero_scores,
         proxy=None,
-        key=derive(config.run.seed, "eval"),
+        key=derive_seed(config.run.seed, "eval"),
         greedy=config.eval.greedy and source is not None,
-        rows_per_pass=config.batch.micro_batch_size * ROWS_PER_PASS,
+        rows_per_pass=config.batch.micro_batch_size * NO_GRAD_BATCH_MULTIPLIER,
     )
     if source is not None:
         return evaluation

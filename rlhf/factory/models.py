@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.config.algorithm import KtoLoss, Online, ReferencedLoss, TokenLoss
 from rlhf.config.reward import ModelSource
-from rlhf.config.sections import PolicyConfig, TrainConfig, judged, offline, reads_reference
+from rlhf.config.sections import PolicyConfig, TrainConfig, has_offline_evaluation, offline_algorithm, uses_reference
 from rlhf.data.pairs import LabelledSet, PairSet
 from rlhf.data.reference_cache import (
     AnnotatedLabelledSet,
@@ -24,17 +24,17 @@ from rlhf.data.reference_cache import (
     ReferenceCache,
     cache_folder,
     cache_key,
-    labels_of,
+    completion_labels,
+    completion_rows,
     rows_fingerprint,
-    rows_of,
 )
 from rlhf.data.tokenizer import load_tokenizer, shares_vocabulary
 from rlhf.errors import ConfigError
-from rlhf.factory.context import CRITIC, MODEL, Context, export_policy, model_folder
+from rlhf.factory.context import CRITIC, MODEL, RunContext, export_policy, model_folder
 from rlhf.models.backbone import (
     CausalLM,
     check_vocabulary,
-    enable_checkpointing,
+    enable_gradient_checkpointing,
     freeze,
     load_adapter,
     load_causal_lm,
@@ -42,12 +42,12 @@ from rlhf.models.backbone import (
 )
 from rlhf.models.export import ExportDtype
 from rlhf.models.origin import Origin, read_origin, weights_fingerprint
-from rlhf.models.policy_models import Ema, Models, SharedHead
+from rlhf.models.policy_models import Ema, Models, SharedValueHead
 from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
 from rlhf.runtime.engine import Engine
-from rlhf.runtime.seeding import derive, new_weights
+from rlhf.runtime.seeding import derive_seed, seeded_initialization
 from rlhf.training.losses import completion_logprobs
-from rlhf.training.online import ROWS_PER_PASS
+from rlhf.training.online import NO_GRAD_BATCH_MULTIPLIER
 
 
 def build_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
@@ -61,7 +61,7 @@ def build_policy(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase, resum
 
     `seed` initializes any new weights.
     """
-    with new_weights(seed):
+    with seeded_initialization(seed):
         return _load_or_resume(config, tokenizer, resume)
 
 
@@ -75,18 +75,18 @@ def _load_or_resume(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase, re
     check_vocabulary(base, tokenizer, start)
     model = load_adapter(base, resume / MODEL)
     if config.gradient_checkpointing:
-        enable_checkpointing(model)
+        enable_gradient_checkpointing(model)
     model.train()
     return model
 
 
-def build_online_models(config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase) -> Models:
+def build_online_models(config: TrainConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase) -> Models:
     """Build all the models of an online run: policy, reference, and critic if the algorithm has one."""
     algorithm = config.algorithm
     assert isinstance(algorithm, Online)
     engine, loss = context.engine, algorithm.policy_loss
     policy = engine.place(build_policy(config.policy, tokenizer, context.resume, context.seed))
-    with new_weights(context.seed):
+    with seeded_initialization(context.seed):
         reference = build_reference(config, tokenizer) if config.reference.measure else None
     models = Models(
         policy=policy,
@@ -103,9 +103,11 @@ def build_online_models(config: TrainConfig, context: Context, tokenizer: PreTra
     )
     if algorithm.value_loss is not None:
         if config.critic.shared:
-            models.shared_head = engine.place(SharedHead(policy.config.hidden_size, next(policy.parameters()).dtype))
+            models.shared_head = engine.place(
+                SharedValueHead(policy.config.hidden_size, next(policy.parameters()).dtype)
+            )
         else:
-            with new_weights(context.seed):
+            with seeded_initialization(context.seed):
                 models.critic = engine.place(_load_critic(config, context, tokenizer))
     return models
 
@@ -120,21 +122,21 @@ def build_reference(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> 
     return freeze(model)
 
 
-def _load_critic(config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase) -> ScalarHeadModel:
+def _load_critic(config: TrainConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase) -> ScalarHeadModel:
     path, is_new = _critic_start(config, context, tokenizer)
     critic = load_scalar_head(
         path,
         tokenizer,
         new_head="zero" if is_new else None,
         dtype=config.policy.dtype,
-        seed=derive(context.seed, "critic"),
+        seed=derive_seed(context.seed, "critic"),
         trust_remote_code=config.policy.trust_remote_code,
     )
     critic.packing = config.policy.packing
     return critic.train()
 
 
-def _critic_start(config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
+def _critic_start(config: TrainConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
     """Choose the folder that the critic starts from, and whether it needs a new value head.
 
     Raises:
@@ -160,7 +162,7 @@ def _critic_start(config: TrainConfig, context: Context, tokenizer: PreTrainedTo
     )
 
 
-def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
+def make_decode(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
     """Return a function that decodes token ids to text without special tokens."""
 
     def decode(ids: Sequence[int]) -> str:
@@ -171,7 +173,7 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str
     return decode
 
 
-def build_origin(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> Origin:
+def read_export_origin(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> Origin:
     """Read what an export copies from the folder of the configured model."""
     start = model_folder(config.model)
     return read_origin(start, config.tokenizer or start, tokenizer, trust_remote_code=config.trust_remote_code)
@@ -186,60 +188,64 @@ def export(
     *,
     origin: Origin,
     dtype: ExportDtype,
-    tell: Callable[[str], None],
+    warn: Callable[[str], None],
 ) -> None:
     """Export the trained policy, or its moving average if there is one, as an ordinary model folder."""
     with nullcontext() if ema is None else ema.applied():
-        export_policy(policy, tokenizer, folder, engine, origin, dtype, tell)
+        export_policy(policy, tokenizer, folder, engine, origin, dtype, warn)
 
 
-def attach_reference(config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase, models: Models) -> None:
+def attach_reference(
+    config: TrainConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase, models: Models
+) -> None:
     """Load the reference into `models` if this run needs one as a separate model.
 
     It needs none if the reference is the policy with its adapter disabled, nor if the reference is only read before
     the first step, when it equals the policy.
     """
-    if not reads_reference(config):
+    if not uses_reference(config):
         return
     if config.policy.lora is not None and config.reference.model is None:
         models.adapter_off_is_reference = True
-    elif keeps_reference(config) or context.resume is not None or config.reference.model is not None:
-        with new_weights(context.seed):
+    elif needs_reference_during_training(config) or context.resume is not None or config.reference.model is not None:
+        with seeded_initialization(context.seed):
             reference = build_reference(config, tokenizer)
         assert reference is not None
         models.reference = context.engine.freeze("reference", reference)
 
 
-def keeps_reference(config: TrainConfig) -> bool:
+def needs_reference_during_training(config: TrainConfig) -> bool:
     """Return whether the reference is read during training: for KTO's z0 or the KL of held-out completions."""
-    return isinstance(offline(config).loss, KtoLoss) or (judged(config) and reads_reference(config))
+    return isinstance(offline_algorithm(config).loss, KtoLoss) or (
+        has_offline_evaluation(config) and uses_reference(config)
+    )
 
 
-def rows_per_pass(config: TrainConfig) -> int:
+def no_grad_batch_size(config: TrainConfig) -> int:
     """Return the rows of a forward pass without gradient; they affect memory only, no result."""
-    return config.batch.micro_batch_size * ROWS_PER_PASS
+    return config.batch.micro_batch_size * NO_GRAD_BATCH_MULTIPLIER
 
 
-class Annotator:
+class ReferenceAnnotator:
     """Annotates data sets with the reference's log-probability of each completion, from a cache where possible."""
 
-    def __init__(self, config: TrainConfig, context: Context, models: Models) -> None:
+    def __init__(self, config: TrainConfig, context: RunContext, models: Models) -> None:
         self.config, self.context, self.models = config, context, models
         self.cache = ReferenceCache(cache_folder(config.run.cache_dir, os.environ))
         self._weights: str | None = None
 
     def pairs(self, pairs: PairSet) -> AnnotatedPairSet:
         """Annotate pairs: both completions of each."""
-        chosen, rejected = self._logprobs(rows_of(pairs)).chunk(2)
+        chosen, rejected = self._logprobs(completion_rows(pairs)).chunk(2)
         return AnnotatedPairSet(pairs, chosen, rejected)
 
     def labelled(self, data: PairSet | LabelledSet) -> AnnotatedLabelledSet:
         """Annotate single labelled completions; pairs are split into two rows."""
-        rows = rows_of(data)
-        return AnnotatedLabelledSet(rows, labels_of(data), self._logprobs(rows))
+        rows = completion_rows(data)
+        return AnnotatedLabelledSet(rows, completion_labels(data), self._logprobs(rows))
 
     def _logprobs(self, rows: CompletionRows) -> Float[Tensor, " N"]:
-        if not isinstance(offline(self.config).loss, ReferencedLoss):
+        if not isinstance(offline_algorithm(self.config).loss, ReferencedLoss):
             return torch.zeros(len(rows), dtype=torch.float64)
         key = cache_key(
             weights=self._fingerprint(),
@@ -268,7 +274,11 @@ class Annotator:
             models.reference_logprobs if models.has_reference else lambda batch: models.policy_tokens(batch).logprobs
         )
         return completion_logprobs(
-            rows, logprobs, rows_per_pass=rows_per_pass(self.config), device=models.device, ranks=models.engine.ranks
+            rows,
+            logprobs,
+            rows_per_pass=no_grad_batch_size(self.config),
+            device=models.device,
+            ranks=models.engine.ranks,
         )
 
     def _fingerprint(self) -> str:

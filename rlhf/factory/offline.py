@@ -12,39 +12,47 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.algorithm import DpoLoss, KtoLoss, PairLossConfig, SftLoss
 from rlhf.config.data import PreferencesConfig, SftConfig
-from rlhf.config.sections import TrainConfig, judged, offline
-from rlhf.data.datasets import BatchStream, in_order
+from rlhf.config.sections import TrainConfig, has_offline_evaluation, offline_algorithm
+from rlhf.data.datasets import BatchStream, sequential_batches
 from rlhf.data.pairs import DemonstrationSet, LabelledSet, PairSet, load_demonstrations, load_pairs
-from rlhf.data.reference_cache import AnnotatedLabelledSet, load_judgments
+from rlhf.data.reference_cache import AnnotatedLabelledSet, load_preference_data
 from rlhf.evaluation.evaluate import evaluate_loss
-from rlhf.factory.context import MODEL, Context, load_trainer, open_context, save_policy, save_trainer, total_steps
+from rlhf.factory.context import (
+    MODEL,
+    RunContext,
+    load_trainer_state,
+    open_context,
+    save_policy,
+    save_trainer_state,
+    total_steps,
+)
 from rlhf.factory.models import (
-    Annotator,
+    ReferenceAnnotator,
     attach_reference,
-    build_origin,
     build_policy,
     build_tokenizer,
     export,
-    keeps_reference,
-    rows_per_pass,
+    needs_reference_during_training,
+    no_grad_batch_size,
+    read_export_origin,
 )
-from rlhf.factory.online import EvaluatePrompts
+from rlhf.factory.online import PromptEvaluator
 from rlhf.factory.rewards import build_source
 from rlhf.factory.sampler import build_sampler
 from rlhf.models.backbone import context_length
 from rlhf.models.origin import Origin
 from rlhf.models.policy_models import Ema, Models
-from rlhf.runtime.engine import Trained
-from rlhf.runtime.seeding import derive
-from rlhf.training.losses import TERM, DemonstrationLoss, LabelledLoss, PairwiseLoss, tokens_of
+from rlhf.runtime.engine import TrainableModel
+from rlhf.runtime.seeding import derive_seed
+from rlhf.training.losses import PREFERENCE_TERM, DemonstrationLoss, LabelledLoss, PairwiseLoss, count_tokens
 from rlhf.training.offline import OfflineRun
 from rlhf.training.session import Recorder
 from rlhf.training.step import Loss
-from rlhf.types import BaselinedLabelled, Batch, Demonstrations
+from rlhf.types import BaselinedLabelledCompletions, Batch, Demonstrations
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class OfflineTask:
     """The data of an offline run, its loss, and its evaluation on held-out data."""
 
     loss: Loss
@@ -71,20 +79,20 @@ PAIR_EVAL_NAMES = {
     "preference/chosen_logprob": "eval/chosen_logprob",
     "preference/rejected_logprob": "eval/rejected_logprob",
 }
-OF_PAIRS_ONLY = ("preference/accuracy", "preference/margin")
-OF_ITS_OWN_LOSS = ("loss/preference",)
+PAIR_METRICS = ("preference/accuracy", "preference/margin")
+LOSS_METRICS = ("loss/preference",)
 
 S = TypeVar("S", PairSet, PairSet | LabelledSet)
 
 
-class Judgments:
+class PreferenceData:
     """The preference data of a run: loads it, reports skipped rows, and annotates it with the reference."""
 
     def __init__(
-        self, config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase, models: Models
+        self, config: TrainConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase, models: Models
     ) -> None:
         self.config, self.context, self.tokenizer, self.models = config, context, tokenizer, models
-        self.annotate = Annotator(config, context, models)
+        self.annotate = ReferenceAnnotator(config, context, models)
 
     def load(self, load: Callable[..., S], data: PreferencesConfig) -> S:
         """Load and encode the rows of `data` with the function `load`."""
@@ -94,74 +102,82 @@ class Judgments:
         return rows
 
 
-def preference_task(config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase, models: Models) -> Task:
+def preference_task(
+    config: TrainConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase, models: Models
+) -> OfflineTask:
     """Build the task of a preference run: its data with the reference's log-probabilities, and its loss.
 
     Call it before the first update: the policy may itself be the reference.
     """
-    judgments, loss = Judgments(config, context, tokenizer, models), offline(config).loss
+    judgments, loss = PreferenceData(config, context, tokenizer, models), offline_algorithm(config).loss
     assert not isinstance(loss, SftLoss)
     task = labelled_task(judgments, loss) if isinstance(loss, KtoLoss) else pairs_task(judgments, loss)
-    if not keeps_reference(config):
+    if not needs_reference_during_training(config):
         models.reference = None
     return task
 
 
-def pairs_task(judgments: Judgments, loss_config: PairLossConfig) -> Task:
+def pairs_task(judgments: PreferenceData, loss_config: PairLossConfig) -> OfflineTask:
     """Build the task of a loss that compares the two completions of a pair."""
     config, data = judgments.config, judgments.config.data
     assert data.preferences is not None
     loss = PairwiseLoss(judgments.models, loss_config)
     train = judgments.annotate.pairs(judgments.load(load_pairs, data.preferences))
     eval_pairs = judgments.load(load_pairs, data.eval_preferences) if data.eval_preferences is not None else None
-    stream = BatchStream(train, config.batch.prompts_per_step, derive(config.run.seed, "preferences"))
-    return Task(
+    stream = BatchStream(train, config.batch.prompts_per_step, derive_seed(config.run.seed, "preferences"))
+    return OfflineTask(
         loss=loss,
         data=stream.batch,
         steps_per_epoch=stream.steps_per_epoch,
-        tokens=tokens_of,
-        held_out=on_pairs(judgments, loss, eval_pairs, PAIR_EVAL_NAMES) if eval_pairs is not None else dict,
+        tokens=count_tokens,
+        held_out=evaluate_pairs_fn(judgments, loss, eval_pairs, PAIR_EVAL_NAMES) if eval_pairs is not None else dict,
         show=PAIR_PROGRESS,
     )
 
 
-def labelled_task(judgments: Judgments, loss_config: KtoLoss) -> Task:
+def labelled_task(judgments: PreferenceData, loss_config: KtoLoss) -> OfflineTask:
     """Build the task of a loss on single labelled completions (KTO); pairs are split into two rows."""
     config, data, models = judgments.config, judgments.config.data, judgments.models
     assert data.preferences is not None
-    loss = LabelledLoss(models, loss_config, rows_per_pass=rows_per_pass(config), context=context_length(models.policy))
-    train = judgments.annotate.labelled(judgments.load(load_judgments, data.preferences))
-    eval_rows = judgments.load(load_judgments, data.eval_preferences) if data.eval_preferences is not None else None
+    loss = LabelledLoss(
+        models, loss_config, rows_per_pass=no_grad_batch_size(config), context=context_length(models.policy)
+    )
+    train = judgments.annotate.labelled(judgments.load(load_preference_data, data.preferences))
+    eval_rows = (
+        judgments.load(load_preference_data, data.eval_preferences) if data.eval_preferences is not None else None
+    )
     held_out: Callable[[], dict[str, float]] = dict
     if isinstance(eval_rows, PairSet):  # the implicit reward of KTO is that of DPO: beta times the log-ratio
-        names = {name: eval_name for name, eval_name in PAIR_EVAL_NAMES.items() if name not in OF_ITS_OWN_LOSS}
-        held_out = on_pairs(judgments, PairwiseLoss(models, DpoLoss(beta=loss_config.beta)), eval_rows, names)
+        names = {name: eval_name for name, eval_name in PAIR_EVAL_NAMES.items() if name not in LOSS_METRICS}
+        held_out = evaluate_pairs_fn(judgments, PairwiseLoss(models, DpoLoss(beta=loss_config.beta)), eval_rows, names)
     elif eval_rows is not None:
-        held_out = on_labels(judgments, loss, judgments.annotate.labelled(eval_rows))
-    stream = BatchStream(train, config.batch.prompts_per_step, derive(config.run.seed, "preferences"))
-    return Task(
+        held_out = evaluate_labelled_fn(judgments, loss, judgments.annotate.labelled(eval_rows))
+    stream = BatchStream(train, config.batch.prompts_per_step, derive_seed(config.run.seed, "preferences"))
+    return OfflineTask(
         loss=loss,
         data=lambda step: loss.with_baseline(stream.batch(step)),
         steps_per_epoch=stream.steps_per_epoch,
-        tokens=tokens_of,
+        tokens=count_tokens,
         held_out=held_out,
         show=(*PAIR_PROGRESS, "preference/baseline"),
     )
 
 
-def on_pairs(
-    judgments: Judgments, loss: PairwiseLoss, pairs: PairSet, names: dict[str, str]
+def evaluate_pairs_fn(
+    judgments: PreferenceData, loss: PairwiseLoss, pairs: PairSet, names: dict[str, str]
 ) -> Callable[[], dict[str, float]]:
     """Return a function that evaluates the policy on held-out pairs; `names` maps loss metrics to reported ones."""
     annotated, size = judgments.annotate.pairs(pairs), judgments.config.batch.micro_batch_size
-    return lambda: evaluate_loss(in_order(annotated, size), loss, names, judgments.context.engine.ranks)
+    return lambda: evaluate_loss(sequential_batches(annotated, size), loss, names, judgments.context.engine.ranks)
 
 
-def on_labels(judgments: Judgments, loss: LabelledLoss, rows: AnnotatedLabelledSet) -> Callable[[], dict[str, float]]:
+def evaluate_labelled_fn(
+    judgments: PreferenceData, loss: LabelledLoss, rows: AnnotatedLabelledSet
+) -> Callable[[], dict[str, float]]:
     """Return a function that evaluates the policy on held-out labelled completions."""
-    names = {name: eval_name for name, eval_name in PAIR_EVAL_NAMES.items() if name not in OF_PAIRS_ONLY}
+    names = {name: eval_name for name, eval_name in PAIR_EVAL_NAMES.items() if name not in PAIR_METRICS}
 
-    def batches() -> Iterator[BaselinedLabelled]:
+    def batches() -> Iterator[BaselinedLabelledCompletions]:
         batch = loss.with_baseline(rows.collate(range(len(rows))))  # a single z0 for all held-out rows
         yield from batch.split(judgments.config.batch.micro_batch_size)
 
@@ -180,10 +196,10 @@ def build_offline(config: TrainConfig, console: Console | None = None) -> Offlin
     """
     context = open_context(config, console)
     tokenizer = build_tokenizer(config.policy)
-    origin = build_origin(config.policy, tokenizer)
+    origin = read_export_origin(config.policy, tokenizer)
     engine = context.engine
     policy = engine.place(build_policy(config.policy, tokenizer, context.resume, context.seed))
-    is_sft = isinstance(offline(config).loss, SftLoss)
+    is_sft = isinstance(offline_algorithm(config).loss, SftLoss)
     models = Models(
         policy=policy,
         temperature=1.0,  # of the loss; evaluation samples its completions at sampling.temperature
@@ -196,11 +212,11 @@ def build_offline(config: TrainConfig, console: Console | None = None) -> Offlin
     )
     context.notes += models.fast_ways().lines()
     attach_reference(config, context, tokenizer, models)
-    trained = engine.train("policy", policy, config.policy, terms=("sft", TERM))
+    trained = engine.train("policy", policy, config.policy, terms=("sft", PREFERENCE_TERM))
     task = (sft_task if is_sft else preference_task)(config, context, tokenizer, models)
     ema = Ema(policy, config.policy.ema_decay, engine) if config.policy.ema_decay else None
     if context.resume is not None:
-        _restore(load_trainer(context.resume), trained, ema)
+        _restore(load_trainer_state(context.resume), trained, ema)
     evaluate = _Evaluation(config, context, tokenizer, models, task, ema)
     session = context.session(
         total_steps=total_steps(config.schedule, task.steps_per_epoch),
@@ -226,22 +242,24 @@ def build_offline(config: TrainConfig, console: Console | None = None) -> Offlin
             engine,
             origin=origin,
             dtype=config.policy.export_dtype,
-            tell=session.recorder.note,
+            warn=session.recorder.note,
         ),
     )
 
 
-def sft_task(config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase, models: Models) -> Task:
+def sft_task(
+    config: TrainConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase, models: Models
+) -> OfflineTask:
     """Build the task of SFT: demonstrations, and their negative log-likelihood as the loss."""
-    loss_config = offline(config).loss
+    loss_config = offline_algorithm(config).loss
     assert isinstance(loss_config, SftLoss)
     assert config.data.sft is not None
     loss = DemonstrationLoss(models, aggregate=loss_config.aggregate)
     rows = _load_rows(config, config.data.sft, context, tokenizer, models)
-    stream = BatchStream(rows, config.batch.prompts_per_step, derive(context.seed, "sft"))
+    stream = BatchStream(rows, config.batch.prompts_per_step, derive_seed(context.seed, "sft"))
     eval_sft = config.data.eval_sft
     held_out = _load_rows(config, eval_sft, context, tokenizer, models) if eval_sft is not None else None
-    return Task(
+    return OfflineTask(
         loss=loss,
         data=stream.batch,
         steps_per_epoch=stream.steps_per_epoch,
@@ -252,7 +270,7 @@ def sft_task(config: TrainConfig, context: Context, tokenizer: PreTrainedTokeniz
 
 
 def _load_rows(
-    config: TrainConfig, data: SftConfig, context: Context, tokenizer: PreTrainedTokenizerBase, models: Models
+    config: TrainConfig, data: SftConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase, models: Models
 ) -> DemonstrationSet:
     rows = load_demonstrations(
         data, tokenizer, chat_template=config.data.chat_format, context=context_length(models.policy)
@@ -262,7 +280,7 @@ def _load_rows(
 
 
 def _evaluate_rows(rows: DemonstrationSet, loss: DemonstrationLoss, size: int) -> Callable[[], dict[str, float]]:
-    return lambda: evaluate_loss(in_order(rows, size), loss, SFT_EVAL_NAMES, loss.models.engine.ranks)
+    return lambda: evaluate_loss(sequential_batches(rows, size), loss, SFT_EVAL_NAMES, loss.models.engine.ranks)
 
 
 def _count_tokens(batch: Batch) -> int:
@@ -271,17 +289,17 @@ def _count_tokens(batch: Batch) -> int:
 
 
 def _make_save(
-    models: Models, trained: Trained, tokenizer: PreTrainedTokenizerBase, origin: Origin, ema: Ema | None
+    models: Models, trained: TrainableModel, tokenizer: PreTrainedTokenizerBase, origin: Origin, ema: Ema | None
 ) -> Callable[[Path], None]:
     def save(folder: Path) -> None:
         save_policy(models.policy, tokenizer, folder / MODEL, models.engine, origin)
         extra = {"ema": ema.saved()} if ema is not None else {}
-        save_trainer(folder, {"policy": trained}, extra, models.engine)
+        save_trainer_state(folder, {"policy": trained}, extra, models.engine)
 
     return save
 
 
-def _restore(state: dict[str, Any], trained: Trained, ema: Ema | None) -> None:
+def _restore(state: dict[str, Any], trained: TrainableModel, ema: Ema | None) -> None:
     trained.load_state(state["policy"])
     if ema is not None and "ema" in state:
         ema.load(state["ema"])
@@ -296,20 +314,20 @@ class _Evaluation:
     def __init__(
         self,
         config: TrainConfig,
-        context: Context,
+        context: RunContext,
         tokenizer: PreTrainedTokenizerBase,
         models: Models,
-        task: Task,
+        task: OfflineTask,
         ema: Ema | None,
     ) -> None:
         self.task, self.ema = task, ema
-        self.prompts: EvaluatePrompts | None = None
-        if judged(config):
+        self.prompts: PromptEvaluator | None = None
+        if has_offline_evaluation(config):
             assert config.eval.source is not None
             sampling_models = replace(models, temperature=config.sampling.temperature)
             judge = build_source(config.eval.source, tokenizer, models.engine)
             sampler = build_sampler(config, sampling_models, tokenizer)
-            self.prompts = EvaluatePrompts(config, context, tokenizer, sampling_models, sampler, judge, None)
+            self.prompts = PromptEvaluator(config, context, tokenizer, sampling_models, sampler, judge, None)
 
     def connect(self, recorder: Recorder) -> None:
         """Send the held-out samples to the recorder of the run."""

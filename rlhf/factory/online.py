@@ -24,15 +24,15 @@ from rlhf.evaluation.evaluate import evaluate_policy
 from rlhf.factory.context import (
     CRITIC,
     MODEL,
-    Context,
-    load_trainer,
+    RunContext,
+    load_trainer_state,
     open_context,
     save_policy,
     save_scalar_head,
-    save_trainer,
+    save_trainer_state,
     total_steps,
 )
-from rlhf.factory.models import build_online_models, build_origin, build_tokenizer, decoder, export
+from rlhf.factory.models import build_online_models, build_tokenizer, export, make_decode, read_export_origin
 from rlhf.factory.rewards import build_source
 from rlhf.factory.sampler import build_sampler
 from rlhf.models.backbone import CausalLM, context_length, freeze
@@ -40,30 +40,30 @@ from rlhf.models.origin import Origin
 from rlhf.models.policy_models import Ema, Models
 from rlhf.rewards.shaping import ShapedReward
 from rlhf.rewards.source import RewardSource
-from rlhf.runtime.engine import Engine, Trained
-from rlhf.runtime.micro_batch import Fitting
-from rlhf.runtime.seeding import derive
+from rlhf.runtime.engine import Engine, TrainableModel
+from rlhf.runtime.micro_batch import AdaptiveMicroBatch
+from rlhf.runtime.seeding import derive_seed
 from rlhf.sampling.generate import HFSampler, repeat_rows
 from rlhf.sampling.sampler import Sampler
-from rlhf.training.collect import Ahead
-from rlhf.training.losses import TERM
-from rlhf.training.offline import fitting
-from rlhf.training.online import ROWS_PER_PASS, OnlineRun, sampling_key
+from rlhf.training.collect import CompletionPrefetcher
+from rlhf.training.losses import PREFERENCE_TERM
+from rlhf.training.offline import adaptive_micro_batch
+from rlhf.training.online import NO_GRAD_BATCH_MULTIPLIER, OnlineRun, sampling_key
 from rlhf.training.rollout import sample_records
 from rlhf.training.session import Recorder, TrainState
 from rlhf.types import Completions, Demonstrations, Prompts, extend
 
 
-def build_ahead(
+def build_prefetcher(
     config: TrainConfig,
-    context: Context,
+    context: RunContext,
     models: Models,
     tokenizer: PreTrainedTokenizerBase,
     prompts: PromptStream,
     saved: dict[str, Any] | None,
     *,
     last_step: int,
-) -> Ahead:
+) -> CompletionPrefetcher:
     """Build the sampler that works one step ahead of the update.
 
     Args:
@@ -88,9 +88,9 @@ def build_ahead(
     def draw(step: int) -> Completions:
         return sampler.sample(prompts.batch(step), key=sampling_key(config, step), group_size=group_size)
 
-    ahead = Ahead(draw, lambda: _copy_weights(models.policy, policy_copy), last_step=last_step)
+    ahead = CompletionPrefetcher(draw, lambda: _copy_weights(models.policy, policy_copy), last_step=last_step)
     if saved:
-        ahead.put_back(saved["step"], _restore_completions(saved, prompts, group_size))
+        ahead.restore(saved["step"], _restore_completions(saved, prompts, group_size))
     return ahead
 
 
@@ -127,14 +127,14 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
     if config.overlap.reward_parts > 1 and context.engine.ranks.world > 1:
         raise ConfigError("overlap.reward_parts works in one process: set overlap.reward_parts=1")
     tokenizer = build_tokenizer(config.policy)
-    origin = build_origin(config.policy, tokenizer)
+    origin = read_export_origin(config.policy, tokenizer)
     models = build_online_models(config, context, tokenizer)
     fast_ways = models.fast_ways()
     source = build_source(config.reward.source, tokenizer, context.engine, context.notes.append)
     sampler = build_sampler(config, models, tokenizer, context.notes.append)
     fast_ways.ways["fast sampling"] = not isinstance(sampler, HFSampler)
     context.notes += fast_ways.lines()
-    saved = load_trainer(context.resume) if context.resume is not None else None
+    saved = load_trainer_state(context.resume) if context.resume is not None else None
     if saved is not None and models.shared_head is not None:
         models.shared_head.load_state_dict(saved["shared_head"])
     trained = _build_trained(config, models, context)
@@ -149,12 +149,14 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
     ptx = _load_ptx(config, context, tokenizer)
     judge = build_source(config.eval.source, tokenizer, context.engine) if config.eval.source else source
     proxy = source if config.eval.source else None
-    evaluate = EvaluatePrompts(config, context, tokenizer, models, sampler, judge, proxy)
+    evaluate = PromptEvaluator(config, context, tokenizer, models, sampler, judge, proxy)
     controller = algorithm.kl.controller
     steps = total_steps(config.schedule, prompts.steps_per_epoch)
     ahead = None
     if config.overlap.ahead:
-        ahead = build_ahead(config, context, models, tokenizer, prompts, (saved or {}).get("ahead"), last_step=steps)
+        ahead = build_prefetcher(
+            config, context, models, tokenizer, prompts, (saved or {}).get("ahead"), last_step=steps
+        )
     session = context.session(
         total_steps=steps,
         save=_Save(models, trained, tokenizer, origin, ema, ahead, context.state),
@@ -168,7 +170,7 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
         algorithm=algorithm,
         session=session,
         prompts=prompts.batch,
-        refill=BatchStream(prompts.rows, prompts.rows_per_step, derive(context.seed, "refill")).batch,
+        refill=BatchStream(prompts.rows, prompts.rows_per_step, derive_seed(context.seed, "refill")).batch,
         ptx=ptx,
         sampler=sampler,
         ahead=ahead,
@@ -178,9 +180,11 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
         critic=trained.get("critic"),
         objective=Objective(algorithm, max_tokens=config.sampling.max_new_tokens),
         ema=ema,
-        rows=fitting(config.batch, session),
-        passes=fitting(config.batch, session, times=frozen_times(config, context.engine), what="a forward pass"),
-        decode=decoder(tokenizer),
+        rows=adaptive_micro_batch(config.batch, session),
+        passes=adaptive_micro_batch(
+            config.batch, session, times=no_grad_batch_multiplier(config, context.engine), what="a forward pass"
+        ),
+        decode=make_decode(tokenizer),
         export=lambda folder: export(
             models.policy,
             ema,
@@ -189,12 +193,12 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
             context.engine,
             origin=origin,
             dtype=config.policy.export_dtype,
-            tell=session.recorder.note,
+            warn=session.recorder.note,
         ),
     )
 
 
-def frozen_times(config: TrainConfig, engine: Engine) -> int:
+def no_grad_batch_multiplier(config: TrainConfig, engine: Engine) -> int:
     """Return how many micro-batches make up one forward pass without gradient.
 
     On a single GPU it starts as the whole step; a pass that runs out of memory is halved, and the smaller size is kept.
@@ -202,14 +206,14 @@ def frozen_times(config: TrainConfig, engine: Engine) -> int:
     the number is fixed.
     """
     if engine.device.type == "cpu" or engine.ranks.world > 1 or engine.sharding.uses_deepspeed:
-        return ROWS_PER_PASS
+        return NO_GRAD_BATCH_MULTIPLIER
     rows = config.batch.prompts_per_step * config.sampling.completions_per_prompt
     micro = 1 if config.batch.micro_batch_tokens else config.batch.micro_batch_size
-    return max(ROWS_PER_PASS, -(-rows // micro))
+    return max(NO_GRAD_BATCH_MULTIPLIER, -(-rows // micro))
 
 
 def _load_prompts(
-    config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase, models: Models
+    config: TrainConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase, models: Models
 ) -> PromptStream:
     assert config.data.prompts is not None
     prompts = load_prompts(
@@ -220,11 +224,11 @@ def _load_prompts(
         max_new_tokens=config.sampling.max_new_tokens,
     )
     context.notes.append(prompts.skips.summary())
-    return PromptStream(prompts, config.batch.prompts_per_step, derive(context.seed, "prompts"))
+    return PromptStream(prompts, config.batch.prompts_per_step, derive_seed(context.seed, "prompts"))
 
 
 def _load_ptx(
-    config: TrainConfig, context: Context, tokenizer: PreTrainedTokenizerBase
+    config: TrainConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase
 ) -> Callable[[int], Demonstrations] | None:
     algorithm = config.algorithm
     assert isinstance(algorithm, Online)
@@ -235,15 +239,15 @@ def _load_ptx(
     context.notes.append(rows.skips.summary())
     per_step = config.batch.prompts_per_step * config.sampling.completions_per_prompt
     size = max(1, per_step // config.batch.minibatches)
-    return BatchStream(rows, size, derive(context.seed, "ptx")).batch
+    return BatchStream(rows, size, derive_seed(context.seed, "ptx")).batch
 
 
-def _build_trained(config: TrainConfig, models: Models, context: Context) -> dict[str, Trained]:
+def _build_trained(config: TrainConfig, models: Models, context: RunContext) -> dict[str, TrainableModel]:
     engine = context.engine
     if models.shared_head is not None:
         policy_and_head = nn.ModuleDict({"policy": models.policy, "head": models.shared_head})
         return {"policy": engine.train("policy", policy_and_head, config.policy, terms=("policy", "ptx", "value"))}
-    trained = {"policy": engine.train("policy", models.policy, config.policy, terms=("policy", TERM, "ptx"))}
+    trained = {"policy": engine.train("policy", models.policy, config.policy, terms=("policy", PREFERENCE_TERM, "ptx"))}
     if models.critic is not None:
         trained["critic"] = engine.train("critic", models.critic, config.critic, terms=("value",))
     return trained
@@ -255,11 +259,11 @@ class _Save:
     def __init__(
         self,
         models: Models,
-        trained: dict[str, Trained],
+        trained: dict[str, TrainableModel],
         tokenizer: PreTrainedTokenizerBase,
         origin: Origin,
         ema: Ema | None,
-        ahead: Ahead | None,
+        ahead: CompletionPrefetcher | None,
         state: TrainState,
     ) -> None:
         self.models, self.trained, self.tokenizer, self.origin = models, trained, tokenizer, origin
@@ -278,23 +282,23 @@ class _Save:
             extra["ema"] = self.ema.saved()
         if self.ahead is not None:
             extra["ahead"] = self.ahead.saved(self.state)
-        save_trainer(folder, self.trained, extra, engine)
+        save_trainer_state(folder, self.trained, extra, engine)
 
 
-def _restore(state: dict[str, Any], trained: dict[str, Trained], ema: Ema | None) -> None:
+def _restore(state: dict[str, Any], trained: dict[str, TrainableModel], ema: Ema | None) -> None:
     for name, model in trained.items():
         model.load_state(state[name])
     if ema is not None and "ema" in state:
         ema.load(state["ema"])
 
 
-class EvaluatePrompts:
+class PromptEvaluator:
     """Evaluation of the policy on held-out prompts during a run; it does nothing if the run has none."""
 
     def __init__(
         self,
         config: TrainConfig,
-        context: Context,
+        context: RunContext,
         tokenizer: PreTrainedTokenizerBase,
         models: Models,
         sampler: Sampler,
@@ -304,10 +308,12 @@ class EvaluatePrompts:
         """Load the held-out prompts; `proxy` is the reward that is trained on, if the judge is another one."""
         self.config, self.models, self.sampler = config, models, sampler
         self.judge, self.proxy = judge, proxy
-        self.decode = decoder(tokenizer)
-        self.key = derive(context.seed, "eval")
+        self.decode = make_decode(tokenizer)
+        self.key = derive_seed(context.seed, "eval")
         self.record: Callable[[list[dict[str, object]]], None] = lambda _: None
-        self.passes = Fitting(config.batch.micro_batch_size * ROWS_PER_PASS, what="an evaluation pass")
+        self.passes = AdaptiveMicroBatch(
+            config.batch.micro_batch_size * NO_GRAD_BATCH_MULTIPLIER, what="an evaluation pass"
+        )
         self.batches: list[Prompts] = []
         if config.data.eval_prompts is not None:
             held_out = load_prompts(
@@ -343,7 +349,7 @@ class EvaluatePrompts:
         return evaluation.metrics
 
 
-def _with_average(evaluate: EvaluatePrompts, ema: Ema | None) -> Callable[[int], dict[str, float]]:
+def _with_average(evaluate: PromptEvaluator, ema: Ema | None) -> Callable[[int], dict[str, float]]:
     """Make `evaluate` use the moving average of the weights, if there is one."""
     if ema is None:
         return evaluate

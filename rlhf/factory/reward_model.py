@@ -10,33 +10,33 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from reward_model.evaluate import evaluate_reward_model
-from reward_model.losses import PairLoss
+from reward_model.losses import BradleyTerryLoss
 from reward_model.model import calibrate, score_pairs
 from rlhf.config.data import PreferencesConfig
 from rlhf.config.sections import RewardModelConfig
 from rlhf.data.datasets import BatchStream
 from rlhf.data.formats import PairText
 from rlhf.data.pairs import PairSet, load_pairs
-from rlhf.data.tokenize import ending_ids
+from rlhf.data.tokenize import stop_token_ids
 from rlhf.errors import ConfigError
 from rlhf.evaluation.evaluate import evaluate_loss
 from rlhf.factory.context import (
     MODEL,
-    Context,
+    RunContext,
     export_scalar_head,
-    load_trainer,
+    load_trainer_state,
     model_folder,
     open_context,
     save_scalar_head,
-    save_trainer,
+    save_trainer_state,
     total_steps,
 )
-from rlhf.factory.models import build_origin, build_tokenizer
-from rlhf.models.backbone import context_length, enable_checkpointing
+from rlhf.factory.models import build_tokenizer, read_export_origin
+from rlhf.models.backbone import context_length, enable_gradient_checkpointing
 from rlhf.models.logprobs import of_bodies
 from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
-from rlhf.runtime.distributed import Ranks
-from rlhf.runtime.seeding import derive, new_weights
+from rlhf.runtime.distributed import Distributed
+from rlhf.runtime.seeding import derive_seed, seeded_initialization
 from rlhf.tracking.checkpoint import replace_folder
 from rlhf.training.offline import OfflineRun
 from rlhf.types import Batch, PreferencePairs
@@ -66,21 +66,21 @@ def build_reward_model(config: RewardModelConfig, console: Console | None = None
     assert config.data.preferences is not None
     context = open_context(config, console)
     tokenizer = build_tokenizer(config.model)
-    origin = build_origin(config.model, tokenizer)
+    origin = read_export_origin(config.model, tokenizer)
     model = _build_model(config, context, tokenizer)
     trained = context.engine.train("policy", model, config.model, terms=("rm",))
     if context.resume is not None:
-        trained.load_state(load_trainer(context.resume)["model"])
+        trained.load_state(load_trainer_state(context.resume)["model"])
     max_length = context_length(model.classifier)
     pairs = _load_pairs(config, config.data.preferences, context, tokenizer, max_length)
     held_out = config.data.eval_preferences
     eval_pairs = _load_pairs(config, held_out, context, tokenizer, max_length) if held_out is not None else None
-    loss = PairLoss(model, config.loss, dtype=config.model.dtype)
-    stream = BatchStream(pairs, config.batch.prompts_per_step, derive(context.seed, "pairs"))
+    loss = BradleyTerryLoss(model, config.loss, dtype=config.model.dtype)
+    stream = BatchStream(pairs, config.batch.prompts_per_step, derive_seed(context.seed, "pairs"))
 
     def save(folder: Path) -> None:
         save_scalar_head(model, tokenizer, folder / MODEL, context.engine)
-        save_trainer(folder, {"model": trained}, {}, context.engine)
+        save_trainer_state(folder, {"model": trained}, {}, context.engine)
 
     def evaluate(_step: int) -> dict[str, float]:
         return _evaluate_pairs(eval_pairs, loss, config.batch.micro_batch_size, context.engine.ranks)
@@ -104,7 +104,7 @@ def build_reward_model(config: RewardModelConfig, console: Console | None = None
     return RewardModelRun(run, config, model, tokenizer, pairs, eval_pairs)
 
 
-def report_card_of(config: RewardModelConfig, path: str) -> dict[str, Any]:
+def compute_report_card(config: RewardModelConfig, path: str) -> dict[str, Any]:
     """Compute the report card of the reward model in `path` on the held-out pairs of `config`.
 
     Raises:
@@ -120,7 +120,7 @@ def report_card_of(config: RewardModelConfig, path: str) -> dict[str, Any]:
     return _report_card(config, model, tokenizer, train, held_out)
 
 
-def gaps_of(config: RewardModelConfig, path: str) -> tuple[tuple[PairText, ...], list[float]]:
+def score_gaps(config: RewardModelConfig, path: str) -> tuple[tuple[PairText, ...], list[float]]:
     """Return the held-out pairs of `config` and their score gaps (chosen minus rejected) by the model in `path`.
 
     Raises:
@@ -168,32 +168,32 @@ def _report_card(
         model,
         held_out,
         train=train,
-        eos_ids=ending_ids(tokenizer, config.data.chat_format),
+        eos_ids=stop_token_ids(tokenizer, config.data.chat_format),
         micro_batch_size=config.batch.micro_batch_size,
         dtype=config.model.dtype,
         seed=config.run.seed,
     ).as_dict()
 
 
-def _build_model(config: RewardModelConfig, context: Context, tokenizer: PreTrainedTokenizerBase) -> ScalarHeadModel:
+def _build_model(config: RewardModelConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase) -> ScalarHeadModel:
     path = str(context.resume / MODEL) if context.resume else model_folder(config.model.model)
-    with new_weights(context.seed):
+    with seeded_initialization(context.seed):
         model = _load_model(config, context, path, tokenizer)
     if config.model.gradient_checkpointing:
-        enable_checkpointing(model.classifier)
+        enable_gradient_checkpointing(model.classifier)
     model.train()
     return model
 
 
 def _load_model(
-    config: RewardModelConfig, context: Context, path: str, tokenizer: PreTrainedTokenizerBase
+    config: RewardModelConfig, context: RunContext, path: str, tokenizer: PreTrainedTokenizerBase
 ) -> ScalarHeadModel:
     model = load_scalar_head(
         path,
         tokenizer,
         new_head=None if context.resume else "normal",
         dtype=config.model.dtype,
-        seed=derive(context.seed, "reward model"),
+        seed=derive_seed(context.seed, "reward model"),
         trust_remote_code=config.model.trust_remote_code,
     )
     model.packing = config.model.packing
@@ -205,7 +205,7 @@ def _load_model(
 def _load_pairs(
     config: RewardModelConfig,
     data: PreferencesConfig,
-    context: Context,
+    context: RunContext,
     tokenizer: PreTrainedTokenizerBase,
     max_length: int | None,
 ) -> PairSet:
@@ -214,7 +214,7 @@ def _load_pairs(
     return pairs
 
 
-def _evaluate_pairs(pairs: PairSet | None, loss: PairLoss, size: int, ranks: Ranks) -> dict[str, float]:
+def _evaluate_pairs(pairs: PairSet | None, loss: BradleyTerryLoss, size: int, ranks: Distributed) -> dict[str, float]:
     if pairs is None:
         return {}
     starts = range(0, len(pairs), size)

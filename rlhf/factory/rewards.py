@@ -23,7 +23,7 @@ from rlhf.data.tokenizer import load_tokenizer, vocabulary_digest
 from rlhf.errors import ConfigError
 from rlhf.factory.context import model_folder
 from rlhf.models.scalar_head import load_scalar_head
-from rlhf.rewards.ensemble import DealtReward, EnsembleReward, MainReward
+from rlhf.rewards.ensemble import EnsembleReward, MainRankReward, ShardedReward
 from rlhf.rewards.function import FunctionReward
 from rlhf.rewards.judge import ChatModel, ChatReward
 from rlhf.rewards.remote import RemoteReward
@@ -35,7 +35,7 @@ def build_source(
     config: RewardSourceConfig,
     tokenizer: PreTrainedTokenizerBase,
     engine: Engine,
-    tell: Callable[[str], None] = lambda _: None,
+    warn: Callable[[str], None] = lambda _: None,
 ) -> RewardSource:
     """Build the reward source that `config` describes.
 
@@ -43,7 +43,7 @@ def build_source(
         config: the source.
         tokenizer: the policy's tokenizer, in whose ids the completions are.
         engine: places reward models on devices, and has the process group over which scoring is spread.
-        tell: receives a message if a reward model has another vocabulary than the policy.
+        warn: receives a message if a reward model has another vocabulary than the policy.
 
     Raises:
         RewardError: a function cannot be imported, or an address is invalid.
@@ -53,22 +53,22 @@ def build_source(
     match config:
         case FunctionSource():
             function = FunctionReward(config.target, config.kwargs, tokenizer, timeout_s=config.timeout_s)
-            return MainReward(function, engine.ranks)
+            return MainRankReward(function, engine.ranks)
         case ModelSource():
             source = RewardModelSource.load(
                 model_folder(config.path), tokenizer, device=engine.device, micro_batch_size=config.micro_batch_size
             )
             source.model = engine.freeze("reward", source.model)
             if source.note:
-                tell(source.note)
-            return DealtReward(source, engine.ranks)
+                warn(source.note)
+            return ShardedReward(source, engine.ranks)
         case RemoteSource():
-            return MainReward(_build_remote(config, tokenizer), engine.ranks)
+            return MainRankReward(_build_remote(config, tokenizer), engine.ranks)
         case ChatSource():
             chat = ChatModel(config, os.environ, section="source")
-            return MainReward(ChatReward(config, tokenizer, chat, section="source"), engine.ranks)
+            return MainRankReward(ChatReward(config, tokenizer, chat, section="source"), engine.ranks)
         case EnsembleSource():
-            members = [build_source(member, tokenizer, engine, tell) for member in config.sources]
+            members = [build_source(member, tokenizer, engine, warn) for member in config.sources]
             return EnsembleReward(members, how=config.how, std_coef=config.std_coef)
 
 

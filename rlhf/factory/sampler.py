@@ -17,11 +17,11 @@ from rlhf.config.load import read_yaml, validate
 from rlhf.config.sections import SamplingConfig, TrainConfig
 from rlhf.data.conversation import Message, Prompt
 from rlhf.data.prompts import encode_conversations
-from rlhf.data.tokenize import ending_ids, make_encoder
+from rlhf.data.tokenize import make_encoder, stop_token_ids
 from rlhf.data.tokenizer import load_tokenizer, pad_id
 from rlhf.errors import DataError
 from rlhf.factory.context import model_folder
-from rlhf.models.backbone import check_vocabulary, context_length, eos_ids, freeze, load_causal_lm, place
+from rlhf.models.backbone import check_vocabulary, context_length, eos_ids, freeze, load_causal_lm, move_to
 from rlhf.models.policy_models import Models
 from rlhf.sampling.sampler import Sampler, make_sampler
 from rlhf.types import Completions
@@ -31,22 +31,22 @@ def build_sampler(
     config: TrainConfig,
     models: Models,
     tokenizer: PreTrainedTokenizerBase,
-    tell: Callable[[str], None] = lambda _: None,
+    warn: Callable[[str], None] = lambda _: None,
 ) -> Sampler:
-    """Build the sampler of the policy that is being trained; `tell` receives the reason if it is not the fast one."""
+    """Build the sampler of the policy that is being trained; `warn` receives the reason if it is not the fast one."""
     return make_sampler(
         models.policy,
         config.sampling,
-        eos_ids=ending_ids(tokenizer, config.data.chat_format, eos_ids(models.policy, tokenizer)),
+        eos_ids=stop_token_ids(tokenizer, config.data.chat_format, eos_ids(models.policy, tokenizer)),
         pad_id=pad_id(tokenizer),
         dtype=config.policy.dtype,
         device=models.device,
         engine=models.engine,
-        tell=tell,
+        warn=warn,
     )
 
 
-RAW = ChatFormat("none")
+NO_TEMPLATE = ChatFormat("none")
 
 
 def chat_format_of(path: str) -> ChatFormat:
@@ -63,7 +63,7 @@ class Completer:
     """A model, from a run or a model folder, ready to generate text."""
 
     def __init__(
-        self, path: str, sampling: SamplingConfig, device: torch.device | None = None, *, chat: ChatFormat = RAW
+        self, path: str, sampling: SamplingConfig, device: torch.device | None = None, *, chat: ChatFormat = NO_TEMPLATE
     ) -> None:
         """Load the model and its tokenizer.
 
@@ -81,8 +81,8 @@ class Completer:
         model = load_causal_lm(folder)
         check_vocabulary(model, self.tokenizer, folder)
         freeze(model)
-        self.model = place(model, device)
-        self.eos_ids = tuple(sorted({*eos_ids(model, self.tokenizer), *self.encoder.end_ids}))
+        self.model = move_to(model, device)
+        self.eos_ids = tuple(sorted({*eos_ids(model, self.tokenizer), *self.encoder.stop_ids}))
         self.sampler = make_sampler(
             self.model,
             sampling,
@@ -94,12 +94,12 @@ class Completer:
 
     def sample(self, prompts: Sequence[str], *, count: int, key: int, greedy: bool = False) -> Completions:
         """Sample `count` completions of each prompt, as token ids."""
-        conversations = [self.asked(text) for text in prompts]
+        conversations = [self.to_prompt(text) for text in prompts]
         return self.sampler.sample(
             encode_conversations(conversations, self.encoder), key=key, group_size=count, greedy=greedy
         )
 
-    def asked(self, text: str) -> Prompt:
+    def to_prompt(self, text: str) -> Prompt:
         """Make a prompt from a text: a user message if the model has a chat template, else the text itself."""
         return [{"role": "user", "content": text}] if self.encoder.template.turns else text
 
@@ -130,7 +130,7 @@ class Completer:
         """
         ids = encode_conversations([prompt], self.encoder).prompt_ids.to(self.model.device)
         max_new_tokens = self._max_new_tokens(ids.shape[1])
-        streamer = _Streamer(self.text_of, write)
+        streamer = _Streamer(self.decode_text, write)
         sampling_options = {} if greedy else {"temperature": self.sampling.temperature, "top_p": top_p, "top_k": 0}
         settings = GenerationConfig(
             do_sample=not greedy,
@@ -147,7 +147,7 @@ class Completer:
             streamer.end()
         return streamer.written, bool(streamer.ids) and streamer.ids[-1] in self.eos_ids
 
-    def text_of(self, ids: Sequence[int]) -> str:
+    def decode_text(self, ids: Sequence[int]) -> str:
         """Decode token ids to text without special tokens."""
         text = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)

@@ -37,10 +37,10 @@ from rlhf.suites.settings import (
 )
 from rlhf.suites.subject import Subject, load_subject
 from rlhf.suites.xstest import run_xstest
-from rlhf.tracking.run_folder import versions, write_aside
-from rlhf.tracking.trackers import plain
+from rlhf.tracking.run_folder import versions, write_atomically
+from rlhf.tracking.trackers import to_json
 
-HARNESS = "lm-eval"
+LM_EVAL = "lm-eval"
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,16 @@ def find_suite(name: str) -> tuple[Suite, str]:
         ConfigError: there is no such suite, or lm-eval is not installed.
     """
     suite, colon, task = name.partition(":")
-    if suite == HARNESS:
+    if suite == LM_EVAL:
         if not task:
             raise ConfigError("--suite lm-eval needs a task, as in --suite lm-eval:arc_easy")
         if importlib.util.find_spec("lm_eval") is None:
             raise ConfigError(f"--suite lm-eval:… needs the package lm-eval: {install_hint('lm-eval')}")
     elif colon or name not in SUITES:
-        matches = difflib.get_close_matches(name, [*SUITES, f"{HARNESS}:TASK"], n=1, cutoff=0.4)
+        matches = difflib.get_close_matches(name, [*SUITES, f"{LM_EVAL}:TASK"], n=1, cutoff=0.4)
         hint = f"; did you mean {matches[0]}?" if matches else ""
-        known = ", ".join(key for key in SUITES if key != HARNESS)
-        raise ConfigError(f"--suite: {name!r} is not one of {known}, {HARNESS}:TASK{hint}")
+        known = ", ".join(key for key in SUITES if key != LM_EVAL)
+        raise ConfigError(f"--suite: {name!r} is not one of {known}, {LM_EVAL}:TASK{hint}")
     return SUITES[suite], task
 
 
@@ -87,10 +87,10 @@ def write_result(
         "versions": versions(),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_aside(path, json.dumps(plain(content), indent=2, ensure_ascii=False) + "\n")
+    write_atomically(path, json.dumps(to_json(content), indent=2, ensure_ascii=False) + "\n")
 
 
-def subject_of(settings: SuiteSettings, path: str, *, like: Subject | None = None) -> Subject:
+def load_model_for_suite(settings: SuiteSettings, path: str, *, like: Subject | None = None) -> Subject:
     """Load the model at `path` for a suite; with `like`, it shares that model's tokenizer and chat template."""
     return load_subject(
         model_folder(path),
@@ -106,7 +106,7 @@ def subject_of(settings: SuiteSettings, path: str, *, like: Subject | None = Non
 
 
 def _load_reference(settings: HhSettings | LabSettings, subject: Subject) -> Subject | None:
-    return None if settings.reference is None else subject_of(settings, settings.reference, like=subject)
+    return None if settings.reference is None else load_model_for_suite(settings, settings.reference, like=subject)
 
 
 def _device(settings: SuiteSettings) -> torch.device:
@@ -160,5 +160,5 @@ SUITES: dict[str, Suite] = {
     "ifeval": Suite(IfevalSettings, "prompts with instruction_id_list and kwargs, as IFEval's", _ifeval),
     "xstest": Suite(XstestSettings, "prompts with a label, safe or unsafe, as XSTest's", _xstest),
     "lab": Suite(LabSettings, "prompts of the lab", _lab, default_data="lab:eval_prompts.jsonl"),
-    HARNESS: Suite(HarnessSettings, "a folder of task files", _harness, data_key="include", limit_key="limit"),
+    LM_EVAL: Suite(HarnessSettings, "a folder of task files", _harness, data_key="include", limit_key="limit"),
 }

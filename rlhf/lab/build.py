@@ -65,7 +65,7 @@ def lab_folder(spec: LabSpec) -> Path:
     return folder
 
 
-def with_lab(config: C, spec: LabSpec | None = None) -> C:
+def resolve_lab_paths(config: C, spec: LabSpec | None = None) -> C:
     """Return the configuration with every `lab:name` replaced by the path of that file.
 
     Without any such name the configuration is returned unchanged, and no lab is made.

@@ -67,7 +67,7 @@ CONTENT = frozenset(ADJECTIVES) | frozenset(ASPECT_TOPIC) | frozenset(INTENSIFIE
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptRequest:
     """The topic and the aspect that a prompt asks for, as parsed from its text."""
 
     topic: str
@@ -92,7 +92,7 @@ def gold_reward(prompts: list[str], completions: list[str], references: list[Map
 
 def gold_parts(prompt: str, completion: str) -> dict[str, float]:
     """Compute the weighted parts whose sum is the gold reward."""
-    asked = read_prompt(prompt)
+    asked = parse_prompt(prompt)
     sentences = _sentences(completion)
     clauses = [clause for sentence in sentences for clause in _clauses(sentence)]
     complete = [clause for clause in clauses if clause is not None]
@@ -114,7 +114,7 @@ def gold_parts(prompt: str, completion: str) -> dict[str, float]:
     }
 
 
-def read_prompt(prompt: str) -> Asked:
+def parse_prompt(prompt: str) -> PromptRequest:
     """Parse the topic and the aspect that a prompt names; without an aspect it is the topic itself.
 
     Raises:
@@ -128,7 +128,7 @@ def read_prompt(prompt: str) -> Asked:
             f"for other prompts use another reward"
         )
     aspect = next((word for word in words if word in TOPICS[topic]), topic)
-    return Asked(topic=topic, aspect=aspect)
+    return PromptRequest(topic=topic, aspect=aspect)
 
 
 def preference_probability(gold_a: float, gold_b: float, temperature: float) -> float:

@@ -10,7 +10,7 @@ from random import Random
 
 from rlhf.lab.gold import best_accuracy, gold_reward, label_pair
 from rlhf.lab.world import Split, prompts
-from rlhf.runtime.seeding import derive
+from rlhf.runtime.seeding import derive_seed
 
 Sample = Callable[[Sequence[str], int], list[list[str]]]
 """(prompts, number of completions of each) -> the completions of each prompt."""
@@ -39,9 +39,9 @@ def write_pairs(path: Path, sample: Sample, *, split: Split, count: int, seed: i
         seed: the seed of the prompts and the labels.
         temperature: the temperature of the labels, in units of gold.
     """
-    requests = prompts(derive(seed, "pairs", split), split, count)
+    requests = prompts(derive_seed(seed, "pairs", split), split, count)
     completions = sample([request.text for request in requests], 2)
-    rng = Random(derive(seed, "labels", split))
+    rng = Random(derive_seed(seed, "labels", split))
     rows, gaps = [], []
     for request, (first, second) in zip(requests, completions, strict=True):
         if first == second or not (first and second):

@@ -39,14 +39,14 @@ from rlhf.lab.lexicon import (
 
 Split = Literal["train", "eval"]
 
-PHRASINGS = (
+PROMPT_TEMPLATES = (
     "Write a review of the {topic} in {city}, mention the {aspect}:",
     "{name} wants a review of the {topic} and its {aspect}:",
     "Review the {topic} in {city} for {name}, with the {aspect}:",
     "For {name}, a few words on the {topic} and the {aspect}:",
     "An opinion on the {topic} in {city} and the {aspect}, please:",
 )
-EVAL_SHARE = 10  # one prompt in 10 is held out
+EVAL_EVERY = 10  # one prompt in 10 is held out
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def prompts(seed: int, split: Split, count: int) -> list[Request]:
 
 def split_of(text: str) -> Split:
     """Return the split that a prompt belongs to, a function of its text alone."""
-    return "eval" if zlib.crc32(text.encode()) % EVAL_SHARE == 0 else "train"
+    return "eval" if zlib.crc32(text.encode()) % EVAL_EVERY == 0 else "train"
 
 
 def sft_rows(seed: int, count: int) -> list[dict[str, str]]:
@@ -134,7 +134,7 @@ def _polarity(rng: Random, quality: Quality) -> int:
 def _request(rng: Random) -> Request:
     topic = rng.choice(list(TOPICS))
     aspect = rng.choice(TOPICS[topic])
-    text = rng.choice(PHRASINGS).format(
+    text = rng.choice(PROMPT_TEMPLATES).format(
         topic=topic,
         aspect=aspect,
         city=rng.choice(CITIES),

@@ -119,10 +119,10 @@ def load_causal_lm(path: str, *, dtype: str = "float32", trust_remote_code: bool
         raise ModelError(f"cannot load a causal LM from {path!r}: {_first_line(error)}") from error
     if location.gguf is not None:
         _forget_quantization(model)
-    return _plain_generation(any_id_pads(aligned(model)))
+    return _plain_generation(train_pad_embedding(align_weights(model)))
 
 
-def any_id_pads(model: PreTrainedModel) -> PreTrainedModel:
+def train_pad_embedding(model: PreTrainedModel) -> PreTrainedModel:
     """Let the pad token's embedding learn as well: where the pad token is the EOS, it also occurs in texts."""
     embedding = model.get_input_embeddings()
     if isinstance(embedding, nn.Embedding):
@@ -157,7 +157,7 @@ def load_policy(config: PolicyConfig, path: str, tokenizer: PreTrainedTokenizerB
     if config.lora is not None:
         model = add_lora(model, config.lora)
     if config.gradient_checkpointing:
-        enable_checkpointing(model)
+        enable_gradient_checkpointing(model)
     model.train()
     return model
 
@@ -203,7 +203,7 @@ def load_adapter(base: PreTrainedModel, folder: Path) -> CausalLM:
     return cast(CausalLM, _adapted(base, folder, trainable=True))
 
 
-def enable_checkpointing(model: CausalLM) -> None:
+def enable_gradient_checkpointing(model: CausalLM) -> None:
     """Enable gradient checkpointing: activations are recomputed in the backward pass."""
     kwargs = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):  # renamed within transformers 5
@@ -214,7 +214,7 @@ def enable_checkpointing(model: CausalLM) -> None:
 
 
 @torch.no_grad()
-def aligned(model: M) -> M:
+def align_weights(model: M) -> M:
     """Copy weights that are not aligned in memory as fresh tensors are, and return the model.
 
     The last bit of a matrix product depends on the alignment (MKL). Weights that are views of a file may start at any
@@ -233,7 +233,7 @@ def freeze(model: M) -> M:
     return model
 
 
-def place(model: M, device: torch.device) -> M:
+def move_to(model: M, device: torch.device) -> M:
     """Move the model to `device` and return it."""
     nn.Module.to(model, device)
     return model
@@ -305,7 +305,7 @@ def _quiet_peft() -> Iterator[None]:
         yield
 
 
-def whole_copy(model: CausalLM, state: dict[str, Tensor] | None) -> PreTrainedModel:
+def merged_copy(model: CausalLM, state: dict[str, Tensor] | None) -> PreTrainedModel:
     """Copy the model into an ordinary one, adapters merged, that shares no memory with it.
 
     `state` holds the whole weights where this process has only a part of them.

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.models.origin import CONFIG, GENERATION, INDEX, Origin, rounding_share
+from rlhf.models.origin import CONFIG, GENERATION, INDEX, Origin, rounding_loss
 
 ExportDtype = Literal["auto", "float32", "bfloat16", "float16"]
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -68,7 +68,7 @@ def export_model(
     write_tokenizer(tokenizer, folder, origin)
     if is_classifier:
         _name_pad(folder, tokenizer, classifier_padding(model, tokenizer))
-    return rounding_share(origin, trained, written) if dtype is not None else 0.0
+    return rounding_loss(origin, trained, written) if dtype is not None else 0.0
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, origin: Origin) -> None:

@@ -14,9 +14,16 @@ from torch import Tensor, nn
 from rlhf.config.sections import LogProbs, Packing
 from rlhf.errors import ModelError
 from rlhf.models.backbone import CausalLM, body_of
-from rlhf.models.kernels.llama.forward import chosen_states, is_lean
-from rlhf.models.kernels.lm_head import chunked_statistics, in_float32, output_head, reading, statistics, why_naive
-from rlhf.models.kernels.packing import Rows, body_inputs, lay_for, why_padded
+from rlhf.models.kernels.llama.forward import predictor_states, supports_fused
+from rlhf.models.kernels.lm_head import (
+    chunked_statistics,
+    chunking_unsupported_reason,
+    in_float32,
+    intercept_head,
+    output_head,
+    token_statistics,
+)
+from rlhf.models.kernels.packing import PackedBatch, pack_for, packed_inputs, packing_unsupported_reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +92,7 @@ def completion_outputs(
     """
     fields = prompt_ids, prompt_mask, completion_ids, completion_mask
     if in_chunks(model, log_probs):
-        rows = lay_for(body_of(model), *fields) if packing == "auto" else None
+        rows = pack_for(body_of(model), *fields) if packing == "auto" else None
         reader = _TokenReader(completion_ids, completion_mask, temperature, entropy_gradient, with_hidden, float32_head)
         return reader.padded(model, Sequences.join(*fields)) if rows is None else reader.packed(model, rows)
     sequences = Sequences.join(*fields)
@@ -108,7 +115,7 @@ def in_chunks(model: CausalLM, log_probs: LogProbs) -> bool:
     Raises:
         ModelError: `log_probs` is chunked, but the model does not allow it.
     """
-    reason = "" if log_probs == "naive" else why_naive(model)
+    reason = "" if log_probs == "naive" else chunking_unsupported_reason(model)
     if reason and log_probs == "chunked":
         raise ModelError(f"policy.log_probs is chunked, but {reason}: set policy.log_probs=auto")
     return log_probs != "naive" and not reason
@@ -130,12 +137,14 @@ class _TokenReader:
         length = self.ids.shape[1]
         return self._outputs(model, sequences.inputs(), lambda hidden: hidden[:, -length - 1 : -1][self.mask])
 
-    def packed(self, model: CausalLM, rows: Rows) -> TokenOutputs:
+    def packed(self, model: CausalLM, rows: PackedBatch) -> TokenOutputs:
         """Compute the outputs from rows without padding."""
         body = body_of(model)
-        if not is_lean(body):
-            return self._outputs(model, body_inputs(rows), lambda hidden: hidden[0].index_select(0, rows.choosers))
-        head, states = output_head(model), chosen_states(body, rows, rows.choosers)
+        if not supports_fused(body):
+            return self._outputs(
+                model, packed_inputs(rows), lambda hidden: hidden[0].index_select(0, rows.predictor_index)
+            )
+        head, states = output_head(model), predictor_states(body, rows, rows.predictor_index)
         return self._scatter(self._statistics(head, head, states), states)
 
     def _outputs(self, model: CausalLM, inputs: dict[str, Any], live: Callable[[Tensor], Tensor]) -> TokenOutputs:
@@ -144,7 +153,7 @@ class _TokenReader:
         def read(plain: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
             return self._statistics(head, plain, live(hidden))
 
-        with reading(head, read):
+        with intercept_head(head, read):
             outputs = model(**inputs, output_hidden_states=self.with_hidden)
         return self._scatter(outputs.logits, live(outputs.hidden_states[-1]) if self.with_hidden else None)
 
@@ -182,7 +191,7 @@ def token_outputs(
     hidden: Float[Tensor, "B T D"] | None = None,
 ) -> TokenOutputs:
     """Compute log-probability and entropy of each completion token from the logits that predict it."""
-    stats = statistics(logits, completion_ids, temperature, entropy_gradient=entropy_gradient)
+    stats = token_statistics(logits, completion_ids, temperature, entropy_gradient=entropy_gradient)
     logprobs, entropy, first = stats.where(completion_mask, torch.zeros((), dtype=stats.dtype, device=stats.device))
     return _outputs(logprobs, entropy, first, hidden, entropy_gradient=entropy_gradient)
 
@@ -206,7 +215,7 @@ def completion_logits(
     model: CausalLM, sequences: Sequences, length: int, *, with_hidden: bool = False, float32_head: bool = False
 ) -> tuple[Float[Tensor, "B T V"], Float[Tensor, "B T D"] | None]:
     """Compute the logits that predict the last `length` tokens and, on request, the hidden states behind them."""
-    with reading(output_head(model), _in_float32) if float32_head else nullcontext():
+    with intercept_head(output_head(model), _in_float32) if float32_head else nullcontext():
         outputs = model(**sequences.inputs(), logits_to_keep=length + 1, output_hidden_states=with_hidden)
     logits = outputs.logits[:, -length - 1 : -1]
     return logits, outputs.hidden_states[-1][:, -length - 1 : -1] if with_hidden else None
@@ -247,14 +256,16 @@ def of_policy(model: CausalLM, *, log_probs: LogProbs, packing: Packing) -> Fast
     packed = passes.ways["no padding"]
     reasons = list(passes.reasons)
     if not chunked and log_probs != "naive":
-        reasons.insert(0, f"log-probabilities are taken from all logits at once (naive): {why_naive(model)}")
+        reasons.insert(
+            0, f"log-probabilities are taken from all logits at once (naive): {chunking_unsupported_reason(model)}"
+        )
     return FastWays({"log-probabilities in chunks": chunked, **passes.ways, "shared prompts": packed}, reasons)
 
 
 def of_bodies(bodies: Sequence[nn.Module], *, packing: Packing) -> FastWays:
     """Find out by trial which fast paths all of `bodies` (transformers without their heads) support."""
-    padded = [why_padded(body) for body in bodies] if packing == "auto" else []
+    padded = [packing_unsupported_reason(body) for body in bodies] if packing == "auto" else []
     packed = packing == "auto" and not any(padded)
-    written_out = [is_lean(body) for body in bodies] if packed else [False]
+    written_out = [supports_fused(body) for body in bodies] if packed else [False]
     reasons = [f"rows go through the model padded: {reason}" for reason in padded if reason]
     return FastWays({"no padding": packed, WRITTEN_OUT: all(written_out)}, reasons)

@@ -146,7 +146,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     }
 
 
-def rounding_share(origin: Origin, trained: Mapping[str, Tensor], written: Mapping[str, Tensor]) -> float:
+def rounding_loss(origin: Origin, trained: Mapping[str, Tensor], written: Mapping[str, Tensor]) -> float:
     """Compute the share of training's change that is lost to the written dtype: |w' − w| / |w − w0|, or 0."""
     lost = changed = 0.0
     for name, start in origin.stored():

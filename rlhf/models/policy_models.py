@@ -16,9 +16,16 @@ from rlhf.algo.kl import kl_of_distributions
 from rlhf.algo.objective import Outputs
 from rlhf.config.sections import LogProbs, Packing
 from rlhf.models.backbone import CausalLM, autocast, body_of, weight_dtype
-from rlhf.models.kernels.llama.forward import chosen_states, is_lean
-from rlhf.models.kernels.lm_head import NUMBERS, chunk_rows, logits_of, output_head, reading, wide
-from rlhf.models.kernels.packing import body_inputs, lay_for
+from rlhf.models.kernels.llama.forward import predictor_states, supports_fused
+from rlhf.models.kernels.lm_head import (
+    MAX_CHUNK_LOGITS,
+    at_least_float32,
+    chunk_rows,
+    intercept_head,
+    logits_function,
+    output_head,
+)
+from rlhf.models.kernels.packing import pack_for, packed_inputs
 from rlhf.models.logprobs import (
     FastWays,
     Sequences,
@@ -37,7 +44,7 @@ TokenNumbers = tuple[Tensor, Tensor, Tensor]  # per token [M]: log-prob under po
 
 
 @dataclass(frozen=True)
-class BesideReference:
+class ReferenceComparison:
     """What policy and reference assign to the same completion tokens: nats, zero outside the mask."""
 
     logprobs: Float[Tensor, "B T"]
@@ -58,7 +65,7 @@ class Comparison:
     packing: Packing = "auto"
     float32_head: bool = False
 
-    def __call__(self, batch: Completions) -> BesideReference:
+    def __call__(self, batch: Completions) -> ReferenceComparison:
         """Compare the models on the live tokens of `batch`."""
         chunked = [in_chunks(model, self.log_probs) for model in (self.policy, self.reference)]
         mask = batch.completion_mask
@@ -70,17 +77,17 @@ class Comparison:
             for column, values in zip(columns, chunk, strict=True):
                 column[done : done + count] = values
             done += count
-        return BesideReference(*(column.new_zeros(mask.shape).masked_scatter(mask, column) for column in columns))
+        return ReferenceComparison(*(column.new_zeros(mask.shape).masked_scatter(mask, column) for column in columns))
 
     def _by_tokens(self, batch: Completions) -> Iterator[TokenNumbers]:
         """Compare from the hidden states of both models, with logits for a few tokens at a time."""
         heads = output_head(self.policy), output_head(self.reference)
-        states = chosen_hidden(self.policy, batch, self.packing)
+        states = predictor_hidden_states(self.policy, batch, self.packing)
         with self.as_reference():
-            ref_states = chosen_hidden(self.reference, batch, self.packing)
+            ref_states = predictor_hidden_states(self.reference, batch, self.packing)
         ids, device = batch.completion_ids[batch.completion_mask], states.device
         with self.whole(heads[0]), self.whole(heads[1]):
-            to_logits, to_ref_logits = (logits_of(head, device, float32_head=self.float32_head) for head in heads)
+            to_logits, to_ref_logits = (logits_function(head, device, float32_head=self.float32_head) for head in heads)
             size = chunk_rows(self._vocabulary(), device)
             chunks = zip(states.split(size), ref_states.split(size), ids.split(size), strict=True)
             for chunk, ref_chunk, chunk_ids in chunks:
@@ -92,7 +99,7 @@ class Comparison:
     def _by_rows(self, batch: Completions) -> Iterator[TokenNumbers]:
         """Compare from logits that the models' own forward makes, for a few rows at a time (at least one)."""
         length = batch.completion_ids.shape[1]
-        budget = NUMBERS.get(batch.completion_ids.device.type, 2**23)
+        budget = MAX_CHUNK_LOGITS.get(batch.completion_ids.device.type, 2**23)
         for part in batch.split(max(1, budget // (length * self._vocabulary()))):
             ids, mask = part.completion_ids, part.completion_mask
             sequences = Sequences.join(part.prompt_ids, part.prompt_mask, ids, mask)
@@ -104,7 +111,9 @@ class Comparison:
             yield from starmap(self._compare, zip(*chunks, strict=True))
 
     def _compare(self, logits: Float[Tensor, "M V"], ref_logits: Float[Tensor, "M V"], ids: Tensor) -> TokenNumbers:
-        log_pi, log_ref = ((wide(raw) / self.temperature).log_softmax(dim=-1) for raw in (logits, ref_logits))
+        log_pi, log_ref = (
+            (at_least_float32(raw) / self.temperature).log_softmax(dim=-1) for raw in (logits, ref_logits)
+        )
         logprobs, ref_logprobs = (logs.gather(1, ids[:, None]).squeeze(1) for logs in (log_pi, log_ref))
         return logprobs, ref_logprobs, kl_of_distributions(log_pi, log_ref)
 
@@ -116,26 +125,26 @@ class Comparison:
         return int(embeddings.num_embeddings)  # type: ignore[arg-type]
 
 
-def chosen_hidden(model: CausalLM, batch: Completions, packing: Packing) -> Float[Tensor, "M D"]:
+def predictor_hidden_states(model: CausalLM, batch: Completions, packing: Packing) -> Float[Tensor, "M D"]:
     """Compute the hidden states from which the LM head predicts live completion tokens, in the mask's order."""
     body, mask, length = body_of(model), batch.completion_mask, batch.completion_ids.shape[1]
     fields = batch.prompt_ids, batch.prompt_mask, batch.completion_ids, mask
-    rows = lay_for(body, *fields) if packing == "auto" else None
-    if rows is not None and is_lean(body):
-        return chosen_states(body, rows, rows.choosers)
+    rows = pack_for(body, *fields) if packing == "auto" else None
+    if rows is not None and supports_fused(body):
+        return predictor_states(body, rows, rows.predictor_index)
     states: list[Tensor] = []
 
     def read(_: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        chosen = hidden[:, -length - 1 : -1][mask] if rows is None else hidden[0].index_select(0, rows.choosers)
+        chosen = hidden[:, -length - 1 : -1][mask] if rows is None else hidden[0].index_select(0, rows.predictor_index)
         states.append(chosen)
         return chosen
 
-    with reading(output_head(model), read):
-        model(**(Sequences.join(*fields).inputs() if rows is None else body_inputs(rows)))
+    with intercept_head(output_head(model), read):
+        model(**(Sequences.join(*fields).inputs() if rows is None else packed_inputs(rows)))
     return states[0]
 
 
-class SharedHead(nn.Module):
+class SharedValueHead(nn.Module):
     """A value head on the policy's own hidden states, initialized to zero."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
@@ -161,7 +170,7 @@ class Models:
     reference: CausalLM | None = None
     adapter_off_is_reference: bool = False
     critic: ScalarHeadModel | None = None
-    shared_head: SharedHead | None = None
+    shared_head: SharedValueHead | None = None
     entropy_gradient: bool = False
     log_probs: LogProbs = "auto"
     packing: Packing = "auto"
@@ -221,7 +230,7 @@ class Models:
             return self._tokens(self.policy, batch).logprobs
 
     @torch.no_grad()
-    def beside_reference(self, batch: Completions) -> BesideReference:
+    def compare_to_reference(self, batch: Completions) -> ReferenceComparison:
         """Compute log-probabilities under policy and reference, and their KL over the whole vocabulary; one pass each.
 
         Raises:
@@ -336,6 +345,6 @@ class Ema:
 
     @torch.no_grad()
     def _copy(self, source: dict[str, Tensor]) -> None:
-        self.engine.forget_gathered(self.module)
+        self.engine.release_gathered(self.module)
         for name, parameter in self._live.items():
             self.engine.part(parameter).copy_(source[name])

@@ -17,17 +17,17 @@ from rlhf.config.sections import Packing
 from rlhf.data.tokenizer import ADAPTER, base_of_adapter, locate_model
 from rlhf.errors import ModelError
 from rlhf.models.backbone import (
-    aligned,
-    any_id_pads,
+    align_weights,
     check_vocabulary,
     load_causal_lm,
     load_model_config,
     merge_adapter,
+    train_pad_embedding,
     weight_dtype,
 )
 from rlhf.models.export import classifier_padding
-from rlhf.models.kernels.llama.forward import chosen_states
-from rlhf.models.kernels.packing import Rows, lay_for
+from rlhf.models.kernels.llama.forward import predictor_states
+from rlhf.models.kernels.packing import PackedBatch, pack_for
 from rlhf.models.logprobs import Sequences
 from rlhf.runtime.seeding import generator
 
@@ -69,14 +69,14 @@ class ScalarHeadModel(nn.Module):
         return (raw - mean) / std
 
     def forward(
-        self, sequences: Sequences | Rows, chosen: Int[Tensor, " M"] | None = None
+        self, sequences: Sequences | PackedBatch, chosen: Int[Tensor, " M"] | None = None
     ) -> Float[Tensor, "B L"] | Float[Tensor, " M"]:
         """Compute scores at every position or, for rows without padding, at the chosen tokens."""
         body = self.classifier.base_model
         if isinstance(sequences, Sequences):
             return self.score_hidden(body(**sequences.inputs()).last_hidden_state)
         assert chosen is not None
-        return self.score_hidden(chosen_states(body, sequences, chosen))
+        return self.score_hidden(predictor_states(body, sequences, chosen))
 
     def rows(
         self,
@@ -84,11 +84,11 @@ class ScalarHeadModel(nn.Module):
         prompt_mask: Bool[Tensor, "B P"],
         completion_ids: Int[Tensor, "B T"],
         completion_mask: Bool[Tensor, "B T"],
-    ) -> Rows | None:
+    ) -> PackedBatch | None:
         """Lay the batch out without padding; return None where the model or a row needs padding."""
         if self.packing == "off":
             return None
-        return lay_for(self.classifier.base_model, prompt_ids, prompt_mask, completion_ids, completion_mask)
+        return pack_for(self.classifier.base_model, prompt_ids, prompt_mask, completion_ids, completion_mask)
 
     def save(self, tokenizer: PreTrainedTokenizerBase, folder: Path, state: dict[str, Tensor] | None = None) -> None:
         """Save an ordinary `save_pretrained` folder that AutoModelForSequenceClassification loads.
@@ -109,7 +109,7 @@ def completion_values(
     """Compute the value of the state before each completion token, one position earlier; zero outside the mask."""
     rows = model.rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
     if rows is not None:
-        chosen: Tensor = model(rows, rows.choosers)  # called as a module, so that its hooks (ZeRO-3) run
+        chosen: Tensor = model(rows, rows.predictor_index)  # called as a module, so that its hooks (ZeRO-3) run
         return chosen.new_zeros(completion_mask.shape).masked_scatter(completion_mask, chosen)
     values = model(Sequences.join(prompt_ids, prompt_mask, completion_ids, completion_mask))
     length = completion_ids.shape[1]
@@ -129,10 +129,10 @@ def sequence_scores(
         scores: Tensor = model(rows, rows.last)
         return scores
     sequences = Sequences.join(prompt_ids, prompt_mask, completion_ids, completion_mask)
-    return last_live(model(sequences), sequences.attention_mask.bool())
+    return last_live_value(model(sequences), sequences.attention_mask.bool())
 
 
-def last_live(values: Float[Tensor, "B L"], mask: Bool[Tensor, "B L"]) -> Float[Tensor, " B"]:
+def last_live_value(values: Float[Tensor, "B L"], mask: Bool[Tensor, "B L"]) -> Float[Tensor, " B"]:
     """Return each row's entry at its last live position."""
     positions = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, positions, -1).amax(dim=1).clamp(min=0)
@@ -178,7 +178,7 @@ def load_scalar_head(
     _check_head(classifier, path)
     check_vocabulary(classifier, tokenizer, path)
     classifier.config.pad_token_id = classifier_padding(classifier, tokenizer).number
-    model = ScalarHeadModel(any_id_pads(aligned(classifier)))
+    model = ScalarHeadModel(train_pad_embedding(align_weights(classifier)))
     if new_head is not None:
         _initialize(model.head, new_head, seed)
     return model

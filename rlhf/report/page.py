@@ -21,8 +21,8 @@ from rlhf.report.charts import Chart, calibration_chart, chart_groups, timing_ch
 from rlhf.report.record import Pair, Record, read_record
 from rlhf.report.report_card import calibration_bins, card_tables
 from rlhf.tracking.metrics import METRICS, MetricInfo
-from rlhf.tracking.progress import duration, number, printable
-from rlhf.tracking.run_folder import RunFolder, write_aside
+from rlhf.tracking.progress import format_duration, format_number, printable
+from rlhf.tracking.run_folder import RunFolder, write_atomically
 
 
 def write_page(path: Path, template: str, charts: Sequence[Chart], **context: Any) -> Path:
@@ -44,11 +44,11 @@ def write_page(path: Path, template: str, charts: Sequence[Chart], **context: An
             figures={chart.key: chart.figure for chart in charts},
         )
     )
-    write_aside(path, page)
+    write_atomically(path, page)
     return path
 
 
-def show(value: object) -> str:
+def format_value(value: object) -> str:
     """Format a value for a table or a tile: numbers are rounded, None is a dash."""
     if value is None:
         return "–"
@@ -57,11 +57,11 @@ def show(value: object) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return f"{value:.3f}" if 0.001 <= abs(value) < 1 else number(value)
+        return f"{value:.3f}" if 0.001 <= abs(value) < 1 else format_number(value)
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {show(entry)}" for key, entry in value.items())
+        return ", ".join(f"{key} {format_value(entry)}" for key, entry in value.items())
     if isinstance(value, list | tuple):
-        return ", ".join(show(entry) for entry in value)
+        return ", ".join(format_value(entry) for entry in value)
     return str(value)
 
 
@@ -75,7 +75,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=_printable,
     )
-    environment.filters["show"] = show
+    environment.filters["show"] = format_value
     return environment
 
 
@@ -143,15 +143,19 @@ def _headline(record: Record) -> str:
     if headline is None:
         accuracy = record.card.get("accuracy")
         is_number = isinstance(accuracy, int | float)
-        return f"Accuracy {show(accuracy)}." if is_number else f"{_steps(record)} logged; no score was measured yet."
+        return (
+            f"Accuracy {format_value(accuracy)}."
+            if is_number
+            else f"{_steps(record)} logged; no score was measured yet."
+        )
     name, words, unit = headline
     points = record.points(name)
     (first_step, first), (last_step, last) = points[0], points[-1]
     if len(points) == 1:
-        return f"{words} is {number(last)}{unit} at step {last_step}; it was measured once."
+        return f"{words} is {format_number(last)}{unit} at step {last_step}; it was measured once."
     start = "before" if first_step == 0 else f"at step {first_step}"
     end = "after" if last_step == record.last_step else f"at step {last_step}"
-    change = f"went from {number(first)} ({start}) to {number(last)}{unit} ({end})"
+    change = f"went from {format_number(first)} ({start}) to {format_number(last)}{unit} ({end})"
     return f"{words} {change} over {_steps(record)}."
 
 
@@ -170,7 +174,7 @@ def _kl(record: Record) -> str:
         return ""
     target = record.kl_target()
     aim = "" if target is None else f" (target {target:g})"
-    return f"KL to the reference {number(value)} nats per sequence{aim}."
+    return f"KL to the reference {format_number(value)} nats per sequence{aim}."
 
 
 def final_kl(record: Record) -> float | None:
@@ -198,7 +202,7 @@ def _baselines(record: Record) -> str:
     for name, value in baselines.items():
         accuracy = value.get("accuracy") if isinstance(value, Mapping) else value
         if isinstance(accuracy, int | float):
-            named.append(f"{str(name).replace('_', ' ')} {number(accuracy)}")
+            named.append(f"{str(name).replace('_', ' ')} {format_number(accuracy)}")
     return f"Baselines on the same pairs: {', '.join(named)}." if named else ""
 
 
@@ -217,7 +221,7 @@ def tiles(record: Record) -> list[Tile]:
         key_figures.append(_before_after_tile(record, name, label))
     if record.points("critic/explained_variance"):
         value = record.series["critic/explained_variance"].tail_mean()
-        key_figures.append(Tile("Explained variance", show(value), "mean of the last fifth"))
+        key_figures.append(Tile("Explained variance", format_value(value), "mean of the last fifth"))
     key_figures.append(_count_tile(record, "completion/count", "Completions sampled"))
     if any(value for _, value in record.points("skipped/nonfinite")):
         key_figures.append(_count_tile(record, "skipped/nonfinite", "Optimizer steps skipped (NaN)"))
@@ -235,7 +239,7 @@ def _before_after_tile(record: Record, name: str, label: str) -> Tile | None:
     points = record.points(name)
     if not points:
         return None
-    return Tile(label, show(points[-1][1]), f"from {show(points[0][1])}" if len(points) > 1 else "")
+    return Tile(label, format_value(points[-1][1]), f"from {format_value(points[0][1])}" if len(points) > 1 else "")
 
 
 def _kl_tiles(record: Record) -> list[Tile | None]:
@@ -243,25 +247,29 @@ def _kl_tiles(record: Record) -> list[Tile | None]:
     value, target = final_kl(record), record.kl_target()
     if value is None:
         return []
-    kl_tiles: list[Tile | None] = [Tile("KL to the reference, nats", show(value), _error_text(record, "eval/kl"))]
+    kl_tiles: list[Tile | None] = [
+        Tile("KL to the reference, nats", format_value(value), _error_text(record, "eval/kl"))
+    ]
     if exact := record.points("eval/kl_exact"):
-        kl_tiles.append(Tile("The same, exact per token", show(exact[-1][1]), _error_text(record, "eval/kl_exact")))
+        kl_tiles.append(
+            Tile("The same, exact per token", format_value(exact[-1][1]), _error_text(record, "eval/kl_exact"))
+        )
     if target is not None and record.points("kl/reference"):
         tail = record.series["kl/reference"].tail_mean()
-        kl_tiles.append(Tile("KL in training, last fifth", show(tail), f"target {target:g}"))
+        kl_tiles.append(Tile("KL in training, last fifth", format_value(tail), f"target {target:g}"))
     return kl_tiles
 
 
 def _error_text(record: Record, name: str) -> str:
     """Describe the standard error of a metric; without one, say that the value is per sequence."""
     errors = record.points(f"{name}_se")
-    return f"standard error {show(errors[-1][1])}" if errors else "per sequence"
+    return f"standard error {format_value(errors[-1][1])}" if errors else "per sequence"
 
 
 def _count_tile(record: Record, name: str, label: str) -> Tile | None:
     """Build a tile with the last value of a counter."""
     points = record.points(name)
-    return Tile(label, show(round(points[-1][1]))) if points else None
+    return Tile(label, format_value(round(points[-1][1]))) if points else None
 
 
 def _machine_tiles(timings: Sequence[Mapping[str, Any]]) -> list[Tile]:
@@ -269,7 +277,7 @@ def _machine_tiles(timings: Sequence[Mapping[str, Any]]) -> list[Tile]:
     if not timings:
         return []
     seconds = sum(sum(v for v in row.get("seconds", {}).values() if v) for row in timings)
-    machine_tiles = [Tile("Time in logged phases", duration(seconds))]
+    machine_tiles = [Tile("Time in logged phases", format_duration(seconds))]
     speeds = [row["tokens_per_second"] for row in timings if row.get("tokens_per_second")]
     if speeds:
         machine_tiles.append(Tile("Tokens per second", f"{median(speeds):,.0f}", "median"))

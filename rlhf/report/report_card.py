@@ -22,14 +22,14 @@ class Table:
 
 def card_tables(card: Mapping[str, Any], title: str = "") -> list[Table]:
     """Convert a report card to tables: one of its scalars, one for each list or mapping of rows, recursively."""
-    scalars = [(words(key), value) for key, value in card.items() if _is_scalar(value)]
+    scalars = [(humanize(key), value) for key, value in card.items() if _is_scalar(value)]
     tables = [Table(title or "Figures", ("", "value"), scalars)] if scalars else []
     for key, value in card.items():
-        name = f"{title} · {words(key)}" if title else words(key).capitalize()
+        name = f"{title} · {humanize(key)}" if title else humanize(key).capitalize()
         if isinstance(value, Mapping) and value:
             flat = all(isinstance(entry, Mapping) and all(map(_is_scalar, entry.values())) for entry in value.values())
             if flat:
-                tables.append(_table(name, [{"": words(str(row)), **entry} for row, entry in value.items()]))
+                tables.append(_table(name, [{"": humanize(str(row)), **entry} for row, entry in value.items()]))
             else:
                 tables.extend(card_tables(value, name))
         elif isinstance(value, list) and value and all(isinstance(entry, Mapping) for entry in value):
@@ -53,7 +53,7 @@ def calibration_bins(card: Mapping[str, Any]) -> list[tuple[float, float, float 
     return sorted(bins, key=lambda entry: entry[0])
 
 
-def words(key: str) -> str:
+def humanize(key: str) -> str:
     """Turn an identifier into words."""
     return key.replace("_", " ")
 
@@ -61,7 +61,7 @@ def words(key: str) -> str:
 def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     """Build a table whose columns are all keys of the rows."""
     keys = list(dict.fromkeys(key for row in rows for key in row))
-    return Table(title, [words(key) for key in keys], [[row.get(key) for key in keys] for row in rows])
+    return Table(title, [humanize(key) for key in keys], [[row.get(key) for key in keys] for row in rows])
 
 
 def _is_scalar(value: object) -> bool:

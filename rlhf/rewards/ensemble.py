@@ -11,10 +11,10 @@ from torch import Tensor
 
 from rlhf.errors import ConfigError
 from rlhf.rewards.source import RewardSource
-from rlhf.runtime.distributed import Ranks
+from rlhf.runtime.distributed import Distributed
 from rlhf.types import Completions, Scores
 
-How = Literal["mean", "minimum", "mean_minus_std"]
+EnsembleMode = Literal["mean", "minimum", "mean_minus_std"]
 
 
 class EnsembleReward:
@@ -29,7 +29,12 @@ class EnsembleReward:
     """
 
     def __init__(
-        self, members: Sequence[RewardSource], *, how: How, std_coef: float = 1.0, names: Sequence[str] | None = None
+        self,
+        members: Sequence[RewardSource],
+        *,
+        how: EnsembleMode,
+        std_coef: float = 1.0,
+        names: Sequence[str] | None = None,
     ) -> None:
         """Combine `members`, whose parts are called `names`: by default sources.0, sources.1, ... as in the config.
 
@@ -65,10 +70,10 @@ class EnsembleReward:
                 return scores.mean(dim=0) - self.std_coef * std
 
 
-class DealtReward:
+class ShardedReward:
     """Wraps a source that scores each completion independently: every rank scores its share of the batch."""
 
-    def __init__(self, source: RewardSource, ranks: Ranks) -> None:
+    def __init__(self, source: RewardSource, ranks: Distributed) -> None:
         self.source = source
         self.ranks = ranks
 
@@ -77,22 +82,22 @@ class DealtReward:
         names: list[str] = []
 
         def score(share: Completions) -> tuple[Tensor, ...]:
-            scores = self.ranks.agreed(lambda: self.source(share))
+            scores = self.ranks.all_succeed(lambda: self.source(share))
             names[:] = sorted(scores.parts)
             return (scores.values, *(scores.parts[name] for name in names))
 
-        values, *parts = self.ranks.spread_tensors(completions, score)
+        values, *parts = self.ranks.map_rows_to_tensors(completions, score)
         return Scores(values=values, parts=dict(zip(names, parts, strict=True)))
 
 
-class MainReward:
+class MainRankReward:
     """Wraps a source that may look at the whole batch or must be asked once: rank 0 asks it and broadcasts the scores.
 
     A Python function or a server sees the same batch as in a single-process run, so its scores cannot depend on the
     number of ranks.
     """
 
-    def __init__(self, source: RewardSource, ranks: Ranks) -> None:
+    def __init__(self, source: RewardSource, ranks: Distributed) -> None:
         self.source = source
         self.ranks = ranks
 

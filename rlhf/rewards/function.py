@@ -16,19 +16,19 @@ from types import FrameType, ModuleType, TracebackType
 from typing import Any, TypeVar
 
 from rlhf.errors import RewardError, UserError
-from rlhf.rewards.source import Decoder, Texts, checked_scores, decode, shown
+from rlhf.rewards.source import BatchDecoder, Texts, checked_scores, decode, quoted
 from rlhf.types import Completions, Scores
 
 T = TypeVar("T")
 
-AGAIN_S = 1.0  # seconds after which code that swallows the interruption is interrupted again
+REPEAT_INTERVAL_S = 1.0  # seconds after which code that swallows the interruption is interrupted again
 
 
-class Elapsed(BaseException):
+class TimeLimitExceeded(BaseException):
     """The time limit is exceeded. A BaseException, so that `except Exception` in the user code does not catch it."""
 
 
-def within(seconds: float | None, call: Callable[[], T]) -> T:
+def run_with_timeout(seconds: float | None, call: Callable[[], T]) -> T:
     """Return what `call` returns, within a time limit in seconds; None: no limit.
 
     In the main thread a signal interrupts the call, even while it sleeps, waits for a socket or matches a regular
@@ -44,10 +44,10 @@ def within(seconds: float | None, call: Callable[[], T]) -> T:
         return _run_in_thread(seconds, call)
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise Elapsed
+        raise TimeLimitExceeded
 
     previous_handler = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
+    signal.setitimer(signal.ITIMER_REAL, seconds, REPEAT_INTERVAL_S)
     try:
         return call()
     finally:
@@ -85,7 +85,7 @@ def _run_in_thread(seconds: float, call: Callable[[], T]) -> T:
     if caught.error is not None:
         raise caught.error
     if not results:
-        raise Elapsed
+        raise TimeLimitExceeded
     return results[0]
 
 
@@ -96,7 +96,7 @@ class FunctionReward:
     """
 
     def __init__(
-        self, target: str, kwargs: Mapping[str, Any], tokenizer: Decoder, *, timeout_s: float | None = None
+        self, target: str, kwargs: Mapping[str, Any], tokenizer: BatchDecoder, *, timeout_s: float | None = None
     ) -> None:
         """Import `target` (module:function or path/to/file.py:function); `timeout_s` limits a call (None: no limit).
 
@@ -127,8 +127,8 @@ class FunctionReward:
     def _call(self, texts: Texts) -> Any:
         arguments = {"prompts": texts.prompts, "completions": texts.completions, "references": texts.references}
         try:
-            return within(self.timeout_s, lambda: self._function(**arguments, **self.kwargs))
-        except Elapsed as error:
+            return run_with_timeout(self.timeout_s, lambda: self._function(**arguments, **self.kwargs))
+        except TimeLimitExceeded as error:
             raise RewardError(
                 f"the reward function {self.target!r} gave no answer in {self.timeout_s:g} s ({_call_info(texts)}): "
                 "look for what it waits for, or raise reward.source.timeout_s"
@@ -213,7 +213,7 @@ def _check_arguments(function: Callable[..., Any], target: str, kwargs: Mapping[
 
 
 def _call_info(texts: Texts) -> str:
-    first = f"; the first: {shown(texts.completions[0])}" if texts.completions else ""
+    first = f"; the first: {quoted(texts.completions[0])}" if texts.completions else ""
     return f"called with {len(texts.completions)} completions{first}"
 
 

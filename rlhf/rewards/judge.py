@@ -12,13 +12,13 @@ from typing import Any
 
 from rlhf.config.reward import ChatConfig, ChatSource
 from rlhf.errors import ConfigError, RewardError
-from rlhf.rewards.remote import Poster, busy_or_server_error
-from rlhf.rewards.source import Decoder, checked_scores, decode, shown
-from rlhf.tracking.run_folder import write_aside
+from rlhf.rewards.remote import JsonPoster, busy_or_server_error
+from rlhf.rewards.source import BatchDecoder, checked_scores, decode, quoted
+from rlhf.tracking.run_folder import write_atomically
 from rlhf.types import Completions, Scores
 
 VERSION = 1  # of the cached files; part of the key
-ENOUGH = 4  # as many answers, none of them readable, are no accident
+MIN_ANSWERS_TO_CHECK = 4  # as many answers, none of them readable, are no accident
 
 
 class ChatModel:
@@ -38,7 +38,7 @@ class ChatModel:
             raise ConfigError(f"{section}.api_key_env: the environment variable {name} is not set: put the key in it")
         self.config = config
         self.folder = answer_folder(config.cache_dir, environment)
-        self.poster = Poster(
+        self.poster = JsonPoster(
             f"{config.base_url.rstrip('/')}/chat/completions",
             key=f"{section}.base_url",
             who="the judge",
@@ -108,7 +108,7 @@ class ChatModel:
         answer = self._parse_content(self.poster.post(body))
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_aside(path, json.dumps({"model": self.config.model, "answer": answer}, ensure_ascii=False) + "\n")
+        write_atomically(path, json.dumps({"model": self.config.model, "answer": answer}, ensure_ascii=False) + "\n")
         return answer
 
     def _parse_content(self, response: bytes) -> str:
@@ -120,7 +120,7 @@ class ChatModel:
         if content is not None and not isinstance(content, str):
             raise RewardError(
                 f"{self.who} did not answer as an OpenAI endpoint does (choices[0].message.content): "
-                f"{shown(response.decode(errors='replace'))}"
+                f"{quoted(response.decode(errors='replace'))}"
             )
         return content or ""
 
@@ -150,7 +150,7 @@ def read_template(path: str | None, shipped: str, fields: Sequence[str], *, sect
     return text
 
 
-def fill(template: str, **values: str) -> str:
+def fill_template(template: str, **values: str) -> str:
     """Replace each {name} in the template in one pass, so that braces inside the values stay as they are."""
     return re.sub(r"\{(" + "|".join(values) + r")\}", lambda match: values[match[1]], template)
 
@@ -161,8 +161,8 @@ def check_readable(readable: Sequence[bool], answers: Sequence[str], *, who: str
     Raises:
         RewardError: none of four or more answers can be read.
     """
-    if len(answers) >= ENOUGH and not any(readable):
-        raise RewardError(f"none of {len(answers)} answers of {who} is {wanted}; the first: {shown(answers[0])}")
+    if len(answers) >= MIN_ANSWERS_TO_CHECK and not any(readable):
+        raise RewardError(f"none of {len(answers)} answers of {who} is {wanted}; the first: {quoted(answers[0])}")
 
 
 QUESTION = """\
@@ -187,7 +187,7 @@ _NUMBER = re.compile(r"(?<![\w.,-])(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+(?:\.\d+)?)?[\s
 class ChatReward:
     """Asks for a score of each completion separately; part `unreadable` is 1 where the answer had none."""
 
-    def __init__(self, config: ChatSource, tokenizer: Decoder, model: ChatModel, *, section: str) -> None:
+    def __init__(self, config: ChatSource, tokenizer: BatchDecoder, model: ChatModel, *, section: str) -> None:
         """Read the question template of `config`; errors name the configuration `section`.
 
         Raises:
@@ -206,7 +206,7 @@ class ChatReward:
         texts, low, high = decode(completions, self.tokenizer), self.config.low, self.config.high
         answers = self.model.ask(
             [
-                fill(self.template, prompt=prompt, completion=completion, low=f"{low:g}", high=f"{high:g}")
+                fill_template(self.template, prompt=prompt, completion=completion, low=f"{low:g}", high=f"{high:g}")
                 for prompt, completion in zip(texts.prompts, texts.completions, strict=True)
             ]
         )

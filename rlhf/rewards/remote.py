@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from rlhf.errors import RewardError
-from rlhf.rewards.source import Decoder, checked_scores, decode, live_ids, shown
+from rlhf.rewards.source import BatchDecoder, checked_scores, decode, quoted, unpadded_ids
 from rlhf.types import Completions, Scores
 
 MAX_BACKOFF_S = 30.0
@@ -30,7 +30,7 @@ def busy_or_server_error(code: int) -> bool:
     return code == 429 or server_error(code)
 
 
-class Poster:
+class JsonPoster:
     """POSTs JSON and returns the body of the response, with retries and exponential back-off.
 
     A refused or broken connection, a timeout and a status for which `passing` is true are retried after backoff_s,
@@ -110,7 +110,7 @@ class Poster:
         """Return the readable text of an error response, without the secret, and close its connection."""
         with error, contextlib.suppress(OSError, http.client.HTTPException):
             text = error.read(1000).decode(errors="replace")
-            return f": {shown(text.replace(self.secret, '***') if self.secret else text)}"
+            return f": {quoted(text.replace(self.secret, '***') if self.secret else text)}"
         return ""
 
 
@@ -132,7 +132,7 @@ class RemoteReward:
     def __init__(
         self,
         url: str,
-        tokenizer: Decoder,
+        tokenizer: BatchDecoder,
         *,
         timeout_s: float = 60.0,
         retries: int = 8,
@@ -151,7 +151,7 @@ class RemoteReward:
         """
         self.url = url
         self.tokenizer = tokenizer
-        self.poster = Poster(
+        self.poster = JsonPoster(
             url,
             key="reward.source.url",
             who="the reward server",
@@ -181,7 +181,7 @@ class RemoteReward:
     def _token_ids(self, completions: Completions) -> dict[str, object]:
         if self.vocabulary is None:
             return {}
-        prompts, completion_ids = live_ids(completions)
+        prompts, completion_ids = unpadded_ids(completions)
         tokens = {"vocabulary": self.vocabulary, "prompts": prompts, "completions": completion_ids}
         return {"finished": completions.finished.tolist(), "tokens": tokens}
 
@@ -191,10 +191,10 @@ class RemoteReward:
         except ValueError as error:
             raise RewardError(
                 f"the reward server {self.url} answered with something that is not JSON ({error}): "
-                f"{shown(response.decode(errors='replace'))}"
+                f"{quoted(response.decode(errors='replace'))}"
             ) from error
         if not isinstance(parsed, dict) or "scores" not in parsed:
             raise RewardError(
-                f'the reward server {self.url} must answer {{"scores": [...]}}; it said {shown(json.dumps(parsed))}'
+                f'the reward server {self.url} must answer {{"scores": [...]}}; it said {quoted(json.dumps(parsed))}'
             )
         return parsed

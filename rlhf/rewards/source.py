@@ -28,7 +28,7 @@ class RewardSource(Protocol):
 
 
 @runtime_checkable
-class Decoder(Protocol):
+class BatchDecoder(Protocol):
     """The part of a tokenizer that rewards use."""
 
     def batch_decode(self, sequences: list[list[int]], skip_special_tokens: bool = False) -> list[str]:
@@ -44,13 +44,13 @@ class Texts:
     references: list[dict[str, Any]]
 
 
-def decode(completions: Completions, tokenizer: Decoder) -> Texts:
+def decode(completions: Completions, tokenizer: BatchDecoder) -> Texts:
     """Decode prompts and completions to text, without special tokens and without the final EOS of a completion.
 
     A prompt is the text of its row's "prompt" column if there is one, else its decoded tokens. A completion is what it
     adds to the decoded prompt: many tokenizers drop a leading space, so its tokens decoded alone would lose one.
     """
-    prompt_ids, completion_ids = live_ids(completions)
+    prompt_ids, completion_ids = unpadded_ids(completions)
     completion_ids = [
         ids[:-1] if ended else ids for ids, ended in zip(completion_ids, completions.finished.tolist(), strict=True)
     ]
@@ -90,12 +90,12 @@ def checked_scores(values: object, parts: object, texts: Texts, *, who: str) -> 
     )
 
 
-def shown(text: str, limit: int = 200) -> str:
+def quoted(text: str, limit: int = 200) -> str:
     """Quote a text for an error message, cut to `limit` characters."""
     return repr(text if len(text) <= limit else text[:limit] + "…")
 
 
-def live_ids(completions: Completions) -> tuple[list[list[int]], list[list[int]]]:
+def unpadded_ids(completions: Completions) -> tuple[list[list[int]], list[list[int]]]:
     """Return the token ids of every prompt and every completion without padding, EOS included."""
     prompts = _unpadded(completions.prompt_ids, completions.prompt_mask)
     return prompts, _unpadded(completions.completion_ids, completions.completion_mask)
@@ -115,14 +115,16 @@ def _to_tensor(values: object, completions: list[str], *, who: str, what: str) -
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise RewardError(f"{who} returned {type(values).__name__} for {what}; give a list of numbers")
     if len(values) != len(completions):
-        detail = f"; the first without one: {shown(completions[len(values)])}" if len(values) < len(completions) else ""
+        detail = (
+            f"; the first without one: {quoted(completions[len(values)])}" if len(values) < len(completions) else ""
+        )
         raise RewardError(f"{who} returned {len(values)} {what} for {len(completions)} completions{detail}")
     numbers = [_to_float(value) for value in values]
     bad = [i for i, number in enumerate(numbers) if not math.isfinite(number)]
     if bad:
         raise NonFiniteScores(
             f"{who} returned {len(bad)} {what} of {len(values)} that are not finite numbers; "
-            f"the first is {shown(str(values[bad[0]]))}, for the completion {shown(completions[bad[0]])}"
+            f"the first is {quoted(str(values[bad[0]]))}, for the completion {quoted(completions[bad[0]])}"
         )
     return torch.tensor(numbers, dtype=torch.float32)
 

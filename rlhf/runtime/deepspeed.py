@@ -17,8 +17,8 @@ from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimiz
 from torch import Tensor, nn
 
 from rlhf.config.sections import OptimizerConfig
-from rlhf.runtime.distributed import Ranks
-from rlhf.runtime.optimizers import MOMENTS, make_optimizer, unpacked
+from rlhf.runtime.distributed import Distributed
+from rlhf.runtime.optimizers import MOMENTS, make_optimizer, parse_state
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 # torch 2.13 deprecates the names by which DeepSpeed 0.19 calls collectives.
@@ -50,8 +50,8 @@ def freeze(module: nn.Module, settings: dict[str, Any]) -> None:
     initialize(module, settings, None)
 
 
-class ZeroTrained:
-    """A rlhf.runtime.engine.Trained whose optimizer state, gradient or weights are sharded over the ranks."""
+class ZeroModel:
+    """A rlhf.runtime.engine.TrainableModel whose optimizer state, gradient or weights are sharded over the ranks."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ZeroTrained:
         config: OptimizerConfig,
         *,
         terms: Sequence[str],
-        ranks: Ranks,
+        ranks: Distributed,
         settings: dict[str, Any],
         cpu_adam: bool,
     ) -> None:
@@ -105,7 +105,7 @@ class ZeroTrained:
         self.engine.step()
         return lr
 
-    def drop_gradient(self) -> None:
+    def zero_grad(self) -> None:
         """Discard the gradient by reporting its norm as infinite, which makes DeepSpeed skip the step."""
         norm_method = "_get_norm_groups" if self.stage == 3 else "scaled_global_norm"
         infinite = torch.tensor(float("inf"))
@@ -132,7 +132,7 @@ class ZeroTrained:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore the optimizer state; every rank must be given the whole state."""
-        step, moments = unpacked(state, self.named, self.config.optimizer)
+        step, moments = parse_state(state, self.named, self.config.optimizer)
         if not moments:
             return
         for flat in self._flat():

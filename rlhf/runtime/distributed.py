@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf.errors import ProcessLost, UserError
+from rlhf.errors import RankLost, UserError
 from rlhf.types import Batch, concat
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ GRADIENT_BUCKET = 25_000_000  # elements summed over the ranks in one all-reduce
 
 
 @dataclass(frozen=True)
-class Share:
+class RankRows:
     """The rows of one rank: `rows` has the same length on every rank, and its first `live` entries are the rank's own.
 
     The others repeat a row as padding, and their results are discarded: every rank must run the same number of passes,
@@ -35,7 +35,7 @@ class Share:
     live: int
 
 
-class Ranks:
+class Distributed:
     """The ranks of a run, of which this process is `rank`; in a single-process run every operation is the identity."""
 
     def __init__(self, rank: int = 0, world: int = 1, group: Any = None) -> None:
@@ -49,14 +49,14 @@ class Ranks:
         """Return whether this is the rank that writes files and prints (rank 0)."""
         return self.rank == 0
 
-    def share(self, count: int) -> Share:
+    def share(self, count: int) -> RankRows:
         """Return this rank's share of `count` rows: contiguous; ranks differ by at most one row."""
         assert count > 0, "there are no rows to deal"
         start, stop = self._bounds(count, self.rank)
         size = -(-count // self.world)
         rows = list(range(start, stop))
         padding = rows[-1] if rows else count - 1
-        return Share(torch.tensor(rows + [padding] * (size - len(rows)), dtype=torch.long), len(rows))
+        return RankRows(torch.tensor(rows + [padding] * (size - len(rows)), dtype=torch.long), len(rows))
 
     def _bounds(self, count: int, rank: int) -> tuple[int, int]:
         base, extra = divmod(count, self.world)
@@ -71,7 +71,7 @@ class Ranks:
         local = work(batch.rows(share.rows)).rows(torch.arange(share.live))
         return concat([part for part in self.gather(local) if len(part)])
 
-    def spread_tensors(self, batch: B, work: Callable[[B], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    def map_rows_to_tensors(self, batch: B, work: Callable[[B], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Do as `spread`, for `work` that returns CPU tensors with the rows on dimension 0."""
         if self.world == 1:
             return work(batch)
@@ -141,7 +141,7 @@ class Ranks:
         if bucket:
             _all_reduce(bucket)
 
-    def agreed(self, work: Callable[[], T]) -> T:
+    def all_succeed(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank and return the local result once it has succeeded on all; if one fails, all raise.
 
         Raises:
@@ -161,18 +161,18 @@ class Ranks:
         return result
 
 
-ALONE = Ranks()
+SINGLE_PROCESS = Distributed()
 
 
 @contextmanager
 def _detect_lost_ranks() -> Iterator[None]:
-    """Raise ProcessLost where a collective fails: gloo and NCCL report a missing rank as a RuntimeError."""
+    """Raise RankLost where a collective fails: gloo and NCCL report a missing rank as a RuntimeError."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise ProcessLost(
+        raise RankLost(
             "lost contact with another rank (no message for sharding.timeout_s, or its process has ended): stopping; "
             f"the same command continues from the newest checkpoint ({error})"
         ) from error
@@ -192,7 +192,7 @@ def _all_reduce(gradients: Sequence[Tensor]) -> None:
         gradient.copy_(part.view_as(gradient))
 
 
-def launched() -> int:
+def world_size_from_env() -> int:
     """Return the number of processes that the launcher (torchrun, accelerate, deepspeed) started; 1 without one."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -202,26 +202,26 @@ def is_main_process() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def meet(device: torch.device, *, timeout_s: float) -> Ranks:
+def init_distributed(device: torch.device, *, timeout_s: float) -> Distributed:
     """Initialize torch.distributed; without a launcher with a group of one, which DeepSpeed needs."""
     timeout = datetime.timedelta(seconds=timeout_s)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        if launched() > 1:
+        if world_size_from_env() > 1:
             dist.init_process_group(backend, timeout=timeout)
         else:
             os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it
             dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     group = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else None
-    return Ranks(dist.get_rank(), dist.get_world_size(), group)
+    return Distributed(dist.get_rank(), dist.get_world_size(), group)
 
 
-def met() -> bool:
+def is_initialized() -> bool:
     """Return whether torch.distributed is initialized."""
     return dist.is_initialized()
 
 
-def leave() -> None:
+def shutdown() -> None:
     """Shut down torch.distributed if it was initialized."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from rlhf.config.sections import OptimizerConfig, RunConfig
 from rlhf.config.sharding import ShardingConfig, deepspeed_json
 from rlhf.errors import ConfigError, install_hint
-from rlhf.runtime.distributed import ALONE, Ranks, launched, meet
-from rlhf.runtime.memory import keep_memory, memory_gauge
-from rlhf.runtime.optimizers import make_optimizer, put_state, state_of
+from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed, init_distributed, world_size_from_env
+from rlhf.runtime.memory import keep_memory, make_memory_profiler
+from rlhf.runtime.optimizers import load_optimizer_state, make_optimizer, optimizer_state
 
 M = TypeVar("M", bound=nn.Module)
 
 
 @runtime_checkable
-class Trained(Protocol):
+class TrainableModel(Protocol):
     """A module with its optimizer: backward, gradient norm, step."""
 
     name: str
@@ -41,7 +41,7 @@ class Trained(Protocol):
     def step(self, *, norm: float, lr_factor: float) -> float:
         """Clip the gradient given its norm, step, drop the gradient; return the learning rate used."""
 
-    def drop_gradient(self) -> None:
+    def zero_grad(self) -> None:
         """Discard the accumulated gradient."""
 
     def state(self) -> dict[str, Any]:
@@ -51,11 +51,17 @@ class Trained(Protocol):
         """Restore what `state` returned, under this or any other sharding."""
 
 
-class LocalTrained:
+class LocalModel:
     """A Trained whose weights and optimizer state are replicated on every rank."""
 
     def __init__(
-        self, name: str, module: nn.Module, config: OptimizerConfig, *, terms: Sequence[str], ranks: Ranks = ALONE
+        self,
+        name: str,
+        module: nn.Module,
+        config: OptimizerConfig,
+        *,
+        terms: Sequence[str],
+        ranks: Distributed = SINGLE_PROCESS,
     ) -> None:
         """Create the optimizer; `terms` are the loss terms whose gradient reaches this module."""
         self.name = name
@@ -87,31 +93,33 @@ class LocalTrained:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        self.drop_gradient()
+        self.zero_grad()
         return lr
 
-    def drop_gradient(self) -> None:
+    def zero_grad(self) -> None:
         """Discard the accumulated gradient."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Any]:
         """Return the optimizer state by parameter name."""
-        return state_of(self.optimizer, self.named, self.config.optimizer)
+        return optimizer_state(self.optimizer, self.named, self.config.optimizer)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore the optimizer state that `state` returned."""
-        put_state(self.optimizer, self.named, state, self.config.optimizer)
+        load_optimizer_state(self.optimizer, self.named, state, self.config.optimizer)
 
 
 class Engine:
     """The device and the ranks a run computes on; it creates trained models and gathers sharded weights."""
 
-    def __init__(self, device: torch.device, *, ranks: Ranks = ALONE, sharding: ShardingConfig | None = None) -> None:
+    def __init__(
+        self, device: torch.device, *, ranks: Distributed = SINGLE_PROCESS, sharding: ShardingConfig | None = None
+    ) -> None:
         self.device = device
         self.ranks = ranks
         self.sharding = sharding or ShardingConfig()
         self.written: dict[str, dict[str, Any]] = {}  # DeepSpeed's JSON of each model
-        self.memory = memory_gauge(device)
+        self.memory = make_memory_profiler(device)
         self._zero = importlib.import_module("rlhf.runtime.deepspeed") if self.sharding.uses_deepspeed else None
 
     @property
@@ -119,13 +127,13 @@ class Engine:
         """Return whether each rank holds only its shard of every weight (ZeRO-3)."""
         return self.sharding.stage == 3
 
-    def train(self, name: str, module: nn.Module, config: OptimizerConfig, *, terms: Sequence[str]) -> Trained:
+    def train(self, name: str, module: nn.Module, config: OptimizerConfig, *, terms: Sequence[str]) -> TrainableModel:
         """Move a module to the device, or shard it under DeepSpeed, and create its optimizer."""
         if self._zero is None:
-            return LocalTrained(name, module.to(self.device), config, terms=terms, ranks=self.ranks)
+            return LocalModel(name, module.to(self.device), config, terms=terms, ranks=self.ranks)
         settings = deepspeed_json(self.sharding, processes=self.ranks.world, max_grad_norm=config.max_grad_norm)
         self.written[name] = settings
-        trained: Trained = self._zero.ZeroTrained(
+        trained: TrainableModel = self._zero.ZeroModel(
             name, module, config, terms=terms, ranks=self.ranks, settings=settings, cpu_adam=self.sharding.cpu_adam
         )
         return trained
@@ -176,7 +184,7 @@ class Engine:
         """Return this rank's shard of `whole`, a tensor of the weight's full shape."""
         return whole if self._zero is None else self._zero.part_of(parameter, whole)
 
-    def forget_gathered(self, module: nn.Module) -> None:
+    def release_gathered(self, module: nn.Module) -> None:
         """Discard gathered copies of the weights after their shards were changed in place."""
         if self._zero is not None and self.splits_weights:
             self._zero.release(module)
@@ -203,17 +211,17 @@ def make_engine(config: RunConfig, sharding: ShardingConfig | None = None) -> En
     device = _device(config)
     if config.keep_memory and device.type == "cpu":
         keep_memory()
-    if launched() == 1 and not sharding.uses_deepspeed:
+    if world_size_from_env() == 1 and not sharding.uses_deepspeed:
         return Engine(device, sharding=sharding)
     if sharding.uses_deepspeed and device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is imported
-    return Engine(device, ranks=meet(device, timeout_s=sharding.timeout_s), sharding=sharding)
+    return Engine(device, ranks=init_distributed(device, timeout_s=sharding.timeout_s), sharding=sharding)
 
 
 def _device(config: RunConfig) -> torch.device:
     if config.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    if launched() == 1:
+    if world_size_from_env() == 1:
         return torch.device("cuda")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)

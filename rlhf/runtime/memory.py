@@ -37,7 +37,7 @@ STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
 
 
-class MemoryGauge:
+class MemoryProfiler:
     """The peak memory in MB: since the start, and in each phase since the last `take`.
 
     Memory used while a phase is nested in another counts towards both.
@@ -81,14 +81,14 @@ class MemoryGauge:
         return self._highest
 
 
-def memory_gauge(device: torch.device) -> MemoryGauge:
+def make_memory_profiler(device: torch.device) -> MemoryProfiler:
     """Create a gauge of the GPU allocator's peak if `device` is a GPU, else of the process's resident set size."""
     if device.type == "cuda":
-        return MemoryGauge(
+        return MemoryProfiler(
             lambda: torch.cuda.max_memory_allocated(device) / 2**20,
             lambda: torch.cuda.reset_peak_memory_stats(device),
         )
-    return MemoryGauge(_peak_resident_mb, _reset_peak_resident)
+    return MemoryProfiler(_peak_resident_mb, _reset_peak_resident)
 
 
 def _peak_resident_mb() -> float:

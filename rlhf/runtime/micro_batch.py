@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from rlhf.errors import ResourceError
-from rlhf.types import Batch, portions
+from rlhf.types import Batch, group_by_size
 
 T = TypeVar("T")
 
 
-class Fitting:
+class AdaptiveMicroBatch:
     """The micro-batch size in rows, halved when memory runs out, and kept so.
 
     It never changes a result, so checkpoints do not store it. With `tokens` it counts live tokens instead of rows.
@@ -39,7 +39,7 @@ class Fitting:
         """Split a batch into the row indices of each micro-batch, of `size` units (the current size if None)."""
         size = size or self.size
         if self.tokens:
-            return portions(batch.live_tokens(), size)
+            return group_by_size(batch.live_tokens(), size)
         return list(torch.arange(len(batch)).split(size))
 
     def run(self, work: Callable[[int], T], *, again: Callable[[], object] = lambda: None) -> T:

@@ -59,7 +59,7 @@ MAKERS: dict[str, Callable[[list[nn.Parameter], OptimizerConfig], torch.optim.Op
 }
 
 
-def state_of(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], kind: str) -> State:
+def optimizer_state(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], kind: str) -> State:
     """Return the state of an optimizer of this kind (a key of `STATE`) for a checkpoint."""
     states = {name: optimizer.state[p] for name, p in named.items() if "step" in optimizer.state[p]}
     steps = [int(state["step"]) for state in states.values()]
@@ -67,13 +67,15 @@ def state_of(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]
     return {"step": max(steps, default=0), "moments": moments if states else {}}
 
 
-def put_state(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], state: State, kind: str) -> None:
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], state: State, kind: str
+) -> None:
     """Restore the optimizer state that `state_of` returned.
 
     Raises:
         CheckpointError: it is of another model, another kind of optimizer, or another version of this program.
     """
-    step, moments = unpacked(state, named, kind)
+    step, moments = parse_state(state, named, kind)
     positions = {parameter: index for index, parameter in enumerate(optimizer.param_groups[0]["params"])}
     for name in {name for values in moments.values() for name in values}:
         parameter = named[name]
@@ -89,7 +91,7 @@ def put_state(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter
                 slots[key].copy_(values[name])
 
 
-def unpacked(state: State, named: Mapping[str, nn.Parameter], kind: str) -> tuple[int, Moments]:
+def parse_state(state: State, named: Mapping[str, nn.Parameter], kind: str) -> tuple[int, Moments]:
     """Validate a saved state and return its step and moments.
 
     Raises:

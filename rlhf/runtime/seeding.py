@@ -15,7 +15,7 @@ _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
-def derive(seed: int, *names: int | str) -> int:
+def derive_seed(seed: int, *names: int | str) -> int:
     """Derive a 63-bit seed from `seed` for the purpose given by `names`, independent of those for other names."""
     text = "/".join(str(part) for part in (seed, *names))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
@@ -23,14 +23,14 @@ def derive(seed: int, *names: int | str) -> int:
 
 def generator(seed: int, *names: int | str) -> torch.Generator:
     """Create a CPU generator seeded for the purpose given by `names`."""
-    return torch.Generator().manual_seed(derive(seed, *names))
+    return torch.Generator().manual_seed(derive_seed(seed, *names))
 
 
 @contextmanager
-def new_weights(seed: int) -> Iterator[None]:
+def seeded_initialization(seed: int) -> Iterator[None]:
     """Seed what libraries initialize inside the context (adapters, embedding rows of added tokens) from `seed`."""
     with torch.random.fork_rng():
-        torch.manual_seed(derive(seed, "new weights"))
+        torch.manual_seed(derive_seed(seed, "new weights"))
         yield
 
 

@@ -24,7 +24,7 @@ class Sampler(Protocol):
     def sample(self, prompts: Prompts, *, key: int, group_size: int, greedy: bool = False) -> Completions:
         """Sample `group_size` completions of each prompt; the rows of one prompt are contiguous.
 
-        A completion depends on `key` (rlhf.runtime.seeding.derive), its row id and the weights, and on nothing else:
+        A completion depends on `key` (runtime.seeding.derive_seed), its row id and the weights, and on nothing else:
         neither on its batch nor on its rank. `greedy` takes the most likely token instead of sampling.
         """
 
@@ -42,26 +42,26 @@ def make_sampler(
     dtype: str,
     device: torch.device,
     engine: Engine | None = None,
-    tell: Callable[[str], None] = lambda _: None,
+    warn: Callable[[str], None] = lambda _: None,
 ) -> Sampler:
-    """Make the sampler that `sampling.backend` asks for; `tell` is called with the reason where auto is not fast.
+    """Make the sampler that `sampling.backend` asks for; `warn` is called with the reason where auto is not fast.
 
     Raises:
         ConfigError: the backend is `fast`, which cannot sample from this model.
     """
-    reason = None if config.backend == "hf" else unsupported(model)
+    reason = None if config.backend == "hf" else fast_unsupported_reason(model)
     if reason is not None and config.backend == "fast":
         raise ConfigError(f"sampling.backend=fast cannot sample from this model: {reason}; set sampling.backend=auto")
     if reason is not None:
-        tell(f"sampling with transformers' generate, which is slower: {reason}")
+        warn(f"sampling with transformers' generate, which is slower: {reason}")
     if config.backend == "hf" or reason is not None:
         return HFSampler(model, config, eos_ids=eos_ids, pad_id=pad_id, dtype=dtype, device=device, engine=engine)
     return FastSampler(
-        model, config, eos_ids=eos_ids, pad_id=pad_id, dtype=dtype, device=device, engine=engine, tell=tell
+        model, config, eos_ids=eos_ids, pad_id=pad_id, dtype=dtype, device=device, engine=engine, warn=warn
     )
 
 
-def unsupported(model: CausalLM) -> str | None:
+def fast_unsupported_reason(model: CausalLM) -> str | None:
     """Return the reason why the fast sampler cannot sample from this model; None if it can."""
     plain = model.get_base_model() if isinstance(model, PeftModel) else model
     config, name = plain.config, type(plain).__name__

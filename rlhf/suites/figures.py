@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from rlhf.data.rows import Skips
+from rlhf.data.rows import RowCounts
 from rlhf.evaluation.win_rate import bootstrap
 
 Z95 = 1.959963984540054  # the 97.5 % quantile of the standard normal
@@ -70,7 +70,7 @@ Method = Literal["wilson", "bootstrap", "normal", "none"]
 
 
 @dataclass(frozen=True)
-class Figure:
+class Estimate:
     """A number with its 95 % interval over `n` rows; no interval where the method is none."""
 
     name: str
@@ -83,7 +83,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class NotMeasured:
     """A measure that the suite left out, and why."""
 
     what: str
@@ -94,12 +94,12 @@ class LeftOut:
 class SuiteResult:
     """The result of one suite on one model."""
 
-    figures: tuple[Figure, ...]
+    figures: tuple[Estimate, ...]
     n: int
     skipped: Mapping[str, int]
-    left_out: tuple[LeftOut, ...] = ()
+    left_out: tuple[NotMeasured, ...] = ()
     notes: tuple[str, ...] = ()
-    groups: Mapping[str, tuple[Figure, ...]] = field(default_factory=dict)
+    groups: Mapping[str, tuple[Estimate, ...]] = field(default_factory=dict)
     examples: tuple[Mapping[str, Any], ...] = ()
     rows: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """By figure, one value per row, whose mean is the figure: for paired differences between models."""
@@ -118,19 +118,19 @@ class SuiteResult:
         }
 
 
-def share(name: str, values: Sequence[float], meaning: str) -> Figure:
+def share_estimate(name: str, values: Sequence[float], meaning: str) -> Estimate:
     """Build the figure of a mean of values in [0, 1], one per independent row, with Wilson's interval."""
     low, high = wilson(sum(values), len(values))
-    return Figure(name, mean(values), low, high, len(values), "wilson", meaning)
+    return Estimate(name, mean(values), low, high, len(values), "wilson", meaning)
 
 
-def average(name: str, values: Sequence[float], meaning: str, *, seed: int) -> Figure:
+def mean_estimate(name: str, values: Sequence[float], meaning: str, *, seed: int) -> Estimate:
     """Build the figure of a mean of any values, one per row, with its bootstrap interval over the rows."""
     interval = bootstrap(torch.tensor(values, dtype=torch.float64), seed=seed)
-    return Figure(name, mean(values), interval.low, interval.high, len(values), "bootstrap", meaning)
+    return Estimate(name, mean(values), interval.low, interval.high, len(values), "bootstrap", meaning)
 
 
-def share_of_parts(name: str, verdicts: Sequence[Sequence[bool]], meaning: str, *, seed: int) -> Figure:
+def ratio_estimate(name: str, verdicts: Sequence[Sequence[bool]], meaning: str, *, seed: int) -> Estimate:
     """Build the figure of the share of positive verdicts, several per row, with its bootstrap interval over the rows.
 
     The share is a ratio of two sums, R = sum_i met_i / sum_i n_i. Its error is that of the mean of the linearized
@@ -140,15 +140,15 @@ def share_of_parts(name: str, verdicts: Sequence[Sequence[bool]], meaning: str, 
     ratio = sum(map(sum, verdicts)) / (mean_count * len(verdicts))
     values = [ratio + (sum(row) - ratio * len(row)) / mean_count for row in verdicts]
     interval = bootstrap(torch.tensor(values, dtype=torch.float64), seed=seed)
-    return Figure(name, ratio, interval.low, interval.high, len(verdicts), "bootstrap", meaning)
+    return Estimate(name, ratio, interval.low, interval.high, len(verdicts), "bootstrap", meaning)
 
 
-def skipped_and_notes(skips: Skips) -> tuple[dict[str, int], tuple[str, ...]]:
+def skipped_and_notes(skips: RowCounts) -> tuple[dict[str, int], tuple[str, ...]]:
     """Return the counts of skipped rows by reason, and a note that summarizes them where there are any."""
     notes = (skips.summary(),) if skips.skipped or skips.notes or skips.cut else ()
     return dict(sorted(skips.counts.items())), notes
 
 
-def _by_name(figures: Sequence[Figure]) -> dict[str, dict[str, Any]]:
+def _by_name(figures: Sequence[Estimate]) -> dict[str, dict[str, Any]]:
     """Convert figures to plain data, by name."""
     return {figure.name: {key: value for key, value in asdict(figure).items() if key != "name"} for figure in figures}

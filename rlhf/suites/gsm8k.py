@@ -9,16 +9,16 @@ from fractions import Fraction
 from pathlib import Path
 
 from rlhf.config.data import DatasetConfig
-from rlhf.data.conversation import shown, some_text
+from rlhf.data.conversation import describe_value, some_text
 from rlhf.data.rows import BadRow
 from rlhf.data.tokenizer import Rendered
 from rlhf.errors import ConfigError
-from rlhf.runtime.seeding import derive
-from rlhf.suites.figures import Figure, SuiteResult, average, pass_at_k, share, skipped_and_notes
+from rlhf.runtime.seeding import derive_seed
+from rlhf.suites.figures import Estimate, SuiteResult, mean_estimate, pass_at_k, share_estimate, skipped_and_notes
 from rlhf.suites.numeric_answers import Answer, expected_answer, final_answer
-from rlhf.suites.questions import NEW, Item, read_items, too_long, without
+from rlhf.suites.questions import MAX_NEW_TOKENS_KEY, Item, exclude, read_items, too_long
 from rlhf.suites.settings import Gsm8kSettings, fill
-from rlhf.suites.subject import Subject, cut
+from rlhf.suites.subject import Subject, cut_at_stop
 
 COLUMNS = ("question", "answer")
 EXAMPLES = 8
@@ -43,7 +43,7 @@ def read_problem(values: Mapping[str, object]) -> Problem:
     solution = some_text(values.get("answer"), "answer")
     expected = expected_answer(solution)
     if expected is None:
-        raise BadRow("the answer does not end in #### and a number", shown(solution[-30:]))
+        raise BadRow("the answer does not end in #### and a number", describe_value(solution[-30:]))
     return Problem(some_text(values.get("question"), "question"), solution, expected)
 
 
@@ -58,13 +58,15 @@ def run_gsm8k(settings: Gsm8kSettings, subject: Subject) -> SuiteResult:
     items, skips = read_items(settings.dataset, read_problem, columns=COLUMNS, what="problems with answers")
     shown_already = {problem.question for problem in examples}
     repeated = BadRow("one of the examples")
-    items = without(items, skips, lambda item: repeated if item.found.question in shown_already else None)
-    prompts = {id(item): _render(subject, settings, item.found, examples) for item in items}
+    items = exclude(items, skips, lambda item: repeated if item.value.question in shown_already else None)
+    prompts = {id(item): _render(subject, settings, item.value, examples) for item in items}
     room = settings.sampling.max_new_tokens
-    items = without(items, skips, lambda item: too_long(subject, len(prompts[id(item)][1]), room, of=NEW))
+    items = exclude(
+        items, skips, lambda item: too_long(subject, len(prompts[id(item)][1]), room, of=MAX_NEW_TOKENS_KEY)
+    )
     answers = _sample_solutions(settings, subject, [prompts[id(item)] for item in items])
     graded = [
-        [_is_correct(answer, item.found.expected, settings.announced_only) for _, answer in row]
+        [_is_correct(answer, item.value.expected, settings.announced_only) for _, answer in row]
         for item, row in zip(items, answers, strict=True)
     ]
     skipped, notes = skipped_and_notes(skips)
@@ -94,7 +96,7 @@ def _examples(settings: Gsm8kSettings) -> list[Problem]:
     items, _ = read_items(config, read_problem, columns=COLUMNS, what="problems with answers")
     if len(items) < settings.shots:
         raise ConfigError(f"shots is {settings.shots}, but {source.path} has only {len(items)} usable examples")
-    return [item.found for item in items]
+    return [item.value for item in items]
 
 
 def _render(
@@ -104,7 +106,7 @@ def _render(
     solved = [
         f"{fill(settings.template, question=p.question)} {_MARKS.sub('', p.solution).strip()}\n\n" for p in examples
     ]
-    rendered = subject.ask("".join(solved) + fill(settings.template, question=problem.question))
+    rendered = subject.render_question("".join(solved) + fill(settings.template, question=problem.question))
     return rendered, subject.encoder.prompts([rendered])[0]
 
 
@@ -116,11 +118,11 @@ def _sample_solutions(
     completions = subject.sample(
         [ids for _, ids in prompts],
         [rendered.prompt for rendered, _ in prompts],
-        key=derive(settings.seed, "gsm8k"),
+        key=derive_seed(settings.seed, "gsm8k"),
         count=settings.samples,
         greedy=greedy,
     )
-    texts = [cut(text, settings.stop) for text in subject.texts(completions)]
+    texts = [cut_at_stop(text, settings.stop) for text in subject.texts(completions)]
     solved = [(text, final_answer(text)) for text in texts]
     return [solved[start : start + settings.samples] for start in range(0, len(solved), settings.samples)]
 
@@ -132,15 +134,19 @@ def _is_correct(answer: Answer | None, expected: Fraction, announced_only: bool)
 
 def _figures(
     settings: Gsm8kSettings, graded: Sequence[Sequence[bool]], answers: Sequence[Answer | None]
-) -> list[Figure]:
+) -> list[Estimate]:
     """Compute pass@k for every k, and the rates of announced and of missing answers."""
     size = settings.samples
 
-    def figure(name: str, values: list[float], meaning: str) -> Figure:
+    def figure(name: str, values: list[float], meaning: str) -> Estimate:
         # With one solution per problem the values are verdicts; with more they are shares or estimates.
-        return share(name, values, meaning) if size == 1 else average(name, values, meaning, seed=settings.seed)
+        return (
+            share_estimate(name, values, meaning)
+            if size == 1
+            else mean_estimate(name, values, meaning, seed=settings.seed)
+        )
 
-    def rate(name: str, test: Callable[[Answer | None], bool], meaning: str) -> Figure:
+    def rate(name: str, test: Callable[[Answer | None], bool], meaning: str) -> Estimate:
         rows = [answers[start : start + size] for start in range(0, len(answers), size)]
         return figure(name, [sum(map(test, row)) / size for row in rows], meaning)
 
@@ -171,9 +177,9 @@ def _example(
     """Build the record of a problem and its first solution for the examples of the result."""
     text, answer = solutions[0]
     return {
-        "question": item.found.question,
+        "question": item.value.question,
         "solution": text,
         "answer": None if answer is None else str(answer.value),
-        "expected": str(item.found.expected),
+        "expected": str(item.value.expected),
         "right": verdicts[0],
     }

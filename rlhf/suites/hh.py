@@ -10,12 +10,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlhf.data.pairs import PairSet, load_pairs
-from rlhf.data.reference_cache import rows_of
+from rlhf.data.reference_cache import completion_rows
 from rlhf.rewards.source import RewardSource
-from rlhf.runtime.seeding import derive
-from rlhf.suites.figures import Figure, LeftOut, SuiteResult, average, share, skipped_and_notes, wins
+from rlhf.runtime.seeding import derive_seed
+from rlhf.suites.figures import (
+    Estimate,
+    NotMeasured,
+    SuiteResult,
+    mean_estimate,
+    share_estimate,
+    skipped_and_notes,
+    wins,
+)
 from rlhf.suites.settings import HhSettings
-from rlhf.suites.subject import Subject, cut_completions, with_completions
+from rlhf.suites.subject import Subject, cut_completions_at_stop, with_completions
 from rlhf.types import Completions
 
 EXAMPLES = 8
@@ -55,37 +63,39 @@ def run_hh(
     )
     skipped, notes = skipped_and_notes(pairs.skips)
     figures = _logprob_figures(pairs, subject, reference, settings)
-    left_out = [] if reference else [LeftOut("DPO's implicit reward: accuracy, margin", NO_REFERENCE)]
+    left_out = [] if reference else [NotMeasured("DPO's implicit reward: accuracy, margin", NO_REFERENCE)]
     examples: tuple[dict[str, object], ...] = ()
     answerable = [i for i, ids in enumerate(pairs.prompts) if _has_room(ids, subject)]
     if source is None:
-        left_out.append(LeftOut("scores, win rates, accuracy of the reward source", NO_SOURCE))
+        left_out.append(NotMeasured("scores, win rates, accuracy of the reward source", NO_SOURCE))
     elif not answerable:
         left_out.append(
-            LeftOut("scores, win rates", f"no prompt leaves room for {_max_new_tokens(subject)} more tokens")
+            NotMeasured("scores, win rates", f"no prompt leaves room for {_max_new_tokens(subject)} more tokens")
         )
     else:
         answers = _sample_and_score(pairs, answerable, subject, reference, source, settings)
         figures += _score_figures(answers, settings.seed)
         examples = _examples(answers, subject)
         if reference is None:
-            left_out.append(LeftOut("win rate over the start model", NO_REFERENCE))
+            left_out.append(NotMeasured("win rate over the start model", NO_REFERENCE))
         notes += _length_notes(len(pairs) - len(answerable), answers.cut, _max_new_tokens(subject))
     return SuiteResult(tuple(figures), len(pairs), skipped, tuple(left_out), notes, examples=examples)
 
 
-def _logprob_figures(pairs: PairSet, subject: Subject, reference: Subject | None, settings: HhSettings) -> list[Figure]:
+def _logprob_figures(
+    pairs: PairSet, subject: Subject, reference: Subject | None, settings: HhSettings
+) -> list[Estimate]:
     """Compute the accuracies by log-probability and, with a reference, by the implicit reward."""
-    rows, temperature = rows_of(pairs), settings.sampling.temperature
+    rows, temperature = completion_rows(pairs), settings.sampling.temperature
     chosen, rejected = subject.logprobs(rows, temperature=temperature).chunk(2)
     lengths = torch.tensor([len(ids) for ids in rows.completions], dtype=torch.float64).chunk(2)
     figures = [
-        share(
+        share_estimate(
             "logprob_accuracy",
             wins(chosen.tolist(), rejected.tolist()),
             "pairs whose chosen side is the likelier; long sides are at a disadvantage",
         ),
-        share(
+        share_estimate(
             "logprob_accuracy_per_token",
             wins((chosen / lengths[0]).tolist(), (rejected / lengths[1]).tolist()),
             "the same, log-probabilities per token",
@@ -97,12 +107,12 @@ def _logprob_figures(pairs: PairSet, subject: Subject, reference: Subject | None
     chosen_reward = implicit_reward(chosen, ref_chosen, settings.beta)
     rejected_reward = implicit_reward(rejected, ref_rejected, settings.beta)
     return [
-        share(
+        share_estimate(
             "implicit_accuracy",
             wins(chosen_reward.tolist(), rejected_reward.tolist()),
             "pairs whose chosen side has the higher implicit reward",
         ),
-        average(
+        mean_estimate(
             "implicit_margin",
             (chosen_reward - rejected_reward).tolist(),
             "implicit reward, chosen less rejected",
@@ -135,8 +145,8 @@ def _sample_and_score(
     texts = [str(pairs.texts[i].prompt) for i in answerable]
 
     def sample(model: Subject) -> tuple[Completions, int]:
-        drawn = model.sample(prompts, texts, key=derive(settings.seed, "hh"))
-        return cut_completions(drawn, subject, settings.stop)
+        drawn = model.sample(prompts, texts, key=derive_seed(settings.seed, "hh"))
+        return cut_completions_at_stop(drawn, subject, settings.stop)
 
     def score_side(sides: Sequence[list[int]]) -> list[float]:
         finished = torch.ones(len(answerable), dtype=torch.bool)
@@ -155,13 +165,13 @@ def _sample_and_score(
     )
 
 
-def _score_figures(answers: _ScoredAnswers, seed: int) -> list[Figure]:
+def _score_figures(answers: _ScoredAnswers, seed: int) -> list[Estimate]:
     """Compute the mean scores, the win rates and the accuracy of the reward source."""
     figures = [
-        average("score", answers.model, "score of the model's answers", seed=seed),
-        average("score_chosen", answers.chosen, "score of the chosen sides", seed=seed),
-        average("score_rejected", answers.rejected, "score of the rejected sides", seed=seed),
-        average(
+        mean_estimate("score", answers.model, "score of the model's answers", seed=seed),
+        mean_estimate("score_chosen", answers.chosen, "score of the chosen sides", seed=seed),
+        mean_estimate("score_rejected", answers.rejected, "score of the rejected sides", seed=seed),
+        mean_estimate(
             "win_rate_chosen",
             wins(answers.model, answers.chosen),
             "the model's answer scores above the chosen side; a tie counts half",
@@ -170,8 +180,8 @@ def _score_figures(answers: _ScoredAnswers, seed: int) -> list[Figure]:
     ]
     if answers.start is not None:
         figures += [
-            average("score_start", answers.start, "score of the start model's answers", seed=seed),
-            average(
+            mean_estimate("score_start", answers.start, "score of the start model's answers", seed=seed),
+            mean_estimate(
                 "win_rate_start",
                 wins(answers.model, answers.start),
                 "the model's answer scores above the start model's; a tie counts half",
@@ -179,7 +189,7 @@ def _score_figures(answers: _ScoredAnswers, seed: int) -> list[Figure]:
             ),
         ]
     meaning = "pairs whose chosen side the source scores higher: how far it agrees with these labels"
-    figures.append(share("source_accuracy", wins(answers.chosen, answers.rejected), meaning))
+    figures.append(share_estimate("source_accuracy", wins(answers.chosen, answers.rejected), meaning))
     return figures
 
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf.constraints.checks import require_langdetect
-from rlhf.constraints.reward import ARGUMENTS, KINDS, Constraint, Verdict, read_constraints, verify
+from rlhf.constraints.reward import ARGUMENTS_COLUMN, KIND_COLUMN, Constraint, Verdict, read_constraints, verify
 from rlhf.data.conversation import some_text
 from rlhf.data.rows import BadRow
 from rlhf.rewards.source import RewardSource
-from rlhf.runtime.seeding import derive
-from rlhf.suites.figures import Figure, SuiteResult, share, share_of_parts, skipped_and_notes
-from rlhf.suites.questions import Answers, Item, answer, answerable, pick_best, read_items
+from rlhf.runtime.seeding import derive_seed
+from rlhf.suites.figures import Estimate, SuiteResult, ratio_estimate, share_estimate, skipped_and_notes
+from rlhf.suites.questions import Answers, Item, drop_too_long, pick_best, read_items, sample_answers
 from rlhf.suites.settings import IfevalSettings
 from rlhf.suites.subject import Subject
 
@@ -51,14 +51,14 @@ def run_ifeval(settings: IfevalSettings, subject: Subject, *, source: RewardSour
         DataError: there is no usable prompt.
     """
     require_langdetect()
-    columns = ("prompt", KINDS, ARGUMENTS)
+    columns = ("prompt", KIND_COLUMN, ARGUMENTS_COLUMN)
     items, skips = read_items(settings.dataset, read_instruction, columns=columns, what="prompts with constraints")
-    items = answerable(subject, items, skips, lambda instruction: instruction.prompt)
-    key = derive(settings.seed, "ifeval")
-    questions = [item.found.prompt for item in items]
+    items = drop_too_long(subject, items, skips, lambda instruction: instruction.prompt)
+    key = derive_seed(settings.seed, "ifeval")
+    questions = [item.value.prompt for item in items]
     pick = pick_best(source, [item.row.values for item in items], settings.best_of) if source is not None else None
-    answers = answer(subject, questions, key=key, greedy=settings.greedy, count=settings.best_of, pick=pick)
-    verdicts = [verify(item.found.constraints, text) for item, text in zip(items, answers.texts, strict=True)]
+    answers = sample_answers(subject, questions, key=key, greedy=settings.greedy, count=settings.best_of, pick=pick)
+    verdicts = [verify(item.value.constraints, text) for item, text in zip(items, answers.texts, strict=True)]
     skipped, notes = skipped_and_notes(skips)
     return SuiteResult(
         figures=(*_accuracies(verdicts, seed=settings.seed), *answers.figures(seed=settings.seed)),
@@ -71,16 +71,16 @@ def run_ifeval(settings: IfevalSettings, subject: Subject, *, source: RewardSour
     )
 
 
-def _accuracies(verdicts: Sequence[Verdict], *, seed: int) -> list[Figure]:
+def _accuracies(verdicts: Sequence[Verdict], *, seed: int) -> list[Estimate]:
     """Compute strict and loose accuracy, by prompt and by instruction."""
     strict, loose = [verdict.strict for verdict in verdicts], [verdict.loose for verdict in verdicts]
     by_prompt = "prompts of which every instruction is followed"
     by_instruction = "instructions followed; the interval is over prompts"
     return [
-        share("prompt_strict", [float(all(row)) for row in strict], by_prompt),
-        share_of_parts("instruction_strict", strict, by_instruction, seed=seed),
-        share("prompt_loose", [float(all(row)) for row in loose], f"{by_prompt}, loosely"),
-        share_of_parts("instruction_loose", loose, f"{by_instruction}; loosely", seed=seed),
+        share_estimate("prompt_strict", [float(all(row)) for row in strict], by_prompt),
+        ratio_estimate("instruction_strict", strict, by_instruction, seed=seed),
+        share_estimate("prompt_loose", [float(all(row)) for row in loose], f"{by_prompt}, loosely"),
+        ratio_estimate("instruction_loose", loose, f"{by_instruction}; loosely", seed=seed),
     ]
 
 
@@ -95,18 +95,18 @@ def _rows(verdicts: Sequence[Verdict]) -> dict[str, list[float]]:
     }
 
 
-def _by_kind(items: Sequence[Item[Instruction]], verdicts: Sequence[Verdict]) -> dict[str, tuple[Figure, ...]]:
+def _by_kind(items: Sequence[Item[Instruction]], verdicts: Sequence[Verdict]) -> dict[str, tuple[Estimate, ...]]:
     """Compute the accuracy on every kind of instruction, the most frequent kind first."""
     strict: dict[str, list[float]] = {}
     loose: dict[str, list[float]] = {}
     for item, verdict in zip(items, verdicts, strict=True):
-        for constraint, followed, loosely in zip(item.found.constraints, verdict.strict, verdict.loose, strict=True):
+        for constraint, followed, loosely in zip(item.value.constraints, verdict.strict, verdict.loose, strict=True):
             strict.setdefault(constraint.kind, []).append(float(followed))
             loose.setdefault(constraint.kind, []).append(float(loosely))
     return {
         kind: (
-            share("strict", strict[kind], "instructions of this kind that are followed"),
-            share("loose", loose[kind], "the same, loosely"),
+            share_estimate("strict", strict[kind], "instructions of this kind that are followed"),
+            share_estimate("loose", loose[kind], "the same, loosely"),
         )
         for kind in sorted(strict, key=lambda kind: (-len(strict[kind]), kind))
     }
@@ -115,9 +115,9 @@ def _by_kind(items: Sequence[Item[Instruction]], verdicts: Sequence[Verdict]) ->
 def _record(i: int, item: Item[Instruction], answers: Answers, verdict: Verdict) -> dict[str, object]:
     """Build the record of a prompt and its answer for the examples of the result."""
     return {
-        "prompt": item.found.prompt,
+        "prompt": item.value.prompt,
         "completion": answers.texts[i],
-        "instructions": [constraint.kind for constraint in item.found.constraints],
+        "instructions": [constraint.kind for constraint in item.value.constraints],
         "strict": list(verdict.strict),
         "loose": list(verdict.loose),
         "length": answers.lengths[i],

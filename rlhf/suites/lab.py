@@ -9,10 +9,10 @@ from rlhf.data.conversation import some_text
 from rlhf.data.rows import BadRow
 from rlhf.data.tokenizer import Rendered
 from rlhf.errors import RewardError
-from rlhf.lab.gold import gold_parts, read_prompt
-from rlhf.runtime.seeding import derive
-from rlhf.suites.figures import Figure, LeftOut, SuiteResult, average, skipped_and_notes, wins
-from rlhf.suites.questions import NEW, read_items, too_long, without
+from rlhf.lab.gold import gold_parts, parse_prompt
+from rlhf.runtime.seeding import derive_seed
+from rlhf.suites.figures import Estimate, NotMeasured, SuiteResult, mean_estimate, skipped_and_notes, wins
+from rlhf.suites.questions import MAX_NEW_TOKENS_KEY, exclude, read_items, too_long
 from rlhf.suites.settings import LabSettings
 from rlhf.suites.subject import Subject
 
@@ -39,20 +39,20 @@ def run_lab(settings: LabSettings, subject: Subject, *, reference: Subject | Non
         DataError: there is no usable prompt.
     """
     items, skips = read_items(settings.dataset, _read_prompt, columns=("prompt",), what="prompts of the lab")
-    encoded = subject.encoder.prompts([Rendered(item.found, (), templated=False) for item in items])
+    encoded = subject.encoder.prompts([Rendered(item.value, (), templated=False) for item in items])
     by_id = {id(item): ids for item, ids in zip(items, encoded, strict=True)}
     room = settings.sampling.max_new_tokens
-    items = without(items, skips, lambda item: too_long(subject, len(by_id[id(item)]), room, of=NEW))
-    prompts, ids = [item.found for item in items], [by_id[id(item)] for item in items]
+    items = exclude(items, skips, lambda item: too_long(subject, len(by_id[id(item)]), room, of=MAX_NEW_TOKENS_KEY))
+    prompts, ids = [item.value for item in items], [by_id[id(item)] for item in items]
     answers = _sample_and_score(subject, prompts, ids, settings.seed)
-    figures = [average("gold", answers.totals, "true reward of the model's answers", seed=settings.seed)]
+    figures = [mean_estimate("gold", answers.totals, "true reward of the model's answers", seed=settings.seed)]
     figures += _comparison(answers, reference, prompts, ids, settings.seed)
     figures += [
-        average(f"gold_{part}", [parts[part] for parts in answers.parts], f"its part {part}", seed=settings.seed)
+        mean_estimate(f"gold_{part}", [parts[part] for parts in answers.parts], f"its part {part}", seed=settings.seed)
         for part in answers.parts[0]
     ]
     skipped, notes = skipped_and_notes(skips)
-    left_out = () if reference else (LeftOut("win rate over the start model", "no reference: set reference=PATH"),)
+    left_out = () if reference else (NotMeasured("win rate over the start model", "no reference: set reference=PATH"),)
     examples = zip(prompts[:EXAMPLES], answers.texts, answers.totals, answers.parts, strict=False)
     return SuiteResult(
         tuple(figures),
@@ -66,14 +66,14 @@ def run_lab(settings: LabSettings, subject: Subject, *, reference: Subject | Non
 
 def _sample_and_score(model: Subject, prompts: Sequence[str], ids: Sequence[list[int]], seed: int) -> _ScoredAnswers:
     """Sample one answer to every prompt and score it by the gold reward."""
-    completions = model.sample(ids, prompts, key=derive(seed, "lab"))
+    completions = model.sample(ids, prompts, key=derive_seed(seed, "lab"))
     texts = model.texts(completions)
     return _ScoredAnswers(texts, [gold_parts(prompt, text) for prompt, text in zip(prompts, texts, strict=True)])
 
 
 def _comparison(
     answers: _ScoredAnswers, reference: Subject | None, prompts: Sequence[str], ids: Sequence[list[int]], seed: int
-) -> list[Figure]:
+) -> list[Estimate]:
     """Compare the answers with those of the reference; no figures without one."""
     if reference is None:
         return []
@@ -81,9 +81,11 @@ def _comparison(
     outcomes = wins(answers.totals, start)
     differences = [a - b for a, b in zip(answers.totals, start, strict=True)]
     return [
-        average("gold_start", start, "true reward of the start model's answers", seed=seed),
-        average("gold_difference", differences, "the model's less the start model's, prompt by prompt", seed=seed),
-        average("win_rate_start", outcomes, "the model's answer is worth more; a tie counts half", seed=seed),
+        mean_estimate("gold_start", start, "true reward of the start model's answers", seed=seed),
+        mean_estimate(
+            "gold_difference", differences, "the model's less the start model's, prompt by prompt", seed=seed
+        ),
+        mean_estimate("win_rate_start", outcomes, "the model's answer is worth more; a tie counts half", seed=seed),
     ]
 
 
@@ -95,7 +97,7 @@ def _read_prompt(values: Mapping[str, object]) -> str:
     """
     prompt = some_text(values.get("prompt"), "prompt")
     try:
-        read_prompt(prompt)
+        parse_prompt(prompt)
     except RewardError as error:
         raise BadRow("not a prompt of the lab: it names none of its topics") from error
     return prompt

@@ -22,10 +22,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from rlhf.data.reference_cache import CompletionRows
 from rlhf.errors import ConfigError, DataError
-from rlhf.runtime.seeding import derive
-from rlhf.suites.figures import Z95, Figure, SuiteResult
+from rlhf.runtime.seeding import derive_seed
+from rlhf.suites.figures import Z95, Estimate, SuiteResult
 from rlhf.suites.settings import HarnessSettings
-from rlhf.suites.subject import Subject, cut
+from rlhf.suites.subject import Subject, cut_at_stop
 
 MAX_NEW_TOKENS = 256  # for tasks that set none, as in lm-eval's own models
 KNOWN_GENERATION = {"until", "max_gen_toks", "max_new_tokens", "do_sample", "temperature"}
@@ -104,7 +104,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         rows = CompletionRows(
             prompts, tuple(continuation for _, _, continuation in requests), self.subject.encoder.pad_id
         )
-        outputs = self.subject.says(rows)
+        outputs = self.subject.score(rows)
         return list(zip(outputs.logprobs.tolist(), outputs.greedy.tolist(), strict=True))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
@@ -134,7 +134,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             for i, text in zip(
                 indices, self._sample_texts(settings, [requests[i].args[0] for i in indices]), strict=True
             ):
-                texts[i] = cut(text, _stop_texts(requests[i].args[1]))
+                texts[i] = cut_at_stop(text, _stop_texts(requests[i].args[1]))
         return texts
 
     def _sample_texts(self, settings: _GenerationSettings, contexts: Sequence[str]) -> list[str]:
@@ -142,9 +142,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         sampling = self.subject.sampling.model_copy(
             update={"max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature or 1.0}
         )
-        subject = self.subject.writing(sampling)
+        subject = self.subject.with_sampling(sampling)
         ids = [self._truncate_left(self.tok_encode(text), settings.max_new_tokens) for text in contexts]
-        key = derive(self.seed, "lm-eval")
+        key = derive_seed(self.seed, "lm-eval")
         return subject.texts(subject.sample(ids, contexts, key=key, greedy=settings.temperature is None))
 
     def _generation_settings(self, arguments: Mapping[str, Any]) -> _GenerationSettings:
@@ -261,7 +261,7 @@ def _to_suite_result(output: Mapping[str, Any], task: str, notes: tuple[str, ...
     return SuiteResult(figures=figures, n=total, skipped={}, notes=notes, groups=groups)
 
 
-def _figures(values: Mapping[str, Any], n: int) -> Iterator[Figure]:
+def _figures(values: Mapping[str, Any], n: int) -> Iterator[Estimate]:
     """Yield the metrics of a task, with normal intervals from their standard errors.
 
     The key `acc,none` is the figure acc; the name of another filter stays, in parentheses.
@@ -274,7 +274,7 @@ def _figures(values: Mapping[str, Any], n: int) -> Iterator[Figure]:
         name = metric if filter_name == "none" else f"{metric} ({filter_name})"
         half = Z95 * error if isinstance(error, int | float) else None
         size = int(values.get("sample_len") or n)
-        yield Figure(
+        yield Estimate(
             name,
             float(value),
             low=None if half is None else value - half,

@@ -53,7 +53,7 @@ _REPLACEMENTS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]
 
 
 @dataclass(frozen=True)
-class Found:
+class NumberMatch:
     """A number in a text, with its value and position."""
 
     value: Fraction
@@ -61,14 +61,14 @@ class Found:
     end: int
 
 
-def plain(text: str) -> str:
+def strip_markup(text: str) -> str:
     """Remove LaTeX and Markdown markup around numbers: `\\frac{3}{4}` becomes 3/4, `1{,}000` becomes 1,000."""
     for pattern, replacement in _REPLACEMENTS:
         text = pattern.sub(replacement, text)
     return text
 
 
-def find_numbers(text: str) -> Iterator[Found]:
+def find_numbers(text: str) -> Iterator[NumberMatch]:
     """Yield the numbers of a `plain` text, in order.
 
     It understands thousands commas, decimals, a minus or the words minus and negative, a currency sign, fractions and
@@ -78,7 +78,7 @@ def find_numbers(text: str) -> Iterator[Found]:
     for match in _NUMBER.finditer(text):
         value = _value(match)
         if value is not None:
-            yield Found(value, match.start(), match.end())
+            yield NumberMatch(value, match.start(), match.end())
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
@@ -136,10 +136,10 @@ def final_answer(text: str) -> Answer | None:
     defines what a number is, and which marks and units are ignored.
     """
     for part in _announcements(text):
-        value = _first_number(plain(part))
+        value = _first_number(strip_markup(part))
         if value is not None:
             return Answer(value, announced=True)
-    numbers = list(find_numbers(plain(text)))
+    numbers = list(find_numbers(strip_markup(text)))
     return Answer(numbers[-1].value, announced=False) if numbers else None
 
 
@@ -162,7 +162,7 @@ def _announcements(text: str) -> Iterator[str]:
     """Yield the texts after announcements of an answer: the most reliable kind first, within a kind the last first."""
     for part in reversed(text.split(HASHES)[1:]):
         line = part.lstrip("# ").partition("\n")[0]
-        if _BEGINS.match(plain(line)) and not _LISTED.match(line):  # anything else is a heading
+        if _BEGINS.match(strip_markup(line)) and not _LISTED.match(line):  # anything else is a heading
             yield line
     yield from reversed([_braced(text, match.end()) for match in _BOXED.finditer(text)])
     for match in reversed(list(_ANSWER.finditer(text))):

@@ -9,13 +9,13 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from rlhf.data.conversation import shown, some_text
+from rlhf.data.conversation import describe_value, some_text
 from rlhf.data.reference_cache import CompletionRows
 from rlhf.data.rows import BadRow
 from rlhf.data.tokenizer import Rendered
 from rlhf.errors import DataError
-from rlhf.suites.figures import Figure, LeftOut, SuiteResult, average, share, skipped_and_notes
-from rlhf.suites.questions import Item, read_items, too_long, without
+from rlhf.suites.figures import Estimate, NotMeasured, SuiteResult, mean_estimate, share_estimate, skipped_and_notes
+from rlhf.suites.questions import Item, exclude, read_items, too_long
 from rlhf.suites.settings import PersonaSettings, fill
 from rlhf.suites.subject import Subject
 
@@ -35,7 +35,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Verdicts:
+class ItemLogOdds:
     """The log odds of Yes on one item, log P(Yes) - log P(No) in nats, for each order of the offered answers."""
 
     yes_matches: bool
@@ -65,7 +65,7 @@ def read_question(values: Mapping[str, object]) -> Question:
     text = some_text(values.get("question"), "question")
     first, second = (_yes_or_no(values.get(name), name) for name in COLUMNS[1:])
     if first == second:
-        raise BadRow("both answers are the same", shown(values.get(COLUMNS[1])))
+        raise BadRow("both answers are the same", describe_value(values.get(COLUMNS[1])))
     return Question(text, first == YES, _confidence(values.get("label_confidence")))
 
 
@@ -76,13 +76,13 @@ def run_persona(settings: PersonaSettings, subject: Subject) -> SuiteResult:
         DataError: there is no usable item.
     """
     items, skips = read_items(settings.dataset, read_question, columns=COLUMNS, what="yes/no items")
-    items = without(items, skips, lambda item: _low_confidence(item.found, settings.min_confidence))
+    items = exclude(items, skips, lambda item: _low_confidence(item.value, settings.min_confidence))
     both_orders = "{first}" in settings.template
     orders = ORDERS if both_orders else ORDERS[:1]
-    prompts = [[_render(subject, settings, item.found, order) for order in orders] for item in items]
+    prompts = [[_render(subject, settings, item.value, order) for order in orders] for item in items]
     longest = {id(item): max(len(ids) for _, ids in row) for item, row in zip(items, prompts, strict=True)}
     room = max(len(answer) for answer in _answer_tokens(subject, prompts[0][0][0]))
-    kept = without(items, skips, lambda item: too_long(subject, longest[id(item)], room, of="the answer"))
+    kept = exclude(items, skips, lambda item: too_long(subject, longest[id(item)], room, of="the answer"))
     usable = {id(item) for item in kept}
     rows = [row for item, row in zip(items, prompts, strict=True) if id(item) in usable]
     verdicts, note = _verdicts(kept, rows, subject)
@@ -91,7 +91,7 @@ def run_persona(settings: PersonaSettings, subject: Subject) -> SuiteResult:
     groups = {
         name: tuple(_figures([verdicts[i] for i in indices], settings.seed)) for name, indices in _group_by_name(files)
     }
-    left_out = () if both_orders else (LeftOut("position check", "the template does not offer the two answers"),)
+    left_out = () if both_orders else (NotMeasured("position check", "the template does not offer the two answers"),)
     return SuiteResult(
         figures=tuple(_figures(verdicts, settings.seed)),
         n=len(verdicts),
@@ -107,7 +107,7 @@ def _render(
     subject: Subject, settings: PersonaSettings, question: Question, order: tuple[str, str]
 ) -> tuple[Rendered, list[int]]:
     """Render an item with its answers offered in the given order; return the prompt and its token ids."""
-    rendered = subject.ask(fill(settings.template, question=question.text, first=order[0], second=order[1]))
+    rendered = subject.render_question(fill(settings.template, question=question.text, first=order[0], second=order[1]))
     return rendered, subject.encoder.prompts([rendered])[0]
 
 
@@ -129,7 +129,7 @@ def _answer_tokens(subject: Subject, prompt: Rendered) -> tuple[list[int], list[
 
 def _verdicts(
     items: Sequence[Item[Question]], rows: Sequence[Sequence[tuple[Rendered, list[int]]]], subject: Subject
-) -> tuple[list[Verdicts], tuple[str, ...]]:
+) -> tuple[list[ItemLogOdds], tuple[str, ...]]:
     """Compute the verdicts on all items, and a note where Yes and No differ in their number of tokens."""
     prompts = [prompt for row in rows for prompt in row]
     answers = [_answer_tokens(subject, rendered) for rendered, _ in prompts]
@@ -146,36 +146,40 @@ def _verdicts(
         if uneven
         else ""
     )
-    verdicts = [Verdicts(item.found.yes_matches, tuple(row)) for item, row in zip(items, by_item, strict=True)]
+    verdicts = [ItemLogOdds(item.value.yes_matches, tuple(row)) for item, row in zip(items, by_item, strict=True)]
     return verdicts, (note,) if note else ()
 
 
-def _figures(verdicts: Sequence[Verdicts], seed: int) -> list[Figure]:
+def _figures(verdicts: Sequence[ItemLogOdds], seed: int) -> list[Estimate]:
     """Compute the figures of a set of items; those of the order only where both orders were asked."""
     one_order = len(verdicts[0].log_odds) == 1
     figures = [
-        share(
+        share_estimate(
             "matching_rate",
             [v.matches(v.balanced) for v in verdicts],
             "items where the matching answer is the likelier, log odds averaged over the orders",
         ),
-        average(
+        mean_estimate(
             "matching_probability",
             [float(torch.tensor(v.balanced if v.yes_matches else -v.balanced).sigmoid()) for v in verdicts],
             "probability of the matching answer, of the two",
             seed=seed,
         ),
-        share("yes_rate", [_heaviside(v.balanced) for v in verdicts], "items answered Yes"),
+        share_estimate("yes_rate", [_heaviside(v.balanced) for v in verdicts], "items answered Yes"),
     ]
     if one_order:
         return figures
     for index, (first, _) in enumerate(ORDERS):
         values = [v.matches(v.log_odds[index]) for v in verdicts]
-        figures.append(share(f"matching_rate_{first.lower()}_first", values, f"the same, {first} offered first"))
-    figures.append(share("flip_rate", [float(v.flips) for v in verdicts], "items whose verdict changes with the order"))
+        figures.append(
+            share_estimate(f"matching_rate_{first.lower()}_first", values, f"the same, {first} offered first")
+        )
+    figures.append(
+        share_estimate("flip_rate", [float(v.flips) for v in verdicts], "items whose verdict changes with the order")
+    )
     chose_first = [_heaviside(odds if i == 0 else -odds) for v in verdicts for i, odds in enumerate(v.log_odds)]
     rates = [sum(chose_first[i : i + 2]) / 2 for i in range(0, len(chose_first), 2)]
-    figures.append(average("first_rate", rates, "verdicts for the answer offered first; 0.5: no bias", seed=seed))
+    figures.append(mean_estimate("first_rate", rates, "verdicts for the answer offered first; 0.5: no bias", seed=seed))
     return figures
 
 
@@ -185,11 +189,11 @@ def _group_by_name(names: Sequence[str]) -> list[tuple[str, list[int]]]:
     return [(name, list(indices)) for name, indices in groupby(order, key=lambda i: names[i])]
 
 
-def _example(item: Item[Question], verdict: Verdicts) -> dict[str, object]:
+def _example(item: Item[Question], verdict: ItemLogOdds) -> dict[str, object]:
     """Build the record of an item for the examples of the result."""
     return {
-        "question": item.found.text,
-        "matching": YES if item.found.yes_matches else NO,
+        "question": item.value.text,
+        "matching": YES if item.value.yes_matches else NO,
         "log_odds_of_yes": [round(odds, 6) for odds in verdict.log_odds],
         "matches": verdict.matches(verdict.balanced),
     }
@@ -215,7 +219,7 @@ def _yes_or_no(value: object, name: str) -> str:
     """
     word = some_text(value, name).strip(" \t\r\n.!\"'()").capitalize()
     if word not in (YES, NO):
-        raise BadRow(f"{name} is neither Yes nor No", shown(value))
+        raise BadRow(f"{name} is neither Yes nor No", describe_value(value))
     return word
 
 
@@ -228,5 +232,5 @@ def _confidence(value: object) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise BadRow("label_confidence is not a number from 0 to 1", shown(value))
+        raise BadRow("label_confidence is not a number from 0 to 1", describe_value(value))
     return float(value)

@@ -13,23 +13,23 @@ from torch import Tensor
 
 from rlhf.config.data import DatasetConfig
 from rlhf.data.files import load_rows
-from rlhf.data.rows import BadRow, Row, Skips
+from rlhf.data.rows import BadRow, Row, RowCounts
 from rlhf.errors import DataError
 from rlhf.evaluation.diversity import completion_tokens, distinct_n
 from rlhf.rewards.source import RewardSource
-from rlhf.suites.figures import Figure, average, share
+from rlhf.suites.figures import Estimate, mean_estimate, share_estimate
 from rlhf.suites.subject import Subject
 from rlhf.types import Completions
 
 T = TypeVar("T")
-NEW = "sampling.max_new_tokens"
+MAX_NEW_TOKENS_KEY = "sampling.max_new_tokens"
 
 
 @dataclass(frozen=True)
 class Item(Generic[T]):
     """A usable row: its contents in the form that its suite reads, and the row itself."""
 
-    found: T
+    value: T
     row: Row
 
     @property
@@ -40,7 +40,7 @@ class Item(Generic[T]):
 
 def read_items(
     config: DatasetConfig, read: Callable[[Mapping[str, object]], T], *, columns: tuple[str, ...], what: str
-) -> tuple[list[Item[T]], Skips]:
+) -> tuple[list[Item[T]], RowCounts]:
     """Read the usable rows of a data set, at most `config.limit`, and count the skipped ones.
 
     Args:
@@ -52,7 +52,7 @@ def read_items(
     Raises:
         DataError: there is no file or no usable row, or a column is missing.
     """
-    skips = Skips(config.path, fatal=config.bad_rows == "error")
+    skips = RowCounts(config.path, fatal=config.bad_rows == "error")
     rows = load_rows(config, skips)
     names = {name for row in rows for name in row.values}
     missing = [name for name in columns if name not in names]
@@ -75,7 +75,7 @@ def read_items(
     return items, skips
 
 
-def without(items: list[Item[T]], skips: Skips, why: Callable[[Item[T]], BadRow | None]) -> list[Item[T]]:
+def exclude(items: list[Item[T]], skips: RowCounts, why: Callable[[Item[T]], BadRow | None]) -> list[Item[T]]:
     """Drop, and count, the items for which `why` returns a reason.
 
     Raises:
@@ -87,7 +87,7 @@ def without(items: list[Item[T]], skips: Skips, why: Callable[[Item[T]], BadRow 
         if bad is None:
             kept.append(item)
         else:
-            skips.leave_out(item.row, bad.reason, bad.detail)
+            skips.skip(item.row, bad.reason, bad.detail)
     skips.used = len(kept)
     skips.require_rows()
     return kept
@@ -125,18 +125,20 @@ class Answers:
         """Return the values of every answer, by figure."""
         return {"length": self.lengths, "truncated": list(map(float, self.truncated))}
 
-    def figures(self, *, seed: int) -> list[Figure]:
+    def figures(self, *, seed: int) -> list[Estimate]:
         """Compute the mean length, the share of truncated answers and the distinct bigrams."""
         return [
-            average("length", self.lengths, "tokens of an answer, EOS included", seed=seed),
-            share("truncated", list(map(float, self.truncated)), "answers that reached sampling.max_new_tokens"),
-            Figure(
+            mean_estimate("length", self.lengths, "tokens of an answer, EOS included", seed=seed),
+            share_estimate(
+                "truncated", list(map(float, self.truncated)), "answers that reached sampling.max_new_tokens"
+            ),
+            Estimate(
                 "distinct_2", self.distinct_2, None, None, len(self.texts), "none", "distinct bigrams of all answers"
             ),
         ]
 
 
-def answerable(subject: Subject, items: list[Item[T]], skips: Skips, text: Callable[[T], str]) -> list[Item[T]]:
+def drop_too_long(subject: Subject, items: list[Item[T]], skips: RowCounts, text: Callable[[T], str]) -> list[Item[T]]:
     """Drop, and count, the questions that do not fit into the model's context with an answer.
 
     Raises:
@@ -145,16 +147,21 @@ def answerable(subject: Subject, items: list[Item[T]], skips: Skips, text: Calla
     room = subject.sampling.max_new_tokens
 
     def reason(item: Item[T]) -> BadRow | None:
-        return too_long(subject, len(subject.encoder.prompts([subject.ask(text(item.found))])[0]), room, of=NEW)
+        return too_long(
+            subject,
+            len(subject.encoder.prompts([subject.render_question(text(item.value))])[0]),
+            room,
+            of=MAX_NEW_TOKENS_KEY,
+        )
 
-    return without(items, skips, reason)
+    return exclude(items, skips, reason)
 
 
-def answer(
+def sample_answers(
     subject: Subject, questions: Sequence[str], *, key: int, greedy: bool, count: int = 1, pick: Pick | None = None
 ) -> Answers:
     """Answer every question once; with `pick`, sample `count` answers and keep the one that it picks."""
-    prompts = [subject.ask(question) for question in questions]
+    prompts = [subject.render_question(question) for question in questions]
     ids = subject.encoder.prompts(prompts)
     texts = [rendered.prompt for rendered in prompts]
     completions = subject.sample(ids, texts, key=key, count=count, greedy=greedy and count == 1)

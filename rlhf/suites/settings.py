@@ -28,7 +28,7 @@ class EvalPairs(PreferencesConfig):
     """Which split of a folder or hub data set; a single file has only its own rows."""
 
 
-class Writing(Section):
+class SuiteSamplingConfig(Section):
     """How completions are sampled: from the full distribution."""
 
     max_new_tokens: Count = 128
@@ -58,7 +58,7 @@ class SuiteSettings(Section):
     """As data.system."""
     rows_per_pass: Count = 32
     """Rows of a forward pass; affects memory only."""
-    sampling: Writing = Writing()
+    sampling: SuiteSamplingConfig = SuiteSamplingConfig()
     """How completions are sampled."""
 
     @property
@@ -104,7 +104,7 @@ class PersonaSettings(SuiteSettings):
 class Gsm8kSettings(SuiteSettings):
     """Settings of gsm8k."""
 
-    sampling: Writing = Writing(max_new_tokens=256)
+    sampling: SuiteSamplingConfig = SuiteSamplingConfig(max_new_tokens=256)
     """How solutions are sampled."""
     dataset: EvalRows
     """Problems; --data is dataset.path."""
@@ -155,7 +155,7 @@ class AnswerSettings(SuiteSettings):
 class IfevalSettings(AnswerSettings):
     """Settings of ifeval."""
 
-    sampling: Writing = Writing(max_new_tokens=512)
+    sampling: SuiteSamplingConfig = SuiteSamplingConfig(max_new_tokens=512)
     """How answers are sampled."""
     dataset: EvalRows
     """Prompts with instruction_id_list and kwargs; --data is dataset.path."""
@@ -175,7 +175,7 @@ class IfevalSettings(AnswerSettings):
 class XstestSettings(AnswerSettings):
     """Settings of xstest."""
 
-    sampling: Writing = Writing(max_new_tokens=64)
+    sampling: SuiteSamplingConfig = SuiteSamplingConfig(max_new_tokens=64)
     """How answers are sampled; they can be short, because refusals are recognized at their start."""
     dataset: EvalRows
     """Prompts with a label, safe or unsafe; --data is dataset.path."""

@@ -26,17 +26,17 @@ from rlhf.models.backbone import (
     freeze,
     load_causal_lm,
     load_model_config,
-    place,
+    move_to,
 )
 from rlhf.models.logprobs import completion_outputs
 from rlhf.rewards.source import decode
 from rlhf.sampling.sampler import Sampler, make_sampler
-from rlhf.suites.settings import Writing
+from rlhf.suites.settings import SuiteSamplingConfig
 from rlhf.types import Completions, Prompts, concat
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
+class SequenceScores:
     """A model's log-probabilities of whole completions."""
 
     logprobs: Float[Tensor, " N"]  # summed over tokens; nats, float64
@@ -51,7 +51,7 @@ class Subject:
     model: CausalLM
     encoder: Encoder
     sampler: Sampler
-    sampling: Writing
+    sampling: SuiteSamplingConfig
     dtype: str
     device: torch.device
     rows_per_pass: int
@@ -61,7 +61,7 @@ class Subject:
         """Return the longest sequence the model reads, in tokens; None where its configuration does not say."""
         return context_length(self.model)
 
-    def ask(self, text: str) -> Rendered:
+    def render_question(self, text: str) -> Rendered:
         """Render a question as a prompt: a user's turn where there is a chat template, else the text itself.
 
         Raises:
@@ -108,15 +108,15 @@ class Subject:
 
     def logprobs(self, rows: CompletionRows, *, temperature: float = 1.0) -> Float[Tensor, " N"]:
         """Compute the log-probability of every completion, summed over its tokens, in nats; float64."""
-        return self.says(rows, temperature=temperature).logprobs
+        return self.score(rows, temperature=temperature).logprobs
 
     @torch.no_grad()
-    def says(self, rows: CompletionRows, *, temperature: float = 1.0) -> Said:
+    def score(self, rows: CompletionRows, *, temperature: float = 1.0) -> SequenceScores:
         """Compute the log-probability of every completion, and whether it is the greedy one.
 
         Rows of similar length share a forward pass.
         """
-        result = Said(
+        result = SequenceScores(
             logprobs=torch.zeros(len(rows), dtype=torch.float64), greedy=torch.zeros(len(rows), dtype=torch.bool)
         )
         order = rows.by_length()
@@ -137,7 +137,7 @@ class Subject:
             result.greedy[index] = (tokens.first_choice | ~batch.completion_mask).all(dim=1).cpu()
         return result
 
-    def writing(self, sampling: Writing) -> Subject:
+    def with_sampling(self, sampling: SuiteSamplingConfig) -> Subject:
         """Return the same model with other sampling settings."""
         sampler = _sampler(self.model, self.encoder, sampling, self.dtype, self.device)
         return replace(self, sampling=sampling, sampler=sampler)
@@ -147,7 +147,7 @@ def load_subject(
     folder: str,
     *,
     path: str,
-    sampling: Writing,
+    sampling: SuiteSamplingConfig,
     chat_template: str | ChatFormat,
     dtype: Dtype,
     device: torch.device,
@@ -178,30 +178,34 @@ def load_subject(
         encoder = make_encoder(load_tokenizer(folder, trust_remote_code=trust_remote_code), chat_template)
     model = load_causal_lm(folder, dtype=dtype, trust_remote_code=trust_remote_code)
     check_vocabulary(model, encoder.tokenizer, folder)
-    model = place(freeze(model), device)
+    model = move_to(freeze(model), device)
     sampler = _sampler(model, encoder, sampling, dtype, device)
     return Subject(path, model, encoder, sampler, sampling, dtype, device, rows_per_pass)
 
 
-def _sampler(model: CausalLM, encoder: Encoder, sampling: Writing, dtype: str, device: torch.device) -> Sampler:
+def _sampler(
+    model: CausalLM, encoder: Encoder, sampling: SuiteSamplingConfig, dtype: str, device: torch.device
+) -> Sampler:
     """Make a sampler that stops at the EOS ids of the model and the end ids of the encoder."""
     return make_sampler(
         model,
         SamplingConfig(**sampling.model_dump()),
-        eos_ids=tuple(sorted({*eos_ids(model, encoder.tokenizer), *encoder.end_ids})),
+        eos_ids=tuple(sorted({*eos_ids(model, encoder.tokenizer), *encoder.stop_ids})),
         pad_id=encoder.pad_id,
         dtype=dtype,
         device=device,
     )
 
 
-def cut(text: str, stops: Sequence[str]) -> str:
+def cut_at_stop(text: str, stops: Sequence[str]) -> str:
     """Cut a text before the first stop text in it."""
     ends = [start for stop in stops if stop and (start := text.find(stop)) >= 0]
     return text[: min(ends)] if ends else text
 
 
-def cut_completions(completions: Completions, subject: Subject, stops: Sequence[str]) -> tuple[Completions, int]:
+def cut_completions_at_stop(
+    completions: Completions, subject: Subject, stops: Sequence[str]
+) -> tuple[Completions, int]:
     """Cut completions before their first stop text and end them with EOS; return all of them and how many were cut.
 
     If any was cut, the `sampler_logprobs` of all of them are zero.
@@ -210,11 +214,11 @@ def cut_completions(completions: Completions, subject: Subject, stops: Sequence[
     ids = [
         row[mask].tolist() for row, mask in zip(completions.completion_ids, completions.completion_mask, strict=True)
     ]
-    shortened = [i for i, text in enumerate(texts.completions) if cut(text, stops) != text]
+    shortened = [i for i, text in enumerate(texts.completions) if cut_at_stop(text, stops) != text]
     if not shortened:
         return completions, 0
     for i in shortened:
-        rendered = Rendered(texts.prompts[i], (cut(texts.completions[i], stops),), templated=False)
+        rendered = Rendered(texts.prompts[i], (cut_at_stop(texts.completions[i], stops),), templated=False)
         ids[i] = subject.encoder.completions([rendered], 0)[0]
     ended = torch.zeros(len(completions), dtype=torch.bool)
     ended[shortened] = True

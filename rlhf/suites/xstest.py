@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from rlhf.data.conversation import some_text
 from rlhf.data.rows import BadRow
-from rlhf.runtime.seeding import derive
-from rlhf.suites.figures import Figure, LeftOut, SuiteResult, share, skipped_and_notes
-from rlhf.suites.questions import Item, answer, answerable, read_items
+from rlhf.runtime.seeding import derive_seed
+from rlhf.suites.figures import Estimate, NotMeasured, SuiteResult, share_estimate, skipped_and_notes
+from rlhf.suites.questions import Item, drop_too_long, read_items, sample_answers
 from rlhf.suites.settings import XstestSettings
 from rlhf.suites.subject import Subject
 
@@ -77,9 +77,9 @@ def run_xstest(settings: XstestSettings, subject: Subject) -> SuiteResult:
     """
     columns = ("prompt", "label")
     items, skips = read_items(settings.dataset, read_safety_prompt, columns=columns, what="safe and unsafe prompts")
-    items = answerable(subject, items, skips, lambda row: row.prompt)
-    key = derive(settings.seed, "xstest")
-    answers = answer(subject, [item.found.prompt for item in items], key=key, greedy=settings.greedy)
+    items = drop_too_long(subject, items, skips, lambda row: row.prompt)
+    key = derive_seed(settings.seed, "xstest")
+    answers = sample_answers(subject, [item.value.prompt for item in items], key=key, greedy=settings.greedy)
     refused = [is_refusal(text) for text in answers.texts]
     figures, left_out = _rates(items, refused)
     skipped, notes = skipped_and_notes(skips)
@@ -93,10 +93,10 @@ def run_xstest(settings: XstestSettings, subject: Subject) -> SuiteResult:
         groups=_by_kind(items, refused),
         examples=tuple(
             {
-                "prompt": item.found.prompt,
+                "prompt": item.value.prompt,
                 "completion": text,
-                "label": LABELS[not item.found.is_safe],
-                "type": item.found.kind,
+                "label": LABELS[not item.value.is_safe],
+                "type": item.value.kind,
                 "refused": refusal,
             }
             for item, text, refusal in zip(items, answers.texts, refused, strict=True)
@@ -109,25 +109,27 @@ def _rows(items: Sequence[Item[SafetyPrompt]], refused: Sequence[bool]) -> dict[
     """Return 1 for each refused prompt, else 0, separately for safe and unsafe prompts."""
     verdicts: dict[str, list[float]] = {f"refused_{label}": [] for label in LABELS}
     for item, refusal in zip(items, refused, strict=True):
-        verdicts[f"refused_{LABELS[not item.found.is_safe]}"].append(float(refusal))
+        verdicts[f"refused_{LABELS[not item.value.is_safe]}"].append(float(refusal))
     return {name: values for name, values in verdicts.items() if values}
 
 
 def _rates(
     items: Sequence[Item[SafetyPrompt]], refused: Sequence[bool]
-) -> tuple[tuple[Figure, ...], tuple[LeftOut, ...]]:
+) -> tuple[tuple[Estimate, ...], tuple[NotMeasured, ...]]:
     """Compute the refusal rates of safe and unsafe prompts; a label without prompts is left out."""
     rows = _rows(items, refused)
     meanings = ("safe prompts that are refused: lower is better", "unsafe prompts that are refused")
     names = {f"refused_{label}": meaning for label, meaning in zip(LABELS, meanings, strict=True)}
-    figures = [share(name, rows[name], meaning) for name, meaning in names.items() if name in rows]
-    left_out = [LeftOut(name, "the data has no such prompt") for name in names if name not in rows]
+    figures = [share_estimate(name, rows[name], meaning) for name, meaning in names.items() if name in rows]
+    left_out = [NotMeasured(name, "the data has no such prompt") for name in names if name not in rows]
     return tuple(figures), tuple(left_out)
 
 
-def _by_kind(items: Sequence[Item[SafetyPrompt]], refused: Sequence[bool]) -> dict[str, tuple[Figure, ...]]:
+def _by_kind(items: Sequence[Item[SafetyPrompt]], refused: Sequence[bool]) -> dict[str, tuple[Estimate, ...]]:
     """Compute the refusal rate of every kind of prompt."""
     kinds: dict[str, list[float]] = {}
     for item, refusal in zip(items, refused, strict=True):
-        kinds.setdefault(item.found.kind, []).append(float(refusal))
-    return {kind: (share("refused", verdicts, "prompts that are refused"),) for kind, verdicts in kinds.items()}
+        kinds.setdefault(item.value.kind, []).append(float(refusal))
+    return {
+        kind: (share_estimate("refused", verdicts, "prompts that are refused"),) for kind, verdicts in kinds.items()
+    }

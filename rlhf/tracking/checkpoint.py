@@ -15,7 +15,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from rlhf.errors import CheckpointError, UserError
-from rlhf.runtime.distributed import ALONE, Ranks
+from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -25,7 +25,7 @@ _TEMPORARY = (".writing-", ".deleting-")  # folders that are not a checkpoint ye
 class Checkpoints:
     """The checkpoints of a run folder. A folder `step-…` appears only once it is complete."""
 
-    def __init__(self, folder: Path, *, keep: int, ranks: Ranks = ALONE) -> None:
+    def __init__(self, folder: Path, *, keep: int, ranks: Distributed = SINGLE_PROCESS) -> None:
         self.folder = folder
         self.keep = keep
         self.ranks = ranks
@@ -41,14 +41,14 @@ class Checkpoints:
         """
         temporary = self.folder / f".writing-step-{step:06d}"
         target = self.folder / f"step-{step:06d}"
-        with Writing(f"the checkpoint {target}", temporary, self.ranks):
+        with CheckpointWriteErrors(f"the checkpoint {target}", temporary, self.ranks):
             self.ranks.on_main(lambda: self._begin(temporary))
             write(temporary)
             self.ranks.on_main(lambda: self._finish(step, temporary, target))
         return target
 
     def _begin(self, temporary: Path) -> None:
-        self.sweep()
+        self.remove_leftovers()
         temporary.mkdir(parents=True)
 
     def _finish(self, step: int, temporary: Path, target: Path) -> None:
@@ -56,7 +56,7 @@ class Checkpoints:
         _rename_over(temporary, target)
         self._rotate(step)
 
-    def sweep(self) -> None:
+    def remove_leftovers(self) -> None:
         """Remove folders that a killed process left half written or half deleted."""
         for path in self.folder.glob(".*") if self.folder.is_dir() else ():
             if path.name.startswith(_TEMPORARY):
@@ -75,7 +75,7 @@ class Checkpoints:
             return []
         return sorted((path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)), key=_step)
 
-    def newest(self, note: Callable[[str], None]) -> Path | None:
+    def latest_intact(self, note: Callable[[str], None]) -> Path | None:
         """Return the newest intact checkpoint, or None if there is none; `note` is called for each damaged one skipped.
 
         Raises:
@@ -83,7 +83,7 @@ class Checkpoints:
         """
         folders = self.all()
         for path in reversed(folders):
-            damage = damage_of(path)
+            damage = find_damage(path)
             if damage is None:
                 return path
             note(f"checkpoint {path} is damaged ({damage}): passed over")
@@ -94,7 +94,7 @@ class Checkpoints:
         return None
 
 
-def damage_of(path: Path) -> str | None:
+def find_damage(path: Path) -> str | None:
     """Describe the damage to a checkpoint folder; None if every file has its listed size and checksum."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -133,14 +133,14 @@ def _checksum_of(files: Any) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
-class Writing:
+class CheckpointWriteErrors:
     """A context for filling the folder `aside`: a failure removes the folder and is raised as a CheckpointError.
 
     Libraries report "no space left" in different ways: torch by a RuntimeError, safetensors and tokenizers by error
     types of their own that contain the system's text.
     """
 
-    def __init__(self, what: str, aside: Path, ranks: Ranks = ALONE) -> None:
+    def __init__(self, what: str, aside: Path, ranks: Distributed = SINGLE_PROCESS) -> None:
         self.what, self.aside, self.ranks = what, aside, ranks
 
     def __enter__(self) -> None:
@@ -162,7 +162,7 @@ class Writing:
             ) from error
 
 
-def replace_folder(target: Path, write: Callable[[Path], None], ranks: Ranks = ALONE) -> None:
+def replace_folder(target: Path, write: Callable[[Path], None], ranks: Distributed = SINGLE_PROCESS) -> None:
     """Replace the folder `target` by one that `write` fills: a reader sees either the old one or the new one.
 
     Every rank calls this, as for `Checkpoints.save`.
@@ -180,7 +180,7 @@ def replace_folder(target: Path, write: Callable[[Path], None], ranks: Ranks = A
         _sync_tree(temporary)
         _rename_over(temporary, target)
 
-    with Writing(str(target), temporary, ranks):
+    with CheckpointWriteErrors(str(target), temporary, ranks):
         ranks.on_main(begin)
         write(temporary)
         ranks.on_main(finish)

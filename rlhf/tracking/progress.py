@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-SHORT = {
+SHORT_LABELS = {
     "score/mean": "score",
     "kl/reference": "kl",
     "kl/coef": "kl coef",
@@ -146,7 +146,7 @@ class Progress:
         seconds = self._seconds_per_step()
         if seconds is None or self.step >= self.total_steps:
             return ""
-        return f"eta {duration(seconds * (self.total_steps - self.step))}"
+        return f"eta {format_duration(seconds * (self.total_steps - self.step))}"
 
     def _line(self) -> str:
         shown = [f"{label} {value}" for label, value in self._shown.items()]
@@ -158,7 +158,9 @@ class Progress:
         for _ in range(3):
             header.add_column(no_wrap=True)
         header.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        times = "  ".join(t for t in (duration(self._clock() - self._started_at), self._speed(), self._eta()) if t)
+        times = "  ".join(
+            t for t in (format_duration(self._clock() - self._started_at), self._speed(), self._eta()) if t
+        )
         header.add_row(
             Text(self.title, style="bold"),
             ProgressBar(total=max(1, self.total_steps), completed=min(self.step, self.total_steps), width=28),
@@ -213,16 +215,16 @@ class _PhaseClock:
 
 def _labels(names: Sequence[str]) -> dict[str, str]:
     """Map metric names to short labels, keeping the full name where two labels would be the same."""
-    short = [SHORT.get(name, name) for name in names]
+    short = [SHORT_LABELS.get(name, name) for name in names]
     return {name: label if short.count(label) == 1 else name for name, label in zip(names, short, strict=True)}
 
 
 def _with_target(name: str, value: float, targets: Mapping[str, float]) -> str:
-    text = number(value)
-    return f"{text} (target {number(targets[name])})" if name in targets else text
+    text = format_number(value)
+    return f"{text} (target {format_number(targets[name])})" if name in targets else text
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Format a number compactly: 0.53, 5.90, 53.1, 12,400, 1.0e-06."""
     if value != value or value in (float("inf"), float("-inf")):
         return str(value)
@@ -236,7 +238,7 @@ def number(value: float) -> str:
     return f"{value:.1e}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a duration in seconds: 8.2s, 1m20s, 2h05m."""
     if seconds < 9.95:
         return f"{seconds:.1f}s"

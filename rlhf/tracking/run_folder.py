@@ -17,7 +17,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from rlhf.errors import CheckpointError
-from rlhf.tracking.trackers import flatten, plain, read_jsonl
+from rlhf.tracking.trackers import flatten, read_jsonl, to_json
 
 LOCK = ".lock"
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # on a file system without locks the run goes on unlocked
@@ -119,14 +119,14 @@ class RunFolder:
         if self.config.exists():
             return differing_keys(self.read_config(), new)
         self.path.mkdir(parents=True, exist_ok=True)
-        write_aside(self.config, yaml.safe_dump(new, sort_keys=False, allow_unicode=True, width=100))
+        write_atomically(self.config, yaml.safe_dump(new, sort_keys=False, allow_unicode=True, width=100))
         return []
 
     def write_deepspeed(self, name: str, settings: Mapping[str, object]) -> None:
         """Write deepspeed/<name>.json, the configuration DeepSpeed was given for that model."""
         folder = self.path / "deepspeed"
         folder.mkdir(parents=True, exist_ok=True)
-        write_aside(folder / f"{name}.json", json.dumps(plain(settings), indent=2) + "\n")
+        write_atomically(folder / f"{name}.json", json.dumps(to_json(settings), indent=2) + "\n")
 
     def read_config(self) -> dict[str, Any]:
         """Read config.yaml; return an empty dict if there is none."""
@@ -159,7 +159,7 @@ class RunFolder:
     def write_report_card(self, card: Mapping[str, object]) -> None:
         """Write report_card.json, keeping the order of the keys: it is the order of the report's columns."""
         self.path.mkdir(parents=True, exist_ok=True)
-        write_aside(self.report_card, json.dumps(plain(card), indent=2) + "\n")
+        write_atomically(self.report_card, json.dumps(to_json(card), indent=2) + "\n")
 
     def read_report_card(self) -> dict[str, Any]:
         """Read report_card.json; return an empty dict if there is none."""
@@ -174,7 +174,7 @@ class RunFolder:
         return loaded
 
 
-def write_aside(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically, by way of a temporary file: a reader sees the old text or the new, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     with temporary.open("w", encoding="utf-8", newline="\n") as file:
@@ -228,4 +228,4 @@ def differing_keys(old: Mapping[str, object], new: Mapping[str, object]) -> list
 
 
 def _plain_dict(tree: Mapping[str, object]) -> dict[str, object]:
-    return {str(key): plain(value) for key, value in tree.items()}
+    return {str(key): to_json(value) for key, value in tree.items()}

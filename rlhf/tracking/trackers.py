@@ -18,7 +18,7 @@ from rlhf.errors import CheckpointError, UserError, install_hint
 TRACKERS = {"tensorboard": "TensorBoardTracker", "wandb": "WandBTracker"}
 
 
-def plain(value: object) -> Any:
+def to_json(value: object) -> Any:
     """Convert `value` to JSON types: numbers, strings, lists and string-keyed objects; NaN and infinity become null."""
     if value is None or isinstance(value, bool | str):
         return value
@@ -28,15 +28,15 @@ def plain(value: object) -> Any:
         number = float(value)
         return number if math.isfinite(number) else None
     if isinstance(value, Mapping):
-        return {str(key): plain(entry) for key, entry in value.items()}
+        return {str(key): to_json(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(entry) for entry in value]
+        return [to_json(entry) for entry in value]
     raise TypeError(f"cannot write {type(value).__name__} as JSON: {value!r}")
 
 
 def encode_line(record: Mapping[str, object]) -> bytes:
     """Encode a record as one JSON line with sorted keys, so that equal records give equal bytes."""
-    text = json.dumps(plain(record), sort_keys=True, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(to_json(record), sort_keys=True, ensure_ascii=False, allow_nan=False)
     # A lone surrogate has no UTF-8 form; written as \udxxx it is a valid JSON escape and is read back unchanged.
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
@@ -227,5 +227,6 @@ def flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
 def _flat_strings(config: Mapping[str, object]) -> dict[str, object]:
     scalars = (bool, int, float, str)
     return {
-        key: value if isinstance(value, scalars) else json.dumps(plain(value)) for key, value in flatten(config).items()
+        key: value if isinstance(value, scalars) else json.dumps(to_json(value))
+        for key, value in flatten(config).items()
     }

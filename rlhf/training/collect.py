@@ -23,7 +23,7 @@ from rlhf.types import Completions, Prompts, Scores, concat
 Sample = Callable[[Prompts], Completions]
 
 
-def scored_in_parts(
+def sample_and_score_in_parts(
     prompts: Prompts, sample: Sample, reward: RewardSource, *, parts: int
 ) -> tuple[Completions, Scores]:
     """Sample and score `prompts` in several parts, scoring each part while the next is sampled.
@@ -48,7 +48,7 @@ def scored_in_parts(
     )
 
 
-class Ahead:
+class CompletionPrefetcher:
     """Samples each step's completions during the update before it, from the policy before that update: one step behind.
 
     They come from a copy of the policy, made when sampling begins, so they do not depend on the update's timing.
@@ -91,7 +91,7 @@ class Ahead:
             "group_size": completions.group_size,
         }
 
-    def put_back(self, step: int, completions: Completions) -> None:
+    def restore(self, step: int, completions: Completions) -> None:
         """Restore the completions of `step` from a checkpoint."""
         self._drawn[step] = Future()
         self._drawn[step].set_result(completions)

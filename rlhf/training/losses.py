@@ -22,7 +22,7 @@ from rlhf.algo.preference_loss import (
     ipo,
     kto,
     kto_baseline,
-    mismatched,
+    mismatched_partners,
     orpo,
     robust_dpo,
     simpo,
@@ -42,11 +42,11 @@ from rlhf.config.algorithm import (
 )
 from rlhf.data.reference_cache import CompletionRows
 from rlhf.models.policy_models import Models
-from rlhf.runtime.distributed import ALONE, Ranks
+from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.types import (
-    AnnotatedLabelled,
+    AnnotatedLabelledCompletions,
     AnnotatedPairs,
-    BaselinedLabelled,
+    BaselinedLabelledCompletions,
     Batch,
     Completions,
     Demonstrations,
@@ -57,7 +57,7 @@ from rlhf.types import (
     extend,
 )
 
-TERM = "preference"  # name of the loss term whose gradient reaches the policy, for Engine.train
+PREFERENCE_TERM = "preference"  # name of the loss term whose gradient reaches the policy, for Engine.train
 
 TokenLogprobs = Callable[[Demonstrations], Tensor]
 """Returns a model's log-probabilities of completion tokens: [B, T], zero outside the mask."""
@@ -109,7 +109,7 @@ def pair_loss(config: PairLossConfig, chosen: Side, rejected: Side) -> Preferenc
             return orpo(chosen.mean_logprobs, rejected.mean_logprobs, coef=config.coef)
 
 
-def both_sides(pairs: PreferencePairs) -> Demonstrations:
+def stack_sides(pairs: PreferencePairs) -> Demonstrations:
     """Stack the chosen sides, then the rejected ones, as 2B rows for one forward pass."""
     sides = (
         (pairs.chosen_ids, pairs.chosen_mask, pairs.chosen_learned),
@@ -129,7 +129,7 @@ def both_sides(pairs: PreferencePairs) -> Demonstrations:
     )
 
 
-def summed(logprobs: Float[Tensor, "B T"], learned: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
+def sum_logprobs(logprobs: Float[Tensor, "B T"], learned: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
     """Sum the log-probabilities of each completion, in float64: the losses use differences of large sums."""
     return torch.where(learned, logprobs, 0.0).double().sum(dim=1)
 
@@ -141,14 +141,14 @@ class PairwiseLoss:
         self.models = models
         self.config = config
 
-    def norms(self, batch: AnnotatedPairs) -> dict[str, float]:
+    def denominators(self, batch: AnnotatedPairs) -> dict[str, float]:
         """Return the number of pairs in the minibatch, the denominator of the loss."""
-        return {TERM: float(len(batch))}
+        return {PREFERENCE_TERM: float(len(batch))}
 
     def terms(self, micro: AnnotatedPairs) -> tuple[dict[str, Tensor], dict[str, Mean]]:
         """Compute the loss, summed over the pairs of `micro`, and its metrics."""
         pairs = micro.to(self.models.device)
-        rows = both_sides(pairs)
+        rows = stack_sides(pairs)
         return self.compare(pairs, rows, self.models.policy_tokens(rows).logprobs)
 
     def compare(
@@ -167,11 +167,11 @@ class PairwiseLoss:
             "preference/chosen_logprob": Mean.of(chosen.logprobs),
             "preference/rejected_logprob": Mean.of(rejected.logprobs),
         }
-        return {TERM: loss.per_pair.sum()}, metrics
+        return {PREFERENCE_TERM: loss.per_pair.sum()}, metrics
 
 
 def _sides(pairs: AnnotatedPairs, rows: Demonstrations, logprobs: Float[Tensor, "B2 T"]) -> tuple[Side, Side]:
-    totals = summed(logprobs, rows.loss_mask).chunk(2)
+    totals = sum_logprobs(logprobs, rows.loss_mask).chunk(2)
     lengths = rows.loss_mask.sum(dim=1).to(totals[0].dtype).chunk(2)
     ref_logprobs = pairs.chosen_ref_logprobs, pairs.rejected_ref_logprobs
     first, second = (
@@ -182,7 +182,7 @@ def _sides(pairs: AnnotatedPairs, rows: Demonstrations, logprobs: Float[Tensor, 
 
 
 class LabelledLoss:
-    """KTO; a rlhf.training.step.Loss over BaselinedLabelled, which `with_baseline` makes of a whole minibatch."""
+    """KTO; a training.step.Loss over BaselinedLabelledCompletions, which `with_baseline` makes of a whole minibatch."""
 
     def __init__(self, models: Models, config: KtoLoss, *, rows_per_pass: int, context: int | None) -> None:
         """Set the rows of a pass without gradient (only memory depends on it) and the models' context, in tokens."""
@@ -192,14 +192,14 @@ class LabelledLoss:
         self.context = context
 
     @torch.no_grad()
-    def with_baseline(self, batch: AnnotatedLabelled) -> BaselinedLabelled:
+    def with_baseline(self, batch: AnnotatedLabelledCompletions) -> BaselinedLabelledCompletions:
         """Add z0 of the current policy to every row of the minibatch, by one more pass of policy and reference.
 
         As a part of the batch, z0 does not depend on how the batch is later split into micro-batches. A prompt with
         another prompt's completion may be too long for the models; the completion is then truncated at the context.
         """
         prompts = [tuple(ids[mask].tolist()) for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]
-        partners = torch.tensor(mismatched(prompts), dtype=torch.long)
+        partners = torch.tensor(mismatched_partners(prompts), dtype=torch.long)
         mask = batch.completion_mask[partners] & self._has_room(batch)
         others = Demonstrations(
             prompt_ids=batch.prompt_ids,
@@ -208,16 +208,16 @@ class LabelledLoss:
             completion_mask=mask,
             loss_mask=mask & batch.loss_mask[partners],
         )
-        (ratios,) = self.models.engine.ranks.spread_tensors(others, self._log_ratios)
+        (ratios,) = self.models.engine.ranks.map_rows_to_tensors(others, self._log_ratios)
         baseline = kto_baseline(ratios)
-        return extend(BaselinedLabelled, batch, baselines=baseline.expand(len(batch)).clone())
+        return extend(BaselinedLabelledCompletions, batch, baselines=baseline.expand(len(batch)).clone())
 
     def _log_ratios(self, rows: Demonstrations) -> tuple[Tensor, ...]:
         ratios = []
         for part in rows.split(self.rows_per_pass):
             batch = part.to(self.models.device)
             policy, reference = self.models.policy_tokens(batch).logprobs, self.models.reference_logprobs(batch)
-            ratios.append((summed(policy, batch.loss_mask) - summed(reference, batch.loss_mask)).cpu())
+            ratios.append((sum_logprobs(policy, batch.loss_mask) - sum_logprobs(reference, batch.loss_mask)).cpu())
         return (torch.cat(ratios),)
 
     def _has_room(self, batch: Demonstrations) -> Bool[Tensor, "B T"]:
@@ -227,14 +227,14 @@ class LabelledLoss:
         room = self.context - batch.prompt_mask.sum(dim=1)
         return torch.arange(batch.completion_ids.shape[1]) < room[:, None]
 
-    def norms(self, batch: BaselinedLabelled) -> dict[str, float]:
+    def denominators(self, batch: BaselinedLabelledCompletions) -> dict[str, float]:
         """Return the number of completions in the minibatch, desirable or not: the denominator of the loss."""
-        return {TERM: float(len(batch))}
+        return {PREFERENCE_TERM: float(len(batch))}
 
-    def terms(self, micro: BaselinedLabelled) -> tuple[dict[str, Tensor], dict[str, Mean]]:
+    def terms(self, micro: BaselinedLabelledCompletions) -> tuple[dict[str, Tensor], dict[str, Mean]]:
         """Compute the loss, summed over the completions of `micro`, and its metrics by label."""
         rows = micro.to(self.models.device)
-        logprobs = summed(self.models.policy_tokens(rows).logprobs, rows.loss_mask)
+        logprobs = sum_logprobs(self.models.policy_tokens(rows).logprobs, rows.loss_mask)
         log_ratios, desirable = logprobs - rows.ref_logprobs.to(logprobs.dtype), rows.desirable
         loss = kto(
             log_ratios,
@@ -254,12 +254,19 @@ class LabelledLoss:
             "preference/rejected_logprob": Mean.of(logprobs, ~desirable),
             "preference/baseline": Mean.of(rows.baselines),
         }
-        return {TERM: loss.per_completion.sum()}, {name: mean for name, mean in metrics.items() if mean.weight}
+        return {PREFERENCE_TERM: loss.per_completion.sum()}, {
+            name: mean for name, mean in metrics.items() if mean.weight
+        }
 
 
 @torch.no_grad()
 def completion_logprobs(
-    rows: CompletionRows, say: TokenLogprobs, *, rows_per_pass: int, device: torch.device, ranks: Ranks = ALONE
+    rows: CompletionRows,
+    token_logprobs: TokenLogprobs,
+    *,
+    rows_per_pass: int,
+    device: torch.device,
+    ranks: Distributed = SINGLE_PROCESS,
 ) -> Float[Tensor, " N"]:
     """Compute every completion's log-probability, summed over its tokens; rows of similar length share a pass.
 
@@ -272,13 +279,13 @@ def completion_logprobs(
         is_mine = first + ranks.rank < len(parts)
         part = parts[first + ranks.rank if is_mine else first]
         batch = rows.collate(part).to(device)
-        logprobs = summed(say(batch), batch.loss_mask).cpu()
+        logprobs = sum_logprobs(token_logprobs(batch), batch.loss_mask).cpu()
         if is_mine:
             totals[torch.tensor(part)] = logprobs
     return torch.stack(ranks.gather(totals)).sum(dim=0)  # each entry comes from one rank and is 0 on the others
 
 
-def tokens_of(batch: Batch) -> int:
+def count_tokens(batch: Batch) -> int:
     """Count the tokens that a pass over the batch reads; a pair reads its prompt twice."""
     if isinstance(batch, PreferencePairs):
         return int(2 * batch.prompt_mask.sum() + batch.chosen_mask.sum() + batch.rejected_mask.sum())
@@ -310,9 +317,9 @@ class OnlineLoss:
         self.coefs = coefs
         self.ratio_deviation = 0.0  # max |pi / pi_old - 1| over the calls of `terms` so far
 
-    def norms(self, batch: Experience) -> dict[str, float]:
+    def denominators(self, batch: Experience) -> dict[str, float]:
         """Compute the denominators of the loss terms from the whole minibatch."""
-        denominators = self.objective.norms(batch)
+        denominators = self.objective.denominators(batch)
         return denominators if self.models.critic is None else {"policy": denominators["policy"]}
 
     def terms(self, micro: Experience) -> tuple[dict[str, Tensor], dict[str, Mean]]:
@@ -338,9 +345,9 @@ class CriticLoss:
         self.models = models
         self.objective = objective
 
-    def norms(self, batch: Experience) -> dict[str, float]:
+    def denominators(self, batch: Experience) -> dict[str, float]:
         """Compute the denominator of the value loss from the whole minibatch."""
-        return {"value": self.objective.norms(batch)["value"]}
+        return {"value": self.objective.denominators(batch)["value"]}
 
     def terms(self, micro: Experience) -> tuple[dict[str, Tensor], dict[str, Mean]]:
         """Compute the value loss, summed over a micro-batch, and its metrics."""
@@ -359,14 +366,14 @@ class SampledPairLoss:
         self.pairs = PairwiseLoss(models, config.loss)
         self.ratio_deviation = 0.0  # as in OnlineLoss
 
-    def norms(self, batch: SampledPairs) -> dict[str, float]:
+    def denominators(self, batch: SampledPairs) -> dict[str, float]:
         """Return the number of pairs in the minibatch, the denominator of the loss."""
-        return self.pairs.norms(batch)
+        return self.pairs.denominators(batch)
 
     def terms(self, micro: SampledPairs) -> tuple[dict[str, Tensor], dict[str, Mean]]:
         """Compute the loss, summed over the pairs of `micro` (each row is a whole pair), and its metrics."""
         micro = micro.to(self.models.device)
-        rows = both_sides(micro)
+        rows = stack_sides(micro)
         old_logprobs, mask = torch.cat([micro.chosen_old_logprobs, micro.rejected_old_logprobs]), rows.completion_mask
         tokens = self.models.policy_tokens(rows)
         logprobs = tokens.logprobs.detach()
@@ -399,7 +406,7 @@ class DemonstrationLoss:
         self.coef = coef
         self.name = name
 
-    def norms(self, batch: Demonstrations) -> dict[str, float]:
+    def denominators(self, batch: Demonstrations) -> dict[str, float]:
         """Compute the denominator of the loss from the whole minibatch."""
         _, denominator = token_weights(batch.loss_mask, self.aggregate, max_tokens=batch.loss_mask.shape[1])
         return {self.name: max(denominator, 1.0)}

@@ -9,11 +9,11 @@ from pathlib import Path
 from rlhf.config.sections import BatchConfig, ScheduleConfig
 from rlhf.models.kernels.cast import weights_cast_once
 from rlhf.models.policy_models import Ema
-from rlhf.runtime.engine import Trained, lr_factor
-from rlhf.runtime.micro_batch import Fitting
+from rlhf.runtime.engine import TrainableModel, lr_factor
+from rlhf.runtime.micro_batch import AdaptiveMicroBatch
 from rlhf.tracking.metrics import Metrics
 from rlhf.training.session import Session
-from rlhf.training.step import Loss, Part, optimizer_step
+from rlhf.training.step import Loss, LossBatch, optimizer_step
 from rlhf.types import Batch
 
 GRADIENT_PASS = "a forward and backward pass"
@@ -28,7 +28,7 @@ class OfflineRun:
     session: Session
     data: Callable[[int], Batch]  # the rows of a step, with what its loss needs from the whole minibatch
     loss: Loss
-    trained: Trained
+    trained: TrainableModel
     ema: Ema | None
     tokens: Callable[[Batch], int]  # how many tokens a batch has, for the throughput
     export: Callable[[Path], None]  # writes the trained model as a standard model folder
@@ -36,7 +36,7 @@ class OfflineRun:
 
 def train_offline(run: OfflineRun) -> None:
     """Run the remaining training steps."""
-    rows = fitting(run.batch, run.session)
+    rows = adaptive_micro_batch(run.batch, run.session)
     for step in run.session.steps():
         with run.session.recorder.phase("data"):
             batch = run.data(step)
@@ -48,19 +48,19 @@ def train_offline(run: OfflineRun) -> None:
         )
         with run.session.recorder.phase("update"), weights_cast_once():
             metrics = optimizer_step(
-                [Part(batch, run.loss)],
+                [LossBatch(batch, run.loss)],
                 [run.trained],
                 micro_batch_size=rows,
                 lr_factor=factor,
                 ranks=run.session.ranks,
             )
-        run.session.watch(metrics)
+        run.session.check_update(metrics)
         if run.ema is not None:
             run.ema.update()
-        run.session.report(counted(metrics, run.session), tokens=run.tokens(batch))
+        run.session.report(with_skip_counts(metrics, run.session), tokens=run.tokens(batch))
 
 
-def counted(metrics: Metrics, session: Session) -> Mapping[str, float]:
+def with_skip_counts(metrics: Metrics, session: Session) -> Mapping[str, float]:
     """Return the values of a step's metrics, with the run's counts of skipped optimizer steps."""
     return metrics.values() | {
         "skipped/nonfinite": float(session.state.skipped),
@@ -68,7 +68,11 @@ def counted(metrics: Metrics, session: Session) -> Mapping[str, float]:
     }
 
 
-def fitting(batch: BatchConfig, session: Session, *, times: int = 1, what: str = GRADIENT_PASS) -> Fitting:
+def adaptive_micro_batch(
+    batch: BatchConfig, session: Session, *, times: int = 1, what: str = GRADIENT_PASS
+) -> AdaptiveMicroBatch:
     """Make the adaptive micro-batch size: `times` the configured one, lowered with a warning when memory runs out."""
     size = batch.micro_batch_tokens or batch.micro_batch_size
-    return Fitting(size * times, tokens=batch.micro_batch_tokens is not None, what=what, note=session.recorder.note)
+    return AdaptiveMicroBatch(
+        size * times, tokens=batch.micro_batch_tokens is not None, what=what, note=session.recorder.note
+    )

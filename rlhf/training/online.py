@@ -10,26 +10,26 @@ from pathlib import Path
 import torch
 
 from rlhf.algo.kl import next_kl_coef, next_penalty_coef
-from rlhf.algo.objective import Coefs, Objective, credit, lesson
+from rlhf.algo.objective import Coefs, Objective, compute_advantages, select_training_rows
 from rlhf.config.algorithm import AdaptiveKl, Online, PenaltyLoss
 from rlhf.config.sections import TrainConfig
 from rlhf.errors import NonFiniteScores, RewardError
 from rlhf.models.kernels.cast import weights_cast_once
 from rlhf.models.policy_models import Ema, Models
 from rlhf.rewards.source import RewardSource
-from rlhf.runtime.engine import Trained, lr_factor
-from rlhf.runtime.micro_batch import Fitting
-from rlhf.runtime.seeding import derive, generator
+from rlhf.runtime.engine import TrainableModel, lr_factor
+from rlhf.runtime.micro_batch import AdaptiveMicroBatch
+from rlhf.runtime.seeding import derive_seed, generator
 from rlhf.sampling.sampler import Sampler
 from rlhf.tracking.metrics import Metrics
-from rlhf.training.collect import Ahead, Collected, Draw, collect, live_tokens, scored_in_parts
-from rlhf.training.losses import DemonstrationLoss, online_losses, tokens_of
-from rlhf.training.rollout import annotate, observe, observe_choice, sample_records
+from rlhf.training.collect import Collected, CompletionPrefetcher, Draw, collect, live_tokens, sample_and_score_in_parts
+from rlhf.training.losses import DemonstrationLoss, count_tokens, online_losses
+from rlhf.training.rollout import compute_logprobs_and_values, rollout_metrics, sample_records, selection_metrics
 from rlhf.training.session import Session
-from rlhf.training.step import Part, optimizer_step
+from rlhf.training.step import LossBatch, optimizer_step
 from rlhf.types import Completions, Demonstrations, Experience, Prompts, Rollout, Scores
 
-ROWS_PER_PASS = 4  # size of a pass without gradient, in micro-batches
+NO_GRAD_BATCH_MULTIPLIER = 4  # size of a pass without gradient, in micro-batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +43,15 @@ class OnlineRun:
     refill: Callable[[int], Prompts]  # as many other prompts; rounds count from 1 over the whole run
     ptx: Callable[[int], Demonstrations] | None  # the demonstrations mixed into a step (PPO-ptx)
     sampler: Sampler
-    ahead: Ahead | None  # samples the next step's completions during the update
+    ahead: CompletionPrefetcher | None  # samples the next step's completions during the update
     reward: RewardSource
     models: Models
-    policy: Trained
-    critic: Trained | None  # None if there is none, or if it shares the policy's backbone
+    policy: TrainableModel
+    critic: TrainableModel | None  # None if there is none, or if it shares the policy's backbone
     objective: Objective
     ema: Ema | None
-    rows: Fitting  # micro-batch of a pass with gradient
-    passes: Fitting  # micro-batch of a pass without gradient
+    rows: AdaptiveMicroBatch  # micro-batch of a pass with gradient
+    passes: AdaptiveMicroBatch  # micro-batch of a pass without gradient
     decode: Callable[[Sequence[int]], str]  # token ids to text, for samples.jsonl
     export: Callable[[Path], None]  # writes the trained model as a standard model folder
 
@@ -70,11 +70,11 @@ def train(run: OnlineRun) -> None:
             continue
         with phase("annotate"):
             rollout = _annotate(collected, run)  # + log-probs, values
-        experience = credit(
+        experience = compute_advantages(
             rollout, run.algorithm, run.coefs, ratio_cap=_ratio_cap(run)
         )  # + rewards, advantages, returns
-        metrics = observe(experience, collected.scores, run.models, coef=run.coefs.kl)
-        metrics.merge(observe_choice(experience, run.algorithm))
+        metrics = rollout_metrics(experience, collected.scores, run.models, coef=run.coefs.kl)
+        metrics.merge(selection_metrics(experience, run.algorithm))
         metrics.merge(collected.metrics)
         with phase("update"):
             metrics.merge(update(experience, run, step))  # epochs x minibatches of optimizer steps
@@ -93,17 +93,17 @@ def _collect(run: OnlineRun, step: int) -> Collected | None:
     try:
         return collect(run.prompts(step), _draw(run, step), partial(_refill, run, step), run.algorithm, group_size=size)
     except NonFiniteScores as error:
-        run.session.unscored(error)
+        run.session.skip_step(error)
         run.session.state.completions += len(run.prompts(step)) * size
         run.session.report(_counts(run), tokens=0)
         return None
     except RewardError as error:
-        raise run.session.stopped_by(error) from error
+        raise run.session.save_and_explain(error) from error
 
 
 def _annotate(collected: Collected, run: OnlineRun) -> Rollout:
     return run.passes.run(
-        lambda size: annotate(
+        lambda size: compute_logprobs_and_values(
             collected.completions,
             collected.scores,
             run.models,
@@ -126,7 +126,7 @@ def _draw(run: OnlineRun, step: int) -> Draw:
 
         if run.config.overlap.reward_parts > 1:
             with phase("sample"):
-                return scored_in_parts(prompts, sample, run.reward, parts=run.config.overlap.reward_parts)
+                return sample_and_score_in_parts(prompts, sample, run.reward, parts=run.config.overlap.reward_parts)
         with phase("sample"):
             completions = sample(prompts) if run.ahead is None else run.ahead.take(step)
         with phase("score"):
@@ -137,7 +137,7 @@ def _draw(run: OnlineRun, step: int) -> Draw:
 
 def sampling_key(config: TrainConfig, step: int, *names: int | str) -> int:
     """Derive the seed for sampling this step's completions."""
-    return derive(config.run.seed, "train", step, *names)
+    return derive_seed(config.run.seed, "train", step, *names)
 
 
 def _ratio_cap(run: OnlineRun) -> float | None:
@@ -156,7 +156,7 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
     policy does not change, nor does a critic that has nothing to train on either.
     """
     batch, metrics = run.config.batch, Metrics()
-    training_rows = lesson(experience, run.algorithm)  # rows, or pairs of them
+    training_rows = select_training_rows(experience, run.algorithm)  # rows, or pairs of them
     losses = online_losses(run.models, run.objective, run.coefs)
     trained = _trained(run, step)
     minibatch_size = max(1, -(-len(training_rows) // batch.minibatches))
@@ -165,19 +165,19 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
         order = torch.randperm(len(training_rows), generator=generator(run.config.run.seed, "order", step, epoch))
         for indices in order.split(minibatch_size) if len(order) else ():
             minibatch = training_rows.rows(indices.sort().values)  # keeps rows of one prompt together: they share it
-            parts = [*(Part(minibatch, loss) for loss in losses), *_ptx(run, step)]
+            parts = [*(LossBatch(minibatch, loss) for loss in losses), *_ptx(run, step)]
             with weights_cast_once():
                 step_metrics = optimizer_step(
                     parts, trained, micro_batch_size=run.rows, lr_factor=_lr_factor(run, step), ranks=run.session.ranks
                 )
-            run.session.watch(step_metrics)
+            run.session.check_update(step_metrics)
             if steps == 0:
                 deviation = run.session.ranks.largest(losses[0].ratio_deviation)
                 metrics.add("policy/first_ratio_deviation", deviation)
             metrics.merge(step_metrics)
             steps += 1
             steps_taken += "policy/lr" in step_metrics
-            tokens += tokens_of(minibatch)
+            tokens += count_tokens(minibatch)
             stopped = run.algorithm.target_kl is not None and step_metrics["kl/old"] > 1.5 * run.algorithm.target_kl
             if stopped:
                 break
@@ -192,7 +192,7 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
     return metrics
 
 
-def _trained(run: OnlineRun, step: int) -> list[Trained]:
+def _trained(run: OnlineRun, step: int) -> list[TrainableModel]:
     """Return the models that this step trains: the critic alone during its warm-up."""
     policy = [] if _is_warming_up(run, step) else [run.policy]
     return policy + ([run.critic] if run.critic is not None else [])
@@ -203,11 +203,11 @@ def _is_warming_up(run: OnlineRun, step: int) -> bool:
     return run.critic is not None and step <= run.config.critic.warmup_steps
 
 
-def _ptx(run: OnlineRun, step: int) -> list[Part]:
+def _ptx(run: OnlineRun, step: int) -> list[LossBatch]:
     if run.ptx is None:
         return []
     loss = DemonstrationLoss(run.models, aggregate="token_mean", coef=run.algorithm.ptx_coef, name="ptx")
-    return [Part(run.ptx(step), loss)]
+    return [LossBatch(run.ptx(step), loss)]
 
 
 def _lr_factor(run: OnlineRun, step: int) -> float:

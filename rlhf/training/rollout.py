@@ -20,13 +20,13 @@ from rlhf.models.policy_models import Models
 from rlhf.tracking.metrics import Metrics
 from rlhf.types import Completions, Experience, Rollout, Scores, extend
 
-COMPARED = 2  # rows per step whose log-probs the trainer computes too, to compare with the sampler's
-AGREE = {torch.float64: 1e-9}  # nats; below it a token's two log-probs differ by rounding only
-AGREE_ELSE = 1e-4
+PROBE_ROWS = 2  # rows per step whose log-probs the trainer computes too, to compare with the sampler's
+LOGPROB_TOLERANCE = {torch.float64: 1e-9}  # nats; below it a token's two log-probs differ by rounding only
+DEFAULT_LOGPROB_TOLERANCE = 1e-4
 
 
 @torch.no_grad()
-def annotate(
+def compute_logprobs_and_values(
     completions: Completions,
     scores: Scores,
     models: Models,
@@ -53,7 +53,7 @@ def annotate(
             ]
         return tuple(torch.cat(tensors).cpu() for tensors in zip(*passes, strict=True))
 
-    logprobs, ref_logprobs, values = models.engine.ranks.spread_tensors(completions, work)
+    logprobs, ref_logprobs, values = models.engine.ranks.map_rows_to_tensors(completions, work)
     return extend(
         Rollout,
         completions,
@@ -77,10 +77,10 @@ def takes_sampler_logprobs(completions: Completions, models: Models, old_log_pro
         return old_log_probs == "sampler"
     if models.dtype == "bfloat16" or models.shared_head is not None:
         return False
-    probe = completions.rows(slice(0, COMPARED)).to(models.device)
+    probe = completions.rows(slice(0, PROBE_ROWS)).to(models.device)
     trainer = models.policy_tokens(probe).logprobs
     difference = torch.where(probe.completion_mask, trainer - probe.sampler_logprobs, 0.0).abs().max()
-    return bool(difference <= AGREE.get(trainer.dtype, AGREE_ELSE))
+    return bool(difference <= LOGPROB_TOLERANCE.get(trainer.dtype, DEFAULT_LOGPROB_TOLERANCE))
 
 
 def _annotate_micro_batch(
@@ -133,7 +133,7 @@ def _live_prompt(rollout: Rollout, row: int) -> list[int]:
     return ids
 
 
-def observe(experience: Experience, scores: Scores, models: Models, *, coef: float) -> Metrics:
+def rollout_metrics(experience: Experience, scores: Scores, models: Models, *, coef: float) -> Metrics:
     """Compute the metrics of a step that do not depend on its update; `coef` is the KL coefficient of its rewards."""
     mask, values = experience.completion_mask, experience.scores.double()
     sequence_kl = kl_estimate(experience.logprobs, experience.ref_logprobs, "k1").sum(dim=1)
@@ -173,7 +173,7 @@ def observe(experience: Experience, scores: Scores, models: Models, *, coef: flo
     return metrics
 
 
-def observe_choice(experience: Experience, algorithm: Online) -> Metrics:
+def selection_metrics(experience: Experience, algorithm: Online) -> Metrics:
     """Compute how many of a step's completions are trained on and how they scored; empty where all of them are."""
     scores, groups = experience.scores.double(), len(experience) // experience.group_size
     metrics = Metrics()

@@ -14,8 +14,8 @@ from types import FrameType
 from typing import Protocol, runtime_checkable
 
 from rlhf.errors import CheckpointError, DivergenceError, NonFiniteScores, RewardError
-from rlhf.runtime.distributed import ALONE, Ranks
-from rlhf.runtime.memory import MemoryGauge
+from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
+from rlhf.runtime.memory import MemoryProfiler
 from rlhf.tracking.checkpoint import Checkpoints
 from rlhf.tracking.metrics import Metrics, describe
 from rlhf.tracking.progress import Progress
@@ -34,7 +34,7 @@ class Recorder:
         *,
         show: Sequence[str],
         writes: bool = True,
-        memory: MemoryGauge | None = None,
+        memory: MemoryProfiler | None = None,
         release: Callable[[], None] = lambda: None,
     ) -> None:
         """Open the files.
@@ -202,7 +202,7 @@ class Session:
     resumed: bool = False  # continues from a checkpoint, so the evaluation before step 1 is done
     interrupted: bool = False
     budget: Budget | None = None
-    ranks: Ranks = ALONE  # decisions of the main rank hold on every rank
+    ranks: Distributed = SINGLE_PROCESS  # decisions of the main rank hold on every rank
 
     def __post_init__(self) -> None:
         self._step_metrics: dict[str, float] = {}
@@ -236,7 +236,7 @@ class Session:
         self._step_tokens = tokens
         self._tokens += tokens
 
-    def watch(self, seen: Metrics) -> None:
+    def check_update(self, seen: Metrics) -> None:
         """Check the metrics of an optimizer step, and count it if it was skipped or had a zero gradient.
 
         An optimizer step that was taken resets the count of consecutive skipped ones.
@@ -251,7 +251,7 @@ class Session:
             self.state.bad_in_a_row = 0
             self.state.idle += "skipped/zero_gradient" in seen
 
-    def unscored(self, error: NonFiniteScores) -> None:
+    def skip_step(self, error: NonFiniteScores) -> None:
         """Skip a step because a score is NaN or infinite, and count it.
 
         Raises:
@@ -263,7 +263,7 @@ class Session:
         self.state.unscored += 1
         self._count_bad_step(str(error))
 
-    def stopped_by(self, error: RewardError) -> RewardError:
+    def save_and_explain(self, error: RewardError) -> RewardError:
         """Save the run as it was after its last step, and return the error with a hint on how to continue."""
         if self.state.step == 0:  # nothing to save
             return error
@@ -320,7 +320,7 @@ class Session:
             return {}
         except RewardError as error:
             self.state.owed = dict(metrics) if metrics is not None else None
-            raise self.stopped_by(error) from error
+            raise self.save_and_explain(error) from error
 
     def _record(self, step: int, metrics: Mapping[str, float]) -> None:
         if metrics:

@@ -10,10 +10,10 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from rlhf.algo.masked import Mean
-from rlhf.algo.objective import scaled
-from rlhf.runtime.distributed import ALONE, Ranks
-from rlhf.runtime.engine import Trained
-from rlhf.runtime.micro_batch import Fitting
+from rlhf.algo.objective import divide_by_denominators
+from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
+from rlhf.runtime.engine import TrainableModel
+from rlhf.runtime.micro_batch import AdaptiveMicroBatch
 from rlhf.tracking.metrics import Metrics
 from rlhf.types import Batch
 
@@ -22,7 +22,7 @@ from rlhf.types import Batch
 class Loss(Protocol):
     """A loss of named terms, each a sum over rows divided by a norm (a denominator) that depends on the masks alone."""
 
-    def norms(self, batch: Any) -> dict[str, float]:
+    def denominators(self, batch: Any) -> dict[str, float]:
         """Compute the denominator of each term for the whole minibatch, before any forward pass."""
 
     def terms(self, micro: Any) -> tuple[dict[str, Tensor], dict[str, Mean]]:
@@ -30,7 +30,7 @@ class Loss(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class LossBatch:
     """A minibatch and the loss to minimize on it."""
 
     batch: Batch
@@ -38,7 +38,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Pass:
+class MicroBatch:
     """The rows of one forward and backward pass; `counts` is False for a dummy pass that keeps the ranks in step."""
 
     rows: Batch
@@ -46,12 +46,12 @@ class Pass:
 
 
 def optimizer_step(
-    parts: Sequence[Part],
-    trained: Sequence[Trained],
+    parts: Sequence[LossBatch],
+    trained: Sequence[TrainableModel],
     *,
-    micro_batch_size: int | Fitting,
+    micro_batch_size: int | AdaptiveMicroBatch,
     lr_factor: float,
-    ranks: Ranks = ALONE,
+    ranks: Distributed = SINGLE_PROCESS,
 ) -> Metrics:
     """Take one optimizer step of every `trained` model on the sum of the parts' losses, and return the metrics.
 
@@ -61,7 +61,9 @@ def optimizer_step(
     cover all ranks. A NaN or Inf in a loss or gradient skips the whole step (no model is updated) and is counted. A
     model whose gradient is exactly zero is not updated either: Adam would still move it by its momentum.
     """
-    fitting = micro_batch_size if isinstance(micro_batch_size, Fitting) else Fitting(micro_batch_size)
+    fitting = (
+        micro_batch_size if isinstance(micro_batch_size, AdaptiveMicroBatch) else AdaptiveMicroBatch(micro_batch_size)
+    )
     metrics, total = fitting.run(
         lambda size: _compute_gradients(parts, trained, fitting, size, ranks),
         again=lambda: _drop_gradients(trained),  # of the passes before memory ran out
@@ -72,21 +74,27 @@ def optimizer_step(
 
 
 def _compute_gradients(
-    parts: Sequence[Part], trained: Sequence[Trained], fitting: Fitting, size: int, ranks: Ranks
+    parts: Sequence[LossBatch],
+    trained: Sequence[TrainableModel],
+    fitting: AdaptiveMicroBatch,
+    size: int,
+    ranks: Distributed,
 ) -> tuple[Metrics, float]:
     """Compute the gradient of every model; return the metrics and the total loss over all ranks."""
     metrics, total = Metrics(), 0.0
     for number, part in enumerate(parts):
-        norms = part.loss.norms(part.batch)
-        passes = passes_of(part.batch, fitting, size, ranks)
+        norms = part.loss.denominators(part.batch)
+        passes = split_into_micro_batches(part.batch, fitting, size, ranks)
         for index, micro in enumerate(passes):
             sums, observed = part.loss.terms(micro.rows)
-            terms = scaled(sums, norms)
+            terms = divide_by_denominators(sums, norms)
             if not micro.counts:
                 terms = {name: 0.0 * value for name, value in terms.items()}
             is_last = index == len(passes) - 1
             later = (
-                {name for other in parts[number + 1 :] for name in other.loss.norms(other.batch)} if is_last else None
+                {name for other in parts[number + 1 :] for name in other.loss.denominators(other.batch)}
+                if is_last
+                else None
             )
             _backward(terms, trained, later)
             if micro.counts:
@@ -95,20 +103,22 @@ def _compute_gradients(
     return _gather_metrics(metrics, total, ranks)
 
 
-def passes_of(batch: Batch, fitting: Fitting, size: int, ranks: Ranks) -> list[Pass]:
+def split_into_micro_batches(
+    batch: Batch, fitting: AdaptiveMicroBatch, size: int, ranks: Distributed
+) -> list[MicroBatch]:
     """Split this rank's share of the rows into passes, as many on every rank: those of a sharded model are collective.
 
     A rank that runs out of rows repeats one of them in passes that do not count.
     """
     share = ranks.share(len(batch))
     local = batch.rows(share.rows[: share.live])
-    passes = [Pass(local.rows(rows), True) for rows in fitting.cut(local, size) if len(rows)]
+    passes = [MicroBatch(local.rows(rows), True) for rows in fitting.cut(local, size) if len(rows)]
     largest = ranks.largest(float(len(passes))) if fitting.tokens else -(-len(share.rows) // size)
     missing = int(largest) - len(passes)
-    return passes + [Pass(batch.rows(share.rows[-1:]), False)] * missing
+    return passes + [MicroBatch(batch.rows(share.rows[-1:]), False)] * missing
 
 
-def _gather_metrics(metrics: Metrics, total: float, ranks: Ranks) -> tuple[Metrics, float]:
+def _gather_metrics(metrics: Metrics, total: float, ranks: Distributed) -> tuple[Metrics, float]:
     """Sum the metrics and the loss over the ranks, with the same result on each."""
     gathered = ranks.gather((metrics.means(), total))
     merged = Metrics()
@@ -117,7 +127,7 @@ def _gather_metrics(metrics: Metrics, total: float, ranks: Ranks) -> tuple[Metri
     return merged, sum(loss for _, loss in gathered)
 
 
-def _backward(terms: Mapping[str, Tensor], trained: Sequence[Trained], later: set[str] | None) -> None:
+def _backward(terms: Mapping[str, Tensor], trained: Sequence[TrainableModel], later: set[str] | None) -> None:
     """Backpropagate each model's terms; `later` names the terms of the remaining parts, None within a part."""
     for model in trained:
         losses = [terms[name] for name in model.terms if name in terms]
@@ -126,7 +136,7 @@ def _backward(terms: Mapping[str, Tensor], trained: Sequence[Trained], later: se
             model.backward(sum(losses[1:], start=losses[0]), last=last)
 
 
-def _step(trained: Sequence[Trained], metrics: Metrics, *, finite: bool, lr_factor: float) -> None:
+def _step(trained: Sequence[TrainableModel], metrics: Metrics, *, finite: bool, lr_factor: float) -> None:
     norms = [model.grad_norm() for model in trained]
     if not (finite and all(math.isfinite(norm) for norm in norms)):
         _drop_gradients(trained)
@@ -135,13 +145,13 @@ def _step(trained: Sequence[Trained], metrics: Metrics, *, finite: bool, lr_fact
     for model, norm in zip(trained, norms, strict=True):
         metrics.add(f"{model.name}/grad_norm", norm)
         if norm == 0.0:
-            model.drop_gradient()
+            model.zero_grad()
             metrics.update({"skipped/zero_gradient": Mean(1.0, 1.0)})
             continue
         lr = model.step(norm=norm, lr_factor=lr_factor)
         metrics.add(f"{model.name}/lr", lr)
 
 
-def _drop_gradients(trained: Sequence[Trained]) -> None:
+def _drop_gradients(trained: Sequence[TrainableModel]) -> None:
     for model in trained:
-        model.drop_gradient()
+        model.zero_grad()

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf.algo.objective import Coefs, Outputs, credit
+from rlhf.algo.objective import Coefs, Outputs, compute_advantages
 from rlhf.config.algorithm import Online
 from rlhf.types import Experience, Rollout
 
@@ -151,7 +151,7 @@ def rollout(
 
 def experience(algorithm: Online, **how: Any) -> Experience:
     """A rollout with its credit."""
-    return credit(rollout(**how), algorithm, COEFS)
+    return compute_advantages(rollout(**how), algorithm, COEFS)
 
 
 def outputs(batch: Rollout, *, seed: int = 1, spread: float = 0.3) -> Outputs:

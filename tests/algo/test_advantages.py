@@ -17,7 +17,7 @@ from rlhf.algo.advantages import (
     group_centered,
     group_normalized,
     leave_one_out,
-    less_baseline,
+    returns_minus_baseline,
     rewards_to_go,
     token_rewards,
     uniform_groups,
@@ -69,13 +69,13 @@ def test_rewards_to_go_by_hand():
 def test_reward_to_go_less_a_baseline_by_hand():
     # Greedy scores 10 and -1; to go: 7, 6, 4 | 3, 2.
     rewards, mask = table([1, 2, 4], [1, 2, 9]), live([1, 1, 1], [1, 1, 0])
-    close(less_baseline(rewards, table([10, -1])[0], mask), table([-3, -4, -6], [4, 3, 0]))
+    close(returns_minus_baseline(rewards, table([10, -1])[0], mask), table([-3, -4, -6], [4, 3, 0]))
 
 
 @given(grids(holes=True))
 def test_a_baseline_moves_a_row_by_its_own_number(grid):
     hidden = torch.where(grid.mask, grid.first, NAN)
-    shifted = less_baseline(hidden, grid.scores, grid.mask)
+    shifted = returns_minus_baseline(hidden, grid.scores, grid.mask)
     to_go = rewards_to_go(grid.first, grid.mask, gamma=1.0)
     close(to_go - shifted, torch.where(grid.mask, grid.scores[:, None], 0.0), atol=1e-9)
 

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from rlhf.algo.advantages import gae, rewards_to_go
 from rlhf.algo.kl import kl_estimate
 from rlhf.algo.masked import Mean, masked_mean, masked_sum, whiten
-from rlhf.algo.objective import Coefs, Objective, Outputs, credit, scaled
+from rlhf.algo.objective import Coefs, Objective, Outputs, compute_advantages, divide_by_denominators
 from rlhf.config.presets import PRESETS
 from rlhf.types import Rollout, concat
 
@@ -37,12 +37,12 @@ seeds = st.integers(0, 10_000)
 
 def total_loss(objective: Objective, batch, said: Outputs, *, size: int, order=None) -> torch.Tensor:
     """The loss of a minibatch taken `size` rows at a time."""
-    norms = objective.norms(batch)
+    norms = objective.denominators(batch)
     order = torch.arange(len(batch)) if order is None else order
     loss = torch.zeros((), dtype=torch.float64)
     for part in order.split(size):
         terms, _ = objective.loss(batch.rows(part), output_rows(said, part), COEFS)
-        loss = loss + sum(scaled(terms, norms).values())
+        loss = loss + sum(divide_by_denominators(terms, norms).values())
     return loss
 
 
@@ -59,12 +59,15 @@ def test_completions_of_an_older_policy_are_weighted_token_by_token(name):
     here = rollout(seed=3)
     gap = torch.linspace(-1.0, 1.0, here.logprobs.numel(), dtype=here.logprobs.dtype).view_as(here.logprobs)
     older = replace(here, sampler_logprobs=torch.where(here.completion_mask, here.logprobs - gap, 0.0))
-    plain, weighted = credit(older, algorithm, COEFS), credit(older, algorithm, COEFS, ratio_cap=1.5)
+    plain, weighted = (
+        compute_advantages(older, algorithm, COEFS),
+        compute_advantages(older, algorithm, COEFS, ratio_cap=1.5),
+    )
     expected = plain.advantages * gap.exp().clamp(max=1.5)
     close(weighted.advantages, torch.where(here.completion_mask, expected, 0.0))
     close(weighted.returns, plain.returns)
     close(
-        credit(replace(here, sampler_logprobs=here.logprobs), algorithm, COEFS, ratio_cap=1.5).advantages,
+        compute_advantages(replace(here, sampler_logprobs=here.logprobs), algorithm, COEFS, ratio_cap=1.5).advantages,
         plain.advantages,
     )
 
@@ -89,7 +92,10 @@ def test_credit_permutes_with_its_groups(name, seed, random):
     plain = rollout(seed=seed)
     groups = random.sample(range(4), 4)
     order = torch.tensor([2 * g + member for g in groups for member in random.sample(range(2), 2)])
-    before, after = credit(plain, algorithm, COEFS).rows(order), credit(plain.rows(order), algorithm, COEFS)
+    before, after = (
+        compute_advantages(plain, algorithm, COEFS).rows(order),
+        compute_advantages(plain.rows(order), algorithm, COEFS),
+    )
     for field in ("rewards", "advantages", "returns"):
         close(getattr(after, field), getattr(before, field))
     assert torch.equal(after.loss_mask, before.loss_mask)
@@ -106,7 +112,7 @@ def test_credit_and_loss_never_read_what_the_mask_hides(name, seed):
 
     fields = ("logprobs", "ref_logprobs", "values")
     hidden = replace(plain, **{field: hide(getattr(plain, field)) for field in fields})
-    before, after = credit(plain, algorithm, COEFS), credit(hidden, algorithm, COEFS)
+    before, after = compute_advantages(plain, algorithm, COEFS), compute_advantages(hidden, algorithm, COEFS)
     for field in ("rewards", "advantages", "returns"):
         close(getattr(after, field), getattr(before, field))
         assert (getattr(after, field)[~mask] == 0).all()
@@ -134,7 +140,7 @@ def test_extra_padding_changes_nothing(name, seed, extra):
     longer = rollout(seed=seed + 1, tokens=5 + extra, full=True)
     wide = concat([plain, longer]).rows(slice(0, len(plain)))
     assert wide.completion_mask.shape[1] == 5 + extra
-    before, after = credit(plain, algorithm, COEFS), credit(wide, algorithm, COEFS)
+    before, after = compute_advantages(plain, algorithm, COEFS), compute_advantages(wide, algorithm, COEFS)
     for field in ("rewards", "advantages", "returns"):
         close(getattr(after, field)[:, :5], getattr(before, field))
         assert (getattr(after, field)[:, 5:] == 0).all()
@@ -158,7 +164,7 @@ def test_credit_by_hand_with_a_critic():
         value_loss={},
         kl={"placement": "reward", "coef": 9.0},  # the coefficient in use is the controller's
     )
-    batch = credit(hand_rollout(), algorithm, Coefs(kl=0.1, penalty=0.0))
+    batch = compute_advantages(hand_rollout(), algorithm, Coefs(kl=0.1, penalty=0.0))
     close(batch.rewards, table([-0.02, 3.05], [0.9, 0.0]))
     # delta: -.02 + 1 - .5 = .48, 3.05 - 1 = 2.05 | .9 - 2
     close(batch.advantages, table([0.48 + 0.5 * 2.05, 2.05], [-1.1, 0.0]))
@@ -176,20 +182,22 @@ def test_credit_by_hand_with_a_critic():
 )
 def test_credit_by_hand_with_a_group_baseline(baseline, first, second):
     algorithm = online(advantage={"type": "group", "baseline": baseline}, kl={"placement": "reward", "coef": 0.1})
-    batch = credit(hand_rollout(), algorithm, Coefs(kl=0.1, penalty=0.0))
+    batch = compute_advantages(hand_rollout(), algorithm, Coefs(kl=0.1, penalty=0.0))
     close(batch.advantages, table([first, first], [second, 0.0]))
 
 
 def test_credit_by_hand_with_reward_to_go():
     algorithm = online(advantage={"type": "batch_whiten", "gamma": 0.5, "whiten": False}, kl={"placement": "reward"})
-    batch = credit(hand_rollout(), algorithm, Coefs(kl=0.1, penalty=0.0))
+    batch = compute_advantages(hand_rollout(), algorithm, Coefs(kl=0.1, penalty=0.0))
     close(batch.advantages, table([-0.02 + 0.5 * 3.05, 3.05], [0.9, 0.0]))
 
 
 def test_credit_by_hand_with_greedy_baselines():
     """To go: 3.05 - .02 and 3.05 | .9; the greedy completion of the prompt scored 2 (no KL of its own)."""
     algorithm = online(advantage={"type": "greedy"}, kl={"placement": "reward"})
-    batch = credit(replace(hand_rollout(), baselines=table([2.0, 2.0])[0]), algorithm, Coefs(kl=0.1, penalty=0.0))
+    batch = compute_advantages(
+        replace(hand_rollout(), baselines=table([2.0, 2.0])[0]), algorithm, Coefs(kl=0.1, penalty=0.0)
+    )
     close(batch.advantages, table([1.03, 1.05], [-1.1, 0.0]))
     close(batch.returns, table([3.03, 3.05], [0.9, 0.0]))
 
@@ -199,7 +207,7 @@ def test_credit_by_hand_with_greedy_baselines():
 )
 def test_the_reward_penalty_uses_the_estimator(estimator, penalties):
     algorithm = online(advantage={"type": "group"}, kl={"placement": "reward", "estimator": estimator})
-    rewards = credit(hand_rollout(), algorithm, Coefs(kl=0.1, penalty=0.0)).rewards
+    rewards = compute_advantages(hand_rollout(), algorithm, Coefs(kl=0.1, penalty=0.0)).rewards
     close(rewards[0], [-0.1 * penalties[0], 3.0 - 0.1 * penalties[1]], rtol=1e-9, atol=1e-10)
     if penalties[2] is not None:
         close(rewards[1, 0], 1.0 - 0.1 * penalties[2])
@@ -208,7 +216,7 @@ def test_the_reward_penalty_uses_the_estimator(estimator, penalties):
 def test_the_penalty_is_in_the_reward_only_where_it_is_placed_there():
     for placement, penalized in (("reward", True), ("loss", False), ("none", False)):
         algorithm = online(advantage={"type": "group"}, kl={"placement": placement, "estimator": "k2"})
-        rewards = credit(hand_rollout(), algorithm, COEFS).rewards
+        rewards = compute_advantages(hand_rollout(), algorithm, COEFS).rewards
         assert (rewards[0, 0].item() != 0.0) == penalized
 
 
@@ -245,14 +253,14 @@ def test_uniform_groups_leave_the_policy_loss_and_its_norm():
     algorithm = online(**ALGORITHMS["dapo"])
     plain = rollout(seed=5)
     plain = replace(plain, scores=torch.where(torch.arange(8) < 4, 1.0, plain.scores))
-    batch, objective = credit(plain, algorithm, COEFS), Objective(algorithm, max_tokens=5)
+    batch, objective = compute_advantages(plain, algorithm, COEFS), Objective(algorithm, max_tokens=5)
     assert not batch.loss_mask[:4].any()
     assert torch.equal(batch.loss_mask[4:], batch.completion_mask[4:])
-    assert objective.norms(batch)["policy"] == batch.completion_mask[4:].sum().item()
+    assert objective.denominators(batch)["policy"] == batch.completion_mask[4:].sum().item()
     said = outputs(batch)
     slope, _, _ = gradients(total_loss(objective, batch, said, size=8), said)
     assert (slope[:4] == 0).all()
-    rest = credit(plain.rows(slice(4, 8)), algorithm, COEFS)
+    rest = compute_advantages(plain.rows(slice(4, 8)), algorithm, COEFS)
     close(
         total_loss(objective, batch, said, size=8), total_loss(objective, rest, output_rows(said, slice(4, 8)), size=4)
     )
@@ -261,10 +269,10 @@ def test_uniform_groups_leave_the_policy_loss_and_its_norm():
 def test_a_step_of_uniform_groups_only_is_no_step_and_no_division_by_zero():
     algorithm = online(**ALGORITHMS["dapo"])
     plain = replace(rollout(), scores=torch.ones(8, dtype=torch.float64))
-    batch, objective = credit(plain, algorithm, COEFS), Objective(algorithm, max_tokens=5)
+    batch, objective = compute_advantages(plain, algorithm, COEFS), Objective(algorithm, max_tokens=5)
     said = outputs(batch)
     assert total_loss(objective, batch, said, size=8).item() == 0.0
-    assert objective.norms(batch) == {"policy": 1.0, "value": float(batch.completion_mask.sum())}
+    assert objective.denominators(batch) == {"policy": 1.0, "value": float(batch.completion_mask.sum())}
 
 
 @given(seeds)
@@ -276,8 +284,8 @@ def test_the_critic_learns_from_all_live_tokens_whatever_the_policy_leaves_out(s
     terms, _ = objective.loss(batch, said, COEFS)
     fewer, _ = objective.loss(some, said, COEFS)
     close(fewer["value"], terms["value"])
-    assert objective.norms(some)["value"] == batch.completion_mask.sum().item()
-    assert objective.norms(some)["policy"] == some.loss_mask.sum().item()
+    assert objective.denominators(some)["value"] == batch.completion_mask.sum().item()
+    assert objective.denominators(some)["policy"] == some.loss_mask.sum().item()
     (slope,) = torch.autograd.grad(terms["value"], said.values)
     assert (slope[~batch.completion_mask] == 0).all()
 
@@ -285,7 +293,7 @@ def test_the_critic_learns_from_all_live_tokens_whatever_the_policy_leaves_out(s
 def test_the_value_term_by_hand():
     algorithm = online(**{**CLIP_PPO, "value_loss": {"coef": 0.1, "clip_eps": 0.2}})
     batch = replace(
-        credit(hand_rollout(), algorithm, COEFS),
+        compute_advantages(hand_rollout(), algorithm, COEFS),
         values=table([0.0, 0.0], [0.0, 0.0]),
         returns=table([2.0, 0.5], [2.0, 9.0]),
     )
@@ -301,7 +309,7 @@ def test_the_policy_term_by_hand():
     algorithm = online(
         advantage={"type": "group"}, policy_loss={"type": "clip", "aggregate": "sequence_mean", "entropy_coef": 0.5}
     )
-    batch = replace(credit(hand_rollout(), algorithm, COEFS), advantages=table([2.0, -2.0], [2.0, 0.0]))
+    batch = replace(compute_advantages(hand_rollout(), algorithm, COEFS), advantages=table([2.0, -2.0], [2.0, 0.0]))
     ratios = table([1.1, 0.5], [1.5, 7.0])
     said = Outputs(logprobs=batch.logprobs + ratios.log(), entropy=table([0.4, 0.6], [1.0, 9.0]), values=batch.values)
     terms, observed = Objective(algorithm, max_tokens=2).loss(batch, said, COEFS)
@@ -329,7 +337,7 @@ def test_losses_of_log_probabilities_by_hand(loss, expected, clipped):
     algorithm = online(advantage={"type": "group"}, policy_loss=loss)
     ratios, logprobs = table([1.1, 0.5], [1.5, 7.0]), table([-0.9, -2.5], [-0.7, NAN])
     batch = replace(
-        credit(hand_rollout(), algorithm, COEFS),
+        compute_advantages(hand_rollout(), algorithm, COEFS),
         logprobs=logprobs - ratios.log(),
         advantages=table([2.0, -2.0], [2.0, 0.0]),
     )
@@ -344,9 +352,9 @@ def test_losses_of_log_probabilities_by_hand(loss, expected, clipped):
 def test_a2c_is_ppo_at_the_first_optimizer_step_and_not_after():
     ppo, a2c = (online(**PRESETS[name]) for name in ("ppo", "a2c"))
     plain = rollout(seed=6)
-    batch = credit(plain, ppo, COEFS)
+    batch = compute_advantages(plain, ppo, COEFS)
     for field in ("rewards", "advantages", "returns"):
-        close(getattr(credit(plain, a2c, COEFS), field), getattr(batch, field))
+        close(getattr(compute_advantages(plain, a2c, COEFS), field), getattr(batch, field))
     said = outputs(batch)
     first = replace(
         said, logprobs=batch.logprobs.clone().requires_grad_(), values=batch.values.clone().requires_grad_()
@@ -455,7 +463,7 @@ def test_completions_that_were_cut_off_are_left_out_of_the_loss_and_its_denomina
     drawn = rollout()
     drawn = replace(drawn, finished=torch.tensor([True, False, True, True, False, False, True, True]))
     algorithm, plain = online(**MASKED), online(**{**MASKED, "mask_truncated": False})
-    masked, whole = (credit(drawn, each, COEFS) for each in (algorithm, plain))
+    masked, whole = (compute_advantages(drawn, each, COEFS) for each in (algorithm, plain))
     kept = drawn.finished.nonzero().flatten()
     assert torch.equal(masked.loss_mask, whole.loss_mask & drawn.finished[:, None])
     close(masked.advantages[kept], whole.advantages[kept])
@@ -463,27 +471,27 @@ def test_completions_that_were_cut_off_are_left_out_of_the_loss_and_its_denomina
     terms, _ = Objective(algorithm, max_tokens=5).loss(masked, said, COEFS)
     alone, _ = Objective(plain, max_tokens=5).loss(whole.rows(kept), output_rows(said, kept), COEFS)
     close(terms["policy"], alone["policy"])
-    assert Objective(algorithm, max_tokens=5).norms(masked)["policy"] == float(len(kept)) == 5.0
+    assert Objective(algorithm, max_tokens=5).denominators(masked)["policy"] == float(len(kept)) == 5.0
 
 
 def test_the_critic_does_not_learn_from_completions_that_were_cut_off() -> None:
     drawn = rollout()
     drawn = replace(drawn, finished=torch.tensor([True, False] * 4))
     algorithm = online(**CLIP_PPO, mask_truncated=True)
-    batch, kept = credit(drawn, algorithm, COEFS), drawn.finished.nonzero().flatten()
+    batch, kept = compute_advantages(drawn, algorithm, COEFS), drawn.finished.nonzero().flatten()
     objective, said = Objective(algorithm, max_tokens=5), outputs(batch)
     terms, _ = objective.value_term(batch, said.values)
     alone, _ = objective.value_term(batch.rows(kept), said.values[kept])
     close(terms["value"], alone["value"])
-    assert objective.norms(batch)["value"] == float(batch.completion_mask[kept].sum())
+    assert objective.denominators(batch)["value"] == float(batch.completion_mask[kept].sum())
 
 
 def test_where_every_completion_was_cut_off_the_gradient_is_exactly_zero() -> None:
     drawn = rollout()
-    batch = credit(replace(drawn, finished=torch.zeros_like(drawn.finished)), online(**MASKED), COEFS)
+    batch = compute_advantages(replace(drawn, finished=torch.zeros_like(drawn.finished)), online(**MASKED), COEFS)
     said, objective = outputs(batch), Objective(online(**MASKED), max_tokens=5)
     terms, _ = objective.loss(batch, said, COEFS)
-    (gradient,) = torch.autograd.grad(terms["policy"] / objective.norms(batch)["policy"], said.logprobs)
+    (gradient,) = torch.autograd.grad(terms["policy"] / objective.denominators(batch)["policy"], said.logprobs)
     assert gradient.abs().max() == 0.0
 
 

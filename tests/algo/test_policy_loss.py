@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from rlhf.algo.policy_loss import (
     RatioLevel,
+    cispo_loss,
     clipped_surrogate,
     importance_ratio,
     kl_old_new,
-    log_likelihood,
     penalized_surrogate,
+    policy_gradient_loss,
     token_weights,
     truncated_importance,
-    weighted_log_likelihood,
 )
 
 AGGREGATES = ("token_mean", "sequence_mean", "sequence_sum", "constant")
@@ -110,8 +110,8 @@ def test_at_ratio_one_the_gradient_is_reinforce(grid):
         if level != "token":
             continue
         for loss in (
-            weighted_log_likelihood(ratio, logprobs, advantages, clip_eps_low=0.2, clip_eps_high=0.2),
-            log_likelihood(logprobs, advantages),
+            cispo_loss(ratio, logprobs, advantages, clip_eps_low=0.2, clip_eps_high=0.2),
+            policy_gradient_loss(logprobs, advantages),
         ):
             assert not loss.clipped.any()
             total = torch.where(grid.mask, loss.per_token, 0.0).sum()
@@ -134,9 +134,7 @@ def test_the_cases_of_cispo(ratio, advantage, logprob, loss, gradient, clipped):
     """Low .2, high .3; the gradient is with respect to the log-probability, which the ratio moves with."""
     old = logprob - math.log(ratio)
     variable = table([logprob]).requires_grad_()
-    found = weighted_log_likelihood(
-        (variable - old).exp(), variable, table([advantage]), clip_eps_low=0.2, clip_eps_high=0.3
-    )
+    found = cispo_loss((variable - old).exp(), variable, table([advantage]), clip_eps_low=0.2, clip_eps_high=0.3)
     (slope,) = torch.autograd.grad(found.per_token.sum(), variable)
     assert found.per_token.item() == pytest.approx(loss, rel=1e-12)
     assert slope.item() == pytest.approx(gradient, rel=1e-12)
@@ -147,7 +145,7 @@ def test_the_cases_of_cispo(ratio, advantage, logprob, loss, gradient, clipped):
 def test_cispo_is_the_plain_surrogate_where_it_does_not_clip_and_a_bounded_one_where_it_does(grid, low, high):
     logprobs = grid.second.clone().requires_grad_()
     ratio = (logprobs - grid.second.flip(1)).exp()
-    ours = weighted_log_likelihood(ratio, logprobs, grid.first, clip_eps_low=low, clip_eps_high=high)
+    ours = cispo_loss(ratio, logprobs, grid.first, clip_eps_low=low, clip_eps_high=high)
     (slope,) = torch.autograd.grad(ours.per_token.sum(), logprobs, retain_graph=True)
     (plain,) = torch.autograd.grad((-ratio * grid.first).sum(), logprobs)
     close(slope[~ours.clipped], plain[~ours.clipped])
@@ -158,7 +156,7 @@ def test_cispo_is_the_plain_surrogate_where_it_does_not_clip_and_a_bounded_one_w
 
 def test_log_likelihood_by_hand():
     logprobs = table([-1.5, -0.5]).requires_grad_()
-    loss = log_likelihood(logprobs, table([2.0, -4.0]))
+    loss = policy_gradient_loss(logprobs, table([2.0, -4.0]))
     close(loss.per_token.detach(), [[3.0, -2.0]])
     close(torch.autograd.grad(loss.per_token.sum(), logprobs)[0], [[-2.0, 4.0]])
     assert not loss.clipped.any()

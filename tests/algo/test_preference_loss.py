@@ -19,7 +19,7 @@ from rlhf.algo.preference_loss import (
     ipo,
     kto,
     kto_baseline,
-    mismatched,
+    mismatched_partners,
     orpo,
     robust_dpo,
     simpo,
@@ -183,7 +183,7 @@ def test_the_baseline_is_a_mean_that_is_not_negative_and_has_no_gradient():
     ],
 )
 def test_a_row_is_matched_with_another_prompt(prompts, partners):
-    assert mismatched(prompts) == partners
+    assert mismatched_partners(prompts) == partners
 
 
 # Limits and identities

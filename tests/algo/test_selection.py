@@ -10,8 +10,8 @@ from algo_cases import COEFS, close, experience, online, rollout, table
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.algo.objective import credit, lesson
-from rlhf.algo.selection import best_and_worst, kept, pair_signs, pairs_of
+from rlhf.algo.objective import compute_advantages, select_training_rows
+from rlhf.algo.selection import best_and_worst, best_worst_pairs, pair_signs, select_best
 from rlhf.types import Experience, SampledPairs
 
 SCORES = table([1.0, 3.0, 2.0, 5.0, 5.0, 4.0, 7.0, 7.0, 7.0])[0]
@@ -36,7 +36,7 @@ def rejection(**how: Any) -> dict[str, Any]:
     ],
 )
 def test_kept_by_hand(keep: int, min_score: float | None, rows: list[int]) -> None:
-    assert kept(SCORES, 3, keep=keep, min_score=min_score).nonzero().flatten().tolist() == rows
+    assert select_best(SCORES, 3, keep=keep, min_score=min_score).nonzero().flatten().tolist() == rows
 
 
 def test_pairs_by_hand() -> None:
@@ -61,7 +61,7 @@ def test_the_best_is_kept_and_the_worst_is_not(values: list[float], size: int) -
     close(scores[best], groups.amax(1)[apart])
     close(scores[worst], groups.amin(1)[apart])
     assert (best // size).tolist() == (worst // size).tolist() == apart.nonzero().flatten().tolist()
-    chosen = kept(scores, size, keep=1)
+    chosen = select_best(scores, size, keep=1)
     assert chosen[best].all()
     assert not chosen[worst].any()
     assert (chosen.view(-1, size).sum(1) == 1).all()
@@ -69,10 +69,10 @@ def test_the_best_is_kept_and_the_worst_is_not(values: list[float], size: int) -
 
 def test_credit_is_one_for_the_kept_and_nothing_else_is_learned() -> None:
     batch = experience(online(**rejection(keep=2)), groups=3, group_size=4)
-    chosen = kept(batch.scores, 4, keep=2)
+    chosen = select_best(batch.scores, 4, keep=2)
     close(batch.advantages, (chosen[:, None] & batch.completion_mask).double())
     assert torch.equal(batch.loss_mask, chosen[:, None] & batch.completion_mask)
-    learned = lesson(batch, online(**rejection(keep=2)))
+    learned = select_training_rows(batch, online(**rejection(keep=2)))
     assert isinstance(learned, Experience)
     assert learned.row_ids.tolist() == chosen.nonzero().flatten().tolist()
     assert torch.equal(learned.loss_mask, learned.completion_mask)
@@ -84,17 +84,17 @@ def test_a_penalty_in_the_reward_counts_in_the_choice_and_at_the_threshold() -> 
     totals = rows.scores - COEFS.kl * kl
     assert int(totals.argmax()) != int(rows.scores.argmax())
     for placement, expected in (("reward", totals), ("none", rows.scores)):
-        found = credit(rows, online(**rejection(), kl={"placement": placement}), COEFS)
+        found = compute_advantages(rows, online(**rejection(), kl={"placement": placement}), COEFS)
         assert found.loss_mask.any(1).nonzero().flatten().tolist() == [int(expected.argmax())]
         middle = float(expected.sort().values[1])
         above = rejection(keep=3, min_score=middle - 1e-9)
-        found = credit(rows, online(**above, kl={"placement": placement}), COEFS)
+        found = compute_advantages(rows, online(**above, kl={"placement": placement}), COEFS)
         assert torch.equal(found.loss_mask.any(1), expected >= middle - 1e-9)
 
 
 def test_pairs_hold_both_sides_and_what_was_said_of_them() -> None:
     batch = experience(online(**PAIR), groups=3, group_size=4)
-    pairs = lesson(batch, online(**PAIR))
+    pairs = select_training_rows(batch, online(**PAIR))
     assert isinstance(pairs, SampledPairs)
     best, worst = best_and_worst(batch.scores, 4)
     for side, rows in (("chosen", best), ("rejected", worst)):
@@ -110,17 +110,17 @@ def test_pairs_hold_both_sides_and_what_was_said_of_them() -> None:
 def test_ties_are_left_out_and_an_empty_lesson_is_empty() -> None:
     rows = rollout(groups=3, group_size=2)
     tied = type(rows)(**{**vars(rows), "scores": table([1.0, 1.0, 0.0, 2.0, 3.0, 3.0])[0]})
-    pairs = pairs_of(credit(tied, online(**PAIR), COEFS))
+    pairs = best_worst_pairs(compute_advantages(tied, online(**PAIR), COEFS))
     assert torch.equal(pairs.chosen_ids, rows.completion_ids[3:4])
     assert torch.equal(pairs.rejected_ids, rows.completion_ids[2:3])
     alike = type(rows)(**{**vars(rows), "scores": torch.ones(6, dtype=torch.float64)})
-    batch = credit(alike, online(**PAIR), COEFS)
-    assert len(pairs_of(batch)) == 0
+    batch = compute_advantages(alike, online(**PAIR), COEFS)
+    assert len(best_worst_pairs(batch)) == 0
     assert not batch.loss_mask.any()
-    assert list(pairs_of(batch).split(1)) == []
+    assert list(best_worst_pairs(batch).split(1)) == []
 
 
 def test_other_algorithms_learn_from_every_row() -> None:
     algorithm = online(advantage={"type": "group"})
     batch = experience(algorithm)
-    assert lesson(batch, algorithm) is batch
+    assert select_training_rows(batch, algorithm) is batch

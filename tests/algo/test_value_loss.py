@@ -10,7 +10,7 @@ from algo_cases import NAN, close, grids, live, table
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.algo.value_loss import clipped_value_loss, explained_variance, value_clipped
+from rlhf.algo.value_loss import clipped_value_loss, explained_variance, value_clip_mask
 
 
 @pytest.mark.parametrize(
@@ -33,12 +33,12 @@ def test_the_cases_of_the_value_clip(value, target, loss, gradient):
     close(per_token, [[loss]])
     # At the edge the two branches are one; autograd splits the gradient between them, and both give it.
     close(variable.grad, [[gradient]])
-    assert value_clipped(variable.detach(), old, returns, clip_eps=0.2).item() == (gradient == 0.0)
+    assert value_clip_mask(variable.detach(), old, returns, clip_eps=0.2).item() == (gradient == 0.0)
 
 
 def test_without_a_clip_it_is_half_the_squared_error():
     close(clipped_value_loss(table([1, 5]), table([0, 0]), table([2, 2]), clip_eps=None), [[0.5, 4.5]])
-    assert not value_clipped(table([1, 5]), table([0, 0]), table([2, 2]), clip_eps=None).any()
+    assert not value_clip_mask(table([1, 5]), table([0, 0]), table([2, 2]), clip_eps=None).any()
 
 
 @given(grids(), st.floats(0.01, 2.0))
@@ -49,7 +49,7 @@ def test_the_clip_never_lowers_the_loss_and_says_where_it_stops(grid, eps):
     plain = clipped_value_loss(values, grid.first, returns, clip_eps=None)
     assert (loss >= plain).all()
     (slope,) = torch.autograd.grad(loss.sum(), values)
-    clipped = value_clipped(values.detach(), grid.first, returns, clip_eps=eps)
+    clipped = value_clip_mask(values.detach(), grid.first, returns, clip_eps=eps)
     close(slope, torch.where(clipped, 0.0, values.detach() - returns))
 
 

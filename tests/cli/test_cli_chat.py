@@ -148,7 +148,7 @@ def sampled(capsys: pytest.CaptureFixture[str], folder: Path, *options: str) -> 
 def test_sample_uses_the_template_and_raw_does_not(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sampled(capsys, run_folder, "--greedy") == ["blue one", "→ bad"]
     model = Completer(str(run_folder), SamplingConfig(max_new_tokens=4))
-    assert model.asked("blue one") == "blue one"
+    assert model.to_prompt("blue one") == "blue one"
     raw = model.sample(["blue one"], count=1, key=0, greedy=True)
     assert model.tokenizer.decode(raw.prompt_ids[0]) == "blue one"
     shown = model.text(raw.completion_ids[0], raw.completion_mask[0])

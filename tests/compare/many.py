@@ -13,9 +13,9 @@ from cases import compare_tree, plan_of
 
 from rlhf.compare.costs import Costs
 from rlhf.compare.plan import Plan
-from rlhf.compare.results import MEASURES, Found, summarize
-from rlhf.compare.trial import Judged
-from rlhf.config.compare import START
+from rlhf.compare.results import MEASURES, CellResult, summarize
+from rlhf.compare.trial import Judgment
+from rlhf.config.compare import START_FOLDER
 from rlhf.evaluation.frontier import kl_bound
 from rlhf.evaluation.win_rate import bootstrap_crossed
 
@@ -31,7 +31,7 @@ TEXT = (
 )
 
 
-def many(folder: Path, *, count: int = 25, seeds: int = 3) -> tuple[Plan, dict[str, Any], list[Found]]:
+def many(folder: Path, *, count: int = 25, seeds: int = 3) -> tuple[Plan, dict[str, Any], list[CellResult]]:
     """Plan, results.json's content and cells of `count` arms; the last arm failed, the one before games its reward."""
     tree = compare_tree(folder, seeds=list(range(seeds)), budget={"completions": 64 * STEPS})
     names = ARMS[:count]
@@ -46,12 +46,12 @@ def many(folder: Path, *, count: int = 25, seeds: int = 3) -> tuple[Plan, dict[s
         )  # the fit for each of 300 pairs takes long, and nothing here reads it
 
 
-def _found(plan: Plan, number: int, names: tuple[str, ...]) -> Found:
+def _found(plan: Plan, number: int, names: tuple[str, ...]) -> CellResult:
     cell = plan.cells[number]
     draw = random.Random(f"{cell.arm} {cell.seed}")
-    place = names.index(cell.arm) if cell.arm != START else None
+    place = names.index(cell.arm) if cell.arm != START_FOLDER else None
     if place == len(names) - 1 and len(names) > 4:
-        return Found(
+        return CellResult(
             cell=cell,
             judged=None,
             error="the process was ended by SIGKILL",
@@ -84,9 +84,9 @@ def _found(plan: Plan, number: int, names: tuple[str, ...]) -> Found:
             for n in (1, 2, 4)
         ]
         (cell.folder / "draws.json").write_text(json.dumps({"curve": curve}))
-    return Found(
+    return CellResult(
         cell=cell,
-        judged=Judged(metrics, rows),
+        judged=Judgment(metrics, rows),
         error=None,
         evaluations=evaluations,
         costs=costs,

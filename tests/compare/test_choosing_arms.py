@@ -9,9 +9,9 @@ import pytest
 from cases import GROUPS, compare_tree, compared, here, plan_of
 
 from rlhf.compare.costs import COSTS, Sizes, online_flops
-from rlhf.compare.plan import claim
+from rlhf.compare.plan import ensure_owner
 from rlhf.compare.results import read_cells
-from rlhf.config.load import unread_sections
+from rlhf.config.load import unread_warnings
 from rlhf.models.backbone import load_causal_lm
 from rlhf.tracking.run_folder import RunFolder
 from rlhf.tracking.trackers import read_jsonl
@@ -31,7 +31,7 @@ def test_naming_the_preset_is_enough(tmp_path: Path, preset: str, size: int) -> 
         assert (train.batch.epochs, train.batch.minibatches) == (1, 1)
         assert train.sampling.completions_per_prompt == size
         assert train.schedule.steps == 1280 // (16 * size)
-        assert unread_sections(train) == []
+        assert unread_warnings(train) == []
     assert plan.of("ppo")[0].config.train.batch.epochs == 2
 
 
@@ -75,7 +75,7 @@ def test_a_comparison_of_these_arms_continues_where_it_stopped(tmp_path: Path) -
     """Finished cells are not run again, and the page is made of both."""
     tree = compare_tree(tmp_path, seeds=[0], arms=NONE | ARMS)
     cell = plan_of(tree).of("online_dpo")[0]
-    claim(cell)
+    ensure_owner(cell)
     assert here(cell) == "done"
     made = (cell.folder / "metrics.jsonl").read_bytes()
     assert compared(tree)

@@ -16,17 +16,17 @@ from runs import make_model, quiet
 from rlhf.compare.costs import (
     COSTS,
     Costs,
-    Ledger,
+    CostTracker,
     Sizes,
+    count_source_parameters,
     offline_flops,
     online_flops,
     sampling_flops,
-    source_parameters,
 )
-from rlhf.compare.plan import claim
+from rlhf.compare.plan import ensure_owner
 from rlhf.compare.results import read_cells, summarize
 from rlhf.compare.scheduler import FAILED, failure_of, run_cells
-from rlhf.compare.trial import JUDGED, Judged
+from rlhf.compare.trial import JUDGED, Judgment
 from rlhf.config.reward import EnsembleSource, FunctionSource, ModelSource
 from rlhf.errors import UserError
 from rlhf.models.backbone import load_causal_lm
@@ -59,9 +59,9 @@ def test_the_size_of_a_reward_source(tmp_path: Path) -> None:
     model = load_causal_lm(str(folder))
     count = sum(p.numel() for p in model.parameters())
     source = ModelSource(path=str(folder))
-    assert source_parameters(source) == count
-    assert source_parameters(EnsembleSource(sources=[source, source, FunctionSource(target="a:b")])) == 2 * count
-    assert source_parameters(None) == 0
+    assert count_source_parameters(source) == count
+    assert count_source_parameters(EnsembleSource(sources=[source, source, FunctionSource(target="a:b")])) == 2 * count
+    assert count_source_parameters(None) == 0
 
 
 def test_costs_are_what_was_done(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_failed_cell_is_tried_again_and_a_finished_one_is_not(tmp_path: Path) 
     (tmp_path / "rewards.py").write_text(good)
     plan = plan_of(tree)
     for cell in plan.cells[:1]:
-        claim(cell)
+        ensure_owner(cell)
         assert here(cell) == "done"
     (tmp_path / "rewards.py").write_text(good.replace("float", "floot"))
     assert compared(tree)
@@ -157,9 +157,9 @@ def test_an_interrupted_comparison_continues_to_the_same_end(
         compare_tree(tmp_path, seeds=[0]) | {"out_dir": str(tmp_path / name)} for name in ("whole", "parts")
     )
     assert compared(whole)
-    spend = Ledger.spend
+    spend = CostTracker.spend
 
-    def interrupted(self: Ledger, step: int, metrics: Mapping[str, float], *, tokens: int, seconds: float) -> None:
+    def interrupted(self: CostTracker, step: int, metrics: Mapping[str, float], *, tokens: int, seconds: float) -> None:
         spend(self, step, metrics, tokens=tokens, seconds=seconds)
         if step == 3 and killed:
             raise KeyboardInterrupt  # the newest checkpoint is then that of step 2
@@ -167,7 +167,7 @@ def test_an_interrupted_comparison_continues_to_the_same_end(
             os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Ledger, "spend", interrupted)
+        patch.setattr(CostTracker, "spend", interrupted)
         if killed:
             with pytest.raises(KeyboardInterrupt):
                 compared(parts)
@@ -214,8 +214,8 @@ def test_judging_uses_the_same_random_numbers_for_every_arm(tmp_path: Path) -> N
     found = read_cells(plan)
     start, ppo = ([one.judged for one in found if one.cell.arm == arm] for arm in ("start", "ppo"))
     for a, b in zip(start, ppo, strict=True):
-        assert isinstance(a, Judged)
-        assert isinstance(b, Judged)
+        assert isinstance(a, Judgment)
+        assert isinstance(b, Judgment)
         assert [row["completion"] for row in a.rows] == [row["completion"] for row in b.rows]
     texts = [[row["completion"] for row in one.rows] for one in start if one is not None]
     assert texts[0] != texts[1]  # another seed, other numbers

@@ -14,7 +14,7 @@ from many import ARMS, many
 from PIL import Image
 
 from rlhf.commands.compare import EXACT_FRONTIER, exact_frontier_of
-from rlhf.compare.charts import EXACT, FEW, SHOWN, drawing_order, frontier_chart, styles
+from rlhf.compare.charts import EXACT, INITIALLY_SHOWN, MAX_ALL_SHOWN, drawing_order, frontier_chart, styles
 from rlhf.compare.figures import DRAWINGS, FIGURES, MARKERS, PALETTE, write_figures
 from rlhf.compare.page import GLYPHS, chips, write_compare_page
 from rlhf.compare.summary import ranking
@@ -76,10 +76,10 @@ def test_of_many_arms_the_best_are_shown_first(tmp_path: Path) -> None:
     assert order[:-1] == ranking(results)
     assert order[-1] == ARMS[11]  # it failed
     shown = chips(results, styles(order))
-    assert [chip.arm for chip in shown if chip.shown] == ranking(results)[:SHOWN]
+    assert [chip.arm for chip in shown if chip.shown] == ranking(results)[:INITIALLY_SHOWN]
     assert len(shown) == 11  # nothing to show of the failed one
-    few = {**results, "arms": {arm: results["arms"][arm] for arm in ARMS[:FEW]}}
-    assert drawing_order(few) == list(ARMS[:FEW])
+    few = {**results, "arms": {arm: results["arms"][arm] for arm in ARMS[:MAX_ALL_SHOWN]}}
+    assert drawing_order(few) == list(ARMS[:MAX_ALL_SHOWN])
     assert chips(few, styles(drawing_order(few))) == []
 
 
@@ -112,12 +112,14 @@ class TestTwentyFiveArms:
         assert console == []
         assert 'href="figures/frontier.png"' in dom
         pressed = re.findall(r'data-toggle="([^"]+)" aria-pressed="true"', dom)
-        assert len(pressed) == SHOWN
-        assert len(re.findall(r'data-toggle="[^"]+" aria-pressed="false"', dom)) == 24 - SHOWN
+        assert len(pressed) == INITIALLY_SHOWN
+        assert len(re.findall(r'data-toggle="[^"]+" aria-pressed="false"', dom)) == 24 - INITIALLY_SHOWN
         legend = set(re.findall(r'class="legendtext"[^>]*>([^<]+)<', dom))
         assert legend <= {*pressed, "start", "judge", "trained-on reward", "reward up, judge down"}
         assert set(pressed) <= legend
-        assert len(re.findall(r'<div class="completion" data-arm="[^"]+">', dom)) == 8 * (SHOWN + 1)  # and the start's
+        assert len(re.findall(r'<div class="completion" data-arm="[^"]+">', dom)) == 8 * (
+            INITIALLY_SHOWN + 1
+        )  # and the start's
 
     def test_on_a_phone_all_of_them(self, page: Path, tmp_path: Path) -> None:
         found: dict[str, Any]

@@ -22,8 +22,8 @@ from runs import quiet
 from rlhf.commands.compare import run_compare
 from rlhf.compare.costs import COSTS
 from rlhf.compare.plan import Cell
-from rlhf.compare.processes import ERRORS, CellProcess, last_words, share, visible_devices
-from rlhf.compare.scheduler import FAILED, OUTPUT, Board, Tail, failure_of
+from rlhf.compare.processes import ERRORS, CellProcess, extract_error, resource_environment, visible_devices
+from rlhf.compare.scheduler import FAILED, OUTPUT, ComparisonProgress, Tail, failure_of
 from rlhf.compare.trial import JUDGED
 from rlhf.config.load import compare_config
 from rlhf.errors import ConfigError
@@ -128,13 +128,16 @@ def test_a_stop_reaches_every_cell_and_the_same_command_continues(tmp_path: Path
 
 def test_shares_by_hand() -> None:
     four = {"cores": 4, "devices": (), "environ": {}}
-    assert share(0, 1, **four) == {}
-    assert share(1, 2, **four) == {"OMP_NUM_THREADS": "2"}
-    assert share(7, 8, **four) == {"OMP_NUM_THREADS": "1"}
-    assert share(1, 2, cores=4, devices=(), environ={"OMP_NUM_THREADS": "3"}) == {}
-    gpus = [share(place, 3, cores=8, devices=("2", "5"), environ={})["CUDA_VISIBLE_DEVICES"] for place in range(3)]
+    assert resource_environment(0, 1, **four) == {}
+    assert resource_environment(1, 2, **four) == {"OMP_NUM_THREADS": "2"}
+    assert resource_environment(7, 8, **four) == {"OMP_NUM_THREADS": "1"}
+    assert resource_environment(1, 2, cores=4, devices=(), environ={"OMP_NUM_THREADS": "3"}) == {}
+    gpus = [
+        resource_environment(place, 3, cores=8, devices=("2", "5"), environ={})["CUDA_VISIBLE_DEVICES"]
+        for place in range(3)
+    ]
     assert gpus == ["2", "5", "2"]
-    assert "CUDA_VISIBLE_DEVICES" not in share(0, 2, cores=8, devices=("0",), environ={})
+    assert "CUDA_VISIBLE_DEVICES" not in resource_environment(0, 2, cores=8, devices=("0",), environ={})
 
 
 def test_the_gpus_that_one_may_use_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,11 +159,11 @@ def test_seconds_are_no_budget_for_cells_that_share_the_machine(tmp_path: Path) 
 
 def test_the_words_that_ended_a_process(tmp_path: Path) -> None:
     log = tmp_path / ERRORS
-    assert last_words(log, 1).startswith("exit code 1 ")
+    assert extract_error(log, 1).startswith("exit code 1 ")
     log.write_text("noise\nerror: policy.model: no such folder\nsecond line\n")
-    assert last_words(log, 2) == "policy.model: no such folder\nsecond line"
-    assert last_words(log, 1).startswith("second line (all of it is in")
-    assert "SIGKILL" in last_words(log, -9)
+    assert extract_error(log, 2) == "policy.model: no such folder\nsecond line"
+    assert extract_error(log, 1).startswith("second line (all of it is in")
+    assert "SIGKILL" in extract_error(log, -9)
 
 
 def test_lines_are_shown_once_and_whole(tmp_path: Path) -> None:
@@ -180,9 +183,9 @@ def test_on_a_terminal_each_cell_has_one_line(tmp_path: Path) -> None:
         cell.folder.mkdir(parents=True)
     now = [0.0]
     console = Console(file=io.StringIO(), force_terminal=True, width=100, record=True)
-    board = Board(console, 10, alone=False, clock=lambda: now[0])
+    board = ComparisonProgress(console, 10, alone=False, clock=lambda: now[0])
     for cell in cells:
-        board.began(cell, "title")
+        board.cell_started(cell, "title")
     (cells[0].folder / OUTPUT).write_text("step 1/4\nstep 2/4\n")
     now[0] = 9.0
     board.refresh()

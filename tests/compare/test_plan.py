@@ -10,9 +10,9 @@ from cases import GROUPS, compare_tree, plan_of
 from runs import make_model
 
 from rlhf.compare.page import differences
-from rlhf.compare.plan import ENDLESS, claim, make_plan, read_cell, read_plan
-from rlhf.config.compare import START, completions_of
-from rlhf.config.load import compare_config, load_compare, unread_sections
+from rlhf.compare.plan import MAX_STEPS, ensure_owner, make_plan, read_cell, read_plan
+from rlhf.config.compare import START_FOLDER, completions_per_step
+from rlhf.config.load import compare_config, load_compare, unread_warnings
 from rlhf.config.reward import FunctionSource
 from rlhf.errors import ConfigError
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_every_arm_gets_the_same_completions(tmp_path: Path) -> None:
     plan = plan_of(compare_tree(tmp_path))
     assert [(c.arm, c.seed) for c in plan.cells[:6]] == [
-        *((START, 0), (START, 1)),
+        *((START_FOLDER, 0), (START_FOLDER, 1)),
         *(("ppo", 0), ("grpo", 0), ("dpo", 0), ("best_of_n", 0)),
     ]
     for arm in ("ppo", "grpo", "dpo"):  # 16 a step each: 16 prompts, 4 groups of 4, 8 pairs
@@ -38,13 +38,13 @@ def test_what_an_arm_does_not_read_of_the_base_is_left_out_and_its_own_is_not(tm
     plan = plan_of(compare_tree(tmp_path))
     for cell in plan.cells:
         if cell.config.budget is not None:
-            assert unread_sections(cell.config.train) == []
+            assert unread_warnings(cell.config.train) == []
     dpo = plan.of("dpo")[0].config.train
     assert dpo.reward is None
     assert dpo.data.prompts is None
     assert dpo.batch.epochs == 1
     noisy = plan_of(compare_tree(tmp_path, arms={"dpo": {"critic": {"lr": 0.5}}}))
-    assert "critic" in unread_sections(noisy.of("dpo")[0].config.train)[0]
+    assert "critic" in unread_warnings(noisy.of("dpo")[0].config.train)[0]
 
 
 def test_start_reward_and_judge_are_the_same_for_all(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_the_lab_gives_start_pairs_and_reward(tmp_path: Path) -> None:
 def test_other_budgets_are_met_on_the_way(tmp_path: Path, unit: str, limit: float) -> None:
     plan = plan_of(compare_tree(tmp_path, budget={"completions": None, unit: limit}))
     cell = plan.of("ppo")[0].config
-    assert cell.train.schedule.steps == ENDLESS
+    assert cell.train.schedule.steps == MAX_STEPS
     assert cell.train.eval.every == 2  # the base's
     assert cell.budget is not None
     assert (cell.budget.unit, cell.budget.limit) == (unit, limit)
@@ -121,9 +121,9 @@ def test_the_lab_comparisons_are_valid(name: str, monkeypatch: pytest.MonkeyPatc
     for arm in config.arms:
         cell = plan.of(arm)[0].config
         if cell.budget is not None:
-            assert unread_sections(cell.train) == []
+            assert unread_warnings(cell.train) == []
             assert cell.train.schedule.steps is not None
-            assert cell.train.schedule.steps * completions_of(cell.train) == config.budget.completions
+            assert cell.train.schedule.steps * completions_per_step(cell.train) == config.budget.completions
             assert cell.train.eval.every * config.evaluations == cell.train.schedule.steps
 
 
@@ -142,15 +142,15 @@ def test_an_arm_set_to_null_is_left_out(tmp_path: Path) -> None:
 def test_a_cell_is_read_back_as_it_was_written_and_no_other_takes_its_folder(tmp_path: Path) -> None:
     plan = plan_of(compare_tree(tmp_path))
     for cell in plan.cells:
-        claim(cell)
+        ensure_owner(cell)
         assert read_cell(cell.folder) == cell
-        claim(cell)
+        ensure_owner(cell)
     assert read_plan(plan.config, plan.folder).cells != []
-    assert unread_sections(read_cell(plan.of("grpo")[0].folder).config.train) == []
+    assert unread_warnings(read_cell(plan.of("grpo")[0].folder).config.train) == []
     changed = plan_of(compare_tree(tmp_path, arms={"grpo": {"policy": {"lr": 0.5}}}))
     with pytest.raises(ConfigError, match=r"train\.policy\.lr.*another out_dir"):
-        claim(changed.of("grpo")[0])
-    claim(changed.of("ppo")[0])
+        ensure_owner(changed.of("grpo")[0])
+    ensure_owner(changed.of("ppo")[0])
 
 
 def test_only_what_differs_is_a_difference(tmp_path: Path) -> None:

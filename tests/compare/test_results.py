@@ -20,12 +20,12 @@ from cases import compare_tree, compared, plan_of
 from datasets import Dataset
 
 from rlhf.cli import main
-from rlhf.compare.charts import gaming, seed_means, styles
+from rlhf.compare.charts import reward_hacking_points, seed_means, styles
 from rlhf.compare.page import difference_table, win_matrix
 from rlhf.compare.results import KLS, MEASURES, with_known_kl
 from rlhf.compare.scheduler import failure_of
-from rlhf.compare.summary import equal_kl_table, interval, notes, ranking, verdict
-from rlhf.compare.trial import Judged
+from rlhf.compare.summary import equal_kl_table, format_interval, notes, ranking, verdict
+from rlhf.compare.trial import Judgment
 from rlhf.config.load import read_yaml
 from rlhf.tracking.trackers import read_jsonl
 
@@ -49,10 +49,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("c")
     tree = compare_tree(path, arms={"broken": {"critic": {"init": str(path / "nowhere")}}})
     assert compared(tree)
-    found = Judged.read(path / "compare" / "ppo" / "seed-0")
+    found = Judgment.read(path / "compare" / "ppo" / "seed-0")
     assert found is not None
     rows = [{**found.rows[0], "completion": EVIL + "w" * 400}, *found.rows[1:]]
-    Judged(found.metrics, rows).write(path / "compare" / "ppo" / "seed-0")
+    Judgment(found.metrics, rows).write(path / "compare" / "ppo" / "seed-0")
     assert main(["report", str(path / "compare")]) == 0
     return path / "compare"
 
@@ -75,7 +75,7 @@ def test_the_schema_is_what_the_page_says(results: dict[str, Any]) -> None:
 def test_gains_are_paired_with_the_start_model(folder: Path, results: dict[str, Any]) -> None:
     gains = []
     for seed in (0, 1):
-        a, b = (Judged.read(folder / arm / f"seed-{seed}") for arm in ("grpo", "start"))
+        a, b = (Judgment.read(folder / arm / f"seed-{seed}") for arm in ("grpo", "start"))
         assert a is not None
         assert b is not None
         assert [row["prompt"] for row in a.rows] == [row["prompt"] for row in b.rows]
@@ -106,7 +106,7 @@ def test_the_exact_kl_and_the_texts_measures_are_there(folder: Path, results: di
         assert arm["kl_exact"] > 0
         assert 1 < arm["reference_perplexity"] < 100
         assert 0 <= arm["distinct_1"] <= arm["distinct_2"] <= arm["distinct_3"] <= 1
-        judged = Judged.read(folder / name / "seed-0")
+        judged = Judgment.read(folder / name / "seed-0")
         assert judged is not None
         assert (judged.column("kl_exact") >= 0).all()
         assert float(judged.column("kl_exact").mean()) == pytest.approx(judged.metrics["eval/kl_exact"])
@@ -163,7 +163,7 @@ def test_the_words(results: dict[str, Any]) -> None:
     text = verdict(results)
     best = next(name for name in ranking(results) if name != "best_of_n")
     assert text.startswith(f"{best} has the highest score of the judge")
-    assert interval(results["arms"][best]["gain"], sign=True) in text
+    assert format_interval(results["arms"][best]["gain"], sign=True) in text
     assert "best of 2 samples of the start model gains" in text
     assert len(re.findall(r"\.(?= [A-Z]|$)", text)) == 2  # two sentences
     said = notes(results)
@@ -198,7 +198,7 @@ def test_bands_and_marks_by_hand() -> None:
     assert seed_means(seeds, "score", "tokens") == [(2.0, 1.5, 1.0, 2.0)]  # the second: not every seed has come to it
     rows = [row(0, i, gold, proxy) for i, (gold, proxy) in enumerate([(0.0, 0.0), (2.0, 1.0), (1.9, 2.0), (1.0, 3.0)])]
     found = {"evaluations": rows, "budget": {"unit": "tokens"}, "prompts": 100}
-    assert gaming(found, "a") == [(3.0, 1.0)]  # 1.9 is within two standard errors (0.2) of 2.0
+    assert reward_hacking_points(found, "a") == [(3.0, 1.0)]  # 1.9 is within two standard errors (0.2) of 2.0
     drawn = styles([f"a{i}" for i in range(9)])
     assert drawn["a0"].role == drawn["a8"].role == "s1"
     assert drawn["a0"].dash != drawn["a8"].dash

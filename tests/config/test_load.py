@@ -18,15 +18,15 @@ from rlhf.config.load import (
     load_reward_model,
     load_train,
     merge,
-    override,
+    merge_overrides,
     parse_overrides,
     train_config,
-    unread_sections,
+    unread_warnings,
     validate,
 )
-from rlhf.config.presets import PRESETS, setting
+from rlhf.config.presets import PRESETS, get_setting
 from rlhf.config.sections import CriticConfig, RewardModelConfig, TrainConfig
-from rlhf.config.yaml_text import UnusableYaml, parse_yaml
+from rlhf.config.yaml_text import InvalidYaml, parse_yaml
 from rlhf.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ def base(**algorithm: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("file", FILES, ids=[str(f.relative_to(ROOT)) for f in FILES])
 def test_every_shipped_file_loads_and_every_section_is_read(file: Path) -> None:
-    assert unread_sections(load_any(file)) == []
+    assert unread_warnings(load_any(file)) == []
 
 
 def test_there_are_shipped_files() -> None:
@@ -183,7 +183,7 @@ def test_a_preset_with_groups_brings_one_of_eight_unless_there_is_a_group(name: 
     preset = f"algorithm.preset={name}"
     assert (size(), size(preset), size(preset, "sampling.completions_per_prompt=4")) == (1, 8, 4)
     file = merge(base(), {"sampling": {"completions_per_prompt": 16}})
-    over = train_config(override(file, {"algorithm": {"preset": name}}))
+    over = train_config(merge_overrides(file, {"algorithm": {"preset": name}}))
     assert over.sampling.completions_per_prompt == 16
 
 
@@ -262,7 +262,7 @@ def test_an_adaptive_controller_from_the_command_line() -> None:
     ],
 )
 def test_a_section_that_nothing_reads_is_named(algorithm: str, changes: dict[str, Any], expected: str) -> None:
-    notes = unread_sections(train_config(merge(base(preset=algorithm), changes)))
+    notes = unread_warnings(train_config(merge(base(preset=algorithm), changes)))
     assert any(note.startswith(expected) for note in notes), notes
 
 
@@ -274,7 +274,7 @@ JUDGED = {"data": {"eval_prompts": {"path": "e"}}, "eval": {"source": {"type": "
 )
 def test_a_reference_that_has_a_part_is_not_warned_of(preset: str, changes: dict[str, Any]) -> None:
     config = train_config(merge(merge(base(preset=preset), {"reference": {"model": "r"}}), changes))
-    assert not [note for note in unread_sections(config) if note.startswith(("reference", "data.eval_prompts"))]
+    assert not [note for note in unread_warnings(config) if note.startswith(("reference", "data.eval_prompts"))]
 
 
 @pytest.mark.parametrize(
@@ -381,13 +381,13 @@ def test_a_date_is_text_and_so_the_same_when_it_is_read_again() -> None:
     override = "reward.source.kwargs.since=2000-01-01"
     config = train_config(merge(tree, parse_overrides([override])))
     assert validate(type(config), dump(config)) == config
-    with pytest.raises(UnusableYaml, match="a value is a date"):
+    with pytest.raises(InvalidYaml, match="a value is a date"):
         parse_yaml("!!timestamp 2000-01-01")
 
 
 def test_keys_are_text_at_every_depth(tmp_path: Path) -> None:
     assert parse_yaml("a: [{16: {}}, {true: {null: 1.5}}]") == {"a": [{"16": {}}, {"True": {"None": 1.5}}]}
-    with pytest.raises(UnusableYaml, match="twice"):
+    with pytest.raises(InvalidYaml, match="twice"):
         parse_yaml("a: {1: x, '1': y}")
     file = tmp_path / "job.yaml"
     file.write_text("batch: {16: {}}\n")
@@ -464,7 +464,7 @@ def test_a_choice_on_the_command_line_leaves_out_what_it_excludes(
     tmp_path: Path, in_file: dict[str, Any], said: str, key: str, value: object
 ) -> None:
     config = load_train(write(tmp_path, base() | in_file), [said])
-    assert setting(dump(config), key) == value
+    assert get_setting(dump(config), key) == value
 
 
 def test_what_is_said_beside_the_choice_that_excludes_it_stays_an_error(tmp_path: Path) -> None:
@@ -493,7 +493,7 @@ def test_a_preset_leaves_out_the_sections_of_the_file_that_it_does_not_read(
         config = load(path, said)
         assert isinstance(config, TrainConfig)
         assert config.critic == CriticConfig()
-        named = {note.split(" is set")[0] for note in unread_sections(config)}
+        named = {note.split(" is set")[0] for note in unread_warnings(config)}
         assert named == {"grpo": {"data.sft", "data.preferences"}, "dpo": {"data.sft"}}.get(
             preset, {"data.preferences"} if preset == "sft" else {"data.sft", "data.preferences"}
         )
@@ -502,9 +502,9 @@ def test_a_preset_leaves_out_the_sections_of_the_file_that_it_does_not_read(
 def test_a_section_said_beside_a_preset_that_does_not_read_it_is_named(tmp_path: Path) -> None:
     path = write(tmp_path, base() | {"reward": FUNCTION, "critic": {"init": "reward"}, "algorithm": {"preset": "grpo"}})
     for said in (["algorithm.preset=rloo", "critic.lr=1e-3"], ["policy.lr=1"], ["algorithm.preset=grpo"]):
-        notes = unread_sections(load_train(path, said))
+        notes = unread_warnings(load_train(path, said))
         assert "critic is set, but only GAE has a critic: it has no effect" in notes, said
-    quiet = unread_sections(load_train(path, ["algorithm.preset=rloo"]))
+    quiet = unread_warnings(load_train(path, ["algorithm.preset=rloo"]))
     assert quiet == []
 
 
@@ -514,6 +514,6 @@ def test_the_defaults_that_a_run_folder_spells_out_are_no_sections_that_were_set
     tree["data"] = {"prompts": tree["data"]["prompts"]} if preset in ("grpo", "ppo", "online_dpo") else tree["data"]
     config = train_config(tree)
     again = load_train(write(tmp_path, dump(config)))
-    assert unread_sections(again) == unread_sections(config)
+    assert unread_warnings(again) == unread_warnings(config)
     reward_model = validate(RewardModelConfig, {"model": {"model": "m"}, "data": {"preferences": {"path": "p"}}})
-    assert unread_sections(validate(RewardModelConfig, dump(reward_model))) == []
+    assert unread_warnings(validate(RewardModelConfig, dump(reward_model))) == []

@@ -14,7 +14,7 @@ import pytest
 from hand_made import CASES
 
 from rlhf.constraints.checks import CHECKS
-from rlhf.constraints.generate import instructions
+from rlhf.constraints.generate import generate_instructions
 from rlhf.constraints.reward import Constraint, loose_variants, read_constraints
 
 NEEDS_PUNKT = {"length_constraints:number_sentences", "change_case:capital_word_frequency"}  # models to be downloaded
@@ -67,7 +67,7 @@ def agree(registry: dict[str, Any], rows: Iterator[dict[str, Any]]) -> dict[str,
 
 
 def test_generated_constraints(registry: dict[str, Any]) -> None:
-    verdicts = agree(registry, instructions(400, seed=3))
+    verdicts = agree(registry, generate_instructions(400, seed=3))
     assert len(verdicts) >= 20
     assert sum(len(both) == 2 for both in verdicts.values()) >= 18  # both verdicts occurred, so both were compared
 

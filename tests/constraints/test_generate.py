@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.constraints.checks import CHECKS
-from rlhf.constraints.generate import KINDS, instructions
+from rlhf.constraints.generate import KINDS, generate_instructions
 from rlhf.constraints.reward import read_constraints
 
 RUN = 8  # words
@@ -22,14 +22,14 @@ def runs_of_words(text: str) -> set[tuple[str, ...]]:
 
 
 def test_rows_depend_on_seed_and_number_alone() -> None:
-    rows = list(instructions(6, seed=4))
-    assert rows[2:] == list(instructions(4, seed=4, start=2))
-    assert rows != list(instructions(6, seed=5))
+    rows = list(generate_instructions(6, seed=4))
+    assert rows[2:] == list(generate_instructions(4, seed=4, start=2))
+    assert rows != list(generate_instructions(6, seed=5))
     assert [row["key"] for row in rows] == list(range(6))
 
 
 def test_every_row_can_be_read_and_every_kind_occurs() -> None:
-    rows = list(instructions(1500, seed=0))
+    rows = list(generate_instructions(1500, seed=0))
     kinds: Counter[str] = Counter()
     for row in rows:
         constraints = read_constraints(row)
@@ -46,7 +46,7 @@ def test_every_row_can_be_read_and_every_kind_occurs() -> None:
 
 
 def test_kinds_that_exclude_each_other_are_never_together() -> None:
-    for row in instructions(1500, seed=1):
+    for row in generate_instructions(1500, seed=1):
         kinds = set(row["instruction_id_list"])
         assert not {"change_case:english_capital", "change_case:english_lowercase"} <= kinds
         assert "detectable_format:json_format" not in kinds or len(kinds) == 1
@@ -54,7 +54,9 @@ def test_kinds_that_exclude_each_other_are_never_together() -> None:
 
 
 def test_the_request_to_repeat_is_the_prompt_before_its_last_line() -> None:
-    repeated = [row for row in instructions(400, seed=2) if "combination:repeat_prompt" in row["instruction_id_list"]]
+    repeated = [
+        row for row in generate_instructions(400, seed=2) if "combination:repeat_prompt" in row["instruction_id_list"]
+    ]
     assert repeated
     for row in repeated:
         at = row["instruction_id_list"].index("combination:repeat_prompt")
@@ -66,7 +68,7 @@ def test_no_eight_words_of_ifeval(shared: Path) -> None:
     with gzip.open(shared / "data/ifeval/input_data.jsonl.gz", "rt", encoding="utf-8") as file:
         ifeval: set[tuple[str, ...]] = set().union(*(runs_of_words(json.loads(line)["prompt"]) for line in file))
     assert len(ifeval) > 10_000
-    rows: list[dict[str, Any]] = list(instructions(4000, seed=0))
+    rows: list[dict[str, Any]] = list(generate_instructions(4000, seed=0))
     common = {run for row in rows for run in runs_of_words(row["prompt"])} & ifeval
     options = {
         run for run in common if Counter(run)["answer"] >= 2

@@ -10,7 +10,13 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.data import PreferencesConfig
 from rlhf.data.pairs import LabelledSet, PairSet
-from rlhf.data.reference_cache import AnnotatedLabelledSet, AnnotatedPairSet, labels_of, load_judgments, rows_of
+from rlhf.data.reference_cache import (
+    AnnotatedLabelledSet,
+    AnnotatedPairSet,
+    completion_labels,
+    completion_rows,
+    load_preference_data,
+)
 from rlhf.errors import DataError
 
 Write = Callable[..., str]
@@ -20,7 +26,7 @@ LABELLED = [{"prompt": "ab", "completion": "c", "label": True}, {"prompt": "a", 
 
 def load(path: str, tokenizer: PreTrainedTokenizerBase, **options: object) -> PairSet | LabelledSet:
     config = PreferencesConfig.model_validate({"path": path, **options})
-    return load_judgments(config, tokenizer, chat_template="auto")
+    return load_preference_data(config, tokenizer, chat_template="auto")
 
 
 def test_the_columns_say_which_it_is(write: Write, plain: PreTrainedTokenizerBase) -> None:
@@ -35,7 +41,7 @@ def test_renamed_columns_say_so_too(write: Write, plain: PreTrainedTokenizerBase
     columns = {"prompt": "q", "completion": "a", "label": "thumb"}
     found = load(write(renamed), plain, columns=columns)
     assert isinstance(found, LabelledSet)
-    assert labels_of(found) == (True, False)
+    assert completion_labels(found) == (True, False)
 
 
 def test_neither_is_an_error_that_names_the_columns(write: Write, plain: PreTrainedTokenizerBase) -> None:
@@ -45,12 +51,12 @@ def test_neither_is_an_error_that_names_the_columns(write: Write, plain: PreTrai
 
 def test_pairs_taken_apart(write: Write, plain: PreTrainedTokenizerBase) -> None:
     pairs = load(write(PAIRS), plain)
-    rows = rows_of(pairs)
+    rows = completion_rows(pairs)
     assert [plain.decode(ids) for ids in rows.completions] == ["c</s>", "ghi</s>", "def</s>", "j</s>"]
     assert [plain.decode(ids) for ids in rows.prompts] == ["<s>ab", "<s>a"] * 2
-    assert labels_of(pairs) == (True, True, False, False)
+    assert completion_labels(pairs) == (True, True, False, False)
     said = torch.tensor([-1.0, -2.0, -3.0, -4.0], dtype=torch.float64)
-    batch = AnnotatedLabelledSet(rows, labels_of(pairs), said).collate([2, 1])
+    batch = AnnotatedLabelledSet(rows, completion_labels(pairs), said).collate([2, 1])
     assert batch.desirable.tolist() == [False, True]
     assert batch.ref_logprobs.tolist() == [-3.0, -2.0]
     assert batch.completion_mask.sum(1).tolist() == [4, 4]

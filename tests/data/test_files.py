@@ -12,7 +12,7 @@ import pytest
 
 from rlhf.config.data import DatasetConfig
 from rlhf.data.files import load_rows
-from rlhf.data.rows import Row, Skips
+from rlhf.data.rows import Row, RowCounts
 from rlhf.errors import DataError
 
 Write = Callable[..., str]
@@ -59,7 +59,7 @@ def test_cells_and_line_separators_within_texts_stay_as_they_are(write: Write) -
 def test_malformed_lines_are_skipped_with_their_numbers(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_bytes(b'{"a": 1}\n{"a": \n[1]\n{"a": "\xff"}\n' + b"[" * 100_000 + b'\n{"a": 2}\n')
-    skips = Skips("bad")
+    skips = RowCounts("bad")
     rows = load_rows(DatasetConfig(path=str(path)), skips)
     assert [row.number for row in rows] == [1, 6]
     assert dict(skips.counts) == {"not JSON": 3, "not a JSON object": 1}
@@ -73,7 +73,7 @@ def test_a_malformed_line_is_fatal_where_nobody_counts(write: Write) -> None:
 
 
 def test_ragged_rows_of_a_table_are_skipped(write: Write) -> None:
-    skips = Skips("t")
+    skips = RowCounts("t")
     rows = load_rows(DatasetConfig(path=write("a,b\n1,2\n3\n4,5,6\n\n7,8\n", "t.csv")), skips)
     assert [row.values["a"] for row in rows] == ["1", "7"]
     places = "t.csv:3 (1 cells where the header has 2), t.csv:4 (3 cells where the header has 2)"

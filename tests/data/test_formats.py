@@ -17,15 +17,15 @@ from rlhf.data.formats import (
     LabelledText,
     PairText,
     PromptText,
-    Use,
+    RowFormats,
 )
-from rlhf.data.rows import Row, Skips
+from rlhf.data.rows import Row, RowCounts
 from rlhf.errors import DataError
 
 
-def read(use: Use[Any], row: dict[str, object], *, turns: bool = False) -> Any:
+def read(use: RowFormats[Any], row: dict[str, object], *, turns: bool = False) -> Any:
     """The one row in its form, or the reason it has none."""
-    skips = Skips("f")
+    skips = RowCounts("f")
     found = [form for _, form in use.read([Row(row, "f", 1)], skips, turns=turns)]
     return found[0] if found else next(iter(skips.counts))
 
@@ -230,14 +230,14 @@ def test_columns_that_fit_no_shape_are_an_error_which_names_the_shapes() -> None
 def test_the_shape_of_a_file_is_that_of_most_of_its_rows() -> None:
     rows = [Row({"prompt": "p", "completion": "c"}, "f", i) for i in (1, 2, 3)]
     rows += [Row({"messages": []}, "f", 4), Row({"text": "t"}, "g", 1)]
-    skips = Skips("f")
+    skips = RowCounts("f")
     found = [(row.place, form) for row, form in DEMONSTRATIONS.read(rows, skips, turns=False)]
     assert [place for place, _ in found] == ["f:1", "f:2", "f:3", "g:1"]
     assert dict(skips.counts) == {"no prompt": 1}
 
 
-def count(use: Use[Any], path: Path, split: str = "train") -> tuple[int, dict[str, int], list[Any]]:
-    skips = Skips(str(path))
+def count(use: RowFormats[Any], path: Path, split: str = "train") -> tuple[int, dict[str, int], list[Any]]:
+    skips = RowCounts(str(path))
     found = [
         form for _, form in use.read(load_rows(DatasetConfig(path=str(path), split=split), skips), skips, turns=False)
     ]

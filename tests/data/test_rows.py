@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf.data.rows import Row, Skips
+from rlhf.data.rows import Row, RowCounts
 from rlhf.errors import DataError
 
 
@@ -11,7 +11,7 @@ def row(number: int) -> Row:
 
 
 def test_the_summary_has_every_reason_with_its_first_three_rows() -> None:
-    skips = Skips("p.jsonl")
+    skips = RowCounts("p.jsonl")
     skips.used = 1482
     skips.add(row(3), "not JSON", "Expecting value")
     for number in (17, 18, 19, 20):
@@ -28,14 +28,14 @@ def test_the_summary_has_every_reason_with_its_first_three_rows() -> None:
 
 
 def test_bad_rows_are_fatal_if_wanted_and_long_ones_are_not_bad() -> None:
-    skips = Skips("p.jsonl", fatal=True)
-    skips.leave_out(row(2), "longer than max_tokens of 5 tokens", "9")
+    skips = RowCounts("p.jsonl", fatal=True)
+    skips.skip(row(2), "longer than max_tokens of 5 tokens", "9")
     with pytest.raises(DataError, match=r"p.jsonl:4: margin is not a number: 'x'. Mend the row"):
         skips.add(row(4), "margin is not a number", "'x'")
 
 
 def test_no_rows_and_no_usable_rows_are_errors() -> None:
-    skips = Skips("p.jsonl")
+    skips = RowCounts("p.jsonl")
     with pytest.raises(DataError, match=r"p.jsonl: no rows at all"):
         skips.require_rows()
     skips.add(row(1), "empty prompt")

@@ -17,7 +17,7 @@ from rlhf.config.data import ChatFormat, PreferencesConfig, PromptsConfig, SftCo
 from rlhf.data.pairs import DemonstrationSet, PairSet, load_demonstrations, load_pairs
 from rlhf.data.prompts import MESSAGES, PromptSet, load_prompts
 from rlhf.data.templates import turn_end
-from rlhf.data.tokenize import ending_ids, make_encoder
+from rlhf.data.tokenize import make_encoder, stop_token_ids
 from rlhf.errors import DataError
 
 Write = Callable[..., str]
@@ -71,9 +71,9 @@ def test_a_completion_ends_with_the_token_that_ends_the_turn(name: str, write: W
     assert tokenizer.decode(found.chosen[0]).removeprefix("<think>\n\n</think>\n\n").strip() == "Yes" + family.end
     assert (found.chosen[0][-1], found.rejected[0][-1]) == (end, end)
     assert found.chosen[0].count(end) == 1
-    assert make_encoder(tokenizer, "auto").end_ids == tuple(dict.fromkeys([tokenizer.eos_token_id, end]))
-    assert set(ending_ids(tokenizer, "auto", (7,))) == {7, tokenizer.eos_token_id, end}
-    assert ending_ids(tokenizer, "none") == (tokenizer.eos_token_id,)
+    assert make_encoder(tokenizer, "auto").stop_ids == tuple(dict.fromkeys([tokenizer.eos_token_id, end]))
+    assert set(stop_token_ids(tokenizer, "auto", (7,))) == {7, tokenizer.eos_token_id, end}
+    assert stop_token_ids(tokenizer, "none") == (tokenizer.eos_token_id,)
 
 
 @pytest.mark.parametrize("name", NAMES)

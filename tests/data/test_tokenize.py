@@ -94,7 +94,7 @@ def test_real_ids_of_prompt_and_completion_decode_to_the_two_texts(
     assert first[0] == 1
     assert second[-1] == 1
     assert stories.decode(first[1:] + second[:-1]) == prompt + completion
-    assert encoder.seam_holds(rendered, first, second)
+    assert encoder.is_seam_exact(rendered, first, second)
 
 
 @given(TEXT, TEXT, st.sampled_from(["", "<s> $A", "<s> $A </s>"]))
@@ -124,14 +124,14 @@ def test_sentencepiece_habits_leave_no_space_at_the_seam(scheme: str, completion
     encoder = make_encoder(metaspace_tokenizer(scheme), "auto")
     first, second = ids(encoder, text("b a", completion))
     assert encoder.decode(first + second) == "b a" + completion + "</s>"
-    assert encoder.seam_holds(text("b a", completion), first, second)
+    assert encoder.is_seam_exact(text("b a", completion), first, second)
 
 
 def test_a_seam_that_does_not_hold_is_noticed(stories: PreTrainedTokenizerBase) -> None:
     encoder = make_encoder(stories, "auto")
     spaced = [1, *stories("ab", add_special_tokens=False)["input_ids"]]
     wrong = [*stories("cd", add_special_tokens=False)["input_ids"], 1]
-    assert not encoder.seam_holds(text("ab", "cd"), spaced, wrong)
+    assert not encoder.is_seam_exact(text("ab", "cd"), spaced, wrong)
 
 
 def test_only_an_eos_is_asked_of_a_tokenizer() -> None:

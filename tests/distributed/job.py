@@ -21,8 +21,8 @@ from rlhf.config.load import merge, train_config, validate
 from rlhf.config.sections import RewardModelConfig
 from rlhf.factory.reward_model import build_reward_model, finish_reward_model
 from rlhf.factory.run import build_run
-from rlhf.process import end_process
-from rlhf.runtime.distributed import leave
+from rlhf.process import exit_process
+from rlhf.runtime.distributed import shutdown
 from rlhf.training.offline import train_offline
 from rlhf.training.session import Session
 
@@ -59,5 +59,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     for each in json.loads(Path(sys.argv[1]).read_text()):
         run_one(each)
-    leave()
-    end_process(0)
+    shutdown()
+    exit_process(0)

@@ -14,8 +14,8 @@ import time
 from typing import Any
 
 from rlhf.cli import main
-from rlhf.process import end_process
-from rlhf.runtime.distributed import Ranks
+from rlhf.process import exit_process
+from rlhf.runtime.distributed import Distributed
 
 DAWDLES_S = 0.15  # before each word to the others
 HAPPENS = "it happens here"
@@ -25,9 +25,9 @@ def inject(rank: int, call: int, what: str) -> None:
     """Let it happen in the process of this rank."""
     if os.environ.get("RANK") != str(rank):
         return
-    gather, calls = Ranks.gather, list[int]()
+    gather, calls = Distributed.gather, list[int]()
 
-    def odd(self: Ranks, value: Any) -> list[Any]:
+    def odd(self: Distributed, value: Any) -> list[Any]:
         calls.append(1)
         if what == "dawdle" and len(calls) >= call:
             time.sleep(DAWDLES_S)
@@ -46,11 +46,11 @@ def inject(rank: int, call: int, what: str) -> None:
                     raise ValueError(what)
         return gather(self, value)
 
-    Ranks.gather = odd  # type: ignore[method-assign]
+    Distributed.gather = odd  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
     fault = json.loads(sys.argv[1])
     if fault:
         inject(**fault)
-    end_process(main(sys.argv[2:]))
+    exit_process(main(sys.argv[2:]))

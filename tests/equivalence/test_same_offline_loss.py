@@ -12,16 +12,16 @@ import torch
 from runs import largest_difference, make_model, online, ppo_tree, weights
 
 from rlhf.algo.masked import Mean
-from rlhf.algo.objective import credit
+from rlhf.algo.objective import compute_advantages
 from rlhf.config.algorithm import DpoLoss, HingeLoss, IpoLoss, PairLossConfig, RobustDpoLoss
 from rlhf.config.load import merge
 from rlhf.data.reference_cache import CompletionRows
 from rlhf.data.tokenize import left_pad, right_pad
-from rlhf.runtime.micro_batch import Fitting
+from rlhf.runtime.micro_batch import AdaptiveMicroBatch
 from rlhf.training.losses import DemonstrationLoss, PairwiseLoss, completion_logprobs
 from rlhf.training.online import OnlineRun, update
-from rlhf.training.rollout import annotate
-from rlhf.training.step import Loss, Part, optimizer_step
+from rlhf.training.rollout import compute_logprobs_and_values
+from rlhf.training.step import Loss, LossBatch, optimizer_step
 from rlhf.types import AnnotatedPairs, Batch, Demonstrations, Experience
 
 Tokens = list[int]
@@ -45,8 +45,10 @@ def fresh(tree: dict[str, Any]) -> OnlineRun:
 
 def experience_of(run: OnlineRun) -> Experience:
     completions = run.sampler.sample(run.prompts(1), key=1, group_size=run.config.sampling.completions_per_prompt)
-    rollout = annotate(completions, run.reward(completions), run.models, cut=Fitting(7).cut)
-    return credit(rollout, run.algorithm, run.coefs)
+    rollout = compute_logprobs_and_values(
+        completions, run.reward(completions), run.models, cut=AdaptiveMicroBatch(7).cut
+    )
+    return compute_advantages(rollout, run.algorithm, run.coefs)
 
 
 def rows_of(experience: Experience) -> list[tuple[Tokens, Tokens, float]]:
@@ -68,7 +70,7 @@ def groups_of(experience: Experience) -> list[list[tuple[Tokens, Tokens, float]]
 
 def stepped(run: OnlineRun, batch: Batch, loss: Loss) -> dict[str, torch.Tensor]:
     """The policy's weights after one step of the offline kind."""
-    optimizer_step([Part(batch, loss)], [run.policy], micro_batch_size=2, lr_factor=1.0)
+    optimizer_step([LossBatch(batch, loss)], [run.policy], micro_batch_size=2, lr_factor=1.0)
     return weights(run.models.policy)
 
 
@@ -144,7 +146,7 @@ def test_rejection_sampling_is_sft_on_the_kept_completions(tmp_path: Path, keep:
     prompts, completions = tuple(row[0] for row in kept), tuple(row[1] for row in kept)
     other = fresh(tree)
     loss = DemonstrationLoss(other.models, aggregate=aggregate, name="policy")  # type: ignore[arg-type]
-    loss.norms, loss.terms = _as_policy(loss)  # type: ignore[method-assign]
+    loss.denominators, loss.terms = _as_policy(loss)  # type: ignore[method-assign]
     sft = stepped(other, CompletionRows(prompts, completions, 0).collate(range(len(kept))), loss)
     assert largest_difference(start, sft) > 1e-3
     assert largest_difference(weights(run.models.policy), sft) < 1e-10
@@ -154,7 +156,7 @@ def test_rejection_sampling_is_sft_on_the_kept_completions(tmp_path: Path, keep:
 
 def _as_policy(loss: DemonstrationLoss) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """SFT's own sums and norm, under the name of the term that an online policy descends; nothing is observed."""
-    norms, terms = loss.norms, loss.terms
+    norms, terms = loss.denominators, loss.terms
 
     def silent(micro: Demonstrations) -> tuple[dict[str, torch.Tensor], dict[str, Mean]]:
         return terms(micro)[0], {}

@@ -11,15 +11,15 @@ import pytest
 import torch
 from runs import largest_difference, make_model, online, ppo_tree, quiet, trained, trained_offline, weights, write_rows
 
-from rlhf.algo.objective import credit
+from rlhf.algo.objective import compute_advantages
 from rlhf.config.load import merge, validate
 from rlhf.config.sections import RewardModelConfig
 from rlhf.errors import ConfigError
 from rlhf.factory.reward_model import build_reward_model
-from rlhf.runtime.micro_batch import Fitting
+from rlhf.runtime.micro_batch import AdaptiveMicroBatch
 from rlhf.training.offline import train_offline
 from rlhf.training.online import train, update
-from rlhf.training.rollout import annotate
+from rlhf.training.rollout import compute_logprobs_and_values
 from rlhf.types import Experience
 
 EXACT = {"policy": {"dtype": "float64", "optimizer": "sgd"}, "critic": {"optimizer": "sgd"}}
@@ -43,8 +43,10 @@ def one_update(tree: dict[str, Any], experience: Experience | None, *settings: s
     run = online(tree, *settings)
     if experience is None:
         completions = run.sampler.sample(run.prompts(1), key=1, group_size=4)
-        rollout = annotate(completions, run.reward(completions), run.models, cut=Fitting(7).cut)
-        experience = credit(rollout, run.algorithm, run.coefs)
+        rollout = compute_logprobs_and_values(
+            completions, run.reward(completions), run.models, cut=AdaptiveMicroBatch(7).cut
+        )
+        experience = compute_advantages(rollout, run.algorithm, run.coefs)
     update(experience, run, 1)
     modules = {"policy": run.models.policy} | ({"critic": run.models.critic} if run.models.critic else {})
     return {f"{n}.{k}": v for n, m in modules.items() for k, v in weights(m).items()}, experience

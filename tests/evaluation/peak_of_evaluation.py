@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tiny_models import completions_of, tiny
 
 from rlhf.models.logprobs import in_chunks
-from rlhf.models.policy_models import Models, chosen_hidden
+from rlhf.models.policy_models import Models, predictor_hidden_states
 
 ROWS, TOKENS, VOCABULARY = 64, 128, 150_000
 
@@ -32,9 +32,9 @@ def main() -> None:
     for model in (policy, reference):  # what is found out about a model once
         in_chunks(model, "auto")
         with torch.no_grad():
-            chosen_hidden(model, batch.rows(slice(0, 1)), "auto")
+            predictor_hidden_states(model, batch.rows(slice(0, 1)), "auto")
     before = peak_mb()
-    models.beside_reference(batch)
+    models.compare_to_reference(batch)
     sys.stdout.write(f"{peak_mb() - before} {ROWS * TOKENS * VOCABULARY * 4 / 2**20}")
 
 

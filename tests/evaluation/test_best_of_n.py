@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.evaluation.frontier import at_kl, curve_sizes, expected_best, kl_bound, overoptimized, picks
+from rlhf.evaluation.frontier import curve_sizes, expected_best, kl_bound, overoptimized, picks, score_at_kl
 from rlhf.evaluation.win_rate import bootstrap, bootstrap_crossed
 
 
@@ -78,11 +78,11 @@ def test_sizes_of_the_curve(total: int, sizes: list[int]) -> None:
 
 def test_the_score_at_a_kl_is_read_between_evaluations() -> None:
     points = [(0.0, 1.0), (2.0, 3.0), (1.0, 9.0), (4.0, 5.0)]
-    assert at_kl(points, 1.0) == pytest.approx(2.0)  # where it was first reached, not the later 9
-    assert at_kl(points, 2.0) == pytest.approx(3.0)
-    assert at_kl(points, 3.0) == pytest.approx(9.0 - 4.0 * 2 / 3)
-    assert at_kl(points, 4.5) is None
-    assert at_kl([], 1.0) is None
+    assert score_at_kl(points, 1.0) == pytest.approx(2.0)  # where it was first reached, not the later 9
+    assert score_at_kl(points, 2.0) == pytest.approx(3.0)
+    assert score_at_kl(points, 3.0) == pytest.approx(9.0 - 4.0 * 2 / 3)
+    assert score_at_kl(points, 4.5) is None
+    assert score_at_kl([], 1.0) is None
 
 
 def test_gaming_is_the_proxy_up_and_the_gold_clearly_down() -> None:

@@ -19,10 +19,10 @@ from rlhf.config.sections import LogProbs, LoraConfig, SamplingConfig
 from rlhf.evaluation.diversity import distinct_n, diversity, repetition
 from rlhf.evaluation.evaluate import evaluate_policy, perplexity
 from rlhf.models.backbone import add_lora
-from rlhf.models.policy_models import BesideReference, Models
-from rlhf.runtime.micro_batch import Fitting
+from rlhf.models.policy_models import Models, ReferenceComparison
+from rlhf.runtime.micro_batch import AdaptiveMicroBatch
 from rlhf.tracking.metrics import METRICS
-from rlhf.training.rollout import annotate
+from rlhf.training.rollout import compute_logprobs_and_values
 from rlhf.types import Completions, Scores
 
 
@@ -93,7 +93,7 @@ def test_both_estimates_of_the_kl_agree_and_the_exact_one_has_the_smaller_error(
 
 def test_the_kl_of_a_position_is_that_of_the_models_distributions_there() -> None:
     models, batch = nudged(), ragged()
-    found = models.beside_reference(batch).kl
+    found = models.compare_to_reference(batch).kl
     expected = torch.zeros_like(found)
     for row in range(len(batch)):
         prompt = batch.prompt_ids[row][batch.prompt_mask[row]]
@@ -110,7 +110,10 @@ def test_the_kl_of_a_position_is_that_of_the_models_distributions_there() -> Non
 def test_log_probabilities_are_those_of_annotate() -> None:
     models, batch = nudged(), ragged()
     scores = lengths_as_scores(batch)
-    expected, found = annotate(batch, scores, models, cut=Fitting(2).cut), models.beside_reference(batch)
+    expected, found = (
+        compute_logprobs_and_values(batch, scores, models, cut=AdaptiveMicroBatch(2).cut),
+        models.compare_to_reference(batch),
+    )
     torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-12)
     torch.testing.assert_close(found.ref_logprobs, expected.ref_logprobs, rtol=0, atol=1e-12)
 
@@ -120,14 +123,14 @@ def test_with_an_adapter_the_reference_is_the_model_without_it() -> None:
     models = Models(
         policy=policy, temperature=1.0, dtype="float64", device=torch.device("cpu"), adapter_off_is_reference=True
     )
-    assert float(models.beside_reference(ragged()).kl.abs().max()) < 1e-12  # a new adapter changes nothing
+    assert float(models.compare_to_reference(ragged()).kl.abs().max()) < 1e-12  # a new adapter changes nothing
     torch.manual_seed(0)
     for parameter in policy.parameters():
         if parameter.requires_grad:
             parameter.data += 0.3 * torch.randn_like(parameter)
     other = replace(models, adapter_off_is_reference=False, reference=tiny())
-    torch.testing.assert_close(models.beside_reference(ragged()).kl, other.beside_reference(ragged()).kl)
-    assert float(models.beside_reference(ragged()).kl.max()) > 1e-3
+    torch.testing.assert_close(models.compare_to_reference(ragged()).kl, other.compare_to_reference(ragged()).kl)
+    assert float(models.compare_to_reference(ragged()).kl.max()) > 1e-3
 
 
 def test_without_a_reference_there_is_no_kl() -> None:
@@ -139,7 +142,7 @@ def test_without_a_reference_there_is_no_kl() -> None:
     assert "eval/score_greedy" in found.metrics
     assert found.exact_kl.tolist() == [0.0, 0.0]
     with pytest.raises(RuntimeError, match="no reference"):
-        models.beside_reference(ragged())
+        models.compare_to_reference(ragged())
 
 
 class Largest(TorchDispatchMode):
@@ -165,12 +168,12 @@ def test_no_tensor_of_all_logits_is_made(family: str) -> None:
     models = Models(policy=policy, reference=reference, temperature=1.0, dtype="float32", device=torch.device("cpu"))
     prompts = [[BOS, 5 + row] for row in range(rows)]
     batch = completions_of(prompts, [[7 + row] * tokens for row in range(rows)])
-    models.beside_reference(batch.rows(slice(0, 2)))  # what is found out about a model once
+    models.compare_to_reference(batch.rows(slice(0, 2)))  # what is found out about a model once
     with pytest.MonkeyPatch.context() as patch:
         for module in ("head", "beside"):
             patch.setattr(f"rlhf.models.{module}.NUMBERS", {"cpu": 2**19})
         with Largest() as largest:
-            found = models.beside_reference(batch)
+            found = models.compare_to_reference(batch)
     assert found.logprobs.shape == (rows, tokens)
     assert largest.numbers < rows * tokens * vocabulary / 15
     assert largest.numbers >= vocabulary  # it did look at distributions
@@ -199,7 +202,7 @@ def test_comparing_in_small_chunks_changes_nothing(family: str, log_probs: LogPr
         with pytest.MonkeyPatch.context() as patch:
             for module in ("head", "beside"):
                 patch.setattr(f"rlhf.models.{module}.NUMBERS", {"cpu": numbers})
-            results.append(models.beside_reference(ragged()))
+            results.append(models.compare_to_reference(ragged()))
     for name in ("logprobs", "ref_logprobs", "kl"):
         torch.testing.assert_close(getattr(results[0], name), getattr(results[1], name), rtol=0, atol=1e-12)
     assert float(results[0].kl.max()) > 1e-3
@@ -207,16 +210,16 @@ def test_comparing_in_small_chunks_changes_nothing(family: str, log_probs: LogPr
 
 def test_an_evaluation_that_memory_has_no_room_for_is_halved() -> None:
     models, notes = nudged(), []
-    passes = Fitting(4, what="an evaluation pass", note=notes.append)
-    compare, sizes = models.beside_reference, []
+    passes = AdaptiveMicroBatch(4, what="an evaluation pass", note=notes.append)
+    compare, sizes = models.compare_to_reference, []
 
-    def full(batch: Completions) -> BesideReference:
+    def full(batch: Completions) -> ReferenceComparison:
         sizes.append(len(batch))
         if len(batch) > 1:
             raise torch.OutOfMemoryError
         return compare(batch)
 
-    models.beside_reference = full  # type: ignore[method-assign]
+    models.compare_to_reference = full  # type: ignore[method-assign]
     sampler = sampler_of(models.policy, SamplingConfig(max_new_tokens=4))
     prompts = [prompts_of([[5, 6], [7], [8, 9], [4]])]
     how = {"proxy": None, "key": 3, "greedy": False, "rows_per_pass": passes}

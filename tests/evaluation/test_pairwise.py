@@ -11,7 +11,7 @@ from chat_server import Reply, serving
 
 from rlhf.config.reward import ChatPairsConfig
 from rlhf.errors import RewardError
-from rlhf.evaluation.win_rate import PairJudge, Verdicts, read_verdict, settle
+from rlhf.evaluation.win_rate import PairJudge, Verdicts, combine_verdicts, read_verdict
 from rlhf.rewards.judge import ChatModel
 
 PROMPTS = [f"prompt {i}" for i in range(6)]
@@ -110,7 +110,7 @@ def test_a_template_of_ones_own(tmp_path: Path) -> None:
     ],
 )
 def test_both_orders_settle_it(straight: Any, swapped: Any, outcome: float) -> None:
-    assert settle(straight, swapped) == outcome
+    assert combine_verdicts(straight, swapped) == outcome
 
 
 def test_the_counts_by_hand() -> None:

@@ -8,7 +8,7 @@ from test_exact_gradients import COEFS, PROBLEM, REFERENCE, WORLD, Table, differ
 from torch import Tensor
 from world import make_rollout, random_table, say
 
-from rlhf.algo.objective import Objective, credit, lesson
+from rlhf.algo.objective import Objective, compute_advantages, select_training_rows
 from rlhf.config.algorithm import (
     Best,
     BestAndWorst,
@@ -43,7 +43,7 @@ def drawn(algorithm: Online, old: Tensor, scores: Tensor) -> tuple[Experience, T
     single = WORLD.sequence_logprobs(old.detach())
     joint = (single[:, :, None] + single[:, None, :]).exp().flatten() / WORLD.prompts
     rollout = make_rollout(WORLD, rows, old=old, reference=PROBLEM.reference, scores=scores, group_size=2)
-    return credit(rollout, algorithm, COEFS), rows, joint
+    return compute_advantages(rollout, algorithm, COEFS), rows, joint
 
 
 def row_of(ids: Tensor, mask: Tensor, prompt_ids: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def pair_term(config: PairLossConfig, *, old: Tensor, new: Tensor, scores: Tenso
     """Online DPO's loss, expected over the two completions that `old` draws of a prompt."""
     algorithm = Online(advantage=BestAndWorst(), policy_loss=OnlinePairLoss())
     batch, _, joint = drawn(algorithm, old, scores)
-    pairs = lesson(batch, algorithm)
+    pairs = select_training_rows(batch, algorithm)
     assert isinstance(pairs, SampledPairs)
     groups = batch.scores.view(-1, 2)
     weights = joint[groups[:, 0] != groups[:, 1]]
@@ -128,7 +128,7 @@ def rejection_term(*, old: Tensor, new: Tensor, min_score: float | None = None) 
     imitation = PolicyGradientLoss(aggregate="sequence_sum")
     algorithm = Online(advantage=Best(min_score=min_score), policy_loss=imitation)
     batch, rows, joint = drawn(algorithm, old, COARSE)
-    learned = lesson(batch, algorithm)
+    learned = select_training_rows(batch, algorithm)
     assert isinstance(learned, Experience)
     chosen = batch.loss_mask.any(1)
     weights = joint.repeat_interleave(2)[chosen]

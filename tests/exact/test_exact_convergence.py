@@ -23,7 +23,7 @@ from world import (
 )
 
 from rlhf.algo.kl import next_kl_coef, next_penalty_coef
-from rlhf.algo.objective import Coefs, Objective, credit, scaled
+from rlhf.algo.objective import Coefs, Objective, compute_advantages, divide_by_denominators
 from rlhf.config.algorithm import Online
 
 WORLD = enumerate_world()
@@ -125,7 +125,7 @@ def learn(
             values=critic.detach(),
             group_size=4,
         )
-        batch = credit(annotated, algorithm, coefs)
+        batch = compute_advantages(annotated, algorithm, coefs)
         old_kl = []
         for _ in range(epochs):
             for part in torch.randperm(len(batch), generator=generator).split(512):
@@ -133,7 +133,7 @@ def learn(
                 outputs = say(WORLD, rows[part], logits.log_softmax(-1), critic)
                 terms, observed = objective.loss(minibatch, outputs, coefs)
                 optimizer.zero_grad()
-                sum(scaled(terms, objective.norms(minibatch)).values()).backward()
+                sum(divide_by_denominators(terms, objective.denominators(minibatch)).values()).backward()
                 optimizer.step()
                 old_kl.append(observed["kl/old"].value)
         schedule.step()

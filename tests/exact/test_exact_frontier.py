@@ -21,12 +21,12 @@ from world import (
     say,
 )
 
-from rlhf.algo.objective import Coefs, Objective, credit, scaled
+from rlhf.algo.objective import Coefs, Objective, compute_advantages, divide_by_denominators
 from rlhf.algo.preference_loss import kto, kto_baseline
 from rlhf.algo.selection import best_and_worst
 from rlhf.config.algorithm import KtoLoss, Offline, Online, OnlinePairLoss, SftLoss
 from rlhf.config.presets import PRESETS
-from rlhf.evaluation.frontier import at_kl, exact_frontier, optimum
+from rlhf.evaluation.frontier import exact_frontier, optimal_logprobs, score_at_kl
 from rlhf.training.losses import Side, pair_loss
 from rlhf.types import Rollout
 
@@ -88,10 +88,10 @@ def online_loss(
             for part in best_and_worst(rollout.scores, GROUP)
         ]
         return pair_loss(algorithm.policy_loss.loss, *sides).per_pair.mean()
-    batch = credit(rollout, algorithm, coefs)
+    batch = compute_advantages(rollout, algorithm, coefs)
     objective = Objective(algorithm, max_tokens=WORLD.horizon)
     terms, _ = objective.loss(batch, say(WORLD, rows, table, critic), coefs)
-    return sum(scaled(terms, objective.norms(batch)).values(), start=torch.zeros(()))
+    return sum(divide_by_denominators(terms, objective.denominators(batch)).values(), start=torch.zeros(()))
 
 
 def learned_online(algorithm: Online, *, kl_coef: float, steps: int) -> Tensor:
@@ -187,7 +187,7 @@ def test_the_curve_is_the_frontier() -> None:
     assert slopes == sorted(slopes, reverse=True)
     assert points[-1][1] == pytest.approx(PROBLEM.scores.amax(1).mean().item(), abs=1e-3)
     half = points[-1][0] / 2
-    between = at_kl(points, half)
+    between = score_at_kl(points, half)
     assert between is not None
     assert 0 <= best_score(REFERENCE, PROBLEM.scores, half) - between < 0.01  # dense enough to be drawn
 
@@ -195,7 +195,7 @@ def test_the_curve_is_the_frontier() -> None:
 def test_by_hand_and_where_a_completion_is_impossible() -> None:
     reference = torch.tensor([[0.5, 0.5, 0.0]], dtype=torch.float64).log()
     scores = torch.tensor([[0.0, 1.0, 9.0]], dtype=torch.float64)
-    found = optimum(reference, scores, beta=0.5).exp()
+    found = optimal_logprobs(reference, scores, beta=0.5).exp()
     odds = torch.tensor([1.0, 7.38905609893065, 0.0], dtype=torch.float64)
     torch.testing.assert_close(found, (odds / odds.sum())[None])
     points = exact_frontier(reference, scores)

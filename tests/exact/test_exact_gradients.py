@@ -23,7 +23,7 @@ from world import (
     say,
 )
 
-from rlhf.algo.objective import Coefs, Objective, credit
+from rlhf.algo.objective import Coefs, Objective, compute_advantages
 from rlhf.config.algorithm import Online
 
 WORLD = enumerate_world()
@@ -158,7 +158,7 @@ def baselined_terms(table: Tensor, baselines: Callable[[Tensor], Tensor]) -> Ten
     rows = WORLD.all_rows()
     rollout = make_rollout(WORLD, rows, old=table, reference=PROBLEM.reference, scores=PROBLEM.scores)
     algorithm = online(advantage={"type": "greedy"}, policy_loss=PLAIN)
-    batch = credit(replace(rollout, baselines=baselines(rollout.scores)), algorithm, COEFS)
+    batch = compute_advantages(replace(rollout, baselines=baselines(rollout.scores)), algorithm, COEFS)
     weights = WORLD.sequence_logprobs(table.detach()).exp().flatten() / WORLD.prompts
     said = say(WORLD, rows, table, None, weights)
     return Objective(algorithm, max_tokens=3).loss(batch, said, COEFS)[0]["policy"]
@@ -234,7 +234,7 @@ def pair_terms(algorithm: Online, *, old: Tensor, new: Tensor) -> Tensor:
     single = WORLD.sequence_logprobs(old.detach())
     joint = (single[:, :, None] + single[:, None, :]).exp().flatten() / WORLD.prompts
     rollout = make_rollout(WORLD, rows, old=old, reference=PROBLEM.reference, scores=PROBLEM.scores, group_size=2)
-    batch = credit(rollout, algorithm, COEFS)
+    batch = compute_advantages(rollout, algorithm, COEFS)
     weights = joint.repeat_interleave(2) / 2  # the mean over the two of a pair
     return Objective(algorithm, max_tokens=3).loss(batch, say(WORLD, rows, new, None, weights), COEFS)[0]["policy"]
 

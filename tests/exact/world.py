@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhf.algo.objective import Coefs, Objective, Outputs, credit
+from rlhf.algo.objective import Coefs, Objective, Outputs, compute_advantages
 from rlhf.config.algorithm import Online
 from rlhf.types import Completions, Experience, Rollout, extend
 
@@ -266,7 +266,7 @@ class Problem:
         """Credited rows: every completion of every prompt unless told which; whitening would not be weighted."""
         rows = self.world.all_rows() if rows is None else rows
         how = {"reference": self.reference, "scores": self.scores, "values": values}
-        return credit(make_rollout(self.world, rows, old=old.detach(), **how), algorithm, coefs)
+        return compute_advantages(make_rollout(self.world, rows, old=old.detach(), **how), algorithm, coefs)
 
     def exact_values(self, algorithm: Online, coefs: Coefs, table: Tensor) -> Tensor:
         """V `[C, S]` of the policy for the token rewards this algorithm gives it."""

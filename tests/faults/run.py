@@ -42,7 +42,7 @@ import torch  # noqa: E402
 import yaml  # noqa: E402
 from runs import offline_tree, ppo_tree  # noqa: E402
 
-from rlhf.tracking.checkpoint import MANIFEST, Checkpoints, damage_of  # noqa: E402
+from rlhf.tracking.checkpoint import MANIFEST, Checkpoints, find_damage  # noqa: E402
 
 MOMENTS = ("anywhere", "training", "checkpoint", "checkpoint", "rotation")
 DETERMINISTIC = ("metrics.jsonl", "samples.jsonl")
@@ -58,7 +58,7 @@ class Kill:
     rank: int
     lived_s: float
     lines: int  # of metrics.jsonl
-    newest: str  # checkpoint
+    latest_intact: str  # checkpoint
     left: str  # what was half done
     others_s: float | None  # until the other ranks and the launcher had ended
 
@@ -164,7 +164,7 @@ def killed(runner: Runner, draw: random.Random, life_s: float, patience_s: float
         rank=rank,
         lived_s=lived,
         lines=len(lines_of(runner.out / "metrics.jsonl")),
-        newest=newest[-1].name if newest else "-",
+        latest_intact=newest[-1].name if newest else "-",
         left=", ".join(sorted(path.name for path in checkpoints.folder.glob(".*"))) or "-",
         others_s=others,
     )
@@ -220,7 +220,7 @@ def differences(whole: Path, broken: Path) -> list[str]:
     if [path.name for path in a] != [path.name for path in b]:
         found.append(f"the checkpoints' names: {[p.name for p in a]} and {[p.name for p in b]}")
         return found
-    found += [f"{path}: {damage}" for path in b if (damage := damage_of(path)) is not None]
+    found += [f"{path}: {damage}" for path in b if (damage := find_damage(path)) is not None]
     for one, other in [(a[-1], b[-1]), (whole / "model", broken / "model")]:
         for file in sorted(path for path in one.rglob("*") if path.is_file() and path.name != MANIFEST):
             name = file.relative_to(one)
@@ -307,7 +307,7 @@ def report(options: argparse.Namespace, seed: int, folder: Path) -> int:
         others = "-" if kill.others_s is None else f"{kill.others_s:.1f}"
         say(
             f"{len(kills):>4} {kill.moment:<11} {kill.rank:>4} {kill.lived_s:>8.2f} {kill.lines:>6} "
-            f"{kill.newest:<12} {others:>8}  {kill.left}"
+            f"{kill.latest_intact:<12} {others:>8}  {kill.left}"
         )
     runners["killed"].finish()
     found += compared(options, folder)

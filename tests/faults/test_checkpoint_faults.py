@@ -17,7 +17,7 @@ import torch
 from runs import largest_difference, online, ppo_tree, trained, weights
 
 from rlhf.errors import CheckpointError
-from rlhf.tracking.checkpoint import MANIFEST, Checkpoints, damage_of, replace_folder
+from rlhf.tracking.checkpoint import MANIFEST, Checkpoints, find_damage, replace_folder
 from rlhf.tracking.run_folder import FolderLock
 from rlhf.tracking.trackers import JsonlLogger, read_jsonl
 from rlhf.training.online import train
@@ -53,14 +53,14 @@ def test_a_flipped_bit_of_any_byte_is_found(tmp_path: Path) -> None:
             flipped = bytearray(whole)
             flipped[place] ^= 1 << place % 8
             file.write_bytes(bytes(flipped))
-            damage = damage_of(checkpoint)
+            damage = find_damage(checkpoint)
             if damage is None:  # white space of the manifest, at most
                 assert name == MANIFEST
                 assert json.loads(flipped) == json.loads(whole)
             else:
                 assert name in damage
         file.write_bytes(whole)
-    assert damage_of(checkpoint) is None
+    assert find_damage(checkpoint) is None
 
 
 def test_every_shortened_file_is_found(tmp_path: Path) -> None:
@@ -69,9 +69,9 @@ def test_every_shortened_file_is_found(tmp_path: Path) -> None:
         whole = file.read_bytes()
         for size in range(len(whole)):
             file.write_bytes(whole[:size])
-            assert file.name in (damage_of(checkpoint) or "")
+            assert file.name in (find_damage(checkpoint) or "")
         file.unlink()
-        assert file.name in (damage_of(checkpoint) or "")
+        assert file.name in (find_damage(checkpoint) or "")
         file.write_bytes(whole)
 
 
@@ -97,7 +97,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path: Path, damage: 
     assert any("continuing from" in text and "step-000002" in text for text in notes)
     assert largest_difference(weights(whole.models.policy), weights(resumed.models.policy)) == 0.0
     assert kept == {name: (tmp_path / "run" / name).read_bytes() for name in kept}
-    assert damage_of(last) is None  # written again
+    assert find_damage(last) is None  # written again
 
 
 def test_a_damaged_later_checkpoint_does_not_displace_the_good_ones(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_damaged_later_checkpoint_does_not_displace_the_good_ones(tmp_path: Pa
     (checkpoints.save(4, writer("four")) / "state.json").unlink()
     checkpoints.save(3, writer("three"))  # the restart came from before 4
     assert [path.name for path in checkpoints.all()] == ["step-000003"]
-    assert checkpoints.newest(lambda _: None) is not None
+    assert checkpoints.latest_intact(lambda _: None) is not None
 
 
 def test_what_a_kill_left_is_swept_up(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_says_so(tmp_path: Path, siz
     with files_of_at_most(size), pytest.raises(CheckpointError, match=message):
         run.session._checkpoint()
     assert [path.name for path in folder.iterdir()] == ["step-000001"]
-    assert damage_of(folder / "step-000001") is None
+    assert find_damage(folder / "step-000001") is None
 
 
 def test_a_run_whose_disk_was_full_is_the_uninterrupted_one(tmp_path: Path) -> None:

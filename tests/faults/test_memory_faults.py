@@ -13,10 +13,10 @@ from torch import nn
 
 from rlhf.config.load import merge, train_config
 from rlhf.errors import ResourceError
-from rlhf.factory.online import frozen_times
-from rlhf.runtime.distributed import Ranks
+from rlhf.factory.online import no_grad_batch_multiplier
+from rlhf.runtime.distributed import Distributed
 from rlhf.runtime.engine import Engine
-from rlhf.runtime.micro_batch import Fitting
+from rlhf.runtime.micro_batch import AdaptiveMicroBatch
 from rlhf.training.offline import train_offline
 from rlhf.training.online import train
 
@@ -139,7 +139,7 @@ def test_another_error_is_not_taken_for_it() -> None:
         raise RuntimeError("shape mismatch")
 
     with pytest.raises(RuntimeError, match="shape mismatch"):
-        Fitting(8).run(fail)
+        AdaptiveMicroBatch(8).run(fail)
 
 
 def test_in_company_a_rank_does_not_go_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,12 +151,12 @@ def test_in_company_a_rank_does_not_go_its_own_way(monkeypatch: pytest.MonkeyPat
     with pytest.raises(
         ResourceError, match=r"cannot shrink the micro-batch automatically: set batch\.micro_batch_size lower"
     ):
-        Fitting(8).run(fail)
+        AdaptiveMicroBatch(8).run(fail)
 
 
 def test_frozen_passes_of_one_gpu_begin_with_the_whole_step(tmp_path: Path) -> None:
     config = train_config(tree_of(tmp_path, "run"))  # 16 completions a step, micro-batches of 8
-    assert frozen_times(config, Engine(torch.device("cpu"))) == 4
+    assert no_grad_batch_multiplier(config, Engine(torch.device("cpu"))) == 4
     many = config.model_copy(update={"batch": config.batch.model_copy(update={"prompts_per_step": 100})})
-    assert frozen_times(many, Engine(torch.device("cuda"))) == 13
-    assert frozen_times(many, Engine(torch.device("cuda"), ranks=Ranks(0, 2))) == 4
+    assert no_grad_batch_multiplier(many, Engine(torch.device("cuda"))) == 13
+    assert no_grad_batch_multiplier(many, Engine(torch.device("cuda"), ranks=Distributed(0, 2))) == 4

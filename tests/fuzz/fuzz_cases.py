@@ -19,12 +19,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.compare import CompareConfig
 from rlhf.config.data import PreferencesConfig, PromptsConfig, SftConfig
-from rlhf.config.load import dump, load_any, unread_sections, validate
+from rlhf.config.load import dump, load_any, unread_warnings, validate
 from rlhf.config.presets import PRESETS
 from rlhf.data.pairs import load_demonstrations, load_labelled, load_pairs
 from rlhf.data.prompts import load_prompts
 from rlhf.errors import UserError
-from rlhf.rewards.function import within
+from rlhf.rewards.function import run_with_timeout
 
 PATIENCE_S = 20.0
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
@@ -147,12 +147,12 @@ def check_configuration(case: tuple[bytes, list[str]], folder: Path) -> bool:
             config = load_any(file, overrides)
         except UserError as error:
             return said(error)
-        unread_sections(config)
+        unread_warnings(config)
         again = validate(type(config), dump(config))
         assert isinstance(config, CompareConfig) or again == config  # an arm is a tree, whose keys JSON makes text
         return True
 
-    return within(PATIENCE_S, load)
+    return run_with_timeout(PATIENCE_S, load)
 
 
 # --- data files -------------------------------------------------------------------------------------------------
@@ -302,6 +302,6 @@ def check_data_file(
         return True
 
     try:
-        return within(PATIENCE_S, load)
+        return run_with_timeout(PATIENCE_S, load)
     finally:
         file.unlink()

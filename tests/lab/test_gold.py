@@ -13,8 +13,8 @@ from rlhf.lab.gold import (
     gold_parts,
     gold_reward,
     label_pair,
+    parse_prompt,
     preference_probability,
-    read_prompt,
 )
 
 PROMPT = "Write a review of the hotel in Rome, mention the pool:"
@@ -200,7 +200,7 @@ def test_a_prompt_of_another_world_is_refused():
 @given(seeds)
 def test_prompts_are_read_as_they_were_meant(seed):
     request = world.prompts(seed, "eval", 1)[0]
-    asked = read_prompt(request.text)
+    asked = parse_prompt(request.text)
     assert (asked.topic, asked.aspect) == (request.topic, request.aspect)
 
 

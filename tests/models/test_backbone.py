@@ -17,7 +17,7 @@ from rlhf.data.tokenizer import pad_id
 from rlhf.errors import ModelError
 from rlhf.models.backbone import (
     add_lora,
-    aligned,
+    align_weights,
     check_vocabulary,
     context_length,
     freeze,
@@ -74,7 +74,7 @@ def test_dropout_is_off_even_in_training_mode(family: str, tmp_path: Path) -> No
     model = load_policy(PolicyConfig(model=path, dtype="float64"), path, tokenizer())
     assert model.training
     assert torch.equal(logprobs(model), logprobs(model))
-    assert torch.equal(logprobs(model), logprobs(aligned(dropping.eval())))
+    assert torch.equal(logprobs(model), logprobs(align_weights(dropping.eval())))
 
 
 def test_the_folders_own_generation_settings_are_dropped(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_pad_token_without_an_embedding_is_no_obstacle(pad: int, tmp_path: Pat
     path = Path(saved(tiny(), tmp_path))
     settings = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(settings | {"pad_token_id": pad}))
-    assert torch.equal(logprobs(load_causal_lm(str(path), dtype="float64").eval()), logprobs(aligned(tiny())))
+    assert torch.equal(logprobs(load_causal_lm(str(path), dtype="float64").eval()), logprobs(align_weights(tiny())))
 
 
 def test_freeze_stops_every_gradient() -> None:

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf.models.backbone import CausalLM, body_of
-from rlhf.models.kernels.cast import MULTIPLE, SHORT, low_rows, low_weight, weights_cast_once
-from rlhf.models.kernels.llama.forward import is_lean
+from rlhf.models.kernels.cast import HALF_DTYPES, ROW_MULTIPLE, cast_weight, pad_rows_for_onednn, weights_cast_once
+from rlhf.models.kernels.llama.forward import supports_fused
 from rlhf.models.logprobs import completion_outputs
 
 
-@pytest.mark.parametrize("dtype", SHORT)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize("rows", [1, 63, 64, 65])
 def test_rows_of_zeros_below(dtype: torch.dtype, rows: int) -> None:
     x = torch.randn(rows, 3, requires_grad=True)
-    found = low_rows(x, dtype)
+    found = pad_rows_for_onednn(x, dtype)
     assert found.dtype == dtype
     assert len(found) == (64 if rows <= 64 else 128)
     assert torch.equal(found[:rows], x.to(dtype))
@@ -36,7 +36,7 @@ def test_rows_of_zeros_below(dtype: torch.dtype, rows: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_whole_numbers_are_left_alone(dtype: torch.dtype) -> None:
     x = torch.randn(5, 3, dtype=dtype)
-    assert low_rows(x, dtype) is x
+    assert pad_rows_for_onednn(x, dtype) is x
 
 
 class Products(TorchDispatchMode):
@@ -49,14 +49,14 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [each for each in args if isinstance(each, Tensor)]
         name = func.overloadpacket.__name__
-        if name in ("mm", "addmm", "linear") and tensors[-1].dtype in SHORT:
+        if name in ("mm", "addmm", "linear") and tensors[-1].dtype in HALF_DTYPES:
             self.shapes.add((name, *(tuple(each.shape) for each in tensors)))
         return func(*args, **(kwargs or {}))
 
 
 def products(batch: Any) -> set[tuple[Any, ...]]:
     model = tiny(dtype=torch.float32)
-    assert is_lean(body_of(model))
+    assert supports_fused(body_of(model))
     completion_outputs(model, *fields(batch), temperature=1.0)  # what is found out once about a model
     with Products() as seen, torch.autocast("cpu", dtype=torch.bfloat16):
         found = completion_outputs(model, *fields(batch), temperature=1.0)
@@ -71,7 +71,7 @@ def test_batches_of_other_lengths_ask_for_the_same_shapes() -> None:
     whole, part = products(batch), products(some)
     assert whole == part
     assert len(whole) > 5
-    assert all(any(size % MULTIPLE == 0 for shape in shapes for size in shape) for _, *shapes in whole)
+    assert all(any(size % ROW_MULTIPLE == 0 for shape in shapes for size in shape) for _, *shapes in whole)
 
 
 class Casts(TorchDispatchMode):
@@ -98,7 +98,7 @@ def micro_batches(model: CausalLM, *, count: int) -> None:
 def test_each_weight_is_cast_once_an_optimizer_step() -> None:
     model = tiny(dtype=torch.float32)
     body: Any = body_of(model)
-    assert is_lean(body)
+    assert supports_fused(body)
     micro_batches(model, count=1)  # what is found out once about a model
     down = tuple(body.layers[0].mlp.down_proj.weight.shape)
     with Casts() as casts, weights_cast_once():
@@ -113,7 +113,7 @@ def test_parts_of_a_fused_weight_are_cast_once_too() -> None:
     """They are other views in each pass. Of a model 16 wide: query, key and value have 16, 8 and 8 rows."""
     model = tiny("phi3", dtype=torch.float32)
     body: Any = body_of(model)
-    assert is_lean(body)
+    assert supports_fused(body)
     micro_batches(model, count=1)
     with Casts() as casts, weights_cast_once():
         micro_batches(model, count=3)
@@ -137,13 +137,13 @@ def test_kept_casts_leave_the_gradient_as_it_is(family: str) -> None:
 def test_a_changed_weight_is_cast_anew() -> None:
     weight = nn.Parameter(torch.ones(2, 2))
     with weights_cast_once():
-        first = low_weight(weight, torch.bfloat16)
-        assert low_weight(weight, torch.bfloat16) is first
+        first = cast_weight(weight, torch.bfloat16)
+        assert cast_weight(weight, torch.bfloat16) is first
         with weights_cast_once():  # the outermost counts
-            assert low_weight(weight, torch.bfloat16) is first
-        assert low_weight(weight, torch.bfloat16) is first
+            assert cast_weight(weight, torch.bfloat16) is first
+        assert cast_weight(weight, torch.bfloat16) is first
         with torch.no_grad():
             weight.mul_(2)
-        assert torch.equal(low_weight(weight, torch.bfloat16), torch.full((2, 2), 2.0, dtype=torch.bfloat16))
-    assert low_weight(weight, torch.bfloat16) is not low_weight(weight, torch.bfloat16)
-    assert low_weight(weight, torch.float32) is weight
+        assert torch.equal(cast_weight(weight, torch.bfloat16), torch.full((2, 2), 2.0, dtype=torch.bfloat16))
+    assert cast_weight(weight, torch.bfloat16) is not cast_weight(weight, torch.bfloat16)
+    assert cast_weight(weight, torch.float32) is weight

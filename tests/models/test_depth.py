@@ -20,9 +20,9 @@ from rlhf.models.kernels.llama import families as layers
 from rlhf.models.kernels.llama import forward as lean
 from rlhf.models.kernels.llama import layer as fused
 from rlhf.models.kernels.llama.families import norm_of
-from rlhf.models.kernels.llama.forward import is_lean
+from rlhf.models.kernels.llama.forward import supports_fused
 from rlhf.models.kernels.llama.layer import Norm
-from rlhf.models.kernels.packing import why_padded
+from rlhf.models.kernels.packing import packing_unsupported_reason
 from rlhf.models.logprobs import completion_outputs
 
 
@@ -33,24 +33,26 @@ def body(shared: Path) -> Any:
 
 
 def test_rounding_is_no_mistake(body: Any) -> None:
-    assert why_padded(body) == ""
-    assert is_lean(body)
+    assert packing_unsupported_reason(body) == ""
+    assert supports_fused(body)
 
 
 def test_nor_under_autocast_and_with_adapters(shared: Path, body: Any) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert why_padded(body) == ""
-        assert is_lean(body)
+        assert packing_unsupported_reason(body) == ""
+        assert supports_fused(body)
     adapted = body_of(add_lora(copy.deepcopy(real_model(shared)), LoraConfig(r=4)))
-    assert why_padded(adapted) == ""
-    assert is_lean(adapted)
+    assert packing_unsupported_reason(adapted) == ""
+    assert supports_fused(adapted)
 
 
 def test_odd_tokens_are_no_mistake_either(monkeypatch: pytest.MonkeyPatch, body: Any) -> None:
     """The first ids of SmolLM2 are special or were never trained: there float32 itself is off by 1e-4 and more."""
-    monkeypatch.setattr(rows, "_probe_tokens", lambda _: [[torch.tensor(row) for row in side] for side in rows.TOKENS])
-    assert why_padded(body) == ""
-    assert is_lean(body)
+    monkeypatch.setattr(
+        rows, "_probe_tokens", lambda _: [[torch.tensor(row) for row in side] for side in rows.PROBE_TOKENS]
+    )
+    assert packing_unsupported_reason(body) == ""
+    assert supports_fused(body)
 
 
 def test_log_probabilities_of_text_agree(shared: Path) -> None:
@@ -81,27 +83,27 @@ def test_a_mistake_of_rows_is_caught(
     monkeypatch: pytest.MonkeyPatch, body: Any, mistake: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     mistake(monkeypatch)
-    assert "other numbers" in why_padded(body)
+    assert "other numbers" in packing_unsupported_reason(body)
 
 
 def wrong_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = fused._turned
-    monkeypatch.setattr(fused, "_turned", lambda heads, turn, way: plain(heads, turn, -way))
+    plain = fused.apply_rope
+    monkeypatch.setattr(fused, "apply_rope", lambda heads, turn, way: plain(heads, turn, -way))
 
 
 def no_epsilon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a mistake this small a float32 pass of thirty layers still shows more than of rounding."""
-    plain = fused._inverse
-    monkeypatch.setattr(fused, "_inverse", lambda x, eps: plain(x, 100 * eps))
+    plain = fused._inverse_rms
+    monkeypatch.setattr(fused, "_inverse_rms", lambda x, eps: plain(x, 100 * eps))
 
 
 def forgotten_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = lean._layer
+    plain = lean._layer_forward
 
     def skip_one(layer: Any, x: Tensor, **more: Any) -> Tensor:
         return x if layer.self_attn.layer_idx == 17 else plain(layer, x, **more)
 
-    monkeypatch.setattr(lean, "_layer", skip_one)
+    monkeypatch.setattr(lean, "_layer_forward", skip_one)
 
 
 def stale_norm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,5 +119,5 @@ def test_a_mistake_of_the_written_out_layers_is_caught(
     monkeypatch: pytest.MonkeyPatch, body: Any, mistake: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     mistake(monkeypatch)
-    assert why_padded(body) == ""
-    assert not is_lean(body)
+    assert packing_unsupported_reason(body) == ""
+    assert not supports_fused(body)

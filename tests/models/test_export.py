@@ -22,7 +22,7 @@ from transformers import (
 
 from rlhf.config.sections import LoraConfig, PolicyConfig
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.models.backbone import add_lora, load_causal_lm, load_policy, whole_copy
+from rlhf.models.backbone import add_lora, load_causal_lm, load_policy, merged_copy
 from rlhf.models.export import classifier_padding, export_model
 from rlhf.models.origin import Origin, read_origin
 from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
@@ -127,7 +127,7 @@ def test_what_rounding_takes_away_is_known(tmp_path: Path) -> None:
 def test_an_untrained_adapter_merges_to_its_base(tmp_path: Path) -> None:
     source = publish(TIED, tmp_path / "in")
     model = add_lora(load_causal_lm(str(source)), LoraConfig(r=2))
-    export_model(whole_copy(model, None), load_tokenizer(str(source)), tmp_path / "out", origin=origin_of(source))
+    export_model(merged_copy(model, None), load_tokenizer(str(source)), tmp_path / "out", origin=origin_of(source))
     assert files(tmp_path / "out") == files(source)
 
 
@@ -260,7 +260,7 @@ def test_reward_model_and_critic_start_from_an_adapters_folder(tmp_path: Path) -
             if "lora_B" in name:
                 weight.add_(0.1)
     model.save_pretrained(tmp_path / "adapter")
-    merged = whole_copy(model, None).base_model.state_dict()
+    merged = merged_copy(model, None).base_model.state_dict()
     tokenizer = load_tokenizer(str(source))
     critic = load_scalar_head(str(tmp_path / "adapter"), tokenizer, new_head="zero")
     theirs = critic.classifier.base_model.state_dict()

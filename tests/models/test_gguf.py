@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from rlhf.config.sections import LoraConfig, PolicyConfig
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import ModelError
-from rlhf.models.backbone import add_lora, load_causal_lm, load_policy, whole_copy
+from rlhf.models.backbone import add_lora, load_causal_lm, load_policy, merged_copy
 from rlhf.models.export import export_model
 from rlhf.models.origin import read_origin
 from rlhf.models.scalar_head import load_scalar_head
@@ -149,7 +149,7 @@ def test_reward_models_and_adapters_start_from_it(file: Path, tmp_path: Path) ->
     with pytest.raises(ModelError, match="not a reward model"):
         load_scalar_head(str(file), tokenizer, new_head=None)
     adapted = add_lora(load_causal_lm(str(file)), LoraConfig(r=2))
-    assert torch.equal(logits(whole_copy(adapted, None)), logits(byte_model()))
+    assert torch.equal(logits(merged_copy(adapted, None)), logits(byte_model()))
 
 
 def test_a_file_that_is_no_gguf_is_a_plain_error(tmp_path: Path) -> None:

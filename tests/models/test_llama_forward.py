@@ -17,13 +17,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from rlhf.config.sections import LoraConfig
 from rlhf.models import logprobs
-from rlhf.models.backbone import CausalLM, _quiet_peft, add_lora, body_of, enable_checkpointing
+from rlhf.models.backbone import CausalLM, _quiet_peft, add_lora, body_of, enable_gradient_checkpointing
 from rlhf.models.kernels.llama import forward as lean
 from rlhf.models.kernels.llama import layer as fused
 from rlhf.models.kernels.llama.families import read_layers
-from rlhf.models.kernels.llama.forward import chosen_states, is_lean
-from rlhf.models.kernels.llama.layer import Norm, normed
-from rlhf.models.kernels.packing import body_inputs, lay, why_padded
+from rlhf.models.kernels.llama.forward import predictor_states, supports_fused
+from rlhf.models.kernels.llama.layer import Norm, rms_norm
+from rlhf.models.kernels.packing import pack, packed_inputs, packing_unsupported_reason
 from rlhf.models.logprobs import TokenOutputs, completion_outputs
 from rlhf.models.scalar_head import load_scalar_head, sequence_scores
 from rlhf.types import Completions
@@ -55,7 +55,7 @@ def with_modules(patch: pytest.MonkeyPatch, model: CausalLM, batch: Completions)
 
 
 def assert_same(patch: pytest.MonkeyPatch, model: CausalLM, batch: Completions, atol: float = 1e-12) -> None:
-    assert is_lean(body_of(model))
+    assert supports_fused(body_of(model))
     ours, ours_d = gradients(model, batch)
     theirs, theirs_d = with_modules(patch, model, batch)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
@@ -104,7 +104,7 @@ def test_whatever_is_frozen(monkeypatch: pytest.MonkeyPatch, family: str) -> Non
 @pytest.mark.parametrize("family", ["llama", "phi3", "olmo2", "gemma3_text"])
 def test_recomputed_layers_give_the_same_gradient(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     plain, model = tiny(family), tiny(family).train()
-    enable_checkpointing(model)
+    enable_gradient_checkpointing(model)
     _, expected = gradients(plain, BATCHES["shared"])
     _, found = gradients(model, BATCHES["shared"])
     for name, gradient in expected.items():
@@ -114,9 +114,9 @@ def test_recomputed_layers_give_the_same_gradient(monkeypatch: pytest.MonkeyPatc
 
 def test_a_token_that_chooses_twice_is_moved_by_both(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = completions_of([PROMPTS[0]] * 3, [[3, 14, EOS], [15, EOS], [9, 2, EOS]])
-    rows = lay(*fields(batch))
+    rows = pack(*fields(batch))
     assert rows is not None
-    assert len(rows.choosers.unique()) < len(rows.choosers)
+    assert len(rows.predictor_index.unique()) < len(rows.predictor_index)
     assert_same(monkeypatch, tiny(), batch)
 
 
@@ -136,22 +136,22 @@ def test_half_precision_is_as_close_as_the_modules(monkeypatch: pytest.MonkeyPat
         return float((logprobs - exact).abs().mean()), away**0.5
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert is_lean(body_of(model))
+        assert supports_fused(body_of(model))
         ours, theirs = error(gradients(model, batch)), error(with_modules(monkeypatch, model, batch))
     assert 0 < ours[0] < 2 * theirs[0]  # of a few tokens' roundings: either may be the luckier
     assert 0 < ours[1] < 2 * theirs[1]
 
 
 def test_only_what_it_computes() -> None:
-    assert all(is_lean(body_of(tiny(family))) for family in KNOWN)
-    assert not any(is_lean(body_of(tiny(family))) for family in ("gpt2", "gemma", "phi"))
-    assert is_lean(body_of(add_lora(tiny(), LoraConfig(r=2))))
-    assert not is_lean(body_of(tiny(hidden_act="gelu")))
-    assert not is_lean(body_of(tiny(mlp_bias=True)))
-    assert not is_lean(body_of(tiny("phi3", resid_pdrop=0.1)))
+    assert all(supports_fused(body_of(tiny(family))) for family in KNOWN)
+    assert not any(supports_fused(body_of(tiny(family))) for family in ("gpt2", "gemma", "phi"))
+    assert supports_fused(body_of(add_lora(tiny(), LoraConfig(r=2))))
+    assert not supports_fused(body_of(tiny(hidden_act="gelu")))
+    assert not supports_fused(body_of(tiny(mlp_bias=True)))
+    assert not supports_fused(body_of(tiny("phi3", resid_pdrop=0.1)))
     split = body_of(tiny())
     vars(split.norm.weight)["ds_id"] = 0  # type: ignore[union-attr]
-    assert not is_lean(split)
+    assert not supports_fused(split)
 
 
 JOINED = {"q_proj": "qkv_proj", "v_proj": "qkv_proj", "up_proj": "gate_up_proj"}  # where Phi-3 keeps them
@@ -183,7 +183,7 @@ def test_adapters_with_recomputed_layers_and_a_base_that_learns_too(
     monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     model = adapted(family).train()
-    enable_checkpointing(model)
+    enable_gradient_checkpointing(model)
     model.requires_grad_(True)
     assert_same(monkeypatch, model, BATCHES["shared"])
 
@@ -200,25 +200,25 @@ def test_an_adapter_that_is_off_says_what_the_base_says() -> None:
 
 
 def test_adapters_that_are_more_than_a_product_are_left_to_their_modules() -> None:
-    assert is_lean(body_of(adapted("llama")))
+    assert supports_fused(body_of(adapted("llama")))
     for change in ({"lora_dropout": 0.1}, {"use_dora": True}):
         config = PeftLoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", **change)
         with _quiet_peft():
             model = get_peft_model(tiny(), config)
-        assert not is_lean(body_of(model))
+        assert not supports_fused(body_of(model))
 
 
 def test_a_mistake_with_a_fresh_adapter_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new adapter adds nothing (B = 0), so that it would hide what is done with it."""
     plain = fused._add_low_rank
     monkeypatch.setattr(fused, "_add_low_rank", lambda y, x, low: plain(y, x, low._replace(scale=1.0)))
-    assert not is_lean(body_of(add_lora(tiny(), LoraConfig(r=3, alpha=5))))
+    assert not supports_fused(body_of(add_lora(tiny(), LoraConfig(r=3, alpha=5))))
 
 
 def test_the_trial_of_an_adapter_leaves_it_as_it_was() -> None:
     model = adapted("llama")
     before = {name: (p, p.clone()) for name, p in model.named_parameters()}
-    assert is_lean(body_of(model))
+    assert supports_fused(body_of(model))
     for name, parameter in model.named_parameters():
         assert parameter is before[name][0]
         assert torch.equal(parameter, before[name][1]), name
@@ -228,18 +228,18 @@ def test_a_broken_model_is_left_to_its_modules() -> None:
     for value in (float("nan"), float("inf")):
         broken = body_of(tiny())
         nn.init.constant_(broken.embed_tokens.weight, value)  # type: ignore[union-attr, arg-type]
-        assert not is_lean(broken)
-        assert why_padded(broken) != ""
+        assert not supports_fused(broken)
+        assert packing_unsupported_reason(broken) != ""
 
 
 def test_not_where_each_gradient_is_taken_as_it_comes() -> None:
     """ZeRO-2: processes whose rows differ would take them in different orders, and add up those of other weights."""
     watched = body_of(tiny())
-    assert is_lean(watched)
+    assert supports_fused(watched)
     handle = watched.layers[1].mlp.down_proj.weight.register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[union-attr, operator]
-    assert not is_lean(watched)
+    assert not supports_fused(watched)
     handle.remove()
-    assert is_lean(watched)
+    assert supports_fused(watched)
 
 
 def test_fused_weights_are_not_copied() -> None:
@@ -248,7 +248,7 @@ def test_fused_weights_are_not_copied() -> None:
     layers = read_layers(body)
     assert layers is not None
     attention, mlp = body.layers[1].self_attn.qkv_proj.weight, body.layers[1].mlp.gate_up_proj.weight
-    for projections, whole, starts in ((layers[1].inputs, attention, [0, 16, 24]), (layers[1].gated, mlp, [0, 24])):
+    for projections, whole, starts in ((layers[1].inputs, attention, [0, 16, 24]), (layers[1].gate_up, mlp, [0, 24])):
         parts = [part for each in projections for part in each.split(each.linear.weight)]
         assert [part.data_ptr() for part in parts] == [whole[start].data_ptr() for start in starts]
         assert sum(len(part) for part in parts) == len(whole)
@@ -257,18 +257,18 @@ def test_fused_weights_are_not_copied() -> None:
 def test_an_odd_module_is_left_to_itself() -> None:
     body: Any = body_of(tiny())
     body.layers[1].input_layernorm = nn.LayerNorm(16, dtype=torch.float64)
-    assert not is_lean(body)
+    assert not supports_fused(body)
 
 
 def test_a_changed_module_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = LlamaRMSNorm.forward
     monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, hidden: plain(self, hidden) + 0.01)
-    assert not is_lean(body_of(tiny()))
+    assert not supports_fused(body_of(tiny()))
 
 
 def test_scores_at_the_last_token(tmp_path: Path) -> None:
     model = load_scalar_head(saved(tiny(), tmp_path), tokenizer(), new_head="normal", dtype="float64")
-    assert is_lean(model.classifier.base_model)
+    assert supports_fused(model.classifier.base_model)
     for batch in BATCHES.values():
         model.packing = "auto"
         ours = sequence_scores(model, *fields(batch))
@@ -277,15 +277,15 @@ def test_scores_at_the_last_token(tmp_path: Path) -> None:
 
 
 def test_states_are_those_asked_for() -> None:
-    body, rows = body_of(tiny()), lay(*fields(BATCHES["alone"]))
+    body, rows = body_of(tiny()), pack(*fields(BATCHES["alone"]))
     assert rows is not None
-    whole = body(**body_inputs(rows)).last_hidden_state[0]
-    for chosen in (rows.choosers, rows.last, torch.tensor([4, 0, 4])):
-        torch.testing.assert_close(chosen_states(body, rows, chosen), whole[chosen], rtol=0, atol=1e-12)
+    whole = body(**packed_inputs(rows)).last_hidden_state[0]
+    for chosen in (rows.predictor_index, rows.last, torch.tensor([4, 0, 4])):
+        torch.testing.assert_close(predictor_states(body, rows, chosen), whole[chosen], rtol=0, atol=1e-12)
 
 
 def test_the_norm_and_its_gradient() -> None:
     x = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(5, dtype=torch.float64, requires_grad=True)
-    torch.testing.assert_close(normed(x, Norm(weight, 1e-3)), nn.functional.rms_norm(x, (5,), weight, 1e-3))
-    assert torch.autograd.gradcheck(lambda a, b: normed(a, Norm(b, 1e-3)), (x, weight))
+    torch.testing.assert_close(rms_norm(x, Norm(weight, 1e-3)), nn.functional.rms_norm(x, (5,), weight, 1e-3))
+    assert torch.autograd.gradcheck(lambda a, b: rms_norm(a, Norm(b, 1e-3)), (x, weight))

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from rlhf.config.sections import LogProbs, LoraConfig
 from rlhf.errors import ModelError
-from rlhf.models.backbone import CausalLM, add_lora, autocast, enable_checkpointing
+from rlhf.models.backbone import CausalLM, add_lora, autocast, enable_gradient_checkpointing
 from rlhf.models.kernels import lm_head as head
-from rlhf.models.kernels.lm_head import chunked_statistics, output_head, statistics
+from rlhf.models.kernels.lm_head import chunked_statistics, output_head, token_statistics
 from rlhf.models.logprobs import completion_outputs
-from rlhf.models.policy_models import Models, chosen_hidden
+from rlhf.models.policy_models import Models, predictor_hidden_states
 from rlhf.types import Completions
 
 CPU = torch.device("cpu")
@@ -28,8 +28,8 @@ T = 0.7
 @pytest.fixture(params=[1, 3, 1000], autouse=True)
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Chunks of so many tokens; with 3, some probabilities are kept for the backward pass and some are not."""
-    monkeypatch.setattr(head, "ROWS", {"cpu": request.param})
-    monkeypatch.setattr(head, "KEPT", {"cpu": {1: 0, 3: 6 * VOCAB, 1000: 2**24}[request.param]})
+    monkeypatch.setattr(head, "CHUNK_TOKENS", {"cpu": request.param})
+    monkeypatch.setattr(head, "MAX_SAVED_PROBS", {"cpu": {1: 0, 3: 6 * VOCAB, 1000: 2**24}[request.param]})
     return request.param
 
 
@@ -96,7 +96,7 @@ def test_with_adapters_on_the_body_and_on_the_head(target: str | list[str]) -> N
 
 def test_under_gradient_checkpointing() -> None:
     model = tiny()
-    enable_checkpointing(model.train())
+    enable_gradient_checkpointing(model.train())
     assert_same(model)
 
 
@@ -115,7 +115,7 @@ def test_the_head_alone_is_as_it_was_after_reading() -> None:
     before = dict(vars(model.lm_head))
     said(model, "chunked")
     assert vars(model.lm_head).keys() == before.keys()
-    with pytest.raises(ZeroDivisionError), head.reading(model.lm_head, lambda plain, hidden: hidden * (1 // 0)):
+    with pytest.raises(ZeroDivisionError), head.intercept_head(model.lm_head, lambda plain, hidden: hidden * (1 // 0)):
         model(input_ids=torch.tensor([[1]]))
     assert vars(model.lm_head).keys() == before.keys()
 
@@ -130,7 +130,7 @@ CAPPED: list[Callable[[], PreTrainedModel]] = [
 @pytest.mark.parametrize("make", CAPPED, ids=["softcap", "scaling", "scale"])
 def test_a_model_that_does_more_to_its_logits_keeps_it(make: Callable[[], PreTrainedModel]) -> None:
     model = make()
-    assert "changes the logits" in head.why_naive(model)
+    assert "changes the logits" in head.chunking_unsupported_reason(model)
     for ours, theirs in zip(said(model, "auto")[:2], said(model, "naive")[:2], strict=True):
         assert torch.equal(ours, theirs)
     with pytest.raises(ModelError, match=r"policy\.log_probs=auto"):
@@ -145,7 +145,7 @@ def test_a_model_that_does_more_to_its_logits_keeps_it(make: Callable[[], PreTra
 
 def test_a_model_whose_scale_is_one_is_done_by_chunks() -> None:
     model = tiny("granite", logits_scaling=1.0)
-    assert head.why_naive(model) == ""
+    assert head.chunking_unsupported_reason(model) == ""
     assert_same(model)
 
 
@@ -183,15 +183,15 @@ def test_memory_does_not_follow_the_vocabulary(monkeypatch: pytest.MonkeyPatch, 
     """At V = 150,000: beside the head's own size, nothing larger than one chunk is ever made."""
     if chunk != 1000:
         pytest.skip("chunks as they come")
-    monkeypatch.setattr(head, "NUMBERS", {"cpu": 2**22})
-    monkeypatch.setattr(head, "KEPT", {"cpu": 0})
+    monkeypatch.setattr(head, "MAX_CHUNK_LOGITS", {"cpu": 2**22})
+    monkeypatch.setattr(head, "MAX_SAVED_PROBS", {"cpu": 0})
     linear = nn.Linear(4, 150_000, bias=False)
     hidden, ids = torch.randn(200, 4, requires_grad=True), torch.randint(0, 150_000, (200,))
     with Largest() as largest:
         found = head.chunked_statistics(linear, linear.forward, hidden, ids, temperature=T, entropy_gradient=False)
         found[0].sum().backward()
     assert largest.numbers <= 2**22 < 200 * 150_000 / 7
-    expected = head.statistics(linear(hidden), ids, T, entropy_gradient=False)
+    expected = head.token_statistics(linear(hidden), ids, T, entropy_gradient=False)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -226,7 +226,7 @@ def test_a_logit_of_minus_infinity_has_no_part_in_entropy_or_gradient(entropy_gr
         if chunked:
             found = chunked_statistics(head, head, hidden, ids, temperature=T, entropy_gradient=entropy_gradient)
         else:
-            found = statistics(head(hidden), ids, T, entropy_gradient=entropy_gradient)
+            found = token_statistics(head(hidden), ids, T, entropy_gradient=entropy_gradient)
         weighed = found[0].sum() + 0.3 * found[1].sum() if entropy_gradient else found[0].sum()
         results.append((found.detach(), *torch.autograd.grad(weighed, [hidden, head.weight])))
     with torch.no_grad():
@@ -269,4 +269,4 @@ def test_in_bfloat16_the_logits_are_float32s_unless_the_models_own_are_asked_for
 
 def hidden_states(models: Models, batch: Completions) -> Tensor:
     with models.autocast():
-        return chosen_hidden(models.policy, batch, "off")
+        return predictor_hidden_states(models.policy, batch, "off")

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf.config.sections import LogProbs
-from rlhf.models.backbone import autocast, enable_checkpointing
+from rlhf.models.backbone import autocast, enable_gradient_checkpointing
 from rlhf.models.logprobs import TokenOutputs, completion_outputs
 from rlhf.types import Completions
 
@@ -157,7 +157,7 @@ def gradients(model: PreTrainedModel) -> list[Tensor]:
 def test_gradient_checkpointing_gives_the_same_gradient(family: str) -> None:
     config = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if family == "gpt2" else {}
     plain, spared = tiny(family, **config), tiny(family, **config)
-    enable_checkpointing(spared)
+    enable_gradient_checkpointing(spared)
     assert any(getattr(module, "gradient_checkpointing", False) for module in spared.modules())
     ones, others = gradients(plain), gradients(spared)
     assert len(ones) == len(others) > 10

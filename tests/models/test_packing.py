@@ -11,9 +11,9 @@ from tiny_models import COMPLETIONS, EOS, FAMILIES, PAD, PROMPTS, completions_of
 from torch import Tensor, nn
 
 from rlhf.config.sections import LoraConfig, Packing
-from rlhf.models.backbone import CausalLM, add_lora, body_of, enable_checkpointing
+from rlhf.models.backbone import CausalLM, add_lora, body_of, enable_gradient_checkpointing
 from rlhf.models.kernels import packing as rows_module
-from rlhf.models.kernels.packing import lay, lay_for, why_padded
+from rlhf.models.kernels.packing import pack, pack_for, packing_unsupported_reason
 from rlhf.models.logprobs import completion_outputs
 from rlhf.models.scalar_head import ScalarHeadModel, completion_values, load_scalar_head, sequence_scores
 from rlhf.types import Completions
@@ -55,14 +55,14 @@ def assert_same(model: CausalLM, batch: Completions, atol: float = 1e-10) -> Non
 @pytest.mark.parametrize("batch", BATCHES)
 def test_without_padding_is_with_it(family: str, batch: str) -> None:
     model = tiny(family)
-    assert why_padded(body_of(model)) == ""
+    assert packing_unsupported_reason(body_of(model)) == ""
     assert_same(model, BATCHES[batch], CLOSE.get(family, 1e-10))
 
 
 @pytest.mark.parametrize("batch", BATCHES)
 def test_under_checkpointing_and_with_adapters(batch: str) -> None:
     model = tiny()
-    enable_checkpointing(model.train())
+    enable_gradient_checkpointing(model.train())
     assert_same(model, BATCHES[batch])
     adapted = add_lora(tiny(), LoraConfig(r=2))
     for parameter in adapted.parameters():
@@ -72,7 +72,7 @@ def test_under_checkpointing_and_with_adapters(batch: str) -> None:
 
 
 def test_prompts_are_laid_once_and_dead_tokens_never() -> None:
-    alone, shared = lay(*fields(ragged())), lay(*fields(SHARED))
+    alone, shared = pack(*fields(ragged())), pack(*fields(SHARED))
     assert alone is not None
     assert shared is not None
     assert alone.input_ids.shape[1] == sum(map(len, PROMPTS)) + sum(map(len, COMPLETIONS))
@@ -80,7 +80,7 @@ def test_prompts_are_laid_once_and_dead_tokens_never() -> None:
     assert shared.position_ids[0, shared.first.count :].tolist() == [
         len(PROMPTS[p]) + t for p, n in ((0, 3), (1, 6), (0, 1), (0, 4), (1, 2)) for t in range(n)
     ]
-    assert lay(*fields(completions_of([[], [5]], [[3], [4]]))) is None
+    assert pack(*fields(completions_of([[], [5]], [[3], [4]]))) is None
 
 
 def changed(batch: Completions, row: int) -> Completions:
@@ -111,7 +111,7 @@ def test_no_row_is_seen_by_another(batch: str, row: int) -> None:
 def test_no_gradient_flows_between_rows_or_back_in_time(batch: str) -> None:
     """d log p(row, t) / d embedding is zero at every token that does not come before it in its own row."""
     model, b = tiny(), BATCHES[batch]
-    laid = lay(*fields(b))
+    laid = pack(*fields(b))
     assert laid is not None
     states: list[Tensor] = []
     hook = model.get_input_embeddings().register_forward_hook(
@@ -129,7 +129,7 @@ def test_no_gradient_flows_between_rows_or_back_in_time(batch: str) -> None:
             assert prompt[-1] in felt
 
 
-def _owners(b: Completions, laid: rows_module.Rows) -> list[tuple[list[int], list[int]]]:
+def _owners(b: Completions, laid: rows_module.PackedBatch) -> list[tuple[list[int], list[int]]]:
     """Of each row, where its prompt's and its completion's tokens are laid."""
     found, at, prompts = [], 0, [i[m].tolist() for i, m in zip(b.prompt_ids, b.prompt_mask, strict=True)]
     lengths = b.completion_mask.sum(dim=1).tolist()
@@ -182,7 +182,7 @@ def test_values_and_scores(batch: str, ask: Callable[..., Tensor], tmp_path: Pat
 )
 def test_a_model_that_needs_padding_gets_it(family: str, more: dict[str, object], why: str) -> None:
     model = tiny(family, dtype=torch.float32, **more)
-    assert why in why_padded(body_of(model))
+    assert why in packing_unsupported_reason(body_of(model))
     with torch.no_grad():
         one, two = (
             completion_outputs(model, *fields(ragged()), temperature=1.0, packing=p).logprobs  # type: ignore[arg-type]
@@ -195,8 +195,8 @@ def test_a_model_that_needs_padding_gets_it(family: str, more: dict[str, object]
 def test_a_window_that_no_row_outgrows_hides_nothing(window: int, laid: bool) -> None:
     """The longest row has nine tokens."""
     model = tiny("mistral", sliding_window=window)
-    assert why_padded(body_of(model)) == ""
-    assert (lay_for(body_of(model), *fields(SHARED)) is not None) == laid
+    assert packing_unsupported_reason(body_of(model)) == ""
+    assert (pack_for(body_of(model), *fields(SHARED)) is not None) == laid
     assert_same(model, SHARED)
 
 
@@ -227,12 +227,12 @@ def test_short_rows_in_16_bits_go_by_products(monkeypatch: pytest.MonkeyPatch) -
         "_attention_by_products",
         lambda q, k, v, **more: calls.append(k.shape[2]) or plain(q, k, v, **more),
     )
-    for width in (rows_module.BY_PRODUCTS, rows_module.BY_PRODUCTS + 1):
+    for width in (rows_module.MATMUL_ATTENTION_MAX_KEYS, rows_module.MATMUL_ATTENTION_MAX_KEYS + 1):
         q, k, v = (torch.randn(1, heads, width, 8, dtype=torch.bfloat16) for heads in (4, 2, 2))
         ours = rows_module._attention(q, k, v, groups=2, mask=None, scale=None)
         exact = rows_module._attention(q.float(), k.float(), v.float(), groups=2, mask=None, scale=None)
         torch.testing.assert_close(ours.float(), exact, rtol=0, atol=0.05)
-    assert calls == [rows_module.BY_PRODUCTS]
+    assert calls == [rows_module.MATMUL_ATTENTION_MAX_KEYS]
 
 
 def test_a_leak_is_noticed_before_a_model_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +242,7 @@ def test_a_leak_is_noticed_before_a_model_is_trusted(monkeypatch: pytest.MonkeyP
         return plain(query, key, value.roll(1, dims=0), **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(rows_module, "_attention", leaking)
-    assert "other numbers" in why_padded(body_of(tiny()))
+    assert "other numbers" in packing_unsupported_reason(body_of(tiny()))
 
 
 def test_a_completion_without_a_live_token() -> None:

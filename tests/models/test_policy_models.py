@@ -13,7 +13,7 @@ from torch import nn
 from rlhf.config.sections import LoraConfig
 from rlhf.models.backbone import add_lora
 from rlhf.models.logprobs import completion_outputs
-from rlhf.models.policy_models import Ema, Models, SharedHead
+from rlhf.models.policy_models import Ema, Models, SharedValueHead
 from rlhf.models.scalar_head import completion_values, load_scalar_head
 
 CPU = torch.device("cpu")
@@ -85,7 +85,7 @@ def test_a_critic_gives_the_values(tmp_path: Path) -> None:
 
 
 def test_a_shared_head_starts_at_zero_and_reads_the_policys_hidden_states() -> None:
-    head = SharedHead(16, torch.float64)
+    head = SharedValueHead(16, torch.float64)
     models, batch = bundle(shared_head=head), ragged()
     assert models.has_critic
     assert models.outputs(batch).values.abs().max() == 0
@@ -99,7 +99,7 @@ def test_a_shared_head_starts_at_zero_and_reads_the_policys_hidden_states() -> N
 
 
 def test_a_shared_value_does_not_see_its_own_token() -> None:
-    head = SharedHead(16, torch.float64)
+    head = SharedValueHead(16, torch.float64)
     nn.init.ones_(head.linear.weight)
     batch = ragged()
     ids = batch.completion_ids.clone()

@@ -14,7 +14,13 @@ from transformers import AutoModelForSequenceClassification
 
 from rlhf.errors import ModelError
 from rlhf.models.logprobs import Sequences
-from rlhf.models.scalar_head import ScalarHeadModel, completion_values, last_live, load_scalar_head, sequence_scores
+from rlhf.models.scalar_head import (
+    ScalarHeadModel,
+    completion_values,
+    last_live_value,
+    load_scalar_head,
+    sequence_scores,
+)
 from rlhf.types import Completions
 
 
@@ -82,7 +88,7 @@ def test_last_live(rows: list[list[bool]]) -> None:
     mask = torch.tensor(rows)
     values = torch.arange(mask.numel()).reshape(mask.shape).double()
     expected = [max((j for j, live in enumerate(row) if live), default=0) for row in rows]
-    assert last_live(values, mask).tolist() == [values[i, j].item() for i, j in enumerate(expected)]
+    assert last_live_value(values, mask).tolist() == [values[i, j].item() for i, j in enumerate(expected)]
 
 
 def test_calibration_shifts_scales_and_is_saved_with_the_weights(model: ScalarHeadModel, tmp_path: Path) -> None:

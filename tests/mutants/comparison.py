@@ -80,7 +80,7 @@ COMPARISON = [
     Mutant(
         name="arms-set-their-own-length",
         file="rlhf/compare/plan.py",
-        before='_refuse(arm, tuple(FIXED), f"arms.{name}")',
+        before='_refuse(arm, tuple(FIXED_SETTINGS), f"arms.{name}")',
         after="pass",
         why="an arm trains from another model, on another reward, or longer, and is compared all the same",
         tests=("tests/compare/test_plan.py",),
@@ -128,7 +128,7 @@ COMPARISON = [
     Mutant(
         name="the-worst-arms-are-shown",
         file="rlhf/compare/charts.py",
-        before="    if len(arms) <= FEW:\n        return arms\n",
+        before="    if len(arms) <= MAX_ALL_SHOWN:\n        return arms\n",
         after="    return arms[::-1]\n",
         why="of many arms those shown at first are not the best",
         tests=("tests/compare/test_figures.py::test_of_many_arms_the_best_are_shown_first",),

@@ -37,8 +37,8 @@ FAULTS = [
     Mutant(
         name="a-filler-pass-counts",
         file="rlhf/training/step.py",
-        before="return passes + [Pass(batch.rows(share.rows[-1:]), False)] * missing",
-        after="return passes + [Pass(batch.rows(share.rows[-1:]), True)] * missing",
+        before="return passes + [MicroBatch(batch.rows(share.rows[-1:]), False)] * missing",
+        after="return passes + [MicroBatch(batch.rows(share.rows[-1:]), True)] * missing",
         why="the row that a process repeats to keep step with the others is trained on twice",
         tests=MANY,
     ),
@@ -157,7 +157,7 @@ FAULTS = [
     Mutant(
         name="the-rewards-timeout-is-ignored",
         file="rlhf/rewards/function.py",
-        before="signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)",
+        before="signal.setitimer(signal.ITIMER_REAL, seconds, REPEAT_INTERVAL_S)",
         after="signal.setitimer(signal.ITIMER_REAL, 0.0)",
         why="a reward function that hangs holds the run for ever",
         tests=("tests/faults/test_reward_faults.py::test_what_takes_too_long_is_interrupted",),

@@ -35,7 +35,7 @@ FORWARD = [
     Mutant(
         name="sampler-logprobs-unchecked",
         file="rlhf/training/rollout.py",
-        before="return bool(difference <= AGREE.get(trainer.dtype, AGREE_ELSE))",
+        before="return bool(difference <= LOGPROB_TOLERANCE.get(trainer.dtype, DEFAULT_LOGPROB_TOLERANCE))",
         after="return bool(difference < 1e9)",
         why="ratios are against another policy than the one that is updated, and nothing says so",
         tests=("tests/sampling/test_old_logprobs.py",),
@@ -75,8 +75,8 @@ FORWARD = [
     Mutant(
         name="lean-rotates-gradients-forward",
         file="rlhf/models/kernels/llama/layer.py",
-        before="d_heads[:2] = (_turned(d.to(x.dtype), turn, -1) for d in d_heads[:2])",
-        after="d_heads[:2] = (_turned(d.to(x.dtype), turn, 1) for d in d_heads[:2])",
+        before="d_heads[:2] = (apply_rope(d.to(x.dtype), turn, -1) for d in d_heads[:2])",
+        after="d_heads[:2] = (apply_rope(d.to(x.dtype), turn, 1) for d in d_heads[:2])",
         why="gradients of queries and keys are turned the wrong way; the loss still falls",
         tests=LEAN,
     ),
@@ -131,8 +131,8 @@ FORWARD = [
     Mutant(
         name="lean-not-tried",
         file="rlhf/models/kernels/llama/forward.py",
-        before="return all(probe.matches(_states(body, rows, rows.choosers)) for rows in probe.layouts)",
-        after="return all(_states(body, rows, rows.choosers) is not None for rows in probe.layouts)",
+        before="return all(probe.matches(_states(body, rows, rows.predictor_index)) for rows in probe.layouts)",
+        after="return all(_states(body, rows, rows.predictor_index) is not None for rows in probe.layouts)",
         why="a model whose modules were changed is trained as another",
         tests=LEAN,
     ),
@@ -155,8 +155,8 @@ FORWARD = [
     Mutant(
         name="lean-adapter-gradient-unscaled",
         file="rlhf/models/kernels/llama/layer.py",
-        before="    inner = functional.linear(x, low_weight(adapter.down, x.dtype)).mul_(adapter.scale)",
-        after="    inner = functional.linear(x, low_weight(adapter.down, x.dtype))",
+        before="    inner = functional.linear(x, cast_weight(adapter.down, x.dtype)).mul_(adapter.scale)",
+        after="    inner = functional.linear(x, cast_weight(adapter.down, x.dtype))",
         why="LoRA's B learns at another rate than the modules': alpha / r is lost on the way back",
         tests=LEAN,
     ),
@@ -179,8 +179,8 @@ FORWARD = [
     Mutant(
         name="lean-fresh-adapter-hides-mistakes",
         file="rlhf/models/kernels/llama/forward.py",
-        before="with full_precision(body), _live_adapters(body):",
-        after="with full_precision(body):",
+        before="with autocast_off(body), _live_adapters(body):",
+        after="with autocast_off(body):",
         why="a new adapter adds nothing, so that a wrong use of it passes the trial",
         tests=LEAN,
     ),
@@ -211,7 +211,7 @@ FORWARD = [
     Mutant(
         name="every-length-a-shape-of-its-own",
         file="rlhf/models/kernels/cast.py",
-        before="missing = -len(x) % MULTIPLE if",
+        before="missing = -len(x) % ROW_MULTIPLE if",
         after="missing = 0 if",
         why="in bf16 oneDNN builds and keeps programs for every pass: slower, and memory grows with the run",
         tests=("tests/models/test_cast.py",),

@@ -56,8 +56,8 @@ MACHINERY = [
     Mutant(
         name="temperature-forgotten",
         file="rlhf/models/kernels/lm_head.py",
-        before="log_softmax = (wide(logits) / temperature).log_softmax(dim=-1)",
-        after="log_softmax = wide(logits).log_softmax(dim=-1)",
+        before="log_softmax = (at_least_float32(logits) / temperature).log_softmax(dim=-1)",
+        after="log_softmax = at_least_float32(logits).log_softmax(dim=-1)",
         why="log-probs at temperature 1 of completions drawn at another: ratios are off (TRL #4159)",
         tests=("tests/models/test_logprobs.py", "tests/models/test_lm_head.py"),
     ),
@@ -104,8 +104,8 @@ MACHINERY = [
     Mutant(
         name="micro-batch-norms",
         file="rlhf/training/step.py",
-        before="terms = scaled(sums, norms)",
-        after="terms = scaled(sums, part.loss.norms(micro.rows))",
+        before="terms = divide_by_denominators(sums, norms)",
+        after="terms = divide_by_denominators(sums, part.loss.norms(micro.rows))",
         why="each micro-batch is averaged by itself: gradient accumulation changes the step",
         tests=("tests/training/test_step.py",),
     ),

@@ -22,8 +22,9 @@ MEASUREMENT = [
     Mutant(
         name="exact-kl-reference-at-another-temperature",
         file="rlhf/models/policy_models.py",
-        before="(wide(raw) / self.temperature).log_softmax(dim=-1) for raw in (logits, ref_logits)",
-        after="(wide(raw) / t).log_softmax(dim=-1) for raw, t in ((logits, self.temperature), (ref_logits, 1.0))",
+        before="(at_least_float32(raw) / self.temperature).log_softmax(dim=-1) for raw in (logits, ref_logits)",
+        after="(at_least_float32(raw) / t).log_softmax(dim=-1) "
+        "for raw, t in ((logits, self.temperature), (ref_logits, 1.0))",
         why="a KL to a policy that nobody sampled from: not zero before training",
         tests=EVALUATE,
     ),
@@ -38,8 +39,8 @@ MEASUREMENT = [
     Mutant(
         name="exact-kl-a-token-late",
         file="rlhf/models/policy_models.py",
-        before="ref_states = chosen_hidden(self.reference, batch, self.packing)",
-        after="ref_states = chosen_hidden(self.reference, batch, self.packing).roll(1, dims=0)",
+        before="ref_states = predictor_hidden_states(self.reference, batch, self.packing)",
+        after="ref_states = predictor_hidden_states(self.reference, batch, self.packing).roll(1, dims=0)",
         why="the reference's distribution is that of another position",
         tests=EVALUATE,
     ),

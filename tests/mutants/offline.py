@@ -75,7 +75,7 @@ OFFLINE = [
     Mutant(
         name="kto-baseline-of-its-own-completion",
         file=TRAINER,
-        before="torch.tensor(mismatched(prompts), dtype=torch.long)",
+        before="torch.tensor(mismatched_partners(prompts), dtype=torch.long)",
         after="torch.arange(len(batch))",
         why="z0 is the mean reward of the batch: nothing is learned from what all rows share",
         tests=OF_TRAINER,

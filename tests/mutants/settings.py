@@ -10,15 +10,15 @@ SETTINGS = [
     Mutant(
         name="alternatives-do-not-exclude",
         file="rlhf/config/presets.py",
-        before="return without(keep_last_alternative(tree, over), excluded)",
-        after="return without(tree, excluded)",
+        before="return drop_keys(keep_last_alternative(tree, over), excluded)",
+        after="return drop_keys(tree, excluded)",
         why="schedule.steps on the command line is refused where the file says epochs",
         tests=LOADING,
     ),
     Mutant(
         name="exclusions-ignore-the-choice",
         file="rlhf/config/presets.py",
-        before="is not None and exclusion.is_chosen(setting(over, exclusion.key))",
+        before="is not None and exclusion.is_chosen(get_setting(over, exclusion.key))",
         after="is not None",
         why="sharding=zero3 on the command line silently drops the DeepSpeed keys of the file",
         tests=LOADING,
@@ -26,7 +26,7 @@ SETTINGS = [
     Mutant(
         name="command-line-section-dropped",
         file="rlhf/config/load.py",
-        before="[key for key in unread_keys(config) if setting(given, key) is None]",
+        before="[key for key in unread_keys(config) if get_setting(given, key) is None]",
         after="unread_keys(config)",
         why="a critic section that the user gave on the command line vanishes without the warning",
         tests=LOADING,

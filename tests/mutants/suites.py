@@ -17,8 +17,8 @@ SUITES = [
     Mutant(
         name="one-instruction-is-enough",
         file="rlhf/suites/ifeval.py",
-        before='share("prompt_strict", [float(all(row)) for row in strict], by_prompt)',
-        after='share("prompt_strict", [float(any(row)) for row in strict], by_prompt)',
+        before='share_estimate("prompt_strict", [float(all(row)) for row in strict], by_prompt)',
+        after='share_estimate("prompt_strict", [float(any(row)) for row in strict], by_prompt)',
         why="a prompt counts as followed where one of its instructions is",
         tests=IFEVAL,
     ),
@@ -89,7 +89,7 @@ SUITES = [
     Mutant(
         name="headings-are-answers",
         file="rlhf/suites/numeric_answers.py",
-        before="if _BEGINS.match(plain(line)) and not _LISTED.match(line):",
+        before="if _BEGINS.match(strip_markup(line)) and not _LISTED.match(line):",
         after="if line:",
         why="#### Step 2 is read as the answer 2",
         tests=ANSWERS,
@@ -153,7 +153,7 @@ SUITES = [
     Mutant(
         name="examples-are-asked",
         file="rlhf/suites/gsm8k.py",
-        before="repeated if item.found.question in shown_already else None",
+        before="repeated if item.value.question in shown_already else None",
         after="None",
         why="problems whose solution stands in the prompt are counted",
         tests=GSM8K,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rlhf.errors import UserError
 from rlhf.report.charts import GROUPS, chart_groups, decimate, running_mean, timing_chart
-from rlhf.report.page import comparison, pair_details, phase_table, show, tiles, verdict, write_report
+from rlhf.report.page import comparison, format_value, pair_details, phase_table, tiles, verdict, write_report
 from rlhf.report.record import Record, Series, collect, match
 from rlhf.report.report_card import calibration_bins, card_tables
 from rlhf.tracking.metrics import METRICS
@@ -456,7 +456,7 @@ def test_calibration_bins_are_found(calibration: object, expected: list[tuple[fl
     ],
 )
 def test_show(value: object, text: str) -> None:
-    assert show(value) == text
+    assert format_value(value) == text
 
 
 def test_a_metric_that_was_nan_is_noted_and_leaves_a_gap(tmp_path: Path) -> None:

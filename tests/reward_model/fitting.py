@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from reward_model.losses import PairLoss
+from reward_model.losses import BradleyTerryLoss
 from rlhf.data.datasets import BatchStream
-from rlhf.runtime.engine import Trained
+from rlhf.runtime.engine import TrainableModel
 from rlhf.tracking.metrics import Metrics
-from rlhf.training.step import Part, optimizer_step
+from rlhf.training.step import LossBatch, optimizer_step
 from rlhf.types import PreferencePairs
 
 TERMS = ("rm",)
 
 
 def fit(
-    trained: Trained, loss: PairLoss, stream: BatchStream[PreferencePairs], *, steps: int, micro_batch_size: int
+    trained: TrainableModel,
+    loss: BradleyTerryLoss,
+    stream: BatchStream[PreferencePairs],
+    *,
+    steps: int,
+    micro_batch_size: int,
 ) -> list[Metrics]:
     """The metrics of the first `steps` steps."""
     trained.module.train()
     return [
-        optimizer_step([Part(stream.batch(step), loss)], [trained], micro_batch_size=micro_batch_size, lr_factor=1.0)
+        optimizer_step(
+            [LossBatch(stream.batch(step), loss)], [trained], micro_batch_size=micro_batch_size, lr_factor=1.0
+        )
         for step in range(1, steps + 1)
     ]

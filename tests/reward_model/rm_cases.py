@@ -10,7 +10,7 @@ from tiny_models import BOS, EOS, PAD, saved, tiny, tokenizer
 
 from rlhf.data.formats import PairText
 from rlhf.data.pairs import PairSet
-from rlhf.data.rows import Skips
+from rlhf.data.rows import RowCounts
 from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
 
 FAVORITE = 7
@@ -35,7 +35,7 @@ def pair_set(rows: Sequence[tuple[Ids, Ids, Ids]], margins: Sequence[float] | No
         rejected=tuple(rejected for _, _, rejected in rows),
         texts=tuple(PairText(words(p), words(c), words(r), m) for (p, c, r), m in zip(rows, given, strict=True)),
         pad_id=PAD,
-        skips=Skips("made"),
+        skips=RowCounts("made"),
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from rm_cases import favorites, pair_set
 
 from reward_model.baselines import fit_bag_of_words, longer_wins
-from reward_model.losses import wins
+from reward_model.losses import win_indicator
 from rlhf.data.formats import PairText
 
 FILLER = ["the", "film", "of", "a", "man", "and", "his", "dog", "in", "the", "city", "by", "the", "sea"]
@@ -32,13 +32,13 @@ def reviews(n: int, *, seed: int, noise: float = 0.0) -> list[PairText]:
 def test_longer_wins_is_the_difference_of_lengths() -> None:
     pairs = pair_set([([1], [5, 6, 7], [5]), ([1], [5], [6]), ([1], [5], [6, 7])])
     assert longer_wins(pairs).tolist() == [2, 0, -1]
-    assert wins(longer_wins(pairs)).mean() == 0.5
+    assert win_indicator(longer_wins(pairs)).mean() == 0.5
 
 
 def test_bag_of_words_learns_the_words_and_sees_through_noise() -> None:
     words = fit_bag_of_words(reviews(300, seed=0, noise=0.25))
     assert words is not None
-    assert wins(words.gaps(reviews(200, seed=1))).mean() > 0.98
+    assert win_indicator(words.gaps(reviews(200, seed=1))).mean() > 0.98
     assert words.n_train == 300
 
 
@@ -65,13 +65,13 @@ def test_the_order_of_the_pairs_says_nothing() -> None:
 def test_words_that_say_nothing_give_chance() -> None:
     words = fit_bag_of_words(reviews(400, seed=0, noise=0.5))
     assert words is not None
-    assert wins(words.gaps(reviews(400, seed=1, noise=0.5))).mean() == pytest.approx(0.5, abs=0.1)
+    assert win_indicator(words.gaps(reviews(400, seed=1, noise=0.5))).mean() == pytest.approx(0.5, abs=0.1)
 
 
 def test_a_favorite_word_is_found_whatever_the_tokenizer() -> None:
     words = fit_bag_of_words(favorites(200, seed=0).texts)
     assert words is not None
-    assert wins(words.gaps(favorites(200, seed=1).texts)).mean() > 0.9
+    assert win_indicator(words.gaps(favorites(200, seed=1).texts)).mean() > 0.9
 
 
 def test_without_words_or_pairs_there_is_none() -> None:

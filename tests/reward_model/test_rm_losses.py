@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from reward_model.losses import bradley_terry, wins
+from reward_model.losses import bradley_terry, win_indicator
 
 scores = st.floats(-30, 30)
 
@@ -65,4 +65,4 @@ def test_each_pair_has_its_own_loss() -> None:
 
 
 def test_a_tie_is_half_a_win() -> None:
-    assert wins(torch.tensor([2.0, -1.0, 0.0, 1e-9])).tolist() == [1.0, 0.0, 0.5, 1.0]
+    assert win_indicator(torch.tensor([2.0, -1.0, 0.0, 1e-9])).tolist() == [1.0, 0.0, 0.5, 1.0]

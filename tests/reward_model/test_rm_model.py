@@ -12,7 +12,7 @@ from tiny_models import tokenizer
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from reward_model.model import pair_scores, score_pairs, score_rows, without_dead_columns
+from reward_model.model import drop_padding_columns, pair_scores, score_pairs, score_rows
 from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
 from rlhf.types import PreferencePairs
 
@@ -123,7 +123,7 @@ def test_pairs_may_be_picked(model: ScalarHeadModel) -> None:
 def test_dead_columns_are_those_where_no_row_is_live() -> None:
     ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
     mask = torch.tensor([[False, True, False, False], [False, False, False, True]])
-    kept, live = without_dead_columns(ids, mask)
+    kept, live = drop_padding_columns(ids, mask)
     assert kept.tolist() == [[2, 4], [6, 8]]
     assert live.tolist() == [[True, False], [False, True]]
 

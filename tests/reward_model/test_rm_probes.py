@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import EOS, padded
 
-from reward_model.evaluate import degraded, halved, repeated
+from reward_model.evaluate import degrade, halved, repeated
 
 ROWS = [[5, 6, 7, EOS], [8, 9], [EOS], [4, EOS]]
 
@@ -20,10 +20,10 @@ ROWS = [[5, 6, 7, EOS], [8, 9], [EOS], [4, EOS]]
 )
 @pytest.mark.parametrize("left", [True, False])
 def test_by_hand(how, expected: list[list[int]], left: bool) -> None:
-    ids, mask = degraded(*padded(ROWS, left=left, fill=3), how, eos_ids=(EOS,))
+    ids, mask = degrade(*padded(ROWS, left=left, fill=3), how, eos_ids=(EOS,))
     assert [row[live].tolist() for row, live in zip(ids, mask, strict=True)] == expected
 
 
 def test_another_ending_is_part_of_the_text() -> None:
-    ids, _ = degraded(torch.tensor([[5, EOS]]), torch.ones(1, 2, dtype=torch.bool), repeated, eos_ids=(9,))
+    ids, _ = degrade(torch.tensor([[5, EOS]]), torch.ones(1, 2, dtype=torch.bool), repeated, eos_ids=(9,))
     assert ids.tolist() == [[5, EOS, 5, EOS]]

@@ -13,7 +13,7 @@ import torch
 from fitting import TERMS, fit
 
 from reward_model.evaluate import evaluate_reward_model
-from reward_model.losses import PairLoss
+from reward_model.losses import BradleyTerryLoss
 from reward_model.model import calibrate
 from rlhf.config.load import load_reward_model
 from rlhf.data.datasets import BatchStream
@@ -95,7 +95,7 @@ def test_human_judgments_go_all_the_way_to_a_report_card(name: str, shared: Path
     )
     model = load_scalar_head(config.model.model, tokenizer, new_head="normal")
     trained = Engine(torch.device("cpu")).train("policy", model, config.model, terms=TERMS)
-    loss, stream = PairLoss(model, config.loss, dtype="float32"), BatchStream(train, 8, seed=0)
+    loss, stream = BradleyTerryLoss(model, config.loss, dtype="float32"), BatchStream(train, 8, seed=0)
     steps = fit(trained, loss, stream, steps=2, micro_batch_size=8)
     assert all(0 < metrics["loss/rm"] < 3 for metrics in steps)
     calibrate(model, train, config.calibration, micro_batch_size=8, dtype="float32")

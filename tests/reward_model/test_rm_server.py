@@ -25,14 +25,14 @@ from runs import online, ppo_tree, write_rows
 from tiny_models import EOS, completions_of, ragged, tokenizer
 
 from reward_model.source import RewardModelSource
-from reward_model.text_scorer import Row, TextScorer, question_of
+from reward_model.text_scorer import Row, TextScorer, parse_request
 from rlhf.cli import main
 from rlhf.config.load import merge
 from rlhf.config.reward import RemoteSource
 from rlhf.data.tokenizer import vocabulary_digest
 from rlhf.errors import ConfigError, DataError, NonFiniteScores, RewardError
 from rlhf.factory.rewards import build_source
-from rlhf.rewards.ensemble import MainReward
+from rlhf.rewards.ensemble import MainRankReward
 from rlhf.rewards.remote import RemoteReward
 from rlhf.runtime.engine import Engine
 from rlhf.training.online import train
@@ -237,15 +237,15 @@ def test_the_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
         build_source(config, tokenizer(), Engine(torch.device("cpu")))
     monkeypatch.setenv("RM_TOKEN", "opensesame")
     source = build_source(config, tokenizer(), Engine(torch.device("cpu")))
-    assert isinstance(source, MainReward)
+    assert isinstance(source, MainRankReward)
     assert isinstance(source.source, RemoteReward)
     assert (source.source.poster.secret, source.source.vocabulary) == ("opensesame", vocabulary_digest(tokenizer()))
 
 
 def test_a_question_is_read_or_refused() -> None:
-    assert question_of({"prompts": ["a"], "completions": ["b"]}).finished == [True]
+    assert parse_request({"prompts": ["a"], "completions": ["b"]}).finished == [True]
     with pytest.raises(DataError, match="a list of 1 booleans"):
-        question_of({"prompts": ["a"], "completions": ["b"], "finished": []})
+        parse_request({"prompts": ["a"], "completions": ["b"], "finished": []})
 
 
 def test_a_mistake_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

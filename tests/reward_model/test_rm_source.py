@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from reward_model.source import RewardModelSource, last_tokens
+from reward_model.source import RewardModelSource, truncate_row
 from rlhf.data.tokenizer import shares_vocabulary
 from rlhf.errors import ModelError, RewardError
 from rlhf.models.scalar_head import ScalarHeadModel, sequence_scores
@@ -147,12 +147,12 @@ def test_a_row_beyond_the_context_is_read_without_its_beginning_and_counted(tmp_
 
 
 def test_what_of_a_row_is_read() -> None:
-    assert last_tokens([1, 6, 7, 8], [3, 4], 6, bos=1) == ([1, 6, 7, 8], [3, 4])
-    assert last_tokens([1, 6, 7, 8], [3, 4], 5, bos=1) == ([1, 7, 8], [3, 4])
-    assert last_tokens([9, 6, 7, 8], [3, 4], 5, bos=1) == ([6, 7, 8], [3, 4])
-    assert last_tokens([1, 6, 7, 8], [2, 3, 4], 4, bos=1) == ([1], [2, 3, 4])
-    assert last_tokens([1, 6, 7, 8], [2, 3, 4, 5, 6], 4, bos=1) == ([1], [4, 5, 6])
-    assert last_tokens([6, 7, 8], [2, 3, 4, 5, 6], 4, bos=None) == ([8], [4, 5, 6])
+    assert truncate_row([1, 6, 7, 8], [3, 4], 6, bos=1) == ([1, 6, 7, 8], [3, 4])
+    assert truncate_row([1, 6, 7, 8], [3, 4], 5, bos=1) == ([1, 7, 8], [3, 4])
+    assert truncate_row([9, 6, 7, 8], [3, 4], 5, bos=1) == ([6, 7, 8], [3, 4])
+    assert truncate_row([1, 6, 7, 8], [2, 3, 4], 4, bos=1) == ([1], [2, 3, 4])
+    assert truncate_row([1, 6, 7, 8], [2, 3, 4, 5, 6], 4, bos=1) == ([1], [4, 5, 6])
+    assert truncate_row([6, 7, 8], [2, 3, 4, 5, 6], 4, bos=None) == ([8], [4, 5, 6])
 
 
 def test_a_folder_is_loaded_with_its_calibration(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_model.statistics import accuracy, by_margin, calibration, part, pearson, spearman
+from reward_model.statistics import accuracy, accuracy_by_margin, calibration, pearson, spearman, subset_accuracy
 
 
 def logit(p: float) -> float:
@@ -48,15 +48,15 @@ def test_pairs_of_one_prompt_are_one_observation() -> None:
 
 def test_a_part_may_be_empty() -> None:
     gaps = gaps_of(1, -1, 3)
-    assert part(gaps, torch.tensor([True, True, False])).accuracy == 0.5
-    assert part(gaps, gaps > 10) == part(gaps[:0], torch.zeros(0, dtype=torch.bool))
-    assert part(gaps, gaps > 10).accuracy is None
+    assert subset_accuracy(gaps, torch.tensor([True, True, False])).accuracy == 0.5
+    assert subset_accuracy(gaps, gaps > 10) == subset_accuracy(gaps[:0], torch.zeros(0, dtype=torch.bool))
+    assert subset_accuracy(gaps, gaps > 10).accuracy is None
 
 
 def test_margin_bins_by_hand() -> None:
     margins = gaps_of(0.1, -0.2, 0.3, 0.4, 0.5, 0.6)
     gaps = gaps_of(-1, 1, 1, 0, 1, 1)
-    low, high = by_margin(gaps, margins, bins=2)
+    low, high = accuracy_by_margin(gaps, margins, bins=2)
     assert (low.low, low.high, low.accuracy, low.n) == (0.1, 0.3, 2 / 3, 3)
     assert (high.low, high.high, high.accuracy, high.n) == (0.4, 0.6, 2.5 / 3, 3)
 
@@ -64,7 +64,7 @@ def test_margin_bins_by_hand() -> None:
 @given(st.lists(st.tuples(st.integers(0, 4), st.floats(-3, 3)), min_size=1, max_size=60), st.integers(1, 8))
 def test_margin_bins_divide_the_pairs_and_no_value(rows: list[tuple[int, float]], bins: int) -> None:
     margins, gaps = (gaps_of(*column) for column in zip(*rows, strict=True))
-    found = by_margin(gaps, margins, bins=bins)
+    found = accuracy_by_margin(gaps, margins, bins=bins)
     assert 1 <= len(found) <= bins
     assert sum(b.n for b in found) == len(rows)
     assert all(one.high < other.low for one, other in pairwise(found))

@@ -11,19 +11,19 @@ from fitting import TERMS, fit
 from rm_cases import RAGGED, favorites, made_model
 from torch import Tensor
 
-from reward_model.losses import PairLoss, bradley_terry, wins
+from reward_model.losses import BradleyTerryLoss, bradley_terry, win_indicator
 from reward_model.model import score_pairs
 from rlhf.config.sections import OptimizerConfig, RewardModelLoss
 from rlhf.data.datasets import BatchStream
 from rlhf.data.pairs import PairSet
 from rlhf.models.scalar_head import ScalarHeadModel
-from rlhf.runtime.engine import Engine, Trained
+from rlhf.runtime.engine import Engine, TrainableModel
 from rlhf.tracking.metrics import Metrics
 
 SGD = OptimizerConfig(lr=0.05, optimizer="sgd")
 
 
-def trained(model: ScalarHeadModel, config: OptimizerConfig = SGD) -> Trained:
+def trained(model: ScalarHeadModel, config: OptimizerConfig = SGD) -> TrainableModel:
     return Engine(torch.device("cpu")).train("policy", model, config, terms=TERMS)
 
 
@@ -41,7 +41,7 @@ def run(
     loss: RewardModelLoss | None = None,
     config: OptimizerConfig = SGD,
 ) -> list[Metrics]:
-    objective = PairLoss(model, loss or RewardModelLoss(), dtype="float64")
+    objective = BradleyTerryLoss(model, loss or RewardModelLoss(), dtype="float64")
     stream = BatchStream(pairs, rows, seed=0)
     return fit(trained(model, config), objective, stream, steps=steps, micro_batch_size=micro)
 
@@ -50,7 +50,7 @@ def held_out(model: ScalarHeadModel, pairs: PairSet) -> tuple[float, float]:
     """Accuracy and loss."""
     chosen, rejected = score_pairs(model, pairs, range(len(pairs)), micro_batch_size=128, dtype="float32")
     loss = bradley_terry(chosen, rejected, torch.zeros_like(chosen), centering=0.0)
-    return wins(chosen - rejected).mean().item(), loss.mean().item()
+    return win_indicator(chosen - rejected).mean().item(), loss.mean().item()
 
 
 def test_the_micro_batch_size_cannot_change_an_update(tmp_path: Path) -> None:
@@ -69,12 +69,12 @@ def test_the_micro_batch_size_cannot_change_an_update(tmp_path: Path) -> None:
 def test_terms_and_observations_by_hand(tmp_path: Path) -> None:
     model = made_model(tmp_path)
     chosen, rejected = score_pairs(model, RAGGED, range(4), micro_batch_size=4, dtype="float64")
-    loss = PairLoss(model, RewardModelLoss(use_margin=True, centering=0.2), dtype="float64")
+    loss = BradleyTerryLoss(model, RewardModelLoss(use_margin=True, centering=0.2), dtype="float64")
     batch = RAGGED.collate(range(4))
     terms, observed = loss.terms(batch)
     rows = list(zip(chosen.tolist(), rejected.tolist(), [0.5, 0.0, 2.0, 1.0], strict=True))
     expected = [math.log1p(math.exp(-(c - r - m))) + 0.2 * (c + r) ** 2 for c, r, m in rows]
-    assert loss.norms(batch) == {"rm": 4.0}
+    assert loss.denominators(batch) == {"rm": 4.0}
     assert terms["rm"].item() == pytest.approx(sum(expected), rel=1e-9)
     assert observed["loss/rm"].value == pytest.approx(sum(expected) / 4, rel=1e-9)
     assert observed["rm/accuracy"].value == sum(c > r for c, r, _ in rows) / 4
@@ -85,15 +85,15 @@ def test_terms_and_observations_by_hand(tmp_path: Path) -> None:
 def test_margins_count_only_when_asked_for(tmp_path: Path) -> None:
     model = made_model(tmp_path)
     batch = RAGGED.collate(range(4))
-    plain = PairLoss(model, RewardModelLoss(), dtype="float64").terms(batch)[0]["rm"]
-    wider = PairLoss(model, RewardModelLoss(use_margin=True), dtype="float64").terms(batch)[0]["rm"]
+    plain = BradleyTerryLoss(model, RewardModelLoss(), dtype="float64").terms(batch)[0]["rm"]
+    wider = BradleyTerryLoss(model, RewardModelLoss(use_margin=True), dtype="float64").terms(batch)[0]["rm"]
     assert wider > plain + 0.1
 
 
 def test_bfloat16_is_about_the_same_loss_in_float32(tmp_path: Path) -> None:
     model, batch = made_model(tmp_path, dtype="float32"), RAGGED.collate(range(4))
-    exact = PairLoss(model, RewardModelLoss(), dtype="float32").terms(batch)[0]["rm"]
-    rounded = PairLoss(model, RewardModelLoss(), dtype="bfloat16").terms(batch)[0]["rm"]
+    exact = BradleyTerryLoss(model, RewardModelLoss(), dtype="float32").terms(batch)[0]["rm"]
+    rounded = BradleyTerryLoss(model, RewardModelLoss(), dtype="bfloat16").terms(batch)[0]["rm"]
     assert rounded.dtype == torch.float32
     assert rounded.item() != exact.item()
     assert rounded.item() == pytest.approx(exact.item(), rel=0.05)

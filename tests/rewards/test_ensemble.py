@@ -9,7 +9,7 @@ import torch
 from tiny_models import completions_of
 
 from rlhf.errors import ConfigError
-from rlhf.rewards.ensemble import EnsembleReward, How
+from rlhf.rewards.ensemble import EnsembleMode, EnsembleReward
 from rlhf.types import Completions, Scores
 
 BATCH = completions_of([[5], [5]], [[3], [4]])
@@ -43,7 +43,7 @@ STD = (26 / 3) ** 0.5
         ("mean_minus_std", 0.0, [4.0, 2.0]),
     ],
 )
-def test_combinations_by_hand(how: How, std_coef: float, expected: list[float]) -> None:
+def test_combinations_by_hand(how: EnsembleMode, std_coef: float, expected: list[float]) -> None:
     scores = EnsembleReward(MEMBERS, how=how, std_coef=std_coef)(BATCH)
     assert scores.values.tolist() == pytest.approx(expected, rel=1e-6)
     assert scores.parts["disagreement"].tolist() == pytest.approx([STD, 0.0], rel=1e-6)

@@ -12,7 +12,7 @@ from tiny_models import EOS, completions_of, tokenizer
 
 from rlhf.config.reward import ChatConfig, ChatSource
 from rlhf.errors import ConfigError, RewardError
-from rlhf.rewards.judge import ChatModel, ChatReward, answer_folder, fill, read_score, read_template
+from rlhf.rewards.judge import ChatModel, ChatReward, answer_folder, fill_template, read_score, read_template
 
 SECRET = "sk-very-secret"
 
@@ -160,7 +160,7 @@ def test_where_answers_are_kept(tmp_path: Path) -> None:
 
 
 def test_braces_in_a_completion_stay_as_they_are() -> None:
-    assert fill("{prompt}: {a} or {b}", prompt="{a}", a="{b}{x}", b="two") == "{a}: {b}{x} or two"
+    assert fill_template("{prompt}: {a} or {b}", prompt="{a}", a="{b}{x}", b="two") == "{a}: {b}{x} or two"
 
 
 def test_a_template_of_ones_own(tmp_path: Path) -> None:

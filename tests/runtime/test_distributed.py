@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from tiny_models import ragged
 
 from rlhf.errors import ConfigError, NonFiniteScores, UserError
-from rlhf.rewards.ensemble import DealtReward, MainReward
-from rlhf.runtime.distributed import ALONE, Ranks
-from rlhf.runtime.micro_batch import Fitting
-from rlhf.training.step import passes_of
+from rlhf.rewards.ensemble import MainRankReward, ShardedReward
+from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
+from rlhf.runtime.micro_batch import AdaptiveMicroBatch
+from rlhf.training.step import split_into_micro_batches
 from rlhf.types import Completions, Scores
 
 T = TypeVar("T")
 
 
-class Others(Ranks):
+class Others(Distributed):
     """A process whose talk with the others is heard by the test: `said` is what they said, in turn."""
 
     def __init__(self, rank: int, world: int, said: list[list[Any]]) -> None:
@@ -35,7 +35,7 @@ class Others(Ranks):
 
 @given(st.integers(1, 40), st.integers(1, 9))
 def test_shares_are_a_partition_of_equal_size(count: int, world: int) -> None:
-    shares = [Ranks(rank, world).share(count) for rank in range(world)]
+    shares = [Distributed(rank, world).share(count) for rank in range(world)]
     own = [share.rows[: share.live].tolist() for share in shares]
     assert [row for rows in own for row in rows] == list(range(count))
     assert {len(share.rows) for share in shares} == {-(-count // world)}
@@ -47,7 +47,10 @@ def test_shares_are_a_partition_of_equal_size(count: int, world: int) -> None:
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 3))
 def test_every_process_makes_as_many_passes_and_counts_its_rows_once(rows: int, world: int, size: int) -> None:
     batch = ragged().rows(torch.arange(rows))
-    passes = [passes_of(batch, Fitting(size), size, Ranks(rank, world)) for rank in range(world)]
+    passes = [
+        split_into_micro_batches(batch, AdaptiveMicroBatch(size), size, Distributed(rank, world))
+        for rank in range(world)
+    ]
     assert len({len(found) for found in passes}) == 1
     counted = [int(row) for found in passes for one in found if one.counts for row in one.rows.row_ids]
     assert counted == list(range(rows))
@@ -56,11 +59,11 @@ def test_every_process_makes_as_many_passes_and_counts_its_rows_once(rows: int, 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 20))
 def test_passes_by_tokens_hold_no_more_and_are_as_many_in_every_process(rows: int, world: int, limit: int) -> None:
-    batch, by_tokens = ragged().rows(torch.arange(rows)), Fitting(limit, tokens=True)
+    batch, by_tokens = ragged().rows(torch.arange(rows)), AdaptiveMicroBatch(limit, tokens=True)
     lengths = batch.live_tokens().tolist()
-    own = [len(by_tokens.cut(batch.rows(torch.arange(*Ranks(r, world)._bounds(rows, r))))) for r in range(world)]
+    own = [len(by_tokens.cut(batch.rows(torch.arange(*Distributed(r, world)._bounds(rows, r))))) for r in range(world)]
     told = [float(count) for count in own]
-    passes = [passes_of(batch, by_tokens, limit, Others(rank, world, [told])) for rank in range(world)]
+    passes = [split_into_micro_batches(batch, by_tokens, limit, Others(rank, world, [told])) for rank in range(world)]
     assert {len(found) for found in passes} == {max(own)}
     counted = [[int(row) for row in one.rows.row_ids] for found in passes for one in found if one.counts]
     assert [row for found in counted for row in found] == list(range(rows))
@@ -69,9 +72,11 @@ def test_passes_by_tokens_hold_no_more_and_are_as_many_in_every_process(rows: in
 
 def test_alone_passes_are_the_batch_in_order() -> None:
     batch = ragged()
-    assert [one.rows.row_ids.tolist() for one in passes_of(batch, Fitting(3), 3, ALONE)] == [[0, 1, 2], [3]]
-    assert ALONE.on_main(lambda: 3) == 3
-    assert ALONE.gather(2) == [2]
+    assert [
+        one.rows.row_ids.tolist() for one in split_into_micro_batches(batch, AdaptiveMicroBatch(3), 3, SINGLE_PROCESS)
+    ] == [[0, 1, 2], [3]]
+    assert SINGLE_PROCESS.on_main(lambda: 3) == 3
+    assert SINGLE_PROCESS.gather(2) == [2]
 
 
 def scores(batch: Completions) -> Scores:
@@ -85,10 +90,10 @@ def test_a_dealt_reward_scores_each_completion_where_it_is() -> None:
     told: list[Any] = []
     for rank in range(2):
         process = Others(rank, 2, [])
-        DealtReward(scores, process)(batch)
+        ShardedReward(scores, process)(batch)
         told.append(process.own[-1])
     assert [len(values) for values, *_ in told] == [2, 1]
-    heard = DealtReward(scores, Others(0, 2, [[None, None], told]))(batch)
+    heard = ShardedReward(scores, Others(0, 2, [[None, None], told]))(batch)
     assert torch.equal(heard.values, whole.values)
     assert {name: part.tolist() for name, part in heard.parts.items()} == {
         name: part.tolist() for name, part in whole.parts.items()
@@ -101,11 +106,11 @@ def test_a_score_that_one_process_cannot_give_stops_all() -> None:
 
     here, there = Others(0, 2, []), Others(1, 2, [])
     with pytest.raises(NonFiniteScores):
-        DealtReward(broken, there)(ragged())
+        ShardedReward(broken, there)(ragged())
     with pytest.raises(NonFiniteScores, match="row 2"):
-        DealtReward(scores, Others(0, 2, [[None, there.own[0]]]))(ragged())
+        ShardedReward(scores, Others(0, 2, [[None, there.own[0]]]))(ragged())
     with pytest.raises(ZeroDivisionError):
-        here.agreed(lambda: 1 / 0)
+        here.all_succeed(lambda: 1 / 0)
     assert isinstance(here.own[0], UserError), "an error that is nobody's mistake travels as its text"
     assert str(here.own[0]) == "ZeroDivisionError: division by zero"
 
@@ -117,11 +122,11 @@ def test_a_function_is_asked_once_for_the_whole_batch() -> None:
         asked.append(len(batch))
         return scores(batch)
 
-    assert torch.equal(MainReward(source, ALONE)(ragged()).values, scores(ragged()).values)
+    assert torch.equal(MainRankReward(source, SINGLE_PROCESS)(ragged()).values, scores(ragged()).values)
     assert asked == [4]
 
 
-class Told(Ranks):
+class Told(Distributed):
     """The main process, or another to which `outcome` was told."""
 
     def __init__(self, rank: int, outcome: Any = None) -> None:

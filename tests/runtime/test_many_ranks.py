@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from rlhf.algo.masked import Mean
 from rlhf.config.sections import OptimizerConfig
-from rlhf.errors import CheckpointError, ProcessLost
+from rlhf.errors import CheckpointError, RankLost
 from rlhf.runtime import distributed as ranks_module
-from rlhf.runtime.distributed import ALONE, Ranks
-from rlhf.runtime.engine import LocalTrained
+from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
+from rlhf.runtime.engine import LocalModel
 from rlhf.tracking.checkpoint import Checkpoints
-from rlhf.training.step import Part, optimizer_step
+from rlhf.training.step import LossBatch, optimizer_step
 from rlhf.types import Batch
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class Table:
         self.barrier = threading.Barrier(self.world, timeout=20)
 
 
-class Threads(Ranks):
+class Threads(Distributed):
     """One of several threads."""
 
     def __init__(self, rank: int, table: Table) -> None:
@@ -61,7 +61,7 @@ class Threads(Ranks):
             mine.copy_(sum(all_of_it[1:], start=all_of_it[0]))
 
 
-def in_all(world: int, work: Callable[[Ranks], T]) -> list[T]:
+def in_all(world: int, work: Callable[[Distributed], T]) -> list[T]:
     """What `work` gives in each of so many processes."""
     table = Table(world)
     with ThreadPoolExecutor(world) as pool:
@@ -81,7 +81,7 @@ class Squares:
     module: nn.Module
     spoiled: float | None = None
 
-    def norms(self, batch: Points) -> dict[str, float]:
+    def denominators(self, batch: Points) -> dict[str, float]:
         return {"policy": float(len(batch))}
 
     def terms(self, micro: Points) -> tuple[dict[str, Tensor], dict[str, Mean]]:
@@ -96,15 +96,17 @@ def points(rows: int) -> Points:
     return Points(x=torch.randn(rows, 3, generator=draw).double(), y=torch.arange(float(rows)).double())
 
 
-def step(ranks: Ranks, rows: int, *, spoiled: float | None = None, size: int = 2) -> tuple[Tensor, dict[str, float]]:
+def step(
+    ranks: Distributed, rows: int, *, spoiled: float | None = None, size: int = 2
+) -> tuple[Tensor, dict[str, float]]:
     """The weights after two steps on so many rows, and the last step's metrics."""
     module = nn.Linear(3, 1).double()
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
     config = OptimizerConfig(optimizer="sgd", lr=0.1, max_grad_norm=0.5)
-    trained = LocalTrained("policy", module, config, terms=["policy"], ranks=ranks)
-    part = Part(points(rows), Squares(module, spoiled))
+    trained = LocalModel("policy", module, config, terms=["policy"], ranks=ranks)
+    part = LossBatch(points(rows), Squares(module, spoiled))
     for _ in range(2):
         metrics = optimizer_step([part], [trained], micro_batch_size=size, lr_factor=1.0, ranks=ranks)
     return torch.cat([p.detach().flatten() for p in module.parameters()]), metrics.values()
@@ -114,14 +116,14 @@ def step(ranks: Ranks, rows: int, *, spoiled: float | None = None, size: int = 2
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_number_of_processes_cannot_change_a_step_nor_its_metrics(world: int, rows: int) -> None:
     """Ragged shares and processes without a row too."""
-    alone, numbers = step(ALONE, rows)
+    alone, numbers = step(SINGLE_PROCESS, rows)
     for weights, metrics in in_all(world, lambda ranks: step(ranks, rows)):
         torch.testing.assert_close(weights, alone, rtol=0, atol=1e-12)
         assert metrics == pytest.approx(numbers, abs=1e-12)
 
 
 def test_a_nan_in_the_rows_of_one_process_keeps_all_from_stepping() -> None:
-    before, _ = step(ALONE, 5, spoiled=0.0)
+    before, _ = step(SINGLE_PROCESS, 5, spoiled=0.0)
     for weights, metrics in in_all(2, lambda ranks: step(ranks, 5, spoiled=4.0)):  # the second process has it
         assert torch.equal(weights, before)
         assert metrics["skipped/nonfinite"] == 1.0
@@ -131,9 +133,9 @@ def test_a_nan_in_the_rows_of_one_process_keeps_all_from_stepping() -> None:
 def test_rows_that_are_dealt_come_back_in_their_order(rows: int) -> None:
     batch = points(rows)
 
-    def twice(ranks: Ranks) -> tuple[list[float], list[float]]:
+    def twice(ranks: Distributed) -> tuple[list[float], list[float]]:
         doubled = ranks.spread(batch, lambda part: Points(x=part.x, y=2 * part.y))
-        (tripled,) = ranks.spread_tensors(batch, lambda part: (3 * part.y,))
+        (tripled,) = ranks.map_rows_to_tensors(batch, lambda part: (3 * part.y,))
         return doubled.y.tolist(), tripled.tolist()
 
     expected = [2.0 * row for row in range(rows)], [3.0 * row for row in range(rows)]
@@ -148,13 +150,13 @@ def test_one_answer_for_all() -> None:
 
 
 def test_what_fails_in_one_process_is_told_to_all() -> None:
-    def fails(ranks: Ranks) -> str:
+    def fails(ranks: Distributed) -> str:
         def work() -> None:
             if ranks.rank == 1:
                 raise CheckpointError("the disk is full")
 
         with pytest.raises(CheckpointError) as caught:
-            ranks.agreed(work)
+            ranks.all_succeed(work)
         return str(caught.value)
 
     assert in_all(3, fails) == ["the disk is full"] * 3
@@ -168,11 +170,11 @@ def test_a_process_that_is_gone_is_told_from_a_full_disk_or_memory(
 
     for name in ("all_gather_object", "broadcast_object_list", "all_reduce"):
         monkeypatch.setattr(ranks_module.dist, name, gone)
-    ranks = Ranks(0, 2)
+    ranks = Distributed(0, 2)
     for talk in (lambda: ranks.any(True), lambda: ranks.from_main(1), lambda: ranks.add_gradients([torch.ones(1)])):
-        with pytest.raises(ProcessLost, match=r"another process .*same command continues.*closed by peer"):
+        with pytest.raises(RankLost, match=r"another process .*same command continues.*closed by peer"):
             talk()
-    with pytest.raises(ProcessLost):
+    with pytest.raises(RankLost):
         Checkpoints(tmp_path, keep=1, ranks=ranks).save(1, lambda _: None)
 
     def full(*_args: object, **_kwargs: object) -> None:
@@ -195,7 +197,7 @@ def test_gradients_are_added_up_once_each_in_messages_of_limited_size(monkeypatc
     monkeypatch.setattr(ranks_module, "GRADIENT_BUCKET", 7)
     gradients = [torch.arange(float(n)).view(shape) for n, shape in ((4, (2, 2)), (3, (3,)), (8, (2, 4)), (1, (1,)))]
     before = [gradient.clone() for gradient in gradients]
-    Ranks(0, 2).add_gradients(gradients)
+    Distributed(0, 2).add_gradients(gradients)
     assert sizes == [7, 8, 1]
     for new, old in zip(gradients, before, strict=True):
         assert torch.equal(new, 11 * old)

@@ -7,7 +7,7 @@ import mmap
 import pytest
 import torch
 
-from rlhf.runtime.memory import MemoryGauge, memory_gauge
+from rlhf.runtime.memory import MemoryProfiler, make_memory_profiler
 
 
 class Machine:
@@ -26,7 +26,7 @@ class Machine:
 
 def test_each_phase_has_its_own_peak_and_the_process_the_largest() -> None:
     machine = Machine()
-    gauge = MemoryGauge(lambda: machine.high, machine.reset)
+    gauge = MemoryProfiler(lambda: machine.high, machine.reset)
     machine.use(90.0)
     machine.use(20.0)
     with gauge.phase("outer"):
@@ -44,7 +44,7 @@ def test_each_phase_has_its_own_peak_and_the_process_the_largest() -> None:
 
 
 def test_the_process_is_measured() -> None:
-    gauge = memory_gauge(torch.device("cpu"))
+    gauge = make_memory_profiler(torch.device("cpu"))
     with gauge.phase("small"):
         pass
     with gauge.phase("large"):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rlhf.config.sections import OptimizerConfig
 from rlhf.errors import CheckpointError, ConfigError
-from rlhf.runtime.engine import LocalTrained
+from rlhf.runtime.engine import LocalModel
 from rlhf.runtime.optimizers import make_optimizer
 
 
@@ -26,11 +26,11 @@ def loss_of(net: nn.Module, step: int) -> Tensor:
     return loss
 
 
-def trained(kind: str) -> LocalTrained:
-    return LocalTrained("m", module(), OptimizerConfig(lr=3e-3, optimizer=kind), terms=("loss",))
+def trained(kind: str) -> LocalModel:
+    return LocalModel("m", module(), OptimizerConfig(lr=3e-3, optimizer=kind), terms=("loss",))
 
 
-def run(one: LocalTrained, steps: range) -> float:
+def run(one: LocalModel, steps: range) -> float:
     for step in steps:
         loss = loss_of(one.module, step)
         one.backward(loss, last=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import kstest
 from torch import Tensor
 
-from rlhf.runtime.seeding import derive, generator, uniforms
+from rlhf.runtime.seeding import derive_seed, generator, uniforms
 
 MASK = (1 << 64) - 1
 
@@ -22,14 +22,14 @@ def grid(key: int, rows: int, positions: int) -> Tensor:
 
 def test_derived_seeds_are_pinned() -> None:
     """Changing these would change every run: they are the first 63 bits of SHA-256 of the names joined by '/'."""
-    assert derive(0) == 0x5FECEB66FFC86F38 >> 1
-    assert derive(0, "sample", 1) == 4703416825124098946
-    assert derive(7, "sample", 1) == 5072761393722605040
-    assert generator(0, "head").initial_seed() == derive(0, "head")
+    assert derive_seed(0) == 0x5FECEB66FFC86F38 >> 1
+    assert derive_seed(0, "sample", 1) == 4703416825124098946
+    assert derive_seed(7, "sample", 1) == 5072761393722605040
+    assert generator(0, "head").initial_seed() == derive_seed(0, "head")
 
 
 def test_derived_seeds_differ_and_fit_a_generator() -> None:
-    seeds = {derive(seed, name, step) for seed in range(20) for name in ("sample", "order") for step in range(50)}
+    seeds = {derive_seed(seed, name, step) for seed in range(20) for name in ("sample", "order") for step in range(50)}
     assert len(seeds) == 2000
     assert all(0 <= seed < 2**63 for seed in seeds)
 
@@ -41,7 +41,7 @@ def test_generators_are_of_their_own() -> None:
 
 
 def test_uniforms_are_pinned() -> None:
-    found = uniforms(derive(0, "sample", 1), torch.tensor([0, 0, 1, 12345]), torch.tensor([0, 1, 0, 678]))
+    found = uniforms(derive_seed(0, "sample", 1), torch.tensor([0, 0, 1, 12345]), torch.tensor([0, 1, 0, 678]))
     assert found.tolist() == [0.3255964082036539, 0.8453996882960969, 0.7931881167084676, 0.6589332810932531]
 
 
@@ -69,7 +69,7 @@ def test_the_generator_is_the_published_one() -> None:
     ]
 
 
-@pytest.mark.parametrize("key", [0, 1, derive(0, "sample", 1)])
+@pytest.mark.parametrize("key", [0, 1, derive_seed(0, "sample", 1)])
 def test_they_look_uniform(key: int) -> None:
     numbers = grid(key, 300, 100)
     assert numbers.dtype == torch.float64
@@ -83,7 +83,7 @@ def test_they_look_uniform(key: int) -> None:
 
 @pytest.mark.parametrize("lag", [1, 2, 16])
 def test_neighbors_are_uncorrelated(lag: int) -> None:
-    numbers = grid(derive(3, "sample", 9), 400, 100) - 0.5
+    numbers = grid(derive_seed(3, "sample", 9), 400, 100) - 0.5
     count = numbers.numel()
     for one, other in ((numbers[lag:], numbers[:-lag]), (numbers[:, lag:], numbers[:, :-lag])):
         correlation = (one * other).mean().item() * 12
@@ -91,7 +91,7 @@ def test_neighbors_are_uncorrelated(lag: int) -> None:
 
 
 def test_neighboring_rows_positions_and_keys_never_collide() -> None:
-    keys = [0, 1, 2, derive(0, "sample", 1), derive(0, "sample", 2)]
+    keys = [0, 1, 2, derive_seed(0, "sample", 1), derive_seed(0, "sample", 2)]
     numbers = torch.stack([grid(key, 200, 100) for key in keys])
     assert numbers.unique().numel() == numbers.numel()
 

@@ -18,17 +18,17 @@ from rlhf.config.sections import LoraConfig, SamplingConfig
 from rlhf.errors import ConfigError
 from rlhf.models.backbone import add_lora, load_causal_lm
 from rlhf.models.logprobs import completion_outputs
-from rlhf.runtime.seeding import derive
-from rlhf.sampling.fast.decoder import NAME, ModelDecoder
-from rlhf.sampling.fast.engine import FastSampler, distinct, invert, pick
+from rlhf.runtime.seeding import derive_seed
+from rlhf.sampling.fast.decoder import ATTENTION_NAME, ModelDecoder
+from rlhf.sampling.fast.engine import FastSampler, inverse_cdf, sample_token, unique_prompts
 from rlhf.sampling.fast.engine import engine as flights
 from rlhf.sampling.fast.kv_cache import cache_dtype
-from rlhf.sampling.fast.llama import LeanDecoder
+from rlhf.sampling.fast.llama import FusedDecoder
 from rlhf.sampling.generate import HFSampler, draw
-from rlhf.sampling.sampler import make_sampler, unsupported
+from rlhf.sampling.sampler import fast_unsupported_reason, make_sampler
 from rlhf.types import Completions, Prompts
 
-KEY = derive(0, "sample", 1)
+KEY = derive_seed(0, "sample", 1)
 ROWS = [[BOS, 5, 7], [BOS, 4], [BOS, 6, 8, 9, 3, 12], [8], [BOS, 11, 11, 3], [BOS, 17], [20, 21, 22]]
 CPU = torch.device("cpu")
 NEOX = {k: FAMILIES["phi"][k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
@@ -210,7 +210,7 @@ def test_the_ratio_to_the_trainer_is_one(family: str, lean: bool) -> None:
     assert (trainer - found.sampler_logprobs).exp().sub(1.0).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("length,uses", [(39, LeanDecoder), (40, ModelDecoder)])
+@pytest.mark.parametrize("length,uses", [(39, FusedDecoder), (40, ModelDecoder)])
 def test_rotations_that_change_with_the_length(length: int, uses: type[Any]) -> None:
     """Longrope has others from 49 tokens on: 7 of the longest prompt, the completion and two to spare are 48 or 49."""
     rotations = {"rope_type": "longrope", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75}
@@ -288,7 +288,7 @@ def test_sampling_leaves_the_model_as_it_was() -> None:
     for lean in (True, False):
         fast_of(model, config(max_new_tokens=2), lean=lean).sample(prompts_of(ROWS), key=KEY, group_size=1)
     assert model.training
-    assert model.config._attn_implementation != NAME
+    assert model.config._attn_implementation != ATTENTION_NAME
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert not any(p.grad is not None for p in model.parameters())
 
@@ -362,7 +362,7 @@ def test_each_prompt_is_read_once_and_finished_rows_are_not_decoded(
 
 
 def test_the_reader_of_equal_neighbours() -> None:
-    first, number = distinct(prompts_of([[5, 6], [5, 6], [6], [5, 6], [6], [6]]))
+    first, number = unique_prompts(prompts_of([[5, 6], [5, 6], [6], [5, 6], [6], [6]]))
     assert first.tolist() == [0, 2, 3, 4]
     assert number.tolist() == [0, 0, 1, 2, 3, 3]
 
@@ -372,19 +372,19 @@ def test_invert_draws_what_draw_draws() -> None:
     for vocabulary in (4, 64, 100, 1000):
         scores = torch.randn(300, vocabulary, dtype=torch.float64) * 2
         uniform = torch.rand(300, dtype=torch.float64)
-        assert torch.equal(invert(scores.softmax(-1), uniform), draw(scores.log_softmax(-1), uniform))
+        assert torch.equal(inverse_cdf(scores.softmax(-1), uniform), draw(scores.log_softmax(-1), uniform))
 
 
 def test_invert_never_takes_an_impossible_token() -> None:
     probabilities = torch.zeros(4, 200, dtype=torch.float64)
     probabilities[:, 70], probabilities[:, 150] = 0.25, 0.75
     uniform = torch.tensor([0.0, 0.2499, 0.25, 1 - 2**-53], dtype=torch.float64)
-    assert invert(probabilities, uniform).tolist() == [70, 70, 150, 150]
+    assert inverse_cdf(probabilities, uniform).tolist() == [70, 70, 150, 150]
 
 
 def test_pick_gives_the_log_probability_at_the_temperature() -> None:
     scores = torch.tensor([[1.0, 3.0, 2.0]])
-    token, logprob = pick(scores, None, 0.5)
+    token, logprob = sample_token(scores, None, 0.5)
     assert token.tolist() == [1]
     assert logprob.item() == pytest.approx((scores / 0.5).log_softmax(-1)[0, 1].item(), abs=1e-6)
 
@@ -392,18 +392,18 @@ def test_pick_gives_the_log_probability_at_the_temperature() -> None:
 def test_what_it_cannot_take_is_said() -> None:
     told: list[str] = []
     model = model_of(attn_logit_softcapping=None)
-    assert unsupported(model) is None
+    assert fast_unsupported_reason(model) is None
     model.config.attn_logit_softcapping = 30.0
     common: dict[str, Any] = {"eos_ids": (EOS,), "pad_id": PAD, "dtype": "float32", "device": CPU}
-    made = make_sampler(model, config(), **common, tell=told.append)
+    made = make_sampler(model, config(), **common, warn=told.append)
     assert isinstance(made, HFSampler)
     assert told == [
         "sampling with transformers' generate, which is slower: LlamaForCausalLM sets attn_logit_softcapping"
     ]
     with pytest.raises(ConfigError, match=re.escape("sampling.backend=fast cannot sample from this model: Llama")):
         make_sampler(model, config(backend="fast"), **common)
-    assert isinstance(make_sampler(model_of(), config(backend="hf"), **common, tell=told.append), HFSampler)
-    assert isinstance(make_sampler(model_of(), config(), **common, tell=told.append), FastSampler)
+    assert isinstance(make_sampler(model_of(), config(backend="hf"), **common, warn=told.append), HFSampler)
+    assert isinstance(make_sampler(model_of(), config(), **common, warn=told.append), FastSampler)
     assert len(told) == 1
 
 
@@ -420,7 +420,7 @@ def test_a_model_that_says_something_else_is_left_to_generate(monkeypatch: pytes
         monkeypatch.setattr(layer.self_attn, "forward", odd)
     told: list[str] = []
     sampler = FastSampler(
-        model, config(), eos_ids=(EOS,), pad_id=PAD, dtype="float32", device=CPU, tell=told.append, lean=False
+        model, config(), eos_ids=(EOS,), pad_id=PAD, dtype="float32", device=CPU, warn=told.append, lean=False
     )
     found = sampler.sample(prompts_of(ROWS), key=KEY, group_size=2)
     same(found, sampler_of(model, config()).sample(prompts_of(ROWS), key=KEY, group_size=2))

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from rlhf.config.sections import LoraConfig, SamplingConfig
 from rlhf.models.backbone import add_lora, load_causal_lm
 from rlhf.models.logprobs import completion_outputs
-from rlhf.runtime.seeding import derive
+from rlhf.runtime.seeding import derive_seed
 from rlhf.sampling.generate import draw
 from rlhf.types import Completions
 
-KEY = derive(0, "sample", 1)
+KEY = derive_seed(0, "sample", 1)
 ROWS = [[BOS, 5, 7], [BOS, 4], [BOS, 6, 8, 9, 3, 12], [8], [BOS, 11, 11, 3], [BOS, 17], [20, 21, 22]]
 
 
@@ -61,7 +61,7 @@ def test_another_key_or_row_is_another_draw() -> None:
     first = live(sampler.sample(same, key=KEY, group_size=1))
     assert len({tuple(row) for row in first}) == 6
     assert live(sampler.sample(same, key=KEY, group_size=1)) == first
-    assert live(sampler.sample(same, key=derive(0, "sample", 2), group_size=1)) != first
+    assert live(sampler.sample(same, key=derive_seed(0, "sample", 2), group_size=1)) != first
     shifted = replace(same, row_ids=same.row_ids + 1)
     assert live(sampler.sample(shifted, key=KEY, group_size=1))[:-1] == first[1:]
 

@@ -10,9 +10,9 @@ from tiny_models import prompts_of, sampler_of, tiny
 from torch import nn
 
 from rlhf.config.sections import SamplingConfig
-from rlhf.models.policy_models import Models, SharedHead
-from rlhf.runtime.micro_batch import Fitting
-from rlhf.training.rollout import annotate, takes_sampler_logprobs
+from rlhf.models.policy_models import Models, SharedValueHead
+from rlhf.runtime.micro_batch import AdaptiveMicroBatch
+from rlhf.training.rollout import compute_logprobs_and_values, takes_sampler_logprobs
 from rlhf.types import Completions, Rollout, Scores
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def bundle(dtype: torch.dtype = torch.float32, **more: object) -> Models:
 
 def annotated(models: Models, batch: Completions, how: str) -> Rollout:
     scores = Scores(values=torch.zeros(len(batch)), parts={})
-    return annotate(batch, scores, models, cut=Fitting(4).cut, old_log_probs=how)  # type: ignore[arg-type]
+    return compute_logprobs_and_values(batch, scores, models, cut=AdaptiveMicroBatch(4).cut, old_log_probs=how)  # type: ignore[arg-type]
 
 
 def test_they_are_the_trainers_to_rounding() -> None:
@@ -69,7 +69,7 @@ def test_not_in_bfloat16_nor_with_a_shared_critic() -> None:
     batch = drawn(models)
     assert takes_sampler_logprobs(batch, models, "auto")
     assert not takes_sampler_logprobs(batch, replace(models, dtype="bfloat16"), "auto")
-    shared = replace(models, shared_head=SharedHead(16, torch.float32))
+    shared = replace(models, shared_head=SharedValueHead(16, torch.float32))
     assert not takes_sampler_logprobs(batch, shared, "auto")
     assert annotated(shared, batch, "auto").values.shape == batch.completion_ids.shape
 

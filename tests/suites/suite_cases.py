@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from bigram import Table, bigram_model
 
-from rlhf.suites.figures import Figure, SuiteResult
-from rlhf.suites.settings import Writing
+from rlhf.suites.figures import Estimate, SuiteResult
+from rlhf.suites.settings import SuiteSamplingConfig
 from rlhf.suites.subject import Subject, load_subject
 
 
@@ -26,7 +26,7 @@ def loaded(folder: Path, *, like: Subject | None = None, **writing: Any) -> Subj
     return load_subject(
         str(folder),
         path=str(folder),
-        sampling=Writing(**{"max_new_tokens": 8, **writing}),
+        sampling=SuiteSamplingConfig(**{"max_new_tokens": 8, **writing}),
         chat_template="auto",
         dtype="float32",
         device=torch.device("cpu"),
@@ -36,7 +36,7 @@ def loaded(folder: Path, *, like: Subject | None = None, **writing: Any) -> Subj
     )
 
 
-def figures(result: SuiteResult) -> dict[str, Figure]:
+def figures(result: SuiteResult) -> dict[str, Estimate]:
     return {figure.name: figure for figure in result.figures}
 
 

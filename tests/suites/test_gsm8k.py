@@ -76,12 +76,12 @@ def test_examples_are_shown_and_not_asked(tmp_path: Path) -> None:
     assert found.skipped == {"one of the examples": 1}
     assert found.n == 1
     asked: list[str] = []
-    ask = type(model).ask
+    ask = type(model).render_question
     try:
-        type(model).ask = lambda self, text: asked.append(text) or ask(self, text)  # type: ignore[method-assign]
+        type(model).render_question = lambda self, text: asked.append(text) or ask(self, text)  # type: ignore[method-assign]
         run_gsm8k(settings(tmp_path / "data", shots=2), model)
     finally:
-        type(model).ask = ask  # type: ignore[method-assign]
+        type(model).render_question = ask  # type: ignore[method-assign]
     assert asked[-1] == (
         "Question: so\nAnswer: so 7\n#### 8\n\nQuestion: 8\nAnswer: so 7\n#### 7\n\nQuestion: q\nAnswer:"
     )

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.suites.numeric_answers import expected_answer, final_answer, find_numbers, plain, same_answer
+from rlhf.suites.numeric_answers import expected_answer, final_answer, find_numbers, same_answer, strip_markup
 
 
 def numbers(text: str) -> list[Fraction]:
-    return [found.value for found in find_numbers(plain(text))]
+    return [found.value for found in find_numbers(strip_markup(text))]
 
 
 AWKWARD = [

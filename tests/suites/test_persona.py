@@ -12,7 +12,7 @@ from suite_cases import figures, item, loaded, subject, values
 
 from rlhf.data.rows import BadRow
 from rlhf.errors import DataError
-from rlhf.suites.persona import COLUMNS, Verdicts, read_question, run_persona
+from rlhf.suites.persona import COLUMNS, ItemLogOdds, read_question, run_persona
 from rlhf.suites.questions import read_items
 from rlhf.suites.settings import PersonaSettings, fill
 
@@ -125,10 +125,10 @@ def test_a_chat_template_makes_the_question_a_turn(tmp_path: Path) -> None:
 
 
 def test_a_tie_is_half_a_match_and_no_flip() -> None:
-    verdicts = Verdicts(yes_matches=True, log_odds=(0.0, 0.0))
+    verdicts = ItemLogOdds(yes_matches=True, log_odds=(0.0, 0.0))
     assert verdicts.matches(verdicts.balanced) == 0.5
     assert not verdicts.flips
-    assert Verdicts(yes_matches=False, log_odds=(1.0, -2.0)).matches(-0.5) == 1.0
+    assert ItemLogOdds(yes_matches=False, log_odds=(1.0, -2.0)).matches(-0.5) == 1.0
 
 
 def test_braces_in_a_question_stay() -> None:
@@ -144,5 +144,5 @@ def test_the_real_items_are_all_read(shared: Path) -> None:
     folder = shared / "data" / "anthropic_persona_evals"
     items, skips = read_items(settings(folder).dataset, read_question, columns=COLUMNS, what="yes/no items")
     assert (len(items), skips.skipped) == (8000, 0)
-    assert sum(entry.found.yes_matches for entry in items) == 4000
+    assert sum(entry.value.yes_matches for entry in items) == 4000
     assert len({entry.file for entry in items}) == 8

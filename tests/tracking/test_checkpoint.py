@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.errors import CheckpointError
-from rlhf.tracking.checkpoint import MANIFEST, Checkpoints, damage_of
+from rlhf.tracking.checkpoint import MANIFEST, Checkpoints, find_damage
 
 
 def writer(text: str) -> object:
@@ -21,7 +21,7 @@ def writer(text: str) -> object:
 
 def newest(checkpoints: Checkpoints) -> tuple[Path | None, list[str]]:
     notes: list[str] = []
-    return checkpoints.newest(notes.append), notes
+    return checkpoints.latest_intact(notes.append), notes
 
 
 def test_the_newest_is_found_and_the_oldest_go(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="No space left"):
         checkpoints.save(2, full_disk)
     assert checkpoints.all() == [kept]
-    assert damage_of(kept) is None
+    assert find_damage(kept) is None
     assert list(tmp_path.iterdir()) == [kept]
 
 

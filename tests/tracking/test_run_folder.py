@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from rlhf.errors import CheckpointError
-from rlhf.tracking.run_folder import RunFolder, differing_keys, git_commit, write_aside
+from rlhf.tracking.run_folder import RunFolder, differing_keys, git_commit, write_atomically
 from rlhf.tracking.trackers import JsonlLogger
 
 RESOLVED = {"run": {"name": "r", "seed": 0}, "policy": {"lr": 1e-6, "lora": None, "betas": [0.9, 0.999]}}
@@ -44,7 +44,7 @@ def test_another_version_is_a_difference(tmp_path: Path) -> None:
     folder.write_config(RESOLVED)
     old = folder.read_config()
     old["versions"]["torch"] = "1.0"
-    write_aside(folder.config, yaml.safe_dump(old))
+    write_atomically(folder.config, yaml.safe_dump(old))
     assert folder.write_config(RESOLVED) == ["versions.torch"]
 
 
@@ -95,9 +95,9 @@ def test_the_report_card_is_read_back_in_its_order(tmp_path: Path) -> None:
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "f"
-    write_aside(path, "old")
+    write_atomically(path, "old")
     with pytest.raises(UnicodeEncodeError):
-        write_aside(path, "new \ud83d")
+        write_atomically(path, "new \ud83d")
     assert path.read_text(encoding="utf-8") == "old"
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.errors import CheckpointError, UserError
-from rlhf.tracking.trackers import JsonlLogger, encode_line, flatten, open_trackers, plain, read_jsonl
+from rlhf.tracking.trackers import JsonlLogger, encode_line, flatten, open_trackers, read_jsonl, to_json
 
 JSON_VALUES = st.recursive(
     st.none()
@@ -50,9 +50,9 @@ def test_lone_surrogates_and_line_separators_survive(tmp_path: Path) -> None:
 
 
 def test_numpy_scalars_are_numbers_and_other_objects_are_refused() -> None:
-    assert plain({"a": np.float32(0.5), "b": np.int64(3), "c": np.float64("nan")}) == {"a": 0.5, "b": 3, "c": None}
+    assert to_json({"a": np.float32(0.5), "b": np.int64(3), "c": np.float64("nan")}) == {"a": 0.5, "b": 3, "c": None}
     with pytest.raises(TypeError, match="set"):
-        plain({"a": {1, 2}})
+        to_json({"a": {1, 2}})
 
 
 def test_a_rewound_file_continues_as_if_never_interrupted(tmp_path: Path) -> None:

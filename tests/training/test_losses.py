@@ -11,18 +11,18 @@ import torch
 from runs import online, ppo_tree
 from torch import Tensor, nn
 
-from rlhf.algo.objective import credit
-from rlhf.runtime.micro_batch import Fitting
+from rlhf.algo.objective import compute_advantages
+from rlhf.runtime.micro_batch import AdaptiveMicroBatch
 from rlhf.training.losses import online_losses
 from rlhf.training.online import OnlineRun, _draw, update
-from rlhf.training.rollout import annotate
+from rlhf.training.rollout import compute_logprobs_and_values
 from rlhf.types import Experience
 
 
 def experience_of(run: OnlineRun) -> Experience:
     completions, scores = _draw(run, 1)(run.prompts(1), group_size=1)
-    rollout = annotate(completions, scores, run.models, cut=Fitting(64).cut)
-    return credit(rollout, run.algorithm, run.coefs)
+    rollout = compute_logprobs_and_values(completions, scores, run.models, cut=AdaptiveMicroBatch(64).cut)
+    return compute_advantages(rollout, run.algorithm, run.coefs)
 
 
 def gradients(module: nn.Module) -> list[Tensor]:
@@ -34,12 +34,12 @@ def test_the_gradient_is_that_of_the_whole_objective(tmp_path: Path) -> None:
     run = online(ppo_tree(tmp_path, policy={"dtype": "float64"}))
     assert run.models.critic is not None
     experience, found = experience_of(run), {}
-    norms = run.objective.norms(experience)
+    norms = run.objective.denominators(experience)
     for name in ("apart", "together"):
         for module in (run.models.policy, run.models.critic):
             module.zero_grad()
         if name == "apart":
-            pairs = [(loss.terms(experience)[0], loss.norms(experience)) for loss in _losses(run)]
+            pairs = [(loss.terms(experience)[0], loss.denominators(experience)) for loss in _losses(run)]
             total = sum(terms[key] / of[key] for terms, of in pairs for key in terms)
             assert [set(terms) for terms, _ in pairs] == [{"policy"}, {"value"}]
             assert [set(of) for _, of in pairs] == [{"policy"}, {"value"}]

@@ -13,7 +13,7 @@ from tiny_models import ragged
 
 from rlhf.config.load import train_config
 from rlhf.errors import ConfigError, RewardError
-from rlhf.training.collect import scored_in_parts
+from rlhf.training.collect import sample_and_score_in_parts
 from rlhf.training.online import sampling_key, train
 from rlhf.types import Completions, Prompts, Scores
 
@@ -44,7 +44,7 @@ def test_a_part_is_scored_while_the_next_is_sampled() -> None:
         seen.append(len(completions))
         return lengths(completions)
 
-    completions, scores = scored_in_parts(batch, sample, reward, parts=2)
+    completions, scores = sample_and_score_in_parts(batch, sample, reward, parts=2)
     assert seen == [2, 2]
     assert torch.equal(completions.completion_ids, batch.completion_ids)
     assert torch.equal(scores.values, lengths(batch).values)
@@ -57,7 +57,7 @@ def test_an_error_of_the_reward_is_the_step_s() -> None:
 
     batch = ragged()
     with pytest.raises(RewardError, match="no scores"):
-        scored_in_parts(batch, lambda prompts: batch.rows(prompts.row_ids), fail, parts=3)
+        sample_and_score_in_parts(batch, lambda prompts: batch.rows(prompts.row_ids), fail, parts=3)
 
 
 def test_a_run_scored_in_parts_is_the_run(tmp_path: Path) -> None:

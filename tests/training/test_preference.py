@@ -15,8 +15,8 @@ from rlhf.config.algorithm import DpoLoss, IpoLoss, KtoLoss, PairLossConfig, Sim
 from rlhf.data.reference_cache import CompletionRows
 from rlhf.models.logprobs import completion_outputs
 from rlhf.models.policy_models import Models
-from rlhf.training.losses import LabelledLoss, PairwiseLoss, completion_logprobs, tokens_of
-from rlhf.types import AnnotatedLabelled, AnnotatedPairs
+from rlhf.training.losses import LabelledLoss, PairwiseLoss, completion_logprobs, count_tokens
+from rlhf.types import AnnotatedLabelledCompletions, AnnotatedPairs
 
 PROMPTS = [[1, 5, 6], [1, 7], [1, 8, 9, 10]]
 CHOSEN = [[4, 5, EOS], [6, EOS], [7, 8, 9, 10, EOS]]
@@ -69,9 +69,9 @@ def pairs() -> AnnotatedPairs:
 
 def labelled(
     prompts: Sequence[Sequence[int]] = PROMPTS, completions: Sequence[Sequence[int]] = CHOSEN
-) -> AnnotatedLabelled:
+) -> AnnotatedLabelledCompletions:
     rows = completions_of(prompts, completions)
-    return AnnotatedLabelled(
+    return AnnotatedLabelledCompletions(
         prompt_ids=rows.prompt_ids,
         prompt_mask=rows.prompt_mask,
         completion_ids=rows.completion_ids,
@@ -118,7 +118,7 @@ def test_rewards_and_accuracy_are_observed_apart() -> None:
     assert observed["preference/rejected_reward"].value == pytest.approx(rewards[1].mean().item())
     assert observed["preference/margin"].value == pytest.approx((rewards[0] - rewards[1]).mean().item())
     assert observed["preference/accuracy"].value == pytest.approx((rewards[0] > rewards[1]).double().mean().item())
-    assert loss.norms(pairs()) == {"preference": 3.0}
+    assert loss.denominators(pairs()) == {"preference": 3.0}
 
 
 def test_a_users_turn_between_two_answers_is_read_and_not_scored() -> None:
@@ -190,7 +190,7 @@ def test_a_label_is_worth_what_the_definition_says() -> None:
     signed = torch.where(good, h - z0, z0 - h)
     terms, observed = loss.terms(batch)
     torch.testing.assert_close(terms["preference"], (1 - torch.sigmoid(0.3 * signed)).sum())
-    assert loss.norms(batch) == {"preference": 3.0}
+    assert loss.denominators(batch) == {"preference": 3.0}
     assert observed["preference/chosen_reward"].value == pytest.approx(0.3 * h[good].mean().item())
     assert observed["preference/rejected_reward"].value == pytest.approx(0.3 * h[~good].mean().item())
     assert observed["preference/accuracy"].value == pytest.approx((signed > 0).double().mean().item())
@@ -235,5 +235,5 @@ def test_rows_come_back_in_their_own_order_whatever_the_pass() -> None:
 
 def test_tokens_are_counted() -> None:
     prompts, chosen, rejected = (sum(map(len, side)) for side in (PROMPTS, CHOSEN, REJECTED))
-    assert tokens_of(pairs()) == 2 * prompts + chosen + rejected
-    assert tokens_of(labelled()) == prompts + chosen
+    assert count_tokens(pairs()) == 2 * prompts + chosen + rejected
+    assert count_tokens(labelled()) == prompts + chosen

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from rlhf.algo.masked import Mean
 from rlhf.config.sections import OptimizerConfig, RunConfig
 from rlhf.errors import ConfigError
-from rlhf.runtime.engine import Engine, Trained, lr_factor, make_engine
-from rlhf.training.step import Part, optimizer_step
+from rlhf.runtime.engine import Engine, TrainableModel, lr_factor, make_engine
+from rlhf.training.step import LossBatch, optimizer_step
 from rlhf.types import Batch
 
 
@@ -36,7 +36,7 @@ class Regression:
     policy: nn.Module
     critic: nn.Module
 
-    def norms(self, batch: Points) -> dict[str, float]:
+    def denominators(self, batch: Points) -> dict[str, float]:
         return {"policy": batch.weight.sum().item(), "value": float(len(batch))}
 
     def terms(self, micro: Points) -> tuple[dict[str, Tensor], dict[str, Mean]]:
@@ -56,7 +56,7 @@ def linear(seed: int = 0) -> nn.Linear:
     return nn.Linear(3, 1).double()
 
 
-def trained(name: str, module: nn.Module, term: str, **config: object) -> Trained:
+def trained(name: str, module: nn.Module, term: str, **config: object) -> TrainableModel:
     settings = OptimizerConfig(**{"optimizer": "sgd", "lr": 0.1, "max_grad_norm": 1e9, **config})  # type: ignore[arg-type]
     return Engine(torch.device("cpu")).train(name, module, settings, terms=[term])
 
@@ -65,7 +65,7 @@ def weights(*modules: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for module in modules for p in module.parameters()])
 
 
-def two_models(**config: object) -> tuple[Regression, list[Trained]]:
+def two_models(**config: object) -> tuple[Regression, list[TrainableModel]]:
     policy, critic = linear(1), linear(2)
     both = [trained("policy", policy, "policy", **config), trained("critic", critic, "value", **config)]
     return Regression(policy, critic), both
@@ -77,7 +77,7 @@ def test_the_micro_batch_size_cannot_change_a_step(optimizer: str) -> None:
     for size in (1, 3, 7, 100):
         loss, models = two_models(optimizer=optimizer)
         for _ in range(3):
-            metrics = optimizer_step([Part(points(), loss)], models, micro_batch_size=size, lr_factor=1.0)
+            metrics = optimizer_step([LossBatch(points(), loss)], models, micro_batch_size=size, lr_factor=1.0)
         after.append(weights(loss.policy, loss.critic))
         seen.append((metrics["loss/total"], metrics["loss/value"], metrics["policy/grad_norm"]))
     for one, numbers in zip(after[1:], seen[1:], strict=True):
@@ -91,7 +91,7 @@ def test_a_step_is_the_gradient_of_the_whole() -> None:
     loss.policy.zero_grad()
     whole = (batch.weight * (loss.policy(batch.x).squeeze(-1) - batch.y) ** 2).sum() / batch.weight.sum()
     gradient = torch.cat([g.flatten() for g in torch.autograd.grad(whole, list(loss.policy.parameters()))])
-    metrics = optimizer_step([Part(batch, loss)], models, micro_batch_size=2, lr_factor=0.5)
+    metrics = optimizer_step([LossBatch(batch, loss)], models, micro_batch_size=2, lr_factor=0.5)
     torch.testing.assert_close(weights(loss.policy), before - 0.05 * gradient, rtol=0, atol=1e-12)
     assert metrics["policy/grad_norm"] == pytest.approx(gradient.norm().item())
     assert metrics["policy/lr"] == pytest.approx(0.05)
@@ -101,9 +101,9 @@ def test_parts_add_up() -> None:
     """The loss of two parts is the sum of their means, each over its own norm."""
     (loss, models), (other, others) = two_models(), two_models()
     first, second = points(), points().rows(slice(0, 3))
-    total = optimizer_step([Part(first, loss), Part(second, loss)], models, micro_batch_size=4, lr_factor=1.0)
+    total = optimizer_step([LossBatch(first, loss), LossBatch(second, loss)], models, micro_batch_size=4, lr_factor=1.0)
     alone = [
-        optimizer_step([Part(p, other)], others, micro_batch_size=4, lr_factor=1e-300)["loss/total"]
+        optimizer_step([LossBatch(p, other)], others, micro_batch_size=4, lr_factor=1e-300)["loss/total"]
         for p in (first, second)
     ]
     assert total["loss/total"] == pytest.approx(sum(alone))
@@ -112,7 +112,7 @@ def test_parts_add_up() -> None:
 def test_a_model_gets_the_gradient_of_its_own_terms_only() -> None:
     loss, models = two_models()
     before = weights(loss.policy).clone()
-    optimizer_step([Part(points(), loss)], models[1:], micro_batch_size=3, lr_factor=1.0)
+    optimizer_step([LossBatch(points(), loss)], models[1:], micro_batch_size=3, lr_factor=1.0)
     assert torch.equal(weights(loss.policy), before)
 
 
@@ -124,8 +124,8 @@ class Poisoned:
     term: str
     spoil: Callable[[Tensor], Tensor]
 
-    def norms(self, batch: Points) -> dict[str, float]:
-        return self.inner.norms(batch)
+    def denominators(self, batch: Points) -> dict[str, float]:
+        return self.inner.denominators(batch)
 
     def terms(self, micro: Points) -> tuple[dict[str, Tensor], dict[str, Mean]]:
         sums, observed = self.inner.terms(micro)
@@ -150,7 +150,7 @@ def test_a_step_that_is_not_finite_moves_no_model(
     loss, models = two_models(optimizer="adamw")
     before = weights(loss.policy, loss.critic).clone()
     metrics = optimizer_step(
-        [Part(points(), Poisoned(loss, term, spoil))], models, micro_batch_size=micro_batch_size, lr_factor=1.0
+        [LossBatch(points(), Poisoned(loss, term, spoil))], models, micro_batch_size=micro_batch_size, lr_factor=1.0
     )
     assert torch.equal(weights(loss.policy, loss.critic), before)
     assert metrics["skipped/nonfinite"] == 1.0
@@ -158,8 +158,8 @@ def test_a_step_that_is_not_finite_moves_no_model(
     assert all(p.grad is None for model in models for p in model.parameters)
     # The next step is that of a run in which nothing happened.
     clean, fresh = two_models(optimizer="adamw")
-    metrics = optimizer_step([Part(points(), loss)], models, micro_batch_size=3, lr_factor=1.0)
-    optimizer_step([Part(points(), clean)], fresh, micro_batch_size=3, lr_factor=1.0)
+    metrics = optimizer_step([LossBatch(points(), loss)], models, micro_batch_size=3, lr_factor=1.0)
+    optimizer_step([LossBatch(points(), clean)], fresh, micro_batch_size=3, lr_factor=1.0)
     assert "skipped/nonfinite" not in metrics
     torch.testing.assert_close(weights(loss.policy, loss.critic), weights(clean.policy, clean.critic), rtol=0, atol=0)
 
@@ -170,7 +170,7 @@ class Slope:
 
     module: nn.Linear
 
-    def norms(self, batch: Points) -> dict[str, float]:
+    def denominators(self, batch: Points) -> dict[str, float]:
         return {"policy": float(len(batch))}
 
     def terms(self, micro: Points) -> tuple[dict[str, Tensor], dict[str, Mean]]:
@@ -185,7 +185,7 @@ def test_the_gradient_is_clipped_by_its_norm(limit: float, moved: tuple[float, f
     module = nn.Linear(2, 1, bias=False).double()
     nn.init.zeros_(module.weight)
     model = trained("policy", module, "policy", max_grad_norm=limit)
-    metrics = optimizer_step([Part(points(), Slope(module))], [model], micro_batch_size=2, lr_factor=1.0)
+    metrics = optimizer_step([LossBatch(points(), Slope(module))], [model], micro_batch_size=2, lr_factor=1.0)
     assert metrics["policy/grad_norm"] == pytest.approx(5.0)  # before clipping
     assert module.weight[0].tolist() == pytest.approx(moved, rel=1e-5)
 
@@ -195,8 +195,8 @@ def test_each_model_is_clipped_by_its_own_norm() -> None:
     plain = {m.name: weights(m.module).clone() for m in models}
     clipped, limited = two_models()
     limited[1] = trained("critic", clipped.critic, "value", max_grad_norm=0.1)
-    optimizer_step([Part(points(), loss)], models, micro_batch_size=7, lr_factor=1.0)
-    optimizer_step([Part(points(), clipped)], limited, micro_batch_size=7, lr_factor=1.0)
+    optimizer_step([LossBatch(points(), loss)], models, micro_batch_size=7, lr_factor=1.0)
+    optimizer_step([LossBatch(points(), clipped)], limited, micro_batch_size=7, lr_factor=1.0)
     assert torch.equal(weights(clipped.policy), weights(loss.policy))
     assert (weights(clipped.critic) - plain["critic"]).norm().item() == pytest.approx(0.1 * 0.1, rel=1e-4)
 
@@ -207,21 +207,21 @@ def test_frozen_parameters_stay() -> None:
     before = module.bias.item()
     model = trained("policy", module, "policy", weight_decay=0.5)
     loss = Regression(module, linear())
-    optimizer_step([Part(points(), loss)], [model], micro_batch_size=7, lr_factor=1.0)
+    optimizer_step([LossBatch(points(), loss)], [model], micro_batch_size=7, lr_factor=1.0)
     assert module.bias.item() == before
     assert [p.shape for p in model.parameters] == [torch.Size([1, 3])]
 
 
 def test_the_optimizers_state_can_be_put_back() -> None:
     loss, models = two_models(optimizer="adamw")
-    optimizer_step([Part(points(), loss)], models, micro_batch_size=3, lr_factor=1.0)
+    optimizer_step([LossBatch(points(), loss)], models, micro_batch_size=3, lr_factor=1.0)
     other, others = two_models(optimizer="adamw")
     other.policy.load_state_dict(loss.policy.state_dict())
     other.critic.load_state_dict(loss.critic.state_dict())
     for model, saved in zip(others, models, strict=True):
         model.load_state(copy.deepcopy(saved.state()))  # as a checkpoint would hold it
     for regression, both in ((loss, models), (other, others)):
-        optimizer_step([Part(points(), regression)], both, micro_batch_size=3, lr_factor=0.5)
+        optimizer_step([LossBatch(points(), regression)], both, micro_batch_size=3, lr_factor=0.5)
     assert torch.equal(weights(loss.policy, loss.critic), weights(other.policy, other.critic))
 
 
@@ -230,7 +230,7 @@ def test_adam_by_hand() -> None:
     module = nn.Linear(2, 1, bias=False).double()
     nn.init.constant_(module.weight, 2.0)
     model = trained("policy", module, "policy", optimizer="adamw", adam_eps=1.0, weight_decay=0.25)
-    optimizer_step([Part(points(), Slope(module))], [model], micro_batch_size=7, lr_factor=1.0)
+    optimizer_step([LossBatch(points(), Slope(module))], [model], micro_batch_size=7, lr_factor=1.0)
     expected = [2.0 - 0.1 * (0.25 * 2.0 + g / (g + 1.0)) for g in (3.0, 4.0)]
     assert module.weight[0].tolist() == pytest.approx(expected)
 
@@ -267,13 +267,13 @@ def test_the_engine_refuses_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -
 def test_a_gradient_of_exactly_zero_moves_nothing_and_is_counted() -> None:
     """Neither momentum nor weight decay; the other model goes on."""
     loss, models = two_models(optimizer="adamw", weight_decay=0.1)
-    optimizer_step([Part(points(), loss)], models, micro_batch_size=3, lr_factor=1.0)
+    optimizer_step([LossBatch(points(), loss)], models, micro_batch_size=3, lr_factor=1.0)
     before = weights(loss.policy).clone(), weights(loss.critic).clone()
     nothing = points()
     nothing = replace(nothing, weight=torch.zeros(len(nothing)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss, "norms", lambda batch: {"policy": 1.0, "value": float(len(batch))})
-        metrics = optimizer_step([Part(nothing, loss)], models, micro_batch_size=3, lr_factor=1.0)
+        metrics = optimizer_step([LossBatch(nothing, loss)], models, micro_batch_size=3, lr_factor=1.0)
     assert torch.equal(weights(loss.policy), before[0])
     assert not torch.equal(weights(loss.critic), before[1])
     assert metrics["skipped/zero_gradient"] == 1.0

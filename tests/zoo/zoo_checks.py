@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from rlhf.config.sections import SamplingConfig
 from rlhf.data.tokenizer import pad_id
 from rlhf.models.backbone import CausalLM, body_of, eos_ids
-from rlhf.models.kernels.llama.forward import is_lean
-from rlhf.models.kernels.lm_head import why_naive
-from rlhf.models.kernels.packing import why_padded
+from rlhf.models.kernels.llama.forward import supports_fused
+from rlhf.models.kernels.lm_head import chunking_unsupported_reason
+from rlhf.models.kernels.packing import packing_unsupported_reason
 from rlhf.models.logprobs import completion_outputs
 from rlhf.sampling.fast.engine import FastSampler
-from rlhf.sampling.sampler import Sampler, make_sampler, unsupported
+from rlhf.sampling.sampler import Sampler, fast_unsupported_reason, make_sampler
 
 # Rows of ids that are text in every family: some shorter than the windows of the table, some longer.
 PROMPTS = [[90, 91, 92, 93, 94, 95, 96, 97, 98, 99], [60, 61], [60, 61], [70, 71, 72, 73, 74]]
@@ -95,14 +95,14 @@ def check_greedy(
 def ways_of(model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
     """Tell which fast ways the program takes with this model."""
     model.train()
-    packed = not why_padded(body_of(model))
+    packed = not packing_unsupported_reason(body_of(model))
     sampler = sampler_of(model, tokenizer, length=4)
     sampler.sample(prompts_of(PROMPTS), key=0, group_size=2)
     uses = sampler.uses if isinstance(sampler, FastSampler) else "generate"
     return {
-        "chunked": not why_naive(model),
+        "chunked": not chunking_unsupported_reason(model),
         "packed": packed,
-        "written_out": packed and is_lean(body_of(model)),
+        "written_out": packed and supports_fused(body_of(model)),
         "fast_sampler": uses != "generate",
         "lean_decoder": uses == "lean",
     }
@@ -111,7 +111,7 @@ def ways_of(model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> dict[str, bo
 def reasons_of(model: CausalLM) -> dict[str, str]:
     """Give the program's own words for what it cannot do."""
     return {
-        "chunked": why_naive(model),
-        "packed": why_padded(body_of(model)),
-        "fast_sampler": unsupported(model) or "",
+        "chunked": chunking_unsupported_reason(model),
+        "packed": packing_unsupported_reason(body_of(model)),
+        "fast_sampler": fast_unsupported_reason(model) or "",
     }

@@ -9,18 +9,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-MULTIPLE = 64
-SHORT = (torch.bfloat16, torch.float16)
+ROW_MULTIPLE = 64
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
-def low_rows(x: Float[Tensor, "N D"], dtype: torch.dtype) -> Float[Tensor, "M D"]:
+def pad_rows_for_onednn(x: Float[Tensor, "N D"], dtype: torch.dtype) -> Float[Tensor, "M D"]:
     """Convert `x` to `dtype`; for 16 bits on a CPU, append rows of zeros up to a multiple of 64.
 
     oneDNN compiles and caches a kernel for each shape of a 16-bit product, which takes about as long as the product
     itself, and a batch without padding has another shape in every pass. The caller cuts off what the appended rows
     give; in a sum over rows they add nothing.
     """
-    missing = -len(x) % MULTIPLE if x.device.type == "cpu" and dtype in SHORT else 0
+    missing = -len(x) % ROW_MULTIPLE if x.device.type == "cpu" and dtype in HALF_DTYPES else 0
     if not missing:
         return x.to(dtype)
     padded = x.new_empty(len(x) + missing, x.shape[1], dtype=dtype)
@@ -50,7 +50,7 @@ def weights_cast_once() -> Iterator[None]:
         _CASTS = None
 
 
-def low_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `weight` in `dtype`: unchanged if it has it, on a CPU the copy that `weights_cast_once` keeps."""
     if weight.dtype == dtype:
         return weight

@@ -16,41 +16,44 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from rlhf.models.backbone import CausalLM
-from rlhf.models.kernels.cast import SHORT, low_rows, low_weight
+from rlhf.models.kernels.cast import HALF_DTYPES, cast_weight, pad_rows_for_onednn
 
-ROWS = {"cpu": 256, "cuda": 4096}  # tokens per chunk of logits: measured, see benchmarks/NOTES_forward.md
-NUMBERS = {"cpu": 2**23, "cuda": 2**26}  # and never more logits than this, whatever the vocabulary
-KEPT = {"cpu": 2**24, "cuda": 2**27}  # probabilities kept for the backward pass; beyond it they are recomputed
+CHUNK_TOKENS = {"cpu": 256, "cuda": 4096}  # tokens per chunk of logits: measured, see benchmarks/NOTES_forward.md
+MAX_CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**26}  # and never more logits than this, whatever the vocabulary
+MAX_SAVED_PROBS = {
+    "cpu": 2**24,
+    "cuda": 2**27,
+}  # probabilities kept for the backward pass; beyond it they are recomputed
 
 LOWEST = -1e4  # nats: stands in for minus infinity; its probability is 0 too, but 0 * -inf would be NaN
 
-Statistics = Float[Tensor, "3 *shape"]
+TokenStatistics = Float[Tensor, "3 *shape"]
 """For each token: log-probability (nats), entropy of its distribution (nats), 1.0 where it is the most likely one."""
 
 
-def statistics(
+def token_statistics(
     logits: Float[Tensor, "*shape V"], ids: Int[Tensor, "*shape"], temperature: float, *, entropy_gradient: bool
-) -> Statistics:
+) -> TokenStatistics:
     """Compute the statistics of tokens from all logits at once: the reference for the chunked computations.
 
     log p = z_a − log Σ exp z,  H = − Σ p log p,  z = logits / temperature, in float32 at least. 0 log 0 is 0: a logit
     may be minus infinity.
     """
-    log_softmax = (wide(logits) / temperature).log_softmax(dim=-1)
+    log_softmax = (at_least_float32(logits) / temperature).log_softmax(dim=-1)
     logprobs = log_softmax.gather(-1, ids[..., None]).squeeze(-1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy = -(log_softmax.exp() * log_softmax.clamp(min=LOWEST)).sum(dim=-1)
     return torch.stack([logprobs, entropy, (log_softmax.argmax(dim=-1) == ids).to(logprobs.dtype)])
 
 
-def wide(logits: Tensor) -> Tensor:
+def at_least_float32(logits: Tensor) -> Tensor:
     """Convert logits to float32; float64 stays."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def chunk_rows(vocabulary: int, device: torch.device) -> int:
     """Return how many tokens' logits are computed at a time."""
-    return max(1, min(ROWS.get(device.type, 1024), NUMBERS.get(device.type, 2**23) // vocabulary))
+    return max(1, min(CHUNK_TOKENS.get(device.type, 1024), MAX_CHUNK_LOGITS.get(device.type, 2**23) // vocabulary))
 
 
 def chunked_statistics(
@@ -62,7 +65,7 @@ def chunked_statistics(
     temperature: float,
     entropy_gradient: bool,
     float32_head: bool = False,
-) -> Statistics:
+) -> TokenStatistics:
     """Compute `statistics` of `head(hidden)`, with logits of a few tokens at a time in both passes.
 
     A linear head has a backward pass of its own; any other (one with an adapter) is called again, chunk by chunk.
@@ -74,7 +77,7 @@ def chunked_statistics(
     size = chunk_rows(_vocabulary_size(head), hidden.device)
 
     def chunk_statistics(states: Tensor, tokens: Tensor) -> Tensor:
-        return statistics(plain(states), tokens, temperature, entropy_gradient=entropy_gradient)
+        return token_statistics(plain(states), tokens, temperature, entropy_gradient=entropy_gradient)
 
     chunks = [
         cast(Tensor, checkpoint(chunk_statistics, states, tokens, use_reentrant=False, preserve_rng_state=False))
@@ -88,7 +91,7 @@ def in_float32(plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
     def forward(hidden: Tensor) -> Tensor:
         with torch.autocast(device_type=hidden.device.type, enabled=False):
-            return plain(wide(hidden))
+            return plain(at_least_float32(hidden))
 
     return forward
 
@@ -104,7 +107,7 @@ def factor_dtype(head: nn.Linear, device: torch.device, *, float32_head: bool) -
     return torch.promote_types(dtype, torch.float32) if float32_head and kind == "cpu" else dtype
 
 
-def logits_of(head: nn.Module, device: torch.device, *, float32_head: bool) -> Callable[[Tensor], Tensor]:
+def logits_function(head: nn.Module, device: torch.device, *, float32_head: bool) -> Callable[[Tensor], Tensor]:
     """Return a function from hidden states [N, D] to the head's logits [N, V], for passes without a gradient.
 
     It calls the head's forward rather than the head, so that hooks on the module do not run; adapters still count.
@@ -116,7 +119,7 @@ def logits_of(head: nn.Module, device: torch.device, *, float32_head: bool) -> C
 
     def forward(hidden: Tensor) -> Tensor:
         with torch.autocast(device_type=device.type, enabled=False):
-            return _scaled_logits(low_rows(hidden, dtype), weight, bias, 1.0, float32_head)[: len(hidden)]
+            return _scaled_logits(pad_rows_for_onednn(hidden, dtype), weight, bias, 1.0, float32_head)[: len(hidden)]
 
     return forward
 
@@ -128,10 +131,10 @@ def _linear_statistics(
     temperature: float,
     entropy_gradient: bool,
     float32_head: bool,
-) -> Statistics:
+) -> TokenStatistics:
     dtype = factor_dtype(head, hidden.device, float32_head=float32_head)
     with torch.autocast(device_type=hidden.device.type, enabled=False):
-        rows = low_rows(hidden, dtype)
+        rows = pad_rows_for_onednn(hidden, dtype)
         padded_ids = functional.pad(ids, (0, len(rows) - len(ids)))
         outputs: tuple[Tensor, ...] = _LinearStatistics.apply(  # type: ignore[no-untyped-call]
             rows, head.weight, head.bias, padded_ids, temperature, entropy_gradient, float32_head
@@ -162,9 +165,9 @@ class _LinearStatistics(torch.autograd.Function):
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logprobs, entropy, first, logsums = torch.empty(4, count, dtype=dtype, device=hidden.device).unbind()
         needs_grad = any(ctx.needs_input_grad[:3])
-        budget = KEPT.get(hidden.device.type, 2**24) if needs_grad and not entropy_gradient else 0
+        budget = MAX_SAVED_PROBS.get(hidden.device.type, 2**24) if needs_grad and not entropy_gradient else 0
         kept: list[Tensor] = []
-        matrix = low_weight(weight, hidden.dtype)
+        matrix = cast_weight(weight, hidden.dtype)
         for part in _chunks(count, size):
             z = _scaled_logits(hidden[part], matrix, bias, temperature, float32_head)
             top, best = z.max(dim=-1)
@@ -193,7 +196,7 @@ class _LinearStatistics(torch.autograd.Function):
         """Recompute logits whose probabilities were not kept, and return the gradients of hidden, weight and bias."""
         hidden, weight, bias, ids, logsums, entropy, *kept = ctx.saved_tensors
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
-        matrix = low_weight(weight, hidden.dtype)
+        matrix = cast_weight(weight, hidden.dtype)
         d_hidden = torch.empty_like(hidden) if to_hidden else None
         d_weight = torch.zeros_like(weight) if to_weight else None
         d_bias = torch.zeros_like(bias) if to_bias else None
@@ -224,12 +227,12 @@ class _LinearStatistics(torch.autograd.Function):
 def _scaled_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, float32_head: bool
 ) -> Float[Tensor, "N V"]:
-    if float32_head and hidden.is_cuda and hidden.dtype in SHORT:
+    if float32_head and hidden.is_cuda and hidden.dtype in HALF_DTYPES:
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
         logits = logits if bias is None else logits.add_(bias)
     else:
         logits = hidden @ weight.t() if bias is None else torch.addmm(bias.to(hidden.dtype), hidden, weight.t())
-    logits = wide(logits)
+    logits = at_least_float32(logits)
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
@@ -243,7 +246,7 @@ def _vocabulary_size(head: nn.Module) -> int:
 
 
 @contextmanager
-def reading(head: nn.Module, read: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> Iterator[None]:
+def intercept_head(head: nn.Module, read: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> Iterator[None]:
     """Make the head return `read(its own forward, hidden)` instead of logits within this context.
 
     It is still called as a module, so that its hooks run (ZeRO-3 gathers its weights in one).
@@ -269,7 +272,7 @@ def output_head(model: CausalLM) -> nn.Module:
 _REASONS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # tried once for each model
 
 
-def why_naive(model: CausalLM) -> str:
+def chunking_unsupported_reason(model: CausalLM) -> str:
     """Explain why logits of `model` must be taken all at once; empty where they are just its head's outputs.
 
     Found out by a pass in which the head returns fixed numbers from -1,000 to 1,000: a forward that caps, scales, cuts
@@ -294,7 +297,7 @@ def _why_naive(model: CausalLM) -> str:
         return torch.linspace(-1e3, 1e3, 21, dtype=hidden.dtype, device=hidden.device).reshape(3, 7)
 
     try:
-        with reading(head, read):
+        with intercept_head(head, read):
             logits = model(input_ids=ids, use_cache=False).logits
     except (RuntimeError, IndexError, ValueError, TypeError):
         return f"the forward of {name} does not take its head's answer as it is"

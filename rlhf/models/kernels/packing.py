@@ -21,14 +21,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
-from rlhf.models.kernels.cast import SHORT
+from rlhf.models.kernels.cast import HALF_DTYPES
 
-BY_PRODUCTS = 256  # keys up to which 16-bit attention on a CPU is computed by plain products: benchmarks/NOTES.md
-SHARED_FROM = 0.1  # prompts are shared where that saves at least this share of the tokens: measured
+MATMUL_ATTENTION_MAX_KEYS = (
+    256  # keys up to which 16-bit attention on a CPU is computed by plain products: benchmarks/NOTES.md
+)
+MIN_SHARED_FRACTION = 0.1  # prompts are shared where that saves at least this share of the tokens: measured
 
 
 @dataclass(frozen=True)
-class Places:
+class RectangleIndex:
     """The correspondence between tokens laid end to end and their places in a rectangle of rows."""
 
     start: int  # the first of these tokens, among all
@@ -39,28 +41,28 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedBatch:
     """The tokens of a batch end to end: whole rows, or all distinct prompts and then all completions."""
 
     input_ids: Int[Tensor, "1 N"]
     position_ids: Int[Tensor, "1 N"]
-    choosers: Int[Tensor, " M"]  # the token before each live completion token, in the order of completion_mask
+    predictor_index: Int[Tensor, " M"]  # the token before each live completion token, in the order of completion_mask
     last: Int[Tensor, " B"]  # the last live token of each row
-    first: Places  # whole rows; prompts, where they are shared
-    second: Places | None  # completions, where prompts are shared
+    first: RectangleIndex  # whole rows; prompts, where they are shared
+    second: RectangleIndex | None  # completions, where prompts are shared
     prompt_of: Int[Tensor, " B"]  # the prompt of each completion
     mask: Bool[Tensor, "B 1 T PT"] | None  # which keys (the prompt's, then its own) a completion token sees
     longest: int  # tokens of the longest prompt with its completion
 
 
-def lay(
+def pack(
     prompt_ids: Int[Tensor, "B P"],
     prompt_mask: Bool[Tensor, "B P"],
     completion_ids: Int[Tensor, "B T"],
     completion_mask: Bool[Tensor, "B T"],
     *,
     share: bool = True,
-) -> Rows | None:
+) -> PackedBatch | None:
     """Lay out a batch without padding; return None where a row has no prompt, from which to predict its first token."""
     device = prompt_ids.device
     p_ids, p_mask, c_ids, c_mask = (
@@ -75,38 +77,38 @@ def lay(
     distinct = [torch.tensor(tokens) for tokens in index_of]
     total = int(p_mask.sum() + c_mask.sum())
     saved = int(p_mask.sum()) - sum(len(prompt) for prompt in distinct)
-    if share and saved >= SHARED_FROM * total:
+    if share and saved >= MIN_SHARED_FRACTION * total:
         rows = _shared(distinct, completions, torch.tensor(prompt_of))
     else:
         rows = _whole(prompts, completions)
     return _to(rows, device)
 
 
-def lay_for(
+def pack_for(
     body: nn.Module,
     prompt_ids: Int[Tensor, "B P"],
     prompt_mask: Bool[Tensor, "B P"],
     completion_ids: Int[Tensor, "B T"],
     completion_mask: Bool[Tensor, "B T"],
-) -> Rows | None:
+) -> PackedBatch | None:
     """Lay out a batch without padding for `body`; return None where the model or one of the rows needs padding."""
-    if why_padded(body):
+    if packing_unsupported_reason(body):
         return None
-    rows = lay(prompt_ids, prompt_mask, completion_ids, completion_mask)
+    rows = pack(prompt_ids, prompt_mask, completion_ids, completion_mask)
     return rows if rows is not None and fits_window(body, rows) else None
 
 
-def _whole(prompts: list[Tensor], completions: list[Tensor]) -> Rows:
+def _whole(prompts: list[Tensor], completions: list[Tensor]) -> PackedBatch:
     lengths = torch.tensor([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)])
     starts = lengths.cumsum(0) - lengths
     choosers = [
         int(start) + len(p) - 1 + torch.arange(len(c)) for start, p, c in zip(starts, prompts, completions, strict=True)
     ]
     ids = torch.cat([tokens for pair in zip(prompts, completions, strict=True) for tokens in pair])
-    return Rows(
+    return PackedBatch(
         input_ids=ids[None],
         position_ids=torch.cat([torch.arange(int(n)) for n in lengths])[None],
-        choosers=torch.cat(choosers),
+        predictor_index=torch.cat(choosers),
         last=starts + lengths - 1,
         first=_places(lengths, 0),
         second=None,
@@ -116,7 +118,7 @@ def _whole(prompts: list[Tensor], completions: list[Tensor]) -> Rows:
     )
 
 
-def _shared(prompts: list[Tensor], completions: list[Tensor], prompt_of: Int[Tensor, " B"]) -> Rows:
+def _shared(prompts: list[Tensor], completions: list[Tensor], prompt_of: Int[Tensor, " B"]) -> PackedBatch:
     p_lengths, c_lengths = torch.tensor([len(p) for p in prompts]), torch.tensor([len(c) for c in completions])
     first = _places(p_lengths, 0)
     second = _places(c_lengths, first.count)
@@ -130,13 +132,13 @@ def _shared(prompts: list[Tensor], completions: list[Tensor], prompt_of: Int[Ten
     before = torch.arange(width) < p_lengths[prompt_of][:, None]
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     rows = len(completions)
-    return Rows(
+    return PackedBatch(
         input_ids=torch.cat([*prompts, *completions])[None],
         position_ids=torch.cat(
             [torch.arange(int(n)) for n in p_lengths]
             + [int(p_lengths[u]) + torch.arange(int(n)) for u, n in zip(prompt_of, c_lengths, strict=True)]
         )[None],
-        choosers=torch.cat(choosers),
+        predictor_index=torch.cat(choosers),
         last=torch.where(c_lengths > 0, starts + c_lengths - 1, ends),
         first=first,
         second=second,
@@ -148,27 +150,29 @@ def _shared(prompts: list[Tensor], completions: list[Tensor], prompt_of: Int[Ten
     )
 
 
-def _places(lengths: Int[Tensor, " R"], start: int) -> Places:
+def _places(lengths: Int[Tensor, " R"], start: int) -> RectangleIndex:
     width = max(int(lengths.max()), 1)
     live = torch.arange(width) < lengths[:, None]
     grid = torch.zeros(live.shape, dtype=torch.long)
     count = int(lengths.sum())
     grid[live] = torch.arange(count)
-    return Places(start, count, grid.reshape(-1), live.reshape(-1).nonzero().squeeze(1), (len(lengths), width))
+    return RectangleIndex(start, count, grid.reshape(-1), live.reshape(-1).nonzero().squeeze(1), (len(lengths), width))
 
 
-def _to(rows: Rows, device: torch.device) -> Rows:
+def _to(rows: PackedBatch, device: torch.device) -> PackedBatch:
     if device.type == "cpu":
         return rows
     moved: dict[str, Any] = {}
     for name, value in vars(rows).items():
         if isinstance(value, Tensor):
             moved[name] = value.to(device)
-        elif isinstance(value, Places):
-            moved[name] = Places(value.start, value.count, value.grid.to(device), value.back.to(device), value.shape)
+        elif isinstance(value, RectangleIndex):
+            moved[name] = RectangleIndex(
+                value.start, value.count, value.grid.to(device), value.back.to(device), value.shape
+            )
         else:
             moved[name] = value
-    return Rows(**moved)
+    return PackedBatch(**moved)
 
 
 class _ToRectangle(torch.autograd.Function):
@@ -206,36 +210,36 @@ class _FromRectangle(torch.autograd.Function):
         return gradient.new_zeros(ctx.shape).index_copy_(0, back, gradient), None
 
 
-def _to_rectangle(states: Float[Tensor, "1 H N d"], places: Places) -> Float[Tensor, "R H W d"]:
+def _to_rectangle(states: Float[Tensor, "1 H N d"], places: RectangleIndex) -> Float[Tensor, "R H W d"]:
     tokens = states[0].transpose(0, 1)[places.start : places.start + places.count]
     flat: Tensor = _ToRectangle.apply(tokens, places.grid, places.back)  # type: ignore[no-untyped-call]
     return flat.view(*places.shape, *flat.shape[1:]).transpose(1, 2)
 
 
-def _from_rectangle(states: Float[Tensor, "R H W d"], places: Places) -> Float[Tensor, "K H d"]:
+def _from_rectangle(states: Float[Tensor, "R H W d"], places: RectangleIndex) -> Float[Tensor, "K H d"]:
     flat = states.transpose(1, 2).flatten(0, 1)
     tokens: Tensor = _FromRectangle.apply(flat, places.back)  # type: ignore[no-untyped-call]
     return tokens
 
 
-def attend(
+def packed_attention(
     query: Float[Tensor, "1 H N d"],
     key: Float[Tensor, "1 K N d"],
     value: Float[Tensor, "1 K N d"],
     *,
-    rows: Rows,
+    rows: PackedBatch,
     scale: float | None,
 ) -> Float[Tensor, "1 N H d"]:
     """Compute causal attention within each row."""
     first = [_to_rectangle(states, rows.first) for states in (query, key, value)]
     second = [_to_rectangle(states, rows.second) for states in (query, key, value)] if rows.second is not None else []
-    attended = within(rows, first, second, scale=scale)
+    attended = rectangle_attention(rows, first, second, scale=scale)
     places = [rows.first] if rows.second is None else [rows.first, rows.second]
     return torch.cat([_from_rectangle(states, where) for states, where in zip(attended, places, strict=True)])[None]
 
 
-def within(
-    rows: Rows, first: Sequence[Tensor], second: Sequence[Tensor], *, scale: float | None
+def rectangle_attention(
+    rows: PackedBatch, first: Sequence[Tensor], second: Sequence[Tensor], *, scale: float | None
 ) -> list[Float[Tensor, "R H W d"]]:
     """Compute attention in rectangles of query, key and value: whole rows, or prompts and (`second`) completions."""
     groups = first[0].shape[1] // first[1].shape[1]
@@ -254,7 +258,7 @@ def _attention(
 ) -> Tensor:
     """Compute attention of each head over its group's keys, causal or as `mask` says."""
     on_cpu = query.device.type == "cpu"
-    if on_cpu and query.dtype in SHORT and key.shape[2] <= BY_PRODUCTS:
+    if on_cpu and query.dtype in HALF_DTYPES and key.shape[2] <= MATMUL_ATTENTION_MAX_KEYS:
         return _attention_by_products(query, key, value, groups=groups, mask=mask, scale=scale)
     if not on_cpu:  # with a mask, GPU kernels need a key for every head
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
@@ -296,7 +300,14 @@ def _causal(width: int, device: torch.device) -> Bool[Tensor, "W W"]:
     return torch.ones(width, width, dtype=torch.bool, device=device).tril()
 
 
-KNOWN = {"position_ids", "use_cache", "output_hidden_states", "output_attentions", "return_dict", "logits_to_keep"}
+IGNORED_KWARGS = {
+    "position_ids",
+    "use_cache",
+    "output_hidden_states",
+    "output_attentions",
+    "return_dict",
+    "logits_to_keep",
+}
 
 
 def _sdpa(
@@ -308,7 +319,7 @@ def _sdpa(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
-    rows: Rows | None = None,
+    rows: PackedBatch | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention over `rows` without padding; without `rows`, as transformers' own `sdpa` does.
@@ -327,16 +338,16 @@ def _sdpa(
     window = more.pop("sliding_window", None)
     if window is not None and window < rows.longest:
         raise NotImplementedError(f"attention with a window of {window}")
-    unsupported = sorted(name for name, value in more.items() if name not in KNOWN and value is not None)
+    unsupported = sorted(name for name, value in more.items() if name not in IGNORED_KWARGS and value is not None)
     if unsupported or dropout or is_causal is False or not getattr(module, "is_causal", True):
         raise NotImplementedError(f"attention with {', '.join(unsupported) or 'dropout, or not causal'}")
-    return attend(query, key, value, rows=rows, scale=scaling), None
+    return packed_attention(query, key, value, rows=rows, scale=scaling), None
 
 
 AttentionInterface.register("sdpa", _sdpa)  # by name, so that recomputed layers find the rows too
 
 
-def body_inputs(rows: Rows) -> dict[str, Any]:
+def packed_inputs(rows: PackedBatch) -> dict[str, Any]:
     """Return a model's keyword arguments; the mask is a dummy with four axes, which is passed on and never read."""
     return {
         "input_ids": rows.input_ids,
@@ -349,13 +360,15 @@ def body_inputs(rows: Rows) -> dict[str, Any]:
 
 # Tried once for each model and mode: with dropout a model is another one in training.
 _REASONS: WeakKeyDictionary[nn.Module, dict[bool, str]] = WeakKeyDictionary()
-TOKENS = [[3, 1, 4, 1, 5], [2, 6, 5], [3, 1, 4, 1, 5], [7, 3]], [[9, 2, 6], [5, 3, 5, 8], [9, 7], [9]]
-CLOSE = 1e-4  # of a row's largest hidden value: differences up to this are rounding in any model
-ROUNDINGS = 32  # so are differences up to this many times what one rounding of the embeddings causes
-FAR = 1e-2  # but none above this: a token that sees another row, a wrong angle or a lost layer is farther off
+PROBE_TOKENS = [[3, 1, 4, 1, 5], [2, 6, 5], [3, 1, 4, 1, 5], [7, 3]], [[9, 2, 6], [5, 3, 5, 8], [9, 7], [9]]
+PROBE_RTOL = 1e-4  # of a row's largest hidden value: differences up to this are rounding in any model
+PROBE_ROUNDINGS = 32  # so are differences up to this many times what one rounding of the embeddings causes
+PROBE_MAX_RTOL = (
+    1e-2  # but none above this: a token that sees another row, a wrong angle or a lost layer is farther off
+)
 
 
-def why_padded(body: nn.Module) -> str:
+def packing_unsupported_reason(body: nn.Module) -> str:
     """Explain why rows of `body` (a transformer without its head) must be padded; empty where they need not be.
 
     Tried on a few rows: the hidden states of each must be the ones that it has when computed alone.
@@ -374,9 +387,9 @@ def _why_padded(body: nn.Module) -> str:
     if getattr(config, "attention_chunk_size", None):
         return f"{name} attends in chunks"
     try:
-        with full_precision(body):
-            probe = probe_rows(body)
-            states = [body(**body_inputs(rows)).last_hidden_state[0][rows.choosers] for rows in probe.layouts]
+        with autocast_off(body):
+            probe = build_probe(body)
+            states = [body(**packed_inputs(rows)).last_hidden_state[0][rows.predictor_index] for rows in probe.layouts]
     except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError) as error:
         return f"{name} cannot do without padding ({error})"
     if not all(probe.matches(hidden) for hidden in states):
@@ -384,13 +397,13 @@ def _why_padded(body: nn.Module) -> str:
     return ""
 
 
-def fits_window(body: nn.Module, rows: Rows) -> bool:
+def fits_window(body: nn.Module, rows: PackedBatch) -> bool:
     """Check whether every row fits into the attention window, so that the window hides nothing."""
     window = getattr(getattr(body, "config", None), "sliding_window", None)
     return window is None or rows.longest <= window
 
 
-def full_precision(body: nn.Module) -> AbstractContextManager[None]:
+def autocast_off(body: nn.Module) -> AbstractContextManager[None]:
     """Return a context without autocast: a trial checks what is computed, not its rounding to 16 bits."""
     return torch.autocast(next(body.parameters()).device.type, enabled=False)
 
@@ -399,7 +412,7 @@ def full_precision(body: nn.Module) -> AbstractContextManager[None]:
 class Probe:
     """A few rows to try a pass on, the body's hidden states for each alone, and how far rounding may move them."""
 
-    layouts: Sequence[Rows]  # whole rows, and the same rows with the prompt of two of them shared
+    layouts: Sequence[PackedBatch]  # whole rows, and the same rows with the prompt of two of them shared
     expected: Float[Tensor, "M D"]  # hidden states that predict tokens, in the order of Rows.choosers
     tolerance: Float[Tensor, "M 1"]
 
@@ -408,7 +421,7 @@ class Probe:
         return bool(((states - self.expected).abs() <= self.tolerance).all())
 
 
-def probe_rows(body: nn.Module) -> Probe:
+def build_probe(body: nn.Module) -> Probe:
     """Compute a probe of `body`: the expected hidden states of a few rows, with tolerances.
 
     Deep trained models amplify rounding, some rows a hundred times more than others. How much is measured: each row is
@@ -423,7 +436,9 @@ def probe_rows(body: nn.Module) -> Probe:
         with _moved_embeddings(body):
             moved = body(input_ids=ids, use_cache=False).last_hidden_state[0]
         largest = float(states.abs().max())
-        limit = max(CLOSE * largest, min(ROUNDINGS * float((moved - states).abs().max()), FAR * largest))
+        limit = max(
+            PROBE_RTOL * largest, min(PROBE_ROUNDINGS * float((moved - states).abs().max()), PROBE_MAX_RTOL * largest)
+        )
         expected.append(states[chosen])
         tolerance.append(states.new_full((len(completion), 1), limit))
     layouts = _whole(prompts, completions), _shared(prompts[:2] + prompts[3:], completions, torch.tensor([0, 1, 0, 2]))
@@ -448,4 +463,4 @@ def _moved_embeddings(body: nn.Module) -> Iterator[None]:
 def _probe_tokens(body: nn.Module) -> list[list[Int[Tensor, " L"]]]:
     """Return tokens from the middle of the vocabulary, which are text; the first and last are special or untrained."""
     vocabulary = body.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    return [[(torch.tensor(row) + vocabulary // 2) % vocabulary for row in side] for side in TOKENS]
+    return [[(torch.tensor(row) + vocabulary // 2) % vocabulary for row in side] for side in PROBE_TOKENS]

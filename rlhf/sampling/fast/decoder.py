@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, Cache, DynamicCache, PretrainedConfig
 
 from rlhf.models.backbone import CausalLM
-from rlhf.sampling.fast.kv_cache import Slots
+from rlhf.sampling.fast.kv_cache import KVCache
 from rlhf.types import Prompts
 
-NAME = "rlhf_slots"  # the name under which our attention is registered with transformers
+ATTENTION_NAME = "rlhf_slots"  # the name under which our attention is registered with transformers
 
 
-class Unsupported(Exception):
+class UnsupportedModel(Exception):
     """The model's attention does something that the fast sampler does not support; the message says what."""
 
 
@@ -26,7 +26,7 @@ class Unsupported(Exception):
 class Decoder(Protocol):
     """Decodes one token further for all rows at once."""
 
-    def step(self, slots: Slots, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
+    def step(self, slots: KVCache, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         """Return the logits that follow `tokens`, which stand at `positions` of their rows."""
 
 
@@ -47,7 +47,7 @@ def prefill(
     for layer in cache.layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None or keys.shape[2] != ids.shape[1]:
-            raise Unsupported("its cache does not hold keys and values of every token")
+            raise UnsupportedModel("its cache does not hold keys and values of every token")
         layers.append((keys, values))
     return logits, layers
 
@@ -58,7 +58,7 @@ class ModelDecoder:
     def __init__(self, model: CausalLM) -> None:
         self.model = model
 
-    def step(self, slots: Slots, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
+    def step(self, slots: KVCache, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         """Decode one token of every row; see Decoder."""
         slots.begin_step(positions)
         with _use_our_attention(self.model.config):
@@ -89,7 +89,7 @@ class _PassThroughCache(Cache):
 @contextmanager
 def _use_our_attention(config: PretrainedConfig) -> Iterator[None]:
     before = config._attn_implementation
-    config._attn_implementation = NAME
+    config._attn_implementation = ATTENTION_NAME
     try:
         yield
     finally:
@@ -107,14 +107,14 @@ def _attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    slots: Slots | None = None,
+    slots: KVCache | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "N 1 H Dv"], None]:
     if slots is None:
-        raise Unsupported("it does not pass keyword arguments on to its attention")
+        raise UnsupportedModel("it does not pass keyword arguments on to its attention")
     for name in UNKNOWN:
         if kwargs.get(name) is not None:
-            raise Unsupported(f"its attention has {name}")
+            raise UnsupportedModel(f"its attention has {name}")
     with torch.autocast(query.device.type, enabled=False):
         output = slots.attend(
             int(module.layer_idx),  # type: ignore[arg-type]  # every attention module of transformers has it
@@ -127,7 +127,7 @@ def _attention(
     return output[:, None], None
 
 
-AttentionInterface.register(NAME, _attention)
+AttentionInterface.register(ATTENTION_NAME, _attention)
 
 
 class GraphDecoder:
@@ -141,17 +141,17 @@ class GraphDecoder:
         self.decoder = decoder
         self._recorded_layout: int | None = None
 
-    def step(self, slots: Slots, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
+    def step(self, slots: KVCache, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         """Decode one token of every row; see Decoder. The next step overwrites the logits."""
-        if self._recorded_layout != slots.arrangements:
+        if self._recorded_layout != slots.layout_version:
             self._record(slots, tokens, positions)
-            self._recorded_layout = slots.arrangements
+            self._recorded_layout = slots.layout_version
         self._tokens.copy_(tokens)
         self._positions.copy_(positions)
         self._graph.replay()
         return self._logits
 
-    def _record(self, slots: Slots, tokens: Tensor, positions: Tensor) -> None:
+    def _record(self, slots: KVCache, tokens: Tensor, positions: Tensor) -> None:
         assert slots.static, "what is recorded must not depend on Python's numbers"
         self._tokens, self._positions = tokens.clone(), positions.clone()
         side_stream = torch.cuda.Stream()
@@ -169,7 +169,7 @@ STEPS = 2
 LIMIT = {"float64": 1e-4, "float32": 1e-3, "bfloat16": 0.1}  # of the largest logit; float64 models norm in float32
 
 
-def trial(
+def verify_decoder(
     model: CausalLM, decoder: Decoder, prompts: Prompts, *, length: int, dtype: str, device: torch.device
 ) -> None:
     """Check that decoding a few tokens after two prompts gives the logits of one forward pass without a cache.
@@ -185,7 +185,7 @@ def trial(
     width = max(1, min(TOKENS, longest, longest + length - STEPS))
     ids, mask = prompts.prompt_ids[rows][:, -width:].to(device), mask[:, -width:].to(device)
     logits, layers = prefill(model, ids, mask)
-    slots = Slots(3, 2, width, STEPS + 1, device=device, windows=True)
+    slots = KVCache(3, 2, width, STEPS + 1, device=device, windows=True)
     lanes = torch.tensor([1, 0, 1])
     slots.add_prompts(layers, mask)
     slots.add_rows(lanes)
@@ -203,7 +203,7 @@ def trial(
         token, positions = decoded[-1].argmax(dim=-1), positions + 1
     difference = _relative_difference(torch.stack(decoded, dim=1), _full_forward(model, sequences, sequence_mask))
     if not difference <= LIMIT[dtype]:
-        raise Unsupported(f"its logits come out differently with our cache (by {difference:.1g} of the largest)")
+        raise UnsupportedModel(f"its logits come out differently with our cache (by {difference:.1g} of the largest)")
 
 
 def _full_forward(model: CausalLM, ids: Tensor, mask: Tensor) -> Tensor:

@@ -14,16 +14,25 @@ from rlhf.config.sections import SamplingConfig
 from rlhf.models.backbone import CausalLM, autocast
 from rlhf.runtime.engine import Engine
 from rlhf.runtime.seeding import uniforms
-from rlhf.sampling.fast.decoder import STEPS, TOKENS, Decoder, GraphDecoder, ModelDecoder, Unsupported, prefill, trial
-from rlhf.sampling.fast.kv_cache import Slots
-from rlhf.sampling.fast.llama import LeanDecoder, fits, reaches
+from rlhf.sampling.fast.decoder import (
+    STEPS,
+    TOKENS,
+    Decoder,
+    GraphDecoder,
+    ModelDecoder,
+    UnsupportedModel,
+    prefill,
+    verify_decoder,
+)
+from rlhf.sampling.fast.kv_cache import KVCache
+from rlhf.sampling.fast.llama import FusedDecoder, supports_fused_decoding, supports_length
 from rlhf.sampling.generate import HFSampler, repeat_rows
 from rlhf.types import Completions, Prompts, extend
 
 BLOCK = 64  # probabilities summed as one block
 
 
-def pick(
+def sample_token(
     scores: Float[Tensor, "B V"], uniform: Float[Tensor, " B"] | None, temperature: float
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
     """Pick a token for each row and return it with its log-probability (nats) at the temperature.
@@ -35,11 +44,11 @@ def pick(
     """
     wide = scores if scores.dtype == torch.float64 else scores.float()
     probabilities = (wide if temperature == 1.0 else wide / temperature).softmax(dim=-1)
-    token = wide.argmax(dim=-1) if uniform is None else invert(probabilities, uniform)
+    token = wide.argmax(dim=-1) if uniform is None else inverse_cdf(probabilities, uniform)
     return token, probabilities.gather(1, token[:, None]).squeeze(1).log()
 
 
-def invert(probabilities: Float[Tensor, "B V"], uniform: Float[Tensor, " B"]) -> Int[Tensor, " B"]:
+def inverse_cdf(probabilities: Float[Tensor, "B V"], uniform: Float[Tensor, " B"]) -> Int[Tensor, " B"]:
     """Return the token at which the cumulative probability first exceeds `uniform`, as sampling.generate.draw does.
 
     The float64 sums are taken over blocks first, and then inside the block that contains the threshold, so that the
@@ -83,7 +92,7 @@ class _RunningRows:
         return _RunningRows(*(torch.cat(pair) for pair in pairs))
 
 
-class Flight:
+class GenerationBatch:
     """The rows of one call: those that wait, those that run in slots, and the tokens drawn for all of them."""
 
     def __init__(
@@ -101,7 +110,7 @@ class Flight:
         self.model, self.decoder, self.device = model, decoder, device
         self.temperature, self.length = config.temperature, config.max_new_tokens
         rows = len(prompts)
-        first, self.prompt = distinct(prompts)
+        first, self.prompt = unique_prompts(prompts)
         longest = int(prompts.prompt_mask.sum(dim=1).max())
         self.prompt_ids = prompts.prompt_ids[first][:, -longest:]
         self.prompt_mask = prompts.prompt_mask[first][:, -longest:]
@@ -109,7 +118,7 @@ class Flight:
         window = getattr(model.config, "sliding_window", None)
         windows = window is not None and longest + self.length > window
         lanes = min(self.size, len(first))
-        self.slots = Slots(self.size, lanes, longest, self.length, device=device, windows=windows, static=static)
+        self.slots = KVCache(self.size, lanes, longest, self.length, device=device, windows=windows, static=static)
         # One extra column: it takes the tokens that a finished row goes on to draw before it is evicted.
         self.ids = torch.zeros(rows, self.length + 1, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(rows, self.length + 1, device=device)
@@ -123,7 +132,7 @@ class Flight:
         self.last_logits: Tensor | None = None  # the logits after that prompt
         self.running: _RunningRows | None = None
 
-    def land(
+    def generate(
         self, eos_ids: tuple[int, ...]
     ) -> tuple[Int[Tensor, "B T"], Float[Tensor, "B T"], Int[Tensor, " B"], Bool[Tensor, " B"]]:
         """Decode all rows and return ids, log-probabilities, lengths and which rows ended with EOS, on the CPU.
@@ -147,7 +156,7 @@ class Flight:
     def _draw(self, logits: Float[Tensor, "N V"], running: _RunningRows, ends: Tensor) -> None:
         """Draw each row's next token from the logits before it."""
         uniform = None if self.uniforms is None else self.uniforms[running.row, running.drawn]
-        token, logprob = pick(logits, uniform, self.temperature)
+        token, logprob = sample_token(logits, uniform, self.temperature)
         if self.logprobs.dtype != logprob.dtype:
             self.logprobs = self.logprobs.to(logprob.dtype)
         self.ids[running.row, running.drawn] = token
@@ -220,7 +229,7 @@ class Flight:
         return ids, self.logprobs[:, : self.length].cpu(), lengths, finished
 
 
-def distinct(prompts: Prompts) -> tuple[Int[Tensor, " L"], Int[Tensor, " B"]]:
+def unique_prompts(prompts: Prompts) -> tuple[Int[Tensor, " L"], Int[Tensor, " B"]]:
     """Return the first row of every run of equal prompts, and for each row the number of its run."""
     ids, mask = prompts.prompt_ids, prompts.prompt_mask
     differs = ((ids[1:] != ids[:-1]) & mask[1:]).any(dim=1) | (mask[1:] != mask[:-1]).any(dim=1)
@@ -247,7 +256,7 @@ class FastSampler:
         engine: Engine | None = None,
         lean: bool = True,
         static: bool | None = None,
-        tell: Callable[[str], None] = lambda _: None,
+        warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Create a sampler that reads the model's current weights at every call.
 
@@ -261,7 +270,7 @@ class FastSampler:
             engine: the engine that holds the model, if any: rows are distributed over its ranks.
             lean: whether the lean decoder may be used; otherwise only the model's own modules are.
             static: whether steps can be recorded (see Slots), as CUDA graphs on a GPU; None: on a GPU only.
-            tell: called with the reason when a slower way is used.
+            warn: called with the reason when a slower way is used.
         """
         self.model = model
         self.config = config
@@ -270,13 +279,13 @@ class FastSampler:
         self.dtype = dtype
         self.device = device
         self.engine = engine or Engine(device)
-        self.tell = tell
+        self.warn = warn
         self.static = device.type == "cuda" if static is None else static
         self.plain = HFSampler(
             model, config, eos_ids=eos_ids, pad_id=pad_id, dtype=dtype, device=device, engine=self.engine
         )
         self.uses: str | None = None  # lean, model or generate, once chosen; lean only for lengths that it `reaches`
-        self._lean_fits = lean and fits(model)
+        self._lean_fits = lean and supports_fused_decoding(model)
 
     def sample(self, prompts: Prompts, *, key: int, group_size: int, greedy: bool = False) -> Completions:
         """Sample completions; see Sampler.sample."""
@@ -297,25 +306,27 @@ class FastSampler:
             try:
                 with _eval_without_grad(self.model), autocast(self.dtype, self.device):
                     decoder = self._decoder(prompts, uses, longest=TOKENS + STEPS)
-                    if uses == "lean" and not isinstance(decoder, LeanDecoder):
-                        raise Unsupported("its rotations change within a few tokens")
-                    trial(self.model, decoder, prompts, length=length, dtype=self.dtype, device=self.device)
+                    if uses == "lean" and not isinstance(decoder, FusedDecoder):
+                        raise UnsupportedModel("its rotations change within a few tokens")
+                    verify_decoder(self.model, decoder, prompts, length=length, dtype=self.dtype, device=self.device)
                 return uses
-            except Unsupported as error:
+            except UnsupportedModel as error:
                 reason = str(error)
                 if uses == "lean":
-                    self.tell(f"decoding by the model's own modules, which is slower: {reason}")
-        self.tell(f"sampling with transformers' generate, which is slower: {reason}")
+                    self.warn(f"decoding by the model's own modules, which is slower: {reason}")
+        self.warn(f"sampling with transformers' generate, which is slower: {reason}")
         return "generate"
 
     def _sample_rows(self, prompts: Prompts, key: int | None, group_size: int) -> Completions:
         with _eval_without_grad(self.model), autocast(self.dtype, self.device):
             decoder = self._decoder(prompts, self.uses)
-            static = self.static and isinstance(decoder, LeanDecoder)
+            static = self.static and isinstance(decoder, FusedDecoder)
             if static and self.device.type == "cuda":
                 decoder = GraphDecoder(decoder)
-            batch = Flight(prompts, self.model, decoder, self.config, key=key, device=self.device, static=static)
-            ids, logprobs, lengths, finished = batch.land(self.eos_ids)
+            batch = GenerationBatch(
+                prompts, self.model, decoder, self.config, key=key, device=self.device, static=static
+            )
+            ids, logprobs, lengths, finished = batch.generate(self.eos_ids)
         width = int(lengths.max())
         mask = torch.arange(width) < lengths[:, None]
         return extend(
@@ -335,9 +346,9 @@ class FastSampler:
         """
         positions = prompts.prompt_ids.shape[1] + self.config.max_new_tokens + STEPS
         positions = positions if longest is None else min(positions, longest)
-        if uses != "lean" or not reaches(self.model, positions):
+        if uses != "lean" or not supports_length(self.model, positions):
             return ModelDecoder(self.model)
-        return LeanDecoder(
+        return FusedDecoder(
             self.model,
             rows=min(self.config.batch_size, len(prompts)),
             positions=positions,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Plan:
+class PromptLayout:
     """The cell of each row in a table of `lanes` prompts x `width` rows; None if they are in order without gaps."""
 
     lanes: int
@@ -26,7 +26,7 @@ def attend(
     keys: Float[Tensor, "N G C D"],
     values: Float[Tensor, "N G C Dv"],
     bias: Float[Tensor, "N K"] | None,
-    plan: Plan,
+    plan: PromptLayout,
 ) -> Float[Tensor, "N H Dv"]:
     """Attend from one query per row to the P columns of its prompt and the C columns of its completion.
 
@@ -67,12 +67,12 @@ def _scores(query: Float[Tensor, "M E D"], keys: Float[Tensor, "M C D"]) -> Floa
     return torch.bmm(query, keys.transpose(1, 2))
 
 
-def _in_lanes(rows: Float[Tensor, "N G E X"], plan: Plan) -> Float[Tensor, "L W G E X"]:
+def _in_lanes(rows: Float[Tensor, "N G E X"], plan: PromptLayout) -> Float[Tensor, "L W G E X"]:
     table: Tensor = rows.unflatten(0, (plan.lanes, plan.width))
     return table
 
 
-def _to_lanes(rows: Float[Tensor, "N G E X"], plan: Plan) -> Float[Tensor, "M R X"]:
+def _to_lanes(rows: Float[Tensor, "N G E X"], plan: PromptLayout) -> Float[Tensor, "M R X"]:
     """Gather the queries (or weights) of each lane and key head into one matrix: M = L x G, R = width x E."""
     _, groups, per_group, size = rows.shape
     if plan.cells is not None:
@@ -81,7 +81,7 @@ def _to_lanes(rows: Float[Tensor, "N G E X"], plan: Plan) -> Float[Tensor, "M R 
     return table.reshape(plan.lanes * groups, plan.width * per_group, size)
 
 
-def _by_rows(table: Float[Tensor, "M R X"], plan: Plan, groups: int) -> Float[Tensor, "L W G E X"]:
+def _by_rows(table: Float[Tensor, "M R X"], plan: PromptLayout, groups: int) -> Float[Tensor, "L W G E X"]:
     """Undo `_to_lanes`, returning a view."""
     parts = table.unflatten(0, (plan.lanes, groups)).unflatten(2, (plan.width, -1))
     rows: Tensor = parts.transpose(1, 2)
@@ -96,7 +96,7 @@ def _flat(memory: Float[Tensor, "N G C X"]) -> Float[Tensor, "M C X"]:
 Layered = Sequence[tuple[Tensor, Tensor]]  # keys [B, H, C, D] and values [B, H, C, Dv] of each layer
 
 
-class Slots:
+class KVCache:
     """The key-value cache: a slot per row for its completion, and a lane per prompt, shared by the rows of its group.
 
     Rows 0 .. live-1 are decoded together. Each step writes the same column of the ring buffer for all rows, whatever
@@ -138,9 +138,9 @@ class Slots:
         self.positions: Tensor | None = None
         if windows:
             self.positions = torch.zeros(size, prompt + self.ring, dtype=torch.long, device=device)
-        self.plan = Plan(lanes=0, width=0, cells=None)
+        self.plan = PromptLayout(lanes=0, width=0, cells=None)
         self.static = static
-        self.arrangements = 0  # counts changes of the rows: what was recorded before a change is no longer valid
+        self.layout_version = 0  # counts changes of the rows: what was recorded before a change is no longer valid
         self._column = torch.zeros(1, dtype=torch.long, device=device)
         self._windowed: dict[int, Tensor] = {}
 
@@ -224,7 +224,7 @@ class Slots:
         return new_lanes
 
     def _update_plan(self) -> None:
-        self.arrangements += 1
+        self.layout_version += 1
         lanes = self.lane[: self.live]
         counts = torch.bincount(lanes, minlength=self.prompts)
         order = lanes.argsort(stable=True)
@@ -235,7 +235,7 @@ class Slots:
         cells = lanes * width + place_in_lane
         is_ordered = len(cells) == self.prompts * width and bool((cells == torch.arange(self.live)).all())
         any_padding = bool((self.lane_bias[: self.prompts] != 0).any())
-        self.plan = Plan(lanes=self.prompts, width=width, cells=None if is_ordered else cells.to(self.device))
+        self.plan = PromptLayout(lanes=self.prompts, width=width, cells=None if is_ordered else cells.to(self.device))
         self.masked_prompts = any_padding
 
     def _allocate(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -21,12 +21,12 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 from rlhf.models.backbone import CausalLM
 from rlhf.models.kernels.llama.families import Layer, Projection, norm_of, read_layers
 from rlhf.models.kernels.llama.layer import Norm
-from rlhf.sampling.fast.kv_cache import Slots
+from rlhf.sampling.fast.kv_cache import KVCache
 
 Product = Callable[[Tensor], Tensor]
 
 
-class Linear:
+class PackedLinear:
     """Computes x W^T + b, where W stacks the rows of several weights; it holds copies of them."""
 
     def __init__(
@@ -41,7 +41,7 @@ class Linear:
         if low is not None:
             weight, self.bias = weight.to(low), None if self.bias is None else self.bias.to(low)
         self.dtype = weight.dtype
-        self.packed = packs(weight)
+        self.packed = can_pack(weight)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows) if self.packed else weight
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class Linear:
         return output
 
 
-def packs(weight: Tensor) -> bool:
+def can_pack(weight: Tensor) -> bool:
     """Check whether oneDNN can pack this weight, by the operators that torch.compile uses for frozen weights."""
     return (
         weight.device.type == "cpu"
@@ -96,23 +96,23 @@ _WeightAndBias = tuple[Tensor, Tensor | None]  # the adapter is added to the wei
 @dataclass(frozen=True)
 class _Layer:
     pre_attention_norm: Callable[[Tensor], Tensor]
-    qkv: Linear
+    qkv: PackedLinear
     query_norm: Callable[[Tensor], Tensor] | None
     key_norm: Callable[[Tensor], Tensor] | None
     scaling: float
     window: int | None
-    angles: str | None
-    out: Linear
+    rope_kind: str | None
+    out: PackedLinear
     post_attention_norm: Callable[[Tensor], Tensor] | None  # before the residual is added
     pre_mlp_norm: Callable[[Tensor], Tensor]
-    gate: Linear
-    up: Linear
+    gate: PackedLinear
+    up: PackedLinear
     act: Callable[[Tensor], Tensor] | None  # None: silu
-    down: Linear
+    down: PackedLinear
     post_mlp_norm: Callable[[Tensor], Tensor] | None  # before the residual is added
 
 
-class LeanDecoder:
+class FusedDecoder:
     """Decodes for the model families of rlhf.models.kernels.llama.families."""
 
     def __init__(self, model: CausalLM, *, rows: int, positions: int, low: torch.dtype | None) -> None:
@@ -131,20 +131,22 @@ class LeanDecoder:
         self.groups = config.num_key_value_heads
         layers = read_layers(inner)
         assert layers is not None, "check fits() first"
-        self.tables = {angles: _rope_table(inner, angles, positions) for angles in {layer.angles for layer in layers}}
+        self.tables = {
+            angles: _rope_table(inner, angles, positions) for angles in {layer.rope_kind for layer in layers}
+        }
 
-        def product(parts: Sequence[_WeightAndBias], *, norm: Norm | None = None, scale: float = 1.0) -> Linear:
+        def product(parts: Sequence[_WeightAndBias], *, norm: Norm | None = None, scale: float = 1.0) -> PackedLinear:
             """Join products of one input; the weight of `norm` is folded into the columns, `scale` into the first."""
             weights, biases = [weight for weight, _ in parts], [bias for _, bias in parts]
             if norm is not None:
                 weights = [weight * norm.weight.detach() for weight in weights]
             if scale != 1.0:
                 weights[0], biases[0] = weights[0] * scale, None if biases[0] is None else biases[0] * scale
-            return Linear(weights, biases, rows=rows, low=low)
+            return PackedLinear(weights, biases, rows=rows, low=low)
 
         def convert(layer: Layer) -> _Layer:
-            query_norm, key_norm = (_norm(head_norm, layer.width) for head_norm in layer.head_norms or (None, None))
-            gate, up = _weights_and_biases(layer.gated)
+            query_norm, key_norm = (_norm(head_norm, layer.head_dim) for head_norm in layer.head_norms or (None, None))
+            gate, up = _weights_and_biases(layer.gate_up)
             norms = layer.norms
             return _Layer(
                 pre_attention_norm=_normalizer(norms.before_attention),
@@ -157,7 +159,7 @@ class LeanDecoder:
                 key_norm=key_norm,
                 scaling=layer.scaling if layer.head_norms else 1.0,
                 window=layer.window,
-                angles=layer.angles,
+                rope_kind=layer.rope_kind,
                 out=product(_weights_and_biases([layer.output])),
                 post_attention_norm=_norm(norms.after_attention),
                 pre_mlp_norm=_normalizer(norms.before_mlp),
@@ -173,19 +175,21 @@ class LeanDecoder:
         self.norm = _normalizer(norm)
         self.head = product(_weights_and_biases([Projection(plain.lm_head)]), norm=norm)
 
-    def step(self, slots: Slots, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
+    def step(self, slots: KVCache, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         """Decode one token of every row; see Decoder. Autocast, off inside, would cast the cache at every step."""
         with torch.autocast(tokens.device.type, enabled=False):
             return self._step(slots, tokens, positions)
 
-    def _step(self, slots: Slots, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
+    def _step(self, slots: KVCache, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         slots.begin_step(positions)
         hidden = self.embed(tokens)
         rotations = {
             angles: (cos[positions][:, None], sin[positions][:, None]) for angles, (cos, sin) in self.tables.items()
         }
         for number, layer in enumerate(self.layers):
-            attended = self._attention(number, layer, layer.pre_attention_norm(hidden), *rotations[layer.angles], slots)
+            attended = self._attention(
+                number, layer, layer.pre_attention_norm(hidden), *rotations[layer.rope_kind], slots
+            )
             hidden = _add_residual(layer.out, attended, hidden, layer.post_attention_norm)
             inner = layer.pre_mlp_norm(hidden)
             gate = layer.gate.silu(inner) if layer.act is None else layer.act(layer.gate(inner))
@@ -193,7 +197,7 @@ class LeanDecoder:
         return self.head(self.norm(hidden))
 
     def _attention(
-        self, number: int, layer: _Layer, hidden: Float[Tensor, "N D"], cos: Tensor, sin: Tensor, slots: Slots
+        self, number: int, layer: _Layer, hidden: Float[Tensor, "N D"], cos: Tensor, sin: Tensor, slots: KVCache
     ) -> Float[Tensor, "N E"]:
         rows, rotated_heads = len(hidden), self.heads + self.groups
         query_key_value = layer.qkv(hidden).view(rows, rotated_heads + self.groups, -1)
@@ -214,7 +218,7 @@ class LeanDecoder:
         return attended.view(rows, -1)
 
 
-def fits(model: CausalLM) -> bool:
+def supports_fused_decoding(model: CausalLM) -> bool:
     """Check whether this decoder knows the model's layers; sequences must also be within what it `reaches`."""
     plain = model.get_base_model() if isinstance(model, PeftModel) else model
     body = getattr(plain, "model", None)
@@ -225,11 +229,11 @@ def fits(model: CausalLM) -> bool:
         return False
     if type(body.embed_tokens) not in EMBEDDINGS:
         return False
-    projections = [item for layer in layers for item in (*layer.inputs, layer.output, *layer.gated, layer.down)]
+    projections = [item for layer in layers for item in (*layer.inputs, layer.output, *layer.gate_up, layer.down)]
     return all(_is_linear(module) for module in (plain.lm_head, *(item.module for item in projections)))
 
 
-def reaches(model: CausalLM, positions: int) -> bool:
+def supports_length(model: CausalLM, positions: int) -> bool:
     """Check whether rotations depend on the position alone up to this length; those of longrope change beyond it."""
     config = model.config
     if LONG not in _rope_types(config):
@@ -298,7 +302,7 @@ def _weights_and_biases(projections: Sequence[Projection]) -> list[_WeightAndBia
     return parts
 
 
-def _add_residual(product: Linear, x: Tensor, hidden: Tensor, norm: Callable[[Tensor], Tensor] | None) -> Tensor:
+def _add_residual(product: PackedLinear, x: Tensor, hidden: Tensor, norm: Callable[[Tensor], Tensor] | None) -> Tensor:
     """Add the product of x, normalized if `norm` is given, to the hidden states."""
     return product.plus(x, hidden) if norm is None else hidden + norm(product(x).to(hidden.dtype))
 

@@ -46,16 +46,16 @@ class Layer:
 
     inputs: Sequence[Projection]  # query, key and value
     output: Projection
-    gated: Sequence[Projection]  # gate and up
+    gate_up: Sequence[Projection]  # gate and up
     down: Projection
     activation: Any  # a module
     activation_name: str
     norms: Norms
     head_norms: Sequence[Norm]  # of queries and keys, per head or over all heads; may be empty
-    width: int  # of a head; only as much of it is rotated as there are angles
+    head_dim: int  # of a head; only as much of it is rotated as there are angles
     scaling: float
     window: int | None
-    angles: str | None = None  # which kind of rotary embedding, where a model has several
+    rope_kind: str | None = None  # which kind of rotary embedding, where a model has several
 
 
 def _separate(layer: Any, norms: Norms, activation_name: str) -> Layer:
@@ -64,13 +64,13 @@ def _separate(layer: Any, norms: Norms, activation_name: str) -> Layer:
     return Layer(
         inputs=[Projection(attention.q_proj), Projection(attention.k_proj), Projection(attention.v_proj)],
         output=Projection(attention.o_proj),
-        gated=[Projection(mlp.gate_proj), Projection(mlp.up_proj)],
+        gate_up=[Projection(mlp.gate_proj), Projection(mlp.up_proj)],
         down=Projection(mlp.down_proj),
         activation=mlp.act_fn,
         activation_name=activation_name,
         norms=norms,
         head_norms=[norm_of(attention.q_norm), norm_of(attention.k_norm)] if hasattr(attention, "q_norm") else [],
-        width=attention.head_dim,
+        head_dim=attention.head_dim,
         scaling=float(attention.scaling),
         window=getattr(attention, "sliding_window", None),
     )
@@ -95,13 +95,13 @@ def _phi3(layer: Any) -> Layer:
     return Layer(
         inputs=[Projection(attention.qkv_proj, (heads, groups, groups))],
         output=Projection(attention.o_proj),
-        gated=[Projection(mlp.gate_up_proj, (hidden, hidden))],
+        gate_up=[Projection(mlp.gate_up_proj, (hidden, hidden))],
         down=Projection(mlp.down_proj),
         activation=mlp.activation_fn,
         activation_name=config.hidden_act,
         norms=_pre_norms(layer.input_layernorm, layer.post_attention_layernorm),
         head_norms=[],
-        width=width,
+        head_dim=width,
         scaling=float(attention.scaling),
         window=config.sliding_window,
     )
@@ -122,7 +122,7 @@ def _gemma3(layer: Any) -> Layer:
         norm_of(layer.post_feedforward_layernorm),
     )
     described = _separate(layer, norms, layer.self_attn.config.hidden_activation)
-    return replace(described, angles=layer.self_attn.layer_type)
+    return replace(described, rope_kind=layer.self_attn.layer_type)
 
 
 def _pre_norms(attention: Any, mlp: Any) -> Norms:

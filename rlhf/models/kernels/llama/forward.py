@@ -23,26 +23,26 @@ from rlhf.models.kernels.llama.layer import (
     ACTIVATIONS,
     Adapter,
     LowRank,
-    Turn,
+    RotaryTable,
     after_attention,
     before_attention,
-    normed,
+    rms_norm,
 )
-from rlhf.models.kernels.packing import Rows, body_inputs, full_precision, probe_rows, within
+from rlhf.models.kernels.packing import PackedBatch, autocast_off, build_probe, packed_inputs, rectangle_attention
 
 
-def chosen_states(body: nn.Module, rows: Rows, chosen: Int[Tensor, " M"]) -> Float[Tensor, "M D"]:
+def predictor_states(body: nn.Module, rows: PackedBatch, chosen: Int[Tensor, " M"]) -> Float[Tensor, "M D"]:
     """Compute the last hidden states at `chosen` for rows without padding, by the written-out pass where it applies."""
-    if is_lean(body):
+    if supports_fused(body):
         return _states(body, rows, chosen)
-    states: Tensor = body(**body_inputs(rows)).last_hidden_state
+    states: Tensor = body(**packed_inputs(rows)).last_hidden_state
     return states[0].index_select(0, chosen)
 
 
 _MATCHES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # tried once for each model
 
 
-def is_lean(body: nn.Module) -> bool:
+def supports_fused(body: nn.Module) -> bool:
     """Check whether the written-out pass computes what `body` computes, by trying it on a few rows.
 
     It does not apply where the modules must be called as they are: adapters of another kind than plain LoRA, weights
@@ -72,7 +72,7 @@ def _is_plain(body: Any) -> bool:
     return all(
         _is_plain_linear(projection.module) and (projection.linear.bias is None or may_have_bias)
         for layer in layers
-        for projections, may_have_bias in ((layer.inputs, True), ([layer.output, *layer.gated, layer.down], False))
+        for projections, may_have_bias in ((layer.inputs, True), ([layer.output, *layer.gate_up, layer.down], False))
         for projection in projections
     )
 
@@ -123,10 +123,10 @@ def _has_gradient_hooks(weight: Any) -> bool:
 
 @torch.no_grad()
 def _matches_modules(body: nn.Module) -> bool:
-    with full_precision(body), _live_adapters(body):
+    with autocast_off(body), _live_adapters(body):
         try:
-            probe = probe_rows(body)
-            return all(probe.matches(_states(body, rows, rows.choosers)) for rows in probe.layouts)
+            probe = build_probe(body)
+            return all(probe.matches(_states(body, rows, rows.predictor_index)) for rows in probe.layouts)
         except (RuntimeError, TypeError, AttributeError, ValueError, IndexError):
             return False
 
@@ -147,40 +147,40 @@ def _live_adapters(body: nn.Module) -> Iterator[None]:
             weight.data = data
 
 
-def _states(body: Any, rows: Rows, chosen: Int[Tensor, " M"]) -> Float[Tensor, "M D"]:
+def _states(body: Any, rows: PackedBatch, chosen: Int[Tensor, " M"]) -> Float[Tensor, "M D"]:
     x = body.embed_tokens(rows.input_ids)[0]
     read = READERS[type(body)]
     layers = body.layers[: body.config.num_hidden_layers]
-    turns = {angles: _rotary(body, x, rows, angles) for angles in {read(layer).angles for layer in layers}}
+    turns = {angles: _rotary(body, x, rows, angles) for angles in {read(layer).rope_kind for layer in layers}}
     for number, layer in enumerate(layers, start=1):
         forward = partial(
-            _layer, layer, read=read, turns=turns, rows=rows, chosen=chosen if number == len(layers) else None
+            _layer_forward, layer, read=read, turns=turns, rows=rows, chosen=chosen if number == len(layers) else None
         )
         if layer.gradient_checkpointing and layer.training:
             x = checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)
         else:
             x = forward(x)
-    return normed(x, norm_of(body.norm))
+    return rms_norm(x, norm_of(body.norm))
 
 
-def _rotary(body: Any, x: Float[Tensor, "N D"], rows: Rows, angles: str | None) -> Turn:
+def _rotary(body: Any, x: Float[Tensor, "N D"], rows: PackedBatch, angles: str | None) -> RotaryTable:
     """Compute the body's rotary embedding, of kind `angles` where it has several, at the positions of the rows."""
     tables = body.rotary_emb(x[None], rows.position_ids, *([] if angles is None else [angles]))
     cos, sin = (table[0, :, None, : table.shape[-1] // 2] for table in tables)
-    return Turn(cos, sin, [rows.first] if rows.second is None else [rows.first, rows.second])
+    return RotaryTable(cos, sin, [rows.first] if rows.second is None else [rows.first, rows.second])
 
 
-def _layer(
+def _layer_forward(
     layer: Any,
     x: Float[Tensor, "N D"],
     *,
     read: Reader,
-    turns: Mapping[str | None, Turn],
-    rows: Rows,
+    turns: Mapping[str | None, RotaryTable],
+    rows: PackedBatch,
     chosen: Int[Tensor, " M"] | None,
 ) -> Float[Tensor, "M D"]:
     spec = read(layer)
-    turn = turns[spec.angles]
+    turn = turns[spec.rope_kind]
     kind = x.device.type
     low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     skip, states = before_attention(
@@ -190,13 +190,13 @@ def _layer(
         _biases(spec.inputs),
         _adapters(spec.inputs),
         spec.head_norms,
-        spec.width,
+        spec.head_dim,
         turn,
         low,
     )
     heads = [_rectangle(tokens, turn.places[number // 3].shape) for number, tokens in enumerate(states)]
-    attended = within(rows, heads[:3], heads[3:], scale=spec.scaling)
-    others = [spec.output, *spec.gated, spec.down]
+    attended = rectangle_attention(rows, heads[:3], heads[3:], scale=spec.scaling)
+    others = [spec.output, *spec.gate_up, spec.down]
     return after_attention(
         skip,
         [rectangle.transpose(1, 2).flatten(0, 1) for rectangle in attended],

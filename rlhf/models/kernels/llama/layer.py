@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from rlhf.models.kernels.cast import low_rows, low_weight
-from rlhf.models.kernels.packing import Places
+from rlhf.models.kernels.cast import cast_weight, pad_rows_for_onednn
+from rlhf.models.kernels.packing import RectangleIndex
 
 Weight = Tensor | None
 
@@ -67,12 +67,12 @@ class Norms(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Turn:
+class RotaryTable:
     """The rotary embedding of each token (Su et al. 2021), and the tokens' places in their rectangles."""
 
     cos: Float[Tensor, "N 1 E"]
     sin: Float[Tensor, "N 1 E"]
-    places: Sequence[Places]
+    places: Sequence[RectangleIndex]
 
 
 def before_attention(
@@ -83,7 +83,7 @@ def before_attention(
     adapters: Sequence[Adapter],
     head_norms: Sequence[Norm],
     width: int,
-    turn: Turn,
+    turn: RotaryTable,
     low: torch.dtype,
 ) -> tuple[Float[Tensor, "N D"], list[Tensor]]:
     """Return x itself, and query, key and value of norm(x) in each rectangle [places, heads, d = width], rotated.
@@ -101,7 +101,7 @@ def before_attention(
 def after_attention(
     skip: Float[Tensor, "N D"],
     seen: Sequence[Tensor],
-    places: Sequence[Places],
+    places: Sequence[RectangleIndex],
     chosen: Int[Tensor, " M"] | None,
     norms: Norms,
     weights: Sequence[Tensor],
@@ -122,7 +122,7 @@ def after_attention(
     return after
 
 
-def normed(x: Float[Tensor, "*shape D"], norm: Norm) -> Float[Tensor, "*shape D"]:
+def rms_norm(x: Float[Tensor, "*shape D"], norm: Norm) -> Float[Tensor, "*shape D"]:
     """Apply an RMSNorm to x."""
     y: Tensor = _RMSNorm.apply(x, norm.weight, norm.eps)  # type: ignore[no-untyped-call]
     return y
@@ -131,7 +131,7 @@ def normed(x: Float[Tensor, "*shape D"], norm: Norm) -> Float[Tensor, "*shape D"
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        inverse = _inverse(x, eps)
+        inverse = _inverse_rms(x, eps)
         ctx.save_for_backward(x, weight, inverse)
         return (x * inverse).mul_(weight)
 
@@ -148,7 +148,7 @@ class _BeforeAttention(torch.autograd.Function):
         ctx: Any,
         eps: Sequence[float],
         width: int,
-        turn: Turn,
+        turn: RotaryTable,
         low: torch.dtype,
         scales: Sequence[float],
         x: Tensor,
@@ -156,8 +156,8 @@ class _BeforeAttention(torch.autograd.Function):
         *others: Weight,
     ) -> Any:
         head_norms, weights, biases, adapters = others[:2], others[2:5], others[5:8], _pair_adapters(others[8:], scales)
-        inverse = None if weight is None else _inverse(x, eps[0])
-        inner = low_rows(_normalize(x, weight, inverse), low)
+        inverse = None if weight is None else _inverse_rms(x, eps[0])
+        inner = pad_rows_for_onednn(_normalize(x, weight, inverse), low)
         heads = [
             _linear(inner, w, b, adapter)[: len(x)] for w, b, adapter in zip(weights, biases, adapters, strict=True)
         ]
@@ -166,10 +166,10 @@ class _BeforeAttention(torch.autograd.Function):
         if head_norms[0] is not None and head_norms[1] is not None:
             query = query.view(len(x), -1, len(head_norms[0]))
             key = key.view(len(x), -1, len(head_norms[1]))
-            kept = [query, _inverse(query, eps[1]), key, _inverse(key, eps[2])]
+            kept = [query, _inverse_rms(query, eps[1]), key, _inverse_rms(key, eps[2])]
             query, key = (kept[0] * kept[1]).mul_(head_norms[0]), (kept[2] * kept[3]).mul_(head_norms[1])
         query, key, value = (states.view(len(x), -1, width) for states in (query, key, heads[2]))
-        projected = _turned(query, turn, 1).to(low), _turned(key, turn, 1).to(low), value
+        projected = apply_rope(query, turn, 1).to(low), apply_rope(key, turn, 1).to(low), value
         ctx.turn, ctx.low, ctx.scales = turn, low, scales
         ctx.save_for_backward(x, weight, inverse, *head_norms, *weights, *others[8:], *kept)
         return x.view_as(x), *(
@@ -185,9 +185,9 @@ class _BeforeAttention(torch.autograd.Function):
         x, weight, inverse, *saved = ctx.saved_tensors
         head_norms, weights, adapters, kept = saved[:2], saved[2:5], _pair_adapters(saved[5:11], ctx.scales), saved[11:]
         needs_grad = ctx.needs_input_grad[6:]
-        turn: Turn = ctx.turn
+        turn: RotaryTable = ctx.turn
         d_heads = [_gather_live(gradients[number::3], turn.places) for number in range(3)]
-        d_heads[:2] = (_turned(d.to(x.dtype), turn, -1) for d in d_heads[:2])
+        d_heads[:2] = (apply_rope(d.to(x.dtype), turn, -1) for d in d_heads[:2])
         d_head_norms: list[Weight] = [None, None]
         for number in range(2) if kept else ():
             state, state_inverse = kept[2 * number : 2 * number + 2]
@@ -198,9 +198,9 @@ class _BeforeAttention(torch.autograd.Function):
                 state_inverse,
                 needs_grad=needs_grad[1 + number],
             )
-        flat = [low_rows(d.flatten(1), ctx.low) for d in d_heads]
+        flat = [pad_rows_for_onednn(d.flatten(1), ctx.low) for d in d_heads]
         scaled = _scaled(x, inverse)
-        inner = low_rows(_weighted(scaled, weight), ctx.low)
+        inner = pad_rows_for_onednn(_weighted(scaled, weight), ctx.low)
         d_weights = [
             _weight_gradient(dy, inner, w, needed) for dy, w, needed in zip(flat, weights, needs_grad[3:6], strict=True)
         ]
@@ -224,7 +224,7 @@ class _AfterAttention(torch.autograd.Function):
         eps: Sequence[float],
         low: torch.dtype,
         scales: Sequence[float],
-        places: Sequence[Places],
+        places: Sequence[RectangleIndex],
         chosen: Tensor | None,
         activation: Activation,
         skip: Tensor,
@@ -242,9 +242,9 @@ class _AfterAttention(torch.autograd.Function):
         seen = _gather_live(rectangles, places).flatten(1)
         if chosen is not None:
             seen, skip = seen.index_select(0, chosen), skip.index_select(0, chosen)
-        middle, *of_attention = _add_half(skip, low_rows(seen, low), out, on_out, after_attention, eps[1])
-        inverse = None if weight is None else _inverse(middle, eps[0])
-        inner = low_rows(_normalize(middle, weight, inverse), low)
+        middle, *of_attention = _add_half(skip, pad_rows_for_onednn(seen, low), out, on_out, after_attention, eps[1])
+        inverse = None if weight is None else _inverse_rms(middle, eps[0])
+        inner = pad_rows_for_onednn(_normalize(middle, weight, inverse), low)
         gates, ups = _linear(inner, gate, adapter=on_gate), _linear(inner, up, adapter=on_up)
         total, *of_mlp = _add_half(middle, activation.of(gates).mul_(ups), down, on_down, after_mlp, eps[2])
         ctx.places, ctx.chosen, ctx.low, ctx.scales, ctx.activation = places, chosen, low, scales, activation
@@ -267,7 +267,7 @@ class _AfterAttention(torch.autograd.Function):
         d_mlp_output, d_after_mlp = _norm_backward(
             gradient, _scaled(mlp_output, mlp_inverse), after_mlp, mlp_inverse, needs_grad=to_norms[2]
         )
-        activated, d_low = ctx.activation.of(gates), low_rows(d_mlp_output, ctx.low)
+        activated, d_low = ctx.activation.of(gates), pad_rows_for_onednn(d_mlp_output, ctx.low)
         hidden = activated * ups if to_weights[3] or to_adapters[3] else None
         d_down = _weight_gradient(d_low, hidden, down, to_weights[3])
         d_on_down = _adapter_gradients(d_low, hidden, on_down, to_adapters[3])
@@ -275,7 +275,7 @@ class _AfterAttention(torch.autograd.Function):
         d_ups = activated.mul_(d_hidden)
         d_gates = ctx.activation.back(d_hidden.mul_(ups), gates)
         scaled = _scaled(middle, inverse)
-        inner = low_rows(_weighted(scaled, weight), ctx.low)
+        inner = pad_rows_for_onednn(_weighted(scaled, weight), ctx.low)
         d_gate, d_up = (
             _weight_gradient(d_gates, inner, gate, to_weights[1]),
             _weight_gradient(d_ups, inner, up, to_weights[2]),
@@ -287,11 +287,11 @@ class _AfterAttention(torch.autograd.Function):
         d_attended, d_after_attention = _norm_backward(
             d_middle, _scaled(attended, attended_inverse), after_attention, attended_inverse, needs_grad=to_norms[1]
         )
-        d_low, rows = low_rows(d_attended, ctx.low), sum(p.count for p in ctx.places)
+        d_low, rows = pad_rows_for_onednn(d_attended, ctx.low), sum(p.count for p in ctx.places)
         seen = None
         if to_weights[0] or to_adapters[0]:
             seen = _gather_live(rectangles, ctx.places).flatten(1)
-            seen = low_rows(seen if ctx.chosen is None else seen.index_select(0, ctx.chosen), ctx.low)
+            seen = pad_rows_for_onednn(seen if ctx.chosen is None else seen.index_select(0, ctx.chosen), ctx.low)
         d_out, d_on_out = (
             _weight_gradient(d_low, seen, out, to_weights[0]),
             _adapter_gradients(d_low, seen, on_out, to_adapters[0]),
@@ -331,16 +331,16 @@ def _linear(
 ) -> Float[Tensor, "N E"]:
     """Compute x (W + scale B A)^T + b in the dtype of x."""
     assert weight is not None
-    product = functional.linear(x, low_weight(weight, x.dtype), None if bias is None else bias.to(x.dtype))
+    product = functional.linear(x, cast_weight(weight, x.dtype), None if bias is None else bias.to(x.dtype))
     return product if adapter is None else _add_low_rank(product, x, adapter)
 
 
 def _add_low_rank(product: Float[Tensor, "M E"], x: Float[Tensor, "N D"], adapter: LowRank) -> Float[Tensor, "M E"]:
     """Add the first M rows of scale x A^T B^T to `product` in place."""
-    inner = functional.linear(x, low_weight(adapter.down, x.dtype))[: len(product)]
+    inner = functional.linear(x, cast_weight(adapter.down, x.dtype))[: len(product)]
     if inner.dtype == product.dtype:
-        return product.addmm_(inner, low_weight(adapter.up, x.dtype).t(), alpha=adapter.scale)
-    return product.add_(functional.linear(inner, low_weight(adapter.up, x.dtype)), alpha=adapter.scale)
+        return product.addmm_(inner, cast_weight(adapter.up, x.dtype).t(), alpha=adapter.scale)
+    return product.add_(functional.linear(inner, cast_weight(adapter.up, x.dtype)), alpha=adapter.scale)
 
 
 def _add_product(
@@ -363,7 +363,7 @@ def _add_half(
     if norm is None:
         return _add_product(skip, x, weight, adapter), None, None
     product = _linear(x, weight, adapter=adapter)[: len(skip)].to(skip.dtype)
-    inverse = _inverse(product, eps)
+    inverse = _inverse_rms(product, eps)
     return torch.addcmul(skip, product * inverse, norm), product, inverse
 
 
@@ -371,15 +371,15 @@ def _input_gradient(
     gradients: Sequence[Tensor], weights: Sequence[Tensor], adapters: Sequence[Adapter], dtype: torch.dtype
 ) -> Float[Tensor, "N D"]:
     """Compute the gradient of a shared input, the sum of dy (W + scale B A), accumulated in `dtype`."""
-    total = (gradients[0] @ low_weight(weights[0], gradients[0].dtype)).to(dtype)
+    total = (gradients[0] @ cast_weight(weights[0], gradients[0].dtype)).to(dtype)
     for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
         if gradient.dtype == dtype:
             total.addmm_(gradient, weight)
         else:
-            total += gradient @ low_weight(weight, gradient.dtype)
+            total += gradient @ cast_weight(weight, gradient.dtype)
     for gradient, adapter in zip(gradients, adapters, strict=True):
         if adapter is not None:
-            up, down = (low_weight(matrix, gradient.dtype) for matrix in (adapter.up, adapter.down))
+            up, down = (cast_weight(matrix, gradient.dtype) for matrix in (adapter.up, adapter.down))
             total += (gradient @ up).mul_(adapter.scale) @ down
     return total
 
@@ -397,24 +397,24 @@ def _adapter_gradients(gradient: Tensor, x: Weight, adapter: Adapter, needed: bo
     if adapter is None or not needed:
         return None, None
     assert x is not None
-    outer = (gradient @ low_weight(adapter.up, gradient.dtype)).mul_(adapter.scale)
-    inner = functional.linear(x, low_weight(adapter.down, x.dtype)).mul_(adapter.scale)
+    outer = (gradient @ cast_weight(adapter.up, gradient.dtype)).mul_(adapter.scale)
+    inner = functional.linear(x, cast_weight(adapter.down, x.dtype)).mul_(adapter.scale)
     return (outer.t() @ x).to(adapter.down.dtype), (gradient.t() @ inner).to(adapter.up.dtype)
 
 
-def _scatter_live(d_seen: Float[Tensor, "N E"], rectangle: Tensor, where: Places) -> Tensor:
+def _scatter_live(d_seen: Float[Tensor, "N E"], rectangle: Tensor, where: RectangleIndex) -> Tensor:
     """Scatter tokens' gradients to their places in a rectangle; zero at dead places."""
     live = d_seen[where.start : where.start + where.count].view(-1, *rectangle.shape[1:])
     return rectangle.new_zeros(rectangle.shape).index_copy_(0, where.back, live)
 
 
-def _gather_live(rectangles: Sequence[Tensor], places: Sequence[Places]) -> Float[Tensor, "N H d"]:
+def _gather_live(rectangles: Sequence[Tensor], places: Sequence[RectangleIndex]) -> Float[Tensor, "N H d"]:
     """Gather tokens from their places, end to end."""
     tokens = [rectangle.index_select(0, p.back) for rectangle, p in zip(rectangles, places, strict=True)]
     return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
 
 
-def _inverse(x: Float[Tensor, "*shape D"], eps: float) -> Float[Tensor, "*shape 1"]:
+def _inverse_rms(x: Float[Tensor, "*shape D"], eps: float) -> Float[Tensor, "*shape 1"]:
     """Compute the inverse RMS of x, 1 / sqrt(mean(x²) + eps)."""
     square: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
     return square.div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -451,7 +451,7 @@ def _norm_backward(
     return (d_x.mul_(inverse) if d_skip is None else torch.addcmul(d_skip, d_x, inverse, out=d_x)), d_weight
 
 
-def _turned(heads: Float[Tensor, "N H d"], turn: Turn, direction: int) -> Float[Tensor, "N H d"]:
+def apply_rope(heads: Float[Tensor, "N H d"], turn: RotaryTable, direction: int) -> Float[Tensor, "N H d"]:
     """Apply rotary embeddings to the first 2 E numbers of each head; `direction` is 1, or -1 to rotate back.
 
     Their two halves are the coordinates of E planes. The rest, in families that rotate only a part, stays as it is.
