@@ -29,10 +29,10 @@ from torch import Tensor, nn  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from rlhf.algo.masked import Mean  # noqa: E402
+from rlhf.batching import Batch  # noqa: E402
 from rlhf.config.sections import OptimizerConfig, RunConfig  # noqa: E402
 from rlhf.runtime.engine import make_engine  # noqa: E402
 from rlhf.training.step import LossBatch, optimizer_step  # noqa: E402
-from rlhf.types import Batch  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "engine_overhead.json"
 OPTIMIZER = OptimizerConfig(lr=1e-4, max_grad_norm=1.0)

@@ -33,7 +33,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from reward_model.losses import BradleyTerryLoss
-from rlhf.algo.objective import Coefs, Objective, compute_advantages
+from rlhf.algo.advantages import compute_advantages
+from rlhf.algo.kl import Coefs
+from rlhf.algo.objective import Objective
+from rlhf.batching import extend
 from rlhf.config.algorithm import DpoLoss, Online
 from rlhf.config.presets import PRESETS
 from rlhf.config.sections import OptimizerConfig, RewardModelLoss
@@ -46,7 +49,7 @@ from rlhf.runtime.micro_batch import AdaptiveMicroBatch
 from rlhf.training.losses import DemonstrationLoss, PairwiseLoss, online_losses, stack_sides, sum_logprobs
 from rlhf.training.rollout import compute_logprobs_and_values
 from rlhf.training.step import Loss, LossBatch, optimizer_step
-from rlhf.types import AnnotatedPairs, Completions, Demonstrations, PreferencePairs, Scores, extend
+from rlhf.types import AnnotatedPairs, Completions, Demonstrations, PreferencePairs, Scores
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"log_probs": "naive", "packing": "off"},

@@ -37,12 +37,12 @@ from torch import Tensor, nn  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from rlhf.algo.masked import Mean  # noqa: E402
+from rlhf.batching import Batch  # noqa: E402
 from rlhf.config.sections import OptimizerConfig, RunConfig  # noqa: E402
 from rlhf.config.sharding import ShardingConfig  # noqa: E402
 from rlhf.runtime.distributed import shutdown  # noqa: E402
 from rlhf.runtime.engine import TrainableModel, make_engine  # noqa: E402
 from rlhf.training.step import LossBatch, optimizer_step  # noqa: E402
-from rlhf.types import Batch  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "memory_per_rank.json"
 MODES = ("ddp", "zero1", "zero2", "zero3")

@@ -81,7 +81,7 @@ def _report_error(error: UserError, rank: int) -> None:
     ranks once one has exited, and would end the one about to print too.
     """
     distributed = sys.modules.get("rlhf.runtime.distributed")
-    has_group = bool(distributed and distributed.met())
+    has_group = bool(distributed and distributed.is_initialized())
     is_duplicate = os.environ.get("LOCAL_RANK", "0") != "0" and not has_group
     if is_duplicate or (rank and getattr(error, "told_by_main", False)):
         time.sleep(SILENT_WAIT_S)
@@ -96,7 +96,7 @@ def _shut_down_distributed() -> None:
     """Shut down torch.distributed if it was initialized."""
     distributed = sys.modules.get("rlhf.runtime.distributed")
     if distributed is not None:
-        distributed.leave()
+        distributed.shutdown()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,103 +8,14 @@ without a reference the KL is zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-B = TypeVar("B", bound="Batch")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """A batch: every tensor field shares dimension 0; tuples have one entry per row; other fields hold for all rows."""
-
-    def __len__(self) -> int:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Tensor | tuple):
-                return len(value)
-        raise TypeError(f"{type(self).__name__} has no per-row field")
-
-    def rows(self: B, index: Tensor | slice) -> B:
-        """Return the rows selected by `index` (integers or a slice), in that order."""
-        assert isinstance(index, slice) or index.dtype == torch.long, "rows are named by integers, not by a mask"
-        picked: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Tensor):
-                picked[field.name] = value[index]
-            elif isinstance(value, tuple):
-                positions = range(len(value))[index] if isinstance(index, slice) else index.tolist()
-                picked[field.name] = tuple(value[i] for i in positions)
-        return replace(self, **picked)
-
-    def split(self: B, size: int, order: Tensor | None = None) -> Iterator[B]:
-        """Yield consecutive parts of at most `size` rows, reordering the rows by `order` first if it is given."""
-        order = torch.arange(len(self)) if order is None else order
-        for start in range(0, len(order), size):
-            yield self.rows(order[start : start + size])
-
-    def live_tokens(self) -> Int[Tensor, " B"]:
-        """Count the live tokens of each row, prompt and completions; the prompt of a pair counts once."""
-        masks = [getattr(self, f.name) for f in fields(self) if f.name.endswith("_mask") and f.name != "loss_mask"]
-        counts = torch.stack([mask.sum(dim=1) for mask in masks])
-        return counts.sum(dim=0)
-
-    def to(self: B, device: torch.device | str) -> B:
-        """Return the batch with its tensors on `device`."""
-        moved = {
-            f.name: getattr(self, f.name).to(device) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)
-        }
-        return replace(self, **moved)
-
-
-def group_by_size(sizes: Int[Tensor, " B"], limit: int) -> list[Int[Tensor, " part"]]:
-    """Group consecutive rows so that the sizes in a group sum to at most `limit`; a group has at least one row."""
-    groups: list[Tensor] = []
-    rows: list[int] = []
-    filled = 0
-    for row, size in enumerate(sizes.tolist()):
-        if rows and filled + size > limit:
-            groups.append(torch.tensor(rows))
-            rows, filled = [], 0
-        rows.append(row)
-        filled += size
-    return [*groups, torch.tensor(rows)] if rows else groups
-
-
-def concat(batches: Sequence[B]) -> B:
-    """Concatenate batches along dimension 0, left-padding `[B, P]` fields and right-padding `[B, T]` ones to fit."""
-    first = batches[0]
-    if len(batches) == 1:
-        return first
-    joined: dict[str, Any] = {}
-    for field in fields(first):
-        values = [getattr(batch, field.name) for batch in batches]
-        if isinstance(values[0], tuple):
-            joined[field.name] = tuple(entry for value in values for entry in value)
-        elif isinstance(values[0], Tensor):
-            joined[field.name] = torch.cat(_padded(values, left=field.name.startswith("prompt_")))
-        else:
-            assert all(value == values[0] for value in values), f"{field.name} differs between the batches: {values}"
-    return replace(first, **joined)
-
-
-def _padded(tensors: Sequence[Tensor], *, left: bool) -> list[Tensor]:
-    if tensors[0].ndim < 2:
-        return list(tensors)
-    width = max(t.shape[1] for t in tensors)
-    pads = [(width - t.shape[1], 0) if left else (0, width - t.shape[1]) for t in tensors]
-    return [torch.nn.functional.pad(t, pad) for t, pad in zip(tensors, pads, strict=True)]
-
-
-def extend(kind: type[B], batch: Batch, **new: Any) -> B:
-    """Build a `kind` from the fields of `batch` and the `new` ones: the next stage of the pipeline."""
-    return kind(**{f.name: getattr(batch, f.name) for f in fields(batch)}, **new)
+from rlhf.batching import Batch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,8 @@ from rlhf.config.load import merge, parse_overrides, train_config
 from rlhf.factory.offline import build_offline
 from rlhf.factory.online import build_online
 from rlhf.training.offline import OfflineRun, train_offline
-from rlhf.training.online import OnlineRun, train
+from rlhf.training.online import train
+from rlhf.training.online_run import OnlineRun
 
 WORDS = ("<pad>", "<bos>", "<eos>", "<unk>", "good", "bad", "red", "blue", "one", "two")
 

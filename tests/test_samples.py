@@ -7,9 +7,10 @@ import dataclasses
 import torch
 from tiny_models import BOS, EOS, completions_of, tokenizer
 
+from rlhf.batching import extend
 from rlhf.factory.models import make_decode
 from rlhf.training.rollout import sample_records
-from rlhf.types import Rollout, extend
+from rlhf.types import Rollout
 
 
 def test_completions_are_shown_without_special_tokens_and_prompts_as_they_are_read() -> None:

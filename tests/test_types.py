@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 from torch import Tensor
 
-from rlhf.types import Batch, Completions, PreferencePairs, Prompts, Rollout, Scores, concat, extend, group_by_size
+from rlhf.batching import Batch, concat, extend, group_by_size
+from rlhf.types import Completions, PreferencePairs, Prompts, Rollout, Scores
 
 
 def prompts(rows: int, width: int = 3, *, start: int = 0) -> Prompts:

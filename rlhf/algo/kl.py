@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -10,6 +11,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 Estimator = Literal["k1", "k2", "k3"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coefs:
+    """The coefficients that controllers adjust between steps."""
+
+    kl: float  # units of score per nat of KL to the reference
+    penalty: float  # weight of KL(old || new) in the penalized surrogate
 
 
 def kl_estimate(

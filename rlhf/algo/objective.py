@@ -1,6 +1,6 @@
-"""The online objective: maps the parts of an algorithm's configuration to the functions of rlhf.algo.
+"""The online objective: surrogate, KL penalty, entropy bonus and value loss, as the algorithm's configuration says.
 
-`credit` computes the advantages of a step, `lesson` selects what the update trains on, `Objective` computes its losses.
+A loss is a sum over tokens divided by a denominator of the whole minibatch: micro-batches and ranks change nothing.
 """
 
 from __future__ import annotations
@@ -12,18 +12,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rlhf.algo.advantages import (
-    gae,
-    group_centered,
-    group_normalized,
-    leave_one_out,
-    returns_minus_baseline,
-    rewards_to_go,
-    token_rewards,
-    uniform_groups,
-)
-from rlhf.algo.kl import kl_estimate
-from rlhf.algo.masked import Mean, whiten
+from rlhf.algo.kl import Coefs, kl_estimate
+from rlhf.algo.masked import Mean
 from rlhf.algo.policy_loss import (
     PolicyLoss,
     cispo_loss,
@@ -33,34 +23,18 @@ from rlhf.algo.policy_loss import (
     penalized_surrogate,
     policy_gradient_loss,
     token_weights,
-    truncated_importance,
 )
-from rlhf.algo.selection import best_worst_pairs, pair_signs, select_best
 from rlhf.algo.value_loss import clipped_value_loss, value_clip_mask
 from rlhf.config.algorithm import (
-    BatchWhiten,
-    Best,
-    BestAndWorst,
     CispoLoss,
     ClipLoss,
-    Gae,
-    Greedy,
-    Group,
     Online,
     OnlinePairLoss,
     PenaltyLoss,
     PolicyGradientLoss,
     Surrogate,
 )
-from rlhf.types import Experience, Rollout, SampledPairs, extend
-
-
-@dataclass(frozen=True, kw_only=True)
-class Coefs:
-    """The coefficients that controllers adjust between steps."""
-
-    kl: float  # units of score per nat of KL to the reference
-    penalty: float  # weight of KL(old || new) in the penalized surrogate
+from rlhf.types import Experience
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,99 +44,6 @@ class Outputs:
     logprobs: Float[Tensor, "B T"]
     entropy: Float[Tensor, "B T"]
     values: Float[Tensor, "B T"]
-
-
-def compute_advantages(
-    rollout: Rollout, algorithm: Online, coefs: Coefs, *, ratio_cap: float | None = None
-) -> Experience:
-    """Compute the rewards, advantages and returns of a whole step, with statistics over all of its rows.
-
-    Where `ratio_cap` is given, the completions come from an older policy, and the advantages are weighted by
-    policy_loss.truncated_importance with that cap.
-    """
-    mask = rollout.completion_mask
-    rewards = token_rewards(rollout.scores, _reward_penalty(rollout, algorithm, coefs), mask)
-    advantages, returns = _advantages(rollout, rewards, algorithm)
-    if ratio_cap is not None:
-        advantages = advantages * truncated_importance(rollout.logprobs, rollout.sampler_logprobs, mask, cap=ratio_cap)
-    loss_mask = mask & _trainable_rows(rollout, advantages, algorithm)[:, None]
-    return extend(
-        Experience,
-        rollout,
-        loss_mask=loss_mask,
-        rewards=rewards,
-        advantages=torch.where(loss_mask, advantages, 0.0),
-        returns=returns,
-    )
-
-
-def select_training_rows(experience: Experience, algorithm: Online) -> Experience | SampledPairs:
-    """Select what the update trains on: every row, the kept rows alone, or pairs of rows; possibly none."""
-    match algorithm.advantage:
-        case BestAndWorst():
-            return best_worst_pairs(experience)
-        case Best():
-            return experience.rows(experience.loss_mask.any(dim=1).nonzero().flatten())
-        case _:
-            return experience
-
-
-def _trainable_rows(rollout: Rollout, advantages: Float[Tensor, "B T"], algorithm: Online) -> Bool[Tensor, " B"]:
-    """Flag the rows that enter the loss."""
-    eligible = rollout.finished if algorithm.mask_truncated else torch.ones_like(rollout.finished)
-    if isinstance(algorithm.advantage, Best | BestAndWorst):
-        return eligible & (advantages != 0).any(dim=1)
-    if algorithm.drop_uniform_groups:
-        return eligible & ~uniform_groups(rollout.scores, rollout.group_size)
-    return eligible
-
-
-def _reward_penalty(rollout: Rollout, algorithm: Online, coefs: Coefs) -> Float[Tensor, "B T"]:
-    if algorithm.kl.placement != "reward":
-        return torch.zeros_like(rollout.logprobs)
-    return coefs.kl * kl_estimate(rollout.logprobs, rollout.ref_logprobs, algorithm.kl.estimator)
-
-
-def _advantages(
-    rollout: Rollout, rewards: Float[Tensor, "B T"], algorithm: Online
-) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-    mask = rollout.completion_mask
-    match algorithm.advantage:
-        case Gae() as config:
-            if config.whiten_rewards:
-                rewards = whiten(rewards, mask, shift_mean=False)
-            advantages, returns = gae(rewards, rollout.values, mask, gamma=config.gamma, gae_lambda=config.gae_lambda)
-            return (whiten(advantages, mask) if config.whiten else advantages), returns
-        case BatchWhiten() as config:
-            returns = rewards_to_go(rewards, mask, gamma=config.gamma)
-            return (whiten(returns, mask) if config.whiten else returns), returns
-        case Greedy():
-            returns = rewards_to_go(rewards, mask, gamma=1.0)
-            return returns_minus_baseline(rewards, rollout.baselines, mask), returns
-        case Group() as config:
-            return _per_row(_group_advantage(rewards.sum(dim=1), rollout.group_size, config), rewards, mask)
-        case Best() as config:
-            chosen = select_best(rewards.sum(dim=1), rollout.group_size, keep=config.keep, min_score=config.min_score)
-            return _per_row(chosen.to(rewards.dtype), rewards, mask)
-        case BestAndWorst():
-            return _per_row(pair_signs(rollout.scores, rollout.group_size), rewards, mask)
-
-
-def _per_row(
-    advantages: Float[Tensor, " B"], rewards: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
-) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-    """Spread one advantage per row over its live tokens, and compute the rewards-to-go."""
-    return torch.where(mask, advantages[:, None], 0.0), rewards_to_go(rewards, mask, gamma=1.0)
-
-
-def _group_advantage(totals: Float[Tensor, " B"], group_size: int, config: Group) -> Float[Tensor, " B"]:
-    match config.baseline:
-        case "normalized":
-            return group_normalized(totals, group_size)
-        case "centered":
-            return group_centered(totals, group_size)
-        case "leave_one_out":
-            return leave_one_out(totals, group_size)
 
 
 class Objective:

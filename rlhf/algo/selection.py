@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from rlhf.config.algorithm import Best, BestAndWorst, Online
 from rlhf.types import Experience, SampledPairs
 
 
@@ -59,3 +60,14 @@ def best_worst_pairs(experience: Experience) -> SampledPairs:
     return SampledPairs(
         prompt_ids=chosen.prompt_ids, prompt_mask=chosen.prompt_mask, margins=chosen.scores - rejected.scores, **sides
     )
+
+
+def select_training_rows(experience: Experience, algorithm: Online) -> Experience | SampledPairs:
+    """Select what the update trains on: every row, the kept rows alone, or pairs of rows; possibly none."""
+    match algorithm.advantage:
+        case BestAndWorst():
+            return best_worst_pairs(experience)
+        case Best():
+            return experience.rows(experience.loss_mask.any(dim=1).nonzero().flatten())
+        case _:
+            return experience

@@ -18,7 +18,7 @@ from rlhf.factory.context import model_folder
 from rlhf.tracking.run_folder import write_atomically
 from rlhf.tracking.trackers import encode_line, read_jsonl
 from rlhf.training.offline import OfflineRun
-from rlhf.training.online import OnlineRun
+from rlhf.training.online_run import OnlineRun
 
 COSTS = "costs.jsonl"
 FORWARD, BACKWARD = 2, 4  # FLOPs per parameter and token (Kaplan et al. 2020, section 2.1)

@@ -20,6 +20,7 @@ from jaxtyping import Float
 from rich.console import Console
 from torch import Tensor
 
+from rlhf.batching import concat
 from rlhf.compare.costs import (
     COSTS,
     Costs,
@@ -52,7 +53,7 @@ from rlhf.suites.settings import AnswerSettings, SuiteSettings
 from rlhf.tracking.run_folder import write_atomically
 from rlhf.tracking.trackers import encode_line, to_json
 from rlhf.training.rollout import sample_records
-from rlhf.types import Completions, Scores, concat
+from rlhf.types import Completions, Scores
 
 JUDGED = "judged.json"
 

@@ -9,6 +9,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
+from rlhf.batching import Batch
 from rlhf.config.data import DatasetConfig
 from rlhf.data.conversation import Prompt
 from rlhf.data.files import load_rows
@@ -16,7 +17,6 @@ from rlhf.data.formats import Completion, RowFormats, is_transcript
 from rlhf.data.rows import BadRow, Row, RowCounts
 from rlhf.data.templates import Rendered
 from rlhf.data.tokenize import Encoder
-from rlhf.types import Batch
 
 B_co = TypeVar("B_co", bound=Batch, covariant=True)
 

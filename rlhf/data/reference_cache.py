@@ -17,12 +17,13 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlhf.batching import extend
 from rlhf.config.data import ChatFormat, PreferencesConfig
 from rlhf.data.files import load_rows
 from rlhf.data.formats import LABELLED, PAIRS
 from rlhf.data.pairs import CompletionRows, LabelledSet, PairSet, load_labelled, load_pairs
 from rlhf.data.rows import RowCounts
-from rlhf.types import AnnotatedLabelledCompletions, AnnotatedPairs, extend
+from rlhf.types import AnnotatedLabelledCompletions, AnnotatedPairs
 
 VERSION = 1  # of the file format and of what the numbers mean; part of the key
 _NAME = "logprobs"

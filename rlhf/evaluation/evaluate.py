@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlhf.algo.kl import kl_estimate
 from rlhf.algo.masked import Mean
+from rlhf.batching import Batch, concat, extend
 from rlhf.evaluation.diversity import diversity
 from rlhf.models.policy_models import Models
 from rlhf.rewards.source import RewardSource
@@ -22,7 +23,7 @@ from rlhf.runtime.micro_batch import AdaptiveMicroBatch
 from rlhf.sampling.sampler import Sampler
 from rlhf.tracking.metrics import Metrics
 from rlhf.training.step import Loss
-from rlhf.types import Batch, Completions, Prompts, Rollout, Scores, concat, extend
+from rlhf.types import Completions, Prompts, Rollout, Scores
 
 LARGEST_EXPONENT = 709.0  # exp of anything larger overflows a float
 

@@ -36,7 +36,7 @@ from rlhf.rewards.judge import ChatModel
 from rlhf.rewards.source import Texts, decode
 from rlhf.runtime.engine import make_engine
 from rlhf.runtime.seeding import derive_seed
-from rlhf.training.online import NO_GRAD_BATCH_MULTIPLIER
+from rlhf.training.online_run import NO_GRAD_BATCH_MULTIPLIER
 from rlhf.types import Completions, Scores
 
 START = "start"  # the value of --against that names the model the run started from

@@ -47,7 +47,7 @@ from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
 from rlhf.runtime.engine import Engine
 from rlhf.runtime.seeding import derive_seed, seeded_initialization
 from rlhf.training.losses import completion_logprobs
-from rlhf.training.online import NO_GRAD_BATCH_MULTIPLIER
+from rlhf.training.online_run import NO_GRAD_BATCH_MULTIPLIER
 
 
 def build_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from rlhf.batching import Batch
 from rlhf.config.algorithm import DpoLoss, KtoLoss, PairLossConfig, SftLoss
 from rlhf.config.data import PreferencesConfig, SftConfig
 from rlhf.config.sections import TrainConfig, has_offline_evaluation, offline_algorithm
@@ -48,7 +49,7 @@ from rlhf.training.losses import PREFERENCE_TERM, DemonstrationLoss, LabelledLos
 from rlhf.training.offline import OfflineRun
 from rlhf.training.session import Recorder
 from rlhf.training.step import Loss
-from rlhf.types import BaselinedLabelledCompletions, Batch, Demonstrations
+from rlhf.types import BaselinedLabelledCompletions, Demonstrations
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.algo.objective import Objective
+from rlhf.batching import extend
 from rlhf.config.algorithm import AdaptiveKl, Online, PenaltyLoss
 from rlhf.config.sections import TrainConfig
 from rlhf.data.datasets import BatchStream
@@ -48,10 +49,10 @@ from rlhf.sampling.sampler import Sampler
 from rlhf.training.collect import CompletionPrefetcher
 from rlhf.training.losses import PREFERENCE_TERM
 from rlhf.training.offline import adaptive_micro_batch
-from rlhf.training.online import NO_GRAD_BATCH_MULTIPLIER, OnlineRun, sampling_key
+from rlhf.training.online_run import NO_GRAD_BATCH_MULTIPLIER, OnlineRun, sampling_key
 from rlhf.training.rollout import sample_records
 from rlhf.training.session import Recorder, TrainState
-from rlhf.types import Completions, Demonstrations, Prompts, extend
+from rlhf.types import Completions, Demonstrations, Prompts
 
 
 def build_prefetcher(

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from reward_model.evaluate import evaluate_reward_model
 from reward_model.losses import BradleyTerryLoss
 from reward_model.model import calibrate, score_pairs
+from rlhf.batching import Batch
 from rlhf.config.data import PreferencesConfig
 from rlhf.config.sections import RewardModelConfig
 from rlhf.data.datasets import BatchStream
@@ -39,7 +40,7 @@ from rlhf.runtime.distributed import Distributed
 from rlhf.runtime.seeding import derive_seed, seeded_initialization
 from rlhf.tracking.checkpoint import replace_folder
 from rlhf.training.offline import OfflineRun
-from rlhf.types import Batch, PreferencePairs
+from rlhf.types import PreferencePairs
 
 SHOW = ("loss/rm", "rm/accuracy", "policy/grad_norm", "eval/rm_accuracy")
 EVAL_NAMES = {"loss/rm": "eval/rm_loss", "rm/accuracy": "eval/rm_accuracy"}

@@ -15,7 +15,8 @@ from rlhf.factory.offline import build_offline
 from rlhf.factory.online import build_online
 from rlhf.tracking.checkpoint import replace_folder
 from rlhf.training.offline import OfflineRun, train_offline
-from rlhf.training.online import OnlineRun, train
+from rlhf.training.online import train
+from rlhf.training.online_run import OnlineRun
 from rlhf.training.session import Session
 
 

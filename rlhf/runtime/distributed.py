@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf.batching import Batch, concat
 from rlhf.errors import RankLost, UserError
-from rlhf.types import Batch, concat
 
 T = TypeVar("T")
 B = TypeVar("B", bound=Batch)

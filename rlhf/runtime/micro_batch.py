@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from rlhf.batching import Batch, group_by_size
 from rlhf.errors import ResourceError
-from rlhf.types import Batch, group_by_size
 
 T = TypeVar("T")
 

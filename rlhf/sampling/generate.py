@@ -9,11 +9,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from rlhf.batching import concat, extend
 from rlhf.config.sections import SamplingConfig
 from rlhf.models.backbone import CausalLM, autocast
 from rlhf.runtime.engine import Engine
 from rlhf.runtime.seeding import uniforms
-from rlhf.types import Completions, Prompts, concat, extend
+from rlhf.types import Completions, Prompts
 
 
 class HFSampler:

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from rlhf.batching import concat
 from rlhf.config.data import ChatFormat
 from rlhf.config.sections import Dtype, SamplingConfig
 from rlhf.data.conversation import Prompt
@@ -32,7 +33,7 @@ from rlhf.models.logprobs import completion_outputs
 from rlhf.rewards.source import decode
 from rlhf.sampling.sampler import Sampler, make_sampler
 from rlhf.suites.settings import SuiteSamplingConfig
-from rlhf.types import Completions, Prompts, concat
+from rlhf.types import Completions, Prompts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from rlhf.algo.advantages import uniform_groups
 from rlhf.algo.masked import Mean
+from rlhf.batching import concat
 from rlhf.config.algorithm import Greedy, Online
 from rlhf.rewards.source import RewardSource
 from rlhf.tracking.metrics import Metrics
 from rlhf.training.session import TrainState
-from rlhf.types import Completions, Prompts, Scores, concat
+from rlhf.types import Completions, Prompts, Scores
 
 Sample = Callable[[Prompts], Completions]
 

@@ -12,8 +12,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from rlhf.algo.kl import Coefs
 from rlhf.algo.masked import Mean
-from rlhf.algo.objective import Coefs, Objective
+from rlhf.algo.objective import Objective
 from rlhf.algo.policy_loss import Aggregate, importance_ratio, kl_old_new, token_weights
 from rlhf.algo.preference_loss import (
     PreferenceLoss,
@@ -28,6 +29,7 @@ from rlhf.algo.preference_loss import (
     simpo,
     slic,
 )
+from rlhf.batching import Batch, concat, extend
 from rlhf.config.algorithm import (
     DpoLoss,
     HingeLoss,
@@ -47,14 +49,11 @@ from rlhf.types import (
     AnnotatedLabelledCompletions,
     AnnotatedPairs,
     BaselinedLabelledCompletions,
-    Batch,
     Completions,
     Demonstrations,
     Experience,
     PreferencePairs,
     SampledPairs,
-    concat,
-    extend,
 )
 
 PREFERENCE_TERM = "preference"  # name of the loss term whose gradient reaches the policy, for Engine.train

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf.batching import Batch
 from rlhf.config.sections import BatchConfig, ScheduleConfig
 from rlhf.models.kernels.cast import weights_cast_once
 from rlhf.models.policy_models import Ema
@@ -14,7 +15,6 @@ from rlhf.runtime.micro_batch import AdaptiveMicroBatch
 from rlhf.tracking.metrics import Metrics
 from rlhf.training.session import Session
 from rlhf.training.step import Loss, LossBatch, optimizer_step
-from rlhf.types import Batch
 
 GRADIENT_PASS = "a forward and backward pass"
 

@@ -13,12 +13,13 @@ from rlhf.algo.kl import kl_estimate
 from rlhf.algo.masked import Mean, masked_mean
 from rlhf.algo.selection import best_and_worst
 from rlhf.algo.value_loss import explained_variance
+from rlhf.batching import extend
 from rlhf.config.algorithm import Best, BestAndWorst, Online
 from rlhf.config.sections import OldLogProbs
 from rlhf.models.kernels.cast import weights_cast_once
 from rlhf.models.policy_models import Models
 from rlhf.tracking.metrics import Metrics
-from rlhf.types import Completions, Experience, Rollout, Scores, extend
+from rlhf.types import Completions, Experience, Rollout, Scores
 
 PROBE_ROWS = 2  # rows per step whose log-probs the trainer computes too, to compare with the sampler's
 LOGPROB_TOLERANCE = {torch.float64: 1e-9}  # nats; below it a token's two log-probs differ by rounding only
@@ -133,8 +134,8 @@ def _live_prompt(rollout: Rollout, row: int) -> list[int]:
     return ids
 
 
-def rollout_metrics(experience: Experience, scores: Scores, models: Models, *, coef: float) -> Metrics:
-    """Compute the metrics of a step that do not depend on its update; `coef` is the KL coefficient of its rewards."""
+def rollout_metrics(experience: Experience, scores: Scores, models: Models) -> Metrics:
+    """Compute the metrics of a step that do not depend on its update."""
     mask, values = experience.completion_mask, experience.scores.double()
     sequence_kl = kl_estimate(experience.logprobs, experience.ref_logprobs, "k1").sum(dim=1)
     mismatch = (experience.sampler_logprobs - experience.logprobs).abs()

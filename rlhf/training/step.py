@@ -11,11 +11,11 @@ from torch import Tensor
 
 from rlhf.algo.masked import Mean
 from rlhf.algo.objective import divide_by_denominators
+from rlhf.batching import Batch
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.runtime.engine import TrainableModel
 from rlhf.runtime.micro_batch import AdaptiveMicroBatch
 from rlhf.tracking.metrics import Metrics
-from rlhf.types import Batch
 
 
 @runtime_checkable

@@ -10,7 +10,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf.algo.objective import Coefs, Outputs, compute_advantages
+from rlhf.algo.advantages import compute_advantages
+from rlhf.algo.kl import Coefs
+from rlhf.algo.objective import Outputs
 from rlhf.config.algorithm import Online
 from rlhf.types import Experience, Rollout
 

@@ -24,12 +24,13 @@ from algo_cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.algo.advantages import gae, rewards_to_go
-from rlhf.algo.kl import kl_estimate
+from rlhf.algo.advantages import compute_advantages, gae, rewards_to_go
+from rlhf.algo.kl import Coefs, kl_estimate
 from rlhf.algo.masked import Mean, masked_mean, masked_sum, whiten
-from rlhf.algo.objective import Coefs, Objective, Outputs, compute_advantages, divide_by_denominators
+from rlhf.algo.objective import Objective, Outputs, divide_by_denominators
+from rlhf.batching import concat
 from rlhf.config.presets import PRESETS
-from rlhf.types import Rollout, concat
+from rlhf.types import Rollout
 
 names = st.sampled_from(sorted(ALGORITHMS))
 seeds = st.integers(0, 10_000)

@@ -10,8 +10,8 @@ from algo_cases import COEFS, close, experience, online, rollout, table
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.algo.objective import compute_advantages, select_training_rows
-from rlhf.algo.selection import best_and_worst, best_worst_pairs, pair_signs, select_best
+from rlhf.algo.advantages import compute_advantages
+from rlhf.algo.selection import best_and_worst, best_worst_pairs, pair_signs, select_best, select_training_rows
 from rlhf.types import Experience, SampledPairs
 
 SCORES = table([1.0, 3.0, 2.0, 5.0, 5.0, 4.0, 7.0, 7.0, 7.0])[0]

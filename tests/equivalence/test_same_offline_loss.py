@@ -11,18 +11,20 @@ import pytest
 import torch
 from runs import largest_difference, make_model, online, ppo_tree, weights
 
+from rlhf.algo.advantages import compute_advantages
 from rlhf.algo.masked import Mean
-from rlhf.algo.objective import compute_advantages
+from rlhf.batching import Batch
 from rlhf.config.algorithm import DpoLoss, HingeLoss, IpoLoss, PairLossConfig, RobustDpoLoss
 from rlhf.config.load import merge
 from rlhf.data.reference_cache import CompletionRows
 from rlhf.data.tokenize import left_pad, right_pad
 from rlhf.runtime.micro_batch import AdaptiveMicroBatch
 from rlhf.training.losses import DemonstrationLoss, PairwiseLoss, completion_logprobs
-from rlhf.training.online import OnlineRun, update
+from rlhf.training.online import update
+from rlhf.training.online_run import OnlineRun
 from rlhf.training.rollout import compute_logprobs_and_values
 from rlhf.training.step import Loss, LossBatch, optimizer_step
-from rlhf.types import AnnotatedPairs, Batch, Demonstrations, Experience
+from rlhf.types import AnnotatedPairs, Demonstrations, Experience
 
 Tokens = list[int]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from runs import largest_difference, make_model, online, ppo_tree, quiet, trained, trained_offline, weights, write_rows
 
-from rlhf.algo.objective import compute_advantages
+from rlhf.algo.advantages import compute_advantages
 from rlhf.config.load import merge, validate
 from rlhf.config.sections import RewardModelConfig
 from rlhf.errors import ConfigError

@@ -8,7 +8,9 @@ from test_exact_gradients import COEFS, PROBLEM, REFERENCE, WORLD, Table, differ
 from torch import Tensor
 from world import make_rollout, random_table, say
 
-from rlhf.algo.objective import Objective, compute_advantages, select_training_rows
+from rlhf.algo.advantages import compute_advantages
+from rlhf.algo.objective import Objective
+from rlhf.algo.selection import select_training_rows
 from rlhf.config.algorithm import (
     Best,
     BestAndWorst,

@@ -22,8 +22,9 @@ from world import (
     say,
 )
 
-from rlhf.algo.kl import next_kl_coef, next_penalty_coef
-from rlhf.algo.objective import Coefs, Objective, compute_advantages, divide_by_denominators
+from rlhf.algo.advantages import compute_advantages
+from rlhf.algo.kl import Coefs, next_kl_coef, next_penalty_coef
+from rlhf.algo.objective import Objective, divide_by_denominators
 from rlhf.config.algorithm import Online
 
 WORLD = enumerate_world()

@@ -21,7 +21,9 @@ from world import (
     say,
 )
 
-from rlhf.algo.objective import Coefs, Objective, compute_advantages, divide_by_denominators
+from rlhf.algo.advantages import compute_advantages
+from rlhf.algo.kl import Coefs
+from rlhf.algo.objective import Objective, divide_by_denominators
 from rlhf.algo.preference_loss import kto, kto_baseline
 from rlhf.algo.selection import best_and_worst
 from rlhf.config.algorithm import KtoLoss, Offline, Online, OnlinePairLoss, SftLoss

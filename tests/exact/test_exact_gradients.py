@@ -23,7 +23,9 @@ from world import (
     say,
 )
 
-from rlhf.algo.objective import Coefs, Objective, compute_advantages
+from rlhf.algo.advantages import compute_advantages
+from rlhf.algo.kl import Coefs
+from rlhf.algo.objective import Objective
 from rlhf.config.algorithm import Online
 
 WORLD = enumerate_world()

@@ -19,9 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhf.algo.objective import Coefs, Objective, Outputs, compute_advantages
+from rlhf.algo.advantages import compute_advantages
+from rlhf.algo.kl import Coefs
+from rlhf.algo.objective import Objective, Outputs
+from rlhf.batching import extend
 from rlhf.config.algorithm import Online
-from rlhf.types import Completions, Experience, Rollout, extend
+from rlhf.types import Completions, Experience, Rollout
 
 EOS = 0
 

@@ -15,7 +15,8 @@ from rlhf.cli import main
 from rlhf.config.load import merge
 from rlhf.errors import DivergenceError, NonFiniteScores, RewardError
 from rlhf.training.offline import train_offline
-from rlhf.training.online import OnlineRun, train
+from rlhf.training.online import train
+from rlhf.training.online_run import OnlineRun
 
 
 def poison(run: OnlineRun, steps: set[int], value: float = math.nan) -> None:

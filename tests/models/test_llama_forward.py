@@ -50,7 +50,7 @@ def gradients(model: CausalLM, batch: Completions) -> Found:
 def with_modules(patch: pytest.MonkeyPatch, model: CausalLM, batch: Completions) -> Found:
     with patch.context() as inside:
         for where in (lean, logprobs):
-            inside.setattr(where, "is_lean", lambda _: False)
+            inside.setattr(where, "supports_fused", lambda _: False)
         return gradients(model, batch)
 
 

@@ -67,7 +67,7 @@ CHOOSING = [
     ),
     Mutant(
         name="rejection-learns-from-all",
-        file="rlhf/algo/objective.py",
+        file="rlhf/algo/advantages.py",
         before="    if isinstance(algorithm.advantage, Best | BestAndWorst):\n",
         after="    if isinstance(algorithm.advantage, BestAndWorst):\n",
         why="the loss is divided by the tokens of the rejected completions too: a step n times too small",
@@ -75,7 +75,7 @@ CHOOSING = [
     ),
     Mutant(
         name="rejected-completions-cost-a-pass",
-        file="rlhf/training/online.py",
+        file="rlhf/training/online_run.py",
         before="tokens += count_tokens(minibatch)",
         after="tokens += count_tokens(experience)",
         why="an arm is billed for passes over completions that it threw away: unequal budgets",

@@ -159,7 +159,7 @@ MACHINERY = [
     ),
     Mutant(
         name="warmup-trains-the-policy",
-        file="rlhf/training/online.py",
+        file="rlhf/training/online_run.py",
         before="policy = [] if _is_warming_up(run, step) else [run.policy]",
         after="policy = [run.policy]",
         why="critic warm-up moves the policy along an untrained critic",

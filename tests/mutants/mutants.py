@@ -131,7 +131,7 @@ MUTANTS = [
     ),
     Mutant(
         name="uniform-groups-inverted",
-        file="rlhf/algo/objective.py",
+        file="rlhf/algo/advantages.py",
         before="return eligible & ~uniform_groups(",
         after="return eligible & uniform_groups(",
         why="DAPO keeps the groups with nothing to learn and drops the others",
@@ -339,7 +339,7 @@ MUTANTS = [
     ),
     Mutant(
         name="kl-coefficient-of-the-configuration",
-        file="rlhf/algo/objective.py",
+        file="rlhf/algo/advantages.py",
         before="return coefs.kl * kl_estimate(",
         after="return algorithm.kl.coef * kl_estimate(",
         why="the adaptive controller moves a number that nothing reads",
@@ -363,7 +363,7 @@ MUTANTS = [
     ),
     Mutant(
         name="returns-of-whitened-advantages",
-        file="rlhf/algo/objective.py",
+        file="rlhf/algo/advantages.py",
         before="return (whiten(advantages, mask) if config.whiten else advantages), returns",
         after="return whiten(advantages, mask), whiten(advantages, mask) + rollout.values",
         why="the critic learns whitened targets",
@@ -371,7 +371,7 @@ MUTANTS = [
     ),
     Mutant(
         name="whitened-rewards-lose-their-mean",
-        file="rlhf/algo/objective.py",
+        file="rlhf/algo/advantages.py",
         before="whiten(rewards, mask, shift_mean=False)",
         after="whiten(rewards, mask)",
         why="every token pays the mean reward: the length is rewarded or punished",
@@ -395,7 +395,7 @@ MUTANTS = [
     ),
     Mutant(
         name="prompts-padded-right",
-        file="rlhf/types.py",
+        file="rlhf/batching.py",
         before='left=field.name.startswith("prompt_")',
         after="left=False",
         why="joined batches leave a gap between prompt and completion",
@@ -403,7 +403,7 @@ MUTANTS = [
     ),
     Mutant(
         name="references-out-of-order",
-        file="rlhf/types.py",
+        file="rlhf/batching.py",
         before="tuple(value[i] for i in positions)",
         after="tuple(value[i] for i in sorted(positions))",
         why="after a shuffle a function reward reads another row's answer",
@@ -411,7 +411,7 @@ MUTANTS = [
     ),
     Mutant(
         name="split-ignores-the-order",
-        file="rlhf/types.py",
+        file="rlhf/batching.py",
         before="order = torch.arange(len(self)) if order is None else order",
         after="order = torch.arange(len(self))",
         why="every epoch sees the same minibatches",

@@ -18,7 +18,7 @@ OVERLAPPING = [
     ),
     Mutant(
         name="importance-left-out",
-        file="rlhf/algo/objective.py",
+        file="rlhf/algo/advantages.py",
         before="    if ratio_cap is not None:",
         after="    if ratio_cap is not None and ratio_cap < 0:",
         why="completions of an older policy are learned from as if the present one had drawn them",
@@ -50,7 +50,7 @@ OVERLAPPING = [
     ),
     Mutant(
         name="portions-one-short",
-        file="rlhf/types.py",
+        file="rlhf/batching.py",
         before="if rows and filled + size > limit:",
         after="if rows and filled + size >= limit:",
         why="passes are smaller than asked for",
@@ -58,7 +58,7 @@ OVERLAPPING = [
     ),
     Mutant(
         name="portions-too-large",
-        file="rlhf/types.py",
+        file="rlhf/batching.py",
         before="        filled += size",
         after="        filled = size",
         why="a pass takes more tokens than fit: out of memory",

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from reward_model.source import RewardModelSource, truncate_row
+from rlhf.batching import concat
 from rlhf.data.tokenizer import shares_vocabulary
 from rlhf.errors import ModelError, RewardError
 from rlhf.models.scalar_head import ScalarHeadModel, sequence_scores
-from rlhf.types import Completions, concat
+from rlhf.types import Completions
 
 
 def fields(batch: Completions) -> tuple[Tensor, Tensor, Tensor, Tensor]:

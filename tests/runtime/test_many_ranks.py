@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rlhf.algo.masked import Mean
+from rlhf.batching import Batch
 from rlhf.config.sections import OptimizerConfig
 from rlhf.errors import CheckpointError, RankLost
 from rlhf.runtime import distributed as ranks_module
@@ -22,7 +23,6 @@ from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.runtime.engine import LocalModel
 from rlhf.tracking.checkpoint import Checkpoints
 from rlhf.training.step import LossBatch, optimizer_step
-from rlhf.types import Batch
 
 T = TypeVar("T")
 

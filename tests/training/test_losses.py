@@ -11,10 +11,11 @@ import torch
 from runs import online, ppo_tree
 from torch import Tensor, nn
 
-from rlhf.algo.objective import compute_advantages
+from rlhf.algo.advantages import compute_advantages
 from rlhf.runtime.micro_batch import AdaptiveMicroBatch
 from rlhf.training.losses import online_losses
-from rlhf.training.online import OnlineRun, _draw, update
+from rlhf.training.online import update
+from rlhf.training.online_run import OnlineRun, _draw
 from rlhf.training.rollout import compute_logprobs_and_values
 from rlhf.types import Experience
 

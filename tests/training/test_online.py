@@ -15,7 +15,8 @@ from runs import largest_difference, online, ppo_tree, trained, weights, write_r
 from rlhf.models.policy_models import Models
 from rlhf.rewards.source import RewardSource
 from rlhf.training.losses import DemonstrationLoss
-from rlhf.training.online import OnlineRun, train
+from rlhf.training.online import train
+from rlhf.training.online_run import OnlineRun
 from rlhf.types import Completions, Demonstrations, Scores
 
 GROUPS: dict[str, Any] = {

@@ -14,7 +14,8 @@ from tiny_models import ragged
 from rlhf.config.load import train_config
 from rlhf.errors import ConfigError, RewardError
 from rlhf.training.collect import sample_and_score_in_parts
-from rlhf.training.online import sampling_key, train
+from rlhf.training.online import train
+from rlhf.training.online_run import sampling_key
 from rlhf.types import Completions, Prompts, Scores
 
 PATIENCE_S = 60.0

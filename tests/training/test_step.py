@@ -13,11 +13,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rlhf.algo.masked import Mean
+from rlhf.batching import Batch
 from rlhf.config.sections import OptimizerConfig, RunConfig
 from rlhf.errors import ConfigError
 from rlhf.runtime.engine import Engine, TrainableModel, lr_factor, make_engine
 from rlhf.training.step import LossBatch, optimizer_step
-from rlhf.types import Batch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from rlhf.batching import extend
 from rlhf.config.sections import SamplingConfig
 from rlhf.models.backbone import CausalLM, autocast
 from rlhf.runtime.engine import Engine
@@ -27,7 +28,7 @@ from rlhf.sampling.fast.decoder import (
 from rlhf.sampling.fast.kv_cache import KVCache
 from rlhf.sampling.fast.llama import FusedDecoder, supports_fused_decoding, supports_length
 from rlhf.sampling.generate import HFSampler, repeat_rows
-from rlhf.types import Completions, Prompts, extend
+from rlhf.types import Completions, Prompts
 
 BLOCK = 64  # probabilities summed as one block
 

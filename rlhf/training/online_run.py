@@ -1,0 +1,244 @@
+"""An online run: its collaborators, and the parts of a step that only sequence them. The loop is in online.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from rlhf.algo.kl import Coefs, next_kl_coef, next_penalty_coef
+from rlhf.algo.objective import Objective
+from rlhf.config.algorithm import AdaptiveKl, Online, PenaltyLoss
+from rlhf.config.sections import TrainConfig
+from rlhf.errors import NonFiniteScores, RewardError
+from rlhf.models.policy_models import Ema, Models
+from rlhf.rewards.source import RewardSource
+from rlhf.runtime.engine import TrainableModel, lr_factor
+from rlhf.runtime.micro_batch import AdaptiveMicroBatch
+from rlhf.runtime.seeding import derive_seed
+from rlhf.sampling.sampler import Sampler
+from rlhf.tracking.metrics import Metrics
+from rlhf.training.collect import Collected, CompletionPrefetcher, Draw, collect, live_tokens, sample_and_score_in_parts
+from rlhf.training.losses import DemonstrationLoss, OnlineLoss, SampledPairLoss, count_tokens
+from rlhf.training.rollout import compute_logprobs_and_values, sample_records
+from rlhf.training.session import Session
+from rlhf.training.step import LossBatch
+from rlhf.types import Completions, Demonstrations, Experience, Prompts, Rollout, SampledPairs, Scores
+
+NO_GRAD_BATCH_MULTIPLIER = 4  # size of a pass without gradient, in micro-batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineRun:
+    """The collaborators of an online run, made by rlhf.factory."""
+
+    config: TrainConfig
+    algorithm: Online
+    session: Session
+    prompts: Callable[[int], Prompts]  # the prompts of a step
+    refill: Callable[[int], Prompts]  # as many other prompts; rounds count from 1 over the whole run
+    ptx: Callable[[int], Demonstrations] | None  # the demonstrations mixed into a step (PPO-ptx)
+    sampler: Sampler
+    ahead: CompletionPrefetcher | None  # samples the next step's completions during the update
+    reward: RewardSource
+    models: Models
+    policy: TrainableModel
+    critic: TrainableModel | None  # None if there is none, or if it shares the policy's backbone
+    objective: Objective
+    ema: Ema | None
+    rows: AdaptiveMicroBatch  # micro-batch of a pass with gradient
+    passes: AdaptiveMicroBatch  # micro-batch of a pass without gradient
+    decode: Callable[[Sequence[int]], str]  # token ids to text, for samples.jsonl
+    export: Callable[[Path], None]  # writes the trained model as a standard model folder
+
+    @property
+    def coefs(self) -> Coefs:
+        """Return the current KL coefficients."""
+        return Coefs(kl=self.session.state.kl_coef, penalty=self.session.state.penalty_coef)
+
+    @property
+    def ratio_cap(self) -> float | None:
+        """Return the cap of the importance weight of completions sampled by an older policy; None if none are."""
+        return None if self.ahead is None else self.config.overlap.ratio_cap
+
+
+def sample_and_score(run: OnlineRun, step: int) -> Collected | None:
+    """Sample and score the step's completions; None if a score is NaN or infinite, in which case the step is skipped.
+
+    Raises:
+        RewardError: the reward gave no scores; the run is saved as it was before the step.
+    """
+    size = run.config.sampling.completions_per_prompt
+    try:
+        return collect(run.prompts(step), _draw(run, step), partial(_refill, run, step), run.algorithm, group_size=size)
+    except NonFiniteScores as error:
+        run.session.skip_step(error)
+        run.session.state.completions += len(run.prompts(step)) * size
+        run.session.report(_counts(run), tokens=0)
+        return None
+    except RewardError as error:
+        raise run.session.save_and_explain(error) from error
+
+
+def annotate(run: OnlineRun, collected: Collected) -> Rollout:
+    """Add log-probabilities of policy and reference, and values, in passes as large as memory allows."""
+    with run.session.recorder.phase("annotate"):
+        return run.passes.run(
+            lambda size: compute_logprobs_and_values(
+                collected.completions,
+                collected.scores,
+                run.models,
+                cut=lambda rows: run.passes.cut(rows, size),
+                baselines=collected.baselines,
+                old_log_probs=run.config.sampling.old_log_probs if run.ahead is None else "trainer",
+            )
+        )
+
+
+def trained_models(run: OnlineRun, step: int) -> list[TrainableModel]:
+    """Return the models that this step trains: the critic alone during its warm-up."""
+    policy = [] if _is_warming_up(run, step) else [run.policy]
+    return policy + ([run.critic] if run.critic is not None else [])
+
+
+def demonstrations(run: OnlineRun, step: int) -> list[LossBatch]:
+    """Return the demonstrations mixed into this step with their loss (PPO-ptx), or nothing."""
+    if run.ptx is None:
+        return []
+    loss = DemonstrationLoss(run.models, aggregate="token_mean", coef=run.algorithm.ptx_coef, name="ptx")
+    return [LossBatch(run.ptx(step), loss)]
+
+
+def lr_factor_at(run: OnlineRun, step: int) -> float:
+    """Return the schedule's factor of the learning rates at this step."""
+    schedule = run.config.schedule
+    total = run.session.total_steps
+    return lr_factor(step, steps=total, warmup_steps=schedule.warmup_steps, decay=schedule.decay)
+
+
+@dataclass
+class UpdateRecord:
+    """The metrics of one update, collected over its optimizer steps, and whether it is to stop early."""
+
+    run: OnlineRun
+    metrics: Metrics = field(default_factory=Metrics)
+    steps: int = 0
+    steps_taken: int = 0  # less those skipped for a NaN, or in which the policy had no gradient
+    tokens: int = 0
+    last_kl: float = 0.0
+    should_stop: bool = False  # the policy has moved too far from the one that sampled (target_kl)
+
+    def add(
+        self, step_metrics: Metrics, minibatch: Experience | SampledPairs, policy_loss: OnlineLoss | SampledPairLoss
+    ) -> None:
+        """Count an optimizer step.
+
+        Raises:
+            DivergenceError: too many in a row could not be taken.
+        """
+        target_kl = self.run.algorithm.target_kl
+        self.run.session.check_update(step_metrics)
+        if self.steps == 0:
+            deviation = self.run.session.ranks.largest(policy_loss.ratio_deviation)
+            self.metrics.add("policy/first_ratio_deviation", deviation)
+        self.metrics.merge(step_metrics)
+        self.steps += 1
+        self.steps_taken += "policy/lr" in step_metrics
+        self.tokens += count_tokens(minibatch)
+        self.last_kl = step_metrics["kl/old"]
+        self.should_stop = target_kl is not None and self.last_kl > 1.5 * target_kl
+
+    def finish(self) -> Metrics:
+        """Return the metrics of the whole update."""
+        self.metrics.add("policy/optimizer_steps", float(self.steps_taken))
+        self.metrics.add("completion/trained_tokens", float(self.tokens))
+        if self.steps:
+            self.metrics.add("kl/old_last", self.last_kl)
+        if self.run.algorithm.target_kl is not None:
+            self.metrics.add("policy/early_stop", float(self.should_stop))
+        return self.metrics
+
+
+def finish_step(run: OnlineRun, step: int, rollout: Rollout, collected: Collected, metrics: Metrics) -> None:
+    """Update the KL coefficients and the moving average, count the completions, and report the step."""
+    _update_controllers(run, metrics, len(rollout), step)
+    run.session.state.completions += len(rollout) + collected.extra
+    run.session.report(metrics.values() | _counts(run), tokens=live_tokens(rollout))
+    if step % run.config.logging.every == 0:
+        records = sample_records(rollout, run.decode, step=step, split="train", limit=run.config.logging.samples)
+        run.session.recorder.samples(records)
+
+
+def sampling_key(config: TrainConfig, step: int, *names: int | str) -> int:
+    """Derive the seed for sampling this step's completions."""
+    return derive_seed(config.run.seed, "train", step, *names)
+
+
+def _draw(run: OnlineRun, step: int) -> Draw:
+    """Return the function that samples and scores completions for this step."""
+    phase = run.session.recorder.phase
+
+    def draw(prompts: Prompts, *names: int | str, group_size: int, greedy: bool = False) -> tuple[Completions, Scores]:
+        key = sampling_key(run.config, step, *names)
+
+        def sample(part: Prompts) -> Completions:
+            return run.sampler.sample(part, key=key, group_size=group_size, greedy=greedy)
+
+        if run.config.overlap.reward_parts > 1:
+            with phase("sample"):
+                return sample_and_score_in_parts(prompts, sample, run.reward, parts=run.config.overlap.reward_parts)
+        with phase("sample"):
+            completions = sample(prompts) if run.ahead is None else run.ahead.take(step)
+        with phase("score"):
+            return completions, run.reward(completions)
+
+    return draw
+
+
+def _refill(run: OnlineRun, step: int, number: int) -> Prompts:
+    """Return prompts that no other refill round of any step gets (until an epoch of them ends)."""
+    return run.refill((step - 1) * run.algorithm.refill_rounds + number)
+
+
+def _is_warming_up(run: OnlineRun, step: int) -> bool:
+    """Check whether this step trains the critic alone."""
+    return run.critic is not None and step <= run.config.critic.warmup_steps
+
+
+def _update_controllers(run: OnlineRun, metrics: Metrics, completions: int, step: int) -> None:
+    """Update the KL coefficients for the next step, and the moving average of the weights.
+
+    A controller reacts to how far the policy has moved. Coefficients stay as they are while the policy may not move (in
+    the critic's warm-up), and that of the penalty also after a step without an optimizer step: both KLs are then 0
+    by construction.
+    """
+    state = run.session.state
+    metrics.add("kl/coef", state.kl_coef)
+    controller = run.algorithm.kl.controller
+    if isinstance(controller, AdaptiveKl) and not _is_warming_up(run, step):
+        state.kl_coef = next_kl_coef(
+            state.kl_coef,
+            kl=metrics["kl/reference"],
+            target=controller.target,
+            horizon=controller.horizon,
+            completions=completions,
+        )
+    if isinstance(run.algorithm.policy_loss, PenaltyLoss):
+        metrics.add("kl/penalty_coef", state.penalty_coef)
+        if metrics["policy/optimizer_steps"] > 0:
+            state.penalty_coef = next_penalty_coef(
+                state.penalty_coef, kl=metrics["kl/old_last"], target=run.algorithm.policy_loss.target
+            )
+    if run.ema is not None:
+        run.ema.update()
+
+
+def _counts(run: OnlineRun) -> dict[str, float]:
+    state = run.session.state
+    return {
+        "completion/count": float(state.completions),
+        "skipped/nonfinite": float(state.skipped),
+        "skipped/zero_gradient": float(state.idle),
+        "skipped/unscored": float(state.unscored),
+    }
