@@ -63,11 +63,27 @@ def best_worst_pairs(experience: Experience) -> SampledPairs:
 
 
 def select_training_rows(experience: Experience, algorithm: Online) -> Experience | SampledPairs:
-    """Select what the update trains on: every row, the kept rows alone, or pairs of rows; possibly none."""
+    """Select what the update trains on: the rows with a token in the loss, or pairs of rows.
+
+    A row of a dropped group, or one that was cut off and masked, adds nothing to any sum or denominator: it takes no
+    forward pass, and minibatches are drawn from the others. A critic learns from every row. There may be no pairs and
+    no kept rows; where a group algorithm has dropped everything, all rows are returned, and have a gradient of zero.
+    """
     match algorithm.advantage:
         case BestAndWorst():
             return best_worst_pairs(experience)
         case Best():
-            return experience.rows(experience.loss_mask.any(dim=1).nonzero().flatten())
+            return experience.rows(_rows_in_loss(experience))
+        case _ if _drops_rows(algorithm) and len(_rows_in_loss(experience)):
+            return experience.rows(_rows_in_loss(experience))
         case _:
             return experience
+
+
+def _rows_in_loss(experience: Experience) -> Int[Tensor, " N"]:
+    return experience.loss_mask.any(dim=1).nonzero().flatten()
+
+
+def _drops_rows(algorithm: Online) -> bool:
+    """Check whether some rows are in no loss at all; a critic learns from every row."""
+    return algorithm.value_loss is None and (algorithm.drop_uniform_groups or algorithm.mask_truncated)

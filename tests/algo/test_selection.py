@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from algo_cases import COEFS, close, experience, online, rollout, table
+from algo_cases import CLIP_PPO, COEFS, close, experience, online, output_rows, outputs, rollout, table
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.algo.advantages import compute_advantages
+from rlhf.algo.objective import Objective
 from rlhf.algo.selection import best_and_worst, best_worst_pairs, pair_signs, select_best, select_training_rows
 from rlhf.types import Experience, SampledPairs
 
@@ -124,3 +126,36 @@ def test_other_algorithms_learn_from_every_row() -> None:
     algorithm = online(advantage={"type": "group"})
     batch = experience(algorithm)
     assert select_training_rows(batch, algorithm) is batch
+
+
+DROPPED = {"advantage": {"type": "group"}, "drop_uniform_groups": True}
+
+
+def test_rows_of_dropped_groups_take_no_pass_and_the_loss_is_the_same() -> None:
+    algorithm = online(**DROPPED)
+    plain = rollout(seed=5)
+    uniform = torch.arange(len(plain)) < plain.group_size
+    batch = compute_advantages(replace(plain, scores=torch.where(uniform, 1.0, plain.scores)), algorithm, COEFS)
+    selected = select_training_rows(batch, algorithm)
+    assert isinstance(selected, Experience)
+    assert selected.row_ids.tolist() == batch.row_ids[plain.group_size :].tolist()
+    objective, logprobs = Objective(algorithm, max_tokens=5), outputs(batch)
+    assert objective.denominators(selected)["policy"] == objective.denominators(batch)["policy"]
+    kept = output_rows(logprobs, torch.arange(plain.group_size, len(plain)))
+    whole, part = objective.loss(batch, logprobs, COEFS), objective.loss(selected, kept, COEFS)
+    close(part[0]["policy"], whole[0]["policy"])
+    for name, mean in whole[1].items():
+        assert (part[1][name].total, part[1][name].weight) == pytest.approx((mean.total, mean.weight)), name
+
+
+def test_a_critic_learns_from_rows_that_the_policy_leaves_out() -> None:
+    algorithm = online(**CLIP_PPO, mask_truncated=True)
+    batch = compute_advantages(rollout(seed=5), algorithm, COEFS)
+    assert select_training_rows(batch, algorithm) is batch
+
+
+def test_where_every_group_is_dropped_all_rows_are_left_and_teach_nothing() -> None:
+    algorithm = online(**DROPPED)
+    batch = compute_advantages(replace(rollout(), scores=torch.ones(8, dtype=torch.float64)), algorithm, COEFS)
+    assert select_training_rows(batch, algorithm) is batch
+    assert not batch.loss_mask.any()
