@@ -29,21 +29,21 @@ def steps_of(options: argparse.Namespace) -> int:
 
 
 def sizes_of(options: argparse.Namespace) -> Sizes:
-    """The sizes of a step: defaults of the model, and what the options say otherwise."""
+    """Return the sizes of a step: the model's defaults, and what the options say otherwise."""
     given = {size.name: getattr(options, size.name) for size in fields(Sizes)}
     defaults = Sizes() if options.model is None else REAL_SIZES
     return replace(defaults, **{name: number for name, number in given.items() if number is not None})
 
 
 def make_chosen_work(options: argparse.Namespace, folder: Path, steps: int, sizes: Sizes) -> Workload:
-    """The models and rows in `folder`, real or random."""
+    """Prepare the models and rows in `folder`, real or random."""
     if options.model is None:
         return make_work(folder, options.size, steps, sizes)
     return make_real_work(folder, options.model, options.pairs, steps, sizes, max_tokens=options.max_tokens)
 
 
 def describe(workload: Workload, sizes: Sizes) -> str:
-    """What one step of each trainer is made of, in numbers of rows and tokens."""
+    """Describe one step of each trainer in numbers of rows and tokens."""
     side = (workload.chosen + workload.rejected) / 2
     return (
         f"{workload.parameters:,} parameters; tokens: {workload.prompt:.0f} a prompt, {side:.0f} a completion of the "

@@ -48,7 +48,7 @@ REWARD = f"{Path(__file__).with_name('work.py')}:score"
 
 
 def tree_of(job: Job, out: Path) -> Tree:
-    """The configuration of the run."""
+    """Build the configuration of the run."""
     folder, sizes = Path(job.folder), job.sizes
     policy = {"model": str(folder / "policy"), "lr": LR, "dtype": job.dtype}
     tree: Tree = {
@@ -250,7 +250,7 @@ def _marked(session: Session, device: str) -> list[float]:
 
 
 def main() -> None:
-    """One job."""
+    """Run one job."""
     job = Job.read(sys.argv[1])
     torch.set_num_threads(job.threads)
     with tempfile.TemporaryDirectory(prefix="rlhf-bench-") as out:

@@ -29,7 +29,7 @@ class EncodedPair:
 def make_real_work(
     folder: Path, model: Path, pairs: Path, steps: int, sizes: Sizes, *, max_tokens: int = 192
 ) -> Workload:
-    """A published model and real pairs in `folder`, in the form of `work.make_work`.
+    """Prepare a published model and real pairs in `folder`, in the form of `work.make_work`.
 
     Args:
         folder: receives policy/, reward/, the rows and workload.json.
@@ -71,7 +71,7 @@ def make_real_work(
 
 
 def load_model(model: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model and tokenizer of a folder or GGUF file; a GGUF file's weights are dequantized to float32."""
+    """Load the model and tokenizer of a folder or GGUF file; a GGUF file's weights are dequantized to float32."""
     folder, gguf = gguf_file(model)
     if gguf is None:
         return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -86,7 +86,7 @@ def load_model(model: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def gguf_file(model: Path) -> tuple[Path, str | None]:
-    """The folder of a model and the name of its GGUF file, None where the folder is an ordinary one."""
+    """Return the folder of a model and the name of its GGUF file; None for an ordinary folder."""
     if model.is_file():
         return model.parent, model.name
     if (model / "config.json").is_file():
@@ -98,7 +98,7 @@ def gguf_file(model: Path) -> tuple[Path, str | None]:
 
 
 def read_rows(path: Path) -> list[Mapping[str, str]]:
-    """The rows of a JSON lines file, gzipped or not."""
+    """Read the rows of a JSON lines file, gzipped or not."""
     if not path.is_file():
         raise SystemExit(f"--pairs {path}: no such file")
     opened = gzip.open if path.suffix == ".gz" else open
@@ -109,7 +109,7 @@ def read_rows(path: Path) -> list[Mapping[str, str]]:
 def encode_pairs(
     rows: Iterable[Mapping[str, str]], tokenizer: PreTrainedTokenizerBase, max_tokens: int
 ) -> Iterator[EncodedPair]:
-    """The pairs both sides read alike, their prompts written by the chat template (as they are where there is none).
+    """Render the pairs that both sides read, their prompts by the chat template (as they are where there is none).
 
     Left out: pairs that are too long, and those whose tokens differ where prompt and completion are encoded as one.
     """
@@ -126,14 +126,14 @@ def encode_pairs(
 
 
 def ids_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The ids of a text, without the special tokens that a tokenizer may put around it."""
+    """Encode a text without the special tokens that a tokenizer may put around it."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def replayed_completions(
     encoded: list[EncodedPair], tokenizer: PreTrainedTokenizerBase, sizes: Sizes
 ) -> list[list[int]]:
-    """Completions of full length for a first step: the data's completions one after the other, cut, without EOS."""
+    """Make completions of full length for a first step: the data's completions joined and cut, without EOS."""
     stream = [token for row in encoded for token in row.chosen if token not in tokenizer.all_special_ids]
     count = max(sizes.completions(trainer) for trainer in ONLINE)
     tokens = list(islice(cycle(stream), count * sizes.new_tokens))
@@ -141,7 +141,7 @@ def replayed_completions(
 
 
 def pad_for_peer(tokenizer: PreTrainedTokenizerBase, rows: list[EncodedPair]) -> str | None:
-    """A token for the peer to pad with, which tells padding by its id; None where the tokenizer's own can serve.
+    """Choose a token for the peer to pad with, which tells padding by its id; None if the tokenizer's own can serve.
 
     Where the pad token is the EOS, its PPO would not see the ends of the prompt's turns, and its reward model would
     read a token too early.

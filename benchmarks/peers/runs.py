@@ -1,4 +1,4 @@
-"""Start one side's job in a process of its own and read what it found."""
+"""Start one side's job in a process of its own and read what it result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SideResult = dict[str, Any]
 
 
 def run_side(python: str, script: str, job: Job, folder: Path) -> SideResult:
-    """One job; its plan is written into `folder`.
+    """Run one job; its plan is written into `folder`.
 
     Raises:
         RuntimeError: it failed; with the last lines it wrote.
@@ -29,11 +29,11 @@ def run_side(python: str, script: str, job: Job, folder: Path) -> SideResult:
     )
     if done.returncode:
         raise RuntimeError(f"{script} {job.trainer}: {done.stderr[-2000:]}")
-    found: SideResult = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: SideResult = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
-def phase(found: SideResult, name: str) -> float | None:
-    """The median seconds of a phase; None where it was not seen."""
-    values = [each[name] for each in found["phases"] if name in each]
+def phase(result: SideResult, name: str) -> float | None:
+    """Return the median seconds of a phase; None if it did not occur."""
+    values = [each[name] for each in result["phases"] if name in each]
     return statistics.median(values) if values else None

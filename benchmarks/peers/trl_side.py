@@ -123,7 +123,7 @@ class Generation:
 
 
 def watch_first_update(trainer: Any, passes: int) -> dict[str, float]:
-    """The loss and the norm of the gradient of the first optimizer step, of so many passes; filled while it trains."""
+    """Watch the loss and gradient norm of the first optimizer step, of so many passes; filled while it trains."""
     first: dict[str, float] = {}
     plain, calls = trainer.accelerator.backward, itertools.count(1)
 
@@ -142,7 +142,7 @@ def watch_first_update(trainer: Any, passes: int) -> dict[str, float]:
 
 
 def passes_of(job: Job) -> int:
-    """Passes of an optimizer step: one, or as many of 16 rows as it takes."""
+    """Count the passes of an optimizer step: one, or as many of 16 rows as it takes."""
     if not job.lean or job.trainer == "ppo":  # its PPO would count several passes as one optimizer step an epoch
         return 1
     rows = job.sizes.completions(job.trainer) if job.trainer in ONLINE else job.sizes.rows
@@ -150,7 +150,7 @@ def passes_of(job: Job) -> int:
 
 
 def trainer_of(job: Job, out: str) -> Any:
-    """The trainer, its data and models as job says."""
+    """Build the trainer with its data and models as `job` says."""
     folder, sizes, passes = Path(job.folder), job.sizes, passes_of(job)
     tokenizer = AutoTokenizer.from_pretrained(folder / "policy", padding_side="left")
     tokenizer.pad_token = Workload.read(folder).peer_pad or tokenizer.pad_token
@@ -222,7 +222,7 @@ def trainer_of(job: Job, out: str) -> Any:
 
 
 def ppo_trainer(job: Job, common: dict[str, Any], tokenizer: Any, model: Any, judge: Any, prompts: Any) -> Any:
-    """The trainer of PPO, which trl 1.12.0 had last."""
+    """Build the PPO trainer, which trl 1.12.0 had last."""
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
     sizes = job.sizes
@@ -260,7 +260,7 @@ def ppo_trainer(job: Job, common: dict[str, Any], tokenizer: Any, model: Any, ju
 
 
 def main() -> None:
-    """One job."""
+    """Run one job."""
     job = Job.read(sys.argv[1])
     torch.set_num_threads(job.threads)
     with tempfile.TemporaryDirectory(prefix="trl-bench-") as out, contextlib.redirect_stdout(sys.stderr):

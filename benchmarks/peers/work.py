@@ -49,7 +49,7 @@ class Sizes:
     new_tokens: int = NEW_TOKENS
 
     def completions(self, trainer: str) -> int:
-        """Rows that an online trainer samples in a step."""
+        """Count the rows that an online trainer samples in a step."""
         return self.ppo_prompts if trainer == "ppo" else self.prompts * self.group
 
 
@@ -73,11 +73,11 @@ class Workload:
 
     @classmethod
     def read(cls, folder: Path) -> Workload:
-        """What `write` wrote."""
+        """Read what `write` wrote."""
         return cls(**json.loads((folder / "workload.json").read_text(encoding="utf-8")))
 
     def write(self, folder: Path) -> None:
-        """As JSON, into `folder`."""
+        """Write it as JSON into `folder`."""
         (folder / "workload.json").write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
@@ -98,18 +98,18 @@ class Job:
     overrides: dict[str, Any] = field(default_factory=dict)  # of our configuration
 
     def write(self, path: Path) -> None:
-        """As JSON."""
+        """Write it as JSON."""
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, path: str) -> Job:
-        """What `write` wrote."""
+        """Read what `write` wrote."""
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         return cls(**{**content, "sizes": Sizes(**content["sizes"])})
 
 
 def llama_config(shape: str) -> LlamaConfig:
-    """The model of a shape, embeddings tied."""
+    """Build the configuration of a model of this shape, embeddings tied."""
     layers, width, heads, vocabulary = SHAPES[shape]
     return LlamaConfig(
         vocab_size=vocabulary,
@@ -127,7 +127,7 @@ def llama_config(shape: str) -> LlamaConfig:
 
 
 def products(config: PreTrainedConfig) -> tuple[float, float]:
-    """Numbers in the matrices that every token is multiplied with: of the layers, and of the LM head.
+    """Count the weights that every token is multiplied with: of the layers, and of the LM head.
 
     For families with separate query, key, value, gate, up and down projections, as Llama's.
     """
@@ -138,7 +138,7 @@ def products(config: PreTrainedConfig) -> tuple[float, float]:
 
 
 def synthetic_workload(shape: str) -> Workload:
-    """The workload of `make_work`, from the mean of the lengths that it draws."""
+    """Describe the workload of `make_work` by the mean of the lengths that it draws."""
     config = llama_config(shape)
     body, head = products(config)
     prompt, side = sum(PROMPT) / 2, sum(COMPLETION) / 2
@@ -147,7 +147,7 @@ def synthetic_workload(shape: str) -> Workload:
 
 
 def make_work(folder: Path, shape: str, steps: int, sizes: Sizes) -> Workload:
-    """A model of random weights and rows of random words in `folder`: policy/, reward/ and what `write_rows` writes."""
+    """Make a model of random weights and random rows in `folder`: policy/, reward/ and what `write_rows` writes."""
     config = llama_config(shape)
     vocabulary = config.vocab_size
     tokenizer = _tokenizer(vocabulary)
@@ -178,7 +178,7 @@ class Pair:
 
 
 def prompts_needed(steps: int, sizes: Sizes) -> int:
-    """How many prompts the steps of the greediest trainer read."""
+    """Count the prompts that the steps of the greediest trainer read."""
     return steps * max(sizes.rows, sizes.ppo_prompts, sizes.prompts)
 
 
@@ -187,7 +187,7 @@ def _first(sizes: Sizes) -> int:
 
 
 def write_rows(folder: Path, prompts: Sequence[str], pairs: Sequence[Pair], replay: list[list[int]]) -> None:
-    """prompts.jsonl, pairs.jsonl, sft.jsonl, and the completions of an online trainer's first step in replay.json."""
+    """Write prompts.jsonl, pairs.jsonl, sft.jsonl, and completions of an online trainer's first step, replay.json."""
     _write(folder / "prompts.jsonl", [{"prompt": prompt} for prompt in prompts])
     _write(folder / "pairs.jsonl", [asdict(pair) for pair in pairs])
     _write(folder / "sft.jsonl", [{"prompt": pair.prompt, "completion": pair.chosen} for pair in pairs])
@@ -195,7 +195,7 @@ def write_rows(folder: Path, prompts: Sequence[str], pairs: Sequence[Pair], repl
 
 
 def save_reward_model(model: LlamaForCausalLM, folder: Path) -> None:
-    """The layers of `model` with a scalar head of random weights, as a sequence-classification folder."""
+    """Save the layers of `model` with a random scalar head as a sequence-classification folder."""
     config = type(model.config)(**{**model.config.to_dict(), "num_labels": 1})
     classifier = LlamaForSequenceClassification(config).to(model.dtype)
     classifier.model.load_state_dict(model.model.state_dict())
