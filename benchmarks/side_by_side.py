@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 from floor import DTYPES, floors, mean_completion, measure
 from peers.options import add_work_options, describe, make_chosen_work, sizes_of, steps_of
-from peers.runs import Found, phase, run_side
+from peers.runs import SideResult, phase, run_side
 from peers.work import TRAINERS, Job, Workload
 
 GOALS = {  # TRL / ours
@@ -70,7 +70,7 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}  # relative difference that roun
 FEW_ROWS, MANY_ROWS = 64, 2048  # rows of the products whose rate is measured
 
 
-def step_seconds(result: Found, trainer: str, job: Job, *, ours: bool) -> float:
+def step_seconds(result: SideResult, trainer: str, job: Job, *, ours: bool) -> float:
     """Return the median seconds of a step."""
     seconds = statistics.median(result["steps"])
     if ours and trainer == "dpo":
@@ -85,7 +85,9 @@ def step_flops(job: Job, workload: Workload, generated: Sequence[int]) -> float:
     return sum(floor.flops for floor in phases.values())
 
 
-def summarize(job: Job, workload: Workload, rounds: list[tuple[Found, Found]], lean: Found | None = None) -> Found:
+def summarize(
+    job: Job, workload: Workload, rounds: list[tuple[SideResult, SideResult]], lean: SideResult | None = None
+) -> SideResult:
     """Summarize one trainer's rounds: ratios, phases, rates and memory."""
     sides = list(zip(*rounds, strict=True))
     seconds = [
@@ -140,7 +142,7 @@ def tolerance(job: Job) -> float:
     return TOLERANCE[job.dtype] + (1 / whitened if job.trainer == "ppo" else 0.0)
 
 
-def same_first_step(ours: Found, peer: Found, limit: float) -> bool:
+def same_first_step(ours: SideResult, peer: SideResult, limit: float) -> bool:
     """Return whether loss and gradient of the first optimizer step agree up to rounding.
 
     The tolerance of a loss near 0, as with advantages whose mean is 0, is relative to 1.
@@ -152,14 +154,14 @@ def same_first_step(ours: Found, peer: Found, limit: float) -> bool:
     return all(close)
 
 
-def _phases(sides: Sequence[Found]) -> dict[str, float]:
+def _phases(sides: Sequence[SideResult]) -> dict[str, float]:
     """Return the median seconds, over the rounds, of every phase that occurs in all of them."""
     names = sorted(set.intersection(*({name for step in side["phases"] for name in step} for side in sides)))
     values = {name: [seconds for side in sides if (seconds := phase(side, name)) is not None] for name in names}
     return {name: statistics.median(seconds) for name, seconds in values.items()}
 
 
-def row(trainer: str, summary: Found, goals: str) -> str:
+def row(trainer: str, summary: SideResult, goals: str) -> str:
     """Format a row of the table; `goals` names the entry of GOALS."""
     goal = GOALS.get(goals, {}).get(trainer)
     low, high = summary["ratio_range"]
@@ -180,7 +182,7 @@ def row(trainer: str, summary: Found, goals: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def split(trainer: str, summary: Found) -> str:
+def split(trainer: str, summary: SideResult) -> str:
     """Format the seconds of a step by phase: all phases of ours, and of TRL's the one it reports, sampling."""
     sides = []
     for side in ("ours", "peer"):
@@ -190,7 +192,7 @@ def split(trainer: str, summary: Found) -> str:
     return f"{trainer}: ours {sides[0]}; TRL {sides[1]}"
 
 
-def check(trainer: str, summary: Found) -> str:
+def check(trainer: str, summary: SideResult) -> str:
     """Format the comparison of both sides' first steps and of the lengths that they sampled afterwards."""
     ours, peer = summary["first"]
     text = (
@@ -266,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
-def _run_all(options: argparse.Namespace, folder: Path) -> Found:
+def _run_all(options: argparse.Namespace, folder: Path) -> SideResult:
     steps, sizes = steps_of(options), sizes_of(options)
     workload = make_chosen_work(options, folder, steps, sizes)
     about = {
@@ -285,7 +287,7 @@ def _run_all(options: argparse.Namespace, folder: Path) -> Found:
     goals = options.size if options.model is None else f"model {options.dtype}"
     rates = [ProductRates.measure(workload, options.device)]
     _write(f"{json.dumps(about)}\n{describe(workload, sizes)}\n\n{HEAD}")
-    summaries: dict[str, Found] = {}
+    summaries: dict[str, SideResult] = {}
     for trainer in options.trainers:
         python = options.ppo_peer_python if trainer == "ppo" else options.peer_python
         if python is None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=Section)
 
 PREFIX = "lab:"
-MADE_BY = ("gold", "lexicon", "model", "tokenizer", "world")  # the modules that determine the content of the lab
+MADE_BY = ("gold", "lexicon", "model", "world")  # the modules that determine the content of the lab
 NAMES = {
     "base": "the untrained model with its tokenizer",
     "sft.jsonl": "reviews of mixed quality to imitate",

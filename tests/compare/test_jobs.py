@@ -198,7 +198,7 @@ def test_on_a_terminal_each_cell_has_one_line(tmp_path: Path) -> None:
         ["start,", "seed", "1", "9.0s"],
     ]
     for cell in cells:
-        board.ended(cell)
+        board.cell_ended(cell)
     console.print(board._display())
     assert "start" not in console.export_text()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_rows import BATCHES, fields
+from test_packing import BATCHES, fields
 from tiny_models import tiny
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode

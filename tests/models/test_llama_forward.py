@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model
-from test_rows import BATCHES, fields
+from test_packing import BATCHES, fields
 from tiny_models import EOS, PROMPTS, completions_of, saved, tiny, tokenizer
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm

@@ -105,7 +105,7 @@ MACHINERY = [
         name="micro-batch-norms",
         file="rlhf/training/step.py",
         before="terms = divide_by_denominators(sums, norms)",
-        after="terms = divide_by_denominators(sums, part.loss.norms(micro.rows))",
+        after="terms = divide_by_denominators(sums, part.loss.denominators(micro.rows))",
         why="each micro-batch is averaged by itself: gradient accumulation changes the step",
         tests=("tests/training/test_step.py",),
     ),

@@ -172,7 +172,7 @@ def test_a_process_that_is_gone_is_told_from_a_full_disk_or_memory(
         monkeypatch.setattr(ranks_module.dist, name, gone)
     ranks = Distributed(0, 2)
     for talk in (lambda: ranks.any(True), lambda: ranks.from_main(1), lambda: ranks.add_gradients([torch.ones(1)])):
-        with pytest.raises(RankLost, match=r"another process .*same command continues.*closed by peer"):
+        with pytest.raises(RankLost, match=r"another rank .*same command continues.*closed by peer"):
             talk()
     with pytest.raises(RankLost):
         Checkpoints(tmp_path, keep=1, ranks=ranks).save(1, lambda _: None)

@@ -19,9 +19,9 @@ from rlhf.errors import ConfigError
 from rlhf.models.backbone import add_lora, load_causal_lm
 from rlhf.models.logprobs import completion_outputs
 from rlhf.runtime.seeding import derive_seed
+from rlhf.sampling.fast import engine as engine_module
 from rlhf.sampling.fast.decoder import ATTENTION_NAME, ModelDecoder
 from rlhf.sampling.fast.engine import FastSampler, inverse_cdf, sample_token, unique_prompts
-from rlhf.sampling.fast.engine import engine as flights
 from rlhf.sampling.fast.kv_cache import cache_dtype
 from rlhf.sampling.fast.llama import FusedDecoder
 from rlhf.sampling.generate import HFSampler, draw
@@ -321,7 +321,7 @@ class _Counted:
     def __init__(self, sampler: FastSampler, monkeypatch: pytest.MonkeyPatch) -> None:
         self.prompts = self.rows = self.steps = 0
         self.sampler = sampler
-        read, step = flights.prefill, sampler._decoder
+        read, step = engine_module.prefill, sampler._decoder
 
         def counted_read(model: Any, ids: Tensor, mask: Tensor) -> Any:
             self.prompts += len(ids)
@@ -339,7 +339,7 @@ class _Counted:
             decoder.step = counted  # type: ignore[method-assign]
             return decoder
 
-        monkeypatch.setattr(flights, "prefill", counted_read)
+        monkeypatch.setattr(engine_module, "prefill", counted_read)
         monkeypatch.setattr(sampler, "_decoder", counted_step)
 
 

@@ -272,7 +272,7 @@ def test_a_gradient_of_exactly_zero_moves_nothing_and_is_counted() -> None:
     nothing = points()
     nothing = replace(nothing, weight=torch.zeros(len(nothing)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss, "norms", lambda batch: {"policy": 1.0, "value": float(len(batch))})
+        patch.setattr(loss, "denominators", lambda batch: {"policy": 1.0, "value": float(len(batch))})
         metrics = optimizer_step([LossBatch(nothing, loss)], models, micro_batch_size=3, lr_factor=1.0)
     assert torch.equal(weights(loss.policy), before[0])
     assert not torch.equal(weights(loss.critic), before[1])
