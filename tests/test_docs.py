@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import pkgutil
 import re
 import runpy
 import shlex
@@ -168,6 +169,94 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert target.exists(), f"{named(page)}: {link} leads nowhere"
         if fragment:
             assert fragment in anchors(target), f"{named(page)}: {link}: no such heading in {named(target)}"
+
+
+# Paths, modules and tests that pages name
+
+OWN_FOLDERS = "rlhf|reward_model|tests|scripts|benchmarks|configs|examples|docs"
+PATH = re.compile(rf"(?<![\w./-])(?:{OWN_FOLDERS})/[\w./*-]*\w/?")
+DOTTED_NAME = re.compile(r"(?<![\w./-])(?:rlhf|reward_model)(?:\.[A-Za-z_]\w*)+(?::\w+)?")
+PYTHON_FILE = re.compile(r"(?:[\w-]+/)*([\w-]+\.py)(?:::(\w+))?")
+TEST_NAME = re.compile(r"(?:::)?(test_\w+)(?:\[[\w-]+\])?")
+ALL_PAGES = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
+CURRENT_PAGES = [page for page in ALL_PAGES if not re.match(r"\d{3}-", page.name)]
+"""Pages that describe the code as it is: a decision of an earlier day keeps the names of its day."""
+
+SOURCES = {path.name for name in OWN_FOLDERS.split("|") for path in (ROOT / name).rglob("*.py")}
+TESTS = {
+    name: path.name
+    for path in (ROOT / "tests").rglob("test_*.py")
+    for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+}
+
+
+def missing_names(text: str) -> list[str]:
+    """Return the paths, modules, source files and tests that `text` names and that do not exist."""
+    paths = [re.sub(r"^docs/decisions/\d{3}$", r"\g<0>-*", path) for path in PATH.findall(text)]
+    missing = [path for path in paths if not any(ROOT.glob(path.rstrip("/")))]
+    for name in DOTTED_NAME.findall(text):
+        try:
+            if name.rpartition(".")[2] not in FILES:
+                pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            missing.append(name)
+    for span in SPAN.findall(FENCE.sub("", text)):
+        if file := PYTHON_FILE.fullmatch(span):
+            if file[1] not in SOURCES or (file[2] is not None and TESTS.get(file[2]) != file[1]):
+                missing.append(span)
+        elif (test := TEST_NAME.fullmatch(span)) and test[1] not in TESTS:
+            missing.append(span)
+    return missing
+
+
+@pytest.mark.parametrize("page", CURRENT_PAGES, ids=map(named, CURRENT_PAGES))
+def test_paths_modules_and_tests_that_are_named_exist(page: Path) -> None:
+    assert missing_names(page.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "in `rlhf/trainers/online.py`",
+        "see rlhf/training/onlin.py.",
+        "`rlhf.training.online.trian`",
+        "from rlhf.trainers.online import train",
+        "`tests/test_docs.py::test_nothing_of_this_name`",
+        "`tests/test_docs.py::test_commands_run`",
+        "`test_nothing_of_this_name`",
+        "`ranks.py`",
+        "`tests/nowhere/*.py`",
+        "docs/decisions/999",
+    ],
+)
+def test_a_name_that_is_gone_would_be_noticed(text: str) -> None:
+    assert missing_names(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`rlhf/training/online.py` and `rlhf/algo/`, [data](docs/data.md)",
+        "`rlhf.training.online.train`, `rlhf.lab.gold:gold_reward` and reward_model.md",
+        "`tests/test_docs.py::test_a_name_that_is_gone_would_be_noticed`, `test_docs.py`, `tests/mutants/*.py`",
+        "`my_rewards.py:score`, runs/rm/model, decisions/001-one-loop.md, docs/decisions/012",
+    ],
+)
+def test_a_name_that_exists_is_accepted(text: str) -> None:
+    assert missing_names(text) == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 100
+
+
+GLOSSARY_ROW = re.compile(r"^\| \*\*([^|]+)\*\* \|", re.MULTILINE)
+
+
+def test_the_glossary_explains_each_term_once_and_in_order() -> None:
+    terms = GLOSSARY_ROW.findall((ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"))
+    assert {"arm", "cell", "course", "experience", "fast ways", "gold", "proxy", "rollout"} <= set(terms)
+    assert len(set(terms)) == len(terms)
 
 
 # Names of settings and metrics
