@@ -28,6 +28,8 @@ A name that is not in the table cannot be logged.
 - **`null`** stands for NaN or infinity, which JSON does not have.
 - **Units.** A nat is the unit of the natural logarithm. *Per sequence* is summed over the tokens of a completion and
   averaged over completions; *per token* is averaged over tokens. `-` has no unit.
+- **Better** is `higher` or `lower` where that holds for every algorithm. A higher score is better only as far as the
+  reward can be believed: watch the held-out score of a judge that was not trained on.
 - A name is there only where it means something: no `critic/` without a critic, no `group/` without groups.
 - In a reward-model run the model that is trained goes under `policy/` (`policy/grad_norm`, `policy/lr`).
 
@@ -65,9 +67,9 @@ def _group(name: str, infos: list[MetricInfo]) -> Iterator[str]:
     yield f"## {name}\n"
     if name in GROUPS:
         yield f"{GROUPS[name]}\n"
-    yield "| name | unit | meaning |\n|---|---|---|"
+    yield "| name | unit | better | meaning |\n|---|---|---|---|"
     for info in infos:
-        yield f"| `{info.name}` | {_cell(info.unit)} | {_cell(info.meaning)} |"
+        yield f"| `{info.name}` | {_cell(info.unit)} | {info.better} | {_cell(info.meaning)} |"
     yield ""
 
 

@@ -20,6 +20,7 @@ from rlhf.errors import ConfigError
 from rlhf.evaluation.win_rate import LengthControlled
 from rlhf.factory.evaluation import START, PairwiseComparison, PolicyComparison, compare_models
 from rlhf.factory.reward_model import compute_report_card
+from rlhf.tracking.formatting import format_fixed
 from rlhf.tracking.metrics import METRICS
 from rlhf.tracking.run_folder import write_atomically
 from rlhf.tracking.trackers import to_json
@@ -70,9 +71,8 @@ def _print(comparison: PolicyComparison, console: Console) -> None:
     other = "reference" if comparison.against == START else comparison.against
     table = Table("on held-out prompts", escape(other), "this run", "unit", box=None, pad_edge=False)
     for name in [*comparison.run, *(name for name in comparison.reference if name not in comparison.run)]:
-        table.add_row(
-            name, _format(comparison.reference.get(name)), _format(comparison.run.get(name)), METRICS[name].unit
-        )
+        values = (format_fixed(metrics.get(name)) for metrics in (comparison.reference, comparison.run))
+        table.add_row(name, *values, METRICS[name].unit)
     console.print(table)
     basis = f"95 % interval, {comparison.prompts} prompts"
     if comparison.win_rate is not None and comparison.length_controlled is not None:
@@ -90,10 +90,6 @@ def _print_line(console: Console, text: str) -> None:
 
 def _opponent(comparison: PolicyComparison) -> str:
     return "the reference" if comparison.against == START else comparison.against
-
-
-def _format(value: float | None) -> str:
-    return "" if value is None or value != value else f"{value:.3f}"
 
 
 def _at_equal_length(win_rate: LengthControlled) -> str:

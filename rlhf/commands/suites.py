@@ -18,6 +18,7 @@ from rlhf.factory.suites import Suite, find_suite, load_model_for_suite, write_r
 from rlhf.lab.build import resolve_lab_paths
 from rlhf.suites.figures import Estimate, SuiteResult
 from rlhf.suites.settings import SuiteSettings
+from rlhf.tracking.formatting import format_significant
 
 START = "start"
 MAX_GROUPS = 40
@@ -151,7 +152,10 @@ def _print(name: str, target: str, result: SuiteResult, console: Console) -> Non
     table = Table(name_column, "value", "95 % interval", "rows", "what it is", box=None, pad_edge=False)
     for figure in result.figures:
         table.add_row(
-            *map(Text, (figure.name, _number(figure.value), _interval(figure), f"{figure.n:,}", figure.meaning))
+            *map(
+                Text,
+                (figure.name, format_significant(figure.value), _interval(figure), f"{figure.n:,}", figure.meaning),
+            )
         )
     if result.figures:
         console.print(table)
@@ -167,15 +171,15 @@ def _print_groups(groups: Mapping[str, Sequence[Estimate]], console: Console) ->
     table = Table("of which", "figure", "value", "95 % interval", "rows", box=None, pad_edge=False)
     for name, figures in list(groups.items())[:MAX_GROUPS]:
         for figure in figures[:1]:
-            table.add_row(*map(Text, (name, figure.name, _number(figure.value), _interval(figure), f"{figure.n:,}")))
+            table.add_row(
+                *map(Text, (name, figure.name, format_significant(figure.value), _interval(figure), f"{figure.n:,}"))
+            )
     console.print(table)
     if len(groups) > MAX_GROUPS:
         console.print(Text(f"and {len(groups) - MAX_GROUPS:,} more"))
 
 
-def _number(value: float) -> str:
-    return f"{value:.4g}"
-
-
 def _interval(figure: Estimate) -> str:
-    return "" if figure.low is None or figure.high is None else f"{figure.low:.3g} to {figure.high:.3g}"
+    if figure.low is None or figure.high is None:
+        return ""
+    return f"{format_significant(figure.low)} to {format_significant(figure.high)}"

@@ -14,21 +14,11 @@ from rlhf.config.sections import RewardModelConfig, TrainConfig
 from rlhf.factory.reward_model import build_reward_model, finish_reward_model
 from rlhf.factory.run import build_run
 from rlhf.report.page import write_report
-from rlhf.tracking.metrics import METRICS
+from rlhf.tracking.formatting import format_fixed, format_interval
+from rlhf.tracking.metrics import shown_in
 from rlhf.tracking.run_folder import RunFolder
 from rlhf.training.offline import train_offline
 from rlhf.training.session import Session
-
-SUMMARY = (
-    "eval/score",
-    "eval/proxy",
-    "eval/kl",
-    "eval/length",
-    "eval/distinct_2",
-    "eval/loss",
-    "eval/rm_accuracy",
-    "critic/explained_variance",
-)
 
 
 def run_train(config: TrainConfig, console: Console) -> bool:
@@ -69,10 +59,10 @@ def print_summary(folder: RunFolder, console: Console) -> None:
     """Print the first and last value of the main metrics."""
     rows = folder.read_metrics()
     table = Table("metric", "first", "last", "unit", box=None, pad_edge=False)
-    for name in SUMMARY:
-        values = [row[name] for row in rows if row.get(name) is not None]
+    for info, _ in shown_in("summary"):
+        values = [row[info.name] for row in rows if row.get(info.name) is not None]
         if values:
-            table.add_row(name, f"{values[0]:.3f}", f"{values[-1]:.3f}", METRICS[name].unit)
+            table.add_row(info.name, format_fixed(values[0]), format_fixed(values[-1]), info.unit)
     if table.row_count:
         console.print(table)
 
@@ -81,10 +71,10 @@ def print_card(card: Mapping[str, Any], console: Console) -> None:
     """Print the accuracy of a reward model beside its baselines."""
     table = Table("on held-out pairs", "accuracy", box=None, pad_edge=False)
     low, high = card["accuracy_low"], card["accuracy_high"]
-    table.add_row("reward model", f"{card['accuracy']:.3f} [{low:.3f}, {high:.3f}]")
+    table.add_row("reward model", format_interval(card["accuracy"], low, high, ".3f"))
     for name, baseline in card["baselines"].items():
-        label = name.replace("_", " ")
-        table.add_row(label, f"{baseline['accuracy']:.3f} [{baseline['low']:.3f}, {baseline['high']:.3f}]")
+        accuracy = format_interval(baseline["accuracy"], baseline["low"], baseline["high"], ".3f")
+        table.add_row(name.replace("_", " "), accuracy)
     console.print(table)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import exp, inf
@@ -21,7 +21,7 @@ from rlhf.rewards.source import RewardSource
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.runtime.micro_batch import AdaptiveMicroBatch
 from rlhf.sampling.sampler import Sampler
-from rlhf.tracking.metrics import Metrics
+from rlhf.tracking.metrics import Metrics, describe
 from rlhf.training.step import Loss
 from rlhf.types import Completions, Prompts, Rollout, Scores
 
@@ -165,29 +165,35 @@ def perplexity(logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> flo
 
 @torch.no_grad()
 def evaluate_loss(
-    batches: Iterable[Batch], loss: Loss, rename: Mapping[str, str], ranks: Distributed = SINGLE_PROCESS
+    batches: Iterable[Batch], loss: Loss, ranks: Distributed = SINGLE_PROCESS, *, leave_out: Collection[str] = ()
 ) -> dict[str, float]:
-    """Compute the metrics that a loss reports, averaged over held-out batches.
+    """Compute the metrics that a loss reports, averaged over held-out batches, by the names they have there.
 
     The batches are split over the ranks, and every rank does the same number of passes. A batch is halved on out of
     memory, as in training.
 
     Args:
         batches: held-out batches.
-        loss: the loss; its metrics are averaged.
-        rename: from the loss's metric names to their names in evaluation; other metrics are dropped.
+        loss: the loss; those of its metrics that have a held-out name in the table of metrics are averaged.
         ranks: the ranks of the run.
+        leave_out: metrics of the loss that would mean something else on these batches.
     """
     metrics, passes = Metrics(), AdaptiveMicroBatch(sys.maxsize, what="an evaluation pass")
     for batch, counts in _rank_batches(batches, ranks):
         passes.size = min(passes.size, len(batch))
         parts = passes.run(partial(_loss_metrics, batch, loss, passes))
         for means in parts if counts else ():
-            metrics.update({rename[name]: mean for name, mean in means.items() if name in rename})
+            metrics.update(_held_out_names(means, leave_out))
     total = Metrics()
     for rank_means in ranks.gather(metrics.means()):
         total.update(rank_means)
     return total.values()
+
+
+def _held_out_names(means: Mapping[str, Mean], leave_out: Collection[str]) -> dict[str, Mean]:
+    """Give means the names that they have on held-out data; those without such a name are dropped."""
+    names = {name: describe(name).held_out for name in means if name not in leave_out}
+    return {held_out: means[name] for name, held_out in names.items() if held_out}
 
 
 def _loss_metrics(batch: Batch, loss: Loss, passes: AdaptiveMicroBatch, size: int) -> list[Mapping[str, Mean]]:

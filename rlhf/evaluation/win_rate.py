@@ -15,6 +15,7 @@ from torch.nn.functional import softplus
 from rlhf.config.reward import ChatPairsConfig
 from rlhf.rewards.judge import ChatModel, check_readable, fill_template, read_template
 from rlhf.runtime.seeding import generator
+from rlhf.tracking.formatting import format_interval
 
 RESAMPLES = 2000
 RESAMPLES_AT_ONCE = 250  # regressions fitted together; affects memory only
@@ -32,7 +33,7 @@ class Interval:
 
     def __str__(self) -> str:
         """Return `value [low, high]` with three significant digits."""
-        return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
+        return format_interval(self.value, self.low, self.high)
 
 
 @dataclass(frozen=True)

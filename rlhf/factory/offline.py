@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,6 +45,7 @@ from rlhf.models.origin import Origin
 from rlhf.models.policy_models import Ema, Models
 from rlhf.runtime.engine import TrainableModel
 from rlhf.runtime.seeding import derive_seed
+from rlhf.tracking.metrics import progress_metrics
 from rlhf.training.losses import PREFERENCE_TERM, DemonstrationLoss, LabelledLoss, PairwiseLoss, count_tokens
 from rlhf.training.offline import OfflineRun
 from rlhf.training.session import Recorder
@@ -63,25 +64,6 @@ class OfflineTask:
     held_out: Callable[[], dict[str, float]]  # metrics of the current policy; empty without held-out data
     show: tuple[str, ...]  # metrics for the progress display
 
-
-PAIR_PROGRESS = (
-    "loss/preference",
-    "preference/accuracy",
-    "preference/margin",
-    "eval/preference_accuracy",
-    "eval/score",
-)
-PAIR_EVAL_NAMES = {
-    "loss/preference": "eval/preference_loss",
-    "preference/accuracy": "eval/preference_accuracy",
-    "preference/margin": "eval/preference_margin",
-    "preference/chosen_reward": "eval/chosen_reward",
-    "preference/rejected_reward": "eval/rejected_reward",
-    "preference/chosen_logprob": "eval/chosen_logprob",
-    "preference/rejected_logprob": "eval/rejected_logprob",
-}
-PAIR_METRICS = ("preference/accuracy", "preference/margin")
-LOSS_METRICS = ("loss/preference",)
 
 S = TypeVar("S", PairSet, PairSet | LabelledSet)
 
@@ -131,8 +113,8 @@ def pairs_task(judgments: PreferenceData, loss_config: PairLossConfig) -> Offlin
         data=stream.batch,
         steps_per_epoch=stream.steps_per_epoch,
         tokens=count_tokens,
-        held_out=evaluate_pairs_fn(judgments, loss, eval_pairs, PAIR_EVAL_NAMES) if eval_pairs is not None else dict,
-        show=PAIR_PROGRESS,
+        held_out=evaluate_pairs_fn(judgments, loss, eval_pairs) if eval_pairs is not None else dict,
+        show=progress_metrics("preference"),
     )
 
 
@@ -149,8 +131,8 @@ def labelled_task(judgments: PreferenceData, loss_config: KtoLoss) -> OfflineTas
     )
     held_out: Callable[[], dict[str, float]] = dict
     if isinstance(eval_rows, PairSet):  # the implicit reward of KTO is that of DPO: beta times the log-ratio
-        names = {name: eval_name for name, eval_name in PAIR_EVAL_NAMES.items() if name not in LOSS_METRICS}
-        held_out = evaluate_pairs_fn(judgments, PairwiseLoss(models, DpoLoss(beta=loss_config.beta)), eval_rows, names)
+        dpo = PairwiseLoss(models, DpoLoss(beta=loss_config.beta))
+        held_out = evaluate_pairs_fn(judgments, dpo, eval_rows, leave_out={"loss/preference"})
     elif eval_rows is not None:
         held_out = evaluate_labelled_fn(judgments, loss, judgments.annotate.labelled(eval_rows))
     stream = BatchStream(train, config.batch.prompts_per_step, derive_seed(config.run.seed, "preferences"))
@@ -160,33 +142,29 @@ def labelled_task(judgments: PreferenceData, loss_config: KtoLoss) -> OfflineTas
         steps_per_epoch=stream.steps_per_epoch,
         tokens=count_tokens,
         held_out=held_out,
-        show=(*PAIR_PROGRESS, "preference/baseline"),
+        show=progress_metrics("preference"),
     )
 
 
 def evaluate_pairs_fn(
-    judgments: PreferenceData, loss: PairwiseLoss, pairs: PairSet, names: dict[str, str]
+    judgments: PreferenceData, loss: PairwiseLoss, pairs: PairSet, leave_out: Collection[str] = ()
 ) -> Callable[[], dict[str, float]]:
-    """Return a function that evaluates the policy on held-out pairs; `names` maps loss metrics to reported ones."""
+    """Return a function that evaluates the policy on held-out pairs, without the metrics of the loss in `leave_out`."""
     annotated, size = judgments.annotate.pairs(pairs), judgments.config.batch.micro_batch_size
-    return lambda: evaluate_loss(sequential_batches(annotated, size), loss, names, judgments.context.engine.ranks)
+    ranks = judgments.context.engine.ranks
+    return lambda: evaluate_loss(sequential_batches(annotated, size), loss, ranks, leave_out=leave_out)
 
 
 def evaluate_labelled_fn(
     judgments: PreferenceData, loss: LabelledLoss, rows: AnnotatedLabelledSet
 ) -> Callable[[], dict[str, float]]:
     """Return a function that evaluates the policy on held-out labelled completions."""
-    names = {name: eval_name for name, eval_name in PAIR_EVAL_NAMES.items() if name not in PAIR_METRICS}
 
     def batches() -> Iterator[BaselinedLabelledCompletions]:
         batch = loss.with_baseline(rows.collate(range(len(rows))))  # a single z0 for all held-out rows
         yield from batch.split(judgments.config.batch.micro_batch_size)
 
-    return lambda: evaluate_loss(batches(), loss, names, judgments.context.engine.ranks)
-
-
-SFT_PROGRESS = ("loss/sft", "loss/accuracy", "policy/grad_norm", "policy/lr", "eval/loss", "eval/score")
-SFT_EVAL_NAMES = {"loss/sft": "eval/loss"}
+    return lambda: evaluate_loss(batches(), loss, judgments.context.engine.ranks, leave_out={"preference/accuracy"})
 
 
 def build_offline(config: TrainConfig, console: Console | None = None) -> OfflineRun:
@@ -266,7 +244,7 @@ def sft_task(
         steps_per_epoch=stream.steps_per_epoch,
         tokens=_count_tokens,
         held_out=_evaluate_rows(held_out, loss, config.batch.micro_batch_size) if held_out is not None else dict,
-        show=SFT_PROGRESS,
+        show=progress_metrics("sft"),
     )
 
 
@@ -281,7 +259,7 @@ def _load_rows(
 
 
 def _evaluate_rows(rows: DemonstrationSet, loss: DemonstrationLoss, size: int) -> Callable[[], dict[str, float]]:
-    return lambda: evaluate_loss(sequential_batches(rows, size), loss, SFT_EVAL_NAMES, loss.models.engine.ranks)
+    return lambda: evaluate_loss(sequential_batches(rows, size), loss, loss.models.engine.ranks)
 
 
 def _count_tokens(batch: Batch) -> int:

@@ -46,6 +46,7 @@ from rlhf.runtime.micro_batch import AdaptiveMicroBatch
 from rlhf.runtime.seeding import derive_seed
 from rlhf.sampling.generate import HFSampler, repeat_rows
 from rlhf.sampling.sampler import Sampler
+from rlhf.tracking.metrics import progress_metrics
 from rlhf.training.collect import CompletionPrefetcher
 from rlhf.training.losses import PREFERENCE_TERM
 from rlhf.training.offline import adaptive_micro_batch
@@ -112,9 +113,6 @@ def _restore_completions(saved: dict[str, Any], prompts: PromptStream, group_siz
     return extend(Completions, rows, **fields)
 
 
-SHOW = ("score/mean", "kl/reference", "kl/coef", "critic/explained_variance", "completion/length", "eval/score")
-
-
 def build_online(config: TrainConfig, console: Console | None = None) -> OnlineRun:
     """Build an online run, at step 0 or resumed from its newest checkpoint.
 
@@ -162,7 +160,7 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
         total_steps=steps,
         save=_Save(models, trained, tokenizer, origin, ema, ahead, context.state),
         evaluate=_with_average(evaluate, ema),
-        show=SHOW,
+        show=progress_metrics("online"),
         targets={"kl/reference": controller.target} if isinstance(controller, AdaptiveKl) else None,
     )
     evaluate.connect(session.recorder)

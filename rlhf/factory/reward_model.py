@@ -39,11 +39,9 @@ from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
 from rlhf.runtime.distributed import Distributed
 from rlhf.runtime.seeding import derive_seed, seeded_initialization
 from rlhf.tracking.checkpoint import replace_folder
+from rlhf.tracking.metrics import progress_metrics
 from rlhf.training.offline import OfflineRun
 from rlhf.types import PreferencePairs
-
-SHOW = ("loss/rm", "rm/accuracy", "policy/grad_norm", "eval/rm_accuracy")
-EVAL_NAMES = {"loss/rm": "eval/rm_loss", "rm/accuracy": "eval/rm_accuracy"}
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,10 @@ def build_reward_model(config: RewardModelConfig, console: Console | None = None
         return _evaluate_pairs(eval_pairs, loss, config.batch.micro_batch_size, context.engine.ranks)
 
     session = context.session(
-        total_steps=total_steps(config.schedule, stream.steps_per_epoch), save=save, evaluate=evaluate, show=SHOW
+        total_steps=total_steps(config.schedule, stream.steps_per_epoch),
+        save=save,
+        evaluate=evaluate,
+        show=progress_metrics("reward_model"),
     )
     run = OfflineRun(
         batch=config.batch,
@@ -220,7 +221,7 @@ def _evaluate_pairs(pairs: PairSet | None, loss: BradleyTerryLoss, size: int, ra
         return {}
     starts = range(0, len(pairs), size)
     batches = (pairs.collate(list(range(start, min(start + size, len(pairs))))) for start in starts)
-    return evaluate_loss(batches, loss, EVAL_NAMES, ranks)
+    return evaluate_loss(batches, loss, ranks)
 
 
 def _count_tokens(batch: Batch) -> int:

@@ -6,26 +6,17 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import plotly.graph_objects as go
 
 from rlhf.report.record import Record, Series
-from rlhf.tracking.metrics import MetricInfo
+from rlhf.tracking.metrics import MetricInfo, shown_in
 
 MAX_POINTS = 2000  # a curve with more is thinned, so that the page opens on a phone
 SMOOTH_FROM = 40  # points from which a running mean is drawn over the curve
 MAX_BARS = 80
-EXACT = {  # set, not measured: there is no noise to smooth
-    "policy/lr",
-    "critic/lr",
-    "kl/coef",
-    "kl/penalty_coef",
-    "completion/count",
-    "skipped/nonfinite",
-    "policy/optimizer_steps",
-}
 
 Json = dict[str, Any]
 
@@ -50,131 +41,68 @@ class Group:
     charts: Sequence[Chart]
 
 
-# (key, title, what to look for, [(chart title, metrics)]): metrics that are in none of them are drawn under "Other".
-GROUPS: tuple[tuple[str, str, str, tuple[tuple[str, tuple[str, ...]], ...]], ...] = (
+# (key, title, what to look for): the table of metrics has the charts of each; metrics in none are drawn under "Other".
+GROUPS = (
     (
         "score",
         "Score",
         "Held-out score is the one to believe; where the training score still rises and it does not, the reward is "
         "being gamed.",
-        (
-            ("Score in training", ("score/mean", "score/raw", "score/best_of_group")),
-            ("Held-out score", ("eval/score", "eval/score_greedy")),
-            ("Held-out score under the trained-on reward", ("eval/proxy",)),
-            ("Spread of scores", ("score/std", "eval/score_std")),
-        ),
     ),
     (
         "kl",
         "Distance from the reference",
         "KL per sequence should settle (at its target, where the coefficient is adaptive), not climb for ever.",
-        (
-            ("KL to the reference", ("kl/reference", "eval/kl", "eval/kl_exact")),
-            ("KL coefficient", ("kl/coef",)),
-            ("KL penalty in the rewards", ("reward/kl_penalty",)),
-            ("Coefficient of KL(old || new)", ("kl/penalty_coef",)),
-            ("Perplexity under the reference", ("eval/reference_perplexity",)),
-        ),
     ),
     (
         "preferences",
         "Preference loss",
         "Held-out accuracy is the one to believe; 0.5 is chance. Both log-probabilities falling is common: watch that "
         "the chosen side's does not fall far, and that the held-out score follows the margin.",
-        (
-            ("Accuracy of the implicit reward", ("preference/accuracy", "eval/preference_accuracy")),
-            ("Log-probability of chosen and rejected", ("preference/chosen_logprob", "preference/rejected_logprob")),
-            ("Implicit reward of chosen and rejected", ("preference/chosen_reward", "preference/rejected_reward")),
-            ("Margin", ("preference/margin", "eval/preference_margin")),
-            ("Preference loss", ("loss/preference", "eval/preference_loss")),
-            ("Held-out log-probability", ("eval/chosen_logprob", "eval/rejected_logprob")),
-            ("Held-out implicit reward", ("eval/chosen_reward", "eval/rejected_reward")),
-            ("KTO's z0", ("preference/baseline",)),
-        ),
     ),
     (
         "reward-model",
         "Preference pairs",
         "Held-out accuracy says how often the chosen side scores higher; 0.5 is chance.",
-        (
-            ("Accuracy", ("rm/accuracy", "eval/rm_accuracy")),
-            ("Loss", ("loss/rm", "eval/rm_loss")),
-            ("Score difference", ("rm/margin",)),
-            ("Mean score", ("rm/score_mean",)),
-        ),
     ),
     (
         "language-modeling",
         "Language modeling",
         "Held-out loss should fall; where it turns up while the training loss still falls, the run is too long.",
-        (
-            ("Negative log-likelihood", ("loss/sft", "eval/loss")),
-            ("Token accuracy", ("loss/accuracy",)),
-            ("Pretraining loss", ("loss/ptx",)),
-        ),
     ),
     (
         "losses",
         "Losses and the critic",
         "A policy-gradient loss need not fall. Explained variance near 1 means the critic predicts the return.",
-        (
-            ("Policy loss", ("loss/policy",)),
-            ("Value loss", ("loss/value",)),
-            ("Explained variance", ("critic/explained_variance",)),
-            ("Value and return", ("critic/value", "critic/return")),
-            ("KL loss", ("loss/kl",)),
-            ("Total loss", ("loss/total",)),
-        ),
     ),
     (
         "updates",
         "Size of the updates",
         "A clip fraction near zero means timid updates; above about 0.3 much of the gradient is thrown away.",
-        (
-            ("Clip fraction", ("policy/clip_fraction", "critic/clip_fraction")),
-            ("KL(old || new)", ("kl/old", "kl/old_last")),
-            ("Importance ratio", ("policy/ratio",)),
-            ("Ratio on the first minibatch: deviation from 1", ("policy/first_ratio_deviation",)),
-            ("Sampler against trainer", ("kl/sampler_mismatch",)),
-            ("Optimizer steps", ("policy/optimizer_steps",)),
-            ("Epochs ended early", ("policy/early_stop",)),
-            ("Optimizer steps skipped: NaN or infinity", ("skipped/nonfinite",)),
-        ),
     ),
     (
         "completions",
         "Completions",
         "Falling entropy and distinct bigrams, and rising repetition, warn of collapse; lengths drifting to the limit, "
         "of a length bias.",
-        (
-            ("Length", ("completion/length", "eval/length")),
-            ("Finished", ("completion/finished", "eval/finished")),
-            ("Entropy", ("policy/entropy", "eval/entropy")),
-            ("Distinct bigrams, tokens and trigrams", ("eval/distinct_2", "eval/distinct_1", "eval/distinct_3")),
-            ("Repeated 4-grams", ("eval/repetition",)),
-            ("Groups with equal scores", ("group/uniform",)),
-            ("Sampled so far", ("completion/count",)),
-        ),
     ),
-    (
-        "optimization",
-        "Optimization",
-        "Gradient norms are before clipping.",
-        (
-            ("Learning rate", ("policy/lr", "critic/lr")),
-            ("Gradient norm", ("policy/grad_norm", "critic/grad_norm")),
-            ("Advantages", ("advantage/mean", "advantage/std")),
-        ),
-    ),
+    ("optimization", "Optimization", "Gradient norms are before clipping."),
 )
+
+
+def panels(group: str, table: Mapping[str, MetricInfo]) -> list[tuple[str, list[str]]]:
+    """Return the title and the metrics of each chart of a group, in order."""
+    charts = groupby(shown_in(f"chart/{group}", table), key=lambda shown: shown[1].position)
+    rows = [list(chart) for _, chart in charts]
+    return [(row[0][1].title, [info.name for info, _ in row]) for row in rows]
 
 
 def chart_groups(record: Record, table: Mapping[str, MetricInfo]) -> list[Group]:
     """Build the charts of all metrics of the run, grouped, without empty charts and groups."""
     groups, drawn = [], set()
-    for key, title, hint, panels in GROUPS:
+    for key, title, hint in GROUPS:
         charts = []
-        for chart_title, names in panels:
+        for chart_title, names in panels(key, table):
             present = [name for name in names if record.points(name)]
             drawn.update(present)
             if present:
@@ -197,7 +125,8 @@ def _curves_chart(record: Record, names: Sequence[str], title: str, table: Mappi
     """Build a chart of several metrics, with their target where they have one."""
     figure = go.Figure()
     for number, name in enumerate(names, start=1):
-        _add_curve(figure, record.series[name], record.series.get(f"{name}_se"), role=f"s{number}")
+        exact = name in table and table[name].curve == "exact"
+        _add_curve(figure, record.series[name], record.series.get(f"{name}_se"), role=f"s{number}", exact=exact)
     target = _target(record, names)
     if target is not None:
         steps = [step for name in names for step, _ in record.points(name)]
@@ -220,11 +149,11 @@ def _target(record: Record, names: Sequence[str]) -> float | None:
     return None
 
 
-def _add_curve(figure: go.Figure, series: Series, errors: Series | None, *, role: str) -> None:
+def _add_curve(figure: go.Figure, series: Series, errors: Series | None, *, role: str, exact: bool) -> None:
     """Add a metric to a figure: thinned, with error bars, and with a running mean where it is long and noisy."""
     thinned = decimate(series)
     held_out = series.name.startswith("eval/")
-    smooth = not held_out and series.name not in EXACT and len(series.finite()) >= SMOOTH_FROM
+    smooth = not held_out and not exact and len(series.finite()) >= SMOOTH_FROM
     few = len(thinned.steps) <= 60
     trace = go.Scatter(
         x=thinned.steps,

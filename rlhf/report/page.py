@@ -20,8 +20,9 @@ from plotly.offline import get_plotlyjs
 from rlhf.report.charts import Chart, calibration_chart, chart_groups, timing_chart
 from rlhf.report.record import Pair, Record, read_record
 from rlhf.report.report_card import calibration_bins, card_tables
-from rlhf.tracking.metrics import METRICS, MetricInfo
-from rlhf.tracking.progress import format_duration, format_number, printable
+from rlhf.tracking.formatting import format_duration, format_megabytes, format_number, format_value
+from rlhf.tracking.metrics import METRICS, MetricInfo, shown_in
+from rlhf.tracking.progress import printable
 from rlhf.tracking.run_folder import RunFolder, write_atomically
 
 
@@ -46,23 +47,6 @@ def write_page(path: Path, template: str, charts: Sequence[Chart], **context: An
     )
     write_atomically(path, page)
     return path
-
-
-def format_value(value: object) -> str:
-    """Format a value for a table or a tile: numbers are rounded, None is a dash."""
-    if value is None:
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:.3f}" if 0.001 <= abs(value) < 1 else format_number(value)
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {format_value(entry)}" for key, entry in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(format_value(entry) for entry in value)
-    return str(value)
 
 
 def _environment() -> Environment:
@@ -102,18 +86,6 @@ def _hash(script: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
 
 
-# (metric, its name in a sentence, its unit): the first of these that the run has is its headline.
-HEADLINES: tuple[tuple[str, str, str], ...] = (
-    ("eval/score", "Mean held-out score", ""),
-    ("eval/rm_accuracy", "Accuracy on held-out pairs", ""),
-    ("eval/loss", "Held-out loss", " nats per token"),
-    ("score/mean", "Mean training score", ""),
-    ("rm/accuracy", "Accuracy on training pairs", ""),
-    ("loss/sft", "Training loss", " nats per token"),
-    ("loss/total", "Training loss", ""),
-)
-
-
 @dataclass(frozen=True)
 class Tile:
     """A key figure: its label, its value and, in small print, its earlier or target value."""
@@ -129,12 +101,12 @@ def verdict(record: Record) -> str:
     return " ".join(sentence for sentence in sentences if sentence)
 
 
-def headline_metric(record: Record) -> tuple[str, str, str] | None:
-    """Return the first row of HEADLINES that the run logged; for SFT the held-out loss comes first."""
-    rows = HEADLINES
+def headline_metric(record: Record) -> tuple[MetricInfo, str] | None:
+    """Return the first headline that the run logged, with its words; for SFT the held-out loss comes first."""
+    headlines = [(info, place.title) for info, place in shown_in("headline")]
     if "loss/sft" in record.series:
-        rows = tuple(sorted(HEADLINES, key=lambda row: row[0] != "eval/loss"))
-    return next((row for row in rows if record.points(row[0])), None)
+        headlines.sort(key=lambda headline: headline[0].name != "eval/loss")
+    return next((headline for headline in headlines if record.points(headline[0].name)), None)
 
 
 def _headline(record: Record) -> str:
@@ -148,8 +120,9 @@ def _headline(record: Record) -> str:
             if is_number
             else f"{_steps(record)} logged; no score was measured yet."
         )
-    name, words, unit = headline
-    points = record.points(name)
+    info, words = headline
+    unit = " nats per token" if info.unit == "nats" else ""
+    points = record.points(info.name)
     (first_step, first), (last_step, last) = points[0], points[-1]
     if len(points) == 1:
         return f"{words} is {format_number(last)}{unit} at step {last_step}; it was measured once."
@@ -209,37 +182,38 @@ def _baselines(record: Record) -> str:
 def tiles(record: Record) -> list[Tile]:
     """Build the tiles of the run's key figures, without those that the run lacks."""
     key_figures = [_headline_tile(record), *_kl_tiles(record)]
-    for name, label in (
-        ("eval/rm_loss", "Held-out pair loss, nats"),
-        ("eval/perplexity", "Held-out perplexity"),
-        ("eval/length", "Held-out length, tokens"),
-        ("eval/finished", "Held-out finished"),
-        ("eval/distinct_2", "Distinct bigrams"),
-        ("eval/repetition", "Repeated 4-grams"),
-        ("eval/reference_perplexity", "Perplexity under the reference"),
-    ):
-        key_figures.append(_before_after_tile(record, name, label))
-    if record.points("critic/explained_variance"):
-        value = record.series["critic/explained_variance"].tail_mean()
-        key_figures.append(Tile("Explained variance", format_value(value), "mean of the last fifth"))
-    key_figures.append(_count_tile(record, "completion/count", "Completions sampled"))
-    if any(value for _, value in record.points("skipped/nonfinite")):
-        key_figures.append(_count_tile(record, "skipped/nonfinite", "Optimizer steps skipped (NaN)"))
+    key_figures += [_tile(record, info, place.title) for info, place in shown_in("tile")]
     return [tile for tile in [*key_figures, *_machine_tiles(record.timings)] if tile is not None]
 
 
 def _headline_tile(record: Record) -> Tile | None:
     """Build the tile of the headline metric."""
     headline = headline_metric(record)
-    return None if headline is None else _before_after_tile(record, headline[0], headline[1])
+    return None if headline is None else _before_after_tile(record.points(headline[0].name), headline[1])
 
 
-def _before_after_tile(record: Record, name: str, label: str) -> Tile | None:
+def _tile(record: Record, info: MetricInfo, label: str) -> Tile | None:
+    """Build the tile of a metric: a counter's last value, a held-out metric's change, another's mean at the end."""
+    points = record.points(info.name)
+    if info.unit == "count":
+        return _count_tile(points, label)
+    if info.name.startswith("eval/"):
+        return _before_after_tile(points, label)
+    if not points:
+        return None
+    return Tile(label, format_value(record.series[info.name].tail_mean()), "mean of the last fifth")
+
+
+def _before_after_tile(points: Sequence[tuple[int, float]], label: str) -> Tile | None:
     """Build a tile with the last value of a metric and its first value in small print."""
-    points = record.points(name)
     if not points:
         return None
     return Tile(label, format_value(points[-1][1]), f"from {format_value(points[0][1])}" if len(points) > 1 else "")
+
+
+def _count_tile(points: Sequence[tuple[int, float]], label: str) -> Tile | None:
+    """Build a tile with the last value of a counter; None where it stayed zero."""
+    return Tile(label, format_value(round(points[-1][1]))) if any(value for _, value in points) else None
 
 
 def _kl_tiles(record: Record) -> list[Tile | None]:
@@ -266,12 +240,6 @@ def _error_text(record: Record, name: str) -> str:
     return f"standard error {format_value(errors[-1][1])}" if errors else "per sequence"
 
 
-def _count_tile(record: Record, name: str, label: str) -> Tile | None:
-    """Build a tile with the last value of a counter."""
-    points = record.points(name)
-    return Tile(label, format_value(round(points[-1][1]))) if points else None
-
-
 def _machine_tiles(timings: Sequence[Mapping[str, Any]]) -> list[Tile]:
     """Build the tiles of time, throughput and peak memory."""
     if not timings:
@@ -283,7 +251,7 @@ def _machine_tiles(timings: Sequence[Mapping[str, Any]]) -> list[Tile]:
         machine_tiles.append(Tile("Tokens per second", f"{median(speeds):,.0f}", "median"))
     memory = [row["peak_memory_mb"] for row in timings if row.get("peak_memory_mb")]
     if memory:
-        machine_tiles.append(Tile("Peak memory", f"{max(memory):,.0f} MB", _peak_phases(timings)))
+        machine_tiles.append(Tile("Peak memory", format_megabytes(max(memory)), _peak_phases(timings)))
     return machine_tiles
 
 

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 
 from rlhf.errors import CheckpointError, UserError
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
+from rlhf.tracking.formatting import format_megabytes
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -204,7 +205,7 @@ def _delete(folder: Path) -> None:
 
 def _free_space(folder: Path) -> str:
     try:
-        return f"The disk has {shutil.disk_usage(folder).free / 2**20:,.0f} MB free. "
+        return f"The disk has {format_megabytes(shutil.disk_usage(folder).free / 2**20)} free. "
     except OSError:
         return ""
 

@@ -1,68 +1,145 @@
-"""The table of all metric names, and named means that add up; a name that is not in the table is an error."""
+"""The one table of all metrics, what each is and where it is shown; and named means that add up.
+
+The progress line, the report page, the summary at the end of a run and docs/metrics.md read this table. To log a metric
+that is not in it is an error.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from rlhf.algo.masked import Mean
+
+RunKind = Literal["online", "preference", "sft", "reward_model"]
+OPTIONAL_FIELDS = ("label", "better", "held_out", "curve")  # of a MetricInfo; its other details are places
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a metric is shown: the view, its position there, and the title it has there.
+
+    The views are chart/<group of the report page>, progress/<kind of run>, headline, tile and summary. Metrics with the
+    same chart and position share a chart, which the one with a title leads.
+    """
+
+    view: str
+    position: int
+    title: str = ""
 
 
 @dataclass(frozen=True)
 class MetricInfo:
-    """Name, unit and meaning of a metric in metrics.jsonl."""
+    """A row of the table: name, unit and meaning of a metric in metrics.jsonl, and where it is shown."""
 
     name: str
     unit: str
     meaning: str
+    label: str = ""  # on the progress line; its name if empty
+    better: str = ""  # higher or lower; empty where neither is better for every algorithm
+    held_out: str = ""  # the name of the same metric on held-out data
+    curve: str = ""  # exact where it is set or counted, not measured: there is no noise to smooth
+    places: tuple[Place, ...] = ()
+
+    def place(self, view: str) -> Place | None:
+        """Return where the metric is shown in a view; None where it is not."""
+        return next((place for place in self.places if place.view == view), None)
 
 
 def _parse_table(rows: str) -> dict[str, MetricInfo]:
-    entries = (line.split("|", 2) for line in rows.strip().splitlines())
-    infos = (MetricInfo(name.strip(), unit.strip(), meaning.strip()) for name, unit, meaning in entries)
-    return {info.name: info for info in infos}
+    """Parse lines of `name | unit | meaning`, each followed by indented lines of `key: value; key: value`."""
+    table: dict[str, MetricInfo] = {}
+    for metric in re.split(r"\n(?! )", rows.strip()):
+        row, *lines = metric.splitlines()
+        name, unit, meaning = (cell.strip() for cell in row.split("|", 2))
+        details = [detail.split(": ", 1) for line in lines for detail in line.strip().rstrip(";").split("; ")]
+        fields = {key: value for key, value in details if key in OPTIONAL_FIELDS}
+        places = tuple(_parse_place(key, value) for key, value in details if key not in OPTIONAL_FIELDS)
+        table[name] = MetricInfo(name, unit, meaning, places=places, **fields)
+    return table
 
 
+def _parse_place(view: str, text: str) -> Place:
+    """Parse the position in a view and, after a space, the title."""
+    position, _, title = text.partition(" ")
+    return Place(view, int(position), title)
+
+
+# Below a metric: the fields of MetricInfo that it has, and each Place where it is shown as `view: position title`.
 METRICS: dict[str, MetricInfo] = _parse_table("""
 score/mean            | score    | mean score of the step's completions, after shaping
+    label: score; better: higher; chart/score: 1 Score in training; progress/online: 1; headline: 4 Mean training score
 score/std             | score    | their standard deviation
+    chart/score: 4 Spread of scores
 score/raw             | score    | mean score before shaping
+    chart/score: 1
 score/clipped         | share    | completions whose score reward.shaping.clip changed
 score/cut             | share    | completions that the reward model read without the beginning: beyond its context
 score/greedy          | score    | mean score of the greedy completions that are the baseline (remax)
 score/first_draw      | score    | with refill_rounds: mean score of the step's first samples, the policy's own
 score/best_of_group   | score    | mean over prompts of the best score in the group
+    chart/score: 1
 reward/kl_penalty     | score    | mean over completions of the summed KL penalty in the token rewards
+    chart/kl: 3 KL penalty in the rewards
 kl/reference          | nats     | KL(policy || reference) per sequence, k1 summed over tokens, mean over completions
+    label: kl; chart/kl: 1 KL to the reference; progress/online: 2
 kl/coef               | score/nat| coefficient of the KL penalty during the step
+    label: kl coef; curve: exact; chart/kl: 2 KL coefficient; progress/online: 3
 kl/penalty_coef       | 1/nat    | coefficient of KL(old || new) during the step (ppo_penalty)
+    curve: exact; chart/kl: 4 Coefficient of KL(old || new)
 completion/masked     | share    | completions left out of the loss: cut off (mask_truncated), or of uniform groups
 kl/old                | nats     | KL(old policy || policy) per token during the update
+    chart/updates: 2 KL(old || new)
 kl/old_last           | nats     | KL(old policy || policy) per token on the step's last minibatch; steers ppo_penalty
+    chart/updates: 2
 kl/sampler_mismatch   | nats     | mean |sampler's - old log-prob| of the sampled tokens; 0 where the sampler's serve
+    better: lower; chart/updates: 5 Sampler against trainer
 policy/first_ratio_deviation | -  | max |ratio - 1| on the first minibatch of the step; 0 but for rounding
+    better: lower; chart/updates: 4 Ratio on the first minibatch: deviation from 1
 policy/ratio          | -        | mean importance ratio
+    chart/updates: 3 Importance ratio
 policy/clip_fraction  | share    | tokens whose gradient the clip stops; of cispo, whose weight it bounds
+    chart/updates: 1 Clip fraction
 policy/entropy        | nats     | entropy of the next-token distribution at the sampled positions
+    label: entropy; chart/completions: 3 Entropy
 policy/grad_norm      | -        | global gradient norm before clipping
+    chart/optimization: 2 Gradient norm; progress/sft: 3; progress/reward_model: 3
 policy/lr             | -        | learning rate
+    curve: exact; chart/optimization: 1 Learning rate; progress/sft: 4
 policy/optimizer_steps| count    | optimizer steps of the policy taken in the step; 0 in the critic's warm-up
+    curve: exact; chart/updates: 6 Optimizer steps
 policy/early_stop     | 0/1      | 1 when target_kl ended the step's epochs early
+    chart/updates: 7 Epochs ended early
 critic/explained_variance | share | 1 - Var(return - value) / Var(return), values before the update
+    label: expl. var.; better: higher; chart/losses: 3 Explained variance; progress/online: 4;
+    tile: 7 Explained variance; summary: 8
 critic/clip_fraction  | share    | tokens whose value gradient the clip stops
+    chart/updates: 1
 critic/value          | score    | mean predicted value
+    chart/losses: 4 Value and return
 critic/return         | score    | mean return
+    chart/losses: 4
 critic/grad_norm      | -        | global gradient norm before clipping
+    chart/optimization: 2
 critic/lr             | -        | learning rate
+    curve: exact; chart/optimization: 1
 advantage/mean        | score    | mean advantage before whitening is undone: 0 when whitened
+    chart/optimization: 3 Advantages
 advantage/std         | score    | standard deviation of the advantages
+    chart/optimization: 3
 completion/length     | tokens   | mean length, EOS included
+    label: length; chart/completions: 1 Length; progress/online: 5
 completion/finished   | share    | completions that ended with EOS
+    chart/completions: 2 Finished
 completion/count      | count    | completions sampled since the start of the run, those not learned from included
+    curve: exact; chart/completions: 7 Sampled so far; tile: 8 Completions sampled
 completion/extra      | count    | sampled in the step and not learned from: greedy baselines, groups that were replaced
 completion/extra_tokens | tokens | theirs, prompts included
 completion/trained_tokens | tokens | read by the step's passes with gradient, prompts included; without data.sft's
 group/uniform         | share    | completions in groups whose scores are all alike
+    chart/completions: 6 Groups with equal scores
 group/refilled        | share    | groups of the step that stand in for uniform ones (refill_rounds)
 pair/count            | count    | online_dpo: pairs learned from in the step, one a prompt at most
 pair/ties             | count    | online_dpo: prompts of the step without a pair: their completions all scored alike
@@ -71,53 +148,104 @@ kept/count            | count    | rejection_sampling: completions of the step t
 kept/none             | count    | rejection_sampling: prompts of the step of which none was kept (min_score)
 kept/score            | score    | rejection_sampling: mean score of the kept completions
 loss/policy           | -        | surrogate loss per token
+    label: loss; chart/losses: 1 Policy loss
 loss/kl               | score    | KL term of the loss per token
+    chart/losses: 5 KL loss
 loss/value            | score^2  | value loss per token, before its coefficient
+    better: lower; chart/losses: 2 Value loss
 loss/ptx              | nats     | next-token loss per token on data.sft
+    better: lower; chart/language-modeling: 3 Pretraining loss
 loss/sft              | nats     | negative log-likelihood per completion token
+    label: loss; held_out: eval/loss; better: lower; chart/language-modeling: 1 Negative log-likelihood;
+    progress/sft: 1; headline: 6 Training loss
 loss/total            | -        | the loss that was descended
+    label: loss; chart/losses: 6 Total loss; headline: 7 Training loss
 loss/accuracy         | share    | completion tokens that are the model's first choice
+    better: higher; chart/language-modeling: 2 Token accuracy; progress/sft: 2
 loss/rm               | nats     | Bradley-Terry loss per pair
+    label: loss; held_out: eval/rm_loss; better: lower; chart/reward-model: 2 Loss; progress/reward_model: 1
 loss/preference       | -        | preference loss per pair; of KTO, per completion
+    held_out: eval/preference_loss; better: lower; chart/preferences: 5 Preference loss; progress/preference: 1
 preference/accuracy   | share    | pairs whose chosen side has the higher reward; of KTO, rows on their side of z0
+    held_out: eval/preference_accuracy; better: higher; chart/preferences: 1 Accuracy of the implicit reward;
+    progress/preference: 2
 preference/margin     | reward   | mean implicit reward of chosen minus rejected sides
+    held_out: eval/preference_margin; chart/preferences: 4 Margin; progress/preference: 3
 preference/chosen_reward | reward | mean implicit reward of chosen (of KTO, desirable) completions
+    held_out: eval/chosen_reward; chart/preferences: 3 Implicit reward of chosen and rejected
 preference/rejected_reward | reward | mean implicit reward of rejected (of KTO, undesirable) completions
+    held_out: eval/rejected_reward; chart/preferences: 3
 preference/chosen_logprob | nats | log-probability of chosen (desirable) completions, summed over tokens
+    held_out: eval/chosen_logprob; chart/preferences: 2 Log-probability of chosen and rejected
 preference/rejected_logprob | nats | log-probability of rejected (undesirable) completions, summed over tokens
+    held_out: eval/rejected_logprob; chart/preferences: 2
 preference/baseline   | nats     | KTO's z0: mean log-ratio to the reference of mismatched completions, at least 0
+    chart/preferences: 8 KTO's z0; progress/preference: 6
 rm/accuracy           | share    | pairs whose chosen side scores higher
+    label: accuracy; held_out: eval/rm_accuracy; better: higher; chart/reward-model: 1 Accuracy;
+    progress/reward_model: 2; headline: 5 Accuracy on training pairs
 rm/margin             | score    | mean score difference, chosen - rejected
+    chart/reward-model: 3 Score difference
 rm/score_mean         | score    | mean score over both sides
+    chart/reward-model: 4 Mean score
 skipped/nonfinite     | count    | optimizer steps not taken because of a NaN or Inf, since the start
+    better: lower; curve: exact; chart/updates: 8 Optimizer steps skipped: NaN or infinity;
+    tile: 9 Optimizer steps skipped (NaN)
 skipped/zero_gradient | count    | optimizer steps in which a model stood still: its gradient was exactly zero (ties)
+    better: lower
 skipped/unscored      | count    | steps not taken because a score was NaN or infinite, since the start
+    better: lower
 eval/score            | score    | mean score of the judge on held-out prompts, one sampled completion each
+    better: higher; chart/score: 2 Held-out score; progress/online: 6; progress/preference: 5; progress/sft: 6;
+    headline: 1 Mean held-out score; summary: 1
 eval/score_std        | score    | its standard deviation over prompts
+    chart/score: 4
 eval/score_greedy     | score    | mean score of greedy completions of held-out prompts
+    better: higher; chart/score: 2
 eval/proxy            | score    | mean score of the trained-on reward on the same completions, before shaping
+    chart/score: 3 Held-out score under the trained-on reward; summary: 2
 eval/kl               | nats     | KL(policy || reference) per sequence on held-out prompts, k1 of the sampled tokens
+    chart/kl: 1; summary: 3
 eval/kl_se            | nats     | its standard error
 eval/kl_exact         | nats     | the same KL, over the whole vocabulary at every sampled position instead of k1
+    chart/kl: 1
 eval/kl_exact_se      | nats     | its standard error
 eval/reference_perplexity | -     | perplexity of the held-out completions under the reference, per token
+    chart/kl: 5 Perplexity under the reference; tile: 6 Perplexity under the reference
 eval/length           | tokens   | mean length of held-out completions
+    chart/completions: 1; tile: 2 Held-out length, tokens; summary: 4
 eval/finished         | share    | held-out completions that ended with EOS
+    chart/completions: 2; tile: 3 Held-out finished
 eval/distinct_1       | share    | distinct token ids over all tokens of all held-out completions, EOS included
+    chart/completions: 4
 eval/distinct_2       | share    | distinct token-id bigrams over all bigrams of all held-out completions, with EOS
+    chart/completions: 4 Distinct bigrams, tokens and trigrams; tile: 4 Distinct bigrams; summary: 5
 eval/distinct_3       | share    | distinct token-id trigrams over all trigrams of all held-out completions, with EOS
+    chart/completions: 4
 eval/repetition       | share    | 4-grams that occurred earlier in the same held-out completion, over all its 4-grams
+    chart/completions: 5 Repeated 4-grams; tile: 5 Repeated 4-grams
 eval/entropy          | nats     | entropy per token: mean of -log pi over the sampled held-out tokens
+    chart/completions: 3
 eval/loss             | nats     | held-out negative log-likelihood per completion token
+    better: lower; chart/language-modeling: 1; progress/sft: 5; headline: 3 Held-out loss; summary: 6
 eval/preference_loss  | -        | held-out preference loss per pair; of KTO, per completion
+    better: lower; chart/preferences: 5
 eval/preference_accuracy | share | held-out pairs whose chosen side has the higher implicit reward
+    better: higher; chart/preferences: 1; progress/preference: 4
 eval/preference_margin | reward  | held-out mean implicit reward of chosen minus rejected sides
+    chart/preferences: 4
 eval/chosen_reward    | reward   | mean implicit reward of held-out chosen (of KTO, desirable) completions
+    chart/preferences: 7 Held-out implicit reward
 eval/rejected_reward  | reward   | mean implicit reward of held-out rejected (of KTO, undesirable) completions
+    chart/preferences: 7
 eval/chosen_logprob   | nats     | log-probability of held-out chosen (desirable) completions, summed over tokens
+    chart/preferences: 6 Held-out log-probability
 eval/rejected_logprob | nats     | log-probability of held-out rejected (undesirable) completions, summed over tokens
+    chart/preferences: 6
 eval/rm_accuracy      | share    | held-out pairs whose chosen side scores higher
+    better: higher; chart/reward-model: 1; progress/reward_model: 4; headline: 2 Accuracy on held-out pairs; summary: 7
 eval/rm_loss          | nats     | held-out Bradley-Terry loss per pair
+    better: lower; chart/reward-model: 2; tile: 1 Held-out pair loss, nats
 """)
 
 
@@ -128,6 +256,17 @@ def describe(name: str) -> MetricInfo:
         KeyError: the name is not in METRICS; add it there with its unit and meaning.
     """
     return METRICS[name]
+
+
+def shown_in(view: str, table: Mapping[str, MetricInfo] = METRICS) -> list[tuple[MetricInfo, Place]]:
+    """Return the metrics that a view shows, by position; in a chart, the metric that gives it its title comes first."""
+    shown = [(info, place) for info in table.values() if (place := info.place(view)) is not None]
+    return sorted(shown, key=lambda entry: (entry[1].position, not entry[1].title))
+
+
+def progress_metrics(kind: RunKind) -> tuple[str, ...]:
+    """Return the names of the metrics on the progress line of a kind of run, in order; a run shows those it has."""
+    return tuple(info.name for info, _ in shown_in(f"progress/{kind}"))
 
 
 class Metrics:

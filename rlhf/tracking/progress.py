@@ -14,20 +14,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-SHORT_LABELS = {
-    "score/mean": "score",
-    "kl/reference": "kl",
-    "kl/coef": "kl coef",
-    "loss/policy": "loss",
-    "loss/sft": "loss",
-    "loss/rm": "loss",
-    "loss/total": "loss",
-    "rm/accuracy": "accuracy",
-    "critic/explained_variance": "expl. var.",
-    "policy/entropy": "entropy",
-    "completion/length": "length",
-    "tokens_per_second": "tokens/s",
-}
+from rlhf.tracking.formatting import format_duration as format_duration  # the aliases are for importers of old
+from rlhf.tracking.formatting import format_number as format_number
+from rlhf.tracking.metrics import METRICS
+
 SECONDS_BETWEEN_LINES = 10.0  # without a terminal, so that the log of a long run stays readable
 RECENT = 20  # updates the speed is averaged over; evaluation and checkpoints count, the first compilation drops out
 
@@ -215,39 +205,13 @@ class _PhaseClock:
 
 def _labels(names: Sequence[str]) -> dict[str, str]:
     """Map metric names to short labels, keeping the full name where two labels would be the same."""
-    short = [SHORT_LABELS.get(name, name) for name in names]
+    short = [METRICS[name].label or name if name in METRICS else name for name in names]
     return {name: label if short.count(label) == 1 else name for name, label in zip(names, short, strict=True)}
 
 
 def _with_target(name: str, value: float, targets: Mapping[str, float]) -> str:
     text = format_number(value)
     return f"{text} (target {format_number(targets[name])})" if name in targets else text
-
-
-def format_number(value: float) -> str:
-    """Format a number compactly: 0.53, 5.90, 53.1, 12,400, 1.0e-06."""
-    if value != value or value in (float("inf"), float("-inf")):
-        return str(value)
-    size = abs(value)
-    if size >= 1000:
-        return f"{value:,.0f}"
-    if size >= 10:
-        return f"{value:.1f}"
-    if size >= 0.01 or size == 0:
-        return f"{value:.2f}"
-    return f"{value:.1e}"
-
-
-def format_duration(seconds: float) -> str:
-    """Format a duration in seconds: 8.2s, 1m20s, 2h05m."""
-    if seconds < 9.95:
-        return f"{seconds:.1f}s"
-    if round(seconds) < 60:
-        return f"{seconds:.0f}s"
-    minutes, remainder = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes}m{remainder:02d}s"
-    return f"{minutes // 60}h{minutes % 60:02d}m"
 
 
 # Control characters (C0, C1, DEL) in model text could move the terminal's cursor, and do not belong in a page either.

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.errors import UserError
-from rlhf.report.charts import GROUPS, chart_groups, decimate, running_mean, timing_chart
-from rlhf.report.page import comparison, format_value, pair_details, phase_table, tiles, verdict, write_report
+from rlhf.report.charts import GROUPS, chart_groups, decimate, panels, running_mean, timing_chart
+from rlhf.report.page import comparison, pair_details, phase_table, tiles, verdict, write_report
 from rlhf.report.record import Record, Series, collect, match
 from rlhf.report.report_card import calibration_bins, card_tables
 from rlhf.tracking.metrics import METRICS
@@ -261,6 +261,17 @@ def test_tiles_hold_the_key_figures() -> None:
     }
 
 
+def test_a_tile_holds_a_count_a_change_or_a_mean_at_the_end() -> None:
+    rows: list[dict[str, Any]] = [{"step": step, "critic/explained_variance": step / 10} for step in range(1, 11)]
+    rows[0] |= {"eval/length": 20.0, "skipped/nonfinite": 0.0}
+    rows[9] |= {"eval/length": 31.5, "skipped/nonfinite": 2.0}
+    assert [(tile.label, tile.value, tile.detail) for tile in tiles(record(rows))] == [
+        ("Held-out length, tokens", "31.5", "from 20.0"),
+        ("Explained variance", "0.950", "mean of the last fifth"),
+        ("Optimizer steps skipped (NaN)", "2", ""),
+    ]
+
+
 @pytest.mark.parametrize("name", sorted(METRICS))
 def test_every_metric_of_the_table_is_drawn(name: str) -> None:
     rows = [{"step": 1, name: 1.0}, {"step": 2, name: 2.0}]
@@ -268,10 +279,20 @@ def test_every_metric_of_the_table_is_drawn(name: str) -> None:
     assert [(trace["name"], trace["x"], trace["y"]) for trace in traces] == [(name, [1, 2], [1.0, 2.0])]
 
 
-def test_no_metric_is_in_two_charts_and_all_are_in_the_table() -> None:
-    names = [name for _, _, _, panels in GROUPS for _, metrics in panels for name in metrics]
-    assert len(names) == len(set(names))
-    assert set(names) <= set(METRICS)
+def test_every_group_has_charts_and_every_chart_a_group() -> None:
+    charts = {place.view for info in METRICS.values() for place in info.places if place.view.startswith("chart/")}
+    assert charts == {f"chart/{key}" for key, _, _ in GROUPS}
+
+
+def test_the_metric_with_the_title_leads_its_chart_and_the_table_orders_the_others() -> None:
+    titles = dict(panels("completions", METRICS))
+    assert titles["Distinct bigrams, tokens and trigrams"] == ["eval/distinct_2", "eval/distinct_1", "eval/distinct_3"]
+    assert [title for title, _ in panels("score", METRICS)] == [
+        "Score in training",
+        "Held-out score",
+        "Held-out score under the trained-on reward",
+        "Spread of scores",
+    ]
 
 
 def test_errors_are_drawn_on_their_metric() -> None:
@@ -438,25 +459,6 @@ def test_card_tables_follow_the_nesting() -> None:
 )
 def test_calibration_bins_are_found(calibration: object, expected: list[tuple[float, float, float | None]]) -> None:
     assert calibration_bins({"calibration": calibration}) == expected
-
-
-@pytest.mark.parametrize(
-    "value, text",
-    [
-        *(
-            (None, "–"),
-            (True, "yes"),
-            (1234, "1,234"),
-            (0.9124, "0.912"),
-            (12.34, "12.3"),
-            (0.0, "0.00"),
-            (1e-7, "1.0e-07"),
-        ),
-        *(([1, 0.5], "1, 0.500"), ({"a": 1}, "a 1"), ("x", "x")),
-    ],
-)
-def test_show(value: object, text: str) -> None:
-    assert format_value(value) == text
 
 
 def test_a_metric_that_was_nan_is_noted_and_leaves_a_gap(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from rlhf.tracking.progress import Progress, format_duration, format_number, printable
+from rlhf.tracking.progress import Progress, printable
 
 
 class Clock:
@@ -209,26 +209,6 @@ def test_a_phase_that_raises_is_closed() -> None:
         interrupted()
     clock.now += 5.0
     assert progress.take_timings() == {"sample": 1.0}
-
-
-@pytest.mark.parametrize(
-    "seconds, text",
-    [(0.04, "0.0s"), (8.24, "8.2s"), (59.4, "59s"), (59.7, "1m00s"), (9.97, "10s"), (80.0, "1m20s"), (7500.0, "2h05m")],
-)
-def test_duration(seconds: float, text: str) -> None:
-    assert format_duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    "value, text",
-    [(0.0, "0.00"), (0.534, "0.53"), (-5.912, "-5.91"), (12.34, "12.3"), (12400.0, "12,400"), (1e-6, "1.0e-06")],
-)
-def test_number(value: float, text: str) -> None:
-    assert format_number(value) == text
-
-
-def test_numbers_that_are_none_are_named() -> None:
-    assert [format_number(float(name)) for name in ("nan", "inf", "-inf")] == ["nan", "inf", "-inf"]
 
 
 @given(st.text(st.characters(codec=None)))
