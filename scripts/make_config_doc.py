@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ from pydantic_core import PydanticUndefined
 from rlhf.config.base import Section
 from rlhf.config.compare import CompareConfig
 from rlhf.config.presets import PRESETS, SIZES
-from rlhf.config.sections import RewardModelConfig, TrainConfig
+from rlhf.config.sections import RewardModelConfig, TrainSections
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 ROOTS: tuple[tuple[str, type[Section]], ...] = (
-    ("rlhf train", TrainConfig),
+    ("rlhf train", TrainSections),
     ("rlhf rm", RewardModelConfig),
     ("rlhf compare", CompareConfig),
 )
@@ -88,10 +88,11 @@ def page() -> str:
         sections = shapes(root)
         lines += [f"## {command}\n", *_table(sections[0])]
         for shape in sections[1:]:
-            if shape.kind not in known:
+            kind = _documented_kind(shape.kind, known)
+            if kind not in known:
                 lines += _section(shape, sections)
-            elif not set(shape.keys) & set(known[shape.kind]):
-                reference = f"### `{shape.keys[0]}`\n\nThe same settings as `{known[shape.kind][0]}`.\n"
+            elif not set(shape.keys) & set(known[kind]):
+                reference = f"### `{shape.keys[0]}`\n\nThe same settings as `{known[kind][0]}`.\n"
                 lines += [reference] if reference not in lines else []
         known = {shape.kind: shape.keys for shape in sections} | known
     presets, sizes = (
@@ -101,6 +102,12 @@ def page() -> str:
     lines += ["## Presets\n", "What `algorithm.preset` stands for; what it does not name has its default.\n"]
     lines += [f"```yaml\n{presets}```\n", "What some of them set outside `algorithm`:\n"]
     return "\n".join([*lines, f"```yaml\n{sizes}```\n"])
+
+
+def _documented_kind(kind: type[Section], known: Mapping[type[Section], object]) -> type[Section]:
+    """Return the class whose table describes `kind`: a known base with the same keys, of which `kind` needs more."""
+    bases = [base for base in kind.__mro__ if base in known and issubclass(base, Section)]
+    return next((base for base in bases if base.model_fields.keys() == kind.model_fields.keys()), kind)
 
 
 class _NoAliasDumper(yaml.SafeDumper):

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from rlhf.config.algorithm import Gae, Offline, Online, OnlinePairLoss, SftLoss
-from rlhf.config.base import Section
+from rlhf.config.algorithm import Gae, OnlinePairLoss, SftLoss, algorithm_kind
+from rlhf.config.base import Needed, Section
 from rlhf.config.compare import CompareConfig
 from rlhf.config.presets import PRESETS, SIZES, drop_keys, drop_overruled, get_setting, keep_last_alternative
-from rlhf.config.sections import RewardModelConfig, TrainConfig, uses_reference
+from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig, TrainConfig
 from rlhf.config.yaml_text import InvalidYaml, parse_yaml
 from rlhf.errors import ConfigError
 
@@ -71,8 +71,11 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig | R
 
 
 def train_config(tree: Tree) -> TrainConfig:
-    """Build the training run that a tree of settings describes, after expanding its preset."""
-    return validate(TrainConfig, expand_preset(tree))
+    """Build the training run, online or offline, that a tree of settings describes, after expanding its preset."""
+    expanded = expand_preset(tree)
+    if algorithm_kind(expanded.get("algorithm")) == "online":
+        return validate(OnlineConfig, expanded)
+    return validate(OfflineConfig, expanded)
 
 
 def load_reward_model(path: str | Path, overrides: Sequence[str] = ()) -> RewardModelConfig:
@@ -270,15 +273,19 @@ def unread_keys(config: TrainConfig | RewardModelConfig) -> list[str]:
 
 
 def _unread(config: TrainConfig | RewardModelConfig) -> list[tuple[str, str]]:
-    return _unread_by_training(config) if isinstance(config, TrainConfig) else _unread_by_reward_model(config)
+    match config:
+        case OnlineConfig():
+            return _unread_by_online(config)
+        case OfflineConfig():
+            return _unread_by_offline(config)
+        case RewardModelConfig():
+            return _unread_by_reward_model(config)
 
 
-def _unread_by_training(config: TrainConfig) -> list[tuple[str, str]]:
+def _unread_by_online(config: OnlineConfig) -> list[tuple[str, str]]:
     changed, data = _changed_fields(config), _changed_fields(config.data)
     unread: list[tuple[str, str]] = []
     algorithm = config.algorithm
-    if not isinstance(algorithm, Online):
-        return _unread_by_offline(config, algorithm)
     if "critic" in changed and not isinstance(algorithm.advantage, Gae):
         unread.append(("critic", "only GAE has a critic"))
     if config.critic.shared and "lr" in _changed_fields(config.critic):
@@ -295,13 +302,13 @@ def _unread_by_training(config: TrainConfig) -> list[tuple[str, str]]:
     return unread
 
 
-def _unread_by_offline(config: TrainConfig, algorithm: Offline) -> list[tuple[str, str]]:
+def _unread_by_offline(config: OfflineConfig) -> list[tuple[str, str]]:
     changed, data = _changed_fields(config), _changed_fields(config.data)
     offline = "an offline algorithm does not read it"
-    name = algorithm.preset or algorithm.loss.type
-    others = ("preferences", "eval_preferences") if isinstance(algorithm.loss, SftLoss) else ("sft", "eval_sft")
+    name, is_sft = config.algorithm.name, isinstance(config.algorithm.loss, SftLoss)
+    others = ("preferences", "eval_preferences") if is_sft else ("sft", "eval_sft")
     unread: list[tuple[str, str]] = [(key, offline) for key in ("critic", "reward", "overlap") if key in changed]
-    if "reference" in changed and not uses_reference(config):
+    if "reference" in changed and not config.uses_reference:
         unread.append(("reference", f"{name} has no reference"))
     if "prompts" in data:
         unread.append(("data.prompts", offline))
@@ -335,12 +342,21 @@ def _explain(kind: type[Section], mistake: Mapping[str, Any]) -> str:
     where = ".".join(keys)
     if mistake["type"] == "extra_forbidden":
         return f"{where}: unknown key{_nearest(keys[-1], models)}"
+    given = mistake.get("input")
+    reason = _reason_if_needed(keys[-1], models) if keys else None
+    if reason is not None and (mistake["type"] == "missing" or given is None):
+        return f"{where} is missing: {reason}"
     message = str(mistake["msg"]).removeprefix("Value error, ")
     if mistake["type"] == "missing":
         message = "is required; set it in the file or on the command line"
-    given = mistake.get("input")
     shown = f" (got {given!r})" if where and mistake["type"] not in ("missing", "value_error") else ""
     return f"{where}: {message}{shown}" if where else message
+
+
+def _reason_if_needed(key: str, models: Sequence[type[BaseModel]]) -> str | None:
+    """Return why a key has to be set, where its section says so (`Needed`)."""
+    marks = [mark for model in models if key in model.model_fields for mark in model.model_fields[key].metadata]
+    return next((mark.reason for mark in marks if isinstance(mark, Needed)), None)
 
 
 def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], list[type[BaseModel]]]:
@@ -371,7 +387,7 @@ def _sections(model: type[BaseModel], field: str) -> list[type[BaseModel]]:
 
 def _is_tagged(model: type[BaseModel], tag: str) -> bool:
     field = model.model_fields.get("type")
-    return (field is not None and field.default == tag) or model.__name__.lower() == tag
+    return (field is not None and field.default == tag) or model.__name__.lower().removesuffix("config") == tag
 
 
 def _nearest(key: str, models: Sequence[type[BaseModel]]) -> str:

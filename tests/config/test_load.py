@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from rlhf.config.algorithm import AdaptiveKl, Gae, Group, Online, PenaltyLoss
+from rlhf.config.compare import CellConfig
+from rlhf.config.data import DataConfig
 from rlhf.config.load import (
     dump,
     expand_preset,
@@ -24,8 +26,15 @@ from rlhf.config.load import (
     unread_warnings,
     validate,
 )
-from rlhf.config.presets import PRESETS, get_setting
-from rlhf.config.sections import CriticConfig, RewardModelConfig, TrainConfig
+from rlhf.config.presets import PRESETS, drop_keys, get_setting
+from rlhf.config.sections import (
+    CriticConfig,
+    OfflineConfig,
+    OnlineConfig,
+    RewardModelConfig,
+    TrainConfig,
+    TrainSections,
+)
 from rlhf.config.yaml_text import InvalidYaml, parse_yaml
 from rlhf.errors import ConfigError
 
@@ -60,6 +69,33 @@ def test_every_preset_is_coherent_and_dumps_to_itself(name: str) -> None:
     config = train_config(tree)
     assert config.algorithm.preset == name
     assert train_config(dump(config)) == config
+    assert type(config) is (OfflineConfig if "loss" in PRESETS[name] else OnlineConfig)
+    assert list(dump(config)) == list(TrainSections.model_fields), "both kinds have the keys of a run folder's file"
+    assert list(dump(config.data)) == list(DataConfig.model_fields)
+
+
+@pytest.mark.parametrize("missing", [["reward"], ["data"], ["data.prompts", "reward"]])
+@pytest.mark.parametrize("is_null", [True, False])
+def test_all_that_an_online_run_lacks_is_named_at_once(missing: list[str], is_null: bool) -> None:
+    tree = drop_keys(base(), missing)
+    if is_null:
+        tree = merge(tree, parse_overrides([f"{key}=null" for key in missing]))
+    with pytest.raises(ConfigError) as error:
+        train_config(tree)
+    cures = {"data": "set data.prompts.path", "data.prompts": "set data.prompts.path", "reward": "set reward.source"}
+    lines = str(error.value).splitlines()
+    assert len(lines) == len(missing)
+    for line, key in zip(lines, missing, strict=True):
+        assert line.startswith(f"{key} is missing: ")
+        assert cures[key] in line
+
+
+@pytest.mark.parametrize("preset", ["ppo", "dpo"])
+def test_a_mistake_in_the_run_of_a_cell_is_named_by_its_key(preset: str) -> None:
+    train = dump(train_config(base(preset=preset)))
+    cell = {"arm": "a", "seed": 0, "train": merge(train, {"policy": {"lrr": 1.0}})}
+    with pytest.raises(ConfigError, match=r"^train\.policy\.lrr: unknown key; did you mean lr\?$"):
+        validate(CellConfig, cell)
 
 
 def test_exponents_without_a_dot_are_numbers() -> None:
@@ -336,7 +372,7 @@ def test_every_field_has_a_description() -> None:
             if "description" not in field and key != "type"
         ]
 
-    assert undocumented(TrainConfig, set()) == []
+    assert undocumented(OnlineConfig, set()) == undocumented(OfflineConfig, set()) == []
 
 
 def test_expanding_leaves_an_explicit_algorithm_alone() -> None:
@@ -345,7 +381,7 @@ def test_expanding_leaves_an_explicit_algorithm_alone() -> None:
 
 
 def _online(config: TrainConfig) -> Online:
-    assert isinstance(config.algorithm, Online)
+    assert isinstance(config, OnlineConfig)
     return config.algorithm
 
 
