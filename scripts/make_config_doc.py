@@ -16,7 +16,7 @@ from pydantic_core import PydanticUndefined
 
 from rlhf.config.base import Section
 from rlhf.config.compare import CompareConfig
-from rlhf.config.presets import PRESETS, SIZES
+from rlhf.config.presets import PRESETS
 from rlhf.config.sections import RewardModelConfig, TrainSections
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
@@ -95,13 +95,9 @@ def page() -> str:
                 reference = f"### `{shape.keys[0]}`\n\nThe same settings as `{known[kind][0]}`.\n"
                 lines += [reference] if reference not in lines else []
         known = {shape.kind: shape.keys for shape in sections} | known
-    presets, sizes = (
-        yaml.dump(tree, Dumper=_NoAliasDumper, sort_keys=False, default_flow_style=None, width=110)
-        for tree in (PRESETS, SIZES)
-    )
+    presets = yaml.dump(PRESETS, Dumper=_NoAliasDumper, sort_keys=False, default_flow_style=None, width=110)
     lines += ["## Presets\n", "What `algorithm.preset` stands for; what it does not name has its default.\n"]
-    lines += [f"```yaml\n{presets}```\n", "What some of them set outside `algorithm`:\n"]
-    return "\n".join([*lines, f"```yaml\n{sizes}```\n"])
+    return "\n".join([*lines, f"```yaml\n{presets}```\n"])
 
 
 def _documented_kind(kind: type[Section], known: Mapping[type[Section], object]) -> type[Section]:

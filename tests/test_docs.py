@@ -273,7 +273,7 @@ def written_out() -> Iterator[tuple[str, str]]:
 def test_presets_are_what_the_pages_say(name: str, body: str) -> None:
     stated = yaml.safe_load(body)["algorithm"]
     adapter = TypeAdapter(TrainSections.model_fields["algorithm"].annotation)
-    preset = adapter.validate_python({**PRESETS[name], "preset": name})
+    preset = adapter.validate_python({**PRESETS[name]["algorithm"], "preset": name})
     assert adapter.validate_python(stated) == preset
     assert stated["preset"] == name
     optional = {key for key, value in dump(preset).items() if value in (None, False, 0.0)}

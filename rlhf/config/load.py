@@ -14,7 +14,14 @@ from pydantic import BaseModel, ValidationError
 from rlhf.config.algorithm import Gae, OnlinePairLoss, SftLoss, algorithm_kind
 from rlhf.config.base import Needed, Section
 from rlhf.config.compare import CompareConfig
-from rlhf.config.presets import PRESETS, SIZES, drop_keys, drop_overruled, get_setting, keep_last_alternative
+from rlhf.config.presets import (
+    PRESETS,
+    drop_keys,
+    drop_overruled,
+    get_setting,
+    keep_last_alternative,
+    sizes_of_preset,
+)
 from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig, TrainConfig
 from rlhf.config.yaml_text import InvalidYaml, parse_yaml
 from rlhf.errors import ConfigError
@@ -175,7 +182,7 @@ def _changes_tag(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 def merge_overrides(base: Tree, over: Tree) -> Tree:
     """Merge `over` into `base`; its settings win, also over settings of `base` that exclude them.
 
-    If `over` names a preset other than the base's, the sizes that this preset sets (SIZES) are applied too.
+    If `over` names a preset other than the base's, the sizes that this preset sets are applied too.
     """
     base, over = merge({}, base), merge({}, over)
     return merge(merge(drop_overruled(base, over), _sizes_of_new_preset(base, over)), over)
@@ -186,10 +193,10 @@ def _sizes_of_new_preset(base: Tree, over: Tree) -> Tree:
     preset = get_setting(over, "algorithm.preset")
     if preset == get_setting(base, "algorithm.preset"):
         return {}
-    sizes = SIZES.get(str(preset), {})
+    sizes = sizes_of_preset(preset)
     group_size = get_setting(base, "sampling.completions_per_prompt")
     has_group = isinstance(group_size, int) and group_size >= 2
-    needs_any_group = get_setting(PRESETS.get(str(preset), {}), "advantage.type") == "group"
+    needs_any_group = get_setting(PRESETS, f"{preset}.algorithm.advantage.type") == "group"
     return drop_keys(sizes, ["sampling"]) if has_group and needs_any_group else sizes
 
 
@@ -217,7 +224,7 @@ def drop_unread(tree: Tree, given: Tree, config: TrainConfig) -> Tree:
 
 
 def expand_preset(tree: Tree) -> Tree:
-    """Expand `algorithm.preset` into the tree, sizes (SIZES) included; explicit settings win.
+    """Expand `algorithm.preset` into the tree, sizes included; explicit settings win.
 
     Raises:
         ConfigError: there is no such preset.
@@ -230,8 +237,8 @@ def expand_preset(tree: Tree) -> Tree:
         near = difflib.get_close_matches(str(name), PRESETS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"algorithm.preset: {name!r} is not one of {', '.join(PRESETS)}{hint}")
-    preset = _with_matching_value_loss(PRESETS[name], algorithm)
-    return merge(SIZES.get(name, {}), {**tree, "algorithm": merge(preset, algorithm)})
+    preset = _with_matching_value_loss(PRESETS[name]["algorithm"], algorithm)
+    return merge(sizes_of_preset(name), {**tree, "algorithm": merge(preset, algorithm)})
 
 
 def _with_matching_value_loss(preset: Tree, algorithm: Mapping[str, Any]) -> Tree:

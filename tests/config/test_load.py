@@ -69,7 +69,7 @@ def test_every_preset_is_coherent_and_dumps_to_itself(name: str) -> None:
     config = train_config(tree)
     assert config.algorithm.preset == name
     assert train_config(dump(config)) == config
-    assert type(config) is (OfflineConfig if "loss" in PRESETS[name] else OnlineConfig)
+    assert type(config) is (OfflineConfig if "loss" in PRESETS[name]["algorithm"] else OnlineConfig)
     assert list(dump(config)) == list(TrainSections.model_fields), "both kinds have the keys of a run folder's file"
     assert list(dump(config.data)) == list(DataConfig.model_fields)
 
@@ -224,7 +224,7 @@ def test_a_preset_with_groups_brings_one_of_eight_unless_there_is_a_group(name: 
 
 
 def test_the_presets_that_bring_a_group_are_those_that_need_one() -> None:
-    needing = {name for name, preset in PRESETS.items() if preset.get("advantage", {}).get("type") == "group"}
+    needing = {name for name, preset in PRESETS.items() if get_setting(preset, "algorithm.advantage.type") == "group"}
     assert needing == set(GROUPED)
 
 
@@ -259,7 +259,7 @@ def test_merge_is_deep_but_another_tag_replaces_the_section() -> None:
 
 def test_precedence_is_preset_then_file_then_command_line() -> None:
     file = base(preset="ppo", kl={"coef": 0.2})
-    assert _online(train_config(base())).kl.coef == PRESETS["ppo"]["kl"]["coef"]
+    assert _online(train_config(base())).kl.coef == PRESETS["ppo"]["algorithm"]["kl"]["coef"]
     assert _online(train_config(file)).kl.coef == 0.2
     assert _online(train_config(merge(file, parse_overrides(["algorithm.kl.coef=0.3"])))).kl.coef == 0.3
 
