@@ -290,50 +290,57 @@ def _unread(config: TrainConfig | RewardModelConfig) -> list[tuple[str, str]]:
 
 
 def _unread_by_online(config: OnlineConfig) -> list[tuple[str, str]]:
-    changed, data = _changed_fields(config), _changed_fields(config.data)
-    unread: list[tuple[str, str]] = []
-    algorithm = config.algorithm
-    if "critic" in changed and not isinstance(algorithm.advantage, Gae):
-        unread.append(("critic", "only GAE has a critic"))
-    if config.critic.shared and "lr" in _changed_fields(config.critic):
-        unread.append(("critic.lr", "critic.shared trains the head with the policy"))
-    if "sft" in data and algorithm.ptx_coef == 0:
-        unread.append(("data.sft", "algorithm.ptx_coef is 0"))
-    if isinstance(algorithm.policy_loss, OnlinePairLoss) and "kl" in _changed_fields(algorithm) and algorithm.kl.coef:
-        unread.append(("algorithm.kl", "the beta of policy_loss.loss is a pair loss's pull to the reference"))
-    unread += [
-        (f"data.{k}", "an online algorithm does not read it")
-        for k in ("preferences", "eval_preferences", "eval_sft")
-        if k in data
+    changed, algorithm = _changed_fields(config), config.algorithm
+    has_critic, is_pair_loss = isinstance(algorithm.advantage, Gae), isinstance(algorithm.policy_loss, OnlinePairLoss)
+    kl_is_set = "kl" in _changed_fields(algorithm) and algorithm.kl.coef > 0
+    unread = [
+        ("critic", "critic" in changed and not has_critic, "only GAE has a critic"),
+        (
+            "critic.lr",
+            config.critic.shared and "lr" in _changed_fields(config.critic),
+            "critic.shared trains the head with the policy",
+        ),
+        ("data.sft", "sft" in _changed_fields(config.data) and algorithm.ptx_coef == 0, "algorithm.ptx_coef is 0"),
+        (
+            "algorithm.kl",
+            kl_is_set and is_pair_loss,
+            "the beta of policy_loss.loss is a pair loss's pull to the reference",
+        ),
     ]
-    return unread
+    others = ("preferences", "eval_preferences", "eval_sft")
+    return [(key, why) for key, is_unread, why in unread if is_unread] + _changed_among(
+        config.data, "data.", others, "an online algorithm does not read it"
+    )
 
 
 def _unread_by_offline(config: OfflineConfig) -> list[tuple[str, str]]:
-    changed, data = _changed_fields(config), _changed_fields(config.data)
-    offline = "an offline algorithm does not read it"
     name, is_sft = config.algorithm.name, isinstance(config.algorithm.loss, SftLoss)
     others = ("preferences", "eval_preferences") if is_sft else ("sft", "eval_sft")
-    unread: list[tuple[str, str]] = [(key, offline) for key in ("critic", "reward", "overlap") if key in changed]
-    if "reference" in changed and not config.uses_reference:
-        unread.append(("reference", f"{name} has no reference"))
-    if "prompts" in data:
-        unread.append(("data.prompts", offline))
-    unread += [(f"data.{key}", f"{name} does not read it") for key in others if key in data]
-    if config.data.eval_prompts is not None and config.eval.source is None:
-        unread.append(("data.eval_prompts", "eval.source, the judge of an offline run, is not"))
-    unread += [(f"batch.{k}", offline) for k in ("epochs", "minibatches") if k in _changed_fields(config.batch)]
-    return unread
+    offline = "an offline algorithm does not read it"
+    unread = _changed_among(config, "", ("critic", "reward", "overlap"), offline)
+    if not config.uses_reference:
+        unread += _changed_among(config, "", ("reference",), f"{name} has no reference")
+    unread += _changed_among(config.data, "data.", ("prompts",), offline)
+    unread += _changed_among(config.data, "data.", others, f"{name} does not read it")
+    if config.eval.source is None:
+        why = "eval.source, the judge of an offline run, is not"
+        unread += _changed_among(config.data, "data.", ("eval_prompts",), why)
+    return unread + _changed_among(config.batch, "batch.", ("epochs", "minibatches"), offline)
 
 
 def _unread_by_reward_model(config: RewardModelConfig) -> list[tuple[str, str]]:
     why = "a reward model does not read it"
-    keys = ("prompts", "eval_prompts", "sft", "eval_sft")
-    unread = [(f"data.{key}", why) for key in keys if key in _changed_fields(config.data)]
-    unread += [(f"batch.{key}", why) for key in ("epochs", "minibatches") if key in _changed_fields(config.batch)]
-    if config.model.ema_decay is not None:
-        unread.append(("model.ema_decay", why))
-    return unread
+    return [
+        *_changed_among(config.data, "data.", ("prompts", "eval_prompts", "sft", "eval_sft"), why),
+        *_changed_among(config.batch, "batch.", ("epochs", "minibatches"), why),
+        *_changed_among(config.model, "model.", ("ema_decay",), why),
+    ]
+
+
+def _changed_among(section: Section, prefix: str, names: Sequence[str], why: str) -> list[tuple[str, str]]:
+    """Return the keys of those fields that are set to something else than their default, each with `why`."""
+    changed = _changed_fields(section)
+    return [(f"{prefix}{name}", why) for name in names if name in changed]
 
 
 def _changed_fields(section: Section) -> set[str]:
@@ -347,23 +354,32 @@ def _explain(kind: type[Section], mistake: Mapping[str, Any]) -> str:
     if mistake["type"] == "value_error" and keys and any(_is_tagged(model, keys[-1]) for model in models):
         keys.pop()  # a whole member of a union is wrong, and its tag is not a key that the user wrote
     where = ".".join(keys)
-    if mistake["type"] == "extra_forbidden":
-        return f"{where}: unknown key{_nearest(keys[-1], models)}"
-    given = mistake.get("input")
-    reason = _reason_if_needed(keys[-1], models) if keys else None
-    if reason is not None and (mistake["type"] == "missing" or given is None):
+    reason = _reason_if_needed(mistake, keys, models)
+    if reason is not None:
         return f"{where} is missing: {reason}"
-    message = str(mistake["msg"]).removeprefix("Value error, ")
-    if mistake["type"] == "missing":
-        message = "is required; set it in the file or on the command line"
-    shown = f" (got {given!r})" if where and mistake["type"] not in ("missing", "value_error") else ""
-    return f"{where}: {message}{shown}" if where else message
+    message = _message(mistake, keys, models)
+    return f"{where}: {message}" if where else message
 
 
-def _reason_if_needed(key: str, models: Sequence[type[BaseModel]]) -> str | None:
-    """Return why a key has to be set, where its section says so (`Needed`)."""
-    marks = [mark for model in models if key in model.model_fields for mark in model.model_fields[key].metadata]
-    return next((mark.reason for mark in marks if isinstance(mark, Needed)), None)
+def _reason_if_needed(mistake: Mapping[str, Any], keys: Sequence[str], models: Sequence[type[BaseModel]]) -> str | None:
+    """Return why a key that is not set has to be, where its section says so (`Needed`)."""
+    if not keys or (mistake["type"] != "missing" and mistake.get("input") is not None):
+        return None
+    fields = [model.model_fields[keys[-1]] for model in models if keys[-1] in model.model_fields]
+    return next((mark.reason for field in fields for mark in field.metadata if isinstance(mark, Needed)), None)
+
+
+def _message(mistake: Mapping[str, Any], keys: Sequence[str], models: Sequence[type[BaseModel]]) -> str:
+    message = str(mistake["msg"])
+    match mistake["type"]:
+        case "extra_forbidden":
+            return f"unknown key{_nearest(keys[-1], models)}"
+        case "missing":
+            return "is required; set it in the file or on the command line"
+        case "value_error":
+            return message.removeprefix("Value error, ")
+        case _:
+            return f"{message} (got {mistake.get('input')!r})" if keys else message
 
 
 def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], list[type[BaseModel]]]:
