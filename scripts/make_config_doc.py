@@ -92,18 +92,19 @@ def page() -> str:
             if kind not in known:
                 lines += _section(shape, sections)
             elif not set(shape.keys) & set(known[kind]):
-                reference = f"### `{shape.keys[0]}`\n\nThe same settings as `{known[kind][0]}`.\n"
+                heading = [f"### `{shape.keys[0]}`\n"] if kind is shape.kind else _heading(shape, sections)
+                reference = "\n".join([*heading, f"The same settings as `{known[kind][0]}`.\n"])
                 lines += [reference] if reference not in lines else []
-        known = {shape.kind: shape.keys for shape in sections} | known
+            known.setdefault(shape.kind, shape.keys)
     presets = yaml.dump(PRESETS, Dumper=_NoAliasDumper, sort_keys=False, default_flow_style=None, width=110)
     lines += ["## Presets\n", "What `algorithm.preset` stands for; what it does not name has its default.\n"]
     return "\n".join([*lines, f"```yaml\n{presets}```\n"])
 
 
 def _documented_kind(kind: type[Section], known: Mapping[type[Section], object]) -> type[Section]:
-    """Return the class whose table describes `kind`: a known base with the same keys, of which `kind` needs more."""
+    """Return the class whose table describes `kind`: itself, or a known base with the same keys except for `type`."""
     bases = [base for base in kind.__mro__ if base in known and issubclass(base, Section)]
-    return next((base for base in bases if base.model_fields.keys() == kind.model_fields.keys()), kind)
+    return next((base for base in bases if kind.model_fields.keys() - base.model_fields.keys() <= {"type"}), kind)
 
 
 class _NoAliasDumper(yaml.SafeDumper):
@@ -149,6 +150,11 @@ def settings() -> Iterator[Setting]:
 
 
 def _section(shape: Shape, among: list[Shape]) -> Iterator[str]:
+    yield from _heading(shape, among)
+    yield from _table(shape)
+
+
+def _heading(shape: Shape, among: list[Shape]) -> Iterator[str]:
     keys = ", ".join(f"`{key}`" for key in shape.keys)
     tag = shape.kind.model_fields.get("type")
     variant = f" (type: {tag.default})" if tag is not None else ""
@@ -156,7 +162,6 @@ def _section(shape: Shape, among: list[Shape]) -> Iterator[str]:
         variant = f" ({shape.kind.__name__.lower()})"
     yield f"### {keys}{variant}\n"
     yield f"{' '.join((shape.kind.__doc__ or '').split())}\n"
-    yield from _table(shape)
 
 
 def _table(shape: Shape) -> Iterator[str]:

@@ -387,25 +387,22 @@ def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[st
     models: list[type[BaseModel]] = [kind]
     keys: list[str] = []
     for index, part in enumerate(location):
-        last = index == len(location) - 1
-        inner = [m for model in models if part in model.model_fields for m in _sections(model, str(part))]
-        is_key = isinstance(part, int) or last or any(part in model.model_fields for model in models)
-        if is_key:
+        is_last = index == len(location) - 1
+        fields = [model.model_fields[part] for model in models if part in model.model_fields]
+        if fields or is_last or isinstance(part, int):
             keys.append(str(part))
         else:
-            models = [model for model in models if _is_tagged(model, str(part))] or models
-        if not last and any(part in model.model_fields for model in models):
-            models = inner
+            models = [model for model in models if _is_tagged(model, part)] or models
+        if fields and not is_last:
+            models = [section for field in fields for section in _sections(field.annotation)]
     return keys, models
 
 
-def _sections(model: type[BaseModel], field: str) -> list[type[BaseModel]]:
-    def flatten(annotation: Any) -> list[type[BaseModel]]:
-        if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
-            return [annotation] if issubclass(annotation, BaseModel) else []
-        return [section for inner in typing.get_args(annotation) for section in flatten(inner)]
-
-    return flatten(model.model_fields[field].annotation)
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """Return the section classes that an annotation names."""
+    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
+        return [annotation] if issubclass(annotation, BaseModel) else []
+    return [section for inner in typing.get_args(annotation) for section in _sections(inner)]
 
 
 def _is_tagged(model: type[BaseModel], tag: str) -> bool:

@@ -113,7 +113,7 @@ def test_a_mistake_is_named_before_anything_runs(tmp_path: Path, changes: dict[s
 @pytest.mark.parametrize("name", ["compare.yaml", "compare_quick.yaml"])
 def test_the_lab_comparisons_are_valid(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the lab's files not made: only the settings are looked at."""
-    monkeypatch.setattr("rlhf.compare.plan.with_lab", lambda config: config)
+    monkeypatch.setattr("rlhf.compare.plan.resolve_lab_paths", lambda config: config)
     monkeypatch.chdir(ROOT)
     config = load_compare(ROOT / "configs" / "lab" / name)
     plan = make_plan(config, beside=ROOT / "configs" / "lab")
