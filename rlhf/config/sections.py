@@ -317,7 +317,7 @@ class EvalConfig(Section):
 
 
 class TrainSections(Section):
-    """One training run: SFT, or any online or offline algorithm."""
+    """The sections of a training run; `OnlineConfig` and `OfflineConfig` say which of them a run needs."""
 
     run: RunConfig = RunConfig()
     """Identity of the run."""
@@ -458,7 +458,7 @@ class OfflineConfig(TrainSections):
 
 
 TrainConfig = OnlineConfig | OfflineConfig
-"""One training run."""
+"""One training run: SFT, or any online or offline algorithm."""
 
 
 class RewardModelLoss(Section):
