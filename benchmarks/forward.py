@@ -178,7 +178,7 @@ def dpo(size: str, way: dict[str, Any]) -> Step:
 
 def online(preset: str, size: str, way: dict[str, Any], *, prompts: int, group: int, minibatches: int) -> Step:
     """Prepare a step that annotates a rollout and trains one epoch on it."""
-    algorithm = Online.model_validate({"preset": preset, **PRESETS[preset]})
+    algorithm = Online.model_validate({"preset": preset, **PRESETS[preset]["algorithm"]})
     critic = scalar_head(size, way["packing"]) if algorithm.value_loss is not None else None
     reference = causal_lm(size).eval() if preset == "ppo" else None
     models = models_of(size, way, critic=critic, reference=reference)

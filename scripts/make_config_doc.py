@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ from pydantic_core import PydanticUndefined
 
 from rlhf.config.base import Section
 from rlhf.config.compare import CompareConfig
-from rlhf.config.presets import PRESETS, SIZES
-from rlhf.config.sections import RewardModelConfig, TrainConfig
+from rlhf.config.presets import PRESETS
+from rlhf.config.sections import RewardModelConfig, TrainSections
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 ROOTS: tuple[tuple[str, type[Section]], ...] = (
-    ("rlhf train", TrainConfig),
+    ("rlhf train", TrainSections),
     ("rlhf rm", RewardModelConfig),
     ("rlhf compare", CompareConfig),
 )
@@ -88,19 +88,23 @@ def page() -> str:
         sections = shapes(root)
         lines += [f"## {command}\n", *_table(sections[0])]
         for shape in sections[1:]:
-            if shape.kind not in known:
+            kind = _documented_kind(shape.kind, known)
+            if kind not in known:
                 lines += _section(shape, sections)
-            elif not set(shape.keys) & set(known[shape.kind]):
-                reference = f"### `{shape.keys[0]}`\n\nThe same settings as `{known[shape.kind][0]}`.\n"
+            elif not set(shape.keys) & set(known[kind]):
+                heading = [f"### `{shape.keys[0]}`\n"] if kind is shape.kind else _heading(shape, sections)
+                reference = "\n".join([*heading, f"The same settings as `{known[kind][0]}`.\n"])
                 lines += [reference] if reference not in lines else []
-        known = {shape.kind: shape.keys for shape in sections} | known
-    presets, sizes = (
-        yaml.dump(tree, Dumper=_NoAliasDumper, sort_keys=False, default_flow_style=None, width=110)
-        for tree in (PRESETS, SIZES)
-    )
+            known.setdefault(shape.kind, shape.keys)
+    presets = yaml.dump(PRESETS, Dumper=_NoAliasDumper, sort_keys=False, default_flow_style=None, width=110)
     lines += ["## Presets\n", "What `algorithm.preset` stands for; what it does not name has its default.\n"]
-    lines += [f"```yaml\n{presets}```\n", "What some of them set outside `algorithm`:\n"]
-    return "\n".join([*lines, f"```yaml\n{sizes}```\n"])
+    return "\n".join([*lines, f"```yaml\n{presets}```\n"])
+
+
+def _documented_kind(kind: type[Section], known: Mapping[type[Section], object]) -> type[Section]:
+    """Return the class whose table describes `kind`: itself, or a known base with the same keys except for `type`."""
+    bases = [base for base in kind.__mro__ if base in known and issubclass(base, Section)]
+    return next((base for base in bases if kind.model_fields.keys() - base.model_fields.keys() <= {"type"}), kind)
 
 
 class _NoAliasDumper(yaml.SafeDumper):
@@ -146,6 +150,11 @@ def settings() -> Iterator[Setting]:
 
 
 def _section(shape: Shape, among: list[Shape]) -> Iterator[str]:
+    yield from _heading(shape, among)
+    yield from _table(shape)
+
+
+def _heading(shape: Shape, among: list[Shape]) -> Iterator[str]:
     keys = ", ".join(f"`{key}`" for key in shape.keys)
     tag = shape.kind.model_fields.get("type")
     variant = f" (type: {tag.default})" if tag is not None else ""
@@ -153,7 +162,6 @@ def _section(shape: Shape, among: list[Shape]) -> Iterator[str]:
         variant = f" ({shape.kind.__name__.lower()})"
     yield f"### {keys}{variant}\n"
     yield f"{' '.join((shape.kind.__doc__ or '').split())}\n"
-    yield from _table(shape)
 
 
 def _table(shape: Shape) -> Iterator[str]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from rlhf.config.load import load_train
-from rlhf.config.sections import TrainConfig
+from rlhf.config.sections import OnlineConfig, TrainConfig
 from rlhf.data.prompts import MESSAGES, load_prompts
 from rlhf.errors import ConfigError, UserError
 from rlhf.factory.rewards import build_source
@@ -39,7 +39,7 @@ def pairs(
     config: TrainConfig, completions: int, limit: int | None, *, min_gap: float = 0.0
 ) -> Iterator[dict[str, Any] | None]:
     """Yield a pair for each prompt; None where no two nonempty completions differ in score by more than `min_gap`."""
-    if config.reward is None or config.data.prompts is None:
+    if not isinstance(config, OnlineConfig):
         raise ConfigError("pairs need data.prompts and reward.source: name an online configuration, such as PPO's")
     writer = Completer(config.policy.model, config.sampling, chat=config.data.chat_format)
     source = build_source(config.reward.source, writer.tokenizer, Engine(torch.device("cpu")))

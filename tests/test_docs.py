@@ -31,7 +31,7 @@ from rlhf.config.load import (
     unread_warnings,
 )
 from rlhf.config.presets import PRESETS
-from rlhf.config.sections import RewardModelConfig, TrainConfig
+from rlhf.config.sections import RewardModelConfig, TrainSections
 from rlhf.errors import ConfigError, install_hint
 from rlhf.rewards.function import FunctionReward
 from rlhf.tracking.metrics import METRICS
@@ -340,7 +340,7 @@ def check_yaml(text: str) -> None:
     if {"policy", "algorithm"} <= set(tree):
         assert unread_warnings(train_config(dict(tree))) == []
         return
-    fields = {**CompareConfig.model_fields, **RewardModelConfig.model_fields, **TrainConfig.model_fields}
+    fields = {**CompareConfig.model_fields, **RewardModelConfig.model_fields, **TrainSections.model_fields}
     for name, section in expand_preset(dict(tree)).items():
         TypeAdapter(fields[name].annotation).validate_python(section)
 
@@ -361,8 +361,8 @@ def written_out() -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize("name, body", list(written_out()), ids=[name for name, _ in written_out()])
 def test_presets_are_what_the_pages_say(name: str, body: str) -> None:
     stated = yaml.safe_load(body)["algorithm"]
-    adapter = TypeAdapter(TrainConfig.model_fields["algorithm"].annotation)
-    preset = adapter.validate_python({**PRESETS[name], "preset": name})
+    adapter = TypeAdapter(TrainSections.model_fields["algorithm"].annotation)
+    preset = adapter.validate_python({**PRESETS[name]["algorithm"], "preset": name})
     assert adapter.validate_python(stated) == preset
     assert stated["preset"] == name
     optional = {key for key, value in dump(preset).items() if value in (None, False, 0.0)}

@@ -50,8 +50,6 @@ def run_eval(path: str, overrides: Sequence[str], console: Console, *, against: 
         card = compute_report_card(config, path)
         print_card(card, console)
         return
-    if config.data.eval_prompts is None:
-        raise ConfigError("nothing to evaluate on: set data.eval_prompts.path")
     comparison = compare_models(config, path, against)
     _print(comparison, console)
     out = Path(path) / _file_name(against)

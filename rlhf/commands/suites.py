@@ -10,9 +10,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from rlhf.config.algorithm import ReferencedLoss
-from rlhf.config.load import Tree, expand_preset, merge, parse_overrides, read_yaml, validate
+from rlhf.config.load import Tree, merge, parse_overrides, read_yaml, train_config, validate
 from rlhf.config.reward import RewardSourceConfig
-from rlhf.config.sections import TrainConfig
+from rlhf.config.sections import OfflineConfig
 from rlhf.errors import ConfigError
 from rlhf.factory.suites import Suite, find_suite, load_model_for_suite, write_result
 from rlhf.lab.build import resolve_lab_paths
@@ -106,8 +106,8 @@ def _settings_of_run(target: str, kind: type[SuiteSettings]) -> Tree:
         raise ConfigError(
             f"{target} is a reward model's run: it writes nothing. Name a policy's; rlhf eval {target} alone"
         )
-    config = validate(TrainConfig, expand_preset(tree))
-    loss = getattr(config.algorithm, "loss", None)
+    config = train_config(tree)
+    loss = config.algorithm.loss if isinstance(config, OfflineConfig) else None
     source: RewardSourceConfig | None = config.eval.source or (config.reward.source if config.reward else None)
     settings = {
         "seed": config.run.seed,

@@ -11,9 +11,9 @@ from typing import Any
 from safetensors import safe_open
 from torch import nn
 
-from rlhf.config.compare import BudgetConfig, completions_per_step
+from rlhf.config.compare import BudgetConfig
 from rlhf.config.reward import EnsembleSource, ModelSource, RewardSourceConfig
-from rlhf.config.sections import TrainConfig, uses_reference
+from rlhf.config.sections import OfflineConfig, TrainConfig
 from rlhf.factory.context import model_folder
 from rlhf.tracking.run_folder import write_atomically
 from rlhf.tracking.trackers import encode_line, read_jsonl
@@ -136,7 +136,7 @@ class CostTracker:
     def _step_costs(self, metrics: Mapping[str, float], tokens: int, seconds: float) -> Costs:
         if isinstance(self.run, OfflineRun):
             flops = offline_flops(self.sizes, tokens=tokens)
-            rows = completions_per_step(self.config)
+            rows = self.config.completions_per_step
             return Costs(completions=rows, trained_tokens=tokens, flops=flops, seconds=seconds)
         rows = round(metrics["completion/count"]) - self.total.completions
         extra = round(metrics.get("completion/extra_tokens", 0.0))  # sampled and scored, not learned from
@@ -176,11 +176,12 @@ def _stored_parameters(file: Path) -> int:
 def _sizes(run: OnlineRun | OfflineRun, config: TrainConfig) -> Sizes:
     if isinstance(run, OfflineRun):
         policy = count_parameters(run.trained.module)
-        return Sizes(policy=policy, reference=policy if uses_reference(config) else 0)
+        uses_reference = isinstance(config, OfflineConfig) and config.uses_reference
+        return Sizes(policy=policy, reference=policy if uses_reference else 0)
     policy = count_parameters(run.models.policy)
     return Sizes(
         policy=policy,
         reference=policy if run.models.has_reference else 0,
         critic=count_parameters(run.models.critic),
-        reward=count_source_parameters(config.reward.source if config.reward else None),
+        reward=count_source_parameters(run.config.reward.source),
     )

@@ -18,7 +18,6 @@ from rlhf.config.compare import (
     CompareConfig,
     Overrides,
     TrainedArm,
-    completions_per_step,
 )
 from rlhf.config.load import drop_unread, dump, merge, merge_overrides, read_yaml, train_config, validate
 from rlhf.config.reward import RewardSourceConfig
@@ -282,7 +281,7 @@ def _with_length(tree: Tree, config: CompareConfig, arm_settings: Tree, train: T
     schedule = {key: value for key, value in tree.get("schedule", {}).items() if key != "epochs"}
     steps = MAX_STEPS
     if config.budget.completions is not None:
-        steps = max(1, config.budget.completions // completions_per_step(train))
+        steps = max(1, config.budget.completions // train.completions_per_step)
     elif train.schedule.decay != "constant":
         raise ConfigError(
             f"schedule.decay is {train.schedule.decay}, but with a budget in {config.budget.unit} the length of a run "

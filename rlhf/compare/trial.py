@@ -31,10 +31,10 @@ from rlhf.compare.costs import (
     sampling_flops,
 )
 from rlhf.compare.plan import Cell, read_cell
-from rlhf.config.compare import START_FOLDER, BestOfNArm, CellConfig
+from rlhf.config.compare import START_FOLDER, BestOfNArm, BudgetConfig, CellConfig
 from rlhf.config.load import dump, validate
 from rlhf.data.prompts import load_prompts
-from rlhf.errors import UserError
+from rlhf.errors import ConfigError, UserError
 from rlhf.evaluation.diversity import diversity
 from rlhf.evaluation.frontier import curve_sizes, expected_best, kl_bound, picks
 from rlhf.evaluation.win_rate import bootstrap_crossed
@@ -223,14 +223,13 @@ class BestOfNSamples:
         return self.proxy.values.view(-1, self.count)
 
 
-def run_best_of_n(cell: CellConfig, folder: Path) -> Judgment:
+def run_best_of_n(cell: CellConfig, arm: BestOfNArm, folder: Path) -> Judgment:
     """Sample, pick and judge, and write draws.json (the curve over n) and costs.jsonl.
 
     Raises:
         UserError: a model, the data, the judge or the proxy is missing or unusable.
     """
-    arm, train = cell.best_of_n, cell.train
-    assert arm is not None
+    train = cell.train
     engine = make_engine(train.run)
     completer = Completer(train.policy.model, train.sampling, engine.device, chat=train.data.chat_format)
     start = time.perf_counter()
@@ -280,10 +279,11 @@ def _draw(
         The samples, and the seconds of sampling and picking (judging is no cost of the arm).
     """
     train = cell.train
-    assert train.data.eval_prompts is not None
-    assert cell.proxy is not None
+    held_out, judge = train.data.eval_prompts, train.eval.source
+    if cell.proxy is None or judge is None or held_out is None:
+        raise ConfigError("best of n needs a reward to pick by, a judge and held-out prompts: see docs/compare.md")
     prompts = load_prompts(
-        train.data.eval_prompts,
+        held_out,
         completer.tokenizer,
         chat_template=train.data.chat_format,
         context=context_length(completer.model),
@@ -294,8 +294,7 @@ def _draw(
     completions = concat([completer.sampler.sample(batch, key=key, group_size=arm.samples) for batch in batches])
     proxy = build_source(cell.proxy, completer.tokenizer, engine)(completions)
     seconds = time.perf_counter() - start
-    assert train.eval.source is not None
-    gold = build_source(train.eval.source, completer.tokenizer, engine)(completions)
+    gold = build_source(judge, completer.tokenizer, engine)(completions)
     return BestOfNSamples(completions, gold, proxy, arm.samples), seconds
 
 
@@ -359,13 +358,13 @@ def run_cell(cell: Cell, console: Console) -> bool:
     config = cell.config
     if Judgment.read(cell.folder) is not None:
         return True
-    trained = str(cell.folder) if config.budget is not None else None
+    trained = None if config.budget is None else str(cell.folder)
     if config.best_of_n is not None:
-        judged = run_best_of_n(config, cell.folder)
-    elif trained is None:
+        judged = run_best_of_n(config, config.best_of_n, cell.folder)
+    elif config.budget is None:
         judged = judge_model(config, None)
     else:
-        if not _train(cell, console):
+        if not _train(cell, config.budget, console):
             return False
         judged = judge_model(config, trained)
     if is_main_process():
@@ -374,11 +373,10 @@ def run_cell(cell: Cell, console: Console) -> bool:
     return True
 
 
-def _train(cell: Cell, console: Console) -> bool:
-    config = cell.config
-    assert config.budget is not None
-    run = build_run(config.train, console)
-    run.session.budget = CostTracker(cell.folder, run.run, config.train, config.budget)
+def _train(cell: Cell, budget: BudgetConfig, console: Console) -> bool:
+    train = cell.config.train
+    run = build_run(train, console)
+    run.session.budget = CostTracker(cell.folder, run.run, train, budget)
     try:
         return run.train()
     finally:

@@ -1,7 +1,7 @@
 """The configuration of a run: frozen sections that refuse unknown keys, read from YAML with `key=value` on top.
 
 - `load`: reads YAML and overrides into a validated configuration (`load_train`, `load_reward_model`, `load_compare`).
-- `sections`: `TrainConfig`, `RewardModelConfig`; their other parts: `algorithm`, `data`, `reward`, `sharding`.
+- `sections`: `OnlineConfig`, `OfflineConfig`, `RewardModelConfig`; parts: `algorithm`, `data`, `reward`, `sharding`.
 - `compare`: `CompareConfig`, several algorithms on one budget under one judge.
 - `presets`: the named algorithms, and which of two conflicting settings wins; `yaml_text`: the YAML parser.
 

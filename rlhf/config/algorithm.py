@@ -5,7 +5,8 @@ Every choice along these axes is a value in the configuration, so an algorithm i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -27,7 +28,40 @@ def type_discriminator(default: str) -> Callable[[object], str]:
     return tag
 
 
-class Gae(Section):
+@dataclass(frozen=True, kw_only=True)
+class StepSizes:
+    """The sizes of an online step, from the sections batch and sampling."""
+
+    prompts: int
+    group_size: int  # completions per prompt
+    epochs: int
+    minibatches: int
+
+    @property
+    def completions(self) -> int:
+        """Return the number of completions of a step."""
+        return self.prompts * self.group_size
+
+    @property
+    def updates(self) -> int:
+        """Return the number of optimizer steps on the same completions."""
+        return self.epochs * self.minibatches
+
+    def check_selected(self, per_prompt: int, what: str) -> None:
+        """Check that the rows selected for each prompt, `what` in words, are enough to split into minibatches."""
+        selected = self.prompts * per_prompt
+        if selected < self.minibatches:
+            raise ValueError(f"batch.minibatches is {self.minibatches}, but at most {selected} {what} in a step")
+
+
+class AdvantageSection(Section):
+    """What every way to compute advantages has: a check of the sizes that it needs."""
+
+    def check_sizes(self, sizes: StepSizes) -> None:
+        """Check that a step of these sizes has the completions that the advantages are computed from."""
+
+
+class Gae(AdvantageSection):
     """Generalized advantage estimation with a critic (Schulman et al. 2016)."""
 
     type: Literal["gae"] = "gae"
@@ -40,16 +74,28 @@ class Gae(Section):
     whiten_rewards: bool = False
     """Scale the token rewards to variance 1 over the live tokens of the step, keeping their mean."""
 
+    def check_sizes(self, sizes: StepSizes) -> None:
+        """Check that there are enough completions to whiten over."""
+        if self.whiten and sizes.completions < 8:
+            raise ValueError(
+                f"whitening over {sizes.completions} completions is noise: use 8 or more, or advantage.whiten=false"
+            )
 
-class Group(Section):
+
+class Group(AdvantageSection):
     """A baseline from the other completions of the same prompt; no critic."""
 
     type: Literal["group"] = "group"
     baseline: Literal["normalized", "centered", "leave_one_out"] = "normalized"
     """normalized: (score - mean) / std (GRPO); centered: score - mean (Dr. GRPO); leave_one_out: RLOO."""
 
+    def check_sizes(self, sizes: StepSizes) -> None:
+        """Check that a prompt has other completions to compare with."""
+        if sizes.group_size < 2:
+            raise ValueError("a group baseline needs sampling.completions_per_prompt >= 2")
 
-class BatchWhiten(Section):
+
+class BatchWhiten(AdvantageSection):
     """Reward-to-go, whitened over the batch (REINFORCE++); no critic."""
 
     type: Literal["batch_whiten"] = "batch_whiten"
@@ -59,13 +105,13 @@ class BatchWhiten(Section):
     """false: plain REINFORCE without a baseline."""
 
 
-class Greedy(Section):
+class Greedy(AdvantageSection):
     """Reward-to-go minus the score of the prompt's greedy completion (ReMax, Li et al. 2024); no critic."""
 
     type: Literal["greedy"] = "greedy"
 
 
-class Best(Section):
+class Best(AdvantageSection):
     """Advantage 1 for a prompt's best completions, the only ones trained on (RAFT, Dong et al. 2023); no critic."""
 
     type: Literal["best"] = "best"
@@ -74,11 +120,26 @@ class Best(Section):
     min_score: float | None = None
     """Least score of a kept completion, after shaping and the KL penalty in the reward; null: no threshold."""
 
+    def check_sizes(self, sizes: StepSizes) -> None:
+        """Check that there are completions to choose from, and enough chosen ones to split into minibatches."""
+        if self.keep >= sizes.group_size and self.min_score is None:
+            raise ValueError(
+                f"advantage.keep is {self.keep} of {sizes.group_size} completions, so nothing is chosen: "
+                "set sampling.completions_per_prompt higher, or advantage.min_score"
+            )
+        sizes.check_selected(min(self.keep, sizes.group_size), "completions are kept")
 
-class BestAndWorst(Section):
+
+class BestAndWorst(AdvantageSection):
     """A pair from each prompt's completions: the best is chosen, the worst rejected; for the pair loss."""
 
     type: Literal["best_and_worst"] = "best_and_worst"
+
+    def check_sizes(self, sizes: StepSizes) -> None:
+        """Check that every prompt gives a pair, and that there are enough pairs to split into minibatches."""
+        if sizes.group_size < 2:
+            raise ValueError("a pair of a prompt's completions needs sampling.completions_per_prompt >= 2")
+        sizes.check_selected(1, "pairs are made")
 
 
 Advantage = Annotated[Gae | Group | BatchWhiten | Greedy | Best | BestAndWorst, Field(discriminator="type")]
@@ -322,6 +383,34 @@ class Online(Section):
             )
         return self
 
+    @property
+    def trains_against_reference(self) -> bool:
+        """Return whether a gradient or a reward depends on the reference."""
+        penalty = self.kl.placement != "none" and (self.kl.coef > 0 or isinstance(self.kl.controller, AdaptiveKl))
+        return penalty or isinstance(self.policy_loss, OnlinePairLoss)
+
+    def check_sizes(self, sizes: StepSizes) -> None:
+        """Check that advantages and losses can work with steps of these sizes."""
+        self.advantage.check_sizes(sizes)
+        self._check_updates(sizes.updates)
+        if sizes.completions < sizes.minibatches:
+            raise ValueError(
+                f"batch.minibatches is {sizes.minibatches} but a step has only {sizes.completions} completions"
+            )
+
+    def _check_updates(self, updates: int) -> None:
+        if isinstance(self.policy_loss, PenaltyLoss) and updates < 2:
+            raise ValueError(
+                "the penalty is steered by KL(old || new), which is 0 at a step's first update: "
+                "set batch.epochs or batch.minibatches to 2 or more"
+            )
+        needs_fresh = isinstance(self.policy_loss, PolicyGradientLoss) and not isinstance(self.advantage, Best)
+        if needs_fresh and updates > 1:
+            raise ValueError(
+                "the policy_gradient loss has no importance ratio, so a second optimizer step on the same completions "
+                "would be wrong: set batch.epochs=1 batch.minibatches=1, or algorithm.policy_loss.type=clip"
+            )
+
 
 class SftLoss(Section):
     """Next-token negative log-likelihood over completion tokens."""
@@ -403,11 +492,24 @@ class Offline(Section):
     loss: OfflineLoss = SftLoss()
     """The policy's loss: sft, or a preference loss (dpo, robust_dpo, ipo, hinge, slic, simpo, orpo, kto)."""
 
+    @property
+    def name(self) -> str:
+        """Return the preset's name, or the loss's type if no preset is named."""
+        return self.preset or self.loss.type
 
-def _kind(value: object) -> str:
-    offline = "loss" in value if isinstance(value, dict) else isinstance(value, Offline)
+    def check_sizes(self, prompts_per_step: int) -> None:
+        """Check that the loss can work with this many rows in a step."""
+        if isinstance(self.loss, KtoLoss) and prompts_per_step < 2:
+            raise ValueError("KTO's z0 pairs a prompt with another's completion: batch.prompts_per_step must be >= 2")
+
+
+def algorithm_kind(value: object) -> Literal["online", "offline"]:
+    """Return the kind of an algorithm: offline if it has a `loss`, the loss over a fixed data set."""
+    offline = "loss" in value if isinstance(value, Mapping) else isinstance(value, Offline)
     return "offline" if offline else "online"
 
 
-Algorithm = Annotated[Annotated[Online, Tag("online")] | Annotated[Offline, Tag("offline")], Discriminator(_kind)]
+Algorithm = Annotated[
+    Annotated[Online, Tag("online")] | Annotated[Offline, Tag("offline")], Discriminator(algorithm_kind)
+]
 """Online, unless the section sets `loss`, the loss over a fixed data set."""

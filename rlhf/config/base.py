@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -11,3 +13,10 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Marks a field that has to be set; where it is not, the error says `<key> is missing: <reason>`."""
+
+    reason: str

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from rlhf.config.algorithm import Positive, type_discriminator
+from rlhf.config.algorithm import Positive, algorithm_kind, type_discriminator
 from rlhf.config.base import Section
 from rlhf.config.data import Count
 from rlhf.config.reward import RewardSourceConfig
-from rlhf.config.sections import TrainConfig
+from rlhf.config.sections import OfflineConfig, OnlineConfig
 
 START_FOLDER = "start"  # folder of the cells that evaluate the start model itself
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -186,6 +187,10 @@ class CompareConfig(Section):
         return self
 
 
+def _run_kind(value: object) -> Literal["online", "offline"]:
+    return algorithm_kind(value.get("algorithm") if isinstance(value, Mapping) else getattr(value, "algorithm", None))
+
+
 class CellConfig(Section):
     """One arm with one seed, as handed to the process that runs it (cell.yaml)."""
 
@@ -193,7 +198,9 @@ class CellConfig(Section):
     """The arm's name, or `start`."""
     seed: int
     """Seed of everything random in the cell."""
-    train: TrainConfig
+    train: Annotated[
+        Annotated[OnlineConfig, Tag("online")] | Annotated[OfflineConfig, Tag("offline")], Discriminator(_run_kind)
+    ]
     """The run; a cell without training uses only its start model, held-out prompts, sampling and judge."""
     proxy: RewardSourceConfig | None = None
     """The reward to train on."""
@@ -203,12 +210,3 @@ class CellConfig(Section):
     """Suites to run on the final model, by name, with their settings."""
     best_of_n: BestOfNArm | None = None
     """If set, the cell samples n completions and picks the best instead of training."""
-
-
-def completions_per_step(config: TrainConfig) -> int:
-    """Count the completions that a step samples (online) or reads (offline: 2 per pair, 1 per row of SFT or KTO)."""
-    rows = config.batch.prompts_per_step
-    loss = getattr(config.algorithm, "loss", None)
-    if loss is None:
-        return rows * config.sampling.completions_per_prompt
-    return rows if loss.type in ("sft", "kto") else 2 * rows

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rlhf.config.base import Section
+from rlhf.config.base import Needed, Section
 
 Count = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=0)]
@@ -98,3 +98,25 @@ class DataConfig(Section):
     def chat_format(self) -> ChatFormat:
         """Return the three chat keys as one `ChatFormat`."""
         return ChatFormat(self.chat_template, self.chat_template_kwargs, self.system)
+
+
+PROMPTS_NEEDED = Needed("an online algorithm needs prompts; set data.prompts.path")
+
+
+class OnlineDataConfig(DataConfig):
+    """The data sets of an online run."""
+
+    prompts: Annotated[PromptsConfig, PROMPTS_NEEDED]
+    """Prompts that an online algorithm samples completions for."""
+
+    def check_ptx(self, ptx_coef: float) -> None:
+        """Check that there are texts for a next-token loss with this weight."""
+        if ptx_coef > 0 and self.sft is None:
+            raise ValueError("algorithm.ptx_coef > 0 needs data.sft")
+
+
+class RewardModelDataConfig(DataConfig):
+    """The data sets of a reward-model run."""
+
+    preferences: Annotated[PreferencesConfig, Needed("a reward model needs pairs; set data.preferences.path")]
+    """Preference pairs for the reward model and the offline losses."""

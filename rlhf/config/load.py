@@ -11,11 +11,18 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from rlhf.config.algorithm import Gae, Offline, Online, OnlinePairLoss, SftLoss
-from rlhf.config.base import Section
+from rlhf.config.algorithm import Gae, OnlinePairLoss, SftLoss, algorithm_kind
+from rlhf.config.base import Needed, Section
 from rlhf.config.compare import CompareConfig
-from rlhf.config.presets import PRESETS, SIZES, drop_keys, drop_overruled, get_setting, keep_last_alternative
-from rlhf.config.sections import RewardModelConfig, TrainConfig, uses_reference
+from rlhf.config.presets import (
+    PRESETS,
+    drop_keys,
+    drop_overruled,
+    get_setting,
+    keep_last_alternative,
+    sizes_of_preset,
+)
+from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig, TrainConfig
 from rlhf.config.yaml_text import InvalidYaml, parse_yaml
 from rlhf.errors import ConfigError
 
@@ -71,8 +78,11 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig | R
 
 
 def train_config(tree: Tree) -> TrainConfig:
-    """Build the training run that a tree of settings describes, after expanding its preset."""
-    return validate(TrainConfig, expand_preset(tree))
+    """Build the training run, online or offline, that a tree of settings describes, after expanding its preset."""
+    expanded = expand_preset(tree)
+    if algorithm_kind(expanded.get("algorithm")) == "online":
+        return validate(OnlineConfig, expanded)
+    return validate(OfflineConfig, expanded)
 
 
 def load_reward_model(path: str | Path, overrides: Sequence[str] = ()) -> RewardModelConfig:
@@ -172,7 +182,7 @@ def _changes_tag(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 def merge_overrides(base: Tree, over: Tree) -> Tree:
     """Merge `over` into `base`; its settings win, also over settings of `base` that exclude them.
 
-    If `over` names a preset other than the base's, the sizes that this preset sets (SIZES) are applied too.
+    If `over` names a preset other than the base's, the sizes that this preset sets are applied too.
     """
     base, over = merge({}, base), merge({}, over)
     return merge(merge(drop_overruled(base, over), _sizes_of_new_preset(base, over)), over)
@@ -183,10 +193,10 @@ def _sizes_of_new_preset(base: Tree, over: Tree) -> Tree:
     preset = get_setting(over, "algorithm.preset")
     if preset == get_setting(base, "algorithm.preset"):
         return {}
-    sizes = SIZES.get(str(preset), {})
+    sizes = sizes_of_preset(preset)
     group_size = get_setting(base, "sampling.completions_per_prompt")
     has_group = isinstance(group_size, int) and group_size >= 2
-    needs_any_group = get_setting(PRESETS.get(str(preset), {}), "advantage.type") == "group"
+    needs_any_group = get_setting(PRESETS, f"{preset}.algorithm.advantage.type") == "group"
     return drop_keys(sizes, ["sampling"]) if has_group and needs_any_group else sizes
 
 
@@ -214,7 +224,7 @@ def drop_unread(tree: Tree, given: Tree, config: TrainConfig) -> Tree:
 
 
 def expand_preset(tree: Tree) -> Tree:
-    """Expand `algorithm.preset` into the tree, sizes (SIZES) included; explicit settings win.
+    """Expand `algorithm.preset` into the tree, sizes included; explicit settings win.
 
     Raises:
         ConfigError: there is no such preset.
@@ -227,8 +237,8 @@ def expand_preset(tree: Tree) -> Tree:
         near = difflib.get_close_matches(str(name), PRESETS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"algorithm.preset: {name!r} is not one of {', '.join(PRESETS)}{hint}")
-    preset = _with_matching_value_loss(PRESETS[name], algorithm)
-    return merge(SIZES.get(name, {}), {**tree, "algorithm": merge(preset, algorithm)})
+    preset = _with_matching_value_loss(PRESETS[name]["algorithm"], algorithm)
+    return merge(sizes_of_preset(name), {**tree, "algorithm": merge(preset, algorithm)})
 
 
 def _with_matching_value_loss(preset: Tree, algorithm: Mapping[str, Any]) -> Tree:
@@ -270,56 +280,67 @@ def unread_keys(config: TrainConfig | RewardModelConfig) -> list[str]:
 
 
 def _unread(config: TrainConfig | RewardModelConfig) -> list[tuple[str, str]]:
-    return _unread_by_training(config) if isinstance(config, TrainConfig) else _unread_by_reward_model(config)
+    match config:
+        case OnlineConfig():
+            return _unread_by_online(config)
+        case OfflineConfig():
+            return _unread_by_offline(config)
+        case RewardModelConfig():
+            return _unread_by_reward_model(config)
 
 
-def _unread_by_training(config: TrainConfig) -> list[tuple[str, str]]:
-    changed, data = _changed_fields(config), _changed_fields(config.data)
-    unread: list[tuple[str, str]] = []
-    algorithm = config.algorithm
-    if not isinstance(algorithm, Online):
-        return _unread_by_offline(config, algorithm)
-    if "critic" in changed and not isinstance(algorithm.advantage, Gae):
-        unread.append(("critic", "only GAE has a critic"))
-    if config.critic.shared and "lr" in _changed_fields(config.critic):
-        unread.append(("critic.lr", "critic.shared trains the head with the policy"))
-    if "sft" in data and algorithm.ptx_coef == 0:
-        unread.append(("data.sft", "algorithm.ptx_coef is 0"))
-    if isinstance(algorithm.policy_loss, OnlinePairLoss) and "kl" in _changed_fields(algorithm) and algorithm.kl.coef:
-        unread.append(("algorithm.kl", "the beta of policy_loss.loss is a pair loss's pull to the reference"))
-    unread += [
-        (f"data.{k}", "an online algorithm does not read it")
-        for k in ("preferences", "eval_preferences", "eval_sft")
-        if k in data
+def _unread_by_online(config: OnlineConfig) -> list[tuple[str, str]]:
+    changed, algorithm = _changed_fields(config), config.algorithm
+    has_critic, is_pair_loss = isinstance(algorithm.advantage, Gae), isinstance(algorithm.policy_loss, OnlinePairLoss)
+    kl_is_set = "kl" in _changed_fields(algorithm) and algorithm.kl.coef > 0
+    unread = [
+        ("critic", "critic" in changed and not has_critic, "only GAE has a critic"),
+        (
+            "critic.lr",
+            config.critic.shared and "lr" in _changed_fields(config.critic),
+            "critic.shared trains the head with the policy",
+        ),
+        ("data.sft", "sft" in _changed_fields(config.data) and algorithm.ptx_coef == 0, "algorithm.ptx_coef is 0"),
+        (
+            "algorithm.kl",
+            kl_is_set and is_pair_loss,
+            "the beta of policy_loss.loss is a pair loss's pull to the reference",
+        ),
     ]
-    return unread
+    others = ("preferences", "eval_preferences", "eval_sft")
+    return [(key, why) for key, is_unread, why in unread if is_unread] + _changed_among(
+        config.data, "data.", others, "an online algorithm does not read it"
+    )
 
 
-def _unread_by_offline(config: TrainConfig, algorithm: Offline) -> list[tuple[str, str]]:
-    changed, data = _changed_fields(config), _changed_fields(config.data)
+def _unread_by_offline(config: OfflineConfig) -> list[tuple[str, str]]:
+    name, is_sft = config.algorithm.name, isinstance(config.algorithm.loss, SftLoss)
+    others = ("preferences", "eval_preferences") if is_sft else ("sft", "eval_sft")
     offline = "an offline algorithm does not read it"
-    name = algorithm.preset or algorithm.loss.type
-    others = ("preferences", "eval_preferences") if isinstance(algorithm.loss, SftLoss) else ("sft", "eval_sft")
-    unread: list[tuple[str, str]] = [(key, offline) for key in ("critic", "reward", "overlap") if key in changed]
-    if "reference" in changed and not uses_reference(config):
-        unread.append(("reference", f"{name} has no reference"))
-    if "prompts" in data:
-        unread.append(("data.prompts", offline))
-    unread += [(f"data.{key}", f"{name} does not read it") for key in others if key in data]
-    if config.data.eval_prompts is not None and config.eval.source is None:
-        unread.append(("data.eval_prompts", "eval.source, the judge of an offline run, is not"))
-    unread += [(f"batch.{k}", offline) for k in ("epochs", "minibatches") if k in _changed_fields(config.batch)]
-    return unread
+    unread = _changed_among(config, "", ("critic", "reward", "overlap"), offline)
+    if not config.uses_reference:
+        unread += _changed_among(config, "", ("reference",), f"{name} has no reference")
+    unread += _changed_among(config.data, "data.", ("prompts",), offline)
+    unread += _changed_among(config.data, "data.", others, f"{name} does not read it")
+    if config.eval.source is None:
+        why = "eval.source, the judge of an offline run, is not"
+        unread += _changed_among(config.data, "data.", ("eval_prompts",), why)
+    return unread + _changed_among(config.batch, "batch.", ("epochs", "minibatches"), offline)
 
 
 def _unread_by_reward_model(config: RewardModelConfig) -> list[tuple[str, str]]:
     why = "a reward model does not read it"
-    keys = ("prompts", "eval_prompts", "sft", "eval_sft")
-    unread = [(f"data.{key}", why) for key in keys if key in _changed_fields(config.data)]
-    unread += [(f"batch.{key}", why) for key in ("epochs", "minibatches") if key in _changed_fields(config.batch)]
-    if config.model.ema_decay is not None:
-        unread.append(("model.ema_decay", why))
-    return unread
+    return [
+        *_changed_among(config.data, "data.", ("prompts", "eval_prompts", "sft", "eval_sft"), why),
+        *_changed_among(config.batch, "batch.", ("epochs", "minibatches"), why),
+        *_changed_among(config.model, "model.", ("ema_decay",), why),
+    ]
+
+
+def _changed_among(section: Section, prefix: str, names: Sequence[str], why: str) -> list[tuple[str, str]]:
+    """Return the keys of those fields that are set to something else than their default, each with `why`."""
+    changed = _changed_fields(section)
+    return [(f"{prefix}{name}", why) for name in names if name in changed]
 
 
 def _changed_fields(section: Section) -> set[str]:
@@ -333,14 +354,32 @@ def _explain(kind: type[Section], mistake: Mapping[str, Any]) -> str:
     if mistake["type"] == "value_error" and keys and any(_is_tagged(model, keys[-1]) for model in models):
         keys.pop()  # a whole member of a union is wrong, and its tag is not a key that the user wrote
     where = ".".join(keys)
-    if mistake["type"] == "extra_forbidden":
-        return f"{where}: unknown key{_nearest(keys[-1], models)}"
-    message = str(mistake["msg"]).removeprefix("Value error, ")
-    if mistake["type"] == "missing":
-        message = "is required; set it in the file or on the command line"
-    given = mistake.get("input")
-    shown = f" (got {given!r})" if where and mistake["type"] not in ("missing", "value_error") else ""
-    return f"{where}: {message}{shown}" if where else message
+    reason = _reason_if_needed(mistake, keys, models)
+    if reason is not None:
+        return f"{where} is missing: {reason}"
+    message = _message(mistake, keys, models)
+    return f"{where}: {message}" if where else message
+
+
+def _reason_if_needed(mistake: Mapping[str, Any], keys: Sequence[str], models: Sequence[type[BaseModel]]) -> str | None:
+    """Return why a key that is not set has to be, where its section says so (`Needed`)."""
+    if not keys or (mistake["type"] != "missing" and mistake.get("input") is not None):
+        return None
+    fields = [model.model_fields[keys[-1]] for model in models if keys[-1] in model.model_fields]
+    return next((mark.reason for field in fields for mark in field.metadata if isinstance(mark, Needed)), None)
+
+
+def _message(mistake: Mapping[str, Any], keys: Sequence[str], models: Sequence[type[BaseModel]]) -> str:
+    message = str(mistake["msg"])
+    match mistake["type"]:
+        case "extra_forbidden":
+            return f"unknown key{_nearest(keys[-1], models)}"
+        case "missing":
+            return "is required; set it in the file or on the command line"
+        case "value_error":
+            return message.removeprefix("Value error, ")
+        case _:
+            return f"{message} (got {mistake.get('input')!r})" if keys else message
 
 
 def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], list[type[BaseModel]]]:
@@ -348,30 +387,27 @@ def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[st
     models: list[type[BaseModel]] = [kind]
     keys: list[str] = []
     for index, part in enumerate(location):
-        last = index == len(location) - 1
-        inner = [m for model in models if part in model.model_fields for m in _sections(model, str(part))]
-        is_key = isinstance(part, int) or last or any(part in model.model_fields for model in models)
-        if is_key:
+        is_last = index == len(location) - 1
+        fields = [model.model_fields[part] for model in models if part in model.model_fields]
+        if fields or is_last or isinstance(part, int):
             keys.append(str(part))
         else:
-            models = [model for model in models if _is_tagged(model, str(part))] or models
-        if not last and any(part in model.model_fields for model in models):
-            models = inner
+            models = [model for model in models if _is_tagged(model, part)] or models
+        if fields and not is_last:
+            models = [section for field in fields for section in _sections(field.annotation)]
     return keys, models
 
 
-def _sections(model: type[BaseModel], field: str) -> list[type[BaseModel]]:
-    def flatten(annotation: Any) -> list[type[BaseModel]]:
-        if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
-            return [annotation] if issubclass(annotation, BaseModel) else []
-        return [section for inner in typing.get_args(annotation) for section in flatten(inner)]
-
-    return flatten(model.model_fields[field].annotation)
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """Return the section classes that an annotation names."""
+    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
+        return [annotation] if issubclass(annotation, BaseModel) else []
+    return [section for inner in typing.get_args(annotation) for section in _sections(inner)]
 
 
 def _is_tagged(model: type[BaseModel], tag: str) -> bool:
     field = model.model_fields.get("type")
-    return (field is not None and field.default == tag) or model.__name__.lower() == tag
+    return (field is not None and field.default == tag) or model.__name__.lower().removesuffix("config") == tag
 
 
 def _nearest(key: str, models: Sequence[type[BaseModel]]) -> str:

@@ -6,107 +6,140 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+Tree = dict[str, Any]
+
 _CRITIC = {"advantage": {"type": "gae"}, "value_loss": {}}
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "sft": {"loss": {"type": "sft"}},
-    "dpo": {"loss": {"type": "dpo", "beta": 0.1}},
-    "cdpo": {"loss": {"type": "dpo", "beta": 0.1, "label_smoothing": 0.1}},
-    "robust_dpo": {"loss": {"type": "robust_dpo", "beta": 0.1, "label_smoothing": 0.1}},
-    "ipo": {"loss": {"type": "ipo", "beta": 0.1, "normalize": "none"}},
-    "ipo_per_token": {"loss": {"type": "ipo", "beta": 0.1, "normalize": "length"}},
-    "hinge": {"loss": {"type": "hinge", "beta": 0.1, "margin": 1.0}},
-    "slic": {"loss": {"type": "slic", "margin": 1.0, "nll_coef": 0.5}},
-    "simpo": {"loss": {"type": "simpo", "beta": 2.0, "gamma": 1.0}},
-    "orpo": {"loss": {"type": "orpo", "coef": 0.1}},
-    "kto": {"loss": {"type": "kto", "beta": 0.1}},
-    "ppo": {**_CRITIC, "kl": {"placement": "reward", "estimator": "k1", "coef": 0.05}},
-    "ppo_penalty": {
-        **_CRITIC,
-        "policy_loss": {"type": "penalty"},
-        "kl": {"placement": "reward", "estimator": "k1", "coef": 0.05},
-    },
-    "a2c": {
-        "advantage": {"type": "gae"},
-        "policy_loss": {"type": "policy_gradient"},
-        "value_loss": {"clip_eps": None},
-        "kl": {"placement": "reward", "estimator": "k1", "coef": 0.05},
-    },
-    "reinforce": {
-        "advantage": {"type": "batch_whiten", "whiten": False},
-        "policy_loss": {"type": "policy_gradient", "aggregate": "sequence_sum"},
-        "kl": {"placement": "reward", "estimator": "k1", "coef": 0.05},
-    },
-    "remax": {
-        "advantage": {"type": "greedy"},
-        "policy_loss": {"type": "policy_gradient", "aggregate": "sequence_sum"},
-        "kl": {"placement": "reward", "estimator": "k1", "coef": 0.05},
-    },
-    "reinforce_pp": {
-        "advantage": {"type": "batch_whiten"},
-        "kl": {"placement": "reward", "estimator": "k1", "coef": 0.01},
-    },
-    "rloo": {
-        "advantage": {"type": "group", "baseline": "leave_one_out"},
-        "policy_loss": {"ratio": "sequence", "aggregate": "sequence_mean"},
-        "kl": {"placement": "reward", "estimator": "k1", "coef": 0.05},
-    },
-    "grpo": {
-        "advantage": {"type": "group", "baseline": "normalized"},
-        "policy_loss": {"aggregate": "sequence_mean"},
-        "kl": {"placement": "loss", "estimator": "k3", "coef": 0.04},
-    },
-    "dr_grpo": {
-        "advantage": {"type": "group", "baseline": "centered"},
-        "policy_loss": {"aggregate": "constant"},
-    },
-    "dapo": {
-        "advantage": {"type": "group", "baseline": "normalized"},
-        "policy_loss": {"clip_eps_high": 0.28, "aggregate": "token_mean"},
-        "drop_uniform_groups": True,
-    },
-    "cispo": {
-        "advantage": {"type": "group", "baseline": "normalized"},
-        "policy_loss": {"type": "cispo"},
-        "drop_uniform_groups": True,
-    },
-    "gspo": {
-        "advantage": {"type": "group", "baseline": "normalized"},
-        "policy_loss": {
-            "ratio": "sequence_mean",
-            "clip_eps_low": 3e-4,
-            "clip_eps_high": 4e-4,
-            "aggregate": "sequence_mean",
-        },
-    },
-    "online_dpo": {
-        "advantage": {"type": "best_and_worst"},
-        "policy_loss": {"type": "pair", "loss": {"type": "dpo", "beta": 0.1}},
-    },
-    "rejection_sampling": {
-        "advantage": {"type": "best", "keep": 1},
-        "policy_loss": {"type": "policy_gradient", "aggregate": "token_mean"},
-    },
-}
-"""What each preset sets in `algorithm`. docs/algorithms/ has a page for each: equations, defaults, departures from the
-paper, what to watch."""
-
-_ONE_STEP = {"batch": {"epochs": 1, "minibatches": 1}}
-
+_ONE_UPDATE = {"batch": {"epochs": 1, "minibatches": 1}}
 _GROUP_OF_8 = {"sampling": {"completions_per_prompt": 8}}
 
-SIZES: dict[str, dict[str, Any]] = {
-    "a2c": _ONE_STEP,
-    "reinforce": _ONE_STEP,
-    "remax": _ONE_STEP,
-    "online_dpo": {"sampling": {"completions_per_prompt": 2}, **_ONE_STEP},
-    "rejection_sampling": {**_GROUP_OF_8, **_ONE_STEP},
-    **dict.fromkeys(("rloo", "grpo", "dr_grpo", "dapo", "cispo", "gspo"), _GROUP_OF_8),
+PRESETS: dict[str, Tree] = {
+    "sft": {"algorithm": {"loss": {"type": "sft"}}},
+    "dpo": {"algorithm": {"loss": {"type": "dpo", "beta": 0.1}}},
+    "cdpo": {"algorithm": {"loss": {"type": "dpo", "beta": 0.1, "label_smoothing": 0.1}}},
+    "robust_dpo": {"algorithm": {"loss": {"type": "robust_dpo", "beta": 0.1, "label_smoothing": 0.1}}},
+    "ipo": {"algorithm": {"loss": {"type": "ipo", "beta": 0.1, "normalize": "none"}}},
+    "ipo_per_token": {"algorithm": {"loss": {"type": "ipo", "beta": 0.1, "normalize": "length"}}},
+    "hinge": {"algorithm": {"loss": {"type": "hinge", "beta": 0.1, "margin": 1.0}}},
+    "slic": {"algorithm": {"loss": {"type": "slic", "margin": 1.0, "nll_coef": 0.5}}},
+    "simpo": {"algorithm": {"loss": {"type": "simpo", "beta": 2.0, "gamma": 1.0}}},
+    "orpo": {"algorithm": {"loss": {"type": "orpo", "coef": 0.1}}},
+    "kto": {"algorithm": {"loss": {"type": "kto", "beta": 0.1}}},
+    "ppo": {"algorithm": {**_CRITIC, "kl": {"placement": "reward", "estimator": "k1", "coef": 0.05}}},
+    "ppo_penalty": {
+        "algorithm": {
+            **_CRITIC,
+            "policy_loss": {"type": "penalty"},
+            "kl": {"placement": "reward", "estimator": "k1", "coef": 0.05},
+        }
+    },
+    "a2c": {
+        "algorithm": {
+            "advantage": {"type": "gae"},
+            "policy_loss": {"type": "policy_gradient"},
+            "value_loss": {"clip_eps": None},
+            "kl": {"placement": "reward", "estimator": "k1", "coef": 0.05},
+        },
+        **_ONE_UPDATE,
+    },
+    "reinforce": {
+        "algorithm": {
+            "advantage": {"type": "batch_whiten", "whiten": False},
+            "policy_loss": {"type": "policy_gradient", "aggregate": "sequence_sum"},
+            "kl": {"placement": "reward", "estimator": "k1", "coef": 0.05},
+        },
+        **_ONE_UPDATE,
+    },
+    "remax": {
+        "algorithm": {
+            "advantage": {"type": "greedy"},
+            "policy_loss": {"type": "policy_gradient", "aggregate": "sequence_sum"},
+            "kl": {"placement": "reward", "estimator": "k1", "coef": 0.05},
+        },
+        **_ONE_UPDATE,
+    },
+    "reinforce_pp": {
+        "algorithm": {
+            "advantage": {"type": "batch_whiten"},
+            "kl": {"placement": "reward", "estimator": "k1", "coef": 0.01},
+        }
+    },
+    "rloo": {
+        "algorithm": {
+            "advantage": {"type": "group", "baseline": "leave_one_out"},
+            "policy_loss": {"ratio": "sequence", "aggregate": "sequence_mean"},
+            "kl": {"placement": "reward", "estimator": "k1", "coef": 0.05},
+        },
+        **_GROUP_OF_8,
+    },
+    "grpo": {
+        "algorithm": {
+            "advantage": {"type": "group", "baseline": "normalized"},
+            "policy_loss": {"aggregate": "sequence_mean"},
+            "kl": {"placement": "loss", "estimator": "k3", "coef": 0.04},
+        },
+        **_GROUP_OF_8,
+    },
+    "dr_grpo": {
+        "algorithm": {
+            "advantage": {"type": "group", "baseline": "centered"},
+            "policy_loss": {"aggregate": "constant"},
+        },
+        **_GROUP_OF_8,
+    },
+    "dapo": {
+        "algorithm": {
+            "advantage": {"type": "group", "baseline": "normalized"},
+            "policy_loss": {"clip_eps_high": 0.28, "aggregate": "token_mean"},
+            "drop_uniform_groups": True,
+        },
+        **_GROUP_OF_8,
+    },
+    "cispo": {
+        "algorithm": {
+            "advantage": {"type": "group", "baseline": "normalized"},
+            "policy_loss": {"type": "cispo"},
+            "drop_uniform_groups": True,
+        },
+        **_GROUP_OF_8,
+    },
+    "gspo": {
+        "algorithm": {
+            "advantage": {"type": "group", "baseline": "normalized"},
+            "policy_loss": {
+                "ratio": "sequence_mean",
+                "clip_eps_low": 3e-4,
+                "clip_eps_high": 4e-4,
+                "aggregate": "sequence_mean",
+            },
+        },
+        **_GROUP_OF_8,
+    },
+    "online_dpo": {
+        "algorithm": {
+            "advantage": {"type": "best_and_worst"},
+            "policy_loss": {"type": "pair", "loss": {"type": "dpo", "beta": 0.1}},
+        },
+        "sampling": {"completions_per_prompt": 2},
+        **_ONE_UPDATE,
+    },
+    "rejection_sampling": {
+        "algorithm": {
+            "advantage": {"type": "best", "keep": 1},
+            "policy_loss": {"type": "policy_gradient", "aggregate": "token_mean"},
+        },
+        **_GROUP_OF_8,
+        **_ONE_UPDATE,
+    },
 }
-"""What a preset sets outside `algorithm`: the sizes that it requires or is designed for."""
+"""What each preset stands for: the section `algorithm`, and the sizes that it requires or is designed for.
+docs/algorithms/ has a page for each: equations, defaults, departures from the paper, what to watch."""
 
 
-Tree = dict[str, Any]
+def sizes_of_preset(name: object) -> Tree:
+    """Return what a preset sets outside `algorithm`; nothing if there is no such preset."""
+    preset = PRESETS.get(name, {}) if isinstance(name, str) else {}
+    return {section: settings for section, settings in preset.items() if section != "algorithm"}
+
 
 # At most one of each row may be set (the sections themselves check that).
 ALTERNATIVES = (

@@ -123,6 +123,11 @@ class ShapingConfig(Section):
     overlong_penalty: NonNegative = 1.0
     """The penalty at max_new_tokens if overlong_buffer is set."""
 
+    def check_length(self, max_new_tokens: int) -> None:
+        """Check that the penalty for overlong completions begins after their first token."""
+        if self.overlong_buffer >= max_new_tokens:
+            raise ValueError("reward.shaping.overlong_buffer must be shorter than sampling.max_new_tokens")
+
 
 class RewardConfig(Section):
     """Where scores come from and how they are shaped."""

@@ -10,26 +10,31 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from rlhf.config.algorithm import (
-    AdaptiveKl,
     Algorithm,
     Best,
     BestAndWorst,
     Gae,
     Greedy,
-    Group,
     KtoLoss,
     NonNegative,
     Offline,
     Online,
-    OnlinePairLoss,
-    PenaltyLoss,
-    PolicyGradientLoss,
     Positive,
     ReferencedLoss,
     SftLoss,
+    StepSizes,
 )
-from rlhf.config.base import Section
-from rlhf.config.data import Count, DataConfig, Size
+from rlhf.config.base import Needed, Section
+from rlhf.config.data import (
+    PROMPTS_NEEDED,
+    Count,
+    DataConfig,
+    OnlineDataConfig,
+    PreferencesConfig,
+    RewardModelDataConfig,
+    SftConfig,
+    Size,
+)
 from rlhf.config.reward import ChatPairsConfig, ModelSource, RewardConfig, RewardSourceConfig
 from rlhf.config.sharding import ShardingConfig
 
@@ -86,6 +91,23 @@ class OptimizerConfig(Section):
     """adamw_8bit stores Adam's moments in 8 bits (bitsandbytes), a quarter of their memory; not with DeepSpeed, which
     shards them instead. sgd is plain and stateless, for equivalence tests."""
 
+    def check_optimizer(self, section: str, dtype: Dtype, sharding: ShardingConfig) -> None:
+        """Check that the optimizer can train weights of this dtype, sharded like this; errors name the `section`."""
+        if sharding.uses_deepspeed and dtype == "float64":
+            raise ValueError(
+                f"{section}.dtype is float64, but DeepSpeed steps in float32: set sharding=ddp, or float32"
+            )
+        if self.optimizer != "adamw_8bit":
+            return
+        if sharding.uses_deepspeed:
+            raise ValueError(
+                f"{section}.optimizer is adamw_8bit, which DeepSpeed cannot split: set sharding=ddp or none, or adamw"
+            )
+        if dtype == "float64":
+            raise ValueError(
+                f"{section}.optimizer is adamw_8bit, which has no float64: set {section}.dtype=float32, or adamw"
+            )
+
 
 class PolicyConfig(OptimizerConfig):
     """The model being trained."""
@@ -130,6 +152,14 @@ class ReferenceConfig(Section):
     """Measure the KL to the reference even if the algorithm has no KL penalty (online). false: no reference is loaded,
     and a step saves its forward pass over the completions."""
 
+    def check_measured(self, algorithm: Online) -> None:
+        """Check that the reference is there for an algorithm that trains against it."""
+        if not self.measure and algorithm.trains_against_reference:
+            raise ValueError(
+                "reference.measure is false, but the loss or the reward has a KL to the reference: "
+                "set algorithm.kl.coef=0, or reference.measure=true"
+            )
+
 
 class CriticConfig(OptimizerConfig):
     """The value function: a backbone with a scalar head."""
@@ -143,6 +173,24 @@ class CriticConfig(OptimizerConfig):
     """Put the value head on the policy's own backbone, which halves the memory but couples the gradients."""
     warmup_steps: Size = 0
     """Number of first steps that train the critic only."""
+
+    def check_start(self, source: RewardSourceConfig, old_log_probs: OldLogProbs) -> None:
+        """Check that the critic can start from a reward of this source, and what a shared backbone rules out."""
+        if self.shared:
+            self._check_shared(old_log_probs)
+        if self.init == "reward" and not isinstance(source, ModelSource):
+            raise ValueError("critic.init is reward, but reward.source is not a model: use critic.init=policy")
+
+    def _check_shared(self, old_log_probs: OldLogProbs) -> None:
+        if self.init not in ("policy", "auto"):
+            raise ValueError("critic.shared puts the head on the policy: critic.init must then be policy or auto")
+        if self.warmup_steps:
+            raise ValueError("critic.warmup_steps trains the critic alone: not possible where critic.shared is true")
+        if old_log_probs == "sampler":
+            raise ValueError(
+                "critic.shared reads its values in the pass that sampling.old_log_probs=sampler leaves out: "
+                "set sampling.old_log_probs=auto"
+            )
 
 
 class SamplingConfig(Section):
@@ -177,6 +225,21 @@ class OverlapConfig(Section):
     ratio_cap: Positive = 2.0
     """With ahead: each token's advantage is multiplied by pi_old / pi_sampler, truncated at this value (truncated
     importance sampling, Espeholt et al. 2018)."""
+
+    def check_ahead(self, algorithm: Online, old_log_probs: OldLogProbs) -> None:
+        """Check that sampling ahead covers all sampling of a step and that importance weights can correct for it."""
+        if not self.ahead:
+            return
+        if isinstance(algorithm.advantage, Best | BestAndWorst | Greedy):
+            raise ValueError(
+                "overlap.ahead corrects by weights of advantages: not with rejection_sampling, online_dpo or remax"
+            )
+        if algorithm.refill_rounds:
+            raise ValueError("overlap.ahead cannot refill groups: set algorithm.refill_rounds=0")
+        if self.reward_parts > 1:
+            raise ValueError("overlap.ahead draws a step as a whole: set overlap.reward_parts=1")
+        if old_log_probs == "sampler":
+            raise ValueError("overlap.ahead needs the trainer's own log-probabilities: set sampling.old_log_probs=auto")
 
 
 class BatchConfig(Section):
@@ -253,8 +316,8 @@ class EvalConfig(Section):
     """Held-out completions to keep in samples.jsonl at each evaluation."""
 
 
-class TrainConfig(Section):
-    """One training run: SFT, or any online or offline algorithm."""
+class TrainSections(Section):
+    """The sections of a training run; `OnlineConfig` and `OfflineConfig` say which of them a run needs."""
 
     run: RunConfig = RunConfig()
     """Identity of the run."""
@@ -288,109 +351,114 @@ class TrainConfig(Section):
     """Evaluation during the run."""
 
     @model_validator(mode="after")
-    def _check_consistency(self) -> TrainConfig:
-        _check_optimizer(self.sharding, self.policy, self.policy.dtype, "policy")
-        if isinstance(self.algorithm, Online):
-            self._check_online(self.algorithm)
-        else:
-            self._check_offline(self.algorithm)
+    def _check_policy(self) -> TrainSections:
+        self.policy.check_optimizer("policy", self.policy.dtype, self.sharding)
         return self
 
-    def _check_offline(self, algorithm: Offline) -> None:
-        if isinstance(algorithm.loss, SftLoss):
-            if self.data.sft is None:
-                raise ValueError("data.sft is missing: SFT needs texts to imitate; set data.sft.path")
-            return
-        name = algorithm.preset or algorithm.loss.type
+
+class OnlineConfig(TrainSections):
+    """A run that samples from the policy it trains, and scores what it sampled."""
+
+    data: Annotated[OnlineDataConfig, PROMPTS_NEEDED]
+    """The data sets."""
+    reward: Annotated[
+        RewardConfig, Needed("set reward.source, e.g. reward.source.type=model reward.source.path=runs/rm")
+    ]
+    """Where scores come from (online)."""
+    algorithm: Online
+    """Advantage, policy loss, value loss and KL."""
+
+    @property
+    def completions_per_step(self) -> int:
+        """Return how many completions a step samples."""
+        return self.batch.prompts_per_step * self.sampling.completions_per_prompt
+
+    @model_validator(mode="after")
+    def _check_sections(self) -> OnlineConfig:
+        old_log_probs = self.sampling.old_log_probs
+        self.reference.check_measured(self.algorithm)
+        self.overlap.check_ahead(self.algorithm, old_log_probs)
+        self.data.check_ptx(self.algorithm.ptx_coef)
+        if isinstance(self.algorithm.advantage, Gae):  # without a critic the section is unread, which is a warning
+            self.critic.check_optimizer("critic", self.policy.dtype, self.sharding)
+            self.critic.check_start(self.reward.source, old_log_probs)
+        self.algorithm.check_sizes(self._step_sizes)
+        self.reward.shaping.check_length(self.sampling.max_new_tokens)
+        return self
+
+    @property
+    def _step_sizes(self) -> StepSizes:
+        return StepSizes(
+            prompts=self.batch.prompts_per_step,
+            group_size=self.sampling.completions_per_prompt,
+            epochs=self.batch.epochs,
+            minibatches=self.batch.minibatches,
+        )
+
+
+class OfflineConfig(TrainSections):
+    """A run that learns from a fixed data set: SFT, or a preference loss."""
+
+    algorithm: Offline
+    """The loss."""
+
+    @property
+    def completions_per_step(self) -> int:
+        """Return how many completions a step reads: 2 for each pair, 1 for each row of SFT or KTO."""
+        rows = self.batch.prompts_per_step
+        return rows if isinstance(self.algorithm.loss, SftLoss | KtoLoss) else 2 * rows
+
+    @property
+    def sft_data(self) -> SftConfig:
+        """Return the data set of SFT.
+
+        Raises:
+            ValueError: it is missing.
+        """
+        if self.data.sft is None:
+            raise ValueError("data.sft is missing: SFT needs texts to imitate; set data.sft.path")
+        return self.data.sft
+
+    @property
+    def preference_data(self) -> PreferencesConfig:
+        """Return the data set of a preference loss.
+
+        Raises:
+            ValueError: it is missing.
+        """
         if self.data.preferences is None:
-            what = "pairs or labelled completions" if isinstance(algorithm.loss, KtoLoss) else "pairs"
-            raise ValueError(f"data.preferences is missing: {name} needs {what}; set data.preferences.path")
-        if isinstance(algorithm.loss, KtoLoss) and self.batch.prompts_per_step < 2:
-            raise ValueError("KTO's z0 pairs a prompt with another's completion: batch.prompts_per_step must be >= 2")
+            what = "pairs or labelled completions" if isinstance(self.algorithm.loss, KtoLoss) else "pairs"
+            raise ValueError(
+                f"data.preferences is missing: {self.algorithm.name} needs {what}; set data.preferences.path"
+            )
+        return self.data.preferences
 
-    def _check_online(self, algorithm: Online) -> None:
-        if self.data.prompts is None:
-            raise ValueError("data.prompts is missing: an online algorithm needs prompts; set data.prompts.path")
-        if self.reward is None:
-            raise ValueError(
-                "reward is missing: set reward.source, e.g. reward.source.type=model reward.source.path=runs/rm"
-            )
-        if isinstance(algorithm.advantage, Group) and self.sampling.completions_per_prompt < 2:
-            raise ValueError("a group baseline needs sampling.completions_per_prompt >= 2")
-        if not self.reference.measure and trains_against_reference(algorithm):
-            raise ValueError(
-                "reference.measure is false, but the loss or the reward has a KL to the reference: "
-                "set algorithm.kl.coef=0, or reference.measure=true"
-            )
-        self._check_selection(algorithm)
-        self._check_overlap(algorithm)
-        if algorithm.ptx_coef > 0 and self.data.sft is None:
-            raise ValueError("algorithm.ptx_coef > 0 needs data.sft")
-        if isinstance(algorithm.advantage, Gae):
-            self._check_critic(self.reward.source)
-        if isinstance(algorithm.policy_loss, PenaltyLoss) and self.batch.epochs * self.batch.minibatches < 2:
-            raise ValueError(
-                "the penalty is steered by KL(old || new), which is 0 at a step's first update: "
-                "set batch.epochs or batch.minibatches to 2 or more"
-            )
-        plain = isinstance(algorithm.policy_loss, PolicyGradientLoss) and not isinstance(algorithm.advantage, Best)
-        if plain and self.batch.epochs * self.batch.minibatches > 1:
-            raise ValueError(
-                "the policy_gradient loss has no importance ratio, so a second optimizer step on the same completions "
-                "would be wrong: set batch.epochs=1 batch.minibatches=1, or algorithm.policy_loss.type=clip"
-            )
-        rows = self.batch.prompts_per_step * self.sampling.completions_per_prompt
-        if rows < self.batch.minibatches:
-            raise ValueError(f"batch.minibatches is {self.batch.minibatches} but a step has only {rows} completions")
-        if isinstance(algorithm.advantage, Gae) and algorithm.advantage.whiten and rows < 8:
-            raise ValueError(f"whitening over {rows} completions is noise: use 8 or more, or advantage.whiten=false")
-        if self.reward.shaping.overlong_buffer >= self.sampling.max_new_tokens:
-            raise ValueError("reward.shaping.overlong_buffer must be shorter than sampling.max_new_tokens")
+    @property
+    def held_out_source(self) -> RewardSourceConfig | None:
+        """Return the source that scores sampled held-out completions; None if the run samples none."""
+        return self.eval.source if self.data.eval_prompts is not None else None
 
-    def _check_critic(self, source: RewardSourceConfig) -> None:
-        """Check the critic section of an algorithm with a critic; without one the section is unread, a warning."""
-        _check_optimizer(self.sharding, self.critic, self.policy.dtype, "critic")
-        if self.critic.shared and self.critic.init not in ("policy", "auto"):
-            raise ValueError("critic.shared puts the head on the policy: critic.init must then be policy or auto")
-        if self.critic.shared and self.critic.warmup_steps:
-            raise ValueError("critic.warmup_steps trains the critic alone: not possible where critic.shared is true")
-        if self.critic.shared and self.sampling.old_log_probs == "sampler":
-            raise ValueError(
-                "critic.shared reads its values in the pass that sampling.old_log_probs=sampler leaves out: "
-                "set sampling.old_log_probs=auto"
-            )
-        if self.critic.init == "reward" and not isinstance(source, ModelSource):
-            raise ValueError("critic.init is reward, but reward.source is not a model: use critic.init=policy")
+    @property
+    def uses_reference(self) -> bool:
+        """Return whether the run uses a reference, in the loss or in the KL that evaluation reports.
 
-    def _check_overlap(self, algorithm: Online) -> None:
-        """Check that sampling ahead covers all sampling of a step and that importance weights can correct for it."""
-        if self.overlap.ahead and isinstance(algorithm.advantage, Best | BestAndWorst | Greedy):
-            raise ValueError(
-                "overlap.ahead corrects by weights of advantages: not with rejection_sampling, online_dpo or remax"
-            )
-        if self.overlap.ahead and algorithm.refill_rounds:
-            raise ValueError("overlap.ahead cannot refill groups: set algorithm.refill_rounds=0")
-        if self.overlap.ahead and self.overlap.reward_parts > 1:
-            raise ValueError("overlap.ahead draws a step as a whole: set overlap.reward_parts=1")
-        if self.overlap.ahead and self.sampling.old_log_probs == "sampler":
-            raise ValueError("overlap.ahead needs the trainer's own log-probabilities: set sampling.old_log_probs=auto")
+        SFT's evaluation reports the KL only if reference.model is set: the model that SFT starts from is rarely the one
+        that it should stay close to.
+        """
+        if isinstance(self.algorithm.loss, ReferencedLoss):
+            return True
+        is_named = self.reference.model is not None or not isinstance(self.algorithm.loss, SftLoss)
+        return is_named and self.held_out_source is not None
 
-    def _check_selection(self, algorithm: Online) -> None:
-        """Check that there are completions to choose from, and enough chosen ones to split into minibatches."""
-        advantage, size = algorithm.advantage, self.sampling.completions_per_prompt
-        if not isinstance(advantage, Best | BestAndWorst):
-            return
-        if isinstance(advantage, BestAndWorst) and size < 2:
-            raise ValueError("a pair of a prompt's completions needs sampling.completions_per_prompt >= 2")
-        if isinstance(advantage, Best) and advantage.keep >= size and advantage.min_score is None:
-            raise ValueError(
-                f"advantage.keep is {advantage.keep} of {size} completions, so nothing is chosen: "
-                "set sampling.completions_per_prompt higher, or advantage.min_score"
-            )
-        selected = self.batch.prompts_per_step * (min(advantage.keep, size) if isinstance(advantage, Best) else 1)
-        if selected < self.batch.minibatches:
-            what = "completions are kept" if isinstance(advantage, Best) else "pairs are made"
-            raise ValueError(f"batch.minibatches is {self.batch.minibatches}, but at most {selected} {what} in a step")
+    @model_validator(mode="after")
+    def _check_data_and_sizes(self) -> OfflineConfig:
+        _ = self.sft_data if isinstance(self.algorithm.loss, SftLoss) else self.preference_data  # raise if missing
+        self.algorithm.check_sizes(self.batch.prompts_per_step)
+        return self
+
+
+TrainConfig = OnlineConfig | OfflineConfig
+"""One training run: SFT, or any online or offline algorithm."""
 
 
 class RewardModelLoss(Section):
@@ -416,7 +484,7 @@ class RewardModelConfig(Section):
 
     run: RunConfig = RunConfig()
     """Identity of the run."""
-    data: DataConfig
+    data: RewardModelDataConfig
     """data.preferences, data.eval_preferences and the chat template."""
     model: PolicyConfig
     """The backbone to start from, usually the SFT model, and its optimizer."""
@@ -438,57 +506,8 @@ class RewardModelConfig(Section):
     """Evaluation during the run."""
 
     @model_validator(mode="after")
-    def _check_data_and_model(self) -> RewardModelConfig:
-        if self.data.preferences is None:
-            raise ValueError("data.preferences is missing: a reward model needs pairs; set data.preferences.path")
-        _check_optimizer(self.sharding, self.model, self.model.dtype, "model")
+    def _check_model(self) -> RewardModelConfig:
+        self.model.check_optimizer("model", self.model.dtype, self.sharding)
         if self.model.lora is not None:
             raise ValueError("model.lora: a reward model is trained in full; leave it null")
         return self
-
-
-def _check_optimizer(sharding: ShardingConfig, section: OptimizerConfig, dtype: Dtype, name: str) -> None:
-    if sharding.uses_deepspeed and dtype == "float64":
-        raise ValueError(f"{name}.dtype is float64, but DeepSpeed steps in float32: set sharding=ddp, or float32")
-    if section.optimizer == "adamw_8bit" and sharding.uses_deepspeed:
-        raise ValueError(
-            f"{name}.optimizer is adamw_8bit, which DeepSpeed cannot split: set sharding=ddp or none, or adamw"
-        )
-    if section.optimizer == "adamw_8bit" and dtype == "float64":
-        raise ValueError(f"{name}.optimizer is adamw_8bit, which has no float64: set {name}.dtype=float32, or adamw")
-
-
-def online_algorithm(config: TrainConfig) -> Online:
-    """Return the algorithm of a run that is known to be online."""
-    assert isinstance(config.algorithm, Online)
-    return config.algorithm
-
-
-def offline_algorithm(config: TrainConfig) -> Offline:
-    """Return the algorithm of a run that is known to be offline."""
-    assert isinstance(config.algorithm, Offline)
-    return config.algorithm
-
-
-def has_offline_evaluation(config: TrainConfig) -> bool:
-    """Return whether an offline run samples held-out completions and has a source that scores them."""
-    return config.data.eval_prompts is not None and config.eval.source is not None
-
-
-def trains_against_reference(algorithm: Online) -> bool:
-    """Return whether a gradient or a reward of an online run depends on the reference."""
-    kl = algorithm.kl
-    penalty = kl.placement != "none" and (kl.coef > 0 or isinstance(kl.controller, AdaptiveKl))
-    return penalty or isinstance(algorithm.policy_loss, OnlinePairLoss)
-
-
-def uses_reference(config: TrainConfig) -> bool:
-    """Return whether a run uses a reference, in the loss or in the KL that evaluation reports.
-
-    SFT's evaluation reports the KL only if reference.model is set: the model that SFT starts from is rarely the one
-    that it should stay close to.
-    """
-    if isinstance(config.algorithm, Online) or isinstance(config.algorithm.loss, ReferencedLoss):
-        return True
-    named = config.reference.model is not None or not isinstance(config.algorithm.loss, SftLoss)
-    return named and has_offline_evaluation(config)

@@ -185,8 +185,12 @@ def evaluate_model(
         path: the model, None for the run's reference.
         tokenizer_from: the run or model folder whose tokenizer is used.
         with_reference: whether the KL to the run's reference is measured.
+
+    Raises:
+        UserError: there is no judge, there are no prompts, or a model cannot be loaded.
     """
-    assert config.data.eval_prompts is not None
+    if config.data.eval_prompts is None:
+        raise ConfigError("nothing to evaluate on: set data.eval_prompts.path")
     engine = make_engine(config.run)
     tokenizer = build_tokenizer(config.policy.model_copy(update={"model": tokenizer_from}))
     start = model_folder(config.reference.model or config.policy.model)
@@ -234,7 +238,7 @@ def _score_source(config: TrainConfig) -> RewardSourceConfig | None:
     """Return the source that scores single completions; None if only eval.judge compares pairs."""
     if config.eval.source is not None:
         return config.eval.source
-    if config.reward is not None:
+    if config.reward is not None:  # an offline run may set it for its evaluation
         return config.reward.source
     if config.eval.judge is not None:
         return None

@@ -13,9 +13,9 @@ from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.config.algorithm import KtoLoss, Online, ReferencedLoss, TokenLoss
+from rlhf.config.algorithm import KtoLoss, ReferencedLoss, TokenLoss
 from rlhf.config.reward import ModelSource
-from rlhf.config.sections import PolicyConfig, TrainConfig, has_offline_evaluation, offline_algorithm, uses_reference
+from rlhf.config.sections import OfflineConfig, OnlineConfig, PolicyConfig, TrainConfig
 from rlhf.data.pairs import LabelledSet, PairSet
 from rlhf.data.reference_cache import (
     AnnotatedLabelledSet,
@@ -80,14 +80,15 @@ def _load_or_resume(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase, re
     return model
 
 
-def build_online_models(config: TrainConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase) -> Models:
+def build_online_models(config: OnlineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase) -> Models:
     """Build all the models of an online run: policy, reference, and critic if the algorithm has one."""
-    algorithm = config.algorithm
-    assert isinstance(algorithm, Online)
-    engine, loss = context.engine, algorithm.policy_loss
+    algorithm, engine = config.algorithm, context.engine
+    loss = algorithm.policy_loss
     policy = engine.place(build_policy(config.policy, tokenizer, context.resume, context.seed))
-    with seeded_initialization(context.seed):
-        reference = build_reference(config, tokenizer) if config.reference.measure else None
+    reference = None
+    if config.reference.measure and not adapter_off_is_reference(config):
+        with seeded_initialization(context.seed):
+            reference = build_reference(config, tokenizer)
     models = Models(
         policy=policy,
         temperature=config.sampling.temperature,
@@ -97,7 +98,7 @@ def build_online_models(config: TrainConfig, context: RunContext, tokenizer: Pre
         packing=config.policy.packing,
         float32_head=config.policy.head_dtype == "float32",
         reference=engine.freeze("reference", reference) if reference is not None else None,
-        adapter_off_is_reference=reference is None and config.reference.measure,
+        adapter_off_is_reference=config.reference.measure and adapter_off_is_reference(config),
         entropy_gradient=isinstance(loss, TokenLoss) and loss.entropy_coef > 0,
         engine=engine,
     )
@@ -112,17 +113,20 @@ def build_online_models(config: TrainConfig, context: RunContext, tokenizer: Pre
     return models
 
 
-def build_reference(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | None:
-    """Load the frozen reference; return None if the policy with its adapter disabled serves as the reference."""
-    if config.reference.model is None and config.policy.lora is not None:
-        return None
+def adapter_off_is_reference(config: TrainConfig) -> bool:
+    """Return whether the policy with its adapter disabled serves as the reference."""
+    return config.reference.model is None and config.policy.lora is not None
+
+
+def build_reference(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Load the frozen reference, a model of its own."""
     path = model_folder(config.reference.model or config.policy.model)
     model = load_causal_lm(path, dtype=config.policy.dtype, trust_remote_code=config.policy.trust_remote_code)
     check_vocabulary(model, tokenizer, path)
     return freeze(model)
 
 
-def _load_critic(config: TrainConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase) -> ScalarHeadModel:
+def _load_critic(config: OnlineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase) -> ScalarHeadModel:
     path, is_new = _critic_start(config, context, tokenizer)
     critic = load_scalar_head(
         path,
@@ -136,7 +140,7 @@ def _load_critic(config: TrainConfig, context: RunContext, tokenizer: PreTrained
     return critic.train()
 
 
-def _critic_start(config: TrainConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
+def _critic_start(config: OnlineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
     """Choose the folder that the critic starts from, and whether it needs a new value head.
 
     Raises:
@@ -144,7 +148,7 @@ def _critic_start(config: TrainConfig, context: RunContext, tokenizer: PreTraine
     """
     if context.resume is not None:
         return str(context.resume / CRITIC), False
-    init, source = config.critic.init, config.reward.source if config.reward else None
+    init, source = config.critic.init, config.reward.source
     policy = model_folder(config.policy.model)
     if init == "policy" or (init == "auto" and not isinstance(source, ModelSource)):
         return policy, True
@@ -196,32 +200,29 @@ def export(
 
 
 def attach_reference(
-    config: TrainConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase, models: Models
+    config: OfflineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase, models: Models
 ) -> None:
     """Load the reference into `models` if this run needs one as a separate model.
 
     It needs none if the reference is the policy with its adapter disabled, nor if the reference is only read before
     the first step, when it equals the policy.
     """
-    if not uses_reference(config):
+    if not config.uses_reference:
         return
-    if config.policy.lora is not None and config.reference.model is None:
+    if adapter_off_is_reference(config):
         models.adapter_off_is_reference = True
     elif needs_reference_during_training(config) or context.resume is not None or config.reference.model is not None:
         with seeded_initialization(context.seed):
             reference = build_reference(config, tokenizer)
-        assert reference is not None
         models.reference = context.engine.freeze("reference", reference)
 
 
-def needs_reference_during_training(config: TrainConfig) -> bool:
+def needs_reference_during_training(config: OfflineConfig) -> bool:
     """Return whether the reference is read during training: for KTO's z0 or the KL of held-out completions."""
-    return isinstance(offline_algorithm(config).loss, KtoLoss) or (
-        has_offline_evaluation(config) and uses_reference(config)
-    )
+    return isinstance(config.algorithm.loss, KtoLoss) or (config.held_out_source is not None and config.uses_reference)
 
 
-def no_grad_batch_size(config: TrainConfig) -> int:
+def no_grad_batch_size(config: OfflineConfig) -> int:
     """Return the rows of a forward pass without gradient; they affect memory only, no result."""
     return config.batch.micro_batch_size * NO_GRAD_BATCH_MULTIPLIER
 
@@ -229,7 +230,7 @@ def no_grad_batch_size(config: TrainConfig) -> int:
 class ReferenceAnnotator:
     """Annotates data sets with the reference's log-probability of each completion, from a cache where possible."""
 
-    def __init__(self, config: TrainConfig, context: RunContext, models: Models) -> None:
+    def __init__(self, config: OfflineConfig, context: RunContext, models: Models) -> None:
         self.config, self.context, self.models = config, context, models
         self.cache = ReferenceCache(cache_folder(config.run.cache_dir, os.environ))
         self._weights: str | None = None
@@ -245,7 +246,7 @@ class ReferenceAnnotator:
         return AnnotatedLabelledSet(rows, completion_labels(data), self._logprobs(rows))
 
     def _logprobs(self, rows: CompletionRows) -> Float[Tensor, " N"]:
-        if not isinstance(offline_algorithm(self.config).loss, ReferencedLoss):
+        if not isinstance(self.config.algorithm.loss, ReferencedLoss):
             return torch.zeros(len(rows), dtype=torch.float64)
         key = cache_key(
             weights=self._fingerprint(),

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.batching import Batch
 from rlhf.config.algorithm import DpoLoss, KtoLoss, PairLossConfig, SftLoss
 from rlhf.config.data import PreferencesConfig, SftConfig
-from rlhf.config.sections import TrainConfig, has_offline_evaluation, offline_algorithm
+from rlhf.config.sections import OfflineConfig
 from rlhf.data.datasets import BatchStream, sequential_batches
 from rlhf.data.pairs import DemonstrationSet, LabelledSet, PairSet, load_demonstrations, load_pairs
 from rlhf.data.reference_cache import AnnotatedLabelledSet, load_preference_data
@@ -72,7 +72,7 @@ class PreferenceData:
     """The preference data of a run: loads it, reports skipped rows, and annotates it with the reference."""
 
     def __init__(
-        self, config: TrainConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase, models: Models
+        self, config: OfflineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase, models: Models
     ) -> None:
         self.config, self.context, self.tokenizer, self.models = config, context, tokenizer, models
         self.annotate = ReferenceAnnotator(config, context, models)
@@ -85,15 +85,17 @@ class PreferenceData:
         return rows
 
 
-def preference_task(
-    config: TrainConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase, models: Models
+def build_task(
+    config: OfflineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase, models: Models
 ) -> OfflineTask:
-    """Build the task of a preference run: its data with the reference's log-probabilities, and its loss.
+    """Build the task of a run: of SFT, or of a preference loss on data with the reference's log-probabilities.
 
     Call it before the first update: the policy may itself be the reference.
     """
-    judgments, loss = PreferenceData(config, context, tokenizer, models), offline_algorithm(config).loss
-    assert not isinstance(loss, SftLoss)
+    loss = config.algorithm.loss
+    if isinstance(loss, SftLoss):
+        return sft_task(config, loss, context, tokenizer, models)
+    judgments = PreferenceData(config, context, tokenizer, models)
     task = labelled_task(judgments, loss) if isinstance(loss, KtoLoss) else pairs_task(judgments, loss)
     if not needs_reference_during_training(config):
         models.reference = None
@@ -103,9 +105,8 @@ def preference_task(
 def pairs_task(judgments: PreferenceData, loss_config: PairLossConfig) -> OfflineTask:
     """Build the task of a loss that compares the two completions of a pair."""
     config, data = judgments.config, judgments.config.data
-    assert data.preferences is not None
     loss = PairwiseLoss(judgments.models, loss_config)
-    train = judgments.annotate.pairs(judgments.load(load_pairs, data.preferences))
+    train = judgments.annotate.pairs(judgments.load(load_pairs, config.preference_data))
     eval_pairs = judgments.load(load_pairs, data.eval_preferences) if data.eval_preferences is not None else None
     stream = BatchStream(train, config.batch.prompts_per_step, derive_seed(config.run.seed, "preferences"))
     return OfflineTask(
@@ -121,11 +122,10 @@ def pairs_task(judgments: PreferenceData, loss_config: PairLossConfig) -> Offlin
 def labelled_task(judgments: PreferenceData, loss_config: KtoLoss) -> OfflineTask:
     """Build the task of a loss on single labelled completions (KTO); pairs are split into two rows."""
     config, data, models = judgments.config, judgments.config.data, judgments.models
-    assert data.preferences is not None
     loss = LabelledLoss(
         models, loss_config, rows_per_pass=no_grad_batch_size(config), context=context_length(models.policy)
     )
-    train = judgments.annotate.labelled(judgments.load(load_preference_data, data.preferences))
+    train = judgments.annotate.labelled(judgments.load(load_preference_data, config.preference_data))
     eval_rows = (
         judgments.load(load_preference_data, data.eval_preferences) if data.eval_preferences is not None else None
     )
@@ -167,7 +167,7 @@ def evaluate_labelled_fn(
     return lambda: evaluate_loss(batches(), loss, judgments.context.engine.ranks, leave_out={"preference/accuracy"})
 
 
-def build_offline(config: TrainConfig, console: Console | None = None) -> OfflineRun:
+def build_offline(config: OfflineConfig, console: Console | None = None) -> OfflineRun:
     """Build an offline run, at step 0 or resumed from its newest checkpoint.
 
     Raises:
@@ -178,7 +178,6 @@ def build_offline(config: TrainConfig, console: Console | None = None) -> Offlin
     origin = read_export_origin(config.policy, tokenizer)
     engine = context.engine
     policy = engine.place(build_policy(config.policy, tokenizer, context.resume, context.seed))
-    is_sft = isinstance(offline_algorithm(config).loss, SftLoss)
     models = Models(
         policy=policy,
         temperature=1.0,  # of the loss; evaluation samples its completions at sampling.temperature
@@ -192,7 +191,7 @@ def build_offline(config: TrainConfig, console: Console | None = None) -> Offlin
     context.notes += models.fast_ways().lines()
     attach_reference(config, context, tokenizer, models)
     trained = engine.train("policy", policy, config.policy, terms=("sft", PREFERENCE_TERM))
-    task = (sft_task if is_sft else preference_task)(config, context, tokenizer, models)
+    task = build_task(config, context, tokenizer, models)
     ema = Ema(policy, config.policy.ema_decay, engine) if config.policy.ema_decay else None
     if context.resume is not None:
         _restore(load_trainer_state(context.resume), trained, ema)
@@ -227,14 +226,15 @@ def build_offline(config: TrainConfig, console: Console | None = None) -> Offlin
 
 
 def sft_task(
-    config: TrainConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase, models: Models
+    config: OfflineConfig,
+    loss_config: SftLoss,
+    context: RunContext,
+    tokenizer: PreTrainedTokenizerBase,
+    models: Models,
 ) -> OfflineTask:
     """Build the task of SFT: demonstrations, and their negative log-likelihood as the loss."""
-    loss_config = offline_algorithm(config).loss
-    assert isinstance(loss_config, SftLoss)
-    assert config.data.sft is not None
     loss = DemonstrationLoss(models, aggregate=loss_config.aggregate)
-    rows = _load_rows(config, config.data.sft, context, tokenizer, models)
+    rows = _load_rows(config, config.sft_data, context, tokenizer, models)
     stream = BatchStream(rows, config.batch.prompts_per_step, derive_seed(context.seed, "sft"))
     eval_sft = config.data.eval_sft
     held_out = _load_rows(config, eval_sft, context, tokenizer, models) if eval_sft is not None else None
@@ -249,7 +249,7 @@ def sft_task(
 
 
 def _load_rows(
-    config: TrainConfig, data: SftConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase, models: Models
+    config: OfflineConfig, data: SftConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase, models: Models
 ) -> DemonstrationSet:
     rows = load_demonstrations(
         data, tokenizer, chat_template=config.data.chat_format, context=context_length(models.policy)
@@ -292,7 +292,7 @@ class _Evaluation:
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: OfflineConfig,
         context: RunContext,
         tokenizer: PreTrainedTokenizerBase,
         models: Models,
@@ -301,10 +301,9 @@ class _Evaluation:
     ) -> None:
         self.task, self.ema = task, ema
         self.prompts: PromptEvaluator | None = None
-        if has_offline_evaluation(config):
-            assert config.eval.source is not None
+        if config.held_out_source is not None:
             sampling_models = replace(models, temperature=config.sampling.temperature)
-            judge = build_source(config.eval.source, tokenizer, models.engine)
+            judge = build_source(config.held_out_source, tokenizer, models.engine)
             sampler = build_sampler(config, sampling_models, tokenizer)
             self.prompts = PromptEvaluator(config, context, tokenizer, sampling_models, sampler, judge, None)
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.algo.objective import Objective
 from rlhf.batching import extend
-from rlhf.config.algorithm import AdaptiveKl, Online, PenaltyLoss
-from rlhf.config.sections import TrainConfig
+from rlhf.config.algorithm import AdaptiveKl, PenaltyLoss
+from rlhf.config.sections import OnlineConfig, TrainConfig
 from rlhf.data.datasets import BatchStream
 from rlhf.data.pairs import load_demonstrations
 from rlhf.data.prompts import PromptStream, load_prompts
@@ -57,7 +57,7 @@ from rlhf.types import Completions, Demonstrations, Prompts
 
 
 def build_prefetcher(
-    config: TrainConfig,
+    config: OnlineConfig,
     context: RunContext,
     models: Models,
     tokenizer: PreTrainedTokenizerBase,
@@ -113,15 +113,13 @@ def _restore_completions(saved: dict[str, Any], prompts: PromptStream, group_siz
     return extend(Completions, rows, **fields)
 
 
-def build_online(config: TrainConfig, console: Console | None = None) -> OnlineRun:
+def build_online(config: OnlineConfig, console: Console | None = None) -> OnlineRun:
     """Build an online run, at step 0 or resumed from its newest checkpoint.
 
     Raises:
         UserError: a model, data set, reward or checkpoint is missing or invalid; the subclass says which.
     """
     algorithm = config.algorithm
-    assert isinstance(algorithm, Online)
-    assert config.reward is not None
     context = open_context(config, console)
     if config.overlap.reward_parts > 1 and context.engine.ranks.world > 1:
         raise ConfigError("overlap.reward_parts works in one process: set overlap.reward_parts=1")
@@ -166,7 +164,6 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
     evaluate.connect(session.recorder)
     return OnlineRun(
         config=config,
-        algorithm=algorithm,
         session=session,
         prompts=prompts.batch,
         refill=BatchStream(prompts.rows, prompts.rows_per_step, derive_seed(context.seed, "refill")).batch,
@@ -197,7 +194,7 @@ def build_online(config: TrainConfig, console: Console | None = None) -> OnlineR
     )
 
 
-def no_grad_batch_multiplier(config: TrainConfig, engine: Engine) -> int:
+def no_grad_batch_multiplier(config: OnlineConfig, engine: Engine) -> int:
     """Return how many micro-batches make up one forward pass without gradient.
 
     On a single GPU it starts as the whole step; a pass that runs out of memory is halved, and the smaller size is kept.
@@ -206,15 +203,14 @@ def no_grad_batch_multiplier(config: TrainConfig, engine: Engine) -> int:
     """
     if engine.device.type == "cpu" or engine.ranks.world > 1 or engine.sharding.uses_deepspeed:
         return NO_GRAD_BATCH_MULTIPLIER
-    rows = config.batch.prompts_per_step * config.sampling.completions_per_prompt
+    rows = config.completions_per_step
     micro = 1 if config.batch.micro_batch_tokens else config.batch.micro_batch_size
     return max(NO_GRAD_BATCH_MULTIPLIER, -(-rows // micro))
 
 
 def _load_prompts(
-    config: TrainConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase, models: Models
+    config: OnlineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase, models: Models
 ) -> PromptStream:
-    assert config.data.prompts is not None
     prompts = load_prompts(
         config.data.prompts,
         tokenizer,
@@ -227,21 +223,17 @@ def _load_prompts(
 
 
 def _load_ptx(
-    config: TrainConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase
+    config: OnlineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase
 ) -> Callable[[int], Demonstrations] | None:
-    algorithm = config.algorithm
-    assert isinstance(algorithm, Online)
-    if algorithm.ptx_coef == 0:
+    if config.algorithm.ptx_coef == 0 or config.data.sft is None:
         return None
-    assert config.data.sft is not None
     rows = load_demonstrations(config.data.sft, tokenizer, chat_template=config.data.chat_format)
     context.notes.append(rows.skips.summary())
-    per_step = config.batch.prompts_per_step * config.sampling.completions_per_prompt
-    size = max(1, per_step // config.batch.minibatches)
+    size = max(1, config.completions_per_step // config.batch.minibatches)
     return BatchStream(rows, size, derive_seed(context.seed, "ptx")).batch
 
 
-def _build_trained(config: TrainConfig, models: Models, context: RunContext) -> dict[str, TrainableModel]:
+def _build_trained(config: OnlineConfig, models: Models, context: RunContext) -> dict[str, TrainableModel]:
     engine = context.engine
     if models.shared_head is not None:
         policy_and_head = nn.ModuleDict({"policy": models.policy, "head": models.shared_head})

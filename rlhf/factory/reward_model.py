@@ -62,7 +62,6 @@ def build_reward_model(config: RewardModelConfig, console: Console | None = None
     Raises:
         UserError: a model, data set or checkpoint is missing or invalid; the subclass says which.
     """
-    assert config.data.preferences is not None
     context = open_context(config, console)
     tokenizer = build_tokenizer(config.model)
     origin = read_export_origin(config.model, tokenizer)
@@ -112,7 +111,7 @@ def compute_report_card(config: RewardModelConfig, path: str) -> dict[str, Any]:
     Raises:
         ConfigError: there are no held-out pairs.
     """
-    if config.data.preferences is None or config.data.eval_preferences is None:
+    if config.data.eval_preferences is None:
         raise ConfigError("nothing to evaluate on: set data.eval_preferences.path")
     model, tokenizer = _load_trained(config, path)
     train, held_out = (

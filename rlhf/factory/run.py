@@ -8,8 +8,7 @@ from functools import partial
 
 from rich.console import Console
 
-from rlhf.config.algorithm import Online
-from rlhf.config.sections import TrainConfig
+from rlhf.config.sections import OnlineConfig, TrainConfig
 from rlhf.factory.context import MODEL
 from rlhf.factory.offline import build_offline
 from rlhf.factory.online import build_online
@@ -47,7 +46,7 @@ def build_run(config: TrainConfig, console: Console | None = None) -> TrainingRu
     Raises:
         UserError: a model, data set, reward or checkpoint is missing or invalid; the subclass says which.
     """
-    if isinstance(config.algorithm, Online):
+    if isinstance(config, OnlineConfig):
         online = build_online(config, console)
         return TrainingRun(online, partial(train, online))
     offline = build_offline(config, console)

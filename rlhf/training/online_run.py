@@ -10,7 +10,7 @@ from pathlib import Path
 from rlhf.algo.kl import Coefs, next_kl_coef, next_penalty_coef
 from rlhf.algo.objective import Objective
 from rlhf.config.algorithm import AdaptiveKl, Online, PenaltyLoss
-from rlhf.config.sections import TrainConfig
+from rlhf.config.sections import OnlineConfig
 from rlhf.errors import NonFiniteScores, RewardError
 from rlhf.models.policy_models import Ema, Models
 from rlhf.rewards.source import RewardSource
@@ -33,8 +33,7 @@ NO_GRAD_BATCH_MULTIPLIER = 4  # size of a pass without gradient, in micro-batche
 class OnlineRun:
     """The collaborators of an online run, made by rlhf.factory."""
 
-    config: TrainConfig
-    algorithm: Online
+    config: OnlineConfig
     session: Session
     prompts: Callable[[int], Prompts]  # the prompts of a step
     refill: Callable[[int], Prompts]  # as many other prompts; rounds count from 1 over the whole run
@@ -51,6 +50,11 @@ class OnlineRun:
     passes: AdaptiveMicroBatch  # micro-batch of a pass without gradient
     decode: Callable[[Sequence[int]], str]  # token ids to text, for samples.jsonl
     export: Callable[[Path], None]  # writes the trained model as a standard model folder
+
+    @property
+    def algorithm(self) -> Online:
+        """Return the algorithm of the configuration."""
+        return self.config.algorithm
 
     @property
     def coefs(self) -> Coefs:
@@ -170,7 +174,7 @@ def finish_step(run: OnlineRun, step: int, rollout: Rollout, collected: Collecte
         run.session.recorder.samples(records)
 
 
-def sampling_key(config: TrainConfig, step: int, *names: int | str) -> int:
+def sampling_key(config: OnlineConfig, step: int, *names: int | str) -> int:
     """Derive the seed for sampling this step's completions."""
     return derive_seed(config.run.seed, "train", step, *names)
 

@@ -351,7 +351,7 @@ def test_losses_of_log_probabilities_by_hand(loss, expected, clipped):
 
 
 def test_a2c_is_ppo_at_the_first_optimizer_step_and_not_after():
-    ppo, a2c = (online(**PRESETS[name]) for name in ("ppo", "a2c"))
+    ppo, a2c = (online(**PRESETS[name]["algorithm"]) for name in ("ppo", "a2c"))
     plain = rollout(seed=6)
     batch = compute_advantages(plain, ppo, COEFS)
     for field in ("rewards", "advantages", "returns"):

@@ -11,7 +11,7 @@ from runs import make_model
 
 from rlhf.compare.page import differences
 from rlhf.compare.plan import MAX_STEPS, ensure_owner, make_plan, read_cell, read_plan
-from rlhf.config.compare import START_FOLDER, completions_per_step
+from rlhf.config.compare import START_FOLDER
 from rlhf.config.load import compare_config, load_compare, unread_warnings
 from rlhf.config.reward import FunctionSource
 from rlhf.errors import ConfigError
@@ -123,7 +123,7 @@ def test_the_lab_comparisons_are_valid(name: str, monkeypatch: pytest.MonkeyPatc
         if cell.budget is not None:
             assert unread_warnings(cell.train) == []
             assert cell.train.schedule.steps is not None
-            assert cell.train.schedule.steps * completions_per_step(cell.train) == config.budget.completions
+            assert cell.train.schedule.steps * cell.train.completions_per_step == config.budget.completions
             assert cell.train.eval.every * config.evaluations == cell.train.schedule.steps
 
 

@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from rlhf.config.algorithm import AdaptiveKl, Gae, Group, Online, PenaltyLoss
+from rlhf.config.compare import CellConfig
+from rlhf.config.data import DataConfig
 from rlhf.config.load import (
     dump,
     expand_preset,
@@ -24,8 +26,15 @@ from rlhf.config.load import (
     unread_warnings,
     validate,
 )
-from rlhf.config.presets import PRESETS, get_setting
-from rlhf.config.sections import CriticConfig, RewardModelConfig, TrainConfig
+from rlhf.config.presets import PRESETS, drop_keys, get_setting
+from rlhf.config.sections import (
+    CriticConfig,
+    OfflineConfig,
+    OnlineConfig,
+    RewardModelConfig,
+    TrainConfig,
+    TrainSections,
+)
 from rlhf.config.yaml_text import InvalidYaml, parse_yaml
 from rlhf.errors import ConfigError
 
@@ -60,6 +69,33 @@ def test_every_preset_is_coherent_and_dumps_to_itself(name: str) -> None:
     config = train_config(tree)
     assert config.algorithm.preset == name
     assert train_config(dump(config)) == config
+    assert type(config) is (OfflineConfig if "loss" in PRESETS[name]["algorithm"] else OnlineConfig)
+    assert list(dump(config)) == list(TrainSections.model_fields), "both kinds have the keys of a run folder's file"
+    assert list(dump(config.data)) == list(DataConfig.model_fields)
+
+
+@pytest.mark.parametrize("missing", [["reward"], ["data"], ["data.prompts", "reward"]])
+@pytest.mark.parametrize("is_null", [True, False])
+def test_all_that_an_online_run_lacks_is_named_at_once(missing: list[str], is_null: bool) -> None:
+    tree = drop_keys(base(), missing)
+    if is_null:
+        tree = merge(tree, parse_overrides([f"{key}=null" for key in missing]))
+    with pytest.raises(ConfigError) as error:
+        train_config(tree)
+    cures = {"data": "set data.prompts.path", "data.prompts": "set data.prompts.path", "reward": "set reward.source"}
+    lines = str(error.value).splitlines()
+    assert len(lines) == len(missing)
+    for line, key in zip(lines, missing, strict=True):
+        assert line.startswith(f"{key} is missing: ")
+        assert cures[key] in line
+
+
+@pytest.mark.parametrize("preset", ["ppo", "dpo"])
+def test_a_mistake_in_the_run_of_a_cell_is_named_by_its_key(preset: str) -> None:
+    train = dump(train_config(base(preset=preset)))
+    cell = {"arm": "a", "seed": 0, "train": merge(train, {"policy": {"lrr": 1.0}})}
+    with pytest.raises(ConfigError, match=r"^train\.policy\.lrr: unknown key; did you mean lr\?$"):
+        validate(CellConfig, cell)
 
 
 def test_exponents_without_a_dot_are_numbers() -> None:
@@ -188,7 +224,7 @@ def test_a_preset_with_groups_brings_one_of_eight_unless_there_is_a_group(name: 
 
 
 def test_the_presets_that_bring_a_group_are_those_that_need_one() -> None:
-    needing = {name for name, preset in PRESETS.items() if preset.get("advantage", {}).get("type") == "group"}
+    needing = {name for name, preset in PRESETS.items() if get_setting(preset, "algorithm.advantage.type") == "group"}
     assert needing == set(GROUPED)
 
 
@@ -223,7 +259,7 @@ def test_merge_is_deep_but_another_tag_replaces_the_section() -> None:
 
 def test_precedence_is_preset_then_file_then_command_line() -> None:
     file = base(preset="ppo", kl={"coef": 0.2})
-    assert _online(train_config(base())).kl.coef == PRESETS["ppo"]["kl"]["coef"]
+    assert _online(train_config(base())).kl.coef == PRESETS["ppo"]["algorithm"]["kl"]["coef"]
     assert _online(train_config(file)).kl.coef == 0.2
     assert _online(train_config(merge(file, parse_overrides(["algorithm.kl.coef=0.3"])))).kl.coef == 0.3
 
@@ -336,7 +372,7 @@ def test_every_field_has_a_description() -> None:
             if "description" not in field and key != "type"
         ]
 
-    assert undocumented(TrainConfig, set()) == []
+    assert undocumented(OnlineConfig, set()) == undocumented(OfflineConfig, set()) == []
 
 
 def test_expanding_leaves_an_explicit_algorithm_alone() -> None:
@@ -345,7 +381,7 @@ def test_expanding_leaves_an_explicit_algorithm_alone() -> None:
 
 
 def _online(config: TrainConfig) -> Online:
-    assert isinstance(config.algorithm, Online)
+    assert isinstance(config, OnlineConfig)
     return config.algorithm
 
 

@@ -38,8 +38,8 @@ REFERENCE = WORLD.sequence_logprobs(PROBLEM.reference)
 LENGTHS = WORLD.mask.sum(1).double().expand(WORLD.prompts, -1)
 START = expectation(REFERENCE, PROBLEM.scores).item()
 
-ONLINE = [name for name, parts in PRESETS.items() if "loss" not in parts]
-OFFLINE = [name for name, parts in PRESETS.items() if "loss" in parts]
+ONLINE = [name for name, parts in PRESETS.items() if "loss" not in parts["algorithm"]]
+OFFLINE = [name for name, parts in PRESETS.items() if "loss" in parts["algorithm"]]
 PROMPTS, GROUP = 32, 16
 # Presets that are to arrive, and the KL coefficient at which: those whose KL is in the loss have another optimum, which
 # comes near the frontier where the coefficient is small (GRPO at 0.02; at 0.2 it ends 4 % below).
@@ -162,7 +162,7 @@ def learned_offline(algorithm: Offline) -> Tensor:
 
 @pytest.mark.parametrize("preset", ONLINE)
 def test_online_arms_are_on_or_below_the_frontier_and_the_best_come_within_two_percent(preset: str) -> None:
-    algorithm = Online.model_validate(PRESETS[preset])
+    algorithm = Online.model_validate(PRESETS[preset]["algorithm"])
     arrives = preset in ARRIVE
     table = learned_online(algorithm, kl_coef=ARRIVE.get(preset, algorithm.kl.coef), steps=120 if arrives else 30)
     share = share_of_the_best(table)
@@ -173,7 +173,7 @@ def test_online_arms_are_on_or_below_the_frontier_and_the_best_come_within_two_p
 @pytest.mark.parametrize("preset", OFFLINE)
 def test_offline_arms_are_on_or_below_the_frontier_and_dpo_is_on_it(preset: str) -> None:
     """What imitates (SFT, SLiC, ORPO) or weighs by length (SimPO, IPO per token) ends elsewhere, but not above."""
-    share = share_of_the_best(learned_offline(Offline.model_validate(PRESETS[preset])))
+    share = share_of_the_best(learned_offline(Offline.model_validate(PRESETS[preset]["algorithm"])))
     assert share <= 1 + 1e-9
     assert share >= (0.99 if preset in ("dpo", "ipo") else 0.3)
 

@@ -55,8 +55,8 @@ COMPARISON = [
     ),
     Mutant(
         name="pairs-count-once",
-        file="rlhf/config/compare.py",
-        before='return rows if loss.type in ("sft", "kto") else 2 * rows',
+        file="rlhf/config/sections.py",
+        before="return rows if isinstance(self.algorithm.loss, SftLoss | KtoLoss) else 2 * rows",
         after="return rows",
         why="an offline arm reads twice the completions of the budget",
         tests=("tests/compare/test_plan.py",),

@@ -115,9 +115,9 @@ ONLINE_ARMS = [
     ),
     Mutant(
         name="a-second-step-without-a-ratio",
-        file="rlhf/config/sections.py",
-        before="if plain and self.batch.epochs * self.batch.minibatches > 1",
-        after="if plain and self.batch.epochs * self.batch.minibatches > 4",
+        file="rlhf/config/algorithm.py",
+        before="if needs_fresh and updates > 1",
+        after="if needs_fresh and updates > 4",
         why="A2C takes stale completions for fresh ones, and nothing says so",
         tests=("tests/config/test_load.py",),
     ),

@@ -86,7 +86,6 @@ def test_human_judgments_go_all_the_way_to_a_report_card(name: str, shared: Path
         ROOT / "configs" / "real" / f"{which}.yaml",
         [*paths, *sizes, f"model.model={backbone}"],
     )
-    assert config.data.preferences is not None
     assert config.data.eval_preferences is not None
     tokenizer = load_tokenizer(config.model.model)
     train, held_out = (
