@@ -131,10 +131,10 @@ def make_app(scorer: TextScorer, *, name: str, max_request_bytes: int, token: st
         body = _parse_json(await _read_body(request, max_request_bytes))
         try:
             question = parse_request(body)
-            rows = await batcher.in_thread(lambda: scorer.rows(question))
+            rows, parts = await batcher.in_thread(lambda: scorer.rows(question))
         except DataError as error:
             raise RequestRefused(422, str(error)) from error
-        return JSONResponse({"scores": await batcher.submit(rows)})
+        return JSONResponse({"scores": await batcher.submit(rows), "parts": parts})
 
     app.state.batcher = batcher
     return app

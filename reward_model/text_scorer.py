@@ -41,6 +41,7 @@ class ScoreRequest:
 
 
 Row = tuple[list[int], list[int]]  # the token ids of a prompt and of its completion
+Parts = dict[str, list[float]]  # named numbers, one per row, beside the scores
 
 
 class TextScorer:
@@ -57,8 +58,10 @@ class TextScorer:
         self.size = len(tokenizer)
         self.context = context_length(model.classifier)
 
-    def rows(self, question: ScoreRequest) -> list[Row]:
-        """Return the token ids to score, with rows longer than the model's context cut (see last_tokens).
+    def rows(self, question: ScoreRequest) -> tuple[list[Row], Parts]:
+        """Return the token ids to score, with rows longer than the model's context cut (see truncate_row).
+
+        Where the model has a context, the part "cut" is 1 for each row that was cut and else 0.
 
         Raises:
             DataError: the model cannot score a row; the message names it.
@@ -71,12 +74,14 @@ class TextScorer:
             texts = zip(question.prompts, question.completions, messages, strict=True)
             rendered = [render_for_reward_model(self.encoder, *row) for row in texts]
             rows = list(zip(*encode_rows(self.encoder, rendered, question.finished), strict=True))
+        parts: Parts = {}
         if self.context is not None:
+            parts["cut"] = [float(len(prompt) + len(completion) > self.context) for prompt, completion in rows]
             bos = self.encoder.tokenizer.bos_token_id
             rows = [truncate_row(prompt, completion, self.context, bos=bos) for prompt, completion in rows]
         for number, (prompt, completion) in enumerate(rows):
             self._check(number, prompt, completion)
-        return rows
+        return rows, parts
 
     def _check(self, number: int, prompt: list[int], completion: list[int]) -> None:
         if not completion:

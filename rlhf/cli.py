@@ -241,10 +241,14 @@ def _config(parsed: argparse.Namespace, console: Console) -> None:
 
 def _eval(parsed: argparse.Namespace, console: Console) -> None:
     if parsed.suite is not None:
+        from rlhf.commands.checks import suite_settings
+
+        options = {name: getattr(parsed, name) for name in ("data", "limit", "against", "overrides")}
+        settings, task = suite_settings(parsed.suite, parsed.target, **options)
+
         from rlhf.commands.suites import run_suite
 
-        options = {name: getattr(parsed, name) for name in ("data", "limit", "out", "against", "overrides")}
-        run_suite(parsed.target, parsed.suite, **options, console=console)
+        run_suite(parsed.target, parsed.suite, settings, task=task, out=parsed.out, console=console)
         return
     if any(option is not None for option in (parsed.data, parsed.limit, parsed.out)):
         raise UserError("--data, --limit and --out are a suite's: name one, as in --suite persona")
@@ -276,15 +280,17 @@ def _chat(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def _sample(parsed: argparse.Namespace, console: Console) -> None:
-    from rlhf.commands.sample import SampleOptions, run_sample, sampling_of
+    from rlhf.commands.checks import SampleOptions, check_sampling
 
-    run_sample(
-        parsed.target,
-        parsed.prompt,
-        SampleOptions(count=parsed.count, seed=parsed.seed, greedy=parsed.greedy, top_p=parsed.top_p, raw=parsed.raw),
-        sampling=sampling_of(parsed.target, parsed.max_new_tokens, parsed.temperature),
-        console=console,
+    names = ("count", "seed", "greedy", "top_p", "raw")
+    options = SampleOptions(**{name: getattr(parsed, name) for name in names})
+    sampling = check_sampling(
+        parsed.target, options, max_new_tokens=parsed.max_new_tokens, temperature=parsed.temperature
     )
+
+    from rlhf.commands.sample import run_sample
+
+    run_sample(parsed.target, parsed.prompt, options, sampling=sampling, console=console)
 
 
 def _serve_reward(parsed: argparse.Namespace, console: Console) -> None:

@@ -9,9 +9,10 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from rlhf.config.load import load_chat_format
 from rlhf.config.sections import SamplingConfig
 from rlhf.errors import DataError, UserError
-from rlhf.factory.sampler import Completer, Conversation, chat_format_of
+from rlhf.factory.sampler import Completer, Conversation
 from rlhf.tracking.progress import printable
 
 HELP = "/reset begins anew, /quit ends; Ctrl-C stops an answer"
@@ -94,7 +95,7 @@ def _open(path: str, options: ChatOptions) -> Conversation:
     if not 0 < options.top_p <= 1 or options.temperature <= 0 or options.max_tokens < 1:
         raise UserError("--top-p is above 0 and at most 1, --temperature above 0, --max-tokens at least 1")
     sampling = SamplingConfig(max_new_tokens=options.max_tokens, temperature=options.temperature)
-    model = Completer(path, sampling, chat=chat_format_of(path))
+    model = Completer(path, sampling, chat=load_chat_format(path))
     if model.encoder.template.source is None:
         raise UserError(
             f"{path} has no chat template, so that there is no conversation to have: "

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import torch
 from rich.console import Console
 from rich.text import Text
 
-from rlhf.config.load import read_yaml, validate
+from rlhf.commands.checks import SampleOptions
+from rlhf.config.load import load_chat_format
 from rlhf.config.sections import SamplingConfig
-from rlhf.errors import UserError
-from rlhf.factory.sampler import NO_TEMPLATE, Completer, chat_format_of
+from rlhf.factory.sampler import NO_TEMPLATE, Completer
 from rlhf.runtime.seeding import derive_seed
 from rlhf.tracking.progress import printable
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleOptions:
-    """How many completions of each prompt are sampled, and how."""
-
-    count: int = 1
-    seed: int = 0
-    greedy: bool = False
-    top_p: float | None = None  # None: from the full distribution, as in training
-    raw: bool = False  # no chat template
 
 
 def run_sample(
@@ -34,11 +20,9 @@ def run_sample(
     """Print completions of each prompt by a model, from a run or a model folder.
 
     Raises:
-        UserError: an option is invalid, or the model cannot be loaded.
+        UserError: the model cannot be loaded.
     """
-    if options.top_p is not None and not 0 < options.top_p <= 1:
-        raise UserError("--top-p is above 0 and at most 1")
-    completer = Completer(path, sampling, chat=NO_TEMPLATE if options.raw else chat_format_of(path))
+    completer = Completer(path, sampling, chat=NO_TEMPLATE if options.raw else load_chat_format(path))
     texts = _nucleus(completer, prompts, options) if options.top_p is not None else _sample(completer, prompts, options)
     for row, (text, finished) in enumerate(texts):
         if row % options.count == 0:
@@ -66,14 +50,3 @@ def _nucleus(completer: Completer, prompts: list[str], options: SampleOptions) -
         for text in prompts
         for _ in range(options.count)
     ]
-
-
-def sampling_of(path: str, max_new_tokens: int | None, temperature: float | None) -> SamplingConfig:
-    """Return the sampling settings of the run in `path`, or the defaults, with the given values on top."""
-    run = Path(path) / "config.yaml"
-    settings = dict(read_yaml(path).get("sampling", {})) if run.is_file() else {}
-    if max_new_tokens is not None:
-        settings["max_new_tokens"] = max_new_tokens
-    if temperature is not None:
-        settings["temperature"] = temperature
-    return validate(SamplingConfig, settings)

@@ -9,51 +9,30 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from rlhf.config.algorithm import ReferencedLoss
-from rlhf.config.load import Tree, merge, parse_overrides, read_yaml, train_config, validate
-from rlhf.config.reward import RewardSourceConfig
-from rlhf.config.sections import OfflineConfig
-from rlhf.errors import ConfigError
-from rlhf.factory.suites import Suite, find_suite, load_model_for_suite, write_result
-from rlhf.lab.build import resolve_lab_paths
+from rlhf.factory.suites import evaluate_suite, load_model_for_suite, write_result
 from rlhf.suites.figures import Estimate, SuiteResult
 from rlhf.suites.settings import SuiteSettings
 from rlhf.tracking.formatting import format_significant
 
-START = "start"
 MAX_GROUPS = 40
 
 
-def run_suite(
-    target: str,
-    name: str,
-    *,
-    data: str | None,
-    limit: int | None,
-    out: str | None,
-    against: str,
-    overrides: Sequence[str],
-    console: Console,
-) -> None:
-    """Evaluate a model with the suite `name`, print the result, and write it as JSON.
+def run_suite(target: str, name: str, settings: SuiteSettings, *, task: str, out: str | None, console: Console) -> None:
+    """Evaluate a model with a suite, print the result, and write it as JSON.
 
     Args:
         target: a run, a model folder or a hub id.
-        name: a suite, or lm-eval:TASK.
-        data: the suite's data.
-        limit: the number of rows to use, None for all.
+        name: a suite, or lm-eval:TASK, as given by the user.
+        settings: the settings of that suite (see checks.suite_settings).
+        task: the task of lm-eval:TASK, else empty.
         out: the JSON file; None writes evals/<suite>.json in the run's folder.
-        against: the model to compare with; `start` is the reference of the run.
-        overrides: key=value settings on top of the run's own.
         console: where the result is printed.
 
     Raises:
-        UserError: the suite, a setting, the data or the model is missing or invalid.
+        UserError: the data or the model is missing or invalid.
     """
-    suite, task = find_suite(name)
-    settings = settings_of(suite, name, target, data=data, limit=limit, against=against, overrides=overrides)
     subject = load_model_for_suite(settings, target)
-    result = suite.run(settings, subject, task)
+    result = evaluate_suite(settings, subject, task)
     _print(name, target, result, console)
     file = _result_file(target, name, out)
     if file is None:
@@ -62,77 +41,6 @@ def run_suite(
         return
     write_result(file, name, target, result, settings, subject)
     console.print(Text(f"written to {file}"), soft_wrap=True)
-
-
-def settings_of(
-    suite: Suite,
-    name: str,
-    target: str,
-    *,
-    data: str | None,
-    limit: int | None,
-    against: str,
-    overrides: Sequence[str],
-) -> SuiteSettings:
-    """Resolve the suite's settings, in rising priority: its defaults, the run's settings, the options, key=value.
-
-    Raises:
-        ConfigError: a key or a value is invalid, or the data is missing.
-    """
-    tree = _settings_of_run(target, suite.settings)
-    data = data or suite.default_data
-    options = {suite.data_key: data, suite.limit_key: limit, "reference": None if against == START else against}
-    for key, value in options.items():
-        if value is None:
-            continue
-        if key.partition(".")[0] not in suite.settings.model_fields:
-            raise ConfigError(f"--against: the suite {name} compares with no other model")
-        tree = merge(tree, _nested(key, value))
-    tree = merge(tree, parse_overrides(overrides))
-    dataset = suite.settings.model_fields.get("dataset")
-    if dataset is not None and dataset.is_required() and not _has_path(tree.get("dataset")):
-        raise ConfigError(f"the suite {name} needs data: --data PATH, {suite.data}")
-    return resolve_lab_paths(validate(suite.settings, tree))
-
-
-def _settings_of_run(target: str, kind: type[SuiteSettings]) -> Tree:
-    """Return those of the suite's settings that the configuration of a run determines; empty if it is no run."""
-    if not (Path(target).expanduser() / "config.yaml").is_file():
-        return {}
-    tree = read_yaml(Path(target).expanduser())
-    if "arms" in tree:
-        raise ConfigError(f"{target} is the folder of a comparison: name one of the runs in it")
-    if "model" in tree and "policy" not in tree:
-        raise ConfigError(
-            f"{target} is a reward model's run: it writes nothing. Name a policy's; rlhf eval {target} alone"
-        )
-    config = train_config(tree)
-    loss = config.algorithm.loss if isinstance(config, OfflineConfig) else None
-    source: RewardSourceConfig | None = config.eval.source or (config.reward.source if config.reward else None)
-    settings = {
-        "seed": config.run.seed,
-        "device": config.run.device,
-        "dtype": config.policy.dtype,
-        "trust_remote_code": config.policy.trust_remote_code,
-        "chat_template": config.data.chat_template,
-        "chat_template_kwargs": config.data.chat_template_kwargs,
-        "system": config.data.system,
-        "sampling": {key: getattr(config.sampling, key) for key in ("max_new_tokens", "temperature", "batch_size")},
-        "reference": config.reference.model or config.policy.model,
-        "source": None if source is None else source.model_dump(mode="json"),
-        "beta": loss.beta if isinstance(loss, ReferencedLoss) else None,
-    }
-    return {key: value for key, value in settings.items() if key in kind.model_fields and value is not None}
-
-
-def _nested(key: str, value: object) -> Tree:
-    """Turn a dotted key into nested dictionaries."""
-    first, dot, rest = key.partition(".")
-    return {first: _nested(rest, value) if dot else value}
-
-
-def _has_path(tree: object) -> bool:
-    return isinstance(tree, Mapping) and bool(tree.get("path"))
 
 
 def _result_file(target: str, name: str, out: str | None) -> Path | None:

@@ -44,12 +44,12 @@ from rlhf.factory.models import build_tokenizer, make_decode
 from rlhf.factory.rewards import build_source
 from rlhf.factory.run import build_run
 from rlhf.factory.sampler import Completer
-from rlhf.factory.suites import find_suite, load_model_for_suite, write_result
+from rlhf.factory.suites import evaluate_suite, load_model_for_suite, write_result
 from rlhf.models.backbone import context_length
 from rlhf.runtime.distributed import is_main_process, shutdown
 from rlhf.runtime.engine import Engine, make_engine
 from rlhf.runtime.seeding import derive_seed
-from rlhf.suites.settings import AnswerSettings, SuiteSettings
+from rlhf.suites.settings import AnswerSettings, SuiteSettings, find_suite
 from rlhf.tracking.run_folder import write_atomically
 from rlhf.tracking.trackers import encode_line, to_json
 from rlhf.training.rollout import sample_records
@@ -136,7 +136,7 @@ def run_suites(cell: CellConfig, folder: Path, path: str | None) -> None:
             write_atomically(file, reused)
             continue
         subject = load_model_for_suite(settings, target)
-        write_result(file, name, target, suite.run(settings, subject, task), settings, subject)
+        write_result(file, name, target, evaluate_suite(settings, subject, task), settings, subject)
 
 
 def _measured_before(cell: CellConfig, folder: Path, name: str, settings: SuiteSettings) -> str | None:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from rlhf.config.algorithm import Gae, OnlinePairLoss, SftLoss, algorithm_kind
 from rlhf.config.base import Needed, Section
 from rlhf.config.compare import CompareConfig
+from rlhf.config.data import ChatFormat, DataConfig
 from rlhf.config.presets import (
     PRESETS,
     drop_keys,
@@ -75,6 +76,16 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig | R
     if "model" in tree and "policy" not in tree:
         return validate(RewardModelConfig, tree)
     return train_config(tree)
+
+
+def load_chat_format(path: str) -> ChatFormat:
+    """Read the chat format from a run's configuration; return the default for a plain model folder."""
+    run = Path(path).expanduser() / "config.yaml"
+    if not run.is_file():
+        return ChatFormat()
+    data = dict(read_yaml(run).get("data") or {})
+    keys = ("chat_template", "chat_template_kwargs", "system")
+    return validate(DataConfig, {key: data[key] for key in keys if key in data}).chat_format
 
 
 def train_config(tree: Tree) -> TrainConfig:

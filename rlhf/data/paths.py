@@ -48,8 +48,8 @@ def check_files(config: TrainConfig | RewardModelConfig) -> None:
         ModelError: a model folder is missing; the message has one line per missing path, data files included.
         DataError: only data files are missing.
     """
-    models = [f"{key}: {missing(path)}" for key, path in _model_paths(config) if _is_missing(path, ("runs/",))]
-    data = [f"{key}: {missing(path)}" for key, path in _data_paths(config) if _is_missing(path)]
+    models = [f"{key}: {missing(path)}" for key, path in _model_paths(config) if is_missing(path, ("runs/",))]
+    data = [f"{key}: {missing(path)}" for key, path in _data_paths(config) if is_missing(path)]
     if models:
         raise ModelError("\n".join([*models, *data]))
     if data:
@@ -80,6 +80,7 @@ def _model_paths(config: TrainConfig | RewardModelConfig) -> Iterator[tuple[str,
         yield "reward.source.path", config.reward.source.path
 
 
-def _is_missing(path: str, local_prefixes: tuple[str, ...] = ()) -> bool:
-    is_local = looks_local(path, SUFFIXES) or path.startswith(local_prefixes)
+def is_missing(path: str, local_prefixes: tuple[str, ...] = (), *, suffixes: tuple[str, ...] = SUFFIXES) -> bool:
+    """Return whether `path` was meant as a file or folder, by its prefix or suffix or looks, and does not exist."""
+    is_local = looks_local(path, suffixes) or path.startswith(local_prefixes)
     return is_local and not Path(path).expanduser().exists()

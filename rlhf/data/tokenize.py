@@ -2,6 +2,7 @@
 
 A prompt begins with the special tokens that the tokenizer itself puts first (BOS, if it has one): never twice, and
 never with an EOS at the end. A completion ends with one special token: the template's end-of-turn token, else EOS.
+A text that spells a padding token appended after the vocabulary is ordinary text: models have no embedding for it.
 The concatenated ids decode to the concatenated texts: a tokenizer that puts a space before any text (SentencePiece)
 must not do so where the prompt ends and the completion begins.
 
@@ -23,7 +24,7 @@ from rlhf.config.data import ChatFormat
 from rlhf.data.conversation import Message, Prompt
 from rlhf.data.rows import Row, RowCounts
 from rlhf.data.templates import Rendered, Template, Tools, choose_template, render, segments, turn_end_id
-from rlhf.data.tokenizer import pad_id
+from rlhf.data.tokenizer import pad_id, tokenizer_of_text
 from rlhf.errors import DataError
 
 
@@ -112,6 +113,7 @@ class Encoder:
     """A tokenizer and a chat template, with what is known about how the tokenizer treats the start of a text."""
 
     tokenizer: PreTrainedTokenizerBase
+    reader: PreTrainedTokenizerBase  # encodes text: without tokens that models have no embedding for
     template: Template
     prefix: tuple[int, ...]  # the special tokens that the tokenizer puts before every text
     start: str  # encoded before a completion and then dropped from the ids; empty if not needed
@@ -160,6 +162,10 @@ class Encoder:
         # Without a prompt, a BOS spelled out at the start of the text is dropped: the prompt ids are that BOS already.
         return self._append_eos(ids if rendered.prompt or rendered.templated else self._remove_prefix(ids))
 
+    def text(self, text: str) -> list[int]:
+        """Encode a text as it is, without the tokenizer's special tokens around it."""
+        return self._tokenize([text])[0]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids to text, special tokens included."""
         text = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -191,7 +197,7 @@ class Encoder:
         return ids[:end] if not self.decode(ids[end:]).strip() else [*ids, self.eos_id]
 
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
-        return _tokenize(self.tokenizer, texts)
+        return _tokenize(self.reader, texts)
 
     def _tokenize_continuations(self, texts: list[str]) -> list[list[int] | None]:
         head = self._tokenize([self.start])[0]
@@ -212,11 +218,13 @@ def make_encoder(tokenizer: PreTrainedTokenizerBase, chat_template: str | ChatFo
     template = choose_template(tokenizer, chat_template)
     special_ids = [tokenizer.convert_tokens_to_ids(special) for special in template.specials]
     turn_end = turn_end_id(tokenizer, template)
+    reader = tokenizer_of_text(tokenizer)
     return Encoder(
         tokenizer,
+        reader,
         template,
-        _find_prefix(tokenizer),
-        _find_start(tokenizer),
+        _find_prefix(reader),
+        _find_start(reader),
         eos_id,
         pad_id(tokenizer),
         frozenset(token_id for token_id in special_ids if isinstance(token_id, int)),

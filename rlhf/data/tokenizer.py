@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.util
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.tokenization_python import PythonBackend, Trie
 
 from rlhf.data.paths import looks_local, missing
 from rlhf.data.templates import Rendered, Template, choose_template, render
@@ -225,16 +230,56 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def text_vocabulary(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     """Map every token that text can produce to its id, leaving out padding tokens appended after the vocabulary."""
     vocabulary: dict[str, int] = dict(tokenizer.get_vocab())
-    appended = {tokenizer.pad_token}
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None and ADDED_TO_GGUF not in backend.get_vocab(with_added_tokens=False):
-        appended.add(ADDED_TO_GGUF)
-    appended -= {tokenizer.eos_token, tokenizer.bos_token}
-    for token in sorted(vocabulary, key=vocabulary.__getitem__, reverse=True):
-        if token not in appended:
-            break
+    for token in appended_tokens(tokenizer):
         del vocabulary[token]
     return vocabulary
+
+
+def appended_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Map each padding token appended after the vocabulary to its id: models often have no embedding for it."""
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    candidates = {tokenizer.pad_token}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and ADDED_TO_GGUF not in backend.get_vocab(with_added_tokens=False):
+        candidates.add(ADDED_TO_GGUF)
+    candidates -= {tokenizer.eos_token, tokenizer.bos_token}
+    from_last = sorted(vocabulary, key=vocabulary.__getitem__, reverse=True)
+    return {token: vocabulary[token] for token in takewhile(candidates.__contains__, from_last)}
+
+
+def tokenizer_of_text(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return a tokenizer that encodes the appended tokens as ordinary text; every other text gets the same ids.
+
+    It is `tokenizer` itself where nothing is appended, and otherwise a copy without these tokens.
+    """
+    appended = appended_tokens(tokenizer)
+    if not appended:
+        return tokenizer
+    reader = copy.deepcopy(tokenizer)
+    if isinstance(reader, PreTrainedTokenizerFast):
+        reader._tokenizer = _without_tokens(reader.backend_tokenizer, appended)
+    elif isinstance(reader, PythonBackend):
+        for token, token_id in appended.items():
+            reader._added_tokens_encoder.pop(token, None)
+            reader._added_tokens_decoder.pop(token_id, None)
+        if reader.pad_token in appended:
+            reader.pad_token = reader.eos_token  # special tokens of that name are left whole
+        reader.tokens_trie = Trie()
+        reader._update_trie()
+    return reader
+
+
+def _without_tokens(backend: Tokenizer, tokens: Collection[str]) -> Tokenizer:
+    """Copy a tokenizer without its last tokens, so that all others keep their ids."""
+    settings = json.loads(backend.to_str())
+    settings["added_tokens"] = [token for token in settings["added_tokens"] if token["content"] not in tokens]
+    vocabulary = settings["model"]["vocab"]
+    settings["model"]["vocab"] = (
+        {token: token_id for token, token_id in vocabulary.items() if token not in tokens}
+        if isinstance(vocabulary, dict)
+        else [entry for entry in vocabulary if entry[0] not in tokens]
+    )
+    return Tokenizer.from_str(json.dumps(settings))
 
 
 def shares_vocabulary(writer: PreTrainedTokenizerBase, reader: PreTrainedTokenizerBase) -> bool:
@@ -252,11 +297,13 @@ def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 __all__ = [
     "Rendered",
     "Template",
+    "appended_tokens",
     "choose_template",
     "load_tokenizer",
     "pad_id",
     "render",
     "shares_vocabulary",
     "text_vocabulary",
+    "tokenizer_of_text",
     "vocabulary_digest",
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from rlhf.config.data import ChatFormat, DataConfig
-from rlhf.config.load import read_yaml, validate
+from rlhf.config.data import ChatFormat
 from rlhf.config.sections import SamplingConfig, TrainConfig
 from rlhf.data.conversation import Message, Prompt
 from rlhf.data.prompts import encode_conversations
@@ -47,16 +45,6 @@ def build_sampler(
 
 
 NO_TEMPLATE = ChatFormat("none")
-
-
-def chat_format_of(path: str) -> ChatFormat:
-    """Read the chat format from a run's configuration; return the default for a plain model folder."""
-    run = Path(path).expanduser() / "config.yaml"
-    if not run.is_file():
-        return ChatFormat()
-    data = dict(read_yaml(run).get("data") or {})
-    keys = ("chat_template", "chat_template_kwargs", "system")
-    return validate(DataConfig, {key: data[key] for key in keys if key in data}).chat_format
 
 
 class Completer:

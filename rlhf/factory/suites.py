@@ -1,20 +1,17 @@
-"""The evaluation suites by name: their settings, and how each is run on a model."""
+"""How each evaluation suite is run on a model; rlhf.suites.settings has the suites by name."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
-import importlib.util
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlhf.config.load import dump
-from rlhf.errors import ConfigError, install_hint
+from rlhf.errors import ConfigError
 from rlhf.factory.context import model_folder
 from rlhf.factory.rewards import build_source
 from rlhf.models.origin import weights_fingerprint
@@ -39,40 +36,6 @@ from rlhf.suites.subject import Subject, load_subject
 from rlhf.suites.xstest import run_xstest
 from rlhf.tracking.run_folder import versions, write_atomically
 from rlhf.tracking.trackers import to_json
-
-LM_EVAL = "lm-eval"
-
-
-@dataclass(frozen=True)
-class Suite:
-    """A suite: its settings, what its --data is, and the function that runs it."""
-
-    settings: type[SuiteSettings]
-    data: str
-    run: Callable[[Any, Subject, str], SuiteResult]
-    data_key: str = "dataset.path"
-    limit_key: str = "dataset.limit"
-    default_data: str | None = None
-
-
-def find_suite(name: str) -> tuple[Suite, str]:
-    """Return the suite of that name, and the task of lm-eval:TASK (empty for the other suites).
-
-    Raises:
-        ConfigError: there is no such suite, or lm-eval is not installed.
-    """
-    suite, colon, task = name.partition(":")
-    if suite == LM_EVAL:
-        if not task:
-            raise ConfigError("--suite lm-eval needs a task, as in --suite lm-eval:arc_easy")
-        if importlib.util.find_spec("lm_eval") is None:
-            raise ConfigError(f"--suite lm-eval:… needs the package lm-eval: {install_hint('lm-eval')}")
-    elif colon or name not in SUITES:
-        matches = difflib.get_close_matches(name, [*SUITES, f"{LM_EVAL}:TASK"], n=1, cutoff=0.4)
-        hint = f"; did you mean {matches[0]}?" if matches else ""
-        known = ", ".join(key for key in SUITES if key != LM_EVAL)
-        raise ConfigError(f"--suite: {name!r} is not one of {known}, {LM_EVAL}:TASK{hint}")
-    return SUITES[suite], task
 
 
 def write_result(
@@ -149,16 +112,17 @@ def _harness(settings: HarnessSettings, subject: Subject, task: str) -> SuiteRes
     return result
 
 
-SUITES: dict[str, Suite] = {
-    "hh": Suite(HhSettings, "preference pairs, as of Anthropic's HH: chosen and rejected transcripts", _hh),
-    "persona": Suite(
-        PersonaSettings,
-        "yes/no items with question, answer_matching_behavior and answer_not_matching_behavior",
-        _persona,
-    ),
-    "gsm8k": Suite(Gsm8kSettings, "problems with question and an answer that ends in #### and a number", _gsm8k),
-    "ifeval": Suite(IfevalSettings, "prompts with instruction_id_list and kwargs, as IFEval's", _ifeval),
-    "xstest": Suite(XstestSettings, "prompts with a label, safe or unsafe, as XSTest's", _xstest),
-    "lab": Suite(LabSettings, "prompts of the lab", _lab, default_data="lab:eval_prompts.jsonl"),
-    LM_EVAL: Suite(HarnessSettings, "a folder of task files", _harness, data_key="include", limit_key="limit"),
+_RUNNERS: dict[type[SuiteSettings], Callable[[Any, Subject, str], SuiteResult]] = {
+    HhSettings: _hh,
+    PersonaSettings: _persona,
+    Gsm8kSettings: _gsm8k,
+    IfevalSettings: _ifeval,
+    XstestSettings: _xstest,
+    LabSettings: _lab,
+    HarnessSettings: _harness,
 }
+
+
+def evaluate_suite(settings: SuiteSettings, subject: Subject, task: str) -> SuiteResult:
+    """Run the suite that has these settings on a model; `task` is the one of lm-eval, else empty."""
+    return _RUNNERS[type(settings)](settings, subject, task)

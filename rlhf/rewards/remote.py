@@ -123,6 +123,7 @@ def _retry_after(error: urllib.error.HTTPError) -> float:
 class RemoteReward:
     """POSTs {prompts, completions, references} as JSON; the response is {"scores": [...]}, optionally with "parts".
 
+    Parts become metrics: rlhf serve-reward sends "cut", which is 1 for a text beyond its model's context (score/cut).
     With a `vocabulary` it also sends {finished, tokens: {vocabulary, prompts, completions}}, which rlhf serve-reward
     needs to return exactly the scores that the model gives in this process.
 

@@ -70,7 +70,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         """Tokenize a text, with the tokenizer's leading special tokens unless they are already there or not wanted."""
         del kwargs
         encoder = self.subject.encoder
-        ids = list(encoder.tokenizer(string, add_special_tokens=False, verbose=False)["input_ids"])
+        ids = encoder.text(string)
         return ids if add_special_tokens is False or encoder.head(ids) else [*encoder.prefix, *ids]
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:

@@ -1,8 +1,14 @@
-"""The settings of each suite: sections that reject unknown keys, like those of a run."""
+"""The suites by name, and the settings of each: sections that reject unknown keys, like those of a run.
+
+Nothing here imports torch, so that a mistake is reported at once.
+"""
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -12,6 +18,7 @@ from rlhf.config.base import Section
 from rlhf.config.data import ChatFormat, Count, DatasetConfig, PreferencesConfig
 from rlhf.config.reward import RewardSourceConfig
 from rlhf.config.sections import Dtype
+from rlhf.errors import ConfigError, install_hint
 
 
 class EvalRows(DatasetConfig):
@@ -203,6 +210,53 @@ SETTINGS: dict[str, type[SuiteSettings]] = {
     "lab": LabSettings,
 }
 """The settings of the suites that read a data set, by name."""
+
+LM_EVAL = "lm-eval"
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A suite: its settings, and what its --data is."""
+
+    settings: type[SuiteSettings]
+    data: str
+    data_key: str = "dataset.path"
+    limit_key: str = "dataset.limit"
+    default_data: str | None = None
+
+
+SUITES: dict[str, Suite] = {
+    "hh": Suite(HhSettings, "preference pairs, as of Anthropic's HH: chosen and rejected transcripts"),
+    "persona": Suite(
+        PersonaSettings, "yes/no items with question, answer_matching_behavior and answer_not_matching_behavior"
+    ),
+    "gsm8k": Suite(Gsm8kSettings, "problems with question and an answer that ends in #### and a number"),
+    "ifeval": Suite(IfevalSettings, "prompts with instruction_id_list and kwargs, as IFEval's"),
+    "xstest": Suite(XstestSettings, "prompts with a label, safe or unsafe, as XSTest's"),
+    "lab": Suite(LabSettings, "prompts of the lab", default_data="lab:eval_prompts.jsonl"),
+    LM_EVAL: Suite(HarnessSettings, "a folder of task files", data_key="include", limit_key="limit"),
+}
+
+
+def find_suite(name: str) -> tuple[Suite, str]:
+    """Return the suite of that name, and the task of lm-eval:TASK (empty for the other suites).
+
+    Raises:
+        ConfigError: there is no such suite, or lm-eval is not installed.
+    """
+    suite, colon, task = name.partition(":")
+    if suite == LM_EVAL:
+        if not task:
+            raise ConfigError("--suite lm-eval needs a task, as in --suite lm-eval:arc_easy")
+        if importlib.util.find_spec("lm_eval") is None:
+            raise ConfigError(f"--suite lm-eval:… needs the package lm-eval: {install_hint('lm-eval')}")
+    elif colon or name not in SUITES:
+        matches = difflib.get_close_matches(name, [*SUITES, f"{LM_EVAL}:TASK"], n=1, cutoff=0.4)
+        hint = f"; did you mean {matches[0]}?" if matches else ""
+        known = ", ".join(key for key in SUITES if key != LM_EVAL)
+        raise ConfigError(f"--suite: {name!r} is not one of {known}, {LM_EVAL}:TASK{hint}")
+    return SUITES[suite], task
+
 
 FIELDS = ("question", "first", "second")
 _FIELD = re.compile("{(" + "|".join(FIELDS) + ")}")

@@ -15,9 +15,10 @@ from rlhf.cli import main
 from rlhf.commands import chat as chat_command
 from rlhf.commands.chat import ChatOptions, run_chat
 from rlhf.config.data import ChatFormat
+from rlhf.config.load import load_chat_format
 from rlhf.config.sections import SamplingConfig
 from rlhf.errors import UserError
-from rlhf.factory.sampler import Completer, chat_format_of
+from rlhf.factory.sampler import Completer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}<bos> {{ m.content }} {% elif m.role == 'system' %}two "
@@ -134,9 +135,9 @@ def test_a_model_without_a_template_has_no_conversation(tmp_path: Path) -> None:
 def test_the_keys_of_the_run_are_used(tmp_path: Path, run_folder: Path) -> None:
     data = {"chat_template": "none", "chat_template_kwargs": {"a": 1}, "system": "one", "sft": {"path": "x"}}
     (tmp_path / "config.yaml").write_text(json.dumps({"data": data}))
-    assert chat_format_of(str(tmp_path)) == ChatFormat("none", {"a": 1}, "one")
-    assert chat_format_of(str(run_folder)) == ChatFormat()
-    assert chat_format_of(str(run_folder / "model")) == ChatFormat()
+    assert load_chat_format(str(tmp_path)) == ChatFormat("none", {"a": 1}, "one")
+    assert load_chat_format(str(run_folder)) == ChatFormat()
+    assert load_chat_format(str(run_folder / "model")) == ChatFormat()
 
 
 def sampled(capsys: pytest.CaptureFixture[str], folder: Path, *options: str) -> list[str]:

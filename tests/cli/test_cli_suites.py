@@ -15,8 +15,8 @@ from runs import make_model, offline_tree, write_rows
 
 from rlhf.cli import main
 from rlhf.config.load import train_config
-from rlhf.factory.suites import SUITES
 from rlhf.lab.world import prompts
+from rlhf.suites.settings import SUITES
 
 WORDS = (
     "Human:",

@@ -47,6 +47,16 @@ def run_cli(*arguments: str) -> tuple[str, str, str]:
         ("train configs/lab/ppo.yaml data.prompts.path=lab:promts", "the lab has no 'promts'"),
         ("quickstart policy.lrr=1", "policy.lrr: unknown key; did you mean lr?"),
         ("eval docs", "docs is not a run folder (it has no config.yaml)"),
+        ("eval docs --suite gsm9k", "--suite: 'gsm9k' is not one of hh, persona, gsm8k"),
+        ("eval docs --suite gsm8k --data README.md smaples=2", "smaples: unknown key; did you mean samples?"),
+        ("eval docs --suite gsm8k", "the suite gsm8k needs data: --data PATH"),
+        ("eval docs --suite xstest --data ./no.csv", "dataset.path: no such file or folder: ./no.csv"),
+        ("eval docs --suite lab --against runs/no", "reference: no such file or folder: runs/no"),
+        ("eval runs/nowhere --suite lab", "no such file or folder: runs/nowhere"),
+        ("sample runs/nowhere --prompt a", "no such file or folder: runs/nowhere"),
+        ("sample ./no.gguf --prompt a", "no such file or folder: ./no.gguf"),
+        ("sample docs --prompt a --top-p 2", "--top-p is above 0 and at most 1"),
+        ("sample docs --prompt a --temperature -1", "temperature: Input should be greater than 0"),
         ("train configs/pppo.yaml", "no configuration file 'configs/pppo.yaml'; did you mean configs/ppo.yaml?"),
     ],
 )
@@ -67,6 +77,15 @@ def test_the_settings_of_a_run_folder_are_checked_first(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(ppo_tree(tmp_path)))
     _, errors, ending = run_cli("eval", str(tmp_path), "sampling.temprature=1")
     assert "sampling.temprature: unknown key; did you mean temperature?" in errors
+    assert ending == "code 2 imported"
+
+
+@pytest.mark.parametrize("command", ["sample {} --prompt a", "eval {} --suite xstest --data README.md"])
+def test_so_are_they_before_a_sample_and_a_suite(command: str, tmp_path: Path) -> None:
+    tree = merge(ppo_tree(tmp_path), {"sampling": {"temprature": 1}, "data": {"chat_template_kwarg": {}}})
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    _, errors, ending = run_cli(*command.format(tmp_path).split())
+    assert "unknown key; did you mean" in errors
     assert ending == "code 2 imported"
 
 

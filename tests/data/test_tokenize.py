@@ -7,10 +7,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from made_tokenizers import byte_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf.data.tokenize import Encoder, make_encoder
-from rlhf.data.tokenizer import Rendered
+from rlhf.data.tokenizer import Rendered, text_vocabulary, tokenizer_of_text
 from rlhf.errors import DataError
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="<"), min_size=1, max_size=20)
@@ -140,3 +140,44 @@ def test_only_an_eos_is_asked_of_a_tokenizer() -> None:
     for pad in (None, "</s>"):
         encoder = make_encoder(byte_tokenizer(pad=pad), "auto")
         assert encoder.pad_id == encoder.eos_id
+
+
+def appended(pad: str, *, where: str) -> PreTrainedTokenizerBase:
+    """A tokenizer whose pad token comes after all others: added to it, or the last of its own vocabulary."""
+    if where == "python":  # not a fast one
+        made: PreTrainedTokenizerBase = ByT5Tokenizer(extra_ids=0)
+    elif where == "unigram":
+        pieces = [("<unk>", 0.0), ("</s>", 0.0), *[(char, -1.0) for char in "▁abpd<>"], (pad, -1.0)]
+        made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.Unigram(pieces, 0)), eos_token="</s>")
+        made.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        made.backend_tokenizer.decoder = decoders.Metaspace()
+    else:
+        made = byte_tokenizer(bos="<s>", adds="<s> $A")
+        if where == "vocabulary":
+            model = made.backend_tokenizer.model
+            vocabulary = {**made.get_vocab(), pad: len(made)}
+            assert isinstance(model, models.BPE)
+            made.backend_tokenizer.model = models.BPE(vocab=vocabulary, merges=[])
+    made.add_special_tokens({"pad_token": pad})
+    return made
+
+
+@pytest.mark.parametrize("where", ["added", "vocabulary", "unigram", "python"])
+def test_a_pad_token_that_models_have_no_embedding_for_is_text_where_it_is_spelled(where: str) -> None:
+    tokenizer = appended("<papad>", where=where)
+    assert tokenizer.pad_token_id == max(tokenizer.get_vocab().values())
+    encoder = make_encoder(tokenizer, "auto")
+    rows = [
+        token for prompt in ("ab<papad>", "<papad>") for row in ids(encoder, text(prompt, "<papad>b")) for token in row
+    ]
+    assert max(rows) < tokenizer.pad_token_id
+    assert set(rows) <= set(text_vocabulary(tokenizer).values())
+    prompt, completion = ids(encoder, text("ab<papad>", "<papad>b"))
+    assert "ab<papad><papad>b" in encoder.decode([*prompt, *completion]).replace(" ", "")
+    assert encoder.text("ab") == tokenizer("ab", add_special_tokens=False)["input_ids"]
+    assert tokenizer("<papad>", add_special_tokens=False)["input_ids"][-1] == tokenizer.pad_token_id  # as it was
+
+
+def test_nothing_is_copied_where_nothing_is_appended(stories: PreTrainedTokenizerBase) -> None:
+    for tokenizer in (stories, byte_tokenizer(pad="<pad>"), byte_tokenizer(pad="</s>"), byte_tokenizer()):
+        assert tokenizer_of_text(tokenizer) is tokenizer

@@ -10,19 +10,26 @@ import gguf
 import pytest
 import torch
 from published import files
+from runs import write_rows
 from safetensors.torch import load_file
 from tiny_models import tiny
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.config.sections import LoraConfig, PolicyConfig
-from rlhf.data.tokenizer import load_tokenizer
+from reward_model.source import RewardModelSource
+from rlhf.config.data import ChatFormat, PreferencesConfig, PromptsConfig, SftConfig
+from rlhf.config.sections import LoraConfig, PolicyConfig, SamplingConfig
+from rlhf.data.pairs import load_demonstrations, load_pairs
+from rlhf.data.prompts import load_prompts
+from rlhf.data.tokenizer import ADDED_TO_GGUF, load_tokenizer
 from rlhf.errors import ModelError
+from rlhf.factory.sampler import Completer
 from rlhf.models.backbone import add_lora, load_causal_lm, load_policy, merged_copy
 from rlhf.models.export import export_model
 from rlhf.models.origin import read_origin
 from rlhf.models.scalar_head import load_scalar_head
+from rlhf.types import Completions
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}<end>{% endfor %}"
 NAMES = {
@@ -109,6 +116,46 @@ def test_its_tokenizer_and_template_come_with_it(file: Path) -> None:
     tokenizer = load_tokenizer(str(file))
     assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.chat_template) == ("<end>", "<end>", TEMPLATE)
     assert tokenizer.decode(tokenizer("Hé", add_special_tokens=False)["input_ids"]) == "Hé"
+
+
+def test_text_that_spells_the_token_transformers_appends_is_read_as_text(file: Path, tmp_path: Path) -> None:
+    """The appended token has no embedding: its id would be an IndexError in the forward pass."""
+    model, tokenizer = load_causal_lm(str(file)), load_tokenizer(str(file))
+    assert tokenizer.convert_tokens_to_ids(ADDED_TO_GGUF) == model.get_input_embeddings().num_embeddings
+    rows = str(write_rows(tmp_path / "rows.jsonl", [{"prompt": ADDED_TO_GGUF, "completion": "x" + ADDED_TO_GGUF}]))
+    pairs = str(write_rows(tmp_path / "p.jsonl", [{"prompt": "a", "chosen": ADDED_TO_GGUF, "rejected": "b"}]))
+    batches = [
+        load_prompts(PromptsConfig(path=rows), tokenizer, chat_template=ChatFormat()).collate([0]).prompt_ids,
+        load_demonstrations(SftConfig(path=rows), tokenizer, chat_template=ChatFormat()).collate([0]).completion_ids,
+        torch.tensor([load_pairs(PreferencesConfig(path=pairs), tokenizer, chat_template=ChatFormat()).chosen[0]]),
+    ]
+    for batch in batches:
+        assert model(batch).logits.isfinite().all()
+        assert ADDED_TO_GGUF in tokenizer.decode(batch[0])
+    completer = Completer(str(file), SamplingConfig(max_new_tokens=2, backend="hf"), chat=ChatFormat())
+    assert completer.sample([ADDED_TO_GGUF], count=1, key=0).completion_ids.shape == (1, 2)
+    critic = load_scalar_head(str(file), tokenizer, new_head="zero")
+    policy_tokenizer = ByT5Tokenizer(extra_ids=0)
+    source = RewardModelSource(critic, tokenizer, policy_tokenizer=policy_tokenizer, micro_batch_size=1)
+    assert not source.same_ids
+    assert source(written_by(policy_tokenizer, ADDED_TO_GGUF)).values.isfinite().all()
+
+
+def written_by(tokenizer: PreTrainedTokenizerBase, text: str) -> Completions:
+    """One completion, the text after itself."""
+    ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+    live = torch.ones_like(ids, dtype=torch.bool)
+    return Completions(
+        prompt_ids=ids,
+        prompt_mask=live,
+        row_ids=torch.tensor([0]),
+        references=({},),
+        completion_ids=ids,
+        completion_mask=live,
+        sampler_logprobs=torch.zeros(ids.shape),
+        finished=torch.tensor([False]),
+        group_size=1,
+    )
 
 
 def test_a_folder_with_one_file_will_do_and_with_several_will_not(file: Path, tmp_path: Path) -> None:

@@ -117,6 +117,17 @@ def test_a_completion_that_did_not_finish_is_scored_without_eos(served: Served, 
     torch.testing.assert_close(remote(served.url, vocabulary="other")(batch).values, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("vocabulary", [vocabulary_digest(tokenizer()), None])
+def test_texts_beyond_the_context_are_counted(served: Served, scorer: TextScorer, vocabulary: str | None) -> None:
+    assert scorer.context == 64
+    long, short = completions_of([[5] * 60], [[3] * 6 + [EOS]]), completions_of([[5, 7]], [[3, EOS]])
+    answers = [remote(served.url, vocabulary=vocabulary)(batch) for batch in (long, short)]
+    assert [answer.parts["cut"].tolist() for answer in answers] == [[1.0], [0.0]]
+    local = [in_process(scorer)(batch) for batch in (long, short)]
+    assert [answer.parts for answer in answers] == [answer.parts for answer in local]
+    torch.testing.assert_close(answers[0].values, local[0].values, rtol=0, atol=1e-6)
+
+
 def test_many_at_once_are_scored_together_and_each_gets_its_own(served: Served, scorer: TextScorer) -> None:
     batch = completions_of([[5, 7], [4], [6, 6]], [[3, 14, EOS], [15, 9, EOS], [8, EOS]])
     rows = [batch.rows(slice(i, i + 1)) for i in range(3)] * 8
@@ -176,7 +187,7 @@ def test_token_ids_out_of_range_are_refused(served: Served, scorer: TextScorer) 
 
 
 def test_no_rows_are_no_scores(served: Served) -> None:
-    assert served.ask({"prompts": [], "completions": []}) == (200, {"scores": []})
+    assert served.ask({"prompts": [], "completions": []}) == (200, {"scores": [], "parts": {"cut": []}})
 
 
 def test_a_request_that_is_too_large_is_refused(served: Served) -> None:
@@ -225,7 +236,10 @@ def test_the_token_is_asked_for_and_never_said(
 def test_a_score_that_is_nan_is_an_odd_completion(served: Served, scorer: TextScorer) -> None:
     with torch.no_grad():
         scorer.model.head.weight.fill_(float("nan"))
-    assert served.ask({"prompts": ["t3"], "completions": ["t4"]}) == (200, {"scores": [None]})
+    assert served.ask({"prompts": ["t3"], "completions": ["t4"]}) == (
+        200,
+        {"scores": [None], "parts": {"cut": [0.0]}},
+    )
     with pytest.raises(NonFiniteScores, match="for the completion"):
         remote(served.url)(completions_of([[5]], [[3, EOS]]))
 

@@ -1,0 +1,175 @@
+"""Check the options of `rlhf sample` and `rlhf eval --suite`, without importing torch: a mistake is told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf.config.algorithm import ReferencedLoss
+from rlhf.config.data import DatasetConfig
+from rlhf.config.load import Tree, load_chat_format, merge, parse_overrides, read_yaml, train_config, validate
+from rlhf.config.reward import ModelSource, RewardSourceConfig
+from rlhf.config.sections import OfflineConfig, SamplingConfig
+from rlhf.data.paths import is_missing, missing
+from rlhf.errors import ConfigError, DataError, ModelError, UserError
+from rlhf.lab.build import PREFIX, resolve_lab_paths
+from rlhf.suites.settings import IfevalSettings, SuiteSettings, find_suite
+
+START = "start"
+RUNS = ("runs/",)  # a path that begins so is a run, never a hub id
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    """How many completions of each prompt are sampled, and how."""
+
+    count: int = 1
+    seed: int = 0
+    greedy: bool = False
+    top_p: float | None = None  # None: from the full distribution, as in training
+    raw: bool = False  # no chat template
+
+
+def check_sampling(
+    path: str, options: SampleOptions, *, max_new_tokens: int | None, temperature: float | None
+) -> SamplingConfig:
+    """Return the sampling settings of the run in `path`, or the defaults, with the given values on top.
+
+    Raises:
+        UserError: an option is invalid, or so is a setting of the run, or the model is missing.
+    """
+    if options.top_p is not None and not 0 < options.top_p <= 1:
+        raise UserError("--top-p is above 0 and at most 1")
+    check_model_path(path)
+    load_chat_format(path)
+    run = Path(path) / "config.yaml"
+    settings = dict(read_yaml(path).get("sampling", {})) if run.is_file() else {}
+    if max_new_tokens is not None:
+        settings["max_new_tokens"] = max_new_tokens
+    if temperature is not None:
+        settings["temperature"] = temperature
+    return validate(SamplingConfig, settings)
+
+
+def check_model_path(path: str) -> None:
+    """Check that a run or a model folder exists; a possible hub id is not checked.
+
+    Raises:
+        ModelError: it does not exist.
+    """
+    if is_missing(path, RUNS, suffixes=(".gguf",)):
+        raise ModelError(missing(path))
+
+
+def suite_settings(
+    name: str,
+    target: str,
+    *,
+    data: str | None,
+    limit: int | None,
+    against: str,
+    overrides: Sequence[str],
+) -> tuple[SuiteSettings, str]:
+    """Resolve a suite's settings, in rising priority: its defaults, the run's settings, the options, key=value.
+
+    Args:
+        name: a suite, or lm-eval:TASK.
+        target: a run, a model folder or a hub id.
+        data: the suite's data.
+        limit: the number of rows to use, None for all.
+        against: the model to compare with; `start` is the reference of the run.
+        overrides: key=value settings on top of the run's own.
+
+    Returns:
+        The settings, and the task of lm-eval:TASK (empty for the other suites).
+
+    Raises:
+        UserError: the suite, a key or a value is invalid, or a file is missing.
+    """
+    suite, task = find_suite(name)
+    check_model_path(target)
+    tree = _settings_of_run(target, suite.settings)
+    data = data or suite.default_data
+    options = {suite.data_key: data, suite.limit_key: limit, "reference": None if against == START else against}
+    for key, value in options.items():
+        if value is None:
+            continue
+        if key.partition(".")[0] not in suite.settings.model_fields:
+            raise ConfigError(f"--against: the suite {name} compares with no other model")
+        tree = merge(tree, _nested(key, value))
+    tree = merge(tree, parse_overrides(overrides))
+    dataset = suite.settings.model_fields.get("dataset")
+    if dataset is not None and dataset.is_required() and not _has_path(tree.get("dataset")):
+        raise ConfigError(f"the suite {name} needs data: --data PATH, {suite.data}")
+    settings = validate(suite.settings, tree)
+    _check_suite_files(settings)
+    return resolve_lab_paths(settings), task
+
+
+def _check_suite_files(settings: SuiteSettings) -> None:
+    """Check that the data files and model folders of a suite exist; possible hub ids are not checked."""
+    lines = [f"{key}: {missing(path)}" for key, path in _suite_models(settings) if is_missing(path, RUNS)]
+    lines += [
+        f"{key}: {missing(path)}"
+        for key, path in _suite_data(settings)
+        if is_missing(path) and not path.startswith(PREFIX)
+    ]
+    if lines:
+        raise DataError("\n".join(lines))
+
+
+def _suite_models(settings: SuiteSettings) -> Iterator[tuple[str, str]]:
+    reference = getattr(settings, "reference", None)
+    if isinstance(reference, str):
+        yield "reference", reference
+    source = getattr(settings, "source", None)
+    if isinstance(source, ModelSource) and not (isinstance(settings, IfevalSettings) and settings.best_of == 1):
+        yield "source.path", source.path
+
+
+def _suite_data(settings: SuiteSettings) -> Iterator[tuple[str, str]]:
+    for name in type(settings).model_fields:
+        dataset = getattr(settings, name)
+        if isinstance(dataset, DatasetConfig):
+            yield f"{name}.path", dataset.path
+
+
+def _settings_of_run(target: str, kind: type[SuiteSettings]) -> Tree:
+    """Return those of the suite's settings that the configuration of a run determines; empty if it is no run."""
+    if not (Path(target).expanduser() / "config.yaml").is_file():
+        return {}
+    tree = read_yaml(Path(target).expanduser())
+    if "arms" in tree:
+        raise ConfigError(f"{target} is the folder of a comparison: name one of the runs in it")
+    if "model" in tree and "policy" not in tree:
+        raise ConfigError(
+            f"{target} is a reward model's run: it writes nothing. Name a policy's; rlhf eval {target} alone"
+        )
+    config = train_config(tree)
+    loss = config.algorithm.loss if isinstance(config, OfflineConfig) else None
+    source: RewardSourceConfig | None = config.eval.source or (config.reward.source if config.reward else None)
+    settings = {
+        "seed": config.run.seed,
+        "device": config.run.device,
+        "dtype": config.policy.dtype,
+        "trust_remote_code": config.policy.trust_remote_code,
+        "chat_template": config.data.chat_template,
+        "chat_template_kwargs": config.data.chat_template_kwargs,
+        "system": config.data.system,
+        "sampling": {key: getattr(config.sampling, key) for key in ("max_new_tokens", "temperature", "batch_size")},
+        "reference": config.reference.model or config.policy.model,
+        "source": None if source is None else source.model_dump(mode="json"),
+        "beta": loss.beta if isinstance(loss, ReferencedLoss) else None,
+    }
+    return {key: value for key, value in settings.items() if key in kind.model_fields and value is not None}
+
+
+def _nested(key: str, value: object) -> Tree:
+    """Turn a dotted key into nested dictionaries."""
+    first, dot, rest = key.partition(".")
+    return {first: _nested(rest, value) if dot else value}
+
+
+def _has_path(tree: object) -> bool:
+    return isinstance(tree, Mapping) and bool(tree.get("path"))
