@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rlhf.tracking.formatting import format_duration as format_duration  # the aliases are for importers of old
+from rlhf.tracking.formatting import format_duration as format_duration  # rlhf.compare imports both from here
 from rlhf.tracking.formatting import format_number as format_number
 from rlhf.tracking.metrics import METRICS
 
