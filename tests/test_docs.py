@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import pkgutil
 import re
 import runpy
@@ -377,7 +378,19 @@ def test_every_preset_has_a_page(name: str) -> None:
 @each_page
 def test_python_examples_are_python(page: Path) -> None:
     for body in fences(page, "python"):
-        ast.parse(body)
+        for node in ast.walk(ast.parse(body)):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(("rlhf.", "reward_model.")):
+                for alias in node.names:
+                    assert hasattr(importlib.import_module(node.module), alias.name), f"{node.module}: no {alias.name}"
+
+
+def test_the_python_in_the_readme_loads_its_configuration() -> None:
+    (body,) = fences(ROOT / "README.md", "python")
+    call = re.search(r'run_train\(load_train\("([^"]+)", (\[.*?\])\)', body)
+    assert call is not None
+    config = load_train(ROOT / call[1], ast.literal_eval(call[2]))
+    assert config.policy.model == "runs/sft"
+    assert config.data.preferences is not None
 
 
 def test_the_reward_in_the_page_works(tmp_path: Path) -> None:
