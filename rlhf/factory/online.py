@@ -35,7 +35,7 @@ from rlhf.factory.context import (
 )
 from rlhf.factory.models import build_online_models, build_tokenizer, export, make_decode, read_export_origin
 from rlhf.factory.rewards import build_source
-from rlhf.factory.sampler import build_sampler
+from rlhf.factory.sampler import build_sampler, slow_lengths_reason
 from rlhf.models.backbone import CausalLM, context_length, freeze
 from rlhf.models.origin import Origin
 from rlhf.models.policy_models import Ema, Models
@@ -130,6 +130,7 @@ def build_online(config: OnlineConfig, console: Console | None = None) -> Online
     source = build_source(config.reward.source, tokenizer, context.engine, context.notes.append)
     sampler = build_sampler(config, models, tokenizer, context.notes.append)
     fast_ways.ways["fast sampling"] = not isinstance(sampler, HFSampler)
+    fast_ways.reasons += slow_lengths_reason(config, sampler)
     context.notes += fast_ways.lines()
     saved = load_trainer_state(context.resume) if context.resume is not None else None
     if saved is not None and models.shared_head is not None:

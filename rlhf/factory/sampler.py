@@ -21,6 +21,7 @@ from rlhf.errors import DataError
 from rlhf.factory.context import model_folder
 from rlhf.models.backbone import check_vocabulary, context_length, eos_ids, freeze, load_causal_lm, move_to
 from rlhf.models.policy_models import Models
+from rlhf.sampling.fast.engine import FastSampler, changing_rotations
 from rlhf.sampling.sampler import Sampler, make_sampler
 from rlhf.types import Completions
 
@@ -42,6 +43,15 @@ def build_sampler(
         engine=models.engine,
         warn=warn,
     )
+
+
+def slow_lengths_reason(config: TrainConfig, sampler: Sampler) -> list[str]:
+    """Return the reason if the fast sampler leaves rows of some lengths to transformers' generate, as a list."""
+    switch = sampler.plain.switch if isinstance(sampler, FastSampler) else None
+    prompts = config.data.prompts
+    if switch is None or prompts is None or prompts.max_prompt_tokens + config.sampling.max_new_tokens - 1 <= switch:
+        return []
+    return [f"fast sampling leaves batches to transformers' generate where {changing_rotations(switch)}"]
 
 
 NO_TEMPLATE = ChatFormat("none")

@@ -5,6 +5,7 @@ torch and transformers are imported only when files are made, so that a mistake 
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=Section)
 
 PREFIX = "lab:"
-MADE_BY = ("gold", "lexicon", "model", "world")  # the modules that determine the content of the lab
+SOURCES = Path(__file__).parent
+MADE_BY = ("gold", "lexicon", "model", "world", "build")  # the modules that determine the content of the lab
 NAMES = {
     "base": "the untrained model with its tokenizer",
     "sft.jsonl": "reviews of mixed quality to imitate",
@@ -97,11 +99,27 @@ def lab_config(name: str) -> Path:
 
 
 def lab_key(spec: LabSpec) -> str:
-    """Return the name of a lab's folder, which contains a hash of the spec and of the code that makes the lab."""
+    """Return the name of a lab's folder, which contains a hash of the spec and of the code that makes the lab.
+
+    Comments, docstrings and layout of the code do not count.
+    """
     digest = hashlib.sha256(json.dumps(asdict(spec), sort_keys=True).encode())
-    for module in (*MADE_BY, "build"):
-        digest.update(Path(__file__).with_name(f"{module}.py").read_bytes())
+    for module in MADE_BY:
+        digest.update(_dump_code((SOURCES / f"{module}.py").read_text(encoding="utf-8")).encode())
     return f"{spec.size}-seed{spec.seed}-{digest.hexdigest()[:12]}"
+
+
+class _RemoveDocstrings(ast.NodeTransformer):
+    """Removes statements that are a string alone: docstrings of modules, classes, functions and constants."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        """Return None, which removes the statement, if it is a string."""
+        return None if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str) else node
+
+
+def _dump_code(source: str) -> str:
+    """Return the syntax tree of a module as text, without docstrings and positions."""
+    return ast.dump(_RemoveDocstrings().visit(ast.parse(source)))
 
 
 def _write(spec: LabSpec, folder: Path) -> None:

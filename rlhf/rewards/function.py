@@ -9,6 +9,7 @@ import inspect
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +24,8 @@ T = TypeVar("T")
 
 REPEAT_INTERVAL_S = 1.0  # seconds after which code that swallows the interruption is interrupted again
 
+OVERDUE_S = 1e-3  # a timer of 0 s would never fire
+
 
 class TimeLimitExceeded(BaseException):
     """The time limit is exceeded. A BaseException, so that `except Exception` in the user code does not catch it."""
@@ -33,10 +36,11 @@ def run_with_timeout(seconds: float | None, call: Callable[[], T]) -> T:
 
     In the main thread a signal interrupts the call, even while it sleeps, waits for a socket or matches a regular
     expression; a loop inside a compiled extension has to finish first. In any other thread the call is abandoned and
-    goes on in the background.
+    goes on in the background. A timer that is already set is set again afterwards; if it was due meanwhile, it fires
+    right after the call.
 
     Raises:
-        Elapsed: the call took longer.
+        TimeLimitExceeded: the call took longer.
     """
     if seconds is None:
         return call()
@@ -47,12 +51,21 @@ def run_with_timeout(seconds: float | None, call: Callable[[], T]) -> T:
         raise TimeLimitExceeded
 
     previous_handler = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds, REPEAT_INTERVAL_S)
+    started = time.monotonic()
+    previous_timer = signal.setitimer(signal.ITIMER_REAL, seconds, REPEAT_INTERVAL_S)
     try:
         return call()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, previous_handler)
+        _restore_timer(*previous_timer, since=started)
+
+
+def _restore_timer(remaining: float, interval: float, *, since: float) -> None:
+    """Set the real-time timer again that had `remaining` seconds left (0: none was set) at the time `since`."""
+    if remaining > 0:
+        left = remaining - (time.monotonic() - since)
+        signal.setitimer(signal.ITIMER_REAL, max(left, OVERDUE_S), interval)
 
 
 class _CaughtError:

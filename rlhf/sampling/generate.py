@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -43,21 +45,41 @@ class HFSampler:
         self.dtype = dtype
         self.device = device
         self.engine = engine or Engine(device)
+        self.switch = rotation_switch(model.config)
 
     def sample(self, prompts: Prompts, *, key: int, group_size: int, greedy: bool = False) -> Completions:
         """Sample completions; see Sampler.sample."""
         repeated = repeat_rows(prompts, group_size)
 
         def sample(rows: Prompts) -> Completions:
-            return concat([self._sample(part, key, group_size, greedy) for part in rows.split(self.config.batch_size)])
+            return concat([self._sample(part, key, group_size, greedy) for part in self._batches(rows)])
 
         with self.engine.whole(self.model):
             rows = self.engine.ranks.spread(repeated, sample)
         return replace(rows, completion_ids=torch.where(rows.completion_mask, rows.completion_ids, self.pad_id))
 
+    def _batches(self, rows: Prompts) -> Iterator[Prompts]:
+        """Yield batches of consecutive rows; where rotations change with the length, they change alike in a batch."""
+        if self.switch is None:
+            yield from rows.split(self.config.batch_size)
+            return
+        kinds = rotation_kinds(rows, self.config.max_new_tokens, self.switch)
+        runs = kinds.unique_consecutive(return_counts=True)[1].tolist()
+        for run in torch.arange(len(rows)).split(runs):
+            yield from rows.rows(run).split(self.config.batch_size)
+
+    def _may_cache(self, prompts: Prompts) -> bool:
+        """Return whether keys and values may be cached: they hold until rotations change, unless generate knows that.
+
+        Of the models with such rotations, those of Phi's kind have their cache computed anew by generate itself.
+        """
+        if self.switch is None or int(rotation_kinds(prompts, self.config.max_new_tokens, self.switch).max()) <= 0:
+            return True
+        return getattr(self.model.config, "original_max_position_embeddings", None) == self.switch
+
     @torch.no_grad()
     def _sample(self, prompts: Prompts, key: int, group_size: int, greedy: bool) -> Completions:
-        start = prompts.prompt_ids.shape[1]
+        start = prompts.prompt_ids.shape[1] if self.switch is None else int(prompts.prompt_mask.sum(dim=1).max())
         draw = _DrawTokens(
             prompts.row_ids.to(self.device), key, start, self.config.max_new_tokens, self.config.temperature, greedy
         )
@@ -65,15 +87,15 @@ class HFSampler:
         self.model.eval()
         with autocast(self.dtype, self.device):
             output = self.model.generate(  # type: ignore[operator]  # of its GenerationMixin, which its type lacks
-                input_ids=prompts.prompt_ids.to(self.device),
-                attention_mask=prompts.prompt_mask.long().to(self.device),
+                input_ids=prompts.prompt_ids[:, -start:].to(self.device),
+                attention_mask=prompts.prompt_mask[:, -start:].long().to(self.device),
                 generation_config=GenerationConfig(
                     do_sample=False,
                     num_beams=1,
                     max_new_tokens=self.config.max_new_tokens,
                     eos_token_id=list(self.eos_ids),
                     pad_token_id=self.pad_id,
-                    use_cache=True,
+                    use_cache=self._may_cache(prompts),
                 ),
                 logits_processor=LogitsProcessorList([draw]),
             )
@@ -97,6 +119,24 @@ class HFSampler:
         finished = ended.any(dim=1)
         first = ended.int().argmax(dim=1) + 1
         return torch.where(finished, first, completion_ids.shape[1]), finished
+
+
+def rotation_switch(config: Any) -> int | None:
+    """Return the length (tokens) beyond which a longrope model rotates all of a sequence differently; else None."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+    lengths = [int(kind["original_max_position_embeddings"]) for kind in kinds if kind.get("rope_type") == "longrope"]
+    return min(lengths, default=None)
+
+
+def rotation_kinds(prompts: Prompts, max_new_tokens: int, switch: int) -> Int[Tensor, " B"]:
+    """Return for each row 0 if it never goes beyond `switch`, -1 if its prompt does, else its prompt's length.
+
+    Rows of one number change rotations at the same token, or never.
+    """
+    lengths = prompts.prompt_mask.sum(dim=1)
+    longest_read = lengths + max_new_tokens - 1  # the last token drawn is not read
+    return torch.where(lengths > switch, -1, torch.where(longest_read <= switch, 0, lengths))
 
 
 def repeat_rows(prompts: Prompts, group_size: int) -> Prompts:

@@ -41,7 +41,11 @@ class _GenerationSettings:
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
-    """A Subject as a model of lm-eval. Prompts too long for its context lose their start; `shortened` counts them."""
+    """A Subject as a model of lm-eval.
+
+    Prompts too long for its context lose their start, and `shortened` counts them; so do continuations that do not fit
+    into the context themselves, and `cut_continuations` counts these.
+    """
 
     def __init__(self, subject: Subject, *, seed: int) -> None:
         """Wrap `subject`; `seed` is that of the sampling."""
@@ -49,6 +53,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         self.subject = subject
         self.seed = seed
         self.shortened = 0
+        self.cut_continuations = 0
 
     @property
     def eot_token_id(self) -> int:
@@ -100,10 +105,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     ) -> list[tuple[float, bool]]:
         """Compute the log-likelihood of each continuation, and whether it is the greedy one."""
         del kwargs
-        prompts = tuple(self._truncate_left(context, len(continuation)) for _, context, continuation in requests)
-        rows = CompletionRows(
-            prompts, tuple(continuation for _, _, continuation in requests), self.subject.encoder.pad_id
+        continuations = tuple(self._fit_continuation(continuation) for _, _, continuation in requests)
+        prompts = tuple(
+            self._truncate_left(context, len(continuation))
+            for (_, context, _), continuation in zip(requests, continuations, strict=True)
         )
+        rows = CompletionRows(prompts, continuations, self.subject.encoder.pad_id)
         outputs = self.subject.score(rows)
         return list(zip(outputs.logprobs.tolist(), outputs.greedy.tolist(), strict=True))
 
@@ -154,7 +161,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             ConfigError: the request samples with arguments that we do not support.
         """
         unknown = {name for name, value in arguments.items() if name not in KNOWN_GENERATION and value is not None}
-        if arguments.get("do_sample") and unknown:
+        given = arguments.get("temperature")
+        temperature = 1.0 if given is None else float(given)
+        samples = (
+            bool(arguments.get("do_sample")) and temperature > 0
+        )  # at temperature 0 the most likely token is taken
+        if samples and unknown:
             raise ConfigError(
                 f"this task samples with {', '.join(sorted(unknown))}; we sample from the whole distribution at a "
                 "temperature, so that its figures would not be those of the task"
@@ -162,8 +174,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         tokens = int(arguments.get("max_gen_toks") or arguments.get("max_new_tokens") or MAX_NEW_TOKENS)
         if self.subject.context is not None:
             tokens = min(tokens, max(1, self.subject.context // 2))
-        temperature = float(arguments.get("temperature") or 1.0)
-        return _GenerationSettings(tokens, temperature if arguments.get("do_sample") else None)
+        return _GenerationSettings(tokens, temperature if samples else None)
+
+    def _fit_continuation(self, ids: list[int]) -> list[int]:
+        """Drop the start of a continuation that leaves no token of the context to its prompt, and count it."""
+        limit = len(ids) if self.subject.context is None else max(1, self.subject.context - 1)
+        self.cut_continuations += len(ids) > limit
+        return ids[-limit:] if limit else ids
 
     def _truncate_left(self, ids: list[int], room: int) -> list[int]:
         """Drop the start of a prompt that does not fit into the context with `room` more tokens, and count it."""
@@ -198,8 +215,15 @@ def run_harness(settings: HarnessSettings, subject: Subject, task: str) -> Suite
             torch_random_seed=settings.seed,
             fewshot_random_seed=settings.seed,
         )
-    note = f"{model.shortened:,} prompts were too long for the model and lost their start" if model.shortened else ""
-    return _to_suite_result(output, task, (note,) if note else ())
+    return _to_suite_result(output, task, tuple(_notes(model)))
+
+
+def _notes(model: HarnessModel) -> Iterator[str]:
+    """Yield what the reader of the result should know about texts that did not fit into the model's context."""
+    if model.shortened:
+        yield f"{model.shortened:,} prompts were too long for the model and lost their start"
+    if model.cut_continuations:
+        yield f"{model.cut_continuations:,} continuations were too long for the model: only their ends were scored"
 
 
 def _folder(include: str | None) -> str | None:

@@ -18,6 +18,7 @@ from rlhf.data.pairs import DemonstrationSet, PairSet, load_demonstrations, load
 from rlhf.data.prompts import MESSAGES, PromptSet, load_prompts
 from rlhf.data.templates import turn_end
 from rlhf.data.tokenize import make_encoder, stop_token_ids
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import DataError
 
 Write = Callable[..., str]
@@ -332,3 +333,72 @@ def test_masks_of_real_conversations_are_those_of_transformers(shared: Path) -> 
 def flags_of(found: DemonstrationSet, row: int) -> list[bool]:
     flags: list[bool] = found.collate([row]).loss_mask[0].tolist()
     return flags
+
+
+SMOLLM2 = "models/smollm2-135m-instruct"
+WRITTEN_TURN = "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+MARKED_TURN = (
+    "{{'<|im_start|>' + message['role'] + '\n'}}{% if message['role'] == 'assistant' %}{% generation %}"
+    "{{message['content'] + '<|im_end|>'}}{% endgeneration %}{% else %}{{message['content'] + '<|im_end|>'}}{% endif %}"
+    "{{'\n'}}"
+)
+NAMED_SMOLLM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> PreTrainedTokenizerBase:
+    """SmolLM2's own tokenizer and template."""
+    root = Path(__file__).resolve().parents[2]
+    folders = [folder for folder in (root / SMOLLM2, root.parent / "shared" / SMOLLM2) if folder.is_dir()]
+    if not folders:
+        pytest.skip(f"no {SMOLLM2}, here or in ../shared: python scripts/get_smollm2.py gets it")
+    pytest.importorskip("gguf", reason="the extra gguf is not installed")
+    return load_tokenizer(str(folders[0]))
+
+
+def test_smollm2s_prompts_are_as_its_template_writes_them(smollm2: PreTrainedTokenizerBase, write: Write) -> None:
+    asked = [[user("Hi")], TWO_TURNS[:3], [{"role": "system", "content": "Rhyme."}, user("Hi")]]
+    loaded = prompts(write([{"prompt": messages} for messages in asked]), smollm2)
+    for row, messages in enumerate(asked):
+        expected = smollm2.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        assert loaded.texts[row] == expected
+        ids = smollm2.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        batch = loaded.collate([row])
+        assert batch.prompt_ids[batch.prompt_mask].tolist() == ids
+    assert make_encoder(smollm2, "auto").stop_ids == (smollm2.convert_tokens_to_ids("<|im_end|>"),)
+
+
+def test_smollm2s_own_system_prompt_is_for_rows_without_one(smollm2: PreTrainedTokenizerBase, write: Write) -> None:
+    rows = [{"prompt": "Hi"}, {"prompt": [{"role": "system", "content": "Rhyme."}, user("Hi")]}]
+    path = write(rows)
+
+    def systems(chat: ChatFormat) -> list[str]:
+        texts = prompts(path, smollm2, chat).texts
+        return [text.removeprefix("<|im_start|>system\n").split("<|im_end|>")[0] for text in texts]
+
+    assert systems(ChatFormat()) == [NAMED_SMOLLM, "Rhyme."]
+    assert systems(ChatFormat(system="Be brief.")) == ["Be brief.", "Rhyme."]
+
+
+@pytest.mark.parametrize("system", [None, "Rhyme."])
+def test_smollm2s_masks_are_those_of_transformers(
+    smollm2: PreTrainedTokenizerBase, system: str | None, write: Write
+) -> None:
+    assert isinstance(smollm2.chat_template, str)
+    assert WRITTEN_TURN in smollm2.chat_template
+    marked = smollm2.chat_template.replace(WRITTEN_TURN, MARKED_TURN)
+    messages = [*([{"role": "system", "content": system}] if system else []), *TWO_TURNS]
+    assert smollm2.apply_chat_template(messages, tokenize=False) == smollm2.apply_chat_template(
+        messages, chat_template=marked, tokenize=False
+    )
+    expected = smollm2.apply_chat_template(
+        messages, chat_template=marked, return_assistant_tokens_mask=True, return_dict=True
+    )
+    loaded = demos(write([{"messages": messages}]), smollm2)
+    ids = loaded.prompts[0] + loaded.completions[0]
+    mask = [0] * len(loaded.prompts[0]) + [int(flag) for flag in flags_of(loaded, 0)]
+    assert ids == expected["input_ids"][: len(ids)]
+    assert mask == expected["assistant_masks"][: len(ids)]
+    assert sum(mask) > 2
+    assert smollm2.decode(expected["input_ids"][len(ids) :]) == "\n"
+    assert learned_texts(loaded, smollm2) == ["Yes<|im_end|>", "No<|im_end|>"]

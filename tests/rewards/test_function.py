@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import signal
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rlhf.errors import RewardError
-from rlhf.rewards.function import FunctionReward, load_function
+from rlhf.rewards.function import FunctionReward, TimeLimitExceeded, load_function, run_with_timeout
 from rlhf.rewards.source import decode
 from rlhf.types import Completions
 
@@ -249,3 +251,33 @@ def test_a_file_may_define_dataclasses(tmp_path: Path) -> None:
         "def score(prompts, completions, references):\n    return [A(2).x for _ in prompts]\n",
     )
     assert FunctionReward(target, {}, tokenizer())(three()).values.tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.fixture
+def alarms() -> Iterator[list[float]]:
+    """The times at which SIGALRM arrives at a handler of the user's own."""
+    times: list[float] = []
+    previous = signal.signal(signal.SIGALRM, lambda *_: times.append(time.monotonic()))
+    yield times
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    signal.signal(signal.SIGALRM, previous)
+
+
+def test_a_timer_that_is_set_goes_on_after_a_call(alarms: list[float]) -> None:
+    assert run_with_timeout(5.0, lambda: 1) == 1
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)  # none was set, none is
+    signal.setitimer(signal.ITIMER_REAL, 1000.0, 7.0)
+    run_with_timeout(5.0, lambda: time.sleep(0.1))
+    left, interval = signal.getitimer(signal.ITIMER_REAL)
+    assert 900.0 < left <= 999.95  # the time of the call counts
+    assert interval == 7.0
+    with pytest.raises(TimeLimitExceeded):
+        run_with_timeout(0.05, lambda: time.sleep(5))
+    assert 900.0 < signal.getitimer(signal.ITIMER_REAL)[0] < left
+
+
+def test_a_timer_that_came_due_meanwhile_fires_after_the_call(alarms: list[float]) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    assert run_with_timeout(5.0, lambda: (time.sleep(0.2), list(alarms))[1]) == []
+    time.sleep(0.05)
+    assert len(alarms) == 1

@@ -223,6 +223,52 @@ def test_rotations_that_change_with_the_length(length: int, uses: type[Any]) -> 
     same(sampler.sample(prompts, key=KEY, group_size=2), expected)
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "original_max_position_embeddings": 24,
+    "short_factor": [1.0, 1.5, 2.0, 3.0],
+    "long_factor": [1.0, 4.0, 8.0, 32.0],
+}
+
+
+@torch.no_grad()
+def plain_logprobs(model: PreTrainedModel, rows: Completions, temperature: float) -> Tensor:
+    """The log-probability of each token after those before it, read alone and without a cache."""
+    logprobs = torch.zeros(rows.completion_ids.shape)
+    for i, (prompt, drawn) in enumerate(zip(rows.prompt_ids, rows.completion_ids, strict=True)):
+        ids = torch.cat([prompt[rows.prompt_mask[i]], drawn[rows.completion_mask[i]]])
+        start = int(rows.prompt_mask[i].sum())
+        for t in range(start, len(ids)):
+            logits = model(ids[None, :t], use_cache=False).logits[0, -1]
+            logprobs[i, t - start] = (logits / temperature).log_softmax(-1)[ids[t]]
+    return logprobs
+
+
+@pytest.mark.parametrize("family", ["phi3", "llama"])  # generate recomputes the cache of the one and not of the other
+@pytest.mark.parametrize("fast", [True, False])
+def test_log_probs_are_the_plain_models_where_a_row_outgrows_its_rotations(family: str, fast: bool) -> None:
+    """Longrope rotates all of a sequence otherwise once it is longer than 24 tokens; alone or beside other rows."""
+    more = {"original_max_position_embeddings": 24} if family == "phi3" else {}
+    model = model_of(family, rope_parameters=LONGROPE, **more)
+    told: list[str] = []
+    kind: Any = FastSampler if fast else HFSampler
+    common = {"warn": told.append} if fast else {}
+    sampling = config(max_new_tokens=14, batch_size=5)
+    sampler = kind(model, sampling, eos_ids=(EOS,), pad_id=PAD, dtype="float32", device=CPU, **common)
+    crossing = [BOS, *range(4, 20)]  # 17 tokens; the others have 3 and 28
+    prompts = prompts_of([[BOS, 5, 7], crossing, crossing, [BOS, *range(3, 22), *range(8, 0, -1)]])
+    for rows in (prompts, prompts.rows(slice(0, 1)), prompts.rows(slice(1, 3)), prompts.rows(slice(3, 4))):
+        sampled = sampler.sample(rows, key=KEY, group_size=3)
+        lengths = sampled.prompt_mask.sum(dim=1) + sampled.completion_mask.sum(dim=1)
+        assert len(rows) != 2 or int(lengths.max()) > 26
+        torch.testing.assert_close(sampled.sampler_logprobs, plain_logprobs(model, sampled, 0.9), rtol=0, atol=2e-5)
+        assert torch.equal(sampled.prompt_ids, rows.prompt_ids.repeat_interleave(3, dim=0))
+    reason = "rows may go beyond 24 tokens, where the model's rotations change (longrope)"
+    assert told == ([f"sampling with transformers' generate, which is slower: {reason}"] if fast else [])
+    assert not fast or sampler.uses == "lean"
+
+
 def test_the_live_weights_are_sampled_from() -> None:
     """The copies that it decodes with are made anew for each rollout."""
     model, prompts = model_of(), prompts_of(ROWS)

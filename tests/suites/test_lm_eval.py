@@ -109,6 +109,33 @@ def test_loglikelihoods_are_the_tables(tmp_path: Path) -> None:
     assert rolled[1] == pytest.approx(start + 40 * math.log(0.2), abs=1e-3)
 
 
+def harness_model(tmp_path: Path) -> Any:
+    return importlib.import_module("rlhf.suites.lm_eval").HarnessModel(subject(tmp_path / "m", WORDS, TABLE), seed=0)
+
+
+def test_a_temperature_of_0_is_greedy(tmp_path: Path) -> None:
+    def temperature(**arguments: Any) -> float | None:
+        value: float | None = harness_model(tmp_path)._generation_settings(arguments).temperature
+        return value
+
+    assert temperature(do_sample=True, temperature=0) is None
+    assert temperature(do_sample=True, temperature=0.0, top_p=0.9) is None  # top_p leaves the most likely token
+    assert temperature(do_sample=True, temperature=0.5) == 0.5
+    assert temperature(do_sample=True) == 1.0
+    assert temperature(do_sample=False, temperature=0.5) is None
+
+
+def test_a_continuation_as_long_as_the_context_is_scored_at_its_end(tmp_path: Path) -> None:
+    """The context is 64: a prompt keeps a token, the continuation its last 63."""
+    Instance = importlib.import_module("lm_eval.api.instance").Instance
+    model = harness_model(tmp_path)
+    for words, cut in ((63, 0), (66, 1)):
+        request = Instance("loglikelihood", {}, ("it", " is bad it" * (words // 3)), 0)
+        [(value, _)] = model.loglikelihood([request])
+        assert value == pytest.approx(21 * math.log(0.2), abs=1e-3)
+        assert (model.shortened, model.cut_continuations) == (0, cut)
+
+
 @pytest.mark.slow  # lm-eval reads the names of all its tasks
 def test_an_unknown_task(tasks: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no task 'our_choise'; did you mean our_choice"):

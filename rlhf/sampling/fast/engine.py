@@ -27,7 +27,7 @@ from rlhf.sampling.fast.decoder import (
 )
 from rlhf.sampling.fast.kv_cache import KVCache
 from rlhf.sampling.fast.llama import FusedDecoder, supports_fused_decoding, supports_length
-from rlhf.sampling.generate import HFSampler, repeat_rows
+from rlhf.sampling.generate import HFSampler, repeat_rows, rotation_kinds
 from rlhf.types import Completions, Prompts
 
 BLOCK = 64  # probabilities summed as one block
@@ -113,6 +113,7 @@ class GenerationBatch:
         rows = len(prompts)
         first, self.prompt = unique_prompts(prompts)
         longest = int(prompts.prompt_mask.sum(dim=1).max())
+        self.last_read = longest + self.length - 2  # position of the last token that any row reads before it is done
         self.prompt_ids = prompts.prompt_ids[first][:, -longest:]
         self.prompt_mask = prompts.prompt_mask[first][:, -longest:]
         self.size = min(config.batch_size, rows)
@@ -163,7 +164,7 @@ class GenerationBatch:
         self.ids[running.row, running.drawn] = token
         self.logprobs[running.row, running.drawn] = logprob
         running.token = token
-        running.position = running.position + 1
+        running.position = (running.position + 1).clamp_(max=self.last_read)  # holds back finished rows alone
         running.drawn = (running.drawn + 1).clamp_(max=self.length)
         running.done = running.done | torch.isin(token, ends) | (running.drawn == self.length)
 
@@ -238,6 +239,11 @@ def unique_prompts(prompts: Prompts) -> tuple[Int[Tensor, " L"], Int[Tensor, " B
     return is_first.nonzero().flatten(), is_first.long().cumsum(dim=0) - 1
 
 
+def changing_rotations(switch: int) -> str:
+    """Return the reason why a longrope model's rows that may go beyond `switch` tokens are not sampled fast."""
+    return f"rows may go beyond {switch:,} tokens, where the model's rotations change (longrope)"
+
+
 class FastSampler:
     """Samples the same completions as HFSampler, from the same random numbers (in float32).
 
@@ -285,6 +291,7 @@ class FastSampler:
         self.plain = HFSampler(
             model, config, eos_ids=eos_ids, pad_id=pad_id, dtype=dtype, device=device, engine=self.engine
         )
+        self._warned_of_rotations = False
         self.uses: str | None = None  # lean, model or generate, once chosen; lean only for lengths that it `reaches`
         self._lean_fits = lean and supports_fused_decoding(model)
 
@@ -294,11 +301,26 @@ class FastSampler:
         with self.engine.whole(self.model):
             if self.uses is None:
                 self.uses = self._choose_decoder(repeated)
-            if self.uses != "generate":
+            if self.uses != "generate" and not self._changes_rotations(repeated):
                 return self.engine.ranks.spread(
                     repeated, lambda rows: self._sample_rows(rows, None if greedy else key, group_size)
                 )
         return self.plain.sample(prompts, key=key, group_size=group_size, greedy=greedy)
+
+    def _changes_rotations(self, prompts: Prompts) -> bool:
+        """Return whether rotations of a longrope model may differ between rows or change on the way.
+
+        The cache would hold keys of other rotations; generate computes it anew.
+        """
+        switch = self.plain.switch
+        if switch is None:
+            return False
+        kinds = rotation_kinds(prompts, self.config.max_new_tokens, switch)
+        changes = bool((kinds != kinds[0]).any() or kinds[0] > 0)
+        if changes and not self._warned_of_rotations:
+            self._warned_of_rotations = True
+            self.warn(f"sampling with transformers' generate, which is slower: {changing_rotations(switch)}")
+        return changes
 
     def _choose_decoder(self, prompts: Prompts) -> str:
         """Choose the fastest decoder that agrees with the model, alike on all ranks: they try the same prompts."""

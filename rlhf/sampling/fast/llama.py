@@ -22,6 +22,7 @@ from rlhf.models.backbone import CausalLM
 from rlhf.models.kernels.llama.families import Layer, Projection, norm_of, read_layers
 from rlhf.models.kernels.llama.layer import Norm
 from rlhf.sampling.fast.kv_cache import KVCache
+from rlhf.sampling.generate import rotation_switch
 
 Product = Callable[[Tensor], Tensor]
 
@@ -235,10 +236,8 @@ def supports_fused_decoding(model: CausalLM) -> bool:
 
 def supports_length(model: CausalLM, positions: int) -> bool:
     """Check whether rotations depend on the position alone up to this length; those of longrope change beyond it."""
-    config = model.config
-    if LONG not in _rope_types(config):
-        return True
-    return positions <= int(config.rope_parameters["original_max_position_embeddings"])
+    switch = rotation_switch(model.config)
+    return switch is None or positions <= switch
 
 
 def _rope_types(config: Any) -> set[str]:
