@@ -153,12 +153,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         Raises:
             ConfigError: the request samples with arguments that we do not support.
         """
-        unknown = {name for name, value in arguments.items() if name not in KNOWN_GENERATION and value is not None}
-        if arguments.get("do_sample") and unknown:
-            raise ConfigError(
-                f"this task samples with {', '.join(sorted(unknown))}; we sample from the whole distribution at a "
-                "temperature, so that its figures would not be those of the task"
-            )
+        if arguments.get("do_sample"):
+            _check_sampling(arguments)
         tokens = int(arguments.get("max_gen_toks") or arguments.get("max_new_tokens") or MAX_NEW_TOKENS)
         if self.subject.context is not None:
             tokens = min(tokens, max(1, self.subject.context // 2))
@@ -270,18 +266,31 @@ def _figures(values: Mapping[str, Any], n: int) -> Iterator[Estimate]:
         metric, comma, filter_name = key.partition(",")
         if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
             continue
-        error = values.get(f"{metric}_stderr,{filter_name}")
         name = metric if filter_name == "none" else f"{metric} ({filter_name})"
-        half = Z95 * error if isinstance(error, int | float) else None
         size = int(values.get("sample_len") or n)
-        yield Estimate(
-            name,
-            float(value),
-            low=None if half is None else value - half,
-            high=None if half is None else value + half,
-            n=size,
-            interval="none" if half is None else "normal",
-            meaning="as lm-eval defines it",
+        yield _estimate(name, float(value), values.get(f"{metric}_stderr,{filter_name}"), size)
+
+
+def _estimate(name: str, value: float, error: object, n: int) -> Estimate:
+    """Build the estimate of a metric, with a normal interval where its standard error is known."""
+    meaning = "as lm-eval defines it"
+    if not isinstance(error, int | float):
+        return Estimate(name, value, low=None, high=None, n=n, interval="none", meaning=meaning)
+    half = Z95 * error
+    return Estimate(name, value, low=value - half, high=value + half, n=n, interval="normal", meaning=meaning)
+
+
+def _check_sampling(arguments: Mapping[str, Any]) -> None:
+    """Check that a request samples with arguments that we support.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    unknown = {name for name, value in arguments.items() if name not in KNOWN_GENERATION and value is not None}
+    if unknown:
+        raise ConfigError(
+            f"this task samples with {', '.join(sorted(unknown))}; we sample from the whole distribution at a "
+            "temperature, so that its figures would not be those of the task"
         )
 
 
