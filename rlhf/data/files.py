@@ -13,7 +13,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import datasets
@@ -50,6 +50,16 @@ def load_rows(config: DatasetConfig, skips: RowCounts | None = None) -> list[Row
 def _rename_columns(rows: list[Row], columns: dict[str, str]) -> list[Row]:
     if not columns or not rows:
         return rows
+    _check_columns(rows, columns)
+    return [_rename_row(row, columns) for row in rows]
+
+
+def _check_columns(rows: list[Row], columns: dict[str, str]) -> None:
+    """Check that every file has each column to rename, in at least one row.
+
+    Raises:
+        DataError: a file has no such column.
+    """
     columns_by_file: dict[str, set[str]] = {}
     for row in rows:
         columns_by_file.setdefault(row.file, set()).update(row.values)
@@ -60,12 +70,12 @@ def _rename_columns(rows: list[Row], columns: dict[str, str]) -> list[Row]:
                     f"{file}: columns says {ours}: {theirs}, but there is no column {theirs!r}; "
                     f"there are: {', '.join(sorted(names)) or 'none'}"
                 )
-    renamed = []
-    for row in rows:
-        unchanged = {name: value for name, value in row.values.items() if name not in columns.values()}
-        new = {ours: row.values[theirs] for ours, theirs in columns.items() if theirs in row.values}
-        renamed.append(Row(unchanged | new, row.file, row.number))
-    return renamed
+
+
+def _rename_row(row: Row, columns: dict[str, str]) -> Row:
+    unchanged = {name: value for name, value in row.values.items() if name not in columns.values()}
+    renamed = {ours: row.values[theirs] for ours, theirs in columns.items() if theirs in row.values}
+    return Row(unchanged | renamed, row.file, row.number)
 
 
 def _format(path: Path) -> str | None:
@@ -89,19 +99,30 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     Raises:
         DataError: there are no data files, none of this split, or files of several formats.
     """
-    files = sorted(p for p in folder.iterdir() if p.is_file() and _format(p))
-    files = files or sorted(p for p in folder.glob("data/*") if p.is_file() and _format(p))
+    files = _data_files(folder.iterdir()) or _data_files(folder.glob("data/*"))
     if not files:
         raise DataError(f"{folder}: no data files in this folder; readable are {', '.join(SUFFIXES)}")
     split_files = [p for p in files if _stem(p) == split.lower()]
-    if split_files:
-        return split_files
+    if not split_files:
+        _check_undivided(files, folder, split)
+    return split_files or files
+
+
+def _data_files(paths: Iterable[Path]) -> list[Path]:
+    return sorted(p for p in paths if p.is_file() and _format(p))
+
+
+def _check_undivided(files: list[Path], folder: Path, split: str) -> None:
+    """Check that files of which none is named after `split` are one data set.
+
+    Raises:
+        DataError: some are named after other splits, or they have several formats.
+    """
     names = ", ".join(p.name for p in files[:12])
     if any(_SPLIT_NAMES.intersection(re.split(r"[-_.]", _stem(p))) for p in files):
         raise DataError(f"{folder}: no file of the split {split!r}; there are: {names}. Set split, or path to a file.")
     if len({_format(p) for p in files}) > 1:
         raise DataError(f"{folder}: several kinds of files and none named {split}: {names}. Set path to one file.")
-    return files
 
 
 def _stem(path: Path) -> str:

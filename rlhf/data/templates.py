@@ -288,21 +288,31 @@ def render(
     conversation = with_default_system(prompt, template)
     writer = TemplateRenderer(tokenizer, template, tools)
     if not completions:
-        text = writer.prompt(conversation)
-        return Rendered(
-            text, (), True, messages=tuple(conversation), ignored=ignored_fields(writer, conversation, text)
-        )
+        return _render_prompt(writer, conversation)
     sides = [[assistant_turn(side)] if isinstance(side, str) else list(side) for side in completions]
+    return _render_sides(writer, conversation, sides)
+
+
+def _render_prompt(writer: TemplateRenderer, conversation: Sequence[Message]) -> Rendered:
+    text = writer.prompt(conversation)
+    return Rendered(text, (), True, messages=tuple(conversation), ignored=ignored_fields(writer, conversation, text))
+
+
+def _render_sides(
+    writer: TemplateRenderer, conversation: Sequence[Message], sides: Sequence[Sequence[Message]]
+) -> Rendered:
+    """Render a conversation with each of its continuations, so that all have the same prompt.
+
+    Raises:
+        BadRow: the template refuses a continuation, or renders the prompt of two of them differently.
+    """
     rendered = [_render_side(writer, conversation, side) for side in sides]
-    before = min((side.before for side in rendered), key=len)  # one side may begin at the header, another after it
-    if not all(side.before.startswith(before) for side in rendered):
-        raise BadRow("the chat template writes the prompt of the two sides differently")
+    before = _common_prompt(rendered)
     aligned = [side.starting_at(len(before)) for side in rendered]
-    texts = [side.before + side.text for side in rendered]
     ignored = {
         name
-        for side, text in zip(sides, texts, strict=True)
-        for name in ignored_fields(writer, [*conversation, *side], text)
+        for side, text in zip(sides, rendered, strict=True)
+        for name in ignored_fields(writer, [*conversation, *side], text.before + text.text)
     }
     return Rendered(
         before,
@@ -312,6 +322,18 @@ def render(
         tuple(conversation),
         tuple(sorted(ignored)),
     )
+
+
+def _common_prompt(sides: Sequence[CompletionText]) -> str:
+    """Return the shortest prompt of the sides: one may begin at the assistant's header, another after it.
+
+    Raises:
+        BadRow: another side's prompt does not begin with it.
+    """
+    before = min((side.before for side in sides), key=len)
+    if not all(side.before.startswith(before) for side in sides):
+        raise BadRow("the chat template writes the prompt of the two sides differently")
+    return before
 
 
 @dataclass(frozen=True)
@@ -396,11 +418,7 @@ def conversation_rows(
         return [Rendered("", (text,), True, ignored=ignored_fields(writer, messages, text))]
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
     turns = answers if learn == "assistant" and prompt_turns else answers[-1:]
-    side = _marked_turns(writer, messages, turns)
-    try:
-        sides = [side if side is not None else _find_turns(writer, messages, turns)]
-    except RewrittenTurn:
-        sides = [_find_turns(writer, messages[: i + 1], [i]) for i in turns]
+    sides = _locate_turns(writer, messages, turns)
     ignored = ignored_fields(writer, messages, "".join(side.before + side.text for side in sides))
     return [
         Rendered(side.before, (side.text,), True, () if side.is_learned_whole else (side.learned,), ignored=ignored)
@@ -408,19 +426,38 @@ def conversation_rows(
     ]
 
 
+def _locate_turns(writer: TemplateRenderer, messages: Sequence[Message], turns: Sequence[int]) -> list[CompletionText]:
+    """Find `turns` in one text, by the template's marks or else by rendering, or in a text each if one is rewritten."""
+    marked = _marked_turns(writer, messages, turns)
+    if marked is not None:
+        return [marked]
+    try:
+        return [_find_turns(writer, messages, turns)]
+    except RewrittenTurn:
+        return [_find_turns(writer, messages[: i + 1], [i]) for i in turns]
+
+
 def ignored_fields(writer: TemplateRenderer, conversation: Sequence[Message], written: str) -> tuple[str, ...]:
     """Return the message fields, and "tools", that the template does not write into the text."""
     names = sorted({name for message in conversation for name in message} - REQUIRED_FIELDS)
     if not names and not writer.tools:
         return ()
+    ignored = _fields_without_effect(writer, conversation, names)
+    thought = split_thought(conversation[-1])[0]
+    thought_is_written = thought is not None and thought.strip() in written
+    return tuple(name for name in ignored if not (thought_is_written and name in THOUGHTS))
+
+
+def _fields_without_effect(
+    writer: TemplateRenderer, conversation: Sequence[Message], names: Sequence[str]
+) -> list[str]:
+    """Return those of the fields `names`, and "tools", without which the template renders the same text."""
     answer = conversation[-1]["role"] != "assistant"
     whole = writer.write(conversation, answer=answer)
     ignored = [name for name in names if writer.write(without(conversation, name), answer=answer) == whole]
     if writer.tools and replace(writer, tools=()).write(conversation, answer=answer) == whole:
         ignored.append("tools")
-    thought = split_thought(conversation[-1])[0]
-    thought_is_written = thought is not None and thought.strip() in written
-    return tuple(name for name in ignored if not (thought_is_written and name in THOUGHTS))
+    return ignored
 
 
 def without(conversation: Sequence[Message], name: str) -> list[Message]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -94,24 +94,36 @@ def gold_parts(prompt: str, completion: str) -> dict[str, float]:
     """Compute the weighted parts whose sum is the gold reward."""
     asked = parse_prompt(prompt)
     sentences = _sentences(completion)
+    tokens = [token for sentence in sentences for token in sentence]
     clauses = [clause for sentence in sentences for clause in _clauses(sentence)]
-    complete = [clause for clause in clauses if clause is not None]
-    fresh = _fresh(complete)
+    fresh = _fresh(clause for clause in clauses if clause is not None)
     nouns = {clause.noun for clause in fresh}
-    mentioned = {word for sentence in sentences for word in sentence if word in ASPECT_TOPIC}
-    on_topic = sum(ASPECT_TOPIC[noun] == asked.topic for noun in nouns)
-    off_topic = sum(ASPECT_TOPIC[noun] != asked.topic for noun in mentioned)
-    words = sum(word != "," for sentence in sentences for word in sentence)
-    incomplete = max(len(clauses) - len(complete), 0 if clauses else 1)
     return {
         "sentiment": SENTIMENT_WEIGHT * sum(c.polarity for c in fresh) / (len(fresh) + 1),
-        "topic": 1 - 2.0**-on_topic - OFF_TOPIC_COST * min(off_topic, COUNTED_AT_MOST),
+        "topic": _topic_part(asked.topic, nouns, mentioned=ASPECT_TOPIC.keys() & tokens),
         "asked": ASKED_WEIGHT * (asked.aspect in nouns),
         "ending": ENDING_WEIGHT if completion.rstrip().endswith(".") else -ENDING_WEIGHT,
-        "form": -INCOMPLETE_COST * min(incomplete, COUNTED_AT_MOST),
+        "form": _form_part(clauses),
         "repetition": -_repetition(sentences),
-        "length": -SHORT_COST * max(MIN_CLAUSES - len(fresh), 0) - LONG_COST * max(words - MAX_WORDS, 0),
+        "length": _length_part(len(fresh), words=len(tokens) - tokens.count(",")),
     }
+
+
+def _topic_part(topic: str, judged: Set[str], *, mentioned: Set[str]) -> float:
+    """Compute the part of the gold for judged nouns of the topic and for mentioned nouns of others."""
+    on_topic = sum(ASPECT_TOPIC[noun] == topic for noun in judged)
+    off_topic = sum(ASPECT_TOPIC[noun] != topic for noun in mentioned)
+    return 1 - 2.0**-on_topic - OFF_TOPIC_COST * min(off_topic, COUNTED_AT_MOST)
+
+
+def _form_part(clauses: Sequence[Clause | None]) -> float:
+    """Compute the part of the gold for incomplete clauses, of which an empty text has one."""
+    incomplete = clauses.count(None) if clauses else 1
+    return -INCOMPLETE_COST * min(incomplete, COUNTED_AT_MOST)
+
+
+def _length_part(fresh_clauses: int, *, words: int) -> float:
+    return -SHORT_COST * max(MIN_CLAUSES - fresh_clauses, 0) - LONG_COST * max(words - MAX_WORDS, 0)
 
 
 def parse_prompt(prompt: str) -> PromptRequest:
@@ -231,15 +243,19 @@ _JOIN_WORDS = frozenset(word for words in JOINS.values() for word in words)
 _FILLER = re.compile(_any(f.format(season=_any(SEASONS), friend=_any(FRIENDS)) for f in FILLERS))
 
 
+def _past_forms(verbs: Mapping[int, Mapping[str, str]]) -> list[str]:
+    return [past for forms in verbs.values() for past in forms]
+
+
+def _base_forms(verbs: Mapping[int, Mapping[str, str]]) -> list[str]:
+    return [base for forms in verbs.values() for base in forms.values()]
+
+
 def _patterns() -> list[re.Pattern[str]]:
     """Build a pattern for each form of clause, over words joined by single spaces."""
     noun, who = "the " + _group("noun", ASPECT_TOPIC), _any(PEOPLE)
     adjective = f"(?:{_group('much', INTENSIFIERS)} )?{_group('adj', ADJECTIVES)}"
     tail = f"(?: {_any(TAILS)})?"
-    opinions = [past for verbs in OPINIONS.values() for past in verbs]
-    opinion_bases = [base for verbs in OPINIONS.values() for base in verbs.values()]
-    effects = [past for verbs in EFFECTS.values() for past in verbs]
-    effect_bases = [base for verbs in EFFECTS.values() for base in verbs.values()]
     verdicts = [verb for verbs in VERDICTS.values() for verb in verbs]
     return [
         re.compile(form)
@@ -248,10 +264,10 @@ def _patterns() -> list[re.Pattern[str]]:
             f"(?P<neg>nothing) about {noun} was {adjective}",
             f"there was (?P<neg>nothing) {adjective} about {noun}",
             f"(?:(?P<neg>nobody)|{who}) found {noun} {adjective}{tail}",
-            f"(?:(?P<neg>nobody|{who} never)|{who}) {_group('verb', opinions)} {noun}",
-            f"{who} (?P<neg>did not) {_group('verb', opinion_bases)} {noun}",
-            f"{noun} {_group('verb', effects)} {_any(TARGETS)}",
-            f"{noun} (?P<neg>did not) {_group('verb', effect_bases)} {_any(TARGETS)}",
+            f"(?:(?P<neg>nobody|{who} never)|{who}) {_group('verb', _past_forms(OPINIONS))} {noun}",
+            f"{who} (?P<neg>did not) {_group('verb', _base_forms(OPINIONS))} {noun}",
+            f"{noun} {_group('verb', _past_forms(EFFECTS))} {_any(TARGETS)}",
+            f"{noun} (?P<neg>did not) {_group('verb', _base_forms(EFFECTS))} {_any(TARGETS)}",
             f"(?:(?P<neg>not) )?an? {adjective} {_group('noun', ASPECT_TOPIC)}",
             f"{who} would (?:(?P<neg>never|not) )?{_group('verb', verdicts)} {noun}",
         )

@@ -9,7 +9,7 @@ topics, repeat themselves or stop in mid-sentence. A model that imitates them le
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Literal
@@ -213,43 +213,78 @@ def _headline(draft: _Draft, topic: str, polarity: int) -> str:
 def _clause(draft: _Draft, topic: str, noun: str, polarity: int) -> str:
     """Write a clause that judges `noun` with this polarity, directly or by negating the opposite."""
     rng = draft.rng
-    kind = rng.choices(("state", "nothing", "find", "opinion", "effect", "verdict"), weights=(58, 4, 12, 11, 11, 4))[0]
-    negated = kind == "nothing" or rng.random() < 0.10
-    stated = -polarity if negated else polarity
-    match kind:
-        case "state":
-            negator = f"{rng.choice(NEGATORS)} " if negated else ""
-            return f"the {noun} was {negator}{_judgment(draft, topic, stated, negated)}{_tail(rng)}"
-        case "nothing":
-            adjective = _adjective(draft, topic, stated)
-            return rng.choice(
-                (f"nothing about the {noun} was {adjective}", f"there was nothing {adjective} about the {noun}")
-            )
-        case "find":
-            subject = "nobody" if negated else rng.choice(PEOPLE)
-            return f"{subject} found the {noun} {_judgment(draft, topic, stated, negated)}{_tail(rng)}"
-        case "opinion":
-            return f"{_opinion(draft, stated, negated)} the {noun}"
-        case "effect":
-            past = draft.fresh(EFFECTS[stated])
-            verb = f"did not {EFFECTS[stated][past]}" if negated else past
-            return f"the {noun} {verb} {rng.choice(TARGETS)}"
-        case _:
-            verdict = draft.fresh(VERDICTS[stated])
-            return f"{rng.choice(PEOPLE)} would {'never ' if negated else ''}{verdict} the {noun}"
+    form = rng.choices(list(_FORM_WEIGHTS), weights=list(_FORM_WEIGHTS.values()))[0]
+    negated = form is _write_nothing or rng.random() < 0.10
+    return form(draft, _Statement(topic, noun, -polarity if negated else polarity, negated))
 
 
-def _judgment(draft: _Draft, topic: str, polarity: int, negated: bool) -> str:
+@dataclass(frozen=True)
+class _Statement:
+    """What a clause says: its words have `polarity`, and where it is `negated` it means the opposite."""
+
+    topic: str
+    noun: str
+    polarity: int
+    negated: bool
+
+
+def _write_state(draft: _Draft, statement: _Statement) -> str:
+    negator = f"{draft.rng.choice(NEGATORS)} " if statement.negated else ""
+    return f"the {statement.noun} was {negator}{_judgment(draft, statement)}{_tail(draft.rng)}"
+
+
+def _write_nothing(draft: _Draft, statement: _Statement) -> str:
+    noun, adjective = statement.noun, _adjective(draft, statement)
+    return draft.rng.choice(
+        (f"nothing about the {noun} was {adjective}", f"there was nothing {adjective} about the {noun}")
+    )
+
+
+def _write_find(draft: _Draft, statement: _Statement) -> str:
+    subject = "nobody" if statement.negated else draft.rng.choice(PEOPLE)
+    return f"{subject} found the {statement.noun} {_judgment(draft, statement)}{_tail(draft.rng)}"
+
+
+def _write_opinion(draft: _Draft, statement: _Statement) -> str:
+    return f"{_opinion(draft, statement.polarity, statement.negated)} the {statement.noun}"
+
+
+def _write_effect(draft: _Draft, statement: _Statement) -> str:
+    verbs = EFFECTS[statement.polarity]
+    past = draft.fresh(verbs)
+    verb = f"did not {verbs[past]}" if statement.negated else past
+    return f"the {statement.noun} {verb} {draft.rng.choice(TARGETS)}"
+
+
+def _write_verdict(draft: _Draft, statement: _Statement) -> str:
+    verdict = draft.fresh(VERDICTS[statement.polarity])
+    never = "never " if statement.negated else ""
+    return f"{draft.rng.choice(PEOPLE)} would {never}{verdict} the {statement.noun}"
+
+
+# The forms of a clause, and how often each is drawn. The order matters to a seed.
+_FORM_WEIGHTS: dict[Callable[[_Draft, _Statement], str], int] = {
+    _write_state: 58,
+    _write_nothing: 4,
+    _write_find: 12,
+    _write_opinion: 11,
+    _write_effect: 11,
+    _write_verdict: 4,
+}
+
+
+def _judgment(draft: _Draft, statement: _Statement) -> str:
     """Draw an adjective, sometimes with an intensifier, but never with both a negator and an intensifier."""
-    adjective = _adjective(draft, topic, polarity)
-    if negated or draft.rng.random() < 0.6:
+    adjective = _adjective(draft, statement)
+    if statement.negated or draft.rng.random() < 0.6:
         return adjective
     return f"{draft.fresh(INTENSIFIERS)} {adjective}"
 
 
-def _adjective(draft: _Draft, topic: str, polarity: int) -> str:
+def _adjective(draft: _Draft, statement: _Statement) -> str:
     special = draft.rng.random() < 0.3
-    return draft.fresh(SPECIAL[topic][polarity] if special else GENERAL[polarity])
+    words = SPECIAL[statement.topic] if special else GENERAL
+    return draft.fresh(words[statement.polarity])
 
 
 def _opinion(draft: _Draft, polarity: int, negated: bool) -> str:

@@ -160,21 +160,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         Raises:
             ConfigError: the request samples with arguments that we do not support.
         """
-        unknown = {name for name, value in arguments.items() if name not in KNOWN_GENERATION and value is not None}
-        given = arguments.get("temperature")
-        temperature = 1.0 if given is None else float(given)
-        samples = (
-            bool(arguments.get("do_sample")) and temperature > 0
-        )  # at temperature 0 the most likely token is taken
-        if samples and unknown:
-            raise ConfigError(
-                f"this task samples with {', '.join(sorted(unknown))}; we sample from the whole distribution at a "
-                "temperature, so that its figures would not be those of the task"
-            )
+        temperature = _temperature(arguments)
+        if temperature is not None:
+            _check_sampling(arguments)
         tokens = int(arguments.get("max_gen_toks") or arguments.get("max_new_tokens") or MAX_NEW_TOKENS)
         if self.subject.context is not None:
             tokens = min(tokens, max(1, self.subject.context // 2))
-        return _GenerationSettings(tokens, temperature if samples else None)
+        return _GenerationSettings(tokens, temperature)
 
     def _fit_continuation(self, ids: list[int]) -> list[int]:
         """Drop the start of a continuation that leaves no token of the context to its prompt, and count it."""
@@ -294,18 +286,38 @@ def _figures(values: Mapping[str, Any], n: int) -> Iterator[Estimate]:
         metric, comma, filter_name = key.partition(",")
         if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
             continue
-        error = values.get(f"{metric}_stderr,{filter_name}")
         name = metric if filter_name == "none" else f"{metric} ({filter_name})"
-        half = Z95 * error if isinstance(error, int | float) else None
         size = int(values.get("sample_len") or n)
-        yield Estimate(
-            name,
-            float(value),
-            low=None if half is None else value - half,
-            high=None if half is None else value + half,
-            n=size,
-            interval="none" if half is None else "normal",
-            meaning="as lm-eval defines it",
+        yield _estimate(name, float(value), values.get(f"{metric}_stderr,{filter_name}"), size)
+
+
+def _estimate(name: str, value: float, error: object, n: int) -> Estimate:
+    """Build the estimate of a metric, with a normal interval where its standard error is known."""
+    meaning = "as lm-eval defines it"
+    if not isinstance(error, int | float):
+        return Estimate(name, value, low=None, high=None, n=n, interval="none", meaning=meaning)
+    half = Z95 * error
+    return Estimate(name, value, low=value - half, high=value + half, n=n, interval="normal", meaning=meaning)
+
+
+def _temperature(arguments: Mapping[str, Any]) -> float | None:
+    """Return the temperature a request samples at; None where it is greedy, as at temperature 0."""
+    given = arguments.get("temperature")
+    temperature = 1.0 if given is None else float(given)
+    return temperature if arguments.get("do_sample") and temperature > 0 else None
+
+
+def _check_sampling(arguments: Mapping[str, Any]) -> None:
+    """Check that a request samples with arguments that we support.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    unknown = {name for name, value in arguments.items() if name not in KNOWN_GENERATION and value is not None}
+    if unknown:
+        raise ConfigError(
+            f"this task samples with {', '.join(sorted(unknown))}; we sample from the whole distribution at a "
+            "temperature, so that its figures would not be those of the task"
         )
 
 

@@ -86,12 +86,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
     if len(match.group()) > LONGEST:
         return None
     groups = match.groupdict()
-    value = _to_fraction(groups["value"])
-    power = groups["e"] or groups["power"]
-    if power:
-        value *= Fraction(10) ** int(power)
-    if groups["raised"]:
-        value **= int(groups["raised"])
+    value = _value_before_slash(match)
     if groups["below"]:
         denominator = _to_fraction(groups["below"])
         if denominator == 0:
@@ -104,6 +99,17 @@ def _value(match: re.Match[str]) -> Fraction | None:
     if max(abs(value.numerator), value.denominator) > 10**LONGEST:
         return None
     return -value if groups["minus"] or groups["inner"] else value
+
+
+def _value_before_slash(match: re.Match[str]) -> Fraction:
+    """Compute the number that a match begins with: its digits, times a power of ten or raised to a power."""
+    value = _to_fraction(match["value"])
+    power = match["e"] or match["power"]
+    if power:
+        value *= Fraction(10) ** int(power)
+    if match["raised"]:
+        value **= int(match["raised"])
+    return value
 
 
 def _to_fraction(digits: str) -> Fraction:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf.data.conversation import describe_value, some_text
 from rlhf.data.reference_cache import CompletionRows
-from rlhf.data.rows import BadRow
+from rlhf.data.rows import BadRow, RowCounts
 from rlhf.data.tokenizer import Rendered
 from rlhf.errors import DataError
 from rlhf.suites.figures import Estimate, NotMeasured, SuiteResult, mean_estimate, share_estimate, skipped_and_notes
@@ -79,18 +79,11 @@ def run_persona(settings: PersonaSettings, subject: Subject) -> SuiteResult:
     items = exclude(items, skips, lambda item: _low_confidence(item.value, settings.min_confidence))
     both_orders = "{first}" in settings.template
     orders = ORDERS if both_orders else ORDERS[:1]
-    prompts = [[_render(subject, settings, item.value, order) for order in orders] for item in items]
-    longest = {id(item): max(len(ids) for _, ids in row) for item, row in zip(items, prompts, strict=True)}
-    room = max(len(answer) for answer in _answer_tokens(subject, prompts[0][0][0]))
-    kept = exclude(items, skips, lambda item: too_long(subject, longest[id(item)], room, of="the answer"))
-    usable = {id(item) for item in kept}
-    rows = [row for item, row in zip(items, prompts, strict=True) if id(item) in usable]
-    verdicts, note = _verdicts(kept, rows, subject)
+    prompts = {id(item): [_render(subject, settings, item.value, order) for order in orders] for item in items}
+    kept = _drop_too_long(subject, items, prompts, skips)
+    verdicts, note = _verdicts(kept, [prompts[id(item)] for item in kept], subject)
     skipped, notes = skipped_and_notes(skips)
-    files = [item.file for item in kept]
-    groups = {
-        name: tuple(_figures([verdicts[i] for i in indices], settings.seed)) for name, indices in _group_by_name(files)
-    }
+    groups = _figures_by_file(kept, verdicts, settings.seed)
     left_out = () if both_orders else (NotMeasured("position check", "the template does not offer the two answers"),)
     return SuiteResult(
         figures=tuple(_figures(verdicts, settings.seed)),
@@ -101,6 +94,27 @@ def run_persona(settings: PersonaSettings, subject: Subject) -> SuiteResult:
         groups=groups if len(groups) > 1 else {},
         examples=tuple(_example(*pair) for pair in zip(kept[:EXAMPLES], verdicts[:EXAMPLES], strict=True)),
     )
+
+
+def _drop_too_long(
+    subject: Subject,
+    items: list[Item[Question]],
+    prompts: Mapping[int, Sequence[tuple[Rendered, list[int]]]],
+    skips: RowCounts,
+) -> list[Item[Question]]:
+    """Drop, and count, the items that do not fit into the model's context with an answer; `prompts` is by item's id.
+
+    Raises:
+        DataError: no item is left.
+    """
+    first_prompt = prompts[id(items[0])][0][0]
+    room = max(len(answer) for answer in _answer_tokens(subject, first_prompt))
+
+    def reason(item: Item[Question]) -> BadRow | None:
+        longest = max(len(ids) for _, ids in prompts[id(item)])
+        return too_long(subject, longest, room, of="the answer")
+
+    return exclude(items, skips, reason)
 
 
 def _render(
@@ -139,21 +153,31 @@ def _verdicts(
     )
     odds: Tensor = logprobs.reshape(-1, 2) @ torch.tensor([1.0, -1.0], dtype=logprobs.dtype)
     by_item = odds.reshape(len(items), -1).tolist()
-    uneven = [pair for pair in answers if len(pair[0]) != len(pair[1])]
-    note = (
-        f"Yes is {len(uneven[0][0])} tokens and No {len(uneven[0][1])} to this tokenizer: their probabilities are "
-        "those of all their tokens together"
-        if uneven
-        else ""
-    )
     verdicts = [ItemLogOdds(item.value.yes_matches, tuple(row)) for item, row in zip(items, by_item, strict=True)]
-    return verdicts, (note,) if note else ()
+    return verdicts, _uneven_notes(answers)
+
+
+def _uneven_notes(answers: Sequence[tuple[list[int], list[int]]]) -> tuple[str, ...]:
+    """Return a note on the first tokens of Yes and No that differ in their number; empty if there are none."""
+    uneven = next(((len(yes), len(no)) for yes, no in answers if len(yes) != len(no)), None)
+    if uneven is None:
+        return ()
+    note = (
+        f"Yes is {uneven[0]} tokens and No {uneven[1]} to this tokenizer: their probabilities are "
+        "those of all their tokens together"
+    )
+    return (note,)
 
 
 def _figures(verdicts: Sequence[ItemLogOdds], seed: int) -> list[Estimate]:
     """Compute the figures of a set of items; those of the order only where both orders were asked."""
-    one_order = len(verdicts[0].log_odds) == 1
-    figures = [
+    both_orders = len(verdicts[0].log_odds) > 1
+    return [*_preference_figures(verdicts, seed), *(_order_figures(verdicts, seed) if both_orders else ())]
+
+
+def _preference_figures(verdicts: Sequence[ItemLogOdds], seed: int) -> list[Estimate]:
+    """Compute the figures of the log odds averaged over the orders."""
+    return [
         share_estimate(
             "matching_rate",
             [v.matches(v.balanced) for v in verdicts],
@@ -167,20 +191,34 @@ def _figures(verdicts: Sequence[ItemLogOdds], seed: int) -> list[Estimate]:
         ),
         share_estimate("yes_rate", [_heaviside(v.balanced) for v in verdicts], "items answered Yes"),
     ]
-    if one_order:
-        return figures
-    for index, (first, _) in enumerate(ORDERS):
-        values = [v.matches(v.log_odds[index]) for v in verdicts]
-        figures.append(
-            share_estimate(f"matching_rate_{first.lower()}_first", values, f"the same, {first} offered first")
+
+
+def _order_figures(verdicts: Sequence[ItemLogOdds], seed: int) -> list[Estimate]:
+    """Compute the figures of each order of the answers, and how much the verdicts depend on it."""
+    matching_rates = [
+        share_estimate(
+            f"matching_rate_{first.lower()}_first",
+            [v.matches(v.log_odds[index]) for v in verdicts],
+            f"the same, {first} offered first",
         )
-    figures.append(
-        share_estimate("flip_rate", [float(v.flips) for v in verdicts], "items whose verdict changes with the order")
-    )
+        for index, (first, _) in enumerate(ORDERS)
+    ]
+    flips = [float(v.flips) for v in verdicts]
     chose_first = [_heaviside(odds if i == 0 else -odds) for v in verdicts for i, odds in enumerate(v.log_odds)]
     rates = [sum(chose_first[i : i + 2]) / 2 for i in range(0, len(chose_first), 2)]
-    figures.append(mean_estimate("first_rate", rates, "verdicts for the answer offered first; 0.5: no bias", seed=seed))
-    return figures
+    return [
+        *matching_rates,
+        share_estimate("flip_rate", flips, "items whose verdict changes with the order"),
+        mean_estimate("first_rate", rates, "verdicts for the answer offered first; 0.5: no bias", seed=seed),
+    ]
+
+
+def _figures_by_file(
+    items: Sequence[Item[Question]], verdicts: Sequence[ItemLogOdds], seed: int
+) -> dict[str, tuple[Estimate, ...]]:
+    """Compute the figures of the items of each file."""
+    by_file = _group_by_name([item.file for item in items])
+    return {name: tuple(_figures([verdicts[i] for i in indices], seed)) for name, indices in by_file}
 
 
 def _group_by_name(names: Sequence[str]) -> list[tuple[str, list[int]]]:

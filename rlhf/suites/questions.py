@@ -54,14 +54,8 @@ def read_items(
     """
     skips = RowCounts(config.path, fatal=config.bad_rows == "error")
     rows = load_rows(config, skips)
-    names = {name for row in rows for name in row.values}
-    missing = [name for name in columns if name not in names]
-    if rows and missing:
-        raise DataError(
-            f"{config.path}: these are no {what}: there is no column {missing[0]!r} "
-            f"(there are: {', '.join(sorted(names)) or 'none'}). Columns with other names can be renamed: "
-            f"'dataset.columns={{{missing[0]}: their name}}'"
-        )
+    if rows:
+        _check_columns(config.path, rows, columns, what)
     items: list[Item[T]] = []
     for row in rows:
         if config.limit is not None and len(items) >= config.limit:
@@ -73,6 +67,22 @@ def read_items(
     skips.used = len(items)
     skips.require_rows()
     return items, skips
+
+
+def _check_columns(path: str, rows: Sequence[Row], columns: Sequence[str], what: str) -> None:
+    """Check that each of the columns is in at least one row.
+
+    Raises:
+        DataError: a column is in none.
+    """
+    names = {name for row in rows for name in row.values}
+    missing = [name for name in columns if name not in names]
+    if missing:
+        raise DataError(
+            f"{path}: these are no {what}: there is no column {missing[0]!r} "
+            f"(there are: {', '.join(sorted(names)) or 'none'}). Columns with other names can be renamed: "
+            f"'dataset.columns={{{missing[0]}: their name}}'"
+        )
 
 
 def exclude(items: list[Item[T]], skips: RowCounts, why: Callable[[Item[T]], BadRow | None]) -> list[Item[T]]:
