@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf.commands.quickstart import check_lab_folder, prepare_lab
+from rlhf.compare.aggregate import read_cells, summarize, write_results
 from rlhf.compare.figures import write_figures
 from rlhf.compare.page import write_compare_page
 from rlhf.compare.plan import Plan, make_plan, read_plan
 from rlhf.compare.processes import start_cell
-from rlhf.compare.results import read_cells, summarize, write_results
+from rlhf.compare.results import ArmResult, FrontierPoint
 from rlhf.compare.scheduler import StartCell, run_cells
 from rlhf.compare.summary import format_interval, ranking, suite_tables, verdict
 from rlhf.config.compare import START_FOLDER, CompareConfig, LabConfig
@@ -93,8 +95,8 @@ def _prepare_lab(lab: LabConfig, console: Console) -> bool:
     return prepare_lab(folder, seed=lab.seed, console=console) is not None
 
 
-def exact_frontier_of(folder: Path) -> dict[str, list[dict[str, float]]]:
-    """Read the exact optimum's curve of score over KL, if exact_frontier.json is in the folder.
+def exact_frontier_of(folder: Path) -> tuple[FrontierPoint, ...] | None:
+    """Read the exact optimum's curve of score over KL; None if exact_frontier.json is not in the folder.
 
     Only a task that can be enumerated has one; whoever computed it puts the file there.
 
@@ -103,12 +105,14 @@ def exact_frontier_of(folder: Path) -> dict[str, list[dict[str, float]]]:
     """
     path = folder / EXACT_FRONTIER
     if not path.is_file():
-        return {}
+        return None
     try:
-        points = [{name: float(point[name]) for name in ("kl", "score")} for point in json.loads(path.read_bytes())]
+        points = [
+            FrontierPoint(kl=float(point["kl"]), score=float(point["score"])) for point in json.loads(path.read_bytes())
+        ]
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f'{path} should be a list of points like {{"kl": 1.5, "score": 2.0}}: {error!r}') from error
-    return {"exact_frontier": sorted(points, key=lambda point: point["kl"])}
+    return tuple(sorted(points, key=lambda point: point.kl))
 
 
 def _print_suite(suite: SuiteTable, console: Console) -> None:
@@ -130,23 +134,28 @@ def _report(plan: Plan, console: Console, *, required: bool = False) -> None:
         if required:
             raise UserError(f"{plan.folder}: the start model is not judged yet, so there is nothing to report")
         return
-    results = summarize(plan, cells) | exact_frontier_of(plan.folder)
+    results = replace(summarize(plan, cells), exact_frontier=exact_frontier_of(plan.folder))
     write_results(plan, results, cells)
     report = write_compare_page(plan, results, cells, write_figures(plan.folder, results))
     table = Table("arm", "judge's score", "gain over start", "KL, nats", "status", box=None, pad_edge=False)
-    for name in [*ranking(results), *(name for name in results["arms"] if name not in ranking(results))]:
-        arm = results["arms"][name]
-        kl, score = arm.get("kl"), arm.get("score")
-        bound = "≤ " if arm["kl_is_bound"] else ""
-        table.add_row(
-            name,
-            "" if score is None else f"{score:.2f}",
-            "" if score is None else format_interval(arm["gain"], sign=True),
-            "" if kl is None else f"{bound}{kl:.2f}",
-            arm["status"],
-        )
+    ranked = ranking(results)
+    for name in [*ranked, *(name for name in results.arms if name not in ranked)]:
+        table.add_row(name, *_row(results.arms[name]))
     console.print(table)
     for suite in suite_tables(results):
         _print_suite(suite, console)
     console.print(Text(printable(verdict(results))))
     console.print(Text(f"report  {report}"), soft_wrap=True)
+
+
+def _row(arm: ArmResult) -> list[str]:
+    """Format an arm for the terminal: score, gain, KL and status."""
+    if arm.final is None:
+        return ["", "", "", arm.status]
+    measures, bound = arm.final.measures, "≤ " if arm.kl_is_bound else ""
+    return [
+        "" if measures.score is None else f"{measures.score:.2f}",
+        "" if measures.score is None else format_interval(arm.final.gain, sign=True),
+        "" if measures.kl is None else f"{bound}{measures.kl:.2f}",
+        arm.status,
+    ]

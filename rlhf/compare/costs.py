@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import nn
 
-from rlhf.config.compare import BudgetConfig
+from rlhf.config.compare import BudgetConfig, BudgetUnit
 from rlhf.config.reward import EnsembleSource, ModelSource, RewardSourceConfig
 from rlhf.config.sections import OfflineConfig, TrainConfig
 from rlhf.factory.context import model_folder
@@ -43,7 +43,12 @@ class Costs:
         """Return the sum of these costs and `other`."""
         return Costs(**{key: value + getattr(other, key) for key, value in asdict(self).items()})
 
-    def record(self) -> dict[str, Any]:
+    def amount(self, unit: BudgetUnit) -> float:
+        """Return the cost in a budget's unit."""
+        amount: float = getattr(self, unit)
+        return float(amount)
+
+    def record(self) -> dict[str, int | float]:
         """Return the costs as a dictionary: the four units of a budget, and the two kinds of tokens."""
         return {**asdict(self), "tokens": self.tokens}
 
@@ -117,7 +122,7 @@ class CostTracker:
     @property
     def spent(self) -> bool:
         """Return whether the cost in the budget's unit has reached its limit."""
-        return float(self.total.record()[self.budget.unit]) >= self.budget.limit
+        return self.total.amount(self.budget.unit) >= self.budget.limit
 
     def spend(self, step: int, metrics: Mapping[str, float], *, tokens: int, seconds: float) -> None:
         """Add the costs of a step, and append the sum to costs.jsonl."""
@@ -129,7 +134,7 @@ class CostTracker:
 
     def _show_length(self, step: int) -> None:
         """Update the number of steps on the progress display, where only the budget determines it."""
-        spent = float(self.total.record()[self.budget.unit])
+        spent = self.total.amount(self.budget.unit)
         if self.budget.unit != "completions" and spent > 0:
             self.run.session.recorder.progress.total_steps = math.ceil(step * max(1.0, self.budget.limit / spent))
 

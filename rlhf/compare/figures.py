@@ -6,7 +6,7 @@ distinct only together with symbols and dashes, which is why no arm is identifie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from rlhf.compare.charts import (
-    AXES,
     CURVES,
     EXACT,
     INITIALLY_SHOWN,
     MAX_ALL_SHOWN,
-    Json,
     Style,
     by_seed,
     drawing_order,
@@ -32,7 +30,8 @@ from rlhf.compare.charts import (
     styles,
 )
 from rlhf.compare.page import FIGURES
-from rlhf.compare.summary import ranking
+from rlhf.compare.results import ComparisonResults
+from rlhf.compare.summary import UNITS, ranking
 
 # The page's colors by role, in the light (style.css).
 PALETTE = {
@@ -56,10 +55,10 @@ RC_PARAMS: Any = {
     },  # text stays text, bytes stay equal
 }
 
-PlotFunction = Callable[[Json, Mapping[str, Style]], Figure | None]
+PlotFunction = Callable[[ComparisonResults, Mapping[str, Style]], Figure | None]
 
 
-def write_figures(folder: Path, results: Json) -> list[tuple[str, str]]:
+def write_figures(folder: Path, results: ComparisonResults) -> list[tuple[str, str]]:
     """Draw every figure that there is data for into `folder`/figures, as PNG and SVG.
 
     Returns:
@@ -82,33 +81,37 @@ def write_figures(folder: Path, results: Json) -> list[tuple[str, str]]:
     return written
 
 
-def frontier(results: Json, drawn: Mapping[str, Style]) -> Figure:
+def frontier(results: ComparisonResults, drawn: Mapping[str, Style]) -> Figure:
     """Plot the judge's score against KL: every evaluation of every arm and seed, the last one larger."""
     figure, axes = _blank(7.2, 4.6)
     for arm, style in drawn.items():
         line_style, before = _line_style(style), len(axes.lines)
         for rows in by_seed(results, arm).values():
-            xs, ys = _columns([row for row in rows if row["kl"] is not None], "kl", "score")
+            measures = [row.measures for row in rows]
+            points = [(row.kl, row.score) for row in measures if row.kl is not None and row.score is not None]
+            xs, ys = [kl for kl, _ in points], [score for _, score in points]
             axes.plot(xs, ys, **line_style, linewidth=0.8, markersize=3, alpha=0.8)
             axes.plot(xs[-1:], ys[-1:], **line_style, markersize=7, linewidth=0)
-        if arm in results["best_of_n"]:
-            xs, ys = _columns(results["best_of_n"][arm], "kl", "score")
+        if arm in results.best_of_n:
+            curve = results.best_of_n[arm]
+            xs, ys = [point.kl for point in curve], [point.score for point in curve]
             axes.plot(xs, ys, **{**line_style, "linestyle": ":"}, linewidth=1.8, markersize=3)
         if axes.lines[before:]:
             axes.plot([], [], **line_style, linewidth=1.2, markersize=5, label=arm)
-    if results.get("exact_frontier"):
-        xs, ys = _columns(results["exact_frontier"], "kl", "score")
+    if results.exact_frontier:
+        xs, ys = [point.kl for point in results.exact_frontier], [point.score for point in results.exact_frontier]
         axes.plot(xs, ys, color="black", linewidth=1.4, linestyle="--", label=EXACT)
-    start = results["start_model"]["score"]
+    start = results.start_model.measures.score
+    assert start is not None, "a judged model has a score"
     axes.plot([0.0], [start], color=PALETTE["target"], marker="D", markersize=8, linewidth=0, label="start")
     axes.set(xlabel=KL_LABEL, ylabel="judge's score", title="Score against KL")
     _legend(figure, axes)
     return figure
 
 
-def learning_curves(results: Json, drawn: Mapping[str, Style]) -> Figure | None:
+def learning_curves(results: ComparisonResults, drawn: Mapping[str, Style]) -> Figure | None:
     """Plot every measure over the budget's unit: the mean over seeds, in a band from lowest to highest seed."""
-    unit = results["budget"]["unit"]
+    unit = results.budget.unit
     curves = {
         name: {arm: points for arm in drawn if (points := seed_means(by_seed(results, arm), name, unit))}
         for name, _, _ in CURVES
@@ -122,10 +125,10 @@ def learning_curves(results: Json, drawn: Mapping[str, Style]) -> Figure | None:
         for arm, points in curves[name].items():
             xs, means, lows, highs = (list(column) for column in zip(*points, strict=True))
             line_style = _line_style(drawn[arm])
-            if len(results["seeds"]) > 1 and arm in banded:
+            if len(results.seeds) > 1 and arm in banded:
                 axes.fill_between(xs, lows, highs, color=line_style["color"], alpha=0.13, linewidth=0)
             axes.plot(xs, means, **line_style, linewidth=1.4, markersize=3.5, label=arm)
-        axes.set(title=title, ylabel=axis, xlabel=AXES[unit])
+        axes.set(title=title, ylabel=axis, xlabel=UNITS[unit])
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     if len(drawn) > len(banded):
         figure.supxlabel(f"bands from the lowest seed to the highest: the best {len(banded)} only", fontsize=8)
@@ -133,45 +136,45 @@ def learning_curves(results: Json, drawn: Mapping[str, Style]) -> Figure | None:
     return figure
 
 
-def proxy_against_judge(results: Json, drawn: Mapping[str, Style]) -> Figure | None:
+def proxy_against_judge(results: ComparisonResults, drawn: Mapping[str, Style]) -> Figure | None:
     """Plot each arm's gain in both scores in its own panel; crosses where the reward is up and the judge down."""
     rows_of = {arm: rows for arm in drawn if len(rows := proxy_rows(results, arm)) > 1}
     if not rows_of:
         return None
-    unit = results["budget"]["unit"]
+    unit = results.budget.unit
     figure, grid = _grid(len(rows_of), columns=min(4, max(2, len(rows_of))), width=2.5, height=2.0)
     for axes, (arm, rows) in zip(grid, rows_of.items(), strict=False):
-        xs = [row["cost"] for row in rows]
-        for name, label, color, line in (("score", "judge", "s1", "-"), ("proxy", "trained-on reward", "s2", "--")):
-            gains = [row[name] - rows[0][name] for row in rows]
+        xs = [row.cost for row in rows]
+        judged, rewarded = [row.score - rows[0].score for row in rows], [row.proxy - rows[0].proxy for row in rows]
+        for gains, label, color, line in ((judged, "judge", "s1", "-"), (rewarded, "trained-on reward", "s2", "--")):
             axes.plot(xs, gains, color=PALETTE[color], linestyle=line, linewidth=1.3, label=label)
         marked = reward_hacking_points(results, arm)
         if marked:
-            ys = [score - rows[0]["score"] for _, score in marked]
+            ys = [score - rows[0].score for _, score in marked]
             axes.plot([x for x, _ in marked], ys, "X", color=PALETTE["s7"], label="reward up, judge down")
-        axes.set(title=arm, ylabel="gain", xlabel=AXES[unit])
+        axes.set(title=arm, ylabel="gain", xlabel=UNITS[unit])
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     _legend(figure, max(grid, key=lambda axes: len(axes.lines)))
     return figure
 
 
-def win_rates(results: Json, drawn: Mapping[str, Style]) -> Figure | None:
+def win_rates(results: ComparisonResults, drawn: Mapping[str, Style]) -> Figure | None:
     """Plot the percentage of prompts on which the row wins against the column, with 95 % intervals."""
     arms = ranking(results)
-    rates = {(row["a"], row["b"]): row for row in results["win_rates"]}
+    rates = {(row.a, row.b): row.rate for row in results.win_rates}
     if len(arms) < 2 or not rates:
         return None
     size = max(4.2, 0.62 * len(arms) + 1.4)
     figure, axes = _blank(size + 0.6, size)
-    values = [[100 * rates[a, b]["value"] if (a, b) in rates else 50.0 for b in arms] for a in arms]
+    values = [[100 * rates[a, b].value if (a, b) in rates else 50.0 for b in arms] for a in arms]
     shades = LinearSegmentedColormap.from_list("wins", [PALETTE["s2"], "#ffffff", PALETTE["s1"]])
     image = axes.imshow(values, cmap=shades, vmin=0, vmax=100)
     for i, a in enumerate(arms):
         for j, b in enumerate(arms):
-            row = rates.get((a, b))
-            if row is None:
+            rate = rates.get((a, b))
+            if rate is None:
                 continue
-            low, high = (round(100 * row[key]) for key in ("low", "high"))
+            low, high = round(100 * rate.low), round(100 * rate.high)
             color = "white" if abs(values[i][j] - 50) > 35 else "black"
             weight = "normal" if low <= 50 <= high else "bold"
             axes.text(j, i - 0.12, f"{values[i][j]:.0f}", ha="center", va="center", color=color, weight=weight)
@@ -185,22 +188,23 @@ def win_rates(results: Json, drawn: Mapping[str, Style]) -> Figure | None:
     return figure
 
 
-def costs(results: Json, drawn: Mapping[str, Style]) -> Figure | None:
+def costs(results: ComparisonResults, drawn: Mapping[str, Style]) -> Figure | None:
     """Plot what every arm spent, the mean over seeds, in each of the four units."""
-    costs_of = {arm: results["arms"][arm]["costs"] for arm in drawn if results["arms"][arm].get("costs")}
+    finals = results.finals
+    costs_of = {arm: spent for arm in drawn if arm in finals and (spent := finals[arm].costs) is not None}
     if not costs_of:
         return None
     figure, grid = _grid(4, columns=4, width=2.3, height=1.0 + 0.2 * len(costs_of), share_y=True)
     names = list(costs_of)[::-1]
-    for axes, (unit, label) in zip(grid, AXES.items(), strict=True):
+    for axes, (unit, label) in zip(grid, UNITS.items(), strict=True):
         colors = [PALETTE[drawn[arm].role] for arm in names]
-        hatches = ["////" if results["arms"][arm]["type"] == "best_of_n" else "" for arm in names]
-        axes.barh(names, [costs_of[arm][unit] for arm in names], color=colors, hatch=hatches, edgecolor="white")
+        hatches = ["////" if results.arms[arm].type == "best_of_n" else "" for arm in names]
+        axes.barh(names, [costs_of[arm].amount(unit) for arm in names], color=colors, hatch=hatches, edgecolor="white")
         axes.set_xlabel(label)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.grid(visible=False, axis="y")
         axes.margins(y=0.02)
-    if any(results["arms"][arm]["type"] == "best_of_n" for arm in names):
+    if any(results.arms[arm].type == "best_of_n" for arm in names):
         figure.supxlabel("hatched: paid at every use, and no part of the budget", fontsize=8)
     return figure
 
@@ -216,10 +220,6 @@ DRAWINGS: tuple[tuple[str, str, PlotFunction], ...] = (
 
 def _line_style(style: Style) -> dict[str, Any]:
     return {"color": PALETTE[style.role], "marker": MARKERS[style.symbol], "linestyle": LINES[style.dash]}
-
-
-def _columns(rows: Sequence[Json], *names: str) -> list[list[float]]:
-    return [[row[name] for row in rows] for name in names]
 
 
 def _blank(width: float, height: float) -> tuple[Figure, Axes]:

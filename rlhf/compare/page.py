@@ -1,4 +1,4 @@
-"""Write the report.html of a comparison: one self-contained page from the content of results.json and the cells."""
+"""Write the report.html of a comparison: one self-contained page from its results and the cells."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
+from rlhf.compare.aggregate import CellResult
 from rlhf.compare.charts import (
-    AXES,
     INITIALLY_SHOWN,
     MAX_ALL_SHOWN,
     Style,
@@ -22,8 +22,9 @@ from rlhf.compare.charts import (
     styles,
 )
 from rlhf.compare.plan import Plan
-from rlhf.compare.results import CellResult
+from rlhf.compare.results import ComparisonResults
 from rlhf.compare.summary import (
+    UNITS,
     cost_table,
     end_table,
     equal_kl_table,
@@ -35,6 +36,7 @@ from rlhf.compare.summary import (
 )
 from rlhf.config.compare import START_FOLDER
 from rlhf.config.load import dump
+from rlhf.config.reward import FunctionSource, ModelSource, RemoteSource, RewardSourceConfig
 from rlhf.config.sections import TrainConfig
 from rlhf.report.page import pair_details, write_page
 from rlhf.report.report_card import Table
@@ -79,17 +81,15 @@ GLYPHS = {
     **{"triangle-down": "▼", "cross": "✚", "x": "✖", "star": "★"},
 }
 
-Json = dict[str, Any]
-
 
 def write_compare_page(
-    plan: Plan, results: Json, cells: Sequence[CellResult], drawings: Sequence[tuple[str, str]] = ()
+    plan: Plan, results: ComparisonResults, cells: Sequence[CellResult], drawings: Sequence[tuple[str, str]] = ()
 ) -> Path:
     """Write report.html into the comparison's folder and return its path.
 
     Args:
         plan: the comparison.
-        results: the content of results.json.
+        results: its results.
         cells: what each cell's folder contains.
         drawings: the figures that write_figures drew: (name of the files without suffix, title).
     """
@@ -99,12 +99,12 @@ def write_compare_page(
         curve_charts(results, drawn),
         proxy_charts(results, drawn),
     )
-    configs = {name: plan.of(name)[0].config.train for name, arm in results["arms"].items() if arm["type"] == "train"}
+    configs = {name: plan.of(name)[0].config.train for name, arm in results.arms.items() if arm.type == "train"}
     return write_page(
         plan.folder / REPORT,
         "compare.html.j2",
         [frontier, *curves, *proxies],
-        title=results["name"],
+        title=results.name,
         facts=_facts(results),
         verdict=verdict(results),
         notes=[*notes(results), *parallel_note(plan.config.jobs)],
@@ -112,17 +112,17 @@ def write_compare_page(
         chips=chips(results, drawn),
         figures_in=FIGURES,
         drawings=drawings,
-        exact=bool(results.get("exact_frontier")),
+        exact=bool(results.exact_frontier),
         curves=curves,
-        axis=AXES[results["budget"]["unit"]],
+        axis=UNITS[results.budget.unit],
         matrix=win_matrix(results),
         end=end_table(results),
         suites=suite_tables(results),
         equal_kl=equal_kl_table(results),
         cost=cost_table(results),
         proxies=proxies,
-        gamed=[arm for arm in results["arms"] if reward_hacking_points(results, arm)],
-        prompts=side_by_side(list(results["arms"]), cells),
+        gamed=[arm for arm in results.arms if reward_hacking_points(results, arm)],
+        prompts=side_by_side(list(results.arms), cells),
         first_prompts=FIRST_PROMPTS,
         details=pair_details,
         differing=difference_table(configs),
@@ -140,14 +140,14 @@ class Chip:
     shown: bool
 
 
-def chips(results: Json, drawn: Mapping[str, Style]) -> list[Chip]:
+def chips(results: ComparisonResults, drawn: Mapping[str, Style]) -> list[Chip]:
     """Build a button for each arm that has anything to show; none if one chart has room for all arms.
 
     The buttons of the best arms are on at first.
     """
     if len(drawn) <= MAX_ALL_SHOWN:
         return []
-    with_data = {row["arm"] for row in results["evaluations"]} | set(results["best_of_n"])
+    with_data = {row.arm for row in results.evaluations} | set(results.best_of_n)
     return [
         Chip(arm, style.role, GLYPHS[style.symbol], rank < INITIALLY_SHOWN)
         for rank, (arm, style) in enumerate(drawn.items())
@@ -169,22 +169,30 @@ class Win:
         return self.share is not None and not self.low <= 50 <= self.high
 
 
-def win_matrix(results: Json) -> list[tuple[str, list[Win]]]:
+def win_matrix(results: ComparisonResults) -> list[tuple[str, list[Win]]]:
     """Build the matrix of win rates: (arm, its Win against each arm), both in the order of their scores."""
     wins = {
-        (row["a"], row["b"]): Win(*(round(100 * row[key]) for key in ("value", "low", "high")))
-        for row in results["win_rates"]
+        (row.a, row.b): Win(*(round(100 * x) for x in (row.rate.value, row.rate.low, row.rate.high)))
+        for row in results.win_rates
     }
     arms = ranking(results)
     return [(a, [wins.get((a, b), Win(None)) for b in arms]) for a in arms]
 
 
-def side_by_side(arms: Sequence[str], cells: Sequence[CellResult]) -> list[Json]:
+@dataclass(frozen=True)
+class PromptCompletions:
+    """The completions of one prompt: (arm, its record in judged.json)."""
+
+    prompt: str
+    completions: list[tuple[str, Mapping[str, Any]]]
+
+
+def side_by_side(arms: Sequence[str], cells: Sequence[CellResult]) -> list[PromptCompletions]:
     """Collect the completions of the first held-out prompts by the start model and every arm.
 
     Each model is that of its first finished cell.
     """
-    judged: dict[str, Sequence[Any]] = {}
+    judged: dict[str, Sequence[Mapping[str, Any]]] = {}
     for arm in (START_FOLDER, *arms):
         first = next((result for result in cells if result.cell.arm == arm and result.judged is not None), None)
         if first is not None and first.judged is not None:
@@ -192,12 +200,12 @@ def side_by_side(arms: Sequence[str], cells: Sequence[CellResult]) -> list[Json]
     if START_FOLDER not in judged:
         return []
     return [
-        {"prompt": row["prompt"], "completions": [(arm, rows[i]) for arm, rows in judged.items()]}
+        PromptCompletions(row["prompt"], [(arm, rows[i]) for arm, rows in judged.items()])
         for i, row in enumerate(judged[START_FOLDER][:PROMPTS])
     ]
 
 
-def difference_table(configs: Json) -> Table | None:
+def difference_table(configs: Mapping[str, TrainConfig]) -> Table | None:
     """Build the table of the settings on which two trained arms disagree; None with fewer than two arms."""
     if len(configs) < 2:
         return None
@@ -206,26 +214,33 @@ def difference_table(configs: Json) -> Table | None:
     return Table("Settings that differ", ["", *configs], rows)
 
 
-def _shown(values: Json, arm: str) -> str:
+def _shown(values: Mapping[str, Any], arm: str) -> str:
     if arm not in values:
         return "–"
     value = values[arm]
     return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _facts(results: Json) -> list[tuple[str, str]]:
-    budget = results["budget"]
-    judge, source = results["judge"], results["reward_source"]
-    facts = [
-        ("budget", f"{budget['limit']:,.0f} {AXES[budget['unit']]}"),
-        ("seeds", ", ".join(map(str, results["seeds"]))),
-        ("held-out prompts", f"{results['prompts']:,}"),
-        ("start", results["start"]),
-        ("judge", _source(judge)),
-        ("trained-on reward", _source(source) if source else "none"),
+def _facts(results: ComparisonResults) -> list[tuple[str, str]]:
+    budget, source = results.budget, results.reward_source
+    return [
+        ("budget", f"{budget.limit:,.0f} {UNITS[budget.unit]}"),
+        ("seeds", ", ".join(map(str, results.seeds))),
+        ("held-out prompts", f"{results.prompts:,}"),
+        ("start", results.start),
+        ("judge", _source(results.judge)),
+        ("trained-on reward", _source(source) if source is not None else "none"),
     ]
-    return [(name, str(value)) for name, value in facts]
 
 
-def _source(source: Json) -> str:
-    return str(source.get("target") or source.get("path") or source.get("url") or source["type"])
+def _source(source: RewardSourceConfig) -> str:
+    """Name a reward source: its function, its path or its address, otherwise its type."""
+    match source:
+        case FunctionSource():
+            return source.target
+        case ModelSource():
+            return source.path
+        case RemoteSource():
+            return source.url
+        case _:
+            return source.type

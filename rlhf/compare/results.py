@@ -1,335 +1,444 @@
-"""Summarize a comparison from its folders alone: results.json and results.parquet."""
+"""The results of a comparison, and results.json, which stores them; docs/compare.md defines each key.
+
+Each record has `record()`, its form in results.json, and `of(record)`, which reads that form back.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-import torch
-from datasets import Dataset
-from jaxtyping import Float
-from torch import Tensor
+from pydantic import TypeAdapter
 
-from rlhf.compare.costs import COSTS, Costs
-from rlhf.compare.plan import Cell, Plan
-from rlhf.compare.scheduler import failure_of
-from rlhf.compare.trial import Judgment, read_curve, read_suites, summarize_suites
-from rlhf.config.compare import START_FOLDER, BestOfNArm
-from rlhf.evaluation.frontier import score_at_kl
-from rlhf.evaluation.win_rate import Interval, bootstrap_crossed, length_controlled_win_rate, outcomes
-from rlhf.tracking.run_folder import RunFolder, write_atomically
-from rlhf.tracking.trackers import read_jsonl, to_json
+from rlhf.compare.costs import Costs
+from rlhf.config.compare import BudgetUnit
+from rlhf.config.reward import RewardSourceConfig
+from rlhf.evaluation.win_rate import Interval, LengthControlled
+from rlhf.tracking.run_folder import write_atomically
+from rlhf.tracking.trackers import to_json
 
 SCHEMA = 1
-RESULTS, TABLE = "results.json", "results.parquet"
+RESULTS = "results.json"
 
-MEASURES = {  # of a final model: name in results.json -> name in the metrics
-    "score": "eval/score",
-    "score_std": "eval/score_std",
-    "proxy": "eval/proxy",
-    "kl": "eval/kl",
-    "kl_se": "eval/kl_se",
-    "kl_exact": "eval/kl_exact",
-    "kl_exact_se": "eval/kl_exact_se",
-    "reference_perplexity": "eval/reference_perplexity",
-    "length": "eval/length",
-    "finished": "eval/finished",
-    "distinct_1": "eval/distinct_1",
-    "distinct_2": "eval/distinct_2",
-    "distinct_3": "eval/distinct_3",
-    "repetition": "eval/repetition",
-    "entropy": "eval/entropy",
-}
-
-KLS = ("kl", "kl_se", "kl_exact", "kl_exact_se")
-
-Json = dict[str, Any]
+ArmType = Literal["train", "best_of_n"]
+Status = Literal["done", "partly done", "failed", "unfinished"]
 
 
-@dataclass(frozen=True)
-class CellResult:
-    """A cell and the content of its folder."""
+@dataclass(frozen=True, kw_only=True)
+class Measures:
+    """What is measured of a model on the held-out prompts; None for what was not measured."""
 
-    cell: Cell
-    judged: Judgment | None
+    score: float | None = None
+    score_std: float | None = None
+    proxy: float | None = None
+    kl: float | None = None
+    kl_se: float | None = None
+    kl_exact: float | None = None
+    kl_exact_se: float | None = None
+    reference_perplexity: float | None = None
+    length: float | None = None
+    finished: float | None = None
+    distinct_1: float | None = None
+    distinct_2: float | None = None
+    distinct_3: float | None = None
+    repetition: float | None = None
+    entropy: float | None = None
+
+    def value(self, name: str) -> float | None:
+        """Return the measure of that name."""
+        value: float | None = getattr(self, name)
+        return value
+
+    def record(self) -> dict[str, object]:
+        """Return the measures by name."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Measures:
+        """Build the measures from a record that contains them."""
+        return cls(**{name: record[name] for name in MEASURES})
+
+    @classmethod
+    def of_metrics(cls, metrics: Mapping[str, float | None]) -> Measures:
+        """Build the measures from the metrics of an evaluation."""
+        return cls(**{name: metrics.get(key) for name, key in MEASURES.items()})
+
+
+MEASURES = {name: f"eval/{name}" for name in Measures.__dataclass_fields__}  # measure -> metric
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """An evaluation during training, with the costs of the run so far."""
+
+    arm: str
+    seed: int
+    step: int
+    measures: Measures
+    costs: Costs
+
+    def record(self) -> dict[str, object]:
+        """Return the evaluation as results.json has it.
+
+        The costs are in the order of a line of costs.jsonl, which is alphabetical. Before the first step there is no
+        such line, and they are in the order of `Costs`.
+        """
+        costs = self.costs.record()
+        ordered = costs if self.costs == Costs() else dict(sorted(costs.items()))
+        return {"arm": self.arm, "seed": self.seed, "step": self.step, **self.measures.record(), **ordered}
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Evaluation:
+        """Build the evaluation from the dictionary that `record` returned."""
+        return cls(
+            arm=record["arm"],
+            seed=record["seed"],
+            step=record["step"],
+            measures=Measures.of(record),
+            costs=Costs.of(record),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteFigure:
+    """One figure of a suite: the mean over seeds, its interval, and its gain over the start model, paired by row."""
+
+    value: float
+    low: float | None  # None where the figure has no number for each row
+    high: float | None
+    gain: Interval | None = None
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> SuiteFigure:
+        """Build the figure from its form in results.json."""
+        return cls(value=record["value"], low=record["low"], high=record["high"], gain=_interval(record["gain"]))
+
+
+Suites = Mapping[str, Mapping[str, SuiteFigure]]  # suite -> figure
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurvePoint:
+    """A point of best-of-n's curve: the scores expected of the best of n samples."""
+
+    n: float
+    kl: float  # its upper bound
+    score: float
+    proxy: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontierPoint:
+    """A point of the exact optimum's curve."""
+
+    kl: float
+    score: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanCosts:
+    """The mean over seeds of an arm's costs."""
+
+    completions: float
+    generated_tokens: float
+    trained_tokens: float
+    flops: float
+    seconds: float
+    tokens: float
+
+    def amount(self, unit: BudgetUnit) -> float:
+        """Return the cost in a budget's unit."""
+        amount: float = getattr(self, unit)
+        return amount
+
+
+@dataclass(frozen=True, kw_only=True)
+class EqualKl:
+    """The score of an arm at the KL at which all arms are compared; None where no seed reached it."""
+
+    kl: float
+    score: float | None
+    low: float | None  # the lowest seed
+    high: float | None
+    seeds: int  # that reached it
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeedResult:
+    """One arm with one seed."""
+
+    seed: int
+    status: Status
     error: str | None
-    evaluations: list[Json]  # during training, in order; each with the costs so far
+    folder: str
+    measures: Measures
     costs: Costs | None
-    suites: dict[str, Json]
-    peak_memory_mb: float | None  # of the process that trained; None if nothing was trained
+
+    def record(self) -> dict[str, object]:
+        """Return the seed's result as results.json has it."""
+        return {
+            "seed": self.seed,
+            "status": self.status,
+            "error": self.error,
+            "folder": self.folder,
+            **self.measures.record(),
+            "costs": self.costs.record() if self.costs is not None else None,
+        }
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> SeedResult:
+        """Build the seed's result from the dictionary that `record` returned."""
+        return cls(
+            seed=record["seed"],
+            status=record["status"],
+            error=record["error"],
+            folder=record["folder"],
+            measures=Measures.of(record),
+            costs=Costs.of(record["costs"]) if record["costs"] is not None else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinalModels:
+    """The final models of an arm: means over its finished seeds, and what they gain over the start model."""
+
+    measures: Measures
+    gain: Interval
+    gain_in_std: Interval | None  # None where the start model's scores are all equal
+    win_rate_over_start: Interval
+    length_controlled_win_rate_over_start: LengthControlled
+    at_equal_kl: EqualKl | None  # None where the comparison has no equal KL
+    costs: MeanCosts | None
+
+    def record(self) -> dict[str, object]:
+        """Return the keys that an arm has in results.json once a seed is finished."""
+        record = asdict(self)
+        return {**record.pop("measures"), **record}
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> FinalModels:
+        """Build the final models from a record that contains them."""
+        reached, costs = record["at_equal_kl"], record["costs"]
+        return cls(
+            measures=Measures.of(record),
+            gain=Interval(**record["gain"]),
+            gain_in_std=_interval(record["gain_in_std"]),
+            win_rate_over_start=Interval(**record["win_rate_over_start"]),
+            length_controlled_win_rate_over_start=LengthControlled(**record["length_controlled_win_rate_over_start"]),
+            at_equal_kl=EqualKl(**reached) if reached is not None else None,
+            costs=MeanCosts(**costs) if costs is not None else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmResult:
+    """One arm over all seeds."""
+
+    type: ArmType
+    preset: str | None  # of a trained arm, where it has one
+    n: int | None  # of best-of-n
+    kl_is_bound: bool
+    status: Status
+    peak_memory_mb: float | None  # the most that a process of the arm held in training; None if nothing is trained
+    seeds: tuple[SeedResult, ...]
+    final: FinalModels | None  # None until a seed is finished
+    suites: Suites
+
+    def record(self) -> dict[str, object]:
+        """Return the arm as results.json has it."""
+        return {
+            "type": self.type,
+            "preset": self.preset,
+            "n": self.n,
+            "kl_is_bound": self.kl_is_bound,
+            "status": self.status,
+            "peak_memory_mb": self.peak_memory_mb,
+            "seeds": [seed.record() for seed in self.seeds],
+            **(self.final.record() if self.final is not None else {}),
+            "suites": _suites_record(self.suites),
+        }
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> ArmResult:
+        """Build the arm from the dictionary that `record` returned."""
+        return cls(
+            type=record["type"],
+            preset=record["preset"],
+            n=record["n"],
+            kl_is_bound=record["kl_is_bound"],
+            status=record["status"],
+            peak_memory_mb=record["peak_memory_mb"],
+            seeds=tuple(SeedResult.of(seed) for seed in record["seeds"]),
+            final=FinalModels.of(record) if "gain" in record else None,
+            suites=_suites_of(record["suites"]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WinRate:
+    """How often arm `a` scores higher than arm `b`, over the prompts and the seeds that both have finished."""
+
+    a: str
+    b: str
+    rate: Interval
+    length_controlled: LengthControlled
+    difference: Interval  # of the scores
+    seeds: int
+
+    def record(self) -> dict[str, object]:
+        """Return the win rate as results.json has it."""
+        return {
+            "a": self.a,
+            "b": self.b,
+            **asdict(self.rate),
+            "length_controlled": asdict(self.length_controlled),
+            "difference": asdict(self.difference),
+            "seeds": self.seeds,
+        }
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> WinRate:
+        """Build the win rate from the dictionary that `record` returned."""
+        return cls(
+            a=record["a"],
+            b=record["b"],
+            rate=Interval(record["value"], record["low"], record["high"]),
+            length_controlled=LengthControlled(**record["length_controlled"]),
+            difference=Interval(**record["difference"]),
+            seeds=record["seeds"],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartModel:
+    """The model that every arm starts from."""
+
+    measures: Measures
+    spread: float  # standard deviation of its scores over prompts
+    suites: Suites
+
+    def record(self) -> dict[str, object]:
+        """Return the start model as results.json has it."""
+        return {**self.measures.record(), "spread": self.spread, "suites": _suites_record(self.suites)}
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> StartModel:
+        """Build the start model from the dictionary that `record` returned."""
+        return cls(measures=Measures.of(record), spread=record["spread"], suites=_suites_of(record["suites"]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What every trained arm may spend."""
+
+    unit: BudgetUnit
+    limit: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonResults:
+    """The results of a comparison, everything that its page shows except the completions."""
+
+    name: str
+    start: str
+    judge: RewardSourceConfig
+    reward_source: RewardSourceConfig | None
+    judge_is_trained_on: bool
+    budget: Budget
+    seeds: tuple[int, ...]
+    prompts: int  # held-out prompts
+    start_model: StartModel
+    equal_kl: float | None  # nats; None where no KL is common to all
+    arms: Mapping[str, ArmResult]
+    win_rates: tuple[WinRate, ...]
+    evaluations: tuple[Evaluation, ...]
+    best_of_n: Mapping[str, tuple[CurvePoint, ...]]  # by arm, the mean over seeds
+    exact_frontier: tuple[FrontierPoint, ...] | None = None  # of a task whose completions can be enumerated
 
     @property
-    def status(self) -> str:
-        """Return the status of the cell: done, failed or unfinished."""
-        return "done" if self.judged is not None else "failed" if self.error is not None else "unfinished"
+    def finals(self) -> dict[str, FinalModels]:
+        """Return the final models of each arm that has finished a seed."""
+        return {name: arm.final for name, arm in self.arms.items() if arm.final is not None}
 
-
-def read_cells(plan: Plan) -> list[CellResult]:
-    """Read the folder of every cell."""
-    return [_read(cell) for cell in plan.cells]
-
-
-def summarize(plan: Plan, cells: Sequence[CellResult]) -> Json:
-    """Compute the content of results.json; docs/compare.md defines each key."""
-    config = plan.config
-    start = {
-        result.cell.seed: result.judged
-        for result in cells
-        if result.cell.arm == START_FOLDER and result.judged is not None
-    }
-    start_suites = {
-        result.cell.seed: result.suites
-        for result in cells
-        if result.cell.arm == START_FOLDER and result.judged is not None
-    }
-    assert start, "the start model is judged before any arm"
-    spread = fmean(float(judged.column("score").std(correction=0)) for judged in start.values())
-    arms = {name: [result for result in cells if result.cell.arm == name] for name in config.arms}
-    level = config.equal_kl or _common_kl(arms)
-    proxy = cells[0].cell.config.proxy
-    judge = cells[0].cell.config.train.eval.source
-    assert judge is not None
-    return {
-        "schema": SCHEMA,
-        "name": config.name,
-        "start": cells[0].cell.config.train.policy.model,
-        "judge": judge.model_dump(mode="json"),
-        "reward_source": proxy.model_dump(mode="json") if proxy is not None else None,
-        "judge_is_trained_on": judge == proxy,
-        "budget": {"unit": config.budget.unit, "limit": config.budget.limit},
-        "seeds": list(config.seeds),
-        "prompts": len(next(iter(start.values())).rows),
-        "start_model": {
-            **_measures([judged.metrics for judged in start.values()]),
-            "spread": spread,
-            "suites": summarize_suites(list(start_suites.values()), list(start_suites.values())),
-        },
-        "equal_kl": level,
-        "arms": {
-            name: _arm(name, arm_cells, start, spread, level) | {"suites": _suites(arm_cells, start_suites)}
-            for name, arm_cells in arms.items()
-        },
-        "win_rates": _win_rates(arms),
-        "evaluations": [row for result in cells for row in result.evaluations],
-        "best_of_n": {name: curve for name, arm_cells in arms.items() if (curve := _curve(arm_cells))},
-    }
-
-
-def write_results(plan: Plan, results: Json, cells: Sequence[CellResult]) -> None:
-    """Write results.json, and results.parquet with one row for each evaluation, final model and n of best-of-n."""
-    write_atomically(plan.folder / RESULTS, json.dumps(to_json(results), indent=1, ensure_ascii=False) + "\n")
-    columns = ("kind", "arm", "seed", "step", "n", *MEASURES, *Costs().record())
-    rows = [{name: to_json(row.get(name)) for name in columns} for row in _table_rows(results, cells)]
-    floats = set(columns) - {"kind", "arm", "seed", "step"}
-    table = {
-        name: [float(row[name]) if name in floats and row[name] is not None else row[name] for row in rows]
-        for name in columns
-    }
-    temporary = plan.folder / f".{TABLE}.new"
-    Dataset.from_dict(table).to_parquet(str(temporary))
-    temporary.replace(plan.folder / TABLE)
-
-
-def scores_of(cells: Sequence[CellResult], seeds: Sequence[int]) -> Float[Tensor, "S P"]:
-    """Return the judge's score of every held-out prompt, one row for each seed."""
-    return _column(cells, seeds, "score")
-
-
-def _column(cells: Sequence[CellResult], seeds: Sequence[int], name: str) -> Float[Tensor, "S P"]:
-    by_seed = {result.cell.seed: result.judged for result in cells if result.judged is not None}
-    return torch.stack([by_seed[seed].column(name) for seed in seeds])
-
-
-def common_seeds(*arms: Sequence[CellResult]) -> list[int]:
-    """Return the seeds that all arms have finished."""
-    done = [{result.cell.seed for result in cells if result.judged is not None} for cells in arms]
-    return sorted(set.intersection(*done)) if done else []
-
-
-def _read(cell: Cell) -> CellResult:
-    costs = {row["step"]: row for row in read_jsonl(cell.folder / COSTS)}
-    judged = Judgment.read(cell.folder)
-    rows = []
-    for metrics in RunFolder(cell.folder).read_metrics() if cell.config.budget is not None else []:
-        if metrics.get("eval/score") is not None:
-            spent = costs.get(metrics["step"], Costs().record())
-            measures = {name: metrics.get(key) for name, key in MEASURES.items()}
-            spent = {key: value for key, value in spent.items() if key != "step"}
-            rows.append({"arm": cell.arm, "seed": cell.seed, "step": metrics["step"], **measures, **spent})
-    return CellResult(
-        cell=cell,
-        judged=judged,
-        error=failure_of(cell.folder),
-        evaluations=with_known_kl(rows, judged.metrics if judged is not None else {}),
-        costs=Costs.of(costs[max(costs)]) if costs else None,
-        suites=read_suites(cell.folder),
-        peak_memory_mb=max((row["peak_memory_mb"] for row in RunFolder(cell.folder).read_timings()), default=None),
-    )
-
-
-def with_known_kl(evaluations: list[Json], judged: Mapping[str, float | None]) -> list[Json]:
-    """Fill in KLs that a run did not measure: 0 at its start, and at its end that of the judged model.
-
-    Args:
-        evaluations: of one run, in order.
-        judged: the metrics of its final model; empty if it has not been judged.
-    """
-    if not evaluations:
-        return evaluations
-    first, *others = evaluations
-    if first["step"] == 0 and first["kl"] is None:
-        first = {**first, **dict.fromkeys(KLS, 0.0)}
-    if others and others[-1]["kl"] is None:
-        others[-1] = {**others[-1], **{name: judged.get(MEASURES[name]) for name in KLS}}
-    return [first, *others]
-
-
-def _arm(
-    name: str, cells: Sequence[CellResult], start: Mapping[int, Judgment], spread: float, level: float | None
-) -> Json:
-    done = [result for result in cells if result.judged is not None]
-    per_seed = [
-        {
-            "seed": result.cell.seed,
-            "status": result.status,
-            "error": result.error,
-            "folder": f"{name}/seed-{result.cell.seed}",
-            **_measures([result.judged.metrics] if result.judged is not None else []),
-            "costs": result.costs.record() if result.costs is not None else None,
+    def record(self) -> dict[str, object]:
+        """Return the content of results.json."""
+        record: dict[str, object] = {
+            "schema": SCHEMA,
+            "name": self.name,
+            "start": self.start,
+            "judge": self.judge.model_dump(mode="json"),
+            "reward_source": self.reward_source.model_dump(mode="json") if self.reward_source is not None else None,
+            "judge_is_trained_on": self.judge_is_trained_on,
+            "budget": asdict(self.budget),
+            "seeds": list(self.seeds),
+            "prompts": self.prompts,
+            "start_model": self.start_model.record(),
+            "equal_kl": self.equal_kl,
+            "arms": {name: arm.record() for name, arm in self.arms.items()},
+            "win_rates": [rate.record() for rate in self.win_rates],
+            "evaluations": [evaluation.record() for evaluation in self.evaluations],
+            "best_of_n": {name: _points_record(curve) for name, curve in self.best_of_n.items()},
         }
-        for result in cells
-    ]
-    arm_config = cells[0].cell.config
-    algorithm = arm_config.train.algorithm
-    summary: Json = {
-        "type": "best_of_n" if arm_config.best_of_n is not None else "train",
-        "preset": None if arm_config.best_of_n is not None else algorithm.preset,
-        "n": arm_config.best_of_n.n if isinstance(arm_config.best_of_n, BestOfNArm) else None,
-        "kl_is_bound": arm_config.best_of_n is not None,
-        "status": _status(cells),
-        "peak_memory_mb": max(
-            (result.peak_memory_mb for result in cells if result.peak_memory_mb is not None), default=None
-        ),
-        "seeds": per_seed,
-    }
-    if not done:
-        return summary
-    seeds = [result.cell.seed for result in done]
-    finals = scores_of(done, seeds)
-    starts = torch.stack([start[seed].column("score") for seed in seeds])
-    longer = _column(done, seeds, "length") - torch.stack([start[seed].column("length") for seed in seeds])
-    gain = bootstrap_crossed(finals - starts)
-    costs = [result.costs.record() for result in done if result.costs is not None]
-    return summary | {
-        **_measures([result.judged.metrics for result in done if result.judged is not None]),
-        "gain": _interval(gain),
-        "gain_in_std": {key: value / spread for key, value in _interval(gain).items()} if spread else None,
-        "win_rate_over_start": _interval(bootstrap_crossed(outcomes(finals, starts))),
-        "length_controlled_win_rate_over_start": _at_equal_length(outcomes(finals, starts), longer),
-        "at_equal_kl": _at_equal_kl(done, level),
-        "costs": {key: fmean(row[key] for row in costs) for key in costs[0]} if costs else None,
-    }
+        if self.exact_frontier is not None:
+            record["exact_frontier"] = _points_record(self.exact_frontier)
+        return record
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> ComparisonResults:
+        """Build the results from the content of results.json."""
+        exact, proxy = record.get("exact_frontier"), record["reward_source"]
+        return cls(
+            name=record["name"],
+            start=record["start"],
+            judge=_source_of(record["judge"]),
+            reward_source=_source_of(proxy) if proxy is not None else None,
+            judge_is_trained_on=record["judge_is_trained_on"],
+            budget=Budget(**record["budget"]),
+            seeds=tuple(record["seeds"]),
+            prompts=record["prompts"],
+            start_model=StartModel.of(record["start_model"]),
+            equal_kl=record["equal_kl"],
+            arms={name: ArmResult.of(arm) for name, arm in record["arms"].items()},
+            win_rates=tuple(WinRate.of(rate) for rate in record["win_rates"]),
+            evaluations=tuple(Evaluation.of(evaluation) for evaluation in record["evaluations"]),
+            best_of_n={
+                name: tuple(CurvePoint(**point) for point in curve) for name, curve in record["best_of_n"].items()
+            },
+            exact_frontier=tuple(FrontierPoint(**point) for point in exact) if exact is not None else None,
+        )
+
+    def write(self, folder: Path) -> None:
+        """Write results.json atomically."""
+        text = json.dumps(to_json(self.record()), indent=1, ensure_ascii=False)
+        write_atomically(folder / RESULTS, text + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> ComparisonResults:
+        """Read results.json, as `write` left it."""
+        return cls.of(json.loads((folder / RESULTS).read_text(encoding="utf-8")))
 
 
-def _suites(cells: Sequence[CellResult], start: Mapping[int, Mapping[str, Json]]) -> Json:
-    done = [result for result in cells if result.judged is not None]
-    return summarize_suites([result.suites for result in done], [start[result.cell.seed] for result in done])
+def _interval(record: Mapping[str, float] | None) -> Interval | None:
+    return Interval(**record) if record is not None else None
 
 
-def _status(cells: Sequence[CellResult]) -> str:
-    statuses = {result.status for result in cells}
-    return statuses.pop() if len(statuses) == 1 else "partly done" if "done" in statuses else "failed"
+def _source_of(record: Mapping[str, Any]) -> RewardSourceConfig:
+    source: RewardSourceConfig = TypeAdapter(RewardSourceConfig).validate_python(record)
+    return source
 
 
-def _measures(metrics: Sequence[Mapping[str, float | None]]) -> Json:
-    """Compute the means over seeds; null for what was not measured."""
-    means: Json = {}
-    for name, key in MEASURES.items():
-        values = [value for row in metrics if (value := row.get(key)) is not None]
-        means[name] = fmean(values) if values else None
-    return means
+def _points_record(points: Sequence[CurvePoint | FrontierPoint]) -> list[dict[str, float]]:
+    return [asdict(point) for point in points]
 
 
-def _points(result: CellResult) -> list[tuple[float, float]]:
-    """Return the (KL, score) points of a cell: its evaluations, or best-of-n's curve."""
-    if result.cell.config.best_of_n is not None:
-        return [(point["kl"], point["score"]) for point in read_curve(result.cell.folder)]
-    return [(row["kl"], row["score"]) for row in result.evaluations if row["kl"] is not None]
+def _suites_record(suites: Suites) -> dict[str, object]:
+    return {suite: {name: asdict(figure) for name, figure in figures.items()} for suite, figures in suites.items()}
 
 
-def _common_kl(arms: Mapping[str, Sequence[CellResult]]) -> float | None:
-    """Return the highest KL in nats that every finished cell has reached; None if there is none above 0."""
-    reached = [
-        max(kl for kl, _ in points)
-        for cells in arms.values()
-        for result in cells
-        if result.judged is not None and (points := _points(result))
-    ]
-    return min(reached) if reached and min(reached) > 0 else None
-
-
-def _at_equal_kl(done: Sequence[CellResult], level: float | None) -> Json | None:
-    if level is None:
-        return None
-    values = [score_at_kl(_points(result), level) for result in done]
-    reached = [value for value in values if value is not None]
+def _suites_of(record: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Suites:
     return {
-        "kl": level,
-        "score": fmean(reached) if reached else None,
-        "low": min(reached) if reached else None,
-        "high": max(reached) if reached else None,
-        "seeds": len(reached),
+        suite: {name: SuiteFigure.of(figure) for name, figure in figures.items()} for suite, figures in record.items()
     }
-
-
-def _win_rates(arms: Mapping[str, Sequence[CellResult]]) -> list[Json]:
-    rates: dict[tuple[str, str], Json] = {}
-    for a in arms:
-        for b in arms:
-            seeds = common_seeds(arms[a], arms[b])
-            if a != b and seeds:
-                left, right = scores_of(arms[a], seeds), scores_of(arms[b], seeds)
-                longer = _column(arms[a], seeds, "length") - _column(arms[b], seeds, "length")
-                wins, other = outcomes(left, right), rates.get((b, a))
-                rates[a, b] = {
-                    **{"a": a, "b": b, **_interval(bootstrap_crossed(wins))},
-                    "length_controlled": _swapped(other) if other is not None else _at_equal_length(wins, longer),
-                    "difference": _interval(bootstrap_crossed(left - right)),
-                    "seeds": len(seeds),
-                }
-    return list(rates.values())
-
-
-def _at_equal_length(wins: Float[Tensor, "S P"], longer: Float[Tensor, "S P"]) -> Json:
-    return asdict(length_controlled_win_rate(wins, longer))
-
-
-def _swapped(row: Json) -> Json:
-    """Compute the length-controlled win rate of the same pair with its sides exchanged."""
-    rate = row["length_controlled"]
-    return {**rate, "value": 1 - rate["value"], "low": 1 - rate["high"], "high": 1 - rate["low"]}
-
-
-def _interval(interval: Interval) -> dict[str, float]:
-    return {"value": interval.value, "low": interval.low, "high": interval.high}
-
-
-def _curve(cells: Sequence[CellResult]) -> list[dict[str, float]]:
-    """Compute best-of-n's curve, the mean over seeds."""
-    curves = [curve for result in cells if (curve := read_curve(result.cell.folder))]
-    return [{key: fmean(point[key] for point in points) for key in points[0]} for points in zip(*curves, strict=False)]
-
-
-def _table_rows(results: Json, cells: Sequence[CellResult]) -> list[Json]:
-    rows = [{"kind": "evaluation", **row} for row in results["evaluations"]]
-    for result in cells:
-        if result.judged is not None:
-            costs = (result.costs or Costs()).record()
-            measures = _measures([result.judged.metrics])
-            rows.append({"kind": "final", "arm": result.cell.arm, "seed": result.cell.seed, **measures, **costs})
-        for point in read_curve(result.cell.folder):
-            rows.append({"kind": "best_of_n", "arm": result.cell.arm, "seed": result.cell.seed, **point})
-    return rows

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from rlhf.compare.results import (
+    ArmResult,
+    ComparisonResults,
+    EqualKl,
+    FinalModels,
+    Measures,
+    SeedResult,
+    Status,
+    SuiteFigure,
+    WinRate,
+)
+from rlhf.config.compare import BudgetUnit
+from rlhf.evaluation.win_rate import Interval
 from rlhf.report.report_card import Table
 from rlhf.tracking.progress import format_duration, format_number
 
-Json = dict[str, Any]
-
-UNITS = {
+UNITS: dict[BudgetUnit, str] = {
     "completions": "completions",
     "tokens": "tokens, generated and trained",
     "flops": "estimated FLOPs",
@@ -18,91 +29,91 @@ UNITS = {
 }
 
 
-def verdict(results: Json) -> str:
+def verdict(results: ComparisonResults) -> str:
     """Write two sentences: which trained arm is best and by how much, and how it compares with the next."""
     ranked = ranking(results)
-    trained = [arm for arm in ranked if results["arms"][arm]["type"] == "train"]
+    trained = [arm for arm in ranked if results.arms[arm].type == "train"]
     if not ranked:
         return "No arm was finished, so there is nothing to compare. What went wrong is in the notes below."
     best = (trained or ranked)[0]
-    summary = results["arms"][best]
-    gain, in_std = format_interval(summary["gain"], sign=True), format_interval(summary["gain_in_std"], sign=True)
+    final = results.finals[best]
+    score = final.measures.score
+    assert score is not None, "ranked by its score"
+    gain, in_std = format_interval(final.gain, sign=True), format_interval(final.gain_in_std, sign=True)
+    kl = _kl(final.measures.kl, is_bound=results.arms[best].kl_is_bound)
     first = (
-        f"{best} has the highest score of the judge, {format_number(summary['score'])}: {gain} over the start model, "
-        f"or {in_std} of its standard deviations, {_kl(summary)} after {_budget(results)}."
+        f"{best} has the highest score of the judge, {format_number(score)}: {gain} over the start "
+        f"model, or {in_std} of its standard deviations, {kl} after {_budget(results)}."
     )
     return f"{first} {_second(results, best, [arm for arm in trained if arm != best])}"
 
 
-def _second(results: Json, best: str, others: Sequence[str]) -> str:
-    searched = [
-        arm for arm, summary in results["arms"].items() if summary["type"] == "best_of_n" and summary.get("gain")
-    ]
+def _second(results: ComparisonResults, best: str, others: Sequence[str]) -> str:
     search = "; ".join(
-        f"the best of {results['arms'][arm]['n']} samples of the start model gains "
-        f"{format_interval(results['arms'][arm]['gain'], sign=True)}"
-        for arm in searched
-        if arm != best
+        f"the best of {results.arms[arm].n} samples of the start model gains {format_interval(final.gain, sign=True)}"
+        for arm, final in results.finals.items()
+        if results.arms[arm].type == "best_of_n" and arm != best
     )
+    ending = f"; {search}" if search else ""
     if not others:
-        return f"There is no other trained arm to compare it with{'; ' + search if search else ''}."
-    rate = next((row for row in results["win_rates"] if row["a"] == best and row["b"] == others[0]), None)
-    if rate is None:
-        return f"{others[0]}, the next, has no seed in common with it{'; ' + search if search else ''}."
-    apart = rate["difference"]["low"] > 0 or rate["difference"]["high"] < 0
-    judged = "the difference is clear of zero" if apart else "these data do not tell the two apart"
+        return f"There is no other trained arm to compare it with{ending}."
+    pair = next((rate for rate in results.win_rates if (rate.a, rate.b) == (best, others[0])), None)
+    if pair is None:
+        return f"{others[0]}, the next, has no seed in common with it{ending}."
+    return f"{_against(pair)}{ending}."
+
+
+def _against(pair: WinRate) -> str:
+    """Say how the best trained arm does against the next."""
+    clear = pair.difference.low > 0 or pair.difference.high < 0
+    judged = "the difference is clear of zero" if clear else "these data do not tell the two apart"
     return (
-        f"Against {others[0]}, the next, it wins {format_percent(rate)} of the prompts and scores "
-        f"{format_interval(rate['difference'], sign=True)} higher, so {judged}{'; ' + search if search else ''}."
+        f"Against {pair.b}, the next, it wins {format_percent(pair.rate)} of the prompts and scores "
+        f"{format_interval(pair.difference, sign=True)} higher, so {judged}"
     )
 
 
-def ranking(results: Json) -> list[str]:
+def ranking(results: ComparisonResults) -> list[str]:
     """Return the arms that have a final score, the best first."""
-    scored = {name: arm["score"] for name, arm in results["arms"].items() if arm.get("score") is not None}
-    return sorted(scored, key=lambda name: -scored[name])
+    scores = {name: score for name, final in results.finals.items() if (score := final.measures.score) is not None}
+    return sorted(scores, key=lambda name: -scores[name])
 
 
-def format_interval(estimate: Mapping[str, Any] | None, *, sign: bool = False) -> str:
+def format_interval(estimate: Interval | None, *, sign: bool = False) -> str:
     """Format a value with its 95 % interval."""
     if estimate is None:
         return "–"
-    texts = [f"{estimate[key]:{'+' if sign else ''}.2f}" for key in ("value", "low", "high")]
-    return f"{texts[0]} [{texts[1]}, {texts[2]}]"
+    value, low, high = (f"{x:{'+' if sign else ''}.2f}" for x in (estimate.value, estimate.low, estimate.high))
+    return f"{value} [{low}, {high}]"
 
 
-def format_percent(share: Mapping[str, Any]) -> str:
+def format_percent(share: Interval) -> str:
     """Format a share with its interval, in percent."""
-    value, low, high = (round(100 * share[key]) for key in ("value", "low", "high"))
+    value, low, high = (round(100 * x) for x in (share.value, share.low, share.high))
     return f"{value} % [{low}, {high}]"
 
 
-def notes(results: Json) -> list[str]:
+def notes(results: ComparisonResults) -> list[str]:
     """List the caveats for the reader: failed and unfinished cells, and limits of the comparison."""
-    lines = [
-        f"{name}, seed {cell['seed']}, failed: {cell['error']}"
-        for name, arm in results["arms"].items()
-        for cell in arm["seeds"]
-        if cell["status"] == "failed"
-    ]
-    unfinished = [
-        f"{name}, seed {cell['seed']}"
-        for name, arm in results["arms"].items()
-        for cell in arm["seeds"]
-        if cell["status"] == "unfinished"
-    ]
+    lines = [f"{name}, seed {cell.seed}, failed: {cell.error}" for name, cell in _cells_with(results, "failed")]
+    unfinished = [f"{name}, seed {cell.seed}" for name, cell in _cells_with(results, "unfinished")]
     if unfinished:
         lines.append(f"Not finished: {'; '.join(unfinished)}. The same command continues.")
-    if results["judge_is_trained_on"]:
+    if results.judge_is_trained_on:
         lines.append("The judge is the reward that the arms are trained on: gaming it cannot be seen. Set judge.")
-    if len(results["seeds"]) < 3:
-        count = len(results["seeds"])
+    if len(results.seeds) < 3:
+        count = len(results.seeds)
         lines.append(
             f"{count} seed{'s' if count > 1 else ''}: the intervals cover the variation between seeds only roughly."
         )
-    if any(arm["kl_is_bound"] for arm in results["arms"].values()):
+    if any(arm.kl_is_bound for arm in results.arms.values()):
         lines.append("Best-of-n trains nothing and is no part of the budget: its cost is paid at every use.")
     return lines
+
+
+def _cells_with(results: ComparisonResults, status: Status) -> list[tuple[str, SeedResult]]:
+    """List the cells of that status, each with the name of its arm."""
+    return [(name, cell) for name, arm in results.arms.items() for cell in arm.seeds if cell.status == status]
 
 
 def parallel_note(jobs: int) -> list[str]:
@@ -113,85 +124,76 @@ def parallel_note(jobs: int) -> list[str]:
     return [text] if jobs > 1 else []
 
 
-def end_table(results: Json) -> Table:
+def end_table(results: ComparisonResults) -> Table:
     """Build the table of the final models: the start model, then every arm, the best first."""
-    rows: list[list[Any]] = [["start model", *_row(results["start_model"]), "–", "–", "–", "–"]]
-    for name in ranking(results):
-        arm = results["arms"][name]
-        rate = arm["win_rate_over_start"]
-        rows.append(
-            [
-                *(
-                    name,
-                    *_row(arm),
-                    format_interval(arm["gain"], sign=True),
-                    format_interval(arm["gain_in_std"], sign=True),
-                ),
-                *(format_percent(rate), format_percent(arm["length_controlled_win_rate_over_start"])),
-            ]
-        )
+    rows: list[list[Any]] = [["start model", *_row(results.start_model.measures), "–", "–", "–", "–"]]
+    rows += [[name, *_end_row(results.arms[name], results.finals[name])] for name in ranking(results)]
     columns = ["", "score", "proxy", "KL, nats", "exact KL", "length", "finished", "distinct-2", "repetition"]
     gains = ["gain over start", "in its standard deviations", "win rate over start", "at equal length"]
     return Table("At the end", [*columns, *gains], rows)
 
 
+def _end_row(arm: ArmResult, final: FinalModels) -> list[Any]:
+    return [
+        *_row(final.measures, kl_is_bound=arm.kl_is_bound),
+        format_interval(final.gain, sign=True),
+        format_interval(final.gain_in_std, sign=True),
+        format_percent(final.win_rate_over_start),
+        format_percent(final.length_controlled_win_rate_over_start),
+    ]
+
+
 SUITE_FIGURES = 6  # the most figures of a suite that get a column
 
 
-def suite_tables(results: Json) -> list[Table]:
+def suite_tables(results: ComparisonResults) -> list[Table]:
     """Build a table for each suite: the start model, then every arm.
 
     Shares are in percent with intervals; the last column is the gain in the first figure.
     """
-    start = results["start_model"].get("suites") or {}
-    tables = []
-    for suite, figures in start.items():
-        names = list(figures)[:SUITE_FIGURES]
-        rows: list[list[Any]] = [["start model", *(_suite_value(figures[name], name) for name in names), "–"]]
-        for arm in ranking(results):
-            figures_of_arm = results["arms"][arm].get("suites", {}).get(suite)
-            if figures_of_arm is not None:
-                gain = _suite_gain(figures_of_arm[names[0]]["gain"])
-                rows.append(
-                    [_with_n(results, arm), *(_suite_value(figures_of_arm[name], name) for name in names), gain]
-                )
-        columns = ["", *(name.replace("_", " ") for name in names), f"{names[0].replace('_', ' ')}, gain in points"]
-        tables.append(Table(suite, columns, rows))
-    return tables
+    return [_suite_table(results, suite) for suite in results.start_model.suites]
 
 
-def _with_n(results: Json, arm: str) -> str:
-    n = results["arms"][arm]["n"]
+def _suite_table(results: ComparisonResults, suite: str) -> Table:
+    start = results.start_model.suites[suite]
+    names = list(start)[:SUITE_FIGURES]
+    rows: list[list[Any]] = [["start model", *(_suite_value(start[name], name) for name in names), "–"]]
+    for arm in ranking(results):
+        figures = results.arms[arm].suites.get(suite)
+        if figures is not None:
+            values = [_suite_value(figures[name], name) for name in names]
+            rows.append([_with_n(results, arm), *values, _suite_gain(figures[names[0]].gain)])
+    columns = ["", *(name.replace("_", " ") for name in names), f"{names[0].replace('_', ' ')}, gain in points"]
+    return Table(suite, columns, rows)
+
+
+def _with_n(results: ComparisonResults, arm: str) -> str:
+    n = results.arms[arm].n
     return arm if n is None else f"{arm}, n = {n}"
 
 
-def _suite_value(figure: Json, name: str) -> str:
+def _suite_value(figure: SuiteFigure, name: str) -> str:
     if name == "length":
-        return format_number(figure["value"])
-    text = f"{100 * figure['value']:.1f}"
-    return text if figure["low"] is None else f"{text} [{100 * figure['low']:.1f}, {100 * figure['high']:.1f}]"
+        return format_number(figure.value)
+    text = f"{100 * figure.value:.1f}"
+    if figure.low is None or figure.high is None:
+        return text
+    return f"{text} [{100 * figure.low:.1f}, {100 * figure.high:.1f}]"
 
 
-def _suite_gain(gain: Json | None) -> str:
+def _suite_gain(gain: Interval | None) -> str:
     if gain is None:
         return "–"
-    value, low, high = (f"{100 * gain[key]:+.1f}" for key in ("value", "low", "high"))
+    value, low, high = (f"{100 * x:+.1f}" for x in (gain.value, gain.low, gain.high))
     return f"{value} [{low}, {high}]"
 
 
-def equal_kl_table(results: Json) -> Table | None:
+def equal_kl_table(results: ComparisonResults) -> Table | None:
     """Build the table of every arm at the point where it first reached the common KL; None if there is none."""
-    level, start = results["equal_kl"], results["start_model"]["score"]
-    if level is None:
+    level, start = results.equal_kl, results.start_model.measures.score
+    if level is None or start is None:
         return None
-    rows = []
-    for name in ranking(results):
-        reached = results["arms"][name]["at_equal_kl"]
-        if reached["score"] is None:
-            rows.append([name, "not reached", None, None, 0])
-        else:
-            span = f"{reached['low']:.2f} to {reached['high']:.2f}"
-            rows.append([name, reached["score"], reached["score"] - start, span, reached["seeds"]])
+    rows = [[name, *_equal_kl_row(results.finals[name].at_equal_kl, start)] for name in ranking(results)]
     rows.sort(key=lambda row: -row[1] if isinstance(row[1], float) else float("inf"))
     return Table(
         f"At a KL of {format_number(level)} nats",
@@ -200,17 +202,22 @@ def equal_kl_table(results: Json) -> Table | None:
     )
 
 
-def cost_table(results: Json) -> Table:
+def _equal_kl_row(reached: EqualKl | None, start: float) -> list[Any]:
+    if reached is None or reached.score is None:
+        return ["not reached", None, None, 0]
+    return [reached.score, reached.score - start, f"{reached.low:.2f} to {reached.high:.2f}", reached.seeds]
+
+
+def cost_table(results: ComparisonResults) -> Table:
     """Build the table of what every arm spent, the mean over its seeds."""
     rows = []
-    for name, arm in results["arms"].items():
-        costs = arm.get("costs")
+    for name, final in results.finals.items():
+        arm, costs = results.arms[name], final.costs
         if costs is not None:
-            tokens = [round(costs[key]) for key in ("generated_tokens", "trained_tokens")]
-            when = "at every use" if arm["type"] == "best_of_n" else "once"
-            flops = f"{costs['flops']:.2e}"
-            spent = [round(costs["completions"]), *tokens, flops, format_duration(costs["seconds"])]
-            rows.append([name, *spent, _gigabytes(arm.get("peak_memory_mb")), when])
+            when = "at every use" if arm.type == "best_of_n" else "once"
+            amounts = [round(x) for x in (costs.completions, costs.generated_tokens, costs.trained_tokens)]
+            spent = [*amounts, f"{costs.flops:.2e}", format_duration(costs.seconds)]
+            rows.append([name, *spent, _gigabytes(arm.peak_memory_mb), when])
     columns = ["", "completions", "tokens generated", "tokens trained", "FLOPs, estimated", "seconds"]
     columns += ["peak memory, GB", "paid"]
     return Table("Mean over seeds", columns, rows)
@@ -220,22 +227,17 @@ def _gigabytes(megabytes: float | None) -> str:
     return "–" if megabytes is None else f"{megabytes / 1024:.1f}"
 
 
-def _row(summary: Json) -> list[Any]:
-    kl: Any = summary["kl"]
-    if summary.get("kl_is_bound"):
-        kl = f"≤ {summary['kl']:.2f}"
-    texts = [summary["length"], summary["finished"], summary["distinct_2"], summary["repetition"]]
-    return [summary["score"], summary["proxy"], kl, summary["kl_exact"], *texts]
+def _row(measures: Measures, *, kl_is_bound: bool = False) -> list[Any]:
+    kl = f"≤ {measures.kl:.2f}" if kl_is_bound else measures.kl
+    texts = [measures.length, measures.finished, measures.distinct_2, measures.repetition]
+    return [measures.score, measures.proxy, kl, measures.kl_exact, *texts]
 
 
-def _kl(summary: Json) -> str:
-    bound = "at most " if summary["kl_is_bound"] else ""
-    return (
-        f"at {bound}{format_number(summary['kl'])} nats of KL" if summary["kl"] is not None else "at a KL not measured"
-    )
+def _kl(kl: float | None, *, is_bound: bool) -> str:
+    bound = "at most " if is_bound else ""
+    return f"at {bound}{format_number(kl)} nats of KL" if kl is not None else "at a KL not measured"
 
 
-def _budget(results: Json) -> str:
-    budget = results["budget"]
-    limit = budget["limit"]
-    return f"{f'{limit:,.0f}' if limit == int(limit) < 1e9 else format_number(limit)} {UNITS[budget['unit']]}"
+def _budget(results: ComparisonResults) -> str:
+    limit = results.budget.limit
+    return f"{f'{limit:,.0f}' if limit == int(limit) < 1e9 else format_number(limit)} {UNITS[results.budget.unit]}"

@@ -10,9 +10,8 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -31,25 +30,23 @@ from rlhf.compare.costs import (
     sampling_flops,
 )
 from rlhf.compare.plan import Cell, read_cell
-from rlhf.config.compare import START_FOLDER, BestOfNArm, BudgetConfig, CellConfig
-from rlhf.config.load import dump, validate
+from rlhf.compare.results import CurvePoint
+from rlhf.compare.suites import run_suites
+from rlhf.config.compare import BestOfNArm, BudgetConfig, CellConfig
 from rlhf.data.prompts import load_prompts
 from rlhf.errors import ConfigError, UserError
 from rlhf.evaluation.diversity import diversity
 from rlhf.evaluation.frontier import curve_sizes, expected_best, kl_bound, picks
-from rlhf.evaluation.win_rate import bootstrap_crossed
 from rlhf.factory.context import model_folder
 from rlhf.factory.evaluation import evaluate_model
 from rlhf.factory.models import build_tokenizer, make_decode
 from rlhf.factory.rewards import build_source
 from rlhf.factory.run import build_run
 from rlhf.factory.sampler import Completer
-from rlhf.factory.suites import evaluate_suite, load_model_for_suite, write_result
 from rlhf.models.backbone import context_length
 from rlhf.runtime.distributed import is_main_process, shutdown
 from rlhf.runtime.engine import Engine, make_engine
 from rlhf.runtime.seeding import derive_seed
-from rlhf.suites.settings import AnswerSettings, SuiteSettings, find_suite
 from rlhf.tracking.run_folder import write_atomically
 from rlhf.tracking.trackers import encode_line, to_json
 from rlhf.training.rollout import sample_records
@@ -116,92 +113,6 @@ def judge_model(cell: CellConfig, path: str | None) -> Judgment:
     return Judgment(metrics, records)
 
 
-Json = dict[str, Any]
-
-FOLDER = "evals"
-
-
-def run_suites(cell: CellConfig, folder: Path, path: str | None) -> None:
-    """Run the suites of a cell that have no result yet, on the model in `path` (None: the start model)."""
-    target = path or cell.train.policy.model
-    for name, values in cell.suites.items():
-        file = folder / FOLDER / f"{name}.json"
-        if file.is_file():
-            continue
-        suite, task = find_suite(name)
-        settings = validate(suite.settings, values)
-        reused = _measured_before(cell, folder, file.name, settings)
-        if reused is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(file, reused)
-            continue
-        subject = load_model_for_suite(settings, target)
-        write_result(file, name, target, evaluate_suite(settings, subject, task), settings, subject)
-
-
-def _measured_before(cell: CellConfig, folder: Path, name: str, settings: SuiteSettings) -> str | None:
-    """Return the start model's result under another seed, where the suite's answers are greedy and so the same."""
-    if cell.arm != START_FOLDER or not (isinstance(settings, AnswerSettings) and settings.greedy):
-        return None
-    for path in sorted(folder.parent.glob(f"*/{FOLDER}/{name}")):
-        text = path.read_text(encoding="utf-8")
-        if {**json.loads(text)["config"], "seed": settings.seed} == dump(settings):
-            return text
-    return None
-
-
-def read_suites(folder: Path) -> dict[str, Json]:
-    """Read the results that `run_suites` wrote for a cell: suite -> result."""
-    return {
-        path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted((folder / FOLDER).glob("*.json"))
-    }
-
-
-def summarize_suites(results: Sequence[Mapping[str, Json]], starts: Sequence[Mapping[str, Json]]) -> Json:
-    """Summarize the suites of an arm over its seeds.
-
-    Args:
-        results: the suite results of every finished seed.
-        starts: the start model's, of the same seeds.
-
-    Returns:
-        suite -> figure -> value (the mean over seeds), low and high, and gain: the same for the paired difference from
-        the start model. Intervals are over prompts and seeds, for one seed the suite's own; null for a figure that has
-        no number for each row.
-    """
-    names = [name for name in (results[0] if results else {}) if all(name in seed for seed in results)]
-    return {name: _summary([seed[name] for seed in results], [seed.get(name) for seed in starts]) for name in names}
-
-
-def _summary(results: Sequence[Json], starts: Sequence[Json | None]) -> Json:
-    return {
-        figure: {"value": fmean(result["figures"][figure]["value"] for result in results)}
-        | _interval(results, figure)
-        | {"gain": _gain(results, starts, figure)}
-        for figure in results[0]["figures"]
-    }
-
-
-def _interval(results: Sequence[Json], figure: str) -> Json:
-    if len(results) == 1:
-        return {key: results[0]["figures"][figure].get(key) for key in ("low", "high")}
-    rows = [result["rows"].get(figure) for result in results]
-    if any(row is None or len(row) != len(rows[0]) for row in rows):
-        return {"low": None, "high": None}
-    interval = bootstrap_crossed(torch.tensor(rows, dtype=torch.float64))
-    return {"low": interval.low, "high": interval.high}
-
-
-def _gain(results: Sequence[Json], starts: Sequence[Json | None], figure: str) -> Json | None:
-    after = [result["rows"].get(figure) for result in results]
-    before = [start["rows"].get(figure) if start is not None else None for start in starts]
-    if any(a is None or b is None or len(a) != len(b) for a, b in zip(after, before, strict=True)):
-        return None
-    differences = torch.tensor(after, dtype=torch.float64) - torch.tensor(before, dtype=torch.float64)
-    interval = bootstrap_crossed(differences)
-    return {"value": interval.value, "low": interval.low, "high": interval.high}
-
-
 DRAWS = "draws.json"
 
 
@@ -244,28 +155,27 @@ def run_best_of_n(cell: CellConfig, arm: BestOfNArm, folder: Path) -> Judgment:
     )
     write_atomically(folder / COSTS, encode_line({"step": 0, **cost.record()}).decode())
     curve = curve_of(draws.gold_table(), draws.proxy_table())
-    write_atomically(folder / DRAWS, json.dumps({"curve": curve}) + "\n")
+    write_atomically(folder / DRAWS, json.dumps({"curve": [asdict(point) for point in curve]}) + "\n")
     return _judged(draws, arm, completer)
 
 
-def read_curve(folder: Path) -> list[dict[str, float]]:
+def read_curve(folder: Path) -> list[CurvePoint]:
     """Read the curve over n from draws.json; empty if the file does not exist."""
     path = folder / DRAWS
     if not path.is_file():
         return []
-    curve: list[dict[str, float]] = json.loads(path.read_text(encoding="utf-8"))["curve"]
-    return curve
+    return [CurvePoint(**point) for point in json.loads(path.read_text(encoding="utf-8"))["curve"]]
 
 
-def curve_of(gold: Float[Tensor, "P N"], proxy: Float[Tensor, "P N"]) -> list[dict[str, float]]:
+def curve_of(gold: Float[Tensor, "P N"], proxy: Float[Tensor, "P N"]) -> list[CurvePoint]:
     """Compute the expected judge's score and proxy of the best of n, and the bound on its KL, for a range of n."""
     return [
-        {
-            "n": float(n),
-            "kl": kl_bound(n),
-            "score": float(expected_best(gold, proxy, n).mean()),
-            "proxy": float(expected_best(proxy, proxy, n).mean()),
-        }
+        CurvePoint(
+            n=float(n),
+            kl=kl_bound(n),
+            score=float(expected_best(gold, proxy, n).mean()),
+            proxy=float(expected_best(proxy, proxy, n).mean()),
+        )
         for n in curve_sizes(gold.shape[1])
     ]
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from cases import compare_tree, plan_of
+from torch import Tensor
 
+from rlhf.compare.aggregate import CellResult, summarize
 from rlhf.compare.costs import Costs
 from rlhf.compare.plan import Plan
-from rlhf.compare.results import MEASURES, CellResult, summarize
+from rlhf.compare.results import MEASURES, ComparisonResults, CurvePoint, Evaluation, Measures
 from rlhf.compare.trial import Judgment
 from rlhf.config.compare import START_FOLDER
 from rlhf.evaluation.frontier import kl_bound
-from rlhf.evaluation.win_rate import bootstrap_crossed
+from rlhf.evaluation.win_rate import LengthControlled, bootstrap_crossed
 
 ARMS = (
     *("ppo", "grpo", "dpo", "best_of_n", "rloo", "reinforce_plus_plus", "remax", "dr_grpo", "dapo", "gspo", "cispo"),
@@ -31,19 +34,20 @@ TEXT = (
 )
 
 
-def many(folder: Path, *, count: int = 25, seeds: int = 3) -> tuple[Plan, dict[str, Any], list[CellResult]]:
-    """Plan, results.json's content and cells of `count` arms; the last arm failed, the one before games its reward."""
+def many(folder: Path, *, count: int = 25, seeds: int = 3) -> tuple[Plan, ComparisonResults, list[CellResult]]:
+    """Plan, results and cells of `count` arms; the last arm failed, the one before games its reward."""
     tree = compare_tree(folder, seeds=list(range(seeds)), budget={"completions": 64 * STEPS})
     names = ARMS[:count]
     tree["arms"] = {name: tree["arms"].get(name, {}) for name in names}
     plan = plan_of(tree)
     found = [_found(plan, number, names) for number in range(len(plan.cells))]
-    with patch("rlhf.compare.results.length_controlled_win_rate", lambda wins, longer: bootstrap_crossed(wins)):
-        return (
-            plan,
-            summarize(plan, found),
-            found,
-        )  # the fit for each of 300 pairs takes long, and nothing here reads it
+    with patch("rlhf.compare.aggregate.length_controlled_win_rate", _without_a_fit):
+        return plan, summarize(plan, found), found
+
+
+def _without_a_fit(wins: Tensor, longer: Tensor) -> LengthControlled:
+    """The fit for each of 300 pairs takes long, and nothing here reads it."""
+    return LengthControlled(**asdict(bootstrap_crossed(wins)), length_effect=0.0, extrapolated=False)
 
 
 def _found(plan: Plan, number: int, names: tuple[str, ...]) -> CellResult:
@@ -75,12 +79,14 @@ def _found(plan: Plan, number: int, names: tuple[str, ...]) -> CellResult:
             down = 1.6 * max(0.0, step / STEPS - 0.5) if gaming else 0.0
             measures = _measures(best * up - down + 0.1 * draw.random(), best * up, (6 + place / 5) * up, draw)
             spent = Costs(completions=64 * step, generated_tokens=900 * step, flops=3e9 * step, seconds=2.0 * step)
-            shown = {name: measures[key] for name, key in MEASURES.items()}
-            evaluations.append({"arm": cell.arm, "seed": cell.seed, "step": step, **shown, **spent.record()})
+            row = Evaluation(
+                arm=cell.arm, seed=cell.seed, step=step, measures=Measures.of_metrics(measures), costs=spent
+            )
+            evaluations.append(row)
     if cell.config.best_of_n is not None:
         cell.folder.mkdir(parents=True, exist_ok=True)
         curve = [
-            {"n": float(n), "kl": kl_bound(n), "score": 0.4 * math.log(n), "proxy": 0.5 * math.log(n)}
+            asdict(CurvePoint(n=float(n), kl=kl_bound(n), score=0.4 * math.log(n), proxy=0.5 * math.log(n)))
             for n in (1, 2, 4)
         ]
         (cell.folder / "draws.json").write_text(json.dumps({"curve": curve}))

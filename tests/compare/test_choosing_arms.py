@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from cases import GROUPS, compare_tree, compared, here, plan_of
 
+from rlhf.compare.aggregate import read_cells
 from rlhf.compare.costs import COSTS, Sizes, online_flops
 from rlhf.compare.plan import ensure_owner
-from rlhf.compare.results import read_cells
 from rlhf.config.load import unread_warnings
 from rlhf.models.backbone import load_causal_lm
 from rlhf.tracking.run_folder import RunFolder

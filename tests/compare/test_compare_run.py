@@ -13,6 +13,7 @@ import pytest
 from cases import compare_tree, compared, here, plan_of
 from runs import make_model, quiet
 
+from rlhf.compare.aggregate import read_cells, summarize
 from rlhf.compare.costs import (
     COSTS,
     Costs,
@@ -24,11 +25,11 @@ from rlhf.compare.costs import (
     sampling_flops,
 )
 from rlhf.compare.plan import ensure_owner
-from rlhf.compare.results import read_cells, summarize
 from rlhf.compare.scheduler import FAILED, failure_of, run_cells
 from rlhf.compare.trial import JUDGED, Judgment
 from rlhf.config.reward import EnsembleSource, FunctionSource, ModelSource
 from rlhf.errors import UserError
+from rlhf.evaluation.win_rate import Interval
 from rlhf.models.backbone import load_causal_lm
 from rlhf.tracking.run_folder import RunFolder
 from rlhf.tracking.trackers import read_jsonl
@@ -220,8 +221,9 @@ def test_judging_uses_the_same_random_numbers_for_every_arm(tmp_path: Path) -> N
     texts = [[row["completion"] for row in one.rows] for one in start if one is not None]
     assert texts[0] != texts[1]  # another seed, other numbers
     results = summarize(plan, found)
-    assert results["arms"]["ppo"]["gain"] == {"value": 0.0, "low": 0.0, "high": 0.0}
-    assert results["arms"]["ppo"]["win_rate_over_start"]["value"] == 0.5
+    final = results.finals["ppo"]
+    assert final.gain == Interval(0.0, 0.0, 0.0)
+    assert final.win_rate_over_start.value == 0.5
 
 
 def test_a_cell_that_is_done_is_not_run_again(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,11 +18,12 @@ from rlhf.commands.compare import EXACT_FRONTIER, exact_frontier_of
 from rlhf.compare.charts import EXACT, INITIALLY_SHOWN, MAX_ALL_SHOWN, drawing_order, frontier_chart, styles
 from rlhf.compare.figures import DRAWINGS, FIGURES, MARKERS, PALETTE, write_figures
 from rlhf.compare.page import GLYPHS, chips, write_compare_page
+from rlhf.compare.results import FrontierPoint
 from rlhf.compare.summary import ranking
 from rlhf.errors import ConfigError
 from rlhf.report.page import _asset
 
-CURVE = [{"kl": 0.0, "score": 0.0}, {"kl": 1.0, "score": 1.5}, {"kl": 5.0, "score": 3.0}]
+CURVE = tuple(FrontierPoint(kl=kl, score=score) for kl, score in ((0.0, 0.0), (1.0, 1.5), (5.0, 3.0)))
 
 
 def texts(path: Path) -> set[str]:
@@ -30,8 +32,7 @@ def texts(path: Path) -> set[str]:
 
 def test_every_figure_is_there_twice_and_names_every_arm(tmp_path: Path) -> None:
     _, results, _ = many(tmp_path, count=5, seeds=2)  # the last one failed and has nothing to draw
-    results["exact_frontier"] = CURVE
-    found = write_figures(tmp_path, results)
+    found = write_figures(tmp_path, replace(results, exact_frontier=CURVE))
     assert [name for name, _ in found] == [name for name, _, _ in DRAWINGS]
     assert sorted(path.name for path in (tmp_path / FIGURES).iterdir()) == sorted(
         f"{name}.{ending}" for name, _ in found for ending in ("png", "svg")
@@ -56,7 +57,7 @@ def test_every_figure_is_there_twice_and_names_every_arm(tmp_path: Path) -> None
 
 def test_what_there_is_no_data_for_is_not_drawn(tmp_path: Path) -> None:
     _, results, _ = many(tmp_path, count=5, seeds=1)
-    only = {**results, "arms": {"rloo": results["arms"]["rloo"]}, "win_rates": [], "evaluations": [], "best_of_n": {}}
+    only = replace(results, arms={"rloo": results.arms["rloo"]}, win_rates=(), evaluations=(), best_of_n={})
     assert [name for name, _ in write_figures(tmp_path, only)] == ["frontier"]
 
 
@@ -78,18 +79,18 @@ def test_of_many_arms_the_best_are_shown_first(tmp_path: Path) -> None:
     shown = chips(results, styles(order))
     assert [chip.arm for chip in shown if chip.shown] == ranking(results)[:INITIALLY_SHOWN]
     assert len(shown) == 11  # nothing to show of the failed one
-    few = {**results, "arms": {arm: results["arms"][arm] for arm in ARMS[:MAX_ALL_SHOWN]}}
+    few = replace(results, arms={arm: results.arms[arm] for arm in ARMS[:MAX_ALL_SHOWN]})
     assert drawing_order(few) == list(ARMS[:MAX_ALL_SHOWN])
     assert chips(few, styles(drawing_order(few))) == []
 
 
 def test_the_exact_optimum_is_drawn_where_the_folder_has_it(tmp_path: Path) -> None:
     _, results, _ = many(tmp_path, count=4, seeds=1)
-    assert exact_frontier_of(tmp_path) == {}
+    assert exact_frontier_of(tmp_path) is None
     assert EXACT not in [trace["name"] for trace in frontier_chart(results, styles(list(ARMS))).figure["data"]]
-    (tmp_path / EXACT_FRONTIER).write_text(json.dumps(CURVE[::-1]))
-    results |= exact_frontier_of(tmp_path)
-    assert results["exact_frontier"] == CURVE
+    (tmp_path / EXACT_FRONTIER).write_text(json.dumps([asdict(point) for point in CURVE[::-1]]))
+    results = replace(results, exact_frontier=exact_frontier_of(tmp_path))
+    assert results.exact_frontier == CURVE
     (trace,) = (t for t in frontier_chart(results, styles(list(ARMS))).figure["data"] if t["name"] == EXACT)
     assert (list(trace["x"]), list(trace["y"])) == ([0.0, 1.0, 5.0], [0.0, 1.5, 3.0])
     (tmp_path / EXACT_FRONTIER).write_text('[{"kl": 1}]')

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,16 @@ from cases import compare_tree, compared, plan_of
 from datasets import Dataset
 
 from rlhf.cli import main
+from rlhf.compare.aggregate import KLS, read_cells, summarize, with_known_kl
 from rlhf.compare.charts import reward_hacking_points, seed_means, styles
+from rlhf.compare.costs import Costs
 from rlhf.compare.page import difference_table, win_matrix
-from rlhf.compare.results import KLS, MEASURES, with_known_kl
+from rlhf.compare.plan import read_plan
+from rlhf.compare.results import MEASURES, Budget, ComparisonResults, Evaluation, FrontierPoint, Measures
 from rlhf.compare.scheduler import failure_of
 from rlhf.compare.summary import equal_kl_table, format_interval, notes, ranking, verdict
 from rlhf.compare.trial import Judgment
-from rlhf.config.load import read_yaml
+from rlhf.config.load import compare_config, read_yaml
 from rlhf.tracking.trackers import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,8 +63,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, Any]:
+    """The content of results.json, as another program would read it."""
     loaded: dict[str, Any] = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     return loaded
+
+
+@pytest.fixture(scope="module")
+def typed(folder: Path) -> ComparisonResults:
+    return ComparisonResults.read(folder)
+
+
+def test_what_was_written_is_read_back(folder: Path, typed: ComparisonResults, tmp_path: Path) -> None:
+    """The failed arm, the costs before the first step, best-of-n's curve and the exact optimum included."""
+    plan = read_plan(compare_config(read_yaml(folder / "compare.yaml")), folder)
+    assert typed == summarize(plan, read_cells(plan))
+    assert typed.arms["broken"].final is None
+    typed.write(tmp_path)
+    assert (tmp_path / "results.json").read_bytes() == (folder / "results.json").read_bytes()
+    exact = replace(typed, exact_frontier=(FrontierPoint(kl=0.0, score=1.0),), equal_kl=None)
+    exact.write(tmp_path)
+    assert ComparisonResults.read(tmp_path) == exact
+
+
+def test_the_order_of_keys_is_that_of_schema_1(typed: ComparisonResults, results: dict[str, Any]) -> None:
+    """Costs are in the order of costs.jsonl, and before the first step, which has no line there, in that of Costs."""
+    before, after = (list(row)[-6:] for row in results["evaluations"][:2])
+    assert before == ["completions", "generated_tokens", "trained_tokens", "flops", "seconds", "tokens"]
+    assert after == sorted(before)
+    assert list(results["arms"]["ppo"])[:8] == [
+        *("type", "preset", "n", "kl_is_bound", "status", "peak_memory_mb", "seeds", "score")
+    ]
+    assert list(results["arms"]["ppo"])[-2:] == ["costs", "suites"]
+    assert list(results["arms"]["broken"])[-2:] == ["seeds", "suites"]
 
 
 def test_the_schema_is_what_the_page_says(results: dict[str, Any]) -> None:
@@ -159,46 +193,39 @@ def test_the_table_holds_the_same(folder: Path, results: dict[str, Any]) -> None
     assert mean == pytest.approx(results["arms"]["ppo"]["score"])
 
 
-def test_the_words(results: dict[str, Any]) -> None:
-    text = verdict(results)
-    best = next(name for name in ranking(results) if name != "best_of_n")
+def test_the_words(typed: ComparisonResults) -> None:
+    text = verdict(typed)
+    best = next(name for name in ranking(typed) if name != "best_of_n")
     assert text.startswith(f"{best} has the highest score of the judge")
-    assert format_interval(results["arms"][best]["gain"], sign=True) in text
+    assert format_interval(typed.finals[best].gain, sign=True) in text
     assert "best of 2 samples of the start model gains" in text
     assert len(re.findall(r"\.(?= [A-Z]|$)", text)) == 2  # two sentences
-    said = notes(results)
+    said = notes(typed)
     assert any(note.startswith("broken, seed 0, failed: ") and "nowhere" in note for note in said)
     assert any(note.startswith("2 seeds") for note in said)
     assert not any("trained on" in note for note in said)
-    assert equal_kl_table(results) is not None
+    assert equal_kl_table(typed) is not None
 
 
-def test_nothing_finished_is_said_too(results: dict[str, Any]) -> None:
-    broken = {**results, "arms": {"broken": results["arms"]["broken"]}, "win_rates": [], "evaluations": []}
+def test_nothing_finished_is_said_too(typed: ComparisonResults) -> None:
+    broken = replace(typed, arms={"broken": typed.arms["broken"]}, win_rates=(), evaluations=())
     assert verdict(broken).startswith("No arm was finished")
     assert win_matrix(broken) == []
-    one = {**results, "arms": {"ppo": results["arms"]["ppo"]}}
+    one = replace(typed, arms={"ppo": typed.arms["ppo"]})
     assert "no other trained arm" in verdict(one)
-    assert "no seed in common" in verdict({**results, "win_rates": []})
+    assert "no seed in common" in verdict(replace(typed, win_rates=()))
 
 
-def test_bands_and_marks_by_hand() -> None:
-    def row(seed: int, step: int, score: float, proxy: float) -> dict[str, Any]:
-        return {
-            "arm": "a",
-            "seed": seed,
-            "step": step,
-            "score": score,
-            "proxy": proxy,
-            "score_std": 1.0,
-            "tokens": step,
-        }
+def test_bands_and_marks_by_hand(typed: ComparisonResults) -> None:
+    def row(seed: int, step: int, score: float, proxy: float) -> Evaluation:
+        measures = Measures(score=score, proxy=proxy, score_std=1.0)
+        return Evaluation(arm="a", seed=seed, step=step, measures=measures, costs=Costs(generated_tokens=step))
 
     seeds = {0: [row(0, 1, 1.0, 0.0), row(0, 2, 3.0, 1.0)], 1: [row(1, 3, 2.0, 0.0)]}
     assert seed_means(seeds, "score", "tokens") == [(2.0, 1.5, 1.0, 2.0)]  # the second: not every seed has come to it
     rows = [row(0, i, gold, proxy) for i, (gold, proxy) in enumerate([(0.0, 0.0), (2.0, 1.0), (1.9, 2.0), (1.0, 3.0)])]
-    found = {"evaluations": rows, "budget": {"unit": "tokens"}, "prompts": 100}
-    assert reward_hacking_points(found, "a") == [(3.0, 1.0)]  # 1.9 is within two standard errors (0.2) of 2.0
+    gaming = replace(typed, evaluations=tuple(rows), budget=Budget(unit="tokens", limit=3.0), prompts=100)
+    assert reward_hacking_points(gaming, "a") == [(3.0, 1.0)]  # 1.9 is within two standard errors (0.2) of 2.0
     drawn = styles([f"a{i}" for i in range(9)])
     assert drawn["a0"].role == drawn["a8"].role == "s1"
     assert drawn["a0"].dash != drawn["a8"].dash
@@ -302,14 +329,22 @@ def test_the_command_runs_cells_in_processes_of_their_own(tmp_path: Path) -> Non
 
 def test_a_run_that_measured_no_kl_still_has_its_start_and_its_end() -> None:
     """reference.measure=false: evaluations along the way have none, the final model is judged beside the start."""
-    nothing = dict.fromkeys(KLS)
-    rows = [{"step": step, "score": 0.1 * step, **nothing} for step in (0, 8, 16)]
+
+    def row(step: int, kl: float | None = None) -> Evaluation:
+        measures = Measures(score=0.1 * step, **dict.fromkeys(KLS, kl))
+        return Evaluation(arm="a", seed=0, step=step, measures=measures, costs=Costs())
+
+    def kls(evaluation: Evaluation) -> list[float | None]:
+        return [evaluation.measures.value(name) for name in KLS]
+
+    rows = [row(step) for step in (0, 8, 16)]
     judged = {"eval/kl": 15.0, "eval/kl_se": 1.0, "eval/kl_exact": 14.0, "eval/kl_exact_se": 0.5}
     start, middle, end = with_known_kl(rows, judged)
-    assert [start[name] for name in KLS] == [0.0, 0.0, 0.0, 0.0]
+    assert kls(start) == [0.0, 0.0, 0.0, 0.0]
     assert middle == rows[1]
-    assert [end[name] for name in KLS] == [15.0, 1.0, 14.0, 0.5]
-    assert with_known_kl(rows, {})[-1]["kl"] is None  # not judged yet
-    measured = [{"step": 0, **dict.fromkeys(KLS, 0.1)}, {"step": 8, **dict.fromkeys(KLS, 0.2)}]
+    assert kls(end) == [15.0, 1.0, 14.0, 0.5]
+    assert end.measures.score == rows[2].measures.score
+    assert with_known_kl(rows, {})[-1].measures.kl is None  # not judged yet
+    measured = [row(0, 0.1), row(8, 0.2)]
     assert with_known_kl(measured, judged) == measured
     assert with_known_kl([], judged) == []
