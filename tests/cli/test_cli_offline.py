@@ -38,9 +38,12 @@ def test_train_eval_sample_report(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_kto_reads_labels_and_the_others_say_they_need_pairs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = {"preferences": {"path": str(labelled_file(tmp_path))}, "eval_preferences": None}
+    held_out = {"path": str(labelled_file(tmp_path, count=20, seed=3))}
+    data = {"preferences": {"path": str(labelled_file(tmp_path))}, "eval_preferences": held_out}
     assert main(["train", write_config(tmp_path, "kto", data=data)]) == 0
     capsys.readouterr()
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {name for name in last if name.startswith("eval/preference")} == {"eval/preference_loss"}  # no pairs
     out = f"run.out_dir={tmp_path / 'other'}"
     assert main(["train", write_config(tmp_path, "dpo", data=data), out]) == 2
     error = capsys.readouterr().err
