@@ -23,7 +23,8 @@ from rlhf.compare.plan import Cell, Plan, ensure_owner
 from rlhf.compare.trial import JUDGED
 from rlhf.config.compare import START_FOLDER
 from rlhf.errors import UserError
-from rlhf.tracking.progress import format_duration, printable
+from rlhf.tracking.formatting import format_duration
+from rlhf.tracking.progress import printable
 from rlhf.tracking.run_folder import write_atomically
 from rlhf.training.session import Interruption
 

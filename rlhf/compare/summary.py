@@ -19,7 +19,7 @@ from rlhf.compare.results import (
 from rlhf.config.compare import BudgetUnit
 from rlhf.evaluation.win_rate import Interval
 from rlhf.report.report_card import Table
-from rlhf.tracking.progress import format_duration, format_number
+from rlhf.tracking.formatting import format_duration, format_number
 
 UNITS: dict[BudgetUnit, str] = {
     "completions": "completions",
