@@ -14,8 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rlhf.tracking.formatting import format_duration as format_duration  # rlhf.compare imports both from here
-from rlhf.tracking.formatting import format_number as format_number
+from rlhf.tracking.formatting import format_duration, format_number
 from rlhf.tracking.metrics import METRICS
 
 SECONDS_BETWEEN_LINES = 10.0  # without a terminal, so that the log of a long run stays readable
