@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from floor import floors, measure
-from peers.runs import Found, phase, run_side
+from peers.runs import SideResult, phase, run_side
 from peers.work import Job, Sizes, make_work, synthetic_workload
 
-Runs = Callable[[str, str, Job], Found]  # python, script, job
+Runs = Callable[[str, str, Job], SideResult]  # python, script, job
 
 
 def rollout(job: Job, run: Runs) -> dict[str, float]:

@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 from floor import DTYPES, floors, mean_completion, measure
 from peers.options import add_work_options, describe, make_chosen_work, sizes_of, steps_of
-from peers.runs import Found, phase, run_side
+from peers.runs import SideResult, phase, run_side
 from peers.work import TRAINERS, Job, Workload
 
 GOALS = {  # TRL / ours
@@ -70,7 +70,7 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}  # relative difference that roun
 FEW_ROWS, MANY_ROWS = 64, 2048  # rows of the products whose rate is measured
 
 
-def step_seconds(result: Found, trainer: str, job: Job, *, ours: bool) -> float:
+def step_seconds(result: SideResult, trainer: str, job: Job, *, ours: bool) -> float:
     """Return the median seconds of a step."""
     seconds = statistics.median(result["steps"])
     if ours and trainer == "dpo":
@@ -85,50 +85,66 @@ def step_flops(job: Job, workload: Workload, generated: Sequence[int]) -> float:
     return sum(floor.flops for floor in phases.values())
 
 
-def summarize(job: Job, workload: Workload, rounds: list[tuple[Found, Found]], lean: Found | None = None) -> Found:
+def summarize(
+    job: Job, workload: Workload, rounds: list[tuple[SideResult, SideResult]], lean: SideResult | None = None
+) -> SideResult:
     """Summarize one trainer's rounds: ratios, phases, rates and memory."""
-    sides = list(zip(*rounds, strict=True))
-    seconds = [
-        [step_seconds(result, job.trainer, job, ours=ours) for result in side]
-        for ours, side in zip((True, False), sides, strict=True)
-    ]
-    ratios = [peer / ours for ours, peer in zip(*seconds, strict=True)]
-    generation = [
-        peer / ours
-        for a, b in rounds
-        if (ours := phase(a, "sample")) is not None and (peer := phase(b, "sample")) is not None
-    ]
-    generated = [[count for result in side for count in result["generated"]] for side in sides]
-    flops = [step_flops(job, workload, counts) for counts in generated]
-    tokens = statistics.median(count for result in sides[0] for count in result["tokens"])
-    more = statistics.fmean(generated[1]) - statistics.fmean(generated[0]) if all(generated) else 0.0
-    medians = [statistics.median(side) for side in seconds]
+    ours, peer = sides = list(zip(*rounds, strict=True))
+    times = _times(job, rounds)
     memory = [max(result["peak_rss_mb"] for result in side) for side in sides]
     summary = {
-        "ratio": statistics.median(ratios),
-        "ratio_range": [min(ratios), max(ratios)],
-        "generation_ratio": statistics.median(generation) if generation else None,
-        "seconds_ours": medians[0],
-        "seconds_peer": medians[1],
-        "phases_ours": _phases(sides[0]),
-        "phases_peer": _phases(sides[1]),
-        "completion_tokens": [mean_completion(counts, job.sizes.completions(job.trainer)) for counts in generated],
-        "tokens_per_second": [tokens / medians[0], (tokens + more) / medians[1]],
-        "gflops": [flops[0] / medians[0] / 1e9, flops[1] / medians[1] / 1e9],
+        **times,
+        "phases_ours": _phases(ours),
+        "phases_peer": _phases(peer),
+        **_rates(job, workload, sides, (times["seconds_ours"], times["seconds_peer"])),
         "peak_rss_mb": memory,
         "memory_share": memory[0] / memory[1],
-        "first": [sides[0][0]["first"], sides[1][0]["first"]],
-        "same_first_step": same_first_step(sides[0][0], sides[1][0], tolerance(job)),
-        "notes": sides[0][0].get("notes", []),
+        "first": [ours[0]["first"], peer[0]["first"]],
+        "same_first_step": same_first_step(ours[0], peer[0], tolerance(job)),
+        "notes": ours[0].get("notes", []),
     }
     if lean is not None:
         summary["lean"] = {
             "seconds": step_seconds(lean, job.trainer, job, ours=False),
             "peak_rss_mb": lean["peak_rss_mb"],
             "memory_share": memory[0] / lean["peak_rss_mb"],
-            "same_first_step": same_first_step(sides[0][0], lean, tolerance(job)),
+            "same_first_step": same_first_step(ours[0], lean, tolerance(job)),
         }
     return summary
+
+
+def _times(job: Job, rounds: list[tuple[SideResult, SideResult]]) -> SideResult:
+    """Summarize the seconds of a step, and the ratios of each round: the peer's seconds to ours."""
+    seconds_ours = [step_seconds(ours, job.trainer, job, ours=True) for ours, _ in rounds]
+    seconds_peer = [step_seconds(peer, job.trainer, job, ours=False) for _, peer in rounds]
+    ratios = [peer / ours for ours, peer in zip(seconds_ours, seconds_peer, strict=True)]
+    generation = [
+        peer / ours
+        for a, b in rounds
+        if (ours := phase(a, "sample")) is not None and (peer := phase(b, "sample")) is not None
+    ]
+    return {
+        "ratio": statistics.median(ratios),
+        "ratio_range": [min(ratios), max(ratios)],
+        "generation_ratio": statistics.median(generation) if generation else None,
+        "seconds_ours": statistics.median(seconds_ours),
+        "seconds_peer": statistics.median(seconds_peer),
+    }
+
+
+def _rates(
+    job: Job, workload: Workload, sides: Sequence[Sequence[SideResult]], seconds: tuple[float, float]
+) -> SideResult:
+    """Summarize the lengths that both sides sampled, and their rates, given the seconds of a step of each."""
+    generated = [[count for result in side for count in result["generated"]] for side in sides]
+    flops = [step_flops(job, workload, counts) for counts in generated]
+    tokens = statistics.median(count for result in sides[0] for count in result["tokens"])
+    more = statistics.fmean(generated[1]) - statistics.fmean(generated[0]) if all(generated) else 0.0
+    return {
+        "completion_tokens": [mean_completion(counts, job.sizes.completions(job.trainer)) for counts in generated],
+        "tokens_per_second": [tokens / seconds[0], (tokens + more) / seconds[1]],
+        "gflops": [flops[0] / seconds[0] / 1e9, flops[1] / seconds[1] / 1e9],
+    }
 
 
 def tolerance(job: Job) -> float:
@@ -140,7 +156,7 @@ def tolerance(job: Job) -> float:
     return TOLERANCE[job.dtype] + (1 / whitened if job.trainer == "ppo" else 0.0)
 
 
-def same_first_step(ours: Found, peer: Found, limit: float) -> bool:
+def same_first_step(ours: SideResult, peer: SideResult, limit: float) -> bool:
     """Return whether loss and gradient of the first optimizer step agree up to rounding.
 
     The tolerance of a loss near 0, as with advantages whose mean is 0, is relative to 1.
@@ -152,14 +168,14 @@ def same_first_step(ours: Found, peer: Found, limit: float) -> bool:
     return all(close)
 
 
-def _phases(sides: Sequence[Found]) -> dict[str, float]:
+def _phases(sides: Sequence[SideResult]) -> dict[str, float]:
     """Return the median seconds, over the rounds, of every phase that occurs in all of them."""
     names = sorted(set.intersection(*({name for step in side["phases"] for name in step} for side in sides)))
     values = {name: [seconds for side in sides if (seconds := phase(side, name)) is not None] for name in names}
     return {name: statistics.median(seconds) for name, seconds in values.items()}
 
 
-def row(trainer: str, summary: Found, goals: str) -> str:
+def row(trainer: str, summary: SideResult, goals: str) -> str:
     """Format a row of the table; `goals` names the entry of GOALS."""
     goal = GOALS.get(goals, {}).get(trainer)
     low, high = summary["ratio_range"]
@@ -180,7 +196,7 @@ def row(trainer: str, summary: Found, goals: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def split(trainer: str, summary: Found) -> str:
+def split(trainer: str, summary: SideResult) -> str:
     """Format the seconds of a step by phase: all phases of ours, and of TRL's the one it reports, sampling."""
     sides = []
     for side in ("ours", "peer"):
@@ -190,7 +206,7 @@ def split(trainer: str, summary: Found) -> str:
     return f"{trainer}: ours {sides[0]}; TRL {sides[1]}"
 
 
-def check(trainer: str, summary: Found) -> str:
+def check(trainer: str, summary: SideResult) -> str:
     """Format the comparison of both sides' first steps and of the lengths that they sampled afterwards."""
     ours, peer = summary["first"]
     text = (
@@ -266,10 +282,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
-def _run_all(options: argparse.Namespace, folder: Path) -> Found:
+def _run_all(options: argparse.Namespace, folder: Path) -> SideResult:
     steps, sizes = steps_of(options), sizes_of(options)
     workload = make_chosen_work(options, folder, steps, sizes)
-    about = {
+    about = _about(options, steps)
+    goals = options.size if options.model is None else f"model {options.dtype}"
+    rates = [ProductRates.measure(workload, options.device)]
+    _write(f"{json.dumps(about)}\n{describe(workload, sizes)}\n\n{HEAD}")
+    summaries: dict[str, SideResult] = {}
+    for trainer in options.trainers:
+        python = options.ppo_peer_python if trainer == "ppo" else options.peer_python
+        if python is None:
+            sys.stderr.write("ppo is left out: --ppo-peer-python is not given\n")
+            continue
+        job = Job(trainer, steps, str(folder), options.dtype, options.device, options.threads, sizes, options.whole)
+        rounds, lean = _run_rounds(options, job, python, folder)
+        summaries[trainer] = summarize(job, workload, rounds, lean)
+        _write(row(trainer, summaries[trainer], goals))
+    rates.append(ProductRates.measure(workload, options.device))
+    product_rates = ProductRates(*((rates[0][column], rates[1][column]) for column in (0, 1)))
+    _write(f"\n{product_rates.text(options.dtype)}")
+    _write("\nThe first step, ours and TRL's:\n")
+    _write("\n".join(f"- {check(trainer, summary)}" for trainer, summary in summaries.items()))
+    _write("\nSeconds of a step by phase:\n")
+    _write("\n".join(f"- {split(trainer, summary)}" for trainer, summary in summaries.items()))
+    setting = {"workload": asdict(workload), "sizes": asdict(sizes), "product_rates": asdict(product_rates)}
+    return {"about": about | setting, "trainers": summaries}
+
+
+def _about(options: argparse.Namespace, steps: int) -> SideResult:
+    """Describe the machine and the settings of this comparison."""
+    return {
         "date": datetime.date.today().isoformat(),
         "machine": platform.machine(),
         "cores": os.cpu_count(),
@@ -282,33 +325,19 @@ def _run_all(options: argparse.Namespace, folder: Path) -> Found:
         "rows_in_a_pass_of_ours": "all" if options.whole else "16",
         "peer": versions(options.peer_python),
     }
-    goals = options.size if options.model is None else f"model {options.dtype}"
-    rates = [ProductRates.measure(workload, options.device)]
-    _write(f"{json.dumps(about)}\n{describe(workload, sizes)}\n\n{HEAD}")
-    summaries: dict[str, Found] = {}
-    for trainer in options.trainers:
-        python = options.ppo_peer_python if trainer == "ppo" else options.peer_python
-        if python is None:
-            sys.stderr.write("ppo is left out: --ppo-peer-python is not given\n")
-            continue
-        job = Job(trainer, steps, str(folder), options.dtype, options.device, options.threads, sizes, options.whole)
-        rounds, lean = [], None
-        for number in range(options.rounds):
-            ours = run_side(sys.executable, "ours.py", job, folder)
-            rounds.append((ours, run_side(python, "trl_side.py", job, folder)))
-            if options.peer_lean and number == 0:
-                lean = run_side(python, "trl_side.py", replace(job, lean=True), folder)
-        summaries[trainer] = summarize(job, workload, rounds, lean)
-        _write(row(trainer, summaries[trainer], goals))
-    rates.append(ProductRates.measure(workload, options.device))
-    product_rates = ProductRates(*((rates[0][column], rates[1][column]) for column in (0, 1)))
-    _write(f"\n{product_rates.text(options.dtype)}")
-    _write("\nThe first step, ours and TRL's:\n")
-    _write("\n".join(f"- {check(trainer, summary)}" for trainer, summary in summaries.items()))
-    _write("\nSeconds of a step by phase:\n")
-    _write("\n".join(f"- {split(trainer, summary)}" for trainer, summary in summaries.items()))
-    setting = {"workload": asdict(workload), "sizes": asdict(sizes), "product_rates": asdict(product_rates)}
-    return {"about": about | setting, "trainers": summaries}
+
+
+def _run_rounds(
+    options: argparse.Namespace, job: Job, python: str, folder: Path
+) -> tuple[list[tuple[SideResult, SideResult]], SideResult | None]:
+    """Run both sides in turn; return the results of every round, and of the peer's lean run if there is one."""
+    rounds, lean = [], None
+    for number in range(options.rounds):
+        ours = run_side(sys.executable, "ours.py", job, folder)
+        rounds.append((ours, run_side(python, "trl_side.py", job, folder)))
+        if options.peer_lean and number == 0:
+            lean = run_side(python, "trl_side.py", replace(job, lean=True), folder)
+    return rounds, lean
 
 
 def _write(text: str) -> None:
