@@ -117,17 +117,8 @@ def ours(model: nn.Module, rows: int) -> Callable[[Tensor], float]:
     return step
 
 
-def main() -> None:
-    """Measure both steps, check that they agree, write the JSON file and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--millions", type=float, default=10)
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=30)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    models = {"plain": random_llama(options.millions), "ours": random_llama(options.millions)}
-    steps = {"plain": plain(models["plain"]), "ours": ours(models["ours"], options.rows)}
+def _measure(steps: dict[str, Callable[[Tensor], float]], options: argparse.Namespace) -> dict[str, list[float]]:
+    """Measure the seconds of every step on the same batches, in alternating order; the losses must agree."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     generator = torch.Generator().manual_seed(0)
     for number in range(WARM_UP + options.rounds):
@@ -139,6 +130,21 @@ def main() -> None:
             if number >= WARM_UP:
                 seconds[name].append(time.perf_counter() - began)
         assert abs(losses["plain"] - losses["ours"]) < 1e-4, losses
+    return seconds
+
+
+def main() -> None:
+    """Measure both steps, check that they agree, write the JSON file and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--millions", type=float, default=10)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=30)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    models = {"plain": random_llama(options.millions), "ours": random_llama(options.millions)}
+    steps = {"plain": plain(models["plain"]), "ours": ours(models["ours"], options.rows)}
+    seconds = _measure(steps, options)
     pairs = zip(models["plain"].parameters(), models["ours"].parameters(), strict=True)
     gap = max(float((a - b).detach().abs().max()) for a, b in pairs)
     assert gap < 1e-4, f"the two loops differ by {gap}: they did not do the same work"

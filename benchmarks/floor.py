@@ -95,15 +95,10 @@ def floors(
 
     `new_tokens` is the mean length of a sampled completion; None stands for the longest allowed.
     """
+    if trainer in ("sft", "reward", "dpo", "dpo_cached"):
+        return _offline_floors(trainer, workload, sizes, itemsize)
     body, head, prompt = workload.body, workload.head, workload.prompt
     whole = itemsize * (body + head)
-    if trainer in ("sft", "reward", "dpo", "dpo_cached"):
-        sides = workload.chosen + (0.0 if trainer == "sft" else workload.rejected)
-        tokens = sizes.rows * (prompt + sides)  # a pair's prompt once
-        heads = 0.0 if trainer == "reward" else sizes.rows * sides * head
-        forward = 2 * (tokens * body + heads)
-        update = {"update": Floor(3 * forward, 3 * whole)}
-        return update | ({"reference": Floor(forward, whole)} if trainer == "dpo" else {})
     rows = sizes.completions(trainer)
     prompts = sizes.ppo_prompts if trainer == "ppo" else sizes.prompts
     new = rows * (sizes.new_tokens if new_tokens is None else new_tokens)
@@ -122,6 +117,18 @@ def floors(
         }
     annotate = {"annotate": Floor(reference + policy, whole)} if reference + policy else {}
     return phases | annotate | {"update": Floor(3 * forward, 3 * whole)}
+
+
+def _offline_floors(trainer: str, workload: Workload, sizes: Sizes, itemsize: int) -> dict[str, Floor]:
+    """Count the floors of a trainer that reads demonstrations or pairs."""
+    body, head = workload.body, workload.head
+    whole = itemsize * (body + head)
+    sides = workload.chosen + (0.0 if trainer == "sft" else workload.rejected)
+    tokens = sizes.rows * (workload.prompt + sides)  # a pair's prompt once
+    heads = 0.0 if trainer == "reward" else sizes.rows * sides * head
+    forward = 2 * (tokens * body + heads)
+    update = {"update": Floor(3 * forward, 3 * whole)}
+    return update | ({"reference": Floor(forward, whole)} if trainer == "dpo" else {})
 
 
 def mean_completion(generated: Sequence[int], rows: int) -> float | None:

@@ -107,15 +107,9 @@ def tensor_memory(trained: TrainableModel) -> dict[str, float]:
 
     Every storage is counted once.
     """
-    outer = trained.optimizer  # type: ignore[attr-defined]
-    inner = getattr(outer, "optimizer", outer)
-    parameters = list(trained.module.parameters())
-    weights = storages([*(p.data for p in parameters), *(p.ds_tensor for p in parameters if hasattr(p, "ds_tensor"))])
-    states = [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
-    gc.collect()
-    alive = [value for value in gc.get_objects() if issubclass(type(value), Tensor) and not value.is_meta]
-    alive += [tensor.grad for tensor in alive if tensor.is_leaf and tensor.grad is not None]
-    rest = storages([*alive, *states])
+    weights = storages(_weight_tensors(trained.module))
+    states = _optimizer_tensors(trained)
+    rest = storages([*_alive_tensors(), *states])
     moments = {key: size for key, size in storages(states).items() if key not in weights}
     flat = storages(trained._flat()) if hasattr(trained, "_flat") else {}  # what DeepSpeed's optimizer updates
     copies = {key: size for key, size in flat.items() if key not in weights}
@@ -123,6 +117,26 @@ def tensor_memory(trained: TrainableModel) -> dict[str, float]:
         rest.pop(address, None)
     kinds = {"weights": weights, "copy of weights": copies, "moments": moments, "gradients and buffers": rest}
     return {name: sum(sizes.values()) / MB for name, sizes in kinds.items()}
+
+
+def _weight_tensors(module: nn.Module) -> list[Tensor]:
+    """List the weights of a module; under ZeRO-3 also this process's shards of them."""
+    parameters = list(module.parameters())
+    return [*(p.data for p in parameters), *(p.ds_tensor for p in parameters if hasattr(p, "ds_tensor"))]
+
+
+def _optimizer_tensors(trained: TrainableModel) -> list[Tensor]:
+    """List the tensors of the optimizer's state, also of one that DeepSpeed wraps."""
+    outer = trained.optimizer  # type: ignore[attr-defined]
+    inner = getattr(outer, "optimizer", outer)
+    return [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+
+def _alive_tensors() -> list[Tensor]:
+    """List the tensors that Python knows, and their gradients."""
+    gc.collect()
+    alive = [value for value in gc.get_objects() if issubclass(type(value), Tensor) and not value.is_meta]
+    return alive + [tensor.grad for tensor in alive if tensor.is_leaf and tensor.grad is not None]
 
 
 def resident_mb(key: str) -> float:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter, NullLocator
 from peers import work
@@ -95,16 +96,20 @@ def draw(measured: dict[str, dict[str, list[Point]]]) -> Figure:
         for trainer, points in lines.items():
             label = f"{trainer}, exponent {exponent(points):.2f}"
             axes.plot(*zip(*points, strict=True), marker="o", label=label, color=colors[trainer])
-        values = sorted({x for points in lines.values() for x, _ in points})
-        axes.set_xticks(values, [f"{x:g}" for x in values])
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        _set_ticks(axes, sorted({x for points in lines.values() for x, _ in points}))
         axes.set(xlabel=quantity, ylabel="seconds a step")
         axes.legend(fontsize="small")
         axes.grid(visible=True, alpha=0.3)
     return figure
+
+
+def _set_ticks(axes: Axes, values: list[float]) -> None:
+    """Put the x ticks at `values`, and the y ticks at 1, 2 and 5 times powers of ten."""
+    axes.set_xticks(values, [f"{x:g}" for x in values])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 if __name__ == "__main__":

@@ -89,48 +89,62 @@ def summarize(
     job: Job, workload: Workload, rounds: list[tuple[SideResult, SideResult]], lean: SideResult | None = None
 ) -> SideResult:
     """Summarize one trainer's rounds: ratios, phases, rates and memory."""
-    sides = list(zip(*rounds, strict=True))
-    seconds = [
-        [step_seconds(result, job.trainer, job, ours=ours) for result in side]
-        for ours, side in zip((True, False), sides, strict=True)
-    ]
-    ratios = [peer / ours for ours, peer in zip(*seconds, strict=True)]
-    generation = [
-        peer / ours
-        for a, b in rounds
-        if (ours := phase(a, "sample")) is not None and (peer := phase(b, "sample")) is not None
-    ]
-    generated = [[count for result in side for count in result["generated"]] for side in sides]
-    flops = [step_flops(job, workload, counts) for counts in generated]
-    tokens = statistics.median(count for result in sides[0] for count in result["tokens"])
-    more = statistics.fmean(generated[1]) - statistics.fmean(generated[0]) if all(generated) else 0.0
-    medians = [statistics.median(side) for side in seconds]
+    ours, peer = sides = list(zip(*rounds, strict=True))
+    times = _times(job, rounds)
     memory = [max(result["peak_rss_mb"] for result in side) for side in sides]
     summary = {
-        "ratio": statistics.median(ratios),
-        "ratio_range": [min(ratios), max(ratios)],
-        "generation_ratio": statistics.median(generation) if generation else None,
-        "seconds_ours": medians[0],
-        "seconds_peer": medians[1],
-        "phases_ours": _phases(sides[0]),
-        "phases_peer": _phases(sides[1]),
-        "completion_tokens": [mean_completion(counts, job.sizes.completions(job.trainer)) for counts in generated],
-        "tokens_per_second": [tokens / medians[0], (tokens + more) / medians[1]],
-        "gflops": [flops[0] / medians[0] / 1e9, flops[1] / medians[1] / 1e9],
+        **times,
+        "phases_ours": _phases(ours),
+        "phases_peer": _phases(peer),
+        **_rates(job, workload, sides, (times["seconds_ours"], times["seconds_peer"])),
         "peak_rss_mb": memory,
         "memory_share": memory[0] / memory[1],
-        "first": [sides[0][0]["first"], sides[1][0]["first"]],
-        "same_first_step": same_first_step(sides[0][0], sides[1][0], tolerance(job)),
-        "notes": sides[0][0].get("notes", []),
+        "first": [ours[0]["first"], peer[0]["first"]],
+        "same_first_step": same_first_step(ours[0], peer[0], tolerance(job)),
+        "notes": ours[0].get("notes", []),
     }
     if lean is not None:
         summary["lean"] = {
             "seconds": step_seconds(lean, job.trainer, job, ours=False),
             "peak_rss_mb": lean["peak_rss_mb"],
             "memory_share": memory[0] / lean["peak_rss_mb"],
-            "same_first_step": same_first_step(sides[0][0], lean, tolerance(job)),
+            "same_first_step": same_first_step(ours[0], lean, tolerance(job)),
         }
     return summary
+
+
+def _times(job: Job, rounds: list[tuple[SideResult, SideResult]]) -> SideResult:
+    """Summarize the seconds of a step, and the ratios of each round: the peer's seconds to ours."""
+    seconds_ours = [step_seconds(ours, job.trainer, job, ours=True) for ours, _ in rounds]
+    seconds_peer = [step_seconds(peer, job.trainer, job, ours=False) for _, peer in rounds]
+    ratios = [peer / ours for ours, peer in zip(seconds_ours, seconds_peer, strict=True)]
+    generation = [
+        peer / ours
+        for a, b in rounds
+        if (ours := phase(a, "sample")) is not None and (peer := phase(b, "sample")) is not None
+    ]
+    return {
+        "ratio": statistics.median(ratios),
+        "ratio_range": [min(ratios), max(ratios)],
+        "generation_ratio": statistics.median(generation) if generation else None,
+        "seconds_ours": statistics.median(seconds_ours),
+        "seconds_peer": statistics.median(seconds_peer),
+    }
+
+
+def _rates(
+    job: Job, workload: Workload, sides: Sequence[Sequence[SideResult]], seconds: tuple[float, float]
+) -> SideResult:
+    """Summarize the lengths that both sides sampled, and their rates, given the seconds of a step of each."""
+    generated = [[count for result in side for count in result["generated"]] for side in sides]
+    flops = [step_flops(job, workload, counts) for counts in generated]
+    tokens = statistics.median(count for result in sides[0] for count in result["tokens"])
+    more = statistics.fmean(generated[1]) - statistics.fmean(generated[0]) if all(generated) else 0.0
+    return {
+        "completion_tokens": [mean_completion(counts, job.sizes.completions(job.trainer)) for counts in generated],
+        "tokens_per_second": [tokens / seconds[0], (tokens + more) / seconds[1]],
+        "gflops": [flops[0] / seconds[0] / 1e9, flops[1] / seconds[1] / 1e9],
+    }
 
 
 def tolerance(job: Job) -> float:
@@ -271,7 +285,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run_all(options: argparse.Namespace, folder: Path) -> SideResult:
     steps, sizes = steps_of(options), sizes_of(options)
     workload = make_chosen_work(options, folder, steps, sizes)
-    about = {
+    about = _about(options, steps)
+    goals = options.size if options.model is None else f"model {options.dtype}"
+    rates = [ProductRates.measure(workload, options.device)]
+    _write(f"{json.dumps(about)}\n{describe(workload, sizes)}\n\n{HEAD}")
+    summaries: dict[str, SideResult] = {}
+    for trainer in options.trainers:
+        python = options.ppo_peer_python if trainer == "ppo" else options.peer_python
+        if python is None:
+            sys.stderr.write("ppo is left out: --ppo-peer-python is not given\n")
+            continue
+        job = Job(trainer, steps, str(folder), options.dtype, options.device, options.threads, sizes, options.whole)
+        rounds, lean = _run_rounds(options, job, python, folder)
+        summaries[trainer] = summarize(job, workload, rounds, lean)
+        _write(row(trainer, summaries[trainer], goals))
+    rates.append(ProductRates.measure(workload, options.device))
+    product_rates = ProductRates(*((rates[0][column], rates[1][column]) for column in (0, 1)))
+    _write(f"\n{product_rates.text(options.dtype)}")
+    _write("\nThe first step, ours and TRL's:\n")
+    _write("\n".join(f"- {check(trainer, summary)}" for trainer, summary in summaries.items()))
+    _write("\nSeconds of a step by phase:\n")
+    _write("\n".join(f"- {split(trainer, summary)}" for trainer, summary in summaries.items()))
+    setting = {"workload": asdict(workload), "sizes": asdict(sizes), "product_rates": asdict(product_rates)}
+    return {"about": about | setting, "trainers": summaries}
+
+
+def _about(options: argparse.Namespace, steps: int) -> SideResult:
+    """Describe the machine and the settings of this comparison."""
+    return {
         "date": datetime.date.today().isoformat(),
         "machine": platform.machine(),
         "cores": os.cpu_count(),
@@ -284,33 +325,19 @@ def _run_all(options: argparse.Namespace, folder: Path) -> SideResult:
         "rows_in_a_pass_of_ours": "all" if options.whole else "16",
         "peer": versions(options.peer_python),
     }
-    goals = options.size if options.model is None else f"model {options.dtype}"
-    rates = [ProductRates.measure(workload, options.device)]
-    _write(f"{json.dumps(about)}\n{describe(workload, sizes)}\n\n{HEAD}")
-    summaries: dict[str, SideResult] = {}
-    for trainer in options.trainers:
-        python = options.ppo_peer_python if trainer == "ppo" else options.peer_python
-        if python is None:
-            sys.stderr.write("ppo is left out: --ppo-peer-python is not given\n")
-            continue
-        job = Job(trainer, steps, str(folder), options.dtype, options.device, options.threads, sizes, options.whole)
-        rounds, lean = [], None
-        for number in range(options.rounds):
-            ours = run_side(sys.executable, "ours.py", job, folder)
-            rounds.append((ours, run_side(python, "trl_side.py", job, folder)))
-            if options.peer_lean and number == 0:
-                lean = run_side(python, "trl_side.py", replace(job, lean=True), folder)
-        summaries[trainer] = summarize(job, workload, rounds, lean)
-        _write(row(trainer, summaries[trainer], goals))
-    rates.append(ProductRates.measure(workload, options.device))
-    product_rates = ProductRates(*((rates[0][column], rates[1][column]) for column in (0, 1)))
-    _write(f"\n{product_rates.text(options.dtype)}")
-    _write("\nThe first step, ours and TRL's:\n")
-    _write("\n".join(f"- {check(trainer, summary)}" for trainer, summary in summaries.items()))
-    _write("\nSeconds of a step by phase:\n")
-    _write("\n".join(f"- {split(trainer, summary)}" for trainer, summary in summaries.items()))
-    setting = {"workload": asdict(workload), "sizes": asdict(sizes), "product_rates": asdict(product_rates)}
-    return {"about": about | setting, "trainers": summaries}
+
+
+def _run_rounds(
+    options: argparse.Namespace, job: Job, python: str, folder: Path
+) -> tuple[list[tuple[SideResult, SideResult]], SideResult | None]:
+    """Run both sides in turn; return the results of every round, and of the peer's lean run if there is one."""
+    rounds, lean = [], None
+    for number in range(options.rounds):
+        ours = run_side(sys.executable, "ours.py", job, folder)
+        rounds.append((ours, run_side(python, "trl_side.py", job, folder)))
+        if options.peer_lean and number == 0:
+            lean = run_side(python, "trl_side.py", replace(job, lean=True), folder)
+    return rounds, lean
 
 
 def _write(text: str) -> None:

@@ -200,23 +200,45 @@ def _default(info: FieldInfo) -> str:
 
 def _named(annotation: Any, metadata: typing.Sequence[object] = ()) -> str:
     """Describe a type in words, followed by its limits."""
-    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Annotated:
-        return _named(inner[0], [limit for given in inner[1:] for limit in getattr(given, "metadata", [])])
-    if origin is typing.Literal:
-        return " or ".join(f"`{value}`" for value in inner)
-    if origin in (typing.Union, types.UnionType):
-        members = [_named(member) for member in inner if member is not types.NoneType]
-        return " or ".join(dict.fromkeys([*members, *(["null"] if types.NoneType in inner else [])]))
-    if origin is list:
-        return f"list of {_named(inner[0])}"
-    if origin is tuple:
-        return f"[{', '.join(map(_named, inner))}]"
-    if origin is dict or annotation is dict:
-        return "mapping of sections" if _kinds(annotation) else "mapping"
+    describe = GENERIC_TYPES.get(typing.get_origin(annotation))
+    if describe is not None:
+        return describe(typing.get_args(annotation))
+    if annotation is dict:
+        return "mapping"
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return "section"
     return NAMES.get(annotation, str(annotation)) + _limits(metadata)
+
+
+def _named_annotated(inner: typing.Sequence[Any]) -> str:
+    return _named(inner[0], [limit for given in inner[1:] for limit in getattr(given, "metadata", [])])
+
+
+def _named_literal(inner: typing.Sequence[Any]) -> str:
+    return " or ".join(f"`{value}`" for value in inner)
+
+
+def _named_union(inner: typing.Sequence[Any]) -> str:
+    """Describe the members once each, null last."""
+    members = [_named(member) for member in inner if member is not types.NoneType]
+    return " or ".join(dict.fromkeys([*members, *(["null"] if types.NoneType in inner else [])]))
+
+
+def _named_mapping(inner: typing.Sequence[Any]) -> str:
+    has_sections = any(_kinds(argument) for argument in inner)
+    return "mapping of sections" if has_sections else "mapping"
+
+
+# How a type with arguments is described, by its origin: list of list[int].
+GENERIC_TYPES: dict[Any, typing.Callable[[typing.Sequence[Any]], str]] = {
+    typing.Annotated: _named_annotated,
+    typing.Literal: _named_literal,
+    typing.Union: _named_union,
+    types.UnionType: _named_union,
+    list: lambda inner: f"list of {_named(inner[0])}",
+    tuple: lambda inner: f"[{', '.join(map(_named, inner))}]",
+    dict: _named_mapping,
+}
 
 
 def _limits(metadata: typing.Sequence[object]) -> str:

@@ -11,7 +11,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -132,15 +132,7 @@ def _run(job: Job, out: Path, observations: Observations) -> dict[str, Any]:
     tree, screen = tree_of(job, out), io.StringIO()
     console = Console(file=screen)
     began = time.perf_counter()
-    if job.trainer == "reward":
-        out.mkdir()
-        (out / "job.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
-        built = build_reward_model(load_reward_model(out / "job.yaml", []), console)
-        _give_head(built.model, Path(job.folder) / "reward")
-        session, loop = built.run.session, lambda: train_offline(built.run)
-    else:
-        whole = build_run(train_config(tree), console)
-        session, loop = whole.session, whole.loop
+    session, loop = _build(job, tree, out, console)
     before = time.perf_counter() - began
     marks = _marked(session, job.device)
     loop()
@@ -159,6 +151,18 @@ def _run(job: Job, out: Path, observations: Observations) -> dict[str, Any]:
         "memory_by_phase": lines[-1]["peak_memory_mb_by_phase"],
         "notes": [line.strip() for line in screen.getvalue().splitlines() if line.strip()],
     }
+
+
+def _build(job: Job, tree: Tree, out: Path, console: Console) -> tuple[Session, Callable[[], None]]:
+    """Build the run of a job; return its session and its loop."""
+    if job.trainer == "reward":
+        out.mkdir()
+        (out / "job.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+        built = build_reward_model(load_reward_model(out / "job.yaml", []), console)
+        _give_head(built.model, Path(job.folder) / "reward")
+        return built.run.session, lambda: train_offline(built.run)
+    whole = build_run(train_config(tree), console)
+    return whole.session, whole.loop
 
 
 @contextlib.contextmanager

@@ -121,8 +121,7 @@ def build_online(config: OnlineConfig, console: Console | None = None) -> Online
     """
     algorithm = config.algorithm
     context = open_context(config, console)
-    if config.overlap.reward_parts > 1 and context.engine.ranks.world > 1:
-        raise ConfigError("overlap.reward_parts works in one process: set overlap.reward_parts=1")
+    _check_reward_parts(config, context.engine)
     tokenizer = build_tokenizer(config.policy)
     origin = read_export_origin(config.policy, tokenizer)
     models = build_online_models(config, context, tokenizer)
@@ -132,9 +131,7 @@ def build_online(config: OnlineConfig, console: Console | None = None) -> Online
     fast_ways.ways["fast sampling"] = not isinstance(sampler, HFSampler)
     fast_ways.reasons += slow_lengths_reason(config, sampler)
     context.notes += fast_ways.lines()
-    saved = load_trainer_state(context.resume) if context.resume is not None else None
-    if saved is not None and models.shared_head is not None:
-        models.shared_head.load_state_dict(saved["shared_head"])
+    saved = _load_checkpoint(context, models)
     trained = _build_trained(config, models, context)
     ema = Ema(models.policy, config.policy.ema_decay, context.engine) if config.policy.ema_decay else None
     if saved is not None:
@@ -145,16 +142,13 @@ def build_online(config: OnlineConfig, console: Console | None = None) -> Online
             context.state.penalty_coef = algorithm.policy_loss.coef
     prompts = _load_prompts(config, context, tokenizer, models)
     ptx = _load_ptx(config, context, tokenizer)
-    judge = build_source(config.eval.source, tokenizer, context.engine) if config.eval.source else source
-    proxy = source if config.eval.source else None
-    evaluate = PromptEvaluator(config, context, tokenizer, models, sampler, judge, proxy)
+    evaluate = _build_evaluator(config, context, tokenizer, models, sampler, source)
     controller = algorithm.kl.controller
     steps = total_steps(config.schedule, prompts.steps_per_epoch)
     ahead = None
     if config.overlap.ahead:
-        ahead = build_prefetcher(
-            config, context, models, tokenizer, prompts, (saved or {}).get("ahead"), last_step=steps
-        )
+        completions = None if saved is None else saved.get("ahead")
+        ahead = build_prefetcher(config, context, models, tokenizer, prompts, completions, last_step=steps)
     session = context.session(
         total_steps=steps,
         save=_Save(models, trained, tokenizer, origin, ema, ahead, context.state),
@@ -282,6 +276,41 @@ def _restore(state: dict[str, Any], trained: dict[str, TrainableModel], ema: Ema
         model.load_state(state[name])
     if ema is not None and "ema" in state:
         ema.load(state["ema"])
+
+
+def _check_reward_parts(config: TrainConfig, engine: Engine) -> None:
+    """Check that a run that scores the parts of a step while it samples the next has one process.
+
+    Raises:
+        ConfigError: it has several.
+    """
+    if config.overlap.reward_parts > 1 and engine.ranks.world > 1:
+        raise ConfigError("overlap.reward_parts works in one process: set overlap.reward_parts=1")
+
+
+def _load_checkpoint(context: RunContext, models: Models) -> dict[str, Any] | None:
+    """Load the trainer state of the checkpoint to resume from, and its shared head into the models; None if new."""
+    if context.resume is None:
+        return None
+    saved = load_trainer_state(context.resume)
+    if models.shared_head is not None:
+        models.shared_head.load_state_dict(saved["shared_head"])
+    return saved
+
+
+def _build_evaluator(
+    config: TrainConfig,
+    context: RunContext,
+    tokenizer: PreTrainedTokenizerBase,
+    models: Models,
+    sampler: Sampler,
+    source: RewardSource,
+) -> PromptEvaluator:
+    """Build the evaluator, with a judge of its own if eval.source is set; else the training reward `source` judges."""
+    if config.eval.source is None:
+        return PromptEvaluator(config, context, tokenizer, models, sampler, judge=source, proxy=None)
+    judge = build_source(config.eval.source, tokenizer, context.engine)
+    return PromptEvaluator(config, context, tokenizer, models, sampler, judge=judge, proxy=source)
 
 
 class PromptEvaluator:

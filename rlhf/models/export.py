@@ -58,17 +58,22 @@ def export_model(
         _write_weights(written, origin, folder)
     else:
         model.save_pretrained(folder, state_dict=dict(written))  # save_pretrained empties the mapping that it is given
-    is_classifier = _is_classifier(model)
     _write_config(model, origin, folder, dtype=None if dtype == "auto" and origin.files else _main_dtype(written))
+    _write_other_files(model, origin, folder)
+    write_tokenizer(tokenizer, folder, origin)
+    if _is_classifier(model):
+        _name_pad(folder, tokenizer, classifier_padding(model, tokenizer))
+    return rounding_loss(origin, trained, written) if dtype is not None else 0.0
+
+
+def _write_other_files(model: PreTrainedModel, origin: Origin, folder: Path) -> None:
+    """Copy the origin's files besides weights and configuration; a classifier has no generation settings."""
+    is_classifier = _is_classifier(model)
     if origin.files or is_classifier:
         (folder / GENERATION).unlink(missing_ok=True)
     for name, content in origin.files.items():
         if name not in (CONFIG, INDEX) and not (is_classifier and name == GENERATION):
             (folder / name).write_bytes(content)
-    write_tokenizer(tokenizer, folder, origin)
-    if is_classifier:
-        _name_pad(folder, tokenizer, classifier_padding(model, tokenizer))
-    return rounding_loss(origin, trained, written) if dtype is not None else 0.0
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, origin: Origin) -> None:
@@ -98,16 +103,21 @@ def classifier_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
 
 def _spare_special_token(tokenizer: PreTrainedTokenizerBase, rows: int) -> str | None:
     """Find a special token that the tokenizer has and no text contains; adding one would change how it tokenizes."""
+    spare = _unused_special_tokens(tokenizer, rows)
+    preferred = [name for word in ("pad", "reserved", "unused") for name in spare if word in name.lower()]
+    unknown = [name for name in spare if name == tokenizer.unk_token]
+    return next(iter((*preferred, *unknown, *spare)), None)
+
+
+def _unused_special_tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str]:
+    """List the special tokens with an embedding that neither end nor begin texts nor occur in the chat template."""
     taken = {tokenizer.eos_token_id, tokenizer.bos_token_id}
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else str(tokenizer.chat_template)
-    spare = [
+    return [
         entry.content
         for token_id, entry in sorted(tokenizer.added_tokens_decoder.items())
         if entry.special and token_id < rows and token_id not in taken and entry.content not in template
     ]
-    preferred = [name for word in ("pad", "reserved", "unused") for name in spare if word in name.lower()]
-    unknown = [name for name in spare if name == tokenizer.unk_token]
-    return next(iter((*preferred, *unknown, *spare)), None)
 
 
 def _spare_id(tokenizer: PreTrainedTokenizerBase, rows: int) -> int:

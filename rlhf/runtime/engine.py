@@ -201,13 +201,7 @@ def make_engine(config: RunConfig, sharding: ShardingConfig | None = None) -> En
         ConfigError: a GPU is requested and there is none, or DeepSpeed is requested and not installed.
     """
     sharding = sharding or ShardingConfig()
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device is cuda but torch sees no GPU; set run.device=cpu or auto")
-    if sharding.uses_deepspeed and importlib.util.find_spec("deepspeed") is None:
-        raise ConfigError(
-            f"sharding={sharding.mode} needs DeepSpeed, which is not installed: {install_hint('deepspeed')}, "
-            "or set sharding=ddp"
-        )
+    _check_available(config, sharding)
     device = _device(config)
     if config.keep_memory and device.type == "cpu":
         keep_memory()
@@ -216,6 +210,21 @@ def make_engine(config: RunConfig, sharding: ShardingConfig | None = None) -> En
     if sharding.uses_deepspeed and device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is imported
     return Engine(device, ranks=init_distributed(device, timeout_s=sharding.timeout_s), sharding=sharding)
+
+
+def _check_available(config: RunConfig, sharding: ShardingConfig) -> None:
+    """Check that this machine has the requested device and the package that the sharding needs.
+
+    Raises:
+        ConfigError: a GPU is requested and there is none, or DeepSpeed is requested and not installed.
+    """
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("run.device is cuda but torch sees no GPU; set run.device=cpu or auto")
+    if sharding.uses_deepspeed and importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError(
+            f"sharding={sharding.mode} needs DeepSpeed, which is not installed: {install_hint('deepspeed')}, "
+            "or set sharding=ddp"
+        )
 
 
 def _device(config: RunConfig) -> torch.device:

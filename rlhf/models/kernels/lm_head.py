@@ -212,16 +212,28 @@ class _LinearStatistics(torch.autograd.Function):
                 d_logits = logs.exp_().mul_(slope)
             d_logits.scatter_add_(1, ids[part, None], d_logprobs[part, None])
             d_logits = d_logits.div_(ctx.temperature).to(hidden.dtype)
-            if d_hidden is not None:
-                torch.mm(d_logits, matrix, out=d_hidden[part])
-            if d_weight is not None:
-                if d_weight.dtype == d_logits.dtype:
-                    d_weight.addmm_(d_logits.t(), hidden[part])
-                else:
-                    d_weight += d_logits.t() @ hidden[part]
-            if d_bias is not None:
-                d_bias += d_logits.sum(dim=0)
+            _add_chunk((d_hidden, d_weight, d_bias), d_logits, hidden, matrix, part)
         return d_hidden, d_weight, d_bias, None, None, None, None
+
+
+def _add_chunk(
+    gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
+    d_logits: Float[Tensor, "n V"],
+    hidden: Tensor,
+    matrix: Tensor,
+    part: slice,
+) -> None:
+    """Write a chunk's gradient of hidden, and add to those of weight and bias; None stands for one not needed."""
+    d_hidden, d_weight, d_bias = gradients
+    if d_hidden is not None:
+        torch.mm(d_logits, matrix, out=d_hidden[part])
+    if d_weight is not None:
+        if d_weight.dtype == d_logits.dtype:
+            d_weight.addmm_(d_logits.t(), hidden[part])
+        else:
+            d_weight += d_logits.t() @ hidden[part]
+    if d_bias is not None:
+        d_bias += d_logits.sum(dim=0)
 
 
 def _scaled_logits(

@@ -65,23 +65,26 @@ def pack(
 ) -> PackedBatch | None:
     """Lay out a batch without padding; return None where a row has no prompt, from which to predict its first token."""
     device = prompt_ids.device
-    p_ids, p_mask, c_ids, c_mask = (
-        tensor.cpu() for tensor in (prompt_ids, prompt_mask, completion_ids, completion_mask)
-    )
-    prompts = [ids[mask] for ids, mask in zip(p_ids, p_mask, strict=True)]
-    completions = [ids[mask] for ids, mask in zip(c_ids, c_mask, strict=True)]
+    prompts = _live_tokens(prompt_ids, prompt_mask)
+    completions = _live_tokens(completion_ids, completion_mask)
     if not all(len(prompt) for prompt in prompts):
         return None
     index_of: dict[tuple[int, ...], int] = {}
     prompt_of = [index_of.setdefault(tuple(prompt.tolist()), len(index_of)) for prompt in prompts]
     distinct = [torch.tensor(tokens) for tokens in index_of]
-    total = int(p_mask.sum() + c_mask.sum())
-    saved = int(p_mask.sum()) - sum(len(prompt) for prompt in distinct)
+    prompt_tokens = sum(map(len, prompts))
+    total = prompt_tokens + sum(map(len, completions))
+    saved = prompt_tokens - sum(map(len, distinct))
     if share and saved >= MIN_SHARED_FRACTION * total:
         rows = _shared(distinct, completions, torch.tensor(prompt_of))
     else:
         rows = _whole(prompts, completions)
     return _to(rows, device)
+
+
+def _live_tokens(rows: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> list[Tensor]:
+    """Return the live tokens of each row, on the CPU."""
+    return [tokens[live] for tokens, live in zip(rows.cpu(), mask.cpu(), strict=True)]
 
 
 def pack_for(
@@ -335,13 +338,16 @@ def _sdpa(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **more
         )
         return output
-    window = more.pop("sliding_window", None)
-    if window is not None and window < rows.longest:
-        raise NotImplementedError(f"attention with a window of {window}")
+    _check_window(rows, more.pop("sliding_window", None))
     unsupported = sorted(name for name, value in more.items() if name not in IGNORED_KWARGS and value is not None)
     if unsupported or dropout or is_causal is False or not getattr(module, "is_causal", True):
         raise NotImplementedError(f"attention with {', '.join(unsupported) or 'dropout, or not causal'}")
     return packed_attention(query, key, value, rows=rows, scale=scaling), None
+
+
+def _check_window(rows: PackedBatch, window: int | None) -> None:
+    if window is not None and window < rows.longest:
+        raise NotImplementedError(f"attention with a window of {window}")
 
 
 AttentionInterface.register("sdpa", _sdpa)  # by name, so that recomputed layers find the rows too

@@ -226,12 +226,23 @@ def supports_fused_decoding(model: CausalLM) -> bool:
     layers = read_layers(body)
     if body is None or layers is None or not _rope_types(plain.config) <= {*ROTATIONS, LONG}:
         return False
-    if isinstance(model, PeftModel) and (len(model.active_adapters) != 1 or model.peft_type != "LORA"):
+    if isinstance(model, PeftModel) and not _has_one_lora_adapter(model):
         return False
     if type(body.embed_tokens) not in EMBEDDINGS:
         return False
-    projections = [item for layer in layers for item in (*layer.inputs, layer.output, *layer.gate_up, layer.down)]
-    return all(_is_linear(module) for module in (plain.lm_head, *(item.module for item in projections)))
+    return all(_is_linear(module) for module in (plain.lm_head, *_projection_modules(layers)))
+
+
+def _projection_modules(layers: Sequence[Layer]) -> list[Any]:
+    return [
+        projection.module
+        for layer in layers
+        for projection in (*layer.inputs, layer.output, *layer.gate_up, layer.down)
+    ]
+
+
+def _has_one_lora_adapter(model: PeftModel) -> bool:
+    return len(model.active_adapters) == 1 and bool(model.peft_type == "LORA")
 
 
 def supports_length(model: CausalLM, positions: int) -> bool:

@@ -18,7 +18,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rlhf.models.kernels.llama.families import READERS, Projection, Reader, norm_of, read_layers
+from rlhf.models.kernels.llama.families import READERS, Layer, Projection, Reader, norm_of, read_layers
 from rlhf.models.kernels.llama.layer import (
     ACTIVATIONS,
     Adapter,
@@ -58,20 +58,25 @@ def supports_fused(body: nn.Module) -> bool:
 
 def _is_plain(body: Any) -> bool:
     layers = read_layers(body)
-    if layers is None:
-        return False
-    weight = body.norm.weight
-    if weight.dtype not in (torch.float32, torch.float64) or hasattr(weight, "ds_id"):
-        return False
-    if any(layer.activation_name not in ACTIVATIONS for layer in layers):
-        return False
-    if any(_has_gradient_hooks(parameter) for parameter in body.parameters()):
+    if layers is None or not _has_plain_weights(body):
         return False
     if getattr(body.config, "resid_pdrop", 0.0):  # dropout on the residual branches: Phi-3
         return False
+    return all(layer.activation_name in ACTIVATIONS and _has_plain_projections(layer) for layer in layers)
+
+
+def _has_plain_weights(body: Any) -> bool:
+    """Check that the weights are in full precision, on this process, and that nothing waits for their gradients."""
+    weight = body.norm.weight
+    if weight.dtype not in (torch.float32, torch.float64) or hasattr(weight, "ds_id"):
+        return False
+    return not any(_has_gradient_hooks(parameter) for parameter in body.parameters())
+
+
+def _has_plain_projections(layer: Layer) -> bool:
+    """Check that all projections of a layer are plain, and that only the inputs of attention have a bias."""
     return all(
         _is_plain_linear(projection.module) and (projection.linear.bias is None or may_have_bias)
-        for layer in layers
         for projections, may_have_bias in ((layer.inputs, True), ([layer.output, *layer.gate_up, layer.down], False))
         for projection in projections
     )
@@ -81,9 +86,13 @@ def _is_plain_linear(module: Any) -> bool:
     """Check whether `module` is a linear layer, alone or with a single plain LoRA adapter."""
     if type(module) is nn.Linear:
         return True
-    if type(module) is not LoraLinear or type(module.base_layer) is not nn.Linear or len(module.active_adapters) != 1:
+    if type(module) is not LoraLinear or type(module.base_layer) is not nn.Linear:
         return False
-    name = module.active_adapters[0]
+    return len(module.active_adapters) == 1 and _is_plain_adapter(module, module.active_adapters[0])
+
+
+def _is_plain_adapter(module: Any, name: str) -> bool:
+    """Check whether the LoRA adapter `name` of `module` is a product of two matrices, without dropout, not merged."""
     if name not in module.lora_A or module.merged or module.lora_variant:
         return False
     dropout, pair = module.lora_dropout[name], (module.lora_A[name], module.lora_B[name])

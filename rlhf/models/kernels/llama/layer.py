@@ -189,15 +189,8 @@ class _BeforeAttention(torch.autograd.Function):
         d_heads = [_gather_live(gradients[number::3], turn.places) for number in range(3)]
         d_heads[:2] = (apply_rope(d.to(x.dtype), turn, -1) for d in d_heads[:2])
         d_head_norms: list[Weight] = [None, None]
-        for number in range(2) if kept else ():
-            state, state_inverse = kept[2 * number : 2 * number + 2]
-            d_heads[number], d_head_norms[number] = _norm_backward(
-                d_heads[number].view(state.shape),
-                state * state_inverse,
-                head_norms[number],
-                state_inverse,
-                needs_grad=needs_grad[1 + number],
-            )
+        if kept:
+            d_heads[:2], d_head_norms = _head_norms_backward(d_heads[:2], kept, head_norms, needs_grad[1:3])
         flat = [pad_rows_for_onednn(d.flatten(1), ctx.low) for d in d_heads]
         scaled = _scaled(x, inverse)
         inner = pad_rows_for_onednn(_weighted(scaled, weight), ctx.low)
@@ -215,6 +208,22 @@ class _BeforeAttention(torch.autograd.Function):
         d_inner = _input_gradient(flat, weights, adapters, x.dtype)[: len(x)]
         d_x, d_weight = _norm_backward(d_inner, scaled, weight, inverse, needs_grad=needs_grad[0], d_skip=d_skip)
         return None, None, None, None, None, d_x, d_weight, *d_head_norms, *d_weights, *d_biases, *d_pairs
+
+
+def _head_norms_backward(
+    gradients: Sequence[Tensor], kept: Sequence[Tensor], weights: Sequence[Weight], needs_grad: Sequence[bool]
+) -> tuple[list[Tensor], list[Weight]]:
+    """Go back through the norms of queries and keys; `kept` has the input and the inverse RMS of each, in turn."""
+    d_states, d_weights = [], []
+    for gradient, state, inverse, weight, needed in zip(
+        gradients, kept[::2], kept[1::2], weights, needs_grad, strict=True
+    ):
+        d_state, d_weight = _norm_backward(
+            gradient.view(state.shape), state * inverse, weight, inverse, needs_grad=needed
+        )
+        d_states.append(d_state)
+        d_weights.append(d_weight)
+    return d_states, d_weights
 
 
 class _AfterAttention(torch.autograd.Function):
