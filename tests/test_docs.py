@@ -386,9 +386,11 @@ def test_python_examples_are_python(page: Path) -> None:
 
 def test_the_python_in_the_readme_loads_its_configuration() -> None:
     (body,) = fences(ROOT / "README.md", "python")
-    call = re.search(r'run_train\(load_train\("([^"]+)", (\[.*?\])\)', body)
+    settings = re.search(r"settings = (\[.*?\])", body)
+    call = re.search(r'run_train\(load_train\("([^"]+)", settings\), Console\(\)\)', body)
+    assert settings is not None
     assert call is not None
-    config = load_train(ROOT / call[1], ast.literal_eval(call[2]))
+    config = load_train(ROOT / call[1], ast.literal_eval(settings[1]))
     assert config.policy.model == "runs/sft"
     assert config.data.preferences is not None
 

@@ -234,7 +234,7 @@ def _facts(results: ComparisonResults) -> list[tuple[str, str]]:
 
 
 def _source(source: RewardSourceConfig) -> str:
-    """Name a reward source: its function, its path or its address, otherwise its type."""
+    """Describe a reward source: its function, its path or its address, otherwise its type."""
     match source:
         case FunctionSource():
             return source.target

@@ -64,7 +64,7 @@ def _second(results: ComparisonResults, best: str, others: Sequence[str]) -> str
 
 
 def _against(pair: WinRate) -> str:
-    """Say how the best trained arm does against the next."""
+    """Describe how the best trained arm does against the next."""
     clear = pair.difference.low > 0 or pair.difference.high < 0
     judged = "the difference is clear of zero" if clear else "these data do not tell the two apart"
     return (
