@@ -52,8 +52,8 @@ A window (`sliding_window`) hides nothing from rows that are not longer than it:
 longer row is padded.
 
 Rotations that change with the length of a sequence (longrope: Phi-4 mini, Phi-3 with 128k) do so beyond
-`original_max_position_embeddings`. Batches in which a row may grow beyond that are sampled with transformers' generate, rows
-of one prompt length together, so that log-probabilities are those of the model without a cache.
+`original_max_position_embeddings`. Batches in which a row may grow beyond that are sampled with transformers' generate,
+rows of one prompt length together, so that log-probabilities are those of the model without a cache.
 
 What fills a row has no influence: masks go by length. So a model without a pad token, or with EOS as its pad token,
 needs nothing.
