@@ -6,7 +6,7 @@
 
 Recorded of each run are the numbers of metrics.jsonl as they are written, and digests of the lines of samples.jsonl and
 of each exported tensor. The runs: the quickstart with ten steps of PPO, DPO, GRPO, PPO with LoRA, a reward model, PPO
-that is killed and resumed, and PPO in two processes. About five minutes on one core.
+that is killed and resumed, and PPO in two processes. About nine minutes on one core.
 
 NAMES.json has what was renamed in between: {"settings": {old: new}, "metrics": {old: new}, "fields": {old: new}}, where
 fields are those of samples.jsonl. Settings are those given on the command lines below, in their old names.
