@@ -40,7 +40,7 @@ from rlhf.batching import extend
 from rlhf.config.algorithm import DpoLoss, Online
 from rlhf.config.presets import PRESETS
 from rlhf.config.sections import OptimizerConfig, RewardModelLoss
-from rlhf.models.kernels.llama import forward as lean
+from rlhf.models.kernels.llama import forward as written_out
 from rlhf.models.policy_models import Models
 from rlhf.models.scalar_head import ScalarHeadModel
 from rlhf.runtime.engine import LocalModel
@@ -57,7 +57,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "chunked": {"log_probs": "auto", "packing": "off"},
     "modules": {"log_probs": "auto", "packing": "auto"},
 }
-WRITTEN_OUT = lean.read_layers
+WRITTEN_OUT = written_out.read_layers
 CPU = torch.device("cpu")
 MICRO = 16
 Step = Callable[[], object]
@@ -213,7 +213,7 @@ def step_of(case: str, size: str, way: str) -> Step:
     plain = CASES[case](size, WAYS[way])
 
     def step() -> None:
-        lean.read_layers = (lambda _: None) if way == "modules" else WRITTEN_OUT
+        written_out.read_layers = (lambda _: None) if way == "modules" else WRITTEN_OUT
         plain()
 
     return step

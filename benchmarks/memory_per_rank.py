@@ -81,7 +81,7 @@ class NextToken:
 
 
 class Watched:
-    """A Trained whose memory is measured between the backward pass and the step."""
+    """A TrainableModel whose memory is measured between the backward pass and the step."""
 
     def __init__(self, inner: TrainableModel) -> None:
         self.inner = inner

@@ -174,6 +174,6 @@ def _weighted_sum(
     return (torch.where(mask, per_token, 0.0) * weights).sum()
 
 
-def divide_by_denominators(terms: Mapping[str, Tensor], norms: Mapping[str, float]) -> dict[str, Tensor]:
+def divide_by_denominators(terms: Mapping[str, Tensor], denominators: Mapping[str, float]) -> dict[str, Tensor]:
     """Divide each term's sum by its denominator over the whole minibatch, giving its share of the loss."""
-    return {name: total / norms[name] for name, total in terms.items()}
+    return {name: total / denominators[name] for name, total in terms.items()}

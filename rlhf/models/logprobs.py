@@ -83,8 +83,8 @@ def completion_outputs(
 
     The logits that predict completion token t stand one position before it. They are divided by `temperature` and
     normalized in float32 at least. Only live tokens reach the LM head, a chunk at a time; all positions do at once if
-    `log_probs` is naive, or if the model's forward does more to the logits than its head (see head.why_naive). Rows go
-    through the model without padding if `packing` is auto and the model allows it (see rows.why_padded).
+    `log_probs` is naive, or if the model's forward does more to the logits than its head. Rows go
+    through the model without padding if `packing` is auto and the model allows it.
     `float32_head` computes logits in float32 in a bfloat16 run too, where the head's own have 8 bits.
 
     Raises:

@@ -83,11 +83,11 @@ def _compute_gradients(
     """Compute the gradient of every model; return the metrics and the total loss over all ranks."""
     metrics, total = Metrics(), 0.0
     for number, part in enumerate(parts):
-        norms = part.loss.denominators(part.batch)
+        denominators = part.loss.denominators(part.batch)
         passes = split_into_micro_batches(part.batch, fitting, size, ranks)
         for index, micro in enumerate(passes):
             sums, observed = part.loss.terms(micro.rows)
-            terms = divide_by_denominators(sums, norms)
+            terms = divide_by_denominators(sums, denominators)
             if not micro.counts:
                 terms = {name: 0.0 * value for name, value in terms.items()}
             is_last = index == len(passes) - 1

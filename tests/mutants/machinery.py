@@ -104,7 +104,7 @@ MACHINERY = [
     Mutant(
         name="micro-batch-norms",
         file="rlhf/training/step.py",
-        before="terms = divide_by_denominators(sums, norms)",
+        before="terms = divide_by_denominators(sums, denominators)",
         after="terms = divide_by_denominators(sums, part.loss.denominators(micro.rows))",
         why="each micro-batch is averaged by itself: gradient accumulation changes the step",
         tests=("tests/training/test_step.py",),

@@ -291,12 +291,12 @@ def chunking_unsupported_reason(model: CausalLM) -> str:
     or reshapes logits then gives back others, or fails.
     """
     if model not in _REASONS:
-        _REASONS[model] = _why_naive(model)
+        _REASONS[model] = _find_unsupported_reason(model)
     return _REASONS[model]
 
 
 @torch.no_grad()
-def _why_naive(model: CausalLM) -> str:
+def _find_unsupported_reason(model: CausalLM) -> str:
     name = type(model.get_base_model() if isinstance(model, PeftModel) else model).__name__
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Module):

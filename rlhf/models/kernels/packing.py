@@ -381,12 +381,12 @@ def packing_unsupported_reason(body: nn.Module) -> str:
     """
     reasons = _REASONS.setdefault(body, {})
     if body.training not in reasons:
-        reasons[body.training] = _why_padded(body)
+        reasons[body.training] = _find_unsupported_reason(body)
     return reasons[body.training]
 
 
 @torch.no_grad()
-def _why_padded(body: nn.Module) -> str:
+def _find_unsupported_reason(body: nn.Module) -> str:
     name, config = type(body).__name__, getattr(body, "config", None)
     if getattr(config, "_attn_implementation", None) != "sdpa":
         return f"{name} does not use sdpa attention"

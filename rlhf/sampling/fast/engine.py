@@ -275,8 +275,8 @@ class FastSampler:
             dtype: of the arithmetic, as policy.dtype.
             device: where the model is.
             engine: the engine that holds the model, if any: rows are distributed over its ranks.
-            lean: whether the lean decoder may be used; otherwise only the model's own modules are.
-            static: whether steps can be recorded (see Slots), as CUDA graphs on a GPU; None: on a GPU only.
+            lean: whether FusedDecoder may be used; otherwise only the model's own modules are.
+            static: whether steps can be recorded (see KVCache), as CUDA graphs on a GPU; None: on a GPU only.
             warn: called with the reason when a slower way is used.
         """
         self.model = model
