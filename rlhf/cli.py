@@ -295,7 +295,7 @@ def _sample(parsed: argparse.Namespace, console: Console) -> None:
 
 def _serve_reward(parsed: argparse.Namespace, console: Console) -> None:
     try:
-        from rlhf.factory.rewards import ServiceOptions, serve_reward
+        from rlhf.factory.reward_service import ServiceOptions, serve_reward
     except ModuleNotFoundError as error:
         if error.name not in ("fastapi", "starlette", "uvicorn"):
             raise

@@ -20,6 +20,8 @@ IMPORTERS = {
     "reward_model": {"rlhf.factory", "rlhf.lab.build", "rlhf.cli", "reward_model"},
     "transformers": {"rlhf.models", "rlhf.data", "rlhf.sampling", "rlhf.lab", "rlhf.factory", "reward_model"},
     "deepspeed": {"rlhf.runtime.deepspeed"},
+    "fastapi": {"reward_model.server"},
+    "uvicorn": {"rlhf.factory.reward_service"},
     "vllm": set(),
     "trl": set(),
 }
@@ -219,3 +221,23 @@ def test_the_mathematics_is_light_to_import() -> None:
 def test_the_heavy_libraries_exist() -> None:
     """A misspelled name above would forbid nothing; deepspeed is an extra, so it may be absent."""
     assert {name for name in HEAVY if importlib.util.find_spec(name) is None} <= {"deepspeed"}
+
+
+def test_the_commands_import_without_any_extra() -> None:
+    """As after `pip install .`: what serve, track, gguf and the like bring is imported where it is used."""
+    extras = (
+        "uvicorn",
+        "fastapi",
+        "deepspeed",
+        "wandb",
+        "tensorboard",
+        "bitsandbytes",
+        "gguf",
+        "lm_eval",
+        "langdetect",
+    )
+    commands = [name for name in MODULES if inside(name, {"rlhf.commands"})]
+    script = f"import sys, importlib\nsys.modules.update(dict.fromkeys({extras!r}))\n"
+    script += "".join(f"importlib.import_module({name!r})\n" for name in commands)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
