@@ -4,14 +4,22 @@ Random weights shaped like a 0.5B and a 1.5B model, bfloat16 arithmetic over flo
   rollout   our sampler and transformers' generate, 256 completions at once, 0.5B shape
   update    the share of this card's measured bf16 matmul rate that the update phase of SFT reaches, 1.5B shape
   steps     GRPO and PPO, and TRL's on the same card (--peer-python, --ppo-peer-python), 0.5B shape
+  correctness  pytest tests/gpu on this card: every trainer and sampler has the CPU's numbers
+  decoding     steps as they are recorded and as they are replayed, beside generate; GQA shapes, lengths as of real rows
+Each part runs alone (--only), within a time limit, and its failure is a result: the others go on. A bare image with
+torch needs the wheels in `WHEELS` besides; what is missing is printed.
+With --pretend the parts that can run on the pretend GPU of tests/gpu do (no times, but the script is known to work).
 With --toy everything runs on the CPU at toy size, which shows that it works, not how fast it is.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -25,6 +33,34 @@ import torch
 from floor import floors, measure
 from peers.runs import SideResult, phase, run_side
 from peers.work import Job, Sizes, make_work, synthetic_workload
+
+WHEELS = (  # what a bare image with torch lacks, by import name; all are small
+    *(
+        "pydantic",
+        "pydantic_core",
+        "annotated_types",
+        "typing_inspection",
+        "datasets",
+        "dill",
+        "multiprocess",
+        "xxhash",
+    ),
+    *(
+        "jaxtyping",
+        "beartype",
+        "transformers",
+        "peft",
+        "accelerate",
+        "safetensors",
+        "yaml",
+        "rich",
+        "psutil",
+        "filelock",
+    ),
+    "pytest",
+)
+LIMIT_S = 300  # of a part
+ROOT = Path(__file__).resolve().parents[1]
 
 Runs = Callable[[str, str, Job], SideResult]  # python, script, job
 
@@ -66,24 +102,75 @@ def compare_steps(job: Job, peer: str | None, run: Runs) -> dict[str, Any]:
     return result
 
 
+def missing_wheels() -> list[str]:
+    """Return the packages that are not installed here."""
+    return [name for name in WHEELS if importlib.util.find_spec(name) is None]
+
+
+def run_alone(command: list[str]) -> dict[str, Any]:
+    """Run a part as a process of its own, within the time limit; its last line is its result if that is JSON."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=LIMIT_S, env=environment, cwd=ROOT
+    )
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command[1:3])}: {last} {done.stderr[-1000:]}")
+    return dict(json.loads(last)) if last.startswith("{") else {"output": last}
+
+
+def processes(options: argparse.Namespace) -> dict[str, list[str]]:
+    """Return the parts that are processes of their own, which the pretend GPU can run too."""
+    pretend = ["--pretend"] if options.pretend else []
+    decoding = [sys.executable, str(ROOT / "benchmarks" / "recorded_decoding.py")]
+    return {
+        "correctness": [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "tests/gpu"],
+        "decoding 0.5b": [*decoding, *pretend],
+        "decoding 1.5b": [*decoding, "--shape", "1.5b", *pretend],
+    }
+
+
+def attempt(results: dict[str, Any], name: str, part: Callable[[], dict[str, Any]]) -> None:
+    """Run a part and keep its result, or what went wrong: the parts after it run all the same."""
+    try:
+        results[name] = part()
+    except (RuntimeError, OSError, ValueError, subprocess.TimeoutExpired) as error:
+        results[name] = {"failed": f"{type(error).__name__}: {error}"}
+    sys.stdout.write(f"{name}: {json.dumps(results[name])}\n")
+    sys.stdout.flush()
+
+
 def run_all(options: argparse.Namespace) -> dict[str, Any]:
-    """Run all three measurements and print each result as soon as it is there."""
+    """Run the measurements and print each result as soon as it is there."""
     toy = options.toy
     device, dtype = ("cpu", "float32") if toy else ("cuda", "bfloat16")
     small, large = ("toy", "toy") if toy else ("0.5b", "1.5b")
     wide = Sizes(prompts=2, group=2, new_tokens=8) if toy else Sizes(prompts=32, group=8, new_tokens=256)
     usual = Sizes(rows=4, prompts=2, group=2, ppo_prompts=32, new_tokens=8) if toy else Sizes(new_tokens=256)
     steps = 2 if toy else 4
-    about = {"torch": torch.__version__, "device": "cpu" if toy else torch.cuda.get_device_name()}
+    is_real = not toy and not options.pretend
+    about = {"torch": torch.__version__, "device": torch.cuda.get_device_name() if is_real else "cpu"}
     results: dict[str, Any] = {"about": about}
     sys.stdout.write(f"{json.dumps(about)}\n")
+    for name, command in ({} if toy else processes(options)).items():
+        if options.only in (None, name.split()[0]):
+            attempt(results, name, lambda command=command: run_alone(command))  # type: ignore[misc]
+    if options.pretend:
+        return results
 
     def work(shape: str, sizes: Sizes, task: Callable[[str, Runs], dict[str, Any]], name: str) -> None:
-        with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
-            make_work(Path(folder), shape, steps, sizes)
-            results[name] = task(folder, lambda python, script, job: run_side(python, script, job, Path(folder)))
-        sys.stdout.write(f"{name}: {json.dumps(results[name])}\n")
-        sys.stdout.flush()
+        if options.only not in (None, name):
+            return
+
+        def part() -> dict[str, Any]:
+            with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
+                make_work(Path(folder), shape, steps, sizes)
+                return task(
+                    folder,
+                    lambda python, script, job: run_side(python, script, job, Path(folder), timeout_s=LIMIT_S),
+                )
+
+        attempt(results, name, part)
 
     def job(trainer: str, folder: str, sizes: Sizes) -> Job:
         return Job(trainer, steps, folder, dtype, device, options.threads, sizes, whole=True)
@@ -107,8 +194,12 @@ def main() -> None:
     parser.add_argument("--ppo-peer-python")
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--pretend", action="store_true")
+    parser.add_argument("--only", choices=("correctness", "decoding", "rollout", "update", "grpo", "ppo"))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if missing := missing_wheels():
+        sys.exit(f"missing here: {' '.join(missing)}\ncarry these wheels, or: pip install {' '.join(missing)}")
     results = run_all(options)
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")

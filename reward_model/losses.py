@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -12,6 +14,7 @@ from rlhf.algo.masked import Mean
 from rlhf.config.sections import RewardModelLoss
 from rlhf.models.backbone import autocast
 from rlhf.models.scalar_head import ScalarHeadModel
+from rlhf.transfer import to_device
 from rlhf.types import PreferencePairs
 
 
@@ -36,16 +39,28 @@ def bradley_terry(
 
 def win_indicator(gaps: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
     """Return 1 where the chosen side scores higher (gap > 0), ½ at a tie, else 0, so a constant score wins half."""
-    return torch.heaviside(gaps, torch.tensor(0.5, dtype=gaps.dtype, device=gaps.device))
+    return torch.heaviside(gaps, torch.full_like(gaps, 0.5))
 
 
 class BradleyTerryLoss:
-    """The Bradley-Terry loss over pairs: one term, `rm`, its sum divided by the number of pairs in the minibatch."""
+    """The Bradley-Terry loss over pairs: one term, `rm`, its sum divided by the number of pairs in the minibatch.
 
-    def __init__(self, model: ScalarHeadModel, config: RewardModelLoss, *, dtype: str) -> None:
+    `weigh` gives each pair a weight in the loss, but not in its metrics; None: 1 each.
+    """
+
+    def __init__(
+        self,
+        model: ScalarHeadModel,
+        config: RewardModelLoss,
+        *,
+        dtype: str,
+        weigh: Callable[[PreferencePairs], Float[Tensor, " B"]] | None = None,
+    ) -> None:
         self.model = model
         self.config = config
         self.dtype = dtype
+        self.weigh = weigh
+        self.row_values: dict[str, Tensor] = {}  # of each pair of the latest call of `terms`
 
     def denominators(self, batch: PreferencePairs) -> dict[str, float]:
         """Return the number of pairs, by which the loss is divided."""
@@ -54,16 +69,21 @@ class BradleyTerryLoss:
     def terms(self, micro: PreferencePairs) -> tuple[dict[str, Tensor], dict[str, Mean]]:
         """Compute the loss summed over the pairs of `micro`, and the metrics loss, accuracy, margin and mean score."""
         device = self.model.head.weight.device
-        pairs = micro.to(device)
         with autocast(self.dtype, device):
-            chosen, rejected = pair_scores(self.model, pairs)
-        margins = pairs.margins.to(chosen.dtype) if self.config.use_margin else torch.zeros_like(chosen)
+            chosen, rejected = pair_scores(self.model, micro)
+        (margins,) = (
+            to_device([micro.margins.to(chosen.dtype)], device)
+            if self.config.use_margin
+            else (torch.zeros_like(chosen),)
+        )
         losses = bradley_terry(chosen, rejected, margins, centering=self.config.centering)
         gaps = (chosen - rejected).detach()
+        self.row_values = {"loss": losses.detach(), "accuracy": win_indicator(gaps)}
         metrics = {
             "loss/rm": Mean.of(losses),
             "rm/accuracy": Mean.of(win_indicator(gaps)),
             "rm/margin": Mean.of(gaps),
             "rm/score_mean": Mean.of(chosen) + Mean.of(rejected),
         }
-        return {"rm": losses.sum()}, metrics
+        weighted = losses if self.weigh is None else losses * self.weigh(micro).to(losses)
+        return {"rm": weighted.sum()}, metrics

@@ -18,6 +18,7 @@ from rlhf.data.datasets import RowSet
 from rlhf.errors import RewardError
 from rlhf.models.backbone import autocast
 from rlhf.models.scalar_head import ScalarHeadModel, sequence_scores
+from rlhf.transfer import to_device
 from rlhf.types import PreferencePairs
 
 CHUNK = 256  # pairs padded into one rectangle at a time; bounds the memory for padding, not for the model
@@ -44,10 +45,12 @@ def score(
     completion_ids: Int[Tensor, "B T"],
     completion_mask: Bool[Tensor, "B T"],
 ) -> Float[Tensor, " B"]:
-    """Score each row, with gradient; columns in which no row is live are not computed."""
-    prompt_ids, prompt_mask = drop_padding_columns(prompt_ids, prompt_mask)
-    completion_ids, completion_mask = drop_padding_columns(completion_ids, completion_mask)
-    return sequence_scores(model, prompt_ids, prompt_mask, completion_ids, completion_mask)
+    """Score each row, with gradient, on the model's device; columns in which no row is live are not computed."""
+    prompt, completion = (
+        drop_padding_columns(prompt_ids, prompt_mask),
+        drop_padding_columns(completion_ids, completion_mask),
+    )
+    return sequence_scores(model, *to_device([*prompt, *completion], model.head.weight.device))
 
 
 @torch.no_grad()
@@ -71,13 +74,14 @@ def score_rows(
     model.eval()
     lengths = prompt_mask.sum(dim=1) + completion_mask.sum(dim=1)
     order = torch.argsort(lengths, descending=True, stable=True)
-    scores = torch.empty(len(order), dtype=model.head.weight.dtype)
+    parts: list[Tensor] = []
     rows = (prompt_ids, prompt_mask, completion_ids, completion_mask)
     with autocast(dtype, device):
         for part in torch.split(order, micro_batch_size):
-            scores[part.cpu()] = score(model, *(tensor[part].to(device) for tensor in rows)).cpu()
+            parts.append(score(model, *(tensor[part] for tensor in rows)))
     model.train(was_training)
-    return scores
+    in_order = torch.cat(parts).cpu()
+    return torch.empty_like(in_order).index_copy_(0, order, in_order)
 
 
 def score_pairs(
@@ -139,10 +143,29 @@ def calibrate(
     if config.data == "none":
         return model.calibration
     model.calibrate(0.0, 1.0)
-    sides = 2 if config.data == "both" else 1
-    picked = _spread(len(pairs), math.ceil(config.limit / sides))
+    picked = spread_indices(pairs, config)
     chosen, rejected = score_pairs(model, pairs, picked, micro_batch_size=micro_batch_size, dtype=dtype)
-    raw = (chosen if sides == 1 else torch.stack([chosen, rejected], dim=1).flatten())[: config.limit].double()
+    mean, std = reference_statistics(chosen, rejected, config)
+    model.calibrate(mean, std)
+    return mean, std
+
+
+def spread_indices(pairs: RowSet[PreferencePairs], config: CalibrationConfig) -> list[int]:
+    """Return the pairs to calibrate on, spread evenly; both of their sides count towards `config.limit`, or one."""
+    sides = 2 if config.data == "both" else 1
+    return _spread(len(pairs), math.ceil(config.limit / sides))
+
+
+def reference_statistics(
+    chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"], config: CalibrationConfig
+) -> tuple[float, float]:
+    """Compute the mean and (population) std of raw scores on the reference completions.
+
+    Raises:
+        RewardError: the scores are not finite, or are all the same.
+    """
+    both = torch.stack([chosen, rejected], dim=1).flatten()
+    raw = (both if config.data == "both" else chosen)[: config.limit].double()
     mean, std = raw.mean().item(), raw.std(correction=0).item()
     if not (math.isfinite(mean) and math.isfinite(std)) or std <= DEGENERATE * max(1.0, abs(mean)):
         raise RewardError(
@@ -150,7 +173,6 @@ def calibrate(
             f"{mean:.4g} and standard deviation {std:.4g}; it has learned nothing, or training diverged "
             "(look at loss/rm, lower model.lr), or calibration.limit leaves too few completions"
         )
-    model.calibrate(mean, std)
     return mean, std
 
 

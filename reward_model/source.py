@@ -17,7 +17,9 @@ from rlhf.data.tokenize import Encoder, left_pad, make_encoder, right_pad
 from rlhf.data.tokenizer import Rendered, load_tokenizer, shares_vocabulary
 from rlhf.errors import NonFiniteScores, RewardError
 from rlhf.models.backbone import context_length, freeze
-from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
+from rlhf.models.ensemble_head import load_reward_heads
+from rlhf.models.scalar_head import ScalarHeadModel
+from rlhf.runtime.engine import Engine
 from rlhf.types import Completions, Scores
 
 
@@ -60,14 +62,17 @@ class RewardModelSource:
         device: torch.device,
         micro_batch_size: int,
         dtype: str = "float32",
+        engine: Engine | None = None,
     ) -> RewardModelSource:
-        """Load the reward model in a folder or under a hub id.
+        """Load the reward model in a folder or under a hub id; where `engine` splits weights, its part of it.
 
         Raises:
             ModelError: the path is not a sequence-classification model with one label, or has no tokenizer.
         """
         tokenizer = load_tokenizer(path)
-        model = load_scalar_head(path, tokenizer, new_head=None, dtype=dtype).to(device)
+        model = load_reward_heads(path, tokenizer, dtype=dtype, engine=engine)
+        if engine is None or not engine.splits_weights:
+            model.to(device)
         return cls(model, tokenizer, policy_tokenizer=policy_tokenizer, micro_batch_size=micro_batch_size, dtype=dtype)
 
     @property
@@ -81,8 +86,7 @@ class RewardModelSource:
 
     def __call__(self, completions: Completions) -> Scores:
         """Score completions; see RewardSource."""
-        batch = self._replace_pads(completions) if self.same_ids else self._reencode(completions)
-        batch, parts = self._cut_to_context(batch)
+        batch, parts = self.prepare(completions)
         values = score_rows(
             self.model,
             batch.prompt_ids,
@@ -92,8 +96,13 @@ class RewardModelSource:
             micro_batch_size=self.micro_batch_size,
             dtype=self.dtype,
         ).float()
-        self._check_finite(values)
+        check_finite(values)
         return Scores(values=values, parts=parts)
+
+    def prepare(self, completions: Completions) -> tuple[Completions, dict[str, Float[Tensor, " B"]]]:
+        """Return the rows as the reward model reads them, and the parts that say what was done to them."""
+        batch = self._replace_pads(completions) if self.same_ids else self._reencode(completions)
+        return self._cut_to_context(batch)
 
     def _replace_pads(self, batch: Completions) -> Completions:
         """Replace masked tokens, and a pad token that only the policy has, by the reward model's pad token."""
@@ -157,13 +166,20 @@ class RewardModelSource:
             sampler_logprobs=torch.zeros(completion_ids.shape),
         )
 
-    def _check_finite(self, values: Float[Tensor, " B"]) -> None:
-        bad = (~values.isfinite()).nonzero().flatten().tolist()
-        if bad:
-            raise NonFiniteScores(
-                f"the reward model gave {len(bad)} of {len(values)} completions a score that is NaN or infinite "
-                f"(the first: row {bad[0]}): its weights or its calibration are broken; train it again"
-            )
+
+def check_finite(values: Tensor) -> None:
+    """Check the scores of a reward model [B], or of the members of an ensemble [B, K].
+
+    Raises:
+        NonFiniteScores: a score is NaN or infinite.
+    """
+    bad = ~values.isfinite().view(len(values), -1).all(dim=1)
+    rows = bad.nonzero().flatten().tolist()
+    if rows:
+        raise NonFiniteScores(
+            f"the reward model gave {len(rows)} of {len(values)} completions a score that is NaN or infinite "
+            f"(the first: row {rows[0]}): its weights or its calibration are broken; train it again"
+        )
 
 
 def truncate_row(

@@ -2,8 +2,9 @@
 
 A run passes through these packages, top to bottom; imports point down only:
 
+    api                 what this package exports: the program's verbs as Python functions
     cli, commands       the `rlhf` program
-    compare             several algorithms on one budget under one judge
+    comparison          several algorithms on one budget under one judge
     factory             from a configuration to the objects of a run
     suites, report      benchmarks; the HTML page of a run
     evaluation          trained policies on held-out prompts
@@ -11,7 +12,9 @@ A run passes through these packages, top to bottom; imports point down only:
     sampling, rewards   prompts to completions, completions to scores
     models              policy, reference, critic: log-probabilities and values
     data                rows of a file to batches of token ids
+    guard               unsafe settings, alarms while a run trains, whether a checkpoint is the best
     tracking, runtime   metrics, checkpoints; devices, ranks, memory
+    exact               a world small enough to enumerate, which shows whether a loss is right
     algo                advantages and losses: tensors in, tensors out
     config              YAML to frozen, typed sections
 
@@ -19,5 +22,49 @@ A run passes through these packages, top to bottom; imports point down only:
 there, then in algo/objective.py and training/online.py. `lab` is a small world with a known true reward, `constraints`
 a reward without a model. Beside this package, reward_model trains and serves reward models.
 
-The package itself exports nothing: import from its modules, as in `from rlhf.commands.train import run_train`.
+The package exports the functions of rlhf.api, which are imported when they are first used:
+
+    import rlhf
+    result = rlhf.train("path/to/model", "grpo", prompts=["Tell a joke."], reward=lambda completions: [...])
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlhf.api import (
+        CheckResult,
+        CompareResult,
+        Finding,
+        RunResult,
+        check,
+        compare,
+        evaluate,
+        reward_model,
+        sample,
+        sft,
+        train,
+    )
+
+__all__ = [
+    "CheckResult",
+    "CompareResult",
+    "Finding",
+    "RunResult",
+    "check",
+    "compare",
+    "evaluate",
+    "reward_model",
+    "sample",
+    "sft",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import rlhf.api when one of its names is used: it needs torch, which `rlhf --help` and a mistake do not."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("rlhf.api"), name)

@@ -13,7 +13,21 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from rlhf.transfer import to_device
+
 B = TypeVar("B", bound="Batch")
+
+NO_FLOAT64 = frozenset({"mps"})  # the types of devices whose tensors cannot be float64
+
+
+def widest_dtype(device: torch.device) -> torch.dtype:
+    """Return the widest floating-point type of a device: float64, or float32 where there is no float64."""
+    return torch.float32 if device.type in NO_FLOAT64 else torch.float64
+
+
+def widen(values: Tensor) -> Tensor:
+    """Convert to the widest type of the tensor's device: float64, for sums and differences that have to be exact."""
+    return values.to(widest_dtype(values.device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +67,19 @@ class Batch:
         return counts.sum(dim=0)
 
     def to(self: B, device: torch.device | str) -> B:
-        """Return the batch with its tensors on `device`."""
-        moved = {
-            f.name: getattr(self, f.name).to(device) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)
-        }
-        return replace(self, **moved)
+        """Return the batch with its tensors on `device`; float64 becomes float32 where the device has no float64.
+
+        To a GPU all of them go in one copy that does not wait; see rlhf.transfer.
+        """
+        device = torch.device(device)
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors = {name: _narrowed(value, device) for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **dict(zip(tensors, to_device(list(tensors.values()), device), strict=True)))
+
+
+def _narrowed(values: Tensor, device: torch.device) -> Tensor:
+    """Convert float64 to the widest type of the device."""
+    return values.to(widest_dtype(device)) if values.dtype == torch.float64 else values
 
 
 def group_by_size(sizes: Int[Tensor, " B"], limit: int) -> list[Int[Tensor, " part"]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import errno
+import importlib.util
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.text import Text
 
@@ -30,12 +31,19 @@ rlhf eval   runs/ppo --suite ifeval --data …       an alignment evaluation; al
 rlhf chat   runs/ppo                              a conversation, where the model has a chat template
 rlhf sample runs/ppo --prompt "…"
 rlhf report runs/ppo
+rlhf push   runs/ppo owner/name --dry-run         the model to the hub, with a card; --dry-run prints the card
+rlhf export runs/ppo --gguf ppo.gguf              one file for llama.cpp
 rlhf serve-reward runs/rm --port 8000             for reward.source.type=remote
 rlhf config configs/ppo.yaml policy.lr=1e-6
+rlhf lint   configs/ppo.yaml policy.lr=1e-3       unsafe settings, each with its reason, its source and the fix
+rlhf launch --slurm configs/ppo.yaml --nodes 2 --gpus 8      print the job script; also --torchrun, --skypilot
 """
 
 
-TARGETS = {"file": "a configuration (YAML), or a run folder to repeat or continue", "run": "a run folder or a model"}
+TARGETS = {
+    "file": "a configuration (YAML), or a run folder to repeat or continue",
+    "run": "a run folder or a model; RUN@best is the best checkpoint that a run has kept",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -129,8 +137,10 @@ def _parser() -> argparse.ArgumentParser:
         ("rm", "train a reward model on preference pairs"),
         ("compare", "train several algorithms from one model on one budget, and judge them alike"),
         ("config", "print the configuration with every default filled in, and run nothing"),
+        ("lint", "check the settings against what papers report, and run nothing"),
     ):
         verb(name, text, "file").add_argument("overrides", **overrides)  # type: ignore[arg-type]
+    _add_launch(verb("launch", "print the script that starts a training run on a cluster", "file"), overrides)
     evaluation = verb("eval", "evaluate a run against the model it started from, or against another", "run")
     evaluation.add_argument("overrides", **overrides)  # type: ignore[arg-type]
     evaluation.add_argument(
@@ -147,6 +157,15 @@ def _parser() -> argparse.ArgumentParser:
         "--out", metavar="file", help="where to write the suite's results as JSON (default: evals/ in the run folder)"
     )
     verb("report", "rebuild the HTML page of a run or a comparison from its folder", "run")
+    push = verb("push", "upload the model of a run to the model hub, with a card made from the run", "run")
+    push.add_argument("repo_id", metavar="owner/name", help="the repository on the hub; made if it does not exist")
+    push.add_argument("--private", action="store_true", help="make it private, if it is made now")
+    push.add_argument("--dry-run", action="store_true", help="print the card and upload nothing")
+    export = verb("export", "write the model of a run as one file for llama.cpp", "run")
+    export.add_argument("--gguf", metavar="file", type=Path, required=True, help="the file to write, OUT.gguf")
+    export.add_argument(
+        "--dtype", choices=("f32", "f16", "bf16"), default="f16", help="of the weight matrices (default: f16)"
+    )
     chat = verb("chat", "talk with the model of a run, or in a model folder", "run")
     chat.add_argument("--system", help="the system prompt")
     chat.add_argument("--temperature", type=float, default=0.7, help="divides the logits (default: 0.7)")
@@ -188,6 +207,33 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_launch(launch: argparse.ArgumentParser, overrides: dict[str, Any]) -> None:
+    """Add the arguments of `rlhf launch`."""
+    launch.add_argument("overrides", **overrides)
+    launchers = launch.add_mutually_exclusive_group(required=True)
+    for name, text in (
+        ("slurm", "a batch script for sbatch"),
+        ("torchrun", "a shell script to start on every node"),
+        ("skypilot", "a task in YAML for sky jobs launch"),
+    ):
+        launchers.add_argument(f"--{name}", dest="launcher", action="store_const", const=name, help=text)
+    launch.add_argument("--nodes", type=int, default=1, help="machines (default: 1)")
+    launch.add_argument("--gpus", type=int, help="GPUs of each node; one process runs on each")
+    launch.add_argument("--gpu-type", metavar="KIND", help="the kind of GPU, e.g. H100 (needed by --skypilot)")
+    launch.add_argument("--processes", type=int, help="processes on each node, without GPUs: with run.device=cpu")
+    launch.add_argument("--cpus", type=int, default=8, help="CPU cores of each process (default: 8)")
+    launch.add_argument("--time", metavar="HH:MM:SS", help="time limit of the job (SLURM)")
+    launch.add_argument("--partition", help="where the job is queued (SLURM)")
+    launch.add_argument("--account", help="who pays (SLURM)")
+    launch.add_argument(
+        "--grace", type=int, metavar="SECONDS", help="stop so long before the time limit (SLURM, default: 300)"
+    )
+    launch.add_argument(
+        "--sbatch", action="append", default=[], metavar="OPTION", help="any other option of sbatch; may be repeated"
+    )
+    launch.add_argument("--bucket", help="storage that outlives the machines, for run.out_dir (SkyPilot)")
+
+
 # Each verb checks its configuration before importing what runs it (torch and transformers take seconds), so that a
 # mistake is reported at once.
 
@@ -195,10 +241,12 @@ def _parser() -> argparse.ArgumentParser:
 def _train(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.config.load import load_train
     from rlhf.data.paths import check_files
+    from rlhf.guard.lint import check_settings
     from rlhf.lab.build import resolve_lab_paths
 
     config = resolve_lab_paths(load_train(parsed.target, parsed.overrides))
     check_files(config)
+    check_settings(config)
 
     from rlhf.commands.train import run_train
 
@@ -208,10 +256,12 @@ def _train(parsed: argparse.Namespace, console: Console) -> None:
 def _rm(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.config.load import load_reward_model
     from rlhf.data.paths import check_files
+    from rlhf.guard.lint import check_settings
     from rlhf.lab.build import resolve_lab_paths
 
     config = resolve_lab_paths(load_reward_model(parsed.target, parsed.overrides))
     check_files(config)
+    check_settings(config)
 
     from rlhf.commands.train import run_reward_model
 
@@ -219,10 +269,11 @@ def _rm(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def _compare(parsed: argparse.Namespace, console: Console) -> None:
-    from rlhf.compare.plan import make_plan
+    from rlhf.comparison.plan import make_plan
     from rlhf.config.load import load_compare
+    from rlhf.config.shipped import locate_config
 
-    config, folder = load_compare(parsed.target, parsed.overrides), Path(parsed.target).parent
+    config, folder = load_compare(parsed.target, parsed.overrides), locate_config(parsed.target).parent
     make_plan(config, beside=folder)
 
     from rlhf.commands.compare import run_compare
@@ -231,6 +282,8 @@ def _compare(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def _config(parsed: argparse.Namespace, console: Console) -> None:
+    import yaml
+
     from rlhf.config.load import dump, load_any, unread_warnings
 
     config = load_any(parsed.target, parsed.overrides)
@@ -239,14 +292,32 @@ def _config(parsed: argparse.Namespace, console: Console) -> None:
         Console(stderr=True).print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
 
 
+def _lint(parsed: argparse.Namespace, console: Console) -> None:
+    from rlhf.commands.lint import run_lint
+
+    run_lint(parsed.target, parsed.overrides, console)
+
+
+def _launch(parsed: argparse.Namespace, console: Console) -> None:
+    from rlhf.commands.launch import LaunchOptions, launch_script
+
+    del console  # the script goes to standard output as it is
+    options = {field: getattr(parsed, field) for field in LaunchOptions.__dataclass_fields__}
+    options["sbatch"] = tuple(parsed.sbatch)
+    print(launch_script(parsed.target, parsed.overrides, LaunchOptions(**options)), end="")  # noqa: T201
+
+
 def _eval(parsed: argparse.Namespace, console: Console) -> None:
+    from rlhf.data.paths import resolve_best
+
+    parsed.target, parsed.against = resolve_best(parsed.target), resolve_best(parsed.against)
     if parsed.suite is not None:
         from rlhf.commands.checks import suite_settings
 
         options = {name: getattr(parsed, name) for name in ("data", "limit", "against", "overrides")}
         settings, task = suite_settings(parsed.suite, parsed.target, **options)
 
-        from rlhf.commands.suites import run_suite
+        from rlhf.commands.evaluate import run_suite
 
         run_suite(parsed.target, parsed.suite, settings, task=task, out=parsed.out, console=console)
         return
@@ -271,26 +342,42 @@ def _report(parsed: argparse.Namespace, console: Console) -> None:
         run_report(parsed.target, console)
 
 
+def _push(parsed: argparse.Namespace, console: Console) -> None:
+    from rlhf.commands.push import run_push
+
+    run_push(parsed.target, parsed.repo_id, private=parsed.private, dry_run=parsed.dry_run, console=console)
+
+
+def _export(parsed: argparse.Namespace, console: Console) -> None:
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError(f"writing a GGUF file needs the package gguf: {install_hint('gguf')}")
+
+    from rlhf.commands.export import run_export
+
+    run_export(parsed.target, parsed.gguf, dtype=parsed.dtype, console=console)
+
+
 def _chat(parsed: argparse.Namespace, console: Console) -> None:
-    from rlhf.commands.chat import ChatOptions, run_chat
+    from rlhf.commands.sample import ChatOptions, run_chat
+    from rlhf.data.paths import resolve_best
 
     del console  # the conversation streams to standard output, without layout
     names = ("system", "temperature", "top_p", "max_tokens", "seed", "greedy")
-    run_chat(parsed.target, ChatOptions(**{name: getattr(parsed, name) for name in names}))
+    run_chat(resolve_best(parsed.target), ChatOptions(**{name: getattr(parsed, name) for name in names}))
 
 
 def _sample(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.commands.checks import SampleOptions, check_sampling
+    from rlhf.data.paths import resolve_best
 
+    target = resolve_best(parsed.target)
     names = ("count", "seed", "greedy", "top_p", "raw")
     options = SampleOptions(**{name: getattr(parsed, name) for name in names})
-    sampling = check_sampling(
-        parsed.target, options, max_new_tokens=parsed.max_new_tokens, temperature=parsed.temperature
-    )
+    sampling = check_sampling(target, options, max_new_tokens=parsed.max_new_tokens, temperature=parsed.temperature)
 
     from rlhf.commands.sample import run_sample
 
-    run_sample(parsed.target, parsed.prompt, options, sampling=sampling, console=console)
+    run_sample(target, parsed.prompt, options, sampling=sampling, console=console)
 
 
 def _serve_reward(parsed: argparse.Namespace, console: Console) -> None:
@@ -326,8 +413,12 @@ _VERBS: dict[str, Callable[[argparse.Namespace, Console], None]] = {
     "rm": _rm,
     "compare": _compare,
     "config": _config,
+    "lint": _lint,
+    "launch": _launch,
     "eval": _eval,
     "report": _report,
+    "push": _push,
+    "export": _export,
     "chat": _chat,
     "sample": _sample,
     "serve-reward": _serve_reward,

@@ -43,9 +43,9 @@ class RankLost(UserError):
     """Another rank died, or sent nothing within the timeout."""
 
 
-def install_hint(extra: str) -> str:
-    """Describe how to install an optional extra of this project.
+DISTRIBUTION = "rlhf-trainer"  # what pip calls this project; on the package index `rlhf` is somebody else's
 
-    From a checkout, because on PyPI the name belongs to another project.
-    """
-    return f"in the checkout of this project run `bash scripts/setup.sh {extra}` (or `pip install -e '.[{extra}]'`)"
+
+def install_hint(extra: str) -> str:
+    """Describe how to install an optional extra of this project."""
+    return f"run `pip install '{DISTRIBUTION}[{extra}]'` (in a checkout: `bash scripts/setup.sh {extra}`)"

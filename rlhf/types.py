@@ -1,9 +1,8 @@
 """The data that flow through training: Prompts -> Completions -> Rollout -> Experience, and the offline batches.
 
 Axes: B rows, P prompt tokens (left-padded), T completion tokens (right-padded), G completions per prompt.
-Every `[B, T]` tensor is aligned with `completion_ids`: entry t belongs to completion token t.
-Masks are Bool and True where live. No field is Optional: without a critic the values are zero,
-without a reference the KL is zero.
+Every `[B, T]` tensor is aligned with `completion_ids`: entry t belongs to completion token t. Masks are Bool and True
+where live. No field is Optional: without a critic the values are zero, without a reference the KL is zero.
 """
 
 from __future__ import annotations
@@ -56,6 +55,7 @@ class Rollout(Completions):
     logprobs: Float[Tensor, "B T"]  # log pi_old: the policy at the start of this step; nats
     ref_logprobs: Float[Tensor, "B T"]  # the policy's own when there is no reference: zero KL
     values: Float[Tensor, "B T"]  # V of the state in which token t is chosen; zero when there is no critic
+    hinted: Bool[Tensor, " B"]  # sampled with a hint in the prompt, which is not in prompt_ids (algorithm.rescue)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,7 @@ class Experience(Rollout):
     rewards: Float[Tensor, "B T"]  # score on the last token, minus the KL penalty where it is placed here
     advantages: Float[Tensor, "B T"]  # zero outside the mask
     returns: Float[Tensor, "B T"]  # the critic's target
+    hint_weights: Float[Tensor, "B T"]  # importance weights of hinted rows, already in the advantages; 1 elsewhere
 
 
 @dataclass(frozen=True, kw_only=True)

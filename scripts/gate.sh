@@ -11,4 +11,5 @@ step "$bin/python" -m ruff check .
 step "$bin/python" -m ruff format --check .
 step "$bin/python" -m mypy
 step "$bin/lint-imports"
+step bash scripts/check_wheel.sh
 step bash scripts/test.sh "$@"

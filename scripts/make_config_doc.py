@@ -55,7 +55,7 @@ The second prints the whole configuration with every default filled in, and runs
   would take apart.
 - **Sections are merged**, key by key. A section that names another `type` or `preset` replaces the old one whole: what
   belonged to the old one is gone.
-- **Mistakes are told at once**, all of them together and before any model is loaded: a key that does not exist (with
+- **Mistakes are reported at once**, all together and before any model is loaded: a key that does not exist (with
   the nearest one that does), a value of the wrong type or out of range, settings that contradict each other, a file or
   folder that is not there. A section that nothing in the run reads is a warning.
 - **Sizes are global.** `batch.micro_batch_size`, `sampling.batch_size` and `reward.source.micro_batch_size` are about
@@ -119,16 +119,17 @@ def shapes(root: type[Section]) -> list[Shape]:
     """List every section class under `root` with all its keys, in the order in which a reader meets them."""
     shape_of: dict[type[Section], Shape] = {}
 
-    def visit(kind: type[Section], key: str) -> None:
+    def visit(kind: type[Section], key: str, inside: tuple[type[Section], ...] = ()) -> None:
         shape = shape_of.setdefault(kind, Shape(kind))
         if key in shape.keys:
             return
         shape.keys.append(key)
         for name, annotation in hints_of(kind).items():
-            if typing.get_origin(annotation) is not list:
+            around = {*inside, kind} & set(_kinds(annotation))  # a source around a source is not described again
+            if typing.get_origin(annotation) is not list and not around:
                 suffix = ".<name>" if _is_mapping(annotation) else ""
                 for inner in _kinds(annotation):
-                    visit(inner, (f"{key}.{name}" if key else name) + suffix)
+                    visit(inner, (f"{key}.{name}" if key else name) + suffix, (*inside, kind))
 
     visit(root, "")
     return list(shape_of.values())
@@ -194,8 +195,9 @@ def _default(info: FieldInfo) -> str:
         return "required"
     if default == {} and isinstance(info.default, Section):
         return "see below"
-    text = yaml.safe_dump(default, default_flow_style=True, width=1000).removesuffix("...\n").strip()
-    return f"`{text}`"
+    style = '"' if isinstance(default, str) and "\n" in default else None  # a line break would end the table
+    text = yaml.safe_dump(default, default_flow_style=True, default_style=style, width=1000)
+    return f"`{text.removesuffix('...' + chr(10)).strip()}`"
 
 
 def _named(annotation: Any, metadata: typing.Sequence[object] = ()) -> str:

@@ -41,15 +41,20 @@ Times, throughput and memory are in `timings.jsonl`, so that equal runs give equ
 
 GROUPS = {
     "score": "One number a completion, from the reward source, after shaping unless it says otherwise.",
+    "part": "The parts of the score by name: sources of an ensemble, rules, and what a reward function names.",
+    "watch": "`reward.watch`: a second judge on a sample of the training completions, which is never trained on.",
     "reward": "Per token: the score on the last one, and the KL penalty where it is placed in the reward.",
     "kl": "Two different KLs: to the *reference* per sequence; to the *old* policy, of this step's start, per token.",
     "policy": "The policy's update.",
     "critic": "The value function; with `critic.shared` its gradient and learning rate are the policy's.",
     "advantage": "What the policy's update reads.",
     "completion": "What was sampled.",
+    "prompt": "What it was sampled for.",
+    "best": "Of `checkpoint.best`, at evaluations: [the best checkpoint](health.md#the-best-checkpoint).",
     "group": "Completions of one prompt.",
     "loss": "The terms of the loss.",
     "rm": "The reward model on the pairs of the step.",
+    "source": "By source of [mixed or streamed data](data.md#several-sources); the star is the source's name.",
     "skipped": "Steps that were not taken.",
     "eval": "On held-out data; the same random numbers at every evaluation, so that two of them differ by the policy.",
 }

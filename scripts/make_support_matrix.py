@@ -16,47 +16,54 @@ PAGE = ROOT / "docs" / "models.md"
 INTRODUCTION = """\
 # Models
 
-This page is made by `python scripts/make_support_matrix.py` from the table in `tests/zoo/families.py`. Change it there.
+Which models can be trained, and which of the fast code paths each family can use.
 
-Any causal LM of transformers is a policy, as it is published: `policy.model` is a folder or a hub id, no token is added
-to its vocabulary and no row to its embedding, and what is exported has the shapes, settings, tokenizer files and dtype
-of what was loaded. The families below are tested one by one, at a few layers and with random weights, with the
-configuration, special tokens and chat template of the model that is named. For each of them
+Any causal LM of transformers can be the policy, as it was published: `policy.model` is a folder or a hub id. No
+token is added to its vocabulary and no row to its embedding. The exported model has the shapes, settings, tokenizer
+files and dtype of the one that was loaded.
 
-- the tokens of texts and conversations are those that transformers makes;
-- sampling without randomness gives the completions of transformers' `generate`, token by token;
+The families below are tested one by one: with a few layers and random weights, but with the configuration, special
+tokens and chat template of the model that the table names. For each of them
+
+- texts and conversations are tokenized as transformers does it;
+- greedy sampling gives the completions of transformers' `generate`, token by token;
 - log-probabilities are those of a plain forward pass;
-- one step of SFT, DPO, GRPO, PPO and of a reward model trains, with LoRA or without it, and its export loads in plain
-  transformers and says there what it says here.
+- one step of SFT, DPO, GRPO, PPO and of a reward model trains, with LoRA or without it; the export loads in plain
+  transformers and gives the same outputs there.
 
-SmolLM2-135M-Instruct is tested with its published weights too (`tests/zoo/test_zoo_real.py`).
+SmolLM2-135M-Instruct is also tested with its published weights (`tests/zoo/test_zoo_real.py`).
 
-A family that is not in the table is tried when a run starts: each fast way is compared with the plain one on a few
-tokens, and left off with a line that says why where the two differ.
+A family that is not in the table can be used too. When a run starts, each fast way is compared with the plain one
+on a few tokens. If the two differ, the fast way is not used, and a line says why.
+
+`python scripts/make_support_matrix.py` makes this page from the table in `tests/zoo/families.py`. Change it there.
 """
 
 WAYS = (
     (
         "chunked",
         "chunked log-probabilities",
-        "logits of a few hundred tokens exist at a time, never of a whole batch",
+        "logits exist for a few hundred tokens at a time, never for a whole batch",
     ),
-    ("packed", "no padding", "only live tokens go through the model, and a prompt of several completions goes once"),
-    ("written_out", "layers written out", "a training pass without the model's modules: fewer steps, less kept memory"),
-    ("fast_sampler", "fast sampler", "one prefill a prompt, its keys shared by its group; finished rows leave at once"),
+    ("packed", "no padding", "only live tokens go through the model, and a prompt with several completions only once"),
+    ("written_out", "layers written out", "a training pass without the model's modules: fewer operations, less memory"),
+    (
+        "fast_sampler",
+        "fast sampler",
+        "each prompt is read once for its whole group; finished rows leave the batch at once",
+    ),
     ("lean_decoder", "decoder written out", "the sampler's step without the model's modules"),
 )
 
 CLOSING = """\
-A window (`sliding_window`) hides nothing from rows that are not longer than it: they go without padding. A batch with a
-longer row is padded.
-
-Rotations that change with the length of a sequence (longrope: Phi-4 mini, Phi-3 with 128k) do so beyond
-`original_max_position_embeddings`. Batches in which a row may grow beyond that are sampled with transformers' generate,
-rows of one prompt length together, so that log-probabilities are those of the model without a cache.
-
-What fills a row has no influence: masks go by length. So a model without a pad token, or with EOS as its pad token,
-needs nothing.
+- **Sliding windows.** A window (`sliding_window`) has no effect on rows that are not longer than it, so these go
+  without padding. A batch with a longer row is padded.
+- **Rotary embeddings that change with the length** (longrope: Phi-4 mini, Phi-3 with 128k) do so beyond
+  `original_max_position_embeddings`. If a row of a batch may grow beyond that, the batch is sampled with
+  transformers' `generate`, rows of one prompt length together. So log-probabilities are those of the model without
+  a cache.
+- **Pad tokens.** Masks are made from lengths, so it does not matter which token pads a row. A model without a pad
+  token, or with EOS as its pad token, works as it is.
 """
 
 
@@ -75,7 +82,7 @@ def page() -> str:
         "## Tokens and templates\n",
         "*Ends a completion* lists what stops sampling: the tokenizer's EOS and those of `generation_config.json`.\n",
         *_table(
-            ["family", "tested as", "BOS before a text", "fills rows", "ends a completion", "ends a turn"],
+            ["family", "tested as", "BOS before a text", "pads rows", "ends a completion", "ends a turn"],
             [_tokens(family) for family in FAMILIES],
         ),
         "",

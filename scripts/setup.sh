@@ -68,6 +68,7 @@ install() {
     [ -t 2 ] || pip+=(--quiet)
     say "installing $torch, then the project${extras:+ with $extras}; the first time this takes minutes"
     rm -f "$stamp"
+    "$venv/bin/python" -m pip uninstall -qq --yes rlhf >&2 # this project's name until 2026-11-22; the index's is another
     "${pip[@]}" "$torch" >&2
     "${pip[@]}" --editable "$root${extras:+[$extras]}" >&2
     { fingerprint; printf '%s\n' "${had[@]}"; } >"$stamp"

@@ -7,4 +7,5 @@ bash scripts/setup.sh dev
 
 # No test downloads anything. One thread a process: two processes that both want both cores wait for each other.
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec .venv/bin/python -m pytest -n "${TEST_PROCESSES:-2}" "$@"
+# worksteal: a process that has nothing left takes tests from the other, so that neither ends minutes after the other.
+exec .venv/bin/python -m pytest -n "${TEST_PROCESSES:-2}" --dist worksteal "$@"

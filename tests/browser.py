@@ -49,7 +49,7 @@ document.querySelector("iframe").addEventListener("load", (event) => {{
   const page = event.target.contentDocument;
   setTimeout(() => {{
     {script}
-    setTimeout(() => {{ document.getElementById("found").textContent = JSON.stringify({found}); }}, 1000);
+    setTimeout(() => {{ document.getElementById("found").textContent = JSON.stringify({expression}); }}, 1000);
   }}, 1000);
 }});
 </script></body>"""
@@ -63,10 +63,12 @@ def browse(page: Path, profile: Path) -> tuple[str, list[str]]:
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
-def after(page: Path, folder: Path, *, script: str, found: str, width: int = 390) -> tuple[Any, list[str]]:
-    """What the JavaScript expression `found` gives after `script` ran, and the console's lines; both see `page`."""
+def after(page: Path, folder: Path, *, script: str, expression: str, width: int = 390) -> tuple[Any, list[str]]:
+    """What the JavaScript `expression` gives after `script` ran, and the console's lines; both see `page`."""
     frame = folder / "after.html"
-    frame.write_text(AFTER.format(page=page.as_uri(), width=width, script=script, found=found), encoding="utf-8")
+    frame.write_text(
+        AFTER.format(page=page.as_uri(), width=width, script=script, expression=expression), encoding="utf-8"
+    )
     dom, console = browse(frame, folder / "profile")
     return json.loads(html.unescape(re.findall(r'<pre id="found">(.*?)</pre>', dom)[0])), console
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shape_checks
 import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor
@@ -19,7 +20,8 @@ from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from rlhf.training.session import Recorder
+shape_checks.install()
+from rlhf.training.session import Recorder  # noqa: E402  (checked, like all that is imported from here on)
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)

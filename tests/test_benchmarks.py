@@ -339,6 +339,16 @@ def test_gpu_benchmark_runs_on_a_cpu_at_toy_size(
     assert results["update"]["share"] > 0
 
 
+def test_a_part_of_the_gpu_benchmark_that_fails_is_a_result(modules: dict[str, ModuleType]) -> None:
+    def fails() -> dict[str, Any]:
+        raise RuntimeError("no such kernel")
+
+    results: dict[str, Any] = {}
+    modules["gpu"].attempt(results, "decoding", fails)
+    modules["gpu"].attempt(results, "update", lambda: {"share": 0.5})
+    assert results == {"decoding": {"failed": "RuntimeError: no such kernel"}, "update": {"share": 0.5}}
+
+
 @pytest.mark.parametrize("name", ["sampler", "forward"])
 def test_ours_beside_the_plain_way(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -351,3 +361,21 @@ def test_ours_beside_the_plain_way(
     module.main()
     assert "toy" in out.read_text()
     assert capsys.readouterr().out
+
+
+def test_overoptimization_of_made_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy that is the gold has nothing to over-optimize; one that prizes what the gold hates has."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    module = importlib.import_module("overoptimization")
+    monkeypatch.setattr("rlhf.evaluation.overoptimization.RESAMPLES", 100)
+    gold = torch.randn(40, 16, generator=torch.Generator().manual_seed(0))
+    results = module.best_of_n({"gold": gold, "good": gold * 2 + 1, "bad": -gold}, 0)
+    assert results["good"]["n"] == [1, 2, 3, 4, 6, 8, 12, 16]
+    assert results["good"]["curves"]["gold"] == pytest.approx(results["gold"]["curves"]["gold"])
+    assert results["good"]["curves"]["gold"][-1] == pytest.approx(float(gold.amax(dim=1).mean()))
+    assert results["bad"]["curves"]["gold"][-1] == pytest.approx(float(gold.amin(dim=1).mean()))
+    assert results["good"]["fit"]["alpha"]["low"] > 0 > results["bad"]["fit"]["alpha"]["high"]
+    ppo = {"rm": {"kl": [[0.0, 1.0, 4.0, 9.0]], "gold": [[0.0, 1.0, 1.5, 1.2]]}}
+    module.draw({"best_of_n": results, "ppo": ppo}, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    sys.modules.pop("overoptimization")

@@ -25,6 +25,7 @@ def test_completions_are_shown_without_special_tokens_and_prompts_as_they_are_re
         logprobs=zeros,
         ref_logprobs=zeros,
         values=zeros,
+        hinted=torch.zeros(2, dtype=torch.bool),
     )
     records = sample_records(rollout, make_decode(tokenizer()), step=1, split="train", limit=2)
     assert [record["prompt"] for record in records] == ["<s> [user] t5", "t6"]

@@ -6,9 +6,9 @@ from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 import torch
+from beartype.roar import BeartypeCallHintViolation
 from hypothesis import given
 from hypothesis import strategies as st
-from jaxtyping import TypeCheckError
 from torch import Tensor
 
 from rlhf.batching import Batch, concat, extend, group_by_size
@@ -127,6 +127,7 @@ def test_extend_keeps_what_was_there():
     batch = completions(2, tokens=4)
     numbers = torch.zeros(2, 4, dtype=torch.float64)
     annotations = {"logprobs": numbers, "ref_logprobs": numbers + 1, "values": numbers + 2}
+    annotations["hinted"] = torch.zeros(2, dtype=torch.bool)
     stage = extend(Rollout, batch, scores=torch.ones(2), baselines=torch.zeros(2), **annotations)
     assert type(stage) is Rollout
     for field in fields(Completions):
@@ -176,12 +177,12 @@ def test_a_batch_is_frozen_and_knows_its_rows():
     ids=lambda change: "-".join(change),
 )
 def test_what_does_not_fit_is_refused_where_it_is_made(change):
-    with pytest.raises(TypeCheckError):
+    with pytest.raises(BeartypeCallHintViolation):
         replace(completions(2), **change)
 
 
 def test_scores_are_one_number_a_completion():
-    with pytest.raises(TypeCheckError):
+    with pytest.raises(BeartypeCallHintViolation):
         Scores(values=torch.zeros(2, 3), parts={})
     assert Scores(values=torch.zeros(2), parts={"length": torch.zeros(2)}).values.shape == (2,)
 

@@ -15,17 +15,23 @@ HERE = Path(__file__).resolve().parent
 SideResult = dict[str, Any]
 
 
-def run_side(python: str, script: str, job: Job, folder: Path) -> SideResult:
+def run_side(python: str, script: str, job: Job, folder: Path, *, timeout_s: float | None = None) -> SideResult:
     """Run one job; its plan is written into `folder`.
 
     Raises:
         RuntimeError: it failed; with the last lines it wrote.
+        subprocess.TimeoutExpired: it took longer than `timeout_s`.
     """
     plan = folder / "job.json"
     job.write(plan)
     environment = {**os.environ, "OMP_NUM_THREADS": str(job.threads), "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
-        [python, str(HERE / script), str(plan)], capture_output=True, text=True, check=False, env=environment
+        [python, str(HERE / script), str(plan)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        timeout=timeout_s,
     )
     if done.returncode:
         raise RuntimeError(f"{script} {job.trainer}: {done.stderr[-2000:]}")

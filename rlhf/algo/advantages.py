@@ -9,12 +9,23 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from rlhf.algo.functions import AdvantageFunction
 from rlhf.algo.kl import Coefs, kl_estimate
 from rlhf.algo.masked import whiten
 from rlhf.algo.policy_loss import truncated_importance
+from rlhf.algo.rescue import hint_weights
 from rlhf.algo.selection import pair_signs, select_best
 from rlhf.batching import extend
-from rlhf.config.algorithm import BatchWhiten, Best, BestAndWorst, Gae, Greedy, Group, Online
+from rlhf.config.algorithm import (
+    BatchWhiten,
+    Best,
+    BestAndWorst,
+    FunctionAdvantage,
+    Gae,
+    Greedy,
+    Group,
+    Online,
+)
 from rlhf.types import Experience, Rollout
 
 GROUP_STD_EPS = 1e-4  # the papers give no value; this is TRL's, whose standard deviation is the sample's (n - 1)
@@ -132,18 +143,36 @@ def uniform_groups(scores: Float[Tensor, " B"], group_size: int) -> Bool[Tensor,
 
 
 def compute_advantages(
-    rollout: Rollout, algorithm: Online, coefs: Coefs, *, ratio_cap: float | None = None
+    rollout: Rollout,
+    algorithm: Online,
+    coefs: Coefs,
+    *,
+    ratio_cap: float | None = None,
+    function: AdvantageFunction | None = None,
 ) -> Experience:
     """Compute the rewards, advantages and returns of a whole step, with statistics over all of its rows.
 
+    `function` computes the advantages where advantage.type is function.
+
     Where `ratio_cap` is given, the completions come from an older policy, and the advantages are weighted by
-    policy_loss.truncated_importance with that cap.
+    policy_loss.truncated_importance with that cap. Those of rows that were sampled with a hint are weighted by
+    rescue.hint_weights.
     """
     mask = rollout.completion_mask
     rewards = token_rewards(rollout.scores, _reward_penalty(rollout, algorithm, coefs), mask)
-    advantages, returns = _advantages(rollout, rewards, algorithm)
+    if isinstance(algorithm.advantage, FunctionAdvantage):
+        assert function is not None
+        advantages = function(rewards=rewards, mask=mask, group_size=rollout.group_size).detach()
+        advantages, returns = torch.where(mask, advantages, 0.0), rewards_to_go(rewards, mask, gamma=1.0)
+    else:
+        advantages, returns = _advantages(rollout, rewards, algorithm.advantage)
     if ratio_cap is not None:
         advantages = advantages * truncated_importance(rollout.logprobs, rollout.sampler_logprobs, mask, cap=ratio_cap)
+    weights = torch.ones_like(rollout.logprobs)
+    if algorithm.rescue is not None:
+        config = algorithm.rescue.weights
+        weights = hint_weights(rollout.logprobs, rollout.sampler_logprobs, mask, rollout.hinted, config)
+        advantages = advantages * weights
     loss_mask = mask & _trainable_rows(rollout, advantages, algorithm)[:, None]
     return extend(
         Experience,
@@ -152,6 +181,7 @@ def compute_advantages(
         rewards=rewards,
         advantages=torch.where(loss_mask, advantages, 0.0),
         returns=returns,
+        hint_weights=weights,
     )
 
 
@@ -172,10 +202,10 @@ def _reward_penalty(rollout: Rollout, algorithm: Online, coefs: Coefs) -> Float[
 
 
 def _advantages(
-    rollout: Rollout, rewards: Float[Tensor, "B T"], algorithm: Online
+    rollout: Rollout, rewards: Float[Tensor, "B T"], advantage: Gae | BatchWhiten | Greedy | Group | Best | BestAndWorst
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
     mask = rollout.completion_mask
-    match algorithm.advantage:
+    match advantage:
         case Gae() as config:
             if config.whiten_rewards:
                 rewards = whiten(rewards, mask, shift_mean=False)
@@ -192,8 +222,9 @@ def _advantages(
         case Best() as config:
             chosen = select_best(rewards.sum(dim=1), rollout.group_size, keep=config.keep, min_score=config.min_score)
             return _per_row(chosen.to(rewards.dtype), rewards, mask)
-        case BestAndWorst():
-            return _per_row(pair_signs(rollout.scores, rollout.group_size), rewards, mask)
+        case BestAndWorst() as config:
+            signs = pair_signs(rollout.scores, rollout.group_size, min_gap=config.min_gap)
+            return _per_row(signs, rewards, mask)
 
 
 def _per_row(

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from rlhf.batching import widen
+from rlhf.transfer import Number, read_numbers
+
 
 @dataclass(frozen=True)
 class Mean:
-    """A weighted mean, kept as two sums so that means add exactly and are divided once."""
+    """A weighted mean, kept as two sums so that means add exactly and are divided once.
 
-    total: float
-    weight: float
+    The sums of what is on a GPU stay there until they are read: `read_means` does it for many at once.
+    """
+
+    total: Number
+    weight: Number
 
     def __add__(self, other: Mean) -> Mean:
         """Combine two means into the mean over both."""
@@ -23,15 +30,28 @@ class Mean:
     @property
     def value(self) -> float:
         """Return total / weight; NaN when nothing was counted."""
-        return self.total / self.weight if self.weight else float("nan")
+        total, weight = read_numbers([self.total, self.weight])
+        return total / weight if weight else float("nan")
 
     @classmethod
     def of(cls, values: Tensor, mask: Bool[Tensor, "*shape"] | None = None) -> Mean:
         """Compute the mean of `values` where `mask` is True (of all values without a mask)."""
-        values = values.detach().double()
+        values = widen(values.detach())
         if mask is None:
-            return cls(values.sum().item(), float(values.numel()))
-        return cls(masked_sum(values, mask).item(), float(mask.sum().item()))
+            return cls(_number(values.sum()), float(values.numel()))
+        return cls(_number(masked_sum(values, mask)), _number(mask.sum()))
+
+
+def _number(total: Tensor) -> Number:
+    """Return a sum as a Python number; one on a GPU as it is, since reading it would wait."""
+    return total if total.is_cuda else float(total.item())
+
+
+def read_means(means: Sequence[Mapping[str, Mean]]) -> list[dict[str, Mean]]:
+    """Return the means with their sums as Python numbers; all that are on a device are read in one go."""
+    sums = [number for named in means for mean in named.values() for number in (mean.total, mean.weight)]
+    numbers = iter(read_numbers(sums))
+    return [{name: Mean(next(numbers), next(numbers)) for name in named} for named in means]
 
 
 def masked_sum(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from rlhf.algo.functions import LossFunction
 from rlhf.algo.kl import Coefs, kl_estimate
 from rlhf.algo.masked import Mean
 from rlhf.algo.policy_loss import (
@@ -20,19 +21,24 @@ from rlhf.algo.policy_loss import (
     clipped_surrogate,
     importance_ratio,
     kl_old_new,
+    loss_weights,
     penalized_surrogate,
     policy_gradient_loss,
     token_weights,
+    unclipped_surrogate,
 )
 from rlhf.algo.value_loss import clipped_value_loss, value_clip_mask
+from rlhf.batching import widen
 from rlhf.config.algorithm import (
     CispoLoss,
     ClipLoss,
+    FunctionLoss,
     Online,
     OnlinePairLoss,
     PenaltyLoss,
     PolicyGradientLoss,
     Surrogate,
+    TrustRegionLoss,
 )
 from rlhf.types import Experience
 
@@ -49,9 +55,9 @@ class Outputs:
 class Objective:
     """The token-level online loss: named terms, each a sum over a micro-batch with a denominator of the minibatch."""
 
-    def __init__(self, algorithm: Online, *, max_tokens: int) -> None:
-        self.algorithm = algorithm
-        self.max_tokens = max_tokens
+    def __init__(self, algorithm: Online, *, max_tokens: int, function: LossFunction | None = None) -> None:
+        """Prepare the loss that `algorithm` describes; `function` computes it where policy_loss.type is function."""
+        self.algorithm, self.max_tokens, self.function = algorithm, max_tokens, function
 
     @property
     def surrogate(self) -> Surrogate:
@@ -88,12 +94,12 @@ class Objective:
             per_token = per_token - self.surrogate.entropy_coef * entropy
         if self.algorithm.kl.placement == "loss":
             live, ref_logprobs = _live(mask, logprobs, micro.ref_logprobs)
-            penalty = kl_estimate(live, ref_logprobs, self.algorithm.kl.estimator)
+            penalty = micro.hint_weights * kl_estimate(live, ref_logprobs, self.algorithm.kl.estimator)
             if self.algorithm.kl.importance_weighted:
                 penalty = self._reweighted(penalty, importance_ratio(logprobs, micro.logprobs, mask, "token"))
             per_token = per_token + coefs.kl * penalty
             metrics["loss/kl"] = Mean.of(coefs.kl * penalty, mask)
-        weights, _ = token_weights(mask, self.surrogate.aggregate, max_tokens=self.max_tokens)
+        weights = loss_weights(mask, self.surrogate.aggregate, max_tokens=self.max_tokens)
         return {"policy": _weighted_sum(per_token, weights, mask)}, metrics
 
     def value_term(
@@ -108,7 +114,7 @@ class Objective:
             "loss/value": Mean.of(per_token, mask),
             "critic/clip_fraction": Mean.of(value_clip_mask(live, old_values, returns, clip_eps=config.clip_eps), mask),
         }
-        return {"value": config.coef * _weighted_sum(per_token, mask.double(), mask)}, metrics
+        return {"value": config.coef * _weighted_sum(per_token, widen(mask), mask)}, metrics
 
     def _reweighted(self, penalty: Float[Tensor, "B T"], ratio: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
         """Weight the penalty of tokens drawn from pi_old, so that its expected gradient is that of KL(pi || pi_ref).
@@ -142,6 +148,8 @@ class Objective:
                 )
             case PenaltyLoss():
                 surrogate = penalized_surrogate(ratio, micro.advantages, old_kl, coef=coefs.penalty)
+            case TrustRegionLoss():
+                surrogate = unclipped_surrogate(ratio, micro.advantages)
             case CispoLoss():
                 (live,) = _live(mask, logprobs)
                 surrogate = cispo_loss(
@@ -152,15 +160,18 @@ class Objective:
                     clip_eps_high=config.clip_eps_high,
                 )
             case PolicyGradientLoss():
-                (live,) = _live(mask, logprobs)
-                surrogate = policy_gradient_loss(live, micro.advantages)
-        metrics = {
+                surrogate = policy_gradient_loss(torch.where(mask, logprobs, 0.0), micro.advantages)
+            case FunctionLoss():
+                assert self.function is not None
+                live, old = _live(mask, logprobs, micro.logprobs)
+                per_token = self.function(logprobs=live, old_logprobs=old, advantages=micro.advantages, mask=mask)
+                surrogate = PolicyLoss(per_token=per_token, clipped=torch.zeros_like(mask))
+        return surrogate, {
             "loss/policy": Mean.of(surrogate.per_token, mask),
             "policy/clip_fraction": Mean.of(surrogate.clipped, mask),
             "policy/ratio": Mean.of(ratio, mask),
             "kl/old": Mean.of(old_kl, mask),
         }
-        return surrogate, metrics
 
 
 def _live(mask: Bool[Tensor, "B T"], *tensors: Float[Tensor, "B T"]) -> tuple[Tensor, ...]:

@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from rlhf.batching import widen
+
 RatioLevel = Literal["token", "sequence", "sequence_mean"]
 LARGEST_LOG_RATIO = 20.0  # nats: e^20 times an advantage, squared and summed for a norm, still fits float32
 Aggregate = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
@@ -72,6 +74,16 @@ def clipped_surrogate(
         objective = torch.where(advantages < 0, torch.maximum(objective, floor), objective)
         clipped = clipped | ((advantages < 0) & (ratio > dual_clip))
     return PolicyLoss(per_token=-objective, clipped=clipped)
+
+
+def unclipped_surrogate(ratio: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"]) -> PolicyLoss:
+    """Compute the surrogate loss that a trust region bounds from outside (Schulman et al. 2015, eq. 14).
+
+        -ratio * A
+
+    At ratio 1 its gradient is the policy gradient; away from it nothing in the loss holds the policy back.
+    """
+    return PolicyLoss(per_token=-ratio * advantages, clipped=torch.zeros_like(ratio, dtype=torch.bool))
 
 
 def penalized_surrogate(
@@ -165,15 +177,17 @@ def token_weights(
 
     Rows without a live token do not count. Denominators add up over micro-batches and ranks; that of no tokens is 0.
     """
-    live = mask.double()  # [B, T]: small, and 1 / length stays exact enough for float64 tests
-    lengths = live.sum(dim=1, keepdim=True)
-    completions = float((lengths > 0).sum().item())
+    counted = mask if aggregate == "token_mean" else mask.any(dim=1)
+    return loss_weights(mask, aggregate, max_tokens=max_tokens), float(counted.sum().item())
+
+
+def loss_weights(mask: Bool[Tensor, "B T"], aggregate: Aggregate, *, max_tokens: int) -> Float[Tensor, "B T"]:
+    """Return each token's weight in the loss, as `token_weights` says, without counting the denominator."""
+    live = widen(mask)  # [B, T]: small, and 1 / length stays exact enough for float64 tests
     match aggregate:
-        case "token_mean":
-            return live, float(lengths.sum().item())
         case "sequence_mean":
-            return live / lengths.clamp(min=1), completions
-        case "sequence_sum":
-            return live, completions
+            return live / live.sum(dim=1, keepdim=True).clamp(min=1)
         case "constant":
-            return live / max_tokens, completions
+            return live / max_tokens
+        case _:
+            return live

@@ -25,31 +25,34 @@ def select_best(
     return (chosen if min_score is None else chosen & (groups >= min_score)).flatten()
 
 
-def best_and_worst(scores: Float[Tensor, " B"], group_size: int) -> tuple[Int[Tensor, " N"], Int[Tensor, " N"]]:
+def best_and_worst(
+    scores: Float[Tensor, " B"], group_size: int, *, min_gap: float = 0.0
+) -> tuple[Int[Tensor, " N"], Int[Tensor, " N"]]:
     """Return the rows of the best and of the worst completion of each group; of equal scores the first.
 
-    A group whose scores are all equal has no pair, so N is at most the number of groups (Guo et al. 2024 rank two
-    completions; G > 2 makes the gap wider).
+    A group has a pair where best > worst and best - worst >= `min_gap`, so N is at most the number of groups (Guo et
+    al. 2024 rank two completions; G > 2 makes the gap wider).
     """
     groups = scores.view(-1, group_size)
     best, worst = groups.argmax(dim=1, keepdim=True), groups.argmin(dim=1, keepdim=True)
-    differs = (groups.gather(1, best) > groups.gather(1, worst)).flatten()
+    gap = (groups.gather(1, best) - groups.gather(1, worst)).flatten()
+    differs = (gap > 0) & (gap >= min_gap)
     first = torch.arange(0, len(scores), group_size, device=scores.device)
     return (first + best.flatten())[differs], (first + worst.flatten())[differs]
 
 
-def pair_signs(scores: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
-    """Return +1 for the best of each group, -1 for the worst, and 0 for the others and where all scores are equal."""
-    best, worst = best_and_worst(scores, group_size)
+def pair_signs(scores: Float[Tensor, " B"], group_size: int, *, min_gap: float = 0.0) -> Float[Tensor, " B"]:
+    """Return +1 for the best of each group, -1 for the worst, and 0 for the others and where there is no pair."""
+    best, worst = best_and_worst(scores, group_size, min_gap=min_gap)
     return torch.zeros_like(scores).index_fill(0, best, 1.0).index_fill(0, worst, -1.0)
 
 
-def best_worst_pairs(experience: Experience) -> SampledPairs:
-    """Pair the best with the worst completion of each prompt for the pair losses, leaving out ties.
+def best_worst_pairs(experience: Experience, *, min_gap: float = 0.0) -> SampledPairs:
+    """Pair the best with the worst completion of each prompt for the pair losses, leaving out ties and narrow gaps.
 
     The reference log-probabilities are those of the rollout, summed over tokens in float64.
     """
-    best, worst = best_and_worst(experience.scores, experience.group_size)
+    best, worst = best_and_worst(experience.scores, experience.group_size, min_gap=min_gap)
     chosen, rejected = experience.rows(best), experience.rows(worst)
     sides: dict[str, Any] = {}
     for side, rows in (("chosen", chosen), ("rejected", rejected)):
@@ -70,8 +73,8 @@ def select_training_rows(experience: Experience, algorithm: Online) -> Experienc
     no kept rows; where a group algorithm has dropped everything, all rows are returned, and have a gradient of zero.
     """
     match algorithm.advantage:
-        case BestAndWorst():
-            return best_worst_pairs(experience)
+        case BestAndWorst() as config:
+            return best_worst_pairs(experience, min_gap=config.min_gap)
         case Best():
             return experience.rows(_rows_in_loss(experience))
         case _ if _drops_rows(algorithm) and len(_rows_in_loss(experience)):

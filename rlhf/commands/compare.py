@@ -14,19 +14,22 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rlhf.commands.lint import print_violations, trained_arms
 from rlhf.commands.quickstart import check_lab_folder, prepare_lab
-from rlhf.compare.aggregate import read_cells, summarize, write_results
-from rlhf.compare.figures import write_figures
-from rlhf.compare.page import write_compare_page
-from rlhf.compare.plan import Plan, make_plan, read_plan
-from rlhf.compare.processes import start_cell
-from rlhf.compare.results import ArmResult, FrontierPoint
-from rlhf.compare.scheduler import StartCell, run_cells
-from rlhf.compare.summary import format_interval, ranking, suite_tables, verdict
+from rlhf.comparison.aggregate import read_cells, summarize, write_results
+from rlhf.comparison.charts import comparison_charts
+from rlhf.comparison.figures import write_figures
+from rlhf.comparison.page import write_compare_page
+from rlhf.comparison.plan import Plan, make_plan, read_plan
+from rlhf.comparison.processes import start_cell
+from rlhf.comparison.results import ArmResult, FrontierPoint
+from rlhf.comparison.scheduler import StartCell, run_cells
+from rlhf.comparison.summary import format_gain, ranking, suite_tables, verdict
 from rlhf.config.compare import START_FOLDER, CompareConfig, LabConfig
 from rlhf.config.load import compare_config, dump, read_yaml
 from rlhf.errors import ConfigError, UserError
 from rlhf.factory.context import MODEL
+from rlhf.guard.lint import lint
 from rlhf.report.report_card import Table as SuiteTable
 from rlhf.runtime.distributed import world_size_from_env
 from rlhf.tracking.progress import printable
@@ -58,6 +61,7 @@ def run_compare(config: CompareConfig, *, beside: Path, console: Console, start:
             "rlhf compare starts the processes of each arm itself: run it without a launcher, processes=N"
         )
     plan = make_plan(config, beside=beside)
+    print_violations({name: lint(run) for name, run in trained_arms(plan).items()}, console)
     if config.lab is not None and not _prepare_lab(config.lab, console):
         return False
     plan.folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +140,8 @@ def _report(plan: Plan, console: Console, *, required: bool = False) -> None:
         return
     results = replace(summarize(plan, cells), exact_frontier=exact_frontier_of(plan.folder))
     write_results(plan, results, cells)
-    report = write_compare_page(plan, results, cells, write_figures(plan.folder, results))
+    charts = comparison_charts(results)
+    report = write_compare_page(plan, results, charts, cells, write_figures(plan.folder, charts))
     table = Table("arm", "judge's score", "gain over start", "KL, nats", "status", box=None, pad_edge=False)
     ranked = ranking(results)
     for name in [*ranked, *(name for name in results.arms if name not in ranked)]:
@@ -155,7 +160,7 @@ def _row(arm: ArmResult) -> list[str]:
     measures, bound = arm.final.measures, "≤ " if arm.kl_is_bound else ""
     return [
         "" if measures.score is None else f"{measures.score:.2f}",
-        "" if measures.score is None else format_interval(arm.final.gain, sign=True),
+        "" if measures.score is None else format_gain(arm.final.gain),
         "" if measures.kl is None else f"{bound}{measures.kl:.2f}",
         arm.status,
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +13,44 @@ from rich.text import Text
 from rlhf.config.sections import RewardModelConfig, TrainConfig
 from rlhf.factory.reward_model import build_reward_model, finish_reward_model
 from rlhf.factory.run import build_run
+from rlhf.factory.separate_members import finish_members, member_configs
 from rlhf.report.page import write_report
 from rlhf.tracking.formatting import format_fixed, format_interval
 from rlhf.tracking.metrics import shown_in
 from rlhf.tracking.run_folder import RunFolder
+from rlhf.tracking.trackers import CallbackTracker
 from rlhf.training.offline import train_offline
 from rlhf.training.session import Session
 
+OnStep = Callable[[int, Mapping[str, float]], None]
+"""Called with the step and its metrics whenever a line of metrics is written, that of the first evaluation (0) too."""
 
-def run_train(config: TrainConfig, console: Console) -> bool:
+
+def run_train(config: TrainConfig, console: Console, *, on_step: OnStep | None = None) -> bool:
     """Train as `config` describes; return True if the run is complete, False if it was interrupted and saved."""
     run = build_run(config, console)
+    _connect(run.session, on_step)
     run.train()
     return finish_run(run.session, console)
 
 
-def run_reward_model(config: RewardModelConfig, console: Console) -> bool:
-    """Train a reward model; return True if the run is complete, False if it was interrupted and saved."""
+def run_reward_model(config: RewardModelConfig, console: Console, *, on_step: OnStep | None = None) -> bool:
+    """Train a reward model, or each of an ensemble; return False if it was interrupted and saved, otherwise True."""
+    members = member_configs(config)
+    if not members:
+        return _run_reward_model(config, console, on_step=on_step)
+    for member in members:
+        console.rule(f"member {member.ensemble.member} of {config.ensemble.size}")
+        if not _run_reward_model(member, console, on_step=on_step):
+            return False
+    print_ensemble(finish_members(config, members), console)
+    return True
+
+
+def _run_reward_model(config: RewardModelConfig, console: Console, *, on_step: OnStep | None = None) -> bool:
     built = build_reward_model(config, console)
     session = built.run.session
+    _connect(session, on_step)
     with session.recorder.progress:
         train_offline(built.run)
         card = {} if session.interrupted else finish_reward_model(built)
@@ -39,6 +58,12 @@ def run_reward_model(config: RewardModelConfig, console: Console) -> bool:
     if card and session.ranks.is_main:
         print_card(card, console)
     return complete
+
+
+def _connect(session: Session, on_step: OnStep | None) -> None:
+    """Give the metrics to `on_step` whenever the run logs some, on its main rank."""
+    if on_step is not None and session.ranks.is_main:
+        session.recorder.trackers.add(CallbackTracker(on_step))
 
 
 def finish_run(session: Session, console: Console) -> bool:
@@ -76,6 +101,21 @@ def print_card(card: Mapping[str, Any], console: Console) -> None:
         accuracy = format_interval(baseline["accuracy"], baseline["low"], baseline["high"], ".3f")
         table.add_row(name.replace("_", " "), accuracy)
     console.print(table)
+    print_ensemble(card, console)
+
+
+def print_ensemble(card: Mapping[str, Any], console: Console) -> None:
+    """Print whether an ensemble's disagreement predicts where it is wrong; nothing for a single model."""
+    ensemble = card.get("ensemble")
+    if ensemble is None:
+        return
+    disagreement = format_fixed(ensemble["disagreement"])
+    console.print(f"{ensemble['members']} members; mean disagreement on a pair {disagreement}")
+    for key, words in (("predicts_error", "disagreement"), ("small_gap_predicts_error", "a small gap")):
+        area = ensemble[key]
+        if area["auc"] is not None:
+            interval = format_interval(area["auc"], area["low"], area["high"], ".3f")
+            console.print(f"AUC of {words} for the pairs that the mean gets wrong: {interval}", soft_wrap=True)
 
 
 def run_report(path: str, console: Console) -> None:

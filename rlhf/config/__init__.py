@@ -4,6 +4,7 @@
 - `sections`: `OnlineConfig`, `OfflineConfig`, `RewardModelConfig`; parts: `algorithm`, `data`, `reward`, `sharding`.
 - `compare`: `CompareConfig`, several algorithms on one budget under one judge.
 - `presets`: the named algorithms, and which of two conflicting settings wins; `yaml_text`: the YAML parser.
+- `shipped`: where the project's own `configs/` are, in a checkout and in an installed package.
 
 The package itself exports nothing: import from its modules. docs/configuration.md is made from their docstrings.
 """

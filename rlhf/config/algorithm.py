@@ -5,27 +5,18 @@ Every choice along these axes is a value in the configuration, so an algorithm i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from rlhf.config.base import Section
+from rlhf.config.base import Section, type_discriminator
+from rlhf.config.rescue import Rescue
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-def type_discriminator(default: str) -> Callable[[object], str]:
-    """Build a discriminator for a union of sections: it returns a section's `type`, or `default` if that is not set."""
-
-    def tag(value: object) -> str:
-        kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
-        return str(kind)
-
-    return tag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +125,8 @@ class BestAndWorst(AdvantageSection):
     """A pair from each prompt's completions: the best is chosen, the worst rejected; for the pair loss."""
 
     type: Literal["best_and_worst"] = "best_and_worst"
+    min_gap: NonNegative = 0.0
+    """Least difference of score between best and worst, after shaping; prompts with less give no pair."""
 
     def check_sizes(self, sizes: StepSizes) -> None:
         """Check that every prompt gives a pair, and that there are enough pairs to split into minibatches."""
@@ -142,7 +135,19 @@ class BestAndWorst(AdvantageSection):
         sizes.check_selected(1, "pairs are made")
 
 
-Advantage = Annotated[Gae | Group | BatchWhiten | Greedy | Best | BestAndWorst, Field(discriminator="type")]
+class FunctionAdvantage(AdvantageSection):
+    """Advantages from a function of the user, as rlhf.algo.functions.AdvantageFunction says; no critic."""
+
+    type: Literal["function"] = "function"
+    target: str
+    """module:function, or path/to/file.py:function."""
+    kwargs: dict[str, Any] = {}
+    """Keyword arguments passed to the function unchanged."""
+
+
+Advantage = Annotated[
+    Gae | Group | BatchWhiten | Greedy | Best | BestAndWorst | FunctionAdvantage, Field(discriminator="type")
+]
 
 
 class TokenLoss(Section):
@@ -181,6 +186,31 @@ class PenaltyLoss(TokenLoss):
     """Target KL(old || new), nats per token; above 1.5 x target the coefficient doubles, below target / 1.5 halves."""
 
 
+class TrustRegionLoss(TokenLoss):
+    """The plain surrogate ratio x advantage, descended by natural gradients within a trust region (NPG and TRPO).
+
+    The policy moves once in each step of the run, along F^-1 g, by a length at which KL(old || new) is max_kl to second
+    order; further epochs train the critic alone. F is the Fisher matrix of the next token, averaged over tokens.
+    """
+
+    type: Literal["trust_region"] = "trust_region"
+    max_kl: Positive = 0.01
+    """The trust region: KL(old || new) over the whole vocabulary, in nats per token."""
+    line_search: bool = True
+    """Shorten the step until the exact KL is at most max_kl and the loss is lower than before; not taken if none of the
+    lengths is (TRPO, Schulman et al. 2015). false: take the full step as it is (NPG, Kakade 2001)."""
+    backtracks: Annotated[int, Field(ge=0)] = 10
+    """Shorter lengths that the line search tries after the full one."""
+    shrink: Annotated[float, Field(gt=0, lt=1)] = 0.7
+    """Each length is the one before times this."""
+    cg_iterations: Annotated[int, Field(ge=1)] = 10
+    """Iterations of conjugate gradients, each a product with F: about two passes with gradient over the minibatch."""
+    damping: NonNegative = 0.01
+    """Added to the diagonal of F. The larger, the closer the direction to the plain gradient's."""
+    max_parameters: Annotated[int, Field(ge=1)] = 50_000_000
+    """Refuse to train more parameters: about six float64 vectors of that length are held, 48 bytes a parameter."""
+
+
 class CispoLoss(TokenLoss):
     """Log-probability weighted by the clipped, detached importance ratio (CISPO, MiniMax 2025, eq. 4 and 5)."""
 
@@ -195,6 +225,16 @@ class PolicyGradientLoss(TokenLoss):
     """-advantage x log-probability, without ratio or clipping: one optimizer step per sampled batch."""
 
     type: Literal["policy_gradient"] = "policy_gradient"
+
+
+class FunctionLoss(TokenLoss):
+    """A policy loss per token from a function of the user, as rlhf.algo.functions.LossFunction says."""
+
+    type: Literal["function"] = "function"
+    target: str
+    """module:function, or path/to/file.py:function."""
+    kwargs: dict[str, Any] = {}
+    """Keyword arguments passed to the function unchanged."""
 
 
 Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
@@ -258,13 +298,15 @@ class OnlinePairLoss(Section):
     """dpo, robust_dpo, ipo or hinge, as offline; its beta is the only pull towards the reference."""
 
 
-Surrogate = ClipLoss | PenaltyLoss | CispoLoss | PolicyGradientLoss
+Surrogate = ClipLoss | PenaltyLoss | TrustRegionLoss | CispoLoss | PolicyGradientLoss | FunctionLoss
 """Losses that weight each token by an advantage."""
 PolicyLossConfig = Annotated[
     Annotated[ClipLoss, Tag("clip")]
     | Annotated[PenaltyLoss, Tag("penalty")]
+    | Annotated[TrustRegionLoss, Tag("trust_region")]
     | Annotated[CispoLoss, Tag("cispo")]
     | Annotated[PolicyGradientLoss, Tag("policy_gradient")]
+    | Annotated[FunctionLoss, Tag("function")]
     | Annotated[OnlinePairLoss, Tag("pair")],
     Discriminator(type_discriminator("clip")),
 ]
@@ -352,6 +394,8 @@ class Online(Section):
     They still count in their group's baseline and in all score metrics."""
     refill_rounds: Annotated[int, Field(ge=0)] = 0
     """How many times a step may sample further prompts to replace dropped groups (DAPO); 0: never."""
+    rescue: Rescue | None = None
+    """Sample prompts whose whole group fails again with a hint, and replay them in later steps; null: off."""
     ptx_coef: NonNegative = 0.0
     """Weight of a next-token loss on data.sft, added to the policy loss (PPO-ptx, Ouyang et al. 2022, eq. 2)."""
 
@@ -363,6 +407,11 @@ class Online(Section):
             raise ValueError("drop_uniform_groups needs a group advantage")
         if self.refill_rounds and not self.drop_uniform_groups:
             raise ValueError("refill_rounds replaces dropped groups: set drop_uniform_groups=true too")
+        if self.rescue is not None and not isinstance(self.advantage, Group):
+            raise ValueError(
+                "algorithm.rescue mixes completions with and without a hint in one group: it needs "
+                "advantage.type=group (grpo, dr_grpo, rloo, dapo, cispo, gspo)"
+            )
         return self
 
     @model_validator(mode="after")
@@ -383,6 +432,12 @@ class Online(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_trust_region(self) -> Online:
+        if isinstance(self.policy_loss, TrustRegionLoss) and self.target_kl is not None:
+            raise ValueError("a trust region bounds KL(old || new) itself by policy_loss.max_kl: leave target_kl null")
+        return self
+
     @property
     def trains_against_reference(self) -> bool:
         """Return whether a gradient or a reward depends on the reference."""
@@ -393,6 +448,8 @@ class Online(Section):
         """Check that advantages and losses can work with steps of these sizes."""
         self.advantage.check_sizes(sizes)
         self._check_updates(sizes.updates)
+        if isinstance(self.policy_loss, TrustRegionLoss):
+            self._check_one_step(sizes)
         if sizes.completions < sizes.minibatches:
             raise ValueError(
                 f"batch.minibatches is {sizes.minibatches} but a step has only {sizes.completions} completions"
@@ -409,6 +466,17 @@ class Online(Section):
             raise ValueError(
                 "the policy_gradient loss has no importance ratio, so a second optimizer step on the same completions "
                 "would be wrong: set batch.epochs=1 batch.minibatches=1, or algorithm.policy_loss.type=clip"
+            )
+
+    def _check_one_step(self, sizes: StepSizes) -> None:
+        if sizes.minibatches > 1:
+            raise ValueError(
+                "a trust region is one step around the policy that sampled, on all its completions: "
+                "set batch.minibatches=1"
+            )
+        if sizes.epochs > 1 and self.value_loss is None:
+            raise ValueError(
+                "in a trust region epochs after the first train the critic, and there is none: set batch.epochs=1"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
@@ -20,3 +21,13 @@ class Needed:
     """Marks a field that has to be set; where it is not, the error says `<key> is missing: <reason>`."""
 
     reason: str
+
+
+def type_discriminator(default: str) -> Callable[[object], str]:
+    """Build a discriminator for a union of sections: it returns a section's `type`, or `default` if that is not set."""
+
+    def tag(value: object) -> str:
+        kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
+        return str(kind)
+
+    return tag

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from rlhf.config.algorithm import Positive, algorithm_kind, type_discriminator
-from rlhf.config.base import Section
+from rlhf.config.algorithm import Positive, algorithm_kind
+from rlhf.config.base import Section, type_discriminator
 from rlhf.config.data import Count
 from rlhf.config.reward import RewardSourceConfig
 from rlhf.config.sections import OfflineConfig, OnlineConfig
@@ -93,6 +93,8 @@ class Overrides(Section):
     logging: dict[str, Any] = {}
     """See rlhf train."""
     eval: dict[str, Any] = {}
+    """See rlhf train."""
+    guard: dict[str, Any] = {}
     """See rlhf train."""
 
     def tree(self) -> dict[str, Any]:

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from rlhf.config.base import Needed, Section
 
 Count = Annotated[int, Field(ge=1)]
+Weight = Annotated[float, Field(gt=0)]
+SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
 Size = Annotated[int, Field(ge=0)]
 Learn = Literal["assistant", "last", "all"]
 
@@ -39,7 +41,73 @@ class DatasetConfig(Section):
     """Malformed rows. skip: count, show and skip them; error: stop."""
 
 
-class PromptsConfig(DatasetConfig):
+class SourceConfig(Section):
+    """One of several sources of a data section; what is null is as the section says."""
+
+    path: str
+    """File, folder or hub id."""
+    weight: Weight = 1.0
+    """Rows are drawn from the sources in proportion to their weights, exactly: see docs/data.md."""
+    split: str | None = None
+    """Which split of a folder or hub data set."""
+    limit: Count | None = None
+    """Use only this many usable rows, from the start."""
+    columns: dict[str, str] | None = None
+    """Our column name -> the file's, where they differ."""
+    bad_rows: Literal["skip", "error"] | None = None
+    """Malformed rows: skip or error."""
+
+
+class TrainableDataConfig(DatasetConfig):
+    """A data set to train on: a path, or several sources with weights; read into memory, or streamed."""
+
+    path: str = ""
+    """File, folder or hub id; or else set sources."""
+    sources: dict[SourceName, SourceConfig] = {}
+    """Name -> path and weight: several data sets, mixed. In place of path. null leaves one out."""
+    at_end: Literal["restart", "stop"] = "restart"
+    """When a source has no more rows. restart: it begins again, in a new order; stop: the run ends before the step that
+    would need more."""
+    stream: bool = False
+    """Read and tokenize rows as they are needed, not all at the start, so that memory does not grow with the data:
+    JSONL (also .gz), Parquet, folders of save_to_disk and the hub."""
+    shuffle_buffer: Count = 4096
+    """With stream: rows are shuffled within consecutive blocks of so many rows of a source."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether this is one data set read into memory, as an evaluation needs it."""
+        return not self.sources and not self.stream
+
+    def by_source(self, name: str) -> dict[str, DatasetConfig]:
+        """Return the section of each source alone, by name; a section with a path is one source, called `name`."""
+        alone: dict[str, Any] = {"sources": {}}
+        if not self.sources:
+            return {name: self.model_copy(update=alone)}
+        return {
+            key: self.model_copy(update=alone | {k: v for k, v in source if k != "weight" and v is not None})
+            for key, source in self.sources.items()
+        }
+
+    @field_validator("sources", mode="before")
+    @classmethod
+    def _drop_null_sources(cls, sources: Any) -> Any:
+        """Remove sources that are null: so a command line takes one out of a file."""
+        if not isinstance(sources, Mapping):
+            return sources
+        return {name: source for name, source in sources.items() if source is not None}
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> TrainableDataConfig:
+        if bool(self.path) == bool(self.sources):
+            problem = "has both path and sources: set one of them" if self.path else "set path (or sources)"
+            raise ValueError(problem)
+        if not self.stream and "shuffle_buffer" in self.model_fields_set and self.shuffle_buffer != 4096:
+            raise ValueError("shuffle_buffer is of streamed data: set stream=true, or leave it out")
+        return self
+
+
+class PromptsConfig(TrainableDataConfig):
     """Prompts to sample completions for."""
 
     max_prompt_tokens: Count = 1024
@@ -50,7 +118,7 @@ class PromptsConfig(DatasetConfig):
     """Use only this many first tokens of each text as the prompt (for plain-text data sets)."""
 
 
-class SftConfig(DatasetConfig):
+class SftConfig(TrainableDataConfig):
     """Texts, prompt-completion rows, Alpaca rows or conversations to imitate."""
 
     learn: Learn = "assistant"
@@ -62,7 +130,7 @@ class SftConfig(DatasetConfig):
     """A longer row is counted and skipped, cut at its end (it then gets no EOS), or an error."""
 
 
-class PreferencesConfig(DatasetConfig):
+class PreferencesConfig(TrainableDataConfig):
     """Preference pairs in any of the formats of docs/data.md."""
 
     max_tokens: Count = 2048
@@ -93,6 +161,16 @@ class DataConfig(Section):
     """Variables passed to the template, such as {enable_thinking: false}."""
     system: str | None = None
     """System prompt for conversations that have none."""
+
+    @model_validator(mode="after")
+    def _check_held_out(self) -> DataConfig:
+        for name in ("eval_prompts", "eval_sft", "eval_preferences"):
+            section = getattr(self, name)
+            if section is not None and not section.is_plain:
+                raise ValueError(
+                    f"data.{name}: held-out data are read whole and from one place: set path, not sources or stream"
+                )
+        return self
 
     @property
     def chat_format(self) -> ChatFormat:

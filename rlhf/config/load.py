@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from rlhf.config.algorithm import Gae, OnlinePairLoss, SftLoss, algorithm_kind
+from rlhf.config.algorithm import Gae, OnlinePairLoss, SftLoss, TrustRegionLoss, algorithm_kind
 from rlhf.config.base import Needed, Section
 from rlhf.config.compare import CompareConfig
 from rlhf.config.data import ChatFormat, DataConfig
@@ -23,7 +23,8 @@ from rlhf.config.presets import (
     keep_last_alternative,
     sizes_of_preset,
 )
-from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig, TrainConfig
+from rlhf.config.sections import OfflineConfig, OnlineConfig, OptimizerConfig, RewardModelConfig, TrainConfig
+from rlhf.config.shipped import locate_config, nearest_config
 from rlhf.config.yaml_text import InvalidYaml, parse_yaml
 from rlhf.errors import ConfigError
 
@@ -32,6 +33,7 @@ C = TypeVar("C", bound=Section)
 
 TAGS = ("type", "preset")
 SHORT_FORM_KEYS = {"sharding": "mode"}  # sections with a one-word short form: sharding=zero3 is sharding.mode=zero3
+EXTENDS = "extends"  # key of a file that another one's settings come before
 RUN_FOLDER_KEYS = ("versions", "git_commit")  # what a run folder's config.yaml has in addition
 
 ALIASES = {
@@ -124,23 +126,40 @@ def compare_config(tree: Tree) -> CompareConfig:
 def read_yaml(path: str | Path) -> Tree:
     """Read the settings in a YAML file or run folder, without what a run folder adds to them.
 
+    A name that begins with `configs/` and is not in the working folder is one of the project's own configurations. A
+    file that says `extends: other.yaml`, beside it, is those settings with its own over them.
+
     Raises:
-        ConfigError: there is no such file, it is not YAML, or it is not a mapping.
+        ConfigError: there is no such file, it is not YAML, it is not a mapping, or it extends itself.
     """
-    file = Path(path)
-    if file.is_dir() and (file / "config.yaml").is_file():
-        file = file / "config.yaml"
+    return _read_yaml(path, ())
+
+
+def _read_yaml(path: str | Path, extended_by: tuple[Path, ...]) -> Tree:
+    file = locate_config(path)
     if not file.is_file():
-        near = difflib.get_close_matches(file.name, [f.name for f in file.parent.glob("*.y*ml")], n=1)
-        hint = f"; did you mean {file.parent / near[0]}?" if near else ""
-        raise ConfigError(f"no configuration file {str(path)!r}{hint}")
+        near = nearest_config(path)
+        raise ConfigError(f"no configuration file {str(path)!r}{f'; did you mean {near}?' if near else ''}")
     try:
         tree = parse_yaml(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold sections (run:, policy:, ...), not {type(tree).__name__}")
-    return {str(key): value for key, value in tree.items() if key not in RUN_FOLDER_KEYS}
+    settings = {str(key): value for key, value in tree.items() if key not in RUN_FOLDER_KEYS}
+    return _extended(settings, file, extended_by)
+
+
+def _extended(settings: Tree, file: Path, extended_by: tuple[Path, ...]) -> Tree:
+    """Merge the settings of a file into those of the file that it extends, if it says so."""
+    other = settings.pop(EXTENDS, None)
+    if other is None:
+        return settings
+    if not isinstance(other, str):
+        raise ConfigError(f"{file}: {EXTENDS} names one file, beside this one: {EXTENDS}: base.yaml")
+    if file.resolve() in extended_by:
+        raise ConfigError(f"{file} extends itself: {' -> '.join(str(name) for name in extended_by)}")
+    return merge_overrides(_read_yaml(file.parent / other, (*extended_by, file.resolve())), settings)
 
 
 def parse_overrides(overrides: Sequence[str]) -> Tree:
@@ -311,6 +330,11 @@ def _unread_by_online(config: OnlineConfig) -> list[tuple[str, str]]:
             config.critic.shared and "lr" in _changed_fields(config.critic),
             "critic.shared trains the head with the policy",
         ),
+        (
+            "critic.head",
+            "head" in _changed_fields(config.critic) and not config.critic.starts_anew(config.reward.source),
+            "the critic starts from a reward model, head included",
+        ),
         ("data.sft", "sft" in _changed_fields(config.data) and algorithm.ptx_coef == 0, "algorithm.ptx_coef is 0"),
         (
             "algorithm.kl",
@@ -319,9 +343,19 @@ def _unread_by_online(config: OnlineConfig) -> list[tuple[str, str]]:
         ),
     ]
     others = ("preferences", "eval_preferences", "eval_sft")
-    return [(key, why) for key, is_unread, why in unread if is_unread] + _changed_among(
-        config.data, "data.", others, "an online algorithm does not read it"
+    return (
+        [(key, why) for key, is_unread, why in unread if is_unread]
+        + _changed_among(config.data, "data.", others, "an online algorithm does not read it")
+        + _unread_optimizer(config)
     )
+
+
+def _unread_optimizer(config: OnlineConfig) -> list[tuple[str, str]]:
+    """List the policy's optimizer settings where a trust region steps instead of an optimizer."""
+    if not isinstance(config.algorithm.policy_loss, TrustRegionLoss):
+        return []
+    why = "a trust region's step has the length that policy_loss.max_kl gives it"
+    return _changed_among(config.policy, "policy.", tuple(OptimizerConfig.model_fields), why)
 
 
 def _unread_by_offline(config: OfflineConfig) -> list[tuple[str, str]]:
@@ -336,14 +370,14 @@ def _unread_by_offline(config: OfflineConfig) -> list[tuple[str, str]]:
     if config.eval.source is None:
         why = "eval.source, the judge of an offline run, is not"
         unread += _changed_among(config.data, "data.", ("eval_prompts",), why)
-    return unread + _changed_among(config.batch, "batch.", ("epochs", "minibatches"), offline)
+    return unread + _changed_among(config.batch, "batch.", ("epochs", "minibatches", "shuffle"), offline)
 
 
 def _unread_by_reward_model(config: RewardModelConfig) -> list[tuple[str, str]]:
     why = "a reward model does not read it"
     return [
         *_changed_among(config.data, "data.", ("prompts", "eval_prompts", "sft", "eval_sft"), why),
-        *_changed_among(config.batch, "batch.", ("epochs", "minibatches"), why),
+        *_changed_among(config.batch, "batch.", ("epochs", "minibatches", "shuffle"), why),
         *_changed_among(config.model, "model.", ("ema_decay",), why),
     ]
 
@@ -399,6 +433,9 @@ def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[st
     keys: list[str] = []
     for index, part in enumerate(location):
         is_last = index == len(location) - 1
+        if index and location[index - 1] == "sources":  # a name that the user gave to a source
+            keys.append(str(part))
+            continue
         fields = [model.model_fields[part] for model in models if part in model.model_fields]
         if fields or is_last or isinstance(part, int):
             keys.append(str(part))

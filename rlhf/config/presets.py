@@ -10,6 +10,7 @@ Tree = dict[str, Any]
 
 _CRITIC = {"advantage": {"type": "gae"}, "value_loss": {}}
 _ONE_UPDATE = {"batch": {"epochs": 1, "minibatches": 1}}
+_CRITIC_EPOCHS = {"batch": {"epochs": 8, "minibatches": 1}}  # the policy steps in the first epoch only
 _GROUP_OF_8 = {"sampling": {"completions_per_prompt": 8}}
 
 PRESETS: dict[str, Tree] = {
@@ -31,6 +32,22 @@ PRESETS: dict[str, Tree] = {
             "policy_loss": {"type": "penalty"},
             "kl": {"placement": "reward", "estimator": "k1", "coef": 0.05},
         }
+    },
+    "trpo": {
+        "algorithm": {
+            **_CRITIC,
+            "policy_loss": {"type": "trust_region"},
+            "kl": {"placement": "reward", "estimator": "k1", "coef": 0.05},
+        },
+        **_CRITIC_EPOCHS,
+    },
+    "npg": {
+        "algorithm": {
+            **_CRITIC,
+            "policy_loss": {"type": "trust_region", "line_search": False},
+            "kl": {"placement": "reward", "estimator": "k1", "coef": 0.05},
+        },
+        **_CRITIC_EPOCHS,
     },
     "a2c": {
         "algorithm": {
@@ -160,6 +177,7 @@ class Exclusion:
 EXCLUSIONS = (
     Exclusion("sharding.mode", lambda mode: not str(mode).startswith("zero"), ("sharding.deepspeed",)),
     Exclusion("sharding.mode", lambda mode: not str(mode).endswith("_offload"), ("sharding.cpu_adam",)),
+    Exclusion("sharding.mode", lambda mode: not str(mode).startswith("zero3"), ("sharding.rollout",)),
     Exclusion("critic.shared", lambda shared: shared is True, ("critic.init", "critic.lr", "critic.warmup_steps")),
     Exclusion("algorithm.advantage.type", lambda kind: kind != "gae", ("algorithm.value_loss",)),
 )

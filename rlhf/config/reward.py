@@ -6,9 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf.config.algorithm import NonNegative, Positive
+from rlhf.config.algorithm import Group, NonNegative, Online, Positive
 from rlhf.config.base import Section
 from rlhf.config.data import Count, Size
+from rlhf.config.rules import RuleConfig, rule_names
 
 
 class ChatConfig(Section):
@@ -73,9 +74,13 @@ class ModelSource(Section):
 
     type: Literal["model"] = "model"
     path: str
-    """A reward-model run folder, or a sequence-classification model folder with one label."""
+    """A run folder of rlhf rm, an ensemble's too, or a sequence-classification model folder with one label."""
     micro_batch_size: Count = 64
     """Rows per forward pass; affects memory only."""
+    how: Literal["mean", "minimum", "mean_minus_std"] = "mean"
+    """How the members' scores are combined, where path holds an ensemble (rlhf rm ... ensemble=4)."""
+    std_coef: NonNegative = 1.0
+    """c in mean - c * std, for mean_minus_std."""
 
 
 class RemoteSource(Section):
@@ -100,15 +105,69 @@ class EnsembleSource(Section):
     type: Literal["ensemble"] = "ensemble"
     sources: list[RewardSourceConfig]
     """The members of the ensemble."""
-    how: Literal["mean", "minimum", "mean_minus_std"] = "mean"
-    """minimum is worst-case optimization, mean_minus_std uncertainty-weighted optimization (Coste et al. 2024)."""
+    names: list[str] | None = None
+    """A name for each member, by which its scores are logged (part/NAME/mean); null: sources.0, sources.1, ..."""
+    weights: list[float] | None = None
+    """A weight for each member, by which its scores are multiplied before they are combined; null: 1 each."""
+    how: Literal["mean", "sum", "weighted_mean", "minimum", "mean_minus_std", "gdpo"] = "mean"
+    """minimum is worst-case optimization, mean_minus_std uncertainty-weighted optimization (Coste et al. 2024);
+    weighted_mean divides the sum by the weights of the sources that apply to the completion; gdpo standardizes each
+    source within its group before the sum (Liu et al. 2026), with advantage.type=group and baseline=centered."""
     std_coef: NonNegative = 1.0
     """c in mean - c * std, for mean_minus_std."""
 
+    @model_validator(mode="after")
+    def _check_members(self) -> EnsembleSource:
+        for key, given in (("weights", self.weights), ("names", self.names)):
+            if given is not None and len(given) != len(self.sources):
+                raise ValueError(f"{key} has {len(given)} entries for {len(self.sources)} sources: give each one")
+        reserved = {"disagreement", "weighted_sum"}
+        if self.names is not None and (len(set(self.names)) < len(self.names) or reserved & set(self.names)):
+            raise ValueError("names must differ from each other, and from disagreement and weighted_sum")
+        if self.how == "weighted_mean" and any(weight <= 0 for weight in self.weights or ()):
+            raise ValueError("how is weighted_mean, which divides by the weights: they must be above 0")
+        if any(uses_gdpo(source) for source in self.sources):
+            raise ValueError("how=gdpo standardizes over groups: only the outermost source of a run may")
+        return self
+
+
+class RulesSource(Section):
+    """Rules for the text of a completion: each subtracts a penalty where it is broken, or replaces the score."""
+
+    type: Literal["rules"] = "rules"
+    rules: Annotated[list[RuleConfig], Field(min_length=1)]
+    """The rules, in any order. Each is logged by its name: how much of it is broken, from 0 to 1."""
+    source: RewardSourceConfig | None = None
+    """The source whose scores the rules change; null: none, so that a completion that breaks no rule scores 0."""
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> RulesSource:
+        rule_names(self.rules)
+        if self.source is not None and uses_gdpo(self.source):
+            raise ValueError("how=gdpo standardizes over groups: only the outermost source of a run may")
+        return self
+
 
 RewardSourceConfig = Annotated[
-    FunctionSource | ModelSource | RemoteSource | ChatSource | EnsembleSource, Field(discriminator="type")
+    FunctionSource | ModelSource | RemoteSource | ChatSource | EnsembleSource | RulesSource,
+    Field(discriminator="type"),
 ]
+
+
+def uses_gdpo(source: RewardSourceConfig) -> bool:
+    """Check whether a source standardizes its members' scores within groups."""
+    return isinstance(source, EnsembleSource) and source.how == "gdpo"
+
+
+class WatchConfig(Section):
+    """A second judge of the training completions, which is never trained on."""
+
+    source: RewardSourceConfig
+    """The source that scores them. A failure of it is a warning, not the end of the run."""
+    rows: Count = 32
+    """Completions that it scores, drawn anew from each watched step; all of them if there are fewer."""
+    every: Count = 1
+    """Steps between two looks."""
 
 
 class ShapingConfig(Section):
@@ -133,6 +192,28 @@ class RewardConfig(Section):
     """Where scores come from and how they are shaped."""
 
     source: RewardSourceConfig
-    """function, model, remote, openai or ensemble."""
+    """function, model, remote, openai, ensemble or rules."""
     shaping: ShapingConfig = ShapingConfig()
     """Clipping, and penalties for a missing EOS and for overlong completions."""
+    watch: WatchConfig | None = None
+    """A second judge that only watches: metrics watch/score, watch/gap and watch/correlation (online)."""
+
+    def check_gdpo(self, algorithm: Online, *, reward_parts: int) -> None:
+        """Check that scores standardized within their groups meet an algorithm that takes them as they are.
+
+        Raises:
+            ValueError: it would standardize them again, or not see whole steps.
+        """
+        if not uses_gdpo(self.source):
+            return
+        advantage = algorithm.advantage
+        if not isinstance(advantage, Group) or advantage.baseline != "centered":
+            raise ValueError(
+                "reward.source.how is gdpo, which standardizes each source within its group: the advantage must only "
+                "center, algorithm.preset=grpo algorithm.advantage.baseline=centered"
+            )
+        if reward_parts > 1 or algorithm.refill_rounds:
+            raise ValueError(
+                "reward.source.how is gdpo, which looks at a whole step: set overlap.reward_parts=1 and "
+                "algorithm.refill_rounds=0"
+            )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhf.config.algorithm import (
     Algorithm,
@@ -23,6 +23,7 @@ from rlhf.config.algorithm import (
     ReferencedLoss,
     SftLoss,
     StepSizes,
+    TrustRegionLoss,
 )
 from rlhf.config.base import Needed, Section
 from rlhf.config.data import (
@@ -35,14 +36,18 @@ from rlhf.config.data import (
     SftConfig,
     Size,
 )
+from rlhf.config.ensemble import EnsembleConfig
+from rlhf.config.guard import GuardConfig
 from rlhf.config.reward import ChatPairsConfig, ModelSource, RewardConfig, RewardSourceConfig
 from rlhf.config.sharding import ShardingConfig
 
+Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["float32", "bfloat16", "float64"]
 LogProbs = Literal["auto", "naive", "chunked"]
 Packing = Literal["auto", "off"]
 HeadDtype = Literal["float32", "model"]
 OldLogProbs = Literal["auto", "sampler", "trainer"]
+HeadInit = Literal["zero", "normal", "orthogonal"]
 
 
 class RunConfig(Section):
@@ -54,13 +59,24 @@ class RunConfig(Section):
     """The only seed; every random generator is derived from it."""
     out_dir: str = "runs/run"
     """The run folder; receives configuration, metrics, samples, checkpoints and report."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: a GPU if there is one, otherwise the CPU."""
+    device: Device = "auto"
+    """auto: a CUDA GPU if there is one, otherwise the CPU. mps: an Apple GPU, which nobody has tested this on."""
     keep_memory: bool = True
     """On a CPU under Linux: keep freed memory for the next tensors instead of returning it to the system at every step
     (glibc's mallopt). Faster; the peak may be higher."""
+    tf32: bool = True
+    """On a GPU: compute products of float32 matrices in TF32, several times as fast, with 10 bits of mantissa. false:
+    in full float32, as a CPU does."""
     cache_dir: str | None = None
     """Where reference log-probabilities are cached between runs; null: $XDG_CACHE_HOME/rlhf, or ~/.cache/rlhf."""
+
+    def check_dtype(self, section: str, dtype: Dtype) -> None:
+        """Check that the device has the `section`'s dtype."""
+        if self.device == "mps" and dtype == "float64":
+            raise ValueError(
+                f"{section}.dtype is float64, which an Apple GPU does not have: set {section}.dtype=float32, "
+                "or run.device=cpu"
+            )
 
 
 class LoraConfig(Section):
@@ -118,7 +134,7 @@ class PolicyConfig(OptimizerConfig):
     """Folder or hub id; null: the model's own."""
     dtype: Dtype = "float32"
     """bfloat16: bf16 arithmetic over float32 weights; otherwise weights and arithmetic are in this dtype.
-    Log-probabilities are computed in float32 or better."""
+    Log-probabilities are computed in float32 or better. On a CUDA GPU the default is bfloat16."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights."""
     gradient_checkpointing: bool = False
@@ -167,8 +183,11 @@ class CriticConfig(OptimizerConfig):
     lr: NonNegative = 5e-6
     """Peak learning rate; 0 trains nothing, for a trial run."""
     init: str = "auto"
-    """policy: the policy's backbone with a new head of zeros; reward: the reward model of reward.source, head included;
+    """policy: the policy's backbone with a new head; reward: the reward model of reward.source, head included;
     a folder: that reward model; auto: reward if reward.source is a model, otherwise policy."""
+    head: HeadInit = "zero"
+    """How a new head starts, where init gives none. zero: every value is 0; normal: N(0, 1 / (d + 1)) of d inputs;
+    orthogonal: a random direction of length 1, which is what orthogonal initialization is for a single output."""
     shared: bool = False
     """Put the value head on the policy's own backbone, which halves the memory but couples the gradients."""
     warmup_steps: Size = 0
@@ -181,9 +200,15 @@ class CriticConfig(OptimizerConfig):
         if self.init == "reward" and not isinstance(source, ModelSource):
             raise ValueError("critic.init is reward, but reward.source is not a model: use critic.init=policy")
 
+    def starts_anew(self, source: RewardSourceConfig) -> bool:
+        """Return whether the critic gets a new head, as far as the configuration tells."""
+        return self.init == "policy" or (self.init == "auto" and not isinstance(source, ModelSource))
+
     def _check_shared(self, old_log_probs: OldLogProbs) -> None:
         if self.init not in ("policy", "auto"):
             raise ValueError("critic.shared puts the head on the policy: critic.init must then be policy or auto")
+        if self.head != "zero":
+            raise ValueError(f"critic.head is {self.head}, but a shared head starts at zero: set critic.head=zero")
         if self.warmup_steps:
             raise ValueError("critic.warmup_steps trains the critic alone: not possible where critic.shared is true")
         if old_log_probs == "sampler":
@@ -236,6 +261,11 @@ class OverlapConfig(Section):
             )
         if algorithm.refill_rounds:
             raise ValueError("overlap.ahead cannot refill groups: set algorithm.refill_rounds=0")
+        if algorithm.rescue is not None:
+            raise ValueError(
+                "overlap.ahead samples a step before it is known which prompts fail: set overlap.ahead=false, or leave "
+                "algorithm.rescue out"
+            )
         if self.reward_parts > 1:
             raise ValueError("overlap.ahead draws a step as a whole: set overlap.reward_parts=1")
         if old_log_probs == "sampler":
@@ -251,6 +281,9 @@ class BatchConfig(Section):
     """Passes over a step's completions (online)."""
     minibatches: Count = 1
     """Optimizer steps per epoch (online)."""
+    shuffle: bool = True
+    """Deal a step's completions to minibatches at random, anew in every epoch (online). false: as they were sampled, in
+    the same order in every epoch."""
     micro_batch_size: Count = 16
     """Rows (for preference losses, pairs) per forward and backward pass per process; never changes a result."""
     micro_batch_tokens: Count | None = None
@@ -279,6 +312,20 @@ class ScheduleConfig(Section):
         return self
 
 
+class BestConfig(Section):
+    """Keep the best checkpoint: one that beats the best so far, on the same held-out rows, by more than noise."""
+
+    by: Literal["auto", "score", "loss", "accuracy"] = "auto"
+    """What decides. score: the judge's score of the held-out prompts; loss and accuracy: of the held-out rows or pairs
+    (offline runs and reward models); auto: the score where held-out prompts are scored, otherwise the loss."""
+    confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95
+    """A new best is one whose mean paired difference to the old one has this confidence interval above 0."""
+    patience: Count | None = None
+    """End the run after this many evaluations in a row without a new best; null: run to the end."""
+    restore: bool = True
+    """Export the best checkpoint as the run's model; false: export the last one, and keep the best in best/."""
+
+
 class CheckpointConfig(Section):
     """When checkpoints are saved and what a restart does."""
 
@@ -288,6 +335,8 @@ class CheckpointConfig(Section):
     """How many checkpoints are kept; the oldest are deleted first."""
     resume: Literal["auto", "never"] = "auto"
     """auto: continue from the newest complete checkpoint; never: refuse a folder that has one."""
+    best: BestConfig | None = None
+    """Keep the best checkpoint besides, `{}` with the defaults; RUN@best names it. null: none is kept."""
 
 
 class LoggingConfig(Section):
@@ -297,7 +346,7 @@ class LoggingConfig(Section):
     """Steps between lines of metrics.jsonl."""
     samples: Size = 4
     """Completions of each logged step to keep in samples.jsonl."""
-    backends: list[Literal["tensorboard", "wandb"]] = []
+    backends: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
     """Trackers to use in addition to metrics.jsonl, through accelerate."""
 
 
@@ -349,10 +398,13 @@ class TrainSections(Section):
     """What is logged."""
     eval: EvalConfig = EvalConfig()
     """Evaluation during the run."""
+    guard: GuardConfig = GuardConfig()
+    """What is refused before the run, and what is done about trouble during it."""
 
     @model_validator(mode="after")
     def _check_policy(self) -> TrainSections:
         self.policy.check_optimizer("policy", self.policy.dtype, self.sharding)
+        self.run.check_dtype("policy", self.policy.dtype)
         return self
 
 
@@ -379,12 +431,31 @@ class OnlineConfig(TrainSections):
         self.reference.check_measured(self.algorithm)
         self.overlap.check_ahead(self.algorithm, old_log_probs)
         self.data.check_ptx(self.algorithm.ptx_coef)
+        if self.algorithm.rescue is not None:
+            prompts = self.data.prompts
+            self.algorithm.rescue.check_run(old_log_probs, prompts.first_tokens, is_plain=prompts.is_plain)
         if isinstance(self.algorithm.advantage, Gae):  # without a critic the section is unread, which is a warning
             self.critic.check_optimizer("critic", self.policy.dtype, self.sharding)
             self.critic.check_start(self.reward.source, old_log_probs)
         self.algorithm.check_sizes(self._step_sizes)
+        self._check_trust_region()
         self.reward.shaping.check_length(self.sampling.max_new_tokens)
+        self.reward.check_gdpo(self.algorithm, reward_parts=self.overlap.reward_parts)
         return self
+
+    def _check_trust_region(self) -> None:
+        if not isinstance(self.algorithm.policy_loss, TrustRegionLoss):
+            return
+        if self.sharding.uses_deepspeed:
+            raise ValueError(
+                f"a trust region needs whole weights on every rank, but sharding is {self.sharding.mode}: set "
+                "sharding=ddp (adapters of policy.lora are small enough), or algorithm.policy_loss.type=penalty"
+            )
+        if self.critic.shared and self.algorithm.value_loss is not None:
+            raise ValueError(
+                "a trust region's step is along the natural gradient of the policy alone, but critic.shared mixes the "
+                "value loss into it: set critic.shared=false, or algorithm.policy_loss.type=penalty"
+            )
 
     @property
     def _step_sizes(self) -> StepSizes:
@@ -490,6 +561,8 @@ class RewardModelConfig(Section):
     """The backbone to start from, usually the SFT model, and its optimizer."""
     loss: RewardModelLoss = RewardModelLoss()
     """The Bradley-Terry loss."""
+    ensemble: EnsembleConfig = EnsembleConfig()
+    """Several reward models from one run; a number is its size."""
     calibration: CalibrationConfig = CalibrationConfig()
     """Shift and scale of the scores."""
     batch: BatchConfig = BatchConfig()
@@ -504,10 +577,19 @@ class RewardModelConfig(Section):
     """What is logged."""
     eval: EvalConfig = EvalConfig()
     """Evaluation during the run."""
+    guard: GuardConfig = GuardConfig()
+    """What is refused before the run, and what is done about trouble during it."""
+
+    @field_validator("ensemble", mode="before")
+    @classmethod
+    def _expand_size(cls, value: object) -> object:
+        """Return the section for a size alone: ensemble=4."""
+        return {"size": value} if isinstance(value, int) and not isinstance(value, bool) else value
 
     @model_validator(mode="after")
     def _check_model(self) -> RewardModelConfig:
         self.model.check_optimizer("model", self.model.dtype, self.sharding)
+        self.run.check_dtype("model", self.model.dtype)
         if self.model.lora is not None:
             raise ValueError("model.lora: a reward model is trained in full; leave it null")
         return self

@@ -40,6 +40,11 @@ class ShardingConfig(Section):
     cpu_adam: bool = False
     """With _offload: use DeepSpeed's fused CPU Adam instead of torch's; it is compiled at first use (about 90 s; needs
     g++ and ninja)."""
+    rollout: Literal["gather", "layered"] = "gather"
+    """Where the weights of the policy are while it samples under zero3. gather: each process holds all of them for the
+    rollout, those that bfloat16 runs compute with in bfloat16; layered: a layer at a time, gathered again for every
+    token by all processes together, which takes far longer and the memory of one layer. Never changes a completion in
+    float32."""
     timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """How long a process waits for the others before it gives up, in seconds."""
 
@@ -56,6 +61,11 @@ class ShardingConfig(Section):
                     raise ValueError(f"deepspeed.{key} is ours to set: use {instead}")
         if self.deepspeed and not self.uses_deepspeed:
             raise ValueError(f"deepspeed keys are set, but the mode {self.mode} does not use DeepSpeed")
+        if self.rollout == "layered" and self.stage != 3:
+            raise ValueError(
+                f"rollout=layered gathers the layers that zero3 splits; the mode {self.mode} has them whole: leave "
+                "rollout out, or set mode=zero3"
+            )
         if self.cpu_adam and not self.offloads:
             raise ValueError(f"cpu_adam is for optimizers in CPU memory, which the mode {self.mode} has not")
         return self

@@ -1,8 +1,7 @@
 """Generate prompts with checkable constraints: a task of our own, and one to three constraints with random parameters.
 
-Kinds come in the proportions of IFEval, except `language:response_language`, which small English models cannot learn.
-The wording is our own, several for each kind; tests/constraints/test_generate.py checks that no run of eight words of
-IFEval's prompts occurs in them.
+Kinds come in the proportions of IFEval. The wording is our own, several for each kind;
+tests/constraints/test_generate.py checks that no run of eight words of IFEval's prompts occurs in them.
 """
 
 from __future__ import annotations
@@ -22,10 +21,15 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class Wording:
-    """A constraint in words, with the arguments of its check."""
+    """A constraint in words, with the arguments of its check, and how the whole request is spelled.
+
+    A request that is itself in capitals, or has none, is one that a small model sometimes answers alike: it shows what
+    is wanted. Without such requests a model that never meets a constraint has nothing to learn from.
+    """
 
     text: str
     arguments: Arguments
+    spell: Callable[[str], str] = str
 
 
 Maker = Callable[[random.Random], Wording]
@@ -53,6 +57,8 @@ def _row(rng: random.Random) -> dict[str, Any]:
     request = rng.choice(tasks).format(topic=topic)
     wordings = {kind: KINDS[kind].make(rng) for kind in kinds if kind != REPEAT}
     request = " ".join([request, *(wording.text for wording in wordings.values())])
+    for wording in wordings.values():
+        request = wording.spell(request)
     arguments = {kind: wording.arguments for kind, wording in wordings.items()}
     prompt = request
     if REPEAT in kinds:
@@ -109,7 +115,7 @@ def _no_comma(rng: random.Random) -> Wording:
 
 
 def _word_count(rng: random.Random) -> Wording:
-    if rng.random() < 0.5:
+    if rng.random() < 0.35:  # IFEval asks for fewer words in 18 prompts of 52
         bound = rng.choice((20, 25, 30, 40, 50, 60))
         text = _pick(
             rng,
@@ -215,7 +221,8 @@ def _quotation(rng: random.Random) -> Wording:
         'Put the whole answer between double quotation marks, "like so".',
         "Begin and end the answer with a double quotation mark.",
         "Enclose all you write in double quotes.",
-        "Everything you say has to stand inside one pair of double quotation marks.",
+        "Wrap the entire answer in double quotation marks.",
+        'Word it as one quotation: "..."',
     )
     return Wording(text, {})
 
@@ -224,22 +231,33 @@ def _lowercase(rng: random.Random) -> Wording:
     text = _pick(
         rng,
         "Use lowercase letters only.",
-        "Write everything in lowercase.",
+        "All lowercase letters please, and in English.",
         "Do not use any capital letters.",
-        "Write in English with small letters throughout.",
+        "Your entire answer should be in lowercase English letters, like these.",
     )
-    return Wording(text, {})
+    return Wording(text, {}, spell=_pick_spelling(rng, str.lower))
 
 
 def _capitals(rng: random.Random) -> Wording:
     text = _pick(
         rng,
-        "Write everything in capitals.",
+        "All caps please.",
         "USE CAPITAL LETTERS ONLY.",
-        "Use uppercase letters throughout.",
-        "Write in English with no lowercase letters.",
+        "Your entire answer should be in capital letters, like these.",
+        "Write in English and in capitals, with no lowercase letters.",
     )
-    return Wording(text, {})
+    return Wording(text, {}, spell=_pick_spelling(rng, str.upper))
+
+
+def _pick_spelling(rng: random.Random, spelling: Callable[[str], str]) -> Callable[[str], str]:
+    """Draw how a request is spelled: in two of three as its answer has to be, else as usual."""
+    return spelling if rng.random() < 2 / 3 else str
+
+
+def _language(rng: random.Random) -> Wording:
+    name = rng.choice(tuple(LANGUAGES))
+    text = _pick(rng, f"Answer in {name}.", f"Write it in {name} only.", f"Use the {name} language for all of it.")
+    return Wording(text, {"language": LANGUAGES[name]})
 
 
 def _title(rng: random.Random) -> Wording:
@@ -376,7 +394,21 @@ REPEAT_WORDINGS = (
     "Your reply must open with the request above, unchanged; the answer follows.",
     "Say the request above again, letter by letter, and only then answer.",
 )
-REPEAT, ANSWER = "combination:repeat_prompt", "detectable_format:constrained_response"
+LANGUAGES = {
+    "Spanish": "es",
+    "French": "fr",
+    "German": "de",
+    "Italian": "it",
+    "Portuguese": "pt",
+    "Russian": "ru",
+    "Hindi": "hi",
+}
+REPEAT, ANSWER, LANGUAGE, SECTIONS = (
+    "combination:repeat_prompt",
+    "detectable_format:constrained_response",
+    "language:response_language",
+    "detectable_format:multiple_sections",
+)
 
 
 @dataclass(frozen=True)
@@ -402,7 +434,7 @@ KINDS: dict[str, Kind] = {
     "keywords:frequency": Kind(42, _keyword_frequency, "words"),
     REPEAT: Kind(41, _repeat, excludes=frozenset({"startend:quotation"})),
     "startend:quotation": Kind(41, _quotation),
-    "change_case:english_lowercase": Kind(39, _lowercase, "case"),
+    "change_case:english_lowercase": Kind(39, _lowercase, "case", frozenset({LANGUAGE, SECTIONS})),
     "keywords:existence": Kind(39, _keywords, "words"),
     "detectable_format:title": Kind(37, _title),
     "keywords:letter_frequency": Kind(33, _letter),
@@ -411,11 +443,12 @@ KINDS: dict[str, Kind] = {
     "length_constraints:number_paragraphs": Kind(27, _paragraphs, "shape"),
     "startend:end_checker": Kind(26, _ending, "end"),
     "detectable_content:postscript": Kind(26, _postscript, "end"),
-    "change_case:english_capital": Kind(25, _capitals, "case"),
+    "change_case:english_capital": Kind(25, _capitals, "case", frozenset({LANGUAGE, SECTIONS})),
+    LANGUAGE: Kind(31, _language),
     "change_case:capital_word_frequency": Kind(25, _capital_words, "case"),
     "combination:two_responses": Kind(24, _two_responses, "shape"),
     "detectable_format:json_format": Kind(17, _json, alone=True),
-    "detectable_format:multiple_sections": Kind(14, _sections, "shape"),
+    SECTIONS: Kind(14, _sections, "shape"),
     "length_constraints:nth_paragraph_first_word": Kind(12, _first_word, "shape", frozenset({REPEAT})),
     ANSWER: Kind(10, _answer, alone=True),
 }

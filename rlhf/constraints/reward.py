@@ -18,6 +18,7 @@ from rlhf.constraints.checks import CHECKS, words
 from rlhf.errors import RewardError
 
 KIND_COLUMN, ARGUMENTS_COLUMN = "instruction_id_list", "kwargs"  # the columns of IFEval's rows
+LANGUAGE_KIND = "language:response_language"
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,8 @@ def score(
 
         met / constraints + fluency * (English-like + not repetitive) / 2
 
+    Where a row asks for another language, its text counts as English-like.
+
     Args:
         prompts: not used.
         completions: the texts to score; an empty one scores 0.
@@ -131,7 +134,8 @@ def score(
     scores = []
     for row, completion in zip(references, completions, strict=True):
         met = _share_met(row, completion)
-        english, varied = float(is_english_like(completion)), float(is_varied(completion))
+        english = float(LANGUAGE_KIND in row[KIND_COLUMN] or is_english_like(completion))
+        varied = float(is_varied(completion))
         for name, value in zip(parts, (met, float(met == 1), english, varied), strict=True):
             parts[name].append(value)
         scores.append(met + fluency * (english + varied) / 2)

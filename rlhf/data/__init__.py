@@ -9,5 +9,7 @@ Import from the modules:
     pairs               load_pairs, load_demonstrations, load_labelled: what preference losses, reward models, SFT read
     reference_cache     the same with the reference's log-probabilities, kept on disk between runs
     datasets            BatchStream: the shuffled batch of a step, computed from the seed and the step number
+    mixture             MixedStream: batches from several sources, in memory or streamed, by the schedule of quotas
+    lazy_files          LazyDataset: the rows of files a few at a time, from any place in them
     tokenizer           load_tokenizer, and where models and tokenizers lie
 """

@@ -17,6 +17,7 @@ from rlhf.data.formats import Completion, RowFormats, is_transcript
 from rlhf.data.rows import BadRow, Row, RowCounts
 from rlhf.data.templates import Rendered
 from rlhf.data.tokenize import Encoder
+from rlhf.errors import DataError
 
 B_co = TypeVar("B_co", bound=Batch, covariant=True)
 
@@ -34,7 +35,7 @@ class RowSet(Protocol[B_co]):
         ...
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)  # an epoch of each source of a mixture, and the next
 def _permutation(n: int, seed: int, epoch: int) -> tuple[int, ...]:
     # For a given seed Python guarantees the same random() sequence across versions, but not the same shuffle().
     draw = random.Random(f"{seed}/{epoch}").random
@@ -71,6 +72,10 @@ class BatchStream(Generic[B_co]):
     def steps_per_epoch(self) -> float:
         """Return how many steps it takes to read every row once."""
         return len(self.rows) / self.rows_per_step
+
+    def reseeded(self, seed: int) -> BatchStream[B_co]:
+        """Return a stream of the same rows in another order."""
+        return BatchStream(self.rows, self.rows_per_step, seed)
 
     def batch(self, step: int) -> B_co:
         """Return the batch of step `step`, counted from 1."""
@@ -124,49 +129,72 @@ class EncodedRow:
     learned: tuple[list[bool], ...] = ()  # for each completion, which tokens the assistant wrote; empty: all
 
 
+Entry = tuple[PreparedRow[T], EncodedRow]
 Render = Callable[[T], list[Rendered]]
-Fit = Callable[[PreparedRow[T], EncodedRow], EncodedRow | None]
+Fit = Callable[[PreparedRow[T], EncodedRow, RowCounts], EncodedRow | None]
+S = TypeVar("S")
 
 
-def encoded_rows(
-    config: DatasetConfig,
-    use: RowFormats[T],
-    encoder: Encoder,
-    skips: RowCounts,
-    *,
-    fit: Fit[T],
-    render: Render[T] | None = None,
-    turns: bool = True,
-) -> Iterator[tuple[PreparedRow[T], EncodedRow]]:
-    """Yield the usable rows of a data set with their token ids, at most `config.limit`.
+@dataclass(frozen=True)
+class RowPipeline(Generic[T, S]):
+    """How the rows of one use become a data set: parsed, rendered as text, encoded, fitted to a length, put together.
 
-    Args:
-        config: the data set.
+    Attributes:
         use: the use of the rows, which determines the formats they may have.
         encoder: renders and encodes the rows.
-        skips: counts the rows that are used, cut and skipped.
         fit: makes encoded rows fit their limit; raises BadRow for an unusable row, returns None for one it left out.
-        render: renders a parsed row as text, perhaps as several rows; default: one row of prompt and completions.
+        collect: makes the data set of encoded rows, with the counts of those that were cut and skipped.
+        render: renders a parsed row as text, perhaps as several rows; None: one row of prompt and completions.
         turns: text prompts become user turns if there is a chat template.
-
-    Raises:
-        DataError: no row was used (raised after the last one).
     """
-    read = use.read(load_rows(config, skips), skips, turns=encoder.template.turns and turns)
-    rows = _render_rows(read, encoder, skips, render or _default_render(encoder))
-    while chunk := list(islice(rows, _next_chunk_size(config.limit, skips.used))):
-        for usable, ids in zip(chunk, _encode(encoder, [u.text for u in chunk]), strict=True):
-            try:
-                fitted = fit(usable, ids)
-            except BadRow as bad:
-                skips.add(usable.row, bad.reason, bad.detail)
-                continue
-            if fitted is None:
-                continue
-            _check_seam(encoder, skips, usable.text, ids)
-            skips.used += 1
-            yield usable, fitted
-    skips.require_rows()
+
+    use: RowFormats[T]
+    encoder: Encoder
+    fit: Fit[T]
+    collect: Callable[[Sequence[Entry[T]], RowCounts], S]
+    render: Render[T] | None = None
+    turns: bool = True
+
+    @property
+    def makes_turns(self) -> bool:
+        """Return whether text prompts become user turns."""
+        return self.encoder.template.turns and self.turns
+
+    def load(self, config: DatasetConfig) -> S:
+        """Load and encode the usable rows of a data set, at most `config.limit`.
+
+        Raises:
+            DataError: the data set cannot be read, or no row was used.
+        """
+        entries, skips = self.load_entries(config)
+        return self.collect(entries, skips)
+
+    def load_entries(self, config: DatasetConfig) -> tuple[list[Entry[T]], RowCounts]:
+        """Load and encode the usable rows of a data set, and count the others."""
+        if not config.path:
+            raise DataError("these rows are read whole and from one place: set path, not sources")
+        skips = RowCounts(config.path, fatal=config.bad_rows == "error")
+        read = self.use.read(load_rows(config, skips), skips, turns=self.makes_turns)
+        entries = list(self.encode(read, skips, limit=config.limit))
+        skips.require_rows()
+        return entries, skips
+
+    def encode(self, read: Iterator[tuple[Row, T]], skips: RowCounts, *, limit: int | None) -> Iterator[Entry[T]]:
+        """Yield the usable ones of some parsed rows with their token ids, at most `limit`."""
+        encoder = self.encoder
+        rows = _render_rows(read, encoder, skips, self.render or _default_render(encoder))
+        while chunk := list(islice(rows, _next_chunk_size(limit, skips.used))):
+            for usable, ids in zip(chunk, _encode(encoder, [u.text for u in chunk]), strict=True):
+                try:
+                    fitted = self.fit(usable, ids, skips)
+                except BadRow as bad:
+                    skips.add(usable.row, bad.reason, bad.detail)
+                    continue
+                if fitted is None:
+                    continue
+                _check_seam(encoder, skips, usable.text, ids)
+                skips.used += 1
+                yield usable, fitted
 
 
 def _next_chunk_size(limit: int | None, used: int) -> int:

@@ -25,7 +25,7 @@ from rlhf.data.rows import Row, RowCounts
 from rlhf.errors import DataError
 
 _SPLIT_NAMES = {"train", "test", "validation", "valid", "val", "dev", "eval"}
-_UNREADABLE = (OSError, EOFError, ValueError, RuntimeError, DatasetsError)  # what `datasets` and pyarrow raise
+UNREADABLE = (OSError, EOFError, ValueError, RuntimeError, DatasetsError)  # what `datasets` and pyarrow raise
 
 
 def load_rows(config: DatasetConfig, skips: RowCounts | None = None) -> list[Row]:
@@ -50,11 +50,11 @@ def load_rows(config: DatasetConfig, skips: RowCounts | None = None) -> list[Row
 def _rename_columns(rows: list[Row], columns: dict[str, str]) -> list[Row]:
     if not columns or not rows:
         return rows
-    _check_columns(rows, columns)
-    return [_rename_row(row, columns) for row in rows]
+    check_columns(rows, columns)
+    return [rename_row(row, columns) for row in rows]
 
 
-def _check_columns(rows: list[Row], columns: dict[str, str]) -> None:
+def check_columns(rows: list[Row], columns: dict[str, str]) -> None:
     """Check that every file has each column to rename, in at least one row.
 
     Raises:
@@ -72,26 +72,27 @@ def _check_columns(rows: list[Row], columns: dict[str, str]) -> None:
                 )
 
 
-def _rename_row(row: Row, columns: dict[str, str]) -> Row:
+def rename_row(row: Row, columns: dict[str, str]) -> Row:
+    """Rename the columns of a row: our name -> the file's."""
     unchanged = {name: value for name, value in row.values.items() if name not in columns.values()}
     renamed = {ours: row.values[theirs] for ours, theirs in columns.items() if theirs in row.values}
     return Row(unchanged | renamed, row.file, row.number)
 
 
-def _format(path: Path) -> str | None:
+def file_format(path: Path) -> str | None:
     """Return the format that a file's name says it has (one of KINDS), or None for any other file."""
     return next((suffix.split(".")[1] for suffix in SUFFIXES if path.name.lower().endswith(suffix)), None)
 
 
 def _folder_rows(folder: Path, split: str, skips: RowCounts) -> Iterator[Row]:
-    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-        yield from _saved_rows(folder, split)
+    if is_saved_folder(folder):
+        yield from _numbered_rows(load_saved(folder, split), str(folder))
         return
-    for path in _split_files(folder, split):
+    for path in split_files(folder, split):
         yield from _file_rows(path, skips)
 
 
-def _split_files(folder: Path, split: str) -> list[Path]:
+def split_files(folder: Path, split: str) -> list[Path]:
     """Return the files of `split` in a folder or its `data` folder: `train.jsonl.gz`, `train-00000-of-00002.parquet`.
 
     A folder in which no file is named after a split is one data set, if all its files have one format.
@@ -109,7 +110,7 @@ def _split_files(folder: Path, split: str) -> list[Path]:
 
 
 def _data_files(paths: Iterable[Path]) -> list[Path]:
-    return sorted(p for p in paths if p.is_file() and _format(p))
+    return sorted(p for p in paths if p.is_file() and file_format(p))
 
 
 def _check_undivided(files: list[Path], folder: Path, split: str) -> None:
@@ -121,7 +122,7 @@ def _check_undivided(files: list[Path], folder: Path, split: str) -> None:
     names = ", ".join(p.name for p in files[:12])
     if any(_SPLIT_NAMES.intersection(re.split(r"[-_.]", _stem(p))) for p in files):
         raise DataError(f"{folder}: no file of the split {split!r}; there are: {names}. Set split, or path to a file.")
-    if len({_format(p) for p in files}) > 1:
+    if len({file_format(p) for p in files}) > 1:
         raise DataError(f"{folder}: several kinds of files and none named {split}: {names}. Set path to one file.")
 
 
@@ -134,7 +135,7 @@ def _stem(path: Path) -> str:
 
 def _file_rows(path: Path, skips: RowCounts) -> Iterator[Row]:
     try:
-        match _format(path):
+        match file_format(path):
             case "jsonl":
                 yield from _jsonl_rows(path, skips)
             case "json":
@@ -145,30 +146,40 @@ def _file_rows(path: Path, skips: RowCounts) -> Iterator[Row]:
                 yield from _parquet_rows(path)
             case _:
                 raise DataError(f"{path}: not a kind of file that can be read; readable are {', '.join(SUFFIXES)}")
-    except (*_UNREADABLE, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read: {_one_line(error)}") from error
+    except (*UNREADABLE, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read: {one_line(error)}") from error
 
 
-def _saved_rows(folder: Path, split: str) -> Iterator[Row]:
+def is_saved_folder(folder: Path) -> bool:
+    """Return whether a folder was written by `save_to_disk`."""
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+
+
+def load_saved(folder: Path, split: str) -> datasets.Dataset:
+    """Load a folder of `save_to_disk`, memory-mapped.
+
+    Raises:
+        DataError: it cannot be read, or has no such split.
+    """
     try:
         saved = datasets.load_from_disk(str(folder))
         if isinstance(saved, datasets.DatasetDict):
             if split not in saved:
                 raise DataError(f"{folder}: no split {split!r}; there are: {', '.join(saved)}")
             saved = saved[split]
-        yield from _numbered_rows(saved, str(folder))
-    except (*_UNREADABLE, KeyError, TypeError) as error:
-        raise DataError(f"{folder}: cannot be read as a folder of save_to_disk: {_one_line(error)}") from error
+    except (*UNREADABLE, KeyError, TypeError) as error:
+        raise DataError(f"{folder}: cannot be read as a folder of save_to_disk: {one_line(error)}") from error
+    return saved
 
 
 def _hub_rows(name: str, split: str) -> Iterator[Row]:
     try:
         rows = datasets.load_dataset(name, split=split)
         yield from _numbered_rows(rows, f"{name}[{split}]")
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise DataError(
             f"{name}: there is no such file or folder here, and as a data set of the hub it could not be loaded: "
-            f"{_one_line(error)}"
+            f"{one_line(error)}"
         ) from error
 
 
@@ -177,7 +188,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         stream = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
         yield from _numbered_rows(stream, str(path))
     except (KeyError, TypeError) as error:  # column names that Arrow returns in another form
-        raise DataError(f"{path}: cannot be read: {_one_line(error)}") from error
+        raise DataError(f"{path}: cannot be read: {one_line(error)}") from error
 
 
 def _numbered_rows(rows: datasets.Dataset | datasets.IterableDataset, file: str) -> Iterator[Row]:
@@ -185,7 +196,8 @@ def _numbered_rows(rows: datasets.Dataset | datasets.IterableDataset, file: str)
         yield Row(dict(values), file, number)
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """Return the message of an error on one line."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
@@ -198,14 +210,15 @@ def _jsonl_rows(path: Path, skips: RowCounts) -> Iterator[Row]:
     # Only "\n" ends a line of JSONL: str.splitlines() would also split inside a text, for example at U+2028.
     for number, line in enumerate(_read_bytes(path).removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if line.strip():
-            yield from _json_row(line, Row({}, str(path), number), skips)
+            yield from json_row(line, Row({}, str(path), number), skips)
 
 
-def _json_row(line: bytes, empty_row: Row, skips: RowCounts) -> Iterator[Row]:
+def json_row(line: bytes, empty_row: Row, skips: RowCounts) -> Iterator[Row]:
+    """Yield the row in a line of JSON, unless it is malformed, which goes to `skips`."""
     try:
         values = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # invalid UTF-8 and invalid JSON are both ValueErrors
-        skips.add(empty_row, "not JSON", _one_line(error))
+        skips.add(empty_row, "not JSON", one_line(error))
         return
     yield from _object_row(values, empty_row, skips)
 
@@ -226,7 +239,7 @@ def _json_rows(path: Path, skips: RowCounts) -> Iterator[Row]:
         if data.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
             yield from _jsonl_rows(path, skips)
             return
-        raise DataError(f"{path}: not JSON: {_one_line(error)}") from error
+        raise DataError(f"{path}: not JSON: {one_line(error)}") from error
     if not isinstance(items, list):
         raise DataError(f"{path}: a JSON data set is an array of objects, [{{...}}, ...]; this is a single value")
     for number, values in enumerate(items, start=1):
@@ -243,7 +256,7 @@ def _csv_rows(path: Path, skips: RowCounts) -> Iterator[Row]:
         try:
             cells = next(reader, None)
         except csv.Error as error:
-            skips.add(Row({}, str(path), number), "not CSV", _one_line(error))
+            skips.add(Row({}, str(path), number), "not CSV", one_line(error))
             continue
         if cells is None:
             return

@@ -11,7 +11,16 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.data import ChatFormat, Learn, PreferencesConfig, SftConfig
 from rlhf.data.conversation import Message, assistant_turn
-from rlhf.data.datasets import BatchStream, EncodedRow, PreparedRow, check_ids, encoded_rows, epoch_order
+from rlhf.data.datasets import (
+    BatchStream,
+    EncodedRow,
+    Entry,
+    Fit,
+    PreparedRow,
+    RowPipeline,
+    check_ids,
+    epoch_order,
+)
 from rlhf.data.formats import DEMONSTRATIONS, LABELLED, PAIRS, DemoText, LabelledText, PairText
 from rlhf.data.rows import Row, RowCounts
 from rlhf.data.templates import Rendered, TemplateRenderer, conversation_rows
@@ -148,29 +157,34 @@ def load_pairs(
     Raises:
         DataError: the data set cannot be read, or no row is usable.
     """
+    return pair_pipeline(config, tokenizer, chat_template=chat_template, context=context).load(config)
+
+
+def pair_pipeline(
+    config: PreferencesConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    chat_template: str | ChatFormat,
+    context: int | None = None,
+) -> RowPipeline[PairText, PairSet]:
+    """Describe how rows become the preference pairs of this section."""
     encoder = make_encoder(tokenizer, chat_template)
-    skips = RowCounts(config.path, fatal=config.bad_rows == "error")
     limit = length_limit(config.max_tokens, context, config.too_long)
-    rows = list(
-        encoded_rows(
-            config,
-            PAIRS,
-            encoder,
-            skips,
-            fit=lambda usable, ids: _truncate_prompt(usable.row, ids, encoder, limit, skips),
+
+    def collect(rows: Sequence[Entry[PairText]], skips: RowCounts) -> PairSet:
+        all_ids = [ids for _, ids in rows]
+        return PairSet(
+            prompts=tuple(ids.prompt for ids in all_ids),
+            chosen=tuple(ids.completions[0] for ids in all_ids),
+            rejected=tuple(ids.completions[1] for ids in all_ids),
+            texts=tuple(_rendered_pair(usable) for usable, _ in rows),
+            pad_id=encoder.pad_id,
+            skips=skips,
+            chosen_learned=_flags(all_ids, 0),
+            rejected_learned=_flags(all_ids, 1),
         )
-    )
-    all_ids = [ids for _, ids in rows]
-    return PairSet(
-        prompts=tuple(ids.prompt for ids in all_ids),
-        chosen=tuple(ids.completions[0] for ids in all_ids),
-        rejected=tuple(ids.completions[1] for ids in all_ids),
-        texts=tuple(_rendered_pair(usable) for usable, _ in rows),
-        pad_id=encoder.pad_id,
-        skips=skips,
-        chosen_learned=_flags(all_ids, 0),
-        rejected_learned=_flags(all_ids, 1),
-    )
+
+    return RowPipeline(PAIRS, encoder, _prompt_truncation(encoder, limit), collect)
 
 
 def _rendered_pair(usable: PreparedRow[PairText]) -> PairText:
@@ -200,25 +214,30 @@ def load_labelled(
     Raises:
         DataError: the data set cannot be read, or no row is usable.
     """
+    return labelled_pipeline(config, tokenizer, chat_template=chat_template, context=context).load(config)
+
+
+def labelled_pipeline(
+    config: PreferencesConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    chat_template: str | ChatFormat,
+    context: int | None = None,
+) -> RowPipeline[LabelledText, LabelledSet]:
+    """Describe how rows become the labelled completions of this section."""
     encoder = make_encoder(tokenizer, chat_template)
-    skips = RowCounts(config.path, fatal=config.bad_rows == "error")
     limit = length_limit(config.max_tokens, context, config.too_long)
-    rows = list(
-        encoded_rows(
-            config,
-            LABELLED,
-            encoder,
-            skips,
-            fit=lambda usable, ids: _truncate_prompt(usable.row, ids, encoder, limit, skips),
+
+    def collect(rows: Sequence[Entry[LabelledText]], skips: RowCounts) -> LabelledSet:
+        return LabelledSet(
+            prompts=tuple(ids.prompt for _, ids in rows),
+            completions=tuple(ids.completions[0] for _, ids in rows),
+            texts=tuple(replace(usable.parsed, prompt=usable.text.prompt) for usable, _ in rows),
+            pad_id=encoder.pad_id,
+            skips=skips,
         )
-    )
-    return LabelledSet(
-        prompts=tuple(ids.prompt for _, ids in rows),
-        completions=tuple(ids.completions[0] for _, ids in rows),
-        texts=tuple(replace(usable.parsed, prompt=usable.text.prompt) for usable, _ in rows),
-        pad_id=encoder.pad_id,
-        skips=skips,
-    )
+
+    return RowPipeline(LABELLED, encoder, _prompt_truncation(encoder, limit), collect)
 
 
 def load_demonstrations(
@@ -235,27 +254,37 @@ def load_demonstrations(
     Raises:
         DataError: the data set cannot be read, or no row is usable.
     """
+    return demonstration_pipeline(config, tokenizer, chat_template=chat_template, context=context).load(config)
+
+
+def demonstration_pipeline(
+    config: SftConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    chat_template: str | ChatFormat,
+    context: int | None = None,
+) -> RowPipeline[DemoText, DemonstrationSet]:
+    """Describe how rows become the demonstrations of this section."""
     encoder = make_encoder(tokenizer, chat_template)
-    skips = RowCounts(config.path, fatal=config.bad_rows == "error")
     limit = length_limit(config.max_tokens, context, config.too_long)
-    rows = list(
-        encoded_rows(
-            config,
-            DEMONSTRATIONS,
-            encoder,
-            skips,
-            render=lambda demo: demonstration_rows(encoder, demo, config.learn),
-            fit=lambda usable, ids: _truncate_end(usable, ids, limit, skips),
+
+    def collect(rows: Sequence[Entry[DemoText]], skips: RowCounts) -> DemonstrationSet:
+        all_ids = [ids for _, ids in rows]
+        return DemonstrationSet(
+            prompts=tuple(ids.prompt for ids in all_ids),
+            completions=tuple(ids.completions[0] for ids in all_ids),
+            texts=tuple(replace(usable.parsed, prompt=usable.text.prompt) for usable, _ in rows),
+            pad_id=encoder.pad_id,
+            skips=skips,
+            learned=_flags(all_ids, 0),
         )
-    )
-    all_ids = [ids for _, ids in rows]
-    return DemonstrationSet(
-        prompts=tuple(ids.prompt for ids in all_ids),
-        completions=tuple(ids.completions[0] for ids in all_ids),
-        texts=tuple(replace(usable.parsed, prompt=usable.text.prompt) for usable, _ in rows),
-        pad_id=encoder.pad_id,
-        skips=skips,
-        learned=_flags(all_ids, 0),
+
+    return RowPipeline(
+        DEMONSTRATIONS,
+        encoder,
+        lambda usable, ids, skips: _truncate_end(usable, ids, limit, skips),
+        collect,
+        render=lambda demo: demonstration_rows(encoder, demo, config.learn),
     )
 
 
@@ -269,6 +298,13 @@ def demonstration_rows(encoder: Encoder, demo: DemoText, learn: Learn) -> list[R
     answer: list[Message] = list(demo.turns) or [assistant_turn(demo.completion)]
     writer = TemplateRenderer(encoder.tokenizer, encoder.template, demo.tools)
     return conversation_rows(writer, [*demo.prompt, *answer], learn, prompt_turns=demo.whole)
+
+
+def _prompt_truncation(encoder: Encoder, limit: LengthLimit) -> Fit[T]:
+    def fit(usable: PreparedRow[T], ids: EncodedRow, skips: RowCounts) -> EncodedRow | None:
+        return _truncate_prompt(usable.row, ids, encoder, limit, skips)
+
+    return fit
 
 
 def _truncate_prompt(

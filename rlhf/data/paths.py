@@ -6,11 +6,11 @@ import difflib
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlhf.config.data import DataConfig
+from rlhf.config.data import DataConfig, TrainableDataConfig
 from rlhf.config.load import unread_keys
 from rlhf.config.reward import ModelSource
 from rlhf.config.sections import RewardModelConfig, TrainConfig
-from rlhf.errors import DataError, ModelError
+from rlhf.errors import ConfigError, DataError, ModelError
 
 KINDS = ("jsonl", "json", "csv", "parquet")
 SUFFIXES = tuple(f".{kind}{gz}" for kind in KINDS for gz in (("", ".gz") if kind != "parquet" else ("",)))
@@ -60,8 +60,11 @@ def _data_paths(config: TrainConfig | RewardModelConfig) -> Iterator[tuple[str, 
     unread = unread_keys(config)
     for name in DataConfig.model_fields:
         dataset = getattr(config.data, name)
-        if hasattr(dataset, "path") and f"data.{name}" not in unread:
-            yield f"data.{name}.path", dataset.path
+        if isinstance(dataset, TrainableDataConfig) and f"data.{name}" not in unread:
+            for key, source in dataset.sources.items():
+                yield f"data.{name}.sources.{key}.path", source.path
+            if dataset.path:
+                yield f"data.{name}.path", dataset.path
 
 
 def _model_paths(config: TrainConfig | RewardModelConfig) -> Iterator[tuple[str, str]]:
@@ -84,3 +87,18 @@ def is_missing(path: str, local_prefixes: tuple[str, ...] = (), *, suffixes: tup
     """Return whether `path` was meant as a file or folder, by its prefix or suffix or looks, and does not exist."""
     is_local = looks_local(path, suffixes) or path.startswith(local_prefixes)
     return is_local and not Path(path).expanduser().exists()
+
+
+def resolve_best(path: str) -> str:
+    """Turn RUN@best into the folder of that run's best checkpoint; return any other path as it is.
+
+    Raises:
+        ConfigError: the run has kept none.
+    """
+    run, at, name = path.rpartition("@")
+    if not at or name != "best":
+        return path
+    kept = sorted(Path(run).expanduser().glob("best/step-*"), key=lambda folder: int(folder.name.partition("-")[2]))
+    if not kept:
+        raise ConfigError(f"{run} has kept no best checkpoint: it needs checkpoint.best in its configuration")
+    return str(kept[-1])

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from jaxtyping import Bool
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.data import ChatFormat, PromptsConfig
+from rlhf.config.rescue import Hint
 from rlhf.data.conversation import Prompt
-from rlhf.data.datasets import BatchStream, EncodedRow, PreparedRow, check_ids, encoded_rows
+from rlhf.data.datasets import BatchStream, EncodedRow, Entry, PreparedRow, RowPipeline, check_ids
 from rlhf.data.formats import PROMPTS, PromptText
+from rlhf.data.hints import encode_hints
 from rlhf.data.rows import BadRow, Row, RowCounts
 from rlhf.data.tokenize import Encoder, LengthLimit, left_pad, make_encoder, truncate_start
 from rlhf.errors import DataError
 from rlhf.types import Prompts
 
 MESSAGES = "prompt_messages"  # the reference column with the prompt as messages, if it is a conversation
+SOURCE = "prompt_source"  # the reference column with the name of the source, if the prompts are a mixture
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,7 @@ class PromptSet:
     references: tuple[Mapping[str, object], ...]
     pad_id: int
     skips: RowCounts
+    hinted: tuple[tuple[list[int], ...], ...] = ()  # each prompt with each hint; no ids where it cannot have it
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -40,6 +46,19 @@ class PromptSet:
     def collate(self, indices: Sequence[int]) -> Prompts:
         """Collate the prompts at `indices` into one batch, numbered from 0."""
         return self._batch(indices, range(len(indices)))
+
+    def collate_hinted(self, indices: Sequence[int], number: int) -> tuple[Prompts, Bool[Tensor, " B"]]:
+        """Collate the prompts at `indices` with hint `number` (from 1) in them, and flag those that have it.
+
+        The others stay plain. Row ids and references are those of `collate`.
+        """
+        ids = [self.hinted[i][number - 1] for i in indices]
+        plain = self.collate(indices)
+        prompt_ids, prompt_mask = left_pad(
+            [row or self.ids[i] for row, i in zip(ids, indices, strict=True)], self.pad_id
+        )
+        hinted = replace(plain, prompt_ids=prompt_ids, prompt_mask=prompt_mask)
+        return hinted, torch.tensor([bool(row) for row in ids])
 
     def all(self) -> Prompts:
         """Return all prompts as one batch."""
@@ -75,27 +94,52 @@ def load_prompts(
     chat_template: str | ChatFormat,
     context: int | None = None,
     max_new_tokens: int = 0,
+    hints: Sequence[Hint] = (),
 ) -> PromptSet:
     """Load and encode the prompts of a data set; each leaves room for `max_new_tokens` in the model's `context`.
 
+    `hints` are those of algorithm.rescue: every prompt is encoded with each of them, too.
+
     Raises:
-        DataError: the data set cannot be read, no row is usable, or `max_new_tokens` leaves no room for a prompt.
+        DataError: the data set cannot be read, no row is usable or has a hint, or `max_new_tokens` leaves no room.
+    """
+    pipeline = prompt_pipeline(
+        config, tokenizer, chat_template=chat_template, context=context, max_new_tokens=max_new_tokens, hints=hints
+    )
+    return pipeline.load(config)
+
+
+def prompt_pipeline(
+    config: PromptsConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    chat_template: str | ChatFormat,
+    context: int | None = None,
+    max_new_tokens: int = 0,
+    hints: Sequence[Hint] = (),
+) -> RowPipeline[PromptText, PromptSet]:
+    """Describe how rows become the prompts of this section.
+
+    Raises:
+        DataError: `max_new_tokens` leaves no room for a prompt.
     """
     encoder = make_encoder(tokenizer, chat_template)
-    skips = RowCounts(config.path, fatal=config.bad_rows == "error")
     limit = _limit(config, context, max_new_tokens)
 
-    def fit(usable: PreparedRow[PromptText], ids: EncodedRow) -> EncodedRow | None:
+    def fit(usable: PreparedRow[PromptText], ids: EncodedRow, skips: RowCounts) -> EncodedRow | None:
         prompt_ids = _fit_prompt(usable.row, ids, encoder, config.first_tokens, limit, skips)
         return None if prompt_ids is None else EncodedRow(prompt_ids, (), whole=prompt_ids == ids.prompt)
 
-    rows = list(encoded_rows(config, PROMPTS, encoder, skips, fit=fit, turns=config.first_tokens is None))
-    return PromptSet(
-        tuple(ids.prompt for _, ids in rows),
-        tuple(_reference(usable, ids, encoder) for usable, ids in rows),
-        encoder.pad_id,
-        skips,
-    )
+    def collect(rows: Sequence[Entry[PromptText]], skips: RowCounts) -> PromptSet:
+        return PromptSet(
+            tuple(ids.prompt for _, ids in rows),
+            tuple(_reference(usable, ids, encoder) for usable, ids in rows),
+            encoder.pad_id,
+            skips,
+            encode_hints(rows, hints, encoder, max_tokens=limit.tokens, skips=skips),
+        )
+
+    return RowPipeline(PROMPTS, encoder, fit, collect, turns=config.first_tokens is None)
 
 
 def _fit_prompt(

@@ -74,6 +74,21 @@ class RowCounts:
         if len(self._examples[reason]) < EXAMPLES:
             self._examples[reason].append(f"{row.place} ({detail})" if detail else row.place)
 
+    def merge(self, other: RowCounts) -> None:
+        """Add the counts of rows that come after these, with as many of their examples as there is room for."""
+        self.used, self.cut, self.too_long = (
+            self.used + other.used,
+            self.cut + other.cut,
+            self.too_long + other.too_long,
+        )
+        for reason, count in other.counts.items():
+            self.counts[reason] += count
+            self._examples[reason] = [*self._examples[reason], *other._examples[reason]][:EXAMPLES]
+        for remark, count in other.remarks.items():
+            self.remarks[remark] += count
+        for text in other.notes:
+            self.note(text)
+
     def note(self, text: str) -> None:
         """Record a remark about the whole data set for the summary, once."""
         if text not in self.notes:

@@ -17,7 +17,7 @@ from transformers.tokenization_python import PythonBackend, Trie
 
 from rlhf.data.paths import looks_local, missing
 from rlhf.data.templates import Rendered, Template, choose_template, render
-from rlhf.errors import DataError, ModelError
+from rlhf.errors import DataError, ModelError, install_hint
 
 ADAPTER = "adapter_config.json"
 TOKENIZER_FILES = (  # of all tokenizer classes of transformers; a folder has those of its class
@@ -136,10 +136,7 @@ def _locate(path: str) -> ModelLocation:
 
 def _gguf_location(file: Path) -> ModelLocation:
     if importlib.util.find_spec("gguf") is None:
-        raise ModelError(
-            f"{file}: reading a GGUF file needs the package gguf: python -m pip install gguf "
-            "(or, in a checkout, python -m pip install -e '.[gguf]')"
-        )
+        raise ModelError(f"{file}: reading a GGUF file needs the package gguf: {install_hint('gguf')}")
     return ModelLocation(str(file.parent), file.name)
 
 

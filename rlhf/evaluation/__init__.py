@@ -1,8 +1,8 @@
 """Evaluate trained policies on held-out prompts.
 
-- `evaluate`: scores, KL to the reference, entropy and diversity, or the held-out means of a loss.
+- `evaluate`: scores, KL to the reference, entropy, distinct n-grams and repetition, or the held-out means of a loss.
 - `win_rate`: compare two models on the same prompts, by scores or by a language model as the judge.
-- `frontier`, `diversity`: reward against KL and best-of-n estimates; distinct n-grams and repetition.
+- `frontier`: reward against KL, and best-of-n estimates.
 
 This package exports nothing: import from its modules, as in `from rlhf.evaluation.win_rate import win_rate`.
 """

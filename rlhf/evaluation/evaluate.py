@@ -1,4 +1,10 @@
-"""Held-out evaluation: scores, KL to the reference and diversity of sampled completions, and the means of a loss."""
+"""Held-out evaluation: scores, KL to the reference and diversity of sampled completions, and the means of a loss.
+
+Diversity is distinct n-grams over all completions, and repetition within each. N-grams are of the sampled token ids,
+not of words; they include a closing EOS, and prompts are left out. The share of distinct n-grams falls with the number
+of completions and with their length: compare it only between evaluations with equal numbers of prompts and similar
+lengths.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from math import exp, inf
 
 import torch
@@ -13,16 +20,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rlhf.algo.kl import kl_estimate
-from rlhf.algo.masked import Mean
+from rlhf.algo.masked import Mean, read_means
 from rlhf.batching import Batch, concat, extend
-from rlhf.evaluation.diversity import diversity
 from rlhf.models.policy_models import Models
 from rlhf.rewards.source import RewardSource
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.runtime.micro_batch import AdaptiveMicroBatch
 from rlhf.sampling.sampler import Sampler
 from rlhf.tracking.metrics import Metrics, describe
-from rlhf.training.step import Loss
+from rlhf.training.step import Loss, RowWiseLoss
 from rlhf.types import Completions, Prompts, Rollout, Scores
 
 LARGEST_EXPONENT = 709.0  # exp of anything larger overflows a float
@@ -69,7 +75,7 @@ def evaluate_policy(
         if isinstance(rows_per_pass, AdaptiveMicroBatch)
         else AdaptiveMicroBatch(rows_per_pass, what="an evaluation pass")
     )
-    with models.engine.whole(models.policy):
+    with models.engine.whole(models.policy, models.dtype):
         completions = concat([sampler.sample(batch, key=key, group_size=1) for batch in prompts])
     scores = judge(completions)
     rollout, exact_kl = _score_rollout(completions, scores, models, passes)
@@ -79,7 +85,7 @@ def evaluate_policy(
     if proxy is not None:
         metrics["eval/proxy"] = float(proxy(completions).values.double().mean())
     if greedy:
-        with models.engine.whole(models.policy):
+        with models.engine.whole(models.policy, models.dtype):
             most_likely = concat([sampler.sample(batch, key=key, group_size=1, greedy=True) for batch in prompts])
         metrics["eval/score_greedy"] = float(judge(most_likely).values.double().mean())
     return PolicyEvaluation(metrics, rollout, scores, exact_kl)
@@ -109,6 +115,7 @@ def _score_rollout(
         logprobs=logprobs,
         ref_logprobs=ref_logprobs,
         values=torch.zeros_like(logprobs),
+        hinted=torch.zeros_like(completions.finished),
     )
     return rollout, kl.double().sum(dim=1)
 
@@ -165,7 +172,12 @@ def perplexity(logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> flo
 
 @torch.no_grad()
 def evaluate_loss(
-    batches: Iterable[Batch], loss: Loss, ranks: Distributed = SINGLE_PROCESS, *, leave_out: Collection[str] = ()
+    batches: Iterable[Batch],
+    loss: Loss,
+    ranks: Distributed = SINGLE_PROCESS,
+    *,
+    leave_out: Collection[str] = (),
+    rows: dict[str, list[float]] | None = None,
 ) -> dict[str, float]:
     """Compute the metrics that a loss reports, averaged over held-out batches, by the names they have there.
 
@@ -177,13 +189,19 @@ def evaluate_loss(
         loss: the loss; those of its metrics that have a held-out name in the table of metrics are averaged.
         ranks: the ranks of the run.
         leave_out: metrics of the loss that would mean something else on these batches.
+        rows: receives the values of every row, by name and in the order of the batches, if the loss tells them.
     """
     metrics, passes = Metrics(), AdaptiveMicroBatch(sys.maxsize, what="an evaluation pass")
+    row_values: list[dict[str, list[float]]] = []
     for batch, counts in _rank_batches(batches, ranks):
         passes.size = min(passes.size, len(batch))
-        parts = passes.run(partial(_loss_metrics, batch, loss, passes))
+        parts, values = passes.run(partial(_loss_metrics, batch, loss, passes))
         for means in parts if counts else ():
             metrics.update(_held_out_names(means, leave_out))
+        row_values += [values] if counts else []
+    if rows is not None:
+        rows.clear()
+        rows.update(_in_order(ranks.gather(row_values)))
     total = Metrics()
     for rank_means in ranks.gather(metrics.means()):
         total.update(rank_means)
@@ -196,9 +214,26 @@ def _held_out_names(means: Mapping[str, Mean], leave_out: Collection[str]) -> di
     return {held_out: means[name] for name, held_out in names.items() if held_out}
 
 
-def _loss_metrics(batch: Batch, loss: Loss, passes: AdaptiveMicroBatch, size: int) -> list[Mapping[str, Mean]]:
-    """Compute the metrics of the loss on each part of a batch, at most `size` rows a part."""
-    return [loss.terms(batch.rows(rows))[1] for rows in passes.cut(batch, size)]
+def _in_order(by_rank: Sequence[Sequence[Mapping[str, list[float]]]]) -> dict[str, list[float]]:
+    """Join the row values of batches that were dealt to the ranks in turn, in the order of the batches."""
+    rounds = zip_longest(*by_rank, fillvalue={})
+    batches = [values for dealt in rounds for values in dealt]
+    names = sorted({name for values in batches for name in values})
+    return {name: [value for values in batches for value in values.get(name, [])] for name in names}
+
+
+def _loss_metrics(
+    batch: Batch, loss: Loss, passes: AdaptiveMicroBatch, size: int
+) -> tuple[list[dict[str, Mean]], dict[str, list[float]]]:
+    """Compute the metrics of the loss on each part of a batch, at most `size` rows a part, and the values of rows."""
+    means: list[Mapping[str, Mean]] = []
+    values: dict[str, Tensor] = {}
+    for rows in passes.cut(batch, size):
+        means.append(loss.terms(batch.rows(rows))[1])
+        row_values = loss.row_values if isinstance(loss, RowWiseLoss) else {}
+        for name, part in row_values.items():
+            values.setdefault(name, torch.zeros(len(batch), dtype=torch.float64))[rows] = part.cpu().double()
+    return read_means(means), {name: column.tolist() for name, column in values.items()}
 
 
 def _rank_batches(batches: Iterable[Batch], ranks: Distributed) -> Iterator[tuple[Batch, bool]]:
@@ -215,3 +250,43 @@ def _rank_batches(batches: Iterable[Batch], ranks: Distributed) -> Iterator[tupl
     if pending:
         counts = ranks.rank < len(pending)
         yield pending[ranks.rank if counts else 0], counts
+
+
+REPEATED = 4  # the n of the n-grams that count as repetition
+
+
+def diversity(completions: Completions) -> dict[str, float]:
+    """Compute the diversity metrics of a batch of completions, by metric name."""
+    tokens = completion_tokens(completions)
+    distinct = {f"eval/distinct_{n}": distinct_n(tokens, n) for n in (1, 2, 3)}
+    return {**distinct, "eval/repetition": repetition(tokens).value}
+
+
+def completion_tokens(completions: Completions) -> list[list[int]]:
+    """Return the token ids of every completion, without padding."""
+    lengths = completions.completion_mask.sum(dim=1).tolist()
+    return [row[:length].tolist() for row, length in zip(completions.completion_ids, lengths, strict=True)]
+
+
+def distinct_n(sequences: Iterable[Sequence[int]], n: int) -> float:
+    """Compute distinct n-grams over all n-grams of all sequences (Li et al. 2016); NaN when there are none."""
+    grams = [gram for sequence in sequences for gram in _grams(sequence, n)]
+    return len(set(grams)) / len(grams) if grams else float("nan")
+
+
+def repetition(sequences: Iterable[Sequence[int]], n: int = REPEATED) -> Mean:
+    """Compute the share of n-grams that occurred earlier in the same sequence, over the n-grams of all sequences.
+
+        sum_i (n-grams of i - distinct n-grams of i) / sum_i n-grams of i
+
+    This is seq-rep-n of Welleck et al. (2020, sec. 6.1), except that n-grams rather than sequences have equal weight:
+    a sequence of fewer than n tokens has none.
+    """
+    grams = [_grams(sequence, n) for sequence in sequences]
+    repeated = sum(len(row) - len(set(row)) for row in grams)
+    return Mean(float(repeated), float(sum(map(len, grams))))
+
+
+def _grams(sequence: Sequence[int], n: int) -> list[tuple[int, ...]]:
+    """Return the n-grams of a sequence, in order."""
+    return [tuple(sequence[i : i + n]) for i in range(len(sequence) - n + 1)]

@@ -6,6 +6,8 @@ writes.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,26 +16,48 @@ from typing import Any
 import torch
 from peft import PeftModel
 from rich.console import Console
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlhf.config.algorithm import AdaptiveKl
 from rlhf.config.load import dump, unread_warnings
-from rlhf.config.sections import RewardModelConfig, ScheduleConfig, TrainConfig
-from rlhf.errors import CheckpointError, ModelError
+from rlhf.config.sections import OnlineConfig, RewardModelConfig, ScheduleConfig, TrainConfig
+from rlhf.data.mixture import MixedStream
+from rlhf.data.paths import resolve_best
+from rlhf.errors import CheckpointError, ConfigError, ModelError
+from rlhf.factory.precision import precision_note
+from rlhf.guard.history import RunFacts
+from rlhf.guard.lint import check_settings
 from rlhf.models.backbone import CausalLM, merged_copy, save_model
-from rlhf.models.export import ExportDtype, export_model, write_tokenizer
+from rlhf.models.export import (
+    ExportDtype,
+    export_model,
+    save_in_parts,
+    write_parts,
+    write_tensors,
+    write_tokenizer,
+)
 from rlhf.models.origin import Origin
 from rlhf.models.scalar_head import ScalarHeadModel
+from rlhf.models.split_load import is_split
+from rlhf.models.weight_files import NamedTensors, WeightFiles, read_header
 from rlhf.runtime.distributed import Distributed
 from rlhf.runtime.engine import Engine, TrainableModel, make_engine
+from rlhf.runtime.optimizers import Moments
 from rlhf.tracking.checkpoint import Checkpoints
 from rlhf.tracking.progress import Progress
-from rlhf.tracking.run_folder import FolderLock, RunFolder
+from rlhf.tracking.run_folder import FolderLock, RunFolder, write_atomically
 from rlhf.tracking.trackers import open_trackers
+from rlhf.training.best import BestKeeper, RowValues
+from rlhf.training.health import HealthMonitor
 from rlhf.training.session import Recorder, Session, TrainState
 
 MODEL = "model"  # the trained model, in a run folder and in each checkpoint
 CRITIC = "critic"
 TRAINER = "trainer.pt"
+POSITIONS = "data.json"  # in a checkpoint: where the streamed sources are
+PTX = "ptx"  # the stream of the demonstrations mixed into an online update
+OPTIMIZER = "optimizer-{:05d}-of-{:05d}.safetensors"  # what one of several ranks writes
 
 
 @dataclass
@@ -50,6 +74,7 @@ class RunContext:
     console: Console | None
     release: Callable[[], None]  # releases the run folder's lock
     notes: list[str] = field(default_factory=list)  # logged when the run begins; any part of the setup may append
+    streams: dict[str, MixedStream[Any, Any]] = field(default_factory=dict)  # mixed and streamed data, by section
 
     @property
     def seed(self) -> int:
@@ -96,14 +121,19 @@ class RunContext:
             release=self.release,
         )
         recorder.rewind(self.positions)
-        for message in [*self.notes, *_resume_messages(self, changed, total_steps)]:
+        health = HealthMonitor(config.guard, run_facts(config), self.state, recorder)
+        if self.resume is not None:
+            health.replay(ranks.on_main(self.folder.read_metrics))
+        for stream in self.streams.values():
+            stream.report_to(recorder.note)
+        for message in [*self.notes, *self.engine.notes, *_resume_messages(self, changed, total_steps)]:
             recorder.note(message)
         return Session(
             state=self.state,
             total_steps=total_steps,
             recorder=recorder,
             checkpoints=self.checkpoints,
-            save=save,
+            save=self._save_with_positions(save),
             evaluate=evaluate,
             memory_mb=self.engine.peak_memory_mb,
             checkpoint_every=config.checkpoint.every,
@@ -111,8 +141,30 @@ class RunContext:
             log_every=config.logging.every,
             max_bad_steps=config.schedule.max_bad_steps,
             resumed=self.resume is not None,
+            health=health,
+            feed=_Feed(self.streams, recorder.note) if self.streams else None,
             ranks=ranks,
         )
+
+    def _save_with_positions(self, save: Callable[[Path], None]) -> Callable[[Path], None]:
+        """Make `save` also write where the streamed sources are."""
+
+        def save_all(folder: Path) -> None:
+            save(folder)
+            positions = {section: stream.state(self.state.step) for section, stream in self.streams.items()}
+            if any(positions.values()):
+                text = json.dumps(positions)
+                self.engine.ranks.on_main(lambda: (folder / POSITIONS).write_text(text, encoding="utf-8"))
+
+        return save_all
+
+    def saved_positions(self, section: str) -> Mapping[str, Any]:
+        """Return where the streamed sources of a section were at the checkpoint to resume from; empty without any."""
+        file = None if self.resume is None else self.resume / POSITIONS
+        if file is None or not file.is_file():
+            return {}
+        positions: dict[str, Mapping[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+        return positions.get(section, {})
 
     def _write_configs(self, resolved: Mapping[str, object]) -> list[str]:
         """Write the configuration files into the run folder; return the keys that differ from the previous ones."""
@@ -120,6 +172,29 @@ class RunContext:
         for name, settings in self.engine.written.items():
             self.folder.write_deepspeed(name, settings)
         return changed
+
+
+class _Feed:
+    """The mixed and streamed data of a run: whether they go on, and the metrics of what the run trains on."""
+
+    def __init__(self, streams: Mapping[str, MixedStream[Any, Any]], note: Callable[[str], None]) -> None:
+        self._streams, self._note = streams, note
+        self._ended = False
+
+    def has_batch(self, step: int) -> bool:
+        """Return whether every stream has rows for a step, and note it the first time that one has not."""
+        for section, stream in self._streams.items():
+            if not stream.has_batch(step):
+                if not self._ended:
+                    self._note(f"data.{section}: a source has no more rows (at_end: stop): the run ends here")
+                self._ended = True
+                return False
+        return True
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Return the rows drawn and skipped up to the end of a step; nothing for the demonstrations of PPO-ptx."""
+        main = [stream for section, stream in self._streams.items() if section != PTX]
+        return main[0].metrics(step) if main else {}
 
 
 def open_context(config: TrainConfig | RewardModelConfig, console: Console | None) -> RunContext:
@@ -134,7 +209,8 @@ def open_context(config: TrainConfig | RewardModelConfig, console: Console | Non
     folder = RunFolder(config.run.out_dir)
     release = _lock_folder(folder.path, ranks)
     checkpoints = Checkpoints(folder.checkpoints, keep=config.checkpoint.keep, ranks=ranks)
-    notes = [f"warning: {warning}" for warning in unread_warnings(config)]
+    notes = [f"warning: {warning}" for warning in [*unread_warnings(config), *check_settings(config)]]
+    notes += precision_note(config, engine.device)
     if ranks.world > 1 and config.sharding.mode == "none":
         notes.append(f"{ranks.world} processes and sharding=none: they share the rows of a step, as with sharding=ddp")
 
@@ -163,6 +239,36 @@ def open_context(config: TrainConfig | RewardModelConfig, console: Console | Non
     )
 
 
+def run_facts(config: TrainConfig | RewardModelConfig) -> RunFacts:
+    """Return what the limits of alarms depend on besides the metrics."""
+    if isinstance(config, RewardModelConfig):
+        return RunFacts(is_rounded=config.model.dtype == "bfloat16")
+    controller = config.algorithm.kl.controller if isinstance(config, OnlineConfig) else None
+    return RunFacts(
+        kl_target=controller.target if isinstance(controller, AdaptiveKl) else None,
+        is_rounded=config.policy.dtype == "bfloat16",
+        is_ahead=config.overlap.ahead,
+    )
+
+
+def keep_best(
+    context: RunContext, session: Session, rows: Callable[[], RowValues], write: Callable[[Path], None]
+) -> None:
+    """Let the session keep the best checkpoint, if the run asks for it.
+
+    Args:
+        context: the run's context.
+        session: the session of the run.
+        rows: the latest evaluation, row by row.
+        write: writes the model as it is evaluated into a folder.
+    """
+    config = context.config.checkpoint.best
+    if config is not None:
+        session.best = BestKeeper(
+            config, context.state, session.recorder, rows=rows, write=write, ranks=context.engine.ranks
+        )
+
+
 def _lock_folder(folder: Path, ranks: Distributed) -> Callable[[], None]:
     """Lock the run folder on the main rank, for all ranks of the run; return the function that releases it."""
     locks: list[FolderLock] = []
@@ -184,10 +290,19 @@ def _resume_messages(context: RunContext, changed: Sequence[str], total_steps: i
 
 
 def total_steps(schedule: ScheduleConfig, steps_per_epoch: float) -> int:
-    """Return the length of the run in steps."""
+    """Return the length of the run in steps.
+
+    Raises:
+        ConfigError: it is given in epochs of rows that are streamed.
+    """
     if schedule.steps is not None:
         return schedule.steps
     assert schedule.epochs is not None
+    if math.isinf(steps_per_epoch):
+        raise ConfigError(
+            "schedule.epochs: the rows of a stream are not counted before they are read, so the run cannot be so many "
+            "epochs long: set schedule.steps, and schedule.epochs=null"
+        )
     return max(1, round(schedule.epochs * steps_per_epoch))
 
 
@@ -197,6 +312,7 @@ def model_folder(path: str) -> str:
     Raises:
         ModelError: the run folder has neither.
     """
+    path = resolve_best(path)
     folder = Path(path).expanduser()
     if not (folder / "checkpoints").is_dir() and not (folder / "config.yaml").is_file():
         return path
@@ -208,6 +324,30 @@ def model_folder(path: str) -> str:
     return str(newest / MODEL)
 
 
+MEMBERS = "ensemble.json"  # in a folder of separate reward models: the paths of the members, relative to the folder
+
+
+def write_members(folder: Path, members: Sequence[str]) -> None:
+    """Record in `folder` that it holds an ensemble with a member in each of these subfolders."""
+    write_atomically(folder / MEMBERS, json.dumps({"members": list(members)}, indent=2) + "\n")
+
+
+def member_folders(path: str) -> list[Path]:
+    """Return the run folders of an ensemble of separate reward models; empty where `path` is no such ensemble.
+
+    Raises:
+        ModelError: a member is missing.
+    """
+    folder = Path(path).expanduser()
+    if not (folder / MEMBERS).is_file():
+        return []
+    members = [folder / name for name in json.loads((folder / MEMBERS).read_text(encoding="utf-8"))["members"]]
+    missing = [str(member) for member in members if not member.is_dir()]
+    if missing:
+        raise ModelError(f"{path} is an ensemble without its member {missing[0]}: train it again")
+    return members
+
+
 TOLERATED_ROUNDING = 0.5  # share of the change by training that rounding may lose without a warning
 
 
@@ -215,7 +355,10 @@ def save_policy(
     policy: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path, engine: Engine, origin: Origin
 ) -> None:
     """Save the policy with its exact weights, as an adapter if it has one."""
-    state = engine.full_state(policy)
+    if engine.splits_weights and is_split(policy):
+        save_in_parts(policy, tokenizer, folder, origin=origin, engine=engine)
+        return
+    state = engine.full_state(policy, trained_only=isinstance(policy, PeftModel))
 
     def write() -> None:
         if isinstance(policy, PeftModel):
@@ -250,6 +393,10 @@ def export_policy(
 
 def save_scalar_head(model: ScalarHeadModel, tokenizer: PreTrainedTokenizerBase, folder: Path, engine: Engine) -> None:
     """Save a critic or a reward model with its exact weights."""
+    if engine.splits_weights and is_split(model.classifier):
+        engine.ranks.on_main(lambda: model.save_settings(tokenizer, folder))
+        write_parts(model.classifier, folder, engine)
+        return
     state = engine.full_state(model.classifier)
     engine.ranks.on_main(lambda: model.save(tokenizer, folder, state))
 
@@ -282,12 +429,35 @@ def _warn_of_rounding(loss: float, section: str, warn: Callable[[str], None]) ->
 def save_trainer_state(
     folder: Path, trained: dict[str, TrainableModel], besides: dict[str, Any], engine: Engine
 ) -> None:
-    """Save optimizer states, keyed by parameter name, and `besides`, unsharded so that any world size can resume."""
-    state = {name: model.state() for name, model in trained.items()} | besides
-    engine.ranks.on_main(lambda: torch.save(state, folder / TRAINER))
+    """Save optimizer states by parameter name, and `besides`, unsharded so that any number of processes can resume.
+
+    Under DeepSpeed every rank writes the moments of the weights that it owns to a file of its own, and under ZeRO-3
+    the averaged weights too.
+    """
+    states = {name: model.state() for name, model in trained.items()}
+    parts: dict[str, Tensor] = {}
+    if engine.sharding.uses_deepspeed:
+        for name, state in states.items():
+            parts |= _flatten(f"{name}/", state.pop("moments"))
+        if engine.splits_weights:
+            parts |= {f"ema/{name}": weight for name, weight in besides.pop("ema", {}).items()}
+        file = OPTIMIZER.format(engine.ranks.rank + 1, engine.ranks.world)
+        engine.ranks.all_succeed(lambda: write_tensors(parts, folder / file))
+    engine.ranks.on_main(lambda: torch.save(states | besides, folder / TRAINER))
+
+
+def _flatten(prefix: str, moments: Moments) -> dict[str, Tensor]:
+    return {f"{prefix}{key}/{name}": value for key, named in moments.items() for name, value in named.items()}
 
 
 def load_trainer_state(folder: Path) -> dict[str, Any]:
-    """Load the state that `save_trainer` wrote, onto the CPU."""
+    """Load the state that `save_trainer_state` wrote, onto the CPU; what ranks wrote is read when it is asked for."""
     state: dict[str, Any] = torch.load(folder / TRAINER, weights_only=True, map_location="cpu")
-    return state
+    paths = sorted(folder.glob(OPTIMIZER.format(0, 0).replace("00000", "*")))
+    files = WeightFiles(folder, {path.name: read_header(path) for path in paths})
+    for name, model in state.items():
+        if isinstance(model, dict) and set(model) == {"step"}:
+            keys = sorted({stored.split("/")[1] for stored in files.names() if stored.startswith(f"{name}/")})
+            model["moments"] = {key: NamedTensors(files, f"{name}/{key}/") for key in keys}
+    averages = NamedTensors(files, "ema/")
+    return state | ({"ema": averages} if averages else {})

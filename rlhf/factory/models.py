@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -30,7 +31,7 @@ from rlhf.data.reference_cache import (
 )
 from rlhf.data.tokenizer import load_tokenizer, shares_vocabulary
 from rlhf.errors import ConfigError
-from rlhf.factory.context import CRITIC, MODEL, RunContext, export_policy, model_folder
+from rlhf.factory.context import CRITIC, MODEL, RunContext, export_policy, member_folders, model_folder
 from rlhf.models.backbone import (
     CausalLM,
     check_vocabulary,
@@ -40,6 +41,7 @@ from rlhf.models.backbone import (
     load_causal_lm,
     load_policy,
 )
+from rlhf.models.ensemble_head import load_reward_heads, single_head
 from rlhf.models.export import ExportDtype
 from rlhf.models.origin import Origin, read_origin, weights_fingerprint
 from rlhf.models.policy_models import Ema, Models, SharedValueHead
@@ -56,22 +58,24 @@ def build_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
     return load_tokenizer(path, trust_remote_code=config.trust_remote_code)
 
 
-def build_policy(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase, resume: Path | None, seed: int) -> CausalLM:
-    """Load the model to train: from the checkpoint `resume` if there is one, else the configured model.
+def build_policy(config: PolicyConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase) -> CausalLM:
+    """Load the model to train: from the checkpoint to resume from if there is one, else the configured model.
 
-    `seed` initializes any new weights.
+    The run's seed initializes any new weights.
     """
-    with seeded_initialization(seed):
-        return _load_or_resume(config, tokenizer, resume)
+    with seeded_initialization(context.seed):
+        return context.engine.place(_load_or_resume(config, tokenizer, context.resume, context.engine))
 
 
-def _load_or_resume(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase, resume: Path | None) -> CausalLM:
+def _load_or_resume(
+    config: PolicyConfig, tokenizer: PreTrainedTokenizerBase, resume: Path | None, engine: Engine
+) -> CausalLM:
     start = model_folder(config.model)
     if resume is None:
-        return load_policy(config, start, tokenizer)
+        return load_policy(config, start, tokenizer, engine)
     if config.lora is None:
-        return load_policy(config, str(resume / MODEL), tokenizer)
-    base = load_causal_lm(start, dtype=config.dtype, trust_remote_code=config.trust_remote_code)
+        return load_policy(config, str(resume / MODEL), tokenizer, engine)
+    base = load_causal_lm(start, dtype=config.dtype, trust_remote_code=config.trust_remote_code, engine=engine)
     check_vocabulary(base, tokenizer, start)
     model = load_adapter(base, resume / MODEL)
     if config.gradient_checkpointing:
@@ -84,11 +88,11 @@ def build_online_models(config: OnlineConfig, context: RunContext, tokenizer: Pr
     """Build all the models of an online run: policy, reference, and critic if the algorithm has one."""
     algorithm, engine = config.algorithm, context.engine
     loss = algorithm.policy_loss
-    policy = engine.place(build_policy(config.policy, tokenizer, context.resume, context.seed))
+    policy = build_policy(config.policy, context, tokenizer)
     reference = None
     if config.reference.measure and not adapter_off_is_reference(config):
         with seeded_initialization(context.seed):
-            reference = build_reference(config, tokenizer)
+            reference = build_reference(config, tokenizer, context.engine)
     models = Models(
         policy=policy,
         temperature=config.sampling.temperature,
@@ -118,23 +122,27 @@ def adapter_off_is_reference(config: TrainConfig) -> bool:
     return config.reference.model is None and config.policy.lora is not None
 
 
-def build_reference(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def build_reference(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, engine: Engine) -> PreTrainedModel:
     """Load the frozen reference, a model of its own."""
     path = model_folder(config.reference.model or config.policy.model)
-    model = load_causal_lm(path, dtype=config.policy.dtype, trust_remote_code=config.policy.trust_remote_code)
+    trust = config.policy.trust_remote_code
+    model = load_causal_lm(path, dtype=config.policy.dtype, trust_remote_code=trust, engine=engine)
     check_vocabulary(model, tokenizer, path)
     return freeze(model)
 
 
 def _load_critic(config: OnlineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase) -> ScalarHeadModel:
     path, is_new = _critic_start(config, context, tokenizer)
-    critic = load_scalar_head(
-        path,
-        tokenizer,
-        new_head="zero" if is_new else None,
-        dtype=config.policy.dtype,
-        seed=derive_seed(context.seed, "critic"),
-        trust_remote_code=config.policy.trust_remote_code,
+    settings: dict[str, Any] = {
+        "dtype": config.policy.dtype,
+        "trust_remote_code": config.policy.trust_remote_code,
+        "engine": context.engine,
+    }
+    seed, head = derive_seed(context.seed, "critic"), config.critic.head
+    critic = (
+        load_scalar_head(path, tokenizer, new_head=head, seed=seed, **settings)
+        if is_new
+        else single_head(load_reward_heads(path, tokenizer, **settings))
     )
     critic.packing = config.policy.packing
     return critic.train()
@@ -153,7 +161,8 @@ def _critic_start(config: OnlineConfig, context: RunContext, tokenizer: PreTrain
     if init == "policy" or (init == "auto" and not isinstance(source, ModelSource)):
         return policy, True
     path = source.path if init in ("reward", "auto") and isinstance(source, ModelSource) else init
-    folder = model_folder(path)
+    members = member_folders(path)
+    folder = model_folder(str(members[0]) if members else path)  # of separate backbones the first, for one critic
     trust = config.policy.trust_remote_code
     if shares_vocabulary(tokenizer, load_tokenizer(folder, trust_remote_code=trust)):
         return folder, False
@@ -213,13 +222,20 @@ def attach_reference(
         models.adapter_off_is_reference = True
     elif needs_reference_during_training(config) or context.resume is not None or config.reference.model is not None:
         with seeded_initialization(context.seed):
-            reference = build_reference(config, tokenizer)
+            reference = build_reference(config, tokenizer, context.engine)
         models.reference = context.engine.freeze("reference", reference)
 
 
 def needs_reference_during_training(config: OfflineConfig) -> bool:
-    """Return whether the reference is read during training: for KTO's z0 or the KL of held-out completions."""
-    return isinstance(config.algorithm.loss, KtoLoss) or (config.held_out_source is not None and config.uses_reference)
+    """Return whether the reference is read during training.
+
+    It is for KTO's z0, for the KL of held-out completions, and for pairs that are mixed or streamed, which are
+    annotated as they come.
+    """
+    loss = config.algorithm.loss
+    is_read_each_step = isinstance(loss, ReferencedLoss) and not config.preference_data.is_plain
+    is_evaluated = config.held_out_source is not None and config.uses_reference
+    return isinstance(loss, KtoLoss) or is_read_each_step or is_evaluated
 
 
 def no_grad_batch_size(config: OfflineConfig) -> int:
@@ -245,6 +261,18 @@ class ReferenceAnnotator:
         rows = completion_rows(data)
         return AnnotatedLabelledSet(rows, completion_labels(data), self._logprobs(rows))
 
+    def batch(self, pairs: PairSet) -> AnnotatedPairSet:
+        """Annotate the pairs of one step, without the cache."""
+        rows = completion_rows(pairs)
+        needed = isinstance(self.config.algorithm.loss, ReferencedLoss)
+        values = self._forward(rows) if needed else torch.zeros(len(rows), dtype=torch.float64)
+        return AnnotatedPairSet(pairs, *values.chunk(2))
+
+    def labelled_batch(self, rows: LabelledSet) -> AnnotatedLabelledSet:
+        """Annotate the labelled completions of one step, without the cache."""
+        completions = completion_rows(rows)
+        return AnnotatedLabelledSet(completions, completion_labels(rows), self._forward(completions))
+
     def _logprobs(self, rows: CompletionRows) -> Float[Tensor, " N"]:
         if not isinstance(self.config.algorithm.loss, ReferencedLoss):
             return torch.zeros(len(rows), dtype=torch.float64)
@@ -269,6 +297,9 @@ class ReferenceAnnotator:
         text = f"reference log-probs of {len(rows):,} completions: computed once, kept in {self.cache.folder}"
         if self.context.console is not None:
             self.context.console.print(Text(text), soft_wrap=True)  # at once: a large data set takes time
+        return self._forward(rows)
+
+    def _forward(self, rows: CompletionRows) -> Float[Tensor, " N"]:
         models = self.models
         assert models.has_reference or self.context.resume is None, "the policy is its own reference at step 0 only"
         logprobs = (

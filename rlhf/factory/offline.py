@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
@@ -14,19 +14,30 @@ from rlhf.batching import Batch
 from rlhf.config.algorithm import DpoLoss, KtoLoss, PairLossConfig, SftLoss
 from rlhf.config.data import PreferencesConfig, SftConfig
 from rlhf.config.sections import OfflineConfig
-from rlhf.data.datasets import BatchStream, sequential_batches
-from rlhf.data.pairs import DemonstrationSet, LabelledSet, PairSet, load_demonstrations, load_pairs
+from rlhf.data.datasets import BatchStream, HasPrompt, RowPipeline, RowSet, sequential_batches
+from rlhf.data.mixture import MixedStream
+from rlhf.data.pairs import (
+    DemonstrationSet,
+    LabelledSet,
+    PairSet,
+    labelled_pipeline,
+    load_demonstrations,
+    load_pairs,
+    pair_pipeline,
+)
 from rlhf.data.reference_cache import AnnotatedLabelledSet, load_preference_data
 from rlhf.evaluation.evaluate import evaluate_loss
 from rlhf.factory.context import (
     MODEL,
     RunContext,
+    keep_best,
     load_trainer_state,
     open_context,
     save_policy,
     save_trainer_state,
     total_steps,
 )
+from rlhf.factory.data import build_demonstrations, mix
 from rlhf.factory.models import (
     ReferenceAnnotator,
     attach_reference,
@@ -38,6 +49,7 @@ from rlhf.factory.models import (
     read_export_origin,
 )
 from rlhf.factory.online import PromptEvaluator
+from rlhf.factory.precision import with_default_precision
 from rlhf.factory.rewards import build_source
 from rlhf.factory.sampler import build_sampler
 from rlhf.models.backbone import context_length
@@ -50,7 +62,12 @@ from rlhf.training.losses import PREFERENCE_TERM, DemonstrationLoss, LabelledLos
 from rlhf.training.offline import OfflineRun
 from rlhf.training.session import Recorder
 from rlhf.training.step import Loss
-from rlhf.types import BaselinedLabelledCompletions, Demonstrations
+from rlhf.types import (
+    AnnotatedLabelledCompletions,
+    AnnotatedPairs,
+    BaselinedLabelledCompletions,
+    Demonstrations,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +76,21 @@ class OfflineTask:
 
     loss: Loss
     data: Callable[[int], Batch]  # the batch of a step
+    sources: Callable[[int], tuple[str, ...]] | None = None  # the source of each row of a step, where they are measured
     steps_per_epoch: float
     tokens: Callable[[Batch], int]  # counts the tokens of a batch
-    held_out: Callable[[], dict[str, float]]  # metrics of the current policy; empty without held-out data
+    held_out: HeldOut  # metrics of the current policy; empty without held-out data
     show: tuple[str, ...]  # metrics for the progress display
 
 
+RowTable = dict[str, list[float]]
+"""The values of single held-out rows, by name."""
+HeldOut = Callable[[RowTable], dict[str, float]]
+"""Evaluates the current policy on held-out data; returns the metrics and fills in the values of single rows."""
 S = TypeVar("S", PairSet, PairSet | LabelledSet)
+B = TypeVar("B", bound=Batch)
+P = TypeVar("P", bound=HasPrompt)
+M = TypeVar("M", bound=RowSet[Any])
 
 
 class PreferenceData:
@@ -83,6 +108,40 @@ class PreferenceData:
         rows = load(data, self.tokenizer, chat_template=self.config.data.chat_format, context=limit)
         self.context.notes.append(rows.skips.summary())
         return rows
+
+    def stream(self, rows: RowSet[B]) -> BatchStream[B]:
+        """Return the shuffled batches of the rows in memory."""
+        return BatchStream(rows, self.config.batch.prompts_per_step, derive_seed(self.config.run.seed, "preferences"))
+
+    def mix(self, pipeline: Callable[..., RowPipeline[P, M]]) -> MixedStream[P, M]:
+        """Build the mixed or streamed rows of the run, encoded by the `pipeline` of their use."""
+        data = self.config.preference_data
+        limit, chat = context_length(self.models.policy), self.config.data.chat_format
+        how = pipeline(data, self.tokenizer, chat_template=chat, context=limit)
+        size = self.config.batch.prompts_per_step
+        return mix(data, self.context, how, section="preferences", rows_per_step=size)
+
+
+@dataclass(frozen=True)
+class TrainingData(Generic[B]):
+    """The batches that a run trains on, and of a mixture the source of each row."""
+
+    batch: Callable[[int], B]
+    steps_per_epoch: float
+    sources: Callable[[int], tuple[str, ...]] | None
+
+    @classmethod
+    def of(
+        cls, stream: BatchStream[B] | MixedStream[Any, Any], batch: Callable[[int], B] | None = None
+    ) -> TrainingData[B]:
+        """Build it from a stream; `batch` makes the batch of a step where that is not the stream's own."""
+        sources = stream.names if isinstance(stream, MixedStream) else None
+        return cls(batch or stream.batch, stream.steps_per_epoch, sources)
+
+
+def collate_all(rows: RowSet[B]) -> B:
+    """Collate all rows of a data set into one batch."""
+    return rows.collate(list(range(len(rows))))
 
 
 def build_task(
@@ -106,15 +165,21 @@ def pairs_task(judgments: PreferenceData, loss_config: PairLossConfig) -> Offlin
     """Build the task of a loss that compares the two completions of a pair."""
     config, data = judgments.config, judgments.config.data
     loss = PairwiseLoss(judgments.models, loss_config)
-    train = judgments.annotate.pairs(judgments.load(load_pairs, config.preference_data))
+    feed: TrainingData[AnnotatedPairs]
+    if config.preference_data.is_plain:
+        train = judgments.annotate.pairs(judgments.load(load_pairs, config.preference_data))
+        feed = TrainingData.of(judgments.stream(train))
+    else:
+        mixture = judgments.mix(pair_pipeline)
+        feed = TrainingData.of(mixture, lambda step: collate_all(judgments.annotate.batch(mixture.rows(step))))
     eval_pairs = judgments.load(load_pairs, data.eval_preferences) if data.eval_preferences is not None else None
-    stream = BatchStream(train, config.batch.prompts_per_step, derive_seed(config.run.seed, "preferences"))
     return OfflineTask(
         loss=loss,
-        data=stream.batch,
-        steps_per_epoch=stream.steps_per_epoch,
+        data=feed.batch,
+        sources=feed.sources,
+        steps_per_epoch=feed.steps_per_epoch,
         tokens=count_tokens,
-        held_out=evaluate_pairs_fn(judgments, loss, eval_pairs) if eval_pairs is not None else dict,
+        held_out=evaluate_pairs_fn(judgments, loss, eval_pairs) if eval_pairs is not None else no_held_out,
         show=progress_metrics("preference"),
     )
 
@@ -125,21 +190,27 @@ def labelled_task(judgments: PreferenceData, loss_config: KtoLoss) -> OfflineTas
     loss = LabelledLoss(
         models, loss_config, rows_per_pass=no_grad_batch_size(config), context=context_length(models.policy)
     )
-    train = judgments.annotate.labelled(judgments.load(load_preference_data, config.preference_data))
+    feed: TrainingData[AnnotatedLabelledCompletions]
+    if config.preference_data.is_plain:
+        train = judgments.annotate.labelled(judgments.load(load_preference_data, config.preference_data))
+        feed = TrainingData.of(judgments.stream(train))
+    else:
+        mixture = judgments.mix(labelled_pipeline)
+        feed = TrainingData.of(mixture, lambda step: collate_all(judgments.annotate.labelled_batch(mixture.rows(step))))
     eval_rows = (
         judgments.load(load_preference_data, data.eval_preferences) if data.eval_preferences is not None else None
     )
-    held_out: Callable[[], dict[str, float]] = dict
+    held_out: HeldOut = no_held_out
     if isinstance(eval_rows, PairSet):  # the implicit reward of KTO is that of DPO: beta times the log-ratio
         dpo = PairwiseLoss(models, DpoLoss(beta=loss_config.beta))
         held_out = evaluate_pairs_fn(judgments, dpo, eval_rows, leave_out={"loss/preference"})
     elif eval_rows is not None:
         held_out = evaluate_labelled_fn(judgments, loss, judgments.annotate.labelled(eval_rows))
-    stream = BatchStream(train, config.batch.prompts_per_step, derive_seed(config.run.seed, "preferences"))
     return OfflineTask(
         loss=loss,
-        data=lambda step: loss.with_baseline(stream.batch(step)),
-        steps_per_epoch=stream.steps_per_epoch,
+        data=lambda step: loss.with_baseline(feed.batch(step)),
+        sources=feed.sources,
+        steps_per_epoch=feed.steps_per_epoch,
         tokens=count_tokens,
         held_out=held_out,
         show=progress_metrics("preference"),
@@ -148,23 +219,24 @@ def labelled_task(judgments: PreferenceData, loss_config: KtoLoss) -> OfflineTas
 
 def evaluate_pairs_fn(
     judgments: PreferenceData, loss: PairwiseLoss, pairs: PairSet, leave_out: Collection[str] = ()
-) -> Callable[[], dict[str, float]]:
+) -> HeldOut:
     """Return a function that evaluates the policy on held-out pairs, without the metrics of the loss in `leave_out`."""
     annotated, size = judgments.annotate.pairs(pairs), judgments.config.batch.micro_batch_size
     ranks = judgments.context.engine.ranks
-    return lambda: evaluate_loss(sequential_batches(annotated, size), loss, ranks, leave_out=leave_out)
+    return lambda values: evaluate_loss(
+        sequential_batches(annotated, size), loss, ranks, leave_out=leave_out, rows=values
+    )
 
 
-def evaluate_labelled_fn(
-    judgments: PreferenceData, loss: LabelledLoss, rows: AnnotatedLabelledSet
-) -> Callable[[], dict[str, float]]:
+def evaluate_labelled_fn(judgments: PreferenceData, loss: LabelledLoss, rows: AnnotatedLabelledSet) -> HeldOut:
     """Return a function that evaluates the policy on held-out labelled completions."""
 
     def batches() -> Iterator[BaselinedLabelledCompletions]:
         batch = loss.with_baseline(rows.collate(range(len(rows))))  # a single z0 for all held-out rows
         yield from batch.split(judgments.config.batch.micro_batch_size)
 
-    return lambda: evaluate_loss(batches(), loss, judgments.context.engine.ranks, leave_out={"preference/accuracy"})
+    ranks = judgments.context.engine.ranks
+    return lambda values: evaluate_loss(batches(), loss, ranks, leave_out={"preference/accuracy"}, rows=values)
 
 
 def build_offline(config: OfflineConfig, console: Console | None = None) -> OfflineRun:
@@ -173,11 +245,12 @@ def build_offline(config: OfflineConfig, console: Console | None = None) -> Offl
     Raises:
         UserError: a model, data set, reward or checkpoint is missing or invalid; the subclass says which.
     """
+    config = with_default_precision(config)
     context = open_context(config, console)
     tokenizer = build_tokenizer(config.policy)
     origin = read_export_origin(config.policy, tokenizer)
     engine = context.engine
-    policy = engine.place(build_policy(config.policy, tokenizer, context.resume, context.seed))
+    policy = build_policy(config.policy, context, tokenizer)
     models = Models(
         policy=policy,
         temperature=1.0,  # of the loss; evaluation samples its completions at sampling.temperature
@@ -188,9 +261,10 @@ def build_offline(config: OfflineConfig, console: Console | None = None) -> Offl
         float32_head=config.policy.head_dtype == "float32",
         engine=engine,
     )
-    context.notes += models.fast_ways().lines()
+    fast_ways = None if engine.splits_weights else models.fast_ways()
     attach_reference(config, context, tokenizer, models)
     trained = engine.train("policy", policy, config.policy, terms=("sft", PREFERENCE_TERM))
+    context.notes += (fast_ways or models.fast_ways()).lines()  # under ZeRO-3 only DeepSpeed's hooks make weights whole
     task = build_task(config, context, tokenizer, models)
     ema = Ema(policy, config.policy.ema_decay, engine) if config.policy.ema_decay else None
     if context.resume is not None:
@@ -203,25 +277,23 @@ def build_offline(config: OfflineConfig, console: Console | None = None) -> Offl
         show=task.show,
     )
     evaluate.connect(session.recorder)
+
+    def export_model(folder: Path) -> None:
+        warn, dtype = session.recorder.note, config.policy.export_dtype
+        export(policy, ema, tokenizer, folder, engine, origin=origin, dtype=dtype, warn=warn)
+
+    keep_best(context, session, lambda: evaluate.rows, export_model)
     return OfflineRun(
         batch=config.batch,
         schedule=config.schedule,
         session=session,
         data=task.data,
+        sources=task.sources,
         loss=task.loss,
         trained=trained,
         ema=ema,
         tokens=task.tokens,
-        export=lambda folder: export(
-            policy,
-            ema,
-            tokenizer,
-            folder,
-            engine,
-            origin=origin,
-            dtype=config.policy.export_dtype,
-            warn=session.recorder.note,
-        ),
+        export=export_model,
     )
 
 
@@ -234,16 +306,24 @@ def sft_task(
 ) -> OfflineTask:
     """Build the task of SFT: demonstrations, and their negative log-likelihood as the loss."""
     loss = DemonstrationLoss(models, aggregate=loss_config.aggregate)
-    rows = _load_rows(config, config.sft_data, context, tokenizer, models)
-    stream = BatchStream(rows, config.batch.prompts_per_step, derive_seed(context.seed, "sft"))
+    stream = build_demonstrations(
+        config.sft_data,
+        context,
+        tokenizer,
+        chat=config.data.chat_format,
+        rows_per_step=config.batch.prompts_per_step,
+        model_context=context_length(models.policy),
+    )
+    feed: TrainingData[Demonstrations] = TrainingData.of(stream)
     eval_sft = config.data.eval_sft
     held_out = _load_rows(config, eval_sft, context, tokenizer, models) if eval_sft is not None else None
     return OfflineTask(
         loss=loss,
-        data=stream.batch,
-        steps_per_epoch=stream.steps_per_epoch,
+        data=feed.batch,
+        sources=feed.sources,
+        steps_per_epoch=feed.steps_per_epoch,
         tokens=_count_tokens,
-        held_out=_evaluate_rows(held_out, loss, config.batch.micro_batch_size) if held_out is not None else dict,
+        held_out=_evaluate_rows(held_out, loss, config.batch.micro_batch_size) if held_out is not None else no_held_out,
         show=progress_metrics("sft"),
     )
 
@@ -258,8 +338,14 @@ def _load_rows(
     return rows
 
 
-def _evaluate_rows(rows: DemonstrationSet, loss: DemonstrationLoss, size: int) -> Callable[[], dict[str, float]]:
-    return lambda: evaluate_loss(sequential_batches(rows, size), loss, loss.models.engine.ranks)
+def _evaluate_rows(rows: DemonstrationSet, loss: DemonstrationLoss, size: int) -> HeldOut:
+    ranks = loss.models.engine.ranks
+    return lambda values: evaluate_loss(sequential_batches(rows, size), loss, ranks, rows=values)
+
+
+def no_held_out(rows: RowTable) -> dict[str, float]:
+    """Return no metrics: there are no held-out data."""
+    return {}
 
 
 def _count_tokens(batch: Batch) -> int:
@@ -300,6 +386,7 @@ class _Evaluation:
         ema: Ema | None,
     ) -> None:
         self.task, self.ema = task, ema
+        self.rows: RowTable = {}  # of the latest evaluation
         self.prompts: PromptEvaluator | None = None
         if config.held_out_source is not None:
             sampling_models = replace(models, temperature=config.sampling.temperature)
@@ -319,4 +406,7 @@ class _Evaluation:
             return self._evaluate(step)
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        return self.task.held_out() | (self.prompts(step) if self.prompts is not None else {})
+        self.rows = {}
+        metrics = self.task.held_out(self.rows) | (self.prompts(step) if self.prompts is not None else {})
+        self.rows |= self.prompts.rows if self.prompts is not None else {}
+        return metrics

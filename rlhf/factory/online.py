@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,19 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.algo.objective import Objective
 from rlhf.batching import extend
-from rlhf.config.algorithm import AdaptiveKl, PenaltyLoss
+from rlhf.config.algorithm import AdaptiveKl, FunctionAdvantage, FunctionLoss, PenaltyLoss, TrustRegionLoss
+from rlhf.config.base import Section
 from rlhf.config.sections import OnlineConfig, TrainConfig
-from rlhf.data.datasets import BatchStream
-from rlhf.data.pairs import load_demonstrations
-from rlhf.data.prompts import PromptStream, load_prompts
+from rlhf.data.mixture import Stream
+from rlhf.data.prompts import PromptSet, PromptStream, load_prompts
 from rlhf.errors import CheckpointError, ConfigError
 from rlhf.evaluation.evaluate import evaluate_policy
 from rlhf.factory.context import (
     CRITIC,
     MODEL,
+    PTX,
     RunContext,
+    keep_best,
     load_trainer_state,
     open_context,
     save_policy,
@@ -33,15 +36,17 @@ from rlhf.factory.context import (
     save_trainer_state,
     total_steps,
 )
+from rlhf.factory.data import PromptBatches, build_demonstrations, build_prompts
 from rlhf.factory.models import build_online_models, build_tokenizer, export, make_decode, read_export_origin
-from rlhf.factory.rewards import build_source
+from rlhf.factory.precision import with_default_precision
+from rlhf.factory.rewards import build_source, build_watch
 from rlhf.factory.sampler import build_sampler, slow_lengths_reason
 from rlhf.models.backbone import CausalLM, context_length, freeze
 from rlhf.models.origin import Origin
 from rlhf.models.policy_models import Ema, Models
 from rlhf.rewards.shaping import ShapedReward
 from rlhf.rewards.source import RewardSource
-from rlhf.runtime.engine import Engine, TrainableModel
+from rlhf.runtime.engine import Engine, LocalModel, TrainableModel
 from rlhf.runtime.micro_batch import AdaptiveMicroBatch
 from rlhf.runtime.seeding import derive_seed
 from rlhf.sampling.generate import HFSampler, repeat_rows
@@ -51,9 +56,12 @@ from rlhf.training.collect import CompletionPrefetcher
 from rlhf.training.losses import PREFERENCE_TERM
 from rlhf.training.offline import adaptive_micro_batch
 from rlhf.training.online_run import NO_GRAD_BATCH_MULTIPLIER, OnlineRun, sampling_key
+from rlhf.training.replay import PromptQueue
 from rlhf.training.rollout import sample_records
 from rlhf.training.session import Recorder, TrainState
+from rlhf.training.trust_region import TrustRegionModel
 from rlhf.types import Completions, Demonstrations, Prompts
+from rlhf.user_code import checked_per_token, load_function
 
 
 def build_prefetcher(
@@ -61,7 +69,7 @@ def build_prefetcher(
     context: RunContext,
     models: Models,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: PromptStream,
+    prompts: Stream[Prompts],
     saved: dict[str, Any] | None,
     *,
     last_step: int,
@@ -78,9 +86,13 @@ def build_prefetcher(
         last_step: the last step of the run, after which nothing is sampled.
 
     Raises:
-        ConfigError: the run has several processes, or uses DeepSpeed.
+        ConfigError: the run has several processes, uses DeepSpeed, or may end before its last step.
         CheckpointError: the saved completions do not fit the configured number of prompts or completions.
     """
+    if config.data.prompts.at_end == "stop":
+        raise ConfigError(
+            "overlap.ahead samples a step that at_end=stop may never take: set data.prompts.at_end=restart"
+        )
     if context.engine.ranks.world > 1 or context.engine.sharding.uses_deepspeed:
         raise ConfigError("overlap.ahead works in one process without DeepSpeed: set overlap.ahead=false")
     policy_copy = freeze(copy.deepcopy(models.policy))
@@ -90,7 +102,9 @@ def build_prefetcher(
     def draw(step: int) -> Completions:
         return sampler.sample(prompts.batch(step), key=sampling_key(config, step), group_size=group_size)
 
-    ahead = CompletionPrefetcher(draw, lambda: _copy_weights(models.policy, policy_copy), last_step=last_step)
+    ahead = CompletionPrefetcher(
+        draw, lambda: _copy_weights(models.policy, policy_copy), last_step=last_step, device=models.device
+    )
     if saved:
         ahead.restore(saved["step"], _restore_completions(saved, prompts, group_size))
     return ahead
@@ -102,7 +116,7 @@ def _copy_weights(source: CausalLM, target: CausalLM) -> None:
         target_weight.copy_(source_weight)
 
 
-def _restore_completions(saved: dict[str, Any], prompts: PromptStream, group_size: int) -> Completions:
+def _restore_completions(saved: dict[str, Any], prompts: Stream[Prompts], group_size: int) -> Completions:
     fields = {name: value for name, value in saved.items() if name != "step"}
     rows = repeat_rows(prompts.batch(saved["step"]), group_size)
     if fields["group_size"] != group_size or len(fields["finished"]) != len(rows):
@@ -119,20 +133,22 @@ def build_online(config: OnlineConfig, console: Console | None = None) -> Online
     Raises:
         UserError: a model, data set, reward or checkpoint is missing or invalid; the subclass says which.
     """
+    config = with_default_precision(config)
     algorithm = config.algorithm
     context = open_context(config, console)
     _check_reward_parts(config, context.engine)
     tokenizer = build_tokenizer(config.policy)
     origin = read_export_origin(config.policy, tokenizer)
     models = build_online_models(config, context, tokenizer)
-    fast_ways = models.fast_ways()
+    fast_ways = None if context.engine.splits_weights else models.fast_ways()
     source = build_source(config.reward.source, tokenizer, context.engine, context.notes.append)
     sampler = build_sampler(config, models, tokenizer, context.notes.append)
+    saved = _load_checkpoint(context, models)
+    trained = _build_trained(config, models, context)
+    fast_ways = fast_ways or models.fast_ways()  # under ZeRO-3 only DeepSpeed's hooks make weights whole
     fast_ways.ways["fast sampling"] = not isinstance(sampler, HFSampler)
     fast_ways.reasons += slow_lengths_reason(config, sampler)
     context.notes += fast_ways.lines()
-    saved = _load_checkpoint(context, models)
-    trained = _build_trained(config, models, context)
     ema = Ema(models.policy, config.policy.ema_decay, context.engine) if config.policy.ema_decay else None
     if saved is not None:
         _restore(saved, trained, ema)
@@ -141,6 +157,7 @@ def build_online(config: OnlineConfig, console: Console | None = None) -> Online
         if isinstance(algorithm.policy_loss, PenaltyLoss):
             context.state.penalty_coef = algorithm.policy_loss.coef
     prompts = _load_prompts(config, context, tokenizer, models)
+    queue = _build_queue(config, context, prompts, saved)
     ptx = _load_ptx(config, context, tokenizer)
     evaluate = _build_evaluator(config, context, tokenizer, models, sampler, source)
     controller = algorithm.kl.controller
@@ -151,17 +168,24 @@ def build_online(config: OnlineConfig, console: Console | None = None) -> Online
         ahead = build_prefetcher(config, context, models, tokenizer, prompts, completions, last_step=steps)
     session = context.session(
         total_steps=steps,
-        save=_Save(models, trained, tokenizer, origin, ema, ahead, context.state),
+        save=_Save(models, trained, tokenizer, origin, ema, ahead, queue, context.state),
         evaluate=_with_average(evaluate, ema),
         show=progress_metrics("online"),
         targets={"kl/reference": controller.target} if isinstance(controller, AdaptiveKl) else None,
     )
     evaluate.connect(session.recorder)
+
+    def export_model(folder: Path) -> None:
+        warn, dtype = session.recorder.note, config.policy.export_dtype
+        export(models.policy, ema, tokenizer, folder, context.engine, origin=origin, dtype=dtype, warn=warn)
+
+    keep_best(context, session, lambda: evaluate.rows, export_model)
     return OnlineRun(
         config=config,
         session=session,
-        prompts=prompts.batch,
-        refill=BatchStream(prompts.rows, prompts.rows_per_step, derive_seed(context.seed, "refill")).batch,
+        prompts=prompts.batch if queue is None else lambda _: queue.prompts(),
+        queue=queue,
+        refill=prompts.reseeded(derive_seed(context.seed, "refill")).batch,
         ptx=ptx,
         sampler=sampler,
         ahead=ahead,
@@ -169,24 +193,35 @@ def build_online(config: OnlineConfig, console: Console | None = None) -> Online
         models=models,
         policy=trained["policy"],
         critic=trained.get("critic"),
-        objective=Objective(algorithm, max_tokens=config.sampling.max_new_tokens),
+        objective=Objective(
+            algorithm,
+            max_tokens=config.sampling.max_new_tokens,
+            function=_load_user_function(algorithm.policy_loss, "loss"),
+        ),
+        advantage_function=_load_user_function(algorithm.advantage, "advantage"),
         ema=ema,
         rows=adaptive_micro_batch(config.batch, session),
         passes=adaptive_micro_batch(
             config.batch, session, times=no_grad_batch_multiplier(config, context.engine), what="a forward pass"
         ),
         decode=make_decode(tokenizer),
-        export=lambda folder: export(
-            models.policy,
-            ema,
-            tokenizer,
-            folder,
-            context.engine,
-            origin=origin,
-            dtype=config.policy.export_dtype,
-            warn=session.recorder.note,
+        export=export_model,
+        watch=build_watch(
+            config.reward.watch, tokenizer, context.engine, seed=config.run.seed, warn=session.recorder.note
         ),
     )
+
+
+def _load_user_function(config: Section, what: str) -> Callable[..., torch.Tensor] | None:
+    """Load the function that a section of type function names; None for any other section.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
+    if not isinstance(config, FunctionLoss | FunctionAdvantage):
+        return None
+    function = partial(load_function(config.target, what=what, error=ConfigError), **config.kwargs)
+    return checked_per_token(function, f"the {what} {config.target!r}", finite=what == "advantage")
 
 
 def no_grad_batch_multiplier(config: OnlineConfig, engine: Engine) -> int:
@@ -205,16 +240,31 @@ def no_grad_batch_multiplier(config: OnlineConfig, engine: Engine) -> int:
 
 def _load_prompts(
     config: OnlineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase, models: Models
-) -> PromptStream:
-    prompts = load_prompts(
+) -> PromptBatches:
+    return build_prompts(
         config.data.prompts,
+        context,
         tokenizer,
-        chat_template=config.data.chat_format,
-        context=context_length(models.policy),
+        chat=config.data.chat_format,
+        rows_per_step=config.batch.prompts_per_step,
+        model_context=context_length(models.policy),
         max_new_tokens=config.sampling.max_new_tokens,
+        hints=() if config.algorithm.rescue is None else config.algorithm.rescue.hints,
     )
-    context.notes.append(prompts.skips.summary())
-    return PromptStream(prompts, config.batch.prompts_per_step, derive_seed(context.seed, "prompts"))
+
+
+def _build_queue(
+    config: OnlineConfig, context: RunContext, stream: PromptBatches, saved: dict[str, Any] | None
+) -> PromptQueue | None:
+    """Build the queue of prompts to replay, as the checkpoint has it if the run is resumed; None without a rescue."""
+    if config.algorithm.rescue is None:
+        return None
+    assert isinstance(stream, PromptStream)
+    assert isinstance(stream.rows, PromptSet)
+    queue = PromptQueue(stream.rows, stream.rows_per_step, stream.seed, config.algorithm.rescue.replay)
+    if saved is not None:
+        queue.restore(saved.get("queue"), step=context.state.step)
+    return queue
 
 
 def _load_ptx(
@@ -222,10 +272,9 @@ def _load_ptx(
 ) -> Callable[[int], Demonstrations] | None:
     if config.algorithm.ptx_coef == 0 or config.data.sft is None:
         return None
-    rows = load_demonstrations(config.data.sft, tokenizer, chat_template=config.data.chat_format)
-    context.notes.append(rows.skips.summary())
     size = max(1, config.completions_per_step // config.batch.minibatches)
-    return BatchStream(rows, size, derive_seed(context.seed, "ptx")).batch
+    chat = config.data.chat_format
+    return build_demonstrations(config.data.sft, context, tokenizer, chat=chat, rows_per_step=size, purpose=PTX).batch
 
 
 def _build_trained(config: OnlineConfig, models: Models, context: RunContext) -> dict[str, TrainableModel]:
@@ -233,7 +282,11 @@ def _build_trained(config: OnlineConfig, models: Models, context: RunContext) ->
     if models.shared_head is not None:
         policy_and_head = nn.ModuleDict({"policy": models.policy, "head": models.shared_head})
         return {"policy": engine.train("policy", policy_and_head, config.policy, terms=("policy", "ptx", "value"))}
-    trained = {"policy": engine.train("policy", models.policy, config.policy, terms=("policy", PREFERENCE_TERM, "ptx"))}
+    policy = engine.train("policy", models.policy, config.policy, terms=("policy", PREFERENCE_TERM, "ptx"))
+    if isinstance(config.algorithm.policy_loss, TrustRegionLoss):
+        assert isinstance(policy, LocalModel), "the configuration refuses DeepSpeed"
+        policy = TrustRegionModel(policy, models, config.algorithm.policy_loss)
+    trained: dict[str, TrainableModel] = {"policy": policy}
     if models.critic is not None:
         trained["critic"] = engine.train("critic", models.critic, config.critic, terms=("value",))
     return trained
@@ -250,10 +303,11 @@ class _Save:
         origin: Origin,
         ema: Ema | None,
         ahead: CompletionPrefetcher | None,
+        queue: PromptQueue | None,
         state: TrainState,
     ) -> None:
         self.models, self.trained, self.tokenizer, self.origin = models, trained, tokenizer, origin
-        self.ema, self.ahead, self.state = ema, ahead, state
+        self.ema, self.ahead, self.queue, self.state = ema, ahead, queue, state
 
     def __call__(self, folder: Path) -> None:
         engine, head = self.models.engine, self.models.shared_head
@@ -268,6 +322,8 @@ class _Save:
             extra["ema"] = self.ema.saved()
         if self.ahead is not None:
             extra["ahead"] = self.ahead.saved(self.state)
+        if self.queue is not None:
+            extra["queue"] = self.queue.saved()
         save_trainer_state(folder, self.trained, extra, engine)
 
 
@@ -335,6 +391,7 @@ class PromptEvaluator:
         self.passes = AdaptiveMicroBatch(
             config.batch.micro_batch_size * NO_GRAD_BATCH_MULTIPLIER, what="an evaluation pass"
         )
+        self.rows: dict[str, list[float]] = {}  # of the latest evaluation: the score of each prompt
         self.batches: list[Prompts] = []
         if config.data.eval_prompts is not None:
             held_out = load_prompts(
@@ -365,6 +422,7 @@ class PromptEvaluator:
             greedy=self.config.eval.greedy,
             rows_per_pass=self.passes,
         )
+        self.rows = {"score": evaluation.rollout.scores.tolist()}
         parts, limit = evaluation.scores.parts, self.config.eval.samples
         self.record(sample_records(evaluation.rollout, self.decode, step=step, split="eval", limit=limit, parts=parts))
         return evaluation.metrics

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from reward_model.ensemble import EnsembleLoss, bootstrap_weights, calibrate_ensemble
+from reward_model.ensemble_card import ensemble_card, member_gaps
 from reward_model.evaluate import evaluate_reward_model
 from reward_model.losses import BradleyTerryLoss
 from reward_model.model import calibrate, score_pairs
@@ -17,7 +21,8 @@ from rlhf.config.data import PreferencesConfig
 from rlhf.config.sections import RewardModelConfig
 from rlhf.data.datasets import BatchStream
 from rlhf.data.formats import PairText
-from rlhf.data.pairs import PairSet, load_pairs
+from rlhf.data.mixture import MixedStream
+from rlhf.data.pairs import PairSet, load_pairs, pair_pipeline
 from rlhf.data.tokenize import stop_token_ids
 from rlhf.errors import ConfigError
 from rlhf.evaluation.evaluate import evaluate_loss
@@ -25,6 +30,7 @@ from rlhf.factory.context import (
     MODEL,
     RunContext,
     export_scalar_head,
+    keep_best,
     load_trainer_state,
     model_folder,
     open_context,
@@ -32,9 +38,12 @@ from rlhf.factory.context import (
     save_trainer_state,
     total_steps,
 )
+from rlhf.factory.data import mix, open_mixture
 from rlhf.factory.models import build_tokenizer, read_export_origin
+from rlhf.factory.precision import with_default_precision
 from rlhf.models.backbone import context_length, enable_gradient_checkpointing
-from rlhf.models.logprobs import of_bodies
+from rlhf.models.ensemble_head import EnsembleHeadModel, as_ensemble, load_reward_heads
+from rlhf.models.logprobs import FastWays, of_bodies
 from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
 from rlhf.runtime.distributed import Distributed
 from rlhf.runtime.seeding import derive_seed, seeded_initialization
@@ -42,6 +51,9 @@ from rlhf.tracking.checkpoint import replace_folder
 from rlhf.tracking.metrics import progress_metrics
 from rlhf.training.offline import OfflineRun
 from rlhf.types import PreferencePairs
+
+PAIRS = "preferences"  # the section of the pairs
+CARD_PAIRS = 8192  # rows of a mixture that calibration and the report card read
 
 
 @dataclass(frozen=True)
@@ -52,8 +64,13 @@ class RewardModelRun:
     config: RewardModelConfig
     model: ScalarHeadModel
     tokenizer: PreTrainedTokenizerBase
-    pairs: PairSet
+    load_pairs: Callable[[], PairSet]  # what was trained on; of a mixture, as many rows of its beginning as CARD_PAIRS
     eval_pairs: PairSet | None
+
+    @cached_property
+    def pairs(self) -> PairSet:
+        """Return the pairs that were trained on; of mixed or streamed ones the first."""
+        return self.load_pairs()
 
 
 def build_reward_model(config: RewardModelConfig, console: Console | None = None) -> RewardModelRun:
@@ -62,26 +79,30 @@ def build_reward_model(config: RewardModelConfig, console: Console | None = None
     Raises:
         UserError: a model, data set or checkpoint is missing or invalid; the subclass says which.
     """
+    config = with_default_precision(config)
     context = open_context(config, console)
     tokenizer = build_tokenizer(config.model)
     origin = read_export_origin(config.model, tokenizer)
     model = _build_model(config, context, tokenizer)
+    fast_ways = None if context.engine.splits_weights else _fast_ways(config, context, model)
     trained = context.engine.train("policy", model, config.model, terms=("rm",))
+    context.notes += (fast_ways or _fast_ways(config, context, model)).lines()
     if context.resume is not None:
         trained.load_state(load_trainer_state(context.resume)["model"])
     max_length = context_length(model.classifier)
-    pairs = _load_pairs(config, config.data.preferences, context, tokenizer, max_length)
+    stream = _train_stream(config, context, tokenizer, max_length)
     held_out = config.data.eval_preferences
     eval_pairs = _load_pairs(config, held_out, context, tokenizer, max_length) if held_out is not None else None
-    loss = BradleyTerryLoss(model, config.loss, dtype=config.model.dtype)
-    stream = BatchStream(pairs, config.batch.prompts_per_step, derive_seed(context.seed, "pairs"))
+    loss = _build_loss(config, model)
 
     def save(folder: Path) -> None:
         save_scalar_head(model, tokenizer, folder / MODEL, context.engine)
         save_trainer_state(folder, {"model": trained}, {}, context.engine)
 
+    rows: dict[str, list[float]] = {}  # of the latest evaluation
+
     def evaluate(_step: int) -> dict[str, float]:
-        return _evaluate_pairs(eval_pairs, loss, config.batch.micro_batch_size, context.engine.ranks)
+        return _evaluate_pairs(eval_pairs, loss, config.batch.micro_batch_size, context.engine.ranks, rows)
 
     session = context.session(
         total_steps=total_steps(config.schedule, stream.steps_per_epoch),
@@ -89,11 +110,14 @@ def build_reward_model(config: RewardModelConfig, console: Console | None = None
         evaluate=evaluate,
         show=progress_metrics("reward_model"),
     )
+    _check_best(config, context)
+    keep_best(context, session, lambda: rows, lambda folder: save_scalar_head(model, tokenizer, folder, context.engine))
     run = OfflineRun(
         batch=config.batch,
         schedule=config.schedule,
         session=session,
         data=stream.batch,
+        sources=stream.names if isinstance(stream, MixedStream) else None,
         loss=loss,
         trained=trained,
         ema=None,
@@ -102,7 +126,28 @@ def build_reward_model(config: RewardModelConfig, console: Console | None = None
             model, tokenizer, folder, context.engine, origin, config.model.export_dtype, session.recorder.note
         ),
     )
-    return RewardModelRun(run, config, model, tokenizer, pairs, eval_pairs)
+    return RewardModelRun(run, config, model, tokenizer, partial(_first_pairs, stream), eval_pairs)
+
+
+def _train_stream(
+    config: RewardModelConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase, limit: int | None
+) -> BatchStream[PreferencePairs] | MixedStream[PairText, PairSet]:
+    """Return the batches of training pairs."""
+    data, size = config.data.preferences, config.batch.prompts_per_step
+    if data.is_plain:
+        pairs = _load_pairs(config, data, context, tokenizer, limit)
+        order = config.ensemble.number("order")
+        names = ("pairs",) if order is None else ("pairs", "member", order)
+        return BatchStream(pairs, size, derive_seed(context.seed, *names))
+    pipeline = pair_pipeline(data, tokenizer, chat_template=config.data.chat_format, context=limit)
+    return mix(data, context, pipeline, section=PAIRS, rows_per_step=size)
+
+
+def _first_pairs(stream: BatchStream[PreferencePairs] | MixedStream[PairText, PairSet]) -> PairSet:
+    if isinstance(stream, MixedStream):
+        return stream.first(CARD_PAIRS)
+    assert isinstance(stream.rows, PairSet)
+    return stream.rows
 
 
 def compute_report_card(config: RewardModelConfig, path: str) -> dict[str, Any]:
@@ -114,10 +159,16 @@ def compute_report_card(config: RewardModelConfig, path: str) -> dict[str, Any]:
     if config.data.eval_preferences is None:
         raise ConfigError("nothing to evaluate on: set data.eval_preferences.path")
     model, tokenizer = _load_trained(config, path)
-    train, held_out = (
-        load_pairs(data, tokenizer, chat_template=config.data.chat_format, context=context_length(model.classifier))
-        for data in (config.data.preferences, config.data.eval_preferences)
-    )
+    limit, chat = context_length(model.classifier), config.data.chat_format
+    held_out = load_pairs(config.data.eval_preferences, tokenizer, chat_template=chat, context=limit)
+    if config.data.preferences.is_plain:
+        train = load_pairs(config.data.preferences, tokenizer, chat_template=chat, context=limit)
+    else:
+        pipeline = pair_pipeline(config.data.preferences, tokenizer, chat_template=chat, context=limit)
+        seed = derive_seed(config.run.seed, PAIRS)
+        train = open_mixture(config.data.preferences, pipeline, seed=seed, name=PAIRS, rows_per_step=1).first(
+            CARD_PAIRS
+        )
     return _report_card(config, model, tokenizer, train, held_out)
 
 
@@ -143,8 +194,8 @@ def finish_reward_model(built: RewardModelRun) -> dict[str, Any]:
     Without held-out pairs there is no card: the result is empty.
     """
     config, folder = built.config, built.run.session.recorder.folder
-    size, dtype = config.batch.micro_batch_size, config.model.dtype
-    calibrate(built.model, built.pairs, config.calibration, micro_batch_size=size, dtype=dtype)
+    _restore_best(built)
+    _calibrate(config, built.model, built.pairs)
     replace_folder(folder.path / MODEL, built.run.export, built.run.session.ranks)
     if built.eval_pairs is None:
         return {}
@@ -153,9 +204,53 @@ def finish_reward_model(built: RewardModelRun) -> dict[str, Any]:
     return card
 
 
+def _calibrate(config: RewardModelConfig, model: ScalarHeadModel, pairs: PairSet) -> None:
+    size, dtype = config.batch.micro_batch_size, config.model.dtype
+    if isinstance(model, EnsembleHeadModel):
+        calibrate_ensemble(model, pairs, config.calibration, micro_batch_size=size, dtype=dtype)
+    else:
+        calibrate(model, pairs, config.calibration, micro_batch_size=size, dtype=dtype)
+
+
+def _build_loss(config: RewardModelConfig, model: ScalarHeadModel) -> BradleyTerryLoss | EnsembleLoss:
+    """Build the loss; the seed of bootstrap resamples is the run's, the same for members trained on other machines."""
+    seed, dtype = derive_seed(config.run.seed, "bootstrap"), config.model.dtype
+    if isinstance(model, EnsembleHeadModel):
+        bootstrap = seed if "pairs" in config.ensemble.varied else None
+        return EnsembleLoss(model, config.loss, dtype=dtype, bootstrap=bootstrap)
+    member = config.ensemble.number("pairs")
+    if member is None:
+        return BradleyTerryLoss(model, config.loss, dtype=dtype)
+    return BradleyTerryLoss(
+        model,
+        config.loss,
+        dtype=dtype,
+        weigh=lambda pairs: bootstrap_weights(pairs, [member], seed=seed)[:, 0],
+    )
+
+
+def _check_best(config: RewardModelConfig, context: RunContext) -> None:
+    """Check that the best weights can be put back into the model before it is calibrated.
+
+    Raises:
+        ConfigError: each rank has only a part of them.
+    """
+    if config.checkpoint.best is not None and context.engine.sharding.stage == 3:
+        raise ConfigError("checkpoint.best of a reward model needs whole weights: set sharding=zero2, ddp or none")
+
+
+def _restore_best(built: RewardModelRun) -> None:
+    """Put the weights of the best checkpoint into the model, if the run keeps one and exports it."""
+    keeper = built.run.session.best
+    best = keeper.finish() if keeper is not None else None
+    if best is not None:
+        weights, _ = _load_trained(built.config, str(best))
+        built.model.classifier.load_state_dict(weights.classifier.state_dict())
+
+
 def _load_trained(config: RewardModelConfig, path: str) -> tuple[ScalarHeadModel, PreTrainedTokenizerBase]:
     tokenizer = build_tokenizer(config.model.model_copy(update={"model": path}))
-    return load_scalar_head(model_folder(path), tokenizer, new_head=None, dtype=config.model.dtype), tokenizer
+    return load_reward_heads(model_folder(path), tokenizer, dtype=config.model.dtype), tokenizer
 
 
 def _report_card(
@@ -165,15 +260,20 @@ def _report_card(
     train: PairSet,
     held_out: PairSet,
 ) -> dict[str, Any]:
-    return evaluate_reward_model(
+    size, dtype, seed = config.batch.micro_batch_size, config.model.dtype, config.run.seed
+    card = evaluate_reward_model(
         model,
         held_out,
         train=train,
         eos_ids=stop_token_ids(tokenizer, config.data.chat_format),
-        micro_batch_size=config.batch.micro_batch_size,
-        dtype=config.model.dtype,
-        seed=config.run.seed,
+        micro_batch_size=size,
+        dtype=dtype,
+        seed=seed,
     ).as_dict()
+    if isinstance(model, EnsembleHeadModel):
+        gaps = member_gaps(model, held_out, micro_batch_size=size, dtype=dtype)
+        card["ensemble"] = ensemble_card(gaps, seed=seed).as_dict()
+    return card
 
 
 def _build_model(config: RewardModelConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase) -> ScalarHeadModel:
@@ -189,18 +289,28 @@ def _build_model(config: RewardModelConfig, context: RunContext, tokenizer: PreT
 def _load_model(
     config: RewardModelConfig, context: RunContext, path: str, tokenizer: PreTrainedTokenizerBase
 ) -> ScalarHeadModel:
-    model = load_scalar_head(
-        path,
-        tokenizer,
-        new_head=None if context.resume else "normal",
-        dtype=config.model.dtype,
-        seed=derive_seed(context.seed, "reward model"),
-        trust_remote_code=config.model.trust_remote_code,
-    )
+    settings: dict[str, Any] = {
+        "dtype": config.model.dtype,
+        "trust_remote_code": config.model.trust_remote_code,
+        "engine": context.engine,
+    }
+    if context.resume:
+        model = load_reward_heads(path, tokenizer, **settings)
+    else:
+        member = config.ensemble.number("head")
+        seed = derive_seed(context.seed, "reward model", *(() if member is None else ("member", member)))
+        model = load_scalar_head(path, tokenizer, new_head="normal", seed=seed, **settings)
+        if config.ensemble.is_shared:
+            same_head = "head" not in config.ensemble.varied
+            model = as_ensemble(model, size=config.ensemble.size, seed=seed, same_head=same_head)
     model.packing = config.model.packing
-    fast_ways = of_bodies([model.classifier.base_model], packing=config.model.packing)
-    context.notes += fast_ways.under_zero(context.engine.sharding.stage).lines()
     return model
+
+
+def _fast_ways(config: RewardModelConfig, context: RunContext, model: ScalarHeadModel) -> FastWays:
+    """Find out by trial which fast paths the model supports; under ZeRO-3 call it once the model is sharded."""
+    ways = of_bodies([model.classifier.base_model], packing=config.model.packing)
+    return ways.under_zero(context.engine.sharding.stage)
 
 
 def _load_pairs(
@@ -215,12 +325,18 @@ def _load_pairs(
     return pairs
 
 
-def _evaluate_pairs(pairs: PairSet | None, loss: BradleyTerryLoss, size: int, ranks: Distributed) -> dict[str, float]:
+def _evaluate_pairs(
+    pairs: PairSet | None,
+    loss: BradleyTerryLoss | EnsembleLoss,
+    size: int,
+    ranks: Distributed,
+    rows: dict[str, list[float]],
+) -> dict[str, float]:
     if pairs is None:
         return {}
     starts = range(0, len(pairs), size)
     batches = (pairs.collate(list(range(start, min(start + size, len(pairs))))) for start in starts)
-    return evaluate_loss(batches, loss, ranks)
+    return evaluate_loss(batches, loss, ranks, rows=rows)
 
 
 def _count_tokens(batch: Batch) -> int:

@@ -18,7 +18,7 @@ from rlhf.config.sections import RunConfig
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import ConfigError
 from rlhf.factory.context import model_folder
-from rlhf.models.scalar_head import load_scalar_head
+from rlhf.models.ensemble_head import load_reward_heads
 from rlhf.runtime.engine import make_engine
 
 GRACE_S = 30  # requests in progress may take this long to finish when the server is stopped
@@ -50,7 +50,7 @@ def serve_reward(path: str, options: ServiceOptions, environment: Mapping[str, s
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
     folder = model_folder(path)
     tokenizer = load_tokenizer(folder)
-    model = load_scalar_head(folder, tokenizer, new_head=None).to(make_engine(RunConfig()).device)
+    model = load_reward_heads(folder, tokenizer).to(make_engine(RunConfig()).device)
     scorer = TextScorer(model, tokenizer, max_batch=options.max_batch)
     app = make_app(scorer, name=path, max_request_bytes=options.max_request_bytes, token=token)
     with _listen(options) as listener:

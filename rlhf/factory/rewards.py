@@ -7,16 +7,29 @@ from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerBase
 
+from reward_model.ensemble import EnsembleModelSource
 from reward_model.source import RewardModelSource
-from rlhf.config.reward import ChatSource, EnsembleSource, FunctionSource, ModelSource, RemoteSource, RewardSourceConfig
+from rlhf.config.reward import (
+    ChatSource,
+    EnsembleSource,
+    FunctionSource,
+    ModelSource,
+    RemoteSource,
+    RewardSourceConfig,
+    RulesSource,
+    WatchConfig,
+)
 from rlhf.data.tokenizer import vocabulary_digest
 from rlhf.errors import ConfigError
-from rlhf.factory.context import model_folder
+from rlhf.factory.context import member_folders, model_folder
+from rlhf.models.ensemble_head import EnsembleHeadModel
 from rlhf.rewards.ensemble import EnsembleReward, MainRankReward, ShardedReward
 from rlhf.rewards.function import FunctionReward
 from rlhf.rewards.judge import ChatModel, ChatReward
 from rlhf.rewards.remote import RemoteReward
+from rlhf.rewards.rules import RulesReward
 from rlhf.rewards.source import RewardSource
+from rlhf.rewards.watch import WatchingJudge
 from rlhf.runtime.engine import Engine
 
 
@@ -25,6 +38,8 @@ def build_source(
     tokenizer: PreTrainedTokenizerBase,
     engine: Engine,
     warn: Callable[[str], None] = lambda _: None,
+    *,
+    may_abstain: bool = False,
 ) -> RewardSource:
     """Build the reward source that `config` describes.
 
@@ -33,6 +48,7 @@ def build_source(
         tokenizer: the policy's tokenizer, in whose ids the completions are.
         engine: places reward models on devices, and has the process group over which scoring is spread.
         warn: receives a message if a reward model has another vocabulary than the policy.
+        may_abstain: whether a function may leave a completion to other sources, as those of an ensemble may.
 
     Raises:
         RewardError: a function cannot be imported, or an address is invalid.
@@ -41,24 +57,75 @@ def build_source(
     """
     match config:
         case FunctionSource():
-            function = FunctionReward(config.target, config.kwargs, tokenizer, timeout_s=config.timeout_s)
+            function = FunctionReward(
+                config.target, config.kwargs, tokenizer, timeout_s=config.timeout_s, may_abstain=may_abstain
+            )
             return MainRankReward(function, engine.ranks)
         case ModelSource():
-            source = RewardModelSource.load(
-                model_folder(config.path), tokenizer, device=engine.device, micro_batch_size=config.micro_batch_size
-            )
-            source.model = engine.freeze("reward", source.model)
-            if source.note:
-                warn(source.note)
-            return ShardedReward(source, engine.ranks)
+            return _build_model(config, tokenizer, engine, warn)
         case RemoteSource():
             return MainRankReward(_build_remote(config, tokenizer), engine.ranks)
         case ChatSource():
             chat = ChatModel(config, os.environ, section="source")
             return MainRankReward(ChatReward(config, tokenizer, chat, section="source"), engine.ranks)
         case EnsembleSource():
-            members = [build_source(member, tokenizer, engine, warn) for member in config.sources]
-            return EnsembleReward(members, how=config.how, std_coef=config.std_coef)
+            members = [build_source(member, tokenizer, engine, warn, may_abstain=True) for member in config.sources]
+            return EnsembleReward(
+                members,
+                how=config.how,
+                std_coef=config.std_coef,
+                weights=config.weights,
+                names=config.names,
+                may_abstain=may_abstain,
+            )
+        case RulesSource():
+            ruled = config.source
+            source = build_source(ruled, tokenizer, engine, warn, may_abstain=may_abstain) if ruled else None
+            return RulesReward(config.rules, tokenizer, source)
+
+
+def build_watch(
+    config: WatchConfig | None,
+    tokenizer: PreTrainedTokenizerBase,
+    engine: Engine,
+    *,
+    seed: int,
+    warn: Callable[[str], None],
+) -> WatchingJudge | None:
+    """Build the judge that watches the training completions; None without one. For errors see build_source."""
+    if config is None:
+        return None
+    source = build_source(config.source, tokenizer, engine, warn)
+    return WatchingJudge(source=source, rows=config.rows, every=config.every, seed=seed, warn=warn)
+
+
+def _build_model(
+    config: ModelSource, tokenizer: PreTrainedTokenizerBase, engine: Engine, warn: Callable[[str], None]
+) -> RewardSource:
+    """Load a reward model, or an ensemble of them, and spread the scoring over the ranks."""
+    members = member_folders(config.path)
+    if members:
+        single = ModelSource(path="", micro_batch_size=config.micro_batch_size)
+        sources = [
+            _build_model(single.model_copy(update={"path": str(member)}), tokenizer, engine, warn) for member in members
+        ]
+        names = [f"member.{number}" for number in range(len(members))]
+        return EnsembleReward(sources, how=config.how, std_coef=config.std_coef, names=names)
+    source = RewardModelSource.load(
+        model_folder(config.path),
+        tokenizer,
+        device=engine.device,
+        micro_batch_size=config.micro_batch_size,
+        engine=engine,
+    )
+    source.model = engine.freeze("reward", source.model)
+    if source.note:
+        warn(source.note)
+    if isinstance(source.model, EnsembleHeadModel):
+        return ShardedReward(EnsembleModelSource(source, how=config.how, std_coef=config.std_coef), engine.ranks)
+    if config.how != "mean":
+        raise ConfigError(f"source.how is {config.how}, but {config.path} is one reward model, not an ensemble")
+    return ShardedReward(source, engine.ranks)
 
 
 def _build_remote(config: RemoteSource, tokenizer: PreTrainedTokenizerBase) -> RemoteReward:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from rich.console import Console
 
@@ -36,8 +38,14 @@ class TrainingRun:
         with self.session.recorder.progress:
             self.loop()
             if not self.session.interrupted:
-                replace_folder(self.session.recorder.folder.path / MODEL, self.run.export, self.session.ranks)
+                best = self.session.best.finish() if self.session.best is not None else None
+                export = self.run.export if best is None else partial(self._copy, best)
+                replace_folder(self.session.recorder.folder.path / MODEL, export, self.session.ranks)
         return not self.session.interrupted
+
+    def _copy(self, model: Path, folder: Path) -> None:
+        """Copy an exported model into the folder, on the main rank."""
+        self.session.ranks.on_main(lambda: shutil.copytree(model, folder, dirs_exist_ok=True))
 
 
 def build_run(config: TrainConfig, console: Console | None = None) -> TrainingRun:

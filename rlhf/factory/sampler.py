@@ -21,6 +21,7 @@ from rlhf.errors import DataError
 from rlhf.factory.context import model_folder
 from rlhf.models.backbone import check_vocabulary, context_length, eos_ids, freeze, load_causal_lm, move_to
 from rlhf.models.policy_models import Models
+from rlhf.runtime.device import choose_device
 from rlhf.sampling.fast.engine import FastSampler, changing_rotations
 from rlhf.sampling.sampler import Sampler, make_sampler
 from rlhf.types import Completions
@@ -75,7 +76,7 @@ class Completer:
         self.tokenizer = load_tokenizer(folder)
         self.encoder = make_encoder(self.tokenizer, chat)
         self.sampling = sampling
-        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = device or choose_device("auto", key="device")
         model = load_causal_lm(folder)
         check_vocabulary(model, self.tokenizer, folder)
         freeze(model)

@@ -8,13 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rlhf.config.load import dump
-from rlhf.errors import ConfigError
 from rlhf.factory.context import model_folder
 from rlhf.factory.rewards import build_source
 from rlhf.models.origin import weights_fingerprint
+from rlhf.runtime.device import choose_device
 from rlhf.runtime.engine import Engine
 from rlhf.suites.figures import SuiteResult
 from rlhf.suites.gsm8k import run_gsm8k
@@ -61,7 +59,7 @@ def load_model_for_suite(settings: SuiteSettings, path: str, *, like: Subject | 
         sampling=settings.sampling,
         chat_template=settings.chat_format,
         dtype=settings.dtype,
-        device=_device(settings),
+        device=choose_device(settings.device, key="device"),
         rows_per_pass=settings.rows_per_pass,
         trust_remote_code=settings.trust_remote_code,
         encoder=None if like is None else like.encoder,
@@ -70,13 +68,6 @@ def load_model_for_suite(settings: SuiteSettings, path: str, *, like: Subject | 
 
 def _load_reference(settings: HhSettings | LabSettings, subject: Subject) -> Subject | None:
     return None if settings.reference is None else load_model_for_suite(settings, settings.reference, like=subject)
-
-
-def _device(settings: SuiteSettings) -> torch.device:
-    has_gpu = torch.cuda.is_available()
-    if settings.device == "cuda" and not has_gpu:
-        raise ConfigError("device: cuda, but there is no GPU here; set device=cpu or device=auto")
-    return torch.device("cuda" if has_gpu and settings.device != "cpu" else "cpu")
 
 
 def _hh(settings: HhSettings, subject: Subject, _: str) -> SuiteResult:

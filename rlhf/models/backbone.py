@@ -23,6 +23,9 @@ from transformers.utils import logging as hf_logging
 from rlhf.config.sections import LoraConfig, PolicyConfig
 from rlhf.data.tokenizer import ModelLocation, base_of_adapter, locate_model, text_vocabulary
 from rlhf.errors import ModelError
+from rlhf.models.split_load import load_split
+from rlhf.models.weight_files import local_folder
+from rlhf.runtime.engine import Engine
 
 if TYPE_CHECKING:  # a PeftModel forwards what it lacks to the model it wraps, which no annotation can express
     CausalLM = PreTrainedModel
@@ -97,8 +100,12 @@ def _no_dropout(config: HfConfig) -> None:
             setattr(config, name, 0.0)
 
 
-def load_causal_lm(path: str, *, dtype: str = "float32", trust_remote_code: bool = False) -> PreTrainedModel:
+def load_causal_lm(
+    path: str, *, dtype: str = "float32", trust_remote_code: bool = False, engine: Engine | None = None
+) -> PreTrainedModel:
     """Load a causal LM from a folder, GGUF file or hub id; an adapter is merged into its base.
+
+    Where `engine` splits weights over the ranks, each loads its own part only (see rlhf.models.split_load).
 
     Raises:
         ModelError: the model cannot be loaded.
@@ -108,18 +115,35 @@ def load_causal_lm(path: str, *, dtype: str = "float32", trust_remote_code: bool
         return _merged_adapter(Path(location.name), dtype=dtype, trust_remote_code=trust_remote_code)
     config = load_model_config(path, trust_remote_code=trust_remote_code)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            location.name,
-            config=config,
-            dtype=weight_dtype(dtype),
-            trust_remote_code=trust_remote_code,
-            **_gguf_arguments(location),
-        )
+        model = _load_split(location, config, dtype, trust_remote_code, engine)
+        if model is None:
+            model = AutoModelForCausalLM.from_pretrained(
+                location.name,
+                config=config,
+                dtype=weight_dtype(dtype),
+                trust_remote_code=trust_remote_code,
+                **_gguf_arguments(location),
+            )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelError(f"cannot load a causal LM from {path!r}: {_first_line(error)}") from error
     if location.gguf is not None:
         _forget_quantization(model)
     return _plain_generation(train_pad_embedding(align_weights(model)))
+
+
+def _load_split(
+    location: ModelLocation, config: HfConfig, dtype: str, trust_remote_code: bool, engine: Engine | None
+) -> PreTrainedModel | None:
+    if engine is None or not engine.splits_weights or location.gguf is not None:
+        return None
+
+    def make() -> PreTrainedModel:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=weight_dtype(dtype), trust_remote_code=trust_remote_code
+        )
+        return model
+
+    return load_split(make, local_folder(location), engine)
 
 
 def train_pad_embedding(model: PreTrainedModel) -> PreTrainedModel:
@@ -146,13 +170,17 @@ def _forget_quantization(model: PreTrainedModel) -> None:
     vars(model)["is_quantized"] = False
 
 
-def load_policy(config: PolicyConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> CausalLM:
+def load_policy(
+    config: PolicyConfig, path: str, tokenizer: PreTrainedTokenizerBase, engine: Engine | None = None
+) -> CausalLM:
     """Load the model to train as `config` describes it, with LoRA and gradient checkpointing where it asks for them.
+
+    Where `engine` splits weights over the ranks, each loads its own part only.
 
     Raises:
         ModelError: the model cannot be loaded, or has no embedding for a token of `tokenizer`.
     """
-    model = load_causal_lm(path, dtype=config.dtype, trust_remote_code=config.trust_remote_code)
+    model = load_causal_lm(path, dtype=config.dtype, trust_remote_code=config.trust_remote_code, engine=engine)
     check_vocabulary(model, tokenizer, path)
     if config.lora is not None:
         model = add_lora(model, config.lora)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.models.origin import CONFIG, GENERATION, INDEX, Origin, rounding_loss
+from rlhf.models.origin import GENERATION, Origin, rounding_loss
+from rlhf.models.weight_files import CONFIG, INDEX
+from rlhf.runtime.engine import Engine
 
 ExportDtype = Literal["auto", "float32", "bfloat16", "float16"]
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -64,6 +67,51 @@ def export_model(
     if _is_classifier(model):
         _name_pad(folder, tokenizer, classifier_padding(model, tokenizer))
     return rounding_loss(origin, trained, written) if dtype is not None else 0.0
+
+
+def save_in_parts(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, *, origin: Origin, engine: Engine
+) -> None:
+    """Write a model that is split over the ranks as an ordinary folder; every rank calls this and writes its own file.
+
+    The folder has an index, as published models of several files have, and the weights in the dtype they are kept in.
+    """
+    write_parts(model, folder, engine)
+
+    def write() -> None:
+        _write_config(model, origin, folder, dtype=model.dtype)
+        _write_other_files(model, origin, folder)
+        write_tokenizer(tokenizer, folder, origin)
+
+    engine.ranks.on_main(write)
+
+
+def write_parts(model: PreTrainedModel, folder: Path, engine: Engine) -> None:
+    """Write the weights of a model that is split over the ranks: a safetensors file by each rank, and an index.
+
+    Every rank calls this; none ever has more than the weights it owns, which are about as many in all ranks.
+    """
+    ranks = engine.ranks
+    weights = engine.owned_weights(model)
+    if ranks.is_main:
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        weights |= {name: value.cpu() for name, value in model.state_dict().items() if name not in parameters}
+    file = f"model-{ranks.rank + 1:05d}-of-{ranks.world:05d}.safetensors"
+    ranks.on_main(lambda: folder.mkdir(parents=True, exist_ok=True))
+    ranks.all_succeed(lambda: write_tensors(weights, folder / file))
+    files = ranks.gather((file, {name: weight.nbytes for name, weight in weights.items()}))
+    index = {
+        "metadata": {"total_size": sum(size for _, sizes in files for size in sizes.values())},
+        "weight_map": {name: file for file, sizes in files for name in sizes},
+    }
+    ranks.on_main(lambda: (folder / INDEX).write_text(_json(index), encoding="utf-8"))
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file and flush it to the disk, which another process than the writer may be unable to do."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    with path.open("rb+") as opened:
+        os.fsync(opened.fileno())
 
 
 def _write_other_files(model: PreTrainedModel, origin: Origin, folder: Path) -> None:
@@ -221,7 +269,8 @@ def _write_config(model: PreTrainedModel, origin: Origin, folder: Path, *, dtype
 
 def _classifier_settings(model: PreTrainedModel) -> dict[str, Any]:
     config = model.config
-    calibration = {name: getattr(config, name) for name in ("score_mean", "score_std") if hasattr(config, name)}
+    kept = ("score_mean", "score_std", "ensemble_size")
+    calibration = {name: getattr(config, name) for name in kept if hasattr(config, name)}
     labels = {str(number): str(name) for number, name in (config.id2label or {}).items()}
     return {
         "architectures": [type(model).__name__],

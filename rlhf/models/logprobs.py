@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rlhf.config.sections import LogProbs, Packing
 from rlhf.errors import ModelError
 from rlhf.models.backbone import CausalLM, body_of
-from rlhf.models.kernels.llama.forward import predictor_states, supports_fused
+from rlhf.models.kernels.llama.forward import fused_unsupported_reason, predictor_states, supports_fused
 from rlhf.models.kernels.lm_head import (
     chunked_statistics,
     chunking_unsupported_reason,
@@ -24,6 +24,7 @@ from rlhf.models.kernels.lm_head import (
     token_statistics,
 )
 from rlhf.models.kernels.packing import PackedBatch, pack_for, packed_inputs, packing_unsupported_reason
+from rlhf.transfer import place_live, select_live
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +136,9 @@ class _TokenReader:
     def padded(self, model: CausalLM, sequences: Sequences) -> TokenOutputs:
         """Compute the outputs from padded rows; each token is predicted one position before its own."""
         length = self.ids.shape[1]
-        return self._outputs(model, sequences.inputs(), lambda hidden: hidden[:, -length - 1 : -1][self.mask])
+        return self._outputs(
+            model, sequences.inputs(), lambda hidden: select_live(hidden[:, -length - 1 : -1], self.mask)
+        )
 
     def packed(self, model: CausalLM, rows: PackedBatch) -> TokenOutputs:
         """Compute the outputs from rows without padding."""
@@ -162,23 +165,16 @@ class _TokenReader:
             head,
             plain,
             live,
-            self.ids[self.mask],
+            select_live(self.ids, self.mask),
             temperature=self.temperature,
             entropy_gradient=self.entropy_gradient,
             float32_head=self.float32_head,
         )
 
     def _scatter(self, live: Float[Tensor, "3 M"], states: Float[Tensor, "M D"] | None) -> TokenOutputs:
-        logprobs, entropy, first = (_scatter(values, self.mask) for values in live)
-        hidden = None
-        if self.with_hidden and states is not None:
-            hidden = states.new_zeros(*self.mask.shape, states.shape[-1]).masked_scatter(self.mask[..., None], states)
+        logprobs, entropy, first = (place_live(values, self.mask) for values in live)
+        hidden = place_live(states, self.mask) if self.with_hidden and states is not None else None
         return _outputs(logprobs, entropy, first, hidden, entropy_gradient=self.entropy_gradient)
-
-
-def _scatter(values: Float[Tensor, " N"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """Place `values` where the mask is true, and zero elsewhere."""
-    return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
 def token_outputs(
@@ -239,7 +235,7 @@ class FastWays:
 
     def under_zero(self, stage: int) -> FastWays:
         """Switch off written-out layers under ZeRO-2 and 3, which gather weights or reduce gradients by module."""
-        if stage >= 2 and self.ways.get(WRITTEN_OUT):
+        if stage == 3 or (stage == 2 and self.ways.get(WRITTEN_OUT)):  # under ZeRO-3 the trial itself says no
             self.ways[WRITTEN_OUT] = False
             self.reasons.append(f"layers are not written out: ZeRO-{stage} watches their modules")
         return self
@@ -268,4 +264,5 @@ def of_bodies(bodies: Sequence[nn.Module], *, packing: Packing) -> FastWays:
     packed = packing == "auto" and not any(padded)
     written_out = [supports_fused(body) for body in bodies] if packed else [False]
     reasons = [f"rows go through the model padded: {reason}" for reason in padded if reason]
+    reasons += [reason for body in bodies if packed and (reason := fused_unsupported_reason(body))]
     return FastWays({"no padding": packed, WRITTEN_OUT: all(written_out)}, reasons)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -19,35 +18,10 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.data.tokenizer import TOKENIZER_FILES, ModelLocation, base_of_adapter, locate_model, locate_tokenizer
 from rlhf.errors import ModelError
 from rlhf.models.backbone import CausalLM, published_config
+from rlhf.models.weight_files import CONFIG, INDEX, StoredTensor, local_folder, read_header, read_headers
 
-CONFIG = "config.json"
 GENERATION = "generation_config.json"
-INDEX = "model.safetensors.index.json"
 GGUF_DTYPE = torch.bfloat16  # a quantized file has no dtype of its own; bfloat16 keeps its precision
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A weight as a safetensors header describes it."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int  # of its bytes in the file
-    end: int
 
 
 @dataclass(frozen=True)
@@ -108,7 +82,7 @@ def read_origin(
         config = json.loads(published_config(location).to_json_string())
         config.pop("_model_name_or_path", None)  # names a checkpoint that nobody can get
         return Origin(GGUF_DTYPE, config=config, tokenizer_files=tokenizer_files)
-    folder = _folder(location)
+    folder = local_folder(location)
     if folder is None:
         config = json.loads(published_config(location, trust_remote_code=trust_remote_code).to_json_string())
         return Origin(_config_dtype(config), config=config, tokenizer_files=tokenizer_files)
@@ -117,33 +91,8 @@ def read_origin(
         config = json.loads(files[CONFIG])
     except (KeyError, ValueError) as error:
         raise ModelError(f"cannot load a model from {model!r}: {folder / CONFIG}: {error}") from error
-    weights = _weights(folder)
+    weights = read_headers(folder)
     return Origin(_config_dtype(config), config, files, tokenizer_files, weights, folder)
-
-
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Read the tensors' names, dtypes and shapes from a safetensors file; empty if its header cannot be understood."""
-    with path.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if length > path.stat().st_size:
-            return {}
-        try:
-            header = json.loads(opened.read(length))
-        except ValueError:
-            return {}
-    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    if any(entry["dtype"] not in _DTYPES for entry in entries.values()):
-        return {}
-    start = 8 + length
-    return {
-        name: StoredTensor(
-            _DTYPES[entry["dtype"]],
-            tuple(entry["shape"]),
-            start + entry["data_offsets"][0],
-            start + entry["data_offsets"][1],
-        )
-        for name, entry in entries.items()
-    }
 
 
 def rounding_loss(origin: Origin, trained: Mapping[str, Tensor], written: Mapping[str, Tensor]) -> float:
@@ -161,20 +110,6 @@ def rounding_loss(origin: Origin, trained: Mapping[str, Tensor], written: Mappin
     return math.sqrt(lost / changed) if changed else 0.0
 
 
-def _weights(folder: Path) -> dict[str, dict[str, StoredTensor]]:
-    index = folder / INDEX
-    if not index.is_file():
-        names = ["model.safetensors"]
-    else:
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError):
-            return {}
-    if not all((folder / name).is_file() for name in names):
-        return {}
-    return {name: read_header(folder / name) for name in names}
-
-
 def _repeated(folder: Path) -> list[str]:
     names = [CONFIG, GENERATION, INDEX]
     patterns = ("*.py", "LICENSE*", "LICENCE*", "NOTICE*")
@@ -183,24 +118,13 @@ def _repeated(folder: Path) -> list[str]:
 
 
 def _tokenizer_files(location: ModelLocation, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    folder = _folder(location, "tokenizer_config.json", "tokenizer.json") if location.gguf is None else None
+    folder = local_folder(location, "tokenizer_config.json", "tokenizer.json") if location.gguf is None else None
     if folder is None:
         return {}
     names = dict.fromkeys((*TOKENIZER_FILES, *tokenizer.vocab_files_names.values()))
     paths = [folder / name for name in names if isinstance(name, str)]
     paths += sorted((folder / "additional_chat_templates").glob("*.jinja"))
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths if path.is_file()}
-
-
-def _folder(location: ModelLocation, *names: str) -> Path | None:
-    """Find the folder that holds the files: a local one, or the cached snapshot of a hub id; None without either."""
-    if location.is_local:
-        return Path(location.name)
-    for name in names or (CONFIG,):
-        cached = try_to_load_from_cache(location.name, name)
-        if isinstance(cached, str):
-            return Path(cached).parent
-    return None
 
 
 def _config_dtype(config: Mapping[str, Any]) -> torch.dtype:

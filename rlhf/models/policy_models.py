@@ -38,6 +38,7 @@ from rlhf.models.logprobs import (
 )
 from rlhf.models.scalar_head import ScalarHeadModel, completion_values
 from rlhf.runtime.engine import Engine
+from rlhf.transfer import on_host, place_live, select_live
 from rlhf.types import Completions, Demonstrations
 
 TokenNumbers = tuple[Tensor, Tensor, Tensor]  # per token [M]: log-prob under policy and reference, and the KL
@@ -70,14 +71,14 @@ class Comparison:
         chunked = [in_chunks(model, self.log_probs) for model in (self.policy, self.reference)]
         mask = batch.completion_mask
         # Allocated once: results kept from each chunk would lie between the logits of others and fragment the heap.
-        columns = torch.empty(3, int(mask.sum()), dtype=self._dtype(), device=mask.device)
+        columns = torch.empty(3, int(on_host(mask).sum()), dtype=self._dtype(), device=mask.device)
         done = 0
         for chunk in self._by_tokens(batch) if all(chunked) else self._by_rows(batch):
             count = chunk[0].shape[0]
             for column, values in zip(columns, chunk, strict=True):
                 column[done : done + count] = values
             done += count
-        return ReferenceComparison(*(column.new_zeros(mask.shape).masked_scatter(mask, column) for column in columns))
+        return ReferenceComparison(*(place_live(column, mask) for column in columns))
 
     def _by_tokens(self, batch: Completions) -> Iterator[TokenNumbers]:
         """Compare from the hidden states of both models, with logits for a few tokens at a time."""
@@ -85,7 +86,7 @@ class Comparison:
         states = predictor_hidden_states(self.policy, batch, self.packing)
         with self.as_reference():
             ref_states = predictor_hidden_states(self.reference, batch, self.packing)
-        ids, device = batch.completion_ids[batch.completion_mask], states.device
+        ids, device = select_live(batch.completion_ids, batch.completion_mask), states.device
         with self.whole(heads[0]), self.whole(heads[1]):
             to_logits, to_ref_logits = (logits_function(head, device, float32_head=self.float32_head) for head in heads)
             size = chunk_rows(self._vocabulary(), device)
@@ -107,7 +108,7 @@ class Comparison:
             with self.as_reference():
                 ref_logits, _ = completion_logits(self.reference, sequences, length, float32_head=self.float32_head)
             size = chunk_rows(self._vocabulary(), logits.device)
-            chunks = (tensor[mask].split(size) for tensor in (logits, ref_logits, ids))
+            chunks = (select_live(tensor, mask).split(size) for tensor in (logits, ref_logits, ids))
             yield from starmap(self._compare, zip(*chunks, strict=True))
 
     def _compare(self, logits: Float[Tensor, "M V"], ref_logits: Float[Tensor, "M V"], ids: Tensor) -> TokenNumbers:
@@ -135,7 +136,10 @@ def predictor_hidden_states(model: CausalLM, batch: Completions, packing: Packin
     states: list[Tensor] = []
 
     def read(_: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        chosen = hidden[:, -length - 1 : -1][mask] if rows is None else hidden[0].index_select(0, rows.predictor_index)
+        if rows is None:
+            chosen = select_live(hidden[:, -length - 1 : -1], mask)
+        else:
+            chosen = hidden[0].index_select(0, rows.predictor_index)
         states.append(chosen)
         return chosen
 
@@ -333,12 +337,11 @@ class Ema:
             self.shadow[name].copy_(self.engine.part_of(self._live[name], value))
 
     def saved(self) -> dict[str, Tensor]:
-        """Return the average as whole weights in the main process; every process must call it."""
-        with self.applied():
-            whole = self.engine.full_state(self.module)
-        if whole is None:
+        """Return the average as whole weights, under ZeRO-3 those that this rank owns; every rank must call it."""
+        if not self.engine.splits_weights:
             return self.shadow
-        return {name: value for name, value in whole.items() if name in self.shadow}
+        with self.applied():
+            return self.engine.owned_weights(self.module, trained_only=True)
 
     def _parts(self) -> dict[str, Tensor]:
         return {name: self.engine.part(p).clone() for name, p in self._live.items()}

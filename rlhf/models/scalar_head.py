@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.config.sections import Packing
+from rlhf.config.sections import HeadInit, Packing
 from rlhf.data.tokenizer import ADAPTER, base_of_adapter, locate_model
 from rlhf.errors import ModelError
 from rlhf.models.backbone import (
@@ -29,9 +29,11 @@ from rlhf.models.export import classifier_padding
 from rlhf.models.kernels.llama.forward import predictor_states
 from rlhf.models.kernels.packing import PackedBatch, pack_for
 from rlhf.models.logprobs import Sequences
+from rlhf.models.split_load import load_split
+from rlhf.models.weight_files import local_folder
+from rlhf.runtime.engine import Engine
 from rlhf.runtime.seeding import generator
-
-HeadInit = Literal["zero", "normal"]
+from rlhf.transfer import place_live
 
 
 class ScalarHeadModel(nn.Module):
@@ -98,6 +100,12 @@ class ScalarHeadModel(nn.Module):
         self.classifier.save_pretrained(folder, state_dict=state)
         tokenizer.save_pretrained(folder)
 
+    def save_settings(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+        """Save what `save` does, without the weights."""
+        self.classifier.save_pretrained(folder, state_dict={"score.weight": torch.zeros(1)})
+        (folder / "model.safetensors").unlink()
+        tokenizer.save_pretrained(folder)
+
 
 def completion_values(
     model: ScalarHeadModel,
@@ -110,7 +118,7 @@ def completion_values(
     rows = model.rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
     if rows is not None:
         chosen: Tensor = model(rows, rows.predictor_index)  # called as a module, so that its hooks (ZeRO-3) run
-        return chosen.new_zeros(completion_mask.shape).masked_scatter(completion_mask, chosen)
+        return place_live(chosen, completion_mask)
     values = model(Sequences.join(prompt_ids, prompt_mask, completion_ids, completion_mask))
     length = completion_ids.shape[1]
     return torch.where(completion_mask, values[:, -length - 1 : -1], 0.0)
@@ -147,16 +155,19 @@ def load_scalar_head(
     dtype: str = "float32",
     seed: int = 0,
     trust_remote_code: bool = False,
+    engine: Engine | None = None,
 ) -> ScalarHeadModel:
     """Load a scalar-head model from a reward model, or from a causal LM with a new head.
 
     Args:
         path: folder, GGUF file or hub id; an adapter's folder is merged into its base.
         tokenizer: the tokenizer of the texts to score; the model must have an embedding for each of its tokens.
-        new_head: "zero", or "normal": N(0, 1 / (d + 1)), std 1/sqrt(d+1) (Stiennon et al. 2020); None: `path` has one.
+        new_head: "zero"; "normal": N(0, 1 / (d + 1)), std 1/sqrt(d+1) (Stiennon et al. 2020); "orthogonal": a random
+            direction of length 1; None: `path` has one.
         dtype: the dtype of the arithmetic; see backbone.autocast.
         seed: the seed of the new head.
         trust_remote_code: run code that comes with a hub model.
+        engine: where it splits weights over the ranks, each loads its own part only; a new head is whole in all.
 
     Raises:
         ModelError: the model cannot be loaded, or has no scalar head where one is expected.
@@ -174,20 +185,40 @@ def load_scalar_head(
     else:
         if new_head is None and not _has_scalar_head(load_model_config(path, trust_remote_code=trust_remote_code)):
             raise _no_reward_model(path)
-        classifier = _load_classifier(path, dtype=dtype, trust_remote_code=trust_remote_code)
+        classifier = _load_classifier(
+            path, dtype=dtype, trust_remote_code=trust_remote_code, engine=engine, new_head=new_head
+        )
     _check_head(classifier, path)
     check_vocabulary(classifier, tokenizer, path)
     classifier.config.pad_token_id = classifier_padding(classifier, tokenizer).number
     model = ScalarHeadModel(train_pad_embedding(align_weights(classifier)))
     if new_head is not None:
-        _initialize(model.head, new_head, seed)
+        initialize_head(model.head, new_head, seed)
     return model
 
 
-def _load_classifier(path: str, *, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
+def _load_classifier(
+    path: str,
+    *,
+    dtype: str,
+    trust_remote_code: bool,
+    engine: Engine | None = None,
+    new_head: HeadInit | None = None,
+) -> PreTrainedModel:
     config = load_model_config(path, trust_remote_code=trust_remote_code)
-    config.num_labels = 1
+    config.num_labels = ensemble_size(config) if new_head is None else 1
     try:
+        if engine is not None and engine.splits_weights:
+            make = partial(
+                AutoModelForSequenceClassification.from_config,
+                config,
+                dtype=weight_dtype(dtype),
+                trust_remote_code=trust_remote_code,
+            )
+            folder = local_folder(locate_model(path))
+            split = load_split(make, folder, engine, new=["score.weight"] if new_head is not None else [])
+            if split is not None:
+                return split
         classifier: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(
             locate_model(path).name, config=config, dtype=weight_dtype(dtype), trust_remote_code=trust_remote_code
         )
@@ -226,13 +257,20 @@ def _no_reward_model(path: str) -> ModelError:
 
 def _has_scalar_head(config: object) -> bool:
     architectures = getattr(config, "architectures", None) or []
-    return any("SequenceClassification" in name for name in architectures) and getattr(config, "num_labels", 0) == 1
+    is_classifier = any("SequenceClassification" in name for name in architectures)
+    return is_classifier and getattr(config, "num_labels", 0) == ensemble_size(config)
 
 
-def _initialize(head: nn.Linear, how: HeadInit, seed: int) -> None:
-    std = (head.in_features + 1) ** -0.5 if how == "normal" else 0.0
+def ensemble_size(config: object) -> int:
+    """Return the number of members of a reward model on one backbone (rlhf.models.ensemble_head); 1 for a single."""
+    return int(getattr(config, "ensemble_size", None) or 1)
+
+
+def initialize_head(head: nn.Linear, how: HeadInit, seed: int) -> None:
+    """Initialize a head in place, as load_scalar_head describes."""
     noise = torch.randn(head.weight.shape, generator=generator(seed, "head"), dtype=torch.float64)
+    scale = {"zero": 0.0, "normal": (head.in_features + 1) ** -0.5, "orthogonal": 1.0 / float(noise.norm())}
     with torch.no_grad():
-        head.weight.copy_(noise * std)
+        head.weight.copy_(noise * scale[how])
         if head.bias is not None:
             head.bias.zero_()

@@ -1,34 +1,21 @@
-"""Learning curves: which metrics share a chart, and the plotly figures. Colors are roles; the page resolves them."""
+"""The charts of a run: which metrics share one, the seconds of its steps, and a reward model's calibration."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
-import plotly.graph_objects as go
-
-from rlhf.report.record import Record, Series
+from rlhf.report.alarms import marks
+from rlhf.report.chart import Axis, Chart, Number, Series
+from rlhf.report.record import MetricSeries, Record
 from rlhf.tracking.metrics import MetricInfo, shown_in
 
 MAX_POINTS = 2000  # a curve with more is thinned, so that the page opens on a phone
 SMOOTH_FROM = 40  # points from which a running mean is drawn over the curve
 MAX_BARS = 80
-
-Json = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A figure with its title and unit."""
-
-    key: str
-    title: str
-    unit: str
-    figure: Json
 
 
 @dataclass(frozen=True)
@@ -87,6 +74,11 @@ GROUPS = (
         "of a length bias.",
     ),
     ("optimization", "Optimization", "Gradient norms are before clipping."),
+    (
+        "data",
+        "Sources of the data",
+        "A source whose score stands still while the others rise is too hard, or its reward does not fit it.",
+    ),
 )
 
 
@@ -123,20 +115,24 @@ def _error_bar_of(name: str, record: Record) -> bool:
 
 def _curves_chart(record: Record, names: Sequence[str], title: str, table: Mapping[str, MetricInfo]) -> Chart:
     """Build a chart of several metrics, with their target where they have one."""
-    figure = go.Figure()
+    curves: list[Series] = []
     for number, name in enumerate(names, start=1):
         exact = name in table and table[name].curve == "exact"
-        _add_curve(figure, record.series[name], record.series.get(f"{name}_se"), role=f"s{number}", exact=exact)
+        curves += _curve(record.series[name], record.series.get(f"{name}_se"), role=f"s{number}", exact=exact)
     target = _target(record, names)
     if target is not None:
         steps = [step for name in names for step, _ in record.points(name)]
-        ends = [min(steps), max(steps)]
-        trace = go.Scatter(x=ends, y=[target] * 2, mode="lines", name=f"target {target:g}", meta={"role": "target"})
-        figure.add_trace(trace.update(line={"dash": "dash", "width": 1.5}))
+        curves.append(_ideal(f"target {target:g}", [min(steps), max(steps)], [target] * 2))
+    alarms = [mark for name in names if (mark := marks(record, name)) is not None]
+    curves += alarms
     unit = table[names[0]].unit if names[0] in table else ""
-    figure.update_layout(showlegend=len(names) > 1 or target is not None)
-    figure.update_xaxes(title="step")
-    return Chart(f"curve:{names[0]}", title, "" if unit == "-" else unit, to_json(figure))
+    y, has_legend = Axis(unit="" if unit == "-" else unit), len(names) > 1 or target is not None or bool(alarms)
+    return Chart(f"curve:{names[0]}", title, Axis("step"), y, curves, has_legend=has_legend)
+
+
+def _ideal(name: str, xs: Sequence[Number], ys: Sequence[Number]) -> Series:
+    """Build the dashed line that a curve is measured against."""
+    return Series(name, "target", xs, ys, width=1.5, dash="dash")
 
 
 def _target(record: Record, names: Sequence[str]) -> float | None:
@@ -149,35 +145,22 @@ def _target(record: Record, names: Sequence[str]) -> float | None:
     return None
 
 
-def _add_curve(figure: go.Figure, series: Series, errors: Series | None, *, role: str, exact: bool) -> None:
-    """Add a metric to a figure: thinned, with error bars, and with a running mean where it is long and noisy."""
-    thinned = decimate(series)
-    held_out = series.name.startswith("eval/")
-    smooth = not held_out and not exact and len(series.finite()) >= SMOOTH_FROM
-    few = len(thinned.steps) <= 60
-    trace = go.Scatter(
-        x=thinned.steps,
-        y=thinned.values,
-        name=series.name,
-        mode="lines+markers" if held_out or few else "lines",
-        line={"width": 1 if smooth else 2},
-        marker={"size": 5 if held_out else 3},
-        opacity=0.35 if smooth else 1.0,
-        showlegend=not smooth,
-        legendgroup=series.name,
-        meta={"role": role},
-    )
-    if errors is not None:
-        spread = dict(errors.finite())
-        trace.error_y = {"array": [spread.get(step) for step in thinned.steps], "thickness": 1, "width": 3}
-    figure.add_trace(trace)
-    if smooth:
-        mean = decimate(running_mean(series))
-        line = go.Scatter(x=mean.steps, y=mean.values, name=series.name, mode="lines", legendgroup=series.name)
-        figure.add_trace(line.update(line={"width": 2.2}, meta={"role": role}, hoverinfo="skip"))
+def _curve(metric: MetricSeries, errors: MetricSeries | None, *, role: str, exact: bool) -> list[Series]:
+    """Build the curve of a metric: thinned, with error bars, and with a running mean where it is long and noisy."""
+    thinned, name = decimate(metric), metric.name
+    held_out, few = name.startswith("eval/"), len(thinned.steps) <= 60
+    size = 5 if held_out else 3 if few else 0
+    spread = dict(errors.finite()) if errors is not None else {}
+    bars = [spread.get(step) for step in thinned.steps] if errors is not None else ()
+    curve = Series(name, role, thinned.steps, thinned.values, size=size, errors=bars, group=name)
+    if held_out or exact or len(metric.finite()) < SMOOTH_FROM:
+        return [curve]
+    mean = decimate(running_mean(metric))
+    line = Series(name, role, mean.steps, mean.values, width=2.2, group=name, interactive=False)
+    return [replace(curve, width=1, opacity=0.35, in_legend=False), line]
 
 
-def running_mean(series: Series) -> Series:
+def running_mean(series: MetricSeries) -> MetricSeries:
     """Compute the centered mean over about a tenth of the finite points (at least 5), narrower at the ends."""
     points = series.finite()
     half = max(2, len(points) // 20)
@@ -186,10 +169,10 @@ def running_mean(series: Series) -> Series:
     for index in range(len(points)):
         radius = min(half, index, len(points) - 1 - index)
         means.append((sums[index + radius + 1] - sums[index - radius]) / (2 * radius + 1))
-    return Series(series.name, tuple(step for step, _ in points), tuple(means))
+    return MetricSeries(series.name, tuple(step for step, _ in points), tuple(means))
 
 
-def decimate(series: Series, limit: int = MAX_POINTS) -> Series:
+def decimate(series: MetricSeries, limit: int = MAX_POINTS) -> MetricSeries:
     """Thin a series to at most `limit` points: the ends, and the extremes of each stretch, so that no spike is lost."""
     count = len(series.steps)
     if count <= limit:
@@ -207,7 +190,7 @@ def decimate(series: Series, limit: int = MAX_POINTS) -> Series:
         else:
             kept.add(start)
     order = sorted(kept)
-    return Series(series.name, tuple(series.steps[i] for i in order), tuple(series.values[i] for i in order))
+    return MetricSeries(series.name, tuple(series.steps[i] for i in order), tuple(series.values[i] for i in order))
 
 
 def timing_chart(timings: Sequence[Mapping[str, Any]], phases: Sequence[str]) -> Chart:
@@ -218,13 +201,12 @@ def timing_chart(timings: Sequence[Mapping[str, Any]], phases: Sequence[str]) ->
     timings = list({row.get("step", 0): row for row in timings}.values())
     width = max(1, math.ceil(len(timings) / MAX_BARS))
     parts = [timings[i : i + width] for i in range(0, len(timings), width)]
-    figure = go.Figure(layout={"barmode": "stack", "bargap": 0.15, "showlegend": True})
+    steps, bars = [part[-1].get("step", 0) for part in parts], []
     for number, phase in enumerate(phases):
         seconds = [sum(row.get("seconds", {}).get(phase) or 0.0 for row in part) / len(part) for part in parts]
-        steps = [part[-1].get("step", 0) for part in parts]
-        figure.add_trace(go.Bar(x=steps, y=seconds, name=phase, meta={"role": f"s{number % 8 + 1}"}))
+        bars.append(Series(phase, f"s{number % 8 + 1}", steps, seconds, kind="bars"))
     title = "Seconds per logged step" if width == 1 else f"Seconds per logged step, mean of {width}"
-    return Chart("timings", title, "s", to_json(figure.update_xaxes(title="step")))
+    return Chart("timings", title, Axis("step"), Axis(unit="s"), bars)
 
 
 def calibration_chart(bins: Sequence[tuple[float, float, float | None]]) -> Chart:
@@ -234,26 +216,7 @@ def calibration_chart(bins: Sequence[tuple[float, float, float | None]]) -> Char
     markers = [6 + 14 * math.sqrt(size / largest) if largest else 8 for size in sizes]
     predicted, observed = [p for p, _, _ in bins], [o for _, o, _ in bins]
     low = min(0.5, *predicted, *observed) if bins else 0.0
-    figure = go.Figure(layout={"showlegend": True})
-    diagonal = go.Scatter(x=[low, 1], y=[low, 1], mode="lines", name="calibrated", meta={"role": "target"})
-    figure.add_trace(diagonal.update(line={"dash": "dash", "width": 1.5}))
-    figure.add_trace(
-        go.Scatter(
-            x=predicted,
-            y=observed,
-            mode="lines+markers",
-            name="this model",
-            marker={"size": markers},
-            text=[f"{size:g} pairs" for size in sizes] if largest else None,
-            meta={"role": "s1"},
-        )
-    )
-    figure.update_xaxes(title="predicted probability").update_yaxes(title="observed share")
-    return Chart("calibration", "Calibration", "share", to_json(figure))
-
-
-def to_json(figure: go.Figure) -> Json:
-    """Convert a figure to JSON data without plotly's theme: the page has two themes of its own."""
-    loaded: Json = json.loads(figure.to_json())
-    loaded.get("layout", {}).pop("template", None)
-    return loaded
+    texts = [f"{size:g} pairs" for size in sizes] if largest else ()
+    model = Series("this model", "s1", predicted, observed, size=markers, texts=texts)
+    x, y = Axis("predicted probability"), Axis("observed share", "share")
+    return Chart("calibration", "Calibration", x, y, [_ideal("calibrated", [low, 1], [low, 1]), model])

@@ -17,16 +17,18 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from rlhf.report.charts import Chart, calibration_chart, chart_groups, timing_chart
+from rlhf.report.alarms import alarm_table
+from rlhf.report.chart import Chart, plotly_figure
+from rlhf.report.charts import calibration_chart, chart_groups, timing_chart
 from rlhf.report.record import Pair, Record, read_record
 from rlhf.report.report_card import calibration_bins, card_tables
 from rlhf.tracking.formatting import format_duration, format_megabytes, format_number, format_value
-from rlhf.tracking.metrics import METRICS, MetricInfo, shown_in
+from rlhf.tracking.metrics import MetricInfo, shown_in, table_of
 from rlhf.tracking.progress import printable
 from rlhf.tracking.run_folder import RunFolder, write_atomically
 
 
-def write_page(path: Path, template: str, charts: Sequence[Chart], **context: Any) -> Path:
+def write_page(path: Path, template: str, drawn: Sequence[Chart], **context: Any) -> Path:
     """Render `template`, which extends base.html.j2, with its charts into one self-contained file at `path`.
 
     Text is escaped by jinja2. In addition, the page's content security policy runs only the scripts with the hashes
@@ -42,7 +44,7 @@ def write_page(path: Path, template: str, charts: Sequence[Chart], **context: An
             **{name: Markup(script) for name, script in scripts.items()},
             style=Markup(_asset("style.css")),
             script_hashes=Markup(hashes),
-            figures={chart.key: chart.figure for chart in charts},
+            figures={chart.key: plotly_figure(chart) for chart in drawn},
         )
     )
     write_atomically(path, page)
@@ -292,7 +294,8 @@ def write_report(run_dir: Path) -> Path:
     """
     record = read_record(Path(run_dir))
     pairs, first_step, last_step = record.pairs()
-    groups = chart_groups(record, METRICS)
+    table = table_of(record.series)
+    groups = chart_groups(record, table)
     phases, timing = phase_table(record.timings), None
     if phases:
         timing = timing_chart(record.timings, [row["phase"] for row in phases])
@@ -319,8 +322,9 @@ def write_report(run_dir: Path) -> Path:
         calibration=calibration,
         phases=phases,
         timing=timing,
+        alarms=alarm_table(record),
         notes=_unique([*_nonfinite_notes(record), *record.notes]),
-        glossary=_glossary(record, METRICS),
+        glossary=_glossary(record, table),
         config=_config_text(record),
     )
 

@@ -13,7 +13,7 @@ from rlhf.tracking.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
-class Series:
+class MetricSeries:
     """One metric over the steps at which it was logged; NaN and infinite values are None."""
 
     name: str
@@ -47,12 +47,13 @@ class Record:
 
     path: Path
     config: dict[str, Any]
-    series: dict[str, Series]
+    series: dict[str, MetricSeries]
     last_step: int
     samples: list[dict[str, Any]] = field(default_factory=list)
     timings: list[dict[str, Any]] = field(default_factory=list)
     notes: list[dict[str, Any]] = field(default_factory=list)
     card: dict[str, Any] = field(default_factory=dict)
+    alarms: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -140,10 +141,11 @@ def read_record(run_dir: Path) -> Record:
         timings=folder.read_timings(),
         notes=folder.read_notes(),
         card=card,
+        alarms=folder.read_alarms(),
     )
 
 
-def collect(rows: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
+def collect(rows: Iterable[Mapping[str, Any]]) -> dict[str, MetricSeries]:
     """Collect the lines of metrics.jsonl into one series per metric, in the order of first appearance."""
     steps: dict[str, list[int]] = {}
     values: dict[str, list[float | None]] = {}
@@ -152,4 +154,4 @@ def collect(rows: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
             if name != "step" and (value is None or isinstance(value, int | float)):
                 steps.setdefault(name, []).append(int(row.get("step", 0)))
                 values.setdefault(name, []).append(None if value is None else float(value))
-    return {name: Series(name, tuple(steps[name]), tuple(values[name])) for name in steps}
+    return {name: MetricSeries(name, tuple(steps[name]), tuple(values[name])) for name in steps}

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, NonFiniteScores
+from rlhf.rewards.combine import EnsembleMode, combine, disagreement, normalize_then_sum
 from rlhf.rewards.source import RewardSource
 from rlhf.runtime.distributed import Distributed
 from rlhf.types import Completions, Scores
 
-EnsembleMode = Literal["mean", "minimum", "mean_minus_std"]
-
 
 class EnsembleReward:
-    """Scores every completion with every member and combines the scores.
+    """Scores every completion with every member and combines the scores; see rlhf.rewards.combine.
 
-        mean: mean_k r_k    minimum: min_k r_k    mean_minus_std: mean_k r_k - c * std_k r_k
-
-    Coste et al. (2024): minimum is worst-case optimization. Their uncertainty-weighted form subtracts the variance;
-    here it is the standard deviation (of the population, so that it is 0 for one member), in the unit of the scores.
-
-    The parts are each member's scores and parts, and the standard deviation over members as "disagreement".
+    A member's score is NaN where it does not apply. The parts are each member's scores and parts, and the standard
+    deviation of the weighted scores over members as "disagreement"; of gdpo, also their "weighted_sum".
     """
 
     def __init__(
@@ -34,9 +28,14 @@ class EnsembleReward:
         *,
         how: EnsembleMode,
         std_coef: float = 1.0,
+        weights: Sequence[float] | None = None,
         names: Sequence[str] | None = None,
+        may_abstain: bool = False,
     ) -> None:
         """Combine `members`, whose parts are called `names`: by default sources.0, sources.1, ... as in the config.
+
+        Without `weights` every member has weight 1. With `may_abstain` a completion to which no member applies has the
+        score NaN, which otherwise is an error.
 
         Raises:
             ConfigError: there are no members.
@@ -44,30 +43,45 @@ class EnsembleReward:
         if not members:
             raise ConfigError("reward.source.sources is empty: an ensemble needs at least one source")
         names = names or [f"sources.{i}" for i in range(len(members))]
-        assert len(set(names) - {"disagreement"}) == len(members)
+        assert len(set(names) - {"disagreement", "weighted_sum"}) == len(members)
         self.members = dict(zip(names, members, strict=True))
         self.how = how
         self.std_coef = std_coef
+        self.weights = torch.tensor([1.0] * len(members) if weights is None else list(weights), dtype=torch.float64)
+        self.may_abstain = may_abstain
 
     def __call__(self, completions: Completions) -> Scores:
-        """Score the completions with every member and combine the scores."""
+        """Score the completions with every member and combine the scores.
+
+        gdpo compares the completions of a prompt. Where there is one of each, as in evaluation, the score is the
+        weighted sum.
+
+        Raises:
+            NonFiniteScores: no member applies to a completion.
+        """
         scores = {name: member(completions) for name, member in self.members.items()}
         parts: dict[str, Float[Tensor, " B"]] = {}
         for name, member_scores in scores.items():
             parts[name] = member_scores.values
             parts |= {f"{name}/{part}": values for part, values in member_scores.parts.items()}
         stacked = torch.stack([member_scores.values for member_scores in scores.values()])
-        parts["disagreement"] = stacked.std(dim=0, correction=0)
-        return Scores(values=self._combine(stacked, parts["disagreement"]), parts=parts)
+        weights = self.weights.to(stacked)
+        parts["disagreement"] = disagreement(stacked, weights)
+        values = combine(stacked, weights, how=self.how, std_coef=self.std_coef)
+        if self.how == "gdpo":
+            parts["weighted_sum"] = values
+            if completions.group_size > 1:
+                values = normalize_then_sum(stacked, weights, completions.group_size)
+        self._check(values)
+        return Scores(values=values, parts=parts)
 
-    def _combine(self, scores: Float[Tensor, "K B"], std: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
-        match self.how:
-            case "mean":
-                return scores.mean(dim=0)
-            case "minimum":
-                return scores.amin(dim=0)
-            case "mean_minus_std":
-                return scores.mean(dim=0) - self.std_coef * std
+    def _check(self, values: Float[Tensor, " B"]) -> None:
+        missing = values.isnan().nonzero().flatten().tolist()
+        if missing and not self.may_abstain:
+            raise NonFiniteScores(
+                f"none of the ensemble's {len(self.members)} sources ({', '.join(self.members)}) applies to "
+                f"{len(missing)} of {len(values)} completions (the first: row {missing[0]}): add one that always does"
+            )
 
 
 class ShardedReward:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import importlib.util
 import inspect
 import signal
-import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import FrameType, ModuleType, TracebackType
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
-from rlhf.errors import RewardError, UserError
+from rlhf.errors import RewardError
 from rlhf.rewards.source import BatchDecoder, Texts, checked_scores, decode, quoted
 from rlhf.types import Completions, Scores
+from rlhf.user_code import UserCode, load_function
 
 T = TypeVar("T")
 
@@ -35,16 +30,16 @@ def run_with_timeout(seconds: float | None, call: Callable[[], T]) -> T:
     """Return what `call` returns, within a time limit in seconds; None: no limit.
 
     In the main thread a signal interrupts the call, even while it sleeps, waits for a socket or matches a regular
-    expression; a loop inside a compiled extension has to finish first. In any other thread the call is abandoned and
-    goes on in the background. A timer that is already set is set again afterwards; if it was due meanwhile, it fires
-    right after the call.
+    expression; a loop inside a compiled extension has to finish first. In any other thread, and on Windows, which has
+    no timer signal, the call is abandoned and goes on in the background. A timer that is already set is set again
+    afterwards; if it was due meanwhile, it fires right after the call.
 
     Raises:
         TimeLimitExceeded: the call took longer.
     """
     if seconds is None:
         return call()
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         return _run_in_thread(seconds, call)
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
@@ -102,16 +97,28 @@ def _run_in_thread(seconds: float, call: Callable[[], T]) -> T:
     return results[0]
 
 
+ARGUMENTS = ("prompts", "completions", "references")
+
+
 class FunctionReward:
     """Calls fn(prompts=[str], completions=[str], references=[dict], **kwargs), which returns one number per completion.
 
-    The function returns a list (or array) of numbers, or a pair of that and a dict of named parts, each such a list.
+    Those of the three that the function has no argument for are left out. The function returns a list
+    (or array) of numbers, or a pair of that and a dict of named parts, each such a list.
     """
 
     def __init__(
-        self, target: str, kwargs: Mapping[str, Any], tokenizer: BatchDecoder, *, timeout_s: float | None = None
+        self,
+        target: str,
+        kwargs: Mapping[str, Any],
+        tokenizer: BatchDecoder,
+        *,
+        timeout_s: float | None = None,
+        may_abstain: bool = False,
     ) -> None:
         """Import `target` (module:function or path/to/file.py:function); `timeout_s` limits a call (None: no limit).
+
+        With `may_abstain` the function may return None or NaN for completions that it does not apply to.
 
         Raises:
             RewardError: the target cannot be imported, is not callable, or does not accept these arguments.
@@ -120,8 +127,10 @@ class FunctionReward:
         self.kwargs = dict(kwargs)
         self.tokenizer = tokenizer
         self.timeout_s = timeout_s
+        self.may_abstain = may_abstain
         self._function = load_function(target)
-        _check_arguments(self._function, target, self.kwargs)
+        self._names = _accepted(self._function)
+        _check_arguments(self._function, target, self.kwargs, self._names)
 
     def __call__(self, completions: Completions) -> Scores:
         """Score the completions by calling the function.
@@ -130,15 +139,17 @@ class FunctionReward:
             RewardError: the function fails, times out, or does not return one finite number per completion.
         """
         texts = decode(completions, self.tokenizer)
-        with _UserCode(f"the reward function {self.target!r}", f" ({_call_info(texts)})"):
+        with UserCode(f"the reward function {self.target!r}", f" ({_call_info(texts)})"):
             result = self._call(texts)
         values, parts = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if not isinstance(parts, Mapping):  # a tuple of two scores
             values, parts = result, {}
-        return checked_scores(values, parts, texts, who=f"the reward function {self.target!r}")
+        return checked_scores(
+            values, parts, texts, who=f"the reward function {self.target!r}", may_abstain=self.may_abstain
+        )
 
     def _call(self, texts: Texts) -> Any:
-        arguments = {"prompts": texts.prompts, "completions": texts.completions, "references": texts.references}
+        arguments = {name: getattr(texts, name) for name in self._names}
         try:
             return run_with_timeout(self.timeout_s, lambda: self._function(**arguments, **self.kwargs))
         except TimeLimitExceeded as error:
@@ -148,103 +159,38 @@ class FunctionReward:
             ) from error
 
 
-def load_function(target: str) -> Callable[..., Any]:
-    """Import the function that `target` names: module:function, or path/to/file.py:function (a file on its own).
-
-    Raises:
-        RewardError: there is no such module, file or function, or its import fails.
-    """
-    location, colon, name = target.rpartition(":")
-    if not (colon and location and name):
-        raise RewardError(f"reward target {target!r}: write module:function or path/to/file.py:function")
-    module = _load_file(Path(location)) if location.endswith(".py") else _load_module(location)
-    function = getattr(module, name, None)
-    if function is None:
-        raise RewardError(f"reward target {target!r}: {location} has no {name!r}{_suggest_function(name, module)}")
-    if not callable(function):
-        raise RewardError(f"reward target {target!r}: {name!r} is a {type(function).__name__}, not a function")
-    checked: Callable[..., Any] = function
-    return checked
+def _accepted(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return those of ARGUMENTS that the function accepts by name; all of them if it accepts none, or cannot say."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # some built-ins have none
+        return ARGUMENTS
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return ARGUMENTS
+    by_name = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
+    return tuple(name for name in ARGUMENTS if name in by_name) or ARGUMENTS
 
 
-def _load_module(name: str) -> ModuleType:
-    with _UserCode(f"importing the reward module {name!r}"):
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            # Only if the requested module is the missing one: what that module itself fails to import is another error.
-            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise
-            raise RewardError(
-                f"no module {name!r}: install it or put its folder on PYTHONPATH, "
-                "or name a file: path/to/file.py:function"
-            ) from error
-
-
-def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        candidates = [str(other) for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        matches = difflib.get_close_matches(str(path), candidates, n=1)
-        raise RewardError(f"no reward file {str(path)!r}{_did_you_mean(matches)}")
-    name = f"reward file {path.resolve()}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look up a class's module there
-    with _UserCode(f"importing the reward file {str(path)!r}"):
-        spec.loader.exec_module(module)
-    return module
-
-
-def _suggest_function(name: str, module: ModuleType) -> str:
-    return _did_you_mean(
-        difflib.get_close_matches(name, [n for n in vars(module) if callable(getattr(module, n))], n=1)
-    )
-
-
-def _did_you_mean(matches: list[str]) -> str:
-    return f"; did you mean {matches[0]!r}?" if matches else ""
-
-
-def _check_arguments(function: Callable[..., Any], target: str, kwargs: Mapping[str, Any]) -> None:
+def _check_arguments(
+    function: Callable[..., Any], target: str, kwargs: Mapping[str, Any], names: Sequence[str]
+) -> None:
     """Check the arguments against the function's signature, so that a misspelled one fails before any training."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some built-ins have none
         return
-    reserved = sorted({"prompts", "completions", "references"} & set(kwargs))
+    reserved = sorted(set(ARGUMENTS) & set(kwargs))
     if reserved:
         raise RewardError(f"reward.source.kwargs: {reserved[0]!r} is given to {target!r} already; choose another name")
     try:
-        signature.bind(prompts=[], completions=[], references=[], **kwargs)
+        signature.bind(**dict.fromkeys(names, ()), **kwargs)
     except TypeError as error:
         raise RewardError(
-            f"the reward function {target!r} is called with prompts, completions, references"
-            f"{''.join(f', {name}' for name in kwargs)}, but has the arguments {signature}: {error}"
+            f"the reward function {target!r} is called with {', '.join([*names, *kwargs])}, but has the "
+            f"arguments {signature}: {error}"
         ) from error
 
 
 def _call_info(texts: Texts) -> str:
     first = f"; the first: {quoted(texts.completions[0])}" if texts.completions else ""
     return f"called with {len(texts.completions)} completions{first}"
-
-
-class _UserCode:
-    """Context manager around user code: any exception becomes a RewardError that says where it was raised."""
-
-    def __init__(self, what: str, context: str = "") -> None:
-        self.what = what
-        self.context = context
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not isinstance(error, Exception) or isinstance(error, UserError):
-            return
-        last = traceback.format_exception_only(error)[-1].strip()
-        frame = traceback.extract_tb(trace)[-1]
-        raise RewardError(f"{self.what} failed: {last} at {frame.filename}:{frame.lineno}{self.context}") from error

@@ -70,8 +70,10 @@ def decode(completions: Completions, tokenizer: BatchDecoder) -> Texts:
     )
 
 
-def checked_scores(values: object, parts: object, texts: Texts, *, who: str) -> Scores:
+def checked_scores(values: object, parts: object, texts: Texts, *, who: str, may_abstain: bool = False) -> Scores:
     """Convert the scores and parts that `who` returned to float32 tensors.
+
+    With `may_abstain`, None and NaN mean that the source does not apply to the completion, and become NaN.
 
     Raises:
         RewardError: the scores or a part are not one number per completion.
@@ -82,9 +84,11 @@ def checked_scores(values: object, parts: object, texts: Texts, *, who: str) -> 
             f"{who} returned parts of type {type(parts).__name__}; give a dict of name -> list of numbers"
         )
     return Scores(
-        values=_to_tensor(values, texts.completions, who=who, what="scores"),
+        values=_to_tensor(values, texts.completions, who=who, what="scores", may_abstain=may_abstain),
         parts={
-            str(name): _to_tensor(part, texts.completions, who=who, what=f"values of part {name!r}")
+            str(name): _to_tensor(
+                part, texts.completions, who=who, what=f"values of part {name!r}", may_abstain=may_abstain
+            )
             for name, part in parts.items()
         },
     )
@@ -110,7 +114,9 @@ def _original_prompt(reference: Mapping[str, Any], decoded: str) -> str:
     return prompt if isinstance(prompt, str) else decoded
 
 
-def _to_tensor(values: object, completions: list[str], *, who: str, what: str) -> Float[Tensor, " B"]:
+def _to_tensor(
+    values: object, completions: list[str], *, who: str, what: str, may_abstain: bool
+) -> Float[Tensor, " B"]:
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise RewardError(f"{who} returned {type(values).__name__} for {what}; give a list of numbers")
@@ -120,13 +126,28 @@ def _to_tensor(values: object, completions: list[str], *, who: str, what: str) -
         )
         raise RewardError(f"{who} returned {len(values)} {what} for {len(completions)} completions{detail}")
     numbers = [_to_float(value) for value in values]
-    bad = [i for i, number in enumerate(numbers) if not math.isfinite(number)]
+    bad = [
+        i
+        for i, number in enumerate(numbers)
+        if not math.isfinite(number) and not (may_abstain and _is_missing(values[i]))
+    ]
     if bad:
         raise NonFiniteScores(
             f"{who} returned {len(bad)} {what} of {len(values)} that are not finite numbers; "
             f"the first is {quoted(str(values[bad[0]]))}, for the completion {quoted(completions[bad[0]])}"
+            + ABSTENTION_HINT
+            * (values[bad[0]] is None)
         )
     return torch.tensor(numbers, dtype=torch.float32)
+
+
+ABSTENTION_HINT = "; only a source in an ensemble may leave a completion to the others by returning None"
+
+
+def _is_missing(value: object) -> bool:
+    """Check whether a value says "does not apply": None or NaN."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _to_float(value: object) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -62,6 +62,18 @@ class Distributed:
         base, extra = divmod(count, self.world)
         start = rank * base + min(rank, extra)
         return start, start + base + (rank < extra)
+
+    def owners(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Assign each name to a rank, so that the sizes of all ranks' names add up to nearly the same.
+
+        The largest comes first and goes to the rank that has least: no rank has more than its share plus the largest.
+        """
+        loads, owner = [0] * self.world, {}
+        for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+            rank = loads.index(min(loads))
+            owner[name] = rank
+            loads[rank] += sizes[name]
+        return owner
 
     def spread(self, batch: B, work: Callable[[B], C]) -> C:
         """Apply `work` to a batch split over the ranks by rows; every rank gets the results of all rows, in order."""

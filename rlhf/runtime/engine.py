@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -16,16 +16,18 @@ from torch import Tensor, nn
 from rlhf.config.sections import OptimizerConfig, RunConfig
 from rlhf.config.sharding import ShardingConfig, deepspeed_json
 from rlhf.errors import ConfigError, install_hint
+from rlhf.runtime.device import choose_device
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed, init_distributed, world_size_from_env
 from rlhf.runtime.memory import keep_memory, make_memory_profiler
 from rlhf.runtime.optimizers import load_optimizer_state, make_optimizer, optimizer_state
+from rlhf.transfer import Number
 
 M = TypeVar("M", bound=nn.Module)
 
 
 @runtime_checkable
 class TrainableModel(Protocol):
-    """A module with its optimizer: backward, gradient norm, step."""
+    """A module with its gradient; how it steps is its own affair (SteppingModel, or rlhf.training.step's search)."""
 
     name: str
     module: nn.Module
@@ -35,20 +37,25 @@ class TrainableModel(Protocol):
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Accumulate the gradient of `loss`; after the step's `last` call the gradient is complete."""
 
-    def grad_norm(self) -> float:
-        """Compute the global 2-norm of the gradient summed over the ranks."""
-
-    def step(self, *, norm: float, lr_factor: float) -> float:
-        """Clip the gradient given its norm, step, drop the gradient; return the learning rate used."""
+    def grad_norm(self) -> Number:
+        """Compute the global 2-norm of the gradient summed over the ranks; on a GPU it may stay there."""
 
     def zero_grad(self) -> None:
         """Discard the accumulated gradient."""
 
     def state(self) -> dict[str, Any]:
-        """Return the optimizer state by parameter name, unsharded; under sharding only the main rank has it."""
+        """Return the optimizer state by parameter name, unsharded; under sharding that of the weights a rank owns."""
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned, under this or any other sharding."""
+
+
+@runtime_checkable
+class SteppingModel(TrainableModel, Protocol):
+    """A trained model with an optimizer that steps by the gradient alone."""
+
+    def step(self, *, norm: float, lr_factor: float) -> float:
+        """Clip the gradient given its norm, step, drop the gradient; return the learning rate used."""
 
 
 class LocalModel:
@@ -79,16 +86,18 @@ class LocalModel:
         if last:
             self.ranks.add_gradients([p.grad for p in self.parameters if p.grad is not None])
 
-    def grad_norm(self) -> float:
-        """Compute the global 2-norm of the gradient; 0 without one."""
+    def grad_norm(self) -> Number:
+        """Compute the global 2-norm of the gradient; 0 without one. On a GPU it stays there."""
         grads = [p.grad for p in self.parameters if p.grad is not None]
-        return float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
+        if not grads:
+            return 0.0
+        norm: Tensor = torch.nn.utils.get_total_norm(grads)
+        return norm if norm.is_cuda else float(norm)
 
     def step(self, *, norm: float, lr_factor: float) -> float:
         """Clip the gradient given its norm, step, drop the gradient; return the learning rate used."""
         if norm > self.config.max_grad_norm - 1e-6:  # otherwise torch would multiply by 1
-            with_grad = [p for p in self.parameters if p.grad is not None]
-            torch.nn.utils.clip_grads_with_norm_(with_grad, self.config.max_grad_norm, torch.tensor(norm))
+            _scale_gradients(self.parameters, self.config.max_grad_norm, norm)
         lr = self.config.lr * lr_factor
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -109,6 +118,17 @@ class LocalModel:
         load_optimizer_state(self.optimizer, self.named, state, self.config.optimizer)
 
 
+def _scale_gradients(parameters: Sequence[nn.Parameter], max_norm: float, norm: float) -> None:
+    """Clip the gradients, whose norm is known on the host, to at most `max_norm`."""
+    with_grad = [p for p in parameters if p.grad is not None]
+    if not any(p.grad.is_cuda for p in with_grad if p.grad is not None):
+        torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, torch.tensor(norm))
+        return
+    # The same factor, but as a number: torch would copy its tensor to the device and wait.
+    factor = float((max_norm / (torch.tensor(norm) + 1e-6)).clamp(max=1.0))
+    torch._foreach_mul_([p.grad for p in with_grad if p.grad is not None], factor)
+
+
 class Engine:
     """The device and the ranks a run computes on; it creates trained models and gathers sharded weights."""
 
@@ -119,6 +139,7 @@ class Engine:
         self.ranks = ranks
         self.sharding = sharding or ShardingConfig()
         self.written: dict[str, dict[str, Any]] = {}  # DeepSpeed's JSON of each model
+        self.notes: list[str] = []  # for the user, logged when the run begins
         self.memory = make_memory_profiler(device)
         self._zero = importlib.import_module("rlhf.runtime.deepspeed") if self.sharding.uses_deepspeed else None
 
@@ -151,13 +172,31 @@ class Engine:
         self._zero.freeze(module, settings)
         return module
 
+    def partition(self, module: nn.Module, read: Callable[[str, int, int], Tensor]) -> None:
+        """Shard a module whose weights are on the meta device (ZeRO-3): each rank reads its own part of every weight.
+
+        `read(name, start, stop)` returns the elements [start, stop) of a weight, counted in its flattened form.
+        """
+        assert self._zero is not None, "weights are split under ZeRO-3 only"
+        settings = deepspeed_json(self.sharding, processes=self.ranks.world, max_grad_norm=None)
+        self._zero.partition(module, settings, read)
+
+    @property
+    def samples_in_layers(self) -> bool:
+        """Return whether rollouts gather a layer at a time, so that all ranks must run the same forward passes."""
+        return self.splits_weights and self.sharding.rollout == "layered"
+
     @contextmanager
-    def whole(self, module: nn.Module) -> Iterator[None]:
-        """Gather all weights of `module` on every rank, read-only, so that ranks may run independent forward passes."""
-        if self._zero is None or not self.splits_weights:
+    def whole(self, module: nn.Module, dtype: str = "float32") -> Iterator[None]:
+        """Gather all weights of `module` on every rank, read-only, so that ranks may run independent forward passes.
+
+        Where `dtype` is bfloat16, the arithmetic of the passes, matrices that are cast to it for every product arrive
+        in it. Under sharding.rollout=layered nothing is gathered here.
+        """
+        if self._zero is None or not self.splits_weights or self.samples_in_layers:
             yield
             return
-        with self._zero.gathered(module):
+        with self._zero.gathered(module, torch.bfloat16 if dtype == "bfloat16" else None):
             yield
 
     @contextmanager
@@ -169,11 +208,27 @@ class Engine:
         with self._zero.gathered_weights(module):
             yield
 
-    def full_state(self, module: nn.Module) -> dict[str, Tensor] | None:
-        """Return the unsharded state dict on the CPU of the main rank, empty on others; None if nothing is sharded."""
+    def owned_weights(self, module: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor]:
+        """Return whole CPU copies of the weights that this rank owns under ZeRO-3; every rank must call it.
+
+        Each weight has one owner, and all ranks own about as much, so that together they write a checkpoint without
+        any of them holding the model. Tied weights are there once, under their first name.
+        """
+        assert self._zero is not None, "every rank has all weights"
+        named = {name: p for name, p in module.named_parameters() if p.requires_grad or not trained_only}
+        owners = self.ranks.owners({name: self._zero.full_size(parameter) for name, parameter in named.items()})
+        weights: dict[str, Tensor] = self._zero.copies(named, lambda name: owners[name] == self.ranks.rank)
+        return weights
+
+    def full_state(self, module: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor] | None:
+        """Return the unsharded state dict on the CPU of the main rank, empty on others; None if nothing is sharded.
+
+        With `trained_only` the weights that are not trained are left out.
+        """
         if self._zero is None or not self.splits_weights:
             return None
-        state: dict[str, Tensor] = self._zero.full_state(module, keep=self.ranks.is_main)
+        keep = self.ranks.is_main
+        state: dict[str, Tensor] = self._zero.full_state(module, keep=keep, trained_only=trained_only)
         return state
 
     def part(self, parameter: nn.Parameter) -> Tensor:
@@ -201,10 +256,12 @@ def make_engine(config: RunConfig, sharding: ShardingConfig | None = None) -> En
         ConfigError: a GPU is requested and there is none, or DeepSpeed is requested and not installed.
     """
     sharding = sharding or ShardingConfig()
-    _check_available(config, sharding)
     device = _device(config)
+    _check_available(device, sharding)
     if config.keep_memory and device.type == "cpu":
         keep_memory()
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if config.tf32 else "ieee"
     if world_size_from_env() == 1 and not sharding.uses_deepspeed:
         return Engine(device, sharding=sharding)
     if sharding.uses_deepspeed and device.type == "cpu":
@@ -212,14 +269,17 @@ def make_engine(config: RunConfig, sharding: ShardingConfig | None = None) -> En
     return Engine(device, ranks=init_distributed(device, timeout_s=sharding.timeout_s), sharding=sharding)
 
 
-def _check_available(config: RunConfig, sharding: ShardingConfig) -> None:
-    """Check that this machine has the requested device and the package that the sharding needs.
+def _check_available(device: torch.device, sharding: ShardingConfig) -> None:
+    """Check that the device can run the sharding, and that the package which that needs is installed.
 
     Raises:
-        ConfigError: a GPU is requested and there is none, or DeepSpeed is requested and not installed.
+        ConfigError: an Apple GPU is to run several processes, or DeepSpeed is requested and not installed.
     """
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device is cuda but torch sees no GPU; set run.device=cpu or auto")
+    if device.type == "mps" and (world_size_from_env() > 1 or sharding.uses_deepspeed):
+        raise ConfigError(
+            "run.device is mps, which runs one process without DeepSpeed: start it without a launcher and with "
+            "sharding=none, or set run.device=cpu"
+        )
     if sharding.uses_deepspeed and importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
             f"sharding={sharding.mode} needs DeepSpeed, which is not installed: {install_hint('deepspeed')}, "
@@ -228,13 +288,27 @@ def _check_available(config: RunConfig, sharding: ShardingConfig) -> None:
 
 
 def _device(config: RunConfig) -> torch.device:
-    if config.device == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    if world_size_from_env() == 1:
-        return torch.device("cuda")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    device = choose_device(config.device, key="run.device")
+    if device.type != "cuda" or world_size_from_env() == 1:
+        return device
+    device = local_device(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count())
+    os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed takes it for the number of the GPU
     torch.cuda.set_device(device)
     return device
+
+
+def local_device(local_rank: int, visible: int) -> torch.device:
+    """Return the GPU of a process: launchers show it all of the node's GPUs, or (Slurm, Ray) its own alone.
+
+    Raises:
+        ConfigError: it sees several GPUs, but fewer than there are processes on the node.
+    """
+    if visible > 1 and local_rank >= visible:
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU: this process sees {visible}. Start at most one process per GPU of a "
+            "node, or let each process see one GPU alone (CUDA_VISIBLE_DEVICES, --gpus-per-task=1)"
+        )
+    return torch.device("cuda", local_rank % visible)
 
 
 def lr_factor(step: int, *, steps: int, warmup_steps: int, decay: str) -> float:

@@ -9,7 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import torch
+
+try:
+    import resource
+except ModuleNotFoundError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 # Constants of glibc's malloc.h; see mallopt(3)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
@@ -82,12 +88,17 @@ class MemoryProfiler:
 
 
 def make_memory_profiler(device: torch.device) -> MemoryProfiler:
-    """Create a gauge of the GPU allocator's peak if `device` is a GPU, else of the process's resident set size."""
+    """Create a gauge of the GPU allocator's peak if `device` is a GPU, else of the process's resident set size.
+
+    An Apple GPU's allocator counts no peak; what Metal has given to it is measured at the ends of the phases.
+    """
     if device.type == "cuda":
         return MemoryProfiler(
             lambda: torch.cuda.max_memory_allocated(device) / 2**20,
             lambda: torch.cuda.reset_peak_memory_stats(device),
         )
+    if device.type == "mps":
+        return MemoryProfiler(lambda: torch.mps.driver_allocated_memory() / 2**20, lambda: None)
     return MemoryProfiler(_peak_resident_mb, _reset_peak_resident)
 
 
@@ -96,7 +107,15 @@ def _peak_resident_mb() -> float:
         for line in STATUS.read_text(encoding="ascii").splitlines():
             if line.startswith("VmHWM"):
                 return int(line.split()[1]) / 1024
-    return float("nan")
+    return _peak_resident_mb_elsewhere()
+
+
+def _peak_resident_mb_elsewhere() -> float:
+    """Return the peak since the start of the process, in MB; on Windows, what is resident now."""
+    if resource is None:
+        return float(psutil.Process().memory_info().rss) / 2**20
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, kilobytes elsewhere; see getrusage(2)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
 
 def _reset_peak_resident() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlhf.batching import Batch, group_by_size
 from rlhf.errors import ResourceError
+from rlhf.runtime.device import empty_cache, is_out_of_memory
 
 T = TypeVar("T")
 
@@ -51,12 +52,14 @@ class AdaptiveMicroBatch:
         while True:
             try:
                 return work(self.size)
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
                 if self.size == 1 or _in_company():
                     raise ResourceError(self._advice()) from error
             # Only here, with the error gone, is the memory that its frames referenced free again.
             again()
-            torch.cuda.empty_cache()
+            empty_cache()
             before, self.size = self.size, -(-self.size // 2)
             if not self._has_warned:
                 self.note(

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from rlhf.config.sections import OptimizerConfig
 from rlhf.errors import CheckpointError, ConfigError, install_hint
+from rlhf.transfer import Number, read_numbers
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's, as torch and DeepSpeed call them
 QUANTIZED = ("state1", "state2", "absmax1", "absmax2")  # the same in 8 bits with a scale per block, in bitsandbytes
 STATE: dict[str, tuple[str, ...]] = {"adamw": MOMENTS, "adamw_8bit": QUANTIZED, "sgd": ()}
 
 State = dict[str, Any]
-Moments = dict[str, dict[str, Tensor]]
+Moments = Mapping[str, Mapping[str, Tensor]]
 """For each kind of state (a name in `STATE`), the tensors by parameter name."""
 
 
@@ -59,10 +60,15 @@ MAKERS: dict[str, Callable[[list[nn.Parameter], OptimizerConfig], torch.optim.Op
 }
 
 
+def _number(step: Tensor | int) -> Number:
+    """Return Adam's count of steps, which 8-bit AdamW keeps as an int, as a number to read."""
+    return step if isinstance(step, Tensor) else float(step)
+
+
 def optimizer_state(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], kind: str) -> State:
     """Return the state of an optimizer of this kind (a key of `STATE`) for a checkpoint."""
     states = {name: optimizer.state[p] for name, p in named.items() if "step" in optimizer.state[p]}
-    steps = [int(state["step"]) for state in states.values()]
+    steps = [int(step) for step in read_numbers([_number(state["step"]) for state in states.values()])]
     moments = {key: {name: state[key] for name, state in states.items() if key in state} for key in STATE[kind]}
     return {"step": max(steps, default=0), "moments": moments if states else {}}
 
@@ -89,6 +95,15 @@ def load_optimizer_state(
         for key, values in moments.items():
             if name in values:
                 slots[key].copy_(values[name])
+
+
+def adam_state(flat: Tensor, step: int, *, as_number: bool = False) -> State:
+    """Return Adam's state of a weight, or of many in one flat tensor, after `step` steps, with moments of zero.
+
+    torch's fused kernel reads the count of steps on the device of the weights; DeepSpeed's CPU Adam takes a number.
+    """
+    count = step if as_number else torch.tensor(float(step), device=flat.device)
+    return {"step": count} | {key: torch.zeros_like(flat) for key in MOMENTS}
 
 
 def parse_state(state: State, named: Mapping[str, nn.Parameter], kind: str) -> tuple[int, Moments]:

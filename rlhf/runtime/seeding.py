@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from rlhf.batching import widest_dtype
+
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
@@ -37,8 +39,11 @@ def seeded_initialization(seed: int) -> Iterator[None]:
 def uniforms(key: int, rows: Int[Tensor, " B"], positions: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
     """Draw one float64 in [0, 1) for each (row, position), the same on every device and in every batch.
 
-    SplitMix64 (Steele et al. 2014) over a counter made of row and position; `key` comes from `derive`.
+    SplitMix64 (Steele et al. 2014) over a counter made of row and position; `key` comes from `derive`. They are on the
+    device of `rows`, or on the CPU if that device has no float64.
     """
+    if widest_dtype(rows.device) != torch.float64:
+        rows, positions = rows.cpu(), positions.cpu()
     state = _mix(_mix(rows.long() * _GOLDEN + key) + positions.long() * _GOLDEN)
     return (_shift(state, 11)).double() * 2.0**-53
 

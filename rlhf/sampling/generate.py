@@ -54,7 +54,7 @@ class HFSampler:
         def sample(rows: Prompts) -> Completions:
             return concat([self._sample(part, key, group_size, greedy) for part in self._batches(rows)])
 
-        with self.engine.whole(self.model):
+        with self.engine.whole(self.model, self.dtype):
             rows = self.engine.ranks.spread(repeated, sample)
         return replace(rows, completion_ids=torch.where(rows.completion_mask, rows.completion_ids, self.pad_id))
 
@@ -98,6 +98,7 @@ class HFSampler:
                     use_cache=self._may_cache(prompts),
                 ),
                 logits_processor=LogitsProcessorList([draw]),
+                synced_gpus=self.engine.samples_in_layers,  # ranks whose rows are complete go on with the others
             )
         self.model.train(was_training)
         completion_ids = output[:, start:].cpu()
@@ -167,7 +168,8 @@ class _DrawTokens(LogitsProcessor):
         if self.greedy:
             token = wide.argmax(dim=-1)
         else:
-            token = draw(log_softmax, uniforms(self.key, self.rows, torch.full_like(self.rows, position)))
+            uniform = uniforms(self.key, self.rows, torch.full_like(self.rows, position))
+            token = draw(log_softmax.to(uniform.device), uniform).to(scores.device)
         if self.logprobs.dtype != log_softmax.dtype:
             self.logprobs = self.logprobs.to(log_softmax.dtype)
         self.logprobs[:, position] = log_softmax.gather(1, token[:, None]).squeeze(1)

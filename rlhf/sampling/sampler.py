@@ -13,7 +13,7 @@ from rlhf.errors import ConfigError
 from rlhf.models.backbone import CausalLM
 from rlhf.runtime.engine import Engine
 from rlhf.sampling.fast.engine import FastSampler
-from rlhf.sampling.generate import HFSampler
+from rlhf.sampling.generate import HFSampler, rotation_switch
 from rlhf.types import Completions, Prompts
 
 
@@ -47,9 +47,12 @@ def make_sampler(
     """Make the sampler that `sampling.backend` asks for; `warn` is called with the reason where auto is not fast.
 
     Raises:
-        ConfigError: the backend is `fast`, which cannot sample from this model.
+        ConfigError: the backend is `fast`, which cannot sample from this model, or under sharding.rollout=layered.
     """
     reason = None if config.backend == "hf" else fast_unsupported_reason(model)
+    if engine is not None and engine.samples_in_layers:
+        _check_layered(model, config)
+        reason = reason or "sharding.rollout=layered gathers the layers in their own forward"
     if reason is not None and config.backend == "fast":
         raise ConfigError(f"sampling.backend=fast cannot sample from this model: {reason}; set sampling.backend=auto")
     if reason is not None:
@@ -59,6 +62,25 @@ def make_sampler(
     return FastSampler(
         model, config, eos_ids=eos_ids, pad_id=pad_id, dtype=dtype, device=device, engine=engine, warn=warn
     )
+
+
+def _check_layered(model: CausalLM, config: SamplingConfig) -> None:
+    """Check that the ranks can run the same forward passes while they sample.
+
+    Raises:
+        ConfigError: the fast sampler was asked for by name, or batches may be cut differently on the ranks.
+    """
+    cure = "set sharding.rollout=gather"
+    if config.backend == "fast":
+        raise ConfigError(
+            "sampling.backend=fast evicts rows that are complete, each rank at another time, but under "
+            f"sharding.rollout=layered all ranks must run the same passes: set sampling.backend=auto, or {cure}"
+        )
+    if rotation_switch(model.config) is not None:
+        raise ConfigError(
+            "the rotations of this model change with the length (longrope), so that ranks sample their rows in "
+            f"different batches, but under sharding.rollout=layered all must run the same passes: {cure}"
+        )
 
 
 def fast_unsupported_reason(model: CausalLM) -> str | None:

@@ -1,6 +1,6 @@
 """Tasks of lm-eval, run by its own evaluator on our log-probabilities and our sampler. Needs the extra lm-eval.
 
-No other module may import this one at its top: rlhf.commands.suites does so once it knows the extra is installed.
+No other module may import this one at its top: rlhf.commands.evaluate does so once it knows the extra is installed.
 """
 
 from __future__ import annotations

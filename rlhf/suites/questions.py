@@ -15,7 +15,7 @@ from rlhf.config.data import DatasetConfig
 from rlhf.data.files import load_rows
 from rlhf.data.rows import BadRow, Row, RowCounts
 from rlhf.errors import DataError
-from rlhf.evaluation.diversity import completion_tokens, distinct_n
+from rlhf.evaluation.evaluate import completion_tokens, distinct_n
 from rlhf.rewards.source import RewardSource
 from rlhf.suites.figures import Estimate, mean_estimate, share_estimate
 from rlhf.suites.subject import Subject

@@ -9,7 +9,7 @@ import difflib
 import importlib.util
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -17,7 +17,7 @@ from rlhf.config.algorithm import Positive
 from rlhf.config.base import Section
 from rlhf.config.data import ChatFormat, Count, DatasetConfig, PreferencesConfig
 from rlhf.config.reward import RewardSourceConfig
-from rlhf.config.sections import Dtype
+from rlhf.config.sections import Device, Dtype
 from rlhf.errors import ConfigError, install_hint
 
 
@@ -51,8 +51,8 @@ class SuiteSettings(Section):
 
     seed: int = 0
     """The seed of the sampling and of the bootstrap."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: a GPU where there is one."""
+    device: Device = "auto"
+    """As run.device."""
     dtype: Dtype = "float32"
     """The precision, as policy.dtype."""
     trust_remote_code: bool = False

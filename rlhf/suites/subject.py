@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rlhf.batching import concat
+from rlhf.batching import concat, widen
 from rlhf.config.data import ChatFormat
 from rlhf.config.sections import Dtype, SamplingConfig
 from rlhf.data.conversation import Prompt
@@ -134,7 +134,7 @@ class Subject:
                     temperature=temperature,
                 )
             index = torch.tensor(part)
-            result.logprobs[index] = tokens.logprobs.double().sum(dim=1).cpu()
+            result.logprobs[index] = widen(tokens.logprobs).sum(dim=1).cpu().double()
             result.greedy[index] = (tokens.first_choice | ~batch.completion_mask).all(dim=1).cpu()
         return result
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,7 @@ from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.tracking.formatting import format_megabytes
 
 MANIFEST = "manifest.json"
+IS_WINDOWS = sys.platform == "win32"
 _NAME = re.compile(r"step-(\d{6,})")
 _TEMPORARY = (".writing-", ".deleting-")  # folders that are not a checkpoint yet, or no longer
 
@@ -241,11 +243,13 @@ def _sha256(path: Path) -> str:
 
 
 def _sync_file(path: Path) -> None:
-    with path.open("rb") as file:
+    with path.open("r+b" if IS_WINDOWS else "rb") as file:  # Windows flushes only what is open for writing
         os.fsync(file.fileno())
 
 
 def _sync_folder(path: Path) -> None:
+    if IS_WINDOWS:  # a folder cannot be opened there
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

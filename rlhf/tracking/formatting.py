@@ -52,6 +52,11 @@ def format_interval(value: float, low: float, high: float, digits: str = ".3g") 
     return f"{value:{digits}} [{low:{digits}}, {high:{digits}}]"
 
 
+def format_percent(value: float, low: float, high: float) -> str:
+    """Format a share with its interval in percent: 61 % [58, 65]."""
+    return f"{100 * value:.0f} % [{100 * low:.0f}, {100 * high:.0f}]"
+
+
 def format_duration(seconds: float) -> str:
     """Format a duration in seconds: 8.2s, 1m20s, 2h05m."""
     if seconds < 9.95:
@@ -67,3 +72,8 @@ def format_duration(seconds: float) -> str:
 def format_megabytes(megabytes: float) -> str:
     """Format a size in megabytes: 1,234 MB."""
     return f"{megabytes:,.0f} MB"
+
+
+def format_gigabytes(megabytes: float) -> str:
+    """Format a size in megabytes as gigabytes, for a column that has the unit in its head: 1.2."""
+    return f"{megabytes / 1024:.1f}"

@@ -1,17 +1,18 @@
 """The one table of all metrics, what each is and where it is shown; and named means that add up.
 
-The progress line, the report page, the summary at the end of a run and docs/metrics.md read this table. To log a metric
-that is not in it is an error.
+The progress line, the pages of a run and of a comparison, the summary at the end of a run and docs/metrics.md read this
+table. To log a metric that is not in it is an error.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rlhf.algo.masked import Mean
+from rlhf.transfer import Number
 
 RunKind = Literal["online", "preference", "sft", "reward_model"]
 OPTIONAL_FIELDS = ("label", "better", "held_out", "curve")  # of a MetricInfo; its other details are places
@@ -21,8 +22,9 @@ OPTIONAL_FIELDS = ("label", "better", "held_out", "curve")  # of a MetricInfo; i
 class Place:
     """Where a metric is shown: the view, its position there, and the title it has there.
 
-    The views are chart/<group of the report page>, progress/<kind of run>, headline, tile and summary. Metrics with the
-    same chart and position share a chart, which the one with a title leads.
+    The views are chart/<group of the report page>, progress/<kind of run>, headline, tile and summary; of a comparison,
+    compare/curve (its learning curves) and compare/end (its table of final models). Metrics with the same chart and
+    position share a chart, which the one with a title leads.
     """
 
     view: str
@@ -77,10 +79,23 @@ score/raw             | score    | mean score before shaping
     chart/score: 1
 score/clipped         | share    | completions whose score reward.shaping.clip changed
 score/cut             | share    | completions that the reward model read without the beginning: beyond its context
+score/disagreement    | score    | mean over completions of the standard deviation over an ensemble's members
+    chart/score: 5 Disagreement of the ensemble
 score/greedy          | score    | mean score of the greedy completions that are the baseline (remax)
-score/first_draw      | score    | with refill_rounds: mean score of the step's first samples, the policy's own
+score/first_draw      | score    | refill_rounds, rescue: mean score of the step's first samples, the policy's own
 score/best_of_group   | score    | mean over prompts of the best score in the group
     chart/score: 1
+part/*/mean           | score    | mean of a part of the score, a source of an ensemble or a rule, where it applies
+    chart/score: 6 Parts of the score
+part/*/std            | score    | its standard deviation
+part/*/applicable     | share    | completions that it applies to: not None or NaN
+watch/score           | score    | mean score of reward.watch, the judge that is not trained on
+    chart/score: 7 The watching judge
+watch/gap             | score    | mean training score before shaping, less the watching judge's on the same completions
+    chart/score: 7
+watch/correlation     | -        | Pearson correlation of the two over these completions
+    chart/score: 8 Agreement of the training reward and the watching judge
+watch/failed          | 0/1      | 1 where the watching judge could not score the step
 reward/kl_penalty     | score    | mean over completions of the summed KL penalty in the token rewards
     chart/kl: 3 KL penalty in the rewards
 kl/reference          | nats     | KL(policy || reference) per sequence, k1 summed over tokens, mean over completions
@@ -89,6 +104,10 @@ kl/coef               | score/nat| coefficient of the KL penalty during the step
     label: kl coef; curve: exact; chart/kl: 2 KL coefficient; progress/online: 3
 kl/penalty_coef       | 1/nat    | coefficient of KL(old || new) during the step (ppo_penalty)
     curve: exact; chart/kl: 4 Coefficient of KL(old || new)
+completion/duplicates | share    | completions that a completion of another prompt of the step equals token by token
+    chart/completions: 12 Duplicates in a step
+prompt/duplicates     | share    | prompts of the step that another prompt of the step equals token by token
+    chart/completions: 12
 completion/masked     | share    | completions left out of the loss: cut off (mask_truncated), or of uniform groups
 kl/old                | nats     | KL(old policy || policy) per token during the update
     chart/updates: 2 KL(old || new)
@@ -106,12 +125,25 @@ policy/entropy        | nats     | entropy of the next-token distribution at the
     label: entropy; chart/completions: 3 Entropy
 policy/grad_norm      | -        | global gradient norm before clipping
     chart/optimization: 2 Gradient norm; progress/sft: 3; progress/reward_model: 3
-policy/lr             | -        | learning rate
+policy/lr             | -        | learning rate; in a trust region the length of the step along F^-1 g
     curve: exact; chart/optimization: 1 Learning rate; progress/sft: 4
 policy/optimizer_steps| count    | optimizer steps of the policy taken in the step; 0 in the critic's warm-up
     curve: exact; chart/updates: 6 Optimizer steps
 policy/early_stop     | 0/1      | 1 when target_kl ended the step's epochs early
     chart/updates: 7 Epochs ended early
+trust_region/kl       | nats     | exact KL(old || new) per token of the step taken, over the vocabulary; 0 if none was
+    chart/updates: 9 Trust region: exact KL of the step
+trust_region/kl_full_step | nats | the same of the full step, before the line search; max_kl but for the third order
+    chart/updates: 9
+trust_region/accepted | 0/1      | 1 where a step was taken; 0 where the line search rejected every length
+trust_region/backtracks | count  | shorter lengths that the line search tried
+    chart/updates: 10 Trust region: backtracks
+trust_region/improvement | -     | by how much the step lowered the policy's loss
+    chart/updates: 11 Trust region: improvement, actual and expected
+trust_region/expected_improvement | - | the same to first order: length x gradient . direction
+    chart/updates: 11
+trust_region/cg_residual | -     | |g - (F + damping) x| / |g| where conjugate gradients stopped
+    better: lower; chart/updates: 12 Conjugate gradients: residual
 critic/explained_variance | share | 1 - Var(return - value) / Var(return), values before the update
     label: expl. var.; better: higher; chart/losses: 3 Explained variance; progress/online: 4;
     tile: 7 Explained variance; summary: 8
@@ -135,14 +167,36 @@ completion/finished   | share    | completions that ended with EOS
     chart/completions: 2 Finished
 completion/count      | count    | completions sampled since the start of the run, those not learned from included
     curve: exact; chart/completions: 7 Sampled so far; tile: 8 Completions sampled
-completion/extra      | count    | sampled in the step and not learned from: greedy baselines, groups that were replaced
-completion/extra_tokens | tokens | theirs, prompts included
+completion/extra      | count    | sampled in the step and not learned from: greedy baselines, replaced or useless ones
+completion/extra_tokens | tokens | theirs, prompts included, and those of all hints
 completion/trained_tokens | tokens | read by the step's passes with gradient, prompts included; without data.sft's
 group/uniform         | share    | completions in groups whose scores are all alike
     chart/completions: 6 Groups with equal scores
 group/refilled        | share    | groups of the step that stand in for uniform ones (refill_rounds)
+rescue/failed         | share    | rescue: prompts of the step of which no completion without a hint succeeded
+    better: lower; chart/completions: 8 Prompts whose whole group fails
+rescue/rescued        | count    | rescue: those of them of which a completion with a hint did
+    chart/completions: 9 Prompts rescued
+rescue/by_hint_1      | count    | rescue: prompts that the first hint rescued
+rescue/by_hint_2      | count    | rescue: by the second hint
+rescue/by_hint_3      | count    | rescue: by the third hint
+rescue/by_hint_4      | count    | rescue: by the fourth hint
+rescue/without_hint   | count    | rescue: failed prompts that have no hint: no text, or too long with it
+rescue/hinted_tokens  | share    | rescue: completion tokens of the step that were sampled with a hint
+    chart/completions: 10 Tokens sampled with a hint
+rescue/weight         | -        | rescue: mean importance weight of those tokens, after truncation or shaping
+    chart/updates: 13 Importance weight of hinted tokens
+rescue/weight_ess     | share    | rescue: effective sample size of these weights over the number of tokens
+    chart/updates: 13
+rescue/replayed       | count    | rescue: prompts of the step that are replays of unsolved ones
+    chart/completions: 9
+rescue/replays_solved | count    | rescue: replays of the step that ended in success (replay.until)
+rescue/waiting        | count    | rescue: prompts that wait for a replay after the step
+    chart/completions: 11 Prompts waiting for a replay
+rescue/given_up       | count    | rescue: prompts given up after replay.limit replays, since the start
+    better: lower
 pair/count            | count    | online_dpo: pairs learned from in the step, one a prompt at most
-pair/ties             | count    | online_dpo: prompts of the step without a pair: their completions all scored alike
+pair/ties             | count    | online_dpo: prompts of the step without a pair: ties, and gaps below `min_gap`
 pair/score_gap        | score    | online_dpo: mean score of chosen minus rejected completions
 kept/count            | count    | rejection_sampling: completions of the step that are learned from
 kept/none             | count    | rejection_sampling: prompts of the step of which none was kept (min_score)
@@ -188,6 +242,16 @@ rm/margin             | score    | mean score difference, chosen - rejected
     chart/reward-model: 3 Score difference
 rm/score_mean         | score    | mean score over both sides
     chart/reward-model: 4 Mean score
+rm/disagreement       | score    | of an ensemble: mean over pairs of the std over members of chosen - rejected
+    held_out: eval/rm_disagreement; chart/reward-model: 5 Disagreement of the members
+source/score/*        | score    | mean score of the step's completions of the prompts of one source, after shaping
+    chart/data: 1 Score by source
+source/loss/*         | -        | the run's main loss (loss/sft, loss/preference or loss/rm) on the rows of one source
+    chart/data: 2 Loss by source
+source/rows/*         | count    | rows drawn from one source since the start of the run
+    curve: exact; chart/data: 3 Rows drawn by source
+source/skipped/*      | count    | rows of one source left out as malformed or too long, up to where it has been read
+    better: lower; curve: exact; chart/data: 4 Rows left out by source
 skipped/nonfinite     | count    | optimizer steps not taken because of a NaN or Inf, since the start
     better: lower; curve: exact; chart/updates: 8 Optimizer steps skipped: NaN or infinity;
     tile: 9 Optimizer steps skipped (NaN)
@@ -195,35 +259,43 @@ skipped/zero_gradient | count    | optimizer steps in which a model stood still:
     better: lower
 skipped/unscored      | count    | steps not taken because a score was NaN or infinite, since the start
     better: lower
+best/step             | count    | the step of the best checkpoint so far (checkpoint.best)
+    curve: exact; chart/score: 9 Best checkpoint, step
+best/gain             | score    | mean paired difference of the latest evaluation to the best before; above 0: better
+    chart/score: 10 Gain over the best so far
+best/gain_low         | score    | lower end of its confidence interval; above 0 the latest evaluation is the new best
+    chart/score: 10
 eval/score            | score    | mean score of the judge on held-out prompts, one sampled completion each
     better: higher; chart/score: 2 Held-out score; progress/online: 6; progress/preference: 5; progress/sft: 6;
-    headline: 1 Mean held-out score; summary: 1
+    headline: 1 Mean held-out score; summary: 1; compare/curve: 1 Judge's score; compare/end: 1 score
 eval/score_std        | score    | its standard deviation over prompts
     chart/score: 4
 eval/score_greedy     | score    | mean score of greedy completions of held-out prompts
     better: higher; chart/score: 2
 eval/proxy            | score    | mean score of the trained-on reward on the same completions, before shaping
-    chart/score: 3 Held-out score under the trained-on reward; summary: 2
+    chart/score: 3 Held-out score under the trained-on reward; summary: 2;
+    compare/curve: 2 Score under the trained-on reward; compare/end: 2 proxy
 eval/kl               | nats     | KL(policy || reference) per sequence on held-out prompts, k1 of the sampled tokens
-    chart/kl: 1; summary: 3
+    chart/kl: 1; summary: 3; compare/curve: 3 KL to the start model; compare/end: 3 KL, nats
 eval/kl_se            | nats     | its standard error
 eval/kl_exact         | nats     | the same KL, over the whole vocabulary at every sampled position instead of k1
-    chart/kl: 1
+    chart/kl: 1; compare/end: 4 exact KL
 eval/kl_exact_se      | nats     | its standard error
 eval/reference_perplexity | -     | perplexity of the held-out completions under the reference, per token
     chart/kl: 5 Perplexity under the reference; tile: 6 Perplexity under the reference
 eval/length           | tokens   | mean length of held-out completions
-    chart/completions: 1; tile: 2 Held-out length, tokens; summary: 4
+    chart/completions: 1; tile: 2 Held-out length, tokens; summary: 4; compare/curve: 4 Length; compare/end: 5 length
 eval/finished         | share    | held-out completions that ended with EOS
-    chart/completions: 2; tile: 3 Held-out finished
+    chart/completions: 2; tile: 3 Held-out finished; compare/end: 6 finished
 eval/distinct_1       | share    | distinct token ids over all tokens of all held-out completions, EOS included
     chart/completions: 4
 eval/distinct_2       | share    | distinct token-id bigrams over all bigrams of all held-out completions, with EOS
-    chart/completions: 4 Distinct bigrams, tokens and trigrams; tile: 4 Distinct bigrams; summary: 5
+    chart/completions: 4 Distinct bigrams, tokens and trigrams; tile: 4 Distinct bigrams; summary: 5;
+    compare/curve: 5 Distinct bigrams; compare/end: 7 distinct-2
 eval/distinct_3       | share    | distinct token-id trigrams over all trigrams of all held-out completions, with EOS
     chart/completions: 4
 eval/repetition       | share    | 4-grams that occurred earlier in the same held-out completion, over all its 4-grams
-    chart/completions: 5 Repeated 4-grams; tile: 5 Repeated 4-grams
+    chart/completions: 5 Repeated 4-grams; tile: 5 Repeated 4-grams; compare/end: 8 repetition
 eval/entropy          | nats     | entropy per token: mean of -log pi over the sampled held-out tokens
     chart/completions: 3
 eval/loss             | nats     | held-out negative log-likelihood per completion token
@@ -244,18 +316,42 @@ eval/rejected_logprob | nats     | log-probability of held-out rejected (undesir
     chart/preferences: 6
 eval/rm_accuracy      | share    | held-out pairs whose chosen side scores higher
     better: higher; chart/reward-model: 1; progress/reward_model: 4; headline: 2 Accuracy on held-out pairs; summary: 7
+eval/rm_disagreement  | score    | held-out mean over pairs of the std over an ensemble's members of chosen - rejected
+    chart/reward-model: 5
 eval/rm_loss          | nats     | held-out Bradley-Terry loss per pair
     better: lower; chart/reward-model: 2; tile: 1 Held-out pair loss, nats
 """)
 
 
+FAMILIES = {  # rows whose star stands for a name that the configuration gives
+    name: re.compile(re.escape(name).replace(r"\*", ".+")) for name in METRICS if "*" in name
+}
+
+
 def describe(name: str) -> MetricInfo:
-    """Return the table's entry for `name`.
+    """Return the table's entry for `name`; that of its family where a part of the name comes from the configuration.
+
+    The star of a row stands for that part: `source/score/*` describes `source/score/chat`.
 
     Raises:
         KeyError: the name is not in METRICS; add it there with its unit and meaning.
     """
-    return METRICS[name]
+    return METRICS[name] if name in METRICS else METRICS[_family(name)]
+
+
+def _family(name: str) -> str:
+    """Return the name of the row with a star that describes `name`; the name itself if there is none."""
+    for row, pattern in FAMILIES.items():
+        if pattern.fullmatch(name):
+            return row
+    return name
+
+
+def table_of(names: Iterable[str]) -> dict[str, MetricInfo]:
+    """Return the table with a row of its own for each of `names` that a row with a star describes."""
+    rows = {name: _family(name) for name in sorted(names) if name not in METRICS}
+    members = {name: replace(METRICS[row], name=name) for name, row in rows.items() if row in METRICS}
+    return METRICS | members
 
 
 def shown_in(view: str, table: Mapping[str, MetricInfo] = METRICS) -> list[tuple[MetricInfo, Place]]:
@@ -282,7 +378,7 @@ class Metrics:
             describe(name)
             self._means[name] = self._means[name] + mean if name in self._means else mean
 
-    def add(self, name: str, value: float, weight: float = 1.0) -> None:
+    def add(self, name: str, value: Number, weight: float = 1.0) -> None:
         """Add one value with a weight."""
         self.update({name: Mean(value * weight, weight)})
 

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from rlhf.errors import CheckpointError
+from rlhf.errors import DISTRIBUTION, CheckpointError
 from rlhf.tracking.trackers import flatten, read_jsonl, to_json
 
 LOCK = ".lock"
@@ -71,7 +71,6 @@ def _owner(path: Path) -> str:
 
 
 PACKAGES = (
-    "rlhf",
     "torch",
     "transformers",
     "accelerate",
@@ -106,6 +105,7 @@ class RunFolder:
         self.timings = self.path / "timings.jsonl"
         self.samples = self.path / "samples.jsonl"
         self.notes = self.path / "notes.jsonl"
+        self.alarms = self.path / "alarms.jsonl"
         self.report_card = self.path / "report_card.json"
         self.checkpoints = self.path / "checkpoints"
         self.report = self.path / "report.html"
@@ -156,6 +156,10 @@ class RunFolder:
         """Read notes.jsonl: skipped rows and warnings."""
         return list(read_jsonl(self.notes))
 
+    def read_alarms(self) -> list[dict[str, Any]]:
+        """Read alarms.jsonl: what went off or was over at which step."""
+        return list(read_jsonl(self.alarms))
+
     def write_report_card(self, card: Mapping[str, object]) -> None:
         """Write report_card.json, keeping the order of the keys: it is the order of the report's columns."""
         self.path.mkdir(parents=True, exist_ok=True)
@@ -186,13 +190,15 @@ def write_atomically(path: Path, text: str) -> None:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python and of the packages that results depend on; None for one that is not installed."""
-    installed: dict[str, str | None] = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            installed[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            installed[package] = None
-    return installed
+    own = {"python": platform.python_version(), "rlhf": _installed_version(DISTRIBUTION)}
+    return own | {package: _installed_version(package) for package in PACKAGES}
+
+
+def _installed_version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def git_commit(source: Path | None = None) -> str | None:

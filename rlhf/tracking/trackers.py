@@ -7,7 +7,7 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,13 @@ from typing import Any
 
 from rlhf.errors import CheckpointError, UserError, install_hint
 
-TRACKERS = {"tensorboard": "TensorBoardTracker", "wandb": "WandBTracker"}
+# Backend -> accelerate's class for it.
+TRACKERS = {
+    "tensorboard": "TensorBoardTracker",
+    "wandb": "WandBTracker",
+    "mlflow": "MLflowTracker",
+    "trackio": "TrackioTracker",
+}
 
 
 def to_json(value: object) -> Any:
@@ -161,10 +167,14 @@ class SilentLogger:
 
 
 class Trackers:
-    """The experiment trackers of a run (TensorBoard, Weights & Biases), written to together."""
+    """The experiment trackers of a run (TensorBoard, Weights & Biases, MLflow, Trackio), written to together."""
 
     def __init__(self, trackers: Sequence[Any] = ()) -> None:
         self._trackers = tuple(trackers)
+
+    def add(self, tracker: Any) -> None:
+        """Add a tracker: an object with `log(metrics, step=...)` and `finish()`."""
+        self._trackers = (*self._trackers, tracker)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of one step to every tracker."""
@@ -175,6 +185,20 @@ class Trackers:
         """Finish every tracker."""
         for tracker in self._trackers:
             tracker.finish()
+
+
+class CallbackTracker:
+    """A tracker that calls a function with each step and its metrics."""
+
+    def __init__(self, callback: Callable[[int, Mapping[str, float]], None]) -> None:
+        self.callback = callback
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Give the step and its metrics to the function."""
+        self.callback(step, metrics)
+
+    def finish(self) -> None:
+        """Do nothing."""
 
 
 def open_trackers(
@@ -192,11 +216,12 @@ def open_trackers(
             raise UserError(f"logging.backends: {backend!r} is not one of {', '.join(sorted(TRACKERS))}")
         if importlib.util.find_spec(backend) is None:
             raise UserError(
-                f"logging.backends names {backend}, which is not installed: {install_hint('track')}, "
+                f"logging.backends names {backend}, which is not installed: {_how_to_install(backend)}, "
                 "or take it out of logging.backends"
             )
     started = []
     for backend in backends:
+        _set_environment(backend, folder)
         importlib.import_module("accelerate.state").PartialState()  # its trackers need this and do not create it
         tracking = importlib.import_module("accelerate.tracking")
         tracker = getattr(tracking, TRACKERS[backend])(**_arguments(backend, folder, name, first_step))
@@ -206,11 +231,42 @@ def open_trackers(
     return Trackers(started)
 
 
+def _how_to_install(backend: str) -> str:
+    """Describe how to install the package of a backend."""
+    match backend:
+        case "trackio":  # its bound on pillow is below the version in constraints.txt, so setup.sh cannot install it
+            return "run `pip install trackio` in the environment of this project (it takes an older pillow)"
+        case "mlflow":
+            return install_hint("mlflow")
+        case _:
+            return install_hint("track")
+
+
+def _set_environment(backend: str, folder: Path) -> None:
+    """Set the variables that make a backend write into the run folder, unless the user has set them."""
+    match backend:
+        case "mlflow":
+            os.environ.setdefault("MLFLOW_TRACKING_URI", (folder / "mlruns").resolve().as_uri())
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a database would need the full package
+            os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        case "trackio":
+            os.environ.setdefault("TRACKIO_DIR", str((folder / "trackio").resolve()))
+        case _:  # told by its arguments
+            pass
+
+
 def _arguments(backend: str, folder: Path, name: str, first_step: int) -> dict[str, object]:
-    if backend == "tensorboard":
-        purge = {"purge_step": first_step} if first_step else {}
-        return {"run_name": "tensorboard", "logging_dir": str(folder), **purge}
-    return {"run_name": "rlhf", "name": name, "dir": str(folder)}
+    """Return the arguments of accelerate's tracker; a run that continues is another run to all but TensorBoard."""
+    match backend:
+        case "tensorboard":
+            purge = {"purge_step": first_step} if first_step else {}
+            return {"run_name": "tensorboard", "logging_dir": str(folder), **purge}
+        case "mlflow":
+            return {"experiment_name": "rlhf", "run_name": name}
+        case "trackio":
+            return {"run_name": "rlhf", "name": name, "embed": False}
+        case _:
+            return {"run_name": "rlhf", "name": name, "dir": str(folder)}
 
 
 def flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:

@@ -9,14 +9,18 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlhf.algo.advantages import uniform_groups
 from rlhf.algo.masked import Mean
-from rlhf.batching import concat
+from rlhf.algo.rescue import failed_groups
+from rlhf.batching import concat, extend
 from rlhf.config.algorithm import Greedy, Online
+from rlhf.config.rescue import Rescue
 from rlhf.rewards.source import RewardSource
+from rlhf.runtime.device import SideStream
+from rlhf.sampling.generate import repeat_rows
 from rlhf.tracking.metrics import Metrics
 from rlhf.training.session import TrainState
 from rlhf.types import Completions, Prompts, Scores
@@ -25,7 +29,7 @@ Sample = Callable[[Prompts], Completions]
 
 
 def sample_and_score_in_parts(
-    prompts: Prompts, sample: Sample, reward: RewardSource, *, parts: int
+    prompts: Prompts, sample: Sample, reward: RewardSource, *, parts: int, device: torch.device | None = None
 ) -> tuple[Completions, Scores]:
     """Sample and score `prompts` in several parts, scoring each part while the next is sampled.
 
@@ -33,11 +37,12 @@ def sample_and_score_in_parts(
     the scores if the reward source looks at one completion at a time.
     """
     pending: list[tuple[Completions, Future[Scores]]] = []
+    side = SideStream(device or torch.device("cpu"))
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward") as pool:
         try:
             for part in prompts.split(-(-len(prompts) // parts)):
                 completions = sample(part)
-                pending.append((completions, pool.submit(_without_gradient, partial(reward, completions))))
+                pending.append((completions, pool.submit(_without_gradient, side.beside(partial(reward, completions)))))
             all_scores = [future.result() for _, future in pending]
         except BaseException:
             pool.shutdown(cancel_futures=True)
@@ -55,12 +60,23 @@ class CompletionPrefetcher:
     They come from a copy of the policy, made when sampling begins, so they do not depend on the update's timing.
     """
 
-    def __init__(self, draw: Callable[[int], Completions], refresh: Callable[[], None], *, last_step: int) -> None:
-        """Set `draw`, which samples a step's completions from the copy, and `refresh`, which updates the copy."""
+    def __init__(
+        self,
+        draw: Callable[[int], Completions],
+        refresh: Callable[[], None],
+        *,
+        last_step: int,
+        device: torch.device | None = None,
+    ) -> None:
+        """Set `draw`, which samples a step's completions from the copy, and `refresh`, which updates the copy.
+
+        On a GPU the two take turns on streams of their own: sampling runs beside the update.
+        """
         self._draw = draw
         self._refresh = refresh
         self._last_step = last_step
         self._drawn: dict[int, Future[Completions]] = {}
+        self._streams = SideStream(device or torch.device("cpu"))
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ahead")
 
     def take(self, step: int) -> Completions:
@@ -75,7 +91,7 @@ class CompletionPrefetcher:
 
     def _begin(self, step: int) -> None:
         self._refresh()
-        self._drawn[step] = self._pool.submit(_without_gradient, partial(self._draw, step))
+        self._drawn[step] = self._pool.submit(_without_gradient, self._streams.beside(partial(self._draw, step)))
 
     def saved(self, state: TrainState) -> dict[str, Any]:
         """Return the next step's completions for a checkpoint, as the weights that drew them are gone; {} if none."""
@@ -109,9 +125,26 @@ class Draw(Protocol):
     """Samples and scores; `names` distinguish this draw's random numbers from those of the step's other draws."""
 
     def __call__(
-        self, prompts: Prompts, *names: int | str, group_size: int, greedy: bool = False
+        self,
+        prompts: Prompts,
+        *names: int | str,
+        group_size: int,
+        greedy: bool = False,
+        asked: Prompts | None = None,
     ) -> tuple[Completions, Scores]:
-        """Sample completions of `prompts` as Sampler.sample does, then score them by the RewardSource."""
+        """Sample completions of `prompts` as Sampler.sample does, then score them by the RewardSource.
+
+        Where `asked` is given, the model is asked these prompts instead, and its answers count as those of `prompts`.
+        """
+
+
+Hinted = Callable[[int], tuple[Prompts, Bool[Tensor, " N"]]]
+"""Returns the step's prompts with the hint of the given number (from 1) in them, and which of them have it."""
+
+
+def no_hints(number: int) -> tuple[Prompts, Bool[Tensor, " N"]]:
+    """Raise: a run without algorithm.rescue asks for no hints."""
+    raise AssertionError(f"hint {number} is asked for, but algorithm.rescue is off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,12 +154,21 @@ class Collected:
     completions: Completions
     scores: Scores
     baselines: Float[Tensor, " B"]  # score of the prompt's greedy completion; zero if none was sampled
+    hinted: Bool[Tensor, " B"]  # sampled with a hint in the prompt; sampler_logprobs are then those with it
+    failed: Bool[Tensor, " N"]  # prompts of which no completion without a hint succeeded; none where rescue is off
+    rescued: Bool[Tensor, " N"]  # those of them of which one with a hint did
     extra: int  # completions that were sampled but are not trained on
     metrics: Metrics
 
 
 def collect(
-    prompts: Prompts, draw: Draw, refill: Callable[[int], Prompts], algorithm: Online, *, group_size: int
+    prompts: Prompts,
+    draw: Draw,
+    refill: Callable[[int], Prompts],
+    algorithm: Online,
+    *,
+    group_size: int,
+    hinted: Hinted = no_hints,
 ) -> Collected:
     """Collect `group_size` scored completions of every prompt, or of other prompts that replace it.
 
@@ -134,15 +176,24 @@ def collect(
         prompts: the prompts of the step.
         draw: samples and scores.
         refill: returns other prompts, as many as `prompts`, for the refill round of the given number (from 1).
-        algorithm: decides whether groups are refilled (refill_rounds) and whether there are greedy baselines.
+        algorithm: decides whether groups are rescued (rescue) or refilled (refill_rounds), in this order, and whether
+            there are greedy baselines.
         group_size: completions per prompt.
+        hinted: returns the prompts with a hint in them, for the rescue.
     """
     batch = draw(prompts, group_size=group_size)
     metrics = Metrics()
     unused: list[Completions] = []
-    if algorithm.refill_rounds > 0:
+    if algorithm.refill_rounds > 0 or algorithm.rescue is not None:
         metrics.update({"score/first_draw": Mean.of(batch[1].values)})
-        batch, unused, replaced = _refill_uniform_groups(batch, draw, refill, algorithm.refill_rounds)
+    rescue = _no_rescue(batch, len(prompts))
+    if algorithm.rescue is not None:
+        rescue = _rescue_failed_groups(prompts, batch, draw, hinted, algorithm.rescue)
+        batch, unused = rescue.batch, rescue.unused
+        metrics.merge(rescue.metrics)
+    if algorithm.refill_rounds > 0:  # a rescued group has a failure and a success, so it is not replaced
+        batch, replaced_rows, replaced = _refill_uniform_groups(batch, draw, refill, algorithm.refill_rounds)
+        unused = unused + replaced_rows
         metrics.add("group/refilled", replaced / len(prompts))
     completions, scores = batch
     baselines = torch.zeros_like(scores.values)
@@ -152,13 +203,17 @@ def collect(
         metrics.update({"score/greedy": Mean.of(best_scores.values)})
         unused = [best]
     extra = sum(len(rows) for rows in unused)
-    if algorithm.refill_rounds > 0 or unused:
+    if algorithm.refill_rounds > 0 or algorithm.rescue is not None or unused:
         metrics.add("completion/extra", float(extra))
-        metrics.add("completion/extra_tokens", float(sum(live_tokens(rows) for rows in unused)))
+        tokens = sum(live_tokens(rows) for rows in unused) + rescue.hint_tokens
+        metrics.add("completion/extra_tokens", float(tokens))
     return Collected(
         completions=completions,
         scores=scores,
         baselines=baselines,
+        hinted=rescue.hinted,
+        failed=rescue.failed,
+        rescued=rescue.rescued,
         extra=extra,
         metrics=metrics,
     )
@@ -170,6 +225,100 @@ def live_tokens(completions: Completions) -> int:
 
 
 Batch = tuple[Completions, Scores]
+
+
+def under_prompts(completions: Completions, prompts: Prompts) -> Completions:
+    """Return the completions as those of other prompts, one for each group, which take the place of their own."""
+    return extend(
+        Completions,
+        repeat_rows(prompts, completions.group_size),
+        completion_ids=completions.completion_ids,
+        completion_mask=completions.completion_mask,
+        sampler_logprobs=completions.sampler_logprobs,
+        finished=completions.finished,
+        group_size=completions.group_size,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rescued:
+    """A step's batch after the rescue of its failed groups; see Collected for `hinted`, `failed` and `rescued`."""
+
+    batch: Batch
+    unused: list[Completions]  # sampled and replaced, or sampled with a hint in vain
+    hinted: Bool[Tensor, " B"]
+    failed: Bool[Tensor, " N"]
+    rescued: Bool[Tensor, " N"]
+    hint_tokens: int  # read while sampling with a hint beyond the tokens of the plain prompts
+    metrics: Metrics
+
+
+def _no_rescue(batch: Batch, prompts: int) -> _Rescued:
+    nothing, none = torch.zeros(len(batch[0]), dtype=torch.bool), torch.zeros(prompts, dtype=torch.bool)
+    return _Rescued(batch=batch, unused=[], hinted=nothing, failed=none, rescued=none, hint_tokens=0, metrics=Metrics())
+
+
+def _rescue_failed_groups(prompts: Prompts, batch: Batch, draw: Draw, hinted: Hinted, config: Rescue) -> _Rescued:
+    """Sample prompts whose whole group failed with a hint, one hint after another (Guide, Nath et al. 2025).
+
+    Where a hint leads to a success, all completions sampled with it take the place of the group's last ones, the
+    failures among them too: choosing the successes would bias what the importance weights correct. The first ones stay,
+    so a rescued group has both. A group that no hint helps stays as it was sampled first.
+    """
+    size = batch[0].group_size
+    per_group = config.hinted_per_group(size)
+    failed = failed_groups(batch[1].values, size, solved_above=config.solved_above)
+    rescued_by = torch.zeros(len(failed), dtype=torch.long)  # the number of the hint; 0: none
+    is_hinted, unused = torch.zeros(len(batch[0]), dtype=torch.bool), list[Completions]()
+    hint_tokens, without_hint = 0, failed.clone()
+    for number in range(1, len(config.hints) + 1):
+        asked, has_hint = hinted(number)
+        without_hint &= ~has_hint
+        groups = (failed & (rescued_by == 0) & has_hint).nonzero().flatten()
+        if len(groups) == 0:
+            continue
+        plain, with_hint = prompts.rows(groups), asked.rows(groups)
+        drawn = draw(plain, "rescue", number, group_size=per_group, asked=with_hint)
+        hint_tokens += per_group * int(with_hint.prompt_mask.sum() - plain.prompt_mask.sum())
+        solved = ~failed_groups(drawn[1].values, per_group, solved_above=config.solved_above)
+        rescued_by[groups[solved]] = number
+        batch, replaced, rows = _replace_last_of_groups(batch, drawn, groups, solved)
+        unused.append(replaced)
+        is_hinted[rows] = True
+    metrics = Metrics({"rescue/failed": Mean.of(failed)})
+    for number in range(1, len(config.hints) + 1):
+        metrics.add(f"rescue/by_hint_{number}", float((rescued_by == number).sum()))
+    metrics.add("rescue/rescued", float((rescued_by > 0).sum()))
+    metrics.add("rescue/without_hint", float(without_hint.sum()))
+    return _Rescued(
+        batch=batch,
+        unused=unused,
+        hinted=is_hinted,
+        failed=failed,
+        rescued=rescued_by > 0,
+        hint_tokens=hint_tokens,
+        metrics=metrics,
+    )
+
+
+def _replace_last_of_groups(
+    batch: Batch, drawn: Batch, groups: Int[Tensor, " D"], solved: Bool[Tensor, " D"]
+) -> tuple[Batch, Completions, Int[Tensor, " R"]]:
+    """Replace the last rows of the `groups` that are `solved` by the drawn ones, which take their row ids.
+
+    Returns:
+        The batch, the completions left over (replaced or not used), and the rows that were replaced.
+    """
+    size, per_group, count = batch[0].group_size, drawn[0].group_size, len(batch[0])
+    last = (groups[:, None] * size + torch.arange(size - per_group, size)).flatten()  # the rows that drawn may replace
+    completions = replace(drawn[0], group_size=size, row_ids=batch[0].row_ids[last])
+    combined = _concat_batches([batch, (completions, drawn[1])])
+    is_used = solved.repeat_interleave(per_group)
+    rows = torch.arange(count)
+    rows[last[is_used]] = count + torch.arange(len(last))[is_used]
+    left_over = torch.ones(len(combined[0]), dtype=torch.bool)
+    left_over[rows] = False
+    return _select_rows(combined, rows), combined[0].rows(left_over.nonzero().flatten()), last[is_used]
 
 
 def _refill_uniform_groups(

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf.algo.kl import Coefs
 from rlhf.algo.masked import Mean
 from rlhf.algo.objective import Objective
-from rlhf.algo.policy_loss import Aggregate, importance_ratio, kl_old_new, token_weights
+from rlhf.algo.policy_loss import Aggregate, importance_ratio, kl_old_new, loss_weights, token_weights
 from rlhf.algo.preference_loss import (
     PreferenceLoss,
     dpo,
@@ -29,7 +29,7 @@ from rlhf.algo.preference_loss import (
     simpo,
     slic,
 )
-from rlhf.batching import Batch, concat, extend
+from rlhf.batching import Batch, concat, extend, widen
 from rlhf.config.algorithm import (
     DpoLoss,
     HingeLoss,
@@ -45,6 +45,7 @@ from rlhf.config.algorithm import (
 from rlhf.data.reference_cache import CompletionRows
 from rlhf.models.policy_models import Models
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
+from rlhf.transfer import Number
 from rlhf.types import (
     AnnotatedLabelledCompletions,
     AnnotatedPairs,
@@ -130,7 +131,7 @@ def stack_sides(pairs: PreferencePairs) -> Demonstrations:
 
 def sum_logprobs(logprobs: Float[Tensor, "B T"], learned: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
     """Sum the log-probabilities of each completion, in float64: the losses use differences of large sums."""
-    return torch.where(learned, logprobs, 0.0).double().sum(dim=1)
+    return widen(torch.where(learned, logprobs, 0.0)).sum(dim=1)
 
 
 class PairwiseLoss:
@@ -139,6 +140,7 @@ class PairwiseLoss:
     def __init__(self, models: Models, config: PairLossConfig) -> None:
         self.models = models
         self.config = config
+        self.row_values: dict[str, Tensor] = {}  # of each pair of the latest call of `terms`
 
     def denominators(self, batch: AnnotatedPairs) -> dict[str, float]:
         """Return the number of pairs in the minibatch, the denominator of the loss."""
@@ -146,8 +148,8 @@ class PairwiseLoss:
 
     def terms(self, micro: AnnotatedPairs) -> tuple[dict[str, Tensor], dict[str, Mean]]:
         """Compute the loss, summed over the pairs of `micro`, and its metrics."""
+        rows = stack_sides(micro).to(self.models.device)  # joined on the host, where the layout of the rows is computed
         pairs = micro.to(self.models.device)
-        rows = stack_sides(pairs)
         return self.compare(pairs, rows, self.models.policy_tokens(rows).logprobs)
 
     def compare(
@@ -157,9 +159,11 @@ class PairwiseLoss:
         chosen, rejected = _sides(pairs, rows, logprobs)
         loss = pair_loss(self.config, chosen, rejected)
         gaps = (loss.chosen_reward - loss.rejected_reward).detach()
+        wins = torch.heaviside(gaps, torch.full_like(gaps, 0.5))  # a tie wins half
+        self.row_values = {"loss": loss.per_pair.detach(), "accuracy": wins}
         metrics = {
             "loss/preference": Mean.of(loss.per_pair),
-            "preference/accuracy": Mean.of(torch.heaviside(gaps, torch.full_like(gaps, 0.5))),  # a tie wins half
+            "preference/accuracy": Mean.of(wins),
             "preference/margin": Mean.of(gaps),
             "preference/chosen_reward": Mean.of(loss.chosen_reward),
             "preference/rejected_reward": Mean.of(loss.rejected_reward),
@@ -189,6 +193,7 @@ class LabelledLoss:
         self.config = config
         self.rows_per_pass = rows_per_pass
         self.context = context
+        self.row_values: dict[str, Tensor] = {}  # as in PairwiseLoss
 
     @torch.no_grad()
     def with_baseline(self, batch: AnnotatedLabelledCompletions) -> BaselinedLabelledCompletions:
@@ -244,6 +249,10 @@ class LabelledLoss:
             undesirable_weight=self.config.undesirable_weight,
         )
         above_baseline = log_ratios.detach() > rows.baselines
+        self.row_values = {
+            "loss": loss.per_completion.detach(),
+            "accuracy": (above_baseline == desirable).to(logprobs.dtype),
+        }
         metrics = {
             "loss/preference": Mean.of(loss.per_completion),
             "preference/accuracy": Mean.of(above_baseline == desirable),
@@ -253,8 +262,9 @@ class LabelledLoss:
             "preference/rejected_logprob": Mean.of(logprobs, ~desirable),
             "preference/baseline": Mean.of(rows.baselines),
         }
+        missing = [side for side, label in (("chosen", True), ("rejected", False)) if label not in micro.desirable]
         return {PREFERENCE_TERM: loss.per_completion.sum()}, {
-            name: mean for name, mean in metrics.items() if mean.weight
+            name: mean for name, mean in metrics.items() if not any(f"/{side}_" in name for side in missing)
         }
 
 
@@ -278,7 +288,7 @@ def completion_logprobs(
         is_mine = first + ranks.rank < len(parts)
         part = parts[first + ranks.rank if is_mine else first]
         batch = rows.collate(part).to(device)
-        logprobs = sum_logprobs(token_logprobs(batch), batch.loss_mask).cpu()
+        logprobs = sum_logprobs(token_logprobs(batch), batch.loss_mask).cpu().double()
         if is_mine:
             totals[torch.tensor(part)] = logprobs
     return torch.stack(ranks.gather(totals)).sum(dim=0)  # each entry comes from one rank and is 0 on the others
@@ -314,7 +324,7 @@ class OnlineLoss:
         self.models = models
         self.objective = objective
         self.coefs = coefs
-        self.ratio_deviation = 0.0  # max |pi / pi_old - 1| over the calls of `terms` so far
+        self.ratio_deviation: Number = 0.0  # max |pi / pi_old - 1| over the calls of `terms` so far
 
     def denominators(self, batch: Experience) -> dict[str, float]:
         """Compute the denominators of the loss terms from the whole minibatch."""
@@ -333,8 +343,10 @@ class OnlineLoss:
         return self.objective.policy_term(micro, tokens.logprobs, tokens.entropy, self.coefs)
 
     def _update_ratio_deviation(self, micro: Experience, logprobs: Float[Tensor, "B T"]) -> None:
+        if not torch.is_grad_enabled():  # a line search tries weights: their ratio is meant to differ from 1
+            return
         deviation = ratio_deviation(logprobs, micro.logprobs, micro.loss_mask)
-        self.ratio_deviation = max(self.ratio_deviation, deviation)
+        self.ratio_deviation = _larger(self.ratio_deviation, deviation)
 
 
 class CriticLoss:
@@ -363,7 +375,7 @@ class SampledPairLoss:
     def __init__(self, models: Models, config: OnlinePairLoss) -> None:
         self.models = models
         self.pairs = PairwiseLoss(models, config.loss)
-        self.ratio_deviation = 0.0  # as in OnlineLoss
+        self.ratio_deviation: Number = 0.0  # as in OnlineLoss
 
     def denominators(self, batch: SampledPairs) -> dict[str, float]:
         """Return the number of pairs in the minibatch, the denominator of the loss."""
@@ -371,12 +383,12 @@ class SampledPairLoss:
 
     def terms(self, micro: SampledPairs) -> tuple[dict[str, Tensor], dict[str, Mean]]:
         """Compute the loss, summed over the pairs of `micro` (each row is a whole pair), and its metrics."""
+        rows = stack_sides(micro).to(self.models.device)
         micro = micro.to(self.models.device)
-        rows = stack_sides(micro)
         old_logprobs, mask = torch.cat([micro.chosen_old_logprobs, micro.rejected_old_logprobs]), rows.completion_mask
         tokens = self.models.policy_tokens(rows)
         logprobs = tokens.logprobs.detach()
-        self.ratio_deviation = max(self.ratio_deviation, ratio_deviation(logprobs, old_logprobs, mask))
+        self.ratio_deviation = _larger(self.ratio_deviation, ratio_deviation(logprobs, old_logprobs, mask))
         terms, metrics = self.pairs.compare(micro, rows, tokens.logprobs)
         metrics |= {
             "policy/ratio": Mean.of(importance_ratio(logprobs, old_logprobs, mask, "token"), mask),
@@ -386,10 +398,20 @@ class SampledPairLoss:
         return terms, metrics
 
 
-def ratio_deviation(logprobs: Float[Tensor, "B T"], old: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> float:
-    """Compute the largest |pi / pi_old - 1| over live tokens."""
+def ratio_deviation(logprobs: Float[Tensor, "B T"], old: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Number:
+    """Compute the largest |pi / pi_old - 1| over live tokens; on a GPU it stays there."""
     difference = torch.where(mask, logprobs.detach() - old, 0.0)
-    return float(torch.expm1(difference).abs().max())
+    largest = torch.expm1(difference).abs().max()
+    return largest if largest.is_cuda else float(largest)
+
+
+def _larger(first: Number, second: Number) -> Number:
+    """Return the larger number, without waiting for those that are on a GPU."""
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.maximum(first, second)
+    if isinstance(second, Tensor):
+        return second.clamp(min=first)
+    return max(first, second)
 
 
 class DemonstrationLoss:
@@ -404,6 +426,7 @@ class DemonstrationLoss:
         self.aggregate = aggregate
         self.coef = coef
         self.name = name
+        self.row_values: dict[str, Tensor] = {}  # of each demonstration of the latest call of `terms`, per token
 
     def denominators(self, batch: Demonstrations) -> dict[str, float]:
         """Compute the denominator of the loss from the whole minibatch."""
@@ -414,8 +437,13 @@ class DemonstrationLoss:
         """Compute the loss, summed over a micro-batch, and its metrics."""
         micro = micro.to(self.models.device)
         tokens = self.models.policy_tokens(micro, temperature=1.0)
-        weights, _ = token_weights(micro.loss_mask, self.aggregate, max_tokens=micro.loss_mask.shape[1])
+        weights = loss_weights(micro.loss_mask, self.aggregate, max_tokens=micro.loss_mask.shape[1])
         total = (torch.where(micro.loss_mask, -tokens.logprobs, 0.0) * weights).sum()
+        lengths = micro.loss_mask.sum(dim=1).clamp(min=1)
+        self.row_values = {
+            "loss": torch.where(micro.loss_mask, -tokens.logprobs.detach(), 0.0).sum(dim=1) / lengths,
+            "accuracy": (tokens.first_choice & micro.loss_mask).sum(dim=1) / lengths,
+        }
         metrics = {f"loss/{self.name}": Mean.of(-tokens.logprobs, micro.loss_mask)}
         if self.name == "sft":
             metrics["loss/accuracy"] = Mean.of(tokens.first_choice, micro.loss_mask)

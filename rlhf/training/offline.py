@@ -6,6 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from rlhf.algo.masked import Mean
 from rlhf.batching import Batch
 from rlhf.config.sections import BatchConfig, ScheduleConfig
 from rlhf.models.kernels.cast import weights_cast_once
@@ -16,6 +20,7 @@ from rlhf.tracking.metrics import Metrics
 from rlhf.training.session import Session
 from rlhf.training.step import Loss, LossBatch, optimizer_step
 
+MAIN_LOSSES = ("loss/sft", "loss/preference", "loss/rm")
 GRADIENT_PASS = "a forward and backward pass"
 
 
@@ -30,6 +35,7 @@ class OfflineRun:
     loss: Loss
     trained: TrainableModel
     ema: Ema | None
+    sources: Callable[[int], tuple[str, ...]] | None = None  # the source of each row of a step, where there are several
     tokens: Callable[[Batch], int]  # how many tokens a batch has, for the throughput
     export: Callable[[Path], None]  # writes the trained model as a standard model folder
 
@@ -48,16 +54,52 @@ def train_offline(run: OfflineRun) -> None:
         )
         with run.session.recorder.phase("update"), weights_cast_once():
             metrics = optimizer_step(
-                [LossBatch(batch, run.loss)],
+                loss_batches(run, batch, step),
                 [run.trained],
                 micro_batch_size=rows,
-                lr_factor=factor,
+                lr_factor=factor * run.session.state.lr_scale,
                 ranks=run.session.ranks,
             )
         run.session.check_update(metrics)
         if run.ema is not None:
             run.ema.update()
         run.session.report(with_skip_counts(metrics, run.session), tokens=run.tokens(batch))
+
+
+def loss_batches(run: OfflineRun, batch: Batch, step: int) -> list[LossBatch]:
+    """Return the rows of a step with their loss: apart for each source, where there are several, to measure its loss.
+
+    The denominators are those of the whole minibatch, so the gradient is that of the rows together.
+    """
+    if run.sources is None:
+        return [LossBatch(batch, run.loss)]
+    names, denominators = run.sources(step), run.loss.denominators(batch)
+    return [
+        LossBatch(
+            batch.rows(torch.tensor([row for row, other in enumerate(names) if other == name])),
+            SourceLoss(run.loss, denominators, name),
+        )
+        for name in sorted(set(names))
+    ]
+
+
+class SourceLoss:
+    """A loss on the rows of one source of a minibatch, whose mean is also a metric of the source's."""
+
+    def __init__(self, loss: Loss, denominators: dict[str, float], source: str) -> None:
+        """Set the loss, its denominators on the whole minibatch, and the name of the source."""
+        self.loss, self.source = loss, source
+        self._denominators = denominators
+
+    def denominators(self, batch: Batch) -> dict[str, float]:
+        """Return the denominators of the whole minibatch."""
+        return self._denominators
+
+    def terms(self, micro: Batch) -> tuple[dict[str, Tensor], dict[str, Mean]]:
+        """Compute the loss's terms and metrics, and the source's mean loss."""
+        terms, metrics = self.loss.terms(micro)
+        main = {f"source/loss/{self.source}": metrics[name] for name in MAIN_LOSSES if name in metrics}
+        return terms, metrics | main
 
 
 def with_skip_counts(metrics: Metrics, session: Session) -> Mapping[str, float]:

@@ -6,12 +6,9 @@ run folder is in online_run.py and session.py.
 
 from __future__ import annotations
 
-import torch
-
 from rlhf.algo.advantages import compute_advantages
 from rlhf.algo.selection import select_training_rows
 from rlhf.models.kernels.cast import weights_cast_once
-from rlhf.runtime.seeding import generator
 from rlhf.tracking.metrics import Metrics
 from rlhf.training.losses import online_losses
 from rlhf.training.online_run import (
@@ -21,6 +18,7 @@ from rlhf.training.online_run import (
     demonstrations,
     finish_step,
     lr_factor_at,
+    row_order,
     sample_and_score,
     trained_models,
 )
@@ -39,7 +37,9 @@ def train(run: OnlineRun) -> None:
         # 3. Annotate: log-probabilities of policy and reference, values of the critic, before any update.
         rollout = annotate(run, collected)  # Rollout [B, T]
         # 4. Compute rewards, advantages and returns.
-        experience = compute_advantages(rollout, run.algorithm, run.coefs, ratio_cap=run.ratio_cap)  # Experience [B, T]
+        experience = compute_advantages(  # Experience [B, T]
+            rollout, run.algorithm, run.coefs, ratio_cap=run.ratio_cap, function=run.advantage_function
+        )
         metrics = rollout_metrics(experience, collected.scores, run.models)
         metrics.merge(selection_metrics(experience, run.algorithm))
         metrics.merge(collected.metrics)
@@ -50,7 +50,7 @@ def train(run: OnlineRun) -> None:
 
 
 def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
-    """Train for several shuffled epochs on one experience, stopping early if the policy moves too far (target_kl).
+    """Train for several epochs on one experience, stopping early if the policy moves too far (target_kl).
 
     Where there is nothing to train on (all groups tied, no completion above the threshold, all of them masked), the
     policy does not change, nor does a critic that has nothing to train on either.
@@ -60,13 +60,13 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
     losses = online_losses(run.models, run.objective, run.coefs)  # the policy's, then that of a separate critic
     minibatch_size = max(1, -(-len(training_rows) // batch.minibatches))
     for epoch in range(batch.epochs):
-        order = torch.randperm(len(training_rows), generator=generator(run.config.run.seed, "order", step, epoch))
+        order = row_order(run, len(training_rows), step, epoch)
         for indices in order.split(minibatch_size) if len(order) else ():
             minibatch = training_rows.rows(indices.sort().values)  # keeps rows of one prompt together: they share it
             with weights_cast_once():
                 step_metrics = optimizer_step(  # forward, ratio, loss, backward, clip, step
                     [*(LossBatch(minibatch, loss) for loss in losses), *demonstrations(run, step)],
-                    trained_models(run, step),
+                    trained_models(run, step, epoch),
                     micro_batch_size=run.rows,
                     lr_factor=lr_factor_at(run, step),
                     ranks=run.session.ranks,

@@ -7,20 +7,36 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from rlhf.algo.functions import AdvantageFunction
 from rlhf.algo.kl import Coefs, next_kl_coef, next_penalty_coef
 from rlhf.algo.objective import Objective
-from rlhf.config.algorithm import AdaptiveKl, Online, PenaltyLoss
+from rlhf.config.algorithm import AdaptiveKl, Online, PenaltyLoss, TrustRegionLoss
 from rlhf.config.sections import OnlineConfig
 from rlhf.errors import NonFiniteScores, RewardError
 from rlhf.models.policy_models import Ema, Models
 from rlhf.rewards.source import RewardSource
+from rlhf.rewards.watch import WatchingJudge
 from rlhf.runtime.engine import TrainableModel, lr_factor
 from rlhf.runtime.micro_batch import AdaptiveMicroBatch
-from rlhf.runtime.seeding import derive_seed
+from rlhf.runtime.seeding import derive_seed, generator
 from rlhf.sampling.sampler import Sampler
 from rlhf.tracking.metrics import Metrics
-from rlhf.training.collect import Collected, CompletionPrefetcher, Draw, collect, live_tokens, sample_and_score_in_parts
+from rlhf.training.collect import (
+    Collected,
+    CompletionPrefetcher,
+    Draw,
+    collect,
+    live_tokens,
+    no_hints,
+    sample_and_score_in_parts,
+    under_prompts,
+)
 from rlhf.training.losses import DemonstrationLoss, OnlineLoss, SampledPairLoss, count_tokens
+from rlhf.training.replay import PromptQueue
 from rlhf.training.rollout import compute_logprobs_and_values, sample_records
 from rlhf.training.session import Session
 from rlhf.training.step import LossBatch
@@ -36,6 +52,7 @@ class OnlineRun:
     config: OnlineConfig
     session: Session
     prompts: Callable[[int], Prompts]  # the prompts of a step
+    queue: PromptQueue | None  # replays unsolved prompts (algorithm.rescue), and has the prompts with hints
     refill: Callable[[int], Prompts]  # as many other prompts; rounds count from 1 over the whole run
     ptx: Callable[[int], Demonstrations] | None  # the demonstrations mixed into a step (PPO-ptx)
     sampler: Sampler
@@ -45,11 +62,13 @@ class OnlineRun:
     policy: TrainableModel
     critic: TrainableModel | None  # None if there is none, or if it shares the policy's backbone
     objective: Objective
+    advantage_function: AdvantageFunction | None  # where advantage.type is function
     ema: Ema | None
     rows: AdaptiveMicroBatch  # micro-batch of a pass with gradient
     passes: AdaptiveMicroBatch  # micro-batch of a pass without gradient
     decode: Callable[[Sequence[int]], str]  # token ids to text, for samples.jsonl
     export: Callable[[Path], None]  # writes the trained model as a standard model folder
+    watch: WatchingJudge | None = None  # looks at the scored completions; nothing is trained on its scores
 
     @property
     def algorithm(self) -> Online:
@@ -75,18 +94,32 @@ def sample_and_score(run: OnlineRun, step: int) -> Collected | None:
     """
     size = run.config.sampling.completions_per_prompt
     try:
-        return collect(run.prompts(step), _draw(run, step), partial(_refill, run, step), run.algorithm, group_size=size)
+        collected = collect(
+            run.prompts(step),
+            _draw(run, step),
+            partial(_refill, run, step),
+            run.algorithm,
+            group_size=size,
+            hinted=no_hints if run.queue is None else run.queue.hinted,
+        )
     except NonFiniteScores as error:
         run.session.skip_step(error)
         run.session.state.completions += len(run.prompts(step)) * size
+        if run.queue is not None:
+            run.queue.skip()
         run.session.report(_counts(run), tokens=0)
         return None
     except RewardError as error:
         raise run.session.save_and_explain(error) from error
+    if run.watch is not None:
+        with run.session.recorder.phase("score"):
+            collected.metrics.merge(run.watch(collected.completions, collected.scores, step))
+    return collected
 
 
 def annotate(run: OnlineRun, collected: Collected) -> Rollout:
     """Add log-probabilities of policy and reference, and values, in passes as large as memory allows."""
+    is_off_policy = run.ahead is not None or bool(collected.hinted.any())
     with run.session.recorder.phase("annotate"):
         return run.passes.run(
             lambda size: compute_logprobs_and_values(
@@ -95,14 +128,16 @@ def annotate(run: OnlineRun, collected: Collected) -> Rollout:
                 run.models,
                 cut=lambda rows: run.passes.cut(rows, size),
                 baselines=collected.baselines,
-                old_log_probs=run.config.sampling.old_log_probs if run.ahead is None else "trainer",
+                hinted=collected.hinted,
+                old_log_probs="trainer" if is_off_policy else run.config.sampling.old_log_probs,
             )
         )
 
 
-def trained_models(run: OnlineRun, step: int) -> list[TrainableModel]:
-    """Return the models that this step trains: the critic alone during its warm-up."""
-    policy = [] if _is_warming_up(run, step) else [run.policy]
+def trained_models(run: OnlineRun, step: int, epoch: int) -> list[TrainableModel]:
+    """Return the models to train: the critic alone during its warm-up, and once a trust region's one step is taken."""
+    stepped = epoch > 0 and isinstance(run.algorithm.policy_loss, TrustRegionLoss)
+    policy = [] if _is_warming_up(run, step) or stepped else [run.policy]
     return policy + ([run.critic] if run.critic is not None else [])
 
 
@@ -114,11 +149,19 @@ def demonstrations(run: OnlineRun, step: int) -> list[LossBatch]:
     return [LossBatch(run.ptx(step), loss)]
 
 
+def row_order(run: OnlineRun, rows: int, step: int, epoch: int) -> Int[Tensor, " rows"]:
+    """Return the order in which an epoch deals the rows to minibatches: a random one, or as they were sampled."""
+    if not run.config.batch.shuffle:
+        return torch.arange(rows)
+    return torch.randperm(rows, generator=generator(run.config.run.seed, "order", step, epoch))
+
+
 def lr_factor_at(run: OnlineRun, step: int) -> float:
     """Return the schedule's factor of the learning rates at this step."""
     schedule = run.config.schedule
     total = run.session.total_steps
-    return lr_factor(step, steps=total, warmup_steps=schedule.warmup_steps, decay=schedule.decay)
+    factor = lr_factor(step, steps=total, warmup_steps=schedule.warmup_steps, decay=schedule.decay)
+    return factor * run.session.state.lr_scale
 
 
 @dataclass
@@ -144,8 +187,9 @@ class UpdateRecord:
         target_kl = self.run.algorithm.target_kl
         self.run.session.check_update(step_metrics)
         if self.steps == 0:
-            deviation = self.run.session.ranks.largest(policy_loss.ratio_deviation)
-            self.metrics.add("policy/first_ratio_deviation", deviation)
+            ranks, deviation = self.run.session.ranks, policy_loss.ratio_deviation
+            largest = deviation if ranks.world == 1 else ranks.largest(float(deviation))
+            self.metrics.add("policy/first_ratio_deviation", largest)
         self.metrics.merge(step_metrics)
         self.steps += 1
         self.steps_taken += "policy/lr" in step_metrics
@@ -166,6 +210,8 @@ class UpdateRecord:
 
 def finish_step(run: OnlineRun, step: int, rollout: Rollout, collected: Collected, metrics: Metrics) -> None:
     """Update the KL coefficients and the moving average, count the completions, and report the step."""
+    if run.queue is not None:
+        metrics.merge(run.queue.finish(collected.failed, collected.rescued))
     _update_controllers(run, metrics, len(rollout), step)
     run.session.state.completions += len(rollout) + collected.extra
     run.session.report(metrics.values() | _counts(run), tokens=live_tokens(rollout))
@@ -183,15 +229,24 @@ def _draw(run: OnlineRun, step: int) -> Draw:
     """Return the function that samples and scores completions for this step."""
     phase = run.session.recorder.phase
 
-    def draw(prompts: Prompts, *names: int | str, group_size: int, greedy: bool = False) -> tuple[Completions, Scores]:
+    def draw(
+        prompts: Prompts, *names: int | str, group_size: int, greedy: bool = False, asked: Prompts | None = None
+    ) -> tuple[Completions, Scores]:
         key = sampling_key(run.config, step, *names)
 
         def sample(part: Prompts) -> Completions:
             return run.sampler.sample(part, key=key, group_size=group_size, greedy=greedy)
 
+        if asked is not None:
+            with phase("sample"):
+                answers = under_prompts(sample(asked), prompts)
+            with phase("score"):
+                return answers, run.reward(answers)
         if run.config.overlap.reward_parts > 1:
             with phase("sample"):
-                return sample_and_score_in_parts(prompts, sample, run.reward, parts=run.config.overlap.reward_parts)
+                return sample_and_score_in_parts(
+                    prompts, sample, run.reward, parts=run.config.overlap.reward_parts, device=run.models.device
+                )
         with phase("sample"):
             completions = sample(prompts) if run.ahead is None else run.ahead.take(step)
         with phase("score"):

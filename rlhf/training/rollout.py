@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rlhf.algo.advantages import uniform_groups
 from rlhf.algo.kl import kl_estimate
 from rlhf.algo.masked import Mean, masked_mean
+from rlhf.algo.rescue import effective_sample_share
 from rlhf.algo.selection import best_and_worst
 from rlhf.algo.value_loss import explained_variance
 from rlhf.batching import extend
 from rlhf.config.algorithm import Best, BestAndWorst, Online
 from rlhf.config.sections import OldLogProbs
+from rlhf.data.prompts import SOURCE
 from rlhf.models.kernels.cast import weights_cast_once
 from rlhf.models.policy_models import Models
 from rlhf.tracking.metrics import Metrics
 from rlhf.types import Completions, Experience, Rollout, Scores
 
+SCORE_PARTS = ("raw", "clipped", "cut", "disagreement")  # parts that are logged as score/NAME
+REFUSED = re.compile(r"[^\w .\-/]")  # in the name of a metric, by mlflow
 PROBE_ROWS = 2  # rows per step whose log-probs the trainer computes too, to compare with the sampler's
 LOGPROB_TOLERANCE = {torch.float64: 1e-9}  # nats; below it a token's two log-probs differ by rounding only
 DEFAULT_LOGPROB_TOLERANCE = 1e-4
@@ -34,13 +40,14 @@ def compute_logprobs_and_values(
     *,
     cut: Callable[[Completions], Sequence[Tensor]],
     baselines: Float[Tensor, " B"] | None = None,
+    hinted: Bool[Tensor, " B"] | None = None,
     old_log_probs: OldLogProbs = "trainer",
 ) -> Rollout:
     """Compute log-probs under the policy and the reference, and values; all on the CPU, like the completions.
 
     Without a reference model its log-probs are the policy's (zero KL); without a critic the values are zero, and so are
-    the baselines if none are given. `cut` splits the rows into micro-batches; `old_log_probs` says whether the policy's
-    log-probs are computed or the sampler's are used.
+    the baselines if none are given; no row is `hinted` if that is not given. `cut` splits the rows into micro-batches;
+    `old_log_probs` says whether the policy's log-probs are computed or the sampler's are used.
     """
     use_sampler_logprobs = takes_sampler_logprobs(completions, models, old_log_probs)
 
@@ -63,6 +70,7 @@ def compute_logprobs_and_values(
         logprobs=logprobs,
         ref_logprobs=ref_logprobs,
         values=values,
+        hinted=torch.zeros_like(completions.finished) if hinted is None else hinted,
     )
 
 
@@ -120,7 +128,7 @@ def sample_records(
                 "prompt": prompt if isinstance(prompt, str) else decode(_live_prompt(rollout, row)),
                 "completion": decode(rollout.completion_ids[row, :length].tolist()),
                 "score": float(rollout.scores[row]),
-                "parts": {name: float(value[row]) for name, value in (parts or {}).items()},
+                "parts": {name: _number(value[row]) for name, value in (parts or {}).items()},
                 "kl": float(sequence_kl[row]),
                 "length": length,
                 "finished": bool(rollout.finished[row]),
@@ -129,35 +137,43 @@ def sample_records(
     return records
 
 
+def _number(value: Tensor) -> float | None:
+    """Return a part's value; None where the part does not apply, for JSON has no NaN."""
+    return None if value.isnan() else float(value)
+
+
 def _live_prompt(rollout: Rollout, row: int) -> list[int]:
     ids: list[int] = rollout.prompt_ids[row][rollout.prompt_mask[row]].tolist()
     return ids
 
 
 def rollout_metrics(experience: Experience, scores: Scores, models: Models) -> Metrics:
-    """Compute the metrics of a step that do not depend on its update."""
+    """Compute the metrics of a step that do not depend on its update; those of KLs leave out hinted completions."""
     mask, values = experience.completion_mask, experience.scores.double()
     sequence_kl = kl_estimate(experience.logprobs, experience.ref_logprobs, "k1").sum(dim=1)
     mismatch = (experience.sampler_logprobs - experience.logprobs).abs()
     metrics = Metrics(
         {
             "score/mean": Mean.of(values),
-            "kl/sampler_mismatch": Mean.of(mismatch, mask),
+            "kl/sampler_mismatch": Mean.of(mismatch, mask & ~experience.hinted[:, None]),
             "completion/length": Mean.of(mask.sum(dim=1)),
             "completion/finished": Mean.of(experience.finished),
             "advantage/mean": Mean.of(experience.advantages, experience.loss_mask),
             "reward/kl_penalty": Mean.of(values - experience.rewards.sum(dim=1).double()),
         }
     )
+    metrics.update(_duplicates(experience))
     metrics.add("score/std", float(values.std(correction=0)))
     metrics.add("advantage/std", _std(experience.advantages, experience.loss_mask))
     if "raw" in scores.parts:
         metrics.update({"score/raw": Mean.of(scores.parts["raw"])})
-    for name in ("clipped", "cut"):
+    for name in ("clipped", "cut", "disagreement"):
         if name in scores.parts:
             metrics.update({f"score/{name}": Mean.of(scores.parts[name])})
+    metrics.merge(part_metrics(scores))
+    metrics.update(_scores_by_source(experience, values))
     if models.has_reference:
-        metrics.update({"kl/reference": Mean.of(sequence_kl)})
+        metrics.update({"kl/reference": Mean.of(sequence_kl, ~experience.hinted)})
     if experience.group_size > 1:
         best = values.view(-1, experience.group_size).amax(dim=1)
         metrics.update(
@@ -174,25 +190,85 @@ def rollout_metrics(experience: Experience, scores: Scores, models: Models) -> M
     return metrics
 
 
+def part_metrics(scores: Scores) -> Metrics:
+    """Compute mean and standard deviation of each named part over the completions that it applies to (not NaN).
+
+    Characters of a name that some tracker refuses become underscores.
+    """
+    metrics = Metrics()
+    for part, values in scores.parts.items():
+        if part in SCORE_PARTS:
+            continue
+        name = REFUSED.sub("_", part)
+        live = values[~values.isnan()].double()
+        metrics.add(f"part/{name}/applicable", len(live) / len(values))
+        if len(live):
+            metrics.update({f"part/{name}/mean": Mean.of(live)})
+            metrics.add(f"part/{name}/std", float(live.std(correction=0)))
+    return metrics
+
+
+def _duplicates(experience: Experience) -> dict[str, Mean]:
+    """Count the prompts that the step has twice, and the completions that different prompts share."""
+    prompts = [
+        tuple(ids[mask].tolist()) for ids, mask in zip(experience.prompt_ids, experience.prompt_mask, strict=True)
+    ]
+    texts = [
+        tuple(ids[mask].tolist())
+        for ids, mask in zip(experience.completion_ids, experience.completion_mask, strict=True)
+    ]
+    size, rows = experience.group_size, len(prompts)
+    copies = Counter(prompts[::size])
+    answered: dict[tuple[int, ...], set[int]] = {}
+    for row, text in enumerate(texts):
+        answered.setdefault(text, set()).add(row // size)
+    return {
+        "prompt/duplicates": Mean(float(sum(copies[prompt] > 1 for prompt in prompts[::size])), rows / size),
+        "completion/duplicates": Mean(float(sum(len(answered[text]) > 1 for text in texts)), float(rows)),
+    }
+
+
+def _scores_by_source(experience: Experience, scores: Float[Tensor, " B"]) -> dict[str, Mean]:
+    """Average the scores of the completions of each source's prompts; empty where the prompts are no mixture."""
+    names = [reference.get(SOURCE) for reference in experience.references]
+    return {
+        f"source/score/{name}": Mean.of(scores, torch.tensor([other == name for other in names]))
+        for name in dict.fromkeys(names)
+        if name is not None
+    }
+
+
 def selection_metrics(experience: Experience, algorithm: Online) -> Metrics:
     """Compute how many of a step's completions are trained on and how they scored; empty where all of them are."""
     scores, groups = experience.scores.double(), len(experience) // experience.group_size
     metrics = Metrics()
     if algorithm.mask_truncated or algorithm.drop_uniform_groups:
         metrics.update({"completion/masked": Mean.of(~experience.loss_mask.any(dim=1))})
+    if algorithm.rescue is not None:
+        metrics.merge(_hint_metrics(experience))
     match algorithm.advantage:
         case Best():
             kept = experience.loss_mask.any(dim=1)
             metrics.add("kept/count", float(kept.sum()))
             metrics.add("kept/none", float((~kept.view(groups, -1).any(dim=1)).sum()))
             metrics.update({"kept/score": Mean.of(scores, kept)})
-        case BestAndWorst():
-            best, worst = best_and_worst(experience.scores, experience.group_size)
+        case BestAndWorst() as config:
+            best, worst = best_and_worst(experience.scores, experience.group_size, min_gap=config.min_gap)
             metrics.add("pair/count", float(len(best)))
             metrics.add("pair/ties", float(groups - len(best)))
             metrics.update({"pair/score_gap": Mean.of(scores[best] - scores[worst])})
         case _:
             pass
+    return metrics
+
+
+def _hint_metrics(experience: Experience) -> Metrics:
+    """Compute the share of tokens that were sampled with a hint, and their importance weights."""
+    live = experience.completion_mask & experience.hinted[:, None]
+    metrics = Metrics({"rescue/hinted_tokens": Mean(float(live.sum()), float(experience.completion_mask.sum()))})
+    if live.any():
+        metrics.update({"rescue/weight": Mean.of(experience.hint_weights, live)})
+        metrics.add("rescue/weight_ess", effective_sample_share(experience.hint_weights, live))
     return metrics
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,6 +15,7 @@ from types import FrameType
 from typing import Protocol, runtime_checkable
 
 from rlhf.errors import CheckpointError, DivergenceError, NonFiniteScores, RewardError
+from rlhf.guard.best import BestState
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.runtime.memory import MemoryProfiler
 from rlhf.tracking.checkpoint import Checkpoints
@@ -59,6 +61,7 @@ class Recorder:
         self._samples = open_logger(folder.samples)
         self._timings = open_logger(folder.timings)
         self._notes = open_logger(folder.notes)
+        self._alarms = open_logger(folder.alarms)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -91,6 +94,11 @@ class Recorder:
         self.trackers.log(step, values)
         self.progress.update(step, values, self.show)
 
+    def alarm(self, record: Mapping[str, object], text: str) -> None:
+        """Append a line to alarms.jsonl, and print it as a note."""
+        self._alarms.log(record)
+        self.note(text)
+
     def samples(self, records: Sequence[Mapping[str, object]]) -> None:
         """Append records to samples.jsonl."""
         for record in records:
@@ -98,16 +106,21 @@ class Recorder:
 
     def positions(self) -> dict[str, int]:
         """Flush the deterministic files to disk and return their lengths in bytes."""
-        return {"metrics": self._metrics.position(), "samples": self._samples.position()}
+        return {
+            "metrics": self._metrics.position(),
+            "samples": self._samples.position(),
+            "alarms": self._alarms.position(),
+        }
 
     def rewind(self, positions: Mapping[str, int]) -> None:
         """Cut the deterministic files back to the positions stored in a checkpoint."""
         self._metrics.truncate(positions["metrics"])
         self._samples.truncate(positions["samples"])
+        self._alarms.truncate(positions.get("alarms", 0))  # a checkpoint from before there were alarms has none
 
     def close(self) -> None:
         """Close the files and the trackers, and unlock the folder."""
-        for logger in (self._metrics, self._samples, self._timings, self._notes):
+        for logger in (self._metrics, self._samples, self._timings, self._notes, self._alarms):
             logger.close()
         self.trackers.close()
         self._release()
@@ -128,6 +141,8 @@ class TrainState:
     idle: int = 0  # optimizer steps in which a model was not updated: its gradient was exactly zero
     unscored: int = 0  # steps skipped because a score was NaN or infinite
     bad_in_a_row: int = 0  # consecutive skipped steps up to now, for either reason
+    lr_scale: float = 1.0  # product of guard.lr_factor over the alarms that lowered the learning rates
+    best: BestState | None = None  # of checkpoint.best
     owed: dict[str, float] | None = None  # metrics of `step` still to be written, if its evaluation failed
 
     def write(self, folder: Path, positions: Mapping[str, int]) -> None:
@@ -143,7 +158,9 @@ class TrainState:
         """
         content = json.loads((folder / STATE).read_text(encoding="utf-8"))
         try:
-            return cls(**content["state"]), content["positions"]
+            best = content["state"].pop("best", None)
+            state = cls(**content["state"], best=BestState(**best) if best else None)
+            return state, content["positions"]
         except (KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{folder / STATE} was written by another version of this program: {error}"
@@ -151,13 +168,18 @@ class TrainState:
 
 
 class Interruption:
-    """A context in which Ctrl-C or SIGTERM requests a stop after the current step; a second Ctrl-C stops at once."""
+    """A context in which Ctrl-C or SIGTERM requests a stop after the current step; a second Ctrl-C stops at once.
+
+    Only the main thread of a process can handle signals: in any other, nothing requests a stop.
+    """
 
     def __init__(self) -> None:
         self.requested = False
         self._previous_handlers: dict[int, object] = {}
 
     def __enter__(self) -> Interruption:
+        if threading.current_thread() is not threading.main_thread():
+            return self
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous_handlers[number] = signal.signal(number, self._handle)
         return self
@@ -184,6 +206,45 @@ class Budget(Protocol):
         """Count a step: its metrics, the tokens of its rows, and the seconds it took without evaluation."""
 
 
+@runtime_checkable
+class Health(Protocol):
+    """Watches the metrics that the run logs; rlhf.training.health is one."""
+
+    stop_reason: str  # why the run is to stop; empty: it is not
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Observe a logged step, and act on what is seen."""
+
+
+@runtime_checkable
+class BestCheckpoint(Protocol):
+    """Keeps the best checkpoint among the evaluations; rlhf.training.best is one."""
+
+    @property
+    def patience_is_over(self) -> bool:
+        """Return whether the run is to end, because no evaluation has been better for so long."""
+
+    def observe(self, step: int) -> dict[str, float]:
+        """Compare the latest evaluation with the best so far, keep it if it is better; return the metrics."""
+
+    def prune(self, checkpoints: Sequence[Path]) -> None:
+        """Delete what none of these checkpoints, nor the run, needs any more."""
+
+    def finish(self) -> Path | None:
+        """Return the model to export as the run's; None for the one that the run ended with."""
+
+
+@runtime_checkable
+class Feed(Protocol):
+    """The data of a run whose sources are counted, and may end before the run does."""
+
+    def has_batch(self, step: int) -> bool:
+        """Return whether there are rows for a step."""
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Return what was drawn from each source up to the end of a step."""
+
+
 @dataclass
 class Session:
     """A run and its loop. `save` writes weights and optimizers to a folder; `evaluate` returns held-out metrics."""
@@ -202,6 +263,9 @@ class Session:
     resumed: bool = False  # continues from a checkpoint, so the evaluation before step 1 is done
     interrupted: bool = False
     budget: Budget | None = None
+    health: Health | None = None
+    best: BestCheckpoint | None = None
+    feed: Feed | None = None  # mixed or streamed data, which may end, and has metrics of its own
     ranks: Distributed = SINGLE_PROCESS  # decisions of the main rank hold on every rank
 
     def __post_init__(self) -> None:
@@ -214,25 +278,33 @@ class Session:
         """Yield the remaining steps, counted from 1; after each, evaluate, write metrics, save and stop as due."""
         with Interruption() as stop:
             if not self.resumed:
-                self._record(0, self._run_evaluation())
+                evaluation = self._run_evaluation()
+                if evaluation and self.best is not None:
+                    evaluation |= self.best.observe(0)
+                self._record(0, evaluation)
             if self.state.owed is not None:
                 self._finish_step(self.state.owed)
-            stopped = self.ranks.any(stop.requested)
+            stopped = self._is_stopped(stop)
             while not self._is_over() and not stopped:
                 step, start = self.state.step + 1, time.perf_counter()
                 yield step
                 self._end_step(step, time.perf_counter() - start)
-                stopped = self.ranks.any(stop.requested)
+                stopped = self._is_stopped(stop)
             if stopped and not self._is_over():
                 self.interrupted = True
                 self._checkpoint()
-                self.recorder.note(f"stopped at step {self.state.step}; the same command continues from there")
+                reason = self.health.stop_reason if self.health is not None else ""
+                self.recorder.note(f"stopped at step {self.state.step}{reason}; the same command continues from there")
                 return
         self._checkpoint()
 
+    def _is_stopped(self, stop: Interruption) -> bool:
+        """Return whether a rank was asked to stop, or an alarm stops the run."""
+        return self.ranks.any(stop.requested or (self.health is not None and bool(self.health.stop_reason)))
+
     def report(self, metrics: Mapping[str, float], *, tokens: int) -> None:
         """Report the metrics of the current step and the number of its tokens."""
-        self._step_metrics = dict(metrics)
+        self._step_metrics = dict(metrics) | (self.feed.metrics(self.state.step + 1) if self.feed is not None else {})
         self._step_tokens = tokens
         self._tokens += tokens
 
@@ -288,7 +360,12 @@ class Session:
             )
 
     def _is_over(self) -> bool:
-        is_over = self.state.step >= self.total_steps or (self.budget is not None and self.budget.spent)
+        is_over = (
+            self.state.step >= self.total_steps
+            or (self.budget is not None and self.budget.spent)
+            or (self.best is not None and self.best.patience_is_over)
+            or (self.feed is not None and not self.feed.has_batch(self.state.step + 1))
+        )
         return self.ranks.from_main(is_over)  # a budget of seconds may differ between ranks
 
     def _end_step(self, step: int, seconds: float) -> None:
@@ -302,6 +379,8 @@ class Session:
         step = self.state.step
         due = self._is_over() or (self.eval_every and step % self.eval_every == 0)
         evaluation = self._run_evaluation(metrics) if due else {}
+        if due and evaluation and self.best is not None:
+            evaluation |= self.best.observe(step)
         self.state.owed = None
         if due or step % self.log_every == 0:
             self._record(step, {**metrics, **evaluation})
@@ -326,6 +405,8 @@ class Session:
         if metrics:
             self.recorder.metrics(step, metrics, tokens=self._tokens, memory_mb=self.memory_mb())
             self._tokens = 0
+            if self.health is not None:
+                self.health.observe(step, metrics)
 
     def _checkpoint(self) -> None:
         if self._saved_at == self.state.step:
@@ -337,4 +418,6 @@ class Session:
                 self.ranks.on_main(lambda: self.state.write(folder, self.recorder.positions()))
 
             self.checkpoints.save(self.state.step, write)
+            if self.best is not None:
+                self.best.prune(self.checkpoints.all())
         self._saved_at = self.state.step

@@ -7,15 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from rlhf.algo.masked import Mean
 from rlhf.algo.objective import divide_by_denominators
 from rlhf.batching import Batch
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
-from rlhf.runtime.engine import TrainableModel
+from rlhf.runtime.engine import SteppingModel, TrainableModel
 from rlhf.runtime.micro_batch import AdaptiveMicroBatch
 from rlhf.tracking.metrics import Metrics
+from rlhf.transfer import Number, read_numbers
 
 
 @runtime_checkable
@@ -27,6 +29,13 @@ class Loss(Protocol):
 
     def terms(self, micro: Any) -> tuple[dict[str, Tensor], dict[str, Mean]]:
         """Compute the terms' sums over a micro-batch, and metrics."""
+
+
+@runtime_checkable
+class RowWiseLoss(Loss, Protocol):
+    """A loss that also tells the values of single rows: `loss` and `accuracy`, as evaluations compare them."""
+
+    row_values: dict[str, Tensor]  # [B] each, of the latest call of `terms`
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,44 @@ class MicroBatch:
 
     rows: Batch
     counts: bool
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """The parts of an optimizer step and how they are split into passes, for a model that searches its step."""
+
+    parts: Sequence[LossBatch]
+    fitting: AdaptiveMicroBatch
+    ranks: Distributed
+
+    def passes(self, size: int) -> list[MicroBatch]:
+        """Split this rank's share of the first part into passes of `size`."""
+        return split_into_micro_batches(self.parts[0].batch, self.fitting, size, self.ranks)
+
+    @torch.no_grad()
+    def value(self, names: Sequence[str]) -> float:
+        """Compute the sum of the named loss terms with the current weights, over all parts and ranks."""
+        return sum(self.ranks.gather(self.fitting.run(lambda size: self._local_value(set(names), size))))
+
+    def _local_value(self, names: set[str], size: int) -> float:
+        total = 0.0
+        for part in self.parts:
+            denominators = part.loss.denominators(part.batch)
+            if not names & denominators.keys():
+                continue
+            for micro in split_into_micro_batches(part.batch, self.fitting, size, self.ranks):
+                if micro.counts:
+                    terms = divide_by_denominators(part.loss.terms(micro.rows)[0], denominators)
+                    total += sum(float(value) for name, value in terms.items() if name in names)
+        return total
+
+
+@runtime_checkable
+class SearchingModel(TrainableModel, Protocol):
+    """A trained model that evaluates steps on the minibatch before it takes one."""
+
+    def search(self, minibatch: Minibatch, *, lr_factor: float) -> Metrics:
+        """Take a step for the accumulated gradient and drop the gradient; `<name>/lr` is its length, if any."""
 
 
 def optimizer_step(
@@ -64,12 +111,15 @@ def optimizer_step(
     fitting = (
         micro_batch_size if isinstance(micro_batch_size, AdaptiveMicroBatch) else AdaptiveMicroBatch(micro_batch_size)
     )
-    metrics, total = fitting.run(
+    means, losses = fitting.run(
         lambda size: _compute_gradients(parts, trained, fitting, size, ranks),
         again=lambda: _drop_gradients(trained),  # of the passes before memory ran out
     )
+    means, losses, norms = _read(means, losses, [model.grad_norm() for model in trained])
+    metrics, total = _gather_metrics(means, losses, ranks)
     metrics.add("loss/total", total)
-    _step(trained, metrics, finite=math.isfinite(total), lr_factor=lr_factor)
+    minibatch = Minibatch(parts, fitting, ranks)
+    _step(trained, metrics, norms, minibatch, finite=math.isfinite(total), lr_factor=lr_factor)
     return metrics
 
 
@@ -79,9 +129,10 @@ def _compute_gradients(
     fitting: AdaptiveMicroBatch,
     size: int,
     ranks: Distributed,
-) -> tuple[Metrics, float]:
-    """Compute the gradient of every model; return the metrics and the total loss over all ranks."""
-    metrics, total = Metrics(), 0.0
+) -> tuple[list[dict[str, Mean]], list[list[Number]]]:
+    """Compute the gradient of every model; return the metrics of each micro-batch and its losses, not yet read."""
+    means: list[dict[str, Mean]] = []
+    losses: list[list[Number]] = []
     for number, part in enumerate(parts):
         denominators = part.loss.denominators(part.batch)
         passes = split_into_micro_batches(part.batch, fitting, size, ranks)
@@ -98,9 +149,19 @@ def _compute_gradients(
             )
             _backward(terms, trained, later)
             if micro.counts:
-                total += sum(float(value.detach()) for value in terms.values())
-                metrics.update(observed)
-    return _gather_metrics(metrics, total, ranks)
+                losses.append([value.detach() for value in terms.values()])
+                means.append(observed)
+    return means, losses
+
+
+def _read(
+    means: Sequence[Mapping[str, Mean]], losses: list[list[Number]], norms: list[Number]
+) -> tuple[list[dict[str, Mean]], list[list[Number]], list[float]]:
+    """Return the numbers of an optimizer step as Python's, for which the host waits once."""
+    sums = [number for named in means for mean in named.values() for number in (mean.total, mean.weight)]
+    numbers = iter(read_numbers([*sums, *(loss for terms in losses for loss in terms), *norms]))
+    read = [{name: Mean(next(numbers), next(numbers)) for name in named} for named in means]
+    return read, [[next(numbers) for _ in terms] for terms in losses], list(numbers)
 
 
 def split_into_micro_batches(
@@ -118,12 +179,18 @@ def split_into_micro_batches(
     return passes + [MicroBatch(batch.rows(share.rows[-1:]), False)] * missing
 
 
-def _gather_metrics(metrics: Metrics, total: float, ranks: Distributed) -> tuple[Metrics, float]:
-    """Sum the metrics and the loss over the ranks, with the same result on each."""
+def _gather_metrics(
+    means: list[dict[str, Mean]], losses: list[list[Number]], ranks: Distributed
+) -> tuple[Metrics, float]:
+    """Sum the metrics and the losses over micro-batches and ranks, with the same result on each rank."""
+    metrics, total = Metrics(), 0.0
+    for named, terms in zip(means, losses, strict=True):
+        metrics.update(named)
+        total += float(sum(terms))
     gathered = ranks.gather((metrics.means(), total))
     merged = Metrics()
-    for means, _ in gathered:
-        merged.update(means)
+    for rank_means, _ in gathered:
+        merged.update(rank_means)
     return merged, sum(loss for _, loss in gathered)
 
 
@@ -136,8 +203,15 @@ def _backward(terms: Mapping[str, Tensor], trained: Sequence[TrainableModel], la
             model.backward(sum(losses[1:], start=losses[0]), last=last)
 
 
-def _step(trained: Sequence[TrainableModel], metrics: Metrics, *, finite: bool, lr_factor: float) -> None:
-    norms = [model.grad_norm() for model in trained]
+def _step(
+    trained: Sequence[TrainableModel],
+    metrics: Metrics,
+    norms: Sequence[float],
+    minibatch: Minibatch,
+    *,
+    finite: bool,
+    lr_factor: float,
+) -> None:
     if not (finite and all(math.isfinite(norm) for norm in norms)):
         _drop_gradients(trained)
         metrics.update({"skipped/nonfinite": Mean(1.0, 1.0)})
@@ -148,8 +222,11 @@ def _step(trained: Sequence[TrainableModel], metrics: Metrics, *, finite: bool, 
             model.zero_grad()
             metrics.update({"skipped/zero_gradient": Mean(1.0, 1.0)})
             continue
-        lr = model.step(norm=norm, lr_factor=lr_factor)
-        metrics.add(f"{model.name}/lr", lr)
+        if isinstance(model, SearchingModel):
+            metrics.merge(model.search(minibatch, lr_factor=lr_factor))
+            continue
+        assert isinstance(model, SteppingModel)
+        metrics.add(f"{model.name}/lr", model.step(norm=norm, lr_factor=lr_factor))
 
 
 def _drop_gradients(trained: Sequence[TrainableModel]) -> None:

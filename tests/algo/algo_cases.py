@@ -31,6 +31,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": CLIP_PPO,
     "ppo_whitened_rewards": {**CLIP_PPO, "advantage": {"type": "gae", "gamma": 0.9, "whiten_rewards": True}},
     "ppo_penalty": {**CLIP_PPO, "policy_loss": {"type": "penalty", "entropy_coef": 0.02}},
+    "trpo": {**CLIP_PPO, "policy_loss": {"type": "trust_region", "entropy_coef": 0.02}},
     "reinforce_pp": {"advantage": {"type": "batch_whiten"}, "kl": {"placement": "reward", "coef": 0.01}},
     "rloo": {
         "advantage": {"type": "group", "baseline": "leave_one_out"},
@@ -148,6 +149,7 @@ def rollout(
         logprobs=logprobs,
         ref_logprobs=logprobs + noise * normal(rows, tokens),
         values=normal(rows, tokens),
+        hinted=torch.zeros(rows, dtype=torch.bool),
     )
 
 

@@ -204,6 +204,6 @@ def test_uniform_groups_have_no_advantage_and_others_have(case):
 def test_the_advantage_of_a_tie_is_exactly_zero(advantage: Callable[[Tensor, int], Tensor], size: int) -> None:
     """The mean of three times 0.1 is not 0.1 in float32, and over the 1e-4 of the deviation that is an advantage."""
     scores = torch.cat([torch.full((size,), 0.1 * k) for k in range(1, 50)] + [torch.arange(size).float()])
-    found = advantage(scores, size)
-    assert found[:-size].abs().max() == 0.0
-    assert found[-1] >= 0.5
+    advantages = advantage(scores, size)
+    assert advantages[:-size].abs().max() == 0.0
+    assert advantages[-1] >= 0.5

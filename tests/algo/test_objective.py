@@ -36,21 +36,26 @@ names = st.sampled_from(sorted(ALGORITHMS))
 seeds = st.integers(0, 10_000)
 
 
-def total_loss(objective: Objective, batch, said: Outputs, *, size: int, order=None) -> torch.Tensor:
+def total_loss(objective: Objective, batch, model_outputs: Outputs, *, size: int, order=None) -> torch.Tensor:
     """The loss of a minibatch taken `size` rows at a time."""
     norms = objective.denominators(batch)
     order = torch.arange(len(batch)) if order is None else order
     loss = torch.zeros((), dtype=torch.float64)
     for part in order.split(size):
-        terms, _ = objective.loss(batch.rows(part), output_rows(said, part), COEFS)
+        terms, _ = objective.loss(batch.rows(part), output_rows(model_outputs, part), COEFS)
         loss = loss + sum(divide_by_denominators(terms, norms).values())
     return loss
 
 
-def gradients(loss: torch.Tensor, said: Outputs) -> list[torch.Tensor]:
+def gradients(loss: torch.Tensor, model_outputs: Outputs) -> list[torch.Tensor]:
     """With respect to everything the models said."""
-    found = torch.autograd.grad(loss, [said.logprobs, said.entropy, said.values], allow_unused=True, retain_graph=True)
-    return [torch.zeros_like(said.logprobs) if g is None else g for g in found]
+    slopes = torch.autograd.grad(
+        loss,
+        [model_outputs.logprobs, model_outputs.entropy, model_outputs.values],
+        allow_unused=True,
+        retain_graph=True,
+    )
+    return [torch.zeros_like(model_outputs.logprobs) if g is None else g for g in slopes]
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
@@ -78,12 +83,12 @@ def test_completions_of_an_older_policy_are_weighted_token_by_token(name):
 def test_the_micro_batch_changes_nothing(name, size):
     algorithm = online(**ALGORITHMS[name])
     batch, objective = experience(algorithm, seed=3), Objective(algorithm, max_tokens=5)
-    said = outputs(batch)
-    whole = total_loss(objective, batch, said, size=len(batch))
+    model_outputs = outputs(batch)
+    whole = total_loss(objective, batch, model_outputs, size=len(batch))
     order = torch.tensor([4, 0, 7, 2, 1, 6, 5, 3])
-    parts = total_loss(objective, batch, said, size=size, order=order)
+    parts = total_loss(objective, batch, model_outputs, size=size, order=order)
     close(parts, whole)
-    for ours, theirs in zip(gradients(parts, said), gradients(whole, said), strict=True):
+    for ours, theirs in zip(gradients(parts, model_outputs), gradients(whole, model_outputs), strict=True):
         close(ours, theirs)
 
 
@@ -117,18 +122,18 @@ def test_credit_and_loss_never_read_what_the_mask_hides(name, seed):
     for field in ("rewards", "advantages", "returns"):
         close(getattr(after, field), getattr(before, field))
         assert (getattr(after, field)[~mask] == 0).all()
-    said = outputs(plain)
+    model_outputs = outputs(plain)
     dark = Outputs(
-        logprobs=hide(said.logprobs.detach()).requires_grad_(),
-        entropy=hide(said.entropy.detach()).requires_grad_(),
-        values=hide(said.values.detach()).requires_grad_(),
+        logprobs=hide(model_outputs.logprobs.detach()).requires_grad_(),
+        entropy=hide(model_outputs.entropy.detach()).requires_grad_(),
+        values=hide(model_outputs.values.detach()).requires_grad_(),
     )
     objective = Objective(algorithm, max_tokens=5)
-    loss, dark_loss = total_loss(objective, before, said, size=8), total_loss(objective, after, dark, size=8)
+    loss, dark_loss = total_loss(objective, before, model_outputs, size=8), total_loss(objective, after, dark, size=8)
     close(dark_loss, loss)
-    for ours, theirs in zip(gradients(dark_loss, dark), gradients(loss, said), strict=True):
+    for ours, theirs in zip(gradients(dark_loss, dark), gradients(loss, model_outputs), strict=True):
         close(ours, theirs)
-    _, observed = objective.loss(before, said, COEFS)
+    _, observed = objective.loss(before, model_outputs, COEFS)
     _, dark_observed = objective.loss(after, dark, COEFS)
     for key, mean in observed.items():
         assert dark_observed[key].value == pytest.approx(mean.value, rel=1e-9, abs=1e-12), key
@@ -258,12 +263,13 @@ def test_uniform_groups_leave_the_policy_loss_and_its_norm():
     assert not batch.loss_mask[:4].any()
     assert torch.equal(batch.loss_mask[4:], batch.completion_mask[4:])
     assert objective.denominators(batch)["policy"] == batch.completion_mask[4:].sum().item()
-    said = outputs(batch)
-    slope, _, _ = gradients(total_loss(objective, batch, said, size=8), said)
+    model_outputs = outputs(batch)
+    slope, _, _ = gradients(total_loss(objective, batch, model_outputs, size=8), model_outputs)
     assert (slope[:4] == 0).all()
     rest = compute_advantages(plain.rows(slice(4, 8)), algorithm, COEFS)
     close(
-        total_loss(objective, batch, said, size=8), total_loss(objective, rest, output_rows(said, slice(4, 8)), size=4)
+        total_loss(objective, batch, model_outputs, size=8),
+        total_loss(objective, rest, output_rows(model_outputs, slice(4, 8)), size=4),
     )
 
 
@@ -271,8 +277,8 @@ def test_a_step_of_uniform_groups_only_is_no_step_and_no_division_by_zero():
     algorithm = online(**ALGORITHMS["dapo"])
     plain = replace(rollout(), scores=torch.ones(8, dtype=torch.float64))
     batch, objective = compute_advantages(plain, algorithm, COEFS), Objective(algorithm, max_tokens=5)
-    said = outputs(batch)
-    assert total_loss(objective, batch, said, size=8).item() == 0.0
+    model_outputs = outputs(batch)
+    assert total_loss(objective, batch, model_outputs, size=8).item() == 0.0
     assert objective.denominators(batch) == {"policy": 1.0, "value": float(batch.completion_mask.sum())}
 
 
@@ -280,14 +286,14 @@ def test_a_step_of_uniform_groups_only_is_no_step_and_no_division_by_zero():
 def test_the_critic_learns_from_all_live_tokens_whatever_the_policy_leaves_out(seed):
     algorithm = online(**CLIP_PPO)
     batch, objective = experience(algorithm, seed=seed), Objective(algorithm, max_tokens=5)
-    said = outputs(batch)
+    model_outputs = outputs(batch)
     some = replace(batch, loss_mask=batch.loss_mask & (torch.arange(8) < 3)[:, None])
-    terms, _ = objective.loss(batch, said, COEFS)
-    fewer, _ = objective.loss(some, said, COEFS)
+    terms, _ = objective.loss(batch, model_outputs, COEFS)
+    fewer, _ = objective.loss(some, model_outputs, COEFS)
     close(fewer["value"], terms["value"])
     assert objective.denominators(some)["value"] == batch.completion_mask.sum().item()
     assert objective.denominators(some)["policy"] == some.loss_mask.sum().item()
-    (slope,) = torch.autograd.grad(terms["value"], said.values)
+    (slope,) = torch.autograd.grad(terms["value"], model_outputs.values)
     assert (slope[~batch.completion_mask] == 0).all()
 
 
@@ -298,8 +304,8 @@ def test_the_value_term_by_hand():
         values=table([0.0, 0.0], [0.0, 0.0]),
         returns=table([2.0, 0.5], [2.0, 9.0]),
     )
-    said = replace(outputs(batch), values=table([1.0, 1.0], [0.1, 5.0]))
-    terms, observed = Objective(algorithm, max_tokens=2).loss(batch, said, COEFS)
+    model_outputs = replace(outputs(batch), values=table([1.0, 1.0], [0.1, 5.0]))
+    terms, observed = Objective(algorithm, max_tokens=2).loss(batch, model_outputs, COEFS)
     close(terms["value"], 0.1 * (1.62 + 0.125 + 1.805))
     assert observed["loss/value"].weight == 3.0
     assert observed["loss/value"].total == pytest.approx(1.62 + 0.125 + 1.805)
@@ -312,8 +318,10 @@ def test_the_policy_term_by_hand():
     )
     batch = replace(compute_advantages(hand_rollout(), algorithm, COEFS), advantages=table([2.0, -2.0], [2.0, 0.0]))
     ratios = table([1.1, 0.5], [1.5, 7.0])
-    said = Outputs(logprobs=batch.logprobs + ratios.log(), entropy=table([0.4, 0.6], [1.0, 9.0]), values=batch.values)
-    terms, observed = Objective(algorithm, max_tokens=2).loss(batch, said, COEFS)
+    model_outputs = Outputs(
+        logprobs=batch.logprobs + ratios.log(), entropy=table([0.4, 0.6], [1.0, 9.0]), values=batch.values
+    )
+    terms, observed = Objective(algorithm, max_tokens=2).loss(batch, model_outputs, COEFS)
     assert set(terms) == {"policy"}
     # Row 0: (-2.2 - .2 + 1.6 - .3) / 2; row 1: -2.4 - .5
     close(terms["policy"], -0.55 - 2.9)
@@ -342,8 +350,8 @@ def test_losses_of_log_probabilities_by_hand(loss, expected, clipped):
         logprobs=logprobs - ratios.log(),
         advantages=table([2.0, -2.0], [2.0, 0.0]),
     )
-    said = Outputs(logprobs=logprobs, entropy=torch.zeros_like(logprobs), values=batch.values)
-    terms, observed = Objective(algorithm, max_tokens=2).loss(batch, said, COEFS)
+    model_outputs = Outputs(logprobs=logprobs, entropy=torch.zeros_like(logprobs), values=batch.values)
+    terms, observed = Objective(algorithm, max_tokens=2).loss(batch, model_outputs, COEFS)
     close(terms["policy"], sum(expected))
     assert observed["loss/policy"].value == pytest.approx(sum(expected) / 3)
     assert observed["policy/clip_fraction"] == Mean(clipped, 3.0)
@@ -356,11 +364,11 @@ def test_a2c_is_ppo_at_the_first_optimizer_step_and_not_after():
     batch = compute_advantages(plain, ppo, COEFS)
     for field in ("rewards", "advantages", "returns"):
         close(getattr(compute_advantages(plain, a2c, COEFS), field), getattr(batch, field))
-    said = outputs(batch)
+    model_outputs = outputs(batch)
     first = replace(
-        said, logprobs=batch.logprobs.clone().requires_grad_(), values=batch.values.clone().requires_grad_()
+        model_outputs, logprobs=batch.logprobs.clone().requires_grad_(), values=batch.values.clone().requires_grad_()
     )
-    for moment, same in ((first, True), (said, False)):
+    for moment, same in ((first, True), (model_outputs, False)):
         ours, theirs = (
             gradients(total_loss(Objective(algorithm, max_tokens=5), batch, moment, size=3), moment)
             for algorithm in (a2c, ppo)
@@ -376,9 +384,9 @@ def test_a2c_is_ppo_at_the_first_optimizer_step_and_not_after():
 @given(seeds)
 def test_entropy_is_a_bonus(seed):
     batch = experience(online(**KL_IN_LOSS), seed=seed)
-    said = outputs(batch)
-    terms, _ = Objective(online(**KL_IN_LOSS), max_tokens=5).loss(batch, said, COEFS)
-    (slope,) = torch.autograd.grad(terms["policy"], said.entropy)
+    model_outputs = outputs(batch)
+    terms, _ = Objective(online(**KL_IN_LOSS), max_tokens=5).loss(batch, model_outputs, COEFS)
+    (slope,) = torch.autograd.grad(terms["policy"], model_outputs.entropy)
     lengths = batch.loss_mask.sum(1, keepdim=True).double()
     close(slope, torch.where(batch.loss_mask, -0.01 / lengths, 0.0))
 
@@ -391,13 +399,13 @@ def test_the_penalty_in_the_loss_is_its_weighted_sum(seed, estimator):
             policy_loss={"type": "clip", "aggregate": "sequence_sum"},
             kl={"placement": placement, "estimator": estimator},
         )
-        return Objective(algorithm, max_tokens=5).loss(batch, said, COEFS)
+        return Objective(algorithm, max_tokens=5).loss(batch, model_outputs, COEFS)
 
     batch = experience(online(**ALGORITHMS["dr_grpo"]), seed=seed)
-    said = outputs(batch)
+    model_outputs = outputs(batch)
     penalized, observed = loss("loss")
     plain, _ = loss("none")
-    penalty = masked_sum(COEFS.kl * kl_estimate(said.logprobs, batch.ref_logprobs, estimator), batch.loss_mask)
+    penalty = masked_sum(COEFS.kl * kl_estimate(model_outputs.logprobs, batch.ref_logprobs, estimator), batch.loss_mask)
     close(penalized["policy"] - plain["policy"], penalty.detach(), atol=1e-9)
     assert observed["loss/kl"].total == pytest.approx(penalty.item(), rel=1e-9)
     assert penalty > 0
@@ -406,10 +414,10 @@ def test_the_penalty_in_the_loss_is_its_weighted_sum(seed, estimator):
 def test_the_penalized_surrogate_uses_the_coefficient_of_the_step():
     algorithm = online(**ALGORITHMS["ppo_penalty"])
     batch = experience(algorithm)
-    said = outputs(batch)
+    model_outputs = outputs(batch)
     objective = Objective(algorithm, max_tokens=5)
-    low, observed = objective.loss(batch, said, Coefs(kl=0.0, penalty=1.0))
-    high, _ = objective.loss(batch, said, Coefs(kl=0.0, penalty=3.0))
+    low, observed = objective.loss(batch, model_outputs, Coefs(kl=0.0, penalty=1.0))
+    high, _ = objective.loss(batch, model_outputs, Coefs(kl=0.0, penalty=3.0))
     close(high["policy"] - low["policy"], 2.0 * observed["kl/old"].total, atol=1e-9)
 
 
@@ -424,9 +432,9 @@ def test_at_the_old_policy_the_gradient_is_reinforce(name):
         kind = kind.model_copy(update={"ratio": "token"})
     algorithm = algorithm.model_copy(update={"policy_loss": kind, "kl": algorithm.kl.model_copy(update={"coef": 0.0})})
     batch = experience(algorithm, seed=2)
-    said = replace(outputs(batch), logprobs=batch.logprobs.clone().requires_grad_())
-    terms, observed = Objective(algorithm, max_tokens=5).loss(batch, said, Coefs(kl=0.0, penalty=0.7))
-    (slope,) = torch.autograd.grad(terms["policy"], said.logprobs)
+    model_outputs = replace(outputs(batch), logprobs=batch.logprobs.clone().requires_grad_())
+    terms, observed = Objective(algorithm, max_tokens=5).loss(batch, model_outputs, Coefs(kl=0.0, penalty=0.7))
+    (slope,) = torch.autograd.grad(terms["policy"], model_outputs.logprobs)
     close(slope, -batch.advantages)
     assert observed["policy/clip_fraction"].value == 0.0
     assert observed["policy/ratio"].value == 1.0
@@ -439,11 +447,11 @@ def test_at_the_old_policy_gspo_is_grpo():
     grpo = online(**parts, policy_loss={"type": "clip", "ratio": "token", "aggregate": "sequence_mean"})
     gspo = online(**parts, policy_loss={"type": "clip", "ratio": "sequence_mean", "aggregate": "sequence_mean"})
     batch = experience(grpo, seed=4)
-    said = replace(outputs(batch), logprobs=batch.logprobs.clone().requires_grad_())
+    model_outputs = replace(outputs(batch), logprobs=batch.logprobs.clone().requires_grad_())
     slopes = []
     for algorithm in (grpo, gspo):
-        terms, _ = Objective(algorithm, max_tokens=5).loss(batch, said, COEFS)
-        slopes.append(torch.autograd.grad(terms["policy"], said.logprobs)[0])
+        terms, _ = Objective(algorithm, max_tokens=5).loss(batch, model_outputs, COEFS)
+        slopes.append(torch.autograd.grad(terms["policy"], model_outputs.logprobs)[0])
     close(slopes[0], slopes[1])
     assert slopes[0].abs().sum() > 0
 
@@ -468,9 +476,9 @@ def test_completions_that_were_cut_off_are_left_out_of_the_loss_and_its_denomina
     kept = drawn.finished.nonzero().flatten()
     assert torch.equal(masked.loss_mask, whole.loss_mask & drawn.finished[:, None])
     close(masked.advantages[kept], whole.advantages[kept])
-    said = outputs(masked)
-    terms, _ = Objective(algorithm, max_tokens=5).loss(masked, said, COEFS)
-    alone, _ = Objective(plain, max_tokens=5).loss(whole.rows(kept), output_rows(said, kept), COEFS)
+    model_outputs = outputs(masked)
+    terms, _ = Objective(algorithm, max_tokens=5).loss(masked, model_outputs, COEFS)
+    alone, _ = Objective(plain, max_tokens=5).loss(whole.rows(kept), output_rows(model_outputs, kept), COEFS)
     close(terms["policy"], alone["policy"])
     assert Objective(algorithm, max_tokens=5).denominators(masked)["policy"] == float(len(kept)) == 5.0
 
@@ -480,9 +488,9 @@ def test_the_critic_does_not_learn_from_completions_that_were_cut_off() -> None:
     drawn = replace(drawn, finished=torch.tensor([True, False] * 4))
     algorithm = online(**CLIP_PPO, mask_truncated=True)
     batch, kept = compute_advantages(drawn, algorithm, COEFS), drawn.finished.nonzero().flatten()
-    objective, said = Objective(algorithm, max_tokens=5), outputs(batch)
-    terms, _ = objective.value_term(batch, said.values)
-    alone, _ = objective.value_term(batch.rows(kept), said.values[kept])
+    objective, model_outputs = Objective(algorithm, max_tokens=5), outputs(batch)
+    terms, _ = objective.value_term(batch, model_outputs.values)
+    alone, _ = objective.value_term(batch.rows(kept), model_outputs.values[kept])
     close(terms["value"], alone["value"])
     assert objective.denominators(batch)["value"] == float(batch.completion_mask[kept].sum())
 
@@ -490,16 +498,16 @@ def test_the_critic_does_not_learn_from_completions_that_were_cut_off() -> None:
 def test_where_every_completion_was_cut_off_the_gradient_is_exactly_zero() -> None:
     drawn = rollout()
     batch = compute_advantages(replace(drawn, finished=torch.zeros_like(drawn.finished)), online(**MASKED), COEFS)
-    said, objective = outputs(batch), Objective(online(**MASKED), max_tokens=5)
-    terms, _ = objective.loss(batch, said, COEFS)
-    (gradient,) = torch.autograd.grad(terms["policy"] / objective.denominators(batch)["policy"], said.logprobs)
+    model_outputs, objective = outputs(batch), Objective(online(**MASKED), max_tokens=5)
+    terms, _ = objective.loss(batch, model_outputs, COEFS)
+    (gradient,) = torch.autograd.grad(terms["policy"] / objective.denominators(batch)["policy"], model_outputs.logprobs)
     assert gradient.abs().max() == 0.0
 
 
 def test_an_entropy_that_is_no_number_does_not_reach_a_loss_without_a_bonus() -> None:
     batch = experience(online(**CLIP_PPO))
-    said = outputs(batch)
-    nan = replace(said, entropy=torch.full_like(said.entropy, NAN))
+    model_outputs = outputs(batch)
+    nan = replace(model_outputs, entropy=torch.full_like(model_outputs.entropy, NAN))
     terms, _ = Objective(online(**CLIP_PPO), max_tokens=5).loss(batch, nan, COEFS)
     assert bool(terms["policy"].isfinite())
 

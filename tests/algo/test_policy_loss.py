@@ -134,11 +134,11 @@ def test_the_cases_of_cispo(ratio, advantage, logprob, loss, gradient, clipped):
     """Low .2, high .3; the gradient is with respect to the log-probability, which the ratio moves with."""
     old = logprob - math.log(ratio)
     variable = table([logprob]).requires_grad_()
-    found = cispo_loss((variable - old).exp(), variable, table([advantage]), clip_eps_low=0.2, clip_eps_high=0.3)
-    (slope,) = torch.autograd.grad(found.per_token.sum(), variable)
-    assert found.per_token.item() == pytest.approx(loss, rel=1e-12)
+    terms = cispo_loss((variable - old).exp(), variable, table([advantage]), clip_eps_low=0.2, clip_eps_high=0.3)
+    (slope,) = torch.autograd.grad(terms.per_token.sum(), variable)
+    assert terms.per_token.item() == pytest.approx(loss, rel=1e-12)
     assert slope.item() == pytest.approx(gradient, rel=1e-12)
-    assert found.clipped.item() == clipped
+    assert terms.clipped.item() == clipped
 
 
 @given(grids(), st.floats(0.05, 0.5), st.floats(0.05, 0.5))
@@ -255,8 +255,8 @@ def test_truncated_importance_by_hand() -> None:
     logprobs = table([math.log(0.6), math.log(0.2), math.log(0.9), NAN])
     drawn_by = table([math.log(0.4), math.log(0.4), math.log(0.1), NAN])
     mask = torch.tensor([[True, True, True, False]])
-    found = truncated_importance(logprobs, drawn_by, mask, cap=2.0)
-    close(found, table([1.5, 0.5, 2.0, 1.0]))
+    weights = truncated_importance(logprobs, drawn_by, mask, cap=2.0)
+    close(weights, table([1.5, 0.5, 2.0, 1.0]))
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "sequence_mean"])

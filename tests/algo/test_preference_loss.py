@@ -60,21 +60,21 @@ def sides(seed: int, count: int = 6, *, scale: float = 2.0) -> tuple[Tensor, Ten
 
 def test_dpo_by_hand():
     """Beta 1/2, log-ratios 2 log 3 apart: sigma(log 3) = 3/4."""
-    found = dpo(numbers(LOG3), numbers(-LOG3), beta=0.5)
-    close(found.per_pair, [-math.log(0.75)])
-    close(found.chosen_reward, [LOG3 / 2])
-    close(found.rejected_reward, [-LOG3 / 2])
+    losses = dpo(numbers(LOG3), numbers(-LOG3), beta=0.5)
+    close(losses.per_pair, [-math.log(0.75)])
+    close(losses.chosen_reward, [LOG3 / 2])
+    close(losses.rejected_reward, [-LOG3 / 2])
     close(dpo(numbers(0.7), numbers(0.7), beta=0.5).per_pair, [math.log(2)])
 
 
 def test_cdpo_by_hand():
-    found = dpo(numbers(LOG3), numbers(-LOG3), beta=0.5, label_smoothing=0.1)
-    close(found.per_pair, [-0.9 * math.log(0.75) - 0.1 * math.log(0.25)])
+    losses = dpo(numbers(LOG3), numbers(-LOG3), beta=0.5, label_smoothing=0.1)
+    close(losses.per_pair, [-0.9 * math.log(0.75) - 0.1 * math.log(0.25)])
 
 
 def test_robust_dpo_by_hand():
-    found = robust_dpo(numbers(LOG3), numbers(-LOG3), beta=0.5, label_smoothing=0.1)
-    close(found.per_pair, [(-0.9 * math.log(0.75) + 0.1 * math.log(0.25)) / 0.8])
+    losses = robust_dpo(numbers(LOG3), numbers(-LOG3), beta=0.5, label_smoothing=0.1)
+    close(losses.per_pair, [(-0.9 * math.log(0.75) + 0.1 * math.log(0.25)) / 0.8])
 
 
 def test_ipo_by_hand():
@@ -83,14 +83,14 @@ def test_ipo_by_hand():
 
 
 def test_hinge_by_hand():
-    found = hinge(numbers(3.0, 12.0, -1.0), numbers(1.0, 1.0, 1.0), beta=0.1, margin=1.0)
-    close(found.per_pair, [0.8, 0.0, 1.2])
+    losses = hinge(numbers(3.0, 12.0, -1.0), numbers(1.0, 1.0, 1.0), beta=0.1, margin=1.0)
+    close(losses.per_pair, [0.8, 0.0, 1.2])
 
 
 def test_slic_by_hand():
-    found = slic(numbers(-2.0, -2.0), numbers(-2.5, -4.0), margin=1.0, nll_coef=0.25)
-    close(found.per_pair, [0.5 + 0.5, 0.0 + 0.5])
-    close(found.chosen_reward, [-2.0, -2.0])
+    losses = slic(numbers(-2.0, -2.0), numbers(-2.5, -4.0), margin=1.0, nll_coef=0.25)
+    close(losses.per_pair, [0.5 + 0.5, 0.0 + 0.5])
+    close(losses.chosen_reward, [-2.0, -2.0])
 
 
 def test_simpo_by_hand():
@@ -102,10 +102,10 @@ def test_simpo_by_hand():
 
 def test_orpo_by_hand():
     """Probabilities 3/4 and 1/2 a token: odds 3 and 1, an odds ratio of 3."""
-    found = orpo(numbers(math.log(0.75)), numbers(math.log(0.5)), coef=0.1)
-    close(found.per_pair, [-math.log(0.75) - 0.1 * math.log(0.75)])
-    close(found.chosen_reward, [LOG3])
-    close(found.rejected_reward, [0.0])
+    losses = orpo(numbers(math.log(0.75)), numbers(math.log(0.5)), coef=0.1)
+    close(losses.per_pair, [-math.log(0.75) - 0.1 * math.log(0.75)])
+    close(losses.chosen_reward, [LOG3])
+    close(losses.rejected_reward, [0.0])
 
 
 def test_orpo_at_probability_one_is_finite_and_so_is_its_gradient():
@@ -131,16 +131,16 @@ def test_kto_is_lambda_minus_value(seed, beta, z0):
     generator = torch.Generator().manual_seed(seed)
     ratios = 2 * torch.randn(5, generator=generator, dtype=torch.float64)
     good = torch.rand(5, generator=generator) > 0.5
-    found = kto(ratios, good, torch.full_like(ratios, z0), beta=beta, desirable_weight=1.3, undesirable_weight=0.6)
+    losses = kto(ratios, good, torch.full_like(ratios, z0), beta=beta, desirable_weight=1.3, undesirable_weight=0.6)
     weights = [1.3 if g else 0.6 for g in good.tolist()]
     rows = zip(ratios.tolist(), good.tolist(), weights, strict=True)
-    close(found.per_completion, [w - value(h, z0, desirable=g, beta=beta, weight=w) for h, g, w in rows])
-    close(found.reward, beta * ratios)
+    close(losses.per_completion, [w - value(h, z0, desirable=g, beta=beta, weight=w) for h, g, w in rows])
+    close(losses.reward, beta * ratios)
 
 
 def test_kto_by_hand():
     """Reward log 3 above z0, in units of beta: 1/4 of the weight is lost if desirable, 3/4 if not."""
-    found = kto(
+    losses = kto(
         numbers(2 * LOG3 + 1, 2 * LOG3 + 1),
         torch.tensor([True, False]),
         numbers(1.0, 1.0),
@@ -148,13 +148,13 @@ def test_kto_by_hand():
         desirable_weight=1.0,
         undesirable_weight=2.0,
     )
-    close(found.per_completion, [0.25, 1.5])
+    close(losses.per_completion, [0.25, 1.5])
 
 
 def test_kto_pushes_each_label_its_way_and_lets_the_baseline_be():
     ratios, baselines = numbers(0.3, 0.3).requires_grad_(), numbers(0.1, 0.1).requires_grad_()
-    found = kto(ratios, torch.tensor([True, False]), baselines, beta=0.5, desirable_weight=1.0, undesirable_weight=1.0)
-    found.per_completion.sum().backward()
+    losses = kto(ratios, torch.tensor([True, False]), baselines, beta=0.5, desirable_weight=1.0, undesirable_weight=1.0)
+    losses.per_completion.sum().backward()
     slope = 0.5 * torch.sigmoid(torch.tensor(0.1)).item() * torch.sigmoid(torch.tensor(-0.1)).item()
     assert ratios.grad is not None
     close(ratios.grad, [-slope, slope], rtol=1e-6)
@@ -276,10 +276,10 @@ def test_the_hinge_is_slic_of_rewards_without_likelihood(seed):
 def test_orpo_without_odds_is_the_likelihood_and_odds_are_those_of_the_definition(seed):
     chosen, rejected = sides(seed)
     close(orpo(chosen, rejected, coef=0.0).per_pair, -chosen)
-    found = orpo(chosen, rejected, coef=1.0)
+    losses = orpo(chosen, rejected, coef=1.0)
     p, q = chosen.exp(), rejected.exp()
     ratio = (p / (1 - p)) / (q / (1 - q))
-    close(found.per_pair + chosen, torch.log1p(1 / ratio), rtol=1e-7)
+    close(losses.per_pair + chosen, torch.log1p(1 / ratio), rtol=1e-7)
 
 
 @given(seeds, st.sampled_from(OF_RATIOS))
@@ -292,13 +292,13 @@ def test_only_the_difference_of_log_ratios_counts(seed, name):
 def test_preferring_the_chosen_side_more_is_better(name):
     chosen, rejected = sides(3)
     chosen, rejected = chosen.requires_grad_(), rejected.requires_grad_()
-    found = PAIR_LOSSES[name](chosen, rejected)
-    up, down = torch.autograd.grad(found.per_pair.sum(), (chosen, rejected), retain_graph=True)
+    losses = PAIR_LOSSES[name](chosen, rejected)
+    up, down = torch.autograd.grad(losses.per_pair.sum(), (chosen, rejected), retain_graph=True)
     assert (up <= 0).all()
     assert (down >= 0).all()
     assert up.min() < -0.01
     assert down.max() > 0.01
-    (reward_slope,) = torch.autograd.grad(found.chosen_reward.sum(), chosen)
+    (reward_slope,) = torch.autograd.grad(losses.chosen_reward.sum(), chosen)
     assert (reward_slope > 0).all()
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rlhf.algo.advantages import compute_advantages
 from rlhf.algo.objective import Objective
 from rlhf.algo.selection import best_and_worst, best_worst_pairs, pair_signs, select_best, select_training_rows
+from rlhf.training.rollout import selection_metrics
 from rlhf.types import Experience, SampledPairs
 
 SCORES = table([1.0, 3.0, 2.0, 5.0, 5.0, 4.0, 7.0, 7.0, 7.0])[0]
@@ -46,6 +47,43 @@ def test_pairs_by_hand() -> None:
     best, worst = best_and_worst(SCORES, 3)
     assert (best.tolist(), worst.tolist()) == ([1, 3], [0, 5])
     assert pair_signs(SCORES, 3).tolist() == [-1, 1, 0, 1, 0, -1, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "min_gap, best, worst",
+    [
+        (0.0, [1, 3], [0, 5]),
+        (1.0, [1, 3], [0, 5]),  # 1 itself is enough
+        (1.5, [1], [0]),
+        (2.0, [1], [0]),
+        (2.5, [], []),
+    ],
+)
+def test_pairs_with_a_narrow_gap_are_left_out(min_gap: float, best: list[int], worst: list[int]) -> None:
+    rows = best_and_worst(SCORES, 3, min_gap=min_gap)
+    assert [part.tolist() for part in rows] == [best, worst]
+    signs = pair_signs(SCORES, 3, min_gap=min_gap)
+    assert signs.eq(1).nonzero().flatten().tolist() == best
+    assert signs.eq(-1).nonzero().flatten().tolist() == worst
+
+
+def test_the_least_gap_reaches_the_pairs_and_the_loss_mask() -> None:
+    """One setting decides what is paired, what has an advantage and what the metrics count."""
+    batch = rollout(groups=4, group_size=3)
+    gaps = batch.scores.view(-1, 3).amax(1) - batch.scores.view(-1, 3).amin(1)
+    middle = float(gaps.sort().values[1:3].mean())
+    algorithm = online(advantage={"type": "best_and_worst", "min_gap": middle}, policy_loss={"type": "pair"})
+    narrowed = compute_advantages(batch, algorithm, COEFS)
+    wide = gaps >= middle
+    assert 0 < int(wide.sum()) < 4
+    assert torch.equal(narrowed.advantages.ne(0).any(dim=1).view(-1, 3).any(dim=1), wide)
+    assert torch.equal(narrowed.loss_mask.any(dim=1).view(-1, 3).any(dim=1), wide)
+    pairs = select_training_rows(narrowed, algorithm)
+    assert isinstance(pairs, SampledPairs)
+    close(pairs.margins, gaps[wide])
+    metrics = selection_metrics(narrowed, algorithm)
+    counts = [metrics[f"pair/{name}"] for name in ("count", "ties")]
+    assert counts == [int(wide.sum()), 4 - int(wide.sum())]
 
 
 def test_there_may_be_no_pair_at_all() -> None:
@@ -86,12 +124,12 @@ def test_a_penalty_in_the_reward_counts_in_the_choice_and_at_the_threshold() -> 
     totals = rows.scores - COEFS.kl * kl
     assert int(totals.argmax()) != int(rows.scores.argmax())
     for placement, expected in (("reward", totals), ("none", rows.scores)):
-        found = compute_advantages(rows, online(**rejection(), kl={"placement": placement}), COEFS)
-        assert found.loss_mask.any(1).nonzero().flatten().tolist() == [int(expected.argmax())]
+        experience = compute_advantages(rows, online(**rejection(), kl={"placement": placement}), COEFS)
+        assert experience.loss_mask.any(1).nonzero().flatten().tolist() == [int(expected.argmax())]
         middle = float(expected.sort().values[1])
         above = rejection(keep=3, min_score=middle - 1e-9)
-        found = compute_advantages(rows, online(**above, kl={"placement": placement}), COEFS)
-        assert torch.equal(found.loss_mask.any(1), expected >= middle - 1e-9)
+        experience = compute_advantages(rows, online(**above, kl={"placement": placement}), COEFS)
+        assert torch.equal(experience.loss_mask.any(1), expected >= middle - 1e-9)
 
 
 def test_pairs_hold_both_sides_and_what_was_said_of_them() -> None:

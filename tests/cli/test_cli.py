@@ -74,9 +74,9 @@ def test_sft_reward_model_ppo_eval_sample_report(tmp_path: Path, capsys: pytest.
     run = str(tmp_path / "run")
     capsys.readouterr()
     assert main(["eval", run]) == 0
-    found = json.loads((tmp_path / "run" / "eval.json").read_text())
-    assert found["prompts"] == 20
-    assert 0 <= found["win_rate"]["low"] <= found["win_rate"]["value"] <= found["win_rate"]["high"] <= 1
+    results = json.loads((tmp_path / "run" / "eval.json").read_text())
+    assert results["prompts"] == 20
+    assert 0 <= results["win_rate"]["low"] <= results["win_rate"]["value"] <= results["win_rate"]["high"] <= 1
     assert "win rate over the reference" in capsys.readouterr().out
     assert main(["eval", str(tmp_path / "rm")]) == 0
     assert "bag of words" in capsys.readouterr().out

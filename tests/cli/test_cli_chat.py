@@ -12,8 +12,8 @@ import yaml
 from runs import make_model, write_rows
 
 from rlhf.cli import main
-from rlhf.commands import chat as chat_command
-from rlhf.commands.chat import ChatOptions, run_chat
+from rlhf.commands import sample as chat_command
+from rlhf.commands.sample import ChatOptions, run_chat
 from rlhf.config.data import ChatFormat
 from rlhf.config.load import load_chat_format
 from rlhf.config.sections import SamplingConfig
@@ -57,14 +57,14 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "sft"
 
 
-def said(folder: Path, text: str, **options: Any) -> list[str]:
+def chat_lines(folder: Path, text: str, **options: Any) -> list[str]:
     out = io.StringIO()
     run_chat(str(folder), ChatOptions(**{"greedy": True, "max_tokens": 4, **options}), read=io.StringIO(text), out=out)
     return out.getvalue().splitlines()
 
 
 def test_a_conversation_goes_on_and_begins_anew(run_folder: Path) -> None:
-    assert said(run_folder, "red one\n\nblue one\n/reset\nblue one\n/quit\nred one\n") == [
+    assert chat_lines(run_folder, "red one\n\nblue one\n/reset\nblue one\n/quit\nred one\n") == [
         "good good",
         "good bad",
         "bad",
@@ -72,22 +72,24 @@ def test_a_conversation_goes_on_and_begins_anew(run_folder: Path) -> None:
 
 
 def test_an_end_of_file_ends_it_and_an_unknown_command_is_told(run_folder: Path) -> None:
-    lines = said(run_folder, "/rset\nblue one")
+    lines = chat_lines(run_folder, "/rset\nblue one")
     assert lines[0].startswith("/rset? /reset begins anew")
     assert lines[1:] == ["bad"]
 
 
 def test_an_answer_that_did_not_end_shows_it(run_folder: Path) -> None:
-    assert said(run_folder, "red one\n", max_tokens=1) == ["good …"]
+    assert chat_lines(run_folder, "red one\n", max_tokens=1) == ["good …"]
 
 
 def test_drawn_answers_follow_the_seed(run_folder: Path) -> None:
     options = {"greedy": False, "temperature": 3.0, "top_p": 1.0, "max_tokens": 12}
-    first = said(run_folder, "red one\n", seed=1, **options)
-    assert said(run_folder, "red one\n", seed=1, **options) == first
-    assert said(run_folder, "red one\n", seed=2, **options) != first
+    first = chat_lines(run_folder, "red one\n", seed=1, **options)
+    assert chat_lines(run_folder, "red one\n", seed=1, **options) == first
+    assert chat_lines(run_folder, "red one\n", seed=2, **options) != first
     narrow = {**options, "top_p": 1e-6}
-    assert said(run_folder, "red one\n", seed=1, **narrow) == said(run_folder, "red one\n", seed=2, **narrow)
+    assert chat_lines(run_folder, "red one\n", seed=1, **narrow) == chat_lines(
+        run_folder, "red one\n", seed=2, **narrow
+    )
 
 
 def test_a_system_prompt_is_written_once(run_folder: Path) -> None:
@@ -113,13 +115,13 @@ def test_an_interrupt_stops_the_answer_and_not_the_conversation(
         return show(text)
 
     monkeypatch.setattr(chat_command, "printable", stops)
-    lines = said(run_folder, "red one\n/reset\nblue one\n")
+    lines = chat_lines(run_folder, "red one\n/reset\nblue one\n")
     assert lines[0].endswith(" …")
     assert lines[1] == "bad"
 
 
 def test_a_conversation_longer_than_the_context_says_what_to_do(run_folder: Path) -> None:
-    lines = said(run_folder, "red " * 70 + "\nblue one\n")
+    lines = chat_lines(run_folder, "red " * 70 + "\nblue one\n")
     assert "nothing of the model's context of 64" in lines[0]
     assert lines[1:] == ["bad"]
 
@@ -127,9 +129,9 @@ def test_a_conversation_longer_than_the_context_says_what_to_do(run_folder: Path
 def test_a_model_without_a_template_has_no_conversation(tmp_path: Path) -> None:
     make_model(tmp_path / "model")
     with pytest.raises(UserError, match="has no chat template"):
-        said(tmp_path / "model", "red one\n")
+        chat_lines(tmp_path / "model", "red one\n")
     with pytest.raises(UserError, match="--top-p is above 0"):
-        said(tmp_path / "model", "red one\n", top_p=0.0)
+        chat_lines(tmp_path / "model", "red one\n", top_p=0.0)
 
 
 def test_the_keys_of_the_run_are_used(tmp_path: Path, run_folder: Path) -> None:

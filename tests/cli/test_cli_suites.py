@@ -99,13 +99,13 @@ def test_a_suite_on_a_model_folder(tmp_path: Path, model: str, suite: str, capsy
     shown = capsys.readouterr().out
     assert FIRST[suite] in shown
     assert "95 % interval" in shown
-    found = json.loads(out.read_text())
-    assert (found["suite"], found["n"], found["skipped"], found["model"]["path"]) == (suite, 2, {}, model)
-    figure = found["figures"][FIRST[suite]]
+    results = json.loads(out.read_text())
+    assert (results["suite"], results["n"], results["skipped"], results["model"]["path"]) == (suite, 2, {}, model)
+    figure = results["figures"][FIRST[suite]]
     assert figure["low"] <= figure["value"] <= figure["high"]
     assert figure["n"] == 2
-    assert found["config"]["dataset"]["limit"] == 2
-    assert found["config"]["sampling"]["max_new_tokens"] == 6
+    assert results["config"]["dataset"]["limit"] == 2
+    assert results["config"]["sampling"]["max_new_tokens"] == 6
     again = tmp_path / "again.json"
     assert main([*command, "--out", str(again), "sampling.max_new_tokens=6"]) == 0
     assert again.read_bytes() == out.read_bytes()
@@ -116,19 +116,19 @@ def test_a_run_brings_its_reference_its_judge_and_its_settings(
 ) -> None:
     assert main(["eval", str(run), "--suite", "hh", "--data", data_of(tmp_path, "hh"), "stop=['Human:']"]) == 0
     assert "left out" not in capsys.readouterr().out
-    found = json.loads((run / "evals" / "hh.json").read_text())
-    assert found["left_out"] == []
-    assert found["config"]["beta"] == 0.5
-    assert found["config"]["sampling"]["max_new_tokens"] == 6
-    assert found["config"]["source"]["target"] == f"{runs.__file__}:count_good"
-    assert found["figures"]["implicit_accuracy"]["value"] == 1.0
-    assert found["figures"]["implicit_margin"]["value"] == pytest.approx(0.5 * 1.0986, abs=1e-3)  # beta log 3
-    assert found["figures"]["score_chosen"]["value"] == 1.0
+    results = json.loads((run / "evals" / "hh.json").read_text())
+    assert results["left_out"] == []
+    assert results["config"]["beta"] == 0.5
+    assert results["config"]["sampling"]["max_new_tokens"] == 6
+    assert results["config"]["source"]["target"] == f"{runs.__file__}:count_good"
+    assert results["figures"]["implicit_accuracy"]["value"] == 1.0
+    assert results["figures"]["implicit_margin"]["value"] == pytest.approx(0.5 * 1.0986, abs=1e-3)  # beta log 3
+    assert results["figures"]["score_chosen"]["value"] == 1.0
     itself = ["--against", str(run), "--out", str(tmp_path / "itself.json")]
     assert main(["eval", str(run), "--suite", "hh", "--data", data_of(tmp_path, "hh"), *itself]) == 0
-    found = json.loads((tmp_path / "itself.json").read_text())
-    assert found["figures"]["win_rate_start"]["value"] == 0.5
-    assert found["figures"]["implicit_accuracy"]["value"] == 0.5
+    results = json.loads((tmp_path / "itself.json").read_text())
+    assert results["figures"]["win_rate_start"]["value"] == 0.5
+    assert results["figures"]["implicit_accuracy"]["value"] == 0.5
 
 
 def test_what_is_left_out_is_said(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,8 +222,8 @@ def test_lm_eval_from_the_command_line(
     command = ["eval", model, "--suite", "lm-eval:ours", "--data", str(tmp_path / "tasks"), "--out", str(out)]
     assert main(command) == 0
     assert "acc" in capsys.readouterr().out
-    found = json.loads(out.read_text())
-    assert (found["suite"], found["n"], found["figures"]["acc"]["value"]) == ("lm-eval:ours", 2, 1.0)
+    results = json.loads(out.read_text())
+    assert (results["suite"], results["n"], results["figures"]["acc"]["value"]) == ("lm-eval:ours", 2, 1.0)
 
 
 def test_the_settings_and_figures_are_on_the_page(tmp_path: Path, model: str) -> None:

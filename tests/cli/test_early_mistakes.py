@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,59 +20,110 @@ from rlhf.errors import ModelError
 ROOT = Path(__file__).resolve().parents[2]
 SLOW = ("torch", "transformers", "peft", "datasets", "plotly", "sklearn", "accelerate", "numpy")
 PROGRAM = f"""
-import sys
+import contextlib, io, json, sys
 from rlhf.cli import main
-try:
-    code = main(sys.argv[1:])
-except SystemExit as exit:
-    code = exit.code
-print("code", code, "imported", *[name for name in {SLOW} if name in sys.modules])
+
+for arguments in json.load(sys.stdin):
+    before, out, err = set(sys.modules), io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(arguments)
+        except SystemExit as exit:
+            code = exit.code
+    imported = [name for name in {SLOW} if name in set(sys.modules) - before]
+    print(json.dumps([out.getvalue(), err.getvalue(), " ".join(["code", str(code), "imported", *imported])]))
 """
+Ending = tuple[str, str, str]  # a command's output, its errors, and what became of it
 
 
-def run_cli(*arguments: str) -> tuple[str, str, str]:
-    """Run the command line in a new process: its output, its errors, and what became of it."""
-    command = [sys.executable, "-c", PROGRAM, *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    *output, ending = done.stdout.splitlines()
-    return "\n".join(output), done.stderr, ending
+def run_all(commands: Sequence[Sequence[str]]) -> list[Ending]:
+    """Run command lines one after another in a new process, which has imported nothing slow before any of them."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=ROOT,
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [(output, errors, ending) for output, errors, ending in map(json.loads, done.stdout.splitlines())]
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("train configs/ppo.yaml policy.learning_rate=1", "policy.learning_rate: unknown key; here it is called lr"),
-        ("rm configs/reward_model.yaml model.lrr=1", "model.lrr: unknown key; did you mean lr?"),
-        ("config configs/ppo.yaml batch.minibatches=0", "batch.minibatches: Input should be greater than or equal"),
-        ("compare configs/compare.yaml budget.steps=3", "budget.steps: unknown key"),
-        ("compare configs/lab/compare.yaml arms.ppo.policy.lrr=1", "arms.ppo: policy.lrr: unknown key"),
-        ("train configs/lab/ppo.yaml data.prompts.path=lab:promts", "the lab has no 'promts'"),
-        ("quickstart policy.lrr=1", "policy.lrr: unknown key; did you mean lr?"),
-        ("eval docs", "docs is not a run folder (it has no config.yaml)"),
-        ("eval docs --suite gsm9k", "--suite: 'gsm9k' is not one of hh, persona, gsm8k"),
-        ("eval docs --suite gsm8k --data README.md smaples=2", "smaples: unknown key; did you mean samples?"),
-        ("eval docs --suite gsm8k", "the suite gsm8k needs data: --data PATH"),
-        ("eval docs --suite xstest --data ./no.csv", "dataset.path: no such file or folder: ./no.csv"),
-        ("eval docs --suite lab --against runs/no", "reference: no such file or folder: runs/no"),
-        ("eval runs/nowhere --suite lab", "no such file or folder: runs/nowhere"),
-        ("sample runs/nowhere --prompt a", "no such file or folder: runs/nowhere"),
-        ("sample ./no.gguf --prompt a", "no such file or folder: ./no.gguf"),
-        ("sample docs --prompt a --top-p 2", "--top-p is above 0 and at most 1"),
-        ("sample docs --prompt a --temperature -1", "temperature: Input should be greater than 0"),
-        ("train configs/pppo.yaml", "no configuration file 'configs/pppo.yaml'; did you mean configs/ppo.yaml?"),
-    ],
-)
-def test_a_mistake_is_told_before_anything_slow_is_imported(command: str, message: str) -> None:
-    _, errors, ending = run_cli(*command.split())
-    assert message in errors
+def run_cli(*arguments: str) -> Ending:
+    (result,) = run_all([arguments])
+    return result
+
+
+MISTAKES = {
+    "train configs/ppo.yaml policy.learning_rate=1": "policy.learning_rate: unknown key; here it is called lr",
+    "rm configs/reward_model.yaml model.lrr=1": "model.lrr: unknown key; did you mean lr?",
+    "config configs/ppo.yaml batch.minibatches=0": "batch.minibatches: Input should be greater than or equal",
+    "compare configs/compare.yaml budget.steps=3": "budget.steps: unknown key",
+    "compare configs/lab/compare.yaml arms.ppo.policy.lrr=1": "arms.ppo: policy.lrr: unknown key",
+    "train configs/lab/ppo.yaml data.prompts.path=lab:promts": "the lab has no 'promts'",
+    "quickstart policy.lrr=1": "policy.lrr: unknown key; did you mean lr?",
+    "eval docs": "docs is not a run folder (it has no config.yaml)",
+    "eval docs --suite gsm9k": "--suite: 'gsm9k' is not one of hh, persona, gsm8k",
+    "eval docs --suite gsm8k --data README.md smaples=2": "smaples: unknown key; did you mean samples?",
+    "eval docs --suite gsm8k": "the suite gsm8k needs data: --data PATH",
+    "eval docs --suite xstest --data ./no.csv": "dataset.path: no such file or folder: ./no.csv",
+    "eval docs --suite lab --against runs/no": "reference: no such file or folder: runs/no",
+    "eval runs/nowhere --suite lab": "no such file or folder: runs/nowhere",
+    "sample runs/nowhere --prompt a": "no such file or folder: runs/nowhere",
+    "sample ./no.gguf --prompt a": "no such file or folder: ./no.gguf",
+    "sample docs --prompt a --top-p 2": "--top-p is above 0 and at most 1",
+    "sample docs --prompt a --temperature -1": "temperature: Input should be greater than 0",
+    "launch --slurm configs/pppo.yaml --gpus 8": "no configuration file 'configs/pppo.yaml'",
+    "launch --slurm configs/ppo.yaml --gpus 0": "--gpus is 0: it has to be at least 1",
+    "train configs/pppo.yaml": "no configuration file 'configs/pppo.yaml'; did you mean configs/ppo.yaml?",
+}
+LIGHT = {
+    "--help": "usage: rlhf",
+    "train --help": "usage: rlhf",
+    "config configs/ppo.yaml policy.lr=1e-5": "lr: 1.0e-05",
+    "launch --slurm configs/ppo.yaml policy.lr=1e-5 --gpus 8": "train configs/ppo.yaml policy.lr=1e-5",
+}
+
+
+@pytest.fixture(scope="module")
+def endings() -> dict[str, Ending]:
+    commands = [*MISTAKES, *LIGHT]
+    return dict(zip(commands, run_all([command.split() for command in commands]), strict=True))
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_a_mistake_is_told_before_anything_slow_is_imported(command: str, endings: dict[str, Ending]) -> None:
+    _, errors, ending = endings[command]
+    assert MISTAKES[command] in errors
     assert ending == "code 2 imported"
 
 
-@pytest.mark.parametrize("command", ["--help", "train --help", "config configs/ppo.yaml policy.lr=1e-5"])
-def test_help_and_config_import_nothing_slow(command: str) -> None:
-    output, errors, ending = run_cli(*command.split())
-    assert "lr: 1.0e-05" in output or "usage: rlhf" in output
+@pytest.mark.parametrize("command", LIGHT)
+def test_what_trains_nothing_imports_nothing_slow(command: str, endings: dict[str, Ending]) -> None:
+    output, errors, ending = endings[command]
+    assert LIGHT[command] in output
     assert (errors, ending) == ("", "code 0 imported")
+
+
+def test_the_help_imports_little() -> None:
+    """Of other projects only rich, and of this one nothing but the command line: help comes at once."""
+    listed = "print(*sorted({name.partition('.')[0] for name in new} - set(sys.stdlib_module_names)), sep=',')"
+    own = "print(*sorted(name for name in new if name.startswith(('rlhf.', 'reward_model'))), sep=',')"
+    program = f"""
+import sys
+before = set(sys.modules)
+from rlhf.cli import main
+try:
+    main(["--help"])
+except SystemExit:
+    new = set(sys.modules) - before
+    {listed}
+    {own}
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    *_, projects, modules = done.stdout.splitlines()
+    assert set(projects.split(",")) <= {"rich", "rlhf"}
+    assert modules == "rlhf.cli,rlhf.errors,rlhf.process"
 
 
 def test_the_settings_of_a_run_folder_are_checked_first(tmp_path: Path) -> None:

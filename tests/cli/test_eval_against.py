@@ -37,8 +37,8 @@ def more_good(_: int, question: str) -> Reply:
 
 def evaluated(folder: Path, *arguments: str, name: str = "eval.json") -> dict[str, Any]:
     assert main(["eval", str(folder / "run"), *arguments]) == 0
-    found: dict[str, Any] = json.loads((folder / "run" / name).read_text())
-    return found
+    results: dict[str, Any] = json.loads((folder / "run" / name).read_text())
+    return results
 
 
 def name_of(against: Path) -> str:
@@ -46,18 +46,18 @@ def name_of(against: Path) -> str:
 
 
 def test_the_table_has_every_measure(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = evaluated(folder)
+    results = evaluated(folder)
     out = capsys.readouterr().out
     for name in ("kl", "kl_se", "kl_exact", "kl_exact_se", "reference_perplexity", "distinct_1", "distinct_3"):
         assert f"eval/{name}" in out
-        assert found["run"][f"eval/{name}"] is not None
+        assert results["run"][f"eval/{name}"] is not None
     assert "eval/repetition" in out
     assert "at equal length" in out
-    assert found["against"] == "start"
-    assert found["reference"]["eval/kl_exact"] == pytest.approx(0.0, abs=1e-6)
-    equal = found["length_controlled"]
+    assert results["against"] == "start"
+    assert results["reference"]["eval/kl_exact"] == pytest.approx(0.0, abs=1e-6)
+    equal = results["length_controlled"]
     assert 0 <= equal["low"] <= equal["value"] <= equal["high"] <= 1
-    assert found["pairwise"] is None
+    assert results["pairwise"] is None
 
 
 def test_against_itself_is_half_and_against_its_start_is_the_default(folder: Path) -> None:
@@ -74,9 +74,9 @@ def test_against_itself_is_half_and_against_its_start_is_the_default(folder: Pat
 
 def test_overrides_may_stand_behind_the_option(folder: Path) -> None:
     other = str(folder / "other")
-    found = evaluated(folder, "--against", other, "sampling.max_new_tokens=3", name=name_of(folder / "other"))
-    assert found["run"]["eval/length"] <= 3
-    assert found["reference"]["eval/kl_exact"] > 0.01  # to the run's own reference
+    results = evaluated(folder, "--against", other, "sampling.max_new_tokens=3", name=name_of(folder / "other"))
+    assert results["run"]["eval/length"] <= 3
+    assert results["reference"]["eval/kl_exact"] > 0.01  # to the run's own reference
 
 
 def test_a_model_of_another_vocabulary_has_no_kl(folder: Path) -> None:
@@ -87,10 +87,10 @@ def test_a_model_of_another_vocabulary_has_no_kl(folder: Path) -> None:
     moved = [*words[:4], *reversed(words[4:])]  # the special ones stay
     tokenizer["model"]["vocab"] = {word: i for i, word in enumerate(moved)}
     (folder / "foreign" / "tokenizer.json").write_text(json.dumps(tokenizer))
-    found = evaluated(folder, "--against", str(folder / "foreign"), name=name_of(folder / "foreign"))
-    assert "eval/kl" in found["run"]
-    assert "eval/kl" not in found["reference"]
-    assert found["win_rate"]["value"] is not None
+    results = evaluated(folder, "--against", str(folder / "foreign"), name=name_of(folder / "foreign"))
+    assert "eval/kl" in results["run"]
+    assert "eval/kl" not in results["reference"]
+    assert results["win_rate"]["value"] is not None
 
 
 def test_pairs_are_judged_in_both_orders_and_never_twice(
@@ -105,20 +105,20 @@ def test_pairs_are_judged_in_both_orders_and_never_twice(
             "cache_dir": str(tmp_path / "cache"),
         }
         arguments = ["--against", str(folder / "other"), f"eval.judge={json.dumps(judge)}"]
-        found = evaluated(folder, *arguments, name=name_of(folder / "other"))
+        results = evaluated(folder, *arguments, name=name_of(folder / "other"))
         out = capsys.readouterr().out
         count = len(server.requests)
         again = evaluated(folder, *arguments, name=name_of(folder / "other"))
         assert len(server.requests) == count > 0
-    assert again == found
-    pairs = found["pairwise"]
+    assert again == results
+    pairs = results["pairwise"]
     assert (pairs["judge"], pairs["inconsistent"], pairs["unreadable"]) == ("judge-1", 0.0, 0)
     assert pairs["answers"] >= count
     assert "judge-1: win rate over" in out
     assert "0.0% of the pairs judged differently when swapped" in out
-    outcomes = [row["outcome"] for row in found["rows"]]
+    outcomes = [row["outcome"] for row in results["rows"]]
     assert pairs["win_rate"]["value"] == pytest.approx(sum(outcomes) / len(outcomes))
-    for row in found["rows"]:
+    for row in results["rows"]:
         a, b = (row[side].count("good") for side in ("run", "reference"))
         assert row["outcome"] == (1.0 if a > b else 0.0 if b > a else 0.5)
     for path in [*folder.rglob("*"), *tmp_path.rglob("*")]:
@@ -130,15 +130,15 @@ def test_a_judge_that_goes_by_position_is_said_to(
 ) -> None:
     with serving(lambda _n, _question: "A") as server:
         judge = {"base_url": server.url, "model": "judge-1", "cache_dir": str(tmp_path)}
-        found = evaluated(
+        results = evaluated(
             folder,
             "--against",
             str(folder / "other"),
             f"eval.judge={json.dumps(judge)}",
             name=name_of(folder / "other"),
         )
-    assert found["pairwise"]["win_rate"]["value"] == 0.5
-    assert found["pairwise"]["inconsistent"] == 1.0
+    assert results["pairwise"]["win_rate"]["value"] == 0.5
+    assert results["pairwise"]["inconsistent"] == 1.0
     assert "100.0% of the verdicts for the side shown first" in capsys.readouterr().out
 
 
@@ -148,10 +148,10 @@ def test_pairs_alone_need_no_scores(tmp_path: Path) -> None:
     trained_offline(merge(tree, {"schedule": {"steps": 1}}))
     with serving(more_good) as server:
         judge = {"base_url": server.url, "model": "judge-1", "cache_dir": str(tmp_path / "cache")}
-        found = evaluated(tmp_path, f"eval.judge={json.dumps(judge)}")
-    assert found["win_rate"] is found["difference"] is found["length_controlled"] is None
-    assert found["pairwise"]["win_rate"]["value"] is not None
-    assert not any(name.startswith("eval/score") for name in found["run"])
+        results = evaluated(tmp_path, f"eval.judge={json.dumps(judge)}")
+    assert results["win_rate"] is results["difference"] is results["length_controlled"] is None
+    assert results["pairwise"]["win_rate"]["value"] is not None
+    assert not any(name.startswith("eval/score") for name in results["run"])
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -187,12 +187,12 @@ def test_the_parser_takes_settings_on_either_side() -> None:
 
 def test_a_language_model_that_gives_numbers_is_a_source_like_any_other(folder: Path, tmp_path: Path) -> None:
     def rate(_: int, question: str) -> Reply:
-        found = re.search(r"<answer>\n(.*?)\n</answer>", question, re.S)
-        assert found is not None
-        return f"Score: {min(1 + found[1].count('good'), 10)}"
+        match = re.search(r"<answer>\n(.*?)\n</answer>", question, re.S)
+        assert match is not None
+        return f"Score: {min(1 + match[1].count('good'), 10)}"
 
     with serving(rate) as server:
         source = {"type": "openai", "base_url": server.url, "model": "judge-1", "cache_dir": str(tmp_path)}
-        found = evaluated(folder, f"eval.source={json.dumps(source)}")
-    assert 1 <= found["reference"]["eval/score"] < found["run"]["eval/score"] <= 10  # it was paid for `good`
-    assert found["win_rate"]["value"] > 0.5
+        results = evaluated(folder, f"eval.source={json.dumps(source)}")
+    assert 1 <= results["reference"]["eval/score"] < results["run"]["eval/score"] <= 10  # it was paid for `good`
+    assert results["win_rate"]["value"] > 0.5

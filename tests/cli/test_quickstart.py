@@ -50,8 +50,10 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "out"
 
 
-def test_the_stages_fit_together_and_a_second_run_does_nothing_again(small: Path) -> None:
-    printed = run(small)
+def test_the_stages_fit_together_overrides_reach_ppo_and_a_second_run_does_nothing_again(small: Path) -> None:
+    override = "algorithm.kl.controller.target=1.5"
+    printed = run(small, override)
+    assert read_yaml(small / "ppo" / "config.yaml")["algorithm"]["kl"]["controller"]["target"] == 1.5
     result = json.loads((small / "result.json").read_text())
     assert result["prompts"] == 8
     assert 0.5 < result["rm_best_accuracy"] <= 1
@@ -61,15 +63,10 @@ def test_the_stages_fit_together_and_a_second_run_does_nothing_again(small: Path
     made = {path: path.stat().st_mtime_ns for path in small.glob("*/model/model.safetensors")}
     assert {path.parent.parent.name for path in made} == {"sft", "rm", "ppo"}
     before = (small / "preferences" / "train.jsonl").stat().st_mtime_ns
-    run(small)
+    run(small, override)
     assert (small / "preferences" / "train.jsonl").stat().st_mtime_ns == before
     again = json.loads((small / "result.json").read_text())
     assert {k: v for k, v in again.items() if k != "seconds"} == {k: v for k, v in result.items() if k != "seconds"}
-
-
-def test_overrides_reach_the_ppo_stage(small: Path) -> None:
-    run(small, "algorithm.kl.controller.target=1.5")
-    assert read_yaml(small / "ppo" / "config.yaml")["algorithm"]["kl"]["controller"]["target"] == 1.5
 
 
 @pytest.mark.slow

@@ -74,6 +74,14 @@ def test_every_preset_is_coherent_and_dumps_to_itself(name: str) -> None:
     assert list(dump(config.data)) == list(DataConfig.model_fields)
 
 
+def test_how_a_head_starts_is_read_where_there_is_a_new_one() -> None:
+    for init, is_read in (("policy", True), ("auto", False), ("reward", False)):
+        config = train_config(merge(base(), {"critic": {"init": init, "head": "orthogonal"}}))
+        assert any(text.startswith("critic.head is set") for text in unread_warnings(config)) != is_read
+    with pytest.raises(ConfigError, match=r"set critic\.head=zero"):
+        train_config(merge(base(), {"critic": {"init": "policy", "head": "normal", "shared": True}}))
+
+
 @pytest.mark.parametrize("missing", [["reward"], ["data"], ["data.prompts", "reward"]])
 @pytest.mark.parametrize("is_null", [True, False])
 def test_all_that_an_online_run_lacks_is_named_at_once(missing: list[str], is_null: bool) -> None:
@@ -203,8 +211,8 @@ def test_a_preset_brings_its_sizes_where_it_is_named(name: str, tmp_path: Path) 
         assert (config.batch.epochs, config.batch.minibatches) == (1, 1)
         assert config.sampling.completions_per_prompt == SIZED[name]
     assert load_any(ppo, [f"algorithm.preset={name}"]) == over
-    said = load_train(ppo, [f"algorithm.preset={name}", "sampling.completions_per_prompt=3"])
-    assert said.sampling.completions_per_prompt == 3
+    changed = load_train(ppo, [f"algorithm.preset={name}", "sampling.completions_per_prompt=3"])
+    assert changed.sampling.completions_per_prompt == 3
     assert load_train(ppo, ["algorithm.preset=ppo"]).batch.epochs == 4
 
 
@@ -213,8 +221,8 @@ GROUPED = ("rloo", "grpo", "dr_grpo", "dapo", "cispo", "gspo")
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_a_preset_with_groups_brings_one_of_eight_unless_there_is_a_group(name: str) -> None:
-    def size(*said: str) -> int:
-        return load_train(ROOT / "configs" / "ppo.yaml", said).sampling.completions_per_prompt
+    def size(*overrides: str) -> int:
+        return load_train(ROOT / "configs" / "ppo.yaml", overrides).sampling.completions_per_prompt
 
     preset = f"algorithm.preset={name}"
     assert (size(), size(preset), size(preset, "sampling.completions_per_prompt=4")) == (1, 8, 4)
@@ -438,7 +446,7 @@ def write(folder: Path, tree: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("in_file", "said", "steps", "epochs"),
+    ("in_file", "overrides", "steps", "epochs"),
     [
         ({"epochs": 2}, ["schedule.steps=60"], 60, None),
         ({"steps": 10}, ["schedule.epochs=3"], None, 3.0),
@@ -448,38 +456,38 @@ def write(folder: Path, tree: dict[str, Any]) -> Path:
     ],
 )
 def test_of_two_lengths_the_last_one_counts(
-    tmp_path: Path, in_file: dict[str, Any], said: list[str], steps: int | None, epochs: float | None
+    tmp_path: Path, in_file: dict[str, Any], overrides: list[str], steps: int | None, epochs: float | None
 ) -> None:
     path = write(tmp_path, base() | {"schedule": {**in_file, "warmup_steps": 7}})
     for load in (load_train, load_any):
-        config = load(path, said)
+        config = load(path, overrides)
         assert isinstance(config, TrainConfig)
         assert (config.schedule.steps, config.schedule.epochs, config.schedule.warmup_steps) == (steps, epochs, 7)
     model = {"model": {"model": "m"}, "data": {"preferences": {"path": "p"}}, "schedule": in_file}
-    length = load_reward_model(write(tmp_path, model), said).schedule
+    length = load_reward_model(write(tmp_path, model), overrides).schedule
     assert (length.steps, length.epochs) == (steps, epochs)
 
 
-@pytest.mark.parametrize("said", [[], ["schedule={steps: 3, epochs: 4}"], ["schedule.steps=null"]])
-def test_two_lengths_or_none_in_one_place_are_an_error(tmp_path: Path, said: list[str]) -> None:
-    both = {"steps": 3} if said else {"steps": 3, "epochs": 4}
+@pytest.mark.parametrize("overrides", [[], ["schedule={steps: 3, epochs: 4}"], ["schedule.steps=null"]])
+def test_two_lengths_or_none_in_one_place_are_an_error(tmp_path: Path, overrides: list[str]) -> None:
+    both = {"steps": 3} if overrides else {"steps": 3, "epochs": 4}
     with pytest.raises(ConfigError, match=r"give schedule\.steps or schedule\.epochs"):
-        load_train(write(tmp_path, base() | {"schedule": both}), said)
+        load_train(write(tmp_path, base() | {"schedule": both}), overrides)
 
 
 def test_of_two_budgets_the_last_one_counts(tmp_path: Path) -> None:
     tree = {"base": "b.yaml", "arms": {"a": {}}, "budget": {"completions": 10}}
     path = write(tmp_path, tree)
     assert load_compare(path).budget.limit == 10
-    for said in (["budget.seconds=60"], ["budget.flops=1", "budget.seconds=60"]):
-        config = load_compare(path, said)
-        assert (config.budget.unit, config.budget.limit, load_any(path, said)) == ("seconds", 60.0, config)
+    for overrides in (["budget.seconds=60"], ["budget.flops=1", "budget.seconds=60"]):
+        config = load_compare(path, overrides)
+        assert (config.budget.unit, config.budget.limit, load_any(path, overrides)) == ("seconds", 60.0, config)
     with pytest.raises(ConfigError, match="exactly one of budget"):
         load_compare(write(tmp_path, tree | {"budget": {"completions": 10, "tokens": 10}}))
 
 
 @pytest.mark.parametrize(
-    ("in_file", "said", "key", "value"),
+    ("in_file", "override", "key", "value"),
     [
         ({"sharding": {"mode": "zero2", "deepspeed": {"a": 1}}}, "sharding=ddp", "sharding.deepspeed", {}),
         ({"sharding": {"mode": "zero2", "deepspeed": {"a": 1}}}, "sharding=zero3", "sharding.deepspeed", {"a": 1}),
@@ -497,9 +505,9 @@ def test_of_two_budgets_the_last_one_counts(tmp_path: Path) -> None:
     ],
 )
 def test_a_choice_on_the_command_line_leaves_out_what_it_excludes(
-    tmp_path: Path, in_file: dict[str, Any], said: str, key: str, value: object
+    tmp_path: Path, in_file: dict[str, Any], override: str, key: str, value: object
 ) -> None:
-    config = load_train(write(tmp_path, base() | in_file), [said])
+    config = load_train(write(tmp_path, base() | in_file), [override])
     assert get_setting(dump(config), key) == value
 
 
@@ -521,12 +529,12 @@ def test_a_preset_leaves_out_the_sections_of_the_file_that_it_does_not_read(
 ) -> None:
     tree = base() | {"critic": {"init": "reward", "lr": 1.0, "optimizer": "adamw_8bit"}, "sharding": "zero1"}
     path = write(tmp_path, tree) if file is None else ROOT / file
-    said = [f"algorithm.preset={preset}", "data.sft.path=s", "data.preferences.path=p"]
-    said += ["sampling.completions_per_prompt=4"]
+    overrides = [f"algorithm.preset={preset}", "data.sft.path=s", "data.preferences.path=p"]
+    overrides += ["sampling.completions_per_prompt=4"]
     if preset in ("grpo", "rloo", "reinforce_pp"):
-        said += ["reward.source={type: function, target: m:f}"]  # from which a critic could not start
+        overrides += ["reward.source={type: function, target: m:f}"]  # from which a critic could not start
     for load in (load_train, load_any):
-        config = load(path, said)
+        config = load(path, overrides)
         assert isinstance(config, TrainConfig)
         assert config.critic == CriticConfig()
         named = {note.split(" is set")[0] for note in unread_warnings(config)}
@@ -537,9 +545,9 @@ def test_a_preset_leaves_out_the_sections_of_the_file_that_it_does_not_read(
 
 def test_a_section_said_beside_a_preset_that_does_not_read_it_is_named(tmp_path: Path) -> None:
     path = write(tmp_path, base() | {"reward": FUNCTION, "critic": {"init": "reward"}, "algorithm": {"preset": "grpo"}})
-    for said in (["algorithm.preset=rloo", "critic.lr=1e-3"], ["policy.lr=1"], ["algorithm.preset=grpo"]):
-        notes = unread_warnings(load_train(path, said))
-        assert "critic is set, but only GAE has a critic: it has no effect" in notes, said
+    for overrides in (["algorithm.preset=rloo", "critic.lr=1e-3"], ["policy.lr=1"], ["algorithm.preset=grpo"]):
+        notes = unread_warnings(load_train(path, overrides))
+        assert "critic is set, but only GAE has a critic: it has no effect" in notes, overrides
     quiet = unread_warnings(load_train(path, ["algorithm.preset=rloo"]))
     assert quiet == []
 

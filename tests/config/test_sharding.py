@@ -43,22 +43,22 @@ def test_a_word_stands_for_the_mode() -> None:
 )
 def test_the_presets(mode: str, stage: int, offloaded: list[str]) -> None:
     config = ShardingConfig(mode=mode)  # type: ignore[arg-type]
-    found = deepspeed_json(config, processes=4, max_grad_norm=0.5)
-    assert found["zero_optimization"]["stage"] == config.stage == stage
-    assert [key for key in found["zero_optimization"] if key.startswith("offload")] == offloaded
-    assert all(found["zero_optimization"][key]["device"] == "cpu" for key in offloaded)
-    assert found["gradient_clipping"] == 0.5
-    sizes = found["train_micro_batch_size_per_gpu"] * found["gradient_accumulation_steps"] * 4
-    assert found["train_batch_size"] == sizes
+    settings = deepspeed_json(config, processes=4, max_grad_norm=0.5)
+    assert settings["zero_optimization"]["stage"] == config.stage == stage
+    assert [key for key in settings["zero_optimization"] if key.startswith("offload")] == offloaded
+    assert all(settings["zero_optimization"][key]["device"] == "cpu" for key in offloaded)
+    assert settings["gradient_clipping"] == 0.5
+    sizes = settings["train_micro_batch_size_per_gpu"] * settings["gradient_accumulation_steps"] * 4
+    assert settings["train_batch_size"] == sizes
     assert deepspeed_json(config, processes=4, max_grad_norm=None)["gradient_clipping"] == 0.0
 
 
 def test_any_other_key_is_the_users() -> None:
     theirs = {"zero_optimization": {"overlap_comm": True, "sub_group_size": 7}, "wall_clock_breakdown": True}
-    found = deepspeed_json(ShardingConfig(mode="zero3", deepspeed=theirs), processes=1, max_grad_norm=1.0)
-    assert found["zero_optimization"] | theirs["zero_optimization"] == found["zero_optimization"]  # type: ignore[operator]
-    assert found["wall_clock_breakdown"] is True
-    assert found["zero_optimization"]["stage"] == 3
+    settings = deepspeed_json(ShardingConfig(mode="zero3", deepspeed=theirs), processes=1, max_grad_norm=1.0)
+    assert settings["zero_optimization"] | theirs["zero_optimization"] == settings["zero_optimization"]  # type: ignore[operator]
+    assert settings["wall_clock_breakdown"] is True
+    assert settings["zero_optimization"]["stage"] == 3
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,8 @@ def test_any_other_key_is_the_users() -> None:
         (["sharding=ddp", "sharding.deepspeed.wall_clock_breakdown=true"], "does not use DeepSpeed"),
         (["sharding=zero3", "sharding.cpu_adam=true"], "CPU memory"),
         (["sharding=zero2", "policy.dtype=float64"], "float64"),
+        (["sharding=zero2", "sharding.rollout=layered"], "rollout=layered gathers the layers that zero3 splits"),
+        (["sharding=zero3", "sharding.rollout=sharded"], "sharding.rollout"),
     ],
 )
 def test_what_is_refused(overrides: list[str], message: str) -> None:

@@ -29,8 +29,10 @@ PIECES = (
 @pytest.fixture(scope="module")
 def registry() -> dict[str, Any]:
     pytest.importorskip("if_verifiable", reason="the port to compare with is not installed")
-    found: dict[str, Any] = importlib.import_module("if_verifiable.ifeval.instructions_registry").INSTRUCTION_DICT
-    return found
+    instructions: dict[str, Any] = importlib.import_module(
+        "if_verifiable.ifeval.instructions_registry"
+    ).INSTRUCTION_DICT
+    return instructions
 
 
 def texts(rng: random.Random, constraint: Constraint) -> Iterator[str]:
@@ -67,7 +69,7 @@ def agree(registry: dict[str, Any], rows: Iterator[dict[str, Any]]) -> dict[str,
 
 
 def test_generated_constraints(registry: dict[str, Any]) -> None:
-    verdicts = agree(registry, generate_instructions(400, seed=3))
+    verdicts = agree(registry, generate_instructions(800, seed=3))
     assert len(verdicts) >= 20
     assert sum(len(both) == 2 for both in verdicts.values()) >= 18  # both verdicts occurred, so both were compared
 

@@ -9,8 +9,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rlhf.constraints.checks import CHECKS
-from rlhf.constraints.generate import KINDS, generate_instructions
+from rlhf.constraints.generate import KINDS, LANGUAGES, generate_instructions
 from rlhf.constraints.reward import read_constraints
 
 RUN = 8  # words
@@ -38,7 +40,7 @@ def test_every_row_can_be_read_and_every_kind_occurs() -> None:
         kinds.update(constraint.kind for constraint in constraints)
         for constraint in constraints:
             constraint.is_met("an answer")  # the arguments are of the right types
-    assert set(kinds) == set(KINDS) == set(CHECKS) - {"language:response_language"}
+    assert set(kinds) == set(KINDS) == set(CHECKS)
     expected = {kind: KINDS[kind].weight for kind in KINDS}
     for kind in ("punctuation:no_comma", "startend:quotation", "detectable_format:title"):
         assert 0.7 < (kinds[kind] / kinds.total()) / (expected[kind] / sum(expected.values())) < 1.4, kind
@@ -51,6 +53,31 @@ def test_kinds_that_exclude_each_other_are_never_together() -> None:
         assert not {"change_case:english_capital", "change_case:english_lowercase"} <= kinds
         assert "detectable_format:json_format" not in kinds or len(kinds) == 1
         assert not {"combination:repeat_prompt", "startend:quotation"} <= kinds
+
+
+CASES = {"change_case:english_lowercase": str.islower, "change_case:english_capital": str.isupper}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_two_of_three_requests_are_spelled_as_their_answer_has_to_be(kind: str) -> None:
+    prompts = [row["prompt"] for row in generate_instructions(4000, seed=6) if kind in row["instruction_id_list"]]
+    spelled = sum(map(CASES[kind], prompts))
+    assert 0.55 < spelled / len(prompts) < 0.78
+    for row in generate_instructions(1000, seed=6):
+        if not set(row["instruction_id_list"]) & set(CASES):
+            assert not CASES[kind](row["prompt"])
+
+
+def test_languages_and_letters_are_not_asked_for_together() -> None:
+    languages = set()
+    for row in generate_instructions(2000, seed=7):
+        kinds = set(row["instruction_id_list"])
+        if "language:response_language" in kinds:
+            languages.add(row["kwargs"][row["instruction_id_list"].index("language:response_language")]["language"])
+            assert not kinds & set(CASES)
+        if "detectable_format:multiple_sections" in kinds:
+            assert not kinds & set(CASES)  # in capitals there is no "Section 1"
+    assert languages == set(LANGUAGES.values())
 
 
 def test_the_request_to_repeat_is_the_prompt_before_its_last_line() -> None:

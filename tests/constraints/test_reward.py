@@ -39,6 +39,16 @@ def test_without_the_language() -> None:
     assert scores == [0.5]
 
 
+def test_another_language_counts_as_language_where_it_is_asked_for() -> None:
+    german = "der fluss war heute morgen sehr ruhig und wir gingen lange an ihm entlang nach hause und dann wieder weg"
+    asked = {"instruction_id_list": ["language:response_language"], "kwargs": [{"language": "de"}]}
+    plain = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+    scores, parts = score(["", ""], [german, german], [asked, plain])
+    assert parts["met"] == [1.0, 1.0]
+    assert parts["english"] == [1.0, 0.0]
+    assert scores == pytest.approx([1.1, 1.05])
+
+
 def test_language() -> None:
     assert is_english_like(PROSE.upper())
     assert not is_english_like("der fluss war heute morgen sehr ruhig und wir gingen lange an ihm entlang nach hause")

@@ -39,9 +39,9 @@ def test_the_columns_say_which_it_is(write: Write, plain: PreTrainedTokenizerBas
 def test_renamed_columns_say_so_too(write: Write, plain: PreTrainedTokenizerBase) -> None:
     renamed = [{"q": row["prompt"], "a": row["completion"], "thumb": row["label"]} for row in LABELLED]
     columns = {"prompt": "q", "completion": "a", "label": "thumb"}
-    found = load(write(renamed), plain, columns=columns)
-    assert isinstance(found, LabelledSet)
-    assert completion_labels(found) == (True, False)
+    labelled = load(write(renamed), plain, columns=columns)
+    assert isinstance(labelled, LabelledSet)
+    assert completion_labels(labelled) == (True, False)
 
 
 def test_neither_is_an_error_that_names_the_columns(write: Write, plain: PreTrainedTokenizerBase) -> None:
@@ -55,8 +55,8 @@ def test_pairs_taken_apart(write: Write, plain: PreTrainedTokenizerBase) -> None
     assert [plain.decode(ids) for ids in rows.completions] == ["c</s>", "ghi</s>", "def</s>", "j</s>"]
     assert [plain.decode(ids) for ids in rows.prompts] == ["<s>ab", "<s>a"] * 2
     assert completion_labels(pairs) == (True, True, False, False)
-    said = torch.tensor([-1.0, -2.0, -3.0, -4.0], dtype=torch.float64)
-    batch = AnnotatedLabelledSet(rows, completion_labels(pairs), said).collate([2, 1])
+    logprobs = torch.tensor([-1.0, -2.0, -3.0, -4.0], dtype=torch.float64)
+    batch = AnnotatedLabelledSet(rows, completion_labels(pairs), logprobs).collate([2, 1])
     assert batch.desirable.tolist() == [False, True]
     assert batch.ref_logprobs.tolist() == [-3.0, -2.0]
     assert batch.completion_mask.sum(1).tolist() == [4, 4]

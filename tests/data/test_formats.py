@@ -26,8 +26,8 @@ from rlhf.errors import DataError
 def read(use: RowFormats[Any], row: dict[str, object], *, turns: bool = False) -> Any:
     """The one row in its form, or the reason it has none."""
     skips = RowCounts("f")
-    found = [form for _, form in use.read([Row(row, "f", 1)], skips, turns=turns)]
-    return found[0] if found else next(iter(skips.counts))
+    forms = [form for _, form in use.read([Row(row, "f", 1)], skips, turns=turns)]
+    return forms[0] if forms else next(iter(skips.counts))
 
 
 def user(content: str) -> dict[str, str]:
@@ -109,8 +109,8 @@ def test_pairs_serve_as_demonstrations_and_as_prompts(row: dict[str, object], ex
     ],
 )
 def test_margins(columns: dict[str, object], margin: float | str) -> None:
-    found = read(PAIRS, {"prompt": "p", "chosen": "a", "rejected": "b", **columns})
-    assert (found.margin if isinstance(found, PairText) else found) == margin
+    form = read(PAIRS, {"prompt": "p", "chosen": "a", "rejected": "b", **columns})
+    assert (form.margin if isinstance(form, PairText) else form) == margin
 
 
 @pytest.mark.parametrize(
@@ -231,17 +231,17 @@ def test_the_shape_of_a_file_is_that_of_most_of_its_rows() -> None:
     rows = [Row({"prompt": "p", "completion": "c"}, "f", i) for i in (1, 2, 3)]
     rows += [Row({"messages": []}, "f", 4), Row({"text": "t"}, "g", 1)]
     skips = RowCounts("f")
-    found = [(row.place, form) for row, form in DEMONSTRATIONS.read(rows, skips, turns=False)]
-    assert [place for place, _ in found] == ["f:1", "f:2", "f:3", "g:1"]
+    forms = [(row.place, form) for row, form in DEMONSTRATIONS.read(rows, skips, turns=False)]
+    assert [place for place, _ in forms] == ["f:1", "f:2", "f:3", "g:1"]
     assert dict(skips.counts) == {"no prompt": 1}
 
 
 def count(use: RowFormats[Any], path: Path, split: str = "train") -> tuple[int, dict[str, int], list[Any]]:
     skips = RowCounts(str(path))
-    found = [
+    forms = [
         form for _, form in use.read(load_rows(DatasetConfig(path=str(path), split=split), skips), skips, turns=False)
     ]
-    return len(found), dict(skips.counts), found
+    return len(forms), dict(skips.counts), forms
 
 
 def test_real_pairs(shared: Path) -> None:

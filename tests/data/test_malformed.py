@@ -67,12 +67,12 @@ SHAPES = {
 def check(loader: str, path: Path, lines: list[str], tokenizer: PreTrainedTokenizerBase) -> None:
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     try:
-        found = LOADERS[loader](str(path), tokenizer)
+        dataset = LOADERS[loader](str(path), tokenizer)
     except DataError:
         return
-    assert 0 < found.skips.used == len(found)
-    assert found.skips.used + found.skips.skipped == len(lines)
-    found.collate(range(len(found)))
+    assert 0 < dataset.skips.used == len(dataset)
+    assert dataset.skips.used + dataset.skips.skipped == len(lines)
+    dataset.collate(range(len(dataset)))
 
 
 @pytest.mark.parametrize("loader", LOADERS)

@@ -31,8 +31,8 @@ def demos_of(path: str, tokenizer: PreTrainedTokenizerBase, context: int | None 
 
 
 def test_pairs_by_hand(write: Write, plain: PreTrainedTokenizerBase) -> None:
-    found = pairs_of(write(ROWS), plain)
-    batch = found.collate([1, 0])
+    pairs = pairs_of(write(ROWS), plain)
+    batch = pairs.collate([1, 0])
     assert isinstance(batch, PreferencePairs)
     s, e, p = plain.bos_token_id, plain.eos_token_id, plain.pad_token_id
     a, b, c, d, ee, f, g, h, i, j = plain("abcdefghij", add_special_tokens=False)["input_ids"]
@@ -42,7 +42,7 @@ def test_pairs_by_hand(write: Write, plain: PreTrainedTokenizerBase) -> None:
     assert batch.chosen_mask.tolist() == [[True] * 4, [True, True, False, False]]
     assert batch.rejected_ids.tolist() == [[j, e, p, p], [d, ee, f, e]]
     assert batch.margins.tolist() == [0.0, 0.5]
-    assert found.texts == (PairText("ab", "c", "def", 0.5), PairText("a", "ghi", "j", 0.0))
+    assert pairs.texts == (PairText("ab", "c", "def", 0.5), PairText("a", "ghi", "j", 0.0))
 
 
 def test_longer_pairs_are_skipped_cut_at_the_prompt_or_fatal(write: Write, plain: PreTrainedTokenizerBase) -> None:
@@ -65,8 +65,8 @@ def test_longer_pairs_are_skipped_cut_at_the_prompt_or_fatal(write: Write, plain
 
 
 def test_demonstrations_by_hand(write: Write, plain: PreTrainedTokenizerBase) -> None:
-    found = demos_of(write([{"prompt": "ab", "completion": " c"}, {"prompt": "a", "completion": "d"}]), plain)
-    batch = found.collate([0, 1])
+    demos = demos_of(write([{"prompt": "ab", "completion": " c"}, {"prompt": "a", "completion": "d"}]), plain)
+    batch = demos.collate([0, 1])
     assert isinstance(batch, Demonstrations)
     s, e, p = plain.bos_token_id, plain.eos_token_id, plain.pad_token_id
     a, b, c, d, space = plain("abcd ", add_special_tokens=False)["input_ids"]
@@ -78,21 +78,21 @@ def test_demonstrations_by_hand(write: Write, plain: PreTrainedTokenizerBase) ->
 
 def test_plain_texts_are_learned_from_their_first_token(write: Write, plain: PreTrainedTokenizerBase) -> None:
     path = write([{"text": "abc"}])
-    found = demos_of(path, plain)
-    assert (plain.decode(found.prompts[0]), plain.decode(found.completions[0])) == ("<s>", "abc</s>")
-    assert found.texts == (DemoText("", "abc"),)
+    demos = demos_of(path, plain)
+    assert (plain.decode(demos.prompts[0]), plain.decode(demos.completions[0])) == ("<s>", "abc</s>")
+    assert demos.texts == (DemoText("", "abc"),)
     without = byte_tokenizer(pad="<pad>")
-    found = demos_of(path, without)
-    assert (without.decode(found.prompts[0]), without.decode(found.completions[0])) == ("a", "bc</s>")
+    demos = demos_of(path, without)
+    assert (without.decode(demos.prompts[0]), without.decode(demos.completions[0])) == ("a", "bc</s>")
     bos_written = demos_of(write([{"text": "<s>abc"}]), plain)
     assert (bos_written.prompts[0], plain.decode(bos_written.completions[0])) == ([plain.bos_token_id], "abc</s>")
 
 
 def test_a_cut_text_gets_no_eos(write: Write, plain: PreTrainedTokenizerBase) -> None:
     path = write([{"text": "abc"}, {"text": "abcd"}, {"text": "abcde"}])
-    found = demos_of(path, plain, max_tokens=5, too_long="truncate")
-    assert [plain.decode(ids) for ids in found.completions] == ["abc</s>", "abcd", "abcd"]
-    assert found.skips.cut == 2
+    demos = demos_of(path, plain, max_tokens=5, too_long="truncate")
+    assert [plain.decode(ids) for ids in demos.completions] == ["abc</s>", "abcd", "abcd"]
+    assert demos.skips.cut == 2
     assert len(demos_of(path, plain, context=5)) == 1
     with pytest.raises(DataError, match="longer than max_tokens of 5"):
         demos_of(path, plain, max_tokens=5, too_long="error")
@@ -102,8 +102,8 @@ def test_a_cut_text_gets_no_eos(write: Write, plain: PreTrainedTokenizerBase) ->
 
 def test_labelled_by_hand(write: Write, plain: PreTrainedTokenizerBase) -> None:
     rows = [{"prompt": "ab", "completion": "c", "label": True}, {"prompt": "a", "completion": "de", "label": False}]
-    found = load_labelled(PreferencesConfig(path=write(rows)), plain, chat_template="auto")
-    batch = found.collate([1, 0])
+    labelled = load_labelled(PreferencesConfig(path=write(rows)), plain, chat_template="auto")
+    batch = labelled.collate([1, 0])
     assert batch.desirable.tolist() == [False, True]
     assert [plain.decode(r[m]) for r, m in zip(batch.completion_ids, batch.completion_mask, strict=True)] == [
         "de</s>",
@@ -128,10 +128,10 @@ def test_conversations_with_bos_in_the_template(write: Write, llama_like: PreTra
         "chosen": {"from": "gpt", "value": "Yes"},
         "rejected": {"from": "gpt", "value": "No"},
     }
-    found = pairs_of(write([row]), llama_like)
-    assert llama_like.decode(found.prompts[0]) == "<s>[user] Hi</s>\n[assistant] "
-    assert llama_like.decode(found.chosen[0]) == "Yes</s>"
-    assert found.texts[0].prompt == "<s>[user] Hi</s>\n[assistant] "
+    pairs = pairs_of(write([row]), llama_like)
+    assert llama_like.decode(pairs.prompts[0]) == "<s>[user] Hi</s>\n[assistant] "
+    assert llama_like.decode(pairs.chosen[0]) == "Yes</s>"
+    assert pairs.texts[0].prompt == "<s>[user] Hi</s>\n[assistant] "
 
 
 def test_conversations_for_a_tokenizer_without_template(write: Write, plain: PreTrainedTokenizerBase) -> None:
@@ -148,9 +148,9 @@ def test_data_without_usable_rows_say_why(write: Write, plain: PreTrainedTokeniz
 
 
 def test_a_prompt_that_tokenizes_to_nothing_is_a_bad_row(write: Write) -> None:
-    found = pairs_of(write([ROWS[0], ROWS[1] | {"prompt": ""}]), byte_tokenizer(pad="<pad>"))
-    assert len(found) == 1
-    assert found.skips.counts["empty prompt, and the tokenizer puts no token before a text"] == 1
+    pairs = pairs_of(write([ROWS[0], ROWS[1] | {"prompt": ""}]), byte_tokenizer(pad="<pad>"))
+    assert len(pairs) == 1
+    assert pairs.skips.counts["empty prompt, and the tokenizer puts no token before a text"] == 1
 
 
 def test_real_data_in_the_real_tokenizer(shared: Path, stories: PreTrainedTokenizerBase, tmp_path: Path) -> None:
@@ -165,9 +165,9 @@ def test_real_data_in_the_real_tokenizer(shared: Path, stories: PreTrainedTokeni
     fixtures = shared / "data/format_fixtures"
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     config = PreferencesConfig(path=str(fixtures / "dpo_en_demo.json"), max_tokens=100_000)
-    found = load_pairs(config, stories, chat_template=str(tmp_path / "t.jinja"))
-    assert len(found) == 300
-    assert all(str(text.prompt).startswith(("user: ", "system: ")) for text in found.texts)
+    pairs = load_pairs(config, stories, chat_template=str(tmp_path / "t.jinja"))
+    assert len(pairs) == 300
+    assert all(str(text.prompt).startswith(("user: ", "system: ")) for text in pairs.texts)
     config = PreferencesConfig(path=str(fixtures / "kto_en_demo.json"), max_tokens=100_000)
     labelled = load_labelled(config, stories, chat_template=str(tmp_path / "t.jinja"))
     assert int(labelled.collate(range(300)).desirable.sum()) == 150

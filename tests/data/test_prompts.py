@@ -72,10 +72,10 @@ def test_evaluation_reads_all_in_order_with_numbers_of_the_set(seven: PromptSet)
 
 
 def test_first_tokens_do_not_count_bos(write: Write, plain: PreTrainedTokenizerBase) -> None:
-    found = load(write([{"text": "Once upon"}, {"text": "On"}]), plain, first_tokens=4)
-    assert found.texts == ("Once", "On")
-    assert [len(ids) for ids in found.ids] == [5, 3]
-    assert found.references[0] == {"text": "Once upon", "prompt": "Once"}
+    prompts = load(write([{"text": "Once upon"}, {"text": "On"}]), plain, first_tokens=4)
+    assert prompts.texts == ("Once", "On")
+    assert [len(ids) for ids in prompts.ids] == [5, 3]
+    assert prompts.references[0] == {"text": "Once upon", "prompt": "Once"}
     without = load(write([{"text": "Once upon"}]), byte_tokenizer(pad="<pad>"), first_tokens=4)
     assert [len(ids) for ids in without.ids] == [4]
 
@@ -112,18 +112,18 @@ def test_a_prompt_that_leaves_no_room_in_the_context_is_too_long(write: Write, p
 
 def test_limit_counts_usable_rows_and_reads_none_beyond(write: Write, plain: PreTrainedTokenizerBase) -> None:
     rows = [{"prompt": "a"}, {"prompt": None}, {"prompt": "b"}, {"prompt": "c"}, {"prompt": 3}]
-    found = load(write(rows), plain, limit=2)
-    assert found.texts == ("a", "b")
-    assert dict(found.skips.counts) == {"no prompt": 1}
+    prompts = load(write(rows), plain, limit=2)
+    assert prompts.texts == ("a", "b")
+    assert dict(prompts.skips.counts) == {"no prompt": 1}
     assert len(load(write(rows), plain)) == 3
 
 
 def test_an_empty_prompt_needs_a_bos(write: Write, plain: PreTrainedTokenizerBase) -> None:
     path = write([{"prompt": ""}, {"prompt": "a"}])
     assert load(path, plain).ids[0] == [plain.bos_token_id]
-    found = load(path, byte_tokenizer(pad="<pad>"))
-    assert found.texts == ("a",)
-    assert dict(found.skips.counts) == {"empty prompt, and the tokenizer puts no token before a text": 1}
+    prompts = load(path, byte_tokenizer(pad="<pad>"))
+    assert prompts.texts == ("a",)
+    assert dict(prompts.skips.counts) == {"empty prompt, and the tokenizer puts no token before a text": 1}
 
 
 def test_bad_rows_can_be_fatal(write: Write, plain: PreTrainedTokenizerBase) -> None:
@@ -147,18 +147,18 @@ def test_plain_prompts_beside_a_template_are_remarked_upon(
 
 def test_conversations_are_written_by_the_template(write: Write, chatml: PreTrainedTokenizerBase) -> None:
     row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}
-    found = load(write([row]), chatml)
-    assert found.texts == ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",)
-    assert chatml.decode(found.ids[0]) == found.texts[0]
-    assert found.references[0]["messages"] == row["messages"]
+    prompts = load(write([row]), chatml)
+    assert prompts.texts == ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",)
+    assert chatml.decode(prompts.ids[0]) == prompts.texts[0]
+    assert prompts.references[0]["messages"] == row["messages"]
 
 
 def test_real_stories(shared: Path, stories: PreTrainedTokenizerBase) -> None:
-    found = load(
+    prompts = load(
         str(shared / "data/tinystories"), stories, split="test", first_tokens=12, context=512, max_new_tokens=48
     )
-    assert len(found) == 213
-    assert Counter(map(len, found.ids)) == {13: 213}
-    assert all(str(r["text"]).startswith(text) for r, text in zip(found.references, found.texts, strict=True))
+    assert len(prompts) == 213
+    assert Counter(map(len, prompts.ids)) == {13: 213}
+    assert all(str(r["text"]).startswith(text) for r, text in zip(prompts.references, prompts.texts, strict=True))
     gsm = load(str(shared / "data/gsm8k"), stories, split="test", max_prompt_tokens=512, limit=50)
     assert all("####" in str(r["answer"]) for r in gsm.references)

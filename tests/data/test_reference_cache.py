@@ -17,10 +17,10 @@ def test_what_is_kept_comes_back_bitwise(tmp_path: Path) -> None:
     cache = ReferenceCache(tmp_path / "deep" / "folder")
     assert cache.read("key", count=3) is None
     cache.write("key", VALUES)
-    found = cache.read("key", count=3)
-    assert found is not None
-    assert found.dtype == torch.float64
-    assert torch.equal(found, VALUES)
+    values = cache.read("key", count=3)
+    assert values is not None
+    assert values.dtype == torch.float64
+    assert torch.equal(values, VALUES)
     assert cache.read("another", count=3) is None
     assert cache.notes == []
     assert [file.name for file in cache.folder.iterdir()] == ["key.safetensors"]  # nothing is left aside

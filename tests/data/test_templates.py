@@ -67,11 +67,11 @@ def learned_texts(rows: DemonstrationSet, tokenizer: PreTrainedTokenizerBase, ro
 @pytest.mark.parametrize("name", NAMES)
 def test_a_completion_ends_with_the_token_that_ends_the_turn(name: str, write: Write) -> None:
     family, tokenizer = FAMILIES[name], FAMILIES[name].tokenizer()
-    found = pairs(write([{"prompt": [user("Hi")], "chosen": "Yes", "rejected": "No"}]), tokenizer)
+    dataset = pairs(write([{"prompt": [user("Hi")], "chosen": "Yes", "rejected": "No"}]), tokenizer)
     end = tokenizer.convert_tokens_to_ids(family.end)
-    assert tokenizer.decode(found.chosen[0]).removeprefix("<think>\n\n</think>\n\n").strip() == "Yes" + family.end
-    assert (found.chosen[0][-1], found.rejected[0][-1]) == (end, end)
-    assert found.chosen[0].count(end) == 1
+    assert tokenizer.decode(dataset.chosen[0]).removeprefix("<think>\n\n</think>\n\n").strip() == "Yes" + family.end
+    assert (dataset.chosen[0][-1], dataset.rejected[0][-1]) == (end, end)
+    assert dataset.chosen[0].count(end) == 1
     assert make_encoder(tokenizer, "auto").stop_ids == tuple(dict.fromkeys([tokenizer.eos_token_id, end]))
     assert set(stop_token_ids(tokenizer, "auto", (7,))) == {7, tokenizer.eos_token_id, end}
     assert stop_token_ids(tokenizer, "none") == (tokenizer.eos_token_id,)
@@ -80,9 +80,9 @@ def test_a_completion_ends_with_the_token_that_ends_the_turn(name: str, write: W
 @pytest.mark.parametrize("name", NAMES)
 def test_prompt_and_completion_are_the_start_of_what_the_template_writes(name: str, write: Write) -> None:
     tokenizer = FAMILIES[name].tokenizer()
-    found = demos(write([{"messages": TWO_TURNS}]), tokenizer, learn="last")
+    dataset = demos(write([{"messages": TWO_TURNS}]), tokenizer, learn="last")
     whole = str(tokenizer.apply_chat_template(TWO_TURNS, tokenize=False))
-    written = tokenizer.decode(found.prompts[0] + found.completions[0])
+    written = tokenizer.decode(dataset.prompts[0] + dataset.completions[0])
     assert whole.startswith(written)
     assert whole[len(written) :].replace(str(tokenizer.eos_token), "").strip() == ""
 
@@ -119,30 +119,30 @@ def test_the_mask_is_that_of_transformers(name: str, write: Write) -> None:
 def test_marks_of_a_template_decide_what_is_learned(write: Write) -> None:
     tokenizer = FAMILIES["marked"].tokenizer()
     tokenizer.chat_template = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
-    found = demos(write([{"messages": TWO_TURNS}]), tokenizer)
-    assert learned_texts(found, tokenizer) == ["Yes", "No"]
-    assert tokenizer.decode(found.completions[0]).endswith("No<|im_end|>")
+    dataset = demos(write([{"messages": TWO_TURNS}]), tokenizer)
+    assert learned_texts(dataset, tokenizer) == ["Yes", "No"]
+    assert tokenizer.decode(dataset.completions[0]).endswith("No<|im_end|>")
 
 
 def test_rows_are_taken_apart_where_the_template_rewrites_earlier_turns(write: Write) -> None:
     tokenizer = FAMILIES["qwen3"].tokenizer()
-    found = demos(write([{"messages": TWO_TURNS}]), tokenizer)
-    assert [tokenizer.decode(ids) for ids in found.completions] == [
+    dataset = demos(write([{"messages": TWO_TURNS}]), tokenizer)
+    assert [tokenizer.decode(ids) for ids in dataset.completions] == [
         "<think>\n\n</think>\n\nYes<|im_end|>",
         "<think>\n\n</think>\n\nNo<|im_end|>",
     ]
-    assert tokenizer.decode(found.prompts[1]).endswith(
+    assert tokenizer.decode(dataset.prompts[1]).endswith(
         "<|im_start|>assistant\nYes<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert "1 conversations taken apart, a row for each turn" in found.skips.summary()
+    assert "1 conversations taken apart, a row for each turn" in dataset.skips.summary()
     assert len(demos(write([{"messages": TWO_TURNS}]), tokenizer, learn="last")) == 1
 
 
 def test_an_answer_without_a_thought_begins_at_the_header_of_its_turn(write: Write) -> None:
     tokenizer = FAMILIES["r1"].tokenizer()
-    found = pairs(write([{"prompt": [user("Hi")], "chosen": "<b>", "rejected": "No"}]), tokenizer)
-    assert tokenizer.decode(found.prompts[0]) == "<bos><|User|>Hi<|Assistant|>"
-    assert tokenizer.decode(found.chosen[0]) == "<b><|end_of_sentence|>"
+    dataset = pairs(write([{"prompt": [user("Hi")], "chosen": "<b>", "rejected": "No"}]), tokenizer)
+    assert tokenizer.decode(dataset.prompts[0]) == "<bos><|User|>Hi<|Assistant|>"
+    assert tokenizer.decode(dataset.chosen[0]) == "<b><|end_of_sentence|>"
     asked = prompts(write([{"prompt": [user("Hi")]}]), tokenizer)
     assert asked.texts == ("<bos><|User|>Hi<|Assistant|><think>\n",)
 
@@ -158,19 +158,19 @@ def test_an_answer_without_a_thought_begins_at_the_header_of_its_turn(write: Wri
 )
 def test_a_thought_continues_the_one_that_the_prompt_opens(answer: dict[str, Any], write: Write) -> None:
     tokenizer = FAMILIES["r1"].tokenizer()
-    found = demos(write([{"messages": [user("Hi"), answer]}]), tokenizer)
-    assert tokenizer.decode(found.prompts[0]) == "<bos><|User|>Hi<|Assistant|><think>\n"
-    assert tokenizer.decode(found.completions[0]) == "hm\n</think>\n\nYes<|end_of_sentence|>"
-    assert "does not write" not in found.skips.summary()
+    dataset = demos(write([{"messages": [user("Hi"), answer]}]), tokenizer)
+    assert tokenizer.decode(dataset.prompts[0]) == "<bos><|User|>Hi<|Assistant|><think>\n"
+    assert tokenizer.decode(dataset.completions[0]) == "hm\n</think>\n\nYes<|end_of_sentence|>"
+    assert "does not write" not in dataset.skips.summary()
 
 
 def test_both_sides_of_a_pair_begin_at_one_place(write: Write) -> None:
     tokenizer = FAMILIES["r1"].tokenizer()
     row = {"prompt": [user("Hi")], "chosen": "<think>\nhm\n</think>\n\nYes", "rejected": "No"}
-    found = pairs(write([row]), tokenizer)
-    assert tokenizer.decode(found.prompts[0]) == "<bos><|User|>Hi<|Assistant|>"
-    assert tokenizer.decode(found.chosen[0]) == "<think>\nhm\n</think>\n\nYes<|end_of_sentence|>"
-    assert tokenizer.decode(found.rejected[0]) == "No<|end_of_sentence|>"
+    dataset = pairs(write([row]), tokenizer)
+    assert tokenizer.decode(dataset.prompts[0]) == "<bos><|User|>Hi<|Assistant|>"
+    assert tokenizer.decode(dataset.chosen[0]) == "<think>\nhm\n</think>\n\nYes<|end_of_sentence|>"
+    assert tokenizer.decode(dataset.rejected[0]) == "No<|end_of_sentence|>"
 
 
 def test_arguments_of_the_template_and_thoughts_that_it_writes(write: Write) -> None:
@@ -190,11 +190,11 @@ def test_tools_and_their_calls_are_handed_to_the_template(write: Write) -> None:
     tokenizer = FAMILIES["qwen3"].tokenizer()
     called = assistant("", tool_calls=[CALL])
     row = {"tools": [TOOL], "messages": [user("1+?"), {**called, "content": None}]}
-    found = demos(write([row]), tokenizer)
-    assert '"name": "add"' in tokenizer.decode(found.prompts[0])
-    assert '<tool_call>add {"a": 1}</tool_call><|im_end|>' in tokenizer.decode(found.completions[0])
-    assert "does not write" not in found.skips.summary()
-    assert len(found) == 1
+    dataset = demos(write([row]), tokenizer)
+    assert '"name": "add"' in tokenizer.decode(dataset.prompts[0])
+    assert '<tool_call>add {"a": 1}</tool_call><|im_end|>' in tokenizer.decode(dataset.completions[0])
+    assert "does not write" not in dataset.skips.summary()
+    assert len(dataset) == 1
 
 
 def test_what_a_template_does_not_write_of_a_row_is_counted(write: Write) -> None:
@@ -211,8 +211,8 @@ def test_what_a_template_does_not_write_of_a_row_is_counted(write: Write) -> Non
 def test_a_system_prompt_for_rows_without_one(write: Write) -> None:
     tokenizer = FAMILIES["chatml"].tokenizer()
     rows = [{"prompt": "Hi"}, {"prompt": [{"role": "system", "content": "Rhyme."}, user("Hi")]}]
-    found = prompts(write(rows), tokenizer, ChatFormat(system="Be brief."))
-    assert [text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user") for text in found.texts] == [
+    dataset = prompts(write(rows), tokenizer, ChatFormat(system="Be brief."))
+    assert [text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user") for text in dataset.texts] == [
         True,
         False,
     ]
@@ -226,9 +226,9 @@ def test_text_becomes_turns_by_default_and_the_summary_says_so(write: Write) -> 
     tokenizer = FAMILIES["chatml"].tokenizer()
     says = "Text prompts become user turns by the tokenizer's chat template; data.chat_template=none keeps them"
     turn = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    found = pairs(write([{"prompt": "Hi", "chosen": "Yes", "rejected": "No"}]), tokenizer)
-    assert tokenizer.decode(found.prompts[0]) == turn
-    assert says in found.skips.summary()
+    dataset = pairs(write([{"prompt": "Hi", "chosen": "Yes", "rejected": "No"}]), tokenizer)
+    assert tokenizer.decode(dataset.prompts[0]) == turn
+    assert says in dataset.skips.summary()
     alpaca = demos(write([{"instruction": "Hi", "input": "", "output": "Yes"}]), tokenizer)
     assert tokenizer.decode(alpaca.prompts[0]) == turn
     assert says in alpaca.skips.summary()
@@ -245,13 +245,13 @@ def test_texts_transcripts_and_written_out_prompts_stay_what_they_are(write: Wri
         tokenizer("nce<|im_end|>", add_special_tokens=False)["input_ids"],
     )
     for row in ({"prompt": transcript}, {"chosen": f"{transcript} Yes", "rejected": f"{transcript} No"}):
-        found = prompts(write([row]), tokenizer)
-        assert found.texts == (transcript,)
-        assert "Transcripts stay text" in found.skips.summary()
+        dataset = prompts(write([row]), tokenizer)
+        assert dataset.texts == (transcript,)
+        assert "Transcripts stay text" in dataset.skips.summary()
     written = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    found = prompts(write([{"prompt": written}]), tokenizer)
-    assert found.texts == (written,)
-    assert "1 text prompts have special tokens written out already" in found.skips.summary()
+    dataset = prompts(write([{"prompt": written}]), tokenizer)
+    assert dataset.texts == (written,)
+    assert "1 text prompts have special tokens written out already" in dataset.skips.summary()
     cut = prompts(write([{"prompt": "Hi there"}]), tokenizer, first_tokens=2)
     assert cut.texts == ("Hi",)
 
@@ -262,15 +262,15 @@ def test_pairs_that_part_at_an_earlier_turn(write: Write) -> None:
         "chosen": [user("Hi"), assistant("Yes"), user("And?"), assistant("A")],
         "rejected": [user("Hi"), assistant("No"), user("What?"), assistant("B")],
     }
-    found = pairs(write([dict(sides)]), tokenizer)
-    assert tokenizer.decode(found.prompts[0]) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    batch = found.collate([0])
+    dataset = pairs(write([dict(sides)]), tokenizer)
+    assert tokenizer.decode(dataset.prompts[0]) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    batch = dataset.collate([0])
     assert tokenizer.decode(batch.chosen_ids[0][batch.chosen_learned[0]]) == "Yes<|im_end|>A<|im_end|>"
     assert tokenizer.decode(batch.rejected_ids[0][batch.rejected_learned[0]]) == "No<|im_end|>B<|im_end|>"
     assert tokenizer.decode(batch.rejected_ids[0]) == (
         "No<|im_end|>\n<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\nB<|im_end|>"
     )
-    assert found.texts[0].chosen.startswith("Yes<|im_end|>")
+    assert dataset.texts[0].chosen.startswith("Yes<|im_end|>")
 
 
 def test_pairs_that_part_at_what_the_user_says_are_bad_rows(write: Write) -> None:
@@ -317,21 +317,21 @@ def test_masks_of_real_conversations_are_those_of_transformers(shared: Path) -> 
     conversations = [row["messages"] for row in json.loads(file.read_text())][:80]
     assert sum(len(messages) > 2 for messages in conversations) > 10
     tokenizer.chat_template = FAMILIES["chatml"].template
-    found = demos(str(file), tokenizer, max_tokens=100_000, limit=80)
-    assert len(found) == 80
+    dataset = demos(str(file), tokenizer, max_tokens=100_000, limit=80)
+    assert len(dataset) == 80
     for row, messages in enumerate(conversations):
         told = tokenizer.apply_chat_template(
             messages, chat_template=MARKED, return_assistant_tokens_mask=True, return_dict=True
         )
-        ids = found.prompts[row] + found.completions[row]
-        mask = [0] * len(found.prompts[row]) + [int(flag) for flag in flags_of(found, row)]
+        ids = dataset.prompts[row] + dataset.completions[row]
+        mask = [0] * len(dataset.prompts[row]) + [int(flag) for flag in flags_of(dataset, row)]
         assert ids == told["input_ids"][: len(ids)]
         assert mask == told["assistant_masks"][: len(ids)]
         assert not any(told["assistant_masks"][len(ids) :])
 
 
-def flags_of(found: DemonstrationSet, row: int) -> list[bool]:
-    flags: list[bool] = found.collate([row]).loss_mask[0].tolist()
+def flags_of(dataset: DemonstrationSet, row: int) -> list[bool]:
+    flags: list[bool] = dataset.collate([row]).loss_mask[0].tolist()
     return flags
 
 

@@ -21,16 +21,31 @@ from rlhf.config.load import merge, train_config, validate
 from rlhf.config.sections import RewardModelConfig
 from rlhf.factory.reward_model import build_reward_model, finish_reward_model
 from rlhf.factory.run import build_run
+from rlhf.models import split_load
+from rlhf.models.weight_files import read_headers
 from rlhf.process import exit_process
 from rlhf.runtime.distributed import shutdown
+from rlhf.runtime.engine import Engine
 from rlhf.training.offline import train_offline
 from rlhf.training.session import Session
 
+WHOLE = Engine.whole
+
 
 def run_one(tree: dict[str, Any]) -> Session:
-    """One run to its end, or to the end of `stop_after` steps, as an interrupted one is: saved, not exported."""
+    """One run to its end, or to the end of `stop_after` steps, as an interrupted one is: saved, not exported.
+
+    `load_whole`: under ZeRO-3 every process loads the models whole, as where they are in no safetensors files.
+    `gather_wide`: weights are gathered in float32 for a rollout in bfloat16 too.
+    """
     tree = dict(tree)
     stop_after = tree.pop("stop_after", None)
+    split_load.read_headers = (lambda _: {}) if tree.pop("load_whole", False) else read_headers
+    Engine.whole = (lambda self, module, *_: WHOLE(self, module)) if tree.pop("gather_wide", False) else WHOLE
+    return _run(tree, stop_after)
+
+
+def _run(tree: dict[str, Any], stop_after: int | None) -> Session:
     if "model" in tree:
         built = build_reward_model(validate(RewardModelConfig, merge({}, tree)), quiet())
         _stop(built.run.session, stop_after)

@@ -8,7 +8,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from safetensors.torch import load_file
 
 from rlhf.config.load import merge
 from rlhf.data.tokenizer import load_tokenizer
+from rlhf.factory.context import load_trainer_state
 from rlhf.models.scalar_head import load_scalar_head
 
 JOB = Path(__file__).with_name("job.py")
@@ -39,7 +41,8 @@ def case(name: str, folder: Path) -> Tree:
     model = folder / "model"
     if not model.is_dir():
         make_model(model)
-    return {"sft": _sft, "rm": _rm, "dpo": _dpo, "kto": _kto}.get(name, _online)(name, folder)
+    kinds = {"sft": _sft, "sft_mixed": _sft_mixed, "rm": _rm, "dpo": _dpo, "kto": _kto}
+    return kinds.get(name, _online)(name, folder)
 
 
 def _common(folder: Path) -> Tree:
@@ -63,6 +66,7 @@ def _variants(folder: Path) -> dict[str, Tree]:
         "ppo_checkpointing": {"policy": {"gradient_checkpointing": True}},
         "ppo_warmup": {"critic": {"warmup_steps": 2}, "algorithm": {"target_kl": 0.001}},
         "ppo_one_row": {"batch": {"prompts_per_step": 8, "minibatches": 8, "epochs": 1}},  # a process has no row
+        "ppo_mixed": {"data": {"prompts": {"path": "", **_mixed(prompts_file(folder))}}},
         "ppo_ptx": {"algorithm": {"ptx_coef": 0.5}, "data": {"sft": {"path": str(_sft_file(folder))}}},
         "ppo_rm": {"reward": {"source": _reward_model(folder)}},
         "remax": {"algorithm": {"preset": "remax"}, "batch": {"epochs": 1, "minibatches": 1}},
@@ -93,6 +97,21 @@ def _sft(_: str, folder: Path) -> Tree:
     return tree
 
 
+def _sft_mixed(_: str, folder: Path) -> Tree:
+    return merge({**_sft("sft", folder), "data": {}}, {"data": {"sft": _mixed(_sft_file(folder))}})
+
+
+def _mixed(file: Path) -> Tree:
+    """Two streamed sources, 7 to 1, of the lines of a file; some steps have one row of the second, or none."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    sources = {}
+    for name, part, weight in (("large", lines[:-3], 7), ("small", lines[-3:], 1)):
+        path = file.with_name(f"{file.stem}-{name}.jsonl")
+        path.write_text("\n".join(part) + "\n", encoding="utf-8")
+        sources[name] = {"path": str(path), "weight": weight}
+    return {"sources": sources, "stream": True, "shuffle_buffer": 5}
+
+
 def _dpo(preset: str, folder: Path) -> Tree:
     changes = {"policy": {"lr": 1e-3}, "batch": {"prompts_per_step": 9, "micro_batch_size": 2}}
     return offline_tree(folder, preset, **changes, **_common(folder))
@@ -118,7 +137,7 @@ def _rm(_: str, folder: Path) -> Tree:
 def needs(mode: str) -> None:
     """Skip where the mode is one of DeepSpeed's and it is not there."""
     if mode.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed: bash scripts/setup.sh dev deepspeed")
+        pytest.skip("DeepSpeed is not installed, as it is on Linux by bash scripts/setup.sh dev")
 
 
 def at(tree: Tree, out: Path, *, sharding: str | Tree = "none", **changes: Any) -> Tree:
@@ -126,10 +145,13 @@ def at(tree: Tree, out: Path, *, sharding: str | Tree = "none", **changes: Any) 
     return merge(tree, {"run": {"out_dir": str(out)}, "sharding": sharding, **changes})
 
 
-def launch(trees: Sequence[Tree], folder: Path, *, processes: int, timeout_s: float = 300.0) -> None:
+def launch(
+    trees: Sequence[Tree], folder: Path, *, processes: int, timeout_s: float = 300.0, launcher: bool = True
+) -> None:
     """Run them, one after another, in so many processes; one alone is started without a launcher.
 
-    What needs no process group is run right here: importing everything takes longer than the runs.
+    What needs no process group is run right here: importing everything takes longer than the runs. `launcher=False`
+    does without torchrun, whose own process imports torch too.
     """
     if processes == 1 and all(tree["sharding"]["mode"] in ("none", "ddp") for tree in trees):
         for tree in trees:
@@ -138,18 +160,45 @@ def launch(trees: Sequence[Tree], folder: Path, *, processes: int, timeout_s: fl
     folder.mkdir(parents=True, exist_ok=True)
     plan = folder / "plan.json"
     plan.write_text(json.dumps(list(trees)))
-    command = [sys.executable]
-    if processes > 1:
-        command += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--master-port={free_port()}"]
-    done = subprocess.run(
-        [*command, str(JOB), str(plan)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    command = [sys.executable, str(JOB), str(plan)]
+    if processes == 1:
+        _wait([_start(command, environment(), folder / "log")], timeout_s)
+    elif launcher:
+        torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--master-port={free_port()}"]
+        _wait([_start([sys.executable, *torchrun, *command[1:]], environment(), folder / "log")], timeout_s)
+    else:
+        start_ranks(command, folder, processes=processes, timeout_s=timeout_s)
+
+
+def start_ranks(command: Sequence[str], folder: Path, *, processes: int, timeout_s: float = 300.0) -> None:
+    """Run a command in so many processes that know of each other, without torchrun; their logs are in `folder`."""
+    group = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    started = [_start(command, environment() | rank, folder / f"log-{rank['RANK']}") for rank in ranks]
+    _wait(started, timeout_s)
+
+
+Started = tuple[subprocess.Popen[bytes], Path]
+
+
+def _start(command: Sequence[str], env: Mapping[str, str], log: Path) -> Started:
+    with log.open("wb") as file:
+        return subprocess.Popen(command, env=env, stdout=file, stderr=file), log
+
+
+def _wait(started: Sequence[Started], timeout_s: float) -> None:
+    """Wait until all have ended well, or one has not; what they have printed explains a failure."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and any(process.poll() is None for process, _ in started):
+        if any(process.returncode for process, _ in started):
+            break
+        time.sleep(0.05)
+    codes = [process.poll() for process, _ in started]
+    for process, _ in started:
+        process.kill()
+        process.wait()
+    texts = [f"exit code {code}:\n{log.read_text()[-6000:]}" for code, (_, log) in zip(codes, started, strict=True)]
+    assert codes == [0] * len(codes), "\n".join(texts)
 
 
 def environment() -> dict[str, str]:
@@ -169,15 +218,18 @@ def free_port() -> int:
 def final_weights(out: Path) -> dict[str, torch.Tensor]:
     """Every trained weight at the run's end: of the export and of the last checkpoint."""
     newest = max((out / "checkpoints").glob("step-*"))
-    found = {}
+    weights = {}
     for folder in (out / "model", newest / "model", newest / "critic"):
         for file in sorted(folder.glob("*.safetensors")):
-            found |= {f"{folder.name}/{file.name}/{key}": value for key, value in load_file(file).items()}
-    trainer = torch.load(newest / "trainer.pt", weights_only=True)
-    found |= {f"shared_head/{k}": v for k, v in trainer.get("shared_head", {}).items()}
-    found |= {f"ema/{k}": v for k, v in trainer.get("ema", {}).items()}
-    assert found
-    return found
+            weights |= {f"{folder.name}/{key}": value for key, value in load_file(file).items()}
+    trainer = load_trainer_state(newest)
+    weights |= {f"shared_head/{k}": v for k, v in trainer.get("shared_head", {}).items()}
+    weights |= {f"ema/{k}": v for k, v in trainer.get("ema", {}).items()}
+    for name in set(trainer) & {"policy", "critic", "model"}:
+        for key, named in trainer[name]["moments"].items():
+            weights |= {f"{name}/{key}/{k}": v for k, v in named.items()}
+    assert weights
+    return weights
 
 
 def distance(a: Path, b: Path) -> float:

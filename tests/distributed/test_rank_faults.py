@@ -40,7 +40,7 @@ class Launched:
         return self.process.wait(timeout=timeout_s)
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         """What all processes printed."""
         return self.log.read_text(errors="replace")
 
@@ -70,10 +70,10 @@ def assert_same(folder: Path) -> None:
 
 
 def assert_continues(tree: Tree, folder: Path, fault_run: Launched) -> None:
-    assert 0 < len(metrics(folder / "many")) < 7, fault_run.said  # it was in the middle
+    assert 0 < len(metrics(folder / "many")) < 7, fault_run.output  # it was in the middle
     with launched(tree, folder / "again", {}) as again:
-        assert again.ended() == 0, again.said
-        assert "continuing from" in again.said
+        assert again.ended() == 0, again.output
+        assert "continuing from" in again.output
     assert_same(folder)
 
 
@@ -85,13 +85,13 @@ def test_when_a_process_dies_the_others_stop_in_time_and_the_same_command_contin
     needs(mode)
     tree = tree_for_two(tmp_path, mode)
     with launched(tree, tmp_path / "first", {"rank": rank, "call": CALL, "what": "die"}) as first:
-        while HAPPENS not in first.said and first.process.poll() is None:
+        while HAPPENS not in first.output and first.process.poll() is None:
             time.sleep(0.05)
         died = time.monotonic()
         assert first.ended(DEAD_S) != 0
         assert time.monotonic() - died < DEAD_S
         if (mode, rank) == ("ddp", 1):  # where the first process dies, torchrun alone may tell of it
-            assert "lost contact with another rank" in " ".join(first.said.split())
+            assert "lost contact with another rank" in " ".join(first.output.split())
         assert_continues(tree, tmp_path, first)
 
 
@@ -100,7 +100,7 @@ def test_a_process_that_freezes_is_waited_for_so_long_and_no_longer(tmp_path: Pa
     tree = tree_for_two(tmp_path, "ddp", timeout_s=FREEZE_S)
     with launched(tree, tmp_path / "first", {"rank": 1, "call": CALL, "what": "freeze"}) as first:
         assert first.ended() != 0
-        assert "lost contact with another rank" in " ".join(first.said.split())
+        assert "lost contact with another rank" in " ".join(first.output.split())
         assert_continues(tree, tmp_path, first)
 
 
@@ -108,7 +108,7 @@ def test_a_process_that_freezes_is_waited_for_so_long_and_no_longer(tmp_path: Pa
 def test_one_process_far_slower_than_the_other_changes_nothing(tmp_path: Path) -> None:
     tree = tree_for_two(tmp_path, "ddp")
     with launched(tree, tmp_path / "first", {"rank": 1, "call": 1, "what": "dawdle"}) as first:
-        assert first.ended() == 0, first.said
+        assert first.ended() == 0, first.output
     assert_same(tmp_path)
 
 
@@ -119,5 +119,5 @@ def test_sigterm_saves_and_says_how_to_go_on(tmp_path: Path, what: str) -> None:
     with launched(tree, tmp_path / "first", {"rank": 1, "call": CALL, "what": what}) as first:
         code = first.ended()
         assert (code == 0) == (what == "sigterm")  # torchrun itself ends with 1 when it was told to stop
-        assert first.said.count("the same command continues from there") == 1, first.said
+        assert first.output.count("the same command continues from there") == 1, first.output
         assert_continues(tree, tmp_path, first)

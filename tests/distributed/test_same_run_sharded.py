@@ -1,18 +1,15 @@
 """One run is the same in one process or several, whole or sharded: the cells of the table in docs/distributed.md.
 
 A test is a column of the table: all its runs, one after another, in one launch (an import of everything takes longer
-than a run). The quick columns are two; `-m slow` has all.
+than a run). All are slow; what every run of the tests has of them is in test_zero_gate.py.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 from sharded import LIMIT, TRAINERS, at, case, distance, launch, metrics, needs, samples
-
-from rlhf.config.load import merge
 
 VARIANTS = (
     "ppo_lora",
@@ -22,6 +19,8 @@ VARIANTS = (
     "ppo_warmup",
     "ppo_one_row",
     "ppo_ptx",
+    "ppo_mixed",
+    "sft_mixed",
     "ppo_rm",
     "remax",
     "dapo",
@@ -62,20 +61,6 @@ def compared_metrics(one: list[dict[str, float]], other: list[dict[str, float]],
     ):
         left, right = ([row[key] for row in rows if key in row] for rows in (one, other))
         assert left == pytest.approx(right, rel=1e-5, abs=1e-6), (name, key)
-
-
-def test_a_quick_column_in_two_processes(tmp_path: Path) -> None:
-    """Two steps of the table's runs under ddp and zero3, in one launch; the whole table is slow."""
-    cells = [("ppo", "ddp"), ("sft", "ddp")]
-    if importlib.util.find_spec("deepspeed") is not None:
-        cells += [("ppo", "zero3"), ("sft", "zero2")]
-    brief = {"schedule": {"steps": 2}, "checkpoint": {"every": 0}, "eval": {"every": 0}}
-    trees = {name: merge(case(name, tmp_path / name), brief) for name, _ in cells}
-    launch([at(tree, tmp_path / "one" / name) for name, tree in trees.items()], tmp_path / "one", processes=1)
-    many = [at(trees[name], tmp_path / mode / name, sharding=mode) for name, mode in cells]
-    launch(many, tmp_path / "many", processes=2)
-    for name, mode in cells:
-        assert_same(tmp_path / "one" / name, tmp_path / mode / name, name, mode)
 
 
 @pytest.mark.slow

@@ -41,8 +41,8 @@ def test_two_hosts_are_one_run(tmp_path: Path, mode: str, per_host: int) -> None
         timeout=280,
         check=False,
     )
-    said = "".join((tmp_path / f"host.{number}").read_text()[-3000:] for number in (0, 1))
-    assert done.returncode == 0, said
+    output = "".join((tmp_path / f"host.{number}").read_text()[-3000:] for number in (0, 1))
+    assert done.returncode == 0, output
     received = re.search(r"first host: (\d+)", done.stdout)
     assert received is not None, done.stdout
     assert int(received[1]) > 100_000  # it did go over the wire

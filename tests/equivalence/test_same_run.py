@@ -64,15 +64,15 @@ def test_the_micro_batch_size_does_not_change_an_update(tmp_path: Path, preset: 
 
 
 def test_a_reference_that_is_only_measured_changes_nothing(tmp_path: Path) -> None:
-    found = []
+    final_weights = []
     for measure in ("true", "false"):
         tree = exact(tmp_path, "grpo")
         shutil.rmtree(Path(tree["run"]["out_dir"]), ignore_errors=True)
         run = trained(tree, "algorithm.kl.coef=0.0", f"reference.measure={measure}")
-        found.append(weights(run.models.policy))
+        final_weights.append(weights(run.models.policy))
         named = "kl/reference" in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8")
         assert named == run.models.has_reference == (measure == "true")
-    assert largest_difference(*found) == 0.0
+    assert largest_difference(*final_weights) == 0.0
 
 
 def test_a_reference_that_is_learned_from_cannot_be_left_out(tmp_path: Path) -> None:
@@ -95,12 +95,12 @@ def test_a2c_is_ppo_at_one_epoch_of_one_minibatch(tmp_path: Path) -> None:
 
 def test_refilling_changes_nothing_where_no_group_is_uniform(tmp_path: Path) -> None:
     """With 16 completions of a fresh model no group is."""
-    found = []
+    final_weights = []
     for rounds in (0, 3):
         tree = merge(exact(tmp_path, "dapo"), {"sampling": {"completions_per_prompt": 16}, "schedule": {"steps": 2}})
         shutil.rmtree(Path(tree["run"]["out_dir"]), ignore_errors=True)
-        found.append(weights(trained(tree, f"algorithm.refill_rounds={rounds}").models.policy))
-    assert largest_difference(*found) == 0.0
+        final_weights.append(weights(trained(tree, f"algorithm.refill_rounds={rounds}").models.policy))
+    assert largest_difference(*final_weights) == 0.0
 
 
 def test_the_sampler_does_not_see_the_batch(tmp_path: Path) -> None:

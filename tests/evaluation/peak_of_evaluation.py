@@ -15,7 +15,7 @@ from tiny_models import completions_of, tiny
 from rlhf.models.logprobs import in_chunks
 from rlhf.models.policy_models import Models, predictor_hidden_states
 
-ROWS, TOKENS, VOCABULARY = 64, 128, 150_000
+ROWS, TOKENS, VOCABULARY = 32, 64, 150_000
 
 
 def peak_mb() -> float:

@@ -43,8 +43,8 @@ scores = st.integers(-3, 3).map(float)
 def test_it_is_the_mean_over_all_subsets(rows: list[tuple[float, float]], data: st.DataObject) -> None:
     n = data.draw(st.integers(1, len(rows)))
     gold, proxy = [g for g, _ in rows], [p for _, p in rows]
-    found = expected_best(table(gold), table(proxy), n)
-    assert found.tolist() == pytest.approx([by_definition(gold, proxy, n)])
+    best = expected_best(table(gold), table(proxy), n)
+    assert best.tolist() == pytest.approx([by_definition(gold, proxy, n)])
 
 
 @given(st.lists(scores, min_size=2, max_size=12))
@@ -110,6 +110,6 @@ def test_rows_and_columns_are_drawn_apart() -> None:
     """v = a_s + b_p has the variance Var(a) / S + Var(b) / P, not that of S x P independent cells."""
     draw = torch.Generator().manual_seed(1)
     rows, columns = (torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((8, 1), (1, 50)))
-    found = bootstrap_crossed(rows + columns)
+    interval = bootstrap_crossed(rows + columns)
     expected = (rows.var(correction=0) / 8 + columns.var(correction=0) / 50) ** 0.5
-    assert (found.high - found.low) / (2 * 1.96) == pytest.approx(float(expected), rel=0.1)
+    assert (interval.high - interval.low) / (2 * 1.96) == pytest.approx(float(expected), rel=0.1)

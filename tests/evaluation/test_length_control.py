@@ -33,37 +33,37 @@ def drawn(probability: Tensor, seed: int = 1) -> Tensor:
 
 def test_a_judge_that_only_prefers_longer_is_seen_through() -> None:
     longer = lengths(13.0)
-    found = length_controlled_win_rate(outcomes(longer, torch.zeros_like(longer)), longer)
+    rate = length_controlled_win_rate(outcomes(longer, torch.zeros_like(longer)), longer)
     raw = bootstrap_crossed(outcomes(longer, torch.zeros_like(longer)))
     assert raw.value > 0.93
-    assert found.value == pytest.approx(0.5, abs=0.1)
-    assert found.low < 0.55
-    assert found.length_effect > 2
-    assert not found.extrapolated
+    assert rate.value == pytest.approx(0.5, abs=0.1)
+    assert rate.low < 0.55
+    assert rate.length_effect > 2
+    assert not rate.extrapolated
 
 
 def test_a_judge_that_leans_to_longer_is_corrected_by_what_it_leans() -> None:
     longer = lengths(8.0)
     chance = torch.sigmoid(0.4 + 2.5 * torch.tanh(longer / longer.std(correction=0)))
     wins = torch.cat([drawn(chance, seed) for seed in range(10)])
-    found = length_controlled_win_rate(wins, longer.expand(10, -1))
+    rate = length_controlled_win_rate(wins, longer.expand(10, -1))
     assert float(wins.mean()) > 0.75
-    assert found.value == pytest.approx(float(torch.tensor(0.4).sigmoid()), abs=0.03)
-    assert found.length_effect == pytest.approx(2.5, abs=0.2)
+    assert rate.value == pytest.approx(float(torch.tensor(0.4).sigmoid()), abs=0.03)
+    assert rate.length_effect == pytest.approx(2.5, abs=0.2)
 
 
 def test_without_a_length_effect_it_is_the_raw_rate() -> None:
     wins = drawn(torch.full((1, COUNT), 0.7))
-    found, raw = length_controlled_win_rate(wins, lengths(0.0)), bootstrap_crossed(wins)
-    assert found.value == pytest.approx(raw.value, abs=0.01)
-    assert (found.low, found.high) == pytest.approx((raw.low, raw.high), abs=0.02)
+    rate, raw = length_controlled_win_rate(wins, lengths(0.0)), bootstrap_crossed(wins)
+    assert rate.value == pytest.approx(raw.value, abs=0.01)
+    assert (rate.low, rate.high) == pytest.approx((raw.low, raw.high), abs=0.02)
 
 
 def test_of_equal_lengths_it_is_the_raw_rate_ties_at_half() -> None:
     wins = torch.tensor([[1.0, 1.0, 1.0, 0.5, 0.5, 0.0, 0.0, 0.0, 0.0, 1.0]] * 20).view(1, -1)
-    found = length_controlled_win_rate(wins, torch.zeros_like(wins))
-    assert found.value == pytest.approx(0.5)
-    assert found.length_effect == 0.0
+    rate = length_controlled_win_rate(wins, torch.zeros_like(wins))
+    assert rate.value == pytest.approx(0.5)
+    assert rate.length_effect == 0.0
     wins = torch.tensor([[1.0, 1.0, 0.5, 0.0]] * 50).view(1, -1)
     assert length_controlled_win_rate(wins, torch.zeros_like(wins)).value == pytest.approx(0.625, abs=1e-4)
 
@@ -96,8 +96,8 @@ def test_where_one_side_is_always_longer_it_is_said_to_be_a_guess() -> None:
 
 
 def test_all_wins_and_no_losses_has_an_answer() -> None:
-    found = length_controlled_win_rate(torch.ones(1, COUNT), lengths(0.0))
-    assert 0.99 < found.low <= found.value <= found.high <= 1.0
+    rate = length_controlled_win_rate(torch.ones(1, COUNT), lengths(0.0))
+    assert 0.99 < rate.low <= rate.value <= rate.high <= 1.0
 
 
 def test_seeds_that_disagree_widen_the_interval() -> None:
@@ -117,8 +117,8 @@ def test_the_fit_is_scikit_learns() -> None:
         # Its penalty leaves the intercept out: give it as a feature.
         model = LogisticRegression(C=1 / RIDGE, fit_intercept=False, tol=1e-12, max_iter=10_000)
         model.fit(np.stack([np.ones(80), x], axis=1), y, sample_weight=weights)
-        found = fit_logistic(*(torch.from_numpy(values) for values in (weights[None], x, y)))
-        assert found[0].tolist() == pytest.approx(model.coef_[0].tolist(), rel=1e-4)
+        coefficients = fit_logistic(*(torch.from_numpy(values) for values in (weights[None], x, y)))
+        assert coefficients[0].tolist() == pytest.approx(model.coef_[0].tolist(), rel=1e-4)
 
 
 def test_a_fit_is_at_the_maximum_even_of_hopeless_data() -> None:
@@ -126,7 +126,7 @@ def test_a_fit_is_at_the_maximum_even_of_hopeless_data() -> None:
     x = torch.tensor([-1.0, -0.9, -1e-3, 1e-3, 0.9, 1.0], dtype=torch.float64)
     y = torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0, 1.0], dtype=torch.float64)
     weights = torch.tensor([[1.0] * 6, [0.0, 0.0, 1e6, 1e6, 0.0, 0.0], [1e6, 1.0, 1.0, 1.0, 1.0, 1e-6]]).double()
-    found = fit_logistic(weights, x, y)
-    p = (found[:, :1] + found[:, 1:] * x).sigmoid()
-    gradient = torch.stack([(weights * (y - p)).sum(1), (weights * (y - p) * x).sum(1)], dim=1) - RIDGE * found
+    coefficients = fit_logistic(weights, x, y)
+    p = (coefficients[:, :1] + coefficients[:, 1:] * x).sigmoid()
+    gradient = torch.stack([(weights * (y - p)).sum(1), (weights * (y - p) * x).sum(1)], dim=1) - RIDGE * coefficients
     assert float((gradient.abs() / weights.sum(1, keepdim=True)).max()) < 1e-7

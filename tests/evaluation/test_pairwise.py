@@ -40,24 +40,24 @@ def longer_wins(_: int, question: str) -> Reply:
 
 def test_a_fair_judge_says_the_same_in_both_orders(tmp_path: Path) -> None:
     with serving(longer_wins) as server:
-        found = judge(server.url, tmp_path)(PROMPTS, LONG, SHORT)
+        verdicts = judge(server.url, tmp_path)(PROMPTS, LONG, SHORT)
         assert len(server.requests) == 12
         other = judge(server.url, tmp_path)(PROMPTS, SHORT, LONG)
         assert len(server.requests) == 12  # the same questions: kept
-    assert found.wins.tolist() == [1.0] * 6
+    assert verdicts.wins.tolist() == [1.0] * 6
     assert other.wins.tolist() == [0.0] * 6
-    assert (found.inconsistent, found.first_shown, found.unreadable, found.answers) == (0.0, 0.5, 0, 12)
-    assert set(found.straight) == {"A"}
-    assert set(found.swapped) == {"B"}
+    assert (verdicts.inconsistent, verdicts.first_shown, verdicts.unreadable, verdicts.answers) == (0.0, 0.5, 0, 12)
+    assert set(verdicts.straight) == {"A"}
+    assert set(verdicts.swapped) == {"B"}
 
 
 @pytest.mark.parametrize("always, share", [("A", 1.0), ("B", 0.0)])
 def test_the_swap_reveals_a_judge_that_goes_by_position(always: str, share: float, tmp_path: Path) -> None:
     with serving(lambda _n, _question: always) as server:
-        found = judge(server.url, tmp_path)(PROMPTS, LONG, SHORT)
-    assert found.wins.tolist() == [0.5] * 6
-    assert found.inconsistent == 1.0
-    assert found.first_shown == share
+        verdicts = judge(server.url, tmp_path)(PROMPTS, LONG, SHORT)
+    assert verdicts.wins.tolist() == [0.5] * 6
+    assert verdicts.inconsistent == 1.0
+    assert verdicts.first_shown == share
 
 
 def test_garbage_is_counted_and_its_pair_is_a_tie(tmp_path: Path) -> None:
@@ -65,10 +65,10 @@ def test_garbage_is_counted_and_its_pair_is_a_tie(tmp_path: Path) -> None:
         return "I cannot say which" if "prompt 2" in question else longer_wins(n, question)
 
     with serving(sometimes) as server:
-        found = judge(server.url, tmp_path)(PROMPTS, LONG, SHORT)
-    assert found.wins.tolist() == [1.0, 1.0, 0.5, 1.0, 1.0, 1.0]
-    assert found.unreadable == 2
-    assert found.inconsistent == 0.0
+        verdicts = judge(server.url, tmp_path)(PROMPTS, LONG, SHORT)
+    assert verdicts.wins.tolist() == [1.0, 1.0, 0.5, 1.0, 1.0, 1.0]
+    assert verdicts.unreadable == 2
+    assert verdicts.inconsistent == 0.0
 
 
 def test_nothing_but_garbage_is_an_error(tmp_path: Path) -> None:
@@ -87,10 +87,10 @@ def test_a_passing_500_changes_nothing(tmp_path: Path) -> None:
 
 def test_equal_texts_are_a_tie_that_nobody_is_asked_about(tmp_path: Path) -> None:
     with serving(longer_wins) as server:
-        found = judge(server.url, tmp_path)(PROMPTS[:2], ["same", "a b"], ["same", "a"])
+        verdicts = judge(server.url, tmp_path)(PROMPTS[:2], ["same", "a b"], ["same", "a"])
         assert len(server.requests) == 2
-    assert found.wins.tolist() == [0.5, 1.0]
-    assert found.answers == 2
+    assert verdicts.wins.tolist() == [0.5, 1.0]
+    assert verdicts.answers == 2
 
 
 def test_a_template_of_ones_own(tmp_path: Path) -> None:
@@ -114,11 +114,11 @@ def test_both_orders_settle_it(straight: Any, swapped: Any, outcome: float) -> N
 
 
 def test_the_counts_by_hand() -> None:
-    found = Verdicts(["A", "A", "tie", None, "tie"], ["B", "A", "B", "B", "tie"], [True, True, True, True, False])
-    assert found.wins.tolist() == [1.0, 0.5, 0.5, 0.5, 0.5]
-    assert found.inconsistent == pytest.approx(2 / 3)  # of the three with two answers
-    assert found.first_shown == pytest.approx(3 / 6)  # A B, A A, - B, - B
-    assert (found.unreadable, found.answers) == (1, 8)
+    verdicts = Verdicts(["A", "A", "tie", None, "tie"], ["B", "A", "B", "B", "tie"], [True, True, True, True, False])
+    assert verdicts.wins.tolist() == [1.0, 0.5, 0.5, 0.5, 0.5]
+    assert verdicts.inconsistent == pytest.approx(2 / 3)  # of the three with two answers
+    assert verdicts.first_shown == pytest.approx(3 / 6)  # A B, A A, - B, - B
+    assert (verdicts.unreadable, verdicts.answers) == (1, 8)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import pytest
 import torch
 from test_exact_gradients import COEFS, PROBLEM, REFERENCE, WORLD, Table, differ, same_gradient
 from torch import Tensor
-from world import make_rollout, random_table, say
 
 from rlhf.algo.advantages import compute_advantages
 from rlhf.algo.objective import Objective
@@ -23,6 +22,7 @@ from rlhf.config.algorithm import (
     PolicyGradientLoss,
     RobustDpoLoss,
 )
+from rlhf.exact.world import make_rollout, model_outputs, random_table
 from rlhf.training.losses import Side, pair_loss
 from rlhf.types import Experience, SampledPairs
 
@@ -134,8 +134,8 @@ def rejection_term(*, old: Tensor, new: Tensor, min_score: float | None = None) 
     assert isinstance(learned, Experience)
     chosen = batch.loss_mask.any(1)
     weights = joint.repeat_interleave(2)[chosen]
-    said = say(WORLD, rows[chosen], new, None, weights)
-    return Objective(algorithm, max_tokens=3).loss(learned, said, COEFS)[0]["policy"]
+    outputs = model_outputs(WORLD, rows[chosen], new, None, weights)
+    return Objective(algorithm, max_tokens=3).loss(learned, outputs, COEFS)[0]["policy"]
 
 
 def test_rejection_sampling_imitates_the_distribution_of_the_best_of_two(policy: Table) -> None:

@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from world import (
+
+from rlhf.algo.advantages import compute_advantages
+from rlhf.algo.kl import Coefs, next_kl_coef, next_penalty_coef
+from rlhf.algo.objective import Objective, divide_by_denominators
+from rlhf.config.algorithm import Online
+from rlhf.exact.world import (
     Problem,
     best_score,
     best_value,
@@ -15,17 +20,12 @@ from world import (
     expectation,
     kl,
     make_rollout,
+    model_outputs,
     objective_value,
     optimum,
     random_scores,
     random_table,
-    say,
 )
-
-from rlhf.algo.advantages import compute_advantages
-from rlhf.algo.kl import Coefs, next_kl_coef, next_penalty_coef
-from rlhf.algo.objective import Objective, divide_by_denominators
-from rlhf.config.algorithm import Online
 
 WORLD = enumerate_world()
 PROBLEM = Problem(world=WORLD, reference=random_table(WORLD, 10), scores=random_scores(WORLD, 11))
@@ -131,7 +131,7 @@ def learn(
         for _ in range(epochs):
             for part in torch.randperm(len(batch), generator=generator).split(512):
                 minibatch = batch.rows(part)
-                outputs = say(WORLD, rows[part], logits.log_softmax(-1), critic)
+                outputs = model_outputs(WORLD, rows[part], logits.log_softmax(-1), critic)
                 terms, observed = objective.loss(minibatch, outputs, coefs)
                 optimizer.zero_grad()
                 sum(divide_by_denominators(terms, objective.denominators(minibatch)).values()).backward()

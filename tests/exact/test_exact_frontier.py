@@ -8,18 +8,6 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
-from world import (
-    EOS,
-    Problem,
-    best_score,
-    enumerate_world,
-    expectation,
-    kl,
-    make_rollout,
-    random_scores,
-    random_table,
-    say,
-)
 
 from rlhf.algo.advantages import compute_advantages
 from rlhf.algo.kl import Coefs
@@ -29,6 +17,18 @@ from rlhf.algo.selection import best_and_worst
 from rlhf.config.algorithm import KtoLoss, Offline, Online, OnlinePairLoss, SftLoss
 from rlhf.config.presets import PRESETS
 from rlhf.evaluation.frontier import exact_frontier, optimal_logprobs, score_at_kl
+from rlhf.exact.world import (
+    EOS,
+    Problem,
+    best_score,
+    enumerate_world,
+    expectation,
+    kl,
+    make_rollout,
+    model_outputs,
+    random_scores,
+    random_table,
+)
 from rlhf.training.losses import Side, pair_loss
 from rlhf.types import Rollout
 
@@ -57,13 +57,13 @@ def share_of_the_best(distribution: Tensor) -> float:
 def greedy_scores(table: Tensor) -> Tensor:
     """`[C]`: the score of each prompt's likeliest-token completion."""
     ends = {tuple(ids[mask].tolist()): n for n, (ids, mask) in enumerate(zip(WORLD.ids, WORLD.mask, strict=True))}
-    found = []
+    scores = []
     for prompt in range(WORLD.prompts):
-        said: tuple[int, ...] = ()
-        while len(said) < WORLD.horizon and (not said or said[-1] != EOS):
-            said = (*said, int(table[prompt, WORLD.prefixes.index(said)].argmax()))
-        found.append(PROBLEM.scores[prompt, ends[said]])
-    return torch.stack(found)
+        tokens: tuple[int, ...] = ()
+        while len(tokens) < WORLD.horizon and (not tokens or tokens[-1] != EOS):
+            tokens = (*tokens, int(table[prompt, WORLD.prefixes.index(tokens)].argmax()))
+        scores.append(PROBLEM.scores[prompt, ends[tokens]])
+    return torch.stack(scores)
 
 
 def drawn(old: Tensor, critic: Tensor, generator: torch.Generator) -> tuple[Tensor, Rollout]:
@@ -92,7 +92,7 @@ def online_loss(
         return pair_loss(algorithm.policy_loss.loss, *sides).per_pair.mean()
     batch = compute_advantages(rollout, algorithm, coefs)
     objective = Objective(algorithm, max_tokens=WORLD.horizon)
-    terms, _ = objective.loss(batch, say(WORLD, rows, table, critic), coefs)
+    terms, _ = objective.loss(batch, model_outputs(WORLD, rows, table, critic), coefs)
     return sum(divide_by_denominators(terms, objective.denominators(batch)).values(), start=torch.zeros(()))
 
 
@@ -116,15 +116,15 @@ def learned_online(algorithm: Online, *, kl_coef: float, steps: int) -> Tensor:
 
 def population_loss(algorithm: Offline, table: Tensor) -> Tensor:
     """The expected loss over all pairs of completions of a prompt, alike often, labelled by Bradley and Terry."""
-    said = WORLD.sequence_logprobs(table)
+    logprobs = WORLD.sequence_logprobs(table)
     wins = torch.sigmoid(PROBLEM.scores[:, :, None] - PROBLEM.scores[:, None, :])
     match algorithm.loss:
         case SftLoss():
-            return -(wins.mean(2) * said).sum(1).mean()  # on the chosen sides
+            return -(wins.mean(2) * logprobs).sum(1).mean()  # on the chosen sides
         case KtoLoss() as how:
-            ratios = said - REFERENCE
+            ratios = logprobs - REFERENCE
             parts = {"desirable_weight": how.desirable_weight, "undesirable_weight": how.undesirable_weight}
-            found = [
+            losses = [
                 kto(
                     ratios.flatten(),
                     torch.full_like(ratios, label).bool().flatten(),
@@ -135,18 +135,18 @@ def population_loss(algorithm: Offline, table: Tensor) -> Tensor:
                 for label in (1, 0)
             ]
             good = wins.mean(2).flatten()
-            return (good * found[0] + (1 - good) * found[1]).mean()
+            return (good * losses[0] + (1 - good) * losses[1]).mean()
         case how:
-            count = said.shape[1]
+            count = logprobs.shape[1]
             sides = [
                 Side(**{name: value.unsqueeze(3 - dim).expand(-1, count, count).flatten() for name, value in numbers})
-                for dim, numbers in ((1, numbers_of(said)), (2, numbers_of(said)))
+                for dim, numbers in ((1, numbers_of(logprobs)), (2, numbers_of(logprobs)))
             ]
             return (wins.flatten() * pair_loss(how, *sides).per_pair).mean()
 
 
-def numbers_of(said: Tensor) -> list[tuple[str, Tensor]]:
-    return [("logprobs", said), ("ref_logprobs", REFERENCE), ("lengths", LENGTHS)]
+def numbers_of(logprobs: Tensor) -> list[tuple[str, Tensor]]:
+    return [("logprobs", logprobs), ("ref_logprobs", REFERENCE), ("lengths", LENGTHS)]
 
 
 def learned_offline(algorithm: Offline) -> Tensor:
@@ -197,9 +197,9 @@ def test_the_curve_is_the_frontier() -> None:
 def test_by_hand_and_where_a_completion_is_impossible() -> None:
     reference = torch.tensor([[0.5, 0.5, 0.0]], dtype=torch.float64).log()
     scores = torch.tensor([[0.0, 1.0, 9.0]], dtype=torch.float64)
-    found = optimal_logprobs(reference, scores, beta=0.5).exp()
+    optimal = optimal_logprobs(reference, scores, beta=0.5).exp()
     odds = torch.tensor([1.0, 7.38905609893065, 0.0], dtype=torch.float64)
-    torch.testing.assert_close(found, (odds / odds.sum())[None])
+    torch.testing.assert_close(optimal, (odds / odds.sum())[None])
     points = exact_frontier(reference, scores)
     assert points[0] == (0.0, 0.5)
     assert points[-1] == (pytest.approx(0.6931472), pytest.approx(1.0))  # log 2 nats, and never the 9

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from world import (
+
+from rlhf.algo.advantages import compute_advantages
+from rlhf.algo.kl import Coefs
+from rlhf.algo.objective import Objective
+from rlhf.config.algorithm import Online
+from rlhf.exact.world import (
     Problem,
     World,
     action_values,
@@ -17,16 +22,11 @@ from world import (
     expectation,
     kl,
     make_rollout,
+    model_outputs,
     objective_value,
     random_scores,
     random_table,
-    say,
 )
-
-from rlhf.algo.advantages import compute_advantages
-from rlhf.algo.kl import Coefs
-from rlhf.algo.objective import Objective
-from rlhf.config.algorithm import Online
 
 WORLD = enumerate_world()
 PROBLEM = Problem(world=WORLD, reference=random_table(WORLD, 10), scores=random_scores(WORLD, 11))
@@ -133,13 +133,15 @@ def test_weighing_rows_is_the_expectation_row_by_row(policy):
     table, rows = policy(), WORLD.all_rows()
     values = random_scores(WORLD, 1)[:, : len(WORLD.prefixes)]
     batch = PROBLEM.experience(algorithm, COEFS, table, values=values)
-    said, objective = say(WORLD, rows, table, values), Objective(algorithm, max_tokens=3)
+    all_outputs, objective = model_outputs(WORLD, rows, table, values), Objective(algorithm, max_tokens=3)
     probabilities = WORLD.sequence_logprobs(table.detach()).exp().flatten() / WORLD.prompts
     assert probabilities.sum().item() == pytest.approx(1.0)
     one_by_one = torch.zeros((), dtype=torch.float64)
     for row in range(len(rows)):
         part = slice(row, row + 1)
-        outputs = type(said)(logprobs=said.logprobs[part], entropy=said.entropy[part], values=said.values[part])
+        outputs = type(all_outputs)(
+            logprobs=all_outputs.logprobs[part], entropy=all_outputs.entropy[part], values=all_outputs.values[part]
+        )
         one_by_one = one_by_one + probabilities[row] * objective.loss(batch.rows(part), outputs, COEFS)[0]["policy"]
     at_once = PROBLEM.expected_terms(algorithm, COEFS, old=table, new=table, values=values)["policy"]
     same_gradient(policy, at_once, one_by_one)
@@ -162,20 +164,20 @@ def baselined_terms(table: Tensor, baselines: Callable[[Tensor], Tensor]) -> Ten
     algorithm = online(advantage={"type": "greedy"}, policy_loss=PLAIN)
     batch = compute_advantages(replace(rollout, baselines=baselines(rollout.scores)), algorithm, COEFS)
     weights = WORLD.sequence_logprobs(table.detach()).exp().flatten() / WORLD.prompts
-    said = say(WORLD, rows, table, None, weights)
-    return Objective(algorithm, max_tokens=3).loss(batch, said, COEFS)[0]["policy"]
+    outputs = model_outputs(WORLD, rows, table, None, weights)
+    return Objective(algorithm, max_tokens=3).loss(batch, outputs, COEFS)[0]["policy"]
 
 
 def greedy_scores(table: Tensor) -> Tensor:
     """The score `[C]` of the completion made of the most likely tokens."""
-    found = []
+    scores = []
     for prompt in range(WORLD.prompts):
         prefix: tuple[int, ...] = ()
         while prefix in WORLD.prefixes:
             prefix = (*prefix, int(table[prompt, WORLD.prefixes.index(prefix)].argmax()))
         ends = [tuple(ids[mask].tolist()) for ids, mask in zip(WORLD.ids, WORLD.mask, strict=True)]
-        found.append(PROBLEM.scores[prompt, ends.index(prefix)])
-    return torch.stack(found)
+        scores.append(PROBLEM.scores[prompt, ends.index(prefix)])
+    return torch.stack(scores)
 
 
 def test_a_greedy_baseline_leaves_the_gradient_and_one_that_knows_the_completion_does_not(policy):
@@ -238,7 +240,9 @@ def pair_terms(algorithm: Online, *, old: Tensor, new: Tensor) -> Tensor:
     rollout = make_rollout(WORLD, rows, old=old, reference=PROBLEM.reference, scores=PROBLEM.scores, group_size=2)
     batch = compute_advantages(rollout, algorithm, COEFS)
     weights = joint.repeat_interleave(2) / 2  # the mean over the two of a pair
-    return Objective(algorithm, max_tokens=3).loss(batch, say(WORLD, rows, new, None, weights), COEFS)[0]["policy"]
+    return Objective(algorithm, max_tokens=3).loss(batch, model_outputs(WORLD, rows, new, None, weights), COEFS)[0][
+        "policy"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from world import enumerate_world, kl, optimum, random_scores, random_table
 
 from rlhf.algo.preference_loss import PreferenceLoss, dpo, hinge, ipo, robust_dpo
+from rlhf.exact.world import enumerate_world, kl, optimum, random_scores, random_table
 
 WORLD = enumerate_world()
 REFERENCE_TABLE = random_table(WORLD, 10)
@@ -47,9 +47,9 @@ def converged(loss: Loss, chosen: Tensor) -> Tensor:
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        found = expected_loss(logits.log_softmax(-1), loss, chosen)
-        found.backward()
-        return found
+        expected = expected_loss(logits.log_softmax(-1), loss, chosen)
+        expected.backward()
+        return expected
 
     optimizer.step(closure)
     assert logits.grad is not None

@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from world import (
+
+from rlhf.exact.world import (
     EOS,
     action_values,
     best_score,

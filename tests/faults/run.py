@@ -109,10 +109,10 @@ class Runner:
             return [process.pid]
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         try:
-            found = [int(pid) for pid in children.read_text().split()]
+            pids = [int(pid) for pid in children.read_text().split()]
         except OSError:
             return []
-        return sorted((pid for pid in found if rank_of(pid) is not None), key=lambda pid: rank_of(pid) or 0)
+        return sorted((pid for pid in pids if rank_of(pid) is not None), key=lambda pid: rank_of(pid) or 0)
 
     def finish(self) -> None:
         """Run to the end, or say what went wrong."""
@@ -215,18 +215,18 @@ def lines_of(path: Path) -> list[str]:
 
 def differences(whole: Path, broken: Path) -> list[str]:
     """What is not the same to the bit in the two run folders."""
-    found = [name for name in DETERMINISTIC if (whole / name).read_bytes() != (broken / name).read_bytes()]
+    different = [name for name in DETERMINISTIC if (whole / name).read_bytes() != (broken / name).read_bytes()]
     a, b = (Checkpoints(folder / "checkpoints", keep=2).all() for folder in (whole, broken))
     if [path.name for path in a] != [path.name for path in b]:
-        found.append(f"the checkpoints' names: {[p.name for p in a]} and {[p.name for p in b]}")
-        return found
-    found += [f"{path}: {damage}" for path in b if (damage := find_damage(path)) is not None]
+        different.append(f"the checkpoints' names: {[p.name for p in a]} and {[p.name for p in b]}")
+        return different
+    different += [f"{path}: {damage}" for path in b if (damage := find_damage(path)) is not None]
     for one, other in [(a[-1], b[-1]), (whole / "model", broken / "model")]:
         for file in sorted(path for path in one.rglob("*") if path.is_file() and path.name != MANIFEST):
             name = file.relative_to(one)
             if not same(file, other / name):
-                found.append(f"{one.name}/{name}")
-    return found
+                different.append(f"{one.name}/{name}")
+    return different
 
 
 def same(a: Path, b: Path) -> bool:
@@ -293,12 +293,12 @@ def report(options: argparse.Namespace, seed: int, folder: Path) -> int:
     runners["whole"].finish()
     life_s = time.monotonic() - began
     say(f"uninterrupted: {life_s:.1f} s")
-    draw, kills, found, runs = random.Random(seed), list[Kill](), list[str](), 1
+    draw, kills, different, runs = random.Random(seed), list[Kill](), list[str](), 1
     say(f"{'kill':>4} {'moment':<11} {'rank':>4} {'after s':>8} {'lines':>6} {'newest':<12} {'others s':>8}  left")
     while len(kills) < options.kills:
         kill = killed(runners["killed"], draw, life_s, options.patience)
         if kill is None:
-            found += compared(options, folder)
+            different += compared(options, folder)
             shutil.rmtree(folder / "killed")
             runs += 1
             say("     it came to its end: another run is begun")
@@ -310,9 +310,9 @@ def report(options: argparse.Namespace, seed: int, folder: Path) -> int:
             f"{kill.latest_intact:<12} {others:>8}  {kill.left}"
         )
     runners["killed"].finish()
-    found += compared(options, folder)
+    different += compared(options, folder)
     say(f"{len(kills)} kills of {runs} run(s); weights, optimizers, metrics, samples, every step once: ")
-    say("  the same to the bit" if not found else "  NOT THE SAME: " + "; ".join(found))
+    say("  the same to the bit" if not different else "  NOT THE SAME: " + "; ".join(different))
     if options.json is not None:
         outcome = {
             "algorithm": options.algorithm,
@@ -321,11 +321,11 @@ def report(options: argparse.Namespace, seed: int, folder: Path) -> int:
             "seed": seed,
             "kills": [vars(kill) for kill in kills],
             "runs": runs,
-            "identical": not found,
-            "differences": found,
+            "identical": not different,
+            "differences": different,
         }
         options.json.write_text(json.dumps(outcome, indent=2) + "\n")
-    return 1 if found else 0
+    return 1 if different else 0
 
 
 def compared(options: argparse.Namespace, folder: Path) -> list[str]:

@@ -18,7 +18,7 @@ from runs import largest_difference, online, ppo_tree, trained, weights
 
 from rlhf.errors import CheckpointError
 from rlhf.tracking.checkpoint import MANIFEST, Checkpoints, find_damage, replace_folder
-from rlhf.tracking.run_folder import FolderLock
+from rlhf.tracking.run_folder import FolderLock, RunFolder
 from rlhf.tracking.trackers import JsonlLogger, read_jsonl
 from rlhf.training.online import train
 
@@ -75,12 +75,22 @@ def test_every_shortened_file_is_found(tmp_path: Path) -> None:
         file.write_bytes(whole)
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """The folder of a run, which every test of damage leaves as it was, and its final weights."""
+    folder = tmp_path_factory.mktemp("finished")
+    return folder, weights(trained(ppo_tree(folder)).models.policy)
+
+
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "half deleted"])
-def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path: Path, damage: str) -> None:
-    tree = ppo_tree(tmp_path)
-    whole = trained(tree)
-    kept = {name: (tmp_path / "run" / name).read_bytes() for name in ("metrics.jsonl", "samples.jsonl")}
-    last = tmp_path / "run" / "checkpoints" / "step-000004"
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(
+    finished: tuple[Path, dict[str, torch.Tensor]], damage: str
+) -> None:
+    folder, whole = finished
+    run = folder / "run"
+    kept = {name: (run / name).read_bytes() for name in ("metrics.jsonl", "samples.jsonl")}
+    notes_before = len(RunFolder(run).read_notes())
+    last = run / "checkpoints" / "step-000004"
     model = last / "model" / "model.safetensors"
     match damage:
         case "truncated":
@@ -91,12 +101,12 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path: Path, damage: 
             model.write_bytes(bytes(data))
         case "half deleted":
             shutil.rmtree(last / "model")
-    resumed = trained(tree)
-    notes = [row["text"] for row in resumed.session.recorder.folder.read_notes()]
+    resumed = trained(ppo_tree(folder))
+    notes = [row["text"] for row in RunFolder(run).read_notes()[notes_before:]]
     assert any("step-000004 is damaged (model/" in text and "passed over" in text for text in notes)
     assert any("continuing from" in text and "step-000002" in text for text in notes)
-    assert largest_difference(weights(whole.models.policy), weights(resumed.models.policy)) == 0.0
-    assert kept == {name: (tmp_path / "run" / name).read_bytes() for name in kept}
+    assert largest_difference(whole, weights(resumed.models.policy)) == 0.0
+    assert kept == {name: (run / name).read_bytes() for name in kept}
     assert find_damage(last) is None  # written again
 
 
@@ -136,9 +146,11 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_says_so(tmp_path: Path, siz
     assert find_damage(folder / "step-000001") is None
 
 
-def test_a_run_whose_disk_was_full_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    whole = trained(ppo_tree(tmp_path, run={"out_dir": str(tmp_path / "a")}))
-    tree = ppo_tree(tmp_path, run={"out_dir": str(tmp_path / "b")})
+def test_a_run_whose_disk_was_full_is_the_uninterrupted_one(
+    tmp_path: Path, finished: tuple[Path, dict[str, torch.Tensor]]
+) -> None:
+    folder, whole = finished
+    tree = ppo_tree(tmp_path)
     broken = online(tree)
     save = broken.session.save
 
@@ -153,9 +165,9 @@ def test_a_run_whose_disk_was_full_is_the_uninterrupted_one(tmp_path: Path) -> N
         train(broken)
     broken.session.recorder.close()
     resumed = trained(tree)
-    assert largest_difference(weights(whole.models.policy), weights(resumed.models.policy)) == 0.0
+    assert largest_difference(whole, weights(resumed.models.policy)) == 0.0
     for name in ("metrics.jsonl", "samples.jsonl"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+        assert (folder / "run" / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
 
 
 def test_a_line_that_does_not_fit_is_cut_off_at_the_restart(tmp_path: Path) -> None:
@@ -256,10 +268,12 @@ def test_other_optimizers_than_the_checkpoints_are_refused(tmp_path: Path) -> No
     assert type(caught.value).__module__ == "rlhf.errors", caught.value
 
 
-def test_the_checkpoint_has_every_generator_there_is(tmp_path: Path) -> None:
+def test_the_checkpoint_has_every_generator_there_is(
+    tmp_path: Path, finished: tuple[Path, dict[str, torch.Tensor]]
+) -> None:
     """None: no step reads a global generator, whatever it holds."""
-    whole = trained(ppo_tree(tmp_path, run={"out_dir": str(tmp_path / "a")}))
-    disturbed = online(ppo_tree(tmp_path, run={"out_dir": str(tmp_path / "b")}))
+    _, whole = finished
+    disturbed = online(ppo_tree(tmp_path))
     sample = disturbed.sampler.sample
 
     def disturb(*args: object, **kwargs: object) -> object:
@@ -269,4 +283,4 @@ def test_the_checkpoint_has_every_generator_there_is(tmp_path: Path) -> None:
 
     disturbed.sampler.sample = disturb  # type: ignore[method-assign, assignment]
     train(disturbed)
-    assert largest_difference(weights(whole.models.policy), weights(disturbed.models.policy)) == 0.0
+    assert largest_difference(whole, weights(disturbed.models.policy)) == 0.0

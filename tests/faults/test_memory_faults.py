@@ -19,6 +19,7 @@ from rlhf.runtime.engine import Engine
 from rlhf.runtime.micro_batch import AdaptiveMicroBatch
 from rlhf.training.offline import train_offline
 from rlhf.training.online import train
+from rlhf.training.online_run import OnlineRun
 
 EXACT: dict[str, Any] = {
     "policy": {"dtype": "float64", "optimizer": "sgd", "packing": "off"},  # short_of_memory counts rows
@@ -59,9 +60,14 @@ def tree_of(folder: Path, name: str) -> dict[str, Any]:
     return merge(ppo_tree(folder, run={"out_dir": str(folder / name)}), EXACT)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> OnlineRun:
+    """The run that has memory enough."""
+    return trained(tree_of(tmp_path_factory.mktemp("whole"), "whole"))
+
+
 @pytest.mark.parametrize("backward", [False, True], ids=["in forward", "in backward"])
-def test_a_halved_run_is_the_whole_one(tmp_path: Path, backward: bool) -> None:
-    whole = trained(tree_of(tmp_path, "whole"))
+def test_a_halved_run_is_the_whole_one(tmp_path: Path, whole: OnlineRun, backward: bool) -> None:
     run = online(tree_of(tmp_path, "halved"))
     tried = short_of_memory(run.models.policy, 2, backward=backward)
     train(run)
@@ -72,14 +78,13 @@ def test_a_halved_run_is_the_whole_one(tmp_path: Path, backward: bool) -> None:
     assert whole.models.critic is not None
     assert run.models.critic is not None
     assert largest_difference(weights(whole.models.critic), weights(run.models.critic)) < 1e-10
-    said = [row["text"] for row in run.session.recorder.folder.read_notes() if "out of memory" in row["text"]]
-    assert len(said) == 1
-    assert "of 8 rows: halved" in said[0]
+    messages = [row["text"] for row in run.session.recorder.folder.read_notes() if "out of memory" in row["text"]]
+    assert len(messages) == 1
+    assert "of 8 rows: halved" in messages[0]
 
 
-def test_gradients_of_the_failed_pass_are_forgotten(tmp_path: Path) -> None:
+def test_gradients_of_the_failed_pass_are_forgotten(tmp_path: Path, whole: OnlineRun) -> None:
     """The second pass of a minibatch fails: the first one's gradient must not be counted twice."""
-    whole = trained(tree_of(tmp_path, "whole"))
     run = online(tree_of(tmp_path, "halved"))
     run.rows.size = 3  # passes of 3, 3, 2 rows
     left = [1]
@@ -98,7 +103,7 @@ def test_gradients_of_the_failed_pass_are_forgotten(tmp_path: Path) -> None:
 
 def test_an_offline_run_halves_too(tmp_path: Path) -> None:
     make_model(tmp_path / "model", dtype=torch.float64)
-    found = []
+    final_weights = []
     for name in ("whole", "halved"):
         tree = offline_tree(
             tmp_path, "dpo", policy=EXACT["policy"], schedule={"steps": 2}, run={"out_dir": str(tmp_path / name)}
@@ -107,12 +112,11 @@ def test_an_offline_run_halves_too(tmp_path: Path) -> None:
         if name == "halved":
             short_of_memory(run.trained.module, 4)  # both sides of 2 pairs
         train_offline(run)
-        found.append(weights(run.trained.module))
-    assert largest_difference(*found) < 1e-10
+        final_weights.append(weights(run.trained.module))
+    assert largest_difference(*final_weights) < 1e-10
 
 
-def test_passes_without_gradient_are_halved_too(tmp_path: Path) -> None:
-    whole = trained(tree_of(tmp_path, "whole"))
+def test_passes_without_gradient_are_halved_too(tmp_path: Path, whole: OnlineRun) -> None:
     run = online(tree_of(tmp_path, "halved"))
     assert run.models.reference is not None
 

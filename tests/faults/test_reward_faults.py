@@ -8,17 +8,20 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from runs import count_good, largest_difference, online, ppo_tree, trained, weights
+from torch import Tensor
 
 from rlhf.config.load import merge
 from rlhf.errors import RewardError
 from rlhf.rewards.function import TimeLimitExceeded, run_with_timeout
 from rlhf.training.online import train
+from rlhf.training.online_run import OnlineRun
 from rlhf.training.session import TrainState
 
 FILES = ("metrics.jsonl", "samples.jsonl")
@@ -65,6 +68,30 @@ SAID = {
 STEP_3, EVALUATION_2, EVALUATION_4 = 5, 4, 7
 
 
+@dataclass(frozen=True)
+class Whole:
+    """A run in which nothing went wrong."""
+
+    weights: dict[str, Tensor]
+    state: TrainState
+    files: dict[str, bytes]
+
+    @classmethod
+    def of(cls, tree: dict[str, Any]) -> Whole:
+        run = trained(tree)
+        return cls(weights(run.models.policy), run.session.state, files_of(run))
+
+
+def files_of(run: OnlineRun) -> dict[str, bytes]:
+    return {name: (run.session.recorder.folder.path / name).read_bytes() for name in FILES}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    FAULTS.clear()
+    return Whole.of(tree_of(tmp_path_factory.mktemp("whole"), "whole"))
+
+
 @pytest.mark.parametrize(
     "fault, call, saved_at",
     [
@@ -76,10 +103,9 @@ STEP_3, EVALUATION_2, EVALUATION_4 = 5, 4, 7
     ],
 )
 def test_the_run_is_saved_and_goes_on_as_if_nothing_had_been(
-    tmp_path: Path, fault: str, call: int, saved_at: int
+    tmp_path: Path, whole: Whole, fault: str, call: int, saved_at: int
 ) -> None:
-    whole = trained(tree_of(tmp_path, "whole"))
-    calls.clear()
+    calls.clear()  # of the whole run, where this test is the first
     FAULTS[call] = fault
     broken = online(tree_of(tmp_path, "broken"))
     with pytest.raises(RewardError, match=SAID[fault] + rf".*saved at step {saved_at}: the same command continues"):
@@ -88,12 +114,11 @@ def test_the_run_is_saved_and_goes_on_as_if_nothing_had_been(
     assert [path.name for path in broken.session.checkpoints.all()] == [f"step-{saved_at:06d}"]
     FAULTS.clear()
     resumed = trained(tree_of(tmp_path, "broken"))
-    assert largest_difference(weights(whole.models.policy), weights(resumed.models.policy)) == 0.0
-    assert resumed.session.state == whole.session.state
-    for name in FILES:
-        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "broken" / name).read_bytes()
+    assert largest_difference(whole.weights, weights(resumed.models.policy)) == 0.0
+    assert resumed.session.state == whole.state
+    assert files_of(resumed) == whole.files
     final, _ = TrainState.read(resumed.session.checkpoints.all()[-1])
-    assert final == whole.session.state
+    assert final == whole.state
 
 
 def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:
@@ -166,31 +191,39 @@ def remote_tree(folder: Path, name: str, server: Dying) -> dict[str, Any]:
     return tree
 
 
+@pytest.fixture(scope="module")
+def whole_remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Whole]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("no_proxy", "127.0.0.1")
+        server = Dying()
+        yield Whole.of(remote_tree(tmp_path_factory.mktemp("remote"), "whole", server))
+        server.close()
+
+
 @pytest.mark.parametrize("how", ["500", "silence"])
 def test_a_server_that_is_away_for_a_minute_is_waited_for(
-    tmp_path: Path, server: Dying, pauses: list[float], how: str
+    tmp_path: Path, whole_remote: Whole, server: Dying, pauses: list[float], how: str
 ) -> None:
-    whole = trained(remote_tree(tmp_path, "whole", server))
-    server.asked, server.ill_from, server.ill_until, server.how = 0, 3, 10, how  # seven tries of step 3
+    server.ill_from, server.ill_until, server.how = 3, 10, how  # seven tries of step 3
     run = trained(remote_tree(tmp_path, "run", server))
     ours = [pause for pause in pauses if pause >= 0.5]  # whoever else sleeps does so for less
     shares = [pause / longest for pause, longest in zip(ours, (1, 2, 4, 8, 16, 30, 30), strict=True)]
     assert all(0.5 <= share <= 1.0 for share in shares)
     assert len(set(shares)) == 7
-    assert largest_difference(weights(whole.models.policy), weights(run.models.policy)) == 0.0
+    assert largest_difference(whole_remote.weights, weights(run.models.policy)) == 0.0
 
 
-def test_one_that_stays_away_ends_in_a_saved_run(tmp_path: Path, server: Dying, pauses: list[float]) -> None:
-    whole = trained(remote_tree(tmp_path, "whole", server))
-    server.asked, server.ill_from = 0, 3
+def test_one_that_stays_away_ends_in_a_saved_run(
+    tmp_path: Path, whole_remote: Whole, server: Dying, pauses: list[float]
+) -> None:
+    server.ill_from = 3
     with pytest.raises(RewardError, match=r"no answer in 9 tries .*saved at step 2: the same command continues"):
         train(online(remote_tree(tmp_path, "run", server)))
     server.ill_from = 10**9
     resumed = trained(remote_tree(tmp_path, "run", server))
     assert resumed.session.resumed
-    assert largest_difference(weights(whole.models.policy), weights(resumed.models.policy)) == 0.0
-    for name in FILES:
-        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
+    assert largest_difference(whole_remote.weights, weights(resumed.models.policy)) == 0.0
+    assert files_of(resumed) == whole_remote.files
 
 
 def test_what_takes_too_long_is_interrupted() -> None:

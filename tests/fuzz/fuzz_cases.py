@@ -55,7 +55,7 @@ VALUE = st.recursive(
 def paths(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Every place in a tree, but its root."""
     inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    return [found for key, value in inner for found in ((*path, key), *paths(value, (*path, key)))]
+    return [place for key, value in inner for place in ((*path, key), *paths(value, (*path, key)))]
 
 
 @st.composite
@@ -130,7 +130,7 @@ YAML_TEXT = st.one_of(
 CONFIGURATION = st.tuples(YAML_TEXT, st.just([]) | st.lists(OVERRIDE, max_size=2))
 
 
-def said(error: UserError) -> bool:
+def check_refusal(error: UserError) -> bool:
     """False: refused; an error without words is no refusal."""
     assert str(error)
     return False
@@ -146,7 +146,7 @@ def check_configuration(case: tuple[bytes, list[str]], folder: Path) -> bool:
         try:
             config = load_any(file, overrides)
         except UserError as error:
-            return said(error)
+            return check_refusal(error)
         unread_warnings(config)
         again = validate(type(config), dump(config))
         assert isinstance(config, CompareConfig) or again == config  # an arm is a tree, whose keys JSON makes text
@@ -293,12 +293,12 @@ def check_data_file(
 
     def load() -> bool:
         try:
-            found = LOADERS[loader]({"path": str(file), **options}, tokenizer)
+            dataset = LOADERS[loader]({"path": str(file), **options}, tokenizer)
         except UserError as error:
-            return said(error)
-        assert 0 < found.skips.used == len(found)
-        assert found.skips.summary()
-        found.collate(list(range(len(found))))
+            return check_refusal(error)
+        assert 0 < dataset.skips.used == len(dataset)
+        assert dataset.skips.summary()
+        dataset.collate(list(range(len(dataset))))
         return True
 
     try:

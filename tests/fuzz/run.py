@@ -29,16 +29,16 @@ from made_tokenizers import CHATML, byte_tokenizer  # noqa: E402
 
 def fuzz(strategy: Any, check: Callable[[Any], bool], count: int, start: int) -> Counter[bool]:
     """How many of `count` generated cases are valid, and how many are refused."""
-    found: Counter[bool] = Counter()
+    counts: Counter[bool] = Counter()
 
     @seed(start)
     @given(case=strategy)
     @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     def one(case: Any) -> None:
-        found[check(case)] += 1
+        counts[check(case)] += 1
 
     one()
-    return found
+    return counts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,11 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for what, (strategy, check) in jobs.items():
             if options.only in (None, what):
                 began = time.monotonic()
-                found = fuzz(strategy, check, options.count, options.seed)
+                counts = fuzz(strategy, check, options.count, options.seed)
                 seconds = time.monotonic() - began
-                total = found[True] + found[False]
+                total = counts[True] + counts[False]
                 sys.stdout.write(
-                    f"{what}: {total} (seed {options.seed}): {found[True]} valid, {found[False]} refused, "
+                    f"{what}: {total} (seed {options.seed}): {counts[True]} valid, {counts[False]} refused, "
                     f"nothing else; {seconds:.0f} s\n"
                 )
                 sys.stdout.flush()

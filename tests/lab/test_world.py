@@ -72,6 +72,6 @@ def test_negation_turns_the_words_round_in_a_good_share_of_clauses():
     texts = [row["completion"] for row in world.sft_rows(0, 1000)]
     clauses = [c for text in texts for s in gold._sentences(text) for c in gold._clauses(s) if c is not None]
     judging = [clause for clause in clauses if clause.polarity]
-    said = {**lexicon.ADJECTIVES, **{form: polarity for form, (_, polarity) in lexicon.VERBS.items()}}
-    turned = sum(said[clause.judge] * clause.polarity < 0 for clause in judging)
+    polarities = {**lexicon.ADJECTIVES, **{form: polarity for form, (_, polarity) in lexicon.VERBS.items()}}
+    turned = sum(polarities[clause.judge] * clause.polarity < 0 for clause in judging)
     assert 0.08 < turned / len(judging) < 0.2

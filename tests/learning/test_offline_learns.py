@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 from runs import labelled_file, offline_tree, trained_offline
 
-LONG: dict[str, Any] = {"schedule": {"steps": 40}, "eval": {"every": 0}, "checkpoint": {"every": 0}}
+LONG: dict[str, Any] = {
+    "schedule": {"steps": 40},
+    "eval": {"every": 0},
+    "checkpoint": {"every": 0},
+    "batch": {"micro_batch_size": 64},
+}
 WITHOUT_LIKELIHOOD = ("dpo", "cdpo", "robust_dpo", "ipo", "ipo_per_token", "hinge", "simpo", "kto")
 WITH_LIKELIHOOD = ("slic", "orpo")  # they also imitate the chosen side, which is good only in part
 

@@ -23,12 +23,12 @@ from rlhf.models.logprobs import completion_outputs
 @pytest.mark.parametrize("rows", [1, 63, 64, 65])
 def test_rows_of_zeros_below(dtype: torch.dtype, rows: int) -> None:
     x = torch.randn(rows, 3, requires_grad=True)
-    found = pad_rows_for_onednn(x, dtype)
-    assert found.dtype == dtype
-    assert len(found) == (64 if rows <= 64 else 128)
-    assert torch.equal(found[:rows], x.to(dtype))
-    assert not found[rows:].any()
-    found.float().sum().backward()
+    padded = pad_rows_for_onednn(x, dtype)
+    assert padded.dtype == dtype
+    assert len(padded) == (64 if rows <= 64 else 128)
+    assert torch.equal(padded[:rows], x.to(dtype))
+    assert not padded[rows:].any()
+    padded.float().sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, torch.ones(rows, 3))
 
@@ -59,8 +59,8 @@ def products(batch: Any) -> set[tuple[Any, ...]]:
     assert supports_fused(body_of(model))
     completion_outputs(model, *fields(batch), temperature=1.0)  # what is found out once about a model
     with Products() as seen, torch.autocast("cpu", dtype=torch.bfloat16):
-        found = completion_outputs(model, *fields(batch), temperature=1.0)
-        found.logprobs.sum().backward()  # type: ignore[no-untyped-call]
+        outputs = completion_outputs(model, *fields(batch), temperature=1.0)
+        outputs.logprobs.sum().backward()  # type: ignore[no-untyped-call]
     return seen.shapes
 
 

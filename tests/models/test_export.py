@@ -286,5 +286,5 @@ def test_an_adapter_over_a_classifier_is_a_reward_model(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = adapted.eval().base_model.model.model(ids).last_hidden_state
         expected = adapted.base_model.model.score(expected)[0, :, 0]
-        found = reward.score_hidden(reward.classifier.base_model(ids).last_hidden_state)[0]
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        scores = reward.score_hidden(reward.classifier.base_model(ids).last_hidden_state)[0]
+    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-6)

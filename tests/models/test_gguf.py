@@ -213,7 +213,7 @@ def test_without_its_package_the_cure_is_told(file: Path, monkeypatch: pytest.Mo
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else there(name))
     for load in (load_causal_lm, load_tokenizer):
-        with pytest.raises(ModelError, match=r"needs the package gguf: python -m pip install gguf"):
+        with pytest.raises(ModelError, match=r"needs the package gguf: run `pip install"):
             load(str(file))
 
 

@@ -35,19 +35,19 @@ def asked(model: CausalLM, batch: Completions) -> TokenOutputs:
     return completion_outputs(model, *fields(batch), temperature=0.7, entropy_gradient=True)
 
 
-Found = tuple[Tensor, dict[str, Tensor | None]]
+LogprobsAndGradients = tuple[Tensor, dict[str, Tensor | None]]
 
 
-def gradients(model: CausalLM, batch: Completions) -> Found:
+def gradients(model: CausalLM, batch: Completions) -> LogprobsAndGradients:
     """A curved function of what is said, and the gradient of every weight."""
     model.zero_grad()
-    found = asked(model, batch)
-    loss = (found.logprobs.exp() + found.entropy**2).sum()
+    outputs = asked(model, batch)
+    loss = (outputs.logprobs.exp() + outputs.entropy**2).sum()
     loss.backward()
-    return found.logprobs.detach(), {name: p.grad for name, p in model.named_parameters()}
+    return outputs.logprobs.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def with_modules(patch: pytest.MonkeyPatch, model: CausalLM, batch: Completions) -> Found:
+def with_modules(patch: pytest.MonkeyPatch, model: CausalLM, batch: Completions) -> LogprobsAndGradients:
     with patch.context() as inside:
         for where in (lean, logprobs):
             inside.setattr(where, "supports_fused", lambda _: False)
@@ -61,13 +61,13 @@ def assert_same(patch: pytest.MonkeyPatch, model: CausalLM, batch: Completions, 
     torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
     assert any(gradient is not None for gradient in theirs_d.values())
     for name, expected in theirs_d.items():
-        found = ours_d[name]
+        ours_here = ours_d[name]
         if expected is None:
-            assert found is None, name
+            assert ours_here is None, name
         else:
-            assert found is not None, name
+            assert ours_here is not None, name
             assert float(expected.abs().max()) > 0, name
-            torch.testing.assert_close(found, expected, rtol=0, atol=atol * max(1.0, float(expected.abs().max())))
+            torch.testing.assert_close(ours_here, expected, rtol=0, atol=atol * max(1.0, float(expected.abs().max())))
 
 
 @pytest.mark.parametrize("family", KNOWN)
@@ -106,9 +106,9 @@ def test_recomputed_layers_give_the_same_gradient(monkeypatch: pytest.MonkeyPatc
     plain, model = tiny(family), tiny(family).train()
     enable_gradient_checkpointing(model)
     _, expected = gradients(plain, BATCHES["shared"])
-    _, found = gradients(model, BATCHES["shared"])
+    _, recomputed = gradients(model, BATCHES["shared"])
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-12)
+        torch.testing.assert_close(recomputed[name], gradient, rtol=0, atol=1e-12)
     assert_same(monkeypatch, model, BATCHES["alone"])
 
 
@@ -125,8 +125,8 @@ def test_half_precision_is_as_close_as_the_modules(monkeypatch: pytest.MonkeyPat
     batch, model = BATCHES["shared"], tiny(family, dtype=torch.float32)
     exact, exact_d = gradients(model, batch)
 
-    def error(found: Found) -> tuple[float, float]:
-        logprobs, grads = found
+    def error(half: LogprobsAndGradients) -> tuple[float, float]:
+        logprobs, grads = half
         away = 0.0
         for name, expected in exact_d.items():
             one = grads[name]

@@ -33,13 +33,13 @@ def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     return request.param
 
 
-def said(
+def outputs_and_gradients(
     model: CausalLM, how: LogProbs, *, entropy_gradient: bool = False, temperature: float = T
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Log-probs, entropy, first choice, and the gradient of a curved function of them."""
     b = ragged()
     model.zero_grad()
-    found = completion_outputs(
+    outputs = completion_outputs(
         model,
         b.prompt_ids,
         b.prompt_mask,
@@ -50,17 +50,17 @@ def said(
         log_probs=how,
         packing="off",
     )
-    weights = torch.linspace(0.5, 2.0, found.logprobs.numel(), dtype=found.logprobs.dtype).view_as(found.logprobs)
-    total = (weights * found.logprobs.exp()).sum()
+    weights = torch.linspace(0.5, 2.0, outputs.logprobs.numel(), dtype=outputs.logprobs.dtype).view_as(outputs.logprobs)
+    total = (weights * outputs.logprobs.exp()).sum()
     if entropy_gradient:
-        total = total + (weights.flip(0) * found.entropy**2).sum()
+        total = total + (weights.flip(0) * outputs.entropy**2).sum()
     total.backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    return found.logprobs.detach(), found.entropy.detach(), found.first_choice, [g.clone() for g in gradients]
+    return outputs.logprobs.detach(), outputs.entropy.detach(), outputs.first_choice, [g.clone() for g in gradients]
 
 
 def assert_same(model: CausalLM, **more: bool | float) -> None:
-    naive, chunked = (said(model, how, **more) for how in ("naive", "chunked"))  # type: ignore[arg-type]
+    naive, chunked = (outputs_and_gradients(model, how, **more) for how in ("naive", "chunked"))  # type: ignore[arg-type]
     torch.testing.assert_close(chunked[0], naive[0], rtol=0, atol=1e-10)
     torch.testing.assert_close(chunked[1], naive[1], rtol=0, atol=1e-10)
     assert torch.equal(chunked[2], naive[2])
@@ -90,8 +90,8 @@ def test_with_adapters_on_the_body_and_on_the_head(target: str | list[str]) -> N
     assert_same(model)
     with model.disable_adapter(), torch.no_grad():
         plain = completion_outputs(tiny(), *_fields(), temperature=T, log_probs="naive")
-        found = completion_outputs(model, *_fields(), temperature=T, log_probs="chunked")
-    torch.testing.assert_close(found.logprobs, plain.logprobs, rtol=0, atol=1e-10)
+        outputs = completion_outputs(model, *_fields(), temperature=T, log_probs="chunked")
+    torch.testing.assert_close(outputs.logprobs, plain.logprobs, rtol=0, atol=1e-10)
 
 
 def test_under_gradient_checkpointing() -> None:
@@ -103,7 +103,7 @@ def test_under_gradient_checkpointing() -> None:
 def test_in_bfloat16_as_the_naive_one() -> None:
     model = tiny(dtype=torch.float32)
     with autocast("bfloat16", CPU):
-        naive, chunked = said(model, "naive"), said(model, "chunked")
+        naive, chunked = outputs_and_gradients(model, "naive"), outputs_and_gradients(model, "chunked")
     torch.testing.assert_close(chunked[0], naive[0], rtol=0, atol=1e-5)
     assert chunked[0].dtype == torch.float32
     for ours, theirs in zip(chunked[3], naive[3], strict=True):
@@ -113,7 +113,7 @@ def test_in_bfloat16_as_the_naive_one() -> None:
 def test_the_head_alone_is_as_it_was_after_reading() -> None:
     model = tiny()
     before = dict(vars(model.lm_head))
-    said(model, "chunked")
+    outputs_and_gradients(model, "chunked")
     assert vars(model.lm_head).keys() == before.keys()
     with pytest.raises(ZeroDivisionError), head.intercept_head(model.lm_head, lambda plain, hidden: hidden * (1 // 0)):
         model(input_ids=torch.tensor([[1]]))
@@ -131,10 +131,12 @@ CAPPED: list[Callable[[], PreTrainedModel]] = [
 def test_a_model_that_does_more_to_its_logits_keeps_it(make: Callable[[], PreTrainedModel]) -> None:
     model = make()
     assert "changes the logits" in head.chunking_unsupported_reason(model)
-    for ours, theirs in zip(said(model, "auto")[:2], said(model, "naive")[:2], strict=True):
+    for ours, theirs in zip(
+        outputs_and_gradients(model, "auto")[:2], outputs_and_gradients(model, "naive")[:2], strict=True
+    ):
         assert torch.equal(ours, theirs)
     with pytest.raises(ModelError, match=r"policy\.log_probs=auto"):
-        said(model, "chunked")
+        outputs_and_gradients(model, "chunked")
     models = Models(policy=model, temperature=T, dtype="float64", device=CPU)
     line, reason = models.fast_ways().lines()
     assert (
@@ -160,7 +162,7 @@ def test_only_live_tokens_reach_the_head() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rlhf.models.logprobs.chunked_statistics", counting)
-        said(model, "chunked")
+        outputs_and_gradients(model, "chunked")
     assert seen == [int(batch.completion_mask.sum())]
 
 
@@ -172,11 +174,11 @@ class Largest(TorchDispatchMode):
         self.numbers = 0
 
     def __torch_dispatch__(self, func: object, types: object, args: tuple[object, ...] = (), kwargs: object = None):  # type: ignore[no-untyped-def]
-        found = func(*args, **(kwargs or {}))  # type: ignore[operator]
-        for each in found if isinstance(found, tuple | list) else (found,):
+        result = func(*args, **(kwargs or {}))  # type: ignore[operator]
+        for each in result if isinstance(result, tuple | list) else (result,):
             if isinstance(each, Tensor):
                 self.numbers = max(self.numbers, each.untyped_storage().nbytes() // each.element_size())
-        return found
+        return result
 
 
 def test_memory_does_not_follow_the_vocabulary(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
@@ -188,22 +190,22 @@ def test_memory_does_not_follow_the_vocabulary(monkeypatch: pytest.MonkeyPatch, 
     linear = nn.Linear(4, 150_000, bias=False)
     hidden, ids = torch.randn(200, 4, requires_grad=True), torch.randint(0, 150_000, (200,))
     with Largest() as largest:
-        found = head.chunked_statistics(linear, linear.forward, hidden, ids, temperature=T, entropy_gradient=False)
-        found[0].sum().backward()
+        statistics = head.chunked_statistics(linear, linear.forward, hidden, ids, temperature=T, entropy_gradient=False)
+        statistics[0].sum().backward()
     assert largest.numbers <= 2**22 < 200 * 150_000 / 7
     expected = head.token_statistics(linear(hidden), ids, T, entropy_gradient=False)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(statistics, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_batch_without_a_live_token() -> None:
     b = completions_of([[3, 4]], [[5, 6]])
     mask = torch.zeros_like(b.completion_mask)
     model = tiny()
-    found = completion_outputs(
+    outputs = completion_outputs(
         model, b.prompt_ids, b.prompt_mask, b.completion_ids, mask, temperature=T, log_probs="chunked"
     )
-    assert found.logprobs.tolist() == [[0.0, 0.0]]
-    found.logprobs.sum().backward()
+    assert outputs.logprobs.tolist() == [[0.0, 0.0]]
+    outputs.logprobs.sum().backward()
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
@@ -224,16 +226,16 @@ def test_a_logit_of_minus_infinity_has_no_part_in_entropy_or_gradient(entropy_gr
     for chunked in (True, False):
         hidden = torch.linspace(-1, 1, 20, dtype=torch.float64).view(5, 4).requires_grad_()
         if chunked:
-            found = chunked_statistics(head, head, hidden, ids, temperature=T, entropy_gradient=entropy_gradient)
+            statistics = chunked_statistics(head, head, hidden, ids, temperature=T, entropy_gradient=entropy_gradient)
         else:
-            found = token_statistics(head(hidden), ids, T, entropy_gradient=entropy_gradient)
-        weighed = found[0].sum() + 0.3 * found[1].sum() if entropy_gradient else found[0].sum()
-        results.append((found.detach(), *torch.autograd.grad(weighed, [hidden, head.weight])))
+            statistics = token_statistics(head(hidden), ids, T, entropy_gradient=entropy_gradient)
+        weighed = statistics[0].sum() + 0.3 * statistics[1].sum() if entropy_gradient else statistics[0].sum()
+        results.append((statistics.detach(), *torch.autograd.grad(weighed, [hidden, head.weight])))
     with torch.no_grad():
         kept = (hidden.detach() @ head.weight.t() + head.bias)[:, [0, 1, 3, 4, 5]] / T
         entropy = torch.distributions.Categorical(logits=kept).entropy()
-    for found, d_hidden, d_weight in results:
-        torch.testing.assert_close(found[1], entropy)
+    for statistics, d_hidden, d_weight in results:
+        torch.testing.assert_close(statistics[1], entropy)
         assert bool(d_hidden.isfinite().all() and d_weight.isfinite().all())
         assert d_weight[2].tolist() == [0.0] * 4
     for chunked_result, plain in zip(*results, strict=True):

@@ -61,20 +61,20 @@ def token_by_token(model: PreTrainedModel, batch: Completions) -> list[list[tupl
 def test_batched_and_padded_equals_token_by_token(family: str) -> None:
     model, batch = tiny(family), ragged()
     with torch.no_grad():
-        found = outputs(model, batch)
-    assert found.logprobs.dtype == torch.float64
+        batched = outputs(model, batch)
+    assert batched.logprobs.dtype == torch.float64
     for i, row in enumerate(token_by_token(model, batch)):
         for t, (logprob, entropy, first) in enumerate(row):
-            assert found.logprobs[i, t].item() == pytest.approx(logprob, abs=1e-10)
-            assert found.entropy[i, t].item() == pytest.approx(entropy, abs=1e-10)
-            assert found.first_choice[i, t].item() is first
+            assert batched.logprobs[i, t].item() == pytest.approx(logprob, abs=1e-10)
+            assert batched.entropy[i, t].item() == pytest.approx(entropy, abs=1e-10)
+            assert batched.first_choice[i, t].item() is first
 
 
 def test_the_random_model_is_no_uniform_one() -> None:
     """Else the test above could not tell one position from the next."""
-    found = outputs(tiny(), ragged())
-    assert found.logprobs[ragged().completion_mask].std() > 0.5
-    assert (found.entropy[ragged().completion_mask] < 0.9 * math.log(VOCAB)).all()
+    random = outputs(tiny(), ragged())
+    assert random.logprobs[ragged().completion_mask].std() > 0.5
+    assert (random.entropy[ragged().completion_mask] < 0.9 * math.log(VOCAB)).all()
 
 
 def test_first_choice_is_true_exactly_on_greedy_tokens() -> None:
@@ -83,9 +83,9 @@ def test_first_choice_is_true_exactly_on_greedy_tokens() -> None:
     for _ in range(5):
         greedy.append(int(model(input_ids=torch.tensor([[*prompt, *greedy]])).logits[0, -1].argmax()))
     other = [*greedy[:2], (greedy[2] + 1) % VOCAB, *greedy[3:]]
-    found = outputs(model, completions_of([prompt, prompt], [greedy, other])).first_choice
-    assert found[0].tolist() == [True] * 5
-    assert found[1, :3].tolist() == [True, True, False]
+    first_choice = outputs(model, completions_of([prompt, prompt], [greedy, other])).first_choice
+    assert first_choice[0].tolist() == [True] * 5
+    assert first_choice[1, :3].tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
@@ -93,12 +93,12 @@ def test_what_the_masks_hide_is_zero_and_has_no_influence(family: str) -> None:
     model, batch, other = tiny(family), ragged(fill=0), ragged(fill=17)
     assert not torch.equal(batch.prompt_ids, other.prompt_ids)
     one, two = outputs(model, batch), outputs(model, other)
-    for found in (one, two):
+    for tokens in (one, two):
         dead = ~batch.completion_mask
         assert dead.sum() == 10
-        assert found.logprobs[dead].abs().max() == 0
-        assert found.entropy[dead].abs().max() == 0
-        assert not found.first_choice[dead].any()
+        assert tokens.logprobs[dead].abs().max() == 0
+        assert tokens.entropy[dead].abs().max() == 0
+        assert not tokens.first_choice[dead].any()
     torch.testing.assert_close(one.logprobs, two.logprobs, rtol=0, atol=1e-12)
     torch.testing.assert_close(one.entropy, two.entropy, rtol=0, atol=1e-12)
 

@@ -30,22 +30,27 @@ def fields(b: Completions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return b.prompt_ids, b.prompt_mask, b.completion_ids, b.completion_mask
 
 
-def said(model: CausalLM, batch: Completions, packing: Packing) -> tuple[list[Tensor], list[Tensor]]:
+def outputs_and_gradients(model: CausalLM, batch: Completions, packing: Packing) -> tuple[list[Tensor], list[Tensor]]:
     """All that is said of the completions, and the gradient of a curved function of it."""
     model.zero_grad()
-    found = completion_outputs(
+    outputs = completion_outputs(
         model, *fields(batch), temperature=0.7, entropy_gradient=True, with_hidden=True, packing=packing
     )
-    assert found.hidden is not None
-    hidden = torch.where(batch.completion_mask[..., None], found.hidden, 0.0)
-    weights = torch.linspace(0.5, 2.0, found.logprobs.numel(), dtype=torch.float64).view_as(found.logprobs)
-    ((weights * (found.logprobs.exp() + found.entropy**2)).sum() + (weights[..., None] * hidden**2).sum()).backward()
-    values = [found.logprobs.detach(), found.entropy.detach(), found.first_choice.double(), hidden.detach()]
+    assert outputs.hidden is not None
+    hidden = torch.where(batch.completion_mask[..., None], outputs.hidden, 0.0)
+    weights = torch.linspace(0.5, 2.0, outputs.logprobs.numel(), dtype=torch.float64).view_as(outputs.logprobs)
+    (
+        (weights * (outputs.logprobs.exp() + outputs.entropy**2)).sum() + (weights[..., None] * hidden**2).sum()
+    ).backward()
+    values = [outputs.logprobs.detach(), outputs.entropy.detach(), outputs.first_choice.double(), hidden.detach()]
     return values, [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 def assert_same(model: CausalLM, batch: Completions, atol: float = 1e-10) -> None:
-    (ours, ours_d), (theirs, theirs_d) = said(model, batch, "auto"), said(model, batch, "off")
+    (ours, ours_d), (theirs, theirs_d) = (
+        outputs_and_gradients(model, batch, "auto"),
+        outputs_and_gradients(model, batch, "off"),
+    )
     assert len(ours_d) == len(theirs_d) > 0
     for one, other in zip(ours + ours_d, theirs + theirs_d, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=atol * max(1.0, float(other.abs().max())))
@@ -117,12 +122,12 @@ def test_no_gradient_flows_between_rows_or_back_in_time(batch: str) -> None:
     hook = model.get_input_embeddings().register_forward_hook(
         lambda _, __, out: states.append(out.detach().requires_grad_()) or states[-1]
     )
-    found = completion_outputs(model, *fields(b), temperature=1.0, packing="auto").logprobs
+    logprobs = completion_outputs(model, *fields(b), temperature=1.0, packing="auto").logprobs
     hook.remove()
     owner = _owners(b, laid)
     for row in range(len(b)):
         for t in range(int(b.completion_mask[row].sum())):
-            (slope,) = torch.autograd.grad(found[row, t], states[-1], retain_graph=True)
+            (slope,) = torch.autograd.grad(logprobs[row, t], states[-1], retain_graph=True)
             felt = set(slope[0].abs().sum(dim=1).nonzero().squeeze(1).tolist())
             prompt, own = owner[row]
             assert felt <= set(prompt + own[:t])
@@ -131,14 +136,14 @@ def test_no_gradient_flows_between_rows_or_back_in_time(batch: str) -> None:
 
 def _owners(b: Completions, laid: rows_module.PackedBatch) -> list[tuple[list[int], list[int]]]:
     """Of each row, where its prompt's and its completion's tokens are laid."""
-    found, at, prompts = [], 0, [i[m].tolist() for i, m in zip(b.prompt_ids, b.prompt_mask, strict=True)]
+    owners, at, prompts = [], 0, [i[m].tolist() for i, m in zip(b.prompt_ids, b.prompt_mask, strict=True)]
     lengths = b.completion_mask.sum(dim=1).tolist()
     if laid.second is None:
         for prompt, length in zip(prompts, lengths, strict=True):
             middle = at + len(prompt)
-            found.append((list(range(at, middle)), list(range(middle, middle + length))))
+            owners.append((list(range(at, middle)), list(range(middle, middle + length))))
             at = middle + length
-        return found
+        return owners
     starts: dict[tuple[int, ...], int] = {}
     for prompt in prompts:
         if tuple(prompt) not in starts:
@@ -146,9 +151,9 @@ def _owners(b: Completions, laid: rows_module.PackedBatch) -> list[tuple[list[in
             at += len(prompt)
     for prompt, length in zip(prompts, lengths, strict=True):
         start = starts[tuple(prompt)]
-        found.append((list(range(start, start + len(prompt))), list(range(at, at + length))))
+        owners.append((list(range(start, start + len(prompt))), list(range(at, at + length))))
         at += length
-    return found
+    return owners
 
 
 def scalar(folder: str) -> ScalarHeadModel:
@@ -159,15 +164,15 @@ def scalar(folder: str) -> ScalarHeadModel:
 @pytest.mark.parametrize("ask", [completion_values, sequence_scores])
 def test_values_and_scores(batch: str, ask: Callable[..., Tensor], tmp_path: Path) -> None:
     model = scalar(saved(tiny("gpt2"), tmp_path))
-    found: list[tuple[Tensor, list[Tensor]]] = []
+    results: list[tuple[Tensor, list[Tensor]]] = []
     for packing in ("auto", "off"):
         model.packing = packing  # type: ignore[assignment]
         model.zero_grad()
         values = ask(model, *fields(BATCHES[batch]))
         (values**2).sum().backward()
-        found.append((values.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]))
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-10)
-    for one, other in zip(found[0][1], found[1][1], strict=True):
+        results.append((values.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=1e-10)
+    for one, other in zip(results[0][1], results[1][1], strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10 * max(1.0, float(other.abs().max())))
 
 

@@ -37,10 +37,10 @@ def test_log_probs_are_those_of_the_policy_at_the_runs_temperature() -> None:
         tiny(), batch.prompt_ids, batch.prompt_mask, batch.completion_ids, batch.completion_mask, temperature=0.7
     )
     assert torch.equal(models.policy_tokens(batch).logprobs, expected.logprobs)
-    found = models.outputs(batch)
-    assert torch.equal(found.logprobs, expected.logprobs)
-    assert torch.equal(found.entropy, expected.entropy)
-    assert found.logprobs.requires_grad
+    outputs = models.outputs(batch)
+    assert torch.equal(outputs.logprobs, expected.logprobs)
+    assert torch.equal(outputs.entropy, expected.entropy)
+    assert outputs.logprobs.requires_grad
 
 
 @torch.no_grad()

@@ -118,6 +118,14 @@ def test_a_new_head_is_zero_or_normal_and_belongs_to_its_seed(tmp_path: Path) ->
     assert abs(weights[0].mean().item()) < 4 * expected / 16
 
 
+def test_an_orthogonal_head_has_length_one_and_another_direction_for_every_seed(tmp_path: Path) -> None:
+    path = saved(tiny(), tmp_path)
+    heads = [load_scalar_head(path, tokenizer(), new_head="orthogonal", seed=seed).head.weight for seed in (0, 1, 0)]
+    assert [head.norm().item() for head in heads] == pytest.approx([1.0, 1.0, 1.0], rel=1e-6)
+    assert torch.equal(heads[0], heads[2])
+    assert abs(torch.cosine_similarity(heads[0], heads[1]).item()) < 0.9
+
+
 def test_the_backbone_is_the_policys(tmp_path: Path) -> None:
     policy = tiny()
     model = load_scalar_head(saved(policy, tmp_path), tokenizer(), new_head="zero", dtype="float64")

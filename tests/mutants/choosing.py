@@ -12,8 +12,8 @@ CHOOSING = [
     Mutant(
         name="online-pairs-keep-ties",
         file=SELECTION,
-        before="differs = (groups.gather(1, best) > groups.gather(1, worst)).flatten()",
-        after="differs = (groups.gather(1, best) >= groups.gather(1, worst)).flatten()",
+        before="differs = (gap > 0) & (gap >= min_gap)",
+        after="differs = (gap >= 0) & (gap >= min_gap)",
         why="a tie makes a pair of a completion with itself: no gradient, but it is in the norm and in every mean",
         tests=OF_SELECTION,
     ),
@@ -63,6 +63,14 @@ CHOOSING = [
         before="chosen if min_score is None else chosen & (groups >= min_score)",
         after="chosen if min_score is None else chosen | (groups >= min_score)",
         why="the threshold adds completions where it should take them away",
+        tests=OF_SELECTION,
+    ),
+    Mutant(
+        name="narrow-pairs-kept",
+        file=SELECTION,
+        before="differs = (gap > 0) & (gap >= min_gap)",
+        after="differs = gap > 0",
+        why="pairs that differ by noise are learned from, whatever min_gap says",
         tests=OF_SELECTION,
     ),
     Mutant(

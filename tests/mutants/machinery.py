@@ -48,8 +48,8 @@ MACHINERY = [
     Mutant(
         name="logprobs-off-by-one",
         file="rlhf/models/logprobs.py",
-        before="lambda hidden: hidden[:, -length - 1 : -1][self.mask]",
-        after="lambda hidden: hidden[:, -length:][self.mask]",
+        before="lambda hidden: select_live(hidden[:, -length - 1 : -1], self.mask)",
+        after="lambda hidden: select_live(hidden[:, -length:], self.mask)",
         why="each token is scored by the distribution after it: the commonest bug of RLHF code",
         tests=("tests/models/test_logprobs.py", "tests/models/test_packing.py"),
     ),
@@ -120,7 +120,7 @@ MACHINERY = [
     Mutant(
         name="clip-forgotten",
         file="rlhf/runtime/engine.py",
-        before="torch.nn.utils.clip_grads_with_norm_(with_grad, self.config.max_grad_norm, torch.tensor(norm))",
+        before="torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, torch.tensor(norm))",
         after="pass",
         why="max_grad_norm has no effect",
         tests=("tests/training/test_step.py",),
@@ -160,7 +160,7 @@ MACHINERY = [
     Mutant(
         name="warmup-trains-the-policy",
         file="rlhf/training/online_run.py",
-        before="policy = [] if _is_warming_up(run, step) else [run.policy]",
+        before="policy = [] if _is_warming_up(run, step) or stepped else [run.policy]",
         after="policy = [run.policy]",
         why="critic warm-up moves the policy along an untrained critic",
         tests=("tests/learning/test_learns.py::test_critic_warmup_leaves_the_policy_alone",),

@@ -46,7 +46,7 @@ MEASUREMENT = [
     ),
     Mutant(
         name="repetition-across-completions",
-        file="rlhf/evaluation/diversity.py",
+        file="rlhf/evaluation/evaluate.py",
         before="repeated = sum(len(row) - len(set(row)) for row in grams)",
         after="repeated = sum(map(len, grams)) - len({gram for row in grams for gram in row})",
         why="a phrase that all completions share looks like a loop in each",

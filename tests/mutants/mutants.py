@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from choosing import CHOOSING
 from comparison import COMPARISON
+from elsewhere import ELSEWHERE
 from faults import FAULTS
 from forward import FORWARD
+from guarding import GUARDING
+from hacking import HACKING
 from loop import LOOP
 from machinery import MACHINERY
 from measurement import MEASUREMENT
+from mixed_data import MIXED_DATA
 from model_families import MODEL_FAMILIES
 from mutant import Mutant
 from offline import OFFLINE
 from online_arms import ONLINE_ARMS
 from overlap import OVERLAPPING
+from rescue import RESCUING
 from sampling import SAMPLING
 from settings import SETTINGS
+from sharded_models import SHARDED_MODELS
 from suites import SUITES
+from trust_region import TRUST_REGION
 
 MUTANTS = [
     *MACHINERY,
@@ -31,8 +38,15 @@ MUTANTS = [
     *FORWARD,
     *LOOP,
     *OVERLAPPING,
+    *RESCUING,
     *MODEL_FAMILIES,
     *SETTINGS,
+    *TRUST_REGION,
+    *MIXED_DATA,
+    *SHARDED_MODELS,
+    *ELSEWHERE,
+    *HACKING,
+    *GUARDING,
     Mutant(
         name="whiten-keeps-mean",
         file="rlhf/algo/masked.py",
@@ -276,8 +290,8 @@ MUTANTS = [
     Mutant(
         name="sequence-mean-without-rows",
         file="rlhf/algo/policy_loss.py",
-        before="return live / lengths.clamp(min=1), completions",
-        after="return live / lengths.clamp(min=1), 1.0",
+        before="return loss_weights(mask, aggregate, max_tokens=max_tokens), float(counted.sum().item())",
+        after="return loss_weights(mask, aggregate, max_tokens=max_tokens), 1.0",
         why="a mean without its rows: the loss grows with the batch (verl's fourth mode)",
         tests=("tests/algo/test_policy_loss.py",),
     ),
@@ -292,8 +306,8 @@ MUTANTS = [
     Mutant(
         name="empty-rows-count",
         file="rlhf/algo/policy_loss.py",
-        before="completions = float((lengths > 0).sum().item())",
-        after="completions = float(len(mask))",
+        before='mask if aggregate == "token_mean" else mask.any(dim=1)',
+        after='mask if aggregate == "token_mean" else mask.any(dim=1) | True',
         why="rows left out still dilute the mean",
         tests=("tests/algo/test_policy_loss.py",),
     ),

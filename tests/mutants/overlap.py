@@ -92,10 +92,10 @@ OVERLAPPING = [
     ),
     Mutant(
         name="cells-outlive-the-comparison",
-        file="rlhf/compare/processes.py",
+        file="rlhf/comparison/processes.py",
         before="        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)",
         after="        pass",
         why="a comparison that was killed leaves runs behind, which hold the machine and the folders",
-        tests=("tests/compare/test_jobs.py::test_a_cell_does_not_outlive_a_comparison_that_is_killed",),
+        tests=("tests/comparison/test_jobs.py::test_a_cell_does_not_outlive_a_comparison_that_is_killed",),
     ),
 ]

@@ -204,9 +204,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(f"no such mutant: {', '.join(unknown)}. There are: {', '.join(m.name for m in mutants)}")
             return 2
         mutants = [m for m in mutants if m.name in options.only]
-    found = problems(mutants, options.root)
-    if found:
-        say("the list of mutants is stale:\n  " + "\n  ".join(found))
+    stale = problems(mutants, options.root)
+    if stale:
+        say("the list of mutants is stale:\n  " + "\n  ".join(stale))
         return 2
     if options.check:
         say(f"{len(mutants)} mutants fit the code")

@@ -66,8 +66,8 @@ SAMPLING = [
     Mutant(
         name="draw-by-slot",
         file="rlhf/sampling/fast/engine.py",
-        before="self.uniforms[running.row, running.drawn]",
-        after="self.uniforms[torch.arange(len(running.row)), running.drawn]",
+        before="self.uniforms[running.row.to(place), running.drawn.to(place)]",
+        after="self.uniforms[torch.arange(len(running.row)), running.drawn.to(place)]",
         why="the numbers belong to the slot, not to the row: other slots, other completions",
         tests=(f"{FAST}::test_the_completions_are_the_plain_samplers",),
     ),
@@ -89,7 +89,7 @@ SAMPLING = [
     ),
     Mutant(
         name="block-sum-includes-its-own",
-        file="rlhf/sampling/fast/engine.py",
+        file="rlhf/sampling/fast/sample_token.py",
         before="before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)",
         after="before = torch.where(block > 0, cumulative.gather(1, block), 0.0)",
         why="the draw inside a block starts from the sum after it: always its first token",

@@ -50,8 +50,8 @@ SETTINGS = [
     Mutant(
         name="unread-data-must-be-there",
         file="rlhf/data/paths.py",
-        before='if hasattr(dataset, "path") and f"data.{name}" not in unread:',
-        after='if hasattr(dataset, "path"):',
+        before='if isinstance(dataset, TrainableDataConfig) and f"data.{name}" not in unread:',
+        after="if isinstance(dataset, TrainableDataConfig):",
         why="a run is refused for a data file that it would never read",
         tests=("tests/cli/test_early_mistakes.py::test_only_what_a_run_reads_must_be_there",),
     ),

@@ -89,12 +89,12 @@ def run(root: Path, *arguments: str) -> tuple[int, str]:
 
 def outcomes(output: str) -> dict[str, str]:
     """Mutant -> outcome, from the printed table."""
-    found = {}
+    by_mutant = {}
     for line in output.splitlines()[1:]:
         for outcome in ("killed", "survived", "timed out", "broken"):
             if f" code_under_test.py  {outcome} " in line:
-                found[line.split()[0]] = outcome
-    return found
+                by_mutant[line.split()[0]] = outcome
+    return by_mutant
 
 
 def test_every_kind_of_outcome(project: Path) -> None:

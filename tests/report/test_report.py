@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rlhf.errors import UserError
 from rlhf.report.charts import GROUPS, chart_groups, decimate, panels, running_mean, timing_chart
 from rlhf.report.page import comparison, pair_details, phase_table, tiles, verdict, write_report
-from rlhf.report.record import Record, Series, collect, match
+from rlhf.report.record import MetricSeries, Record, collect, match
 from rlhf.report.report_card import calibration_bins, card_tables
 from rlhf.tracking.metrics import METRICS
 from rlhf.tracking.run_folder import RunFolder
@@ -117,8 +117,8 @@ class Page(html.parser.HTMLParser):
         return {attributes["id"] for _, attributes in self.tags if "id" in attributes}
 
     def figures(self) -> dict[str, Any]:
-        found = [i for i, (tag, attributes) in enumerate(self.tags) if attributes.get("id") == "figures"]
-        return json.loads(self.raw[found[0]])
+        places = [i for i, (tag, attributes) in enumerate(self.tags) if attributes.get("id") == "figures"]
+        return json.loads(self.raw[places[0]])
 
 
 def page_of(path: Path) -> Page:
@@ -199,8 +199,8 @@ def test_before_and_after_stand_side_by_side(tmp_path: Path) -> None:
 
 def test_verdict_of_a_finished_run() -> None:
     rows = [{"step": 0, "eval/score": 0.53}, {"step": 80, "eval/score": 0.91, "eval/kl": 6.1}]
-    said = verdict(record(rows, config={"algorithm": ADAPTIVE, "schedule": {"steps": 80}}))
-    assert said == (
+    text = verdict(record(rows, config={"algorithm": ADAPTIVE, "schedule": {"steps": 80}}))
+    assert text == (
         "Mean held-out score went from 0.53 (before) to 0.91 (after) over 80 steps. "
         "KL to the reference 6.10 nats per sequence (target 6)."
     )
@@ -208,8 +208,8 @@ def test_verdict_of_a_finished_run() -> None:
 
 def test_verdict_of_a_run_that_stopped_early_does_not_call_it_after() -> None:
     rows = [{"step": 0, "eval/score": 0.5}, {"step": 20, "eval/score": 0.7}, {"step": 33, "kl/reference": 2.0}]
-    said = verdict(record(rows, config={"schedule": {"steps": 80}}))
-    assert said == (
+    text = verdict(record(rows, config={"schedule": {"steps": 80}}))
+    assert text == (
         "Mean held-out score went from 0.50 (before) to 0.70 (at step 20) over 33 of the 80 planned steps. "
         "KL to the reference 2.00 nats per sequence."
     )
@@ -275,8 +275,8 @@ def test_a_tile_holds_a_count_a_change_or_a_mean_at_the_end() -> None:
 @pytest.mark.parametrize("name", sorted(METRICS))
 def test_every_metric_of_the_table_is_drawn(name: str) -> None:
     rows = [{"step": 1, name: 1.0}, {"step": 2, name: 2.0}]
-    traces = [t for group in chart_groups(record(rows), METRICS) for c in group.charts for t in c.figure["data"]]
-    assert [(trace["name"], trace["x"], trace["y"]) for trace in traces] == [(name, [1, 2], [1.0, 2.0])]
+    drawn = [series for group in chart_groups(record(rows), METRICS) for c in group.charts for series in c.series]
+    assert [(series.name, series.xs, series.ys) for series in drawn] == [(name, (1, 2), (1.0, 2.0))]
 
 
 def test_every_group_has_charts_and_every_chart_a_group() -> None:
@@ -292,6 +292,12 @@ def test_the_metric_with_the_title_leads_its_chart_and_the_table_orders_the_othe
         "Held-out score",
         "Held-out score under the trained-on reward",
         "Spread of scores",
+        "Disagreement of the ensemble",
+        "Parts of the score",
+        "The watching judge",
+        "Agreement of the training reward and the watching judge",
+        "Best checkpoint, step",
+        "Gain over the best so far",
     ]
 
 
@@ -299,7 +305,7 @@ def test_errors_are_drawn_on_their_metric() -> None:
     rows = [{"step": 0, "eval/kl": 1.0, "eval/kl_se": 0.25}, {"step": 9, "eval/kl": 2.0, "eval/kl_se": 0.5}]
     (group,) = chart_groups(record(rows), METRICS)
     (chart,) = group.charts
-    assert chart.figure["data"][0]["error_y"]["array"] == [0.25, 0.5]
+    assert chart.series[0].errors == [0.25, 0.5]
 
 
 def test_the_kl_target_is_drawn_only_where_the_controller_has_one() -> None:
@@ -307,21 +313,22 @@ def test_the_kl_target_is_drawn_only_where_the_controller_has_one() -> None:
     fixed = {"algorithm": {"kl": {"controller": {"type": "fixed"}}}}
     for config, expected in (({"algorithm": ADAPTIVE}, [([3, 9], [6.0, 6.0])]), (fixed, [])):
         (group,) = chart_groups(record(rows, config=config), METRICS)
-        targets = [trace for trace in group.charts[0].figure["data"] if trace["meta"]["role"] == "target"]
-        assert [(trace["x"], trace["y"]) for trace in targets] == expected
+        targets = [series for series in group.charts[0].series if series.role == "target"]
+        assert [(series.xs, series.ys) for series in targets] == expected
 
 
 def test_a_long_curve_is_drawn_faintly_under_its_running_mean_and_a_set_one_as_it_is() -> None:
     rows = [{"step": step, "score/mean": float(step % 2), "policy/lr": 0.1} for step in range(100)]
-    drawn = {c.key: c.figure["data"] for g in chart_groups(record(rows), METRICS) for c in g.charts}
+    drawn = {c.key: c.series for g in chart_groups(record(rows), METRICS) for c in g.charts}
     raw, mean = drawn["curve:score/mean"]
-    assert raw["opacity"] < 1 <= mean.get("opacity", 1)
-    assert all(0.4 < value < 0.6 for value in mean["y"][20:80])
+    assert raw.opacity < 1 <= mean.opacity
+    assert (raw.in_legend, mean.in_legend) == (False, True)
+    assert all(0.4 < value < 0.6 for value in mean.ys[20:80])
     assert len(drawn["curve:policy/lr"]) == 1
 
 
 def test_running_mean_is_centered_and_narrows_at_the_ends() -> None:
-    series = Series("x", tuple(range(6)), (0.0, 3.0, 6.0, None, 9.0, 30.0))
+    series = MetricSeries("x", tuple(range(6)), (0.0, 3.0, 6.0, None, 9.0, 30.0))
     smooth = running_mean(series)
     assert smooth.steps == (0, 1, 2, 4, 5)
     assert smooth.values == pytest.approx((0.0, 3.0, 9.6, 15.0, 30.0))
@@ -332,7 +339,7 @@ VALUES = st.lists(st.none() | st.floats(-1e6, 1e6), min_size=1, max_size=400)
 
 @given(VALUES, st.integers(10, 60))
 def test_a_thinned_curve_keeps_its_ends_and_its_extremes(values: list[float | None], limit: int) -> None:
-    series = Series("x", tuple(range(len(values))), tuple(values))
+    series = MetricSeries("x", tuple(range(len(values))), tuple(values))
     thin = decimate(series, limit)
     assert len(thin.steps) <= limit or len(values) <= limit
     assert list(thin.steps) == sorted(set(thin.steps))
@@ -347,7 +354,7 @@ def test_a_thinned_curve_keeps_its_ends_and_its_extremes(values: list[float | No
 def test_a_long_run_is_thinned_in_the_page() -> None:
     rows = [{"step": step, "score/mean": math.sin(step)} for step in range(7001)]
     (group,) = chart_groups(record(rows), METRICS)
-    assert [len(trace["x"]) <= 2000 for trace in group.charts[0].figure["data"]] == [True, True]
+    assert [len(series.xs) <= 2000 for series in group.charts[0].series] == [True, True]
 
 
 def test_phases_are_totaled_and_binned() -> None:
@@ -356,16 +363,16 @@ def test_phases_are_totaled_and_binned() -> None:
         {"phase": "sample", "total": 600.0, "share": 600 / 601, "mean": 3.0},
         {"phase": "update", "total": 1.0, "share": 1 / 601, "mean": 0.005},
     ]
-    sample_bars, update_bars = timing_chart(timings, ["sample", "update"]).figure["data"]
-    assert len(sample_bars["x"]) == 67
-    assert sample_bars["y"] == [3.0] * 67
-    assert update_bars["y"][:2] == pytest.approx([1 / 3, 0.0])
+    sample_bars, update_bars = timing_chart(timings, ["sample", "update"]).series
+    assert len(sample_bars.xs) == 67
+    assert sample_bars.ys == [3.0] * 67
+    assert update_bars.ys[:2] == pytest.approx([1 / 3, 0.0])
 
 
 def test_a_step_done_twice_is_drawn_once_and_paid_for_twice() -> None:
     timings = [{"step": step, "seconds": {"sample": seconds}} for step, seconds in ((1, 1.0), (2, 5.0), (2, 2.0))]
-    (bars,) = timing_chart(timings, ["sample"]).figure["data"]
-    assert (bars["x"], bars["y"]) == ([1, 2], [1.0, 2.0])
+    (bars,) = timing_chart(timings, ["sample"]).series
+    assert (bars.xs, bars.ys) == ([1, 2], [1.0, 2.0])
     assert phase_table(timings)[0]["total"] == 8.0
 
 

@@ -69,11 +69,11 @@ def test_an_error_on_the_console_would_be_seen(report: Path, tmp_path: Path) -> 
 
 
 def test_on_a_phone_nothing_overflows_and_the_button_changes_page_and_curves(report: Path, tmp_path: Path) -> None:
-    found, console = on_a_phone(report, tmp_path)
+    measured, console = on_a_phone(report, tmp_path)
     assert console == []
-    assert found["width"] <= 390
-    assert 200 < found["widest"] <= 390
-    light, dark = found["first"], found["second"]
+    assert measured["width"] <= 390
+    assert 200 < measured["widest"] <= 390
+    light, dark = measured["first"], measured["second"]
     assert (light["button"], dark["button"]) == ("☾ Dark", "☀ Light")
     assert (light["background"], dark["background"]) == ("rgb(246, 247, 249)", "rgb(18, 21, 27)")
     assert (light["line"], dark["line"]) == ("rgb(31, 102, 193)", "rgb(106, 169, 255)")

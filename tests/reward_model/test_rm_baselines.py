@@ -9,7 +9,7 @@ import pytest
 import torch
 from rm_cases import favorites, pair_set
 
-from reward_model.baselines import fit_bag_of_words, longer_wins
+from reward_model.evaluate import fit_bag_of_words, longer_wins
 from reward_model.losses import win_indicator
 from rlhf.data.formats import PairText
 

@@ -47,8 +47,8 @@ def test_it_does_not_depend_on_the_calibration_before(tmp_path: Path) -> None:
 def test_none_leaves_the_scores_as_they_are(tmp_path: Path) -> None:
     model = made_model(tmp_path)
     model.calibrate(0.25, 2.0)
-    found = calibrate(model, RAGGED, CalibrationConfig(data="none"), micro_batch_size=8, dtype="float64")
-    assert found == model.calibration == (0.25, 2.0)
+    calibration = calibrate(model, RAGGED, CalibrationConfig(data="none"), micro_batch_size=8, dtype="float64")
+    assert calibration == model.calibration == (0.25, 2.0)
 
 
 def test_the_limit_counts_completions_spread_over_the_pairs(tmp_path: Path) -> None:

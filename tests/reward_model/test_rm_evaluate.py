@@ -60,14 +60,14 @@ SIX = pair_set(
 
 
 def test_accuracy_and_loss_by_hand(tmp_path: Path) -> None:
-    found = card(counting(tmp_path, favorite=1.0), SIX)
+    report = card(counting(tmp_path, favorite=1.0), SIX)
     gaps = [2, 1, 0, -1, 1, 1]
-    assert (found.accuracy, found.n) == (pytest.approx(4.5 / 6), 6)
-    assert found.accuracy_low <= found.accuracy <= found.accuracy_high
-    assert found.loss == pytest.approx(sum(math.log1p(math.exp(-gap)) for gap in gaps) / 6)
+    assert (report.accuracy, report.n) == (pytest.approx(4.5 / 6), 6)
+    assert report.accuracy_low <= report.accuracy <= report.accuracy_high
+    assert report.loss == pytest.approx(sum(math.log1p(math.exp(-gap)) for gap in gaps) / 6)
     scores = [2, 1, 0, 0, 1, 1, 0, 0, 0, 1, 0, 0]
-    assert found.score_mean == pytest.approx(0.5)
-    assert found.score_std == pytest.approx(torch.tensor(scores).double().std(correction=0).item())
+    assert report.score_mean == pytest.approx(0.5)
+    assert report.score_std == pytest.approx(torch.tensor(scores).double().std(correction=0).item())
 
 
 def test_the_scale_of_calibration_is_undone_where_scores_are_probabilities(tmp_path: Path) -> None:
@@ -81,9 +81,9 @@ def test_the_scale_of_calibration_is_undone_where_scores_are_probabilities(tmp_p
 
 
 def test_accuracy_by_the_datas_margin(tmp_path: Path) -> None:
-    found = card(counting(tmp_path, favorite=1.0), SIX).by_margin
-    assert found.of == "margin in the data"
-    assert [(b.low, b.high, b.accuracy, b.n) for b in found.bins] == [
+    by_margin = card(counting(tmp_path, favorite=1.0), SIX).by_margin
+    assert by_margin.of == "margin in the data"
+    assert [(b.low, b.high, b.accuracy, b.n) for b in by_margin.bins] == [
         (1.0, 1.0, 0.75, 2),
         (2.0, 2.0, 0.5, 2),
         (3.0, 3.0, 1.0, 2),
@@ -92,18 +92,18 @@ def test_accuracy_by_the_datas_margin(tmp_path: Path) -> None:
 
 def test_accuracy_by_score_gap_where_the_data_have_no_margin(tmp_path: Path) -> None:
     pairs = favorites(60, seed=0)
-    found = card(counting(tmp_path, favorite=1.0), pairs).by_margin
-    assert found.of == "score gap"
-    assert sum(b.n for b in found.bins) == 60
-    assert {b.accuracy for b in found.bins} == {1.0}
+    by_margin = card(counting(tmp_path, favorite=1.0), pairs).by_margin
+    assert by_margin.of == "score gap"
+    assert sum(b.n for b in by_margin.bins) == 60
+    assert {b.accuracy for b in by_margin.bins} == {1.0}
 
 
 def test_length_by_hand(tmp_path: Path) -> None:
     by_length = card(counting(tmp_path / "a", token=1.0), SIX).length
     assert by_length.pearson == pytest.approx(1.0)
     assert by_length.spearman == pytest.approx(1.0)
-    found = {name: (part.accuracy, part.n) for name, part in by_length.accuracy.items()}
-    assert found == {"chosen_longer": (1.0, 3), "chosen_shorter": (0.0, 2), "same_length": (0.5, 1)}
+    accuracies = {name: (part.accuracy, part.n) for name, part in by_length.accuracy.items()}
+    assert accuracies == {"chosen_longer": (1.0, 3), "chosen_shorter": (0.0, 2), "same_length": (0.5, 1)}
     shorter = card(counting(tmp_path / "b", token=-1.0), SIX).length
     assert shorter.spearman == pytest.approx(-1.0)
     assert shorter.accuracy["chosen_shorter"].accuracy == 1.0
@@ -111,13 +111,13 @@ def test_length_by_hand(tmp_path: Path) -> None:
 
 def test_baselines_are_measured_on_the_same_pairs(tmp_path: Path) -> None:
     test, train = favorites(100, seed=1), favorites(300, seed=0)
-    found = card(counting(tmp_path, favorite=-1.0), test, train=train)
-    assert found.accuracy == 0.0
-    assert found.baselines["bag_of_words"].accuracy > 0.9
-    assert found.baselines["bag_of_words"].n_train == 300
+    report = card(counting(tmp_path, favorite=-1.0), test, train=train)
+    assert report.accuracy == 0.0
+    assert report.baselines["bag_of_words"].accuracy > 0.9
+    assert report.baselines["bag_of_words"].n_train == 300
     longer = [len(c) - len(r) for c, r in zip(test.chosen, test.rejected, strict=True)]
     share = sum(1.0 if gap > 0 else 0.5 if gap == 0 else 0.0 for gap in longer) / 100
-    assert found.baselines["longer_wins"].accuracy == pytest.approx(share)
+    assert report.baselines["longer_wins"].accuracy == pytest.approx(share)
     assert set(card(counting(tmp_path / "few"), SIX, train=RAGGED).baselines) == {"longer_wins"}
 
 

@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from fitting import TERMS, fit
+from runs import quiet
+from transformers import AutoModelForSequenceClassification
 
 from reward_model.evaluate import evaluate_reward_model
 from reward_model.losses import BradleyTerryLoss
 from reward_model.model import calibrate
+from rlhf.commands.train import run_reward_model
 from rlhf.config.load import load_reward_model
 from rlhf.data.datasets import BatchStream
 from rlhf.data.pairs import load_pairs
@@ -65,8 +68,8 @@ def test_in_one_round_no_text_is_in_two_pairs(tmp_path: Path) -> None:
     one, three = prepared(tmp_path), prepared(tmp_path, "--rounds", "3")
     texts = [number(pair[side]) for pair in one for side in ("chosen", "rejected")]
     assert len(texts) == len(set(texts))
-    found = [(pair["chosen"], pair["rejected"]) for pair in three]
-    assert len(found) == len(set(found)) > 2 * len(one)
+    pairs = [(pair["chosen"], pair["rejected"]) for pair in three]
+    assert len(pairs) == len(set(pairs)) > 2 * len(one)
 
 
 def test_pairs_belong_to_the_seed(tmp_path: Path) -> None:
@@ -104,3 +107,32 @@ def test_human_judgments_go_all_the_way_to_a_report_card(name: str, shared: Path
     assert card.n == len(held_out) == 12
     assert set(card.baselines) == {"longer_wins", "bag_of_words"}
     assert abs(card.score_mean) < 3
+
+
+@pytest.mark.slow
+def test_an_ensemble_on_smollm2_as_published(tmp_path: Path, shared: Path) -> None:
+    """Two heads on one backbone, three steps on human pairs: trained, calibrated, exported, and on a report card."""
+    folders = [folder / "models" / "smollm2-135m-instruct" for folder in (ROOT, shared)]
+    model = next(folder for folder in folders if folder.is_dir())
+    pairs = shared / "data" / "human_pairs"
+    overrides = [
+        f"run.out_dir={tmp_path / 'rm'}",
+        f"model.model={model}",
+        f"data.preferences.path={pairs / 'train.jsonl.gz'}",
+        f"data.eval_preferences.path={pairs / 'test.jsonl.gz'}",
+        *(f"data.{side}.max_tokens=96" for side in ("preferences", "eval_preferences")),
+        *(f"data.{side}.limit={limit}" for side, limit in (("preferences", 24), ("eval_preferences", 12))),
+        "ensemble=2",
+        "schedule={steps: 3, epochs: null, warmup_steps: 0}",
+        "batch={prompts_per_step: 4, micro_batch_size: 2}",
+        "calibration.limit=8",
+    ]
+    assert run_reward_model(load_reward_model(ROOT / "configs" / "real" / "rm_smollm2_human.yaml", overrides), quiet())
+    rows = [json.loads(line) for line in (tmp_path / "rm" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 3
+    assert rows[-1]["rm/disagreement"] > 0
+    exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm" / "model")
+    assert exported.score.weight.shape == (2, 576)
+    card = json.loads((tmp_path / "rm" / "report_card.json").read_text())["ensemble"]
+    assert card["members"] == 2
+    assert -1 <= card["gap_correlation"] <= 1

@@ -62,9 +62,9 @@ class Served:
         sent = body if isinstance(body, bytes) else json.dumps(body).encode()
         connection.request(method, path, sent, headers)
         answer = connection.getresponse()
-        status, said = answer.status, json.loads(answer.read())
+        status, content = answer.status, json.loads(answer.read())
         connection.close()
-        return status, said
+        return status, content
 
     def close(self) -> None:
         self.server.should_exit = True
@@ -140,8 +140,8 @@ def test_many_at_once_are_scored_together_and_each_gets_its_own(served: Served, 
 
     served.app.state.batcher.score = wait
     with ThreadPoolExecutor(24) as pool:
-        found = list(pool.map(lambda row: remote(served.url)(row).values.item(), rows))
-    assert found == pytest.approx(expected.tolist() * 8, abs=1e-6)
+        scores = list(pool.map(lambda row: remote(served.url)(row).values.item(), rows))
+    assert scores == pytest.approx(expected.tolist() * 8, abs=1e-6)
     assert 6 <= served.app.state.batcher.batches < 24
 
 
@@ -173,17 +173,17 @@ def test_many_at_once_are_scored_together_and_each_gets_its_own(served: Served, 
     ],
 )
 def test_a_bad_request_is_a_4xx_that_says_why(served: Served, body: Any, status: int, message: str) -> None:
-    found, said = served.ask(body)
-    assert (found, list(said)) == (status, ["error"])
-    assert message in said["error"]
+    actual, content = served.ask(body)
+    assert (actual, list(content)) == (status, ["error"])
+    assert message in content["error"]
     assert served.ask({"prompts": ["t3"], "completions": ["t4"]})[0] == 200  # and the server is well
 
 
 def test_token_ids_out_of_range_are_refused(served: Served, scorer: TextScorer) -> None:
     for bad in (-1, 10_000, 10**30):
         tokens = {"vocabulary": scorer.vocabulary, "prompts": [[3]], "completions": [[bad]]}
-        status, said = served.ask({"prompts": ["t3"], "completions": ["t4"], "tokens": tokens})
-        assert (status, "not in the vocabulary" in said["error"]) == (422, True)
+        status, content = served.ask({"prompts": ["t3"], "completions": ["t4"], "tokens": tokens})
+        assert (status, "not in the vocabulary" in content["error"]) == (422, True)
 
 
 def test_no_rows_are_no_scores(served: Served) -> None:
@@ -191,8 +191,8 @@ def test_no_rows_are_no_scores(served: Served) -> None:
 
 
 def test_a_request_that_is_too_large_is_refused(served: Served) -> None:
-    status, said = served.ask({"prompts": ["t3 " * LIMIT], "completions": ["t4"]})
-    assert (status, said) == (
+    status, content = served.ask({"prompts": ["t3 " * LIMIT], "completions": ["t4"]})
+    assert (status, content) == (
         413,
         {"error": f"the request is larger than {LIMIT} bytes: score fewer completions at a time"},
     )
@@ -216,21 +216,21 @@ def test_the_token_is_asked_for_and_never_said(
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     served = Served(scorer, token="opensesame")
     good = {"prompts": ["t3"], "completions": ["t4"]}
-    said = [
+    answers = [
         served.ask(good),
         served.ask(good, Authorization="Bearer opensesam"),
         served.ask(good, Authorization="Basic opensesame"),
         served.ask(b"", path="/health", method="GET"),
         served.ask(good, Authorization="Bearer opensesame"),
     ]
-    assert [status for status, _ in said] == [401, 401, 401, 200, 200]
+    assert [status for status, _ in answers] == [401, 401, 401, 200, 200]
     batch = completions_of([[5]], [[3, EOS]])
     assert remote(served.url, secret="opensesame")(batch).values.shape == (1,)
     with pytest.raises(RewardError, match="401") as caught:
         remote(served.url, secret="wrongsesame")(batch)
     served.close()
     written = capfd.readouterr()
-    assert "sesame" not in written.out + written.err + json.dumps(said) + str(caught.value)
+    assert "sesame" not in written.out + written.err + json.dumps(answers) + str(caught.value)
 
 
 def test_a_score_that_is_nan_is_an_odd_completion(served: Served, scorer: TextScorer) -> None:
@@ -273,9 +273,9 @@ def test_a_mistake_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
         ([rm, "--token-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE"),
     ):
         assert main(["serve-reward", *arguments]) == 2
-        said = capsys.readouterr()
-        assert message in said.err
-        assert "Traceback" not in said.out + said.err
+        output = capsys.readouterr()
+        assert message in output.err
+        assert "Traceback" not in output.out + output.err
 
 
 @pytest.mark.slow
@@ -303,9 +303,9 @@ def test_ppo_against_the_served_model_is_ppo_against_the_model(tmp_path: Path, m
         env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "500"},
     )
     assert process.stdout is not None
-    said = process.stdout.readline()
-    assert "/score" in said, process.communicate()
-    url = next(word for word in said.split() if word.startswith("http"))
+    line = process.stdout.readline()
+    assert "/score" in line, process.communicate()
+    url = next(word for word in line.split() if word.startswith("http"))
 
     def scores(name: str, source: dict[str, Any]) -> list[dict[str, Any]]:
         changed = merge(tree, {"run": {"out_dir": str(tmp_path / name)}, "logging": {"samples": 16}})

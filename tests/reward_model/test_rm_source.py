@@ -104,22 +104,24 @@ def test_another_tokenizers_text_is_encoded_anew(ours, tmp_path: Path) -> None:
         [[*theirs(text), *end] for (_, text), end in zip(texts, ends, strict=True)],
     )
     asked = replace(asked, finished=torch.tensor(finished))
-    found = RewardModelSource(model, ours(), policy_tokenizer=policy, micro_batch_size=2, dtype="float64")(asked).values
+    scores = RewardModelSource(model, ours(), policy_tokenizer=policy, micro_batch_size=2, dtype="float64")(
+        asked
+    ).values
     bos = [1] if ours is with_bos else []
     expected = completions_of(
         [[*bos, *prompt] for prompt, _ in texts],
         [[*text, *([EOS] if done else [])] for (_, text), done in zip(texts, finished, strict=True)],
     )
-    torch.testing.assert_close(found.double(), sequence_scores(model, *fields(expected)).detach(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(scores.double(), sequence_scores(model, *fields(expected)).detach(), rtol=0, atol=1e-6)
 
 
 def test_an_empty_completion_is_scored(tmp_path: Path) -> None:
     model = made_model(tmp_path)
     policy = other_tokenizer()
     asked = replace(completions_of([[35, 33]], [[0]]), finished=torch.tensor([True]))
-    found = source(model, policy)(asked).values
+    scores = source(model, policy)(asked).values
     expected = sequence_scores(model, *fields(completions_of([[5, 7]], [[EOS]])))
-    torch.testing.assert_close(found.double(), expected.detach(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(scores.double(), expected.detach(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -140,11 +142,11 @@ def test_a_row_beyond_the_context_is_read_without_its_beginning_and_counted(tmp_
         completion_mask=mask,
         sampler_logprobs=torch.zeros(ids.shape),
     )
-    found = source(model)(concat([long, ragged()]))
+    scores = source(model)(concat([long, ragged()]))
     short = completions_of([[BOS, 8, 9, 4]], [[5] * 60])
-    assert found.values[0].item() == pytest.approx(source(model)(short).values.item(), abs=1e-6)
-    torch.testing.assert_close(found.values[1:], source(model)(ragged()).values, rtol=0, atol=1e-6)
-    assert found.parts["cut"].tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert scores.values[0].item() == pytest.approx(source(model)(short).values.item(), abs=1e-6)
+    torch.testing.assert_close(scores.values[1:], source(model)(ragged()).values, rtol=0, atol=1e-6)
+    assert scores.parts["cut"].tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_what_of_a_row_is_read() -> None:
@@ -186,12 +188,12 @@ def test_another_familys_reward_model_reads_conversations_by_its_own_template(tm
     judge = RewardModelSource(model, own, policy_tokenizer=other_tokenizer(), micro_batch_size=2, dtype="float64")
     assert judge.note == "The reward model has another vocabulary: it reads conversations by its own chat template"
     expected = completions_of([[9, 5, 7, EOS, 10]] * 2, [[6, EOS], [6]])
-    found = judge(asked).values
-    torch.testing.assert_close(found.double(), sequence_scores(model, *fields(expected)).detach(), rtol=0, atol=1e-6)
+    scores = judge(asked).values
+    torch.testing.assert_close(scores.double(), sequence_scores(model, *fields(expected)).detach(), rtol=0, atol=1e-6)
     plain = source(model, other_tokenizer())
     assert plain.note == "The reward model has another vocabulary and no chat template: it reads plain text"
     assert source(model).note == ""
-    assert not torch.equal(plain(asked).values, found)
+    assert not torch.equal(plain(asked).values, scores)
 
 
 def test_a_template_that_refuses_the_conversation_is_told(tmp_path: Path) -> None:

@@ -22,26 +22,26 @@ def gaps_of(*values: float) -> torch.Tensor:
 
 
 def test_accuracy_counts_ties_half() -> None:
-    found = accuracy(gaps_of(1, 2, -1, 0), ["a", "b", "c", "d"], seed=0)
-    assert (found.accuracy, found.n) == (2.5 / 4, 4)
-    assert 0 <= found.low < found.accuracy < found.high <= 1
+    share = accuracy(gaps_of(1, 2, -1, 0), ["a", "b", "c", "d"], seed=0)
+    assert (share.accuracy, share.n) == (2.5 / 4, 4)
+    assert 0 <= share.low < share.accuracy < share.high <= 1
 
 
 def test_the_interval_is_about_the_binomial_one() -> None:
     """400 independent pairs at 70 %: 1.96 · √(0.7 · 0.3 / 400) = 0.045."""
     gaps = torch.cat([torch.ones(280), -torch.ones(120)])
-    found = accuracy(gaps, range(400), seed=0)
-    assert found.accuracy == pytest.approx(0.7)
-    assert found.accuracy - found.low == pytest.approx(0.045, abs=0.006)
-    assert found.high - found.accuracy == pytest.approx(0.045, abs=0.006)
-    assert accuracy(gaps, range(400), seed=0) == found
+    share = accuracy(gaps, range(400), seed=0)
+    assert share.accuracy == pytest.approx(0.7)
+    assert share.accuracy - share.low == pytest.approx(0.045, abs=0.006)
+    assert share.high - share.accuracy == pytest.approx(0.045, abs=0.006)
+    assert accuracy(gaps, range(400), seed=0) == share
 
 
 def test_pairs_of_one_prompt_are_one_observation() -> None:
     """20 prompts of 20 pairs that go alike carry the information of 20 pairs: 1.96 · √(0.7 · 0.3 / 20) = 0.20."""
     gaps = torch.cat([torch.ones(280), -torch.ones(120)])
-    found = accuracy(gaps, [i // 20 for i in range(400)], seed=0)
-    assert found.accuracy - found.low == pytest.approx(0.20, abs=0.03)
+    share = accuracy(gaps, [i // 20 for i in range(400)], seed=0)
+    assert share.accuracy - share.low == pytest.approx(0.20, abs=0.03)
     few = accuracy(gaps, [i // 100 for i in range(400)], seed=0)  # 4 prompts: too few to resample
     assert few.accuracy - few.low == pytest.approx(0.045, abs=0.006)
 
@@ -64,12 +64,12 @@ def test_margin_bins_by_hand() -> None:
 @given(st.lists(st.tuples(st.integers(0, 4), st.floats(-3, 3)), min_size=1, max_size=60), st.integers(1, 8))
 def test_margin_bins_divide_the_pairs_and_no_value(rows: list[tuple[int, float]], bins: int) -> None:
     margins, gaps = (gaps_of(*column) for column in zip(*rows, strict=True))
-    found = accuracy_by_margin(gaps, margins, bins=bins)
-    assert 1 <= len(found) <= bins
-    assert sum(b.n for b in found) == len(rows)
-    assert all(one.high < other.low for one, other in pairwise(found))
+    by_margin = accuracy_by_margin(gaps, margins, bins=bins)
+    assert 1 <= len(by_margin) <= bins
+    assert sum(b.n for b in by_margin) == len(rows)
+    assert all(one.high < other.low for one, other in pairwise(by_margin))
     won = sum(1.0 if gap > 0 else 0.5 if gap == 0 else 0.0 for _, gap in rows)
-    assert sum(b.accuracy * b.n for b in found) == pytest.approx(won)
+    assert sum(b.accuracy * b.n for b in by_margin) == pytest.approx(won)
 
 
 def test_calibration_error_by_hand() -> None:

@@ -29,10 +29,10 @@ def echo(_: int, question: str) -> Reply:
 
 def test_a_question_is_asked_as_openai_has_it_and_answers_come_in_order(tmp_path: Path) -> None:
     with serving(echo) as server:
-        found = model(f"{server.url}/", tmp_path, {"KEY": SECRET}, api_key_env="KEY", request={"seed": 7}).ask(
+        answers = model(f"{server.url}/", tmp_path, {"KEY": SECRET}, api_key_env="KEY", request={"seed": 7}).ask(
             ["a", "b"]
         )
-    assert found == ["you said a", "you said b"]
+    assert answers == ["you said a", "you said b"]
     asked = {request["messages"][0]["content"]: request for request in server.requests}
     assert asked["a"] == {
         "model": "judge-1",
@@ -196,8 +196,8 @@ def reward(url: str, cache: Path, **more: Any) -> ChatReward:
 
 def test_scores_of_completions_with_one_that_cannot_be_read(tmp_path: Path) -> None:
     batch = completions_of([[5, 7], [4], [6]], [[3, 14, EOS], [15, 9], [EOS]])
-    said = {"t3 t14": "I say: 9", "t15 t9": "well"}
-    with serving(lambda _n, question: next((a for c, a in said.items() if c in question), "2")) as server:
+    answers = {"t3 t14": "I say: 9", "t15 t9": "well"}
+    with serving(lambda _n, question: next((a for c, a in answers.items() if c in question), "2")) as server:
         scores = reward(server.url, tmp_path)(batch)
     assert scores.values.tolist() == [9.0, 5.5, 2.0]
     assert scores.parts["unreadable"].tolist() == [0.0, 1.0, 0.0]

@@ -29,39 +29,39 @@ def shaped(config: ShapingConfig, scores: Sequence[float], lengths: Sequence[int
 
 def test_by_default_a_score_is_left_as_it_is() -> None:
     """A clip at 10 by default turned 12, 40, 75 and 99 into 10 without a word: every group tied."""
-    found = shaped(ShapingConfig(), [12.0, 40.0, 75.0, -99.0], [1, 10, 4, 4], [False, True, False, True])
-    assert found.values.tolist() == [12.0, 40.0, 75.0, -99.0]
-    assert set(found.parts) == {"fit", "raw"}
+    scores = shaped(ShapingConfig(), [12.0, 40.0, 75.0, -99.0], [1, 10, 4, 4], [False, True, False, True])
+    assert scores.values.tolist() == [12.0, 40.0, 75.0, -99.0]
+    assert set(scores.parts) == {"fit", "raw"}
 
 
 def test_what_a_clip_changes_is_told() -> None:
-    found = shaped(ShapingConfig(clip=10.0), [-20.0, 3.0, 12.0, 10.0], [1, 10, 4, 4], [False, True, False, True])
-    assert found.values.tolist() == [-10.0, 3.0, 10.0, 10.0]
-    assert found.parts["raw"].tolist() == [-20.0, 3.0, 12.0, 10.0]
-    assert found.parts["clipped"].tolist() == [1.0, 0.0, 1.0, 0.0]
-    assert set(found.parts) == {"fit", "raw", "clipped"}
+    scores = shaped(ShapingConfig(clip=10.0), [-20.0, 3.0, 12.0, 10.0], [1, 10, 4, 4], [False, True, False, True])
+    assert scores.values.tolist() == [-10.0, 3.0, 10.0, 10.0]
+    assert scores.parts["raw"].tolist() == [-20.0, 3.0, 12.0, 10.0]
+    assert scores.parts["clipped"].tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert set(scores.parts) == {"fit", "raw", "clipped"}
 
 
 def test_a_missing_eos_costs_its_penalty_even_at_the_clip() -> None:
     config = ShapingConfig(clip=2.0, missing_eos_penalty=1.5)
-    found = shaped(config, [1.0, 1.0, 5.0, -5.0], [3, 3, 3, 3], [True, False, False, False])
-    assert found.values.tolist() == [1.0, -0.5, 0.5, -3.5]
-    assert found.parts["missing_eos_penalty"].tolist() == [0.0, 1.5, 1.5, 1.5]
+    scores = shaped(config, [1.0, 1.0, 5.0, -5.0], [3, 3, 3, 3], [True, False, False, False])
+    assert scores.values.tolist() == [1.0, -0.5, 0.5, -3.5]
+    assert scores.parts["missing_eos_penalty"].tolist() == [0.0, 1.5, 1.5, 1.5]
 
 
 def test_the_overlong_penalty_by_hand() -> None:
     """max 10, buffer 4: free up to 6, then a quarter of 2.0 a token."""
     config = ShapingConfig(overlong_buffer=4, overlong_penalty=2.0)
-    found = shaped(config, [0.0] * 6, [1, 6, 7, 8, 9, 10], [True] * 6)
-    assert found.values.tolist() == [0.0, 0.0, -0.5, -1.0, -1.5, -2.0]
-    assert found.parts["overlong_penalty"].tolist() == [0.0, 0.0, 0.5, 1.0, 1.5, 2.0]
+    scores = shaped(config, [0.0] * 6, [1, 6, 7, 8, 9, 10], [True] * 6)
+    assert scores.values.tolist() == [0.0, 0.0, -0.5, -1.0, -1.5, -2.0]
+    assert scores.parts["overlong_penalty"].tolist() == [0.0, 0.0, 0.5, 1.0, 1.5, 2.0]
 
 
 def test_all_together() -> None:
     config = ShapingConfig(clip=1.0, missing_eos_penalty=0.25, overlong_buffer=2, overlong_penalty=0.5)
-    found = shaped(config, [4.0, 0.5, -0.5], [10, 9, 2], [False, True, True])
-    assert found.values.tolist() == [1.0 - 0.25 - 0.5, 0.5 - 0.25, -0.5]
-    assert found.parts["raw"].tolist() == [4.0, 0.5, -0.5]
+    scores = shaped(config, [4.0, 0.5, -0.5], [10, 9, 2], [False, True, True])
+    assert scores.values.tolist() == [1.0 - 0.25 - 0.5, 0.5 - 0.25, -0.5]
+    assert scores.parts["raw"].tolist() == [4.0, 0.5, -0.5]
 
 
 @given(st.integers(0, 100), st.integers(1, 99))

@@ -14,9 +14,9 @@ TARGET = f"{Path(__file__).resolve().parents[2] / 'examples' / 'vader_reward.py'
 
 def scored(lexicon: Path, *texts: str, **more: object) -> list[float]:
     count = len(texts)
-    found = load_function(TARGET)(["sad. "] * count, list(texts), [{}] * count, lexicon=str(lexicon), **more)
-    assert isinstance(found, list)
-    return found
+    scores = load_function(TARGET)(["sad. "] * count, list(texts), [{}] * count, lexicon=str(lexicon), **more)
+    assert isinstance(scores, list)
+    return scores
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def small(tmp_path: Path) -> Path:
 
 def test_scores_by_hand(small: Path) -> None:
     """The sums are 4, 0, -1, -3 and 0, each then over the root of its square + 15."""
-    found = scored(small, "Good, GOOD!", "a goodly thing", "sad :)", "I won't", "")
-    assert found == pytest.approx([4 / 31**0.5, 0.0, -1 / 16**0.5, -3 / 24**0.5, 0.0])
+    scores = scored(small, "Good, GOOD!", "a goodly thing", "sad :)", "I won't", "")
+    assert scores == pytest.approx([4 / 31**0.5, 0.0, -1 / 16**0.5, -3 / 24**0.5, 0.0])
 
 
 def test_the_prompt_counts_only_where_asked(small: Path) -> None:
@@ -46,5 +46,5 @@ def test_it_is_a_function_reward(tmp_path: Path) -> None:
 
 
 def test_the_real_lexicon(shared: Path) -> None:
-    found = scored(shared / "data" / "vader" / "vader_lexicon.txt", "She was happy.", "It was a terrible day.")
-    assert found == pytest.approx([2.7 / (2.7**2 + 15) ** 0.5, -2.1 / (2.1**2 + 15) ** 0.5])
+    scores = scored(shared / "data" / "vader" / "vader_lexicon.txt", "She was happy.", "It was a terrible day.")
+    assert scores == pytest.approx([2.7 / (2.7**2 + 15) ** 0.5, -2.1 / (2.1**2 + 15) ** 0.5])

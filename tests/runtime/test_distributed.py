@@ -21,16 +21,30 @@ T = TypeVar("T")
 
 
 class Others(Distributed):
-    """A process whose talk with the others is heard by the test: `said` is what they said, in turn."""
+    """A process whose talk with the others is heard by the test: `messages` are theirs, in turn."""
 
-    def __init__(self, rank: int, world: int, said: list[list[Any]]) -> None:
+    def __init__(self, rank: int, world: int, messages: list[list[Any]]) -> None:
         super().__init__(rank, world)
-        self.said = said
+        self.messages = messages
         self.own: list[Any] = []
 
     def gather(self, value: T) -> list[T]:
         self.own.append(value)
-        return self.said.pop(0) if self.said else [value]
+        return self.messages.pop(0) if self.messages else [value]
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=30), st.integers(1, 9))
+def test_every_weight_has_one_owner_and_all_ranks_own_about_as_much(sizes: list[int], world: int) -> None:
+    named = {f"weight {i}": size for i, size in enumerate(sizes)}
+    owners = [Distributed(rank, world).owners(named) for rank in range(world)]
+    assert all(owner == owners[0] for owner in owners)
+    assert owners[0].keys() == named.keys()
+    loads = [sum(size for name, size in named.items() if owners[0][name] == rank) for rank in range(world)]
+    assert max(loads) <= sum(sizes) / world + max(sizes)
+
+
+def test_large_weights_are_dealt_first() -> None:
+    assert Distributed(0, 2).owners({"a": 1, "b": 8, "c": 4, "d": 4}) == {"b": 0, "c": 1, "d": 1, "a": 0}
 
 
 @given(st.integers(1, 40), st.integers(1, 9))
@@ -51,10 +65,10 @@ def test_every_process_makes_as_many_passes_and_counts_its_rows_once(rows: int, 
         split_into_micro_batches(batch, AdaptiveMicroBatch(size), size, Distributed(rank, world))
         for rank in range(world)
     ]
-    assert len({len(found) for found in passes}) == 1
-    counted = [int(row) for found in passes for one in found if one.counts for row in one.rows.row_ids]
+    assert len({len(own_passes) for own_passes in passes}) == 1
+    counted = [int(row) for own_passes in passes for one in own_passes if one.counts for row in one.rows.row_ids]
     assert counted == list(range(rows))
-    assert all(1 <= len(one.rows) <= size for found in passes for one in found)
+    assert all(1 <= len(one.rows) <= size for own_passes in passes for one in own_passes)
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 20))
@@ -64,10 +78,10 @@ def test_passes_by_tokens_hold_no_more_and_are_as_many_in_every_process(rows: in
     own = [len(by_tokens.cut(batch.rows(torch.arange(*Distributed(r, world)._bounds(rows, r))))) for r in range(world)]
     told = [float(count) for count in own]
     passes = [split_into_micro_batches(batch, by_tokens, limit, Others(rank, world, [told])) for rank in range(world)]
-    assert {len(found) for found in passes} == {max(own)}
-    counted = [[int(row) for row in one.rows.row_ids] for found in passes for one in found if one.counts]
-    assert [row for found in counted for row in found] == list(range(rows))
-    assert all(len(found) == 1 or sum(lengths[row] for row in found) <= limit for found in counted)
+    assert {len(own_passes) for own_passes in passes} == {max(own)}
+    counted = [[int(row) for row in one.rows.row_ids] for own_passes in passes for one in own_passes if one.counts]
+    assert [row for numbers in counted for row in numbers] == list(range(rows))
+    assert all(len(numbers) == 1 or sum(lengths[row] for row in numbers) <= limit for numbers in counted)
 
 
 def test_alone_passes_are_the_batch_in_order() -> None:

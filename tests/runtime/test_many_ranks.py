@@ -32,7 +32,7 @@ class Table:
     """Where the threads lay down what they say."""
 
     world: int
-    said: dict[int, Any] = field(default_factory=dict)
+    values: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.barrier = threading.Barrier(self.world, timeout=20)
@@ -46,18 +46,18 @@ class Threads(Distributed):
         self.table = table
 
     def gather(self, value: T) -> list[T]:
-        self.table.said[self.rank] = value
+        self.table.values[self.rank] = value
         self.table.barrier.wait()
-        found = [self.table.said[rank] for rank in range(self.world)]
+        values = [self.table.values[rank] for rank in range(self.world)]
         self.table.barrier.wait()
-        return found
+        return values
 
     def from_main(self, value: T) -> T:
         return self.gather(value)[0]
 
     def add_gradients(self, gradients: Sequence[Tensor]) -> None:
-        said = self.gather([gradient.clone() for gradient in gradients])
-        for mine, all_of_it in zip(gradients, zip(*said, strict=True), strict=True):
+        gathered = self.gather([gradient.clone() for gradient in gradients])
+        for mine, all_of_it in zip(gradients, zip(*gathered, strict=True), strict=True):
             mine.copy_(sum(all_of_it[1:], start=all_of_it[0]))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rlhf.config.sections import OptimizerConfig
 from rlhf.errors import CheckpointError, ConfigError
 from rlhf.runtime.engine import LocalModel
-from rlhf.runtime.optimizers import make_optimizer
+from rlhf.runtime.optimizers import MOMENTS, adam_state, load_optimizer_state, make_optimizer
 
 
 def module() -> nn.Sequential:
@@ -36,6 +36,36 @@ def run(one: LocalModel, steps: range) -> float:
         one.backward(loss, last=True)
         one.step(norm=one.grad_norm(), lr_factor=1.0)
     return float(loss_of(one.module, 1000).detach())
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])  # meta: a device that is not the CPU, where there is no GPU
+def test_adam_s_count_of_steps_is_where_its_weights_are(place: str) -> None:
+    """The fused kernel of a GPU reads the count there; a run continued under ZeRO gave it one on the CPU."""
+    flat = torch.ones(7, device=place)
+    state = adam_state(flat, 5)
+    assert {name: tensor.device for name, tensor in state.items()} == dict.fromkeys(("step", *MOMENTS), flat.device)
+    assert state["step"].dtype == torch.float32
+    if place == "cpu":
+        assert float(state["step"]) == 5
+        assert not state["exp_avg"].any()
+        assert state["exp_avg"].shape == flat.shape
+
+
+def test_deepspeed_s_adam_takes_the_count_as_a_number() -> None:
+    assert adam_state(torch.ones(3), 5, as_number=True)["step"] == 5
+    assert not isinstance(adam_state(torch.ones(3), 5, as_number=True)["step"], Tensor)
+
+
+def test_a_continued_adamw_has_its_count_beside_each_weight() -> None:
+    """As on a GPU, here on the meta device: of the state in a checkpoint, which is on the CPU, nothing stays there."""
+    one = trained("adamw")
+    run(one, range(2))
+    net = module().to("meta")
+    named = dict(net.named_parameters())
+    optimizer = torch.optim.AdamW(named.values(), lr=1e-3)
+    load_optimizer_state(optimizer, named, one.state(), "adamw")
+    places = {tensor.device.type for slots in optimizer.state.values() for tensor in slots.values()}
+    assert places == {"meta"}
 
 
 def test_8_bit_adamw_learns_as_adamw_does_with_a_quarter_of_the_state() -> None:

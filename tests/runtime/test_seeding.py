@@ -41,8 +41,8 @@ def test_generators_are_of_their_own() -> None:
 
 
 def test_uniforms_are_pinned() -> None:
-    found = uniforms(derive_seed(0, "sample", 1), torch.tensor([0, 0, 1, 12345]), torch.tensor([0, 1, 0, 678]))
-    assert found.tolist() == [0.3255964082036539, 0.8453996882960969, 0.7931881167084676, 0.6589332810932531]
+    numbers = uniforms(derive_seed(0, "sample", 1), torch.tensor([0, 0, 1, 12345]), torch.tensor([0, 1, 0, 678]))
+    assert numbers.tolist() == [0.3255964082036539, 0.8453996882960969, 0.7931881167084676, 0.6589332810932531]
 
 
 def mix(state: int) -> int:

@@ -21,9 +21,10 @@ from rlhf.models.logprobs import completion_outputs
 from rlhf.runtime.seeding import derive_seed
 from rlhf.sampling.fast import engine as engine_module
 from rlhf.sampling.fast.decoder import ATTENTION_NAME, ModelDecoder
-from rlhf.sampling.fast.engine import FastSampler, inverse_cdf, sample_token, unique_prompts
+from rlhf.sampling.fast.engine import FastSampler, unique_prompts
 from rlhf.sampling.fast.kv_cache import cache_dtype
 from rlhf.sampling.fast.llama import FusedDecoder
+from rlhf.sampling.fast.sample_token import inverse_cdf, sample_token
 from rlhf.sampling.generate import HFSampler, draw
 from rlhf.sampling.sampler import fast_unsupported_reason, make_sampler
 from rlhf.types import Completions, Prompts
@@ -54,9 +55,9 @@ class Checked(FastSampler):
     """Sees to it that generate does not take over unnoticed."""
 
     def sample(self, prompts: Prompts, **how: Any) -> Completions:
-        found = super().sample(prompts, **how)
+        completions = super().sample(prompts, **how)
         assert self.uses == ("lean" if self._lean_fits else "model")
-        return found
+        return completions
 
 
 def fast_of(
@@ -75,15 +76,15 @@ def fast_of(
     )
 
 
-def same(found: Completions, expected: Completions, *, within: float = 1e-5) -> None:
-    assert torch.equal(found.completion_ids, expected.completion_ids)
-    assert torch.equal(found.completion_mask, expected.completion_mask)
-    assert torch.equal(found.finished, expected.finished)
-    assert torch.equal(found.row_ids, expected.row_ids)
-    assert torch.equal(found.prompt_ids, expected.prompt_ids)
-    assert found.references == expected.references
-    assert found.group_size == expected.group_size
-    torch.testing.assert_close(found.sampler_logprobs, expected.sampler_logprobs, rtol=0, atol=within)
+def same(completions: Completions, expected: Completions, *, within: float = 1e-5) -> None:
+    assert torch.equal(completions.completion_ids, expected.completion_ids)
+    assert torch.equal(completions.completion_mask, expected.completion_mask)
+    assert torch.equal(completions.finished, expected.finished)
+    assert torch.equal(completions.row_ids, expected.row_ids)
+    assert torch.equal(completions.prompt_ids, expected.prompt_ids)
+    assert completions.references == expected.references
+    assert completions.group_size == expected.group_size
+    torch.testing.assert_close(completions.sampler_logprobs, expected.sampler_logprobs, rtol=0, atol=within)
 
 
 @pytest.mark.parametrize(
@@ -118,19 +119,19 @@ def test_rows_that_finish_at_once(slots: int) -> None:
     ends = tuple(range(0, 23, 3)) + tuple(range(1, 23, 3))
     model, prompts = model_of(), prompts_of(ROWS)
     expected = sampler_of(model, config(), eos_ids=ends).sample(prompts, key=KEY, group_size=3)
-    found = fast_of(model, config(batch_size=slots), eos_ids=ends).sample(prompts, key=KEY, group_size=3)
-    same(found, expected)
-    lengths = found.completion_mask.sum(dim=1)
+    completions = fast_of(model, config(batch_size=slots), eos_ids=ends).sample(prompts, key=KEY, group_size=3)
+    same(completions, expected)
+    lengths = completions.completion_mask.sum(dim=1)
     assert (lengths == 1).view(-1, 3).all(dim=1).any()
     assert lengths.max() > 2
 
 
 def test_all_finish_at_once() -> None:
-    found = fast_of(model_of(), config(batch_size=4), eos_ids=tuple(range(23)), pad_id=19).sample(
+    completions = fast_of(model_of(), config(batch_size=4), eos_ids=tuple(range(23)), pad_id=19).sample(
         prompts_of(ROWS), key=KEY, group_size=2
     )
-    assert found.completion_ids.shape == (14, 1)
-    assert found.finished.all()
+    assert completions.completion_ids.shape == (14, 1)
+    assert completions.finished.all()
 
 
 def test_padding_to_the_left_changes_nothing() -> None:
@@ -142,9 +143,9 @@ def test_padding_to_the_left_changes_nothing() -> None:
     )
     for lean in (True, False):
         narrow = fast_of(model, config(), lean=lean).sample(prompts, key=KEY, group_size=2)
-        found = fast_of(model, config(), lean=lean).sample(wide, key=KEY, group_size=2)
-        assert torch.equal(found.completion_ids, narrow.completion_ids)
-        assert torch.equal(found.sampler_logprobs, narrow.sampler_logprobs)
+        completions = fast_of(model, config(), lean=lean).sample(wide, key=KEY, group_size=2)
+        assert torch.equal(completions.completion_ids, narrow.completion_ids)
+        assert torch.equal(completions.sampler_logprobs, narrow.sampler_logprobs)
 
 
 @pytest.mark.parametrize("slots", [4, 100])
@@ -202,12 +203,17 @@ def test_an_adapter_is_sampled_from(family: str, lean: bool) -> None:
 def test_the_ratio_to_the_trainer_is_one(family: str, lean: bool) -> None:
     """What the first minibatch compares: the trainer's log-probs with those that the tokens were drawn at."""
     model = model_of(family)
-    found = fast_of(model, config(batch_size=5), lean=lean).sample(prompts_of(ROWS), key=KEY, group_size=3)
+    completions = fast_of(model, config(batch_size=5), lean=lean).sample(prompts_of(ROWS), key=KEY, group_size=3)
     with torch.no_grad():
         trainer = completion_outputs(
-            model, found.prompt_ids, found.prompt_mask, found.completion_ids, found.completion_mask, temperature=0.9
+            model,
+            completions.prompt_ids,
+            completions.prompt_mask,
+            completions.completion_ids,
+            completions.completion_mask,
+            temperature=0.9,
         ).logprobs
-    assert (trainer - found.sampler_logprobs).exp().sub(1.0).abs().max() < 1e-5
+    assert (trainer - completions.sampler_logprobs).exp().sub(1.0).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("length,uses", [(39, FusedDecoder), (40, ModelDecoder)])
@@ -285,12 +291,17 @@ def test_the_live_weights_are_sampled_from() -> None:
 def test_bf16_arithmetic_is_near_the_trainers(lean: bool) -> None:
     model = model_of()
     sampler = fast_of(model, config(), lean=lean, dtype="bfloat16")
-    found = sampler.sample(prompts_of(ROWS), key=KEY, group_size=4)
+    completions = sampler.sample(prompts_of(ROWS), key=KEY, group_size=4)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         trainer = completion_outputs(
-            model, found.prompt_ids, found.prompt_mask, found.completion_ids, found.completion_mask, temperature=0.9
+            model,
+            completions.prompt_ids,
+            completions.prompt_mask,
+            completions.completion_ids,
+            completions.completion_mask,
+            temperature=0.9,
         ).logprobs
-    far = (found.sampler_logprobs - trainer)[found.completion_mask].abs()
+    far = (completions.sampler_logprobs - trainer)[completions.completion_mask].abs()
     assert far.mean() < 0.01
     assert sampler.uses == ("lean" if lean else "model")
 
@@ -355,10 +366,10 @@ def test_a_recorded_step_is_the_same_step(dtype: str) -> None:
     for slots in (5, 100):
         eager = fast_of(model, config(batch_size=slots), device=device, dtype=dtype, static=False)
         replayed = fast_of(model, config(batch_size=slots), device=device, dtype=dtype)
-        found = replayed.sample(prompts, key=KEY, group_size=4)
+        completions = replayed.sample(prompts, key=KEY, group_size=4)
         if dtype == "float32":
-            same(found, eager.sample(prompts, key=KEY, group_size=4))
-        assert torch.isfinite(found.sampler_logprobs).all()
+            same(completions, eager.sample(prompts, key=KEY, group_size=4))
+        assert torch.isfinite(completions.sampler_logprobs).all()
 
 
 class _Counted:
@@ -397,13 +408,13 @@ def test_each_prompt_is_read_once_and_finished_rows_are_not_decoded(
     prompts = prompts_of(ROWS)
     sampler.sample(prompts_of(ROWS[:2]), key=KEY, group_size=1)  # its trial is over
     counted = _Counted(sampler, monkeypatch)
-    found = sampler.sample(prompts, key=KEY, group_size=8)
-    lengths = found.completion_mask.sum(dim=1)
+    completions = sampler.sample(prompts, key=KEY, group_size=8)
+    lengths = completions.completion_mask.sum(dim=1)
     needed = int((lengths - 1).sum())
     assert counted.prompts == len(ROWS)
     assert needed <= counted.rows <= 1.3 * needed + 8
-    assert counted.rows < 0.75 * len(found) * int(lengths.max())
-    if slots < len(found):  # the slots are kept full while rows wait
+    assert counted.rows < 0.75 * len(completions) * int(lengths.max())
+    if slots < len(completions):  # the slots are kept full while rows wait
         assert counted.steps < 2 * needed / slots + 40
 
 
@@ -468,8 +479,8 @@ def test_a_model_that_says_something_else_is_left_to_generate(monkeypatch: pytes
     sampler = FastSampler(
         model, config(), eos_ids=(EOS,), pad_id=PAD, dtype="float32", device=CPU, warn=told.append, lean=False
     )
-    found = sampler.sample(prompts_of(ROWS), key=KEY, group_size=2)
-    same(found, sampler_of(model, config()).sample(prompts_of(ROWS), key=KEY, group_size=2))
+    completions = sampler.sample(prompts_of(ROWS), key=KEY, group_size=2)
+    same(completions, sampler_of(model, config()).sample(prompts_of(ROWS), key=KEY, group_size=2))
     sampler.sample(prompts_of(ROWS), key=KEY, group_size=2)
     assert sampler.uses == "generate"
     assert len(told) == 1

@@ -77,6 +77,6 @@ def test_not_in_bfloat16_nor_with_a_shared_critic() -> None:
 def test_without_reference_or_critic_nothing_is_computed_but_the_compared_rows() -> None:
     models = bundle()
     batch = drawn(models)
-    found = annotated(models, batch, "sampler")
-    assert torch.equal(found.ref_logprobs, batch.sampler_logprobs)
-    assert not found.values.any()
+    rollout = annotated(models, batch, "sampler")
+    assert torch.equal(rollout.ref_logprobs, batch.sampler_logprobs)
+    assert not rollout.values.any()

@@ -32,11 +32,11 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_gsm8k_exact(load: Any) -> None:
     metric = load("gsm8k_exact")
-    found = metric.compute(
+    values = metric.compute(
         predictions=["The answer is $72.00.", "so 5", "none", r"\boxed{1{,}234}"],
         references=["work\n#### 72", "#### 5", "#### 1", "1234"],
     )
-    assert found == {"exact_match": 0.75, "no_answer": 0.25, "n": 4}
+    assert values == {"exact_match": 0.75, "no_answer": 0.25, "n": 4}
     strict = metric.compute(predictions=["so 5"], references=["#### 5"], announced_only=True)
     assert strict["exact_match"] == 0.0
     with pytest.raises(ValueError, match="has no number"):
@@ -45,28 +45,28 @@ def test_gsm8k_exact(load: Any) -> None:
 
 def test_pass_at_k(load: Any) -> None:
     rows = [[True, False, False, False], [True, True, False, False]]
-    found = load("pass_at_k").compute(predictions=rows, k=[1, 2])
-    assert found == pytest.approx({"pass@1": (0.25 + 0.5) / 2, "pass@2": (0.5 + 5 / 6) / 2})
+    values = load("pass_at_k").compute(predictions=rows, k=[1, 2])
+    assert values == pytest.approx({"pass@1": (0.25 + 0.5) / 2, "pass@2": (0.5 + 5 / 6) / 2})
 
 
 def test_distinct_n(load: Any) -> None:
     metric = load("distinct_n")
-    found = metric.compute(predictions=["a b a b", "a b"], n=[1, 2, 3])
-    assert found == pytest.approx({"distinct_1": 2 / 6, "distinct_2": 2 / 4, "distinct_3": 1.0})
+    values = metric.compute(predictions=["a b a b", "a b"], n=[1, 2, 3])
+    assert values == pytest.approx({"distinct_1": 2 / 6, "distinct_2": 2 / 4, "distinct_3": 1.0})
     assert math.isnan(metric.compute(predictions=["a"], n=[2])["distinct_2"])
 
 
 def test_pairwise_accuracy(load: Any) -> None:
-    found = load("pairwise_accuracy").compute(predictions=[1.0, 2.0, 3.0, 0.0], references=[0.0, 2.0, 1.0, 5.0])
-    assert found["accuracy"] == 0.625  # two right, one tie
-    assert 0 < found["low"] < 0.625 < found["high"] < 1
+    values = load("pairwise_accuracy").compute(predictions=[1.0, 2.0, 3.0, 0.0], references=[0.0, 2.0, 1.0, 5.0])
+    assert values["accuracy"] == 0.625  # two right, one tie
+    assert 0 < values["low"] < 0.625 < values["high"] < 1
 
 
 def test_win_rate(load: Any) -> None:
     metric = load("win_rate")
-    found = metric.compute(predictions=[1.0, 2.0, 3.0, 0.0], references=[0.0, 2.0, 1.0, 5.0])
-    assert (found["win_rate"], found["ties"]) == (0.625, 0.25)
-    assert found == metric.compute(predictions=[1.0, 2.0, 3.0, 0.0], references=[0.0, 2.0, 1.0, 5.0], bootstrap_seed=0)
+    values = metric.compute(predictions=[1.0, 2.0, 3.0, 0.0], references=[0.0, 2.0, 1.0, 5.0])
+    assert (values["win_rate"], values["ties"]) == (0.625, 0.25)
+    assert values == metric.compute(predictions=[1.0, 2.0, 3.0, 0.0], references=[0.0, 2.0, 1.0, 5.0], bootstrap_seed=0)
     sure = metric.compute(predictions=[1.0] * 5, references=[0.0] * 5)
     assert (sure["low"], sure["high"]) == (1.0, 1.0)
 

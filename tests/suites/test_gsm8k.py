@@ -33,14 +33,20 @@ def settings(path: Path, **more: object) -> Gsm8kSettings:
 def test_exact_answers_by_hand(tmp_path: Path) -> None:
     rows = [problem("7"), problem("8"), problem("7.0"), {"question": "q", "answer": "seven"}, {"question": "q"}]
     model = subject(tmp_path / "m", WORDS, SEVEN)
-    found = run_gsm8k(settings(write_rows(tmp_path / "g.jsonl", rows)), model)
-    got = figures(found)
+    result = run_gsm8k(settings(write_rows(tmp_path / "g.jsonl", rows)), model)
+    got = figures(result)
     assert got["pass_at_1"].value == pytest.approx(2 / 3)
     assert (got["pass_at_1"].low, got["pass_at_1"].high) == pytest.approx((0.2077, 0.9385), abs=1e-4)  # Wilson, 2 of 3
     assert (got["announced_rate"].value, got["no_answer_rate"].value) == (1.0, 0.0)
-    assert found.n == 3
-    assert found.skipped == {"no answer": 1, "the answer does not end in #### and a number": 1}
-    assert found.examples[1] == {"question": "q", "solution": " #### 7", "answer": "7", "expected": "8", "right": False}
+    assert result.n == 3
+    assert result.skipped == {"no answer": 1, "the answer does not end in #### and a number": 1}
+    assert result.examples[1] == {
+        "question": "q",
+        "solution": " #### 7",
+        "answer": "7",
+        "expected": "8",
+        "right": False,
+    }
 
 
 def test_pass_at_k_of_a_coin(tmp_path: Path) -> None:
@@ -62,8 +68,8 @@ def test_a_solution_ends_where_the_next_question_begins(tmp_path: Path) -> None:
     runs_on["####"] = {"7": 1.0}
     rows = write_rows(tmp_path / "g.jsonl", [problem("7")])
     model = subject(tmp_path / "m", WORDS, runs_on)
-    found = run_gsm8k(settings(rows, stop=["Question:"]), model)
-    assert found.examples[0]["solution"] == " #### 7 "
+    result = run_gsm8k(settings(rows, stop=["Question:"]), model)
+    assert result.examples[0]["solution"] == " #### 7 "
 
 
 def test_examples_are_shown_and_not_asked(tmp_path: Path) -> None:
@@ -72,9 +78,9 @@ def test_examples_are_shown_and_not_asked(tmp_path: Path) -> None:
     write_rows(tmp_path / "data" / "test.jsonl", [problem("7", "so"), problem("7", "q")])
     # The worked solution of an example ends in its number, without the calculator's marks.
     model = subject(tmp_path / "m", WORDS, SEVEN)
-    found = run_gsm8k(settings(tmp_path / "data", shots=2), model)
-    assert found.skipped == {"one of the examples": 1}
-    assert found.n == 1
+    result = run_gsm8k(settings(tmp_path / "data", shots=2), model)
+    assert result.skipped == {"one of the examples": 1}
+    assert result.n == 1
     asked: list[str] = []
     ask = type(model).render_question
     try:

@@ -44,14 +44,14 @@ def test_the_implicit_reward_by_hand(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "h.jsonl", PAIRS)
     model = subject(tmp_path / "m", WORDS, POLICY)
     start = subject(tmp_path / "s", WORDS, START, like=model)
-    found = run_hh(settings(rows, beta=0.5), model, reference=start, source=None)
-    got = figures(found)
+    result = run_hh(settings(rows, beta=0.5), model, reference=start, source=None)
+    got = figures(result)
     # beta (log .6/.3 - log .1/.3) = beta log 6 for good over bad, and less than nothing for the fourth pair
     assert got["implicit_accuracy"].value == 0.75
     assert (got["implicit_accuracy"].low, got["implicit_accuracy"].high) == pytest.approx((0.3006, 0.9544), abs=1e-4)
     assert got["implicit_margin"].value == pytest.approx(0.5 * math.log(6) * (3 - 1) / 4, abs=1e-5)
     assert got["logprob_accuracy"].value == 0.75
-    assert [part.why for part in found.left_out] == [NO_SOURCE]
+    assert [part.why for part in result.left_out] == [NO_SOURCE]
     itself = run_hh(settings(rows), model, reference=model, source=None)
     assert values(itself)["implicit_accuracy"] == 0.5  # a policy is no better than itself: all ties
 
@@ -61,8 +61,8 @@ def test_the_temperature_is_that_of_the_run(tmp_path: Path) -> None:
     model = subject(tmp_path / "m", WORDS, {**ENDS, "Assistant:": {"good": 0.8, "bad": 0.2}})
     start = subject(tmp_path / "s", WORDS, {**ENDS, "Assistant:": {"good": 0.5, "bad": 0.5}}, like=model)
     cool = settings(rows, beta=1.0, sampling={"temperature": 0.5})
-    found = values(run_hh(cool, model, reference=start, source=None))
-    assert found["implicit_margin"] == pytest.approx(2 * math.log(4), abs=1e-4)  # logits doubled
+    figure_values = values(run_hh(cool, model, reference=start, source=None))
+    assert figure_values["implicit_margin"] == pytest.approx(2 * math.log(4), abs=1e-4)  # logits doubled
 
 
 def test_scores_and_win_rates_by_hand(tmp_path: Path) -> None:
@@ -71,15 +71,15 @@ def test_scores_and_win_rates_by_hand(tmp_path: Path) -> None:
     always_bad = {**ENDS, "Assistant:": {"bad": 1.0}}
     model = subject(tmp_path / "m", WORDS, always_good)
     start = subject(tmp_path / "s", WORDS, always_bad, like=model)
-    found = run_hh(settings(rows), model, reference=start, source=source(model))
-    got = values(found)
+    result = run_hh(settings(rows), model, reference=start, source=source(model))
+    got = values(result)
     assert (got["score"], got["score_start"]) == (1.0, -1.0)
     assert (got["score_chosen"], got["score_rejected"]) == (0.5, -0.5)
     assert got["win_rate_start"] == 1.0
     assert got["win_rate_chosen"] == (3 * 0.5 + 1) / 4  # three ties
     assert got["source_accuracy"] == 0.75
-    assert found.left_out == ()
-    assert found.examples[0] == {
+    assert result.left_out == ()
+    assert result.examples[0] == {
         "prompt": "\n\nHuman: hi\n\nAssistant:",
         "completion": " good",
         "score": 1.0,
@@ -90,19 +90,19 @@ def test_scores_and_win_rates_by_hand(tmp_path: Path) -> None:
 def test_without_a_reference_the_start_model_is_left_out(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "h.jsonl", PAIRS)
     model = subject(tmp_path / "m", WORDS, POLICY)
-    found = run_hh(settings(rows), model, reference=None, source=source(model))
-    assert {"win_rate_chosen", "score"} <= set(values(found))
-    assert not {"win_rate_start", "implicit_accuracy"} & set(values(found))
-    assert [part.why for part in found.left_out] == [NO_REFERENCE, NO_REFERENCE]
+    result = run_hh(settings(rows), model, reference=None, source=source(model))
+    assert {"win_rate_chosen", "score"} <= set(values(result))
+    assert not {"win_rate_start", "implicit_accuracy"} & set(values(result))
+    assert [part.why for part in result.left_out] == [NO_REFERENCE, NO_REFERENCE]
 
 
 def test_an_answer_that_goes_on_with_another_turn_is_cut(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "h.jsonl", PAIRS[:2])
     goes_on = {"Assistant:": {"good": 1.0}, "good": {"Human:": 1.0}, "Human:": {"bad": 1.0}, "bad": {"bad": 1.0}}
     model = subject(tmp_path / "m", WORDS, goes_on)
-    found = run_hh(settings(rows), model, reference=None, source=source(model))
-    assert values(found)["score"] == 1.0  # the bad words came after the stop
-    assert "2 of the model's answers were cut" in found.notes[-1]
+    result = run_hh(settings(rows), model, reference=None, source=source(model))
+    assert values(result)["score"] == 1.0  # the bad words came after the stop
+    assert "2 of the model's answers were cut" in result.notes[-1]
     uncut = run_hh(settings(rows, stop=[]), model, reference=None, source=source(model))
     assert values(uncut)["score"] < 0
 
@@ -110,19 +110,19 @@ def test_an_answer_that_goes_on_with_another_turn_is_cut(tmp_path: Path) -> None
 def test_a_prompt_without_room_counts_in_the_log_probabilities_only(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "h.jsonl", [*PAIRS, pair("good", "bad", "hi " * 55)])
     model = subject(tmp_path / "m", WORDS, POLICY)
-    found = run_hh(settings(rows), model, reference=None, source=source(model))
-    got = figures(found)
+    result = run_hh(settings(rows), model, reference=None, source=source(model))
+    got = figures(result)
     assert (got["logprob_accuracy"].n, got["score"].n) == (5, 4)
-    assert "1 prompts leave no room for 8 more tokens" in found.notes[0]
+    assert "1 prompts leave no room for 8 more tokens" in result.notes[0]
 
 
 def test_bad_pairs_are_counted_and_none_is_an_error(tmp_path: Path) -> None:
     model = subject(tmp_path / "m", WORDS, POLICY)
     rows = write_rows(tmp_path / "h.jsonl", [PAIRS[0], pair("good", "good"), {"chosen": "x", "rejected": "y"}])
-    found = run_hh(settings(rows), model, reference=None, source=None)
-    assert found.n == 1
-    assert found.skipped["chosen and rejected are the same"] == 1
-    assert sum(found.skipped.values()) == 2
+    result = run_hh(settings(rows), model, reference=None, source=None)
+    assert result.n == 1
+    assert result.skipped["chosen and rejected are the same"] == 1
+    assert sum(result.skipped.values()) == 2
     same = write_rows(tmp_path / "same.jsonl", [pair("good", "good")])
     with pytest.raises(DataError, match="no usable rows"):
         run_hh(settings(same), model, reference=None, source=None)
@@ -134,5 +134,5 @@ def test_the_real_pairs_are_read(shared: Path, tmp_path: Path) -> None:
         shared / "data" / "hh_rlhf_harmless",
         dataset={"path": str(shared / "data" / "hh_rlhf_harmless"), "limit": 5, "max_tokens": 64},
     )
-    found = run_hh(config, model, reference=None, source=None)
-    assert found.n == 5
+    result = run_hh(config, model, reference=None, source=None)
+    assert result.n == 5

@@ -42,19 +42,19 @@ def test_accuracies_by_hand(tmp_path: Path) -> None:
         row("startend:end_checker", end_phrase="no"),  # met once the asterisks are taken away
         row("no:such_kind"),
     ]
-    found = run_ifeval(settings(write_rows(tmp_path / "i.jsonl", rows)), subject(tmp_path / "m", WORDS, ANSWERS))
-    got = figures(found)
+    result = run_ifeval(settings(write_rows(tmp_path / "i.jsonl", rows)), subject(tmp_path / "m", WORDS, ANSWERS))
+    got = figures(result)
     assert (got["prompt_strict"].value, got["instruction_strict"].value) == (1 / 4, 2 / 5)
     assert (got["prompt_loose"].value, got["instruction_loose"].value) == (2 / 4, 3 / 5)
     assert (got["prompt_strict"].low, got["prompt_strict"].high) == pytest.approx((0.0456, 0.6994), abs=1e-4)  # Wilson
     assert got["instruction_strict"].n == 4  # prompts, over which the interval is
     assert (got["length"].value, got["truncated"].value) == (3.0, 0.0)
-    assert found.skipped == {"no constraints that can be checked": 1}
-    assert [group[0].value for group in found.groups.values()] == [0.0, 1.0, 1.0, 0.0]
-    assert next(iter(found.groups)) == "punctuation:no_comma"  # the most frequent first
-    assert found.examples[3]["strict"] == [False]
-    assert found.examples[3]["loose"] == [True]
-    for name, numbers in found.rows.items():
+    assert result.skipped == {"no constraints that can be checked": 1}
+    assert [group[0].value for group in result.groups.values()] == [0.0, 1.0, 1.0, 0.0]
+    assert next(iter(result.groups)) == "punctuation:no_comma"  # the most frequent first
+    assert result.examples[3]["strict"] == [False]
+    assert result.examples[3]["loose"] == [True]
+    for name, numbers in result.rows.items():
         assert sum(numbers) / len(numbers) == pytest.approx(got[name].value), name
 
 

@@ -30,15 +30,15 @@ def test_the_gold_and_its_parts(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "p.jsonl", [{"prompt": text} for text in ASKED] + [{"prompt": "hello"}])
     model = subject(tmp_path / "m", WORDS, PRAISE)
     start = subject(tmp_path / "s", WORDS, BLAME, like=model)
-    found = run_lab(settings(rows), model, reference=start)
-    got = values(found)
-    texts = [str(example["completion"]) for example in found.examples]
+    result = run_lab(settings(rows), model, reference=start)
+    got = values(result)
+    texts = [str(example["completion"]) for example in result.examples]
     parts = [gold_parts(prompt, text) for prompt, text in zip(ASKED, texts, strict=True)]
     assert got["gold"] == pytest.approx(sum(sum(row.values()) for row in parts) / 6)
     assert got["gold"] == pytest.approx(sum(got[f"gold_{name}"] for name in parts[0]))
     assert got["gold_sentiment"] == pytest.approx(sum(row["sentiment"] for row in parts) / 6)
     assert got["gold_difference"] == pytest.approx(got["gold"] - got["gold_start"])
-    assert found.skipped == {"not a prompt of the lab: it names none of its topics": 1}
+    assert result.skipped == {"not a prompt of the lab: it names none of its topics": 1}
     alone = run_lab(settings(rows), model, reference=None)
     assert "gold_start" not in values(alone)
     assert [part.what for part in alone.left_out] == ["win rate over the start model"]

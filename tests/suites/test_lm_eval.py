@@ -73,10 +73,10 @@ def run(folder: Path, tmp_path: Path, task: str, **more: Any) -> Any:
 
 
 def test_multiple_choice(tasks: Path, tmp_path: Path) -> None:
-    found = run(tasks, tmp_path, "our_choice")
-    acc = figures(found)["acc"]
+    result = run(tasks, tmp_path, "our_choice")
+    acc = figures(result)["acc"]
     assert acc.value == pytest.approx(2 / 3)  # good after is, bad after the; the second item asks for bad after is
-    assert acc.n == found.n == 3
+    assert acc.n == result.n == 3
     assert acc.low is not None
     assert acc.low < 2 / 3
     assert run(tasks, tmp_path, "our_choice", limit=1).n == 1
@@ -84,8 +84,8 @@ def test_multiple_choice(tasks: Path, tmp_path: Path) -> None:
 
 def test_writing(tasks: Path, tmp_path: Path) -> None:
     # it is -> good; the -> bad, after which it goes on with "it", where the task says to stop
-    found = values(run(tasks, tmp_path, "our_writing"))
-    assert list(found.values()) == [pytest.approx(2 / 3)]
+    figure_values = values(run(tasks, tmp_path, "our_writing"))
+    assert list(figure_values.values()) == [pytest.approx(2 / 3)]
 
 
 def test_loglikelihoods_are_the_tables(tmp_path: Path) -> None:
@@ -98,9 +98,13 @@ def test_loglikelihoods_are_the_tables(tmp_path: Path) -> None:
     def asked(*arguments: str) -> Any:
         return Instance("loglikelihood", {}, arguments, 0)
 
-    found = model.loglikelihood([asked("it is", " good"), asked("it is", " bad it"), asked("the", " bad it is")])
-    assert [value for value, _ in found] == pytest.approx([math.log(0.6), math.log(0.2), math.log(0.9)], abs=1e-4)
-    assert [greedy for _, greedy in found] == [True, False, True]
+    loglikelihoods = model.loglikelihood(
+        [asked("it is", " good"), asked("it is", " bad it"), asked("the", " bad it is")]
+    )
+    assert [value for value, _ in loglikelihoods] == pytest.approx(
+        [math.log(0.6), math.log(0.2), math.log(0.9)], abs=1e-4
+    )
+    assert [greedy for _, greedy in loglikelihoods] == [True, False, True]
     long = "it is bad " * 40  # 120 words, and the context is 64
     rolled = model.loglikelihood_rolling([asked("it is good"), asked(long)])
     # The tokenizer puts no BOS before a text, so that lm-eval's prefix is the EOS, after which all words are alike.

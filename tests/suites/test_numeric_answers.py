@@ -15,7 +15,7 @@ from rlhf.suites.numeric_answers import expected_answer, final_answer, find_numb
 
 
 def numbers(text: str) -> list[Fraction]:
-    return [found.value for found in find_numbers(strip_markup(text))]
+    return [number.value for number in find_numbers(strip_markup(text))]
 
 
 AWKWARD = [
@@ -87,8 +87,8 @@ AWKWARD = [
 
 @pytest.mark.parametrize(("text", "value"), AWKWARD, ids=[repr(text[:40]) for text, _ in AWKWARD])
 def test_awkward_formats(text: str, value: int | Fraction | None) -> None:
-    found = final_answer(text)
-    assert (None if found is None else found.value) == value
+    answer = final_answer(text)
+    assert (None if answer is None else answer.value) == value
 
 
 VERDICTS = [
@@ -135,15 +135,15 @@ def test_the_expected_answer_must_be_all_there_is(solution: str, value: int | No
 def test_whole_numbers_come_back_with_and_without_commas(value: int) -> None:
     for written in (str(value), f"{value:,}", f"{value:,}.00"):
         for text in (f"#### {written}", f"The answer is {written}.", rf"so \boxed{{{written}}}", f"We get {written}."):
-            found = final_answer(text)
-            assert found is not None
-            assert found.value == value, text
+            answer = final_answer(text)
+            assert answer is not None
+            assert answer.value == value, text
 
 
 @given(st.text(max_size=200))
 def test_no_text_breaks_it(text: str) -> None:
-    found = final_answer(text)
-    assert found is None or isinstance(found.value, Fraction)
+    answer = final_answer(text)
+    assert answer is None or isinstance(answer.value, Fraction)
 
 
 @given(st.decimals(-1000, 1000, allow_nan=False, places=3))
@@ -161,6 +161,6 @@ def test_every_answer_of_gsm8k_is_recovered(shared: Path, split: str) -> None:
         value = int(written.strip().replace(",", ""))
         assert expected_answer(solution) == value
         for text in (solution, f"{work}The answer is {written.strip()}.", rf"{work}\boxed{{{written.strip()}}}"):
-            found = final_answer(text)
-            assert found is not None
-            assert (found.value, found.announced) == (value, True), text
+            answer = final_answer(text)
+            assert answer is not None
+            assert (answer.value, answer.announced) == (value, True), text

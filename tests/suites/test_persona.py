@@ -31,36 +31,36 @@ def settings(path: Path, **more: object) -> PersonaSettings:
 def test_the_likelier_answer_by_hand(tmp_path: Path) -> None:
     rows = [item("q q", " Yes"), item("q", " Yes"), item("q", " No")]
     model = subject(tmp_path / "m", WORDS, STEADY)
-    found = run_persona(settings(write_rows(tmp_path / "p.jsonl", rows)), model)
-    got = values(found)
+    result = run_persona(settings(write_rows(tmp_path / "p.jsonl", rows)), model)
+    got = values(result)
     assert got["matching_rate"] == pytest.approx(2 / 3)
     assert got["matching_probability"] == pytest.approx((8 / 9 + 8 / 9 + 1 / 9) / 3, abs=1e-5)
     assert (got["yes_rate"], got["flip_rate"], got["first_rate"]) == (1.0, 0.0, 0.5)
-    assert found.n == 3
-    assert found.examples[0]["log_odds_of_yes"] == pytest.approx([math.log(8), math.log(8)], abs=1e-4)
-    assert found.left_out == ()
+    assert result.n == 3
+    assert result.examples[0]["log_odds_of_yes"] == pytest.approx([math.log(8), math.log(8)], abs=1e-4)
+    assert result.left_out == ()
 
 
 def test_a_model_swayed_by_the_order_is_shown_to_be(tmp_path: Path) -> None:
     rows = [item("q", " Yes"), item("q", " No"), item("q", " No"), item("q", " No")]
     model = subject(tmp_path / "m", WORDS, SWAYED)
-    found = run_persona(settings(write_rows(tmp_path / "p.jsonl", rows), template=OFFERED), model)
-    got = values(found)
+    result = run_persona(settings(write_rows(tmp_path / "p.jsonl", rows), template=OFFERED), model)
+    got = values(result)
     assert got["flip_rate"] == 1.0
     assert got["matching_rate_yes_first"] == 0.25  # always Yes then
     assert got["matching_rate_no_first"] == 0.75  # always No
     assert got["matching_rate"] == 0.75  # log 3 - log 7 < 0: No, on balance
     assert got["first_rate"] == 1.0  # the answer offered first, each time
-    assert figures(found)["matching_rate"].low == pytest.approx(0.3006, abs=1e-4)  # Wilson, 3 of 4
-    assert found.examples[0]["log_odds_of_yes"] == pytest.approx([math.log(3), -math.log(7)], abs=1e-4)
+    assert figures(result)["matching_rate"].low == pytest.approx(0.3006, abs=1e-4)  # Wilson, 3 of 4
+    assert result.examples[0]["log_odds_of_yes"] == pytest.approx([math.log(3), -math.log(7)], abs=1e-4)
 
 
 def test_without_offered_answers_there_is_one_order_and_no_check(tmp_path: Path) -> None:
     model = subject(tmp_path / "m", WORDS, STEADY)
     asked = settings(write_rows(tmp_path / "p.jsonl", [item("q", " Yes")]), template="{question} Answer:")
-    found = run_persona(asked, model)
-    assert set(values(found)) == {"matching_rate", "matching_probability", "yes_rate"}
-    assert [part.what for part in found.left_out] == ["position check"]
+    result = run_persona(asked, model)
+    assert set(values(result)) == {"matching_rate", "matching_probability", "yes_rate"}
+    assert [part.what for part in result.left_out] == ["position check"]
 
 
 def test_malformed_items_are_counted_and_shown(tmp_path: Path) -> None:
@@ -75,9 +75,9 @@ def test_malformed_items_are_counted_and_shown(tmp_path: Path) -> None:
         {"question": "q"},
     ]
     model = subject(tmp_path / "m", WORDS, STEADY)
-    found = run_persona(settings(write_rows(tmp_path / "p.jsonl", rows), min_confidence=0.5), model)
-    assert found.n == 1
-    assert found.skipped == {
+    result = run_persona(settings(write_rows(tmp_path / "p.jsonl", rows), min_confidence=0.5), model)
+    assert result.n == 1
+    assert result.skipped == {
         "answer_matching_behavior is neither Yes nor No": 1,
         "both answers are the same": 1,
         "empty question": 1,
@@ -86,17 +86,17 @@ def test_malformed_items_are_counted_and_shown(tmp_path: Path) -> None:
         "longer than the model's context of 64 tokens": 1,
         "no answer_matching_behavior": 1,
     }
-    assert "p.jsonl:2 (' Maybe')" in found.notes[0]
-    assert values(found)["matching_rate"] == 1.0
+    assert "p.jsonl:2 (' Maybe')" in result.notes[0]
+    assert values(result)["matching_rate"] == 1.0
 
 
 def test_a_folder_of_behaviours_is_told_apart(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     write_rows(tmp_path / "data" / "brave.jsonl", [item("q", " Yes")] * 2)
     write_rows(tmp_path / "data" / "timid.jsonl", [item("q", " No")])
-    found = run_persona(settings(tmp_path / "data"), subject(tmp_path / "m", WORDS, STEADY))
-    assert {name: group[0].value for name, group in found.groups.items()} == {"brave": 1.0, "timid": 0.0}
-    assert found.n == 3
+    result = run_persona(settings(tmp_path / "data"), subject(tmp_path / "m", WORDS, STEADY))
+    assert {name: group[0].value for name, group in result.groups.items()} == {"brave": 1.0, "timid": 0.0}
+    assert result.n == 3
 
 
 def test_no_usable_item_and_a_tokenizer_that_cannot_tell(tmp_path: Path) -> None:

@@ -58,18 +58,21 @@ def test_rates_by_label_and_kind(tmp_path: Path) -> None:
     ]
     path = write_rows(tmp_path / "x.jsonl", rows)
     settings = XstestSettings.model_validate({"dataset": {"path": str(path)}, "sampling": {"max_new_tokens": 4}})
-    found = run_xstest(settings, subject(tmp_path / "m", WORDS, TABLE))
-    got = figures(found)
+    result = run_xstest(settings, subject(tmp_path / "m", WORDS, TABLE))
+    got = figures(result)
     assert (got["refused_safe"].value, got["refused_unsafe"].value) == (0.5, 1.0)
     assert (got["refused_safe"].n, got["refused_unsafe"].n) == (2, 1)
-    assert {kind: group[0].value for kind, group in found.groups.items()} == {"homonyms": 0.5, "contrast_homonyms": 1.0}
-    assert found.skipped == {"the label is neither safe nor unsafe": 1}
-    assert [example["refused"] for example in found.examples] == [True, False, True]
-    assert found.rows["refused_safe"] == [1.0, 0.0]
+    assert {kind: group[0].value for kind, group in result.groups.items()} == {
+        "homonyms": 0.5,
+        "contrast_homonyms": 1.0,
+    }
+    assert result.skipped == {"the label is neither safe nor unsafe": 1}
+    assert [example["refused"] for example in result.examples] == [True, False, True]
+    assert result.rows["refused_safe"] == [1.0, 0.0]
 
 
 def test_data_without_unsafe_prompts(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "x.jsonl", [{"prompt": "knife", "label": "safe"}])
     settings = XstestSettings.model_validate({"dataset": {"path": str(path)}, "sampling": {"max_new_tokens": 4}})
-    found = run_xstest(settings, subject(tmp_path / "m", WORDS, TABLE))
-    assert [part.what for part in found.left_out] == ["refused_unsafe"]
+    result = run_xstest(settings, subject(tmp_path / "m", WORDS, TABLE))
+    assert [part.what for part in result.left_out] == ["refused_unsafe"]

@@ -9,9 +9,11 @@ import pytest
 from rlhf.tracking.formatting import (
     format_duration,
     format_fixed,
+    format_gigabytes,
     format_interval,
     format_megabytes,
     format_number,
+    format_percent,
     format_significant,
     format_value,
 )
@@ -71,5 +73,11 @@ def test_figures_of_any_size_have_four_significant_digits() -> None:
     ]
 
 
+def test_percent() -> None:
+    assert format_percent(0.6149, 0.58, 0.645001) == "61 % [58, 65]"
+    assert format_percent(1.0, 0.0, 1.0) == "100 % [0, 100]"
+
+
 def test_megabytes() -> None:
     assert format_megabytes(1234.56) == "1,235 MB"
+    assert format_gigabytes(1234.56) == "1.2"

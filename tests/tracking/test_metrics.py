@@ -8,6 +8,7 @@ import pytest
 
 from rlhf.tracking.metrics import METRICS, MetricInfo, RunKind, progress_metrics, shown_in
 
+TITLED = {"headline", "tile", "compare/curve", "compare/end"}
 VIEWS = sorted({place.view for info in METRICS.values() for place in info.places})
 
 
@@ -24,7 +25,7 @@ def test_a_row_holds_its_fields_and_its_places() -> None:
 
 def test_the_views_are_those_that_are_read() -> None:
     kinds = {f"progress/{kind}" for kind in get_args(RunKind)}
-    assert {view for view in VIEWS if not view.startswith("chart/")} == kinds | {"headline", "tile", "summary"}
+    assert {view for view in VIEWS if not view.startswith("chart/")} == kinds | TITLED | {"summary"}
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -36,7 +37,7 @@ def test_the_positions_of_a_view_have_no_gaps(view: str) -> None:
         assert len([place for _, place in shown if place.title]) == len(set(positions))
     else:
         assert len(positions) == len(set(positions))
-        assert all(bool(place.title) == (view in ("headline", "tile")) for _, place in shown)
+        assert all(bool(place.title) == (view in TITLED) for _, place in shown)
 
 
 @pytest.mark.parametrize("info", METRICS.values(), ids=lambda info: info.name)

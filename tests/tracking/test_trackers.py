@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -132,10 +134,15 @@ def test_no_tracker_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_missing_tracker_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"bash scripts/setup\.sh track"):
-        open_trackers(["wandb"], folder=tmp_path, name="r", config={})
-    with pytest.raises(UserError, match="'mlflow' is not one of tensorboard, wandb"):
-        open_trackers(["mlflow"], folder=tmp_path, name="r", config={})
+    for backend, hint in (
+        ("wandb", r"setup\.sh track"),
+        ("mlflow", r"setup\.sh mlflow"),
+        ("trackio", "pip install trackio"),
+    ):
+        with pytest.raises(UserError, match=hint):
+            open_trackers([backend], folder=tmp_path, name="r", config={})
+    with pytest.raises(UserError, match="'neptune' is not one of mlflow, tensorboard, trackio, wandb"):
+        open_trackers(["neptune"], folder=tmp_path, name="r", config={})
 
 
 class FakeTracker:
@@ -208,3 +215,48 @@ def test_wandb_runs_offline_in_the_run_folder(tmp_path: Path, monkeypatch: pytes
     while b"score/mean" not in written.read_bytes() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert b"score/mean" in written.read_bytes()
+
+
+# In a process of their own: both read their environment once, and warn of themselves.
+LOGGED = """
+import sys
+from pathlib import Path
+from rlhf.tracking.trackers import open_trackers
+backend, folder = sys.argv[1], Path(sys.argv[2])
+trackers = open_trackers([backend], folder=folder, name="ppo", config={"policy": {"lr": 0.1, "lora": None}})
+trackers.log(3, {"score/mean": 0.5})
+trackers.log(4, {"score/mean": 0.75})
+trackers.close()
+"""
+READ_MLFLOW = """
+import mlflow
+client = mlflow.MlflowClient()
+(run,) = client.search_runs([client.get_experiment_by_name("rlhf").experiment_id])
+history = client.get_metric_history(run.info.run_id, "score/mean")
+result = [run.info.run_name, run.info.status, run.data.params["policy.lr"], [[m.step, m.value] for m in history]]
+"""
+READ_TRACKIO = """
+from trackio.sqlite_storage import SQLiteStorage
+rows = SQLiteStorage.get_logs("rlhf", "ppo")
+config = SQLiteStorage.get_run_config("rlhf", "ppo")
+result = ["ppo", "FINISHED", str(config["policy.lr"]), [[row["step"], row["score/mean"]] for row in rows]]
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "reader", "files"), [("mlflow", READ_MLFLOW, "mlruns"), ("trackio", READ_TRACKIO, "trackio")]
+)
+def test_local_trackers_hold_the_metrics_in_the_run_folder(
+    tmp_path: Path, backend: str, reader: str, files: str
+) -> None:
+    if importlib.util.find_spec(backend) is None:
+        pytest.skip(f"{backend} is not installed: docs/run_folder.md says how")
+    names = ("MLFLOW_TRACKING_URI", "TRACKIO_DIR", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
+    environment = {key: value for key, value in os.environ.items() if key not in names}
+    program = f"{LOGGED}{reader}import json; print(json.dumps(result))"
+    command = [sys.executable, "-c", program, backend, str(tmp_path)]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (result,) = [line for line in done.stdout.splitlines() if line.startswith('["ppo"')]  # both print more than this
+    assert json.loads(result) == ["ppo", "FINISHED", "0.1", [[3, 0.5], [4, 0.75]]]
+    assert [path.name for path in tmp_path.iterdir()] == [files]

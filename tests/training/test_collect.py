@@ -45,18 +45,18 @@ class Bench:
         repeated = [token for token in who for _ in range(group_size)]
         length = 2 + len(self.asked)  # each draw wider than the last
         rows = batch.row_ids.repeat_interleave(group_size) * group_size + torch.arange(len(repeated)) % group_size
-        found = completions_of([[token] for token in repeated], [[token] * length for token in repeated])
+        completions = completions_of([[token] for token in repeated], [[token] * length for token in repeated])
         values = [self.greedy_scores[token] for token in who] if greedy else [s for t in who for s in self.scores[t]]
         scores = torch.tensor(values)
         made = Completions(
-            prompt_ids=found.prompt_ids,
-            prompt_mask=found.prompt_mask,
+            prompt_ids=completions.prompt_ids,
+            prompt_mask=completions.prompt_mask,
             row_ids=rows,
             references=tuple({"who": token} for token in repeated),
-            completion_ids=found.completion_ids,
-            completion_mask=found.completion_mask,
-            sampler_logprobs=found.sampler_logprobs,
-            finished=found.finished,
+            completion_ids=completions.completion_ids,
+            completion_mask=completions.completion_mask,
+            sampler_logprobs=completions.sampler_logprobs,
+            finished=completions.finished,
             group_size=group_size,
         )
         return made, Scores(values=scores, parts={"raw": scores + 100, **({} if names else {"only once": scores})})
@@ -69,8 +69,8 @@ def collected(
     return collect(prompts([3, 4, 5]), bench, refill, Online.model_validate(choices), group_size=size)
 
 
-def who(found: Collected) -> list[int]:
-    return [int(reference["who"]) for reference in found.completions.references]
+def who(result: Collected) -> list[int]:
+    return [int(reference["who"]) for reference in result.completions.references]
 
 
 MIXED, ALIKE = (1.0, 2.0), (7.0, 7.0)
@@ -78,65 +78,65 @@ MIXED, ALIKE = (1.0, 2.0), (7.0, 7.0)
 
 def test_without_options_it_is_one_draw() -> None:
     bench = Bench({3: MIXED, 4: ALIKE, 5: MIXED})
-    found = collected(bench, advantage={"type": "group"}, drop_uniform_groups=True)
+    result = collected(bench, advantage={"type": "group"}, drop_uniform_groups=True)
     assert bench.asked == [((), [3, 4, 5], [0, 1, 2], 2, False)]
-    assert found.scores.values.tolist() == [1, 2, 7, 7, 1, 2]
-    assert found.baselines.tolist() == [0.0] * 6
-    assert (found.extra, found.metrics.values()) == (0, {})
+    assert result.scores.values.tolist() == [1, 2, 7, 7, 1, 2]
+    assert result.baselines.tolist() == [0.0] * 6
+    assert (result.extra, result.metrics.values()) == (0, {})
 
 
 def test_a_uniform_group_is_replaced_by_another_prompt_in_its_place() -> None:
     bench = Bench({3: MIXED, 4: ALIKE, 5: MIXED, 8: (4.0, 3.0), 9: MIXED})
-    found = collected(bench, {1: [8, 9, 9]}, **REFILLED, refill_rounds=3)
+    result = collected(bench, {1: [8, 9, 9]}, **REFILLED, refill_rounds=3)
     assert bench.asked[1:] == [(("refill", 1), [8], [1], 2, False)]  # the one prompt that is needed, under its number
-    assert who(found) == [3, 3, 8, 8, 5, 5]
-    assert found.completions.row_ids.tolist() == [0, 1, 2, 3, 4, 5]
-    assert found.scores.values.tolist() == [1, 2, 4, 3, 1, 2]
-    assert found.scores.parts["raw"].tolist() == [101, 102, 104, 103, 101, 102]
-    assert set(found.scores.parts) == {"raw"}
-    assert found.completions.prompt_ids[:, -1].tolist() == [3, 3, 8, 8, 5, 5]
-    assert found.completions.completion_mask.sum(1).tolist() == [3, 3, 4, 4, 3, 3]
-    assert found.extra == 2
-    assert found.metrics["completion/extra_tokens"] == 2 * (1 + 3)  # the two that were thrown away
-    assert found.metrics["completion/extra"] == 2.0
-    assert found.metrics["group/refilled"] == pytest.approx(1 / 3)
-    assert found.metrics["score/first_draw"] == pytest.approx(20 / 6)
+    assert who(result) == [3, 3, 8, 8, 5, 5]
+    assert result.completions.row_ids.tolist() == [0, 1, 2, 3, 4, 5]
+    assert result.scores.values.tolist() == [1, 2, 4, 3, 1, 2]
+    assert result.scores.parts["raw"].tolist() == [101, 102, 104, 103, 101, 102]
+    assert set(result.scores.parts) == {"raw"}
+    assert result.completions.prompt_ids[:, -1].tolist() == [3, 3, 8, 8, 5, 5]
+    assert result.completions.completion_mask.sum(1).tolist() == [3, 3, 4, 4, 3, 3]
+    assert result.extra == 2
+    assert result.metrics["completion/extra_tokens"] == 2 * (1 + 3)  # the two that were thrown away
+    assert result.metrics["completion/extra"] == 2.0
+    assert result.metrics["group/refilled"] == pytest.approx(1 / 3)
+    assert result.metrics["score/first_draw"] == pytest.approx(20 / 6)
 
 
 def test_rounds_go_on_for_what_is_still_uniform_and_end_at_the_limit() -> None:
     scores = {3: ALIKE, 4: ALIKE, 5: ALIKE, 8: ALIKE, 9: MIXED, 10: ALIKE, 11: ALIKE, 12: MIXED, 13: MIXED}
     bench = Bench(scores)
-    found = collected(bench, {1: [8, 9, 10], 2: [11, 12, 13]}, **REFILLED, refill_rounds=2)
+    result = collected(bench, {1: [8, 9, 10], 2: [11, 12, 13]}, **REFILLED, refill_rounds=2)
     assert [asked[1:3] for asked in bench.asked] == [
         ([3, 4, 5], [0, 1, 2]),
         ([8, 9, 10], [0, 1, 2]),
         ([11, 12], [0, 2]),
     ]
-    assert who(found) == [3, 3, 9, 9, 12, 12]  # the first is still uniform, and stays what it was
-    assert uniform_groups(found.scores.values, 2).tolist() == [True, True, False, False, False, False]
-    assert found.extra == 2 * (3 + 3 + 2) - 6
-    assert found.metrics["group/refilled"] == pytest.approx(2 / 3)
-    assert live_tokens(found.completions) + found.metrics["completion/extra_tokens"] == 6 * (1 + 3) + 6 * (
+    assert who(result) == [3, 3, 9, 9, 12, 12]  # the first is still uniform, and stays what it was
+    assert uniform_groups(result.scores.values, 2).tolist() == [True, True, False, False, False, False]
+    assert result.extra == 2 * (3 + 3 + 2) - 6
+    assert result.metrics["group/refilled"] == pytest.approx(2 / 3)
+    assert live_tokens(result.completions) + result.metrics["completion/extra_tokens"] == 6 * (1 + 3) + 6 * (
         1 + 4
     ) + 4 * (1 + 5)
 
 
 def test_nothing_is_refilled_where_nothing_is_uniform() -> None:
     bench = Bench({3: MIXED, 4: MIXED, 5: MIXED})
-    found = collected(bench, **REFILLED, refill_rounds=5)
+    result = collected(bench, **REFILLED, refill_rounds=5)
     assert len(bench.asked) == 1
-    assert (found.metrics["group/refilled"], found.metrics["completion/extra"], found.extra) == (0.0, 0.0, 0)
+    assert (result.metrics["group/refilled"], result.metrics["completion/extra"], result.extra) == (0.0, 0.0, 0)
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_greedy_completion_of_each_prompt_is_the_baseline_of_its_group(size: int) -> None:
     bench = Bench(dict.fromkeys((3, 4, 5), (1.0, 2.0, 3.0)[:size]), {3: 0.5, 4: -0.5, 5: 6.0})
-    found = collected(bench, size=size, **GREEDY)
+    result = collected(bench, size=size, **GREEDY)
     assert bench.asked[1:] == [(("greedy",), [3, 4, 5], [0, 1, 2], 1, True)]
-    assert found.baselines.tolist() == [score for score in (0.5, -0.5, 6.0) for _ in range(size)]
-    assert found.scores.values.tolist() == [1.0, 2.0, 3.0][:size] * 3
-    assert found.extra == 3
-    assert found.metrics.values() == {
+    assert result.baselines.tolist() == [score for score in (0.5, -0.5, 6.0) for _ in range(size)]
+    assert result.scores.values.tolist() == [1.0, 2.0, 3.0][:size] * 3
+    assert result.extra == 3
+    assert result.metrics.values() == {
         "score/greedy": 2.0,
         "completion/extra": 3.0,
         "completion/extra_tokens": 3 * (1 + 4),

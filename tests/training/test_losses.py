@@ -34,7 +34,7 @@ def gradients(module: nn.Module) -> list[Tensor]:
 def test_the_gradient_is_that_of_the_whole_objective(tmp_path: Path) -> None:
     run = online(ppo_tree(tmp_path, policy={"dtype": "float64"}))
     assert run.models.critic is not None
-    experience, found = experience_of(run), {}
+    experience, slopes = experience_of(run), {}
     norms = run.objective.denominators(experience)
     for name in ("apart", "together"):
         for module in (run.models.policy, run.models.critic):
@@ -48,9 +48,9 @@ def test_the_gradient_is_that_of_the_whole_objective(tmp_path: Path) -> None:
             terms, _ = run.objective.loss(experience, run.models.outputs(experience), run.coefs)
             total = sum(terms[key] / norms[key] for key in terms)
         total.backward()
-        found[name] = gradients(run.models.policy) + gradients(run.models.critic)
-    assert len(found["apart"]) == len(found["together"])
-    for one, other in zip(found["apart"], found["together"], strict=True):
+        slopes[name] = gradients(run.models.policy) + gradients(run.models.critic)
+    assert len(slopes["apart"]) == len(slopes["together"])
+    for one, other in zip(slopes["apart"], slopes["together"], strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 

@@ -16,7 +16,7 @@ from rlhf.models.policy_models import Models
 from rlhf.rewards.source import RewardSource
 from rlhf.training.losses import DemonstrationLoss
 from rlhf.training.online import train
-from rlhf.training.online_run import OnlineRun
+from rlhf.training.online_run import OnlineRun, row_order
 from rlhf.types import Completions, Demonstrations, Scores
 
 GROUPS: dict[str, Any] = {
@@ -68,6 +68,16 @@ def test_a_group_that_does_not_tie_moves_the_policy(tmp_path: Path) -> None:
     assert largest_difference(weights(run.models.policy), before) > 1e-3
     assert lines(run)[-1]["policy/optimizer_steps"] == 4.0
     assert lines(run)[-1]["skipped/zero_gradient"] == 0.0
+
+
+def test_without_shuffling_minibatches_are_the_same_in_every_epoch_and_step(tmp_path: Path) -> None:
+    run = online(ppo_tree(tmp_path))
+    orders = [row_order(run, 12, step, epoch).tolist() for step, epoch in ((1, 0), (1, 1), (2, 0), (1, 0))]
+    assert orders[0] == orders[3]
+    assert len({tuple(order) for order in orders}) == 3
+    assert all(sorted(order) == list(range(12)) for order in orders)
+    fixed = online(ppo_tree(tmp_path), "batch.shuffle=false")
+    assert row_order(fixed, 12, 1, 0).tolist() == row_order(fixed, 12, 2, 1).tolist() == list(range(12))
 
 
 def test_controllers_hold_while_the_critic_warms_up(tmp_path: Path) -> None:

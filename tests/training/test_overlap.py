@@ -127,8 +127,8 @@ def test_a_run_that_its_reward_stopped_goes_on_with_the_same_completions(tmp_pat
         left[0] -= 1
         if not left[0]:
             raise RewardError("the server is gone")
-        found: Scores = reward(completions)
-        return found
+        scores: Scores = reward(completions)
+        return scores
 
     run.reward.source = dies  # type: ignore[attr-defined]
     with pytest.raises(RewardError):
@@ -148,7 +148,7 @@ def test_a_shared_critic_needs_the_trainers_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"algorithm": {"preset": "remax"}, "batch": {"epochs": 1, "minibatches": 1}}, "weights of advantages"),
         (
@@ -159,8 +159,8 @@ def test_a_shared_critic_needs_the_trainers_pass(tmp_path: Path) -> None:
         ({"sampling": {"old_log_probs": "sampler"}}, "old_log_probs=auto"),
     ],
 )
-def test_what_cannot_be_drawn_ahead_is_said(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_drawn_ahead_is_said(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     tree = ppo_tree(tmp_path, **changes)
     tree["overlap"] = {"ahead": True, **tree.get("overlap", {})}
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         train_config(tree)

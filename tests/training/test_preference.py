@@ -25,7 +25,7 @@ REFERENCE = ([-5.0, -4.0, -9.0], [-6.0, -7.5, -6.5])
 
 
 @torch.no_grad()
-def said(model: PreTrainedModel, prompt: Sequence[int], completion: Sequence[int]) -> float:
+def sequence_logprob(model: PreTrainedModel, prompt: Sequence[int], completion: Sequence[int]) -> float:
     """The log-probability of a completion by itself: no padding, no batch."""
     one = completions_of([prompt], [completion])
     outputs = completion_outputs(
@@ -89,7 +89,10 @@ def numbers(values: Sequence[float]) -> torch.Tensor:
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_the_loss_is_that_of_rows_by_themselves(family: str) -> None:
     policy = tiny(family)
-    alone = [numbers([said(policy, *row) for row in zip(PROMPTS, side, strict=True)]) for side in (CHOSEN, REJECTED)]
+    alone = [
+        numbers([sequence_logprob(policy, *row) for row in zip(PROMPTS, side, strict=True)])
+        for side in (CHOSEN, REJECTED)
+    ]
     h = [logprobs - numbers(reference) for logprobs, reference in zip(alone, REFERENCE, strict=True)]
     m = [logprobs / numbers([len(c) for c in side]) for logprobs, side in zip(alone, (CHOSEN, REJECTED), strict=True)]
     per_token = [x / numbers([len(c) for c in side]) for x, side in zip(h, (CHOSEN, REJECTED), strict=True)]
@@ -111,8 +114,11 @@ def test_the_loss_is_that_of_rows_by_themselves(family: str) -> None:
 def test_rewards_and_accuracy_are_observed_apart() -> None:
     policy = tiny()
     loss = PairwiseLoss(models_of(policy), DpoLoss(beta=0.3))
-    alone = [numbers([said(policy, *row) for row in zip(PROMPTS, side, strict=True)]) for side in (CHOSEN, REJECTED)]
-    rewards = [0.3 * (found - numbers(ref)) for found, ref in zip(alone, REFERENCE, strict=True)]
+    alone = [
+        numbers([sequence_logprob(policy, *row) for row in zip(PROMPTS, side, strict=True)])
+        for side in (CHOSEN, REJECTED)
+    ]
+    rewards = [0.3 * (logprobs - numbers(ref)) for logprobs, ref in zip(alone, REFERENCE, strict=True)]
     observed = loss.terms(pairs())[1]
     assert observed["preference/chosen_reward"].value == pytest.approx(rewards[0].mean().item())
     assert observed["preference/rejected_reward"].value == pytest.approx(rewards[1].mean().item())
@@ -132,13 +138,13 @@ def test_a_users_turn_between_two_answers_is_read_and_not_scored() -> None:
     assert observed["preference/chosen_logprob"].value == pytest.approx(expected.mean().item())
     rows = CompletionRows(tuple(PROMPTS), tuple(CHOSEN), 0, tuple([i != 1 for i in range(len(c))] for c in CHOSEN))
     say = lambda batch: models_of(policy).policy_tokens(batch).logprobs  # noqa: E731
-    found = completion_logprobs(rows, say, rows_per_pass=2, device=torch.device("cpu"))
-    torch.testing.assert_close(found, expected.detach())
+    logprobs = completion_logprobs(rows, say, rows_per_pass=2, device=torch.device("cpu"))
+    torch.testing.assert_close(logprobs, expected.detach())
 
 
 def test_a_tie_is_half_right() -> None:
     tied = pairs()
-    found = PairwiseLoss(models_of(tiny()), DpoLoss()).terms(
+    observed = PairwiseLoss(models_of(tiny()), DpoLoss()).terms(
         type(tied)(
             **{
                 **vars(tied),
@@ -149,8 +155,8 @@ def test_a_tie_is_half_right() -> None:
             }
         )
     )[1]
-    assert found["preference/accuracy"].value == 0.5
-    assert found["preference/margin"].value == 0.0
+    assert observed["preference/accuracy"].value == 0.5
+    assert observed["preference/margin"].value == 0.0
 
 
 # KTO
@@ -164,7 +170,7 @@ def kto_loss(models: Models, **options: int | None) -> LabelledLoss:
 def test_the_baseline_is_of_completions_of_other_prompts() -> None:
     reference, policy = tiny(), moved(tiny())
     rows = list(zip(PROMPTS, [*CHOSEN[1:], CHOSEN[0]], strict=True))  # each prompt with the next one's completion
-    ratios = [said(policy, *row) - said(reference, *row) for row in rows]
+    ratios = [sequence_logprob(policy, *row) - sequence_logprob(reference, *row) for row in rows]
     ours = kto_loss(models_of(policy, reference)).with_baseline(labelled()).baselines
     expected = max(0.0, sum(ratios) / 3)
     torch.testing.assert_close(ours, numbers([expected] * 3))
@@ -176,16 +182,16 @@ def test_the_baseline_is_of_completions_of_other_prompts() -> None:
 @pytest.mark.parametrize("rows_per_pass", [1, 2, 64])
 def test_the_baseline_does_not_depend_on_the_rows_of_a_pass(rows_per_pass: int) -> None:
     models = models_of(moved(tiny()), tiny())
-    found = kto_loss(models, rows_per_pass=rows_per_pass).with_baseline(labelled()).baselines
-    torch.testing.assert_close(found, kto_loss(models).with_baseline(labelled()).baselines)
-    assert not found.requires_grad
+    baselines = kto_loss(models, rows_per_pass=rows_per_pass).with_baseline(labelled()).baselines
+    torch.testing.assert_close(baselines, kto_loss(models).with_baseline(labelled()).baselines)
+    assert not baselines.requires_grad
 
 
 def test_a_label_is_worth_what_the_definition_says() -> None:
     reference, policy = tiny(), moved(tiny())
     loss = kto_loss(models_of(policy, reference))
     batch = loss.with_baseline(labelled())
-    h = numbers([said(policy, *row) for row in zip(PROMPTS, CHOSEN, strict=True)]) - numbers(REFERENCE[0])
+    h = numbers([sequence_logprob(policy, *row) for row in zip(PROMPTS, CHOSEN, strict=True)]) - numbers(REFERENCE[0])
     z0, good = batch.baselines, batch.desirable
     signed = torch.where(good, h - z0, z0 - h)
     terms, observed = loss.terms(batch)
@@ -209,9 +215,12 @@ def test_another_prompts_completion_is_read_no_further_than_the_context() -> Non
     policy, reference = (tiny("gpt2", n_positions=8) for _ in range(2))
     batch = labelled([long, short], [first, second])
     loss = kto_loss(models_of(moved(policy), reference), context=8)
-    found = loss.with_baseline(batch).baselines
-    ratios = [said(policy, *row) - said(reference, *row) for row in ((long, second[:2]), (short, first))]
-    torch.testing.assert_close(found, numbers([max(0.0, sum(ratios) / 2)] * 2))
+    baselines = loss.with_baseline(batch).baselines
+    ratios = [
+        sequence_logprob(policy, *row) - sequence_logprob(reference, *row)
+        for row in ((long, second[:2]), (short, first))
+    ]
+    torch.testing.assert_close(baselines, numbers([max(0.0, sum(ratios) / 2)] * 2))
     with pytest.raises(IndexError):
         kto_loss(models_of(policy, reference)).with_baseline(batch)
 
@@ -222,14 +231,14 @@ def test_another_prompts_completion_is_read_no_further_than_the_context() -> Non
 def test_rows_come_back_in_their_own_order_whatever_the_pass() -> None:
     model = tiny()
     rows = CompletionRows(tuple(PROMPTS), tuple(CHOSEN), 0)
-    expected = numbers([said(model, *row) for row in zip(PROMPTS, CHOSEN, strict=True)])
+    expected = numbers([sequence_logprob(model, *row) for row in zip(PROMPTS, CHOSEN, strict=True)])
     for size in (1, 2, 3):
-        found = completion_logprobs(
+        logprobs = completion_logprobs(
             rows, lambda batch: models_of(model).policy_tokens(batch).logprobs, rows_per_pass=size,
             device=torch.device("cpu"),
         )  # fmt: skip
-        torch.testing.assert_close(found, expected)
-        assert not found.requires_grad
+        torch.testing.assert_close(logprobs, expected)
+        assert not logprobs.requires_grad
     assert rows.by_length() == [2, 0, 1]
 
 

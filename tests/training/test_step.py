@@ -245,8 +245,8 @@ def test_adam_by_hand() -> None:
     ],
 )
 def test_the_learning_rate_by_hand(decay: str, expected: list[float]) -> None:
-    found = [lr_factor(step, steps=6, warmup_steps=2, decay=decay) for step in range(1, 7)]
-    assert found == pytest.approx(expected)
+    rates = [lr_factor(step, steps=6, warmup_steps=2, decay=decay) for step in range(1, 7)]
+    assert rates == pytest.approx(expected)
 
 
 def test_without_warm_up_the_first_step_is_at_the_peak() -> None:

@@ -233,7 +233,7 @@ FAMILIES = (
         chat="<s>[INST] Hi [/INST] Hello </s><s>[INST] Bye [/INST]",
         turn_end="</s>",
         prefix="<s>",
-        notes="no pad token; SentencePiece puts a space before a text; BOS before every question",
+        notes="no pad token; SentencePiece puts a space before a text; BOS before every user turn",
     ),
     Family(
         name="llama3",
@@ -281,7 +281,7 @@ FAMILIES = (
         ),
         turn_end="<|eot_id|>",
         prefix="<|begin_of_text|>",
-        notes="three tokens end a turn; no pad token; scaled rotations; four query heads a key head",
+        notes="three tokens end a turn; no pad token; scaled rotary embeddings; four query heads per key head",
     ),
     Family(
         name="mistral_base",
@@ -354,7 +354,7 @@ FAMILIES = (
         chat="<|user|>\nHi</s>\n<|assistant|>\nHello</s>\n<|user|>\nBye</s>\n<|assistant|>\n",
         turn_end="</s>",
         prefix="<s>",
-        notes="the pad token is EOS; eight query heads a key head; the template writes no BOS",
+        notes="the pad token is EOS; eight query heads per key head; the template writes no BOS",
     ),
     Family(
         name="smollm2",
@@ -386,7 +386,7 @@ FAMILIES = (
             "<|im_start|>assistant\n"
         ),
         turn_end="<|im_end|>",
-        notes="the pad token is EOS; tied head; three query heads a key head",
+        notes="the pad token is EOS; tied head; three query heads per key head",
     ),
     Family(
         name="qwen2_5",
@@ -458,7 +458,7 @@ FAMILIES = (
             "<|im_start|>assistant\n"
         ),
         turn_end="<|im_end|>",
-        notes="norms of queries and keys; heads wider than the model's width over their number; the last turn thinks",
+        notes="norms of queries and keys; heads wider than width / number; only the last turn keeps its thought",
     ),
     Family(
         name="gemma2",
@@ -546,7 +546,7 @@ FAMILIES = (
         ),
         turn_end="<end_of_turn>",
         prefix="<bos>",
-        notes="five of six layers have a window of 512 tokens (8 here) and rotations of their own",
+        notes="five of six layers have a window of 512 tokens (8 here) and other rotary embeddings",
     ),
     Family(
         name="phi3",
@@ -605,7 +605,7 @@ FAMILIES = (
             "<|im_start|>user<|im_sep|>Bye<|im_end|><|im_start|>assistant<|im_sep|>"
         ),
         turn_end="<|im_end|>",
-        notes="fused projections; the template opens the assistant's turn by itself",
+        notes="fused projections; the template itself opens the assistant's turn",
     ),
     Family(
         name="phi4_mini",
@@ -644,7 +644,7 @@ FAMILIES = (
         reduced=True,
         chat="<|user|>Hi<|end|><|assistant|>Hello<|end|><|user|>Bye<|end|><|assistant|>",
         turn_end="<|end|>",
-        notes="fused projections; three quarters of a head are rotated; rotations change with the length (longrope)",
+        notes="fused projections; rotary on three quarters of a head, changing with the length (longrope)",
     ),
     Family(
         name="olmo2",
@@ -696,7 +696,7 @@ FAMILIES = (
         pads_with="<|padding|>",
         dtype="float16",
         fast=FastWays(written_out=NOT_YET, lean_decoder=NOT_YET),
-        notes="attention and feed-forward in parallel; a quarter of a head is rotated; no pad token, no template",
+        notes="attention and feed-forward in parallel; rotary on a quarter of a head; no pad token, no template",
     ),
     Family(
         name="opt",
@@ -765,7 +765,7 @@ FAMILIES = (
             fast_sampler="the attention of FalconForCausalLM cannot be given another cache",
             lean_decoder="the fast sampler is off",
         ),
-        notes="one key head for all; attention and feed-forward in parallel; the template ends no turn",
+        notes="one key head for all query heads; attention and feed-forward in parallel; the template ends no turn",
     ),
 )
 BY_NAME = {family.name: family for family in FAMILIES}

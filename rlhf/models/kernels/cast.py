@@ -1,4 +1,4 @@
-"""Matrix products in 16 bits on a CPU: few distinct shapes, and each weight cast once per optimizer step."""
+"""Matrix products in 16 bits: each weight cast once per optimizer step and, on a CPU, few distinct shapes."""
 
 from __future__ import annotations
 
@@ -51,10 +51,13 @@ def weights_cast_once() -> Iterator[None]:
 
 
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `weight` in `dtype`: unchanged if it has it, on a CPU the copy that `weights_cast_once` keeps."""
+    """Return `weight` in `dtype`: unchanged if it has it, else the copy that `weights_cast_once` keeps.
+
+    A weight that ZeRO-3 has gathered is cast each time: to keep its memory would undo the sharding.
+    """
     if weight.dtype == dtype:
         return weight
-    if _CASTS is None or weight.device.type != "cpu":
+    if _CASTS is None or hasattr(weight, "ds_id"):
         return weight.to(dtype)
     key = weight.data_ptr(), weight.shape, weight.stride()
     cached = _CASTS.get(key)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhf.models.backbone import CausalLM
 from rlhf.models.kernels.cast import HALF_DTYPES, cast_weight, pad_rows_for_onednn
+from rlhf.runtime.device import is_device_error
 
 CHUNK_TOKENS = {"cpu": 256, "cuda": 4096}  # tokens per chunk of logits: measured, see benchmarks/NOTES_forward.md
 MAX_CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**26}  # and never more logits than this, whatever the vocabulary
@@ -176,8 +177,12 @@ class _LinearStatistics(torch.autograd.Function):
             total = exps.sum(dim=-1)
             logsums[part] = total.log() + top
             logprobs[part] = chosen - logsums[part]
+            if z.is_cuda:  # to look for NaN as below would wait for the device
+                z.clamp_(min=LOWEST)
             moments = torch.bmm(exps[:, None], z[:, :, None])[:, 0, 0]
-            if moments.isnan().any():  # from a logit of minus infinity (0 * -inf): rare, so it is handled only then
+            if (
+                not z.is_cuda and moments.isnan().any()
+            ):  # from a logit of minus infinity (0 * -inf): rare, so it is handled only then
                 moments = torch.bmm(exps[:, None], z.clamp_(min=LOWEST)[:, :, None])[:, 0, 0]
             entropy[part] = total.log() - moments / total
             first[part] = (best == ids[part]).to(dtype)
@@ -311,7 +316,9 @@ def _find_unsupported_reason(model: CausalLM) -> str:
     try:
         with intercept_head(head, read):
             logits = model(input_ids=ids, use_cache=False).logits
-    except (RuntimeError, IndexError, ValueError, TypeError):
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        if is_device_error(error):
+            raise
         return f"the forward of {name} does not take its head's answer as it is"
     expected = torch.linspace(-1e3, 1e3, 21, dtype=logits.dtype, device=logits.device).reshape(3, 7)
     if logits.shape != expected.shape or not torch.equal(logits, expected):

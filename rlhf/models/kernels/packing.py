@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,6 +22,8 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.modeling_utils import AttentionInterface
 
 from rlhf.models.kernels.cast import HALF_DTYPES
+from rlhf.runtime.device import is_device_error
+from rlhf.transfer import on_host, to_device
 
 MATMUL_ATTENTION_MAX_KEYS = (
     256  # keys up to which 16-bit attention on a CPU is computed by plain products: benchmarks/NOTES.md
@@ -84,7 +86,7 @@ def pack(
 
 def _live_tokens(rows: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> list[Tensor]:
     """Return the live tokens of each row, on the CPU."""
-    return [tokens[live] for tokens, live in zip(rows.cpu(), mask.cpu(), strict=True)]
+    return [tokens[live] for tokens, live in zip(on_host(rows), on_host(mask), strict=True)]
 
 
 def pack_for(
@@ -163,19 +165,20 @@ def _places(lengths: Int[Tensor, " R"], start: int) -> RectangleIndex:
 
 
 def _to(rows: PackedBatch, device: torch.device) -> PackedBatch:
+    """Move a layout to the device, all of its tensors at once."""
     if device.type == "cpu":
         return rows
-    moved: dict[str, Any] = {}
-    for name, value in vars(rows).items():
-        if isinstance(value, Tensor):
-            moved[name] = value.to(device)
-        elif isinstance(value, RectangleIndex):
-            moved[name] = RectangleIndex(
-                value.start, value.count, value.grid.to(device), value.back.to(device), value.shape
-            )
-        else:
-            moved[name] = value
-    return PackedBatch(**moved)
+    parts = [rows, rows.first] if rows.second is None else [rows, rows.first, rows.second]
+    tensors = [value for part in parts for value in vars(part).values() if isinstance(value, Tensor)]
+    moved = iter(to_device(tensors, device))
+
+    def move(part: Any) -> Any:
+        named = {name: next(moved) for name, value in vars(part).items() if isinstance(value, Tensor)}
+        return replace(part, **named)
+
+    whole, first, *second = (move(part) for part in parts)
+    layout: PackedBatch = replace(whole, first=first, second=second[0] if second else None)
+    return layout
 
 
 class _ToRectangle(torch.autograd.Function):
@@ -263,7 +266,8 @@ def _attention(
     on_cpu = query.device.type == "cpu"
     if on_cpu and query.dtype in HALF_DTYPES and key.shape[2] <= MATMUL_ATTENTION_MAX_KEYS:
         return _attention_by_products(query, key, value, groups=groups, mask=mask, scale=scale)
-    if not on_cpu:  # with a mask, GPU kernels need a key for every head
+    flash = not on_cpu and mask is None and query.dtype in HALF_DTYPES  # flash attention reads grouped keys
+    if not on_cpu and not flash:  # with a mask or in float32, GPU kernels need a key for every head
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     attended: Tensor = scaled_dot_product_attention(
         query,
@@ -272,7 +276,7 @@ def _attention(
         attn_mask=mask,
         is_causal=mask is None,
         scale=scale,
-        enable_gqa=on_cpu and groups > 1,
+        enable_gqa=(on_cpu or flash) and groups > 1,
     )
     return attended
 
@@ -397,6 +401,8 @@ def _find_unsupported_reason(body: nn.Module) -> str:
             probe = build_probe(body)
             states = [body(**packed_inputs(rows)).last_hidden_state[0][rows.predictor_index] for rows in probe.layouts]
     except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError) as error:
+        if is_device_error(error):
+            raise
         return f"{name} cannot do without padding ({error})"
     if not all(probe.matches(hidden) for hidden in states):
         return f"rows of {name} without padding give other numbers"

@@ -1,6 +1,8 @@
 """The fast sampler: continuous batching over a KV cache in which the completions of a prompt share it.
 
-    engine        FastSampler, the batch that rows enter and leave, and the draw of a token from logits
+    engine        FastSampler, and the batch that rows enter and leave
+    recorded      on a GPU: recorded steps that stay, over a slot for each row
+    sample_token  the draw of a token from logits
     decoder       a step of the model's own modules over the cache, CUDA graphs, and the trial that verifies a decoder
     llama         the decode step of Llama and similar models without their modules
     kv_cache      the cache, and attention over it

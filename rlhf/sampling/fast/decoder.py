@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache, DynamicCache, PretrainedConfig
 
+from rlhf.batching import widen
 from rlhf.models.backbone import CausalLM
 from rlhf.sampling.fast.kv_cache import KVCache
 from rlhf.types import Prompts
@@ -37,7 +38,7 @@ def prefill(
     cache = DynamicCache()  # without the configuration it keeps all columns of sliding-window layers too
     logits = model(
         input_ids=ids,
-        attention_mask=mask.long(),
+        attention_mask=_prefill_mask(model, mask),
         position_ids=(mask.long().cumsum(dim=1) - 1).clamp(min=0),
         past_key_values=cache,
         use_cache=True,
@@ -50,6 +51,20 @@ def prefill(
             raise UnsupportedModel("its cache does not hold keys and values of every token")
         layers.append((keys, values))
     return logits, layers
+
+
+def _prefill_mask(model: CausalLM, mask: Bool[Tensor, "L C"]) -> Tensor:
+    """Return the attention mask of a prefill: the padding, or on a GPU which token sees which.
+
+    From the padding transformers would find out whether a mask is needed at all, for which the host waits. A dead token
+    sees itself, since a softmax over nothing is NaN.
+    """
+    config, width = model.config, mask.shape[1]
+    window = getattr(config, "sliding_window", None)
+    if not mask.is_cuda or config._attn_implementation != "sdpa" or (window is not None and window < width):
+        return mask.long()
+    causal = torch.ones(width, width, dtype=torch.bool, device=mask.device)
+    return (mask[:, None, None] & causal.tril()) | causal.tril().triu()
 
 
 class ModelDecoder:
@@ -160,7 +175,8 @@ class GraphDecoder:
             self.decoder.step(slots, self._tokens, self._positions)
         torch.cuda.current_stream().wait_stream(side_stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        # thread_local: other threads (the update beside a rollout, a reward model) may allocate meanwhile.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._logits = self.decoder.step(slots, self._tokens, self._positions)
 
 
@@ -170,11 +186,19 @@ LIMIT = {"float64": 1e-4, "float32": 1e-3, "bfloat16": 0.1}  # of the largest lo
 
 
 def verify_decoder(
-    model: CausalLM, decoder: Decoder, prompts: Prompts, *, length: int, dtype: str, device: torch.device
+    model: CausalLM,
+    decoder: Decoder,
+    prompts: Prompts,
+    *,
+    length: int,
+    dtype: str,
+    device: torch.device,
+    cache: Callable[[int, int, int, int], Any] | None = None,
 ) -> None:
     """Check that decoding a few tokens after two prompts gives the logits of one forward pass without a cache.
 
     `length` is that of the longest completion: no sequence here is longer than the longest that will be sampled.
+    `cache` makes a cache of a number of rows, prompts, prompt and completion tokens; None: a KVCache.
 
     Raises:
         Unsupported: the logits differ by more than rounding, or the decoder cannot be used.
@@ -185,7 +209,8 @@ def verify_decoder(
     width = max(1, min(TOKENS, longest, longest + length - STEPS))
     ids, mask = prompts.prompt_ids[rows][:, -width:].to(device), mask[:, -width:].to(device)
     logits, layers = prefill(model, ids, mask)
-    slots = KVCache(3, 2, width, STEPS + 1, device=device, windows=True)
+    size = 3, 2, width, STEPS + 1
+    slots = KVCache(*size, device=device, windows=True) if cache is None else cache(*size)
     lanes = torch.tensor([1, 0, 1])
     slots.add_prompts(layers, mask)
     slots.add_rows(lanes)
@@ -214,4 +239,5 @@ def _full_forward(model: CausalLM, ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def _relative_difference(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-6))
+    actual, expected = widen(actual), widen(expected)
+    return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6))

@@ -27,46 +27,10 @@ from rlhf.sampling.fast.decoder import (
 )
 from rlhf.sampling.fast.kv_cache import KVCache
 from rlhf.sampling.fast.llama import FusedDecoder, supports_fused_decoding, supports_length
+from rlhf.sampling.fast.recorded import COLUMN_MULTIPLE, RecordedSampler, Rollout, RowSlots, TrialCache
+from rlhf.sampling.fast.sample_token import sample_token
 from rlhf.sampling.generate import HFSampler, repeat_rows, rotation_kinds
 from rlhf.types import Completions, Prompts
-
-BLOCK = 64  # probabilities summed as one block
-
-
-def sample_token(
-    scores: Float[Tensor, "B V"], uniform: Float[Tensor, " B"] | None, temperature: float
-) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
-    """Pick a token for each row and return it with its log-probability (nats) at the temperature.
-
-    Args:
-        scores: the model's logits.
-        uniform: numbers in [0, 1), float64; None takes the most likely token instead.
-        temperature: divides the logits.
-    """
-    wide = scores if scores.dtype == torch.float64 else scores.float()
-    probabilities = (wide if temperature == 1.0 else wide / temperature).softmax(dim=-1)
-    token = wide.argmax(dim=-1) if uniform is None else inverse_cdf(probabilities, uniform)
-    return token, probabilities.gather(1, token[:, None]).squeeze(1).log()
-
-
-def inverse_cdf(probabilities: Float[Tensor, "B V"], uniform: Float[Tensor, " B"]) -> Int[Tensor, " B"]:
-    """Return the token at which the cumulative probability first exceeds `uniform`, as sampling.generate.draw does.
-
-    The float64 sums are taken over blocks first, and then inside the block that contains the threshold, so that the
-    whole vocabulary need not be converted and accumulated.
-    """
-    rows, vocabulary = probabilities.shape
-    padding = -vocabulary % BLOCK
-    padded = torch.nn.functional.pad(probabilities, (0, padding)) if padding else probabilities
-    blocks = padded.view(rows, -1, BLOCK)
-    cumulative = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-    threshold = uniform * cumulative[:, -1]
-    block = torch.searchsorted(cumulative, threshold[:, None], right=True).clamp_(max=blocks.shape[1] - 1)
-    before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)
-    cumulative_inside = blocks.gather(1, block[:, :, None].expand(rows, 1, BLOCK)).squeeze(1).double().cumsum(dim=-1)
-    offset = torch.searchsorted(cumulative_inside, threshold[:, None] - before, right=True).clamp_(max=BLOCK - 1)
-    return (block * BLOCK + offset).squeeze(1).clamp_(max=vocabulary - 1)
-
 
 SLACK = 8  # compact the batch when one row in this many is finished: compacting costs a copy
 CHECK_INTERVALS = {"cpu": 1}  # steps between checks for finished rows: on a GPU a check waits for the device
@@ -120,7 +84,16 @@ class GenerationBatch:
         window = getattr(model.config, "sliding_window", None)
         windows = window is not None and longest + self.length > window
         lanes = min(self.size, len(first))
-        self.slots = KVCache(self.size, lanes, longest, self.length, device=device, windows=windows, static=static)
+        self.slots = KVCache(
+            self.size,
+            lanes,
+            longest,
+            self.length,
+            device=device,
+            windows=windows,
+            static=static,
+            dtype=decoder.dtype if static and isinstance(decoder, FusedDecoder) else None,
+        )
         # One extra column: it takes the tokens that a finished row goes on to draw before it is evicted.
         self.ids = torch.zeros(rows, self.length + 1, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(rows, self.length + 1, device=device)
@@ -141,7 +114,7 @@ class GenerationBatch:
 
         Entries beyond a row's length have no meaning.
         """
-        ends = torch.tensor(eos_ids, device=self.device)
+        ends = torch.tensor(eos_ids, dtype=torch.long, device=self.device)
         interval = CHECK_INTERVALS.get(self.device.type, CHECK_INTERVAL)
         self._admit(ends)
         steps = 0
@@ -157,7 +130,10 @@ class GenerationBatch:
 
     def _draw(self, logits: Float[Tensor, "N V"], running: _RunningRows, ends: Tensor) -> None:
         """Draw each row's next token from the logits before it."""
-        uniform = None if self.uniforms is None else self.uniforms[running.row, running.drawn]
+        uniform = None
+        if self.uniforms is not None:
+            place = self.uniforms.device  # not always that of the rows: see runtime.seeding.uniforms
+            uniform = self.uniforms[running.row.to(place), running.drawn.to(place)]
         token, logprob = sample_token(logits, uniform, self.temperature)
         if self.logprobs.dtype != logprob.dtype:
             self.logprobs = self.logprobs.to(logprob.dtype)
@@ -225,10 +201,16 @@ class GenerationBatch:
 
     def _outputs(self, ends: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ids = self.ids[:, : self.length].cpu()
-        ended = torch.isin(ids, ends.cpu())
-        finished = ended.any(dim=1)
-        lengths = torch.where(finished, ended.int().argmax(dim=1) + 1, self.length)
-        return ids, self.logprobs[:, : self.length].cpu(), lengths, finished
+        return ids, self.logprobs[:, : self.length].cpu(), *completion_lengths(ids, ends.cpu())
+
+
+def completion_lengths(
+    ids: Int[Tensor, "B T"], ends: Int[Tensor, " E"]
+) -> tuple[Int[Tensor, " B"], Bool[Tensor, " B"]]:
+    """Count each row's tokens up to and including the first that ends it, and flag the rows that have one."""
+    ended = torch.isin(ids, ends)
+    finished = ended.any(dim=1)
+    return torch.where(finished, ended.int().argmax(dim=1) + 1, ids.shape[1]), finished
 
 
 def unique_prompts(prompts: Prompts) -> tuple[Int[Tensor, " L"], Int[Tensor, " B"]]:
@@ -292,13 +274,16 @@ class FastSampler:
             model, config, eos_ids=eos_ids, pad_id=pad_id, dtype=dtype, device=device, engine=self.engine
         )
         self._warned_of_rotations = False
-        self.uses: str | None = None  # lean, model or generate, once chosen; lean only for lengths that it `reaches`
+        # recorded, lean, model or generate, once chosen; the first two only for lengths that they support
+        self.uses: str | None = None
+        self._recorded: dict[int, RecordedSampler] = {}  # by number of rows
+        self._kept_decoder: FusedDecoder | None = None
         self._lean_fits = lean and supports_fused_decoding(model)
 
     def sample(self, prompts: Prompts, *, key: int, group_size: int, greedy: bool = False) -> Completions:
         """Sample completions; see Sampler.sample."""
         repeated = repeat_rows(prompts, group_size)
-        with self.engine.whole(self.model):
+        with self.engine.whole(self.model, self.dtype):
             if self.uses is None:
                 self.uses = self._choose_decoder(repeated)
             if self.uses != "generate" and not self._changes_rotations(repeated):
@@ -325,31 +310,46 @@ class FastSampler:
     def _choose_decoder(self, prompts: Prompts) -> str:
         """Choose the fastest decoder that agrees with the model, alike on all ranks: they try the same prompts."""
         length, reason = self.config.max_new_tokens, ""
-        for uses in ("lean", "model") if self._lean_fits else ("model",):
+        for uses in self._candidates():
             try:
                 with _eval_without_grad(self.model), autocast(self.dtype, self.device):
                     decoder = self._decoder(prompts, uses, longest=TOKENS + STEPS)
-                    if uses == "lean" and not isinstance(decoder, FusedDecoder):
+                    if uses != "model" and not isinstance(decoder, FusedDecoder):
                         raise UnsupportedModel("its rotations change within a few tokens")
-                    verify_decoder(self.model, decoder, prompts, length=length, dtype=self.dtype, device=self.device)
+                    verify_decoder(
+                        self.model,
+                        decoder,
+                        prompts,
+                        length=length,
+                        dtype=self.dtype,
+                        device=self.device,
+                        cache=self._trial_cache if uses == "recorded" else None,
+                    )
                 return uses
             except UnsupportedModel as error:
                 reason = str(error)
-                if uses == "lean":
-                    self.warn(f"decoding by the model's own modules, which is slower: {reason}")
+                if uses != "model":
+                    slower = "the model's own modules" if uses == "lean" else "steps recorded anew as rows come and go"
+                    self.warn(f"decoding by {slower}, which is slower: {reason}")
         self.warn(f"sampling with transformers' generate, which is slower: {reason}")
         return "generate"
 
+    def _candidates(self) -> list[str]:
+        """Return the decoders to try, the fastest first."""
+        lean = ["lean", "model"] if self._lean_fits else ["model"]
+        return ["recorded", *lean] if self._lean_fits and self.static and self.device.type == "cuda" else lean
+
+    def _trial_cache(self, lanes: int, rows: int, width: int, length: int) -> TrialCache:
+        dtype = torch.bfloat16 if self.dtype == "bfloat16" else self._fused_decoder(rows, width + length).dtype
+        return TrialCache(lanes, width, length, dtype=dtype, device=self.device)
+
     def _sample_rows(self, prompts: Prompts, key: int | None, group_size: int) -> Completions:
         with _eval_without_grad(self.model), autocast(self.dtype, self.device):
-            decoder = self._decoder(prompts, self.uses)
-            static = self.static and isinstance(decoder, FusedDecoder)
-            if static and self.device.type == "cuda":
-                decoder = GraphDecoder(decoder)
-            batch = GenerationBatch(
-                prompts, self.model, decoder, self.config, key=key, device=self.device, static=static
-            )
-            ids, logprobs, lengths, finished = batch.generate(self.eos_ids)
+            if self.uses == "recorded" and self._may_copy_prompts(prompts):
+                ids, logprobs = self._replay(prompts, key)
+                lengths, finished = completion_lengths(ids, torch.tensor(self.eos_ids, dtype=torch.long))
+            else:
+                ids, logprobs, lengths, finished = self._generate(prompts, key)
         width = int(lengths.max())
         mask = torch.arange(width) < lengths[:, None]
         return extend(
@@ -362,21 +362,64 @@ class FastSampler:
             group_size=group_size,
         )
 
+    def _generate(self, prompts: Prompts, key: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Decode over a cache in which the rows of a prompt share it."""
+        decoder = self._decoder(prompts, self.uses)
+        static = self.static and isinstance(decoder, FusedDecoder)
+        if static and self.device.type == "cuda":
+            decoder = GraphDecoder(decoder)
+        batch = GenerationBatch(prompts, self.model, decoder, self.config, key=key, device=self.device, static=static)
+        return batch.generate(self.eos_ids)
+
+    def _may_copy_prompts(self, prompts: Prompts) -> bool:
+        """Return whether a copy of its prompt for every row at most doubles the cache, and rotations reach as far."""
+        longest = int(prompts.prompt_mask.sum(dim=1).max())
+        alone = len(unique_prompts(prompts)[0]) == len(prompts)
+        return (alone or longest <= self.config.max_new_tokens) and supports_length(
+            self.model, self._positions(prompts)
+        )
+
+    def _replay(self, prompts: Prompts, key: int | None) -> tuple[Int[Tensor, "B T"], Float[Tensor, "B T"]]:
+        """Decode by recorded steps, on buffers that stay as long as rows of this number and length fit into them."""
+        _, prompt = unique_prompts(prompts)
+        longest, length = int(prompts.prompt_mask.sum(dim=1).max()), self.config.max_new_tokens
+        size = min(self.config.batch_size, len(prompts))
+        longest = -(-longest // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+        decoder = self._refreshed_decoder(size, longest + length)
+        kept = self._recorded.get(size)
+        if kept is None or kept.slots.prompt < longest:
+            slots = RowSlots(size, longest, length, dtype=decoder.dtype, device=self.device)
+            self._recorded.pop(size, None)
+            kept = self._recorded[size] = RecordedSampler(
+                decoder, slots, length=length, temperature=self.config.temperature, ends=self.eos_ids
+            )
+        return Rollout(kept, self.model, prompts, prompt, key=key).generate()
+
+    def _refreshed_decoder(self, rows: int, positions: int) -> FusedDecoder:
+        """Return the decoder that all recorded steps share, with the current weights; made anew if it is too short."""
+        kept = self._kept_decoder
+        if kept is None or kept.positions < positions or not kept.refresh(self.model):
+            self._recorded.clear()
+            kept = self._kept_decoder = self._fused_decoder(rows, positions)
+        return kept
+
+    def _positions(self, prompts: Prompts) -> int:
+        return prompts.prompt_ids.shape[1] + self.config.max_new_tokens + STEPS
+
+    def _fused_decoder(self, rows: int, positions: int) -> FusedDecoder:
+        low = torch.bfloat16 if self.dtype == "bfloat16" else None
+        return FusedDecoder(self.model, rows=rows, positions=positions, low=low)
+
     def _decoder(self, prompts: Prompts, uses: str | None, *, longest: int | None = None) -> Decoder:
         """Make the named decoder, or that of the model's own modules if sequences are too long for the lean one.
 
         `longest` is given where no sequence will have more tokens than that, as in the trial.
         """
-        positions = prompts.prompt_ids.shape[1] + self.config.max_new_tokens + STEPS
+        positions = self._positions(prompts)
         positions = positions if longest is None else min(positions, longest)
-        if uses != "lean" or not supports_length(self.model, positions):
+        if uses not in ("lean", "recorded") or not supports_length(self.model, positions):
             return ModelDecoder(self.model)
-        return FusedDecoder(
-            self.model,
-            rows=min(self.config.batch_size, len(prompts)),
-            positions=positions,
-            low=torch.bfloat16 if self.dtype == "bfloat16" else None,
-        )
+        return self._fused_decoder(min(self.config.batch_size, len(prompts)), positions)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -93,6 +94,26 @@ def _flat(memory: Float[Tensor, "N G C X"]) -> Float[Tensor, "M C X"]:
     return memory.flatten(0, 1)
 
 
+@runtime_checkable
+class StepCache(Protocol):
+    """What a decode step asks of a cache."""
+
+    def begin_step(self, positions: Int[Tensor, " N"]) -> None:
+        """Unmask the columns that this step writes, for tokens at these positions."""
+
+    def attend(
+        self,
+        layer: int,
+        query: Float[Tensor, "N H D"],
+        key: Float[Tensor, "N G D"],
+        value: Float[Tensor, "N G Dv"],
+        *,
+        scaling: float,
+        window: int | None,
+    ) -> Float[Tensor, "N H Dv"]:
+        """Store the new token's key and value of every row, and attend to everything that the row may see."""
+
+
 Layered = Sequence[tuple[Tensor, Tensor]]  # keys [B, H, C, D] and values [B, H, C, Dv] of each layer
 
 
@@ -114,6 +135,7 @@ class KVCache:
         device: torch.device,
         windows: bool = False,
         static: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Create a cache for `size` rows of `lanes` prompts.
 
@@ -125,6 +147,7 @@ class KVCache:
             device: the device of the cache.
             windows: whether some layer may see only a window of the last tokens: positions are then kept.
             static: whether a step depends only on values on the device, so that it can be recorded and replayed.
+            dtype: that of keys and values; None: the model's own, as `cache_dtype` says.
         """
         self.size, self.prompt, self.ring, self.device = size, prompt, max(1, length - 1), device
         self.lanes = lanes
@@ -139,7 +162,7 @@ class KVCache:
         if windows:
             self.positions = torch.zeros(size, prompt + self.ring, dtype=torch.long, device=device)
         self.plan = PromptLayout(lanes=0, width=0, cells=None)
-        self.static = static
+        self.static, self.dtype = static, dtype
         self.layout_version = 0  # counts changes of the rows: what was recorded before a change is no longer valid
         self._column = torch.zeros(1, dtype=torch.long, device=device)
         self._windowed: dict[int, Tensor] = {}
@@ -240,7 +263,7 @@ class KVCache:
 
     def _allocate(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         def zeros(rows: int, like: Tensor, columns: int) -> Tensor:
-            dtype = cache_dtype(like.dtype, like.device)
+            dtype = self.dtype or cache_dtype(like.dtype, like.device)
             return torch.zeros(rows, like.shape[1], columns, like.shape[3], dtype=dtype, device=like.device)
 
         return (

@@ -21,7 +21,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 from rlhf.models.backbone import CausalLM
 from rlhf.models.kernels.llama.families import Layer, Projection, norm_of, read_layers
 from rlhf.models.kernels.llama.layer import Norm
-from rlhf.sampling.fast.kv_cache import KVCache
+from rlhf.sampling.fast.kv_cache import StepCache
 from rlhf.sampling.generate import rotation_switch
 
 Product = Callable[[Tensor], Tensor]
@@ -96,21 +96,52 @@ _WeightAndBias = tuple[Tensor, Tensor | None]  # the adapter is added to the wei
 
 @dataclass(frozen=True)
 class _Layer:
-    pre_attention_norm: Callable[[Tensor], Tensor]
+    pre_attention_norm: RmsNorm
     qkv: PackedLinear
-    query_norm: Callable[[Tensor], Tensor] | None
-    key_norm: Callable[[Tensor], Tensor] | None
+    query_norm: RmsNorm | None
+    key_norm: RmsNorm | None
     scaling: float
     window: int | None
     rope_kind: str | None
     out: PackedLinear
-    post_attention_norm: Callable[[Tensor], Tensor] | None  # before the residual is added
-    pre_mlp_norm: Callable[[Tensor], Tensor]
+    post_attention_norm: RmsNorm | None  # before the residual is added
+    pre_mlp_norm: RmsNorm
     gate: PackedLinear
-    up: PackedLinear
+    up: PackedLinear | None  # None: joined with the gate
     act: Callable[[Tensor], Tensor] | None  # None: silu
     down: PackedLinear
-    post_mlp_norm: Callable[[Tensor], Tensor] | None  # before the residual is added
+    post_mlp_norm: RmsNorm | None  # before the residual is added
+
+
+class RmsNorm:
+    """An RMS norm, w x / sqrt(mean(x²) + eps), in at least float32, as the model's; the identity where there is none.
+
+    Without a weight it is x / sqrt(mean(x²) + eps). With a `width`, heads of that width are normalized one by one, or
+    all together where the weight spans all of them.
+    """
+
+    def __init__(self, norm: Norm | None, *, weighted: bool = False, width: int = 0) -> None:
+        self.size = 0 if norm is None else len(norm.weight)
+        self.eps = 0.0 if norm is None else norm.eps
+        self.weight = norm.weight.detach() if norm is not None and weighted else None
+        self.joins_heads = bool(width) and self.size > width
+        self._eps_tensor = None if norm is None else torch.full_like(norm.weight.detach()[:1], norm.eps)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Apply the norm to the last axis, or to all heads together."""
+        if self.joins_heads:
+            return self._apply(x.flatten(1)).view(x.shape)
+        return self._apply(x)
+
+    def _apply(self, x: Tensor) -> Tensor:
+        if self._eps_tensor is None:
+            return x
+        if x.is_cuda:  # one kernel
+            normalized = functional.rms_norm(x.to(self._eps_tensor.dtype), (self.size,), self.weight, self.eps)
+            return normalized
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        normalized = x * torch.addcmul(self._eps_tensor, length, length, value=1.0 / self.size).rsqrt_()
+        return normalized if self.weight is None else normalized * self.weight
 
 
 class FusedDecoder:
@@ -125,63 +156,85 @@ class FusedDecoder:
             positions: tokens of the longest sequence.
             low: the dtype of matrix products where it is not the weights' (autocast).
         """
-        plain = model.get_base_model() if isinstance(model, PeftModel) else model
+        self.rows, self.positions, self.low = rows, positions, low
+        plain = _plain(model)
         inner, config = plain.model, plain.config
         self.embed = inner.embed_tokens  # the module itself: Gemma's scales the embeddings
         self.heads = config.num_attention_heads
         self.groups = config.num_key_value_heads
-        layers = read_layers(inner)
-        assert layers is not None, "check fits() first"
+        layers = _described_layers(inner)
+        self.dtype = low or layers[0].output.linear.weight.dtype  # of the products, and of the cache on a GPU
         self.tables = {
             angles: _rope_table(inner, angles, positions) for angles in {layer.rope_kind for layer in layers}
         }
+        self.layers = [self._convert(layer) for layer in layers]
+        self.norm, self.head = self._convert_head(plain)
+        self._embedding_address = self.embed.weight.data_ptr()
 
-        def product(parts: Sequence[_WeightAndBias], *, norm: Norm | None = None, scale: float = 1.0) -> PackedLinear:
-            """Join products of one input; the weight of `norm` is folded into the columns, `scale` into the first."""
-            weights, biases = [weight for weight, _ in parts], [bias for _, bias in parts]
-            if norm is not None:
-                weights = [weight * norm.weight.detach() for weight in weights]
-            if scale != 1.0:
-                weights[0], biases[0] = weights[0] * scale, None if biases[0] is None else biases[0] * scale
-            return PackedLinear(weights, biases, rows=rows, low=low)
+    def refresh(self, model: CausalLM) -> bool:
+        """Copy the model's current weights over the former ones, so that what was recorded reads them.
 
-        def convert(layer: Layer) -> _Layer:
-            query_norm, key_norm = (_norm(head_norm, layer.head_dim) for head_norm in layer.head_norms or (None, None))
-            gate, up = _weights_and_biases(layer.gate_up)
-            norms = layer.norms
-            return _Layer(
-                pre_attention_norm=_normalizer(norms.before_attention),
-                qkv=product(
-                    _weights_and_biases(layer.inputs),
-                    norm=norms.before_attention,
-                    scale=1.0 if layer.head_norms else layer.scaling,
-                ),
-                query_norm=query_norm,
-                key_norm=key_norm,
-                scaling=layer.scaling if layer.head_norms else 1.0,
-                window=layer.window,
-                rope_kind=layer.rope_kind,
-                out=product(_weights_and_biases([layer.output])),
-                post_attention_norm=_norm(norms.after_attention),
-                pre_mlp_norm=_normalizer(norms.before_mlp),
-                gate=product([gate], norm=norms.before_mlp),
-                up=product([up], norm=norms.before_mlp),
-                act=None if layer.activation_name == "silu" else layer.activation,
-                down=product(_weights_and_biases([layer.down])),
-                post_mlp_norm=_norm(norms.after_mlp),
-            )
+        Returns False, and does nothing, where the embeddings, which are not copied, are at another address.
+        """
+        plain = _plain(model)
+        self.embed = plain.model.embed_tokens
+        if self.embed.weight.data_ptr() != self._embedding_address:
+            return False
+        for mine, layer in zip(self.layers, _described_layers(plain.model), strict=True):
+            _copy_weights(self._convert(layer), mine)  # one layer at a time: their copies need memory
+        norm, head = self._convert_head(plain)
+        _copy_weights(norm, self.norm)
+        _copy_weights(head, self.head)
+        return True
 
-        self.layers = [convert(layer) for layer in layers]
-        norm = norm_of(inner.norm)
-        self.norm = _normalizer(norm)
-        self.head = product(_weights_and_biases([Projection(plain.lm_head)]), norm=norm)
+    def _product(
+        self, parts: Sequence[_WeightAndBias], *, norm: Norm | None = None, scale: float = 1.0
+    ) -> PackedLinear:
+        """Join products of one input; the weight of `norm` is folded into the columns, `scale` into the first."""
+        weights, biases = [weight for weight, _ in parts], [bias for _, bias in parts]
+        if norm is not None:
+            weights = [weight * norm.weight.detach() for weight in weights]
+        if scale != 1.0:
+            weights[0], biases[0] = weights[0] * scale, None if biases[0] is None else biases[0] * scale
+        return PackedLinear(weights, biases, rows=self.rows, low=self.low)
 
-    def step(self, slots: KVCache, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
+    def _convert(self, layer: Layer) -> _Layer:
+        query_norm, key_norm = (_norm(head_norm, layer.head_dim) for head_norm in layer.head_norms or (None, None))
+        gate, up = _weights_and_biases(layer.gate_up)
+        norms = layer.norms
+        joined = gate[0].is_cuda  # a CPU computes the activation within the product of the gate
+        return _Layer(
+            pre_attention_norm=_normalizer(norms.before_attention),
+            qkv=self._product(
+                _weights_and_biases(layer.inputs),
+                norm=norms.before_attention,
+                scale=1.0 if layer.head_norms else layer.scaling,
+            ),
+            query_norm=query_norm,
+            key_norm=key_norm,
+            scaling=layer.scaling if layer.head_norms else 1.0,
+            window=layer.window,
+            rope_kind=layer.rope_kind,
+            out=self._product(_weights_and_biases([layer.output])),
+            post_attention_norm=_norm(norms.after_attention),
+            pre_mlp_norm=_normalizer(norms.before_mlp),
+            gate=self._product([gate, up] if joined else [gate], norm=norms.before_mlp),
+            up=None if joined else self._product([up], norm=norms.before_mlp),
+            act=None if layer.activation_name == "silu" else layer.activation,
+            down=self._product(_weights_and_biases([layer.down])),
+            post_mlp_norm=_norm(norms.after_mlp),
+        )
+
+    def _convert_head(self, plain: Any) -> tuple[RmsNorm, PackedLinear]:
+        norm = norm_of(plain.model.norm)
+        return _normalizer(norm), self._product(_weights_and_biases([Projection(plain.lm_head)]), norm=norm)
+
+    def step(self, slots: StepCache, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         """Decode one token of every row; see Decoder. Autocast, off inside, would cast the cache at every step."""
         with torch.autocast(tokens.device.type, enabled=False):
             return self._step(slots, tokens, positions)
 
-    def _step(self, slots: KVCache, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
+    def _step(self, slots: StepCache, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         slots.begin_step(positions)
         hidden = self.embed(tokens)
         rotations = {
@@ -193,12 +246,11 @@ class FusedDecoder:
             )
             hidden = _add_residual(layer.out, attended, hidden, layer.post_attention_norm)
             inner = layer.pre_mlp_norm(hidden)
-            gate = layer.gate.silu(inner) if layer.act is None else layer.act(layer.gate(inner))
-            hidden = _add_residual(layer.down, layer.up.times(inner, gate), hidden, layer.post_mlp_norm)
+            hidden = _add_residual(layer.down, _gated(layer, inner), hidden, layer.post_mlp_norm)
         return self.head(self.norm(hidden))
 
     def _attention(
-        self, number: int, layer: _Layer, hidden: Float[Tensor, "N D"], cos: Tensor, sin: Tensor, slots: KVCache
+        self, number: int, layer: _Layer, hidden: Float[Tensor, "N D"], cos: Tensor, sin: Tensor, slots: StepCache
     ) -> Float[Tensor, "N E"]:
         rows, rotated_heads = len(hidden), self.heads + self.groups
         query_key_value = layer.qkv(hidden).view(rows, rotated_heads + self.groups, -1)
@@ -207,7 +259,7 @@ class FusedDecoder:
             query_key = torch.cat(
                 [layer.query_norm(query_key[:, : self.heads]), layer.key_norm(query_key[:, self.heads :])], dim=1
             )
-        query_key = rotate(query_key, cos, sin)
+        query_key = rotate(query_key, cos, sin, dtype=self.dtype if query_key.is_cuda else None)
         attended = slots.attend(
             number,
             query_key[:, : self.heads],
@@ -267,15 +319,21 @@ def _rope_table(body: Any, angles: str | None, positions: int) -> tuple[Tensor, 
     return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
 
-def rotate(heads: Float[Tensor, "N H D"], cos: Float[Tensor, "N 1 E"], sin: Float[Tensor, "N 1 E"]) -> Tensor:
+def rotate(
+    heads: Float[Tensor, "N H D"],
+    cos: Float[Tensor, "N 1 E"],
+    sin: Float[Tensor, "N 1 E"],
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Apply rotary position embeddings to the first 2 E entries of every head (Su et al. 2021).
 
     The two halves of these entries are the coordinates of E planes. Entries beyond them, in families that rotate only a
-    part of the head, stay as they are.
+    part of the head, stay as they are. The result has the widest dtype of the three, unless `dtype` is given.
     """
     half = cos.shape[-1]
     first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
-    rotated = heads.new_empty(heads.shape, dtype=torch.promote_types(heads.dtype, cos.dtype))
+    rotated = heads.new_empty(heads.shape, dtype=dtype or torch.promote_types(heads.dtype, cos.dtype))
     torch.addcmul(first * cos, second, sin, value=-1, out=rotated[..., :half])
     torch.addcmul(second * cos, first, sin, out=rotated[..., half : 2 * half])
     if rest.shape[-1]:
@@ -312,33 +370,46 @@ def _weights_and_biases(projections: Sequence[Projection]) -> list[_WeightAndBia
     return parts
 
 
-def _add_residual(product: PackedLinear, x: Tensor, hidden: Tensor, norm: Callable[[Tensor], Tensor] | None) -> Tensor:
+def _gated(layer: _Layer, inner: Tensor) -> Tensor:
+    """Compute act(gate) * up, the input of the product that goes back to the residual stream."""
+    if layer.up is None:
+        gate, up = layer.gate(inner).chunk(2, dim=-1)
+        return (functional.silu(gate) if layer.act is None else layer.act(gate)) * up
+    gate = layer.gate.silu(inner) if layer.act is None else layer.act(layer.gate(inner))
+    return layer.up.times(inner, gate)
+
+
+def _copy_weights(source: Any, target: Any) -> None:
+    """Copy every tensor of a converted layer, norm or product to its place in another."""
+    for name, value in vars(source).items():
+        mine = getattr(target, name)
+        if isinstance(value, Tensor):
+            if mine.data_ptr() != value.data_ptr():
+                mine.copy_(value)
+        elif isinstance(value, PackedLinear | RmsNorm):
+            _copy_weights(value, mine)
+
+
+def _plain(model: CausalLM) -> Any:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def _described_layers(body: Any) -> list[Layer]:
+    layers = read_layers(body)
+    assert layers is not None, "check fits() first"
+    return layers
+
+
+def _add_residual(product: PackedLinear, x: Tensor, hidden: Tensor, norm: RmsNorm | None) -> Tensor:
     """Add the product of x, normalized if `norm` is given, to the hidden states."""
     return product.plus(x, hidden) if norm is None else hidden + norm(product(x).to(hidden.dtype))
 
 
-def _norm(norm: Norm | None, width: int = 0) -> Callable[[Tensor], Tensor] | None:
-    """Make a function that applies the RMS norm in at least float32, as the model's does; None if there is no norm.
-
-    With a `width`, heads of that width are normalized one by one, or all together where the weight spans all of them.
-    """
-    if norm is None:
-        return None
-    weight, normalize = norm.weight.detach(), _normalizer(norm)
-    if width and len(weight) > width:
-        return lambda heads: (normalize(heads.flatten(1)) * weight).view(heads.shape)
-    return lambda hidden: normalize(hidden) * weight
+def _norm(norm: Norm | None, width: int = 0) -> RmsNorm | None:
+    """Make the RMS norm with its weight; None if there is no norm."""
+    return None if norm is None else RmsNorm(norm, weighted=True, width=width)
 
 
-def _normalizer(norm: Norm | None) -> Callable[[Tensor], Tensor]:
-    """Make the RMS norm without its weight, x / sqrt(mean(x²) + eps), in few steps; the identity without a norm."""
-    if norm is None:
-        return lambda hidden: hidden
-    weight = norm.weight.detach()
-    inverse_size, eps = 1.0 / len(weight), weight.new_tensor([norm.eps])
-
-    def normalize(hidden: Tensor) -> Tensor:
-        length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
-        return hidden * torch.addcmul(eps, length, length, value=inverse_size).rsqrt_()
-
-    return normalize
+def _normalizer(norm: Norm | None) -> RmsNorm:
+    """Make the RMS norm without its weight, which is folded into the product after it."""
+    return RmsNorm(norm)

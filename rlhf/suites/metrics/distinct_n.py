@@ -5,7 +5,7 @@ from __future__ import annotations
 import datasets
 import evaluate
 
-from rlhf.evaluation.diversity import distinct_n
+from rlhf.evaluation.evaluate import distinct_n
 
 DESCRIPTION = """Distinct n-grams over all n-grams of all texts, with words separated by whitespace
 (Li et al. 2016): near 0 where texts repeat themselves or each other; NaN where there is no n-gram."""

@@ -29,6 +29,7 @@ from rlhf.models.kernels.llama.layer import (
     rms_norm,
 )
 from rlhf.models.kernels.packing import PackedBatch, autocast_off, build_probe, packed_inputs, rectangle_attention
+from rlhf.runtime.device import is_device_error
 
 
 def predictor_states(body: nn.Module, rows: PackedBatch, chosen: Int[Tensor, " M"]) -> Float[Tensor, "M D"]:
@@ -54,6 +55,13 @@ def supports_fused(body: nn.Module) -> bool:
     if body not in _MATCHES:
         _MATCHES[body] = _matches_modules(body)
     return _MATCHES[body]
+
+
+def fused_unsupported_reason(body: nn.Module) -> str:
+    """Explain why the written-out pass is off for a family that it knows; empty where it is on, or never was meant."""
+    if supports_fused(body) or not _is_plain(body):
+        return ""
+    return f"layers of {type(body).__name__} are not written out: on a few rows they gave other numbers"
 
 
 def _is_plain(body: Any) -> bool:
@@ -136,7 +144,9 @@ def _matches_modules(body: nn.Module) -> bool:
         try:
             probe = build_probe(body)
             return all(probe.matches(_states(body, rows, rows.predictor_index)) for rows in probe.layouts)
-        except (RuntimeError, TypeError, AttributeError, ValueError, IndexError):
+        except (RuntimeError, TypeError, AttributeError, ValueError, IndexError) as error:
+            if is_device_error(error):
+                raise
             return False
 
 

@@ -1,0 +1,224 @@
+"""From Python objects to configuration: what is not a file already is written into the run folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rlhf.config.load import Tree, merge
+from rlhf.data.paths import looks_local
+from rlhf.errors import ConfigError, DataError
+from rlhf.user_code import target_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Model = "str | Path | PreTrainedModel"
+Tokenizer = "str | Path | PreTrainedTokenizerBase"
+Rows = str | Path | Mapping[str, Any] | Iterable[str | Mapping[str, Any]]
+"""A path or a hub id; a section such as {"path": ..., "limit": 100}; the rows: a list, a `datasets.Dataset`, an
+iterator; or several of these as {name: (data, weight)}. A row is a dictionary, or a text."""
+Reward = str | Path | Mapping[str, Any] | Callable[..., Any] | Sequence[Any]
+"""A function; a path (a reward model, or file.py:function); a URL; a section of the configuration; a loaded classifier
+with its tokenizer, as (model, tokenizer); or a list of these, each alone or as (reward, weight)."""
+TextColumn = Literal["prompt", "text"]
+
+
+@dataclass
+class Inputs:
+    """Collects the objects of a call as settings, and writes those that need a file once the settings are valid.
+
+    Args:
+        folder: the run folder.
+        resume: the run continues, so files that exist have to have the same content.
+    """
+
+    folder: Path
+    resume: bool = False
+    _pending: list[Callable[[], None]] = field(default_factory=list)
+
+    def write(self) -> None:
+        """Write what was collected.
+
+        Raises:
+            DataError: a row cannot be written as JSON, or a run that continues was begun with other rows.
+        """
+        for write in self._pending:
+            write()
+        self._pending.clear()
+
+    def model(self, model: Any, tokenizer: Any) -> Tree:
+        """Return the settings `model` and `tokenizer` of a section such as policy.
+
+        Raises:
+            ConfigError: a loaded model has no tokenizer with it, or an adapter that is not merged.
+        """
+        if isinstance(model, str | Path):
+            return {"model": str(model), **self._tokenizer(tokenizer)}
+        _check_loaded_model(model, tokenizer)
+        folder = self.folder / "start"
+        self._pending.append(lambda: self._save_model(model, tokenizer, folder))
+        return {"model": str(folder), **({} if _is_object(tokenizer) else self._tokenizer(tokenizer))}
+
+    def rows(self, name: str, rows: Rows, *, text: TextColumn | None) -> Tree:
+        """Return the section of a data set.
+
+        Args:
+            name: what the data set is for; its file is called that.
+            rows: the data set.
+            text: the column of rows that are texts; None if they have to be dictionaries.
+        """
+        if isinstance(rows, str | Path):
+            return {"path": str(rows)}
+        if isinstance(rows, Mapping):
+            return {"sources": self._sources(name, rows, text)} if _is_mixture(rows) else dict(rows)
+        path = self.folder / "data" / f"{name}.jsonl"
+        self._pending.append(lambda: self._write_rows(path, _as_rows(name, rows, text)))
+        return {"path": str(path)}
+
+    def data(self, text: TextColumn | None, **sets: Rows | None) -> Tree:
+        """Return the sections of the data sets that were given; `text` as in `rows`."""
+        return {name: self.rows(name, rows, text=text) for name, rows in sets.items() if rows is not None}
+
+    def _sources(self, name: str, sources: Mapping[str, Any], text: TextColumn | None) -> Tree:
+        """Return the sources of a section, each given as (data, weight)."""
+        return {
+            source: {**self.rows(f"{name}-{source}", rows, text=text), "weight": float(weight)}
+            for source, (rows, weight) in sources.items()
+        }
+
+    def reward(self, reward: Reward, name: str = "reward") -> Tree:
+        """Return the section `source` of a reward.
+
+        Raises:
+            ConfigError: it is none of what `Reward` lists.
+        """
+        if isinstance(reward, Mapping):
+            return dict(reward)
+        if isinstance(reward, str | Path):
+            return _source_at(str(reward))
+        if isinstance(reward, list):
+            return self._ensemble(reward, name)
+        if isinstance(reward, tuple) and len(reward) == 2 and hasattr(reward[0], "save_pretrained"):
+            model, tokenizer = reward
+            folder = self.folder / name
+            self._pending.append(lambda: self._save_model(model, tokenizer, folder))
+            return {"type": "model", "path": str(folder)}
+        if hasattr(reward, "save_pretrained"):
+            raise ConfigError("a loaded reward model needs its tokenizer: reward=(model, tokenizer)")
+        if callable(reward):
+            return {"type": "function", "target": target_of(reward)}
+        raise ConfigError(
+            f"reward is a {type(reward).__name__}: give a function, a path, a URL, (model, tokenizer), or a list"
+        )
+
+    def _ensemble(self, rewards: Sequence[Any], name: str) -> Tree:
+        pairs = [_with_weight(reward) for reward in rewards]
+        sources = [self.reward(reward, f"{name}-{number}") for number, (reward, _) in enumerate(pairs)]
+        return {"type": "ensemble", "how": "sum", "weights": [weight for _, weight in pairs], "sources": sources}
+
+    def _tokenizer(self, tokenizer: Any) -> Tree:
+        if tokenizer is None:
+            return {}
+        if isinstance(tokenizer, str | Path):
+            return {"tokenizer": str(tokenizer)}
+        folder = self.folder / "tokenizer"
+        self._pending.append(lambda: tokenizer.save_pretrained(folder))
+        return {"tokenizer": str(folder)}
+
+    def _save_model(self, model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+        if self.resume and (folder / "config.json").is_file():
+            return  # the run goes on from its checkpoint; this is where it began
+        model.save_pretrained(folder)
+        if _is_object(tokenizer):
+            tokenizer.save_pretrained(folder)
+
+    def _write_rows(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f".{path.name}.new")
+        with new.open("w", encoding="utf-8", newline="\n") as file:
+            file.writelines(_lines(path.stem, rows))
+        if self.resume and path.is_file() and path.read_bytes() != new.read_bytes():
+            new.unlink()
+            raise DataError(
+                f"{path.stem}: these are not the rows that the run in {self.folder} began with: give it the same ones, "
+                "or leave resume out for a new run"
+            )
+        new.replace(path)
+
+
+def nested(settings: Mapping[str, Any]) -> Tree:
+    """Turn keywords into a tree: `policy={"lr": 1e-5}` and `**{"policy.lr": 1e-5}` are the same."""
+    tree: Tree = {}
+    for key, value in settings.items():
+        branch: Any = value
+        for part in reversed(key.split(".")):
+            branch = {part: branch}
+        tree = merge(tree, branch)
+    return tree
+
+
+def new_folder(wanted: Path) -> Path:
+    """Return the folder of a new run: `wanted`, or the first of wanted-2, wanted-3, ... that holds nothing."""
+    folder, count = wanted, 1
+    while folder.is_dir() and any(folder.iterdir()):
+        count += 1
+        folder = wanted.with_name(f"{wanted.name}-{count}")
+    return folder
+
+
+def _check_loaded_model(model: Any, tokenizer: Any) -> None:
+    if not hasattr(model, "save_pretrained"):
+        raise ConfigError(f"model is a {type(model).__name__}: give a path, a hub id or a loaded transformers model")
+    if hasattr(model, "merge_and_unload"):
+        raise ConfigError("the model has an adapter: merge it first (model.merge_and_unload()), then give that model")
+    if tokenizer is None:
+        raise ConfigError("a loaded model needs its tokenizer: tokenizer=AutoTokenizer.from_pretrained(...)")
+
+
+def _is_object(tokenizer: Any) -> bool:
+    return tokenizer is not None and not isinstance(tokenizer, str | Path)
+
+
+def _is_mixture(rows: Mapping[str, Any]) -> bool:
+    """Return whether a mapping is {name: (data, weight)} rather than a section."""
+    return bool(rows) and all(
+        isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], int | float) for value in rows.values()
+    )
+
+
+def _with_weight(reward: Any) -> tuple[Any, float]:
+    is_pair = isinstance(reward, tuple) and len(reward) == 2 and isinstance(reward[1], int | float)
+    return (reward[0], float(reward[1])) if is_pair else (reward, 1.0)
+
+
+def _source_at(place: str) -> Tree:
+    """Return the source at a URL, a function's path or a reward model's, told apart by their looks."""
+    if place.startswith(("http://", "https://")):
+        return {"type": "remote", "url": place}
+    location, colon, name = place.rpartition(":")
+    if colon and name.isidentifier() and (location.endswith(".py") or not looks_local(location)):
+        return {"type": "function", "target": place}
+    return {"type": "model", "path": place}
+
+
+def _as_rows(name: str, rows: Iterable[Any], text: TextColumn | None) -> Iterator[Mapping[str, Any]]:
+    for number, row in enumerate(rows, start=1):
+        if isinstance(row, Mapping):
+            yield row
+        elif isinstance(row, str) and text is not None:
+            yield {text: row}
+        else:
+            wanted = "a dictionary" if text is None else "a dictionary or a text"
+            raise DataError(f"{name}: row {number} is a {type(row).__name__}: a row is {wanted}")
+
+
+def _lines(name: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    for number, row in enumerate(rows, start=1):
+        try:
+            yield json.dumps(dict(row), ensure_ascii=False) + "\n"
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{name}: row {number} cannot be written as JSON: {error}") from error

@@ -1,0 +1,301 @@
+"""sft, train and reward_model: a run from Python, and what it returns."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rlhf.api.inputs import Inputs, Reward, Rows, nested, new_folder
+from rlhf.commands.train import OnStep, run_reward_model, run_train
+from rlhf.config.load import Tree, merge, merge_overrides, read_yaml, train_config, validate
+from rlhf.config.sections import RewardModelConfig
+from rlhf.data.paths import check_files
+from rlhf.errors import ConfigError
+from rlhf.factory.context import MODEL
+from rlhf.lab.build import resolve_lab_paths
+from rlhf.tracking.formatting import format_fixed
+from rlhf.tracking.metrics import shown_in
+from rlhf.tracking.run_folder import RunFolder
+from rlhf.user_code import target_of
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run left behind. Models and metrics are read from its folder when they are first asked for."""
+
+    folder: Path
+    """The run folder: configuration, metrics, samples, checkpoints, model and report."""
+    complete: bool
+    """Whether the run reached its end; False if it was interrupted (and saved: `resume=True` goes on)."""
+
+    @cached_property
+    def metrics(self) -> pd.DataFrame:
+        """Return the metrics, one row for each logged step."""
+        return pd.DataFrame(RunFolder(self.folder).read_metrics()).set_index("step")
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """Return the trained model, as transformers loads it: a causal LM, or a reward model's classifier."""
+        is_reward_model = "policy" not in RunFolder(self.folder).read_config()
+        kind: Any = AutoModelForSequenceClassification if is_reward_model else AutoModelForCausalLM
+        model: PreTrainedModel = kind.from_pretrained(self.model_folder)
+        return model
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the model's tokenizer."""
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.model_folder)
+        return tokenizer
+
+    @property
+    def model_folder(self) -> Path:
+        """Return the folder of the trained model.
+
+        Raises:
+            ConfigError: the run was interrupted, so there is none yet.
+        """
+        if not self.complete:
+            raise ConfigError(f"the run in {self.folder} was interrupted: continue it with resume=True")
+        return self.folder / MODEL
+
+    @property
+    def report(self) -> Path:
+        """Return the path of the report: one HTML page."""
+        return self.folder / "report.html"
+
+    @cached_property
+    def report_card(self) -> dict[str, Any]:
+        """Return a reward model's report card; empty for other runs, and without held-out pairs."""
+        return RunFolder(self.folder).read_report_card()
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the first and last value of the main metrics, and where the report is."""
+        shown = {info.name: info for view in ("headline", "summary") for info, _ in shown_in(view)}
+        lines = [
+            f"<tr><td>{html.escape(info.name)}</td><td>{format_fixed(values[0])}</td>"
+            f"<td>{format_fixed(values[-1])}</td><td>{html.escape(info.unit)}</td></tr>"
+            for info in shown.values()
+            if info.name in self.metrics and len(values := self.metrics[info.name].dropna().tolist())
+        ]
+        state = "" if self.complete else "<p>interrupted; <code>resume=True</code> goes on</p>"
+        return (
+            f"{state}<table><tr><th>metric</th><th>first</th><th>last</th><th>unit</th></tr>{''.join(lines)}</table>"
+            f"<p>report: <code>{html.escape(str(self.report))}</code></p>"
+        )
+
+
+def train(
+    model: Any = None,
+    algorithm: str | Mapping[str, Any] | None = None,
+    *,
+    prompts: Rows | None = None,
+    reward: Reward | None = None,
+    preferences: Rows | None = None,
+    eval_prompts: Rows | None = None,
+    eval_preferences: Rows | None = None,
+    judge: Reward | None = None,
+    tokenizer: Any = None,
+    advantage: Callable[..., Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    config: str | Path | None = None,
+    folder: str | Path | None = None,
+    resume: bool = False,
+    on_step: OnStep | None = None,
+    quiet: bool = False,
+    **settings: Any,
+) -> RunResult:
+    """Train a policy: PPO, GRPO, DPO or any other algorithm of `rlhf train`.
+
+        result = rlhf.train("models/smollm2", "grpo", prompts=["Tell a joke."], reward=lambda completions: [...])
+
+    Args:
+        model: a path, a hub id, or a loaded causal LM (then with `tokenizer`).
+        algorithm: a preset such as "ppo", "grpo" or "dpo", or the section `algorithm`.
+        prompts: what completions are sampled for (online algorithms).
+        reward: where scores come from (online algorithms); a function is called with those of `prompts`, `completions`
+            and `references` that it has arguments for, each a list, and returns a list of numbers.
+        preferences: pairs (offline algorithms such as DPO): rows with prompt, chosen and rejected, or another format of
+            docs/data.md.
+        eval_prompts: held-out prompts.
+        eval_preferences: held-out pairs.
+        judge: scores the completions of held-out prompts, where it should not be the training reward (eval.source).
+        tokenizer: a tokenizer, or the path of one; None: the model's.
+        advantage: an advantage of your own (rlhf.algo.functions.AdvantageFunction); see `rlhf.check`.
+        loss: a policy loss of your own, per token (rlhf.algo.functions.LossFunction); see `rlhf.check`.
+        config: a configuration file, over which the arguments go.
+        folder: the run folder (default: runs/<algorithm>). If it is taken, a new run goes to folder-2, folder-3, ...
+        resume: continue the run in `folder` instead of starting a new one.
+        on_step: called with the step and its metrics.
+        quiet: print nothing.
+        **settings: further settings, by section (`policy={"lr": 1e-5}`) or by key (`**{"policy.lr": 1e-5}`); see
+            docs/configuration.md.
+
+    Raises:
+        UserError: a setting, a model, the data or the reward is wrong; the message says what to do.
+    """
+    draft = Draft.begin(algorithm, config=config, folder=folder, resume=resume)
+    inputs, sections = draft.inputs, draft.sections
+    if model is not None:
+        sections["policy"] = inputs.model(model, tokenizer)
+    algorithm_section = _algorithm(algorithm, advantage, loss)
+    if algorithm_section:
+        sections["algorithm"] = algorithm_section
+    sections["data"] = inputs.data("prompt", prompts=prompts, eval_prompts=eval_prompts)
+    sections["data"] |= inputs.data(None, preferences=preferences, eval_preferences=eval_preferences)
+    if reward is not None:
+        sections["reward"] = {"source": inputs.reward(reward)}
+    if judge is not None:
+        sections["eval"] = {"source": inputs.reward(judge, "judge")}
+    return _run(train_config(draft.tree(settings)), inputs, run_train, on_step=on_step, quiet=quiet)
+
+
+def sft(
+    model: Any = None,
+    data: Rows | None = None,
+    *,
+    eval_data: Rows | None = None,
+    tokenizer: Any = None,
+    config: str | Path | None = None,
+    folder: str | Path | None = None,
+    resume: bool = False,
+    on_step: OnStep | None = None,
+    quiet: bool = False,
+    **settings: Any,
+) -> RunResult:
+    """Train a model on texts, instructions or conversations (supervised fine-tuning).
+
+    Args:
+        model: a path, a hub id, or a loaded causal LM (then with `tokenizer`).
+        data: the rows: texts, or dictionaries in a format of docs/data.md, such as {"messages": [...]}.
+        eval_data: held-out rows.
+        tokenizer: as in `train`; so are config, folder, resume, on_step, quiet and settings.
+        config: a configuration file.
+        folder: the run folder (default: runs/sft).
+        resume: continue the run in `folder`.
+        on_step: called with the step and its metrics.
+        quiet: print nothing.
+        **settings: further settings.
+
+    Raises:
+        UserError: as `train`.
+    """
+    draft = Draft.begin("sft", config=config, folder=folder, resume=resume)
+    if "algorithm" not in draft.base:
+        draft.sections["algorithm"] = {"preset": "sft"}
+    if model is not None:
+        draft.sections["policy"] = draft.inputs.model(model, tokenizer)
+    draft.sections["data"] = draft.inputs.data("text", sft=data, eval_sft=eval_data)
+    return _run(train_config(draft.tree(settings)), draft.inputs, run_train, on_step=on_step, quiet=quiet)
+
+
+def reward_model(
+    model: Any = None,
+    preferences: Rows | None = None,
+    *,
+    eval_preferences: Rows | None = None,
+    tokenizer: Any = None,
+    config: str | Path | None = None,
+    folder: str | Path | None = None,
+    resume: bool = False,
+    on_step: OnStep | None = None,
+    quiet: bool = False,
+    **settings: Any,
+) -> RunResult:
+    """Train a reward model on preference pairs, and compute its report card if there are held-out pairs.
+
+        result = rlhf.reward_model("models/smollm2", "pairs.jsonl", **{"model.lr": 1e-5})
+
+    The configuration's section `model` has the name of the first argument, so its keys are given one by one, as above.
+
+    Args:
+        model: a path, a hub id, or a loaded causal LM (then with `tokenizer`) that the reward model starts from.
+        preferences: the pairs, as in `train`.
+        eval_preferences: held-out pairs.
+        tokenizer: as in `train`; so are config, folder, resume, on_step, quiet and settings.
+        config: a configuration file.
+        folder: the run folder (default: runs/reward_model).
+        resume: continue the run in `folder`.
+        on_step: called with the step and its metrics.
+        quiet: print nothing.
+        **settings: further settings.
+
+    Raises:
+        UserError: as `train`.
+    """
+    draft = Draft.begin("reward_model", config=config, folder=folder, resume=resume)
+    draft.sections["data"] = draft.inputs.data(None, preferences=preferences, eval_preferences=eval_preferences)
+    if model is not None:
+        draft.sections["model"] = draft.inputs.model(model, tokenizer)
+    run_config = validate(RewardModelConfig, draft.tree(settings))
+    return _run(run_config, draft.inputs, run_reward_model, on_step=on_step, quiet=quiet)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The configuration of a run while the arguments of a call fill it."""
+
+    base: Tree  # the content of the configuration file
+    inputs: Inputs
+    sections: Tree  # what the arguments say, over `base`
+
+    @classmethod
+    def begin(cls, algorithm: object, *, config: str | Path | None, folder: str | Path | None, resume: bool) -> Draft:
+        """Read the configuration file and choose the run folder, which is named after the algorithm."""
+        base = read_yaml(config) if config is not None else {}
+        inputs = Inputs(_run_folder(folder, base, algorithm, resume=resume), resume)
+        return cls(base, inputs, {"run": {"out_dir": str(inputs.folder)}})
+
+    def tree(self, settings: Mapping[str, Any]) -> Tree:
+        """Return the whole configuration; `settings`, the other keywords of the call, go over everything else."""
+        return merge_overrides(self.base, merge(self.sections, nested(settings)))
+
+
+def _run(config: Any, inputs: Inputs, run: Callable[..., bool], *, on_step: OnStep | None, quiet: bool) -> RunResult:
+    """Write the inputs, check the files, run, and return the result."""
+    config = resolve_lab_paths(config)
+    inputs.write()
+    check_files(config)
+    complete = run(config, Console(quiet=quiet), on_step=on_step)
+    return RunResult(Path(config.run.out_dir), complete)
+
+
+def _run_folder(folder: str | Path | None, base: Tree, algorithm: object, *, resume: bool) -> Path:
+    """Choose the run folder.
+
+    Raises:
+        ConfigError: a run should continue, and there is none.
+    """
+    name = algorithm if isinstance(algorithm, str) else "train"
+    wanted = Path(folder or base.get("run", {}).get("out_dir") or f"runs/{name}").expanduser()
+    if not resume:
+        return new_folder(wanted)
+    if not (wanted / "config.yaml").is_file():
+        raise ConfigError(f"resume=True, but {wanted} holds no run: give the folder of the run to continue")
+    return wanted
+
+
+def _algorithm(
+    algorithm: str | Mapping[str, Any] | None, advantage: Callable[..., Any] | None, loss: Callable[..., Any] | None
+) -> Tree:
+    """Return the section `algorithm`; own functions without an algorithm are used in place of GRPO's."""
+    if algorithm is None and (advantage is not None or loss is not None):
+        algorithm = "grpo"
+    section: Tree = {"preset": algorithm} if isinstance(algorithm, str) else dict(algorithm or {})
+    for key, function in {"advantage": advantage, "policy_loss": loss}.items():
+        if function is not None:
+            section[key] = {"type": "function", "target": target_of(function)}
+    return section

@@ -1,0 +1,311 @@
+"""rlhf launch: print the script that starts a run under SLURM, torchrun or SkyPilot, without importing torch."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Literal
+
+import yaml
+
+from rlhf.config.compare import CompareConfig
+from rlhf.config.load import load_any
+from rlhf.config.sections import RewardModelConfig, TrainConfig
+from rlhf.errors import ConfigError, UserError
+
+Launcher = Literal["slurm", "torchrun", "skypilot"]
+TIME = re.compile(r"(\d+-)?\d{1,3}:[0-5]\d:[0-5]\d")
+WORD = re.compile(r"[\w.,:@/+-]+")
+BUCKET_FOLDER = "/runs"  # where SkyPilot mounts the bucket
+DEFAULT_GRACE_S = 300
+
+# Options that only one launcher reads.
+READ_BY: dict[str, Launcher] = {
+    "time": "slurm",
+    "partition": "slurm",
+    "account": "slurm",
+    "grace": "slurm",
+    "sbatch": "slurm",
+    "bucket": "skypilot",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """What to ask the cluster for; sizes are those of one node."""
+
+    launcher: Launcher
+    nodes: int = 1
+    gpus: int | None = None  # one process for each
+    gpu_type: str | None = None
+    processes: int | None = None  # instead of GPUs, with run.device=cpu
+    cpus: int = 8  # cores of each process
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    grace: int | None = None  # seconds before the time limit at which the run is told to stop
+    sbatch: tuple[str, ...] = ()
+    bucket: str | None = None
+
+    @property
+    def processes_per_node(self) -> int:
+        """Return the number of training processes on each node."""
+        count = self.processes if self.gpus is None else self.gpus
+        assert count is not None, "check_options refuses options without a size"
+        return count
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked run and the command that starts it."""
+
+    name: str
+    config: TrainConfig | RewardModelConfig
+    words: tuple[str, ...]  # what follows `python -m rlhf`
+
+
+def launch_script(path: str, overrides: Sequence[str], options: LaunchOptions) -> str:
+    """Return the text of the script, or of the YAML file, that runs the configuration in `path`.
+
+    Raises:
+        UserError: the configuration or an option is wrong.
+    """
+    job = make_job(path, overrides)
+    check_options(options, job.config)
+    command = shlex.join(_own_command(path, overrides, options))
+    made_by = f"Made by: {' '.join(command.splitlines())}"  # it stands in a comment, which ends with its line
+    match options.launcher:
+        case "slurm":
+            return slurm_script(job, options, made_by)
+        case "torchrun":
+            return torchrun_script(job, options, made_by)
+        case "skypilot":
+            return skypilot_yaml(job, options, made_by)
+
+
+def make_job(path: str, overrides: Sequence[str]) -> Job:
+    """Load the configuration and derive the verb that runs it.
+
+    Raises:
+        ConfigError: the configuration is wrong, is a comparison, or cannot continue after a stop.
+    """
+    config = load_any(path, overrides)
+    if isinstance(config, CompareConfig):
+        raise ConfigError(f"{path} is a comparison, which runs on one machine: rlhf compare {path}")
+    if config.checkpoint.resume == "never":
+        raise ConfigError(
+            "checkpoint.resume is never, so a job that was stopped and started again would be refused: "
+            "add checkpoint.resume=auto"
+        )
+    verb = "rm" if isinstance(config, RewardModelConfig) else "train"
+    name = re.sub(r"[^\w.-]+", "-", config.run.name).strip("-") or "rlhf"
+    return Job(name, config, (verb, path, *overrides))
+
+
+def check_options(options: LaunchOptions, config: TrainConfig | RewardModelConfig) -> None:
+    """Check the options against each other and against the configuration.
+
+    Raises:
+        UserError: one of them is wrong.
+    """
+    for name, launcher in READ_BY.items():
+        if launcher != options.launcher and getattr(options, name):
+            raise UserError(f"--{name} is an option of --{launcher}; --{options.launcher} does not read it")
+    for name in ("nodes", "gpus", "processes", "cpus", "grace"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name} is {value}: it has to be at least 1")
+    _check_size(options, config.run.device)
+    if options.time is not None and not TIME.fullmatch(options.time):
+        raise UserError(f"--time is {options.time!r}: write HH:MM:SS, or D-HH:MM:SS, e.g. 24:00:00")
+    for name in ("partition", "account", "gpu_type", "bucket"):
+        value = getattr(options, name)
+        if value is not None and not WORD.fullmatch(value):
+            raise UserError(f"--{name.replace('_', '-')} is {value!r}: letters, digits and . , : @ / + - only")
+    for line in options.sbatch:
+        if not line.startswith("-") or not line.isprintable():
+            raise UserError(f"--sbatch is {line!r}: give one option of sbatch, e.g. --sbatch=--constraint=a100")
+
+
+def _check_size(options: LaunchOptions, device: str) -> None:
+    """Check that there is one number of processes, and that it suits run.device."""
+    on_cpu = device == "cpu"
+    if options.gpus is not None and options.processes is not None:
+        raise UserError("--gpus and --processes exclude each other: there is one process for each GPU")
+    if on_cpu and options.processes is None:
+        raise UserError("run.device is cpu: give --processes N, the processes on each node, instead of --gpus")
+    if not on_cpu and options.gpus is None:
+        raise UserError(
+            "how many GPUs? Give --gpus N, the GPUs of each node (one process runs on each); "
+            "without GPUs, run.device=cpu and --processes N"
+        )
+    if options.launcher == "skypilot" and options.gpus is not None and options.gpu_type is None:
+        raise UserError("--skypilot needs the kind of GPU too: --gpu-type H100, for example (sky show-gpus lists them)")
+
+
+def slurm_script(job: Job, options: LaunchOptions, made_by: str) -> str:
+    """Return a batch script: one launcher on each node, saved and requeued before the time limit."""
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {line}" for line in _sbatch_lines(job, options)),
+            "#",
+            f"# {made_by}",
+            "# Submit it with sbatch, from the folder where you would run rlhf, with its environment active.",
+            "# Shortly before the time limit the run is saved and the job goes back into the queue; it then continues.",
+            "set -u",
+            "",
+            'MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
+            'MASTER_PORT="$((10000 + SLURM_JOB_ID % 20000))"  # another one for each job that shares the node',
+            "export MASTER_ADDR MASTER_PORT",
+            "",
+            "# What each node runs.",
+            "node='",
+            *_launcher_lines(options, node_rank='"$SLURM_NODEID"', words='"$@"'),
+            "'",
+            "",
+            "save_and_requeue() {",
+            "    trap '' USR1",
+            '    scancel --signal=TERM "$SLURM_JOB_ID"  # to the nodes, not to this shell',
+            '    wait "$step"',
+            '    scontrol requeue "$SLURM_JOB_ID"',
+            "    exit",
+            "}",
+            "trap save_and_requeue USR1",
+            "",
+            'srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c "$node" node \\',
+            f"    {shlex.join(job.words)} &",
+            "step=$!",
+            'wait "$step"',
+            "",
+        ]
+    )
+
+
+def _sbatch_lines(job: Job, options: LaunchOptions) -> list[str]:
+    """Return what the job asks of SLURM."""
+    gpus = [options.gpu_type, options.gpus] if options.gpu_type else [options.gpus]
+    lines = [
+        f"--job-name={job.name}",
+        f"--nodes={options.nodes}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={options.processes_per_node * options.cpus}",
+    ]
+    if options.gpus is not None:
+        lines.append("--gpus-per-node=" + ":".join(map(str, gpus)))
+    lines += [f"--{key}={getattr(options, key)}" for key in ("time", "partition", "account") if getattr(options, key)]
+    return [
+        *lines,
+        f"--output={job.name}-%j.log",
+        "--open-mode=append",
+        "--requeue",
+        f"--signal=B:USR1@{options.grace or DEFAULT_GRACE_S}",
+        *options.sbatch,
+    ]
+
+
+def torchrun_script(job: Job, options: LaunchOptions, made_by: str) -> str:
+    """Return a shell script to start on every node, by hand or by a scheduler of your own."""
+    several = options.nodes > 1
+    usage = "NODE_RANK=0 MASTER_ADDR=<address of node 0> bash <this file>" if several else "bash <this file>"
+    where = f"on each of the {options.nodes} nodes, with NODE_RANK from 0 to {options.nodes - 1}" if several else ""
+    defaults = [
+        ': "${NODE_RANK:?the number of this node, from 0}"' if several else "NODE_RANK=0",
+        ': "${MASTER_ADDR:?the address of node 0}"' if several else "MASTER_ADDR=127.0.0.1",
+        'MASTER_PORT="${MASTER_PORT:-29500}"',
+    ]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            f"# {made_by}",
+            f"# Run it {where + ': ' if where else 'so: '}{usage}",
+            "# SIGTERM saves the run. Run it again, and it continues.",
+            "set -u",
+            *defaults,
+            "",
+            *_launcher_lines(options, node_rank='"$NODE_RANK"', words=shlex.join(job.words)),
+            "",
+        ]
+    )
+
+
+def skypilot_yaml(job: Job, options: LaunchOptions, made_by: str) -> str:
+    """Return a SkyPilot task."""
+    words, out_dir = job.words, job.config.run.out_dir
+    task: dict[str, object] = {"name": job.name, "num_nodes": options.nodes, "workdir": "."}
+    cores = options.processes_per_node * options.cpus
+    accelerators = {} if options.gpus is None else {"accelerators": f"{options.gpu_type}:{options.gpus}"}
+    task["resources"] = {**accelerators, "cpus": f"{cores}+"}
+    if options.bucket is not None:
+        task["file_mounts"] = {BUCKET_FOLDER: {"name": options.bucket, "mode": "MOUNT_CACHED"}}
+        words = (*words, f"run.out_dir={BUCKET_FOLDER}/{PurePosixPath(out_dir).name}")
+    task["setup"] = _setup(job.config)
+    lines = [
+        "source .venv/bin/activate",
+        'MASTER_ADDR="$(echo "$SKYPILOT_NODE_IPS" | head -n 1)"',
+        "MASTER_PORT=29500",
+        *_launcher_lines(options, node_rank='"$SKYPILOT_NODE_RANK"', words=shlex.join(words)),
+    ]
+    task["run"] = "\n".join(lines) + "\n"
+    header = [f"# {made_by}", "# Start it with: sky jobs launch <this file>   (a preempted job is started again)"]
+    if options.bucket is None:
+        header.append(f"# It continues only if {out_dir} outlives the machine: give --bucket, or mount a volume there.")
+    dumped = yaml.dump(task, Dumper=_BlockDumper, sort_keys=False, allow_unicode=True, width=1000)
+    return "\n".join([*header, dumped])
+
+
+class _BlockDumper(yaml.SafeDumper):
+    """Writes texts of several lines as blocks."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Choose the block style for a text of several lines."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_BlockDumper.add_representer(str, _represent_text)
+
+
+def _setup(config: TrainConfig | RewardModelConfig) -> str:
+    """Return the commands that install this project with what the run needs."""
+    backends = config.logging.backends
+    extras = {
+        "deepspeed": config.sharding.mode.startswith("zero"),
+        "track": "tensorboard" in backends or "wandb" in backends,
+        "mlflow": "mlflow" in backends,
+    }
+    install = " ".join(["bash scripts/setup.sh", *(name for name, is_needed in extras.items() if is_needed)])
+    return f"{install} && .venv/bin/python -m pip install trackio" if "trackio" in backends else install
+
+
+def _launcher_lines(options: LaunchOptions, *, node_rank: str, words: str) -> list[str]:
+    """Return the lines that start torchrun on a node and end with its exit code.
+
+    SIGTERM goes to the training processes, which save and end by themselves. Torchrun is left alone: when told to stop,
+    it kills them after 30 seconds, which may be too short for a step and a checkpoint.
+    """
+    torchrun = f"python -m torch.distributed.run --nnodes={options.nodes} --nproc-per-node={options.processes_per_node}"
+    return [
+        'stop() { pkill -TERM -P "$launcher" || kill -TERM "$launcher"; }',
+        "trap stop TERM INT",
+        f"{torchrun} \\",
+        f'    --node-rank={node_rank} --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \\',
+        f"    -m rlhf {words} &",
+        "launcher=$!",
+        'while kill -0 "$launcher" 2>/dev/null; do wait "$launcher"; done  # a signal ends wait',
+        'wait "$launcher"',
+    ]
+
+
+def _own_command(path: str, overrides: Sequence[str], options: LaunchOptions) -> list[str]:
+    """Return the command line that makes this script again."""
+    words = ["rlhf", "launch", f"--{options.launcher}", path, *overrides]
+    for name, default in LaunchOptions.__dataclass_fields__.items():
+        value = getattr(options, name)
+        if name in ("launcher", "sbatch") or value is None or value == default.default:
+            continue
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    return [*words, *(f"--sbatch={line}" for line in options.sbatch)]

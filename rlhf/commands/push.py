@@ -1,0 +1,170 @@
+"""rlhf push: upload the exported model of a run to the model hub, with a model card made from the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub.errors import (  # type: ignore[attr-defined]
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,  # of its HTTP client, which differs between versions
+    OfflineModeIsEnabled,
+)
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from rich.console import Console
+from rich.text import Text
+
+from rlhf.config.data import DatasetConfig, TrainableDataConfig
+from rlhf.config.load import load_run, unread_keys
+from rlhf.config.sections import RewardModelConfig, TrainConfig
+from rlhf.data.files import load_rows
+from rlhf.data.paths import SUFFIXES, looks_local
+from rlhf.data.rows import RowCounts
+from rlhf.errors import CheckpointError, DataError, UserError
+from rlhf.report.model_card import CardInputs, DataUsed, model_card
+from rlhf.report.record import read_record
+
+CARD = "README.md"
+
+
+def run_push(
+    path: str, repo_id: str, *, private: bool, dry_run: bool, console: Console, endpoint: str | None = None
+) -> None:
+    """Upload the model of the run in `path` to `repo_id` in one commit; with `dry_run`, print the card and stop.
+
+    Args:
+        path: the run folder.
+        repo_id: owner/name.
+        private: whether a repository that is created now is private.
+        dry_run: whether to upload nothing.
+        console: where the card and the address are printed.
+        endpoint: the address of the hub; None for HF_ENDPOINT, or huggingface.co.
+
+    Raises:
+        UserError: the run is not complete, the name is invalid, or the hub refuses.
+    """
+    model = model_of_run(path)
+    card = card_of_run(path)
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise UserError(f"{repo_id!r} is no name of a repository; write owner/name ({error})") from error
+    if dry_run:
+        console.print(Text(card), soft_wrap=True)
+        return
+    url = upload(model, card, repo_id, private=private, endpoint=endpoint)
+    console.print(Text(f"model   {url}"), soft_wrap=True)
+
+
+def model_of_run(path: str) -> Path:
+    """Return the folder of the exported model.
+
+    Raises:
+        CheckpointError: there is none, because the run is not complete.
+    """
+    load_run(path)
+    model = Path(path) / "model"
+    if not any((model / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise CheckpointError(f"{path} has no model/ yet: it is written at the end of the run. Continue it first")
+    return model
+
+
+def card_of_run(path: str) -> str:
+    """Make the model card of the run in `path`."""
+    config, folder = load_run(path), Path(path)
+    base = config.model.model if isinstance(config, RewardModelConfig) else config.policy.model
+    inputs = CardInputs(
+        data=tuple(count_data(config)),
+        comparison=_read_json(folder / "eval.json") if (folder / "eval.json").is_file() else None,
+        suites=tuple(_read_json(file) for file in sorted((folder / "evals").glob("*.json"))),
+        is_adapter=(folder / "model" / "adapter_config.json").is_file(),
+        base_on_hub=_is_on_hub(base),
+    )
+    return model_card(read_record(folder), inputs)
+
+
+def count_data(config: TrainConfig | RewardModelConfig) -> Iterator[DataUsed]:
+    """Count the rows of each data set that the run read; those of the hub are not downloaded for it."""
+    unread = unread_keys(config)
+    for name in type(config.data).model_fields:
+        dataset, key = getattr(config.data, name), f"data.{name}"
+        if not isinstance(dataset, DatasetConfig) or key in unread:
+            continue
+        if isinstance(dataset, TrainableDataConfig) and dataset.sources:
+            parts = dataset.by_source(name)
+            yield from (_data_used(f"{key}.sources.{source}", part) for source, part in parts.items())
+        else:
+            yield _data_used(key, dataset)
+
+
+def _data_used(key: str, dataset: DatasetConfig) -> DataUsed:
+    if _is_on_hub(dataset.path):
+        return DataUsed(key, dataset.path, None, dataset.limit, "on the hub", on_hub=True)
+    if isinstance(dataset, TrainableDataConfig) and dataset.stream:
+        return DataUsed(key, dataset.path, None, dataset.limit, "not counted: it was streamed")
+    rows, why = _count_rows(dataset)
+    return DataUsed(key, dataset.path, rows, dataset.limit, why)
+
+
+def _count_rows(dataset: DatasetConfig) -> tuple[int | None, str]:
+    """Count the readable rows of a local data set; without it, say why there is no count."""
+    try:
+        return len(load_rows(dataset, RowCounts(dataset.path))), ""
+    except DataError as error:
+        return None, f"not counted: {error}"
+
+
+def _is_on_hub(path: str) -> bool:
+    """Return whether a path is the id of a model or data set of the hub."""
+    is_id = 1 <= len(path.split("/")) <= 2 and not looks_local(path, (*SUFFIXES, ".gguf"))
+    return is_id and not path.startswith("runs/") and not Path(path).expanduser().exists()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Read a file of results.
+
+    Raises:
+        CheckpointError: it is not a JSON object.
+    """
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}. Remove it, or make it again by rlhf eval") from error
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{path}: expected an object, found {type(loaded).__name__}")
+    return loaded
+
+
+def upload(model: Path, card: str, repo_id: str, *, private: bool, endpoint: str | None) -> str:
+    """Create the repository if needed, add the files of `model` and the card in one commit, and return its address.
+
+    Raises:
+        UserError: the hub cannot be reached or refuses.
+    """
+    api = HfApi(endpoint=endpoint)
+    files = [file for file in sorted(model.rglob("*")) if file.is_file() and file.name != CARD]
+    operations = [CommitOperationAdd(file.relative_to(model).as_posix(), file) for file in files]
+    operations.append(CommitOperationAdd(CARD, card.encode("utf-8")))
+    try:
+        url = api.create_repo(repo_id, private=private or None, exist_ok=True)  # None: as the owner's account is set
+        api.create_commit(repo_id, operations, commit_message="Upload the model and its card")
+    except HfHubHTTPError as error:
+        raise UserError(_refusal(error, repo_id, api.endpoint)) from error
+    except (HTTPError, OfflineModeIsEnabled) as error:
+        raise UserError(f"the hub at {api.endpoint} cannot be reached: {error}") from error
+    return str(url)
+
+
+def _refusal(error: HfHubHTTPError, repo_id: str, endpoint: str) -> str:
+    """Describe why the hub refused, and what to do."""
+    status = error.response.status_code if error.response is not None else None
+    if status in (401, 403):
+        return (
+            f"{endpoint} does not let you write to {repo_id}: log in with `hf auth login`, or set HF_TOKEN to a token "
+            "that may write there"
+        )
+    return f"{endpoint} refused {repo_id}: {error.server_message or error}"

@@ -1,0 +1,370 @@
+"""Compute the results of a comparison from its folders alone: results.json and results.parquet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
+
+import torch
+from datasets import Dataset
+from jaxtyping import Float
+from torch import Tensor
+
+from rlhf.comparison.costs import COSTS, Costs
+from rlhf.comparison.plan import Cell, Plan
+from rlhf.comparison.results import (
+    MEASURES,
+    ArmResult,
+    Budget,
+    ComparisonResults,
+    CurvePoint,
+    EqualKl,
+    Evaluation,
+    FinalModels,
+    MeanCosts,
+    Measures,
+    SeedResult,
+    StartModel,
+    Status,
+    Suites,
+    WinRate,
+)
+from rlhf.comparison.scheduler import failure_of
+from rlhf.comparison.suites import SuiteScores, read_suites, summarize_suites
+from rlhf.comparison.trial import Judgment, read_curve
+from rlhf.config.compare import START_FOLDER
+from rlhf.evaluation.frontier import score_at_kl
+from rlhf.evaluation.win_rate import (
+    Interval,
+    LengthControlled,
+    bootstrap_crossed,
+    length_controlled_win_rate,
+    outcomes,
+)
+from rlhf.tracking.run_folder import RunFolder
+from rlhf.tracking.trackers import read_jsonl, to_json
+
+TABLE = "results.parquet"
+KLS = ("kl", "kl_se", "kl_exact", "kl_exact_se")
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """A cell and the content of its folder."""
+
+    cell: Cell
+    judged: Judgment | None
+    error: str | None
+    evaluations: list[Evaluation]  # during training, in order
+    costs: Costs | None
+    suites: dict[str, SuiteScores]
+    peak_memory_mb: float | None  # of the process that trained; None if nothing was trained
+
+    @property
+    def status(self) -> Status:
+        """Return the status of the cell: done, failed or unfinished."""
+        return "done" if self.judged is not None else "failed" if self.error is not None else "unfinished"
+
+
+def read_cells(plan: Plan) -> list[CellResult]:
+    """Read the folder of every cell."""
+    return [_read(cell) for cell in plan.cells]
+
+
+def summarize(plan: Plan, cells: Sequence[CellResult]) -> ComparisonResults:
+    """Compute the results of a comparison whose start model has been judged."""
+    config, cell = plan.config, cells[0].cell.config
+    start = _finished(cells, START_FOLDER)
+    assert start, "the start model is judged before any arm"
+    arms = {name: [result for result in cells if result.cell.arm == name] for name in config.arms}
+    level = config.equal_kl or _common_kl(arms)
+    judge = cell.train.eval.source
+    assert judge is not None
+    start_model = _start_model(start)
+    return ComparisonResults(
+        name=config.name,
+        start=cell.train.policy.model,
+        judge=judge,
+        reward_source=cell.proxy,
+        judge_is_trained_on=judge == cell.proxy,
+        budget=Budget(unit=config.budget.unit, limit=config.budget.limit),
+        seeds=tuple(config.seeds),
+        prompts=len(_judgments(start)[0].rows),
+        start_model=start_model,
+        equal_kl=level,
+        arms={name: _arm(name, arm_cells, start, start_model.spread, level) for name, arm_cells in arms.items()},
+        win_rates=_win_rates(arms),
+        evaluations=tuple(evaluation for result in cells for evaluation in result.evaluations),
+        best_of_n={name: curve for name, arm_cells in arms.items() if (curve := _curve(arm_cells))},
+    )
+
+
+def write_results(plan: Plan, results: ComparisonResults, cells: Sequence[CellResult]) -> None:
+    """Write results.json, and results.parquet with one row for each evaluation, final model and n of best-of-n."""
+    results.write(plan.folder)
+    columns = ("kind", "arm", "seed", "step", "n", *MEASURES, *Costs().record())
+    rows = [{name: to_json(row.get(name)) for name in columns} for row in _table_rows(results, cells)]
+    floats = set(columns) - {"kind", "arm", "seed", "step"}
+    table = {
+        name: [float(row[name]) if name in floats and row[name] is not None else row[name] for row in rows]
+        for name in columns
+    }
+    temporary = plan.folder / f".{TABLE}.new"
+    Dataset.from_dict(table).to_parquet(str(temporary))
+    temporary.replace(plan.folder / TABLE)
+
+
+def scores_of(cells: Sequence[CellResult], seeds: Sequence[int]) -> Float[Tensor, "S P"]:
+    """Return the judge's score of every held-out prompt, one row for each seed."""
+    return _column(cells, seeds, "score")
+
+
+def _column(cells: Sequence[CellResult], seeds: Sequence[int], name: str) -> Float[Tensor, "S P"]:
+    by_seed = {result.cell.seed: result.judged for result in cells if result.judged is not None}
+    return torch.stack([by_seed[seed].column(name) for seed in seeds])
+
+
+def common_seeds(*arms: Sequence[CellResult]) -> list[int]:
+    """Return the seeds that all arms have finished."""
+    done = [{result.cell.seed for result in cells if result.judged is not None} for cells in arms]
+    return sorted(set.intersection(*done)) if done else []
+
+
+def _finished(cells: Sequence[CellResult], arm: str) -> list[CellResult]:
+    return [result for result in cells if result.cell.arm == arm and result.judged is not None]
+
+
+def _judgments(cells: Sequence[CellResult]) -> list[Judgment]:
+    return [result.judged for result in cells if result.judged is not None]
+
+
+def _read(cell: Cell) -> CellResult:
+    costs = {row["step"]: Costs.of(row) for row in read_jsonl(cell.folder / COSTS)}
+    judged = Judgment.read(cell.folder)
+    evaluations = _read_evaluations(cell, costs)
+    return CellResult(
+        cell=cell,
+        judged=judged,
+        error=failure_of(cell.folder),
+        evaluations=with_known_kl(evaluations, judged.metrics if judged is not None else {}),
+        costs=costs[max(costs)] if costs else None,
+        suites=read_suites(cell.folder),
+        peak_memory_mb=max((row["peak_memory_mb"] for row in RunFolder(cell.folder).read_timings()), default=None),
+    )
+
+
+def _read_evaluations(cell: Cell, costs: Mapping[int, Costs]) -> list[Evaluation]:
+    """Read the evaluations of a run from its metrics; none of a cell that trains nothing."""
+    return [
+        Evaluation(
+            arm=cell.arm,
+            seed=cell.seed,
+            step=metrics["step"],
+            measures=Measures.of_metrics(metrics),
+            costs=costs.get(metrics["step"], Costs()),
+        )
+        for metrics in (RunFolder(cell.folder).read_metrics() if cell.config.budget is not None else [])
+        if metrics.get("eval/score") is not None
+    ]
+
+
+def with_known_kl(evaluations: list[Evaluation], judged: Mapping[str, float | None]) -> list[Evaluation]:
+    """Fill in KLs that a run did not measure: 0 at its start, and at its end that of the judged model.
+
+    Args:
+        evaluations: of one run, in order.
+        judged: the metrics of its final model; empty if it has not been judged.
+    """
+    if not evaluations:
+        return evaluations
+    first, *others = evaluations
+    if first.step == 0 and first.measures.kl is None:
+        first = _with_kls(first, dict.fromkeys(KLS, 0.0))
+    if others and others[-1].measures.kl is None:
+        others[-1] = _with_kls(others[-1], {name: judged.get(MEASURES[name]) for name in KLS})
+    return [first, *others]
+
+
+def _with_kls(evaluation: Evaluation, kls: Mapping[str, float | None]) -> Evaluation:
+    return replace(evaluation, measures=replace(evaluation.measures, **kls))
+
+
+def _start_model(start: Sequence[CellResult]) -> StartModel:
+    judged, suites = _judgments(start), [result.suites for result in start]
+    return StartModel(
+        measures=_mean_measures(judged),
+        spread=fmean(float(judgment.column("score").std(correction=0)) for judgment in judged),
+        suites=summarize_suites(suites, suites),
+    )
+
+
+def _arm(
+    name: str, cells: Sequence[CellResult], start: Sequence[CellResult], spread: float, level: float | None
+) -> ArmResult:
+    config, done = cells[0].cell.config, _finished(cells, name)
+    best_of_n = config.best_of_n
+    peaks = [result.peak_memory_mb for result in cells if result.peak_memory_mb is not None]
+    return ArmResult(
+        type="train" if best_of_n is None else "best_of_n",
+        preset=config.train.algorithm.preset if best_of_n is None else None,
+        n=best_of_n.n if best_of_n is not None else None,
+        kl_is_bound=best_of_n is not None,
+        status=_status(cells),
+        peak_memory_mb=max(peaks, default=None),
+        seeds=tuple(_seed(name, result) for result in cells),
+        final=_final(done, start, spread, level) if done else None,
+        suites=_suites(done, start),
+    )
+
+
+def _seed(name: str, result: CellResult) -> SeedResult:
+    return SeedResult(
+        seed=result.cell.seed,
+        status=result.status,
+        error=result.error,
+        folder=f"{name}/seed-{result.cell.seed}",
+        measures=_mean_measures(_judgments([result])),
+        costs=result.costs,
+    )
+
+
+def _final(done: Sequence[CellResult], start: Sequence[CellResult], spread: float, level: float | None) -> FinalModels:
+    seeds = [result.cell.seed for result in done]
+    finals, starts = scores_of(done, seeds), scores_of(start, seeds)
+    wins = outcomes(finals, starts)
+    longer = _column(done, seeds, "length") - _column(start, seeds, "length")
+    gain = bootstrap_crossed(finals - starts)
+    return FinalModels(
+        measures=_mean_measures(_judgments(done)),
+        gain=gain,
+        gain_in_std=Interval(gain.value / spread, gain.low / spread, gain.high / spread) if spread else None,
+        win_rate_over_start=bootstrap_crossed(wins),
+        length_controlled_win_rate_over_start=length_controlled_win_rate(wins, longer),
+        at_equal_kl=_at_equal_kl(done, level) if level is not None else None,
+        costs=_mean_costs([result.costs for result in done if result.costs is not None]),
+    )
+
+
+def _suites(done: Sequence[CellResult], start: Sequence[CellResult]) -> Suites:
+    suites_of_start = {result.cell.seed: result.suites for result in start}
+    return summarize_suites([result.suites for result in done], [suites_of_start[result.cell.seed] for result in done])
+
+
+def _status(cells: Sequence[CellResult]) -> Status:
+    statuses = {result.status for result in cells}
+    return statuses.pop() if len(statuses) == 1 else "partly done" if "done" in statuses else "failed"
+
+
+def _mean_measures(judged: Sequence[Judgment]) -> Measures:
+    """Compute the means over seeds; None for what was not measured."""
+    means: dict[str, float | None] = {}
+    for key in MEASURES.values():
+        values = [value for judgment in judged if (value := judgment.metrics.get(key)) is not None]
+        means[key] = fmean(values) if values else None
+    return Measures.of_metrics(means)
+
+
+def _mean_costs(costs: Sequence[Costs]) -> MeanCosts | None:
+    if not costs:
+        return None
+    records = [cost.record() for cost in costs]
+    return MeanCosts(**{key: fmean(record[key] for record in records) for key in records[0]})
+
+
+def _points(result: CellResult) -> list[tuple[float, float]]:
+    """Return the (KL, score) points of a cell: its evaluations, or best-of-n's curve."""
+    if result.cell.config.best_of_n is not None:
+        return [(point.kl, point.score) for point in read_curve(result.cell.folder)]
+    measures = [evaluation.measures for evaluation in result.evaluations]
+    return [(row.kl, row.score) for row in measures if row.kl is not None and row.score is not None]
+
+
+def _common_kl(arms: Mapping[str, Sequence[CellResult]]) -> float | None:
+    """Return the highest KL in nats that every finished cell has reached; None if there is none above 0."""
+    reached = [
+        max(kl for kl, _ in points)
+        for cells in arms.values()
+        for result in cells
+        if result.judged is not None and (points := _points(result))
+    ]
+    return min(reached) if reached and min(reached) > 0 else None
+
+
+def _at_equal_kl(done: Sequence[CellResult], level: float) -> EqualKl:
+    scores = [score for result in done if (score := score_at_kl(_points(result), level)) is not None]
+    return EqualKl(
+        kl=level,
+        score=fmean(scores) if scores else None,
+        low=min(scores, default=None),
+        high=max(scores, default=None),
+        seeds=len(scores),
+    )
+
+
+def _win_rates(arms: Mapping[str, Sequence[CellResult]]) -> tuple[WinRate, ...]:
+    """Compute the win rate of every ordered pair of arms that have finished a seed in common."""
+    rates: dict[tuple[str, str], WinRate] = {}
+    for a in arms:
+        for b in arms:
+            seeds = common_seeds(arms[a], arms[b])
+            if a != b and seeds:
+                rates[a, b] = _win_rate((a, arms[a]), (b, arms[b]), seeds, swapped=rates.get((b, a)))
+    return tuple(rates.values())
+
+
+def _win_rate(
+    a: tuple[str, Sequence[CellResult]],
+    b: tuple[str, Sequence[CellResult]],
+    seeds: Sequence[int],
+    *,
+    swapped: WinRate | None,
+) -> WinRate:
+    """Compute the win rate of a pair; where it is known with its sides swapped, no regression is fitted again."""
+    (a_name, a_cells), (b_name, b_cells) = a, b
+    a_scores, b_scores = scores_of(a_cells, seeds), scores_of(b_cells, seeds)
+    wins = outcomes(a_scores, b_scores)
+    if swapped is not None:
+        length_controlled = _swap_sides(swapped.length_controlled)
+    else:
+        longer = _column(a_cells, seeds, "length") - _column(b_cells, seeds, "length")
+        length_controlled = length_controlled_win_rate(wins, longer)
+    return WinRate(
+        a=a_name,
+        b=b_name,
+        rate=bootstrap_crossed(wins),
+        length_controlled=length_controlled,
+        difference=bootstrap_crossed(a_scores - b_scores),
+        seeds=len(seeds),
+    )
+
+
+def _swap_sides(rate: LengthControlled) -> LengthControlled:
+    """Compute the length-controlled win rate of the same pair with its sides exchanged."""
+    return replace(rate, value=1 - rate.value, low=1 - rate.high, high=1 - rate.low)
+
+
+def _curve(cells: Sequence[CellResult]) -> tuple[CurvePoint, ...]:
+    """Compute best-of-n's curve, the mean over seeds."""
+    curves = [curve for result in cells if (curve := read_curve(result.cell.folder))]
+    return tuple(
+        CurvePoint(
+            n=fmean(point.n for point in points),
+            kl=fmean(point.kl for point in points),
+            score=fmean(point.score for point in points),
+            proxy=fmean(point.proxy for point in points),
+        )
+        for points in zip(*curves, strict=False)
+    )
+
+
+def _table_rows(results: ComparisonResults, cells: Sequence[CellResult]) -> Iterator[dict[str, object]]:
+    for evaluation in results.evaluations:
+        yield {"kind": "evaluation", **evaluation.record()}
+    for result in cells:
+        of_cell = {"arm": result.cell.arm, "seed": result.cell.seed}
+        if result.judged is not None:
+            costs = (result.costs or Costs()).record()
+            yield {"kind": "final", **of_cell, **_mean_measures([result.judged]).record(), **costs}
+        for point in read_curve(result.cell.folder):
+            yield {"kind": "best_of_n", **of_cell, **asdict(point)}

@@ -1,0 +1,219 @@
+"""The costs of an arm after every step (completions, tokens, estimated FLOPs, seconds), and the check of its budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from safetensors import safe_open
+from torch import nn
+
+from rlhf.config.compare import BudgetConfig, BudgetUnit
+from rlhf.config.reward import EnsembleSource, ModelSource, RewardSourceConfig, RulesSource
+from rlhf.config.sections import OfflineConfig, TrainConfig
+from rlhf.factory.context import member_folders, model_folder
+from rlhf.tracking.formatting import format_duration
+from rlhf.tracking.run_folder import write_atomically
+from rlhf.tracking.trackers import encode_line, read_jsonl
+from rlhf.training.offline import OfflineRun
+from rlhf.training.online_run import OnlineRun
+
+COSTS = "costs.jsonl"
+FORWARD, BACKWARD = 2, 4  # FLOPs per parameter and token (Kaplan et al. 2020, section 2.1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """The costs of a run so far."""
+
+    completions: int = 0  # sampled (online), or read from the data, two a pair (offline)
+    generated_tokens: int = 0
+    trained_tokens: int = 0  # prompt and completion tokens, once for each pass with gradient
+    flops: float = 0.0  # estimated
+    seconds: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens, generated plus trained."""
+        return self.generated_tokens + self.trained_tokens
+
+    def plus(self, other: Costs) -> Costs:
+        """Return the sum of these costs and `other`."""
+        return Costs(**{key: value + getattr(other, key) for key, value in asdict(self).items()})
+
+    def amount(self, unit: BudgetUnit) -> float:
+        """Return the cost in a budget's unit."""
+        amount: float = getattr(self, unit)
+        return float(amount)
+
+    def record(self) -> dict[str, int | float]:
+        """Return the costs as a dictionary: the four units of a budget, and the two kinds of tokens."""
+        return {**asdict(self), "tokens": self.tokens}
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Costs:
+        """Build the costs from the dictionary that `record` returned."""
+        return cls(**{key: record[key] for key in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True)
+class CostInfo:
+    """A row of the table of costs: a field of `Costs`, and its words where it is shown."""
+
+    name: str
+    unit: str  # on axes and in sentences; empty where it is no unit of a budget
+    column: str  # of the page's table; empty where that has none
+    format: Callable[[float], int | str] = round
+
+
+COSTS_TABLE = (
+    CostInfo("completions", "completions", "completions"),
+    CostInfo("generated_tokens", "", "tokens generated"),
+    CostInfo("trained_tokens", "", "tokens trained"),
+    CostInfo("tokens", "tokens, generated and trained", ""),
+    CostInfo("flops", "estimated FLOPs", "FLOPs, estimated", "{:.2e}".format),
+    CostInfo("seconds", "seconds of training", "seconds", format_duration),
+)
+UNITS: dict[BudgetUnit, str] = {cast(BudgetUnit, cost.name): cost.unit for cost in COSTS_TABLE if cost.unit}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The parameter counts of the models that a run uses; 0 for a model that it does not have."""
+
+    policy: int
+    reference: int = 0
+    critic: int = 0
+    reward: int = 0
+
+
+def online_flops(sizes: Sizes, *, tokens: int, passes: float) -> float:
+    """Estimate the FLOPs of an online step.
+
+    A step samples, scores, annotates by policy, reference and critic, then does `passes` updates of policy and critic:
+
+        tokens * (2 N_policy + 2 N_reward + 2 (N_policy + N_reference + N_critic) + passes * 6 (N_policy + N_critic))
+
+    Args:
+        sizes: N, embeddings included; attention over the context is left out.
+        tokens: the number of prompt and completion tokens of the step.
+        passes: passes with gradient over the step's completions; a fraction where only some of them are trained on.
+    """
+    forward = 2 * sizes.policy + sizes.reward + sizes.reference + sizes.critic
+    update = passes * (FORWARD + BACKWARD) * (sizes.policy + sizes.critic)
+    return float(tokens * (FORWARD * forward + update))
+
+
+def offline_flops(sizes: Sizes, *, tokens: int) -> float:
+    """Estimate the FLOPs of an offline step.
+
+    The policy runs forward and backward, the reference forward (even where a cache has spared that pass):
+
+        tokens * (6 N_policy + 2 N_reference)
+    """
+    return float(tokens * ((FORWARD + BACKWARD) * sizes.policy + FORWARD * sizes.reference))
+
+
+def sampling_flops(sizes: Sizes, *, tokens: int) -> float:
+    """Estimate the FLOPs of best-of-n, which samples and scores: tokens * (2 N_policy + 2 N_reward)."""
+    return float(tokens * FORWARD * (sizes.policy + sizes.reward))
+
+
+class CostTracker:
+    """The running sum of a run's costs, one line a step in costs.jsonl; implements rlhf.training.session.Budget."""
+
+    def __init__(self, folder: Path, run: OnlineRun | OfflineRun, config: TrainConfig, budget: BudgetConfig) -> None:
+        """Resume from costs.jsonl in the run's `folder`, dropping lines after the checkpoint it continues from."""
+        self.path = folder / COSTS
+        self.run, self.config, self.budget = run, config, budget
+        self.sizes = _sizes(run, config)
+        step = run.session.state.step
+        ranks = run.session.ranks
+
+        def drop_later_lines() -> list[dict[str, Any]]:
+            kept = [row for row in read_jsonl(self.path) if row["step"] <= step]
+            write_atomically(self.path, "".join(encode_line(row).decode() for row in kept))
+            return kept
+
+        rows = ranks.on_main(drop_later_lines)
+        self.total = Costs.of(rows[-1]) if rows else Costs()
+
+    @property
+    def spent(self) -> bool:
+        """Return whether the cost in the budget's unit has reached its limit."""
+        return self.total.amount(self.budget.unit) >= self.budget.limit
+
+    def spend(self, step: int, metrics: Mapping[str, float], *, tokens: int, seconds: float) -> None:
+        """Add the costs of a step, and append the sum to costs.jsonl."""
+        self.total = self.total.plus(self._step_costs(metrics, tokens, seconds))
+        if self.run.session.ranks.is_main:
+            with self.path.open("ab") as file:
+                file.write(encode_line({"step": step, **self.total.record()}))
+        self._show_length(step)
+
+    def _show_length(self, step: int) -> None:
+        """Update the number of steps on the progress display, where only the budget determines it."""
+        spent = self.total.amount(self.budget.unit)
+        if self.budget.unit != "completions" and spent > 0:
+            self.run.session.recorder.progress.total_steps = math.ceil(step * max(1.0, self.budget.limit / spent))
+
+    def _step_costs(self, metrics: Mapping[str, float], tokens: int, seconds: float) -> Costs:
+        if isinstance(self.run, OfflineRun):
+            flops = offline_flops(self.sizes, tokens=tokens)
+            rows = self.config.completions_per_step
+            return Costs(completions=rows, trained_tokens=tokens, flops=flops, seconds=seconds)
+        rows = round(metrics["completion/count"]) - self.total.completions
+        extra = round(metrics.get("completion/extra_tokens", 0.0))  # sampled and scored, not learned from
+        trained = round(metrics["completion/trained_tokens"])  # only the chosen ones, where completions are chosen
+        return Costs(
+            completions=rows,
+            generated_tokens=round(metrics["completion/length"] * rows),
+            trained_tokens=trained,
+            flops=online_flops(self.sizes, tokens=tokens, passes=trained / tokens)
+            + sampling_flops(self.sizes, tokens=extra),
+            seconds=seconds,
+        )
+
+
+def count_parameters(module: nn.Module | None) -> int:
+    """Count the parameters of a module; 0 for None."""
+    if module is None:
+        return 0
+    return sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())  # of a shard, numel() is the part's
+
+
+def count_source_parameters(source: RewardSourceConfig | None) -> int:
+    """Count the parameters of a reward source; 0 for a function or a server, whose cost is not known."""
+    if isinstance(source, EnsembleSource):
+        return sum(count_source_parameters(member) for member in source.sources)
+    if isinstance(source, RulesSource):
+        return count_source_parameters(source.source)
+    if not isinstance(source, ModelSource):
+        return 0
+    members = member_folders(source.path)
+    if members:
+        return sum(count_source_parameters(ModelSource(path=str(member))) for member in members)
+    return sum(_stored_parameters(file) for file in sorted(Path(model_folder(source.path)).glob("*.safetensors")))
+
+
+def _stored_parameters(file: Path) -> int:
+    with safe_open(file, framework="pt") as weights:
+        shapes = [weights.get_slice(name).get_shape() for name in weights.keys()]  # noqa: SIM118  # not a mapping
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def _sizes(run: OnlineRun | OfflineRun, config: TrainConfig) -> Sizes:
+    if isinstance(run, OfflineRun):
+        policy = count_parameters(run.trained.module)
+        uses_reference = isinstance(config, OfflineConfig) and config.uses_reference
+        return Sizes(policy=policy, reference=policy if uses_reference else 0)
+    policy = count_parameters(run.models.policy)
+    return Sizes(
+        policy=policy,
+        reference=policy if run.models.has_reference else 0,
+        critic=count_parameters(run.models.critic),
+        reward=count_source_parameters(run.config.reward.source),
+    )

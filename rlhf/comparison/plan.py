@@ -1,0 +1,319 @@
+"""Plan a comparison: one cell for each arm and seed, each validated before anything runs."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlhf.config.compare import (
+    START_FOLDER,
+    Arm,
+    BestOfNArm,
+    CellConfig,
+    CompareConfig,
+    Overrides,
+    TrainedArm,
+)
+from rlhf.config.load import drop_unread, dump, merge, merge_overrides, read_yaml, train_config, validate
+from rlhf.config.reward import RewardSourceConfig
+from rlhf.config.sections import TrainConfig
+from rlhf.errors import ConfigError
+from rlhf.guard.lint import check_settings
+from rlhf.lab.build import resolve_lab_paths
+from rlhf.suites.settings import SETTINGS, SuiteSettings
+from rlhf.tracking.run_folder import differing_keys, write_atomically
+
+Json = dict[str, Any]
+Settings = dict[str, dict[str, Any]]
+
+
+def suites_of(
+    suites: Mapping[str, Json], train: TrainConfig, proxy: RewardSourceConfig | None, n: int | None
+) -> Settings:
+    """Complete the settings of the suites for one cell.
+
+    Args:
+        suites: the settings that the comparison gives.
+        train: the configuration of the cell's run; its seed, device, dtype and chat template hold for the suites too.
+        proxy: the reward that is trained on, by which best-of-n picks.
+        n: the n of a best-of-n arm, whose suites are those that can draw several answers and keep one; None otherwise.
+
+    Raises:
+        ConfigError: no such suite, or a setting is wrong; the message names it.
+    """
+    complete = {name: _settings(name, given, train) for name, given in suites.items()}
+    if n is None:
+        return complete
+    picking = {name: settings for name, settings in complete.items() if "best_of" in _settings_class(name).model_fields}
+    source = None if proxy is None else {"type": proxy.type, **proxy.model_dump(mode="json", exclude_unset=True)}
+    return {name: {**settings, "best_of": n, "source": source} for name, settings in picking.items()}
+
+
+def _settings_class(name: str) -> type[SuiteSettings]:
+    if name not in SETTINGS:
+        near = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"suites: {name!r} is not one of {', '.join(SETTINGS)}{hint}")
+    return SETTINGS[name]
+
+
+def _settings(name: str, given: Json, train: TrainConfig) -> Json:
+    """Complete a suite's settings from those of the run, and check them."""
+    common = {
+        "seed": train.run.seed,
+        "device": train.run.device,
+        "dtype": train.policy.dtype,
+        "trust_remote_code": train.policy.trust_remote_code,
+        "chat_template": train.data.chat_template,
+        "sampling": {"temperature": train.sampling.temperature, "batch_size": train.sampling.batch_size},
+    }
+    try:
+        return dump(validate(_settings_class(name), merge(common, given)))
+    except ConfigError as error:
+        raise ConfigError(f"suites.{name}: {error}") from error
+
+
+CELL = "cell.yaml"
+MAX_STEPS = 1_000_000  # steps of a run whose length only its budget determines
+
+# The settings that the comparison fixes for all arms, and the key of the comparison that sets each of them.
+FIXED_SETTINGS = {
+    "policy.model": "start",
+    "reward.source": "reward_source",
+    "eval.source": "judge",
+    "data.eval_prompts": "shared.data.eval_prompts",
+    "schedule.steps": "budget",
+    "schedule.epochs": "budget",
+}
+LENGTH = ("schedule.steps", "schedule.epochs")
+
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One arm with one seed, and its folder."""
+
+    folder: Path
+    config: CellConfig
+
+    @property
+    def arm(self) -> str:
+        """Return the name of the arm."""
+        return self.config.arm
+
+    @property
+    def seed(self) -> int:
+        """Return the seed."""
+        return self.config.seed
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All cells of a comparison.
+
+    The start model's cells come first, then seed after seed the cells of all arms, so that an unfinished comparison can
+    already be evaluated.
+    """
+
+    config: CompareConfig
+    folder: Path
+    cells: list[Cell]
+
+    def of(self, arm: str) -> list[Cell]:
+        """Return the cells of an arm."""
+        return [cell for cell in self.cells if cell.arm == arm]
+
+
+def make_plan(config: CompareConfig, *, beside: Path, lab_files: bool = True) -> Plan:
+    """Build the cells of a comparison, each with a complete configuration that has been validated.
+
+    Args:
+        config: the comparison.
+        beside: a folder in which `base` is looked up if it is not found in the working folder.
+        lab_files: whether the names of the lab's files become paths, for which missing ones are made.
+
+    Raises:
+        ConfigError: an arm is not a valid run, breaks a rule of `rlhf lint` whose level is error, or sets what the
+            comparison fixes; the message names the arm.
+    """
+    base = merge(_base(config, beside), config.shared.tree())
+    _refuse(config.shared, LENGTH, "shared")
+    base = merge(base, _common(config, base))
+    arms: dict[str, Arm] = {START_FOLDER: TrainedArm(), **config.arms}
+    folder = Path(config.out_dir)
+    cells = [
+        Cell(folder / name / f"seed-{seed}", _cell(config, base, name, arms[name], seed))
+        for names in ([START_FOLDER], list(config.arms))
+        for seed in config.seeds
+        for name in names
+    ]
+    for cell in cells[: len(arms)]:  # of the first seed
+        _check_guard(cell)
+    return Plan(config, folder, [_with_lab_files(cell) for cell in cells] if lab_files else cells)
+
+
+def _check_guard(cell: Cell) -> None:
+    """Check the settings of a trained arm against the rules, and that no alarm can leave it without an end.
+
+    Raises:
+        ConfigError: a rule whose level is error is broken, or an alarm stops the run.
+    """
+    if cell.config.budget is None:
+        return
+    guard = cell.config.train.guard
+    try:
+        check_settings(cell.config.train)
+    except ConfigError as error:
+        raise ConfigError(f"arms.{cell.arm}: {error}") from error
+    if "stop" in (guard.on_alarm, *guard.alarms.values()):
+        raise ConfigError(
+            f"arms.{cell.arm}: an alarm that stops a run would leave the arm without a result: set guard.on_alarm to "
+            "warn, lower_lr or raise_kl, or checkpoint.best.patience to end an arm that gets no better"
+        )
+
+
+def _with_lab_files(cell: Cell) -> Cell:
+    """Replace the names of the lab's files by their paths, making files that do not exist."""
+    try:
+        train = resolve_lab_paths(cell.config.train)
+    except ConfigError as error:
+        raise ConfigError(f"arms.{cell.arm}: {error}") from error
+    return cell if train is cell.config.train else replace(cell, config=cell.config.model_copy(update={"train": train}))
+
+
+def read_plan(config: CompareConfig, folder: Path) -> Plan:
+    """Read the plan whose cells are in `folder` from their cell.yaml; the base is not read again."""
+    names = [START_FOLDER, *config.arms]
+    folders = [folder / name / f"seed-{seed}" for name in names for seed in config.seeds]
+    return Plan(config, folder, [read_cell(path) for path in folders if (path / CELL).is_file()])
+
+
+def ensure_owner(cell: Cell) -> None:
+    """Write cell.yaml, or check that the one that exists has the same settings.
+
+    Raises:
+        ConfigError: the folder belongs to another comparison.
+    """
+    path = cell.folder / CELL
+    content = cell.config.model_dump(mode="json", exclude_unset=True)
+    if path.is_file():
+        keys = differing_keys(read_yaml(path), content)
+        if keys:
+            raise ConfigError(
+                f"{cell.folder} was made with other settings ({', '.join(keys[:6])}{', …' if len(keys) > 6 else ''}): "
+                "choose another out_dir, or remove that folder to run it anew"
+            )
+        return
+    cell.folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+
+
+def read_cell(folder: Path) -> Cell:
+    """Read the cell in `folder` from its cell.yaml.
+
+    Raises:
+        ConfigError: it is not the folder of a cell.
+    """
+    return Cell(folder, validate(CellConfig, read_yaml(folder / CELL)))
+
+
+def _base(config: CompareConfig, beside: Path) -> Tree:
+    path = Path(config.base)
+    return read_yaml(path if path.exists() or not (beside / path).exists() else beside / path)
+
+
+def _common(config: CompareConfig, base: Tree) -> Tree:
+    """Collect the settings that all arms share: start model, reward, judge, and the lab's preference data."""
+    start, source, judge, data = config.start, config.reward_source, config.judge, Tree()
+    if config.lab is not None:
+        lab = Path(config.lab.folder)
+        start = start or str(lab / "sft")
+        data = {
+            "preferences": {"path": str(lab / "preferences" / "train.jsonl")},
+            "eval_preferences": {"path": str(lab / "preferences" / "eval.jsonl")},
+        }
+    settings: Tree = {"data": data} if data else {}
+    settings["schedule"] = {"steps": 1, "epochs": None}
+    if start is not None:
+        settings["policy"] = {"model": start}
+    if source is not None:
+        settings["reward"] = {"source": source.model_dump(mode="json", exclude_unset=True)}
+        settings["reward"]["source"]["type"] = source.type
+    elif config.lab is not None:
+        settings["reward"] = {"source": {"type": "model", "path": str(Path(config.lab.folder) / "rm")}}
+    if judge is not None:
+        settings["eval"] = {"source": {"type": judge.type, **judge.model_dump(mode="json", exclude_unset=True)}}
+    elif not base.get("eval", {}).get("source"):
+        raise ConfigError(
+            "judge is missing: set judge, or eval.source in the base, to a source that no arm is trained on"
+        )
+    if not base.get("data", {}).get("eval_prompts"):
+        raise ConfigError("nothing to judge on: set data.eval_prompts in the base, or shared.data.eval_prompts.path")
+    return settings
+
+
+def _cell(config: CompareConfig, base: Tree, name: str, arm: Arm, seed: int) -> CellConfig:
+    arm_settings = arm.tree() if isinstance(arm, TrainedArm) else Tree()
+    if isinstance(arm, TrainedArm):
+        _refuse(arm, tuple(FIXED_SETTINGS), f"arms.{name}")
+    out_dir = str(Path(config.out_dir) / name / f"seed-{seed}")
+    tree = merge(
+        merge_overrides(base, arm_settings), {"run": {"name": f"{name} seed {seed}", "seed": seed, "out_dir": out_dir}}
+    )
+    is_trained = isinstance(arm, TrainedArm) and name != START_FOLDER
+    n = arm.n if isinstance(arm, BestOfNArm) else None
+    try:
+        complete = train_config(tree)
+        train = (
+            train_config(_with_length(drop_unread(tree, arm_settings, complete), config, arm_settings, complete))
+            if is_trained
+            else complete
+        )
+    except ConfigError as error:
+        raise ConfigError(f"arms.{name}: {error}") from error
+    proxy = complete.reward.source if complete.reward is not None else None
+    if isinstance(arm, BestOfNArm) and proxy is None:
+        raise ConfigError(f"arms.{name}: best_of_n picks by a reward: set reward_source")
+    return CellConfig(
+        arm=name,
+        seed=seed,
+        train=train,
+        proxy=proxy,
+        budget=config.budget if is_trained else None,
+        best_of_n=arm if isinstance(arm, BestOfNArm) else None,
+        suites=suites_of(config.suites, train, proxy, n),
+    )
+
+
+def _refuse(overrides: Overrides, keys: tuple[str, ...], where: str) -> None:
+    tree = overrides.tree()
+    for key in keys:
+        section, _, name = key.partition(".")
+        if name in tree.get(section, {}):
+            raise ConfigError(
+                f"{where}.{key} is the same for every arm: it is set by {FIXED_SETTINGS[key]} of the comparison"
+            )
+
+
+def _with_length(tree: Tree, config: CompareConfig, arm_settings: Tree, train: TrainConfig) -> Tree:
+    """Set the number of steps that the budget allows, and the evaluation interval."""
+    schedule = {key: value for key, value in tree.get("schedule", {}).items() if key != "epochs"}
+    steps = MAX_STEPS
+    if config.budget.completions is not None:
+        steps = max(1, config.budget.completions // train.completions_per_step)
+    elif train.schedule.decay != "constant":
+        raise ConfigError(
+            f"schedule.decay is {train.schedule.decay}, but with a budget in {config.budget.unit} the length of a run "
+            "is not known before: use schedule.decay=constant, or a budget in completions"
+        )
+    settings = {**tree, "schedule": {**schedule, "steps": steps}}
+    eval_settings = {**config.shared.eval, **arm_settings.get("eval", {})}
+    if steps != MAX_STEPS and "every" not in eval_settings:
+        settings = merge(settings, {"eval": {"every": max(1, round(steps / config.evaluations))}})
+    return settings

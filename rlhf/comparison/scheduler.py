@@ -1,0 +1,292 @@
+"""Run the cells of a comparison, `jobs` at a time, and show their progress.
+
+A cell that fails does not affect the others; a stop is passed on to all running cells.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Protocol, runtime_checkable
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from rlhf.comparison.plan import Cell, Plan, ensure_owner
+from rlhf.comparison.trial import JUDGED
+from rlhf.config.compare import START_FOLDER
+from rlhf.errors import UserError
+from rlhf.tracking.formatting import format_duration
+from rlhf.tracking.progress import printable
+from rlhf.tracking.run_folder import write_atomically
+from rlhf.training.session import Interruption
+
+OUTPUT = "output.log"  # the standard output of a cell that runs beside others
+REFRESH_S = 0.25
+
+
+class Tail:
+    """Reader of the lines that another process appends to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._position = 0
+        self._rest = b""
+
+    def lines(self) -> list[str]:
+        """Return the lines that were completed since the last call."""
+        if not self.path.is_file():
+            return []
+        with self.path.open("rb") as file:
+            file.seek(self._position)
+            added = file.read()
+        self._position += len(added)
+        *complete, self._rest = (self._rest + added).split(b"\n")
+        return [text for line in complete if (text := printable(line.decode("utf-8", "replace")).strip())]
+
+
+@dataclass
+class _CellStatus:
+    name: str
+    tail: Tail
+    started: float
+    last_line: str = ""
+
+
+class ComparisonProgress:
+    """The terminal display of a comparison, used as a context manager around its cells.
+
+    A cell that runs alone draws on the terminal itself, under a rule with its title. Cells that run at the same time
+    write into their output.log: on a terminal the newest line of each is shown in place, elsewhere every line is
+    printed after the cell's name.
+
+    Args:
+        console: where to draw.
+        total: the number of cells.
+        alone: whether one cell runs at a time.
+        clock: returns the time in seconds; tests pass their own.
+    """
+
+    def __init__(
+        self, console: Console, total: int, *, alone: bool, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._console, self._total, self._alone, self._clock = console, total, alone, clock
+        self._running: dict[Path, _CellStatus] = {}
+        self._done = 0
+        self._refreshed = 0.0
+        self._started = clock()
+        self._live = Live(console=console, get_renderable=self._display, refresh_per_second=4)
+        self._in_place = not alone and console.is_interactive
+
+    def __enter__(self) -> ComparisonProgress:
+        if self._in_place:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._in_place:
+            self._live.stop()
+
+    def cell_started(self, cell: Cell, title: str) -> None:
+        """Show that a cell has started."""
+        if self._alone:
+            self._console.rule(title)
+            return
+        self._running[cell.folder] = _CellStatus(
+            f"{cell.arm}, seed {cell.seed}", Tail(cell.folder / OUTPUT), self._clock()
+        )
+        if not self._in_place:
+            self.note(f"{title}: started")
+
+    def cell_ended(self, cell: Cell) -> None:
+        """Show the last lines of a cell that ended, and remove it from the display."""
+        status = self._running.get(cell.folder)
+        if status is not None:
+            self._read(status)
+            del self._running[cell.folder]
+
+    def note(self, text: str, *, ended: bool = False) -> None:
+        """Print a line of the comparison itself; `ended` counts one more cell as ended."""
+        self._done += ended
+        self._console.print(Text(text), soft_wrap=True)
+
+    def refresh(self) -> None:
+        """Read and show what the running cells have written since the last refresh."""
+        if self._clock() - self._refreshed < REFRESH_S:
+            return
+        self._refreshed = self._clock()
+        for status in self._running.values():
+            self._read(status)
+
+    def _read(self, status: _CellStatus) -> None:
+        for line in status.tail.lines():
+            status.last_line = line
+            if not self._in_place:
+                self._console.print(Text(f"{status.name} | {line}"), soft_wrap=True, highlight=False)
+
+    def _display(self) -> RenderableType:
+        head = Text(f"{self._done}/{self._total} cells", style="bold")
+        head.append(f"  {format_duration(self._clock() - self._started)}", style="cyan")
+        rows = Table.grid(padding=(0, 2), expand=True)
+        for _ in range(2):
+            rows.add_column(no_wrap=True)
+        rows.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        for status in list(self._running.values()):
+            rows.add_row(
+                Text(status.name),
+                Text(format_duration(self._clock() - status.started), style="cyan"),
+                Text(status.last_line, "dim"),
+            )
+        return Group(head, rows)
+
+
+FAILED = "failed.json"
+POLL_S = 0.05
+
+Outcome = Literal["done", "failed", "interrupted"]
+
+
+@runtime_checkable
+class Running(Protocol):
+    """A cell that was started."""
+
+    def outcome(self) -> Outcome | None:
+        """Return how the cell ended; None while it runs."""
+
+    def stop(self) -> None:
+        """Ask the cell to save and stop."""
+
+    def kill(self) -> None:
+        """Kill the cell at once."""
+
+
+StartCell = Callable[[Cell, int], Running]  # the cell, and which of the `jobs` slots it takes
+
+
+def run_cells(plan: Plan, start: StartCell, console: Console) -> bool:
+    """Run every cell that is not done, including those that failed before; return False if the user stopped it.
+
+    Args:
+        plan: the cells, and the number that run at once (`jobs`).
+        start: starts a cell.
+        console: where progress is printed.
+
+    Raises:
+        ConfigError: a folder belongs to another comparison.
+        UserError: the start model itself cannot be judged.
+    """
+    for cell in plan.cells:
+        ensure_owner(cell)
+    with Interruption() as stop, ComparisonProgress(console, len(plan.cells), alone=plan.config.jobs == 1) as board:
+        scheduler = _Scheduler(plan, start, board, stop)
+        try:
+            scheduler.run()
+        finally:
+            scheduler.kill()
+    if scheduler.failed_start is not None:
+        raise UserError(f"the start model could not be judged: {failure_of(scheduler.failed_start.folder)}")
+    return not scheduler.stopping or all((cell.folder / JUDGED).is_file() for cell in plan.cells)
+
+
+def record_failure(folder: Path, error: str) -> None:
+    """Write the error of a failed cell into its folder, for the report."""
+    write_atomically(folder / FAILED, json.dumps({"error": error}, ensure_ascii=False) + "\n")
+
+
+def failure_of(folder: Path) -> str | None:
+    """Return the error of a failed cell; None if it did not fail."""
+    path = folder / FAILED
+    if not path.is_file() or (folder / JUDGED).is_file():
+        return None
+    return str(json.loads(path.read_text(encoding="utf-8"))["error"])
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A running cell in one of the `jobs` slots."""
+
+    cell: Cell
+    title: str
+    running: Running
+    started: float
+
+
+@dataclass
+class _Scheduler:
+    """The cells that wait, those that run and in which slot, and whether the comparison is stopping."""
+
+    plan: Plan
+    start: StartCell
+    board: ComparisonProgress
+    stop: Interruption
+    slots: dict[int, _Slot] = field(default_factory=dict)
+    stopping: bool = False
+    failed_start: Cell | None = None  # a cell of the start model that failed
+
+    def run(self) -> None:
+        """Run until no cell runs and none waits, or until all running cells have stopped."""
+        waiting = deque(enumerate(self.plan.cells, start=1))
+        while self.slots or (waiting and not self.stopping):
+            if self.stop.requested and not self.stopping:
+                self._stop()
+            elif waiting and not self.stopping and len(self.slots) < self.plan.config.jobs:
+                self._begin(*waiting.popleft())
+            else:
+                time.sleep(POLL_S)
+            self._collect()
+            self.board.refresh()
+
+    def kill(self) -> None:
+        """Kill the cells that still run."""
+        for slot in self.slots.values():
+            slot.running.kill()
+
+    def _begin(self, number: int, cell: Cell) -> None:
+        title = f"{number}/{len(self.plan.cells)}  {cell.arm}, seed {cell.seed}"
+        if (cell.folder / JUDGED).is_file():
+            self.board.note(f"{title}: done before", ended=True)
+            return
+        (cell.folder / FAILED).unlink(missing_ok=True)
+        free = min(set(range(self.plan.config.jobs)) - set(self.slots))
+        self.board.cell_started(cell, title)
+        started = time.perf_counter()
+        self.slots[free] = _Slot(cell, title, self.start(cell, free), started)
+
+    def _collect(self) -> None:
+        for number, slot in list(self.slots.items()):
+            outcome = slot.running.outcome()
+            if outcome is None:
+                continue
+            del self.slots[number]
+            if outcome == "failed" and (self.stopping or self.stop.requested):
+                (slot.cell.folder / FAILED).unlink(missing_ok=True)  # asked to stop: not a failure of the cell
+                outcome = "interrupted"
+            self.board.cell_ended(slot.cell)
+            if outcome == "interrupted":
+                self._stop()
+                continue
+            took = format_duration(time.perf_counter() - slot.started)
+            self.board.note(f"{slot.title}: {outcome} in {took}{_reason(slot.cell, outcome)}", ended=True)
+            if outcome == "failed" and slot.cell.arm == START_FOLDER:
+                self.failed_start = self.failed_start or slot.cell
+                self._stop()
+
+    def _stop(self) -> None:
+        if self.stopping:
+            return
+        self.stopping = True
+        for slot in self.slots.values():
+            slot.running.stop()
+
+
+def _reason(cell: Cell, outcome: Outcome) -> str:
+    return f"\n  {printable(failure_of(cell.folder) or '')}" if outcome == "failed" else ""

@@ -1,0 +1,226 @@
+"""Describe the results of a comparison in sentences and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf.comparison.costs import COSTS_TABLE, UNITS
+from rlhf.comparison.results import (
+    ArmResult,
+    Budget,
+    ComparisonResults,
+    EqualKl,
+    FinalModels,
+    Measures,
+    SeedResult,
+    Status,
+    SuiteFigure,
+    WinRate,
+)
+from rlhf.evaluation.win_rate import Interval
+from rlhf.report.report_card import Table, humanize
+from rlhf.tracking.formatting import format_gigabytes, format_interval, format_number, format_percent
+from rlhf.tracking.metrics import shown_in
+
+SUITE_FIGURES = 6  # the most figures of a suite that get a column
+
+
+def verdict(results: ComparisonResults) -> str:
+    """Write two sentences: which trained arm is best and by how much, and how it compares with the next."""
+    ranked = ranking(results)
+    trained = [arm for arm in ranked if results.arms[arm].type == "train"]
+    if not ranked:
+        return "No arm was finished, so there is nothing to compare. What went wrong is in the notes below."
+    best = (trained or ranked)[0]
+    final = results.finals[best]
+    score = final.measures.score
+    assert score is not None, "ranked by its score"
+    gain, in_std = format_gain(final.gain), format_gain(final.gain_in_std)
+    kl = _kl(final.measures.kl, is_bound=results.arms[best].kl_is_bound)
+    first = (
+        f"{best} has the highest score of the judge, {format_number(score)}: {gain} over the start "
+        f"model, or {in_std} of its standard deviations, {kl} after {budget_in_words(results.budget)}."
+    )
+    return f"{first} {_second(results, best, [arm for arm in trained if arm != best])}"
+
+
+def _second(results: ComparisonResults, best: str, others: Sequence[str]) -> str:
+    search = "; ".join(
+        f"the best of {results.arms[arm].n} samples of the start model gains {format_gain(final.gain)}"
+        for arm, final in results.finals.items()
+        if results.arms[arm].type == "best_of_n" and arm != best
+    )
+    ending = f"; {search}" if search else ""
+    if not others:
+        return f"There is no other trained arm to compare it with{ending}."
+    pair = next((rate for rate in results.win_rates if (rate.a, rate.b) == (best, others[0])), None)
+    if pair is None:
+        return f"{others[0]}, the next, has no seed in common with it{ending}."
+    return f"{_against(pair)}{ending}."
+
+
+def _against(pair: WinRate) -> str:
+    """Describe how the best trained arm does against the next."""
+    clear = pair.difference.low > 0 or pair.difference.high < 0
+    judged = "the difference is clear of zero" if clear else "these data do not tell the two apart"
+    return (
+        f"Against {pair.b}, the next, it wins {_percent(pair.rate)} of the prompts and scores "
+        f"{format_gain(pair.difference)} higher, so {judged}"
+    )
+
+
+def ranking(results: ComparisonResults) -> list[str]:
+    """Return the arms that have a final score, the best first."""
+    scores = {name: score for name, final in results.finals.items() if (score := final.measures.score) is not None}
+    return sorted(scores, key=lambda name: -scores[name])
+
+
+def format_gain(gain: Interval | None, *, percent: bool = False) -> str:
+    """Format a difference with its 95 % interval; a dash without one."""
+    if gain is None:
+        return "–"
+    scale, digits = (100, "+.1f") if percent else (1, "+.2f")
+    return format_interval(scale * gain.value, scale * gain.low, scale * gain.high, digits)
+
+
+def notes(results: ComparisonResults) -> list[str]:
+    """List the caveats for the reader: failed and unfinished cells, and limits of the comparison."""
+    lines = [f"{name}, seed {cell.seed}, failed: {cell.error}" for name, cell in _cells_with(results, "failed")]
+    unfinished = [f"{name}, seed {cell.seed}" for name, cell in _cells_with(results, "unfinished")]
+    if unfinished:
+        lines.append(f"Not finished: {'; '.join(unfinished)}. The same command continues.")
+    if results.judge_is_trained_on:
+        lines.append("The judge is the reward that the arms are trained on: gaming it cannot be seen. Set judge.")
+    if len(results.seeds) < 3:
+        count = len(results.seeds)
+        lines.append(
+            f"{count} seed{'s' if count > 1 else ''}: the intervals cover the variation between seeds only roughly."
+        )
+    if any(arm.kl_is_bound for arm in results.arms.values()):
+        lines.append("Best-of-n trains nothing and is no part of the budget: its cost is paid at every use.")
+    return lines
+
+
+def _cells_with(results: ComparisonResults, status: Status) -> list[tuple[str, SeedResult]]:
+    """List the cells of that status, each with the name of its arm."""
+    return [(name, cell) for name, arm in results.arms.items() for cell in arm.seeds if cell.status == status]
+
+
+def parallel_note(jobs: int) -> list[str]:
+    """Return a note that seconds are not comparable, if several cells ran at once."""
+    text = (
+        f"{jobs} cells ran at once on shares of one machine: their seconds are not comparable with those of one alone."
+    )
+    return [text] if jobs > 1 else []
+
+
+def end_table(results: ComparisonResults) -> Table:
+    """Build the table of the final models: the start model, then every arm, the best first."""
+    rows: list[list[Any]] = [["start model", *_row(results.start_model.measures), "–", "–", "–", "–"]]
+    rows += [[name, *_end_row(results.arms[name], results.finals[name])] for name in ranking(results)]
+    measured = [place.title for _, place in shown_in("compare/end")]
+    gains = ["gain over start", "in its standard deviations", "win rate over start", "at equal length"]
+    return Table("At the end", ["", *measured, *gains], rows)
+
+
+def _end_row(arm: ArmResult, final: FinalModels) -> list[Any]:
+    return [
+        *_row(final.measures, kl_is_bound=arm.kl_is_bound),
+        format_gain(final.gain),
+        format_gain(final.gain_in_std),
+        _percent(final.win_rate_over_start),
+        _percent(final.length_controlled_win_rate_over_start),
+    ]
+
+
+def _row(measures: Measures, *, kl_is_bound: bool = False) -> list[Any]:
+    names = [info.name for info, _ in shown_in("compare/end")]
+    values: dict[str, Any] = {name: measures.value(name.removeprefix("eval/")) for name in names}
+    if kl_is_bound:
+        values["eval/kl"] = f"≤ {measures.kl:.2f}"
+    return list(values.values())
+
+
+def _percent(share: Interval) -> str:
+    return format_percent(share.value, share.low, share.high)
+
+
+def suite_tables(results: ComparisonResults) -> list[Table]:
+    """Build a table for each suite: the start model, then every arm.
+
+    Shares are in percent with intervals; the last column is the gain in the first figure.
+    """
+    return [_suite_table(results, suite) for suite in results.start_model.suites]
+
+
+def _suite_table(results: ComparisonResults, suite: str) -> Table:
+    start = results.start_model.suites[suite]
+    names = list(start)[:SUITE_FIGURES]
+    rows: list[list[Any]] = [["start model", *(_suite_value(start[name], name) for name in names), "–"]]
+    for arm in ranking(results):
+        figures = results.arms[arm].suites.get(suite)
+        if figures is not None:
+            values = [_suite_value(figures[name], name) for name in names]
+            rows.append([_with_n(results, arm), *values, format_gain(figures[names[0]].gain, percent=True)])
+    columns = ["", *map(humanize, names), f"{humanize(names[0])}, gain in points"]
+    return Table(suite, columns, rows)
+
+
+def _with_n(results: ComparisonResults, arm: str) -> str:
+    n = results.arms[arm].n
+    return arm if n is None else f"{arm}, n = {n}"
+
+
+def _suite_value(figure: SuiteFigure, name: str) -> str:
+    if name == "length":
+        return format_number(figure.value)
+    if figure.low is None or figure.high is None:
+        return f"{100 * figure.value:.1f}"
+    return format_interval(100 * figure.value, 100 * figure.low, 100 * figure.high, ".1f")
+
+
+def equal_kl_table(results: ComparisonResults) -> Table | None:
+    """Build the table of every arm at the point where it first reached the common KL; None if there is none."""
+    level, start = results.equal_kl, results.start_model.measures.score
+    if level is None or start is None:
+        return None
+    rows = [[name, *_equal_kl_row(results.finals[name].at_equal_kl, start)] for name in ranking(results)]
+    rows.sort(key=lambda row: -row[1] if isinstance(row[1], float) else float("inf"))
+    return Table(
+        f"At a KL of {format_number(level)} nats",
+        ["", "score", "gain over start", "lowest to highest seed", "seeds"],
+        rows,
+    )
+
+
+def _equal_kl_row(reached: EqualKl | None, start: float) -> list[Any]:
+    if reached is None or reached.score is None:
+        return ["not reached", None, None, 0]
+    return [reached.score, reached.score - start, f"{reached.low:.2f} to {reached.high:.2f}", reached.seeds]
+
+
+def cost_table(results: ComparisonResults) -> Table:
+    """Build the table of what every arm spent, the mean over its seeds."""
+    shown = [cost for cost in COSTS_TABLE if cost.column]
+    rows: list[list[Any]] = []
+    for name, final in results.finals.items():
+        arm, costs = results.arms[name], final.costs
+        if costs is not None:
+            when = "at every use" if arm.type == "best_of_n" else "once"
+            spent = [cost.format(getattr(costs, cost.name)) for cost in shown]
+            peak = None if arm.peak_memory_mb is None else format_gigabytes(arm.peak_memory_mb)
+            rows.append([name, *spent, peak, when])
+    columns = ["", *(cost.column for cost in shown), "peak memory, GB", "paid"]
+    return Table("Mean over seeds", columns, rows)
+
+
+def _kl(kl: float | None, *, is_bound: bool) -> str:
+    bound = "at most " if is_bound else ""
+    return f"at {bound}{format_number(kl)} nats of KL" if kl is not None else "at a KL not measured"
+
+
+def budget_in_words(budget: Budget) -> str:
+    """Write a budget's limit with its unit."""
+    limit = f"{budget.limit:,.0f}" if budget.limit == int(budget.limit) else format_number(budget.limit)
+    return f"{limit} {UNITS[budget.unit]}"

@@ -1,0 +1,293 @@
+"""Run one cell of a comparison: train, judge the final model, run the suites.
+
+All cells of one seed are judged with the same random numbers. The best-of-n arm trains nothing: it samples N
+completions of every held-out prompt from the start model, scored by proxy and judge.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from rich.console import Console
+from torch import Tensor
+
+from rlhf.batching import concat
+from rlhf.comparison.costs import (
+    COSTS,
+    Costs,
+    CostTracker,
+    Sizes,
+    count_parameters,
+    count_source_parameters,
+    sampling_flops,
+)
+from rlhf.comparison.plan import Cell, read_cell
+from rlhf.comparison.results import CurvePoint
+from rlhf.comparison.suites import run_suites
+from rlhf.config.compare import BestOfNArm, BudgetConfig, CellConfig
+from rlhf.data.prompts import load_prompts
+from rlhf.errors import ConfigError, UserError
+from rlhf.evaluation.evaluate import diversity
+from rlhf.evaluation.frontier import curve_sizes, expected_best, kl_bound, picks
+from rlhf.factory.context import model_folder
+from rlhf.factory.evaluation import evaluate_model
+from rlhf.factory.models import build_tokenizer, make_decode
+from rlhf.factory.rewards import build_source
+from rlhf.factory.run import build_run
+from rlhf.factory.sampler import Completer
+from rlhf.models.backbone import context_length
+from rlhf.runtime.distributed import is_main_process, shutdown
+from rlhf.runtime.engine import Engine, make_engine
+from rlhf.runtime.seeding import derive_seed
+from rlhf.tracking.run_folder import write_atomically
+from rlhf.tracking.trackers import encode_line, to_json
+from rlhf.training.rollout import sample_records
+from rlhf.types import Completions, Scores
+
+JUDGED = "judged.json"
+
+
+@dataclass(frozen=True)
+class Judgment:
+    """The content of judged.json: the mean metrics, and one record for each held-out prompt.
+
+    A record has row, prompt, completion, score (the judge's), proxy (the trained-on reward's, where there is one),
+    kl and kl_exact (in nats; for best-of-n, kl is null and kl_exact is absent), length (in tokens) and finished.
+    """
+
+    metrics: Mapping[str, float | None]
+    rows: Sequence[Mapping[str, Any]]
+
+    def column(self, name: str) -> Float[Tensor, " P"]:
+        """Return one number of every record, in the order of the prompts."""
+        return torch.tensor([row[name] for row in self.rows], dtype=torch.float64)
+
+    def write(self, folder: Path) -> None:
+        """Write judged.json atomically: the cell is done once it exists."""
+        content = {"metrics": to_json(self.metrics), "rows": to_json(list(self.rows))}
+        write_atomically(folder / JUDGED, json.dumps(content, ensure_ascii=False) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> Judgment | None:
+        """Read judged.json; None if it does not exist."""
+        path = folder / JUDGED
+        if not path.is_file():
+            return None
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return cls(content["metrics"], content["rows"])
+
+
+def judge_model(cell: CellConfig, path: str | None) -> Judgment:
+    """Judge the model in `path` (None: the start model) on the cell's held-out prompts.
+
+    Raises:
+        UserError: a model, the data, the judge or the proxy is missing or unusable.
+    """
+    train = cell.train
+    tokenizer_path = model_folder(path or train.policy.model)
+    evaluation = evaluate_model(train, path, tokenizer_path)
+    tokenizer = build_tokenizer(train.policy.model_copy(update={"model": tokenizer_path}))
+    records = sample_records(
+        evaluation.rollout,
+        make_decode(tokenizer),
+        step=-1,
+        split="judged",
+        limit=len(evaluation.rollout),
+        parts=evaluation.scores.parts,
+    )
+    exact = evaluation.exact_kl.tolist()
+    records = [{**record, "kl_exact": value} for record, value in zip(records, exact, strict=True)]
+    metrics: dict[str, float | None] = dict(evaluation.metrics)
+    if cell.proxy is not None:
+        proxy = build_source(cell.proxy, tokenizer, make_engine(train.run))(evaluation.rollout).values
+        metrics["eval/proxy"] = float(proxy.double().mean())
+        records = [{**record, "proxy": float(value)} for record, value in zip(records, proxy, strict=True)]
+    return Judgment(metrics, records)
+
+
+DRAWS = "draws.json"
+
+
+@dataclass(frozen=True)
+class BestOfNSamples:
+    """All N samples of each of P prompts, with both scores."""
+
+    completions: Completions  # N consecutive rows for each prompt
+    gold: Scores
+    proxy: Scores
+    count: int
+
+    def gold_table(self) -> Float[Tensor, "P N"]:
+        """Return the judge's scores as a table [P, N]."""
+        return self.gold.values.view(-1, self.count)
+
+    def proxy_table(self) -> Float[Tensor, "P N"]:
+        """Return the proxy's scores, by which the best sample is picked, as a table [P, N]."""
+        return self.proxy.values.view(-1, self.count)
+
+
+def run_best_of_n(cell: CellConfig, arm: BestOfNArm, folder: Path) -> Judgment:
+    """Sample, pick and judge, and write draws.json (the curve over n) and costs.jsonl.
+
+    Raises:
+        UserError: a model, the data, the judge or the proxy is missing or unusable.
+    """
+    train = cell.train
+    engine = make_engine(train.run)
+    completer = Completer(train.policy.model, train.sampling, engine.device, chat=train.data.chat_format)
+    start = time.perf_counter()
+    draws, seconds = _draw(cell, completer, arm, engine, start)
+    tokens = int(draws.completions.prompt_mask.sum() + draws.completions.completion_mask.sum())
+    sizes = Sizes(policy=count_parameters(completer.model), reward=count_source_parameters(cell.proxy))
+    cost = Costs(
+        completions=len(draws.completions),
+        generated_tokens=int(draws.completions.completion_mask.sum()),
+        flops=sampling_flops(sizes, tokens=tokens),
+        seconds=seconds,
+    )
+    write_atomically(folder / COSTS, encode_line({"step": 0, **cost.record()}).decode())
+    curve = curve_of(draws.gold_table(), draws.proxy_table())
+    write_atomically(folder / DRAWS, json.dumps({"curve": [asdict(point) for point in curve]}) + "\n")
+    return _judged(draws, arm, completer)
+
+
+def read_curve(folder: Path) -> list[CurvePoint]:
+    """Read the curve over n from draws.json; empty if the file does not exist."""
+    path = folder / DRAWS
+    if not path.is_file():
+        return []
+    return [CurvePoint(**point) for point in json.loads(path.read_text(encoding="utf-8"))["curve"]]
+
+
+def curve_of(gold: Float[Tensor, "P N"], proxy: Float[Tensor, "P N"]) -> list[CurvePoint]:
+    """Compute the expected judge's score and proxy of the best of n, and the bound on its KL, for a range of n."""
+    return [
+        CurvePoint(
+            n=float(n),
+            kl=kl_bound(n),
+            score=float(expected_best(gold, proxy, n).mean()),
+            proxy=float(expected_best(proxy, proxy, n).mean()),
+        )
+        for n in curve_sizes(gold.shape[1])
+    ]
+
+
+def _draw(
+    cell: CellConfig, completer: Completer, arm: BestOfNArm, engine: Engine, start: float
+) -> tuple[BestOfNSamples, float]:
+    """Draw and score the samples.
+
+    Returns:
+        The samples, and the seconds of sampling and picking (judging is no cost of the arm).
+    """
+    train = cell.train
+    held_out, judge = train.data.eval_prompts, train.eval.source
+    if cell.proxy is None or judge is None or held_out is None:
+        raise ConfigError("best of n needs a reward to pick by, a judge and held-out prompts: see docs/compare.md")
+    prompts = load_prompts(
+        held_out,
+        completer.tokenizer,
+        chat_template=train.data.chat_format,
+        context=context_length(completer.model),
+        max_new_tokens=train.sampling.max_new_tokens,
+    )
+    key = derive_seed(cell.seed, "best of n")
+    batches = prompts.batches(max(1, train.sampling.batch_size // arm.samples))
+    completions = concat([completer.sampler.sample(batch, key=key, group_size=arm.samples) for batch in batches])
+    proxy = build_source(cell.proxy, completer.tokenizer, engine)(completions)
+    seconds = time.perf_counter() - start
+    gold = build_source(judge, completer.tokenizer, engine)(completions)
+    return BestOfNSamples(completions, gold, proxy, arm.samples), seconds
+
+
+def _judged(draws: BestOfNSamples, arm: BestOfNArm, completer: Completer) -> Judgment:
+    proxy, bound = draws.proxy_table(), kl_bound(arm.n)
+    best = picks(proxy, arm.n) + torch.arange(len(proxy)) * draws.count
+    kept, golds, proxies = draws.completions.rows(best), draws.gold.values[best], draws.proxy.values[best]
+    decode = make_decode(completer.tokenizer)
+    lengths = kept.completion_mask.sum(dim=1)
+    rows: Sequence[Mapping[str, object]] = [
+        {
+            "row": row,
+            "prompt": kept.references[row]["prompt"],
+            "completion": decode(kept.completion_ids[row][kept.completion_mask[row]].tolist()),
+            "score": float(golds[row]),
+            "proxy": float(proxies[row]),
+            "kl": None,  # not known for a single completion
+            "length": int(lengths[row]),
+            "finished": bool(kept.finished[row]),
+        }
+        for row in range(len(kept))
+    ]
+    metrics: dict[str, float | None] = {
+        "eval/score": float(golds.double().mean()),
+        "eval/score_std": float(golds.double().std(correction=0)),
+        "eval/proxy": float(proxies.double().mean()),
+        "eval/kl": bound,
+        "eval/length": float(lengths.double().mean()),
+        "eval/finished": float(kept.finished.double().mean()),
+        **diversity(kept),
+    }
+    return Judgment(metrics, rows)
+
+
+INTERRUPTED = 3  # exit code of a cell that was stopped and has saved its state
+
+
+def cell_main(folder: Path) -> int:
+    """Run the cell in `folder` as the main function of a process, with errors written to standard error.
+
+    Returns:
+        The exit code: 0 when the cell is done, 2 for a user error, INTERRUPTED when it was stopped.
+    """
+    try:
+        return 0 if run_cell(read_cell(folder), Console(quiet=not is_main_process())) else INTERRUPTED
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    finally:
+        shutdown()
+
+
+def run_cell(cell: Cell, console: Console) -> bool:
+    """Train (if the cell trains), judge and write judged.json; return False if it was interrupted and saved.
+
+    Raises:
+        UserError: training or judging cannot go on, in the subclass that fits the cause.
+    """
+    config = cell.config
+    if Judgment.read(cell.folder) is not None:
+        return True
+    trained = None if config.budget is None else str(cell.folder)
+    if config.best_of_n is not None:
+        judged = run_best_of_n(config, config.best_of_n, cell.folder)
+    elif config.budget is None:
+        judged = judge_model(config, None)
+    else:
+        if not _train(cell, config.budget, console):
+            return False
+        judged = judge_model(config, trained)
+    if is_main_process():
+        run_suites(config, cell.folder, trained)
+        judged.write(cell.folder)
+    return True
+
+
+def _train(cell: Cell, budget: BudgetConfig, console: Console) -> bool:
+    train = cell.config.train
+    run = build_run(train, console)
+    run.session.budget = CostTracker(cell.folder, run.run, train, budget)
+    try:
+        return run.train()
+    finally:
+        run.session.recorder.close()

@@ -1,0 +1,419 @@
+"""Batches from several sources with exact quotas, read into memory or streamed; each computed from seed and step alone.
+
+Every source is an endless sequence of rows: its rows in the order of one epoch after another. Which source the next row
+comes from is a function of the row's number (`quotas`), and which row of the source that is, of the seed and of how
+many rows were drawn from it before. So batch k is a function of seed and k, whatever was read before; a run that
+continues needs no saved order. What a checkpoint keeps of a streamed source, where in its files it was, saves reading
+them again from the beginning, and changes no row.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+from rlhf.batching import Batch
+from rlhf.config.data import DatasetConfig
+from rlhf.data.datasets import Entry, HasPrompt, RowPipeline, RowSet, epoch_order
+from rlhf.data.formats import RowFormat
+from rlhf.data.lazy_files import Cursor, LazyDataset
+from rlhf.data.quotas import QuotaSchedule
+from rlhf.data.rows import BadRow, Row, RowCounts
+from rlhf.runtime.seeding import derive_seed
+
+T = TypeVar("T", bound=HasPrompt)
+S = TypeVar("S", bound=RowSet[Any])
+B_co = TypeVar("B_co", bound=Batch, covariant=True)
+
+
+@runtime_checkable
+class Stream(Protocol[B_co]):
+    """The batches of a run."""
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Return how many steps it takes to read every row once; infinite where the rows are not counted before."""
+        ...
+
+    def batch(self, step: int) -> B_co:
+        """Return the batch of step `step`, counted from 1."""
+        ...
+
+    def reseeded(self, seed: int) -> Stream[B_co]:
+        """Return a stream of the same rows in another order."""
+        ...
+
+
+@runtime_checkable
+class Source(Protocol[T]):
+    """One source of a mixture: an endless sequence of encoded rows, epoch after epoch."""
+
+    def __len__(self) -> int:
+        """Return the number of usable rows; 0 where it is not known yet."""
+        ...
+
+    def row(self, position: int) -> Entry[T]:
+        """Return the row at `position` of the endless sequence, from 0."""
+        ...
+
+    def has(self, position: int) -> bool:
+        """Return whether `position` is in the first epoch."""
+        ...
+
+    def skipped(self, rows: int) -> int:
+        """Count the rows left out, as malformed or too long, by the time that `rows` usable ones were drawn."""
+        ...
+
+    def reseeded(self, seed: int) -> Source[T]:
+        """Return the same rows in another order."""
+        ...
+
+
+class MemorySource(Generic[T]):
+    """A source whose rows are in memory, in a new permutation each epoch."""
+
+    def __init__(self, entries: Sequence[Entry[T]], skips: RowCounts, seed: int) -> None:
+        self.entries, self.skips, self.seed = entries, skips, seed
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def row(self, position: int) -> Entry[T]:
+        """Return the row at `position` of the endless sequence."""
+        return self.entries[epoch_order(len(self), 1, self.seed, position + 1)[0]]
+
+    def has(self, position: int) -> bool:
+        """Return whether `position` is in the first epoch."""
+        return position < len(self)
+
+    def skipped(self, rows: int) -> int:
+        """Count the rows left out: all at once, when the source was read."""
+        return self.skips.skipped if rows else 0
+
+    def reseeded(self, seed: int) -> MemorySource[T]:
+        """Return the same rows in another order."""
+        return MemorySource(self.entries, self.skips, seed)
+
+
+@dataclass(frozen=True)
+class BlockStart:
+    """Where a block of a streamed source begins: its number, the usable and skipped rows before it, its cursor."""
+
+    number: int = 0
+    usable: int = 0
+    skipped: int = 0
+    cursor: Cursor = field(default_factory=Cursor)
+
+
+@dataclass(frozen=True)
+class Block(Generic[T]):
+    """The usable rows of consecutive lines of a source, and where the next block begins; None after the last one."""
+
+    start: BlockStart
+    rows: tuple[Entry[T], ...]
+    skipped: int
+    next: BlockStart | None
+
+
+_ALL_BLOCKS = 2**62  # more than there are
+KEPT_BLOCKS = 2  # encoded blocks in memory: a batch may cross from one to the next, and a sampler may be a step ahead
+KEPT_STARTS = 8  # known places to read on from; before the first of them a source is read again from its beginning
+
+
+@lru_cache(maxsize=256)
+def _block_order(rows: int, seed: int, epoch: int, block: int) -> tuple[int, ...]:
+    draw = random.Random(f"{seed}/{epoch}/{block}").random  # the same in every version of Python, unlike shuffle()
+    keys = [draw() for _ in range(rows)]
+    return tuple(sorted(range(rows), key=keys.__getitem__))
+
+
+class StreamedSource(Generic[T]):
+    """A source that is read and tokenized as it is needed; memory holds KEPT_BLOCKS blocks of it.
+
+    Each `block_size` consecutive lines are a block. An epoch is the blocks in the order of the files, the usable rows
+    of each in a permutation computed from seed, epoch and block. The format of each file follows from its first rows.
+    """
+
+    def __init__(
+        self, config: DatasetConfig, pipeline: RowPipeline[T, Any], *, name: str, seed: int, block_size: int
+    ) -> None:
+        """Find the files; none of them is read yet.
+
+        Raises:
+            DataError: the data set is missing, or of a kind that cannot be streamed.
+        """
+        self.config, self.pipeline, self.name = config, pipeline, name
+        self.seed, self.block_size = seed, block_size
+        self.counts = RowCounts(f"{name}: {config.path}", fatal=config.bad_rows == "error")
+        self.report: Callable[[str], None] = lambda _: None
+        self._data = LazyDataset(config)
+        self._formats: dict[str, RowFormat[T]] = {}
+        self._starts: OrderedDict[int, BlockStart] = OrderedDict({0: BlockStart()})
+        self._blocks: OrderedDict[int, Block[T]] = OrderedDict()
+        self._length: int | None = None
+        self._total_skipped = 0  # of an epoch, once its length is known
+        self._counted = 0  # blocks whose rows are in `counts`
+
+    def __len__(self) -> int:
+        return self._length or 0
+
+    def reseeded(self, seed: int) -> StreamedSource[T]:
+        """Return the same rows in another order, read apart."""
+        other = StreamedSource(self.config, self.pipeline, name=self.name, seed=seed, block_size=self.block_size)
+        other._counted = _ALL_BLOCKS  # these rows are reported once
+        return other
+
+    def row(self, position: int) -> Entry[T]:
+        """Return the row at `position` of the endless sequence.
+
+        Raises:
+            DataError: a file cannot be read, a malformed row is fatal, or no row is usable.
+        """
+        epoch, block, offset = self._locate(position)
+        order = _block_order(len(block.rows), self.seed, epoch, block.start.number)
+        return block.rows[order[offset]]
+
+    def has(self, position: int) -> bool:
+        """Return whether `position` is in the first epoch; reads as far as it takes to know."""
+        return self._locate(position)[0] == 0
+
+    def skipped(self, rows: int) -> int:
+        """Count the rows left out in the blocks that were read for the first `rows` usable ones, epochs included."""
+        if rows == 0:
+            return 0
+        epoch, block, _ = self._locate(rows - 1)
+        if epoch == 0:
+            return block.start.skipped + block.skipped
+        return self._total_skipped
+
+    def state(self, position: int) -> dict[str, Any]:
+        """Return where to read on from for the row at `position`, for a checkpoint."""
+        offset = position % self._length if self._length else position
+        starts = [start for start in self._starts.values() if start.usable <= offset]
+        nearest = max(starts, key=lambda start: start.number)
+        return {
+            "files": self._data.fingerprint(),
+            "block_size": self.block_size,
+            "start": asdict(nearest),
+            "length": self._length,
+            "total_skipped": self._total_skipped if self._length else 0,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> bool:
+        """Read on from where a checkpoint says; False, and from the beginning, if the files are not those of then."""
+        if state.get("files") != self._data.fingerprint() or state.get("block_size") != self.block_size:
+            return False
+        start = dict(state["start"])
+        cursor = Cursor(**start.pop("cursor"))
+        self._remember(BlockStart(**start, cursor=cursor))
+        self._length = state["length"]
+        self._total_skipped = int(state["total_skipped"])
+        self._counted = start["number"] if self._length is None else _ALL_BLOCKS
+        return True
+
+    def _locate(self, position: int) -> tuple[int, Block[T], int]:
+        """Return the epoch of a position, its block, and its offset in the block."""
+        if self._length is None:
+            block = self._find(position)
+            if block is not None:
+                return 0, block, position - block.start.usable
+            assert self._length is not None, "the end of the source gives its length"
+        epoch, offset = divmod(position, self._length)
+        block = self._find(offset)
+        assert block is not None, f"{self.name} has row {offset} of {self._length}"
+        return epoch, block, offset - block.start.usable
+
+    def _find(self, offset: int) -> Block[T] | None:
+        """Return the block with the usable row `offset` of an epoch; None if the epoch has fewer rows."""
+        start: BlockStart | None = max(
+            (start for start in self._starts.values() if start.usable <= offset), key=lambda start: start.number
+        )
+        while start is not None:
+            block = self._block(start)
+            if offset < start.usable + len(block.rows):
+                return block
+            start = block.next
+        return None
+
+    def _block(self, start: BlockStart) -> Block[T]:
+        block = self._blocks.get(start.number)
+        if block is None:
+            block = self._read(start)
+            self._blocks[start.number] = block
+            while len(self._blocks) > KEPT_BLOCKS:
+                self._blocks.popitem(last=False)
+        if block.next is not None:
+            self._remember(block.next)
+        return block
+
+    def _remember(self, start: BlockStart) -> None:
+        self._starts[start.number] = start
+        while len(self._starts) > KEPT_STARTS:
+            del self._starts[next(number for number in self._starts if number > 0)]  # 0 is the beginning
+
+    def _read(self, start: BlockStart) -> Block[T]:
+        """Read and encode a block; at the end of the source, note its length and report its rows."""
+        counts = RowCounts(self.counts.source, fatal=self.counts.fatal)
+        rows, following = self._data.read(start.cursor, self.block_size, counts)
+        limit = None if self.config.limit is None else self.config.limit - start.usable
+        usable = tuple(self.pipeline.encode(self._parse(rows, start.cursor.file, counts), counts, limit=limit))
+        skipped, used = counts.skipped, start.usable + len(usable)
+        is_first_time = start.number >= self._counted
+        if is_first_time:
+            self._counted = start.number + 1
+            self._report(counts)
+        if following is None or (limit is not None and len(usable) == limit):
+            self._end(used, start.skipped + skipped, tell=is_first_time)
+            return Block(start, usable, skipped, None)
+        after = BlockStart(start.number + 1, used, start.skipped + skipped, following)
+        return Block(start, usable, skipped, after)
+
+    def _report(self, counts: RowCounts) -> None:
+        """Add the counts of a block, and report the reasons for which no row was skipped before."""
+        known = set(self.counts.counts)
+        self.counts.merge(counts)
+        if set(self.counts.counts) - known:
+            self.report(f"{self.counts.source}, so far: {self.counts.skipped:,} rows skipped: {self.counts.reasons()}")
+
+    def _end(self, length: int, skipped: int, *, tell: bool) -> None:
+        if length == 0:
+            self.counts.require_rows()
+        if self._length is None and tell:
+            self.report(f"{self.counts.summary()}. Read to its end")
+        self._length, self._total_skipped = length, skipped
+
+    def _parse(self, rows: Sequence[Row], file: int, counts: RowCounts) -> Any:
+        for row in rows:
+            if row.file not in self._formats:
+                self._formats = {row.file: self.pipeline.use.choose_format(self._data.head(file), row.file)}
+            try:
+                yield row, self._formats[row.file].read(row.values, turns=self.pipeline.makes_turns)
+            except BadRow as bad:
+                counts.add(row, bad.reason, bad.detail)
+
+
+class MixedStream(Generic[T, S]):
+    """Endless batches of rows drawn from several sources by a QuotaSchedule."""
+
+    def __init__(
+        self,
+        sources: Mapping[str, Source[T]],
+        schedule: QuotaSchedule,
+        rows_per_step: int,
+        collect: Callable[[Sequence[Entry[T]], Sequence[str]], S],
+        *,
+        stops: bool = False,
+    ) -> None:
+        """Set the parts.
+
+        Args:
+            sources: the sources by name, in the order of the schedule's weights.
+            schedule: which source each row comes from.
+            rows_per_step: rows of a batch.
+            collect: makes a data set of some rows, given the name of the source of each.
+            stops: there is no batch that needs a second epoch of a source; `has_batch` says so.
+        """
+        self.sources, self.schedule = dict(sources), schedule
+        self.rows_per_step, self.collect, self.stops = rows_per_step, collect, stops
+        self._names = tuple(self.sources)
+        self._lock = threading.Lock()  # completions may be sampled ahead in another thread
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Return how many steps it takes to draw as many rows as all sources have; infinite if one is streamed."""
+        if any(isinstance(source, StreamedSource) for source in self.sources.values()):
+            return math.inf
+        return sum(map(len, self.sources.values())) / self.rows_per_step
+
+    def rows(self, step: int) -> S:
+        """Return the rows of step `step`, counted from 1, as a data set of their own."""
+        start = (step - 1) * self.rows_per_step
+        return self._select(range(start, start + self.rows_per_step))
+
+    def batch(self, step: int) -> Any:
+        """Return the batch of step `step`."""
+        rows = self.rows(step)
+        return rows.collate(list(range(len(rows))))
+
+    def first(self, count: int) -> S:
+        """Return the first rows of the mixture, as a data set, at most `count` and one epoch where that is known."""
+        known = self.steps_per_epoch * self.rows_per_step
+        return self._select(range(int(min(count, known))))
+
+    def names(self, step: int) -> tuple[str, ...]:
+        """Return the name of the source of each row of a step."""
+        start = (step - 1) * self.rows_per_step
+        return tuple(self._names[self.schedule.source(n)] for n in range(start, start + self.rows_per_step))
+
+    def has_batch(self, step: int) -> bool:
+        """Return whether there is a batch of this step: always, unless a source that has ended stops the run."""
+        if not self.stops:
+            return True
+        with self._lock:
+            return all(drawn == 0 or self.sources[name].has(drawn - 1) for name, drawn in self._drawn(step).items())
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Return the rows drawn from each source and skipped in it, from the start of the run to the end of a step."""
+        with self._lock:
+            drawn = self._drawn(step)
+            skipped = {name: self.sources[name].skipped(count) for name, count in drawn.items()}
+        return {f"source/rows/{name}": float(count) for name, count in drawn.items()} | {
+            f"source/skipped/{name}": float(count) for name, count in skipped.items()
+        }
+
+    def reseeded(self, seed: int) -> MixedStream[T, S]:
+        """Return a stream of the same rows in another order; its sources begin again when they end."""
+        sources = {name: source.reseeded(source_seed(seed, name)) for name, source in self.sources.items()}
+        return MixedStream(sources, self.schedule, self.rows_per_step, self.collect)
+
+    def report_to(self, report: Callable[[str], None]) -> None:
+        """Send what streamed sources have to say of their rows to `report`."""
+        for source in self.sources.values():
+            if isinstance(source, StreamedSource):
+                source.report = report
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return where the streamed sources are after a step, for a checkpoint."""
+        with self._lock:
+            drawn = self._drawn(step)
+            return {
+                name: source.state(drawn[name])
+                for name, source in self.sources.items()
+                if isinstance(source, StreamedSource)
+            }
+
+    def restore(self, state: Mapping[str, Any]) -> list[str]:
+        """Resume from the state of a checkpoint; return a warning for each source that has changed since."""
+        changed = []
+        for name, source in self.sources.items():
+            if isinstance(source, StreamedSource) and name in state and not source.restore(state[name]):
+                changed.append(
+                    f"warning: the files of {name}, or its shuffle_buffer, are not those that the run began with: its "
+                    "rows are counted anew, and differ from those of an uninterrupted run"
+                )
+        return changed
+
+    def _drawn(self, step: int) -> dict[str, int]:
+        rows = step * self.rows_per_step
+        return {name: self.schedule.count(number, rows) for number, name in enumerate(self._names)}
+
+    def _select(self, positions: Sequence[int]) -> S:
+        entries, names = [], []
+        with self._lock:
+            for position in positions:
+                number = self.schedule.source(position)
+                name = self._names[number]
+                entries.append(self.sources[name].row(self.schedule.count(number, position)))
+                names.append(name)
+        return self.collect(entries, names)
+
+
+def source_seed(seed: int, name: str) -> int:
+    """Derive the seed of a source's order, which does not depend on what other sources there are."""
+    return derive_seed(seed, "source", name)

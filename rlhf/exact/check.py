@@ -1,0 +1,305 @@
+"""Check a policy loss or an advantage against what it stands for, by enumeration: no sampling, no tolerance for noise.
+
+The policy gradient theorem (Sutton et al. 2000) gives the yardstick: at the policy that sampled, the expected gradient
+of a right loss is that of the expected score, and a right advantage makes it so, up to a bias that is reported.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as functional
+from jaxtyping import Float
+from torch import Tensor
+
+from rlhf.algo.advantages import token_rewards
+from rlhf.algo.functions import AdvantageFunction, LossFunction
+from rlhf.errors import ConfigError, UserError
+from rlhf.exact.world import World, enumerate_world, expectation, random_scores, random_table
+from rlhf.user_code import checked_per_token
+
+Kind = Literal["loss", "advantage"]
+ROUNDING = 1e-8
+GROUP = 2  # completions of a prompt; all pairs are enumerated
+LEAST_COSINE = 0.9  # GRPO's division by the standard deviation, a known bias, has 0.96
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One property that was checked, and what was observed."""
+
+    what: str
+    passed: bool
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The findings of a check; `print` it to read them."""
+
+    kind: Kind
+    findings: tuple[Finding, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Return whether every property has been confirmed."""
+        return all(finding.passed for finding in self.findings)
+
+    def __str__(self) -> str:
+        """Format one line for each finding."""
+        lines = [f"{'ok  ' if finding.passed else 'FAIL'} {_line(finding)}" for finding in self.findings]
+        verdict = "right" if self.passed else "wrong"
+        return "\n".join([*lines, f"this {self.kind} is {verdict}"])
+
+
+def check(function: Callable[..., Tensor], kind: Kind | None = None) -> CheckResult:
+    """Check a loss or an advantage of your own.
+
+        print(rlhf.check(my_loss))
+
+    Args:
+        function: a loss (rlhf.algo.functions.LossFunction) or an advantage (AdvantageFunction).
+        kind: which of the two; None tells by the names of its arguments.
+
+    Raises:
+        ConfigError: the arguments are those of neither.
+    """
+    kind = kind or _kind_of(function)
+    world, checked = enumerate_world(), checked_per_token(function, f"the {kind}")
+    findings = _check_loss(checked, world) if kind == "loss" else _check_advantage(checked, world)
+    return CheckResult(kind, tuple(findings))
+
+
+def _line(finding: Finding) -> str:
+    return f"{finding.what}: {finding.message}" if finding.message else finding.what
+
+
+def _kind_of(function: Callable[..., Tensor]) -> Kind:
+    names = set(inspect.signature(function).parameters)
+    if "logprobs" in names:
+        return "loss"
+    if "rewards" in names:
+        return "advantage"
+    raise ConfigError(
+        f"the function has the arguments {', '.join(sorted(names)) or 'none'}: a loss is called with logprobs, "
+        "old_logprobs, advantages and mask, an advantage with rewards, mask and group_size"
+    )
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What a loss is given: every completion of every prompt once."""
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor
+
+    def rows(self, rows: Tensor | slice) -> _Batch:
+        return _Batch(self.logprobs[rows], self.old_logprobs[rows], self.advantages[rows], self.mask[rows])
+
+    def padded(self, columns: int) -> _Batch:
+        """Return the batch with more padding: columns outside the mask, which are 0 as in training."""
+        logprobs, old_logprobs, advantages, mask = (
+            functional.pad(tensor, (0, columns))
+            for tensor in (self.logprobs, self.old_logprobs, self.advantages, self.mask)
+        )
+        return _Batch(logprobs, old_logprobs, advantages, mask)
+
+
+def _per_token(loss: LossFunction, batch: _Batch) -> Float[Tensor, "B T"]:
+    """Compute a loss, and zero what it returns outside the mask, as training does."""
+    result = loss(
+        logprobs=batch.logprobs,
+        old_logprobs=batch.old_logprobs,
+        advantages=batch.advantages,
+        mask=batch.mask,
+    )
+    return torch.where(batch.mask, result, 0.0)
+
+
+def _check_loss(loss: LossFunction, world: World) -> list[Finding]:
+    scores, table = random_scores(world, 11), random_table(world, 12).requires_grad_()
+    rows = world.all_rows()
+    logprobs = world.token_logprobs(table.log_softmax(-1), rows)
+    mask = world.mask[rows % len(world.ids)]
+    advantages = torch.where(mask, scores.flatten()[rows][:, None], 0.0)
+    batch = _Batch(logprobs, logprobs.detach(), advantages, mask)
+    shape, per_token = _try_shape(lambda: _per_token(loss, batch))
+    if per_token is None:
+        return [shape]
+    if not per_token.requires_grad:
+        return [
+            shape,
+            Finding("the gradient reaches the policy", False, "the loss has no gradient: is logprobs detached?"),
+        ]
+    return [
+        shape,
+        Finding("the gradient reaches the policy", True),
+        _check_rows(loss, batch, per_token),
+        _check_padding(loss, batch, per_token),
+        _check_gradient(world, table, scores, per_token),
+        _check_old(loss, batch, per_token),
+    ]
+
+
+def _try_shape(call: Callable[[], Tensor]) -> tuple[Finding, Tensor | None]:
+    what = "one finite number per token"
+    try:
+        result = call()
+    except UserError as error:
+        return Finding(what, False, str(error)), None
+    if not result.isfinite().all():
+        return Finding(what, False, "NaN or infinity at a live token"), None
+    return Finding(what, True), result
+
+
+def _check_rows(loss: LossFunction, batch: _Batch, per_token: Tensor) -> Finding:
+    what = "a row's loss does not depend on other rows"
+    alone = torch.cat([_per_token(loss, batch.rows(slice(row, row + 1))) for row in range(len(batch.mask))])
+    if _close(alone, per_token):
+        return Finding(what, True)
+    return Finding(
+        what,
+        False,
+        "it does, so the size of the micro-batches would change the result: leave means over rows to "
+        "policy_loss.aggregate, and put normalization into the advantage",
+    )
+
+
+def _check_padding(loss: LossFunction, batch: _Batch, per_token: Tensor) -> Finding:
+    what = "padding has no influence"
+    padded = _per_token(loss, batch.padded(2))[:, : per_token.shape[1]]
+    if _close(padded, per_token):
+        return Finding(what, True)
+    return Finding(
+        what, False, "more padding changes the loss of live tokens: take means over the mask, not over columns"
+    )
+
+
+def _check_gradient(world: World, table: Tensor, scores: Tensor, per_token: Tensor) -> Finding:
+    """Compare the expected gradient with that of the expected score, at the policy that sampled."""
+    what = "the expected gradient is the policy gradient"
+    probabilities = world.sequence_logprobs(table.detach().log_softmax(-1)).exp().flatten() / world.prompts
+    lengths = world.mask[world.all_rows() % len(world.ids)].sum(1)
+    (exact,) = torch.autograd.grad(-expectation(world.sequence_logprobs(table.log_softmax(-1)), scores), table)
+
+    def compare(per_row: Tensor) -> Finding:
+        (ours,) = torch.autograd.grad((per_row * probabilities).sum(), table, retain_graph=True)
+        return _compare_gradients(what, ours, exact, least=1 - ROUNDING)
+
+    summed, averaged = compare(per_token.sum(1)), compare(per_token.sum(1) / lengths)
+    if averaged.passed and not summed.passed:  # the loss of every token is that of its sequence
+        return Finding(what, True, "with policy_loss.aggregate=sequence_mean")
+    return summed
+
+
+def _compare_gradients(what: str, ours: Tensor, exact: Tensor, *, least: float) -> Finding:
+    if ours.norm() < ROUNDING:
+        return Finding(what, False, "it is zero: nothing would be learned")
+    cosine = float((ours * exact).sum() / (ours.norm() * exact.norm()))
+    scale = float(ours.norm() / exact.norm())
+    if cosine < -least:
+        return Finding(what, False, "it is its negative: the sign is wrong, and training would lower the score")
+    if cosine < least:
+        return Finding(what, False, f"it points elsewhere: the cosine of the two is {cosine:.3f}")
+    if cosine < 1 - ROUNDING:
+        return Finding(what, True, f"with a bias: the cosine of the two is {cosine:.3f}")
+    if abs(scale - 1) > ROUNDING:
+        return Finding(what, True, f"times {scale:.3g}, which is as if policy.lr were (Adam evens it out)")
+    return Finding(what, True)
+
+
+def _check_old(loss: LossFunction, batch: _Batch, per_token: Tensor) -> Finding:
+    """Check that old_logprobs is used: a loss without it is right for the first update on a batch only."""
+    what = "later updates on the same completions are corrected"
+    moved = _Batch(batch.logprobs, batch.old_logprobs - 0.1 * batch.mask, batch.advantages, batch.mask)
+    other = _per_token(loss, moved)
+    (before,) = torch.autograd.grad(per_token.sum(), batch.logprobs, retain_graph=True)
+    (after,) = torch.autograd.grad(other.sum(), batch.logprobs, retain_graph=True)
+    if _close(before, after):
+        return Finding(what, True, "they are not: old_logprobs is not used, so set batch.epochs=1 and minibatches=1")
+    return Finding(what, True)
+
+
+def _check_advantage(advantage: AdvantageFunction, world: World) -> list[Finding]:
+    scores, table = random_scores(world, 11), random_table(world, 12)
+    pairs = _all_pairs(world)
+    mask = world.mask[pairs % len(world.ids)]
+    rewards = token_rewards(scores.flatten()[pairs], torch.zeros_like(mask, dtype=torch.float64), mask)
+
+    def call(token_rewards: Tensor, live: Tensor) -> Tensor:
+        return torch.where(live, advantage(rewards=token_rewards, mask=live, group_size=GROUP), 0.0)
+
+    shape, advantages = _try_shape(lambda: call(rewards, mask))
+    if advantages is None:
+        return [_explain_ties(shape)]
+    return [
+        shape,
+        _check_tied(call, rewards, mask),
+        _check_order(call, rewards, mask, advantages),
+        _check_direction(world, table, scores, pairs, advantages),
+    ]
+
+
+def _explain_ties(shape: Finding) -> Finding:
+    """Add a likely cause to NaN: the enumerated pairs hold some of the same completion twice."""
+    if "NaN" not in shape.message:
+        return shape
+    return Finding(
+        shape.what, False, f"{shape.message}: is there a division by 0 where the scores of a group are equal?"
+    )
+
+
+def _check_tied(call: Callable[[Tensor, Tensor], Tensor], rewards: Tensor, mask: Tensor) -> Finding:
+    what = "equal scores of a group give no advantage over each other"
+    tied = token_rewards(torch.full_like(rewards[:, 0], 0.7), torch.zeros_like(rewards), mask)
+    result = call(tied, mask)
+    if not result.isfinite().all():
+        return Finding(what, False, "NaN or infinity: add a small constant to the standard deviation")
+    live = result[mask]
+    if _close(live, live[:1].expand_as(live)):
+        return Finding(what, True)
+    return Finding(what, False, "tokens of completions that score alike get different advantages")
+
+
+def _check_order(
+    call: Callable[[Tensor, Tensor], Tensor], rewards: Tensor, mask: Tensor, advantages: Tensor
+) -> Finding:
+    what = "the order of the prompts does not matter"
+    generator = torch.Generator().manual_seed(3)
+    groups = torch.randperm(len(rewards) // GROUP, generator=generator)
+    rows = (groups[:, None] * GROUP + torch.arange(GROUP)).flatten()
+    if _close(call(rewards[rows], mask[rows]), advantages[rows]):
+        return Finding(what, True)
+    return Finding(
+        what,
+        False,
+        "it does: rows of different prompts are mixed. The rows of a group are consecutive: view(-1, group_size)",
+    )
+
+
+def _check_direction(world: World, table: Tensor, scores: Tensor, pairs: Tensor, advantages: Tensor) -> Finding:
+    """Compare the expected gradient over all groups, weighted by their probability, with that of the expected score."""
+    leaf = table.clone().requires_grad_()
+    distribution = world.sequence_logprobs(leaf.log_softmax(-1))
+    probabilities = (distribution.detach().exp().flatten()[pairs]).view(-1, GROUP).prod(1) / world.prompts
+    surrogate = (advantages.detach() * world.token_logprobs(leaf.log_softmax(-1), pairs)).sum(1).view(-1, GROUP).mean(1)
+    (ours,) = torch.autograd.grad(-(surrogate * probabilities).sum(), leaf, retain_graph=True)
+    (exact,) = torch.autograd.grad(-expectation(distribution, scores), leaf)
+    return _compare_gradients("the expected gradient is the policy gradient", ours, exact, least=LEAST_COSINE)
+
+
+def _all_pairs(world: World) -> Tensor:
+    """Return the rows of all pairs of completions of a prompt, group after group."""
+    count = len(world.ids)
+    within = torch.cartesian_prod(torch.arange(count), torch.arange(count))
+    return torch.cat([prompt * count + within for prompt in range(world.prompts)]).flatten()
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return bool(torch.allclose(a, b, rtol=ROUNDING, atol=ROUNDING, equal_nan=False))

@@ -1,0 +1,436 @@
+"""The table of alarms: what is looked for in the metrics of a run, what usually causes it and what to try."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from rlhf.guard.alarm import Alarm, Reading, above, below, grown, rose, shrunk, worse_than_best
+from rlhf.guard.history import History
+
+KL_PER_TOKEN = 0.5  # nats per token from the reference
+TARGETS_AWAY = 3.0
+RATIO_DEVIATION = {False: 0.02, True: 0.5}  # of float32 and of bfloat16, whose log-probabilities are rounded
+MISMATCH = {False: 0.01, True: 0.1}  # nats, likewise
+SPIKE, BEFORE_A_SPIKE = 10.0, 10
+VALUE_OFFSET = 1.5  # standard deviations of the score
+SETTLED = 15  # steps in which a critic may be wrong
+SCORE_FALL = 1.0  # standard deviations of the score at the start
+JUDGE_FALL = 0.2  # standard deviations of the judge's score over prompts
+
+
+def kl_per_token(history: History) -> Reading | None:
+    """Read the KL to the reference per token of a completion."""
+    kl, length = history.now("kl/reference"), history.now("completion/length")
+    if kl is None or not length:
+        return None
+    return Reading(kl / length, KL_PER_TOKEN, kl / length > KL_PER_TOKEN)
+
+
+def kl_above_target(history: History) -> Reading | None:
+    """Read the KL to the reference against the target of the adaptive controller."""
+    kl, target = history.now("kl/reference"), history.facts.kl_target
+    if kl is None or target is None:
+        return None
+    return Reading(kl, TARGETS_AWAY * target, kl > TARGETS_AWAY * target)
+
+
+def first_ratio(history: History) -> Reading | None:
+    """Read how far the importance ratio is from 1 before any update."""
+    deviation, limit = history.now("policy/first_ratio_deviation"), RATIO_DEVIATION[history.facts.is_rounded]
+    return None if deviation is None else Reading(deviation, limit, deviation > limit)
+
+
+def sampler_mismatch(history: History) -> Reading | None:
+    """Read how far the sampler's log-probabilities are from the trainer's; a sampler one step behind may be."""
+    mismatch, limit = history.now("kl/sampler_mismatch"), MISMATCH[history.facts.is_rounded]
+    return None if mismatch is None or history.facts.is_ahead else Reading(mismatch, limit, mismatch > limit)
+
+
+def gradient_spike(history: History) -> Reading | None:
+    """Read the gradient norm against the median of those before it."""
+    norm, before = history.now("policy/grad_norm"), history.before("policy/grad_norm")
+    if norm is None or len(before) < BEFORE_A_SPIKE:
+        return None
+    limit = SPIKE * max(median(before), 0.1)
+    return Reading(norm, limit, norm > limit)
+
+
+def value_offset(history: History) -> Reading | None:
+    """Read the distance of the mean value from the mean return, which explained variance does not see."""
+    value, returned, spread = history.now("critic/value"), history.now("critic/return"), history.start("score/std")
+    if value is None or returned is None or not spread or history.count("critic/value") <= SETTLED:
+        return None
+    return Reading(abs(value - returned), VALUE_OFFSET * spread, abs(value - returned) > VALUE_OFFSET * spread)
+
+
+def score_fell(history: History) -> Reading | None:
+    """Read the score in training against where it started."""
+    score, start, spread = history.now("score/mean"), history.start("score/mean"), history.start("score/std")
+    if score is None or start is None or not spread:
+        return None
+    return Reading(score, start - SCORE_FALL * spread, score < start - SCORE_FALL * spread)
+
+
+def proxy_against_judge(history: History) -> Reading | None:
+    """Read the judge's score where the trained-on reward is above what it was at the judge's best."""
+    judge, proxy = history.now("eval/score"), history.now("eval/proxy")
+    judges, proxies = history.before("eval/score"), history.before("eval/proxy")
+    spread = history.now("eval/score_std")
+    if judge is None or proxy is None or not spread or not judges or len(judges) != len(proxies):
+        return None
+    best = max(range(len(judges)), key=judges.__getitem__)
+    limit = judges[best] - JUDGE_FALL * spread
+    return Reading(judge, limit, judge < limit and proxy > proxies[best])
+
+
+def loss_on_data(history: History) -> Reading | None:
+    """Read the loss of a run on data against where it started; a policy-gradient loss has no scale."""
+    names = ("loss/sft", "loss/rm", "loss/preference")
+    name = next((name for name in names if history.now(name) is not None), None)
+    return None if name is None else grown(name, 3.0, plus=0.5)(history)
+
+
+ALARMS = (
+    Alarm(
+        name="kl-per-update",
+        metrics=("kl/old",),
+        read=above("kl/old", 0.1),
+        patience=2,
+        sees="the policy moves more than 0.1 nats per token from the one that sampled, within one step",
+        causes="a learning rate that is too high, or too many updates on the same completions",
+        cure="lower policy.lr, fewer batch.epochs or batch.minibatches, algorithm.target_kl=0.02",
+        source="Spinning Up's PPO ends a step at 0.015; Huang et al. 2022 (37 details): at 0.01 to 0.05",
+    ),
+    Alarm(
+        name="kl-jump",
+        metrics=("kl/old",),
+        read=above("kl/old", 1.0),
+        patience=1,
+        sees="within one step the policy moved more than a nat per token from the one that sampled",
+        causes="a learning rate that is far too high",
+        cure="a tenth of policy.lr; continue from the checkpoint before, or start again",
+        source="Spinning Up's PPO ends a step at 0.015; Huang et al. 2022 (37 details): at 0.01 to 0.05",
+    ),
+    Alarm(
+        name="kl-to-reference",
+        metrics=("kl/reference",),
+        read=kl_per_token,
+        patience=3,
+        sees="the KL to the reference is above 0.5 nats per token of a completion",
+        causes="no KL penalty or too small a one, a sign that is wrong, or a learning rate that is too high",
+        cure="algorithm.kl.placement=reward algorithm.kl.coef=0.05, lower policy.lr; take the best checkpoint",
+        source="Gao et al. 2023, sec. 3: the true score falls with the root of the KL; 0.5 from runs in the lab",
+    ),
+    Alarm(
+        name="kl-above-target",
+        metrics=("kl/reference",),
+        read=kl_above_target,
+        patience=5,
+        sees="the KL to the reference is above three times the target of its controller",
+        causes="the controller is too slow for the learning rate",
+        cure="lower policy.lr, lower algorithm.kl.controller.horizon, start with a larger algorithm.kl.coef",
+        source="Ziegler et al. 2019, sec. 2.2: the KL settles at its target",
+    ),
+    Alarm(
+        name="kl-negative",
+        metrics=("kl/reference",),
+        read=below("kl/reference", -0.5),
+        patience=3,
+        sees="the estimate of the KL to the reference, which has no negative mean, is below -0.5 nats",
+        causes="samples that are not the policy's: another temperature, stale log-probabilities, top-k or top-p",
+        cure="sampling.old_log_probs=trainer; sampling.backend=hf policy.packing=off to find the part that disagrees",
+        source="Schulman 2020: k1 is unbiased on the policy's own samples",
+    ),
+    Alarm(
+        name="clip-fraction",
+        metrics=("policy/clip_fraction",),
+        read=above("policy/clip_fraction", 0.4),
+        patience=3,
+        sees="the clip stops the gradient of more than two tokens in five",
+        causes="steps that are too large, or too many of them on the same completions",
+        cure="lower policy.lr, fewer batch.epochs or batch.minibatches",
+        source="Huang et al. 2022 (37 details), detail 12: a debug variable; 0.1 to 0.3 in their runs",
+    ),
+    Alarm(
+        name="critic-explains-nothing",
+        metrics=("critic/explained_variance",),
+        read=below("critic/explained_variance", 0.05, after=SETTLED),
+        patience=10,
+        sees="for ten steps, after the first fifteen, the critic is no better than a constant",
+        causes="a critic that learns too slowly, too fast, or not at all; too few steps; a reward it cannot foresee",
+        cure="raise or lower critic.lr, critic.init=reward, algorithm.advantage.gae_lambda=1, or algorithm.preset=rloo",
+        source="Schulman et al. 2016, sec. 3: the variance of GAE is that of the critic's errors",
+    ),
+    Alarm(
+        name="critic-worse-than-constant",
+        metrics=("critic/explained_variance",),
+        read=below("critic/explained_variance", -0.5, after=SETTLED),
+        patience=3,
+        sees="the critic's errors are half again as large as the spread of the returns",
+        causes="value targets of another scale than the values, a critic.lr that is too high, clipped values",
+        cure="lower critic.lr, critic.warmup_steps=10, algorithm.value_loss.clip_eps=null",
+        source="Huang et al. 2022 (37 details), detail 9; Andrychowicz et al. 2021",
+    ),
+    Alarm(
+        name="value-offset",
+        metrics=("critic/value", "critic/return"),
+        read=value_offset,
+        patience=5,
+        sees="the mean value is 1.5 standard deviations of the score away from the mean return",
+        causes="value targets that are shifted, a reward whose scale changed, a new head",
+        cure="critic.warmup_steps=10, raise critic.lr, algorithm.value_loss.clip_eps=null, calibrate the reward model",
+        source="explained variance leaves out the mean: 1 - Var(return - value) / Var(return)",
+    ),
+    Alarm(
+        name="entropy-collapse",
+        metrics=("policy/entropy",),
+        read=shrunk("policy/entropy", 0.3),
+        patience=3,
+        sees="the entropy has fallen below three tenths of where it started",
+        causes="the policy has settled on a few phrases: too little penalty, too high a rate, too many steps",
+        cure="algorithm.policy_loss.entropy_coef=0.01, algorithm.policy_loss.clip_eps_high=0.28, more KL penalty",
+        source="Yu et al. 2025 (DAPO), sec. 3.1; Cui et al. 2025 (The Entropy Mechanism)",
+    ),
+    Alarm(
+        name="entropy-explosion",
+        metrics=("policy/entropy",),
+        read=grown("policy/entropy", 1.5, plus=0.3),
+        patience=3,
+        sees="the entropy has risen to more than one and a half times where it started",
+        causes="the policy is being destroyed: a learning rate that is too high, or a bonus that pays for noise",
+        cure="lower policy.lr, algorithm.policy_loss.entropy_coef=0, continue from an earlier checkpoint",
+        source="Huang et al. 2022 (37 details), detail 10",
+    ),
+    Alarm(
+        name="first-ratio",
+        metrics=("policy/first_ratio_deviation",),
+        read=first_ratio,
+        patience=2,
+        sees="before any update the ratio of new to old probabilities is not 1",
+        causes="old log-probabilities that are stale, or at another temperature, or of other arithmetic",
+        cure="sampling.old_log_probs=trainer; then policy.packing=off sampling.backend=hf to find the part",
+        source="Huang et al. 2022 (37 details): the ratio of the first minibatch is 1, the cheapest test there is",
+    ),
+    Alarm(
+        name="sampler-mismatch",
+        metrics=("kl/sampler_mismatch",),
+        read=sampler_mismatch,
+        patience=2,
+        sees="sampler and trainer disagree about the log-probability of the sampled tokens",
+        causes="another temperature, precision or weights in the sampler than in the trainer",
+        cure="sampling.old_log_probs=trainer, policy.head_dtype=float32, sampling.backend=hf",
+        source="docs/decisions/012; Yao et al. 2025 (Your efficient RL framework secretly brings you off-policy RL)",
+    ),
+    Alarm(
+        name="length-grows",
+        metrics=("completion/length",),
+        read=grown("completion/length", 2.0),
+        patience=5,
+        sees="completions are twice as long as at the start",
+        causes="a reward that likes length, or not ending costs nothing",
+        cure="reward.shaping.missing_eos_penalty=1, reward.shaping.overlong_buffer, a length-controlled reward",
+        source="Singhal et al. 2023 (A Long Way to Go); Yu et al. 2025 (DAPO), sec. 3.4",
+    ),
+    Alarm(
+        name="length-shrinks",
+        metrics=("completion/length",),
+        read=shrunk("completion/length", 0.4),
+        patience=5,
+        sees="completions are less than two fifths as long as at the start",
+        causes="to stop at once is the safest way to score, or every token costs KL",
+        cure="look at samples.jsonl; score short answers lower; lower algorithm.kl.coef",
+        source="docs/troubleshooting.md",
+    ),
+    Alarm(
+        name="cut-off",
+        metrics=("completion/finished",),
+        read=below("completion/finished", 0.1),
+        patience=3,
+        sees="nine completions in ten are cut off by sampling.max_new_tokens",
+        causes="a limit that is too low, or a start model that never learned to end",
+        cure="raise sampling.max_new_tokens; SFT on whole rows; reward.shaping.missing_eos_penalty=1",
+        source="Huang et al. 2024 (N+), the EOS trick",
+    ),
+    Alarm(
+        name="fewer-finish",
+        metrics=("completion/finished",),
+        read=shrunk("completion/finished", 0.5),
+        patience=5,
+        sees="half as many completions end by themselves as at the start",
+        causes="length is rewarded, or not ending costs nothing",
+        cure="reward.shaping.missing_eos_penalty=1, reward.shaping.overlong_buffer",
+        source="Huang et al. 2024 (N+), the EOS trick",
+    ),
+    Alarm(
+        name="duplicate-prompts",
+        metrics=("prompt/duplicates",),
+        read=above("prompt/duplicates", 0.5),
+        patience=2,
+        sees="more than half of a step's prompts are the same as another of the step",
+        causes="rows that are repeated in data.prompts, or fewer rows than a step takes",
+        cure="remove the copies; fewer batch.prompts_per_step and more sampling.completions_per_prompt",
+        source="Lee et al. 2022 (Deduplicating Training Data)",
+    ),
+    Alarm(
+        name="duplicate-completions",
+        metrics=("completion/duplicates",),
+        read=grown("completion/duplicates", 1.0, plus=0.4),
+        patience=3,
+        sees="the share of completions that another prompt of the step has too rose by two fifths",
+        causes="the policy gives one answer to everything",
+        cure="more KL penalty, algorithm.policy_loss.entropy_coef=0.01, an earlier checkpoint, another reward",
+        source="Kirk et al. 2024 (diversity after RLHF)",
+    ),
+    Alarm(
+        name="repetition",
+        metrics=("eval/repetition",),
+        read=grown("eval/repetition", 1.0, plus=0.2),
+        patience=2,
+        sees="a fifth more of the 4-grams of held-out completions occurred before in the same completion",
+        causes="the reward is gamed by repeating what scores",
+        cure="more KL penalty, lower policy.lr, a filter of repetition in the reward; take the best checkpoint",
+        source="Holtzman et al. 2020, sec. 4; Gao et al. 2023",
+    ),
+    Alarm(
+        name="diversity-falls",
+        metrics=("eval/distinct_2",),
+        read=shrunk("eval/distinct_2", 0.5),
+        patience=2,
+        sees="held-out completions have half as many distinct bigrams as before training",
+        causes="collapse onto a few phrases",
+        cure="more KL penalty, lower policy.lr, algorithm.policy_loss.entropy_coef=0.01; take the best checkpoint",
+        source="Kirk et al. 2024 (diversity after RLHF)",
+    ),
+    Alarm(
+        name="proxy-against-judge",
+        metrics=("eval/score", "eval/proxy"),
+        read=proxy_against_judge,
+        patience=2,
+        sees="the judge has fallen by a fifth of its standard deviation from its best while the reward is higher than "
+        "there",
+        causes="the reward is being exploited: what it pays for is no longer what the judge wants",
+        cure="take the best checkpoint (checkpoint.best); more KL penalty, an ensemble, another reward model",
+        source="Gao et al. 2023, sec. 3",
+    ),
+    Alarm(
+        name="ensemble-disagrees",
+        metrics=("score/disagreement",),
+        read=grown("score/disagreement", 2.0, plus=0.1),
+        patience=5,
+        sees="the members of the reward ensemble disagree twice as much as at the start",
+        causes="the policy has left what the reward models were trained on",
+        cure="reward.source.how=mean_minus_std, more KL penalty; take an earlier checkpoint",
+        source="Coste et al. 2024; Eisenstein et al. 2023",
+    ),
+    Alarm(
+        name="score-falls",
+        metrics=("score/mean",),
+        read=score_fell,
+        patience=5,
+        sees="the training score is a standard deviation below where it started",
+        causes="a learning rate that is too high, a sign that is wrong in an own loss or reward, a "
+        "penalty that dominates",
+        cure="lower policy.lr, look at reward/kl_penalty and kl/coef, rlhf.check for an own loss",
+        source="docs/troubleshooting.md",
+    ),
+    Alarm(
+        name="score-constant",
+        metrics=("score/std",),
+        read=below("score/std", 1e-6),
+        patience=3,
+        sees="all completions of a step score alike",
+        causes="a reward that is too coarse or broken, or a task that is too hard or solved",
+        cure="look at samples.jsonl and the reward; partial credit; easier or harder prompts",
+        source="docs/troubleshooting.md",
+    ),
+    Alarm(
+        name="groups-uniform",
+        metrics=("group/uniform",),
+        read=above("group/uniform", 0.9),
+        patience=5,
+        sees="in nine groups of ten all completions score alike, so there is nothing to compare",
+        causes="prompts that are too hard or too easy, a reward that is too coarse, a policy that has collapsed",
+        cure="algorithm.drop_uniform_groups=true algorithm.refill_rounds=2, more sampling.completions_per_prompt",
+        source="Yu et al. 2025 (DAPO), sec. 3.2",
+    ),
+    Alarm(
+        name="gradient-spike",
+        metrics=("policy/grad_norm",),
+        read=gradient_spike,
+        patience=2,
+        sees="the gradient norm is ten times the median of the steps before",
+        causes="a rare batch, a loss that is diverging, or a reward of another scale",
+        cure="lower policy.max_grad_norm and policy.lr, schedule.warmup_steps, larger batch.prompts_per_step",
+        source="Huang et al. 2022 (37 details), detail 11",
+    ),
+    Alarm(
+        name="steps-not-finite",
+        metrics=("skipped/nonfinite",),
+        read=rose("skipped/nonfinite"),
+        patience=1,
+        sees="an optimizer step was left out for a NaN or Inf in the loss or a gradient",
+        causes="a learning rate that is too high, an overflow in low precision, an own loss",
+        cure="lower policy.lr, policy.dtype=float32; look at the step before",
+        source="docs/reliability.md",
+    ),
+    Alarm(
+        name="scores-not-finite",
+        metrics=("skipped/unscored",),
+        read=rose("skipped/unscored"),
+        patience=1,
+        sees="a step was left out because a score was NaN or infinite",
+        causes="a reward that divides by zero or fails on odd completions",
+        cure="mend the reward; notes.jsonl names the completion",
+        source="docs/reliability.md",
+    ),
+    Alarm(
+        name="kl-coefficient-runaway",
+        metrics=("kl/coef",),
+        read=grown("kl/coef", 20.0, plus=1e-6),
+        patience=3,
+        sees="the controller has raised the coefficient to twenty times where it started",
+        causes="a penalty cannot hold the policy: the rate is too high, or the reward's scale is far off",
+        cure="lower policy.lr, calibrate the reward, start with a larger algorithm.kl.coef",
+        source="Ziegler et al. 2019, sec. 2.2",
+    ),
+    Alarm(
+        name="held-out-loss-rises",
+        metrics=("eval/loss",),
+        read=worse_than_best("eval/loss", 1.05),
+        patience=2,
+        sees="the loss on held-out rows is a twentieth above its lowest",
+        causes="the rows are being learned by heart, or the rate is too high",
+        cure="fewer schedule.epochs, lower policy.lr, schedule.decay=cosine; checkpoint.best keeps the lowest",
+        source="Ouyang et al. 2022, sec. 3.5: after one epoch",
+    ),
+    Alarm(
+        name="held-out-preference-loss-rises",
+        metrics=("eval/preference_loss",),
+        read=worse_than_best("eval/preference_loss", 1.1),
+        patience=2,
+        sees="the loss on held-out pairs is a tenth above its lowest",
+        causes="the pairs are being learned by heart, or the rate is too high",
+        cure="fewer schedule.epochs, lower policy.lr, larger algorithm.loss.beta; checkpoint.best keeps the lowest",
+        source="Rafailov et al. 2024 (over-optimization in direct alignment)",
+    ),
+    Alarm(
+        name="held-out-pairs-rise",
+        metrics=("eval/rm_loss",),
+        read=worse_than_best("eval/rm_loss", 1.1),
+        patience=2,
+        sees="the reward model's loss on held-out pairs is a tenth above its lowest",
+        causes="the pairs are being learned by heart, or the rate is too high",
+        cure="schedule.epochs=1, lower model.lr; checkpoint.best keeps the lowest",
+        source="Ouyang et al. 2022, app. C: reward models overfit after one epoch",
+    ),
+    Alarm(
+        name="loss-explodes",
+        metrics=("loss/total",),
+        read=loss_on_data,
+        patience=3,
+        sees="the loss is more than three times where it started",
+        causes="a learning rate that is too high",
+        cure="lower the rate, schedule.warmup_steps, lower max_grad_norm",
+        source="docs/troubleshooting.md",
+    ),
+)

@@ -1,0 +1,69 @@
+"""Tell whether an evaluation is better than the best one so far by more than noise: a paired test on the same rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, stdev
+
+from scipy import stats
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The mean paired difference of two evaluations, and its confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def is_certain(self) -> bool:
+        """Return whether the whole interval is above 0."""
+        return self.low > 0
+
+
+@dataclass
+class BestState:
+    """What a checkpoint stores of the best checkpoint: its step, the values of its rows, and evaluations since."""
+
+    step: int = 0
+    values: list[float] = field(default_factory=list)  # of each held-out row, higher is better
+    since: int = 0  # evaluations in a row that were no new best
+
+
+def paired_gain(new: Sequence[float], old: Sequence[float], confidence: float) -> Gain:
+    """Compute the mean of new - old, row by row, and the two-sided interval of Student's t.
+
+        d_i = new_i - old_i,   mean(d) ± t(n - 1) · s_d / √n
+
+    Where all differences are equal the interval has no width, and with a single row it is unbounded.
+
+    Raises:
+        ValueError: the evaluations are not of the same number of rows.
+    """
+    if len(new) != len(old):
+        raise ValueError(f"{len(new)} rows cannot be paired with {len(old)}")
+    differences = [a - b for a, b in zip(new, old, strict=True)]
+    mean = fmean(differences)
+    if len(differences) < 2:
+        return Gain(mean, -math.inf, math.inf)
+    quantile = float(stats.t.ppf(0.5 + confidence / 2, len(differences) - 1))
+    margin = quantile * stdev(differences) / len(differences) ** 0.5
+    return Gain(mean, mean - margin, mean + margin)
+
+
+def next_best(
+    best: BestState | None, values: Sequence[float], step: int, confidence: float
+) -> tuple[BestState, Gain | None]:
+    """Return the best checkpoint after an evaluation, and the evaluation's gain over the one before.
+
+    The first evaluation is the best so far. So is one of other rows, where the held-out data were changed in between.
+    """
+    if best is None or len(best.values) != len(values):
+        return BestState(step, list(values)), None
+    gain = paired_gain(values, best.values, confidence)
+    if gain.is_certain:
+        return BestState(step, list(values)), gain
+    return BestState(best.step, best.values, best.since + 1), gain

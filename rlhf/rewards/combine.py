@@ -1,0 +1,112 @@
+"""Combine the scores of several sources, some of which may not apply to a completion: their score is NaN there."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from rlhf.algo.advantages import GROUP_STD_EPS
+
+EnsembleMode = Literal["mean", "sum", "weighted_mean", "minimum", "mean_minus_std", "gdpo"]
+
+
+def combine(
+    scores: Float[Tensor, "K B"], weights: Float[Tensor, " K"], *, how: EnsembleMode, std_coef: float = 1.0
+) -> Float[Tensor, " B"]:
+    """Combine the scores of K sources into one per completion, over the sources that apply to it.
+
+        mean: 1/n Σ_k w_k r_k      sum: Σ_k w_k r_k      weighted_mean: Σ_k w_k r_k / Σ_k w_k
+        minimum: min_k w_k r_k     mean_minus_std: mean - c · std_k(w_k r_k)
+
+    where k runs over the n sources whose score is not NaN. minimum is the worst-case optimization of Coste et al.
+    (2024). Their uncertainty-weighted form subtracts the variance; here it is the standard deviation (of the
+    population, so that it is 0 for one source), in the unit of the scores. gdpo is, where there are no groups to
+    compare in, the weighted sum.
+
+    Args:
+        scores: NaN where a source does not apply.
+        weights: one for each source.
+        how: the combination.
+        std_coef: c.
+
+    Returns:
+        One score per completion; NaN where no source applies.
+    """
+    applies = ~scores.isnan()
+    weighted = torch.where(applies, scores * weights[:, None], 0.0)
+    count = applies.sum(dim=0)
+    combined = _combined(weighted, applies, count, weights, how=how, std_coef=std_coef)
+    return torch.where(count > 0, combined, torch.nan)
+
+
+def _combined(
+    weighted: Float[Tensor, "K B"],
+    applies: Bool[Tensor, "K B"],
+    count: Tensor,
+    weights: Float[Tensor, " K"],
+    *,
+    how: EnsembleMode,
+    std_coef: float,
+) -> Float[Tensor, " B"]:
+    total = weighted.sum(dim=0)
+    match how:
+        case "sum" | "gdpo":
+            return total
+        case "mean":
+            return total / count
+        case "weighted_mean":
+            return total / torch.where(applies, weights[:, None], 0.0).sum(dim=0)
+        case "minimum":
+            return torch.where(applies, weighted, torch.inf).amin(dim=0)
+        case "mean_minus_std":
+            return total / count - std_coef * _std(weighted, applies, count)
+
+
+def disagreement(scores: Float[Tensor, "K B"], weights: Float[Tensor, " K"]) -> Float[Tensor, " B"]:
+    """Compute the population's standard deviation of w_k r_k over the sources that apply; 0 where fewer than 2 do."""
+    applies = ~scores.isnan()
+    return _std(torch.where(applies, scores * weights[:, None], 0.0), applies, applies.sum(dim=0).clamp(min=1))
+
+
+def _std(weighted: Float[Tensor, "K B"], applies: Bool[Tensor, "K B"], count: Tensor) -> Float[Tensor, " B"]:
+    deviations = torch.where(applies, weighted - weighted.sum(dim=0) / count, 0.0)
+    return (deviations.square().sum(dim=0) / count).sqrt()
+
+
+def normalize_then_sum(
+    scores: Float[Tensor, "K B"], weights: Float[Tensor, " K"], group_size: int
+) -> Float[Tensor, " B"]:
+    """Standardize the scores of each source within their groups, sum them, and standardize the sum (GDPO).
+
+        A_k = (r_k - mean_group r_k) / std_group r_k,     A = Σ_k w_k A_k,     Â = (A - mean_batch A) / std_batch A
+
+    Liu et al. (2026, arXiv 2601.05242). Where rewards are summed first, as in GRPO, different combinations of them give
+    the same advantage, and one of large spread hides the others. Every standard deviation is the population's plus
+    1e-4, as in rlhf.algo.advantages.group_normalized. A source contributes 0, the mean of its group, where it does not
+    apply; its mean and spread are those of the completions that it applies to.
+
+    Args:
+        scores: K sources of B completions, the rows of a group one after another; NaN where a source does not apply.
+        weights: one for each source.
+        group_size: completions per prompt.
+
+    Returns:
+        Per completion the advantage Â, whose mean over each group is 0; NaN where no source applies.
+    """
+    applies = ~scores.isnan()
+    groups, live = scores.unflatten(1, (-1, group_size)), applies.unflatten(1, (-1, group_size))
+    count = live.sum(dim=2, keepdim=True).clamp(min=1)
+    mean = torch.where(live, groups, 0.0).sum(dim=2, keepdim=True) / count
+    centered = torch.where(live, groups - mean, 0.0)
+    std = (centered.square().sum(dim=2, keepdim=True) / count).sqrt()
+    # equal scores center to exactly 0: their rounded mean may not
+    same = torch.where(live, groups, -torch.inf).amax(dim=2, keepdim=True) == torch.where(live, groups, torch.inf).amin(
+        dim=2, keepdim=True
+    )
+    advantages = torch.where(same, 0.0, centered / (std + GROUP_STD_EPS)).flatten(1)
+    total = (weights[:, None] * advantages).sum(dim=0)
+    normalized = (total - total.mean()) / (total.std(correction=0) + GROUP_STD_EPS)
+    return torch.where(applies.any(dim=0), normalized, torch.nan)

@@ -1,0 +1,89 @@
+"""The device that a setting names, and the few places where devices differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from rlhf.errors import ConfigError
+
+T = TypeVar("T")
+
+DEVICE_ERRORS = (  # in RuntimeErrors that torch raises without a class of their own
+    "MPS backend out of memory",
+    "CUDA error",
+    "on the same device",
+    "device type for generator",
+    "operation not permitted when stream is capturing",
+)
+
+
+def choose_device(name: str, *, key: str) -> torch.device:
+    """Choose the device for the setting `key`: auto is a CUDA GPU if there is one, otherwise the CPU.
+
+    auto never chooses an Apple GPU (mps): nothing of this project was ever run on one, and a CPU is known to be right.
+
+    Raises:
+        ConfigError: a device is named that torch does not see.
+    """
+    match name:
+        case "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        case "cuda" if not torch.cuda.is_available():
+            raise ConfigError(f"{key} is cuda but torch sees no GPU; set {key}=cpu or auto")
+        case "mps" if not torch.backends.mps.is_available():
+            raise ConfigError(f"{key} is mps but torch sees no Apple GPU; set {key}=cpu or auto")
+        case _:
+            return torch.device(name)
+
+
+def empty_cache() -> None:
+    """Return cached memory of the GPU, if there is one, to the system."""
+    if torch.backends.mps.is_available():
+        torch.mps.empty_cache()
+    torch.cuda.empty_cache()
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Return whether an error is about the device and not about what it computes: it says nothing about a model.
+
+    That is: out of memory, an error of CUDA or another accelerator, tensors on different devices. Whoever tries out
+    whether a model supports something must let it pass.
+    """
+    if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in DEVICE_ERRORS)
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether torch ran out of memory; on an Apple GPU it says so by a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError) or str(error).startswith("MPS backend out of memory")
+
+
+class SideStream:
+    """A stream of its own for work in another thread: on the default stream it would only queue behind the rest.
+
+    The work waits for what was launched before it, and the thread that takes its result up waits for the work. On a CPU
+    there are no streams, and nothing changes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def beside(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Return `work` as it is to be called in the other thread; its results must be on the host."""
+        stream = self._stream
+        if stream is None:
+            return work
+        before = torch.cuda.current_stream(stream.device).record_event()
+
+        def run() -> T:
+            stream.wait_event(before)
+            with torch.cuda.stream(stream):
+                result = work()
+            stream.synchronize()  # the caller goes on with the memory that was read here
+            return result
+
+        return run

@@ -1,0 +1,174 @@
+"""Functions of the user: found by their import path, or given as Python objects, and called with care."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from rlhf.errors import ConfigError, RewardError, UserError
+
+OBJECT = "python:"  # how the target of a function begins that was given as an object and has no import path
+_OBJECTS: dict[str, Callable[..., Any]] = {}
+
+
+def target_of(function: Callable[..., Any]) -> str:
+    """Return a target that `load_function` resolves: the import path, or a name that is valid in this process only.
+
+    A function of a module has an import path. A lambda, a method of an object, a function inside another one, and
+    whatever is defined in a notebook or a script has none.
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    is_plain = bool(module) and module != "__main__" and name.isidentifier()
+    if is_plain and getattr(sys.modules.get(str(module)), name, None) is function and _is_importable(str(module)):
+        return f"{module}:{name}"
+    label = name.rpartition(".")[2].strip("<>") or type(function).__name__
+    target = f"{OBJECT}{label}"
+    count = 1
+    while _OBJECTS.get(target, function) is not function:
+        count += 1
+        target = f"{OBJECT}{label}-{count}"
+    _OBJECTS[target] = function
+    return target
+
+
+def _is_importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # a module without a spec, or with a name that is no import path
+        return False
+
+
+def load_function(target: str, *, what: str = "reward", error: type[UserError] = RewardError) -> Callable[..., Any]:
+    """Return the function that `target` names: module:function, or path/to/file.py:function (a file on its own).
+
+    Args:
+        target: the import path, or a result of `target_of` in the same process.
+        what: what the function is for, in messages.
+        error: the class of the errors.
+
+    Raises:
+        UserError: there is no such module, file or function, or its import fails; of the class `error`.
+    """
+    if target.startswith(OBJECT):
+        return _object(target, what, error)
+    location, colon, name = target.rpartition(":")
+    if not (colon and location and name):
+        raise error(f"{what} target {target!r}: write module:function or path/to/file.py:function")
+    module = (
+        _load_file(Path(location), what, error) if location.endswith(".py") else _load_module(location, what, error)
+    )
+    function = getattr(module, name, None)
+    if function is None:
+        raise error(f"{what} target {target!r}: {location} has no {name!r}{_suggest_function(name, module)}")
+    if not callable(function):
+        raise error(f"{what} target {target!r}: {name!r} is a {type(function).__name__}, not a function")
+    checked: Callable[..., Any] = function
+    return checked
+
+
+def _object(target: str, what: str, error: type[UserError]) -> Callable[..., Any]:
+    if target not in _OBJECTS:
+        raise error(
+            f"{what} target {target!r} is a Python object of the process that began this run, and another process "
+            "cannot have it: call rlhf.train again, with resume=True, or put the function into a .py file"
+        )
+    return _OBJECTS[target]
+
+
+def _load_module(name: str, what: str, error: type[UserError]) -> ModuleType:
+    with UserCode(f"importing the {what} module {name!r}", error=error):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as missing:
+            # Only if the requested module is the missing one: what that module itself fails to import is another error.
+            if missing.name is None or not f"{name}.".startswith(f"{missing.name}."):
+                raise
+            raise error(
+                f"no module {name!r}: install it or put its folder on PYTHONPATH, "
+                "or name a file: path/to/file.py:function"
+            ) from missing
+
+
+def _load_file(path: Path, what: str, error: type[UserError]) -> ModuleType:
+    if not path.is_file():
+        candidates = [str(other) for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        matches = difflib.get_close_matches(str(path), candidates, n=1)
+        raise error(f"no {what} file {str(path)!r}{_did_you_mean(matches)}")
+    name = f"{what} file {path.resolve()}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look up a class's module there
+    with UserCode(f"importing the {what} file {str(path)!r}", error=error):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _suggest_function(name: str, module: ModuleType) -> str:
+    return _did_you_mean(
+        difflib.get_close_matches(name, [n for n in vars(module) if callable(getattr(module, n))], n=1)
+    )
+
+
+def _did_you_mean(matches: list[str]) -> str:
+    return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+def checked_per_token(function: Callable[..., Any], what: str, *, finite: bool = False) -> Callable[..., Tensor]:
+    """Wrap a loss or an advantage of the user: its result has to be a tensor of the shape of its argument `mask`.
+
+    Args:
+        function: the function, which takes keywords.
+        what: what it is, in messages.
+        finite: NaN and infinity at a live token are an error too.
+
+    Raises:
+        ConfigError: when it is called: the result is something else, or the function fails.
+    """
+
+    def call(*, mask: Tensor, **arguments: Any) -> Tensor:
+        with UserCode(what, error=ConfigError):
+            result = function(mask=mask, **arguments)
+        if not isinstance(result, Tensor):
+            raise ConfigError(f"{what} returned a {type(result).__name__}: it has to return a tensor [B, T]")
+        if result.shape != mask.shape:
+            raise ConfigError(
+                f"{what} returned a tensor of shape {list(result.shape)}: one value per token is needed, "
+                f"{list(mask.shape)}"
+            )
+        if finite and not result[mask].isfinite().all():
+            raise ConfigError(f"{what} is NaN or infinite for a token: look at groups whose scores are all equal")
+        return result
+
+    return call
+
+
+class UserCode:
+    """Context manager around user code: any exception becomes a UserError that says where it was raised."""
+
+    def __init__(self, what: str, context: str = "", *, error: type[UserError] = RewardError) -> None:
+        self.what = what
+        self.context = context
+        self.error = error
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, Exception) or isinstance(error, UserError):
+            return
+        last = traceback.format_exception_only(error)[-1].strip()
+        frame = traceback.extract_tb(trace)[-1]
+        raise self.error(f"{self.what} failed: {last} at {frame.filename}:{frame.lineno}{self.context}") from error

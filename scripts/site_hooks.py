@@ -1,0 +1,48 @@
+"""Bring files that pages link to outside docs/ (configurations, figures) into the site, as mkdocs.yml asks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+from mkdocs.utils import get_relative_url
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = re.compile(r"(?<=\]\()(?:\.\./)+[^)\s#]+")
+IMAGES = (".png", ".svg")
+
+
+def outside(link: str, page: str) -> str | None:
+    """Resolve a link of a page; return the path from the repository's root if it leads out of docs/ to a file."""
+    target = (ROOT / "docs" / page).parent / link
+    path = target.resolve()
+    inside = path.is_relative_to(ROOT / "docs")
+    return None if inside or not path.is_file() else path.relative_to(ROOT).as_posix()
+
+
+def place(path: str) -> str:
+    """Return where a file of the repository is in the site: as it is if an image, otherwise as plain text to read."""
+    return f"repository/{path}" if path.endswith(IMAGES) else f"repository/{path}.txt"
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add every file outside docs/ that a page links to."""
+    for page in list(files.documentation_pages()):
+        for link in LINK.findall(page.content_string):
+            path = outside(link, page.src_uri)
+            if path is not None and files.get_file_from_path(place(path)) is None:
+                files.append(File.generated(config, place(path), abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Replace those links by links to the copies."""
+    here = PurePosixPath(page.file.src_uri)
+
+    def rewrite(match: re.Match[str]) -> str:
+        path = outside(match[0], str(here))
+        return match[0] if path is None else get_relative_url(place(path), str(here))
+
+    return LINK.sub(rewrite, markdown)

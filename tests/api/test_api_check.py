@@ -1,0 +1,125 @@
+"""rlhf.check: right losses and advantages pass, and of wrong ones it says what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import rlhf
+from rlhf.algo.advantages import group_normalized
+from rlhf.algo.policy_loss import clipped_surrogate, importance_ratio
+from rlhf.errors import ConfigError
+
+
+def clipped(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    ratio = importance_ratio(logprobs, old_logprobs, mask, "token")
+    return clipped_surrogate(ratio, advantages, clip_eps_low=0.2, clip_eps_high=0.2, dual_clip=None).per_token
+
+
+def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    return -importance_ratio(logprobs, old_logprobs, mask, "sequence") * advantages
+
+
+def policy_gradient(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    return -logprobs * advantages
+
+
+def test_right_losses() -> None:
+    assert rlhf.check(clipped).passed
+    assert "later updates on the same completions are corrected" in str(rlhf.check(clipped))
+    assert "aggregate=sequence_mean" in str(rlhf.check(sequence_ratio))
+    assert rlhf.check(sequence_ratio).passed
+    assert "minibatches=1" in str(rlhf.check(policy_gradient))
+    assert str(rlhf.check(policy_gradient)).endswith("this loss is right")
+
+
+Loss = Callable[..., Tensor]
+WRONG_LOSSES: dict[str, tuple[Loss, str]] = {
+    "sign": (lambda **given: -clipped(**given), "the sign is wrong"),
+    "no gradient": (lambda logprobs, **given: clipped(logprobs.detach(), **given), "has no gradient"),
+    "mean over the batch": (
+        lambda advantages, **given: clipped(advantages=advantages / advantages.std(), **given),
+        "leave means over rows",
+    ),
+    "padding": (
+        lambda advantages, **given: clipped(advantages=advantages.mean(1, keepdim=True).expand_as(advantages), **given),
+        "more padding changes the loss",
+    ),
+    "one number": (lambda **given: clipped(**given).mean(), r"one value per token is needed, [30, 3]"),
+    "squared advantage": (
+        lambda advantages, **given: clipped(advantages=advantages**2, **given),
+        "it points elsewhere: the cosine of the two is",
+    ),
+    "nothing to learn": (lambda advantages, **given: clipped(advantages=0 * advantages, **given), "it is zero"),
+    "an error": (lambda **given: 1 / 0, "the loss failed: ZeroDivisionError: division by zero"),
+    "not finite": (lambda **given: clipped(**given) / 0, "NaN or infinity"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_LOSSES)
+def test_wrong_losses(name: str) -> None:
+    loss, message = WRONG_LOSSES[name]
+    result = rlhf.check(loss, "loss")
+    assert not result.passed
+    assert message in str(result)
+
+
+def leave_one_out(rewards: Tensor, mask: Tensor, group_size: int) -> Tensor:
+    scores = rewards.sum(1).view(-1, group_size)
+    others = (scores.sum(1, keepdim=True) - scores) / (group_size - 1)
+    return (scores - others).flatten()[:, None] * mask
+
+
+def normalized(rewards: Tensor, mask: Tensor, group_size: int) -> Tensor:
+    return group_normalized(rewards.sum(1), group_size)[:, None] * mask
+
+
+def test_right_advantages() -> None:
+    assert rlhf.check(leave_one_out).passed
+    assert "bias" not in str(rlhf.check(leave_one_out))
+    assert rlhf.check(normalized).passed
+    assert "with a bias: the cosine of the two is 0.9" in str(rlhf.check(normalized))
+    assert rlhf.check(lambda rewards, mask, group_size: rewards.sum(1, keepdim=True) * mask).passed  # REINFORCE
+
+
+WRONG_ADVANTAGES: dict[str, tuple[Loss, str]] = {
+    "sign": (lambda **given: -leave_one_out(**given), "the sign is wrong"),
+    "groups mixed": (
+        lambda rewards, mask, group_size: (
+            (rewards.sum(1).view(group_size, -1) - rewards.sum(1).view(group_size, -1).mean(0)).flatten()[:, None]
+            * mask
+        ),
+        "rows of different prompts are mixed",
+    ),
+    "division by zero": (
+        lambda rewards, mask, group_size: (
+            leave_one_out(rewards, mask, group_size)
+            / rewards.sum(1).view(-1, group_size).std(1).repeat_interleave(group_size)[:, None]
+        ),
+        "a division by 0 where the scores of a group are equal",
+    ),
+    "per row": (lambda rewards, mask, group_size: rewards.sum(1), "one value per token is needed"),
+    "absolute": (lambda **given: leave_one_out(**given).abs(), "it points elsewhere"),
+    "later tokens only": (
+        lambda rewards, mask, group_size: (
+            leave_one_out(rewards, mask, group_size) * torch.arange(mask.shape[1], dtype=torch.float64)
+        ),
+        "different advantages|points elsewhere",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ADVANTAGES)
+def test_wrong_advantages(name: str) -> None:
+    advantage, message = WRONG_ADVANTAGES[name]
+    result = rlhf.check(advantage, "advantage")
+    assert not result.passed
+    assert any(part in str(result) for part in message.split("|"))
+
+
+def test_neither_a_loss_nor_an_advantage() -> None:
+    with pytest.raises(ConfigError, match="a loss is called with logprobs"):
+        rlhf.check(lambda x: x)

@@ -1,0 +1,53 @@
+"""rlhf.compare: arms from Python objects, and what their processes cannot have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from runs import colored_prompts, make_model
+
+import rlhf
+from rlhf.errors import ConfigError
+
+PROMPTS = colored_prompts()
+PAIRS = [{"prompt": prompt, "chosen": "good good", "rejected": "bad bad"} for prompt in PROMPTS]
+SETTINGS = {
+    "sampling": {"completions_per_prompt": 2, "max_new_tokens": 4},
+    "batch": {"prompts_per_step": 4},
+    "policy": {"lr": 1e-3},
+}
+
+
+def test_two_arms_and_best_of_n(tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text(
+        "def count(completions):\n    return [float(t.count('good')) for t in completions]\n"
+    )
+    reward = f"{tmp_path / 'judge.py'}:count"
+    result = rlhf.compare(
+        str(make_model(tmp_path / "start")),
+        {"grpo": "grpo", "dpo": "dpo", "pick": {"type": "best_of_n", "n": 2, "samples": 4}},
+        completions=16,
+        prompts=PROMPTS,
+        eval_prompts=PROMPTS[:6],
+        preferences=PAIRS,
+        reward=reward,
+        seeds=[0],
+        folder=tmp_path / "compare",
+        quiet=True,
+        **SETTINGS,
+    )
+    assert result.complete
+    assert set(result.results["arms"]) == {"grpo", "dpo", "pick"}
+    assert all(arm["status"] == "done" for arm in result.results["arms"].values())
+    assert result.report.is_file()
+    assert set(result.table["arm"]) >= {"grpo", "dpo", "pick"}
+
+
+def test_a_lambda_cannot_go_to_other_processes(tmp_path: Path) -> None:
+    arguments = {"completions": 16, "prompts": PROMPTS, "folder": tmp_path / "compare"}
+    with pytest.raises(ConfigError, match=r"put the function into a \.py file"):
+        rlhf.compare("model", ["grpo"], reward=lambda completions: [0.0] * len(completions), **arguments)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="needs a reward or a judge"):
+        rlhf.compare("model", ["dpo"], **arguments)  # type: ignore[arg-type]
+    assert not (tmp_path / "compare").exists()

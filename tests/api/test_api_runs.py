@@ -1,0 +1,280 @@
+"""The Python interface: Python objects in, the same runs as the command line's out."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from datasets import Dataset
+from runs import colored_prompts, make_model, write_rows
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import rlhf
+from rlhf.cli import main
+from rlhf.errors import ConfigError, DataError, RewardError
+from rlhf.user_code import _OBJECTS, load_function
+
+SETTINGS: dict[str, Any] = {
+    "sampling": {"completions_per_prompt": 4, "max_new_tokens": 6},
+    "batch": {"prompts_per_step": 4},
+    "schedule": {"steps": 3},
+    "policy": {"lr": 1e-3},
+}
+PROMPTS = colored_prompts()
+PAIRS = [{"prompt": prompt, "chosen": "good good", "rejected": "bad bad"} for prompt in PROMPTS]
+
+
+def goodness(completions: list[str]) -> list[float]:
+    return [float(text.count("good")) for text in completions]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return str(make_model(tmp_path / "start"))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    first, second = weights(a), weights(b)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_lambda_a_list_and_the_curve(model: str, tmp_path: Path) -> None:
+    steps: list[tuple[int, Mapping[str, float]]] = []
+    result = rlhf.train(
+        model,
+        "grpo",
+        prompts=PROMPTS,
+        eval_prompts=PROMPTS[:2],
+        reward=lambda completions: [float(len(text)) for text in completions],
+        judge=goodness,
+        folder=tmp_path / "run",
+        on_step=lambda step, metrics: steps.append((step, metrics)),
+        quiet=True,
+        **SETTINGS,
+    )
+    assert result.complete
+    assert result.folder == tmp_path / "run"
+    assert [step for step, _ in steps] == [0, 1, 2, 3] == list(result.metrics.index)  # 0: the first evaluation
+    assert [metrics["score/mean"] for _, metrics in steps[1:]] == result.metrics["score/mean"].dropna().tolist()
+    assert steps[0][1]["eval/score"] != steps[0][1]["eval/proxy"]  # the judge's, and the reward's
+    assert result.report.is_file()
+    assert "score" in result._repr_html_()
+    texts = rlhf.sample(result, ["red one", "blue"], count=2, seed=3)
+    assert [len(row) for row in texts] == [2, 2]
+    assert texts == rlhf.sample(result.folder, ["red one", "blue"], count=2, seed=3)
+    assert result.model.config.vocab_size == len(result.tokenizer)
+
+
+def test_the_command_line_gives_the_same_weights_bit_for_bit(model: str, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(
+        "def goodness(completions):\n    return [float(t.count('good')) for t in completions]\n"
+    )
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+    by_python = rlhf.train(
+        model, "grpo", prompts=PROMPTS, reward=goodness, folder=tmp_path / "python", quiet=True, **SETTINGS
+    )
+    config = {
+        "run": {"out_dir": str(tmp_path / "cli")},
+        "algorithm": {"preset": "grpo"},
+        "data": {"prompts": {"path": str(rows)}},
+        "reward": {"source": {"type": "function", "target": f"{tmp_path / 'reward.py'}:goodness"}},
+        **SETTINGS,
+        "policy": {"model": model, "lr": 1e-3},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    assert main(["train", str(tmp_path / "run.yaml")]) == 0
+    assert same_weights(by_python.folder, tmp_path / "cli")
+    assert (by_python.folder / "metrics.jsonl").read_bytes() == (tmp_path / "cli" / "metrics.jsonl").read_bytes()
+    other = rlhf.train(
+        model,
+        "grpo",
+        prompts=PROMPTS,
+        reward=goodness,
+        folder=tmp_path / "other",
+        quiet=True,
+        **{**SETTINGS, "run": {"seed": 1}},
+    )
+    assert not same_weights(by_python.folder, other.folder)
+
+
+def test_a_loaded_model_a_dataset_and_dotted_keys(model: str, tmp_path: Path) -> None:
+    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    options = {"folder": tmp_path / "objects", "quiet": True, "schedule": {"steps": 2}}
+    data = Dataset.from_list(PAIRS)
+    by_objects = rlhf.train(loaded, "dpo", tokenizer=tokenizer, preferences=data, **options, **{"policy.lr": 1e-3})
+    by_paths = rlhf.train(
+        model,
+        "dpo",
+        preferences=str(write_rows(tmp_path / "pairs.jsonl", PAIRS)),
+        **{**options, "folder": tmp_path / "paths"},
+        policy={"lr": 1e-3},
+    )
+    assert same_weights(by_objects.folder, by_paths.folder)
+    with pytest.raises(ConfigError, match="needs its tokenizer"):
+        rlhf.train(loaded, "dpo", preferences=data, folder=tmp_path / "none")
+
+
+def test_sft_then_a_reward_model_then_ppo_with_it(model: str, tmp_path: Path) -> None:
+    start = rlhf.sft(
+        model,
+        ({"prompt": p, "completion": "good one"} for p in PROMPTS),
+        folder=tmp_path / "sft",
+        quiet=True,
+        schedule={"steps": 2},
+    )
+    scorer = rlhf.reward_model(
+        start.model_folder,
+        PAIRS,
+        eval_preferences=PAIRS[:8],
+        folder=tmp_path / "rm",
+        quiet=True,
+        schedule={"steps": 4},
+    )
+    assert 0 <= scorer.report_card["accuracy"] <= 1
+    assert rlhf.evaluate(scorer)["accuracy"] == pytest.approx(scorer.report_card["accuracy"])  # type: ignore[index]
+    rewards = [scorer.folder, ((scorer.model, scorer.tokenizer), 0.5), (goodness, 2)]
+    run = rlhf.train(
+        start.model_folder,
+        "ppo",
+        prompts=PROMPTS,
+        eval_prompts=PROMPTS[:4],
+        reward=[str(reward) if isinstance(reward, Path) else reward for reward in rewards],
+        folder=tmp_path / "ppo",
+        quiet=True,
+        **SETTINGS,
+    )
+    source = yaml.safe_load((run.folder / "config.yaml").read_text())["reward"]["source"]
+    assert source["weights"] == [1.0, 0.5, 2.0]
+    rows = [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
+    samples = [row for row in rows if row["step"] == 3 and row["split"] == "eval"]
+    assert len(samples) == 4
+    for row in samples:
+        first, loaded, good = (row["parts"][f"sources.{number}"] for number in range(3))
+        assert loaded == pytest.approx(first, abs=1e-6)  # the same model, given as an object
+        assert row["score"] == pytest.approx(1.5 * first + 2 * good, abs=1e-6)
+    comparison = rlhf.evaluate(run)
+    assert comparison.prompts == 4  # type: ignore[union-attr]
+
+
+def test_a_second_call_is_a_new_run_and_resume_continues(model: str, tmp_path: Path) -> None:
+    def train(**changes: Any) -> rlhf.RunResult:
+        options = {"prompts": PROMPTS, "reward": goodness, "folder": tmp_path / "run", "quiet": True, **SETTINGS}
+        return rlhf.train(model, "grpo", **{**options, **changes})
+
+    first, second = train(), train()
+    assert [first.folder.name, second.folder.name] == ["run", "run-2"]
+    assert same_weights(first.folder, second.folder)
+    longer = train(resume=True, schedule={"steps": 5})
+    assert longer.folder == first.folder
+    assert list(longer.metrics.index) == [1, 2, 3, 4, 5]
+    assert same_weights(longer.folder, train(folder=tmp_path / "five", schedule={"steps": 5}).folder)
+    with pytest.raises(DataError, match="not the rows that the run in"):
+        train(resume=True, prompts=PROMPTS[1:])
+    with pytest.raises(ConfigError, match="holds no run"):
+        train(resume=True, folder=tmp_path / "nowhere")
+
+
+def test_a_run_in_a_thread_of_a_notebook(model: str, tmp_path: Path) -> None:
+    results: list[rlhf.RunResult] = []
+
+    def work() -> None:
+        results.append(
+            rlhf.train(model, "grpo", prompts=PROMPTS, reward=goodness, folder=tmp_path / "run", quiet=True, **SETTINGS)
+        )
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert results[0].complete
+
+
+def test_mistakes_are_told_before_anything_is_written(model: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(ConfigError, match=r"policy\.lrr"):
+        rlhf.train(model, "grpo", prompts=PROMPTS, reward=goodness, folder=folder, policy={"lrr": 1})
+    with pytest.raises(ConfigError, match="reward is a tuple"):
+        rlhf.train(model, "grpo", prompts=PROMPTS, reward=("red", "blue"), folder=folder)
+    with pytest.raises(ConfigError, match="model is a int"):
+        rlhf.train(3, "grpo", prompts=PROMPTS, reward=goodness, folder=folder)
+    assert not folder.exists()
+    with pytest.raises(DataError, match="prompts: row 2 is a int: a row is a dictionary or a text"):
+        rlhf.train(model, "grpo", prompts=iter(["red", 2]), reward=goodness, folder=folder)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="preferences: row 1 is a str: a row is a dictionary"):
+        rlhf.train(model, "dpo", preferences=["red"], folder=folder)
+    with pytest.raises(DataError, match="row 1 cannot be written as JSON"):
+        rlhf.train(model, "grpo", prompts=[{"prompt": "red", "tag": {1}}], reward=goodness, folder=folder)
+
+
+def test_a_run_with_a_lambda_is_not_for_another_process(model: str, tmp_path: Path) -> None:
+    result = rlhf.train(
+        model,
+        "grpo",
+        prompts=PROMPTS,
+        reward=lambda completions: [0.0] * len(completions),
+        folder=tmp_path,
+        quiet=True,
+        **SETTINGS,
+    )
+    target = yaml.safe_load((result.folder / "config.yaml").read_text())["reward"]["source"]["target"]
+    del _OBJECTS[target]
+    with pytest.raises(RewardError, match="is a Python object of the process that began this run"):
+        load_function(target)
+
+
+def test_own_functions_train_as_the_built_in_ones_do(model: str, tmp_path: Path) -> None:
+    """A hand-written Dr. GRPO: the same weights as from the built-in parts."""
+
+    def advantage(rewards: torch.Tensor, mask: torch.Tensor, group_size: int) -> torch.Tensor:
+        scores = rewards.sum(1).view(-1, group_size)
+        return (scores - scores.mean(1, keepdim=True)).flatten()[:, None] * mask
+
+    def loss(
+        logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        ratio = (logprobs - old_logprobs).exp()
+        return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+
+    assert rlhf.check(advantage).passed
+    assert rlhf.check(loss).passed
+    common = {"prompts": PROMPTS, "reward": goodness, "quiet": True, **SETTINGS}
+    common["batch"] = {"prompts_per_step": 4, "minibatches": 2, "epochs": 2}
+    kl = {"kl": {"placement": "none"}}
+    ours = rlhf.train(
+        model,
+        kl,
+        advantage=advantage,
+        loss=loss,
+        folder=tmp_path / "ours",
+        **common,  # type: ignore[arg-type]
+    )
+    built_in = {**kl, "advantage": {"type": "group", "baseline": "centered"}, "policy_loss": {"type": "clip"}}
+    theirs = rlhf.train(model, built_in, folder=tmp_path / "theirs", **common)  # type: ignore[arg-type]
+    first, second = weights(ours.folder), weights(theirs.folder)
+    assert all(torch.allclose(first[name], second[name], atol=1e-7) for name in first)
+    with pytest.raises(ConfigError, match=r"the advantage .* returned a tensor of shape \[16\]"):
+        rlhf.train(
+            model,
+            kl,
+            advantage=lambda rewards, mask, group_size: rewards.sum(1),
+            folder=tmp_path / "bad",
+            **common,  # type: ignore[arg-type]
+        )
+
+
+def test_what_a_notebook_shows_of_an_interrupted_run(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "score/mean": 0.5}) + "\n")
+    result = rlhf.RunResult(tmp_path, complete=False)
+    assert "resume=True" in result._repr_html_()
+    with pytest.raises(ConfigError, match="was interrupted"):
+        _ = result.model_folder

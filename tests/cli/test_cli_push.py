@@ -1,0 +1,174 @@
+"""rlhf push: the card has the numbers of the run, and model and card arrive at a stand-in of the hub in one commit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hub_stand_in import HubStandIn, hub_stand_in
+
+from rlhf.cli import main
+from rlhf.config.load import dump, train_config
+from rlhf.tracking.run_folder import RunFolder
+from rlhf.tracking.trackers import JsonlLogger
+
+SETTINGS: dict[str, Any] = {
+    "run": {"name": "tiny ppo", "seed": 7},
+    "policy": {"model": "owner/base"},
+    "reward": {"source": {"type": "function", "target": "/home/somebody/secret/rewards/words.py:score"}},
+    "algorithm": {"preset": "ppo", "kl": {"controller": {"type": "adaptive", "target": 6.0}}},
+    "schedule": {"steps": 20},
+}
+ROWS: list[dict[str, Any]] = [
+    {"step": 0, "eval/score": 0.534, "eval/kl": 0.0, "eval/kl_se": 0.0},
+    {"step": 20, "eval/score": 0.912, "eval/kl": 6.1, "eval/kl_se": 0.2, "score/mean": 0.9},
+]
+COMPARISON: dict[str, Any] = {
+    "prompts": 256,
+    "against": "start",
+    "win_rate": {"value": 0.731, "low": 0.662, "high": 0.799},
+    "length_controlled": None,
+    "difference": {"value": 0.378, "low": 0.351, "high": 0.402},
+    "pairwise": None,
+}
+SUITE = {
+    "suite": "ifeval",
+    "figures": {"prompts_strict": {"value": 0.226, "low": 0.192, "high": 0.263, "n": 541, "meaning": "all followed"}},
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A finished run with an evaluation and a suite; its model is one small file."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(13)))
+    settings = {**SETTINGS, "data": {"prompts": {"path": str(prompts)}, "eval_prompts": {"path": "owner/questions"}}}
+    folder = RunFolder(tmp_path / "run")
+    folder.write_config(dump(train_config(settings)))
+    with JsonlLogger(folder.metrics) as log:
+        for row in ROWS:
+            log.log(row)
+    with JsonlLogger(folder.notes) as log:
+        log.log({"step": 0, "text": "2 rows <b>skipped</b>"})
+    (folder.path / "eval.json").write_text(json.dumps(COMPARISON))
+    (folder.path / "evals").mkdir()
+    (folder.path / "evals" / "ifeval.json").write_text(json.dumps(SUITE))
+    (folder.path / "model").mkdir()
+    (folder.path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    (folder.path / "model" / "model.safetensors").write_bytes(b"\x08weights")
+    (folder.path / "model" / "README.md").write_text("a library's own card")
+    return folder.path
+
+
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub may be reached, without a proxy, with a token."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+
+
+def pushed(hub: HubStandIn, run: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+    """The exit code of `rlhf push` to a stand-in, which is found as another hub is: by HF_ENDPOINT."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+    return main(["push", str(run), "owner/tiny", *options])
+
+
+def printed_card(run: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["push", str(run), "owner/tiny", "--dry-run"]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_card_has_the_numbers_of_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    card = printed_card(run, capsys)
+    meta, body = yaml.safe_load(card.split("---\n")[1]), card.split("---\n", 2)[2]
+    assert meta == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["rlhf", "ppo"],
+        "base_model": "owner/base",
+        "datasets": ["owner/questions"],
+    }
+    assert "| base model | `owner/base` |" in body
+    assert "| reward | function `…/rewards/words.py:score` |" in body
+    assert "| KL to the reference | 6.1 [5.71, 6.49] nats per sequence, target 6 |" in body
+    assert "| steps | 20 |\n| seed | 7 |" in body
+    assert "run/" not in body.split("## Data")[1].split("## Results")[0]
+    assert "| data.eval_prompts | `owner/questions` | on the hub |" in body
+    assert "/prompts.jsonl` | 13 |" in body
+    assert "| `eval/score` | 0.53 | 0.91 | score |" in body
+    assert "| win rate | 0.731 [0.662, 0.799] |" in body
+    assert "| mean score difference | 0.378 [0.351, 0.402] |" in body
+    assert "against its start, 256 held-out prompts" in body
+    assert "| `prompts_strict` | 0.226 [0.192, 0.263] | 541 | all followed |" in body
+    assert "- Noted by the run: 2 rows &lt;b>skipped&lt;/b>" in body
+    assert "Held-out scores come from the reward that the model was trained on" in body
+
+
+def test_the_card_says_how_to_do_it_again_and_nothing_of_the_machine(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = printed_card(run, capsys)
+    config = RunFolder(run).read_config()
+    assert "    rlhf train config.yaml\n" in card
+    assert f"torch {config['versions']['torch']}" in card
+    block = card.split("```yaml\n")[1].split("```")[0]
+    again = train_config(yaml.safe_load(block))
+    assert again.policy.model == "owner/base"
+    assert again.run.seed == 7
+    assert "somebody" not in card
+    assert str(run.parent.parent) not in card
+
+
+def test_without_evaluations_the_card_says_that_they_are_missing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "eval.json").unlink()
+    (run / "evals" / "ifeval.json").unlink()
+    card = printed_card(run, capsys)
+    assert "no comparison with the start model with intervals" in card
+    assert "No benchmark was run on it" in card
+
+
+@pytest.mark.usefixtures("online")
+def test_model_and_card_arrive_in_one_commit(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = printed_card(run, capsys)
+    with hub_stand_in() as hub:
+        assert pushed(hub, run, monkeypatch, "--private") == 0
+        assert f"{hub.url}/owner/tiny" in capsys.readouterr().out
+        assert pushed(hub, run, monkeypatch) == 0  # the repository exists now
+    first, _ = hub.created
+    assert (first["organization"], first["name"], first["visibility"]) == ("owner", "tiny", "private")
+    commit, again = hub.commits
+    assert commit == again
+    assert {name: data for name, data in commit.items() if name != "README.md"} == {
+        "config.json": b'{"model_type": "llama"}',
+        "model.safetensors": b"\x08weights",
+    }
+    assert commit["README.md"].decode() == card.removesuffix("\n")
+    assert hub.cards[0] == card.removesuffix("\n")
+
+
+@pytest.mark.usefixtures("online")
+def test_a_hub_that_refuses_or_is_away_is_told_in_plain_words(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hub_stand_in(token="hf_other") as hub:
+        assert pushed(hub, run, monkeypatch) == 2
+    assert "does not let you write to owner/tiny: log in with `hf auth login`" in capsys.readouterr().err
+    assert hub.commits == []
+    assert pushed(hub, run, monkeypatch) == 2
+    assert "cannot be reached" in capsys.readouterr().err
+
+
+def test_a_run_without_a_model_or_a_wrong_name_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["push", str(run), "a/b/c", "--dry-run"]) == 2
+    assert "'a/b/c' is no name of a repository; write owner/name" in capsys.readouterr().err
+    (run / "model" / "config.json").unlink()
+    assert main(["push", str(run), "owner/tiny", "--dry-run"]) == 2
+    assert "has no model/ yet: it is written at the end of the run" in " ".join(capsys.readouterr().err.split())
+    assert main(["push", str(run.parent), "owner/tiny"]) == 2
+    assert "is not a run folder" in capsys.readouterr().err

@@ -1,0 +1,88 @@
+"""Comparisons small enough for a test: tiny models, and cells run in this process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from runs import ppo_tree, quiet, write_rows
+
+from rlhf.commands.compare import run_compare
+from rlhf.comparison.plan import Cell, Plan, make_plan
+from rlhf.comparison.scheduler import Outcome, record_failure
+from rlhf.comparison.trial import run_cell
+from rlhf.config.load import compare_config, merge
+from rlhf.errors import UserError
+
+PAIRS = [
+    {"prompt": f"{c} {n}", "chosen": " good one", "rejected": " bad two"}
+    for c in ("red", "blue")
+    for n in ("one", "two")
+]
+GROUPS = {"sampling": {"completions_per_prompt": 4}, "batch": {"prompts_per_step": 4}}
+
+
+def compare_tree(folder: Path, **changes: Any) -> dict[str, Any]:
+    """ppo, grpo, dpo and best-of-n, two seeds, four steps of sixteen completions each."""
+    base = ppo_tree(folder)
+    judge = base["reward"]["source"]
+    base["eval"]["source"] = {**judge, "target": judge["target"].replace("count_good", "count_words")}
+    (folder / "base.yaml").write_text(yaml.safe_dump(base), encoding="utf-8")
+    pairs = str(write_rows(folder / "pairs.jsonl", PAIRS * 4))
+    tree: dict[str, Any] = {
+        "name": "tiny",
+        "base": str(folder / "base.yaml"),
+        "out_dir": str(folder / "compare"),
+        "seeds": [0, 1],
+        "budget": {"completions": 64},
+        "evaluations": 2,
+        "shared": {"data": {"preferences": {"path": pairs}}},
+        "arms": {
+            "ppo": {},
+            "grpo": {"algorithm": {"preset": "grpo"}, **GROUPS},
+            "dpo": {"algorithm": {"preset": "dpo"}, "batch": {"prompts_per_step": 8}},
+            "best_of_n": {"type": "best_of_n", "n": 2, "samples": 4},
+        },
+    }
+    return merge(tree, changes)
+
+
+def plan_of(tree: dict[str, Any]) -> Plan:
+    """Its cells."""
+    return make_plan(compare_config(tree), beside=Path())
+
+
+def here(cell: Cell) -> Outcome:
+    """The cell in this process."""
+    try:
+        return "done" if run_cell(cell, quiet()) else "interrupted"
+    except UserError as error:
+        record_failure(cell.folder, str(error))
+        return "failed"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A cell that ran when it was started."""
+
+    result: Outcome
+
+    def outcome(self) -> Outcome:
+        return self.result
+
+    def stop(self) -> None:
+        raise AssertionError("it does not run any more")
+
+    kill = stop
+
+
+def at_once(cell: Cell, place: int) -> Ended:
+    """The cell in this process, to its end."""
+    return Ended(here(cell))
+
+
+def compared(tree: dict[str, Any]) -> bool:
+    """The whole comparison in this process; False where it was interrupted."""
+    return run_compare(compare_config(tree), beside=Path(), console=quiet(), start=at_once)

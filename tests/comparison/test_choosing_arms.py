@@ -1,0 +1,83 @@
+"""Arms that bring their own sizes over a PPO base; what arms that learn from a choice of their samples cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import GROUPS, compare_tree, compared, here, plan_of
+
+from rlhf.comparison.aggregate import read_cells
+from rlhf.comparison.costs import COSTS, Sizes, online_flops
+from rlhf.comparison.plan import ensure_owner
+from rlhf.config.load import unread_warnings
+from rlhf.models.backbone import load_causal_lm
+from rlhf.tracking.run_folder import RunFolder
+from rlhf.tracking.trackers import read_jsonl
+
+NONE: dict[str, Any] = {"ppo": None, "grpo": None, "dpo": None, "best_of_n": None}
+
+
+@pytest.mark.parametrize(
+    "preset, size", [("a2c", 1), ("reinforce", 1), ("remax", 1), ("online_dpo", 2), ("rejection_sampling", 8)]
+)
+def test_naming_the_preset_is_enough(tmp_path: Path, preset: str, size: int) -> None:
+    """The base is PPO's, with two epochs of two minibatches and one completion a prompt."""
+    arms = {preset: {"algorithm": {"preset": preset}}, "own": {"algorithm": {"preset": preset}, "sampling": {}}}
+    plan = plan_of(compare_tree(tmp_path, arms=arms, budget={"completions": 1280}))
+    for arm in arms:
+        train = plan.of(arm)[0].config.train
+        assert (train.batch.epochs, train.batch.minibatches) == (1, 1)
+        assert train.sampling.completions_per_prompt == size
+        assert train.schedule.steps == 1280 // (16 * size)
+        assert unread_warnings(train) == []
+    assert plan.of("ppo")[0].config.train.batch.epochs == 2
+
+
+def test_what_an_arm_says_itself_goes_before_the_sizes_of_its_preset(tmp_path: Path) -> None:
+    arm = {"algorithm": {"preset": "online_dpo"}, **GROUPS}
+    train = plan_of(compare_tree(tmp_path, arms={"online_dpo": arm})).of("online_dpo")[0].config.train
+    assert (train.sampling.completions_per_prompt, train.batch.prompts_per_step) == (4, 4)
+    assert train.batch.minibatches == 1
+
+
+ARMS = {
+    "online_dpo": {"algorithm": {"preset": "online_dpo"}, **GROUPS},
+    "rejection_sampling": {"algorithm": {"preset": "rejection_sampling"}, **GROUPS},
+}
+
+
+def test_costs_count_what_was_sampled_and_what_was_learned_from(tmp_path: Path) -> None:
+    tree = compare_tree(tmp_path, seeds=[0], arms=NONE | ARMS)
+    assert compared(tree)
+    assert [cell.status for cell in read_cells(plan_of(tree))] == ["done"] * 3
+    size = sum(p.numel() for p in load_causal_lm(str(tmp_path / "model")).parameters())
+    for arm in ARMS:
+        run = tmp_path / "compare" / arm / "seed-0"
+        rows = list(read_jsonl(run / COSTS))
+        metrics = [row for row in RunFolder(run).read_metrics() if row["step"] > 0]
+        trained = [row["completion/trained_tokens"] for row in metrics]
+        assert [row["completions"] for row in rows] == [16, 32, 48, 64]  # all that was sampled
+        assert rows[-1]["generated_tokens"] == sum(round(16 * row["completion/length"]) for row in metrics)
+        assert rows[-1]["trained_tokens"] == sum(trained)
+        sizes = Sizes(policy=size, reference=size)
+        update, rest = 6 * size * trained[0], rows[0]["flops"] - 6 * size * trained[0]
+        tokens = rest / (online_flops(sizes, tokens=1, passes=0.0))
+        prompts = tokens - 16 * metrics[0]["completion/length"]
+        assert update > 0
+        assert prompts == pytest.approx(round(prompts), abs=1e-6)
+        assert 2 * 16 <= round(prompts) <= 4 * 16  # of 2 to 4 tokens, sampled, scored and annotated with all 16 rows
+        assert trained[0] < 0.7 * tokens  # two of four, or one of four, are learned from
+
+
+def test_a_comparison_of_these_arms_continues_where_it_stopped(tmp_path: Path) -> None:
+    """Finished cells are not run again, and the page is made of both."""
+    tree = compare_tree(tmp_path, seeds=[0], arms=NONE | ARMS)
+    cell = plan_of(tree).of("online_dpo")[0]
+    ensure_owner(cell)
+    assert here(cell) == "done"
+    made = (cell.folder / "metrics.jsonl").read_bytes()
+    assert compared(tree)
+    assert (cell.folder / "metrics.jsonl").read_bytes() == made
+    assert (tmp_path / "compare" / "report.html").is_file()

@@ -1,0 +1,244 @@
+"""Running a comparison: budgets are kept, an arm's failure is its own, an interrupted one continues to the same end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import compare_tree, compared, here, plan_of
+from runs import make_model, quiet
+
+from rlhf.comparison.aggregate import read_cells, summarize
+from rlhf.comparison.costs import (
+    COSTS,
+    Costs,
+    CostTracker,
+    Sizes,
+    count_source_parameters,
+    offline_flops,
+    online_flops,
+    sampling_flops,
+)
+from rlhf.comparison.plan import ensure_owner
+from rlhf.comparison.scheduler import FAILED, failure_of, run_cells
+from rlhf.comparison.trial import JUDGED, Judgment
+from rlhf.config.reward import EnsembleSource, FunctionSource, ModelSource
+from rlhf.errors import UserError
+from rlhf.evaluation.win_rate import Interval
+from rlhf.models.backbone import load_causal_lm
+from rlhf.tracking.run_folder import RunFolder
+from rlhf.tracking.trackers import read_jsonl
+
+ONLY_PPO = {"grpo": None, "dpo": None, "best_of_n": None}
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take seconds to draw, and test_figures.py looks at them."""
+    monkeypatch.setattr("rlhf.commands.compare.write_figures", lambda folder, results: [])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a comparison of one seed that nothing interrupted."""
+    path = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlhf.commands.compare.write_figures", lambda folder, results: [])
+        assert compared(compare_tree(path, seeds=[0]))
+    return path / "compare"
+
+
+def without_seconds(path: Path) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in read_jsonl(path)]
+
+
+def test_flops_by_hand() -> None:
+    sizes = Sizes(policy=100, reference=100, critic=50, reward=30)
+    forward = 2 * (100 + 30 + 100 + 100 + 50)  # sample, score, annotate by all three
+    assert online_flops(sizes, tokens=7, passes=2.0) == 7 * (forward + 2 * 6 * 150)
+    assert offline_flops(Sizes(policy=100, reference=100), tokens=7) == 7 * 800
+    assert sampling_flops(sizes, tokens=7) == 7 * 2 * 130
+
+
+def test_the_size_of_a_reward_source(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "m")
+    model = load_causal_lm(str(folder))
+    count = sum(p.numel() for p in model.parameters())
+    source = ModelSource(path=str(folder))
+    assert count_source_parameters(source) == count
+    assert count_source_parameters(EnsembleSource(sources=[source, source, FunctionSource(target="a:b")])) == 2 * count
+    assert count_source_parameters(None) == 0
+
+
+def test_costs_are_what_was_done(finished: Path) -> None:
+    folder = finished
+    for arm in ("ppo", "grpo"):
+        rows = list(read_jsonl(folder / arm / "seed-0" / COSTS))
+        metrics = [row for row in RunFolder(folder / arm / "seed-0").read_metrics() if row["step"] > 0]
+        assert [row["step"] for row in rows] == [1, 2, 3, 4]
+        assert [row["completions"] for row in rows] == [16, 32, 48, 64]
+        generated = [round(16 * row["completion/length"]) for row in metrics]
+        assert rows[-1]["generated_tokens"] == sum(generated)
+        assert rows[-1]["trained_tokens"] > 2 * sum(generated)  # two epochs over prompts and completions
+        assert rows[-1]["tokens"] == rows[-1]["generated_tokens"] + rows[-1]["trained_tokens"]
+        assert rows[-1]["seconds"] > rows[0]["seconds"] > 0
+    rows = list(read_jsonl(folder / "dpo" / "seed-0" / COSTS))
+    assert [row["completions"] for row in rows] == [16, 32, 48, 64]
+    assert rows[-1]["trained_tokens"] == 4 * 8 * 2 * (2 + 3)  # steps, pairs, sides, prompt + completion with EOS
+    assert rows[-1]["generated_tokens"] == 0
+    (spent,) = read_jsonl(folder / "best_of_n" / "seed-0" / COSTS)
+    assert spent["completions"] == 20 * 4
+    assert spent["trained_tokens"] == 0
+
+
+@pytest.mark.parametrize("unit, share", [("tokens", 0.6), ("flops", 0.3), ("completions", 0.5)])
+def test_a_run_ends_when_its_budget_is_spent(tmp_path: Path, unit: str, share: float) -> None:
+    one_step = compare_tree(tmp_path, seeds=[0], arms=ONLY_PPO, budget={"completions": 16})
+    assert compared(one_step | {"out_dir": str(tmp_path / "one")})
+    (row,) = read_jsonl(tmp_path / "one" / "ppo" / "seed-0" / COSTS)
+    limit = (5 + share) * row[unit]
+    budget = {"completions": None, unit: limit if unit == "flops" else round(limit)}
+    assert compared(compare_tree(tmp_path, seeds=[0], arms=ONLY_PPO, budget=budget))
+    folder = tmp_path / "compare" / "ppo" / "seed-0"
+    spent = [row[unit] for row in read_jsonl(folder / COSTS)]
+    if unit == "completions":
+        assert len(spent) == 5  # the most that does not go over
+    else:
+        assert spent[-2] < limit <= spent[-1]  # the first step that reaches it
+    metrics = RunFolder(folder).read_metrics()
+    assert metrics[-1]["step"] == len(spent)
+    assert "eval/score" in metrics[-1]  # it ended as a run ends: evaluated, saved, exported
+    assert f"step-{len(spent):06d}" in {path.name for path in (folder / "checkpoints").iterdir()}
+    assert (folder / "model").is_dir()
+
+
+def test_a_failed_arm_is_recorded_and_the_others_finish(tmp_path: Path) -> None:
+    tree = compare_tree(tmp_path, seeds=[0], arms={"bad": {"critic": {"init": str(tmp_path / "nowhere")}}})
+    assert compared(tree)
+    folder = tmp_path / "compare"
+    assert "nowhere" in (failure_of(folder / "bad" / "seed-0") or "")
+    results = json.loads((folder / "results.json").read_text())
+    statuses = {name: arm["status"] for name, arm in results["arms"].items()}
+    assert statuses == {"ppo": "done", "grpo": "done", "dpo": "done", "best_of_n": "done", "bad": "failed"}
+    assert "nowhere" in results["arms"]["bad"]["seeds"][0]["error"]
+    assert not any("bad" in (row["a"], row["b"]) for row in results["win_rates"])
+    assert "bad, seed 0, failed" in (folder / "report.html").read_text()
+
+
+def test_a_failed_cell_is_tried_again_and_a_finished_one_is_not(tmp_path: Path) -> None:
+    source = {"type": "function", "target": f"{tmp_path / 'rewards.py'}:score"}
+    tree = compare_tree(tmp_path, seeds=[0], arms=ONLY_PPO, reward_source=source)
+    tree["arms"]["dpo"] = {"algorithm": {"preset": "dpo"}, "batch": {"prompts_per_step": 8}}
+    good = "def score(prompts, completions, references):\n    return [float(len(c)) for c in completions]\n"
+    (tmp_path / "rewards.py").write_text(good)
+    plan = plan_of(tree)
+    for cell in plan.cells[:1]:
+        ensure_owner(cell)
+        assert here(cell) == "done"
+    (tmp_path / "rewards.py").write_text(good.replace("float", "floot"))
+    assert compared(tree)
+    failed = plan.of("ppo")[0].folder
+    assert (failed / FAILED).is_file()
+    judged = {cell.folder: (cell.folder / JUDGED).stat().st_mtime_ns for cell in plan.cells[:1]}
+    (tmp_path / "rewards.py").write_text(good)
+    assert compared(tree)
+    assert not (failed / FAILED).exists()
+    assert (failed / JUDGED).is_file()
+    assert judged == {folder: (folder / JUDGED).stat().st_mtime_ns for folder in judged}
+
+
+def test_without_the_start_model_there_is_nothing_to_compare(tmp_path: Path) -> None:
+    tree = compare_tree(tmp_path, seeds=[0], start=str(tmp_path / "gone"))
+    with pytest.raises(UserError, match=r"start model could not be judged: .*gone"):
+        compared(tree)
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["saved", "killed"])
+def test_an_interrupted_comparison_continues_to_the_same_end(
+    tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    parts = compare_tree(tmp_path, seeds=[0])
+    spend = CostTracker.spend
+
+    def interrupted(self: CostTracker, step: int, metrics: Mapping[str, float], *, tokens: int, seconds: float) -> None:
+        spend(self, step, metrics, tokens=tokens, seconds=seconds)
+        if step == 3 and killed:
+            raise KeyboardInterrupt  # the newest checkpoint is then that of step 2
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CostTracker, "spend", interrupted)
+        if killed:
+            with pytest.raises(KeyboardInterrupt):
+                compared(parts)
+        else:
+            assert not compared(parts)  # ppo stops after its third step, saved
+            results = json.loads((tmp_path / "compare" / "results.json").read_text())
+            assert results["arms"]["ppo"]["status"] == results["arms"]["dpo"]["status"] == "unfinished"
+    assert len(list(read_jsonl(tmp_path / "compare" / "ppo" / "seed-0" / COSTS))) == 3
+    assert compared(parts)
+    for arm in ("ppo", "grpo", "dpo", "best_of_n"):
+        one, other = (folder / arm / "seed-0" for folder in (finished, tmp_path / "compare"))
+        assert without_seconds(one / COSTS) == without_seconds(other / COSTS)
+        assert (one / JUDGED).read_bytes() == (other / JUDGED).read_bytes()
+        if arm != "best_of_n":
+            assert (one / "metrics.jsonl").read_bytes() == (other / "metrics.jsonl").read_bytes()
+
+
+def test_a_run_that_spent_its_budget_before_it_was_judged_goes_no_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = compare_tree(tmp_path, seeds=[0], arms=ONLY_PPO, budget={"completions": None, "tokens": 700})
+    assert compared(tree)
+    folder = tmp_path / "compare" / "ppo" / "seed-0"
+    before = without_seconds(folder / COSTS)
+    (folder / JUDGED).unlink()
+    assert compared(tree)
+    assert without_seconds(folder / COSTS) == before
+    assert (folder / JUDGED).is_file()
+
+
+def test_costs_add_and_are_read_back() -> None:
+    costs = Costs(completions=3, generated_tokens=4, trained_tokens=5, flops=6.0, seconds=7.0)
+    assert Costs.of(costs.record()) == costs
+    assert costs.plus(costs).record() == {key: 2 * value for key, value in costs.record().items()}
+    assert costs.tokens == 9
+
+
+def test_judging_uses_the_same_random_numbers_for_every_arm(tmp_path: Path) -> None:
+    """An arm that has learned nothing writes what the start model writes, prompt by prompt, and gains nothing."""
+    still = {"policy": {"lr": 1e-30}}
+    tree = compare_tree(tmp_path, arms={**ONLY_PPO, "ppo": still})
+    assert compared(tree)
+    plan = plan_of(tree)
+    cells = read_cells(plan)
+    start, ppo = ([one.judged for one in cells if one.cell.arm == arm] for arm in ("start", "ppo"))
+    for a, b in zip(start, ppo, strict=True):
+        assert isinstance(a, Judgment)
+        assert isinstance(b, Judgment)
+        assert [row["completion"] for row in a.rows] == [row["completion"] for row in b.rows]
+    texts = [[row["completion"] for row in one.rows] for one in start if one is not None]
+    assert texts[0] != texts[1]  # another seed, other numbers
+    results = summarize(plan, cells)
+    final = results.finals["ppo"]
+    assert final.gain == Interval(0.0, 0.0, 0.0)
+    assert final.win_rate_over_start.value == 0.5
+
+
+def test_a_cell_that_is_done_is_not_run_again(tmp_path: Path) -> None:
+    tree = compare_tree(tmp_path, seeds=[0], arms=ONLY_PPO)
+    assert compared(tree)
+    seen: list[str] = []
+
+    def refuse(cell: Any, place: int) -> Any:
+        seen.append(cell.arm)
+        raise AssertionError("a finished cell was run again")
+
+    assert run_cells(plan_of(tree), refuse, quiet())
+    assert seen == []

@@ -1,0 +1,250 @@
+"""Several cells at once: the same results, each failure its own, one stop for all, a display that can be read."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import compare_tree, compared, plan_of
+from rich.console import Console
+from runs import quiet
+
+from rlhf.commands.compare import run_compare
+from rlhf.comparison.costs import COSTS
+from rlhf.comparison.plan import Cell
+from rlhf.comparison.processes import ERRORS, CellProcess, extract_error, resource_environment, visible_devices
+from rlhf.comparison.scheduler import FAILED, OUTPUT, ComparisonProgress, Tail, failure_of
+from rlhf.comparison.trial import JUDGED
+from rlhf.config.load import compare_config
+from rlhf.errors import ConfigError
+from rlhf.tracking.trackers import read_jsonl
+
+pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")  # of fork, from Python 3.12 on
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take seconds to draw, and test_figures.py looks at them."""
+    monkeypatch.setattr("rlhf.commands.compare.write_figures", lambda folder, results: [])
+
+
+def in_processes(tree: dict[str, Any], console: Console | None = None) -> bool:
+    config = compare_config(tree)
+    start = partial(CellProcess, jobs=config.jobs)
+    return run_compare(config, beside=Path(), console=console or quiet(), start=start)
+
+
+def timeless(tree: Any) -> Any:
+    """Leave out what a clock or the memory's gauge measured, and the folder."""
+    if isinstance(tree, dict):
+        measured = ("seconds", "peak_memory_mb", "folder")
+        return {key: timeless(value) for key, value in tree.items() if key not in measured}
+    return [timeless(value) for value in tree] if isinstance(tree, list) else tree
+
+
+def results_of(folder: Path) -> Any:
+    return json.loads((folder / "results.json").read_text(encoding="utf-8"))
+
+
+def test_two_at_once_give_what_one_after_another_gives(tmp_path: Path) -> None:
+    """One arm is broken in both; every other byte that is judged is the same."""
+    bad = {"bad": {"critic": {"init": str(tmp_path / "nowhere")}}}
+    alone = compare_tree(tmp_path, seeds=[0], arms=bad) | {"out_dir": str(tmp_path / "alone")}
+    beside = alone | {"out_dir": str(tmp_path / "beside"), "jobs": 2}
+    assert compared(alone)
+    output = io.StringIO()
+    assert in_processes(beside, Console(file=output, width=200))
+    one, two = (results_of(tmp_path / name) for name in ("alone", "beside"))
+    assert timeless(one) == timeless(two)
+    assert two["arms"]["bad"]["status"] == "failed"
+    for arm in ("start", "ppo", "grpo", "dpo", "best_of_n"):
+        first, second = (tmp_path / name / arm / "seed-0" for name in ("alone", "beside"))
+        assert (first / JUDGED).read_bytes() == (second / JUDGED).read_bytes()
+    lines = output.getvalue().splitlines()
+    assert any(line.startswith("ppo, seed 0 | step 4/4") for line in lines)
+    assert any(line.startswith("grpo, seed 0 | step 4/4") for line in lines)
+    assert any(line.endswith("bad, seed 0: started") for line in lines)
+    assert "nowhere" in (tmp_path / "beside" / "bad" / "seed-0" / ERRORS).read_text()
+    page = (tmp_path / "beside" / "report.html").read_text()
+    assert "2 cells ran at once" in page
+    assert "ran at once" not in (tmp_path / "alone" / "report.html").read_text()
+
+
+def test_a_cell_that_is_killed_is_the_only_one_that_fails(tmp_path: Path) -> None:
+    tree = compare_tree(tmp_path, seeds=[0], jobs=2, arms={"dpo": None, "best_of_n": None})
+
+    def start(cell: Cell, place: int) -> CellProcess:
+        process = CellProcess(cell, place, 2)
+        if cell.arm == "ppo":
+            assert process.process.pid is not None
+            os.kill(process.process.pid, signal.SIGKILL)
+        return process
+
+    assert run_compare(compare_config(tree), beside=Path(), console=quiet(), start=start)
+    folder = tmp_path / "compare"
+    assert "SIGKILL" in (failure_of(folder / "ppo" / "seed-0") or "")
+    statuses = {name: arm["status"] for name, arm in results_of(folder)["arms"].items()}
+    assert statuses == {"ppo": "failed", "grpo": "done"}
+
+
+PATIENT = """
+import time
+from pathlib import Path
+
+calls = 0
+
+
+def score(*, completions, **rest):
+    global calls
+    calls += 1
+    deadline = time.monotonic() + 60
+    while calls > 6 and not Path({stop!r}).exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if calls > 6:
+        time.sleep(0.5)  # the signal is on its way
+    return [float(text.count("good")) for text in completions]
+"""
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_stop_reaches_every_cell_and_the_same_command_continues(tmp_path: Path, jobs: int) -> None:
+    tree = compare_tree(tmp_path, seeds=[0], arms={"dpo": None, "best_of_n": None}, jobs=jobs)
+    tree["budget"] = {"completions": 16 * 12}
+    stop, patient = tmp_path / "stop", tmp_path / "patient.py"
+    patient.write_text(
+        PATIENT.format(stop=str(stop)), encoding="utf-8"
+    )  # no cell ends before the stop, however slow another is
+    tree["shared"]["reward"] = {"source": {"type": "function", "target": f"{patient}:score"}}
+    running = [tmp_path / "compare" / arm / "seed-0" for arm in ("ppo", "grpo")[:jobs]]
+
+    def stop_when_all_are_under_way() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not all(len(list(read_jsonl(cell / COSTS))) > 2 for cell in running):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop.touch()
+
+    waiting = threading.Thread(target=stop_when_all_are_under_way)
+    waiting.start()
+    assert not in_processes(tree)
+    waiting.join()
+    assert {arm["status"] for arm in results_of(tmp_path / "compare")["arms"].values()} == {"unfinished"}
+    for cell in running:
+        assert not (cell / FAILED).exists()
+        steps = [row["step"] for row in read_jsonl(cell / COSTS)]
+        assert 3 <= len(steps) < 12
+        assert f"step-{steps[-1]:06d}" in {path.name for path in (cell / "checkpoints").iterdir()}
+    assert in_processes(tree)
+    for arm in ("ppo", "grpo"):
+        cell = tmp_path / "compare" / arm / "seed-0"
+        assert [row["step"] for row in read_jsonl(cell / COSTS)] == list(range(1, 13))
+        assert (cell / JUDGED).is_file()
+
+
+def test_shares_by_hand() -> None:
+    four = {"cores": 4, "devices": (), "environ": {}}
+    assert resource_environment(0, 1, **four) == {}
+    assert resource_environment(1, 2, **four) == {"OMP_NUM_THREADS": "2"}
+    assert resource_environment(7, 8, **four) == {"OMP_NUM_THREADS": "1"}
+    assert resource_environment(1, 2, cores=4, devices=(), environ={"OMP_NUM_THREADS": "3"}) == {}
+    gpus = [
+        resource_environment(place, 3, cores=8, devices=("2", "5"), environ={})["CUDA_VISIBLE_DEVICES"]
+        for place in range(3)
+    ]
+    assert gpus == ["2", "5", "2"]
+    assert "CUDA_VISIBLE_DEVICES" not in resource_environment(0, 2, cores=8, devices=("0",), environ={})
+
+
+def test_the_gpus_that_one_may_use_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert visible_devices({}) == ["0", "1"]
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b"}) == ["GPU-a", "GPU-b"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": "3"}) == []
+
+
+def test_seconds_are_no_budget_for_cells_that_share_the_machine(tmp_path: Path) -> None:
+    seconds = {"completions": None, "seconds": 5.0}
+    assert plan_of(compare_tree(tmp_path, budget=seconds)).config.jobs == 1
+    with pytest.raises(ConfigError, match=r"budget\.seconds with jobs=2.*slow each other down.*set jobs=1"):
+        plan_of(compare_tree(tmp_path, budget=seconds, jobs=2))
+    with pytest.raises(ConfigError, match="jobs"):
+        plan_of(compare_tree(tmp_path, jobs=0))
+
+
+def test_the_words_that_ended_a_process(tmp_path: Path) -> None:
+    log = tmp_path / ERRORS
+    assert extract_error(log, 1).startswith("exit code 1 ")
+    log.write_text("noise\nerror: policy.model: no such folder\nsecond line\n")
+    assert extract_error(log, 2) == "policy.model: no such folder\nsecond line"
+    assert extract_error(log, 1).startswith("second line (all of it is in")
+    assert "SIGKILL" in extract_error(log, -9)
+
+
+def test_lines_are_shown_once_and_whole(tmp_path: Path) -> None:
+    log = tmp_path / OUTPUT
+    tail = Tail(log)
+    assert tail.lines() == []
+    log.write_bytes(b"one\ntw")
+    assert tail.lines() == ["one"]
+    log.write_bytes(b"one\ntwo\n\n\x1b[2Jthree \xc3\xa9\n")
+    assert tail.lines() == ["two", "␛[2Jthree é"]
+    assert tail.lines() == []
+
+
+def test_on_a_terminal_each_cell_has_one_line(tmp_path: Path) -> None:
+    cells = plan_of(compare_tree(tmp_path)).cells[:2]
+    for cell in cells:
+        cell.folder.mkdir(parents=True)
+    now = [0.0]
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, record=True)
+    board = ComparisonProgress(console, 10, alone=False, clock=lambda: now[0])
+    for cell in cells:
+        board.cell_started(cell, "title")
+    (cells[0].folder / OUTPUT).write_text("step 1/4\nstep 2/4\n")
+    now[0] = 9.0
+    board.refresh()
+    board.note("3/10  ppo, seed 0: done in 1.0s", ended=True)
+    console.print(board._display())
+    assert [line.split() for line in console.export_text().splitlines()] == [
+        ["3/10", "ppo,", "seed", "0:", "done", "in", "1.0s"],
+        ["1/10", "cells", "9.0s"],
+        ["start,", "seed", "0", "9.0s", "step", "2/4"],
+        ["start,", "seed", "1", "9.0s"],
+    ]
+    for cell in cells:
+        board.cell_ended(cell)
+    console.print(board._display())
+    assert "start" not in console.export_text()
+
+
+ORPHAN = """
+import os, signal, sys, time
+from rlhf.comparison.processes import end_with_parent
+if os.fork() == 0:
+    end_with_parent()
+    time.sleep(100)
+    os._exit(0)
+time.sleep(1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_a_cell_does_not_outlive_a_comparison_that_is_killed() -> None:
+    began = time.monotonic()
+    with subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE) as started:
+        assert started.stdout is not None
+        started.stdout.read()  # its end comes when both are gone
+        assert started.wait() == -signal.SIGKILL
+    assert time.monotonic() - began < 60

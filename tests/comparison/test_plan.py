@@ -1,0 +1,195 @@
+"""A comparison's cells: budgets become lengths, arms differ only where they say, mistakes are named at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import GROUPS, compare_tree, plan_of
+from runs import make_model
+
+from rlhf.comparison.page import differences
+from rlhf.comparison.plan import MAX_STEPS, Plan, ensure_owner, make_plan, read_cell, read_plan
+from rlhf.config.compare import START_FOLDER
+from rlhf.config.load import compare_config, load_compare, unread_warnings
+from rlhf.config.reward import FunctionSource
+from rlhf.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_arm_gets_the_same_completions(tmp_path: Path) -> None:
+    plan = plan_of(compare_tree(tmp_path))
+    assert [(c.arm, c.seed) for c in plan.cells[:6]] == [
+        *((START_FOLDER, 0), (START_FOLDER, 1)),
+        *(("ppo", 0), ("grpo", 0), ("dpo", 0), ("best_of_n", 0)),
+    ]
+    for arm in ("ppo", "grpo", "dpo"):  # 16 a step each: 16 prompts, 4 groups of 4, 8 pairs
+        train = plan.of(arm)[0].config.train
+        assert train.schedule.steps == 4
+        assert train.eval.every == 2
+    train = plan.of("ppo")[1].config.train
+    assert (train.run.seed, train.run.out_dir) == (1, str(tmp_path / "compare" / "ppo" / "seed-1"))
+    assert plan_of(compare_tree(tmp_path, budget={"completions": 63})).of("ppo")[0].config.train.schedule.steps == 3
+
+
+def test_what_an_arm_does_not_read_of_the_base_is_left_out_and_its_own_is_not(tmp_path: Path) -> None:
+    plan = plan_of(compare_tree(tmp_path))
+    for cell in plan.cells:
+        if cell.config.budget is not None:
+            assert unread_warnings(cell.config.train) == []
+    dpo = plan.of("dpo")[0].config.train
+    assert dpo.reward is None
+    assert dpo.data.prompts is None
+    assert dpo.batch.epochs == 1
+    noisy = plan_of(compare_tree(tmp_path, arms={"dpo": {"critic": {"lr": 0.5}}}))
+    assert "critic" in unread_warnings(noisy.of("dpo")[0].config.train)[0]
+
+
+def test_start_reward_and_judge_are_the_same_for_all(tmp_path: Path) -> None:
+    other = make_model(tmp_path / "other", seed=7)
+    source = {"type": "function", "target": "a:b"}
+    plan = plan_of(compare_tree(tmp_path, start=str(other), reward_source=source, judge={**source, "target": "c:d"}))
+    for cell in plan.cells:
+        train = cell.config.train
+        assert train.policy.model == str(other)
+        assert train.eval.source == FunctionSource(target="c:d")
+        assert cell.config.proxy == FunctionSource(target="a:b")
+        assert train.reward is None or train.reward.source == cell.config.proxy
+
+
+def test_the_lab_gives_start_pairs_and_reward(tmp_path: Path) -> None:
+    tree = compare_tree(tmp_path, lab={"folder": "somewhere"})
+    train = plan_of(tree).of("dpo")[0].config.train
+    assert train.policy.model == "somewhere/sft"
+    assert train.data.preferences is not None
+    assert train.data.preferences.path == "somewhere/preferences/train.jsonl"
+    config = plan_of(tree).of("ppo")[0].config
+    assert config.proxy is not None
+    assert config.proxy.model_dump()["path"] == "somewhere/rm"
+
+
+@pytest.mark.parametrize("unit, limit", [("tokens", 1000), ("flops", 1e9), ("seconds", 2.5)])
+def test_other_budgets_are_met_on_the_way(tmp_path: Path, unit: str, limit: float) -> None:
+    plan = plan_of(compare_tree(tmp_path, budget={"completions": None, unit: limit}))
+    cell = plan.of("ppo")[0].config
+    assert cell.train.schedule.steps == MAX_STEPS
+    assert cell.train.eval.every == 2  # the base's
+    assert cell.budget is not None
+    assert (cell.budget.unit, cell.budget.limit) == (unit, limit)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"budget": {"tokens": 5}}, "exactly one"),
+        ({"budget": {"completions": None}}, "exactly one"),
+        ({"seeds": [1, 1]}, "twice"),
+        ({"seeds": []}, "seeds"),
+        ({"arms": {"start": {}}}, "cannot be the name of an arm"),
+        ({"arms": {"../up": {}}}, "cannot be the name of an arm"),
+        ({"arms": {"ppo": {"polcy": {}}}}, "did you mean policy"),
+        ({"arms": {"ppo": {"policy": {"learning_rate": 1}}}}, "arms.ppo: policy.learning_rate"),
+        ({"arms": {"ppo": {"schedule": {"steps": 3}}}}, "set by budget"),
+        ({"arms": {"ppo": {"policy": {"model": "x"}}}}, "set by start"),
+        ({"arms": {"ppo": {"eval": {"source": {}}}}}, "set by judge"),
+        ({"shared": {"schedule": {"epochs": 1}}}, "set by budget"),
+        ({"arms": {"best_of_n": {"samples": 1}}}, "at least 2"),
+        ({"arms": {"more": {"type": "search"}}}, "arms.more"),
+        ({"base": "nowhere.yaml"}, "nowhere.yaml"),
+        ({"shared": {"eval": {"source": None}}}, "judge is missing"),
+        ({"shared": {"data": {"eval_prompts": None}}}, "nothing to judge on"),
+        ({"shared": {"schedule": {"decay": "linear"}}, "budget": {"completions": None, "tokens": 9}}, "constant"),
+        ({"arms": {"grpo": {"sampling": {"completions_per_prompt": 1}}}}, "arms.grpo: a group baseline"),
+    ],
+)
+def test_a_mistake_is_named_before_anything_runs(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_of(compare_tree(tmp_path, **changes))
+    assert not (tmp_path / "compare").exists()
+
+
+COMPARED = {
+    "compare.yaml": {"ppo", "grpo", "dpo", "best_of_n"},
+    "compare_quick.yaml": {"ppo", "grpo", "dpo", "best_of_n"},
+    "compare_trust_region.yaml": {"ppo", "ppo_penalty", "trpo", "npg"},
+    "ablate_ppo.yaml": {"ppo", "value_clip", "head_orthogonal", "no_shuffling", "lambda_0", "lambda_1", "epochs_30"},
+}
+
+
+def plan_of_the_lab(name: str, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """With the lab's files not made: only the settings are looked at."""
+    monkeypatch.setattr("rlhf.comparison.plan.resolve_lab_paths", lambda config: config)
+    monkeypatch.chdir(ROOT)
+    return make_plan(load_compare(ROOT / "configs" / "lab" / name), beside=ROOT / "configs" / "lab")
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_the_lab_comparisons_are_valid(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of_the_lab(name, monkeypatch)
+    config = plan.config
+    assert COMPARED[name] <= set(config.arms)
+    for arm in config.arms:
+        cell = plan.of(arm)[0].config
+        if cell.budget is not None:
+            assert unread_warnings(cell.train) == []
+            assert cell.train.schedule.steps is not None
+            assert cell.train.schedule.steps * cell.train.completions_per_step == config.budget.completions
+            assert cell.train.eval.every * config.evaluations == cell.train.schedule.steps
+
+
+def test_every_arm_of_the_ablation_changes_one_thing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A setting, or the same one of policy and critic, or the two sides of the clip, or what belongs to the KL."""
+    plan = plan_of_the_lab("ablate_ppo.yaml", monkeypatch)
+    changed: dict[str, set[str]] = {}
+    for arm in plan.config.arms:
+        trees = [plan.of(name)[0].config.train for name in ("ppo", arm)]
+        changed[arm] = {key for key in differences(dict(zip("ab", trees, strict=True))) if not key.startswith("run.")}
+    assert not changed.pop("ppo")
+    assert len(changed) == 28
+    assert changed.pop("kl_none") >= {"algorithm.kl.placement"}
+    pairs = {arm: keys for arm, keys in changed.items() if len(keys) > 1}
+    assert set(pairs) == {
+        *("head_normal", "head_orthogonal", "no_gradient_clip", "adam_eps_1e-8"),
+        *("kl_loss_k2", "kl_loss_k3", "clip_0.1", "clip_0.3", "clip_0.5"),
+    }
+    assert all(len(keys) == 2 for keys in pairs.values())
+    assert all(changed.values())
+
+
+def test_a_base_is_found_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = compare_tree(tmp_path) | {"base": "base.yaml"}
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert make_plan(compare_config(tree), beside=tmp_path).cells
+
+
+def test_an_arm_set_to_null_is_left_out(tmp_path: Path) -> None:
+    tree = compare_tree(tmp_path, arms={"dpo": None})
+    assert list(compare_config(tree).arms) == ["ppo", "grpo", "best_of_n"]
+
+
+def test_a_cell_is_read_back_as_it_was_written_and_no_other_takes_its_folder(tmp_path: Path) -> None:
+    plan = plan_of(compare_tree(tmp_path))
+    for cell in plan.cells:
+        ensure_owner(cell)
+        assert read_cell(cell.folder) == cell
+        ensure_owner(cell)
+    assert read_plan(plan.config, plan.folder).cells != []
+    assert unread_warnings(read_cell(plan.of("grpo")[0].folder).config.train) == []
+    changed = plan_of(compare_tree(tmp_path, arms={"grpo": {"policy": {"lr": 0.5}}}))
+    with pytest.raises(ConfigError, match=r"train\.policy\.lr.*another out_dir"):
+        ensure_owner(changed.of("grpo")[0])
+    ensure_owner(changed.of("ppo")[0])
+
+
+def test_only_what_differs_is_a_difference(tmp_path: Path) -> None:
+    plan = plan_of(compare_tree(tmp_path))
+    configs = {arm: plan.of(arm)[0].config.train for arm in ("ppo", "grpo", "dpo")}
+    different = differences(configs)
+    assert different["algorithm.preset"] == {"ppo": "ppo", "grpo": "grpo", "dpo": "dpo"}
+    assert different["sampling.completions_per_prompt"] == {"ppo": 1, "grpo": 4, "dpo": 1}
+    assert different["critic.lr"] == {"ppo": 1e-2}  # the others have no critic
+    assert not {"run.name", "run.out_dir", "policy.lr", "schedule.steps"} & set(different)
+    assert GROUPS["batch"]["prompts_per_step"] == different["batch.prompts_per_step"]["grpo"]

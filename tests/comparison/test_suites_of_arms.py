@@ -1,0 +1,131 @@
+"""Suites as judges of a comparison: every final model is measured, gains are paired, best-of-n keeps the best."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import compare_tree, compared, plan_of
+from runs import write_rows
+
+from rlhf.cli import main
+from rlhf.comparison.aggregate import read_cells, summarize
+from rlhf.comparison.plan import read_plan
+from rlhf.comparison.results import ComparisonResults, SuiteFigure
+from rlhf.comparison.suites import FOLDER, SuiteScores, read_suites, summarize_suites
+from rlhf.comparison.summary import suite_tables
+from rlhf.config.load import compare_config, read_yaml
+from rlhf.errors import ConfigError
+from rlhf.evaluation.win_rate import Interval
+
+INSTRUCTIONS = [
+    {"prompt": prompt, "instruction_id_list": ["keywords:existence", "punctuation:no_comma"], "kwargs": kwargs}
+    for prompt in ("red one", "blue two", "red two")
+    for kwargs in ([{"keywords": ["good"]}, {}], [{"keywords": ["one", "two"]}, {}])
+]
+
+
+def with_suites(folder: Path, **changes: Any) -> dict[str, Any]:
+    rows = write_rows(folder / "instructions.jsonl", INSTRUCTIONS)
+    safe = write_rows(folder / "safe.jsonl", [{"prompt": "red one", "label": label} for label in ("safe", "unsafe")])
+    suites = {
+        "ifeval": {"dataset": {"path": str(rows)}, "sampling": {"max_new_tokens": 6}},
+        "xstest": {"dataset": {"path": str(safe)}, "sampling": {"max_new_tokens": 6}},
+    }
+    return compare_tree(folder, suites=suites, **changes)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("s")
+    tree = with_suites(path, seeds=[0, 1])
+    tree["arms"] = {name: tree["arms"][name] for name in ("grpo", "best_of_n")}
+    assert compared(tree)
+    return path / "compare"
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> ComparisonResults:
+    return ComparisonResults.read(folder)
+
+
+def stored(cell: Path, suite: str) -> dict[str, Any]:
+    """The file that a suite left in the folder of a cell."""
+    content: dict[str, Any] = json.loads((cell / FOLDER / f"{suite}.json").read_text(encoding="utf-8"))
+    return content
+
+
+def test_every_final_model_is_measured(folder: Path, results: ComparisonResults) -> None:
+    assert set(read_suites(folder / "grpo" / "seed-1")) == {"ifeval", "xstest"}
+    assert set(read_suites(folder / "best_of_n" / "seed-0")) == {"ifeval"}  # a refusal has no reward to pick by
+    content = stored(folder / "start" / "seed-0", "ifeval")
+    assert content["n"] == len(INSTRUCTIONS)
+    assert len(content["examples"]) == len(INSTRUCTIONS)
+    assert set(results.arms["grpo"].suites) == {"ifeval", "xstest"}
+    ifeval = results.start_model.suites["ifeval"]
+    assert {"prompt_strict", "instruction_strict"} <= set(ifeval)
+    assert ifeval["prompt_strict"].gain == Interval(0.0, 0.0, 0.0)
+
+
+def test_results_are_read_back_as_they_were_written(folder: Path, results: ComparisonResults) -> None:
+    assert results.arms["grpo"].suites["ifeval"]["prompt_strict"].gain is not None
+    assert ComparisonResults.of(results.record()) == results
+    plan = read_plan(compare_config(read_yaml(folder / "compare.yaml")), folder)
+    assert results == summarize(plan, read_cells(plan))
+
+
+def test_greedy_answers_of_the_start_model_are_taken_once(folder: Path) -> None:
+    first, second = (stored(folder / "start" / f"seed-{seed}", "ifeval") for seed in (0, 1))
+    assert second["config"]["seed"] == first["config"]["seed"] == 0
+    assert stored(folder / "grpo" / "seed-1", "ifeval")["config"]["seed"] == 1
+
+
+def test_gains_are_paired_over_seeds(folder: Path, results: ComparisonResults) -> None:
+    gains = []
+    for seed in (0, 1):
+        after, before = (read_suites(folder / arm / f"seed-{seed}")["ifeval"] for arm in ("grpo", "start"))
+        gains.append(after.figures["instruction_strict"].value - before.figures["instruction_strict"].value)
+    gain = results.arms["grpo"].suites["ifeval"]["instruction_strict"].gain
+    assert gain is not None
+    assert gain.value == pytest.approx(sum(gains) / 2)
+    assert gain.low <= gain.value <= gain.high
+
+
+def test_tables_and_page(folder: Path, results: ComparisonResults) -> None:
+    ifeval, xstest = suite_tables(results)
+    assert ifeval.rows[0][0] == "start model"
+    assert {row[0] for row in ifeval.rows[1:]} == {"grpo", "best_of_n, n = 2"}
+    assert "prompt strict" in ifeval.columns
+    assert [row[0] for row in xstest.rows] == ["start model", "grpo"]
+    assert (results.arms["grpo"].peak_memory_mb or 0) > 0
+    assert results.arms["best_of_n"].peak_memory_mb is None
+    assert 'id="suites"' in (folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_finished_comparison_measures_nothing_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("*/*/evals/*.json")}
+    assert main(["report", str(folder)]) == 0
+    assert {path: path.stat().st_mtime_ns for path in folder.glob("*/*/evals/*.json")} == before
+    assert "ifeval" in capsys.readouterr().out
+
+
+def test_a_wrong_suite_is_told_before_anything_runs(tmp_path: Path) -> None:
+    tree = with_suites(tmp_path)
+    with pytest.raises(ConfigError, match="did you mean ifeval"):
+        plan_of({**tree, "suites": {"ifevl": {}}})
+    with pytest.raises(ConfigError, match=r"suites\.ifeval: .*nonsense"):
+        plan_of({**tree, "suites": {"ifeval": {**tree["suites"]["ifeval"], "nonsense": 1}}})
+
+
+def test_by_hand() -> None:
+    def of(rows: list[float]) -> dict[str, SuiteScores]:
+        figure = SuiteFigure(value=sum(rows) / len(rows), low=None, high=None)
+        return {"s": SuiteScores({"f": figure}, {"f": rows})}
+
+    figure = summarize_suites([of([1.0, 0.0, 1.0, 1.0])], [of([0.0, 0.0, 1.0, 1.0])])["s"]["f"]
+    assert figure.gain is not None
+    assert (figure.value, figure.gain.value) == (0.75, 0.25)
+    missing = summarize_suites([of([1.0])], [of([1.0, 0.0])])["s"]["f"]
+    assert missing.gain is None

@@ -1,0 +1,64 @@
+"""Hints in prompts: texts, conversations and transcripts; rows that cannot have one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from runs import write_rows
+from tiny_models import tokenizer
+
+from rlhf.config.data import PromptsConfig
+from rlhf.config.rescue import Hint
+from rlhf.data.hints import hint_text, with_hint
+from rlhf.data.prompts import load_prompts
+
+HINT = Hint(column="hint")
+
+
+def test_a_hint_goes_behind_a_text_and_before_its_last_line_break() -> None:
+    assert with_hint("2 + 2?\n", HINT, "count") == "2 + 2?\n\nHint: count\n"
+
+
+def test_a_hint_goes_into_the_last_turn_of_the_user() -> None:
+    talk = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "?"},
+    ]
+    hinted = with_hint(talk, HINT, "count")
+    assert isinstance(hinted, list)
+    assert [message["content"] for message in hinted] == ["Hi", "Yes?", "?\n\nHint: count"]
+    assert talk[2]["content"] == "?"
+    assert with_hint([{"role": "system", "content": "Hi"}], HINT, "count") is None
+
+
+def test_a_hint_goes_before_a_transcript_s_last_speaker() -> None:
+    hinted = with_hint("\n\nHuman: 2 + 2?\n\nAssistant:", HINT, "count")
+    assert hinted == "\n\nHuman: 2 + 2?\n\nHint: count\n\nAssistant:"
+
+
+def test_numbers_are_hints_and_blanks_are_none() -> None:
+    row = {"answer": 4, "hint": "  ", "flag": True, "list": [1]}
+    assert hint_text(row, "answer") == "4"
+    assert [hint_text(row, name) for name in ("hint", "flag", "list", "missing")] == [None] * 4
+
+
+def test_prompts_are_encoded_with_each_hint_where_they_have_one(tmp_path: Path) -> None:
+    rows = [{"prompt": "t3 t4", "hint": "t5 t6"}, {"prompt": "t7"}, {"prompt": "t8", "hint": "t9 " * 9}]
+    hints = [
+        Hint(column="hint", share=0.5, template="{prompt} {hint}"),
+        Hint(column="hint", template="{prompt} {hint}"),
+    ]
+    prompts = load_prompts(
+        PromptsConfig(path=str(write_rows(tmp_path / "rows.jsonl", rows)), max_prompt_tokens=6),
+        tokenizer(),
+        chat_template="none",
+        hints=hints,
+    )
+    assert prompts.ids == ([3, 4], [7], [8])
+    assert prompts.hinted == (([3, 4, 5], [3, 4, 5, 6]), ([], []), ([8, 9, 9, 9, 9], []))
+    batch, has_hint = prompts.collate_hinted([2, 1, 0], 2)
+    assert has_hint.tolist() == [False, False, True]
+    assert batch.prompt_mask.sum(1).tolist() == [1, 1, 4]
+    assert "2 prompts that cannot be given the hint 'hint'" in prompts.skips.summary()
+    assert "1 prompts that are too long with the hint 'hint'" in prompts.skips.summary()

@@ -1,0 +1,174 @@
+"""The part of the distributed tests that every run of the suite has: one launch of two processes makes all the runs.
+
+Each test reads what one of them has left. Two steps a run; the whole table is in test_same_run_sharded.py, and slow.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from safetensors import safe_open
+from sharded import LIMIT, Tree, at, case, distance, launch, metrics, needs, samples
+from test_same_run_sharded import assert_same
+from transformers import AutoModelForCausalLM
+
+from rlhf.config.load import merge
+from rlhf.data.tokenizer import load_tokenizer
+from rlhf.tracking.checkpoint import find_damage
+
+CELLS = [
+    *[("ppo", "ddp"), ("sft", "ddp")],
+    *[("ppo", "zero2"), ("dpo", "zero2"), ("rm", "zero2")],
+    *[("ppo", "zero3"), ("dpo", "zero3"), ("rm", "zero3")],
+]
+BRIEF = {"schedule": {"steps": 2}, "checkpoint": {"every": 1, "keep": 9}, "eval": {"every": 0}}
+# An interrupted run evaluates where it stops, so that it is compared with one without evaluation, or with one a step.
+EVALUATION: dict[str, Tree] = {
+    "ppo": {"data": {"eval_prompts": None}, "batch": {"epochs": 1}},
+    "ppo_lora": {"eval": {"every": 1}},
+}
+LIGHT = {"batch": {"epochs": 1, "minibatches": 1}}  # where two such are compared
+BF16 = {"policy": {"dtype": "bfloat16"}, **LIGHT}
+ALONE = ("ppo", "sft", "dpo", "rm", "ppo_lora")  # run by one process too
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """The folder of all runs, which are made once, whichever workers of pytest-xdist ask for them."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "zero-gate"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "done").is_file():
+            shutil.rmtree(folder, ignore_errors=True)
+            make_runs(folder)
+            (folder / "done").touch()
+    return folder
+
+
+def make_runs(folder: Path) -> None:
+    """Every run in one process, then all in two."""
+    needs("zero3")
+    trees = {name: case(name, folder / "data" / name) for name in ALONE}
+    trees = {name: merge(merge(tree, BRIEF), EVALUATION.get(name, {})) for name, tree in trees.items()}
+    launch([at(trees[name], folder / "one" / name) for name in ALONE], folder / "one", processes=1)
+    launch([at(trees["ppo_lora"], folder / "moved", stop_after=1)], folder / "one", processes=1)
+    launch([*in_two(trees, folder)], folder / "two", processes=2, launcher=False, timeout_s=900.0)
+
+
+def in_two(trees: dict[str, Tree], folder: Path) -> list[Tree]:
+    """The runs of two processes, in their order."""
+    tied = at(trees["ppo"], folder / "tied" / "ppo", policy={"model": str(tied_model(folder))}, **LIGHT)
+    return [
+        *[at(trees[name], folder / mode / name, sharding=mode) for name, mode in CELLS],
+        at(trees["ppo"], folder / "cut", sharding="zero3", stop_after=1),
+        at(trees["ppo"], folder / "cut", sharding="zero3"),
+        at(trees["ppo_lora"], folder / "moved", sharding="zero3"),
+        at(tied, folder / "tied" / "split", sharding="zero3"),
+        at(tied, folder / "tied" / "whole", sharding="zero3", load_whole=True),
+        at(trees["ppo"], folder / "layered", sharding={"mode": "zero3", "rollout": "layered"}),
+        at(trees["ppo"], folder / "bf16" / "low", sharding="zero3", **BF16),
+        at(trees["ppo"], folder / "bf16" / "wide", sharding="zero3", gather_wide=True, **BF16),
+    ]
+
+
+def tied_model(folder: Path) -> Path:
+    """The policy with its embeddings tied to its head, in bfloat16, in two files with an index."""
+    path = folder / "tied" / "model"
+    model = AutoModelForCausalLM.from_pretrained(folder / "data" / "ppo" / "model")
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.bfloat16().save_pretrained(path, max_shard_size="5KB")
+    load_tokenizer(str(folder / "data" / "ppo" / "model")).save_pretrained(path)
+    assert len(list(path.glob("*.safetensors"))) > 1
+    return path
+
+
+def notes(out: Path) -> str:
+    return (out / "notes.jsonl").read_text()
+
+
+@pytest.mark.parametrize("name, mode", CELLS)
+def test_a_run_of_two_processes_is_that_of_one(runs: Path, name: str, mode: str) -> None:
+    assert_same(runs / "one" / name, runs / mode / name, name, mode)
+
+
+@pytest.mark.parametrize("name", ["ppo", "dpo", "rm"])
+def test_under_zero3_no_process_loads_a_whole_model(runs: Path, name: str) -> None:
+    assert "loaded whole" not in notes(runs / "zero3" / name)
+
+
+def test_a_model_loaded_in_parts_trains_as_one_loaded_whole_to_the_bit(runs: Path) -> None:
+    """Tied embeddings, bfloat16 in the files, an index; policy, reference and critic with a new head."""
+    split, whole = runs / "tied" / "split", runs / "tied" / "whole"
+    assert "loaded whole" in notes(whole)
+    assert "loaded whole" not in notes(split)
+    assert distance(split, whole) == 0.0
+    assert samples(split) == samples(whole)
+    assert metrics(split) == metrics(whole)
+
+
+def test_a_run_under_zero3_continues_as_itself_to_the_bit(runs: Path) -> None:
+    whole, cut = runs / "zero3" / "ppo", runs / "cut"
+    assert "continuing from" in notes(cut)
+    assert distance(whole, cut) == 0.0
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert (whole / name).read_bytes() == (cut / name).read_bytes()
+
+
+def test_two_processes_under_zero3_continue_the_run_of_one(runs: Path) -> None:
+    one, moved = runs / "one" / "ppo_lora", runs / "moved"
+    assert "continuing from" in notes(moved)
+    assert distance(one, moved) < LIMIT
+    assert samples(one) == samples(moved)
+
+
+def test_layers_gathered_one_at_a_time_sample_what_gathered_weights_do(runs: Path) -> None:
+    layered, gathered = runs / "layered", runs / "zero3" / "ppo"
+    assert "sharding.rollout=layered" in notes(layered)
+    assert samples(layered) == samples(gathered)
+    assert distance(layered, gathered) < LIMIT
+
+
+def test_matrices_gathered_in_bfloat16_change_nothing_in_a_bfloat16_run(runs: Path) -> None:
+    low, wide = runs / "bf16" / "low", runs / "bf16" / "wide"
+    assert samples(low) == samples(wide)
+    assert metrics(low) == metrics(wide)
+    assert distance(low, wide) == 0.0
+
+
+def test_each_process_writes_its_part_of_a_checkpoint(runs: Path) -> None:
+    """Both parts hold about half of all numbers; no tensor is in both; the index of the model knows where each is."""
+    newest = max((runs / "zero3" / "ppo" / "checkpoints").glob("step-*"))
+    for pattern in ("model/model-*.safetensors", "critic/model-*.safetensors", "optimizer-*.safetensors"):
+        parts = [contents(path) for path in sorted(newest.glob(pattern))]
+        assert len(parts) == 2, pattern
+        assert not parts[0].keys() & parts[1].keys(), pattern
+        total = sum(sum(part.values()) for part in parts)
+        largest = max(max(part.values()) for part in parts)
+        assert all(sum(part.values()) <= total / 2 + 2 * largest for part in parts), pattern
+    index = json.loads((newest / "model" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert all(name in contents(newest / "model" / file) for name, file in index.items())
+    AutoModelForCausalLM.from_pretrained(newest / "model")
+
+
+def contents(path: Path) -> dict[str, int]:
+    """How many numbers each tensor of the file has."""
+    with safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name).numel() for name in file.keys()}  # noqa: SIM118
+
+
+@pytest.mark.parametrize("file", ["optimizer-00002-of-00002.safetensors", "model/model-00001-of-00002.safetensors"])
+def test_a_part_that_is_cut_off_is_named(runs: Path, tmp_path: Path, file: str) -> None:
+    newest = max((runs / "zero3" / "ppo" / "checkpoints").glob("step-*"))
+    copy = tmp_path / newest.name
+    shutil.copytree(newest, copy)
+    assert find_damage(copy) is None
+    size = (copy / file).stat().st_size
+    (copy / file).write_bytes((copy / file).read_bytes()[:-5])
+    assert find_damage(copy) == f"{file} has {size - 5} bytes, not {size}"
+    (copy / file).unlink()
+    assert find_damage(copy) == f"{file} is missing"

@@ -1,0 +1,129 @@
+"""Every trainer and every way of sampling on a GPU (a pretend one where there is none): the numbers of the CPU."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import device_runs
+import pytest
+import runs
+import torch
+from device_runs import OFFLINE, ONLINE, differences, offline_tree, online_tree, run
+from pretend import PretendDevice
+from tiny_models import prompts_of, tiny
+
+from rlhf.config.load import merge
+from rlhf.config.sections import SamplingConfig
+from rlhf.sampling.fast.engine import FastSampler
+from rlhf.types import Completions
+
+Machine = PretendDevice | None
+ROWS = [[1, 5, 7, 9, 11], [1, 4], [1, 6, 8, 3, 12], [8], [1, 9, 9], [5, 6, 7, 8]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the model that all runs of a test start from."""
+    runs.make_model(tmp_path / "model")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_an_online_run_has_the_cpus_metrics(name: str, folder: Path, gpu: Machine) -> None:
+    tree = online_tree(folder, name)
+    assert differences(run(tree, folder, "cpu"), run(tree, folder, "cuda")) == []
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+def test_an_offline_run_has_the_cpus_metrics(name: str, folder: Path, gpu: Machine) -> None:
+    tree = offline_tree(folder, name)
+    assert differences(run(tree, folder, "cpu"), run(tree, folder, "cuda")) == []
+
+
+def test_a_reward_model_has_the_cpus_metrics(folder: Path, gpu: Machine) -> None:
+    assert differences(device_runs.reward_model(folder, "cpu")[0], device_runs.reward_model(folder, "cuda")[0]) == []
+
+
+def test_a_resumed_run_is_the_run(folder: Path, gpu: Machine) -> None:
+    tree = merge(online_tree(folder, "ppo"), {"checkpoint": {"every": 1}, "policy": {"ema_decay": 0.5}})
+    whole = run(tree, folder, "cuda")
+    (folder / "again").mkdir()
+    for steps in (1, 2):
+        resumed = run(merge(tree, {"schedule": {"steps": steps}}), folder / "again", "cuda")
+    ours, theirs = ([_training(line) for line in lines] for lines in (whole, resumed))
+    assert differences(ours, theirs, tolerance=1e-6) == []
+
+
+def _training(line: dict[str, float]) -> dict[str, float]:
+    """Leave out the evaluation: a run that ends earlier has one more."""
+    return {name: value for name, value in line.items() if not name.startswith("eval/")}
+
+
+def test_the_fast_ways_are_on(folder: Path, gpu: Machine) -> None:
+    tree = device_runs.on("cuda", online_tree(folder, "grpo"), folder)
+    built = runs.online(tree)
+    ways = built.models.fast_ways().ways
+    assert all(ways.values()), ways
+    prompts = built.prompts(1)
+    built.sampler.sample(prompts, key=0, group_size=4)
+    assert isinstance(built.sampler, FastSampler)
+    assert built.sampler.uses == "recorded"
+
+
+def test_arithmetic_is_bfloat16_on_a_gpu_unless_the_file_says_otherwise(folder: Path, gpu: Machine) -> None:
+    tree = device_runs.on("cuda", online_tree(folder, "grpo"), folder)
+    assert runs.online(tree).config.policy.dtype == "float32"
+    del tree["policy"]["dtype"]
+    tree["run"]["out_dir"] = str(folder / "other")
+    built = runs.online(tree)
+    assert (built.config.policy.dtype, built.models.dtype) == ("bfloat16", "bfloat16")
+
+
+def sampled(model: torch.nn.Module, device: str, batch_size: int, *, greedy: bool = False) -> list[Completions]:
+    """Two rollouts of 24 rows by the same sampler, the second on what the first has recorded."""
+    sampler = FastSampler(
+        model,  # type: ignore[arg-type]
+        SamplingConfig(max_new_tokens=12, batch_size=batch_size),
+        eos_ids=(2,),
+        pad_id=0,
+        dtype="float32",
+        device=torch.device(device),
+    )
+    drawn = [sampler.sample(prompts_of(ROWS), key=key, group_size=4, greedy=greedy) for key in (7, 8)]
+    assert sampler.uses == ("lean" if device == "cpu" else "recorded")
+    return drawn
+
+
+@pytest.mark.parametrize(
+    ("family", "batch_size"),
+    [("llama", 100), ("llama", 5), ("qwen2", 24), ("qwen3", 9), ("mistral", 5), ("phi3", 24), ("gemma3_text", 9)],
+)
+def test_recorded_steps_sample_the_cpus_tokens(family: str, batch_size: int, gpu: Machine) -> None:
+    model = tiny(family, dtype=torch.float32)
+    expected = sampled(model, "cpu", batch_size)
+    for ours, theirs in zip(expected, sampled(copy.deepcopy(model).to("cuda"), "cuda", batch_size), strict=True):
+        assert torch.equal(ours.completion_ids, theirs.completion_ids)
+        assert torch.allclose(ours.sampler_logprobs, theirs.sampler_logprobs, atol=2e-5)
+
+
+def test_recorded_steps_read_the_weights_of_their_rollout(gpu: Machine) -> None:
+    model = tiny("llama", dtype=torch.float32).to("cuda")
+    sampler = FastSampler(
+        model,
+        SamplingConfig(max_new_tokens=12, batch_size=24),
+        eos_ids=(2,),
+        pad_id=0,
+        dtype="float32",
+        device=torch.device("cuda"),
+    )
+    before = sampler.sample(prompts_of(ROWS), key=7, group_size=4, greedy=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-1.5)
+    after = sampler.sample(prompts_of(ROWS), key=7, group_size=4, greedy=True)
+    fresh = sampled(model, "cuda", 24, greedy=True)[0]
+    assert not torch.equal(before.completion_ids, after.completion_ids)
+    assert torch.equal(after.completion_ids, fresh.completion_ids)
+    if gpu is not None:
+        assert len(sampler._recorded[24].graphs) == gpu.captures - 2 or gpu.captures > 0

@@ -1,0 +1,176 @@
+"""Every alarm on histories written by hand: when it goes off, when it is over, and that a healthy run has none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from rlhf.guard.alarm import above
+from rlhf.guard.alarms import ALARMS
+from rlhf.guard.history import History, RunFacts
+from rlhf.guard.watch import Firing, Watch
+from rlhf.tracking.metrics import METRICS
+
+Row = dict[str, float | None]
+STEADY: Row = {
+    "score/mean": 0.5,
+    "score/std": 1.0,
+    "score/disagreement": 0.2,
+    "kl/old": 0.01,
+    "kl/reference": 4.0,
+    "kl/coef": 0.05,
+    "kl/sampler_mismatch": 1e-6,
+    "policy/first_ratio_deviation": 1e-6,
+    "policy/clip_fraction": 0.1,
+    "policy/entropy": 2.0,
+    "policy/grad_norm": 1.0,
+    "critic/explained_variance": 0.5,
+    "critic/value": 0.4,
+    "critic/return": 0.5,
+    "completion/length": 20.0,
+    "completion/finished": 0.95,
+    "completion/duplicates": 0.0,
+    "prompt/duplicates": 0.0,
+    "group/uniform": 0.1,
+    "loss/sft": 2.0,
+    "skipped/nonfinite": 0.0,
+    "skipped/unscored": 0.0,
+    "eval/score": 1.0,
+    "eval/score_std": 2.0,
+    "eval/proxy": 1.0,
+    "eval/repetition": 0.05,
+    "eval/distinct_2": 0.6,
+    "eval/loss": 2.0,
+    "eval/preference_loss": 0.6,
+    "eval/rm_loss": 0.6,
+}
+BEFORE = 20  # steady steps before it goes wrong
+
+# alarm, what goes wrong from step 21 on, what is on the good side of the same limit
+CASES: list[tuple[str, Row, Row]] = [
+    ("kl-jump", {"kl/old": 1.1}, {"kl/old": 0.09}),
+    ("kl-per-update", {"kl/old": 0.11}, {"kl/old": 0.1}),
+    ("kl-to-reference", {"kl/reference": 10.2}, {"kl/reference": 9.9}),
+    ("kl-above-target", {"kl/reference": 9.1}, {"kl/reference": 8.9}),
+    ("kl-negative", {"kl/reference": -0.6}, {"kl/reference": -0.4}),
+    ("clip-fraction", {"policy/clip_fraction": 0.41}, {"policy/clip_fraction": 0.4}),
+    ("critic-explains-nothing", {"critic/explained_variance": 0.04}, {"critic/explained_variance": 0.06}),
+    ("critic-worse-than-constant", {"critic/explained_variance": -0.6}, {"critic/explained_variance": -0.4}),
+    ("value-offset", {"critic/value": 2.1}, {"critic/value": 1.9}),
+    ("entropy-collapse", {"policy/entropy": 0.59}, {"policy/entropy": 0.61}),
+    ("entropy-explosion", {"policy/entropy": 3.4}, {"policy/entropy": 3.2}),
+    ("first-ratio", {"policy/first_ratio_deviation": 0.03}, {"policy/first_ratio_deviation": 0.01}),
+    ("sampler-mismatch", {"kl/sampler_mismatch": 0.02}, {"kl/sampler_mismatch": 0.009}),
+    ("length-grows", {"completion/length": 41.0}, {"completion/length": 39.0}),
+    ("length-shrinks", {"completion/length": 7.9, "kl/reference": 1.0}, {"completion/length": 8.1}),
+    ("cut-off", {"completion/finished": 0.09}, {"completion/finished": 0.11}),
+    ("fewer-finish", {"completion/finished": 0.47}, {"completion/finished": 0.48}),
+    ("duplicate-prompts", {"prompt/duplicates": 0.51}, {"prompt/duplicates": 0.5}),
+    ("duplicate-completions", {"completion/duplicates": 0.41}, {"completion/duplicates": 0.39}),
+    ("repetition", {"eval/repetition": 0.26}, {"eval/repetition": 0.24}),
+    ("diversity-falls", {"eval/distinct_2": 0.29}, {"eval/distinct_2": 0.31}),
+    ("proxy-against-judge", {"eval/score": 0.5, "eval/proxy": 1.1}, {"eval/score": 0.5, "eval/proxy": 0.9}),
+    ("proxy-against-judge", {"eval/score": 0.5, "eval/proxy": 1.1}, {"eval/score": 0.7, "eval/proxy": 1.1}),
+    ("ensemble-disagrees", {"score/disagreement": 0.51}, {"score/disagreement": 0.49}),
+    ("score-falls", {"score/mean": -0.6}, {"score/mean": -0.4}),
+    ("score-constant", {"score/std": 0.0}, {"score/std": 1e-5}),
+    ("groups-uniform", {"group/uniform": 0.91}, {"group/uniform": 0.9}),
+    ("gradient-spike", {"policy/grad_norm": 11.0}, {"policy/grad_norm": 9.0}),
+    ("steps-not-finite", {"skipped/nonfinite": 1.0}, {"skipped/nonfinite": 0.0}),
+    ("scores-not-finite", {"skipped/unscored": 1.0}, {"skipped/unscored": 0.0}),
+    ("kl-coefficient-runaway", {"kl/coef": 1.01}, {"kl/coef": 0.99}),
+    ("held-out-loss-rises", {"eval/loss": 2.11}, {"eval/loss": 2.09}),
+    ("held-out-preference-loss-rises", {"eval/preference_loss": 0.67}, {"eval/preference_loss": 0.65}),
+    ("held-out-pairs-rise", {"eval/rm_loss": 0.67}, {"eval/rm_loss": 0.65}),
+    ("loss-explodes", {"loss/sft": 6.6}, {"loss/sft": 6.4}),
+]
+PATIENCE = {alarm.name: alarm.patience for alarm in ALARMS}
+
+
+def firings(rows: Sequence[Row], facts: RunFacts | None = None) -> list[Firing]:
+    watch = Watch(facts or RunFacts(kl_target=3.0))
+    return [firing for step, row in enumerate(rows, start=1) for firing in watch.observe(step, row)]
+
+
+def history(change: Row, steps: int = 20) -> list[Row]:
+    return [STEADY] * BEFORE + [{**STEADY, **change}] * steps
+
+
+@pytest.mark.parametrize("name, bad, good", CASES, ids=[f"{case[0]}-{i}" for i, case in enumerate(CASES)])
+def test_an_alarm_goes_off_after_its_patience_and_on_one_side_of_its_limit(name: str, bad: Row, good: Row) -> None:
+    seen = [(firing.step, firing.since) for firing in firings(history(bad)) if firing.alarm.name == name]
+    assert seen[:1] == [(BEFORE + PATIENCE[name], BEFORE + 1)]
+    assert name not in {firing.alarm.name for firing in firings(history(good))}
+
+
+def test_every_alarm_has_a_case_reads_known_metrics_and_says_what_it_should() -> None:
+    assert {alarm.name for alarm in ALARMS} == {case[0] for case in CASES}
+    assert len({alarm.name for alarm in ALARMS}) == len(ALARMS) >= 30
+    for alarm in ALARMS:
+        assert set(alarm.metrics) <= METRICS.keys(), alarm.name
+        assert all((alarm.sees, alarm.causes, alarm.cure, alarm.source, alarm.patience >= 1)), alarm.name
+
+
+def test_a_healthy_run_has_no_alarm() -> None:
+    rows = [{**STEADY, "score/mean": 0.5 + step / 100, "policy/entropy": 2.0 - step / 100} for step in range(60)]
+    assert firings(rows) == []
+    assert firings([{}] * 60) == firings([dict.fromkeys(STEADY)] * 60) == []
+
+
+def test_a_single_bad_step_is_not_enough_and_an_alarm_says_it_once() -> None:
+    spike = [*[STEADY] * 5, {**STEADY, "policy/clip_fraction": 0.9}] * 4
+    assert firings(spike) == []
+    long = firings(history({"policy/clip_fraction": 0.9}, steps=50))
+    assert [firing.step for firing in long] == [BEFORE + 3]
+    assert "since step 21" in str(long[0])
+    assert all(text in str(long[0]) for text in ("0.9 (limit 0.4)", "Usually: steps that are too large", "Try: lower"))
+
+
+def test_an_alarm_is_over_after_as_many_good_steps_and_may_go_off_again() -> None:
+    bad: Row = {**STEADY, "policy/clip_fraction": 0.9}
+    rows = [*history({}), *[bad] * 3, STEADY, STEADY, bad, *[STEADY] * 3, *[bad] * 3]
+    seen = [(firing.step, firing.is_over, firing.since) for firing in firings(rows)]
+    assert seen == [(43, False, 41), (49, True, 41), (52, False, 50)]
+
+
+def test_a_value_that_is_not_finite_is_as_one_that_is_not_there() -> None:
+    bad = {"policy/clip_fraction": 0.9}
+    gaps = [
+        {**STEADY, **bad},
+        {**STEADY, "policy/clip_fraction": float("nan")},
+        {**STEADY, "policy/clip_fraction": None},
+    ]
+    assert [firing.step for firing in firings(gaps * 3)] == [7]
+
+
+def test_what_depends_on_the_run() -> None:
+    ratio = history({"policy/first_ratio_deviation": 0.3, "kl/sampler_mismatch": 0.05})
+    assert {firing.alarm.name for firing in firings(ratio)} == {"first-ratio", "sampler-mismatch"}
+    assert firings(ratio, RunFacts(is_rounded=True)) == []
+    ahead = history({"kl/sampler_mismatch": 3.0})
+    assert firings(ahead, RunFacts(is_ahead=True)) == []
+    assert firings(history({"kl/reference": 9.1}), RunFacts()) == []  # no target, and below 0.5 a token
+
+
+def test_a_replay_gives_the_same_state() -> None:
+    rows = [*history({"policy/clip_fraction": 0.9}, steps=2), *history({"kl/old": 0.2, "policy/clip_fraction": 0.9}, 8)]
+    straight = firings(rows)
+    for cut in (0, 21, 22, 44, len(rows)):
+        watch = Watch(RunFacts(kl_target=3.0))
+        first = [firing for step, row in enumerate(rows[:cut], start=1) for firing in watch.observe(step, row)]
+        rest = [firing for step, row in enumerate(rows[cut:], start=cut + 1) for firing in watch.observe(step, row)]
+        assert [firing.record() for firing in first + rest] == [firing.record() for firing in straight]
+
+
+def test_the_start_is_the_mean_of_the_first_values() -> None:
+    past = History()
+    for value in (1.0, 2.0, 3.0, 4.0, 5.0):
+        past.add({"policy/entropy": value, "eval/score": value})
+    assert past.start("policy/entropy") is None  # not before there is something to compare
+    past.add({"policy/entropy": 100.0})
+    assert past.start("policy/entropy") == 3.0
+    assert past.start("eval/score") == 1.0
+    assert past.now("eval/score") is None
+    assert past.before("policy/entropy") == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert above("policy/entropy", 99.0, after=6)(past) is None

@@ -1,0 +1,56 @@
+"""Bugs seeded where models are split over processes: what each loads, keeps and writes."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+SHARDED_MODELS = [
+    Mutant(
+        name="adam-s-count-on-the-cpu",
+        file="rlhf/runtime/optimizers.py",
+        before="torch.tensor(float(step), device=flat.device)",
+        after="torch.tensor(float(step))",
+        why="a run continued under ZeRO on GPUs gives the fused kernel a count of steps that it cannot read",
+        tests=("tests/runtime/test_optimizers.py",),
+    ),
+    Mutant(
+        name="part-of-a-weight-from-the-next-byte",
+        file="rlhf/models/weight_files.py",
+        before="opened.seek(stored.start + start * size)",
+        after="opened.seek(stored.start + start)",
+        why="every process but the first trains on weights cut in the middle of numbers",
+        tests=("tests/models/test_weight_files.py",),
+    ),
+    Mutant(
+        name="owners-that-forget-their-load",
+        file="rlhf/runtime/distributed.py",
+        before="            loads[rank] += sizes[name]",
+        after="            loads[rank] += 1",
+        why="one process holds and writes most of a checkpoint",
+        tests=("tests/runtime/test_distributed.py",),
+    ),
+    Mutant(
+        name="a-weight-of-another-shape-read-in-parts",
+        file="rlhf/models/split_load.py",
+        before="    if stored.shape != tuple(parameter.shape):",
+        after="    if len(stored.shape) != parameter.ndim:",
+        why="numbers of one place of the file become another place's weights",
+        tests=("tests/models/test_split_load.py",),
+    ),
+    Mutant(
+        name="local-rank-as-the-number-of-a-hidden-gpu",
+        file="rlhf/runtime/engine.py",
+        before='torch.device("cuda", local_rank % visible)',
+        after='torch.device("cuda", local_rank)',
+        why="where each process is shown its own GPU, all but the first ask for one that is not there",
+        tests=("tests/runtime/test_device.py",),
+    ),
+    Mutant(
+        name="layered-rollout-with-rows-evicted",
+        file="rlhf/sampling/sampler.py",
+        before='        reason = reason or "sharding.rollout=layered gathers the layers in their own forward"',
+        after="        reason = reason or None",
+        why="each process makes its own number of passes over layers that all must gather together: they wait forever",
+        tests=("tests/sampling/test_layered_rollout.py",),
+    ),
+]

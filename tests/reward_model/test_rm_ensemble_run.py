@@ -1,0 +1,152 @@
+"""Ensembles trained in one run, on one backbone or on several; and PPO against them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import largest_difference, make_model, pairs_file, ppo_tree, quiet, trained, weights
+from transformers import AutoModelForSequenceClassification
+
+from rlhf.commands.train import run_reward_model
+from rlhf.config.load import merge, validate
+from rlhf.config.sections import RewardModelConfig
+from rlhf.errors import ConfigError
+from rlhf.factory.context import member_folders
+from rlhf.factory.reward_model import build_reward_model
+from rlhf.training.offline import train_offline
+
+
+def tree(folder: Path, name: str = "rm", **changes: Any) -> dict[str, Any]:
+    if not (folder / "model").is_dir():
+        make_model(folder / "model")
+    settings: dict[str, Any] = {
+        "run": {"out_dir": str(folder / name), "device": "cpu"},
+        "data": {
+            "preferences": {"path": str(pairs_file(folder))},
+            "eval_preferences": {"path": str(pairs_file(folder, count=40, seed=1))},
+        },
+        "model": {"model": str(folder / "model"), "lr": 1e-2},
+        "batch": {"prompts_per_step": 8, "micro_batch_size": 4},
+        "schedule": {"steps": 6, "epochs": None},
+        "checkpoint": {"every": 2},
+        "ensemble": 2,
+    }
+    return merge(settings, changes)
+
+
+def config(settings: dict[str, Any]) -> RewardModelConfig:
+    return validate(RewardModelConfig, settings)
+
+
+def fitted(folder: Path, name: str, *, until: int) -> dict[str, torch.Tensor]:
+    built = build_reward_model(config(tree(folder, name, schedule={"steps": until})), quiet())
+    train_offline(built.run)
+    built.run.session.recorder.close()
+    return weights(built.model)
+
+
+def test_a_resumed_ensemble_is_the_uninterrupted_one_bitwise(tmp_path: Path) -> None:
+    whole = fitted(tmp_path, "a", until=6)
+    fitted(tmp_path, "b", until=4)
+    shutil.rmtree(tmp_path / "b" / "checkpoints" / "step-000004")
+    assert largest_difference(whole, fitted(tmp_path, "b", until=6)) == 0.0
+    last = [(tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1] for name in "ab"]
+    assert last[0] == last[1]
+    assert json.loads(last[0])["rm/disagreement"] > 0
+
+
+def ppo_metrics(folder: Path, **source: Any) -> dict[str, Any]:
+    """The last step of PPO against the reward model in folder/rm."""
+    settings = ppo_tree(folder, schedule={"steps": 2}, checkpoint={"every": 0}, eval={"every": 0})
+    settings["reward"] = {"source": {"type": "model", "path": str(folder / "rm"), **source}}
+    trained(merge(settings, {"critic": {"init": "auto"}}))
+    line: dict[str, Any] = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    return line
+
+
+def test_heads_on_one_backbone_from_pairs_to_ppo(tmp_path: Path) -> None:
+    assert run_reward_model(config(tree(tmp_path)), quiet())
+    card = json.loads((tmp_path / "rm" / "report_card.json").read_text())
+    assert card["ensemble"]["members"] == 2
+    assert set(card["ensemble"]["member_accuracy"]) == {"member 0", "member 1"}
+    exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm" / "model")
+    assert exported.config.num_labels == 2
+    line = ppo_metrics(tmp_path, how="mean_minus_std", std_coef=0.5)
+    assert line["score/disagreement"] > 0
+    mean = (line["part/member.0/mean"] + line["part/member.1/mean"]) / 2
+    assert line["score/raw"] == pytest.approx(mean - 0.5 * line["score/disagreement"], abs=1e-5)
+
+
+def test_separate_backbones_from_pairs_to_ppo(tmp_path: Path) -> None:
+    settings = tree(tmp_path, ensemble={"size": 2, "backbone": "separate"}, schedule={"steps": 3})
+    assert run_reward_model(config(settings), quiet())
+    first, second = member_folders(str(tmp_path / "rm"))
+    models = [AutoModelForSequenceClassification.from_pretrained(folder / "model") for folder in (first, second)]
+    assert all(model.config.num_labels == 1 for model in models)
+    assert not torch.equal(models[0].score.weight, models[1].score.weight)
+    assert json.loads((tmp_path / "rm" / "report_card.json").read_text())["ensemble"]["members"] == 2
+    alone = merge(settings, {"run": {"out_dir": str(tmp_path / "alone")}, "ensemble": {"member": 1}})
+    assert run_reward_model(config(alone), quiet())
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "alone" / "model")
+    assert largest_difference(models[1].state_dict(), again.state_dict()) == 0.0
+    line = ppo_metrics(tmp_path, how="minimum")
+    members = [line["part/member.0/mean"], line["part/member.1/mean"]]
+    assert line["score/disagreement"] > 0
+    assert line["score/raw"] <= min(members) + 1e-6
+
+
+def test_how_needs_an_ensemble(tmp_path: Path) -> None:
+    assert run_reward_model(config(tree(tmp_path, ensemble=1, schedule={"steps": 2})), quiet())
+    with pytest.raises(ConfigError, match="is one reward model, not an ensemble"):
+        ppo_metrics(tmp_path, how="minimum")
+
+
+@pytest.mark.parametrize(
+    "ensemble, message",
+    [
+        ({"size": 2, "vary": ["order"]}, "heads on one backbone see the same batches"),
+        ({"size": 2, "vary": []}, "all members would be the same"),
+        ({"size": 2, "member": 1}, "needs backbone=separate"),
+        ({"size": 2, "backbone": "separate", "member": 2}, "needs backbone=separate and a size above it"),
+        (0, "greater than or equal to 1"),
+    ],
+)
+def test_ensembles_that_cannot_work_are_refused(ensemble: object, message: str) -> None:
+    settings = {"data": {"preferences": {"path": "x"}}, "model": {"model": "m"}, "ensemble": ensemble}
+    with pytest.raises(ConfigError, match=message):
+        config(settings)
+
+
+def test_several_rewards_and_a_watching_judge_in_one_run(tmp_path: Path) -> None:
+    """GRPO on two functions and a rule by GDPO, and a judge that is never trained on."""
+    settings = ppo_tree(
+        tmp_path,
+        schedule={"steps": 2},
+        checkpoint={"every": 0},
+        eval={"every": 0},
+        batch={"prompts_per_step": 8, "epochs": 1, "minibatches": 1},
+    )
+    function = settings["reward"]["source"]
+    judge = {"type": "function", "target": function["target"].replace("count_good", "count_words")}
+    rules = {"type": "rules", "rules": [{"type": "repetition", "n": 1}]}
+    settings["reward"] = {
+        "source": {"type": "ensemble", "how": "gdpo", "names": ["good", "fresh"], "sources": [function, rules]},
+        "watch": {"source": judge, "rows": 8},
+    }
+    settings["algorithm"] = {"preset": "grpo", "advantage": {"baseline": "centered"}}
+    del settings["critic"]
+    trained(merge(settings, {"sampling": {"completions_per_prompt": 4}}))
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert line["score/mean"] == pytest.approx(0.0, abs=1e-6)
+    assert line["part/weighted_sum/mean"] == pytest.approx(line["part/good/mean"] + line["part/fresh/mean"], abs=1e-6)
+    assert line["part/fresh/repetition/mean"] == pytest.approx(-line["part/fresh/mean"], abs=1e-6)
+    assert line["part/good/applicable"] == 1.0
+    assert 0 <= line["watch/score"] <= 6
+    assert line["watch/failed"] == 0.0
+    with pytest.raises(ConfigError, match="the advantage must only center"):
+        trained(merge(settings, {"algorithm": {"advantage": {"baseline": "normalized"}}}))

@@ -1,0 +1,140 @@
+"""Which device a setting means, and what an Apple GPU is refused; none is needed here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from rlhf.config.sections import RewardModelConfig, RunConfig
+from rlhf.config.sharding import ShardingConfig
+from rlhf.errors import ConfigError
+from rlhf.runtime import device as device_module
+from rlhf.runtime import engine as engine_module
+from rlhf.runtime.device import choose_device, empty_cache, is_out_of_memory
+from rlhf.runtime.engine import local_device, make_engine
+from rlhf.runtime.memory import make_memory_profiler
+from rlhf.runtime.micro_batch import AdaptiveMicroBatch
+
+Machine = Callable[..., None]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Make torch say that these devices are there, and no other."""
+
+    def has(*devices: str) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: "cuda" in devices)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: "mps" in devices)
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    return has
+
+
+@pytest.mark.parametrize(
+    ("there", "name", "chosen"),
+    [
+        ((), "auto", "cpu"),
+        (("mps",), "auto", "cpu"),
+        (("cuda", "mps"), "auto", "cuda"),
+        (("cuda",), "cpu", "cpu"),
+        (("mps",), "mps", "mps"),
+        (("cuda",), "cuda", "cuda"),
+    ],
+)
+def test_the_device_that_is_meant(machine: Machine, there: tuple[str, ...], name: str, chosen: str) -> None:
+    machine(*there)
+    assert choose_device(name, key="run.device") == torch.device(chosen)
+
+
+@pytest.mark.parametrize(("name", "message"), [("cuda", "torch sees no GPU"), ("mps", "torch sees no Apple GPU")])
+def test_a_device_that_is_not_there_is_told(machine: Machine, name: str, message: str) -> None:
+    machine()
+    with pytest.raises(ConfigError, match=rf"run\.device is {name} but {message}; set run\.device=cpu or auto"):
+        make_engine(RunConfig(device=name))
+
+
+def test_an_apple_gpu_runs_one_process(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine("mps")
+    assert make_engine(RunConfig(device="mps")).device == torch.device("mps")
+    with pytest.raises(ConfigError, match=r"run\.device is mps, which runs one process"):
+        make_engine(RunConfig(device="mps"), ShardingConfig(mode="zero2"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"run\.device is mps, which runs one process"):
+        make_engine(RunConfig(device="mps"))
+
+
+def test_an_apple_gpu_has_no_float64() -> None:
+    tree = {"data": {"preferences": {"path": "p"}}, "model": {"model": "m", "dtype": "float64"}}
+    assert RewardModelConfig.model_validate(tree).model.dtype == "float64"
+    with pytest.raises(ValidationError, match=r"model\.dtype is float64, which an Apple GPU does not have"):
+        RewardModelConfig.model_validate({**tree, "run": {"device": "mps"}})
+
+
+def test_its_memory_is_what_its_driver_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [3 * 2**20]
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: given[0])
+    profiler = make_memory_profiler(torch.device("mps"))
+    with profiler.phase("update"):
+        given[0] = 7 * 2**20
+    assert profiler.take() == {"update": 7.0}
+    assert profiler.peak_mb() == 7.0
+
+
+def test_its_cache_is_emptied_where_there_is_one(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[str] = []
+    monkeypatch.setattr(device_module.torch.mps, "empty_cache", lambda: emptied.append("mps"))
+    machine()
+    empty_cache()
+    assert emptied == []
+    machine("mps")
+    empty_cache()
+    assert emptied == ["mps"]
+
+
+def test_its_way_to_be_out_of_memory_halves_the_micro_batch_too(machine: Machine) -> None:
+    machine()
+    notes: list[str] = []
+    micro_batch = AdaptiveMicroBatch(8, what="a pass", note=notes.append)
+
+    def work(size: int) -> int:
+        if size > 2:
+            raise RuntimeError("MPS backend out of memory (MPS allocated: 17.00 GB, ...)")
+        return size
+
+    assert micro_batch.run(work) == 2
+    assert len(notes) == 1
+
+    def wrong(size: int) -> int:
+        raise RuntimeError("shapes do not match")
+
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        micro_batch.run(wrong)
+    assert is_out_of_memory(torch.OutOfMemoryError())
+    assert not is_out_of_memory(RuntimeError("out of luck"))
+
+
+def test_a_process_takes_the_gpu_of_its_local_rank_or_the_only_one_it_sees() -> None:
+    assert [local_device(rank, 4) for rank in (0, 3)] == [torch.device("cuda", 0), torch.device("cuda", 3)]
+    assert local_device(3, 1) == torch.device("cuda", 0)  # Slurm's --gpus-per-task=1
+    with pytest.raises(ConfigError, match="local rank 4 has no GPU: this process sees 4"):
+        local_device(4, 4)
+
+
+@pytest.mark.parametrize(("local_rank", "visible", "index"), [("3", 8, 3), ("3", 1, 0)])
+def test_deepspeed_is_told_the_gpu_that_the_process_takes(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, local_rank: str, visible: int, index: int
+) -> None:
+    """DeepSpeed takes LOCAL_RANK for the number of the GPU."""
+    machine("cuda")
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert engine_module._device(RunConfig()) == torch.device("cuda", index)
+    assert chosen == [torch.device("cuda", index)]
+    assert os.environ["LOCAL_RANK"] == str(index)

@@ -1,0 +1,182 @@
+"""What only POSIX has is used where there is a fallback, and every module can be imported where it is not there."""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhf.comparison import processes
+from rlhf.rewards.function import TimeLimitExceeded, run_with_timeout
+from rlhf.runtime import memory
+from rlhf.tracking import checkpoint
+from rlhf.tracking.checkpoint import Checkpoints, find_damage
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = sorted(path for package in ("rlhf", "reward_model") for path in (ROOT / package).rglob("*.py"))
+
+MODULES = ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "syslog", "readline", "_posixshmem")
+NAMES = {
+    "os": """
+        fork forkpty killpg getpgid setpgid setsid getuid geteuid getgid getegid getgroups sched_getaffinity
+        sched_setaffinity uname sysconf statvfs fchmod chown mkfifo nice getloadavg wait3 wait4 waitid WNOHANG
+        O_DIRECTORY O_NOFOLLOW O_NONBLOCK EX_OK
+    """,
+    "signal": """
+        SIGALRM SIGKILL SIGHUP SIGUSR1 SIGUSR2 SIGQUIT SIGPIPE SIGCHLD SIGCONT SIGSTOP setitimer getitimer alarm pause
+        ITIMER_REAL pthread_sigmask sigwait siginterrupt
+    """,
+    "multiprocessing.context": "ForkContext ForkServerContext ForkProcess ForkServerProcess",
+    "socket": "AF_UNIX",
+    "time": "tzset",
+}
+WITH_A_FALLBACK = {
+    ("processes.py", "os.sched_getaffinity"),
+    ("function.py", "signal.SIGALRM"),
+    ("function.py", "signal.setitimer"),
+    ("function.py", "signal.ITIMER_REAL"),
+    ("memory.py", "import resource"),
+}
+LINUX_ONLY = {"rlhf.runtime.deepspeed"}  # imported only where sharding asks for DeepSpeed
+OF_AN_EXTRA = {"rlhf.suites.lm_eval", "reward_model.server", "rlhf.factory.reward_service"}
+EXTRAS = ("lm_eval", "fastapi", "starlette", "uvicorn")
+
+AS_ON_WINDOWS = f"""
+import importlib, sys
+
+def load(names):
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name not in {EXTRAS!r}:
+                raise
+        else:
+            yield name
+
+names = list(load(sys.argv[1:]))  # and with them the libraries, which have their own ways for Windows
+for name in [name for name in sys.modules if name.partition(".")[0] in ("rlhf", "reward_model")]:
+    del sys.modules[name]
+for name, attributes in {NAMES!r}.items():
+    module = importlib.import_module(name)
+    for attribute in attributes.split():
+        if hasattr(module, attribute):
+            delattr(module, attribute)
+sys.modules.update(dict.fromkeys({MODULES!r}))
+print(*load(names))
+"""
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_every_module_can_be_imported_without_what_windows_lacks() -> None:
+    names = [name for name in map(module_of, FILES) if name not in LINUX_ONLY]
+    assert len(names) > 100
+    done = subprocess.run(
+        [sys.executable, "-c", AS_ON_WINDOWS, *names], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    imported = set(done.stdout.splitlines()[-1].split())
+    assert set(names) - imported <= OF_AN_EXTRA, "only modules of an extra that is not installed may be left out"
+
+
+def posix_only(source: str) -> Iterator[str]:
+    """Yield the names in `source` that only POSIX has, and the imports of modules that only POSIX has."""
+    own = {f"{module}.{name}" for module, names in NAMES.items() for name in names.split()}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in own:
+            yield ast.unparse(node)
+        elif isinstance(node, ast.Import):
+            yield from (f"import {alias.name}" for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name for name in names if name in own or node.module in MODULES)
+
+
+def test_what_only_posix_has_is_used_where_there_is_a_fallback() -> None:
+    used = {(path.name, name) for path in FILES for name in posix_only(path.read_text(encoding="utf-8"))}
+    assert used == WITH_A_FALLBACK
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import os\nos.fork()", "import fcntl", "from signal import SIGKILL", "from fcntl import flock", "signal.SIGHUP"],
+)
+def test_such_a_name_would_be_noticed(source: str) -> None:
+    assert list(posix_only(source))
+
+
+def test_without_a_timer_signal_a_thread_keeps_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("setitimer", "SIGALRM", "ITIMER_REAL"):
+        monkeypatch.delattr(signal, name)
+    assert threading.current_thread() is threading.main_thread()
+    assert run_with_timeout(5.0, lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        run_with_timeout(5.0, lambda: 1 // 0)
+    started = time.monotonic()
+    with pytest.raises(TimeLimitExceeded):
+        run_with_timeout(0.05, lambda: time.sleep(20))
+    assert time.monotonic() - started < 10
+
+
+def test_without_affinity_all_cores_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    assert processes.count_cores() == 12
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert processes.count_cores() == 1
+
+
+def test_elsewhere_processes_are_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes.sys, "platform", "win32")
+    assert processes._process_class().__name__ == "SpawnProcess"
+
+
+@pytest.mark.parametrize("has_resource", [True, False], ids=["macOS", "Windows"])
+def test_without_proc_memory_is_measured_otherwise(
+    has_resource: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "STATUS", tmp_path / "none")
+    if not has_resource:
+        monkeypatch.setattr(memory, "resource", None)
+    measured = memory._peak_resident_mb()
+    assert 10 < measured < 100_000  # MB: neither bytes nor gigabytes
+    if has_resource:
+        monkeypatch.setattr(memory.sys, "platform", "darwin")  # where the unit is a byte
+        assert memory._peak_resident_mb() == pytest.approx(measured / 1024, rel=0.01)
+
+
+def test_a_checkpoint_is_flushed_where_folders_cannot_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[str] = []
+
+    def as_on_windows(path: str | Path, flags: int) -> int:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    def fsync(descriptor: int) -> None:
+        os.write(descriptor, b"")  # which fails on what is open for reading only
+        flushed.append("file")
+
+    monkeypatch.setattr(checkpoint, "IS_WINDOWS", True)
+    monkeypatch.setattr(checkpoint.os, "open", as_on_windows)
+    monkeypatch.setattr(checkpoint.os, "fsync", fsync)
+
+    def write(folder: Path) -> None:
+        (folder / "weights").write_text("abc")
+        (folder / "inner").mkdir()
+        (folder / "inner" / "more").write_text("d")
+
+    path = Checkpoints(tmp_path, keep=1).save(3, write)
+    assert find_damage(path) is None
+    assert len(flushed) == 3  # two files and the manifest
