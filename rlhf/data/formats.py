@@ -199,7 +199,8 @@ def explicit_pair(values: Values, *, turns: bool, column: str) -> PairText:
     prompt = _read_prompt(values, column, turns=turns or is_messages(chosen))
     if not is_messages(chosen):
         return _text_pair(prompt, some_text(chosen, "chosen"), some_text(rejected, "rejected"), values)
-    assert not isinstance(prompt, str)
+    if isinstance(prompt, str):
+        raise BadRow(f"{column} is a transcript in text, chosen and rejected are messages: give all three in one form")
     sides = [
         _full_conversation(messages(side, name), prompt, name)
         for side, name in ((chosen, "chosen"), (rejected, "rejected"))

@@ -53,6 +53,7 @@ DIFFER = "chosen and rejected differ before the last answer"
 PART = "chosen and rejected part where the assistant does not speak"
 NO_ROLE = "a message of prompt has no known role"
 NO_MARK = "chosen is neither a transcript (no '\\n\\nAssistant:') nor has it a prompt column"
+MIXED = "prompt is a transcript in text, chosen and rejected are messages: give all three in one form"
 LEAVES = "prompt leaves the assistant nothing to answer"
 AWAY = "chosen is a conversation in which the prompt does not occur"
 GO = "### Instruction:\nGo.\n\n### Response:\n"
@@ -123,6 +124,7 @@ def test_margins(columns: dict[str, object], margin: float | str) -> None:
         ({"prompt": ["p"], "chosen": "a", "rejected": "b"}, "prompt is not text"),
         ({"prompt": "p", "chosen": "a", "rejected": "\ud800"}, "rejected is not valid Unicode"),
         ({"prompt": "p", "chosen": "a", "rejected": [assistant("b")]}, "chosen and rejected are not of the same form"),
+        ({"prompt": HH, "chosen": [*HI, assistant("a")], "rejected": [*HI, assistant("b")]}, MIXED),
         ({"prompt": [assistant("x")], "chosen": "a", "rejected": "b"}, "prompt has no user message to answer"),
         ({"prompt": [*HI, assistant("x")], "chosen": "a", "rejected": "b"}, LEAVES),
         ({"prompt": [{"role": "ghost", "content": "x"}], "chosen": "a", "rejected": "b"}, NO_ROLE),
