@@ -17,7 +17,7 @@ INTRODUCTION = """\
 
 This page is made by `python scripts/make_lint_doc.py` from the table of rules in `rlhf/guard/`. Change it there.
 
-    rlhf lint configs/ppo.yaml policy.lr=1e-3
+    rlhf lint configs/ppo.yaml batch.epochs=50
     rlhf lint configs/lab/compare.yaml
 
 checks settings and runs nothing; of a comparison it checks every arm. The same checks are made at the start of every

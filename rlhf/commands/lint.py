@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.text import Text
 
 from rlhf.comparison.plan import Plan, make_plan
@@ -13,8 +14,10 @@ from rlhf.config.load import load_any
 from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
 from rlhf.config.shipped import locate_config
 from rlhf.errors import ConfigError
-from rlhf.guard.lint import RULES, explain_errors, lint
+from rlhf.guard.facts import read_facts
+from rlhf.guard.lint import RULES, how_to_allow, lint
 from rlhf.guard.rule import RunConfiguration, Violation
+from rlhf.guard.rules_run import trained
 
 STYLES = {"error": "red", "warning": "yellow"}
 
@@ -25,13 +28,33 @@ def run_lint(path: str | Path, overrides: Sequence[str], console: Console) -> No
     Raises:
         ConfigError: the configuration is invalid, or breaks a rule whose level is error.
     """
-    violations = {name: lint(config) for name, config in runs_of(path, overrides).items()}
-    print_violations(violations, console)
-    errors = [violation for broken in violations.values() for violation in broken if violation.rule.level == "error"]
+    runs = runs_of(path, overrides)
+    violations = {name: lint(config) for name, config in runs.items()}
+    for name, broken in violations.items():
+        for violation in broken:
+            print_in_full(violation, name, console)
+    for model in sorted({trained(config).model for config in runs.values() if read_facts(config).parameters is None}):
+        console.print(f"learning rates were not checked: the size of {model} is not known before it is there")
+    rules = [violation.rule for broken in violations.values() for violation in broken]
+    errors = [rule.name for rule in rules if rule.level == "error"]
+    warnings = len(rules) - len(errors)
+    console.print(f"{len(RULES)} rules: {_count(len(errors), 'error')}, {_count(warnings, 'warning')}")
     if errors:
-        raise ConfigError(explain_errors(errors))
-    if not any(violations.values()):
-        console.print(f"nothing to say: none of {len(RULES)} rules is broken")
+        raise ConfigError(f"{path} would be refused. {how_to_allow(errors)}")
+
+
+def print_in_full(violation: Violation, name: str, console: Console) -> None:
+    """Print a violation as a paragraph: level and rule, key and value with the reason, source, fix."""
+    rule = violation.rule
+    head = Text(f"{rule.level}  ", style=f"bold {STYLES[rule.level]}").append(rule.name, style="bold")
+    console.print(head.append(f"  ({name})" if name else "", style="not bold"))
+    for line in (f"{violation.setting}. {rule.reason}", f"source: {rule.source}", f"fix:    {rule.fix}"):
+        console.print(Padding(Text(line), (0, 0, 0, 4)))
+    console.print()
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def runs_of(path: str | Path, overrides: Sequence[str]) -> Mapping[str, RunConfiguration]:

@@ -55,9 +55,12 @@ def check_settings(config: RunConfiguration) -> list[Violation]:
 
 def explain_errors(errors: Sequence[Violation]) -> str:
     """Return the message of a refused run: each error, and the setting that lets it pass."""
-    names = ", ".join(error.rule.name for error in errors)
-    lines = [str(error) for error in errors]
-    return "\n".join([*lines, f"To run it nevertheless: guard.allow=[{names}]"])
+    return "\n".join([*map(str, errors), how_to_allow([error.rule.name for error in errors])])
+
+
+def how_to_allow(rules: Sequence[str]) -> str:
+    """Return the setting that lets a run pass that breaks rules."""
+    return f"To run it nevertheless: guard.allow=[{', '.join(dict.fromkeys(rules))}]"
 
 
 def _check_names(names: Collection[str], known: Sequence[str], key: str, what: str) -> None:

@@ -49,10 +49,14 @@ class Violation:
     rule: Rule
     value: Value
 
+    @property
+    def setting(self) -> str:
+        """The key and its value: `batch.epochs is 50`."""
+        return f"{self.rule.key} is {f'{self.value:g}' if isinstance(self.value, float | int) else self.value}"
+
     def __str__(self) -> str:
         """Return one line: rule, key and value, reason, source and fix."""
-        rule, shown = self.rule, f"{self.value:g}" if isinstance(self.value, float | int) else self.value
-        return f"{rule.name}: {rule.key} is {shown}. {rule.reason} ({rule.source}). Fix: {rule.fix}"
+        return f"{self.rule.name}: {self.setting}. {self.rule.reason} ({self.rule.source}). Fix: {self.rule.fix}"
 
 
 def outside(value: float, low: float, high: float) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from rlhf.config.algorithm import SftLoss
+from rlhf.config.algorithm import SftLoss, TrustRegionLoss
 from rlhf.config.sections import OfflineConfig, OnlineConfig, PolicyConfig, RewardModelConfig
 from rlhf.guard.rule import EVERY, POLICY, Facts, Rule, RunConfiguration, Value, outside
 
@@ -46,24 +46,31 @@ def method(config: RunConfiguration) -> str:
     return "sft" if isinstance(config.algorithm.loss, SftLoss) else "preference"
 
 
+def rate(config: RunConfiguration) -> float | None:
+    """Return the learning rate; None where a trust region sets the length of the step."""
+    has_none = isinstance(config, OnlineConfig) and isinstance(config.algorithm.policy_loss, TrustRegionLoss)
+    return None if has_none else trained(config).lr
+
+
 def rate_is_zero(config: RunConfiguration, facts: Facts) -> Value | None:
     """Return a learning rate of 0."""
-    return 0.0 if trained(config).lr == 0 else None
+    return 0.0 if rate(config) == 0 else None
 
 
 def rate_is_high(config: RunConfiguration, facts: Facts) -> Value | None:
     """Return a rate above what is reported for the method and the size; for tiny models nothing is."""
-    if facts.parameters is None or facts.parameters < SMALL_MODEL:
+    lr = rate(config)
+    if lr is None or facts.parameters is None or facts.parameters < SMALL_MODEL:
         return None
-    rates, model = RATES[method(config)], trained(config)
+    rates = RATES[method(config)]
     highest = rates.high if facts.parameters < LARGE_MODEL else rates.high_large
-    return outside(model.lr, 0.0, highest * (LORA_FACTOR if model.lora is not None else 1.0))
+    return outside(lr, 0.0, highest * (LORA_FACTOR if trained(config).lora is not None else 1.0))
 
 
 def rate_is_low(config: RunConfiguration, facts: Facts) -> Value | None:
     """Return a rate below what is reported, or one for billions of parameters in a tiny model."""
-    lr = trained(config).lr
-    if facts.parameters is None or lr == 0:
+    lr = rate(config)
+    if facts.parameters is None or not lr:
         return None
     lowest = RATES[method(config)].low if facts.parameters >= SMALL_MODEL else LOWEST_FOR_TINY
     return lr if lr < lowest else None

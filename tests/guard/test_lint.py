@@ -164,7 +164,9 @@ def test_every_rule_has_a_case_and_says_all_that_it_should() -> None:
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_is_shipped_breaks_no_rule(file: Path) -> None:
-    assert {name: [str(v) for v in lint(run)] for name, run in runs_of(file, []).items() if lint(run)} == {}
+    facts = TINY if "lab" in file.parts else None  # the lab's models are there or not: it makes no difference
+    broken_by = {name: [str(violation) for violation in lint(run, facts)] for name, run in runs_of(file, []).items()}
+    assert not any(broken_by.values()), broken_by
 
 
 @pytest.mark.parametrize(
@@ -210,9 +212,15 @@ def test_a_name_that_is_no_rule_or_no_alarm_is_an_error() -> None:
 def test_the_command_prints_warnings_and_refuses_errors() -> None:
     console = Console(record=True, width=400)
     run_lint(str(ROOT / PPO), ["policy.lr=1e-6"], console)
-    assert f"none of {len(RULES)} rules" in console.export_text()
-    run_lint(str(ROOT / PPO), ["batch.epochs=9"], console)
-    assert "warning: epochs-many-for-text: batch.epochs is 9" in console.export_text()
+    printed = console.export_text()
+    assert f"{len(RULES)} rules: 0 errors, 0 warnings" in printed
+    assert "learning rates were not checked: the size of runs/sft is not known" in printed
+    run_lint(str(ROOT / PPO), ["batch.epochs=9", "policy.model=any-135m"], console)
+    printed = console.export_text()
+    assert "warning  epochs-many-for-text" in printed
+    assert "batch.epochs is 9. " in printed
+    assert f"{len(RULES)} rules: 0 errors, 1 warning\n" in printed
+    assert "not checked" not in printed
     assert main(["lint", str(ROOT / PPO), "checkpoint.best={}", "eval.every=0"]) == 2
     assert main(["train", str(ROOT / PPO), "critic.lr=0"]) == 2
 
