@@ -1,4 +1,7 @@
-"""The notebooks run from top to bottom: their code cells, in order, as a script in a folder of its own."""
+"""The notebooks run from top to bottom: their code cells, in order, as a script in a folder of its own.
+
+In CI (`.ci/run`), or by `bash scripts/test.sh -m notebook`: a minute of processor time each.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def test_code_cells_parse_and_hold_no_output(notebook: Path) -> None:
     assert not any(cell.get("outputs") for cell in cells)
 
 
-@pytest.mark.slow
+@pytest.mark.notebook
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(notebook: Path, tmp_path: Path) -> None:
     script = tmp_path / "notebook.py"
