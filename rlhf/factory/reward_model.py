@@ -66,6 +66,7 @@ class RewardModelRun:
     tokenizer: PreTrainedTokenizerBase
     load_pairs: Callable[[], PairSet]  # what was trained on; of a mixture, as many rows of its beginning as CARD_PAIRS
     eval_pairs: PairSet | None
+    splits_weights: bool  # over the ranks: none has the whole model
 
     @cached_property
     def pairs(self) -> PairSet:
@@ -126,7 +127,8 @@ def build_reward_model(config: RewardModelConfig, console: Console | None = None
             model, tokenizer, folder, context.engine, origin, config.model.export_dtype, session.recorder.note
         ),
     )
-    return RewardModelRun(run, config, model, tokenizer, partial(_first_pairs, stream), eval_pairs)
+    first_pairs, splits_weights = partial(_first_pairs, stream), context.engine.splits_weights
+    return RewardModelRun(run, config, model, tokenizer, first_pairs, eval_pairs, splits_weights)
 
 
 def _train_stream(
@@ -189,7 +191,7 @@ def score_gaps(config: RewardModelConfig, path: str) -> tuple[tuple[PairText, ..
 
 
 def finish_reward_model(built: RewardModelRun) -> dict[str, Any]:
-    """Calibrate the model, export it to the run folder, write the report card, and return the card.
+    """Calibrate the model, export it to the run folder, and write and return the report card of what was exported.
 
     Without held-out pairs there is no card: the result is empty.
     """
@@ -199,6 +201,8 @@ def finish_reward_model(built: RewardModelRun) -> dict[str, Any]:
     replace_folder(folder.path / MODEL, built.run.export, built.run.session.ranks)
     if built.eval_pairs is None:
         return {}
+    if config.model.export_dtype != "float32" and not built.splits_weights:
+        _load_weights(built, folder.path)  # rounded
     card = _report_card(config, built.model, built.tokenizer, built.pairs, built.eval_pairs)
     built.run.session.ranks.on_main(lambda: folder.write_report_card(card))
     return card
@@ -244,8 +248,13 @@ def _restore_best(built: RewardModelRun) -> None:
     keeper = built.run.session.best
     best = keeper.finish() if keeper is not None else None
     if best is not None:
-        weights, _ = _load_trained(built.config, str(best))
-        built.model.classifier.load_state_dict(weights.classifier.state_dict())
+        _load_weights(built, best)
+
+
+def _load_weights(built: RewardModelRun, path: Path) -> None:
+    """Put the weights of a saved reward model into the run's."""
+    saved, _ = _load_trained(built.config, str(path))
+    built.model.classifier.load_state_dict(saved.classifier.state_dict())
 
 
 def _load_trained(config: RewardModelConfig, path: str) -> tuple[ScalarHeadModel, PreTrainedTokenizerBase]:

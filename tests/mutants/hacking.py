@@ -7,6 +7,7 @@ from mutant import Mutant
 COMBINE = "tests/rewards/test_combine.py"
 RULES = "tests/rewards/test_rules.py"
 ENSEMBLE = "tests/reward_model/test_rm_ensemble.py"
+ENSEMBLE_RUN = "tests/reward_model/test_rm_ensemble_run.py"
 LAWS = "tests/evaluation/test_overoptimization.py"
 
 HACKING = [
@@ -129,5 +130,13 @@ HACKING = [
         after="low, high = _interval(distances.reshape(-1, 1), gains.reshape(-1, 1), law, seed)",
         why="points of one curve count as independent: intervals far too narrow",
         tests=(f"{LAWS}::test_intervals_cover_the_truth_about_as_often_as_they_say",),
+    ),
+    Mutant(
+        name="card-of-weights-before-rounding",
+        file="rlhf/factory/reward_model.py",
+        before="        _load_weights(built, folder.path)  # rounded",
+        after="        pass",
+        why="the report card is of weights that were not exported: rounding to bfloat16 took the training away",
+        tests=(f"{ENSEMBLE_RUN}::test_the_report_card_is_of_the_model_as_it_was_exported",),
     ),
 ]

@@ -17,7 +17,7 @@ from rlhf.config.load import merge, validate
 from rlhf.config.sections import RewardModelConfig
 from rlhf.errors import ConfigError
 from rlhf.factory.context import member_folders
-from rlhf.factory.reward_model import build_reward_model
+from rlhf.factory.reward_model import build_reward_model, compute_report_card
 from rlhf.training.offline import train_offline
 
 
@@ -150,3 +150,15 @@ def test_several_rewards_and_a_watching_judge_in_one_run(tmp_path: Path) -> None
     assert line["watch/failed"] == 0.0
     with pytest.raises(ConfigError, match="the advantage must only center"):
         trained(merge(settings, {"algorithm": {"advantage": {"baseline": "normalized"}}}))
+
+
+def test_the_report_card_is_of_the_model_as_it_was_exported(tmp_path: Path) -> None:
+    """Weights that are stored in bfloat16 lose most of a small step: the card must not say what is lost."""
+    settings = tree(tmp_path, model={"lr": 1e-5, "export_dtype": "bfloat16"}, ensemble=1, schedule={"steps": 1})
+    run = config(settings)
+    assert run_reward_model(run, quiet())
+    card = json.loads((tmp_path / "rm" / "report_card.json").read_text())
+    exported = compute_report_card(run, str(tmp_path / "rm"))
+    assert {name: card[name] for name in ("accuracy", "loss")} == {
+        name: exported[name] for name in ("accuracy", "loss")
+    }
