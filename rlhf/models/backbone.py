@@ -274,8 +274,10 @@ def save_model(
 
     `state` holds the whole weights where this process has only a part of them.
     """
+    # No row is ever added to an embedding; "auto" would look for the config.json of the base, if need be on the hub.
+    options = {"save_embedding_layers": False} if isinstance(model, PeftModel) else {}
     with _quiet_peft():
-        model.save_pretrained(folder, state_dict=state)
+        model.save_pretrained(folder, state_dict=state, **options)
     tokenizer.save_pretrained(folder)
 
 
@@ -325,10 +327,9 @@ def _adapted(base: nn.Module, folder: Path, *, trainable: bool) -> PeftModel:
 
 @contextmanager
 def _quiet_peft() -> Iterator[None]:
-    """Silence peft 0.21's warnings about a renamed property, saved embeddings and the weight layout of GPT-2."""
+    """Silence peft 0.21's warnings about a renamed property and the weight layout of GPT-2."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
-        warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`", category=UserWarning)
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False", category=UserWarning)
         yield
 

@@ -25,7 +25,7 @@ from rlhf.models.kernels.lm_head import (
     logits_function,
     output_head,
 )
-from rlhf.models.kernels.packing import pack_for, packed_inputs
+from rlhf.models.kernels.packing import pack_for, packed_inputs, vocabulary_size
 from rlhf.models.logprobs import (
     FastWays,
     Sequences,
@@ -122,8 +122,7 @@ class Comparison:
         return torch.promote_types(next(self.policy.parameters()).dtype, torch.float32)
 
     def _vocabulary(self) -> int:
-        embeddings = self.policy.get_input_embeddings()
-        return int(embeddings.num_embeddings)  # type: ignore[arg-type]
+        return vocabulary_size(self.policy)
 
 
 def predictor_hidden_states(model: CausalLM, batch: Completions, packing: Packing) -> Float[Tensor, "M D"]:

@@ -22,6 +22,7 @@ from rlhf.config.sections import LogProbs, Packing
 from rlhf.errors import ModelError
 from rlhf.models.backbone import CausalLM
 from rlhf.models.kernels.lm_head import MAX_CHUNK_LOGITS, at_least_float32, chunk_rows, output_head
+from rlhf.models.kernels.packing import vocabulary_size
 from rlhf.models.logprobs import Sequences, completion_logits, in_chunks
 from rlhf.models.policy_models import predictor_hidden_states
 from rlhf.types import Experience
@@ -41,7 +42,7 @@ class TokenFisher:
         """Prepare the passes; the model's weights must be whole on this rank."""
         self.temperature = temperature
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+        self._vocabulary = vocabulary_size(model)
         self._has_chunks = in_chunks(model, log_probs)
         self._packing = packing
         self._body = _States(model, chunked=self._has_chunks)

@@ -204,6 +204,27 @@ def test_an_adapter_folder_loads_merged_over_its_base(tmp_path: Path) -> None:
     assert any(p.requires_grad for p in again.parameters())
 
 
+@pytest.mark.parametrize("targets", [["q_proj"], ["embed_tokens"]])
+def test_an_adapter_of_a_base_without_config_is_saved_without_asking_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, targets: list[str]
+) -> None:
+    """A folder with a GGUF file has no config.json, and peft would look for one on the hub at every checkpoint."""
+
+    def asked(model_id: str, name: str) -> bool:
+        raise AssertionError(f"asked the hub for {name} of {model_id}")
+
+    monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", asked)
+    path = saved(tiny(), tmp_path / "base")
+    model = nudged(add_lora(load_causal_lm(path, dtype="float64"), LoraConfig(r=2, target_modules=targets))).eval()
+    config = tmp_path / "base" / "config.json"
+    config.rename(tmp_path / "config.json")
+    save_model(model, tokenizer(), tmp_path / "adapter")
+    (tmp_path / "config.json").rename(config)
+    assert all("lora_" in name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+    again = load_adapter(load_causal_lm(path, dtype="float64"), tmp_path / "adapter").eval()
+    torch.testing.assert_close(logprobs(again), logprobs(model), rtol=0, atol=1e-6)
+
+
 def test_an_adapter_whose_base_is_gone_is_a_model_error(tmp_path: Path) -> None:
     path = saved(tiny(), tmp_path / "base")
     add_lora(load_causal_lm(path), LoraConfig(r=2)).save_pretrained(tmp_path / "adapter")

@@ -472,7 +472,13 @@ def _moved_embeddings(body: nn.Module) -> Iterator[None]:
         hook.remove()
 
 
+def vocabulary_size(model: nn.Module) -> int:
+    """Return the number of rows of the input embedding, which an adapter may wrap."""
+    embeddings = model.get_input_embeddings()  # type: ignore[operator]
+    return int(getattr(embeddings, "base_layer", embeddings).num_embeddings)
+
+
 def _probe_tokens(body: nn.Module) -> list[list[Int[Tensor, " L"]]]:
     """Return tokens from the middle of the vocabulary, which are text; the first and last are special or untrained."""
-    vocabulary = body.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    vocabulary = vocabulary_size(body)
     return [[(torch.tensor(row) + vocabulary // 2) % vocabulary for row in side] for side in PROBE_TOKENS]
