@@ -41,7 +41,9 @@ def llama(*, tied: bool = False, vocab: int = 262) -> PreTrainedModel:
 
 
 def greedy(model: PreTrainedModel, ids: list[int], count: int = 64) -> list[int]:
-    output = model.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False, eos_token_id=None)
+    prompt = torch.tensor([ids])  # its mask is given: else its ends of turns, which are the pad token, would be masked
+    mask = torch.ones_like(prompt)
+    output = model.generate(prompt, attention_mask=mask, max_new_tokens=count, do_sample=False, eos_token_id=None)
     tokens: list[int] = output[0, len(ids) :].tolist()
     return tokens
 
@@ -139,6 +141,8 @@ def test_llama_cpp_writes_the_same_64_tokens(shared: Path, tmp_path: Path) -> No
     tokenizer = load_tokenizer(str(shared / FOLDER))
     run_export(str(shared / FOLDER), tmp_path / "a.gguf", dtype="f32", console=quiet())
     ids = tokenizer.apply_chat_template(SEA, add_generation_prompt=True, return_dict=False)
-    reader = llama_cpp.Llama(str(tmp_path / "a.gguf"), n_ctx=256, verbose=False)
+    f32 = llama_cpp.GGML_TYPE_F32  # its cache in half precision, the default, moves logits by .05: more than some gaps
+    reader = llama_cpp.Llama(str(tmp_path / "a.gguf"), n_ctx=256, type_k=f32, type_v=f32, verbose=False)
     tokens = reader.generate(list(ids), temp=0.0, repeat_penalty=1.0)
     assert [next(tokens) for _ in range(64)] == greedy(real_model(shared), ids)
+    reader.close()
