@@ -12,8 +12,10 @@ from statistics import fmean
 
 from rlhf.comparison.halving import choose, promote, round_sizes
 from rlhf.comparison.plan import Cell, Plan
+from rlhf.comparison.scheduler import FAILED, failure_of
 from rlhf.comparison.trial import Judgment
 from rlhf.config.tune import Scalar
+from rlhf.errors import UserError
 from rlhf.factory.context import MODEL
 
 WEIGHTS = ("checkpoints", "best", MODEL)  # folders of a run that its results do not need
@@ -36,11 +38,26 @@ def run_tuning(plan: Plan, run: RunCells) -> Chosen | None:
         if not run(cells, f"tuning, round {number} of {len(sizes)}"):
             return None
         scores = {arm: round_scores([cell for cell in cells if cell.arm == arm]) for arm in arms}
+        _check_any_finished(cells, scores)
         going = {arm: promote(scores[arm], places) for arm in arms}
         for cell in cells:
             if not _is_going(cell, number, going):
                 _discard_weights(cell)
     return {arm: chosen_values(plan.trials, arm, choose(scores[arm])) for arm in arms}
+
+
+def _check_any_finished(cells: Sequence[Cell], scores: Mapping[str, Mapping[int, float | None]]) -> None:
+    """Check that not all trials of all arms have failed, which is no property of their values.
+
+    Raises:
+        UserError: they have; the same command tries them again.
+    """
+    if not cells or any(score is not None for arm in scores.values() for score in arm.values()):
+        return
+    reason = failure_of(cells[0].folder)
+    for cell in cells:
+        (cell.folder / FAILED).unlink(missing_ok=True)
+    raise UserError(f"every trial of tuning failed, the first because: {reason}. The same command tries them again")
 
 
 def round_scores(cells: Sequence[Cell]) -> dict[int, float | None]:

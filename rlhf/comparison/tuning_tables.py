@@ -29,9 +29,9 @@ def tuning_in_words(results: ComparisonResults) -> str:
     prompts = "prompts" if tuning.prompts is None else f"{tuning.prompts:,} prompts"
     kind = "a part of the held-out ones, on the rest of which the arms are judged" if tuning.are_split else "their own"
     return (
-        f"Every trained arm was tuned with the same {tuning.trials} trials, the first of them the arm as it is written, "
-        f"on seed{'s' if len(tuning.seeds) > 1 else ''} {', '.join(map(str, tuning.seeds))} and {prompts} ({kind}), and "
-        f"may spend {tuning.budget:,.0f} {unit} on it. Trials go on in rounds, {rounds} {unit} for each seed; after a "
+        f"Every trained arm was tuned with {tuning.trials} trials, the first of them the arm as it is written, on seed"
+        f"{'s' if len(tuning.seeds) > 1 else ''} {', '.join(map(str, tuning.seeds))} and {prompts} ({kind}), and may "
+        f"spend {tuning.budget:,.0f} {unit} on it. Trials go on in rounds, {rounds} {unit} for each seed; after a "
         "round the worst are dropped. The best of the last round, by the judge's mean, is the arm in all that follows; "
         "a tie goes to the arm as it is written. Nothing spent on tuning counts into the budget of an arm."
     )
