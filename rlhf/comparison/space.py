@@ -61,7 +61,7 @@ def value_at(dimension: Dimension, default: Any, u: float) -> Scalar:
         case Choices(choices=choices):
             return choices[int(u * len(choices))]
         case Factor(factor=factor):
-            smallest = 1 if isinstance(default, int) else 0.0  # a count does not round to nothing
+            smallest = 1.0 if isinstance(default, int) else 0.0  # a count does not round to nothing
             return _rounded(max(smallest, default * factor ** (2 * u - 1)), default)
         case Range(low=low, high=high, scale="linear"):
             return _rounded(low + u * (high - low), default)

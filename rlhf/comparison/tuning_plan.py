@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rlhf.comparison.halving import full_budget, round_limits, round_sizes
 from rlhf.comparison.space import Dimension, check_default, draw_trials, value_at
@@ -32,11 +32,7 @@ FOLDER = "tuning"
 Tree = dict[str, Any]
 
 
-class BuildCell(Protocol):
-    """Builds the cell of an arm, judged on the tuning prompts."""
-
-    def __call__(self, name: str, arm: Arm, seed: int, run_folder: Path) -> CellConfig:
-        """Build the cell."""
+BuildCell = Callable[[str, Arm, int, Path], CellConfig]  # name, arm, seed, run folder; judged on the tuning prompts
 
 
 def tuning_prompts(tune: TuneConfig, base: Tree) -> Tree:
@@ -262,5 +258,5 @@ def _check_shared_space(tune: TuneConfig, spaces: Mapping[str, Mapping[str, Dime
 
 
 def _nearest(key: str, known: Mapping[str, object]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
+    near = difflib.get_close_matches(key, [name for name in known if name != key], n=1)
     return f"; did you mean {near[0]}?" if near else ""

@@ -30,21 +30,21 @@ def test_the_sizes_of_the_rounds(trials: int, keep: int, sizes: list[int]) -> No
 def test_eight_trials_by_hand() -> None:
     """8, 4 and 2 trials: every round costs 8 of 24, so 1 + 2 + 4 sevenths of a run of 7."""
     sizes = [8, 4, 2]
-    assert full_budget(sizes, 7) == 24
-    assert round_limits(sizes, 24) == [1, 3, 7]
-    assert round_limits(sizes, 12) == [0.5, 1.5, 3.5]
-    assert round_limits([4], 20) == [5]
+    assert full_budget(sizes, 7.0) == 24
+    assert round_limits(sizes, 24.0) == [1, 3, 7]
+    assert round_limits(sizes, 12.0) == [0.5, 1.5, 3.5]
+    assert round_limits([4], 20.0) == [5]
 
 
 @pytest.mark.parametrize("trials, keep", [(3, 2), (7, 2), (8, 2), (27, 3), (11, 4)])
 def test_the_rounds_spend_the_budget_in_equal_parts(trials: int, keep: int) -> None:
     sizes = round_sizes(trials, keep)
-    limits = round_limits(sizes, 3000)
+    limits = round_limits(sizes, 3000.0)
     added = [after - before for before, after in zip([0, *limits], limits, strict=False)]
     assert [size * amount for size, amount in zip(sizes, added, strict=True)] == pytest.approx(
         [3000 / len(sizes)] * len(sizes)
     )
-    assert round_limits(sizes, full_budget(sizes, 640))[-1] == pytest.approx(640)
+    assert round_limits(sizes, full_budget(sizes, 640.0))[-1] == pytest.approx(640)
 
 
 def test_the_default_goes_on_and_so_do_the_best_of_the_others() -> None:
@@ -86,10 +86,8 @@ def test_draws_depend_on_seed_trial_and_setting_alone() -> None:
     both = draw_trials({**beta, **lr}, {"policy.lr": 1e-3, "algorithm.loss.beta": 0.1}, 6, 0)
     assert [trial["policy.lr"] for trial in both[1:]] == [trial["policy.lr"] for trial in drawn[1:]]
     other_arm = draw_trials(lr, {"policy.lr": 1e-6}, 6, 0)  # the same quantiles around another value
-    ratios = [
-        float(str(a["policy.lr"])) / float(str(b["policy.lr"])) for a, b in zip(drawn, other_arm, strict=True) if a
-    ]
-    assert ratios == pytest.approx([1000] * 5, rel=1e-3)
+    rates, others = ([float(str(trial["policy.lr"])) for trial in trials[1:]] for trials in (drawn, other_arm))
+    assert rates == pytest.approx([1000 * rate for rate in others], rel=1e-3)
     assert drawn[1] == {"policy.lr": 3.885e-4}  # the same on every machine and in every version
 
 
