@@ -95,7 +95,7 @@ class TuneConfig(Section):
 
     trials: Annotated[int, Field(ge=2)] = 8
     """Configurations tried for each arm, its own included."""
-    space: Space = {"policy.lr": Factor(factor=10.0)}
+    space: Space = Field(default={"policy.lr": {"factor": 10.0}})
     """Setting -> its values: {factor: 10}, {low: 0.01, high: 0.1, scale: log}, or [0.01, 0.1]. Settings that an arm
     does not read are left out of its space. null leaves a setting out."""
     seeds: Annotated[list[int], Field(min_length=1)] = [1000]

@@ -61,7 +61,7 @@ def tuning_of(folder: Path) -> dict[str, Any]:
 
 def timeless(tree: Any) -> Any:
     if isinstance(tree, dict):
-        return {k: timeless(v) for k, v in tree.items() if k not in ("seconds", "peak_memory_mb", "folder", "start")}
+        return {key: timeless(value) for key, value in tree.items() if key != "seconds"}
     return [timeless(value) for value in tree] if isinstance(tree, list) else tree
 
 
@@ -168,7 +168,7 @@ def test_an_interrupted_tuning_continues_to_the_same_end(
         if step == 3 and "ppo/tuning/trial-0" in str(self.path):  # in the middle of its second round
             os.kill(os.getpid(), signal.SIGTERM)
 
-    tree = tuned_tree(tmp_path)
+    tree = compare_tree(tmp_path, seeds=[0], tune=TUNE, arms={**ARMS, "dpo": None, "best_of_n": None})
     with monkeypatch.context() as patch:
         patch.setattr(CostTracker, "spend", interrupted)
         assert not compared(tree)
@@ -177,8 +177,11 @@ def test_an_interrupted_tuning_continues_to_the_same_end(
     assert "Tuning is not finished" in (tmp_path / "compare" / "report.html").read_text(encoding="utf-8")
     assert compared(tree)
     assert before.items() <= {path: path.stat().st_mtime_ns for path in (tmp_path / "compare").rglob(JUDGED)}.items()
-    one, other = (json.loads((path / "results.json").read_text()) for path in (finished, tmp_path / "compare"))
-    assert timeless(one) == timeless(other)
+    one, other = (timeless(tuning_of(path)["arms"]["ppo"]) for path in (finished, tmp_path / "compare"))
+    assert one == other
+    for name in ("ppo", "ppo_untuned"):
+        ends = [(path / name / "seed-0" / JUDGED).read_bytes() for path in (finished, tmp_path / "compare")]
+        assert ends[0] == ends[1]
 
 
 def test_a_trial_that_diverges_is_a_counted_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
