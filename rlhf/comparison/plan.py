@@ -181,7 +181,7 @@ def make_plan(config: CompareConfig, *, beside: Path, lab_files: bool = True, tr
 
 
 def _trials(config: CompareConfig, base: Tree, folder: Path) -> list[Cell]:
-    """Plan the trials of every trained arm; none if the comparison does not tune.
+    """Build the cells of every trial of every trained arm; none if the comparison does not tune.
 
     Raises:
         ConfigError: the space is wrong, or a trial is no valid run or breaks a rule whose level is error.

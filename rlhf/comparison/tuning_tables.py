@@ -112,6 +112,8 @@ def describe_choice(arm: ArmTuning) -> str:
 
 def gain_of_tuning(results: ComparisonResults, name: str, arm: ArmTuning) -> str:
     """Describe what tuning changed on the reporting seeds: the paired difference, if the arm as written was run too."""
+    if arm.chosen is None:
+        return "not finished"
     if arm.chosen == DEFAULT:
         return "the arm as written"
     if arm.untuned_arm is None:
@@ -148,7 +150,7 @@ def _chosen(arm: ArmTuning) -> TrialResult | None:
 
 
 def _score(trial: TrialResult | None) -> str:
-    if trial is None:
+    if trial is None or (trial.score is None and trial.error is None):
         return "–"
     return "failed" if trial.score is None else format_number(trial.score)
 
