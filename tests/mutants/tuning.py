@@ -77,8 +77,8 @@ TUNING = [
         file="rlhf/comparison/plan.py",
         before="return self.folder if self.config.trial is None else self.folder.parent",
         after="return self.folder",
-        why="what a trial has spent is looked for where it is not, and its budget is never used up",
-        tests=(f"{PLAN}test_every_arm_has_the_same_trials_and_the_same_budget",),
+        why="the model and the costs of a trial are looked for where they are not, and every trial fails",
+        tests=(f"{PLAN}test_a_trial_that_diverges_is_a_counted_loss",),
     ),
     Mutant(
         name="tuned-arms-run-as-written",
