@@ -147,7 +147,9 @@ def _print_tuning(results: ComparisonResults, console: Console) -> None:
     if tuning is None:
         return
     shown = [number for number, column in enumerate(tuning.columns) if not column.endswith("for tuning")]
-    table = Table(*(tuning.columns[number] or "tuning" for number in shown), box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for number in shown:
+        table.add_column(tuning.columns[number] or "tuning", overflow="fold")
     for row in tuning.rows:
         table.add_row(*("" if row[number] is None else str(row[number]) for number in shown))
     console.print(table)
