@@ -43,9 +43,8 @@ def tuning_table(results: ComparisonResults) -> Table | None:
         return None
     shown = [cost for cost in COSTS_TABLE if cost.name in COST_COLUMNS]
     columns = [
-        *("", "trials", "failed", "changed", "tuning score as written", "tuning score chosen"),
-        *(f"{cost.column} for tuning" for cost in shown),
-        "gain on the reporting seeds",
+        *("", "trials", "failed", "changed", "gain on the reporting seeds"),
+        *("tuning score as written", "tuning score chosen", *(f"{cost.column} for tuning" for cost in shown)),
     ]
     rows: list[list[Any]] = []
     for name, arm in results.tuning.arms.items():
@@ -54,10 +53,9 @@ def tuning_table(results: ComparisonResults) -> Table | None:
             continue
         rows.append(
             [
-                *(name, len(arm.trials), len(arm.failed), describe_choice(arm)),
+                *(name, len(arm.trials), len(arm.failed), describe_choice(arm), gain_of_tuning(results, name, arm)),
                 *(_score(arm.trial(DEFAULT)), _score(_chosen(arm))),
                 *(cost.format(getattr(arm.costs, cost.name)) for cost in shown),
-                gain_of_tuning(results, name, arm),
             ]
         )
     return Table("What tuning changed", columns, rows)

@@ -140,9 +140,9 @@ def test_the_results_and_the_page_say_what_tuning_changed(finished: Path) -> Non
     assert table is not None
     rows = {row[0]: row for row in table.rows}
     assert rows["ppo"][1:4] == [3, 0, f"policy.lr 1e-06 → {chosen.values['policy.lr']:g}"]
-    assert rows["ppo"][4:6] == [f"{default.score:.2f}", f"{chosen.score:.2f}"]
-    assert rows["ppo"][6] == 144
-    assert rows["ppo"][8].startswith(f"{pair.difference.value:+.2f}")
+    assert rows["ppo"][5:7] == [f"{default.score:.2f}", f"{chosen.score:.2f}"]
+    assert rows["ppo"][7] == 144
+    assert rows["ppo"][4].startswith(f"{pair.difference.value:+.2f}")
     assert rows["best_of_n"][3] == "nothing to tune"
     page = (finished / "report.html").read_text(encoding="utf-8")
     for text in ("What tuning changed", str(rows["ppo"][3]), "nothing to tune", "3 trials for each trained arm"):
@@ -208,7 +208,7 @@ def test_a_trial_that_diverges_is_a_counted_loss(tmp_path: Path, monkeypatch: py
     table = tuning_table(results)
     assert table is not None
     assert table.rows[0][2] == 1
-    assert table.rows[0][8] == (NOT_RERUN if tuning_of(folder)["arms"]["dpo"]["chosen"] else "the arm as written")
+    assert table.rows[0][4] == (NOT_RERUN if tuning_of(folder)["arms"]["dpo"]["chosen"] else "the arm as written")
     tried.clear()
     assert compared(tree)
     assert tried == []  # a failed trial is over
