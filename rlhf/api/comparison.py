@@ -63,6 +63,7 @@ def compare(
     tokenizer: Any = None,
     seeds: Sequence[int] = (0, 1, 2),
     jobs: int = 1,
+    tune: int | Mapping[str, Any] | None = None,
     config: str | Path | None = None,
     folder: str | Path | None = None,
     resume: bool = False,
@@ -88,6 +89,7 @@ def compare(
         tokenizer: as in `train`.
         seeds: each arm is run once for each.
         jobs: arms that run at a time.
+        tune: the trials that each arm is tuned with, or the settings of `tune` in a file; None: arms run as written.
         config: a base configuration of `rlhf train`, over which the arguments go.
         folder: the comparison's folder (default: runs/compare); taken ones as in `train`.
         resume: continue the comparison in `folder`.
@@ -125,6 +127,7 @@ def compare(
             "budget": dict(budget) if budget is not None else {"completions": completions},
             "seeds": list(seeds),
             "jobs": jobs,
+            "tune": dict(tune) if isinstance(tune, Mapping) else tune,
             "arms": _arms(arms),
         }
     )

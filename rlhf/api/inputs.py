@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlhf.config.load import Tree, merge
+from rlhf.config.load import Tree, branch_at, merge
 from rlhf.data.paths import looks_local
 from rlhf.errors import ConfigError, DataError
 from rlhf.user_code import target_of
@@ -154,10 +154,7 @@ def nested(settings: Mapping[str, Any]) -> Tree:
     """Turn keywords into a tree: `policy={"lr": 1e-5}` and `**{"policy.lr": 1e-5}` are the same."""
     tree: Tree = {}
     for key, value in settings.items():
-        branch: Any = value
-        for part in reversed(key.split(".")):
-            branch = {part: branch}
-        tree = merge(tree, branch)
+        tree = merge(tree, branch_at(key, value))
     return tree
 
 

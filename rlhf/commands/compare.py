@@ -20,11 +20,14 @@ from rlhf.comparison.aggregate import read_cells, summarize, write_results
 from rlhf.comparison.charts import comparison_charts
 from rlhf.comparison.figures import write_figures
 from rlhf.comparison.page import write_compare_page
-from rlhf.comparison.plan import Plan, make_plan, read_plan
+from rlhf.comparison.plan import Cell, Plan, make_plan, read_plan
 from rlhf.comparison.processes import start_cell
-from rlhf.comparison.results import ArmResult, FrontierPoint
+from rlhf.comparison.results import ArmResult, ComparisonResults, FrontierPoint
 from rlhf.comparison.scheduler import StartCell, run_cells
 from rlhf.comparison.summary import format_gain, ranking, suite_tables, verdict
+from rlhf.comparison.tuning import Chosen, run_tuning
+from rlhf.comparison.tuning_plan import tuned_config
+from rlhf.comparison.tuning_tables import tuning_notes, tuning_table
 from rlhf.config.compare import START_FOLDER, CompareConfig, LabConfig
 from rlhf.config.load import compare_config, dump, read_yaml
 from rlhf.errors import ConfigError, UserError
@@ -66,11 +69,30 @@ def run_compare(config: CompareConfig, *, beside: Path, console: Console, start:
         return False
     plan.folder.mkdir(parents=True, exist_ok=True)
     write_atomically(plan.folder / COMPARE, yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True))
-    complete = run_cells(plan, start or partial(start_cell, jobs=config.jobs, processes=config.processes), console)
+    start = start or partial(start_cell, jobs=config.jobs, processes=config.processes)
+    complete = True
+    if config.tune is not None:
+        chosen = _tune(plan, start, console)
+        complete = chosen is not None
+        plan = make_plan(tuned_config(config, chosen or {}), beside=beside, trials=False)
+    complete = complete and run_cells(plan, start, console)
     if not complete:
         console.print("stopped; the same command continues from here")
     _report(plan, console)
     return complete
+
+
+def _tune(plan: Plan, start: StartCell, console: Console) -> Chosen | None:
+    """Judge the start model and tune every trained arm; return the values chosen, None if the user stopped it."""
+    judged_first = [cell for cell in plan.cells if cell.arm == START_FOLDER]
+    if not run_cells(replace(plan, cells=judged_first), start, console):
+        return None
+
+    def run(cells: Sequence[Cell], title: str) -> bool:
+        console.rule(title)
+        return run_cells(replace(plan, cells=list(cells)), start, console)
+
+    return run_tuning(plan, run)
 
 
 def is_comparison(path: str) -> bool:
@@ -119,6 +141,22 @@ def exact_frontier_of(folder: Path) -> tuple[FrontierPoint, ...] | None:
     return tuple(sorted(points, key=lambda point: point.kl))
 
 
+def _print_tuning(results: ComparisonResults, console: Console) -> None:
+    """Print what tuning changed, without its costs, which the page has."""
+    tuning = tuning_table(results)
+    if tuning is None:
+        return
+    shown = [number for number, column in enumerate(tuning.columns) if not column.endswith("for tuning")]
+    table = Table(box=None, pad_edge=False)
+    for number in shown:
+        table.add_column(tuning.columns[number] or "tuning", overflow="fold")
+    for row in tuning.rows:
+        table.add_row(*("" if row[number] is None else str(row[number]) for number in shown))
+    console.print(table)
+    for note in tuning_notes(results):
+        console.print(Text(printable(note)), soft_wrap=True)
+
+
 def _print_suite(suite: SuiteTable, console: Console) -> None:
     """Print the arm, the first two figures and the gain of each row; the page shows the rest."""
     table = Table(suite.title, *_shown_columns(suite.columns), box=None, pad_edge=False)
@@ -147,6 +185,7 @@ def _report(plan: Plan, console: Console, *, required: bool = False) -> None:
     for name in [*ranked, *(name for name in results.arms if name not in ranked)]:
         table.add_row(name, *_row(results.arms[name]))
     console.print(table)
+    _print_tuning(results, console)
     for suite in suite_tables(results):
         _print_suite(suite, console)
     console.print(Text(printable(verdict(results))))

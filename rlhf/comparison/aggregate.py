@@ -33,6 +33,7 @@ from rlhf.comparison.results import (
 from rlhf.comparison.scheduler import failure_of
 from rlhf.comparison.suites import SuiteScores, read_suites, summarize_suites
 from rlhf.comparison.trial import Judgment, read_curve
+from rlhf.comparison.tuning_aggregate import read_tuning
 from rlhf.config.compare import START_FOLDER
 from rlhf.evaluation.frontier import score_at_kl
 from rlhf.evaluation.win_rate import (
@@ -77,7 +78,8 @@ def summarize(plan: Plan, cells: Sequence[CellResult]) -> ComparisonResults:
     config, cell = plan.config, cells[0].cell.config
     start = _finished(cells, START_FOLDER)
     assert start, "the start model is judged before any arm"
-    arms = {name: [result for result in cells if result.cell.arm == name] for name in config.arms}
+    names = dict.fromkeys(result.cell.arm for result in cells if result.cell.arm != START_FOLDER)
+    arms = {name: [result for result in cells if result.cell.arm == name] for name in names}
     level = config.equal_kl or _common_kl(arms)
     judge = cell.train.eval.source
     assert judge is not None
@@ -97,6 +99,7 @@ def summarize(plan: Plan, cells: Sequence[CellResult]) -> ComparisonResults:
         win_rates=_win_rates(arms),
         evaluations=tuple(evaluation for result in cells for evaluation in result.evaluations),
         best_of_n={name: curve for name, arm_cells in arms.items() if (curve := _curve(arm_cells))},
+        tuning=read_tuning(config, plan.folder, arms, [row["prompt"] for row in _judgments(start)[0].rows]),
     )
 
 

@@ -24,6 +24,7 @@ from rlhf.comparison.summary import (
     suite_tables,
     verdict,
 )
+from rlhf.comparison.tuning_tables import trial_tables, tuning_in_words, tuning_notes, tuning_table
 from rlhf.config.compare import START_FOLDER
 from rlhf.config.load import dump
 from rlhf.config.reward import FunctionSource, ModelSource, RemoteSource, RewardSourceConfig
@@ -96,7 +97,10 @@ def write_compare_page(
         title=results.name,
         facts=_facts(results),
         verdict=verdict(results),
-        notes=[*notes(results), *parallel_note(plan.config.jobs)],
+        notes=[*notes(results), *tuning_notes(results), *parallel_note(plan.config.jobs)],
+        tuning=tuning_table(results),
+        tuning_in_words=tuning_in_words(results),
+        trials=trial_tables(results),
         charts=charts,
         chips=chips(results, charts.drawn),
         glyphs=GLYPHS,
@@ -171,7 +175,7 @@ def _shown(values: Mapping[str, Any], arm: str) -> str:
 
 
 def _facts(results: ComparisonResults) -> list[tuple[str, str]]:
-    source = results.reward_source
+    source, tuning = results.reward_source, results.tuning
     return [
         ("budget", budget_in_words(results.budget)),
         ("seeds", ", ".join(map(str, results.seeds))),
@@ -179,6 +183,7 @@ def _facts(results: ComparisonResults) -> list[tuple[str, str]]:
         ("start", results.start),
         ("judge", _source(results.judge)),
         ("trained-on reward", _source(source) if source is not None else "none"),
+        *([("tuning", f"{tuning.trials} trials for each trained arm")] if tuning is not None else []),
     ]
 
 

@@ -1,17 +1,20 @@
-"""Plan a comparison: one cell for each arm and seed, each validated before anything runs."""
+"""Plan a comparison: one cell for each arm and seed, and for each trial of tuning, all checked before anything runs."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from rlhf.comparison.tuning_plan import plan_trials, reporting_prompts, tuning_prompts
 from rlhf.config.compare import (
     START_FOLDER,
+    UNTUNED,
     Arm,
     BestOfNArm,
     CellConfig,
@@ -20,6 +23,7 @@ from rlhf.config.compare import (
     TrainedArm,
 )
 from rlhf.config.load import drop_unread, dump, merge, merge_overrides, read_yaml, train_config, validate
+from rlhf.config.presets import drop_keys
 from rlhf.config.reward import RewardSourceConfig
 from rlhf.config.sections import TrainConfig
 from rlhf.errors import ConfigError
@@ -97,7 +101,7 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True)
 class Cell:
-    """One arm with one seed, and its folder."""
+    """One arm, or one trial of its tuning, with one seed, and its folder."""
 
     folder: Path
     config: CellConfig
@@ -112,6 +116,17 @@ class Cell:
         """Return the seed."""
         return self.config.seed
 
+    @property
+    def label(self) -> str:
+        """Return the cell's name where its progress is shown."""
+        trial = self.config.trial
+        return f"{self.arm}, {f'trial {trial.number}, ' if trial is not None else ''}seed {self.seed}"
+
+    @property
+    def run_folder(self) -> Path:
+        """Return the run folder of a cell that trains: its own, but one for all rounds of a trial."""
+        return self.folder if self.config.trial is None else self.folder.parent
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -124,19 +139,21 @@ class Plan:
     config: CompareConfig
     folder: Path
     cells: list[Cell]
+    trials: list[Cell] = field(default_factory=list)  # every round of every trial, of which few reach the last round
 
     def of(self, arm: str) -> list[Cell]:
         """Return the cells of an arm."""
         return [cell for cell in self.cells if cell.arm == arm]
 
 
-def make_plan(config: CompareConfig, *, beside: Path, lab_files: bool = True) -> Plan:
+def make_plan(config: CompareConfig, *, beside: Path, lab_files: bool = True, trials: bool = True) -> Plan:
     """Build the cells of a comparison, each with a complete configuration that has been validated.
 
     Args:
         config: the comparison.
         beside: a folder in which `base` is looked up if it is not found in the working folder.
         lab_files: whether the names of the lab's files become paths, for which missing ones are made.
+        trials: whether to plan the trials of tuning too, if the comparison tunes.
 
     Raises:
         ConfigError: an arm is not a valid run, breaks a rule of `rlhf lint` whose level is error, or sets what the
@@ -147,19 +164,45 @@ def make_plan(config: CompareConfig, *, beside: Path, lab_files: bool = True) ->
     base = merge(base, _common(config, base))
     arms: dict[str, Arm] = {START_FOLDER: TrainedArm(), **config.arms}
     folder = Path(config.out_dir)
+    reported = base if config.tune is None else merge(base, reporting_prompts(config.tune, base))
     cells = [
-        Cell(folder / name / f"seed-{seed}", _cell(config, base, name, arms[name], seed))
+        Cell(path, _cell(config, reported, name, arms[name], seed, path))
         for names in ([START_FOLDER], list(config.arms))
         for seed in config.seeds
         for name in names
+        for path in [folder / name / f"seed-{seed}"]
     ]
     for cell in cells[: len(arms)]:  # of the first seed
         _check_guard(cell)
-    return Plan(config, folder, [_with_lab_files(cell) for cell in cells] if lab_files else cells)
+    tuning = _trials(config, base, folder) if trials else []
+    if lab_files:
+        cells, tuning = [_with_lab_files(cell) for cell in cells], [_with_lab_files(cell) for cell in tuning]
+    return Plan(config, folder, cells, tuning)
 
 
-def _check_guard(cell: Cell) -> None:
+def _trials(config: CompareConfig, base: Tree, folder: Path) -> list[Cell]:
+    """Build the cells of every trial of every trained arm; none if the comparison does not tune.
+
+    Raises:
+        ConfigError: the space is wrong, or a trial is no valid run or breaks a rule whose level is error.
+    """
+    if config.tune is None:
+        return []
+    build = partial(_cell, config, merge(drop_keys(base, ["data.eval_prompts"]), tuning_prompts(config.tune, base)))
+    cells = [Cell(path, trial) for path, trial in plan_trials(config, config.tune, folder, build)]
+    for cell in cells:
+        trial = cell.config.trial
+        if trial is not None and trial.round == 1 and cell.seed == config.tune.seeds[0]:
+            _check_guard(cell, f", trial {trial.number} of its tuning" if trial.number else "")
+    return cells
+
+
+def _check_guard(cell: Cell, which: str = "") -> None:
     """Check the settings of a trained arm against the rules, and that no alarm can leave it without an end.
+
+    Args:
+        cell: a cell of the arm.
+        which: which of its trials it is, for messages.
 
     Raises:
         ConfigError: a rule whose level is error is broken, or an alarm stops the run.
@@ -170,7 +213,7 @@ def _check_guard(cell: Cell) -> None:
     try:
         check_settings(cell.config.train)
     except ConfigError as error:
-        raise ConfigError(f"arms.{cell.arm}: {error}") from error
+        raise ConfigError(f"arms.{cell.arm}{which}: {error}") from error
     if "stop" in (guard.on_alarm, *guard.alarms.values()):
         raise ConfigError(
             f"arms.{cell.arm}: an alarm that stops a run would leave the arm without a result: set guard.on_alarm to "
@@ -189,7 +232,8 @@ def _with_lab_files(cell: Cell) -> Cell:
 
 def read_plan(config: CompareConfig, folder: Path) -> Plan:
     """Read the plan whose cells are in `folder` from their cell.yaml; the base is not read again."""
-    names = [START_FOLDER, *config.arms]
+    twins = [UNTUNED] if config.tune is not None and config.tune.report_default else []
+    names = [START_FOLDER, *(f"{arm}{ending}" for arm in config.arms for ending in ("", *twins))]
     folders = [folder / name / f"seed-{seed}" for name in names for seed in config.seeds]
     return Plan(config, folder, [read_cell(path) for path in folders if (path / CELL).is_file()])
 
@@ -258,14 +302,12 @@ def _common(config: CompareConfig, base: Tree) -> Tree:
     return settings
 
 
-def _cell(config: CompareConfig, base: Tree, name: str, arm: Arm, seed: int) -> CellConfig:
+def _cell(config: CompareConfig, base: Tree, name: str, arm: Arm, seed: int, run_folder: Path) -> CellConfig:
     arm_settings = arm.tree() if isinstance(arm, TrainedArm) else Tree()
     if isinstance(arm, TrainedArm):
         _refuse(arm, tuple(FIXED_SETTINGS), f"arms.{name}")
-    out_dir = str(Path(config.out_dir) / name / f"seed-{seed}")
-    tree = merge(
-        merge_overrides(base, arm_settings), {"run": {"name": f"{name} seed {seed}", "seed": seed, "out_dir": out_dir}}
-    )
+    run = {"name": f"{name} seed {seed}", "seed": seed, "out_dir": str(run_folder)}
+    tree = merge(merge_overrides(base, arm_settings), {"run": run})
     is_trained = isinstance(arm, TrainedArm) and name != START_FOLDER
     n = arm.n if isinstance(arm, BestOfNArm) else None
     try:

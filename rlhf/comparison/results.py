@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import TypeAdapter
 
 from rlhf.comparison.costs import Costs
+from rlhf.comparison.tuning_results import Tuning
 from rlhf.config.compare import BudgetUnit
 from rlhf.config.reward import RewardSourceConfig
 from rlhf.evaluation.win_rate import Interval, LengthControlled
@@ -316,6 +317,7 @@ class ComparisonResults:
     evaluations: tuple[Evaluation, ...]
     best_of_n: Mapping[str, tuple[CurvePoint, ...]]  # by arm, the mean over seeds
     exact_frontier: tuple[FrontierPoint, ...] | None = None  # of a task whose completions can be enumerated
+    tuning: Tuning | None = None  # None where the arms were run as they are written
 
     @property
     def finals(self) -> dict[str, FinalModels]:
@@ -336,12 +338,14 @@ class ComparisonResults:
             "best_of_n": {name: _points_record(curve) for name, curve in self.best_of_n.items()},
         }
         exact = {"exact_frontier": _points_record(self.exact_frontier)} if self.exact_frontier is not None else {}
-        return {"schema": SCHEMA, **_record(self, flat=("exact_frontier",), exact_frontier=exact, **parts)}
+        tuning = {"tuning": self.tuning.record()} if self.tuning is not None else {}
+        flat = {"exact_frontier": exact, "tuning": tuning}
+        return {"schema": SCHEMA, **_record(self, flat=tuple(flat), **flat, **parts)}
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> ComparisonResults:
         """Build the results from the content of results.json."""
-        exact, proxy = record.get("exact_frontier"), record["reward_source"]
+        exact, proxy, tuning = record.get("exact_frontier"), record["reward_source"], record.get("tuning")
         curves = record["best_of_n"].items()
         return _build(
             cls,
@@ -356,6 +360,7 @@ class ComparisonResults:
             evaluations=tuple(Evaluation.of(evaluation) for evaluation in record["evaluations"]),
             best_of_n={name: tuple(CurvePoint(**point) for point in curve) for name, curve in curves},
             exact_frontier=tuple(FrontierPoint(**point) for point in exact) if exact is not None else None,
+            tuning=Tuning.of(tuning) if tuning is not None else None,
         )
 
     def write(self, folder: Path) -> None:

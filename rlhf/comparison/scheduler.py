@@ -101,9 +101,7 @@ class ComparisonProgress:
         if self._alone:
             self._console.rule(title)
             return
-        self._running[cell.folder] = _CellStatus(
-            f"{cell.arm}, seed {cell.seed}", Tail(cell.folder / OUTPUT), self._clock()
-        )
+        self._running[cell.folder] = _CellStatus(cell.label, Tail(cell.folder / OUTPUT), self._clock())
         if not self._in_place:
             self.note(f"{title}: started")
 
@@ -173,7 +171,7 @@ StartCell = Callable[[Cell, int], Running]  # the cell, and which of the `jobs` 
 
 
 def run_cells(plan: Plan, start: StartCell, console: Console) -> bool:
-    """Run every cell that is not done, including those that failed before; return False if the user stopped it.
+    """Run every cell that is not over, including arms that failed before; return False if the user stopped it.
 
     Args:
         plan: the cells, and the number that run at once (`jobs`).
@@ -194,7 +192,16 @@ def run_cells(plan: Plan, start: StartCell, console: Console) -> bool:
             scheduler.kill()
     if scheduler.failed_start is not None:
         raise UserError(f"the start model could not be judged: {failure_of(scheduler.failed_start.folder)}")
-    return not scheduler.stopping or all((cell.folder / JUDGED).is_file() for cell in plan.cells)
+    return not scheduler.stopping or all(map(is_over, plan.cells))
+
+
+def is_over(cell: Cell) -> bool:
+    """Return whether a cell is not to be run again: it is judged, or it is a trial of tuning that failed.
+
+    A failed trial is a loss that later rounds were planned with, while a failed arm is tried again.
+    """
+    is_lost = cell.config.trial is not None and (cell.folder / FAILED).is_file()
+    return is_lost or (cell.folder / JUDGED).is_file()
 
 
 def record_failure(folder: Path, error: str) -> None:
@@ -251,8 +258,8 @@ class _Scheduler:
             slot.running.kill()
 
     def _begin(self, number: int, cell: Cell) -> None:
-        title = f"{number}/{len(self.plan.cells)}  {cell.arm}, seed {cell.seed}"
-        if (cell.folder / JUDGED).is_file():
+        title = f"{number}/{len(self.plan.cells)}  {cell.label}"
+        if is_over(cell):
             self.board.note(f"{title}: done before", ended=True)
             return
         (cell.folder / FAILED).unlink(missing_ok=True)

@@ -29,7 +29,8 @@ SUITE_FIGURES = 6  # the most figures of a suite that get a column
 def verdict(results: ComparisonResults) -> str:
     """Write two sentences: which trained arm is best and by how much, and how it compares with the next."""
     ranked = ranking(results)
-    trained = [arm for arm in ranked if results.arms[arm].type == "train"]
+    untuned = results.tuning.untuned_arms if results.tuning is not None else set()
+    trained = [arm for arm in ranked if results.arms[arm].type == "train" and arm not in untuned]
     if not ranked:
         return "No arm was finished, so there is nothing to compare. What went wrong is in the notes below."
     best = (trained or ranked)[0]

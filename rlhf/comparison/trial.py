@@ -268,7 +268,7 @@ def run_cell(cell: Cell, console: Console) -> bool:
     config = cell.config
     if Judgment.read(cell.folder) is not None:
         return True
-    trained = None if config.budget is None else str(cell.folder)
+    trained = None if config.budget is None else str(cell.run_folder)
     if config.best_of_n is not None:
         judged = run_best_of_n(config, config.best_of_n, cell.folder)
     elif config.budget is None:
@@ -286,7 +286,7 @@ def run_cell(cell: Cell, console: Console) -> bool:
 def _train(cell: Cell, budget: BudgetConfig, console: Console) -> bool:
     train = cell.config.train
     run = build_run(train, console)
-    run.session.budget = CostTracker(cell.folder, run.run, train, budget)
+    run.session.budget = CostTracker(cell.run_folder, run.run, train, budget)
     try:
         return run.train()
     finally:

@@ -6,15 +6,17 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from rlhf.config.algorithm import Positive, algorithm_kind
 from rlhf.config.base import Section, type_discriminator
 from rlhf.config.data import Count
 from rlhf.config.reward import RewardSourceConfig
 from rlhf.config.sections import OfflineConfig, OnlineConfig
+from rlhf.config.tune import ArmTuneConfig, Scalar, TuneConfig
 
 START_FOLDER = "start"  # folder of the cells that evaluate the start model itself
+UNTUNED = "_untuned"  # ending of the name under which an arm as it is written is run beside the tuned one
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 BudgetUnit = Literal["completions", "tokens", "flops", "seconds"]
@@ -107,6 +109,8 @@ class TrainedArm(Overrides):
     """An arm that is trained: any online or offline algorithm."""
 
     type: Literal["train"] = "train"
+    tune: ArmTuneConfig = ArmTuneConfig()
+    """What is different in this arm's tuning."""
 
 
 class BestOfNArm(Section):
@@ -162,10 +166,31 @@ class CompareConfig(Section):
     """Suites of `rlhf eval` to run on every final model as well, by name, with their settings: dataset, sampling."""
     equal_kl: Positive | None = None
     """KL, in nats, at which the arms are compared besides at their end; null: the largest that every arm reached."""
+    tune: TuneConfig | None = None
+    """Tune every trained arm, each with the same number of trials, before it is run; null: arms run as written."""
     shared: Overrides = Overrides()
     """Settings merged over the base for every arm."""
     arms: Annotated[dict[str, Arm], Field(min_length=1)]
     """Name -> what differs from the base."""
+
+    @field_validator("tune", mode="before")
+    @classmethod
+    def _expand_trials(cls, value: object) -> object:
+        """Return the section for a number of trials alone: tune=8."""
+        return {"trials": value} if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _check_tune(self) -> CompareConfig:
+        if self.tune is None:
+            return self
+        self.tune.check_reporting_seeds(self.seeds)
+        taken = [name for name in self.arms if f"{name}{UNTUNED}" in self.arms]
+        if self.tune.report_default and taken:
+            raise ValueError(
+                f"arms: {taken[0]}{UNTUNED} is the name under which tune.report_default runs {taken[0]} as it is "
+                "written: give the other arm another name"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_jobs(self) -> CompareConfig:
@@ -193,6 +218,17 @@ def _run_kind(value: object) -> Literal["online", "offline"]:
     return algorithm_kind(value.get("algorithm") if isinstance(value, Mapping) else getattr(value, "algorithm", None))
 
 
+class TrialConfig(Section):
+    """A trial of an arm's tuning, in one of its rounds."""
+
+    number: int
+    """0 is the arm as it is written."""
+    round: int
+    """From 1; a trial goes on in the same run folder from round to round."""
+    values: dict[str, Scalar] = {}
+    """Setting -> the value that was drawn."""
+
+
 class CellConfig(Section):
     """One arm with one seed, as handed to the process that runs it (cell.yaml)."""
 
@@ -212,3 +248,5 @@ class CellConfig(Section):
     """Suites to run on the final model, by name, with their settings."""
     best_of_n: BestOfNArm | None = None
     """If set, the cell samples n completions and picks the best instead of training."""
+    trial: TrialConfig | None = None
+    """If set, the cell is a trial of the arm's tuning, and no part of the report."""

@@ -14,6 +14,7 @@ Count = Annotated[int, Field(ge=1)]
 Weight = Annotated[float, Field(gt=0)]
 SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
 Size = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Learn = Literal["assistant", "last", "all"]
 
 
@@ -116,6 +117,15 @@ class PromptsConfig(TrainableDataConfig):
     """A longer prompt is counted and skipped, cut at its start, or an error."""
     first_tokens: Count | None = None
     """Use only this many first tokens of each text as the prompt (for plain-text data sets)."""
+    part: tuple[Share, Share] | None = None
+    """Use only rows whose prompt has its place in this part of [0, 1), by a hash of its text: [0, 0.5] and [0.5, 1]
+    have no prompt in common. limit counts the rows of the part."""
+
+    @model_validator(mode="after")
+    def _check_part(self) -> PromptsConfig:
+        if self.part is not None and self.part[0] >= self.part[1]:
+            raise ValueError(f"part is {list(self.part)}: its first number has to be the smaller, as in [0, 0.5]")
+        return self
 
 
 class SftConfig(TrainableDataConfig):

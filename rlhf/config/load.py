@@ -32,7 +32,10 @@ Tree = dict[str, Any]
 C = TypeVar("C", bound=Section)
 
 TAGS = ("type", "preset")
-SHORT_FORM_KEYS = {"sharding": "mode"}  # sections with a one-word short form: sharding=zero3 is sharding.mode=zero3
+SHORT_FORM_KEYS = {  # sections with a one-word short form: sharding=zero3 is sharding.mode=zero3
+    "sharding": ("mode", str),
+    "tune": ("trials", int),
+}
 EXTENDS = "extends"  # key of a file that another one's settings come before
 RUN_FOLDER_KEYS = ("versions", "git_commit")  # what a run folder's config.yaml has in addition
 
@@ -182,11 +185,15 @@ def parse_overrides(overrides: Sequence[str]) -> Tree:
             raise ConfigError(
                 f"{key}: the value {raw[:200]!r} is not valid YAML ({error}); put it in quotes"
             ) from error
-        branch: Any = value
-        for part in reversed(parts):
-            branch = {part: branch}
+        branch = branch_at(key, value)
         tree = merge(keep_last_alternative(tree, branch), branch)
     return tree
+
+
+def branch_at(key: str, value: Any) -> Tree:
+    """Return a tree with nothing in it but the value at a dotted key."""
+    first, _, rest = key.partition(".")
+    return {first: branch_at(rest, value) if rest else value}
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
@@ -202,7 +209,9 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
 
 
 def _expand_short_form(key: str, value: Any) -> Any:
-    return {SHORT_FORM_KEYS[key]: value} if key in SHORT_FORM_KEYS and isinstance(value, str) else value
+    if key not in SHORT_FORM_KEYS or type(value) is not SHORT_FORM_KEYS[key][1]:
+        return value
+    return {SHORT_FORM_KEYS[key][0]: value}
 
 
 def _changes_tag(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
@@ -433,7 +442,7 @@ def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[st
     keys: list[str] = []
     for index, part in enumerate(location):
         is_last = index == len(location) - 1
-        if index and location[index - 1] == "sources":  # a name that the user gave to a source
+        if index and location[index - 1] in ("sources", "space"):  # a name that the user gave
             keys.append(str(part))
             continue
         fields = [model.model_fields[part] for model in models if part in model.model_fields]

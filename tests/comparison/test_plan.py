@@ -114,6 +114,7 @@ COMPARED = {
     "compare.yaml": {"ppo", "grpo", "dpo", "best_of_n"},
     "compare_quick.yaml": {"ppo", "grpo", "dpo", "best_of_n"},
     "compare_trust_region.yaml": {"ppo", "ppo_penalty", "trpo", "npg"},
+    "compare_tuned.yaml": {"ppo", "grpo", "dpo"},
     "ablate_ppo.yaml": {"ppo", "value_clip", "head_orthogonal", "no_shuffling", "lambda_0", "lambda_1", "epochs_30"},
 }
 
@@ -137,6 +138,9 @@ def test_the_lab_comparisons_are_valid(name: str, monkeypatch: pytest.MonkeyPatc
             assert cell.train.schedule.steps is not None
             assert cell.train.schedule.steps * cell.train.completions_per_step == config.budget.completions
             assert cell.train.eval.every * config.evaluations == cell.train.schedule.steps
+    for trial in plan.trials:
+        assert unread_warnings(trial.config.train) == []
+    assert bool(plan.trials) == (config.tune is not None)
 
 
 def test_every_arm_of_the_ablation_changes_one_thing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from made_tokenizers import byte_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.data import PromptsConfig
-from rlhf.data.prompts import PromptSet, PromptStream, load_prompts
+from rlhf.data.prompts import PromptSet, PromptStream, load_prompts, place_of
 from rlhf.errors import DataError
 from rlhf.types import Prompts
 
@@ -162,3 +162,16 @@ def test_real_stories(shared: Path, stories: PreTrainedTokenizerBase) -> None:
     assert all(str(r["text"]).startswith(text) for r, text in zip(prompts.references, prompts.texts, strict=True))
     gsm = load(str(shared / "data/gsm8k"), stories, split="test", max_prompt_tokens=512, limit=50)
     assert all("####" in str(r["answer"]) for r in gsm.references)
+
+
+def test_parts_have_no_prompt_in_common_and_miss_none(write: Write, plain: PreTrainedTokenizerBase) -> None:
+    path = write([{"prompt": f"number {i % 40}", "answer": i} for i in range(80)])  # every prompt twice
+    first, second = (load(path, plain, part=part).texts for part in ([0, 0.5], [0.5, 1]))
+    assert len(first) + len(second) == 80
+    assert not set(first) & set(second)
+    assert 20 <= len(first) <= 60
+    assert load(path, plain, part=[0, 0.5], limit=5).texts == first[:5]  # rows of the part are counted
+    assert load(path, plain, part=[0, 1]).texts == load(path, plain).texts
+    assert place_of("number 1") == pytest.approx(0.2779, abs=1e-4)  # of its text alone
+    with pytest.raises(ValueError, match="its first number has to be the smaller"):
+        PromptsConfig(path=path, part=(0.5, 0.5))

@@ -24,6 +24,7 @@ from settings import SETTINGS
 from sharded_models import SHARDED_MODELS
 from suites import SUITES
 from trust_region import TRUST_REGION
+from tuning import TUNING
 
 MUTANTS = [
     *MACHINERY,
@@ -32,6 +33,7 @@ MUTANTS = [
     *OFFLINE,
     *COMPARISON,
     *SUITES,
+    *TUNING,
     *MEASUREMENT,
     *CHOOSING,
     *FAULTS,

@@ -1,0 +1,312 @@
+"""Tuning: equal for every arm, on seeds and prompts of its own, continued to the same end, and told on the page."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cases import compare_tree, compared, here, plan_of
+from runs import quiet
+
+from rlhf.commands.compare import rebuild_comparison
+from rlhf.comparison.costs import COSTS, CostTracker
+from rlhf.comparison.plan import ensure_owner
+from rlhf.comparison.results import ComparisonResults
+from rlhf.comparison.trial import JUDGED, Judgment
+from rlhf.comparison.tuning_tables import NOT_RERUN, tuning_table
+from rlhf.config.load import compare_config, merge_overrides, parse_overrides
+from rlhf.errors import ConfigError, DivergenceError, UserError
+from rlhf.tracking.trackers import read_jsonl
+
+LR = {"policy.lr": [0.03, 0.1]}
+TUNE = {"trials": 3, "space": LR, "report_default": True}
+ARMS: dict[str, Any] = {
+    "ppo": {"policy": {"lr": 1e-6}},
+    "grpo": None,
+    "dpo": {"algorithm": {"preset": "dpo"}, "batch": {"prompts_per_step": 8}, "policy": {"lr": 1e-6}},
+}
+ONLY_DPO = {"ppo": None, "grpo": None, "best_of_n": None}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_figures() -> Any:
+    """They take seconds to draw, and test_figures.py looks at them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlhf.commands.compare.write_figures", lambda folder, results: [])
+        yield
+
+
+def tuned_tree(folder: Path, **changes: Any) -> dict[str, Any]:
+    return compare_tree(folder, seeds=[0], tune=TUNE, arms=ARMS) | changes
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tuned comparison that nothing interrupted."""
+    path = tmp_path_factory.mktemp("tuned")
+    assert compared(tuned_tree(path))
+    return path / "compare"
+
+
+def tuning_of(folder: Path) -> dict[str, Any]:
+    tuning: dict[str, Any] = json.loads((folder / "results.json").read_text(encoding="utf-8"))["tuning"]
+    return tuning
+
+
+def timeless(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: timeless(value) for key, value in tree.items() if key != "seconds"}
+    return [timeless(value) for value in tree] if isinstance(tree, list) else tree
+
+
+def prompts_of(folder: Path) -> set[str]:
+    judged = Judgment.read(folder)
+    assert judged is not None
+    return {row["prompt"] for row in judged.rows}
+
+
+def test_every_arm_has_the_same_trials_and_the_same_budget(finished: Path) -> None:
+    tuning = tuning_of(finished)
+    assert (tuning["rounds"], tuning["budget"]) == ([3, 2], pytest.approx(153.6))  # 2 rounds x 64 / (1/3 + 1/2)
+    assert tuning["limits"] == pytest.approx([25.6, 64])
+    for name in ("ppo", "dpo"):
+        trials = tuning["arms"][name]["trials"]
+        assert [trial["trial"] for trial in trials] == [0, 1, 2]
+        assert sorted(trial["costs"]["completions"] for trial in trials) == [16, 64, 64]  # whole steps of 16
+        assert sum(trial["costs"]["completions"] for trial in trials) <= tuning["budget"]
+        assert sorted(len(trial["scores"]) for trial in trials) == [1, 2, 2]
+        assert len(trials[0]["scores"]) == 2  # the default is in every round
+    assert tuning["arms"]["best_of_n"] is None
+    reported = json.loads((finished / "results.json").read_text(encoding="utf-8"))["arms"]
+    assert all(reported[name]["costs"]["completions"] == 64 for name in ("ppo", "dpo"))  # tuning is not in it
+
+
+def test_the_best_of_the_last_round_is_the_arm(finished: Path) -> None:
+    tuning = tuning_of(finished)
+    for name in ("ppo", "dpo"):
+        arm = tuning["arms"][name]
+        last = {trial["trial"]: trial["scores"][-1] for trial in arm["trials"] if len(trial["scores"]) == 2}
+        assert last[arm["chosen"]] == max(last.values()) >= last[0]
+        values = arm["trials"][arm["chosen"]]["values"]
+        assert plan_cell(finished, name)["train"]["policy"]["lr"] == values.get("policy.lr", 1e-6)
+    assert tuning["arms"]["ppo"]["chosen"] != 0  # with a learning rate of next to nothing it learns nothing
+    assert tuning["arms"]["ppo"]["untuned_arm"] == "ppo_untuned"
+    assert plan_cell(finished, "ppo_untuned")["train"]["policy"]["lr"] == 1e-6
+
+
+def plan_cell(folder: Path, arm: str) -> Any:
+    return yaml.safe_load((folder / arm / "seed-0" / "cell.yaml").read_text(encoding="utf-8"))
+
+
+def test_trials_have_seeds_and_prompts_of_their_own(finished: Path) -> None:
+    tuning, trial = tuning_of(finished), finished / "ppo" / "tuning" / "trial-0" / "seed-1000" / "round-1"
+    for arm in ("start", "ppo", "dpo", "best_of_n"):
+        assert prompts_of(finished / arm / "seed-0") == prompts_of(finished / "start" / "seed-0")
+    assert not prompts_of(trial) & prompts_of(finished / "start" / "seed-0")
+    assert len(prompts_of(trial) | prompts_of(finished / "start" / "seed-0")) == 20  # no held-out prompt is lost
+    assert (tuning["prompts"], tuning["shared_prompts"], tuning["are_split"]) == (len(prompts_of(trial)), 0, True)
+
+
+def test_a_trial_that_goes_on_is_a_run_that_was_never_stopped(tmp_path: Path, finished: Path) -> None:
+    plan = plan_of(tuned_tree(tmp_path))
+    (cell,) = [c for c in plan.trials if "ppo/tuning/trial-0/seed-1000/round-2" in str(c.folder)]
+    ensure_owner(cell)
+    assert here(cell) == "done"
+    other = finished / "ppo" / "tuning" / "trial-0" / "seed-1000"
+    assert (cell.folder / JUDGED).read_bytes() == (other / "round-2" / JUDGED).read_bytes()
+    assert not (other / "checkpoints").exists()
+    assert not (other / "model").exists()
+
+
+def test_the_results_and_the_page_say_what_tuning_changed(finished: Path) -> None:
+    results = ComparisonResults.read(finished)
+    assert results.record() == ComparisonResults.of(results.record()).record()
+    tuning = results.tuning
+    assert tuning is not None
+    ppo = tuning.arms["ppo"]
+    assert ppo is not None
+    assert ppo.chosen is not None
+    chosen, default = ppo.trial(ppo.chosen), ppo.trial(0)
+    assert chosen is not None
+    assert default is not None
+    pair = next(rate for rate in results.win_rates if (rate.a, rate.b) == ("ppo", "ppo_untuned"))
+    table = tuning_table(results)
+    assert table is not None
+    rows = {row[0]: row for row in table.rows}
+    assert rows["ppo"][1:4] == [3, 0, f"policy.lr 1e-06 → {chosen.values['policy.lr']:g}"]
+    assert rows["ppo"][5:7] == [f"{default.score:.2f}", f"{chosen.score:.2f}"]
+    assert rows["ppo"][7] == 144
+    assert rows["ppo"][4].startswith(f"{pair.difference.value:+.2f}")
+    assert rows["best_of_n"][3] == "nothing to tune"
+    page = (finished / "report.html").read_text(encoding="utf-8")
+    for text in ("What tuning changed", str(rows["ppo"][3]), "nothing to tune", "3 trials for each trained arm"):
+        assert text in page
+    assert "on seed 1000 and" in page
+    assert "chosen (as written)" in page or "dropped after round 1" in page
+    assert "may spend 154 completions" in page
+
+
+def test_the_report_is_rebuilt_from_the_folder(finished: Path) -> None:
+    before = (finished / "results.json").read_bytes()
+    rebuild_comparison(str(finished), quiet())
+    assert (finished / "results.json").read_bytes() == before
+
+
+def test_an_interrupted_tuning_continues_to_the_same_end(
+    tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spend = CostTracker.spend
+
+    def interrupted(self: CostTracker, step: int, metrics: Mapping[str, float], *, tokens: int, seconds: float) -> None:
+        spend(self, step, metrics, tokens=tokens, seconds=seconds)
+        if step == 3 and "ppo/tuning/trial-0" in str(self.path):  # in the middle of its second round
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    tree = compare_tree(tmp_path, seeds=[0], tune=TUNE, arms={**ARMS, "dpo": None, "best_of_n": None})
+    with monkeypatch.context() as patch:
+        patch.setattr(CostTracker, "spend", interrupted)
+        assert not compared(tree)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "compare").rglob(JUDGED)}
+    assert tuning_of(tmp_path / "compare")["arms"]["ppo"]["chosen"] is None
+    assert "Tuning is not finished" in (tmp_path / "compare" / "report.html").read_text(encoding="utf-8")
+    assert compared(tree)
+    assert before.items() <= {path: path.stat().st_mtime_ns for path in (tmp_path / "compare").rglob(JUDGED)}.items()
+    one, other = (timeless(tuning_of(path)["arms"]["ppo"]) for path in (finished, tmp_path / "compare"))
+    assert one == other
+    for name in ("ppo", "ppo_untuned"):
+        ends = [(path / name / "seed-0" / JUDGED).read_bytes() for path in (finished, tmp_path / "compare")]
+        assert ends[0] == ends[1]
+
+
+def test_a_trial_that_diverges_is_a_counted_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = compare_tree(tmp_path, seeds=[0], tune={"trials": 3, "space": LR}, arms={**ARMS, **ONLY_DPO})
+    spend, tried = CostTracker.spend, list[str]()
+
+    def diverges(self: CostTracker, step: int, metrics: Mapping[str, float], *, tokens: int, seconds: float) -> None:
+        spend(self, step, metrics, tokens=tokens, seconds=seconds)
+        tried.append(str(self.path))
+        if "trial-1" in str(self.path):
+            raise DivergenceError("a NaN or Inf in the loss")
+
+    monkeypatch.setattr(CostTracker, "spend", diverges)
+    assert compared(tree)
+    folder = tmp_path / "compare"
+    trials = tuning_of(folder)["arms"]["dpo"]["trials"]
+    assert (trials[1]["scores"], trials[1]["error"]) == ([None], "a NaN or Inf in the loss")
+    assert trials[1]["costs"]["completions"] == 16  # what it spent is counted
+    assert [len(trials[number]["scores"]) for number in (0, 2)] == [2, 2]
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "failed and counts as a loss: a NaN or Inf in the loss" in page
+    results = ComparisonResults.read(folder)
+    assert results.tuning is not None
+    table = tuning_table(results)
+    assert table is not None
+    assert table.rows[0][2] == 1
+    assert table.rows[0][4] == (NOT_RERUN if tuning_of(folder)["arms"]["dpo"]["chosen"] else "the arm as written")
+    tried.clear()
+    assert compared(tree)
+    assert tried == []  # a failed trial is over
+
+
+def test_if_every_trial_fails_nothing_is_compared(tmp_path: Path) -> None:
+    tune = {"trials": 2, "prompts": {"path": str(tmp_path / "nowhere.jsonl")}}
+    tree = compare_tree(tmp_path, seeds=[0], tune=tune, arms=ONLY_DPO)
+    for _ in range(2):  # it is tried again, not remembered as a loss
+        with pytest.raises(UserError, match=r"every trial of tuning failed.*nowhere"):
+            compared(tree)
+    assert not list(read_jsonl(tmp_path / "compare" / "dpo" / "seed-0" / COSTS))
+
+
+# The plan
+
+
+def test_the_default_is_the_first_trial_and_every_arm_tries_the_same_quantiles(tmp_path: Path) -> None:
+    plan = plan_of(compare_tree(tmp_path, tune=4))
+    rates: dict[str, list[float]] = {}
+    for arm in ("ppo", "grpo", "dpo"):
+        first = [c.config for c in plan.trials if c.arm == arm and c.config.trial and c.config.trial.round == 1]
+        assert [trial.trial.number for trial in first if trial.trial] == [0, 1, 2, 3]
+        assert {trial.seed for trial in first} == {1000}
+        rates[arm] = [trial.train.policy.lr for trial in first]
+        written = plan.of(arm)[0].config.train
+        assert first[0].train.model_copy(update={"run": None, "data": None, "checkpoint": None}) == written.model_copy(
+            update={"run": None, "data": None, "checkpoint": None}
+        )
+        assert all(trial.train.schedule.steps == written.schedule.steps for trial in first)
+    assert rates["ppo"] == rates["grpo"] == rates["dpo"] == [0.01, 0.003885, 0.01916, 0.001521]
+    assert not [c for c in plan.trials if c.arm == "best_of_n"]
+    assert not plan_of(compare_tree(tmp_path)).trials
+
+
+def test_a_setting_that_an_arm_does_not_read_is_left_out_of_its_space(tmp_path: Path) -> None:
+    space = {"policy.lr": {"factor": 2}, "critic.lr": {"factor": 2}, "algorithm.loss.beta": [0.05, 0.2]}
+    plan = plan_of(compare_tree(tmp_path, tune={"trials": 3, "space": space}))
+    tried = {c.arm: set(c.config.trial.values) for c in plan.trials if c.config.trial and c.config.trial.number}
+    assert tried == {
+        "ppo": {"policy.lr", "critic.lr"},
+        "grpo": {"policy.lr"},
+        "dpo": {"policy.lr", "algorithm.loss.beta"},
+    }
+
+
+def test_an_arm_has_a_space_of_its_own(tmp_path: Path) -> None:
+    arms = {"ppo": {"tune": {"space": {"policy.lr": None, "batch": {"epochs": [1, 3, 4]}}}}}
+    plan = plan_of(compare_tree(tmp_path, tune=3, arms=arms))
+    tried = [c.config.trial.values for c in plan.trials if c.arm == "ppo" and c.config.trial and c.config.trial.number]
+    assert {key for values in tried for key in values} == {"batch.epochs"}
+
+
+def test_the_command_line_sets_trials_over_a_file(tmp_path: Path) -> None:
+    tree = compare_tree(tmp_path, tune={"trials": 8, "seeds": [7]})
+    config = compare_config(merge_overrides(tree, parse_overrides(["tune=3", "tune.space.policy.lr=[0.1,0.2]"])))
+    assert config.tune is not None
+    assert (config.tune.trials, config.tune.seeds) == (3, [7])
+    assert list(config.tune.space) == ["policy.lr"]
+    assert compare_config(merge_overrides(tree, parse_overrides(["tune=null"]))).tune is None
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"tune": {"seeds": [5, 1]}}, r"tune.seeds and seeds both have 1"),
+        ({"tune": {"seeds": [5, 5]}}, "tune: seeds: .* has a seed twice|has a seed twice"),
+        ({"tune": 1}, "greater than or equal to 2"),
+        ({"tune": {"trials": 8, "budget": 1000}}, r"tune.budget is 1,000, but with 219"),
+        ({"tune": {"trials": 4, "budget": 40}}, r"round 1 of its tuning a trial has 5 completions.* one step of 16"),
+        ({"tune": {"space": {"policy.learning": {"factor": 2}}}}, "no arm reads a setting policy.learning"),
+        ({"tune": {"space": {"policy.lr": {"low": 2, "high": 1}}}}, r"tune.space.policy.lr.*low has to be the smaller"),
+        ({"tune": {"space": {"policy.lr": {"low": 0, "high": 1}}}}, "no logarithm"),
+        ({"tune": {"space": {"policy.model": ["a", "b", "c"]}, "trials": 3}}, "set by start"),
+        ({"tune": {"trials": 3, "space": {"policy.lr": [-1, -2]}}}, r"policy.lr.*in trial 1 of tuning"),
+        ({"tune": {"trials": 6, "space": {"policy.lr": [1e-5, 2e-5]}}}, "has only 3 configurations"),
+        ({"tune": 3, "arms": {"dpo": {"tune": {"space": {"critic.lr": [1.0]}}}}}, "reads no setting critic.lr"),
+        ({"tune": 3, "arms": {"dpo": {"tune": {"trials": 9}}}}, "unknown key"),
+        ({"tune": {"report_default": True}, "arms": {"ppo_untuned": {}}}, "give the other arm another name"),
+    ],
+)
+def test_a_mistake_in_tuning_is_named_before_anything_runs(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_of(compare_tree(tmp_path, **changes))
+    assert not (tmp_path / "compare").exists()
+
+
+def test_prompts_of_the_report_are_no_tuning_prompts(tmp_path: Path) -> None:
+    prompts = str(tmp_path / "prompts.jsonl")
+    tree = compare_tree(tmp_path, tune={"trials": 2, "prompts": {"path": prompts}})
+    with pytest.raises(ConfigError, match=r"tune.prompts: .*prompts.jsonl has the prompts that the arms are reported"):
+        plan_of(tree)
+    tree["tune"]["prompts"]["part"] = [0, 0.5]
+    tree["shared"]["data"]["eval_prompts"] = {"part": [0.5, 1]}
+    plan = plan_of(tree)
+    assert [p.part for c in (plan.cells[0], plan.trials[0]) if (p := c.config.train.data.eval_prompts)] == [
+        (0.5, 1.0),
+        (0.0, 0.5),
+    ]
