@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
@@ -79,6 +79,9 @@ def _flatten_space(space: Any) -> Any:
 Space = Annotated[dict[str, Values | None], BeforeValidator(_flatten_space)]
 
 
+_RATE: Any = {"policy.lr": {"factor": 10.0}}  # as in a file; a section checks its defaults too
+
+
 class ArmTuneConfig(Section):
     """What is different in one arm's tuning."""
 
@@ -95,7 +98,7 @@ class TuneConfig(Section):
 
     trials: Annotated[int, Field(ge=2)] = 8
     """Configurations tried for each arm, its own included."""
-    space: Space = Field(default={"policy.lr": {"factor": 10.0}})
+    space: Space = Field(default=_RATE)
     """Setting -> its values: {factor: 10}, {low: 0.01, high: 0.1, scale: log}, or [0.01, 0.1]. Settings that an arm
     does not read are left out of its space. null leaves a setting out."""
     seeds: Annotated[list[int], Field(min_length=1)] = [1000]

@@ -275,7 +275,7 @@ def save_model(
     `state` holds the whole weights where this process has only a part of them.
     """
     # No row is ever added to an embedding; "auto" would look for the config.json of the base, if need be on the hub.
-    options = {"save_embedding_layers": False} if isinstance(model, PeftModel) else {}
+    options: dict[str, Any] = {"save_embedding_layers": False} if isinstance(model, PeftModel) else {}
     with _quiet_peft():
         model.save_pretrained(folder, state_dict=state, **options)
     tokenizer.save_pretrained(folder)
