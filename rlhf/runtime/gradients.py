@@ -47,7 +47,7 @@ class _Buckets:
         self._started = 0
 
     def arrived(self, parameter: Tensor) -> None:
-        """Note that a gradient is complete, and start the sums that wait for nothing else."""
+        """Record that a gradient is complete, and start the sums that wait for nothing else."""
         index = self._bucket_of[id(parameter)]
         if index < self._started:
             raise RuntimeError("a gradient changed after its sum over the ranks had started")

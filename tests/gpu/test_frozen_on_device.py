@@ -33,14 +33,14 @@ def test_a_reference_has_the_same_bits_and_no_casts(family: str, pretend: Preten
         with torch.no_grad():
             results.append(models.reference_logprobs(batch).cpu())
         if step == 0:
-            assert sum(pretend.weight_casts.values()) > 0
+            assert sum(pretend.weight_casts.values()) > 1
             saved = keep_in_bfloat16(models.reference, dtype="bfloat16", device=CUDA)
     assert torch.equal(*results)
     if family == "gpt2":  # its layers are not written out
         assert saved == 0
         return
     assert saved > 0
-    assert sum(pretend.weight_casts.values()) == 0
+    assert sum(pretend.weight_casts.values()) == 1  # the head's, for its chunks of logits
     assert pretend.problems == []
 
 

@@ -40,7 +40,10 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Chain(nn.Module):
-    """x w1 w2 w3, of 3, 2 and 4 weights; `order` notes when the gradient of an inner value is computed."""
+    """A product of three weights of 3, 2 and 4 numbers, and one that is not used.
+
+    `log` notes when the backward pass reaches the first.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,6 +105,15 @@ def test_gradients_of_earlier_passes_are_summed_too() -> None:
     with sum_gradients(weights, Doubling()):
         weights[0].sum().backward()
     assert [float(weight.grad[0]) for weight in weights if weight.grad is not None] == [4.0, 2.0]
+
+
+def test_a_bucket_with_a_weight_without_a_gradient_is_summed() -> None:
+    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    with sum_gradients([used, unused], Doubling()):
+        used.sum().backward()
+    assert unused.grad is None
+    assert used.grad is not None
+    assert used.grad.tolist() == [2.0, 2.0]
 
 
 def test_a_gradient_that_changes_later_is_an_error() -> None:

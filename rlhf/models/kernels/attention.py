@@ -138,9 +138,8 @@ def packed_attention(
         [_to_rectangle(states, layout.second) for states in (query, key, value)] if layout.second is not None else []
     )
     attended = rectangle_attention(layout, first, second, scale=scale)
-    return torch.cat([_from_rectangle(states, where) for states, where in zip(attended, layout.places, strict=True)])[
-        None
-    ]
+    tokens = [_from_rectangle(states, where) for states, where in zip(attended, layout.places, strict=True)]
+    return torch.cat(tokens)[None]
 
 
 def compute_dtype(states: Tensor) -> torch.dtype:
