@@ -123,12 +123,14 @@ def run_alone(command: list[str], limit_s: float) -> dict[str, Any]:
 
 def processes(options: argparse.Namespace) -> dict[str, list[str]]:
     """Return the parts that are processes of their own, which the pretend GPU can run too."""
-    pretend = ["--pretend"] if options.pretend else []
     decoding = [sys.executable, str(ROOT / "benchmarks" / "recorded_decoding.py")]
+    correctness = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "tests/gpu"]
+    if options.pretend:  # at toy size, whatever the shape
+        return {"correctness": correctness, "decoding": [*decoding, "--pretend"]}
     return {
-        "correctness": [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "tests/gpu"],
-        "decoding 0.5b": [*decoding, *pretend],
-        "decoding 1.5b": [*decoding, "--shape", "1.5b", *pretend],
+        "correctness": correctness,
+        "decoding 0.5b": decoding,
+        "decoding 1.5b": [*decoding, "--shape", "1.5b"],
     }
 
 
