@@ -35,7 +35,7 @@ def round_matrices(body: nn.Module) -> int:
     """Convert to bfloat16 the matrices of a frozen `body` that only linear layers hold; return the bytes saved."""
     linear = [part for part in body.modules() if type(part) is nn.Linear and part.weight.dtype == torch.float32]
     elsewhere = {p for part in body.modules() if type(part) is not nn.Linear for p in part._parameters.values()}
-    rounded: dict[nn.Parameter, nn.Parameter] = {}
+    rounded: dict[torch.Tensor, nn.Parameter] = {}
     for part in linear:
         weight = part.weight
         if weight in elsewhere:

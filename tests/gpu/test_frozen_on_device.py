@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import device_runs
 import pytest
@@ -47,7 +48,6 @@ def test_a_reference_has_the_same_bits_and_no_casts(family: str, pretend: Preten
 def test_a_run_keeps_its_reference_so(tmp_path: Path, pretend: PretendDevice) -> None:
     runs.make_model(tmp_path / "model")
     tree = merge(offline_tree(tmp_path, "kto"), {"policy": {"dtype": "bfloat16"}})
-    built = runs.offline(device_runs.on("cuda", tree, tmp_path))
-    reference = built.loss.models.reference
-    assert {p.dtype for p in reference.parameters()} == {torch.float32, torch.bfloat16}
-    assert {p.dtype for p in built.loss.models.policy.parameters()} == {torch.float32}
+    loss: Any = runs.offline(device_runs.on("cuda", tree, tmp_path)).loss
+    assert {p.dtype for p in loss.models.reference.parameters()} == {torch.float32, torch.bfloat16}
+    assert {p.dtype for p in loss.models.policy.parameters()} == {torch.float32}

@@ -132,7 +132,8 @@ def packed_attention(
         low = compute_dtype(query)
         if low not in HALF_DTYPES:
             raise RuntimeError(f"rows laid out for attention in 16 bits met {low}: enter autocast before packing them")
-        return varlen_attention(*(x[0].transpose(0, 1).to(low) for x in (query, key, value)), layout, scale=scale)[None]
+        query, key, value = (states[0].transpose(0, 1).to(low) for states in (query, key, value))
+        return varlen_attention(query, key, value, layout, scale=scale)[None]
     first = [_to_rectangle(states, layout.first) for states in (query, key, value)]
     second = (
         [_to_rectangle(states, layout.second) for states in (query, key, value)] if layout.second is not None else []

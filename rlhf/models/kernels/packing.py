@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,10 +21,11 @@ from transformers.modeling_utils import AttentionInterface
 
 from rlhf.models.kernels.attention import PackedBatch, RectangleIndex, RectangleLayout, compute_dtype, packed_attention
 from rlhf.models.kernels.cast import HALF_DTYPES
-from rlhf.models.kernels.varlen import shared_runs, whole_runs
+from rlhf.models.kernels.varlen import VarlenLayout, shared_runs, whole_runs
 from rlhf.runtime.device import is_device_error
 from rlhf.transfer import on_host, to_device
 
+LAYOUT_PARTS = (PackedBatch, RectangleLayout, RectangleIndex, VarlenLayout)
 MIN_SHARED_FRACTION = 0.1  # prompts are shared where that saves at least this share of the tokens: measured
 
 
@@ -154,9 +155,9 @@ def _to(rows: PackedBatch, device: torch.device) -> PackedBatch:
     def move(part: Any) -> Any:
         if isinstance(part, Tensor):
             return next(moved)
-        return (
-            replace(part, **{name: move(value) for name, value in vars(part).items()}) if is_dataclass(part) else part
-        )
+        if isinstance(part, LAYOUT_PARTS):
+            return replace(part, **{name: move(value) for name, value in vars(part).items()})
+        return part
 
     layout: PackedBatch = move(rows)
     return layout
@@ -166,7 +167,7 @@ def _tensors(part: Any) -> Iterator[Tensor]:
     """Yield the tensors in a layout and its parts."""
     if isinstance(part, Tensor):
         yield part
-    elif is_dataclass(part):
+    elif isinstance(part, LAYOUT_PARTS):
         for value in vars(part).values():
             yield from _tensors(value)
 
