@@ -10,6 +10,7 @@ Each part runs alone (--only), within a time limit, and its failure is a result:
 torch needs the wheels in `WHEELS` besides; what is missing is printed.
 With --pretend the parts that can run on the pretend GPU of tests/gpu do (no times, but the script is known to work).
 With --toy everything runs on the CPU at toy size, which shows that it works, not how fast it is.
+--json writes the results, --md a table of them.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ WHEELS = (  # what a bare image with torch lacks, by import name; all are small
     "pytest",
 )
 LIMIT_S = 300  # of a part
+PRETEND_LIMIT_S = 1800  # on the pretend GPU, which is a CPU that counts
 ROOT = Path(__file__).resolve().parents[1]
 
 Runs = Callable[[str, str, Job], SideResult]  # python, script, job
@@ -107,11 +109,11 @@ def missing_wheels() -> list[str]:
     return [name for name in WHEELS if importlib.util.find_spec(name) is None]
 
 
-def run_alone(command: list[str]) -> dict[str, Any]:
+def run_alone(command: list[str], limit_s: float) -> dict[str, Any]:
     """Run a part as a process of its own, within the time limit; its last line is its result if that is JSON."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=LIMIT_S, env=environment, cwd=ROOT
+        command, capture_output=True, text=True, check=False, timeout=limit_s, env=environment, cwd=ROOT
     )
     last = (done.stdout.strip().splitlines() or [""])[-1]
     if done.returncode:
@@ -121,12 +123,14 @@ def run_alone(command: list[str]) -> dict[str, Any]:
 
 def processes(options: argparse.Namespace) -> dict[str, list[str]]:
     """Return the parts that are processes of their own, which the pretend GPU can run too."""
-    pretend = ["--pretend"] if options.pretend else []
     decoding = [sys.executable, str(ROOT / "benchmarks" / "recorded_decoding.py")]
+    correctness = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "tests/gpu"]
+    if options.pretend:  # at toy size, whatever the shape
+        return {"correctness": correctness, "decoding": [*decoding, "--pretend"]}
     return {
-        "correctness": [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "tests/gpu"],
-        "decoding 0.5b": [*decoding, *pretend],
-        "decoding 1.5b": [*decoding, "--shape", "1.5b", *pretend],
+        "correctness": correctness,
+        "decoding 0.5b": decoding,
+        "decoding 1.5b": [*decoding, "--shape", "1.5b"],
     }
 
 
@@ -138,6 +142,18 @@ def attempt(results: dict[str, Any], name: str, part: Callable[[], dict[str, Any
         results[name] = {"failed": f"{type(error).__name__}: {error}"}
     sys.stdout.write(f"{name}: {json.dumps(results[name])}\n")
     sys.stdout.flush()
+
+
+def as_markdown(results: dict[str, Any]) -> str:
+    """Return the results as a table: a row for each number, with the names that lead to it."""
+
+    def rows(value: Any, names: tuple[str, ...]) -> list[str]:
+        if isinstance(value, dict):
+            return [row for name, inner in value.items() for row in rows(inner, (*names, str(name)))]
+        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+        return [f"| {names[0]} | {' '.join(names[1:])} | {' '.join(text.split()).replace('|', '/')} |"]
+
+    return "\n".join(["| part | what | value |", "|---|---|---|", *rows(results, ())]) + "\n"
 
 
 def run_all(options: argparse.Namespace) -> dict[str, Any]:
@@ -154,7 +170,8 @@ def run_all(options: argparse.Namespace) -> dict[str, Any]:
     sys.stdout.write(f"{json.dumps(about)}\n")
     for name, command in ({} if toy else processes(options)).items():
         if options.only in (None, name.split()[0]):
-            attempt(results, name, lambda command=command: run_alone(command))  # type: ignore[misc]
+            limit_s = PRETEND_LIMIT_S if options.pretend else LIMIT_S
+            attempt(results, name, lambda command=command, limit_s=limit_s: run_alone(command, limit_s))  # type: ignore[misc]
     if options.pretend:
         return results
 
@@ -197,12 +214,15 @@ def main() -> None:
     parser.add_argument("--pretend", action="store_true")
     parser.add_argument("--only", choices=("correctness", "decoding", "rollout", "update", "grpo", "ppo"))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--md", type=Path)
     options = parser.parse_args()
     if missing := missing_wheels():
         sys.exit(f"missing here: {' '.join(missing)}\ncarry these wheels, or: pip install {' '.join(missing)}")
     results = run_all(options)
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    if options.md:
+        options.md.write_text(as_markdown(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -339,6 +339,15 @@ def test_gpu_benchmark_runs_on_a_cpu_at_toy_size(
     assert results["update"]["share"] > 0
 
 
+def test_results_of_the_gpu_benchmark_are_a_table(modules: dict[str, ModuleType]) -> None:
+    results = {"about": {"torch": "2"}, "decoding": {"recorded": {"first_s": 1.23456, "way": "a|b\nc"}}}
+    assert modules["gpu"].as_markdown(results).splitlines()[2:] == [
+        "| about | torch | 2 |",
+        "| decoding | recorded first_s | 1.235 |",
+        "| decoding | recorded way | a/b c |",
+    ]
+
+
 def test_a_part_of_the_gpu_benchmark_that_fails_is_a_result(modules: dict[str, ModuleType]) -> None:
     def fails() -> dict[str, Any]:
         raise RuntimeError("no such kernel")

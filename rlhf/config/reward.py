@@ -77,6 +77,8 @@ class ModelSource(Section):
     """A run folder of rlhf rm, an ensemble's too, or a sequence-classification model folder with one label."""
     micro_batch_size: Count = 64
     """Rows per forward pass; affects memory only."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: bf16 arithmetic, on a CUDA GPU over matrices that are kept in bf16. Scores change by rounding."""
     how: Literal["mean", "minimum", "mean_minus_std"] = "mean"
     """How the members' scores are combined, where path holds an ensemble (rlhf rm ... ensemble=4)."""
     std_coef: NonNegative = 1.0

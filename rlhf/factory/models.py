@@ -43,6 +43,7 @@ from rlhf.models.backbone import (
 )
 from rlhf.models.ensemble_head import load_reward_heads, single_head
 from rlhf.models.export import ExportDtype
+from rlhf.models.frozen import keep_in_bfloat16
 from rlhf.models.origin import Origin, read_origin, weights_fingerprint
 from rlhf.models.policy_models import Ema, Models, SharedValueHead
 from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
@@ -106,6 +107,7 @@ def build_online_models(config: OnlineConfig, context: RunContext, tokenizer: Pr
         entropy_gradient=isinstance(loss, TokenLoss) and loss.entropy_coef > 0,
         engine=engine,
     )
+    keep_reference_in_bfloat16(models)
     if algorithm.value_loss is not None:
         if config.critic.shared:
             models.shared_head = engine.place(
@@ -129,6 +131,12 @@ def build_reference(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, eng
     model = load_causal_lm(path, dtype=config.policy.dtype, trust_remote_code=trust, engine=engine)
     check_vocabulary(model, tokenizer, path)
     return freeze(model)
+
+
+def keep_reference_in_bfloat16(models: Models) -> None:
+    """Convert a separate reference's matrices to bfloat16 where that changes no result (see rlhf.models.frozen)."""
+    if models.reference is not None and not models.engine.splits_weights:
+        keep_in_bfloat16(models.reference, dtype=models.dtype, device=models.device)
 
 
 def _load_critic(config: OnlineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase) -> ScalarHeadModel:

@@ -44,6 +44,7 @@ from rlhf.factory.models import (
     build_policy,
     build_tokenizer,
     export,
+    keep_reference_in_bfloat16,
     needs_reference_during_training,
     no_grad_batch_size,
     read_export_origin,
@@ -266,6 +267,7 @@ def build_offline(config: OfflineConfig, console: Console | None = None) -> Offl
     trained = engine.train("policy", policy, config.policy, terms=("sft", PREFERENCE_TERM))
     context.notes += (fast_ways or models.fast_ways()).lines()  # under ZeRO-3 only DeepSpeed's hooks make weights whole
     task = build_task(config, context, tokenizer, models)
+    keep_reference_in_bfloat16(models)  # now: the cache of its log-probabilities goes by its weights as they were
     ema = Ema(policy, config.policy.ema_decay, engine) if config.policy.ema_decay else None
     if context.resume is not None:
         _restore(load_trainer_state(context.resume), trained, ema)

@@ -318,7 +318,9 @@ def _load_model(
 
 def _fast_ways(config: RewardModelConfig, context: RunContext, model: ScalarHeadModel) -> FastWays:
     """Find out by trial which fast paths the model supports; under ZeRO-3 call it once the model is sharded."""
-    ways = of_bodies([model.classifier.base_model], packing=config.model.packing)
+    bodies = [model.classifier.base_model]
+    ways = of_bodies(bodies, packing=config.model.packing)
+    ways.with_varlen(bodies, config.model.dtype, context.engine.device)
     return ways.under_zero(context.engine.sharding.stage)
 
 

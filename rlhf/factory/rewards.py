@@ -23,6 +23,7 @@ from rlhf.data.tokenizer import vocabulary_digest
 from rlhf.errors import ConfigError
 from rlhf.factory.context import member_folders, model_folder
 from rlhf.models.ensemble_head import EnsembleHeadModel
+from rlhf.models.frozen import keep_in_bfloat16
 from rlhf.rewards.ensemble import EnsembleReward, MainRankReward, ShardedReward
 from rlhf.rewards.function import FunctionReward
 from rlhf.rewards.judge import ChatModel, ChatReward
@@ -105,7 +106,7 @@ def _build_model(
     """Load a reward model, or an ensemble of them, and spread the scoring over the ranks."""
     members = member_folders(config.path)
     if members:
-        single = ModelSource(path="", micro_batch_size=config.micro_batch_size)
+        single = ModelSource(path="", micro_batch_size=config.micro_batch_size, dtype=config.dtype)
         sources = [
             _build_model(single.model_copy(update={"path": str(member)}), tokenizer, engine, warn) for member in members
         ]
@@ -116,9 +117,12 @@ def _build_model(
         tokenizer,
         device=engine.device,
         micro_batch_size=config.micro_batch_size,
+        dtype=config.dtype,
         engine=engine,
     )
     source.model = engine.freeze("reward", source.model)
+    if not engine.splits_weights:
+        keep_in_bfloat16(source.model, dtype=config.dtype, device=engine.device)
     if source.note:
         warn(source.note)
     if isinstance(source.model, EnsembleHeadModel):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rlhf.config.sections import LogProbs, Packing
 from rlhf.errors import ModelError
 from rlhf.models.backbone import CausalLM, body_of
+from rlhf.models.kernels.attention import PackedBatch
 from rlhf.models.kernels.llama.forward import fused_unsupported_reason, predictor_states, supports_fused
 from rlhf.models.kernels.lm_head import (
     chunked_statistics,
@@ -23,7 +24,7 @@ from rlhf.models.kernels.lm_head import (
     output_head,
     token_statistics,
 )
-from rlhf.models.kernels.packing import PackedBatch, pack_for, packed_inputs, packing_unsupported_reason
+from rlhf.models.kernels.packing import pack_for, packed_inputs, packing_unsupported_reason, varlen_unsupported_reason
 from rlhf.transfer import place_live, select_live
 
 
@@ -218,6 +219,7 @@ def completion_logits(
 
 
 WRITTEN_OUT = "written-out layers"
+VARLEN = "attention over rows of any length"
 
 
 @dataclass
@@ -238,6 +240,14 @@ class FastWays:
         if stage == 3 or (stage == 2 and self.ways.get(WRITTEN_OUT)):  # under ZeRO-3 the trial itself says no
             self.ways[WRITTEN_OUT] = False
             self.reasons.append(f"layers are not written out: ZeRO-{stage} watches their modules")
+        return self
+
+    def with_varlen(self, bodies: Sequence[nn.Module], dtype: str, device: torch.device) -> FastWays:
+        """Add attention over rows of any length, which a CUDA GPU has in 16 bits; call it while weights are whole."""
+        if device.type == "cuda" and dtype == "bfloat16" and self.ways["no padding"]:
+            reasons = [varlen_unsupported_reason(body, torch.bfloat16) for body in bodies]
+            self.ways[VARLEN] = not any(reasons)
+            self.reasons += [reason for reason in reasons if reason]
         return self
 
 

@@ -197,6 +197,8 @@ class Models:
             for way, is_on in critic.ways.items():
                 fast_ways.ways[way] = fast_ways.ways[way] and is_on
             fast_ways.reasons += critic.reasons
+        bodies = [body_of(self.policy), *([] if self.critic is None else [self.critic.classifier.base_model])]
+        fast_ways.with_varlen(bodies, self.dtype, self.device)
         return fast_ways.under_zero(self.engine.sharding.stage)
 
     def outputs(self, batch: Completions) -> Outputs:

@@ -26,8 +26,9 @@ from rlhf.models.backbone import (
     weight_dtype,
 )
 from rlhf.models.export import classifier_padding
+from rlhf.models.kernels.attention import PackedBatch
 from rlhf.models.kernels.llama.forward import predictor_states
-from rlhf.models.kernels.packing import PackedBatch, pack_for
+from rlhf.models.kernels.packing import pack_for
 from rlhf.models.logprobs import Sequences
 from rlhf.models.split_load import load_split
 from rlhf.models.weight_files import local_folder

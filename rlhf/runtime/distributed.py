@@ -142,16 +142,27 @@ class Distributed:
 
     def add_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Replace each gradient in place by its sum over the ranks."""
-        if self.world == 1:
-            return
-        bucket: list[Tensor] = []
-        for gradient in gradients:
-            if bucket and sum(t.numel() for t in bucket) + gradient.numel() > GRADIENT_BUCKET:
-                _all_reduce(bucket)
-                bucket = []
-            bucket.append(gradient)
-        if bucket:
-            _all_reduce(bucket)
+        if self.world > 1:
+            for bucket in in_buckets(gradients):
+                self.start_sum(bucket)()
+
+    def start_sum(self, gradients: Sequence[Tensor]) -> Callable[[], None]:
+        """Start one all-reduce of the gradients; the function returned waits for it and puts the sums in their place.
+
+        Every rank must start the same sums in the same order.
+        """
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        with _detect_lost_ranks():
+            work = dist.all_reduce(flat, async_op=True)
+
+        def finish() -> None:
+            with _detect_lost_ranks():
+                work.wait()
+            parts = flat.split([gradient.numel() for gradient in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+        return finish
 
     def all_succeed(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank and return the local result once it has succeeded on all; if one fails, all raise.
@@ -195,13 +206,16 @@ def _sendable(error: Exception) -> Exception:
     return error if isinstance(error, UserError | OSError) else UserError(f"{type(error).__name__}: {error}")
 
 
-def _all_reduce(gradients: Sequence[Tensor]) -> None:
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    with _detect_lost_ranks():
-        dist.all_reduce(flat)
-    parts = flat.split([gradient.numel() for gradient in gradients])
-    for gradient, part in zip(gradients, parts, strict=True):
-        gradient.copy_(part.view_as(gradient))
+def in_buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the tensors in lists of at most `GRADIENT_BUCKET` elements; a larger one is alone."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        if bucket and sum(t.numel() for t in bucket) + tensor.numel() > GRADIENT_BUCKET:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
 
 
 def world_size_from_env() -> int:

@@ -7,7 +7,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -18,6 +18,7 @@ from rlhf.config.sharding import ShardingConfig, deepspeed_json
 from rlhf.errors import ConfigError, install_hint
 from rlhf.runtime.device import choose_device
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed, init_distributed, world_size_from_env
+from rlhf.runtime.gradients import sum_gradients
 from rlhf.runtime.memory import keep_memory, make_memory_profiler
 from rlhf.runtime.optimizers import load_optimizer_state, make_optimizer, optimizer_state
 from rlhf.transfer import Number
@@ -81,10 +82,9 @@ class LocalModel:
         self.optimizer = make_optimizer(self.parameters, config)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Accumulate the gradient of `loss`, and sum it over the ranks at the `last` call."""
-        torch.autograd.backward(loss)
-        if last:
-            self.ranks.add_gradients([p.grad for p in self.parameters if p.grad is not None])
+        """Accumulate the gradient of `loss`; sum it over the ranks while the `last` call computes it."""
+        with sum_gradients(self.parameters, self.ranks) if last else nullcontext():
+            torch.autograd.backward(loss)
 
     def grad_norm(self) -> Number:
         """Compute the global 2-norm of the gradient; 0 without one. On a GPU it stays there."""

@@ -24,34 +24,31 @@ import contextlib
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from pretend_autocast import register_autocast
+from pretend_cuda import torch_cuda
+from pretend_functions import Functions
 from pretend_streams import (
     Clock,
-    Event,
-    Graph,
     Memory,
     Recording,
     Stream,
-    capture,
     current,
-    in_stream,
     machines,
     merge,
     tensors_in,
 )
+from pretend_tensor import DEVICE, DeviceTensor, is_device
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (str(ROOT / "rlhf") + "/", str(ROOT / "reward_model") + "/")
-DEVICE = torch.device("cuda:0")
 
 HOST_READS = frozenset(  # operations whose result has a size or a value that the host must know
     {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "equal"}
@@ -66,55 +63,6 @@ NO_KERNEL = frozenset(
     {"detach", "alias", "_unsafe_view", "lift", "lift_fresh", "set_", "is_same_size", "resize_"}
     | {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 )
-
-
-class DeviceTensor(torch.Tensor):
-    """A tensor on the pretend device; `host` has its numbers.
-
-    C++ takes it for a meta tensor, so that autograd asks no CUDA driver for a stream, but with CUDA's dispatch keys,
-    so that CUDA's autocast sees it; Python is told `cuda:0`.
-    """
-
-    host: Tensor
-    memory: Memory
-
-    @staticmethod
-    def __new__(cls, host: Tensor, memory: Memory | None = None) -> DeviceTensor:
-        with torch._C.DisableTorchFunction():
-            meta = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device="meta")
-            made: DeviceTensor = torch.Tensor._make_subclass(cls, meta, False, device_for_backend_keys=DEVICE)
-        return made
-
-    def __init__(self, host: Tensor, memory: Memory | None = None) -> None:
-        self.host, self.memory = host, memory or Memory()
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-    device = property(lambda self: DEVICE)  # type: ignore[assignment]
-    is_cuda = property(lambda self: True)  # type: ignore[assignment]
-    is_meta = property(lambda self: False)  # type: ignore[assignment]
-    is_cpu = property(lambda self: False)  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return current().run(func, args, kwargs or {})
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"DeviceTensor({self.host!r})"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        current().host_waits("pickle", current().stream().clock())
-        return self.host.detach().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if id(self) not in memo:
-            made: Tensor = self.detach().clone()
-            if isinstance(self, torch.nn.Parameter):
-                made = torch.nn.Parameter(made, requires_grad=self.requires_grad)
-            memo[id(self)] = made.requires_grad_(self.requires_grad)
-        return memo[id(self)]
-
-    def data_ptr(self) -> int:
-        return self.host.data_ptr()
 
 
 class PretendDevice:
@@ -149,7 +97,7 @@ class PretendDevice:
         target = kwargs.get("device")
         if target is not None and target.type == "meta" and not getattr(self.local, "asked_for_meta", False):
             target, kwargs = DEVICE, {**kwargs, "device": DEVICE}  # C++ means the device of some DeviceTensor
-        if not mine and not _is_device(target):
+        if not mine and not is_device(target):
             return func(*args, **kwargs)
         name: str = func.overloadpacket.__name__
         others = [tensor for tensor in given if not isinstance(tensor, DeviceTensor)]
@@ -161,7 +109,7 @@ class PretendDevice:
         elif others and mine:
             self._check_devices(name, args, others, func)
         self._check_host_reads(name, args)
-        if _is_device(target):
+        if is_device(target):
             kwargs = {**kwargs, "device": torch.device("cpu")}
             kwargs.pop("pin_memory", None)
         for tensor in mine:
@@ -328,7 +276,7 @@ class PretendDevice:
             else:
                 self._to_host(source, target, non_blocking and self.is_pinned(target))
             return target
-        goes, comes = _is_device(kwargs.get("device")), bool(mine)
+        goes, comes = is_device(kwargs.get("device")), bool(mine)
         if kwargs.get("device") is None or goes == comes:
             return NotImplemented
         non_blocking = bool(kwargs.get("non_blocking"))
@@ -419,7 +367,7 @@ class PretendDevice:
         self.default = Stream(number=0)
         self._exit = contextlib.ExitStack()
         register_autocast(DeviceTensor)
-        for name, value in _torch_cuda(self).items():
+        for name, value in torch_cuda(self).items():
             self._exit.enter_context(mock.patch.object(torch.cuda, name, value))
         swapped = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)  # keeps tied weights tied in Module.to
@@ -427,18 +375,18 @@ class PretendDevice:
         begin = threading.Thread.run
 
         def run_in_modes(thread: threading.Thread) -> None:  # a thread has its own modes
-            with _Functions(), _Operations():
+            with Functions(), _Operations():
                 begin(thread)
 
         self._exit.enter_context(mock.patch.object(threading.Thread, "run", run_in_modes))
         walk = torch.autograd._engine_run_backward
 
         def walk_in_mode(*args: Any, **kwargs: Any) -> Any:  # torch leaves a function mode while it handles backward()
-            with _Functions():
+            with Functions():
                 return walk(*args, **kwargs)
 
         self._exit.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", walk_in_mode))
-        self._exit.enter_context(_Functions())
+        self._exit.enter_context(Functions())
         self._exit.enter_context(_Operations())
         return self
 
@@ -470,10 +418,6 @@ def place() -> str:
     return "elsewhere"
 
 
-def _is_device(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "cuda"
-
-
 def _on_host(value: Any) -> Any:
     if isinstance(value, DeviceTensor):
         return value.host
@@ -485,219 +429,3 @@ def _on_host(value: Any) -> Any:
 class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return current().run(func, args, kwargs or {})
-
-
-def _names_device(value: Any) -> bool:
-    return (isinstance(value, torch.device) and value.type == "cuda") or (
-        isinstance(value, str) and value.startswith("cuda")
-    )
-
-
-def _names_meta(value: Any) -> bool:
-    return (isinstance(value, torch.device) and value.type == "meta") or (isinstance(value, str) and value == "meta")
-
-
-@contextlib.contextmanager
-def _asked_for_meta(local: threading.local) -> Iterator[None]:
-    """Take `meta` at its word: the program itself asked for it, as transformers does while it loads a model."""
-    local.asked_for_meta = True
-    try:
-        yield
-    finally:
-        local.asked_for_meta = False
-
-
-class _Functions(TorchFunctionMode):
-    """What C++ would answer before it dispatches: tensors made of Python numbers, pinned memory, fused kernels."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        special = _SPECIAL.get(name)
-        if special is not None:
-            result = special(func, args, kwargs)
-            if result is not NotImplemented:
-                return result
-        args = tuple(DEVICE if _names_device(value) else value for value in args)
-        kwargs = {key: DEVICE if _names_device(value) else value for key, value in kwargs.items()}
-        if any(_names_meta(value) for value in (*args, *kwargs.values())):
-            with _asked_for_meta(current().local):
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def _scaled_dot_product_attention(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if not isinstance(args[0], DeviceTensor):
-        return NotImplemented
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    options = {**dict(zip(names, args, strict=False)), **kwargs}
-    query, key, value = (options.pop(name) for name in names[:3])
-    if torch.is_autocast_enabled("cuda"):
-        low = torch.get_autocast_dtype("cuda")
-        query, key, value = (x if x.dtype == torch.float64 else x.to(low) for x in (query, key, value))
-    mask = options.pop("attn_mask", None)
-    for tensor in (key, value, *([] if mask is None else [mask])):
-        if not isinstance(tensor, DeviceTensor):
-            current()._refuse("Expected all tensors to be on the same device, cuda:0 and cpu: attention")
-    current().attention[_attention_kernel(query, mask, bool(options.get("enable_gqa")))] += 1
-    return _Attention.apply(query, key, value, mask, options)  # type: ignore[no-untyped-call]
-
-
-def _attention_kernel(query: Tensor, mask: Tensor | None, groups: bool) -> str:
-    """Name the kernel that CUDA would take: flash needs 16 bits and no mask, mem-efficient a key for every head."""
-    if query.dtype in (torch.bfloat16, torch.float16) and mask is None:
-        return "flash"
-    return "math" if groups or query.dtype == torch.float64 else "memory-efficient"
-
-
-class _Attention(torch.autograd.Function):
-    """Attention as one kernel, and another for its gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Any) -> Tensor:
-        ctx.save_for_backward(query, key, value, mask)
-        ctx.options = options
-        given: list[Any] = [query, key, value] if mask is None else [query, key, value, mask]
-        attend = _host_attention(options)
-        out: Tensor = current().launch("attention", attend, (query, key, value, mask), {}, given)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        query, key, value, mask = ctx.saved_tensors
-        attend = _host_attention(ctx.options)
-
-        def back(gradient: Tensor, *inputs: Tensor) -> Any:
-            with torch.enable_grad():
-                leaves = [tensor.detach().requires_grad_() for tensor in inputs[:3]]
-                return list(torch.autograd.grad(attend(*leaves, *inputs[3:]), leaves, gradient))
-
-        args = (gradients[0], query, key, value, *([] if mask is None else [mask]))
-        given: list[Any] = [tensor for tensor in args if isinstance(tensor, DeviceTensor)]
-        gradient_list = current().launch("attention backward", back, args, {}, given)
-        return *gradient_list, None, None
-
-
-def _host_attention(options: dict[str, Any]) -> Callable[..., Tensor]:
-    plain = torch._C._nn.scaled_dot_product_attention
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        with torch.autocast("cpu", enabled=False), torch._C.DisableTorchFunction():
-            out: Tensor = plain(query, key, value, attn_mask=mask, **options)
-        return out
-
-    return attend
-
-
-def _rms_norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if not isinstance(args[0], DeviceTensor) or torch.is_grad_enabled():
-        return NotImplemented
-    given: list[Any] = [tensor for tensor in args if isinstance(tensor, DeviceTensor)]
-    return current().launch("rms_norm", torch.rms_norm, args, kwargs, given)
-
-
-def _new_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if not isinstance(args[0], DeviceTensor):
-        return NotImplemented
-    with torch._C.DisableTorchFunction():
-        made = torch.tensor(args[1], dtype=kwargs.get("dtype") or args[0].dtype)
-    return made.to(DEVICE)
-
-
-def _tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if not _names_device(kwargs.get("device")):
-        return NotImplemented
-    del kwargs["device"]
-    made = func(*args, **kwargs)
-    return made if isinstance(made, DeviceTensor) else made.to(DEVICE)
-
-
-def _to(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Leave out a device that the tensor is on already, which C++ would not see."""
-    if not isinstance(args[0], DeviceTensor):
-        return NotImplemented
-    rest = list(args[1:])
-    if rest and _names_device(rest[0]):
-        rest = rest[1:]
-    elif _names_device(kwargs.get("device")):
-        del kwargs["device"]
-    else:
-        return NotImplemented
-    if not [x for x in rest if x is not None] and not kwargs.get("copy") and kwargs.get("dtype") is None:
-        return args[0]
-    kwargs.pop("non_blocking", None)
-    if not rest or rest[0] is None:
-        rest = [kwargs.pop("dtype")] if kwargs.get("dtype") is not None else [args[0].dtype]
-    return func(args[0], rest[0], copy=bool(kwargs.get("copy")))
-
-
-def _cuda(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return args[0] if isinstance(args[0], DeviceTensor) else args[0].to(DEVICE, **kwargs)
-
-
-def _tolist(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return args[0].cpu().tolist() if isinstance(args[0], DeviceTensor) else NotImplemented
-
-
-def _pin_memory(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return args[0] if current().is_pinned(args[0]) else current().pin(args[0].clone())
-
-
-def _is_pinned(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return not isinstance(args[0], DeviceTensor) and current().is_pinned(args[0])
-
-
-def _make(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if not kwargs.get("pin_memory"):
-        return NotImplemented
-    return current().pin(func(*args, **{key: value for key, value in kwargs.items() if key != "pin_memory"}))
-
-
-_SPECIAL: dict[str, Callable[[Any, Any, dict[str, Any]], Any]] = {
-    "scaled_dot_product_attention": _scaled_dot_product_attention,
-    "rms_norm": _rms_norm,
-    "new_tensor": _new_tensor,
-    **dict.fromkeys(("tensor", "as_tensor", "asarray"), _tensor),
-    "to": _to,
-    "cuda": _cuda,
-    "tolist": _tolist,
-    "pin_memory": _pin_memory,
-    "is_pinned": _is_pinned,
-    **dict.fromkeys(("empty", "zeros", "full", "empty_like"), _make),
-}
-
-
-class _Properties:
-    name, major, minor, total_memory, multi_processor_count, gcnArchName = "pretend", 9, 0, 139 << 30, 132, ""
-
-
-def _torch_cuda(machine: PretendDevice) -> dict[str, Any]:
-    """Return what torch.cuda's functions are inside the context."""
-    return {
-        "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "_lazy_init": lambda: None,
-        "current_device": lambda: 0,
-        "set_device": lambda device: None,
-        "synchronize": lambda device=None: machine.host_waits("synchronize()", machine.stream().clock()),
-        "empty_cache": lambda: None,
-        "is_bf16_supported": lambda *_, **__: True,
-        "max_memory_allocated": lambda device=None: 0,
-        "memory_allocated": lambda device=None: 0,
-        "mem_get_info": lambda device=None: (139 << 30, 139 << 30),
-        "reset_peak_memory_stats": lambda device=None: None,
-        "get_device_name": lambda device=None: "pretend",
-        "get_device_capability": lambda device=None: (9, 0),
-        "get_device_properties": lambda device=None: _Properties(),
-        "get_rng_state": lambda device=None: torch.get_rng_state(),
-        "set_rng_state": lambda state, device=None: None,
-        "is_current_stream_capturing": lambda: machine._recording is not None,
-        "graph_pool_handle": lambda: (0, 0),
-        "CUDAGraph": Graph,
-        "graph": capture,
-        "Stream": Stream,
-        "Event": Event,
-        "current_stream": lambda device=None: machine.stream(),
-        "default_stream": lambda device=None: machine.default,
-        "stream": in_stream,
-    }

@@ -77,6 +77,16 @@ def resuming(device: str) -> list[Tensor]:
     return [weight.detach().cpu()]
 
 
+def resuming_sharded(device: str) -> list[Tensor]:
+    """A step of Adam over many weights in one flat tensor, from a count of steps: a run continued under ZeRO."""
+    flat = torch.nn.Parameter(torch.ones(4, device=device))
+    optimizer = make_optimizer([flat], OptimizerConfig(lr=0.1))
+    optimizer.state[flat] |= optimizers.adam_state(flat.detach(), 3)
+    flat.grad = torch.arange(4.0).to(device)
+    optimizer.step()
+    return [flat.detach().cpu()]
+
+
 def overlapping(device: str) -> list[Tensor]:
     """Work on a stream beside the default one."""
     numbers = torch.arange(5.0).to(device) * 2
@@ -87,6 +97,7 @@ SCENES: dict[str, Scene] = {
     "sampling": sampling,
     "training": training,
     "resuming": resuming,
+    "resuming, sharded": resuming_sharded,
     "overlapping": overlapping,
 }
 
@@ -157,8 +168,8 @@ MISTAKES: dict[str, tuple[str, Any, str, str, str]] = {
         "training",
         packing,
         "_to",
-        "second=second[0] if second else None)",
-        "second=second[0] if second else None, predictor_index=rows.predictor_index)",
+        "layout: PackedBatch = move(rows)",
+        "layout: PackedBatch = replace(move(rows), predictor_index=rows.predictor_index)",
     ),
     "Adam's step on the host": (
         "resuming",
@@ -166,6 +177,13 @@ MISTAKES: dict[str, tuple[str, Any, str, str, str]] = {
         "load_optimizer_state",
         'parameter.device if kind == "adamw" else "cpu"',
         '"cpu"',
+    ),
+    "Adam's step on the host, sharded": (
+        "resuming, sharded",
+        optimizers,
+        "adam_state",
+        "device=flat.device",
+        'device="cpu"',
     ),
     "a stream that does not wait": ("overlapping", SideStream, "beside", "stream.wait_event(before)", "pass"),
 }

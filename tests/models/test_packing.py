@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from rlhf.config.sections import LoraConfig, Packing
 from rlhf.models.backbone import CausalLM, add_lora, body_of, enable_gradient_checkpointing
-from rlhf.models.kernels import packing as rows_module
+from rlhf.models.kernels import attention as attention_module
+from rlhf.models.kernels.attention import PackedBatch, RectangleLayout
 from rlhf.models.kernels.packing import pack, pack_for, packing_unsupported_reason
 from rlhf.models.logprobs import completion_outputs
 from rlhf.models.scalar_head import ScalarHeadModel, completion_values, load_scalar_head, sequence_scores
@@ -80,9 +81,10 @@ def test_prompts_are_laid_once_and_dead_tokens_never() -> None:
     alone, shared = pack(*fields(ragged())), pack(*fields(SHARED))
     assert alone is not None
     assert shared is not None
+    assert isinstance(shared.layout, RectangleLayout)
     assert alone.input_ids.shape[1] == sum(map(len, PROMPTS)) + sum(map(len, COMPLETIONS))
     assert shared.input_ids.shape[1] == len(PROMPTS[0]) + len(PROMPTS[1]) + int(SHARED.completion_mask.sum())
-    assert shared.position_ids[0, shared.first.count :].tolist() == [
+    assert shared.position_ids[0, shared.layout.first.count :].tolist() == [
         len(PROMPTS[p]) + t for p, n in ((0, 3), (1, 6), (0, 1), (0, 4), (1, 2)) for t in range(n)
     ]
     assert pack(*fields(completions_of([[], [5]], [[3], [4]]))) is None
@@ -134,11 +136,11 @@ def test_no_gradient_flows_between_rows_or_back_in_time(batch: str) -> None:
             assert prompt[-1] in felt
 
 
-def _owners(b: Completions, laid: rows_module.PackedBatch) -> list[tuple[list[int], list[int]]]:
+def _owners(b: Completions, laid: PackedBatch) -> list[tuple[list[int], list[int]]]:
     """Of each row, where its prompt's and its completion's tokens are laid."""
     owners, at, prompts = [], 0, [i[m].tolist() for i, m in zip(b.prompt_ids, b.prompt_mask, strict=True)]
     lengths = b.completion_mask.sum(dim=1).tolist()
-    if laid.second is None:
+    if isinstance(laid.layout, RectangleLayout) and laid.layout.second is None:
         for prompt, length in zip(prompts, lengths, strict=True):
             middle = at + len(prompt)
             owners.append((list(range(at, middle)), list(range(middle, middle + length))))
@@ -214,8 +216,8 @@ def test_attention_by_products_is_attention(masked: bool, groups: int) -> None:
     query = torch.randn(2, 6, 5, 4, dtype=torch.float64, requires_grad=True)
     key, value = (torch.randn(2, 6 // groups, keys, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
     mask = (torch.rand(2, 1, 5, keys) < 0.6) | (torch.arange(keys) == 0) if masked else None
-    expected = rows_module._attention(query, key, value, groups=groups, mask=mask, scale=0.7)
-    attended = rows_module._attention_by_products(query, key, value, groups=groups, mask=mask, scale=0.7)
+    expected = attention_module._attention(query, key, value, groups=groups, mask=mask, scale=0.7)
+    attended = attention_module._attention_by_products(query, key, value, groups=groups, mask=mask, scale=0.7)
     torch.testing.assert_close(attended, expected, rtol=0, atol=1e-12)
     upstream = torch.randn_like(expected)
     ours, theirs = (
@@ -226,27 +228,27 @@ def test_attention_by_products_is_attention(masked: bool, groups: int) -> None:
 
 def test_short_rows_in_16_bits_go_by_products(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    plain = rows_module._attention_by_products
+    plain = attention_module._attention_by_products
     monkeypatch.setattr(
-        rows_module,
+        attention_module,
         "_attention_by_products",
         lambda q, k, v, **more: calls.append(k.shape[2]) or plain(q, k, v, **more),
     )
-    for width in (rows_module.MATMUL_ATTENTION_MAX_KEYS, rows_module.MATMUL_ATTENTION_MAX_KEYS + 1):
+    for width in (attention_module.MATMUL_ATTENTION_MAX_KEYS, attention_module.MATMUL_ATTENTION_MAX_KEYS + 1):
         q, k, v = (torch.randn(1, heads, width, 8, dtype=torch.bfloat16) for heads in (4, 2, 2))
-        ours = rows_module._attention(q, k, v, groups=2, mask=None, scale=None)
-        exact = rows_module._attention(q.float(), k.float(), v.float(), groups=2, mask=None, scale=None)
+        ours = attention_module._attention(q, k, v, groups=2, mask=None, scale=None)
+        exact = attention_module._attention(q.float(), k.float(), v.float(), groups=2, mask=None, scale=None)
         torch.testing.assert_close(ours.float(), exact, rtol=0, atol=0.05)
-    assert calls == [rows_module.MATMUL_ATTENTION_MAX_KEYS]
+    assert calls == [attention_module.MATMUL_ATTENTION_MAX_KEYS]
 
 
 def test_a_leak_is_noticed_before_a_model_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = rows_module._attention
+    plain = attention_module._attention
 
     def leaking(query: Tensor, key: Tensor, value: Tensor, **more: object) -> Tensor:
         return plain(query, key, value.roll(1, dims=0), **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(rows_module, "_attention", leaking)
+    monkeypatch.setattr(attention_module, "_attention", leaking)
     assert "other numbers" in packing_unsupported_reason(body_of(tiny()))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -55,10 +56,14 @@ class Threads(Distributed):
     def from_main(self, value: T) -> T:
         return self.gather(value)[0]
 
-    def add_gradients(self, gradients: Sequence[Tensor]) -> None:
+    def start_sum(self, gradients: Sequence[Tensor]) -> Callable[[], None]:
         gathered = self.gather([gradient.clone() for gradient in gradients])
-        for mine, all_of_it in zip(gradients, zip(*gathered, strict=True), strict=True):
-            mine.copy_(sum(all_of_it[1:], start=all_of_it[0]))
+
+        def finish() -> None:
+            for mine, all_of_it in zip(gradients, zip(*gathered, strict=True), strict=True):
+                mine.copy_(sum(all_of_it[1:], start=all_of_it[0]))
+
+        return finish
 
 
 def in_all(world: int, work: Callable[[Distributed], T]) -> list[T]:
@@ -189,9 +194,10 @@ def test_gradients_are_added_up_once_each_in_messages_of_limited_size(monkeypatc
     """Another process has ten times the gradients of this one: their sum is eleven times, not the mean."""
     sizes = list[int]()
 
-    def add_those_of_the_other(flat: Tensor) -> None:
+    def add_those_of_the_other(flat: Tensor, *, async_op: bool) -> SimpleNamespace:
+        assert async_op
         sizes.append(flat.numel())
-        flat.add_(10 * flat.clone())
+        return SimpleNamespace(wait=lambda: flat.add_(10 * flat.clone()))
 
     monkeypatch.setattr(ranks_module.dist, "all_reduce", add_those_of_the_other)
     monkeypatch.setattr(ranks_module, "GRADIENT_BUCKET", 7)

@@ -16,45 +16,17 @@ from weakref import WeakKeyDictionary
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.nn.functional import scaled_dot_product_attention
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
+from rlhf.models.kernels.attention import PackedBatch, RectangleIndex, RectangleLayout, compute_dtype, packed_attention
 from rlhf.models.kernels.cast import HALF_DTYPES
+from rlhf.models.kernels.varlen import VarlenLayout, shared_runs, whole_runs
 from rlhf.runtime.device import is_device_error
 from rlhf.transfer import on_host, to_device
 
-MATMUL_ATTENTION_MAX_KEYS = (
-    256  # keys up to which 16-bit attention on a CPU is computed by plain products: benchmarks/NOTES.md
-)
+LAYOUT_PARTS = (PackedBatch, RectangleLayout, RectangleIndex, VarlenLayout)
 MIN_SHARED_FRACTION = 0.1  # prompts are shared where that saves at least this share of the tokens: measured
-
-
-@dataclass(frozen=True)
-class RectangleIndex:
-    """The correspondence between tokens laid end to end and their places in a rectangle of rows."""
-
-    start: int  # the first of these tokens, among all
-    count: int
-    grid: Int[Tensor, " RW"]  # the token at each place, row by row; an arbitrary one at dead places
-    back: Int[Tensor, " K"]  # the place of each token
-    shape: tuple[int, int]  # R, W
-
-
-@dataclass(frozen=True)
-class PackedBatch:
-    """The tokens of a batch end to end: whole rows, or all distinct prompts and then all completions."""
-
-    input_ids: Int[Tensor, "1 N"]
-    position_ids: Int[Tensor, "1 N"]
-    predictor_index: Int[Tensor, " M"]  # the token before each live completion token, in the order of completion_mask
-    last: Int[Tensor, " B"]  # the last live token of each row
-    first: RectangleIndex  # whole rows; prompts, where they are shared
-    second: RectangleIndex | None  # completions, where prompts are shared
-    prompt_of: Int[Tensor, " B"]  # the prompt of each completion
-    mask: Bool[Tensor, "B 1 T PT"] | None  # which keys (the prompt's, then its own) a completion token sees
-    longest: int  # tokens of the longest prompt with its completion
 
 
 def pack(
@@ -64,8 +36,13 @@ def pack(
     completion_mask: Bool[Tensor, "B T"],
     *,
     share: bool = True,
+    varlen: bool = False,
 ) -> PackedBatch | None:
-    """Lay out a batch without padding; return None where a row has no prompt, from which to predict its first token."""
+    """Lay out a batch without padding; return None where a row has no prompt, from which to predict its first token.
+
+    `share` lays out a prompt once for all its rows where that saves enough; `varlen` lays rows out for the kernel that
+    takes rows of any length (see rlhf.models.kernels.varlen), and not for rectangles.
+    """
     device = prompt_ids.device
     prompts = _live_tokens(prompt_ids, prompt_mask)
     completions = _live_tokens(completion_ids, completion_mask)
@@ -78,9 +55,9 @@ def pack(
     total = prompt_tokens + sum(map(len, completions))
     saved = prompt_tokens - sum(map(len, distinct))
     if share and saved >= MIN_SHARED_FRACTION * total:
-        rows = _shared(distinct, completions, torch.tensor(prompt_of))
+        rows = _shared(distinct, completions, torch.tensor(prompt_of), varlen=varlen)
     else:
-        rows = _whole(prompts, completions)
+        rows = _whole(prompts, completions, varlen=varlen)
     return _to(rows, device)
 
 
@@ -99,11 +76,12 @@ def pack_for(
     """Lay out a batch without padding for `body`; return None where the model or one of the rows needs padding."""
     if packing_unsupported_reason(body):
         return None
-    rows = pack(prompt_ids, prompt_mask, completion_ids, completion_mask)
+    varlen = prompt_ids.device.type == "cuda" and takes_varlen(body)
+    rows = pack(prompt_ids, prompt_mask, completion_ids, completion_mask, varlen=varlen)
     return rows if rows is not None and fits_window(body, rows) else None
 
 
-def _whole(prompts: list[Tensor], completions: list[Tensor]) -> PackedBatch:
+def _whole(prompts: list[Tensor], completions: list[Tensor], *, varlen: bool = False) -> PackedBatch:
     lengths = torch.tensor([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)])
     starts = lengths.cumsum(0) - lengths
     choosers = [
@@ -115,28 +93,23 @@ def _whole(prompts: list[Tensor], completions: list[Tensor]) -> PackedBatch:
         position_ids=torch.cat([torch.arange(int(n)) for n in lengths])[None],
         predictor_index=torch.cat(choosers),
         last=starts + lengths - 1,
-        first=_places(lengths, 0),
-        second=None,
-        prompt_of=torch.arange(len(prompts)),
-        mask=None,
         longest=int(lengths.max()),
+        layout=whole_runs(lengths.tolist())
+        if varlen
+        else RectangleLayout(_places(lengths, 0), None, torch.arange(len(prompts)), None),
     )
 
 
-def _shared(prompts: list[Tensor], completions: list[Tensor], prompt_of: Int[Tensor, " B"]) -> PackedBatch:
+def _shared(
+    prompts: list[Tensor], completions: list[Tensor], prompt_of: Int[Tensor, " B"], *, varlen: bool = False
+) -> PackedBatch:
     p_lengths, c_lengths = torch.tensor([len(p) for p in prompts]), torch.tensor([len(c) for c in completions])
-    first = _places(p_lengths, 0)
-    second = _places(c_lengths, first.count)
     ends = (p_lengths.cumsum(0) - 1)[prompt_of]  # the last token of each completion's prompt
-    starts = first.count + c_lengths.cumsum(0) - c_lengths
+    starts = p_lengths.sum() + c_lengths.cumsum(0) - c_lengths
     choosers = [
         torch.cat([end[None], start + torch.arange(int(n) - 1)]) if n else end[None][:0]
         for end, start, n in zip(ends, starts, c_lengths, strict=True)
     ]
-    width, length = first.shape[1], second.shape[1]
-    before = torch.arange(width) < p_lengths[prompt_of][:, None]
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
-    rows = len(completions)
     return PackedBatch(
         input_ids=torch.cat([*prompts, *completions])[None],
         position_ids=torch.cat(
@@ -145,14 +118,23 @@ def _shared(prompts: list[Tensor], completions: list[Tensor], prompt_of: Int[Ten
         )[None],
         predictor_index=torch.cat(choosers),
         last=torch.where(c_lengths > 0, starts + c_lengths - 1, ends),
-        first=first,
-        second=second,
-        prompt_of=prompt_of,
-        mask=torch.cat([before[:, None].expand(rows, length, width), causal.expand(rows, length, length)], dim=2)[
-            :, None
-        ],
         longest=int((p_lengths[prompt_of] + c_lengths).max()),
+        layout=shared_runs(p_lengths.tolist(), c_lengths.tolist(), prompt_of.tolist())
+        if varlen
+        else _shared_rectangles(p_lengths, c_lengths, prompt_of),
     )
+
+
+def _shared_rectangles(
+    p_lengths: Int[Tensor, " U"], c_lengths: Int[Tensor, " B"], prompt_of: Int[Tensor, " B"]
+) -> RectangleLayout:
+    first = _places(p_lengths, 0)
+    second = _places(c_lengths, first.count)
+    width, length, rows = first.shape[1], second.shape[1], len(c_lengths)
+    before = torch.arange(width) < p_lengths[prompt_of][:, None]
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    mask = torch.cat([before[:, None].expand(rows, length, width), causal.expand(rows, length, length)], dim=2)
+    return RectangleLayout(first, second, prompt_of, mask[:, None])
 
 
 def _places(lengths: Int[Tensor, " R"], start: int) -> RectangleIndex:
@@ -168,143 +150,26 @@ def _to(rows: PackedBatch, device: torch.device) -> PackedBatch:
     """Move a layout to the device, all of its tensors at once."""
     if device.type == "cpu":
         return rows
-    parts = [rows, rows.first] if rows.second is None else [rows, rows.first, rows.second]
-    tensors = [value for part in parts for value in vars(part).values() if isinstance(value, Tensor)]
-    moved = iter(to_device(tensors, device))
+    moved = iter(to_device(list(_tensors(rows)), device))
 
     def move(part: Any) -> Any:
-        named = {name: next(moved) for name, value in vars(part).items() if isinstance(value, Tensor)}
-        return replace(part, **named)
+        if isinstance(part, Tensor):
+            return next(moved)
+        if isinstance(part, LAYOUT_PARTS):
+            return replace(part, **{name: move(value) for name, value in vars(part).items()})
+        return part
 
-    whole, first, *second = (move(part) for part in parts)
-    layout: PackedBatch = replace(whole, first=first, second=second[0] if second else None)
+    layout: PackedBatch = move(rows)
     return layout
 
 
-class _ToRectangle(torch.autograd.Function):
-    """Tokens to places. A dead place holds an arbitrary token, which no live one sees and whose output nobody reads."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, grid: Tensor, back: Tensor) -> Tensor:
-        """Return tokens[grid]."""
-        ctx.save_for_backward(back)
-        return tokens.index_select(0, grid)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Read each token's gradient at its only live place: no sum is needed."""
-        (back,) = ctx.saved_tensors
-        return gradient.index_select(0, back), None, None
-
-
-class _FromRectangle(torch.autograd.Function):
-    """Places back to tokens, end to end."""
-
-    @staticmethod
-    def forward(ctx: Any, places: Tensor, back: Tensor) -> Tensor:
-        """Return places[back]."""
-        ctx.save_for_backward(back)
-        ctx.shape = places.shape
-        return places.index_select(0, back)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient at each place; zero at dead ones."""
-        (back,) = ctx.saved_tensors
-        return gradient.new_zeros(ctx.shape).index_copy_(0, back, gradient), None
-
-
-def _to_rectangle(states: Float[Tensor, "1 H N d"], places: RectangleIndex) -> Float[Tensor, "R H W d"]:
-    tokens = states[0].transpose(0, 1)[places.start : places.start + places.count]
-    flat: Tensor = _ToRectangle.apply(tokens, places.grid, places.back)  # type: ignore[no-untyped-call]
-    return flat.view(*places.shape, *flat.shape[1:]).transpose(1, 2)
-
-
-def _from_rectangle(states: Float[Tensor, "R H W d"], places: RectangleIndex) -> Float[Tensor, "K H d"]:
-    flat = states.transpose(1, 2).flatten(0, 1)
-    tokens: Tensor = _FromRectangle.apply(flat, places.back)  # type: ignore[no-untyped-call]
-    return tokens
-
-
-def packed_attention(
-    query: Float[Tensor, "1 H N d"],
-    key: Float[Tensor, "1 K N d"],
-    value: Float[Tensor, "1 K N d"],
-    *,
-    rows: PackedBatch,
-    scale: float | None,
-) -> Float[Tensor, "1 N H d"]:
-    """Compute causal attention within each row."""
-    first = [_to_rectangle(states, rows.first) for states in (query, key, value)]
-    second = [_to_rectangle(states, rows.second) for states in (query, key, value)] if rows.second is not None else []
-    attended = rectangle_attention(rows, first, second, scale=scale)
-    places = [rows.first] if rows.second is None else [rows.first, rows.second]
-    return torch.cat([_from_rectangle(states, where) for states, where in zip(attended, places, strict=True)])[None]
-
-
-def rectangle_attention(
-    rows: PackedBatch, first: Sequence[Tensor], second: Sequence[Tensor], *, scale: float | None
-) -> list[Float[Tensor, "R H W d"]]:
-    """Compute attention in rectangles of query, key and value: whole rows, or prompts and (`second`) completions."""
-    groups = first[0].shape[1] // first[1].shape[1]
-    attended = [_attention(*first, groups=groups, mask=None, scale=scale)]
-    if second:
-        keys, values = (
-            torch.cat([prompts.index_select(0, rows.prompt_of), completions], dim=2)
-            for prompts, completions in zip(first[1:], second[1:], strict=True)
-        )
-        attended.append(_attention(second[0], keys, values, groups=groups, mask=rows.mask, scale=scale))
-    return attended
-
-
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, *, groups: int, mask: Tensor | None, scale: float | None
-) -> Tensor:
-    """Compute attention of each head over its group's keys, causal or as `mask` says."""
-    on_cpu = query.device.type == "cpu"
-    if on_cpu and query.dtype in HALF_DTYPES and key.shape[2] <= MATMUL_ATTENTION_MAX_KEYS:
-        return _attention_by_products(query, key, value, groups=groups, mask=mask, scale=scale)
-    flash = not on_cpu and mask is None and query.dtype in HALF_DTYPES  # flash attention reads grouped keys
-    if not on_cpu and not flash:  # with a mask or in float32, GPU kernels need a key for every head
-        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    attended: Tensor = scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=(on_cpu or flash) and groups > 1,
-    )
-    return attended
-
-
-def _attention_by_products(
-    query: Float[Tensor, "R H W d"],
-    key: Float[Tensor, "R K P d"],
-    value: Float[Tensor, "R K P d"],
-    *,
-    groups: int,
-    mask: Bool[Tensor, "R 1 W P"] | None,
-    scale: float | None,
-) -> Float[Tensor, "R H W d"]:
-    """Compute attention by two batched products, with the heads of a group as rows of one matrix.
-
-    softmax(scale Q K^T) V, for short rows in 16 bits on a CPU, where the backward pass of torch's own kernel takes
-    three times as long.
-    """
-    rows, heads, width, dim = query.shape
-    scaled = (query * (dim**-0.5 if scale is None else scale)).reshape(rows, heads // groups, groups * width, dim)
-    scores = torch.matmul(scaled, key.transpose(2, 3)).view(rows, heads // groups, groups, width, -1)
-    visible = mask[:, :, None] if mask is not None else _causal(width, query.device)
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1).view(rows, heads // groups, groups * width, -1)
-    return torch.matmul(weights, value).view(rows, heads, width, dim)
-
-
-def _causal(width: int, device: torch.device) -> Bool[Tensor, "W W"]:
-    return torch.ones(width, width, dtype=torch.bool, device=device).tril()
+def _tensors(part: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a layout and its parts."""
+    if isinstance(part, Tensor):
+        yield part
+    elif isinstance(part, LAYOUT_PARTS):
+        for value in vars(part).values():
+            yield from _tensors(value)
 
 
 IGNORED_KWARGS = {
@@ -407,6 +272,82 @@ def _find_unsupported_reason(body: nn.Module) -> str:
     if not all(probe.matches(hidden) for hidden in states):
         return f"rows of {name} without padding give other numbers"
     return ""
+
+
+_VARLEN_REASONS: WeakKeyDictionary[nn.Module, dict[tuple[bool, torch.dtype], str]] = WeakKeyDictionary()
+VARLEN_MAX_ERROR = 2.0  # of rows of any length, in multiples of the error of rectangles in the same 16 bits
+
+
+def takes_varlen(body: nn.Module) -> bool:
+    """Return whether rows of `body` on a GPU are laid out for attention in 16 bits over rows of any length."""
+    dtype = compute_dtype(next(body.parameters()))
+    return dtype in HALF_DTYPES and not varlen_unsupported_reason(body, dtype)
+
+
+def varlen_unsupported_reason(body: nn.Module, dtype: torch.dtype) -> str:
+    """Explain why attention of `body` stays in rectangles when it computes in `dtype`; empty where it need not.
+
+    Tried on a few rows: hidden states, and gradients where weights are whole, must be as near to those in the weights'
+    own dtype as they are by rectangles in `dtype`. Kernels, cards and head sizes that are not supported fail here.
+    """
+    reasons = _VARLEN_REASONS.setdefault(body, {})
+    if (body.training, dtype) not in reasons:
+        reasons[body.training, dtype] = _find_varlen_reason(body, dtype)
+    return reasons[body.training, dtype]
+
+
+def _find_varlen_reason(body: nn.Module, dtype: torch.dtype) -> str:
+    name, device = type(body).__name__, next(body.parameters()).device
+    prompts, completions = _probe_tokens(body)
+    prompt_of = torch.tensor([0, 1, 0, 2])
+    try:
+        for is_shared in (False, True):
+            by_rectangles, by_runs = (
+                _to(
+                    _shared(prompts[:2] + prompts[3:], completions, prompt_of, varlen=varlen)
+                    if is_shared
+                    else _whole(prompts, completions, varlen=varlen),
+                    device,
+                )
+                for varlen in (False, True)
+            )
+            with autocast_off(body):
+                exact = _states_and_gradient(body, by_rectangles)
+            with torch.autocast(device.type, dtype=dtype):
+                known, tried = (_states_and_gradient(body, rows) for rows in (by_rectangles, by_runs))
+            for right, rectangle, run in zip(exact, known, tried, strict=True):
+                if not _error(run, right) <= VARLEN_MAX_ERROR * _error(rectangle, right):
+                    return f"attention of {name} stays in rectangles: over rows of any length it gave other numbers"
+    except (NotImplementedError, RuntimeError, TypeError, ValueError, ImportError, AttributeError) as error:
+        if is_device_error(error):
+            raise
+        return f"attention of {name} stays in rectangles: flash attention over rows of any length failed ({error})"
+    return ""
+
+
+def _states_and_gradient(body: nn.Module, rows: PackedBatch) -> list[Tensor]:
+    """Return the hidden states that predict tokens and, where weights are whole, a gradient of the embeddings."""
+    if any(hasattr(parameter, "ds_id") for parameter in body.parameters()):
+        with torch.no_grad():
+            return [body(**packed_inputs(rows)).last_hidden_state[0][rows.predictor_index]]
+    embedded: list[Tensor] = []
+
+    def keep(_: nn.Module, __: Any, states: Tensor) -> Tensor:
+        embedded.append(states.detach().requires_grad_())
+        return embedded[0]
+
+    hook = body.get_input_embeddings().register_forward_hook(keep)  # type: ignore[operator]
+    try:
+        with torch.enable_grad():
+            states: Tensor = body(**packed_inputs(rows)).last_hidden_state[0][rows.predictor_index]
+            weights = torch.linspace(-1, 1, states.numel(), dtype=states.dtype, device=states.device)
+            return [states.detach(), *torch.autograd.grad((states * weights.view_as(states)).sum(), embedded)]
+    finally:
+        hook.remove()
+
+
+def _error(states: Tensor, right: Tensor) -> float:
+    return float((states.double() - right.double()).square().mean().sqrt())
 
 
 def fits_window(body: nn.Module, rows: PackedBatch) -> bool:

@@ -18,6 +18,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rlhf.models.kernels.attention import PackedBatch, attend, compute_dtype
 from rlhf.models.kernels.llama.families import READERS, Layer, Projection, Reader, norm_of, read_layers
 from rlhf.models.kernels.llama.layer import (
     ACTIVATIONS,
@@ -28,7 +29,7 @@ from rlhf.models.kernels.llama.layer import (
     before_attention,
     rms_norm,
 )
-from rlhf.models.kernels.packing import PackedBatch, autocast_off, build_probe, packed_inputs, rectangle_attention
+from rlhf.models.kernels.packing import autocast_off, build_probe, packed_inputs
 from rlhf.runtime.device import is_device_error
 
 
@@ -186,7 +187,7 @@ def _rotary(body: Any, x: Float[Tensor, "N D"], rows: PackedBatch, angles: str |
     """Compute the body's rotary embedding, of kind `angles` where it has several, at the positions of the rows."""
     tables = body.rotary_emb(x[None], rows.position_ids, *([] if angles is None else [angles]))
     cos, sin = (table[0, :, None, : table.shape[-1] // 2] for table in tables)
-    return RotaryTable(cos, sin, [rows.first] if rows.second is None else [rows.first, rows.second])
+    return RotaryTable(cos, sin, rows.places)
 
 
 def _layer_forward(
@@ -200,8 +201,7 @@ def _layer_forward(
 ) -> Float[Tensor, "M D"]:
     spec = read(layer)
     turn = turns[spec.rope_kind]
-    kind = x.device.type
-    low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    low = compute_dtype(x)
     skip, states = before_attention(
         x,
         spec.norms.before_attention,
@@ -213,12 +213,10 @@ def _layer_forward(
         turn,
         low,
     )
-    heads = [_rectangle(tokens, turn.places[number // 3].shape) for number, tokens in enumerate(states)]
-    attended = rectangle_attention(rows, heads[:3], heads[3:], scale=spec.scaling)
     others = [spec.output, *spec.gate_up, spec.down]
     return after_attention(
         skip,
-        [rectangle.transpose(1, 2).flatten(0, 1) for rectangle in attended],
+        attend(rows, states, scale=spec.scaling),
         turn.places,
         chosen,
         spec.norms,
@@ -227,7 +225,3 @@ def _layer_forward(
         spec.activation_name,
         low,
     )
-
-
-def _rectangle(tokens: Float[Tensor, "RW H d"], shape: tuple[int, int]) -> Float[Tensor, "R H W d"]:
-    return tokens.view(*shape, *tokens.shape[1:]).transpose(1, 2)

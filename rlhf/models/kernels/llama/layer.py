@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from rlhf.models.kernels.attention import RectangleIndex
 from rlhf.models.kernels.cast import cast_weight, pad_rows_for_onednn
-from rlhf.models.kernels.packing import RectangleIndex
 
 Weight = Tensor | None
 
@@ -68,7 +68,7 @@ class Norms(NamedTuple):
 
 @dataclass(frozen=True)
 class RotaryTable:
-    """The rotary embedding of each token (Su et al. 2021), and the tokens' places in their rectangles."""
+    """The rotary embedding of each token (Su et al. 2021), and the tokens' places in rectangles, if they go there."""
 
     cos: Float[Tensor, "N 1 E"]
     sin: Float[Tensor, "N 1 E"]
@@ -88,6 +88,7 @@ def before_attention(
 ) -> tuple[Float[Tensor, "N D"], list[Tensor]]:
     """Return x itself, and query, key and value of norm(x) in each rectangle [places, heads, d = width], rotated.
 
+    Without rectangles they stay as they are, one for each token.
     A norm of queries or keys spans one head or all of them, by the length of its weight.
     """
     eps, norm_weights = _split_norms([norm, *(head_norms or (None, None))])
@@ -172,6 +173,8 @@ class _BeforeAttention(torch.autograd.Function):
         projected = apply_rope(query, turn, 1).to(low), apply_rope(key, turn, 1).to(low), value
         ctx.turn, ctx.low, ctx.scales = turn, low, scales
         ctx.save_for_backward(x, weight, inverse, *head_norms, *weights, *others[8:], *kept)
+        if not turn.places:
+            return x.view_as(x), *projected
         return x.view_as(x), *(
             states[places.start : places.start + places.count].index_select(0, places.grid)
             for places in turn.places
@@ -296,7 +299,7 @@ class _AfterAttention(torch.autograd.Function):
         d_attended, d_after_attention = _norm_backward(
             d_middle, _scaled(attended, attended_inverse), after_attention, attended_inverse, needs_grad=to_norms[1]
         )
-        d_low, rows = pad_rows_for_onednn(d_attended, ctx.low), sum(p.count for p in ctx.places)
+        d_low, rows = pad_rows_for_onednn(d_attended, ctx.low), _count_tokens(rectangles, ctx.places)
         seen = None
         if to_weights[0] or to_adapters[0]:
             seen = _gather_live(rectangles, ctx.places).flatten(1)
@@ -309,7 +312,7 @@ class _AfterAttention(torch.autograd.Function):
         if ctx.chosen is not None:  # a shared prompt's last token predicts the first of each completion
             d_seen = d_seen.new_zeros(rows, d_seen.shape[1]).index_add_(0, ctx.chosen, d_seen)
             d_middle = d_middle.new_zeros(rows, d_middle.shape[1]).index_add_(0, ctx.chosen, d_middle)
-        d_rectangles = [_scatter_live(d_seen, states, p) for states, p in zip(rectangles, ctx.places, strict=True)]
+        d_rectangles = _scatter_to(rectangles, ctx.places, d_seen)
         d_weights = d_middle, d_weight, d_after_attention, d_after_mlp, d_out, d_gate, d_up, d_down
         d_pairs = *d_on_out, *d_on_gate, *d_on_up, *d_on_down
         return None, None, None, None, None, None, *d_weights, *d_pairs, *d_rectangles
@@ -411,6 +414,19 @@ def _adapter_gradients(gradient: Tensor, x: Weight, adapter: Adapter, needed: bo
     return (outer.t() @ x).to(adapter.down.dtype), (gradient.t() @ inner).to(adapter.up.dtype)
 
 
+def _count_tokens(rectangles: Sequence[Tensor], places: Sequence[RectangleIndex]) -> int:
+    return sum(p.count for p in places) if places else len(rectangles[0])
+
+
+def _scatter_to(
+    rectangles: Sequence[Tensor], places: Sequence[RectangleIndex], d_seen: Float[Tensor, "N E"]
+) -> list[Tensor]:
+    """Undo `_gather_live`."""
+    if not places:
+        return [d_seen.view(rectangles[0].shape)]
+    return [_scatter_live(d_seen, states, p) for states, p in zip(rectangles, places, strict=True)]
+
+
 def _scatter_live(d_seen: Float[Tensor, "N E"], rectangle: Tensor, where: RectangleIndex) -> Tensor:
     """Scatter tokens' gradients to their places in a rectangle; zero at dead places."""
     live = d_seen[where.start : where.start + where.count].view(-1, *rectangle.shape[1:])
@@ -418,7 +434,9 @@ def _scatter_live(d_seen: Float[Tensor, "N E"], rectangle: Tensor, where: Rectan
 
 
 def _gather_live(rectangles: Sequence[Tensor], places: Sequence[RectangleIndex]) -> Float[Tensor, "N H d"]:
-    """Gather tokens from their places, end to end."""
+    """Gather tokens from their places, end to end; without rectangles they are there already."""
+    if not places:
+        return rectangles[0]
     tokens = [rectangle.index_select(0, p.back) for rectangle, p in zip(rectangles, places, strict=True)]
     return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
 

@@ -1,0 +1,84 @@
+"""Frozen models in bfloat16: matrices are rounded once instead of for every product, and no result changes by a bit."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import ragged, saved, tiny, tokenizer
+from torch import Tensor, nn
+
+from rlhf.models.backbone import CausalLM, autocast, body_of, freeze
+from rlhf.models.frozen import keep_in_bfloat16, round_matrices
+from rlhf.models.kernels.llama.forward import supports_fused
+from rlhf.models.kernels.packing import packing_unsupported_reason
+from rlhf.models.logprobs import completion_outputs
+from rlhf.models.scalar_head import load_scalar_head, sequence_scores
+
+CPU = torch.device("cpu")
+BATCH = ragged()
+FIELDS = BATCH.prompt_ids, BATCH.prompt_mask, BATCH.completion_ids, BATCH.completion_mask
+
+
+def logprobs(model: CausalLM, packing: str) -> Tensor:
+    with autocast("bfloat16", CPU), torch.no_grad():
+        return completion_outputs(
+            model,
+            *FIELDS,
+            temperature=1.0,
+            packing=packing,  # type: ignore[arg-type]
+            float32_head=True,
+        ).logprobs
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "gemma3_text"])
+def test_log_probabilities_are_the_same_bits(family: str) -> None:
+    model = freeze(tiny(family, dtype=torch.float32))
+    assert packing_unsupported_reason(body_of(model)) == ""
+    assert supports_fused(body_of(model))
+    before = [logprobs(model, packing) for packing in ("auto", "off")]
+    saved_bytes = round_matrices(body_of(model))
+    after = [logprobs(model, packing) for packing in ("auto", "off")]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert supports_fused(body_of(model))
+    linear = [part for part in body_of(model).modules() if type(part) is nn.Linear]
+    assert {part.weight.dtype for part in linear} == {torch.bfloat16}
+    assert saved_bytes == 2 * sum(part.weight.numel() for part in linear)
+    others = [p for p in model.parameters() if all(p is not part.weight for part in linear)]
+    assert {p.dtype for p in others} == {torch.float32}  # embeddings, norms, biases and the head
+
+
+def test_scores_are_the_same_bits(tmp_path: Path) -> None:
+    model = freeze(load_scalar_head(saved(tiny(dtype=torch.float32), tmp_path), tokenizer(), new_head="normal"))
+    results = []
+    for _ in range(2):
+        with autocast("bfloat16", CPU), torch.no_grad():
+            results.append(sequence_scores(model, *FIELDS))
+        round_matrices(model.classifier.base_model)
+    assert torch.equal(*results)
+
+
+def test_a_tied_matrix_stays_as_it_is() -> None:
+    """What is the embedding too is read without a product."""
+    model = freeze(tiny(dtype=torch.float32))
+    body = body_of(model)
+    body.layers[0].self_attn.q_proj.weight = body.layers[0].self_attn.o_proj.weight  # tied to each other: rounded once
+    extra = nn.Linear(16, 23, bias=False)
+    extra.weight = body.embed_tokens.weight
+    body.extra = extra
+    before = copy.deepcopy(body.embed_tokens.weight)
+    round_matrices(body)
+    assert torch.equal(body.embed_tokens.weight, before)
+    assert body.embed_tokens.weight.dtype == torch.float32
+    assert body.layers[0].self_attn.q_proj.weight is body.layers[0].self_attn.o_proj.weight
+
+
+def test_nothing_is_rounded_on_a_cpu_in_float32_or_where_it_is_trained() -> None:
+    model = freeze(tiny(dtype=torch.float32))
+    assert keep_in_bfloat16(model, dtype="bfloat16", device=CPU) == 0
+    assert keep_in_bfloat16(model, dtype="float32", device=torch.device("cuda")) == 0
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    with pytest.raises(AssertionError, match="trained"):
+        round_matrices(body_of(tiny(dtype=torch.float32)))
