@@ -13,8 +13,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf.models.kernels.attention import PackedBatch
 from rlhf.models.kernels.llama.forward import predictor_states
-from rlhf.models.kernels.packing import PackedBatch
 from rlhf.models.logprobs import Sequences
 from rlhf.models.scalar_head import ScalarHeadModel, ensemble_size, initialize_head, load_scalar_head
 from rlhf.runtime.seeding import derive_seed
