@@ -65,11 +65,16 @@ def falls(metrics: Metrics) -> list[bool | None]:
     return fallen
 
 
+def numbers(row: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics of a line that are numbers."""
+    return {name: float(value) for name, value in row.items() if isinstance(value, float | int)}
+
+
 def points_of(alarm: Alarm, metrics: Metrics) -> Points:
     """Replay a run's metrics, and keep what the alarm read last at every evaluation."""
     history, latest, points = History(), None, Points([], [], [])
     for row, fallen in zip(metrics, falls(metrics), strict=True):
-        history.add({name: value for name, value in row.items() if isinstance(value, float | int)})
+        history.add(numbers(row))
         latest = alarm.read(history) or latest
         if fallen is not None and latest is not None:
             points.excess.append(excess(latest))
@@ -82,8 +87,7 @@ def first_firing(alarm: Alarm, metrics: Metrics) -> int | None:
     """Return the step at which the alarm goes off for the first time in a run."""
     watch = Watch(alarms=[alarm])
     for row in metrics:
-        values = {name: value for name, value in row.items() if isinstance(value, float | int)}
-        if any(not firing.is_over for firing in watch.observe(int(row["step"]), values)):
+        if any(not firing.is_over for firing in watch.observe(int(row["step"]), numbers(row))):
             return int(row["step"])
     return None
 
