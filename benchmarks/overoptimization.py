@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -166,18 +167,20 @@ def draw(results: dict[str, Any], path: Path) -> None:
     """Draw gold, and its law, against sqrt(KL)."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    for number, (label, result) in enumerate(results["best_of_n"].items()):
+    colors = colormaps["tab20"].colors  # type: ignore[attr-defined]
+    for color, (label, result) in zip(colors, results["best_of_n"].items(), strict=False):
         distance, gold = np.sqrt(result["kl"]), np.array(result["curves"]["gold"])
         fine = np.linspace(0, distance[-1], 100)
         fit = result["fit"]
-        axes[0].plot(distance, gold - gold[0], "o", ms=3, color=f"C{number}", label=label)
+        axes[0].plot(distance, gold - gold[0], "o", ms=3, color=color, label=label)
         gain = predicted_gain(fine, fit["alpha"]["value"], fit["beta"]["value"], "best_of_n")
-        axes[0].plot(fine, gain, lw=1, color=f"C{number}")
+        axes[0].plot(fine, gain, lw=1, color=color)
     for number, (label, result) in enumerate(results["ppo"].items()):
         distance, gold = np.sqrt(np.clip(result["kl"], 0, None)), np.array(result["gold"])
-        axes[1].plot(distance.T, (gold - gold[:, :1]).T, "o-", ms=3, lw=0.7, color=f"C{number}", label=label)
+        lines = axes[1].plot(distance.T, (gold - gold[:, :1]).T, "o-", ms=3, lw=0.7, color=f"C{number}")
+        lines[0].set_label(f"{label}, {len(gold)} seeds")
     for axis, title in zip(axes, ("Best of n", "PPO"), strict=True):
-        axis.set(xlabel="sqrt(KL to the start), nats", ylabel="gain in gold score", title=title)
+        axis.set(xlabel="square root of the KL to the start, in nats", ylabel="gain in gold score", title=title)
         if axis.has_data():
             axis.legend(fontsize=7)
     figure.savefig(path, dpi=120)
