@@ -25,9 +25,9 @@ from rlhf.comparison.processes import start_cell
 from rlhf.comparison.results import ArmResult, ComparisonResults, FrontierPoint
 from rlhf.comparison.scheduler import StartCell, run_cells
 from rlhf.comparison.summary import format_gain, ranking, suite_tables, verdict
-from rlhf.comparison.tuning import Chosen, run_tuning
-from rlhf.comparison.tuning_plan import tuned_config
-from rlhf.comparison.tuning_tables import tuning_notes, tuning_table
+from rlhf.comparison.tuning.plan import tuned_config
+from rlhf.comparison.tuning.run import Chosen, run_tuning
+from rlhf.comparison.tuning.tables import tuning_notes, tuning_table
 from rlhf.config.compare import START_FOLDER, CompareConfig, LabConfig
 from rlhf.config.load import compare_config, dump, read_yaml
 from rlhf.errors import ConfigError, UserError

@@ -3,6 +3,7 @@
 plan.py         `make_plan`: the cells of a comparison, one for each arm and seed, all checked before anything runs
 scheduler.py    `run_cells`: run the cells, several at a time (processes.py), and resume after a stop
 trial.py        one cell: train on the budget (costs.py) or draw best-of-n samples, then judge
+tuning/         `run_tuning`: equal trials for every arm before it is reported
 suites.py       the suites of a cell: run, read back, and summarized over the seeds of an arm
 results.py      `ComparisonResults`: the results, typed; `write` and `read` are results.json
 aggregate.py    `read_cells`, `summarize`, `write_results`: the results, from the cells' folders alone

@@ -24,7 +24,7 @@ from rlhf.comparison.summary import (
     suite_tables,
     verdict,
 )
-from rlhf.comparison.tuning_tables import trial_tables, tuning_in_words, tuning_notes, tuning_table
+from rlhf.comparison.tuning.tables import trial_tables, tuning_in_words, tuning_notes, tuning_table
 from rlhf.config.compare import START_FOLDER
 from rlhf.config.load import dump
 from rlhf.config.reward import FunctionSource, ModelSource, RemoteSource, RewardSourceConfig

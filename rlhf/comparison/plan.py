@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from rlhf.comparison.tuning_plan import plan_trials, reporting_prompts, tuning_prompts
+from rlhf.comparison.tuning.plan import plan_trials, reporting_prompts, tuning_prompts
 from rlhf.config.compare import (
     START_FOLDER,
     UNTUNED,

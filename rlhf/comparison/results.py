@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import TypeAdapter
 
 from rlhf.comparison.costs import Costs
-from rlhf.comparison.tuning_results import Tuning
+from rlhf.comparison.tuning.results import Tuning
 from rlhf.config.compare import BudgetUnit
 from rlhf.config.reward import RewardSourceConfig
 from rlhf.evaluation.win_rate import Interval, LengthControlled

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf.comparison.halving import choose, full_budget, promote, round_limits, round_sizes
-from rlhf.comparison.space import check_default, draw_trials, value_at
+from rlhf.comparison.tuning.halving import choose, full_budget, promote, round_limits, round_sizes
+from rlhf.comparison.tuning.space import check_default, draw_trials, value_at
 from rlhf.config.tune import Choices, Factor, Range
 from rlhf.errors import ConfigError
 

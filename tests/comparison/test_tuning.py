@@ -19,7 +19,7 @@ from rlhf.comparison.costs import COSTS, CostTracker
 from rlhf.comparison.plan import ensure_owner
 from rlhf.comparison.results import ComparisonResults
 from rlhf.comparison.trial import JUDGED, Judgment
-from rlhf.comparison.tuning_tables import NOT_RERUN, tuning_table
+from rlhf.comparison.tuning.tables import NOT_RERUN, tuning_table
 from rlhf.config.load import compare_config, merge_overrides, parse_overrides
 from rlhf.errors import ConfigError, DivergenceError, UserError
 from rlhf.tracking.trackers import read_jsonl

@@ -10,7 +10,7 @@ PLAN = "tests/comparison/test_tuning.py::"
 TUNING = [
     Mutant(
         name="the-default-can-be-dropped",
-        file="rlhf/comparison/halving.py",
+        file="rlhf/comparison/tuning/halving.py",
         before="key=lambda trial: (trial != DEFAULT, -",
         after="key=lambda trial: (-",
         why="an unlucky first round drops the arm as written, and tuning ends worse than not tuning",
@@ -18,7 +18,7 @@ TUNING = [
     ),
     Mutant(
         name="a-tie-goes-to-the-last-trial",
-        file="rlhf/comparison/halving.py",
+        file="rlhf/comparison/tuning/halving.py",
         before="key=lambda trial: (-finished[trial], trial)",
         after="key=lambda trial: (-finished[trial], -trial)",
         why="settings are changed that gain nothing",
@@ -26,7 +26,7 @@ TUNING = [
     ),
     Mutant(
         name="rounds-of-equal-length",
-        file="rlhf/comparison/halving.py",
+        file="rlhf/comparison/tuning/halving.py",
         before="Fraction(1, size) for size in sizes[: k + 1]",
         after="Fraction(1, sizes[0]) for _ in sizes[: k + 1]",
         why="the first round eats most of the budget, and those that go on are hardly trained longer",
@@ -34,7 +34,7 @@ TUNING = [
     ),
     Mutant(
         name="factor-on-one-side",
-        file="rlhf/comparison/space.py",
+        file="rlhf/comparison/tuning/space.py",
         before="factor ** (2 * u - 1)",
         after="factor**u",
         why="no trial ever has a smaller learning rate than the arm as written",
@@ -42,7 +42,7 @@ TUNING = [
     ),
     Mutant(
         name="draws-of-all-trials-alike",
-        file="rlhf/comparison/space.py",
+        file="rlhf/comparison/tuning/space.py",
         before='random.Random(f"{seed}/{trial}/{key}")',
         after='random.Random(f"{seed}/{key}")',
         why="a trial is another one again, unless it is drawn anew, and no arm has the quantile of another",
@@ -58,7 +58,7 @@ TUNING = [
     ),
     Mutant(
         name="tuned-on-reporting-prompts",
-        file="rlhf/comparison/tuning_plan.py",
+        file="rlhf/comparison/tuning/plan.py",
         before='"part": [first + tune.prompts_share * (last - first), last]',
         after='"part": [first, last]',
         why="an arm is chosen by the prompts that it is reported on",
@@ -82,7 +82,7 @@ TUNING = [
     ),
     Mutant(
         name="tuned-arms-run-as-written",
-        file="rlhf/comparison/tuning_plan.py",
+        file="rlhf/comparison/tuning/plan.py",
         before="arms[name] = with_values(arm, values) if isinstance(arm, TrainedArm) else arm",
         after="arms[name] = arm",
         why="tuning is paid for, and what is reported is the arm without it",

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rlhf.comparison.costs import COSTS, Costs
-from rlhf.comparison.halving import DEFAULT, choose, round_sizes
 from rlhf.comparison.plan import CELL, Cell, read_cell
 from rlhf.comparison.scheduler import failure_of, is_over
 from rlhf.comparison.trial import Judgment
-from rlhf.comparison.tuning import round_number, round_scores, trial_number
-from rlhf.comparison.tuning_plan import FOLDER, default_values, trial_limits, tuning_budget
-from rlhf.comparison.tuning_results import ArmTuning, TrialResult, Tuning, total_costs
+from rlhf.comparison.tuning.halving import DEFAULT, choose, round_sizes
+from rlhf.comparison.tuning.plan import FOLDER, default_values, trial_limits, tuning_budget
+from rlhf.comparison.tuning.results import ArmTuning, TrialResult, Tuning, total_costs
+from rlhf.comparison.tuning.run import round_number, round_scores, trial_number
 from rlhf.config.compare import UNTUNED, CompareConfig, TrainedArm
 from rlhf.config.tune import TuneConfig
 from rlhf.tracking.trackers import read_jsonl
