@@ -68,11 +68,12 @@ commands name as `RUN@best`:
 The judge should be one that nothing is trained on, and the prompts that choose the checkpoint are not the ones to
 report a score on: the best of several evaluations is too good by chance.
 
-What it is worth, in [the lab](lab.md): without a KL penalty the gold score rises and then falls, while the learned reward goes on
-rising. `python benchmarks/best_checkpoint.py --lab runs/lab` trains two such algorithms for 60 steps on three seeds, lets the gold choose
-on the lab's held-out prompts, and scores both checkpoints on 256 others. The best one, of step 10 in all six runs, beats the last
-by 2.24 [2.09, 2.36] (`dr_grpo`) and 2.35 [2.14, 2.63] (`dapo`) of gold score, paired by prompt; the start model is at -0.4 and the best
-at 2.4 to 2.6. `benchmarks/results/best_checkpoint.json`
+What it is worth, in [the lab](lab.md): without a KL penalty the gold score rises and then falls, while the learned
+reward goes on rising. `python benchmarks/best_checkpoint.py --lab runs/lab` trains two such algorithms for 60 steps
+on three seeds, lets the gold choose on the lab's held-out prompts, and scores both checkpoints on 256 others. The
+best one, of step 10 in all six runs, beats the last by 2.24 [2.09, 2.36] (`dr_grpo`) and 2.35 [2.14, 2.63] (`dapo`)
+of gold score, paired by prompt; the start model is at -0.4 and the best at 2.4 to 2.6.
+`benchmarks/results/best_checkpoint.json`
 """
 
 
