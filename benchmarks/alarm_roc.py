@@ -71,7 +71,7 @@ def numbers(row: dict[str, Any]) -> dict[str, float]:
 
 
 def points_of(alarm: Alarm, metrics: Metrics) -> Points:
-    """Replay a run's metrics, and keep what the alarm read last at every evaluation."""
+    """Return what an alarm read last at every evaluation of a run, from its metrics."""
     history, latest, points = History(), None, Points([], [], [])
     for row, fallen in zip(metrics, falls(metrics), strict=True):
         history.add(numbers(row))

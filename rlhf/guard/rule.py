@@ -51,7 +51,7 @@ class Violation:
 
     @property
     def setting(self) -> str:
-        """The key and its value: `batch.epochs is 50`."""
+        """Return the key and its value: `batch.epochs is 50`."""
         return f"{self.rule.key} is {f'{self.value:g}' if isinstance(self.value, float | int) else self.value}"
 
     def __str__(self) -> str:

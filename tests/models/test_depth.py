@@ -69,13 +69,13 @@ def test_log_probabilities_of_text_agree(shared: Path) -> None:
 
 
 def leak(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = rows._attention
-    monkeypatch.setattr(rows, "_attention", lambda q, k, v, **more: plain(q, k, v.roll(1, dims=0), **more))
+    plain = rows.packed_attention
+    monkeypatch.setattr(rows, "packed_attention", lambda q, k, v, **more: plain(q, k, v.roll(1, dims=0), **more))
 
 
 def missing_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = rows._attention
-    monkeypatch.setattr(rows, "_attention", lambda q, k, v, **more: plain(q, k, v, **{**more, "scale": 1.0}))
+    plain = rows.packed_attention
+    monkeypatch.setattr(rows, "packed_attention", lambda q, k, v, **more: plain(q, k, v, **{**more, "scale": 1.0}))
 
 
 @pytest.mark.parametrize("mistake", [leak, missing_scale])
