@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlhf.config.sections import LoraConfig
 from rlhf.models.backbone import add_lora, body_of
-from rlhf.models.kernels import packing as rows
+from rlhf.models.kernels import attention as rows
 from rlhf.models.kernels.llama import families as layers
 from rlhf.models.kernels.llama import forward as lean
 from rlhf.models.kernels.llama import layer as fused
@@ -69,13 +69,13 @@ def test_log_probabilities_of_text_agree(shared: Path) -> None:
 
 
 def leak(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = rows.packed_attention
-    monkeypatch.setattr(rows, "packed_attention", lambda q, k, v, **more: plain(q, k, v.roll(1, dims=0), **more))
+    plain = rows._attention
+    monkeypatch.setattr(rows, "_attention", lambda q, k, v, **more: plain(q, k, v.roll(1, dims=0), **more))
 
 
 def missing_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = rows.packed_attention
-    monkeypatch.setattr(rows, "packed_attention", lambda q, k, v, **more: plain(q, k, v, **{**more, "scale": 1.0}))
+    plain = rows._attention
+    monkeypatch.setattr(rows, "_attention", lambda q, k, v, **more: plain(q, k, v, **{**more, "scale": 1.0}))
 
 
 @pytest.mark.parametrize("mistake", [leak, missing_scale])
