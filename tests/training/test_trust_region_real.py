@@ -39,5 +39,5 @@ def test_two_steps_of_trpo(shared: Path, tmp_path: Path) -> None:
     assert all(row["trust_region/accepted"] == 1.0 for row in steps)
     assert all(0.1 * 0.01 < row["trust_region/kl"] <= 0.01 for row in steps)
     assert all(row["trust_region/improvement"] > 0 for row in steps)
-    # Of the residual only that it is a number: iterations lower the error in the metric's norm, not this one step by step.
+    # Of the residual no more: iterations lower the error in the norm of the metric, and this one only in the end.
     assert all(isfinite(row["trust_region/cg_residual"]) for row in steps)
