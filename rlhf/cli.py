@@ -270,8 +270,8 @@ def _rm(parsed: argparse.Namespace, console: Console) -> None:
 
 def _compare(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.comparison.plan import make_plan
+    from rlhf.config.files import locate_config
     from rlhf.config.load import load_compare
-    from rlhf.config.shipped import locate_config
 
     config, folder = load_compare(parsed.target, parsed.overrides), locate_config(parsed.target).parent
     make_plan(config, beside=folder)

@@ -3,8 +3,8 @@
 - `load`: reads YAML and overrides into a validated configuration (`load_train`, `load_reward_model`, `load_compare`).
 - `sections`: `OnlineConfig`, `OfflineConfig`, `RewardModelConfig`; parts: `algorithm`, `data`, `reward`, `sharding`.
 - `compare`: `CompareConfig`, several algorithms on one budget under one judge.
-- `presets`: the named algorithms, and which of two conflicting settings wins; `yaml_text`: the YAML parser.
-- `shipped`: where the project's own `configs/` are, in a checkout and in an installed package.
+- `presets`: the named algorithms, and which of two conflicting settings wins.
+- `files`: the YAML parser, and where the project's own `configs/` are, in a checkout and in an installed package.
 
 The package itself exports nothing: import from its modules. docs/configuration.md is made from their docstrings.
 """

@@ -50,7 +50,7 @@ TUNING = [
     ),
     Mutant(
         name="tuned-on-reporting-seeds",
-        file="rlhf/config/tune.py",
+        file="rlhf/config/compare.py",
         before="both = sorted(set(self.seeds) & set(seeds))",
         after="both: list[int] = []",
         why="an arm is chosen by the luck of the seed that it is reported on",

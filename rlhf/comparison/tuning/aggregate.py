@@ -13,8 +13,7 @@ from rlhf.comparison.tuning.halving import DEFAULT, choose, round_sizes
 from rlhf.comparison.tuning.plan import FOLDER, default_values, trial_limits, tuning_budget
 from rlhf.comparison.tuning.results import ArmTuning, TrialResult, Tuning, total_costs
 from rlhf.comparison.tuning.run import round_number, round_scores, trial_number
-from rlhf.config.compare import UNTUNED, CompareConfig, TrainedArm
-from rlhf.config.tune import TuneConfig
+from rlhf.config.compare import UNTUNED, CompareConfig, TrainedArm, TuneConfig
 from rlhf.tracking.trackers import read_jsonl
 
 

@@ -20,11 +20,12 @@ from rlhf.config.compare import (
     BudgetConfig,
     CellConfig,
     CompareConfig,
+    Scalar,
     TrainedArm,
     TrialConfig,
+    TuneConfig,
 )
 from rlhf.config.load import branch_at, dump, merge, unread_keys, validate
-from rlhf.config.tune import Scalar, TuneConfig
 from rlhf.errors import ConfigError
 from rlhf.tracking.trackers import flatten
 

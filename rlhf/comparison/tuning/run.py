@@ -14,7 +14,7 @@ from rlhf.comparison.plan import Cell, Plan
 from rlhf.comparison.scheduler import FAILED, failure_of
 from rlhf.comparison.trial import Judgment
 from rlhf.comparison.tuning.halving import choose, promote, round_sizes
-from rlhf.config.tune import Scalar
+from rlhf.config.compare import Scalar
 from rlhf.errors import UserError
 from rlhf.factory.context import MODEL
 

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf.config.tune import Choices, Factor, Range, Scalar
+from rlhf.config.compare import Choices, Factor, Range, Scalar
 from rlhf.errors import ConfigError
 
 ATTEMPTS = 1000  # draws of a trial that would repeat an earlier one
