@@ -14,9 +14,8 @@ from rlhf.config.files import locate_config
 from rlhf.config.load import load_any
 from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
 from rlhf.errors import ConfigError
-from rlhf.guard.facts import read_facts
 from rlhf.guard.lint import RULES, how_to_allow, lint
-from rlhf.guard.rule import RunConfiguration, Violation
+from rlhf.guard.rule import RunConfiguration, Violation, read_facts
 from rlhf.guard.rules_run import trained
 
 STYLES = {"error": "red", "warning": "yellow"}

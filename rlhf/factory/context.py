@@ -26,7 +26,7 @@ from rlhf.data.mixture import MixedStream
 from rlhf.data.paths import resolve_best
 from rlhf.errors import CheckpointError, ConfigError, ModelError
 from rlhf.factory.precision import precision_note
-from rlhf.guard.history import RunFacts
+from rlhf.guard.alarm import RunFacts
 from rlhf.guard.lint import check_settings
 from rlhf.models.backbone import CausalLM, merged_copy, save_model
 from rlhf.models.export import (

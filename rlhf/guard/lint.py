@@ -7,8 +7,7 @@ from collections.abc import Collection, Sequence
 
 from rlhf.errors import ConfigError
 from rlhf.guard.alarms import ALARMS
-from rlhf.guard.facts import read_facts
-from rlhf.guard.rule import Facts, Rule, RunConfiguration, Violation
+from rlhf.guard.rule import Facts, Rule, RunConfiguration, Violation, read_facts
 from rlhf.guard.rules_data import DATA_RULES
 from rlhf.guard.rules_kl import KL_RULES
 from rlhf.guard.rules_reward import REWARD_RULES
