@@ -352,7 +352,7 @@ def _export(parsed: argparse.Namespace, console: Console) -> None:
     if importlib.util.find_spec("gguf") is None:
         raise UserError(f"writing a GGUF file needs the package gguf: {install_hint('gguf')}")
 
-    from rlhf.commands.export import run_export
+    from rlhf.commands.push import run_export
 
     run_export(parsed.target, parsed.gguf, dtype=parsed.dtype, console=console)
 

@@ -25,7 +25,6 @@ from rlhf.config.sections import OnlineConfig, RewardModelConfig, ScheduleConfig
 from rlhf.data.mixture import MixedStream
 from rlhf.data.paths import resolve_best
 from rlhf.errors import CheckpointError, ConfigError, ModelError
-from rlhf.factory.precision import precision_note
 from rlhf.guard.alarm import RunFacts
 from rlhf.guard.lint import check_settings
 from rlhf.models.backbone import CausalLM, merged_copy, save_model
@@ -41,6 +40,7 @@ from rlhf.models.origin import Origin
 from rlhf.models.scalar_head import ScalarHeadModel
 from rlhf.models.split_load import is_split
 from rlhf.models.weight_files import NamedTensors, WeightFiles, read_header
+from rlhf.runtime.device import precision_note
 from rlhf.runtime.distributed import Distributed
 from rlhf.runtime.engine import Engine, TrainableModel, make_engine
 from rlhf.runtime.optimizers import Moments

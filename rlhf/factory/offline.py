@@ -50,12 +50,12 @@ from rlhf.factory.models import (
     read_export_origin,
 )
 from rlhf.factory.online import PromptEvaluator
-from rlhf.factory.precision import with_default_precision
 from rlhf.factory.rewards import build_source
 from rlhf.factory.sampler import build_sampler
 from rlhf.models.backbone import context_length
 from rlhf.models.origin import Origin
 from rlhf.models.policy_models import Ema, Models
+from rlhf.runtime.device import with_default_precision
 from rlhf.runtime.engine import TrainableModel
 from rlhf.runtime.seeding import derive_seed
 from rlhf.tracking.metrics import progress_metrics

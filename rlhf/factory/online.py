@@ -38,7 +38,6 @@ from rlhf.factory.context import (
 )
 from rlhf.factory.data import PromptBatches, build_demonstrations, build_prompts
 from rlhf.factory.models import build_online_models, build_tokenizer, export, make_decode, read_export_origin
-from rlhf.factory.precision import with_default_precision
 from rlhf.factory.rewards import build_source, build_watch
 from rlhf.factory.sampler import build_sampler, slow_lengths_reason
 from rlhf.models.backbone import CausalLM, context_length, freeze
@@ -46,6 +45,7 @@ from rlhf.models.origin import Origin
 from rlhf.models.policy_models import Ema, Models
 from rlhf.rewards.shaping import ShapedReward
 from rlhf.rewards.source import RewardSource
+from rlhf.runtime.device import with_default_precision
 from rlhf.runtime.engine import Engine, LocalModel, TrainableModel
 from rlhf.runtime.micro_batch import AdaptiveMicroBatch
 from rlhf.runtime.seeding import derive_seed

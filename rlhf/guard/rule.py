@@ -1,6 +1,6 @@
 """What a rule of `rlhf lint` is: a small function of the configuration and a few facts, with reason, source and fix.
 
-The facts are what a rule needs to know besides the configuration: how many parameters the model has, without loading it.
+The facts are what a rule may need besides the configuration: the number of the model's parameters, without loading it.
 """
 
 from __future__ import annotations
