@@ -15,11 +15,11 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from reward_model.ensemble import EnsembleLoss, bootstrap_weights, calibrate_ensemble
+from reward_model.ensemble import EnsembleLoss, bootstrap_weights, calibrate_ensemble, member_gaps
 from reward_model.evaluate import evaluate_reward_model
 from reward_model.losses import BradleyTerryLoss
 from reward_model.model import calibrate, score_pairs
-from reward_model.statistics import ensemble_card, member_gaps
+from reward_model.statistics import ensemble_card
 from rlhf.batching import Batch
 from rlhf.config.data import PreferencesConfig
 from rlhf.config.sections import RewardModelConfig
