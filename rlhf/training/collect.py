@@ -1,4 +1,4 @@
-"""Sample and score the completions of a step: once for every prompt, and again for groups that are rescued or refilled."""
+"""Sample and score a step's completions: once for every prompt, and again for groups that are rescued or refilled."""
 
 from __future__ import annotations
 
