@@ -38,8 +38,7 @@ from rlhf.models.export import (
 )
 from rlhf.models.origin import Origin
 from rlhf.models.scalar_head import ScalarHeadModel
-from rlhf.models.split_load import is_split
-from rlhf.models.weight_files import NamedTensors, WeightFiles, read_header
+from rlhf.models.weight_files import NamedTensors, WeightFiles, is_split, read_header
 from rlhf.runtime.device import precision_note
 from rlhf.runtime.distributed import Distributed
 from rlhf.runtime.engine import Engine, TrainableModel, make_engine

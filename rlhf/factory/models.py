@@ -26,9 +26,8 @@ from rlhf.models.backbone import (
 )
 from rlhf.models.ensemble_head import load_reward_heads, single_head
 from rlhf.models.export import ExportDtype
-from rlhf.models.frozen import keep_in_bfloat16
 from rlhf.models.origin import Origin, read_origin
-from rlhf.models.policy_models import Ema, Models, SharedValueHead
+from rlhf.models.policy_models import Ema, Models, SharedValueHead, keep_in_bfloat16
 from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
 from rlhf.runtime.engine import Engine
 from rlhf.runtime.seeding import derive_seed, seeded_initialization
@@ -115,7 +114,7 @@ def build_reference(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, eng
 
 
 def keep_reference_in_bfloat16(models: Models) -> None:
-    """Convert a separate reference's matrices to bfloat16 where that changes no result (see rlhf.models.frozen)."""
+    """Convert a separate reference's matrices to bfloat16 where that changes no result; see `keep_in_bfloat16`."""
     if models.reference is not None and not models.engine.splits_weights:
         keep_in_bfloat16(models.reference, dtype=models.dtype, device=models.device)
 

@@ -39,7 +39,7 @@ SHARDED_MODELS = [
     ),
     Mutant(
         name="an-embedding-rounded-to-16-bits",
-        file="rlhf/models/frozen.py",
+        file="rlhf/models/policy_models.py",
         before="        if weight in elsewhere:",
         after="        if weight is None:",
         why="the reference reads other embeddings than the model it is a copy of: the KL does not begin at zero",
@@ -63,7 +63,7 @@ SHARDED_MODELS = [
     ),
     Mutant(
         name="a-weight-of-another-shape-read-in-parts",
-        file="rlhf/models/split_load.py",
+        file="rlhf/models/weight_files.py",
         before="    if stored.shape != tuple(parameter.shape):",
         after="    if len(stored.shape) != parameter.ndim:",
         why="numbers of one place of the file become another place's weights",
