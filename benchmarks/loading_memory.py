@@ -32,8 +32,7 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-from rlhf.config.sections import RunConfig  # noqa: E402
-from rlhf.config.sharding import ShardingConfig  # noqa: E402
+from rlhf.config.run import RunConfig, ShardingConfig  # noqa: E402
 from rlhf.models import weight_files  # noqa: E402
 from rlhf.models.backbone import load_causal_lm  # noqa: E402
 from rlhf.process import exit_process  # noqa: E402

@@ -18,7 +18,7 @@ from reward_model.losses import bradley_terry, win_indicator
 from reward_model.model import CHUNK, drop_padding_columns, reference_statistics, spread_indices
 from reward_model.source import RewardModelSource, check_finite
 from rlhf.algo.masked import Mean
-from rlhf.config.sections import CalibrationConfig, RewardModelLoss
+from rlhf.config.reward_model import CalibrationConfig, RewardModelLoss
 from rlhf.data.datasets import RowSet
 from rlhf.data.pairs import PairSet
 from rlhf.models.backbone import autocast

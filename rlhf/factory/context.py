@@ -21,7 +21,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.algorithm import AdaptiveKl
 from rlhf.config.load import dump, unread_warnings
-from rlhf.config.sections import OnlineConfig, RewardModelConfig, ScheduleConfig, TrainConfig
+from rlhf.config.run import ScheduleConfig
+from rlhf.config.sections import OnlineConfig, RewardModelConfig, TrainConfig
 from rlhf.data.mixture import MixedStream
 from rlhf.data.paths import resolve_best
 from rlhf.errors import CheckpointError, ConfigError, ModelError

@@ -16,8 +16,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from rlhf.config.sections import OptimizerConfig, RunConfig
-from rlhf.config.sharding import ShardingConfig, deepspeed_json
+from rlhf.config.run import RunConfig, ShardingConfig, deepspeed_json
+from rlhf.config.sections import OptimizerConfig
 from rlhf.errors import ConfigError, install_hint
 from rlhf.runtime.device import choose_device
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed, in_buckets, init_distributed, world_size_from_env

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from rlhf.batching import concat, widen
 from rlhf.config.data import ChatFormat
-from rlhf.config.sections import Dtype, SamplingConfig
+from rlhf.config.run import Dtype
+from rlhf.config.sections import SamplingConfig
 from rlhf.data.conversation import Prompt
 from rlhf.data.pairs import CompletionRows
 from rlhf.data.rows import BadRow

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.config.guard import GuardConfig
+from rlhf.config.run import GuardConfig
 from rlhf.guard.alarm import Alarm, History, Reading, RunFacts
 from rlhf.guard.alarms import ALARMS
 from rlhf.training.session import Recorder, TrainState

@@ -21,7 +21,7 @@ from reward_model.losses import BradleyTerryLoss
 from reward_model.model import calibrate, score_pairs
 from reward_model.source import RewardModelSource
 from reward_model.statistics import auc, auc_interval, ensemble_card
-from rlhf.config.sections import CalibrationConfig, RewardModelLoss
+from rlhf.config.reward_model import CalibrationConfig, RewardModelLoss
 from rlhf.models.ensemble_head import EnsembleHeadModel, as_ensemble, load_reward_heads, single_head
 from rlhf.models.scalar_head import ScalarHeadModel
 
