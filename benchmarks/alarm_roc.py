@@ -26,11 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.metrics import roc_auc_score
 
-from rlhf.guard.alarm import Alarm, Reading
+from rlhf.guard.alarm import Alarm, History, Reading
 from rlhf.guard.alarms import ALARMS, JUDGE_FALL
-from rlhf.guard.history import History
-from rlhf.guard.watch import Watch
 from rlhf.tracking.run_folder import RunFolder
+from rlhf.training.health import Watch
 
 ROOT = Path(__file__).resolve().parents[1]
 RESAMPLES = 1000

@@ -39,7 +39,8 @@ from rlhf.algo.objective import Objective
 from rlhf.batching import extend
 from rlhf.config.algorithm import DpoLoss, Online
 from rlhf.config.presets import PRESETS
-from rlhf.config.sections import OptimizerConfig, RewardModelLoss
+from rlhf.config.reward_model import RewardModelLoss
+from rlhf.config.sections import OptimizerConfig
 from rlhf.models.kernels.llama import forward as written_out
 from rlhf.models.policy_models import Models
 from rlhf.models.scalar_head import ScalarHeadModel

@@ -32,9 +32,8 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-from rlhf.config.sections import RunConfig  # noqa: E402
-from rlhf.config.sharding import ShardingConfig  # noqa: E402
-from rlhf.models import split_load  # noqa: E402
+from rlhf.config.run import RunConfig, ShardingConfig  # noqa: E402
+from rlhf.models import weight_files  # noqa: E402
 from rlhf.models.backbone import load_causal_lm  # noqa: E402
 from rlhf.process import exit_process  # noqa: E402
 from rlhf.runtime.distributed import shutdown  # noqa: E402
@@ -73,7 +72,7 @@ def work(way: str, folder: Path, out: Path) -> None:
     engine = make_engine(RunConfig(device="cpu"), ShardingConfig(mode="zero3"))
     engine.freeze("warm-up", nn.Linear(8, 8))
     if way == "whole":
-        split_load.read_headers = lambda _: {}  # type: ignore[assignment]
+        weight_files.read_headers = lambda _: {}  # type: ignore[assignment]
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is from now on
     before, start = resident_mb("VmRSS"), time.perf_counter()
     model = load_causal_lm(str(folder), engine=engine)

@@ -38,8 +38,8 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from rlhf.algo.masked import Mean  # noqa: E402
 from rlhf.batching import Batch  # noqa: E402
-from rlhf.config.sections import OptimizerConfig, RunConfig  # noqa: E402
-from rlhf.config.sharding import ShardingConfig  # noqa: E402
+from rlhf.config.run import RunConfig, ShardingConfig  # noqa: E402
+from rlhf.config.sections import OptimizerConfig  # noqa: E402
 from rlhf.runtime.distributed import shutdown  # noqa: E402
 from rlhf.runtime.engine import TrainableModel, make_engine  # noqa: E402
 from rlhf.training.step import LossBatch, optimizer_step  # noqa: E402

@@ -27,7 +27,8 @@ from rich.console import Console
 from rlhf.commands.train import run_reward_model, run_train
 from rlhf.config.load import load_reward_model, load_train
 from rlhf.config.reward import ModelSource
-from rlhf.config.sections import RunConfig, SamplingConfig
+from rlhf.config.run import RunConfig
+from rlhf.config.sections import SamplingConfig
 from rlhf.evaluation.frontier import curve_sizes, expected_best, kl_bound
 from rlhf.evaluation.overoptimization import fit_with_intervals, predicted_gain
 from rlhf.factory.rewards import build_source

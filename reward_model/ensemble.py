@@ -18,11 +18,12 @@ from reward_model.losses import bradley_terry, win_indicator
 from reward_model.model import CHUNK, drop_padding_columns, reference_statistics, spread_indices
 from reward_model.source import RewardModelSource, check_finite
 from rlhf.algo.masked import Mean
-from rlhf.config.sections import CalibrationConfig, RewardModelLoss
+from rlhf.config.reward_model import CalibrationConfig, RewardModelLoss
 from rlhf.data.datasets import RowSet
+from rlhf.data.pairs import PairSet
 from rlhf.models.backbone import autocast
 from rlhf.models.ensemble_head import EnsembleHeadModel, sequence_member_scores
-from rlhf.rewards.combine import combine, disagreement
+from rlhf.rewards.ensemble import combine, disagreement
 from rlhf.types import Completions, PreferencePairs, Scores
 
 LARGEST_COUNT = 20  # of a Poisson(1) number; P(larger) < 1e-19
@@ -175,6 +176,14 @@ def score_member_pairs(
                 score_member_rows(model, *prompt, *completion, micro_batch_size=micro_batch_size, dtype=dtype)
             )
     return torch.cat(sides[0]), torch.cat(sides[1])
+
+
+def member_gaps(model: EnsembleHeadModel, pairs: PairSet, *, micro_batch_size: int, dtype: str) -> Float[Tensor, "K N"]:
+    """Compute every member's calibrated score gap, chosen - rejected, of each pair."""
+    chosen, rejected = score_member_pairs(
+        model, pairs, range(len(pairs)), micro_batch_size=micro_batch_size, dtype=dtype
+    )
+    return (chosen - rejected).double().T
 
 
 def calibrate_ensemble(

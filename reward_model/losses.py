@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 
 from reward_model.model import pair_scores
 from rlhf.algo.masked import Mean
-from rlhf.config.sections import RewardModelLoss
+from rlhf.config.reward_model import RewardModelLoss
 from rlhf.models.backbone import autocast
 from rlhf.models.scalar_head import ScalarHeadModel
 from rlhf.transfer import to_device

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlhf.config.sections import CalibrationConfig
+from rlhf.config.reward_model import CalibrationConfig
 from rlhf.data.datasets import RowSet
 from rlhf.errors import RewardError
 from rlhf.models.backbone import autocast

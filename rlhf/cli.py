@@ -270,8 +270,8 @@ def _rm(parsed: argparse.Namespace, console: Console) -> None:
 
 def _compare(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.comparison.plan import make_plan
+    from rlhf.config.files import locate_config
     from rlhf.config.load import load_compare
-    from rlhf.config.shipped import locate_config
 
     config, folder = load_compare(parsed.target, parsed.overrides), locate_config(parsed.target).parent
     make_plan(config, beside=folder)
@@ -352,7 +352,7 @@ def _export(parsed: argparse.Namespace, console: Console) -> None:
     if importlib.util.find_spec("gguf") is None:
         raise UserError(f"writing a GGUF file needs the package gguf: {install_hint('gguf')}")
 
-    from rlhf.commands.export import run_export
+    from rlhf.commands.push import run_export
 
     run_export(parsed.target, parsed.gguf, dtype=parsed.dtype, console=console)
 

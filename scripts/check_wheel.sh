@@ -56,7 +56,7 @@ grep -q 'lr: 2.0e-06' ppo.yaml
 (cd "$root" && find configs -name '*.yaml') | "$new" -c '
 import sys
 from rlhf.config.load import load_any
-from rlhf.config.shipped import locate_config
+from rlhf.config.files import locate_config
 for name in sys.stdin.read().split():
     load_any(name)
     assert locate_config(name).is_absolute(), name

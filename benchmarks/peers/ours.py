@@ -27,10 +27,9 @@ from safetensors.torch import load_file
 from peers.work import LR, MICRO_BATCH, Job
 from rlhf.config.load import load_reward_model, merge, train_config
 from rlhf.data import datasets as stream
-from rlhf.data.pairs import PairSet
-from rlhf.data.reference_cache import AnnotatedPairSet
+from rlhf.data.pairs import AnnotatedPairSet, PairSet
 from rlhf.factory import online
-from rlhf.factory.models import ReferenceAnnotator
+from rlhf.factory.reference import ReferenceAnnotator
 from rlhf.factory.reward_model import build_reward_model
 from rlhf.factory.run import build_run
 from rlhf.models.policy_models import Models

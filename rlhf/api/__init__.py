@@ -1,8 +1,7 @@
 """The Python interface: what the `rlhf` program does, with Python objects for models, data, rewards and losses.
 
-    runs.py         sft, train, reward_model: a run, and what it returns
+    runs.py         sft, train, reward_model: a run, and what it returns; evaluate and sample: what is trained already
     comparison.py   compare: several algorithms on one budget
-    judging.py      evaluate and sample: models that are trained already
     inputs.py       Python objects to configuration: written into the run folder where they are not files
     (rlhf.exact.check: whether a loss or an advantage of your own is right)
 
@@ -13,10 +12,10 @@ run from Python and one by the command line with the same settings give the same
 # The list of these names is `rlhf.__all__`; `as` says to type checkers that they are exported.
 from rlhf.api.comparison import CompareResult as CompareResult
 from rlhf.api.comparison import compare as compare
-from rlhf.api.judging import evaluate as evaluate
-from rlhf.api.judging import sample as sample
 from rlhf.api.runs import RunResult as RunResult
+from rlhf.api.runs import evaluate as evaluate
 from rlhf.api.runs import reward_model as reward_model
+from rlhf.api.runs import sample as sample
 from rlhf.api.runs import sft as sft
 from rlhf.api.runs import train as train
 from rlhf.exact.check import CheckResult as CheckResult

@@ -10,13 +10,12 @@ from rich.padding import Padding
 from rich.text import Text
 
 from rlhf.comparison.plan import Plan, make_plan
+from rlhf.config.files import locate_config
 from rlhf.config.load import load_any
 from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
-from rlhf.config.shipped import locate_config
 from rlhf.errors import ConfigError
-from rlhf.guard.facts import read_facts
 from rlhf.guard.lint import RULES, how_to_allow, lint
-from rlhf.guard.rule import RunConfiguration, Violation
+from rlhf.guard.rule import RunConfiguration, Violation, read_facts
 from rlhf.guard.rules_run import trained
 
 STYLES = {"error": "red", "warning": "yellow"}

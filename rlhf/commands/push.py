@@ -1,7 +1,11 @@
-"""rlhf push: upload the exported model of a run to the model hub, with a model card made from the run."""
+"""Give a trained model to others: `rlhf push` uploads it to the model hub, `rlhf export` writes it as one GGUF file.
+
+What is pushed is the exported model of a run, with a model card made from the run.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +28,10 @@ from rlhf.config.sections import RewardModelConfig, TrainConfig
 from rlhf.data.files import load_rows
 from rlhf.data.paths import SUFFIXES, looks_local
 from rlhf.data.rows import RowCounts
-from rlhf.errors import CheckpointError, DataError, UserError
+from rlhf.data.tokenizer import load_tokenizer
+from rlhf.errors import CheckpointError, DataError, ModelError, UserError
+from rlhf.factory.context import model_folder
+from rlhf.models.backbone import load_causal_lm, load_model_config
 from rlhf.report.model_card import CardInputs, DataUsed, model_card
 from rlhf.report.record import read_record
 
@@ -168,3 +175,21 @@ def _refusal(error: HfHubHTTPError, repo_id: str, endpoint: str) -> str:
             "that may write there"
         )
     return f"{endpoint} refused {repo_id}: {error.server_message or error}"
+
+
+def run_export(path: str, out: Path, *, dtype: str, console: Console) -> None:
+    """Write the model of a run, or in a model folder, as a GGUF file; an adapter is merged into its base.
+
+    Raises:
+        ModelError: the model cannot be loaded, or is of a kind that cannot be written.
+    """
+    gguf_export: Any = importlib.import_module("rlhf.models.gguf_export")  # it needs an extra
+    folder = model_folder(path)
+    architectures = load_model_config(folder).architectures or []
+    if any("SequenceClassification" in name for name in architectures):
+        raise ModelError(
+            f"{path} is a reward model, which cannot be written as GGUF. Supported are {gguf_export.SUPPORTED}"
+        )
+    tokenizer = load_tokenizer(folder)
+    gguf_export.write_gguf(load_causal_lm(folder, dtype="float32"), tokenizer, out, dtype=dtype)
+    console.print(Text(f"{out}: {out.stat().st_size / 2**20:,.1f} MiB, {dtype}"), soft_wrap=True)

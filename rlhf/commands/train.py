@@ -11,9 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf.config.sections import RewardModelConfig, TrainConfig
-from rlhf.factory.reward_model import build_reward_model, finish_reward_model
+from rlhf.factory.reward_model import build_reward_model, finish_members, finish_reward_model, member_configs
 from rlhf.factory.run import build_run
-from rlhf.factory.separate_members import finish_members, member_configs
 from rlhf.report.page import write_report
 from rlhf.tracking.formatting import format_fixed, format_interval
 from rlhf.tracking.metrics import shown_in

@@ -15,6 +15,7 @@ from rlhf.config.algorithm import Gae, OnlinePairLoss, SftLoss, TrustRegionLoss,
 from rlhf.config.base import Needed, Section
 from rlhf.config.compare import CompareConfig
 from rlhf.config.data import ChatFormat, DataConfig
+from rlhf.config.files import InvalidYaml, locate_config, nearest_config, parse_yaml
 from rlhf.config.presets import (
     PRESETS,
     drop_keys,
@@ -24,8 +25,6 @@ from rlhf.config.presets import (
     sizes_of_preset,
 )
 from rlhf.config.sections import OfflineConfig, OnlineConfig, OptimizerConfig, RewardModelConfig, TrainConfig
-from rlhf.config.shipped import locate_config, nearest_config
-from rlhf.config.yaml_text import InvalidYaml, parse_yaml
 from rlhf.errors import ConfigError
 
 Tree = dict[str, Any]

@@ -36,47 +36,23 @@ from rlhf.config.data import (
     SftConfig,
     Size,
 )
-from rlhf.config.ensemble import EnsembleConfig
-from rlhf.config.guard import GuardConfig
 from rlhf.config.reward import ChatPairsConfig, ModelSource, RewardConfig, RewardSourceConfig
-from rlhf.config.sharding import ShardingConfig
+from rlhf.config.reward_model import CalibrationConfig, EnsembleConfig, RewardModelLoss
+from rlhf.config.run import (
+    CheckpointConfig,
+    Dtype,
+    GuardConfig,
+    LoggingConfig,
+    RunConfig,
+    ScheduleConfig,
+    ShardingConfig,
+)
 
-Device = Literal["auto", "cpu", "cuda", "mps"]
-Dtype = Literal["float32", "bfloat16", "float64"]
 LogProbs = Literal["auto", "naive", "chunked"]
 Packing = Literal["auto", "off"]
 HeadDtype = Literal["float32", "model"]
 OldLogProbs = Literal["auto", "sampler", "trainer"]
 HeadInit = Literal["zero", "normal", "orthogonal"]
-
-
-class RunConfig(Section):
-    """Identity of the run."""
-
-    name: str = "run"
-    """The run's name in the report and the progress display."""
-    seed: int = 0
-    """The only seed; every random generator is derived from it."""
-    out_dir: str = "runs/run"
-    """The run folder; receives configuration, metrics, samples, checkpoints and report."""
-    device: Device = "auto"
-    """auto: a CUDA GPU if there is one, otherwise the CPU. mps: an Apple GPU, which nobody has tested this on."""
-    keep_memory: bool = True
-    """On a CPU under Linux: keep freed memory for the next tensors instead of returning it to the system at every step
-    (glibc's mallopt). Faster; the peak may be higher."""
-    tf32: bool = True
-    """On a GPU: compute products of float32 matrices in TF32, several times as fast, with 10 bits of mantissa. false:
-    in full float32, as a CPU does."""
-    cache_dir: str | None = None
-    """Where reference log-probabilities are cached between runs; null: $XDG_CACHE_HOME/rlhf, or ~/.cache/rlhf."""
-
-    def check_dtype(self, section: str, dtype: Dtype) -> None:
-        """Check that the device has the `section`'s dtype."""
-        if self.device == "mps" and dtype == "float64":
-            raise ValueError(
-                f"{section}.dtype is float64, which an Apple GPU does not have: set {section}.dtype=float32, "
-                "or run.device=cpu"
-            )
 
 
 class LoraConfig(Section):
@@ -291,65 +267,6 @@ class BatchConfig(Section):
     lengths; never changes a result. null: micro_batch_size decides."""
 
 
-class ScheduleConfig(Section):
-    """Length of the run and learning-rate schedule."""
-
-    steps: Count | None = None
-    """Steps of the run; set this or epochs."""
-    epochs: Positive | None = None
-    """Length in passes over the data, instead of steps."""
-    warmup_steps: Size = 0
-    """Number of first steps over which the learning rate rises linearly."""
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: constant, or falling towards zero, which the step after the last would reach."""
-    max_bad_steps: Count = 10
-    """Stop the run after this many consecutive optimizer steps skipped for a NaN or Inf in loss, gradient or scores."""
-
-    @model_validator(mode="after")
-    def _check_length(self) -> ScheduleConfig:
-        if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give schedule.steps or schedule.epochs, one of the two (the other null)")
-        return self
-
-
-class BestConfig(Section):
-    """Keep the best checkpoint: one that beats the best so far, on the same held-out rows, by more than noise."""
-
-    by: Literal["auto", "score", "loss", "accuracy"] = "auto"
-    """What decides. score: the judge's score of the held-out prompts; loss and accuracy: of the held-out rows or pairs
-    (offline runs and reward models); auto: the score where held-out prompts are scored, otherwise the loss."""
-    confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95
-    """A new best is one whose mean paired difference to the old one has this confidence interval above 0."""
-    patience: Count | None = None
-    """End the run after this many evaluations in a row without a new best; null: run to the end."""
-    restore: bool = True
-    """Export the best checkpoint as the run's model; false: export the last one, and keep the best in best/."""
-
-
-class CheckpointConfig(Section):
-    """When checkpoints are saved and what a restart does."""
-
-    every: Size = 50
-    """Steps between checkpoints; 0: only at the end and on interruption."""
-    keep: Count = 2
-    """How many checkpoints are kept; the oldest are deleted first."""
-    resume: Literal["auto", "never"] = "auto"
-    """auto: continue from the newest complete checkpoint; never: refuse a folder that has one."""
-    best: BestConfig | None = None
-    """Keep the best checkpoint besides, `{}` with the defaults; RUN@best names it. null: none is kept."""
-
-
-class LoggingConfig(Section):
-    """What is logged."""
-
-    every: Count = 1
-    """Steps between lines of metrics.jsonl."""
-    samples: Size = 4
-    """Completions of each logged step to keep in samples.jsonl."""
-    backends: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
-    """Trackers to use in addition to metrics.jsonl, through accelerate."""
-
-
 class EvalConfig(Section):
     """Evaluation on held-out data during the run."""
 
@@ -530,24 +447,6 @@ class OfflineConfig(TrainSections):
 
 TrainConfig = OnlineConfig | OfflineConfig
 """One training run: SFT, or any online or offline algorithm."""
-
-
-class RewardModelLoss(Section):
-    """The Bradley-Terry loss, with the optional margin and centering of reward_model.losses."""
-
-    use_margin: bool = False
-    """Subtract the data's margin column from the score difference (Touvron et al. 2023, eq. 2)."""
-    centering: NonNegative = 0.0
-    """Weight of (r_chosen + r_rejected)^2, which keeps scores near zero (Eisenstein et al. 2023); 0.01 is usual."""
-
-
-class CalibrationConfig(Section):
-    """The shift and scale stored in the model, which give scores mean 0 and std 1 on reference completions."""
-
-    data: Literal["chosen", "both", "none"] = "both"
-    """Which completions of the training pairs to calibrate on; none: leave scores as they are."""
-    limit: Count = 1024
-    """How many completions to calibrate on."""
 
 
 class RewardModelConfig(Section):

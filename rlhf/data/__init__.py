@@ -6,8 +6,8 @@ counts what was left out and why.
 
 Import from the modules:
     prompts             load_prompts, PromptStream: what the online algorithms sample from
-    pairs               load_pairs, load_demonstrations, load_labelled: what preference losses, reward models, SFT read
-    reference_cache     the same with the reference's log-probabilities, kept on disk between runs
+    pairs               load_pairs, load_demonstrations, load_labelled: what preference losses, reward models, SFT read;
+                        AnnotatedPairSet: pairs with the reference's log-probabilities
     datasets            BatchStream: the shuffled batch of a step, computed from the seed and the step number
     mixture             MixedStream: batches from several sources, in memory or streamed, by the schedule of quotas
     lazy_files          LazyDataset: the rows of files a few at a time, from any place in them

@@ -1,4 +1,7 @@
-"""Data sets of preference pairs, demonstrations and labelled completions, encoded once and collated by index."""
+"""Data sets of preference pairs, demonstrations and labelled completions, encoded once and collated by index.
+
+Pairs and labelled completions may be annotated with the reference's log-probabilities.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,22 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlhf.batching import extend
 from rlhf.config.data import ChatFormat, Learn, PreferencesConfig, SftConfig
 from rlhf.data.conversation import Message, assistant_turn
 from rlhf.data.datasets import (
-    BatchStream,
     EncodedRow,
     Entry,
     Fit,
     PreparedRow,
     RowPipeline,
     check_ids,
-    epoch_order,
 )
+from rlhf.data.files import load_rows
 from rlhf.data.formats import DEMONSTRATIONS, LABELLED, PAIRS, DemoText, LabelledText, PairText
 from rlhf.data.rows import Row, RowCounts
 from rlhf.data.templates import Rendered, TemplateRenderer, conversation_rows
@@ -34,7 +39,13 @@ from rlhf.data.tokenize import (
     right_pad_flags,
     truncate_start,
 )
-from rlhf.types import Demonstrations, LabelledCompletions, PreferencePairs
+from rlhf.types import (
+    AnnotatedLabelledCompletions,
+    AnnotatedPairs,
+    Demonstrations,
+    LabelledCompletions,
+    PreferencePairs,
+)
 
 Flags = tuple[list[bool], ...]  # for each row, which tokens of its completion the assistant wrote; empty: all
 
@@ -145,6 +156,64 @@ class LabelledSet:
         )
 
 
+@dataclass(frozen=True)
+class AnnotatedPairSet:
+    """Preference pairs with reference log-probabilities of both sides; zero for a loss without a reference model."""
+
+    pairs: PairSet
+    chosen_ref_logprobs: Float[Tensor, " N"]
+    rejected_ref_logprobs: Float[Tensor, " N"]
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def collate(self, indices: Sequence[int]) -> AnnotatedPairs:
+        """Collate the pairs at `indices` into one batch."""
+        rows = torch.tensor(list(indices), dtype=torch.long)
+        return extend(
+            AnnotatedPairs,
+            self.pairs.collate(indices),
+            chosen_ref_logprobs=self.chosen_ref_logprobs[rows],
+            rejected_ref_logprobs=self.rejected_ref_logprobs[rows],
+        )
+
+
+@dataclass(frozen=True)
+class AnnotatedLabelledSet:
+    """Single completions, each with its label and its reference log-probability."""
+
+    rows: CompletionRows
+    desirable: tuple[bool, ...]
+    ref_logprobs: Float[Tensor, " N"]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def collate(self, indices: Sequence[int]) -> AnnotatedLabelledCompletions:
+        """Collate the completions at `indices` into one batch."""
+        return extend(
+            AnnotatedLabelledCompletions,
+            self.rows.collate(indices),
+            desirable=torch.tensor([self.desirable[i] for i in indices], dtype=torch.bool),
+            ref_logprobs=self.ref_logprobs[torch.tensor(list(indices), dtype=torch.long)],
+        )
+
+
+def completion_rows(dataset: PairSet | LabelledSet) -> CompletionRows:
+    """Return one row per completion; for pairs, all chosen completions first, then all rejected ones."""
+    if isinstance(dataset, LabelledSet):
+        return CompletionRows(dataset.prompts, dataset.completions, dataset.pad_id)
+    learned = dataset.chosen_learned + dataset.rejected_learned
+    return CompletionRows(dataset.prompts * 2, dataset.chosen + dataset.rejected, dataset.pad_id, learned)
+
+
+def completion_labels(dataset: PairSet | LabelledSet) -> tuple[bool, ...]:
+    """Return the label of each row of `rows_of`: chosen completions are desirable, rejected ones are not."""
+    if isinstance(dataset, LabelledSet):
+        return tuple(text.desirable for text in dataset.texts)
+    return (True,) * len(dataset) + (False,) * len(dataset)
+
+
 def load_pairs(
     config: PreferencesConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -238,6 +307,20 @@ def labelled_pipeline(
         )
 
     return RowPipeline(LABELLED, encoder, _prompt_truncation(encoder, limit), collect)
+
+
+def load_preference_data(
+    config: PreferencesConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    chat_template: str | ChatFormat,
+    context: int | None = None,
+) -> PairSet | LabelledSet:
+    """Load labelled completions if the columns of the data set say so, otherwise preference pairs."""
+    columns = {name for row in load_rows(config, RowCounts(config.path)) for name in row.values}
+    is_pairs, is_labelled = (any(set(shape.columns) <= columns for shape in use.shapes) for use in (PAIRS, LABELLED))
+    load = load_labelled if is_labelled and not is_pairs else load_pairs
+    return load(config, tokenizer, chat_template=chat_template, context=context)
 
 
 def load_demonstrations(
@@ -347,17 +430,3 @@ def _truncate_end(
         return None
     skips.cut += 1
     return EncodedRow(ids.prompt, (completion[:-excess],), whole=False, learned=learned)
-
-
-__all__ = [
-    "BatchStream",
-    "CompletionRows",
-    "DemonstrationSet",
-    "LabelledCompletions",
-    "LabelledSet",
-    "PairSet",
-    "epoch_order",
-    "load_demonstrations",
-    "load_labelled",
-    "load_pairs",
-]

@@ -21,12 +21,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.algorithm import AdaptiveKl
 from rlhf.config.load import dump, unread_warnings
-from rlhf.config.sections import OnlineConfig, RewardModelConfig, ScheduleConfig, TrainConfig
+from rlhf.config.run import ScheduleConfig
+from rlhf.config.sections import OnlineConfig, RewardModelConfig, TrainConfig
 from rlhf.data.mixture import MixedStream
 from rlhf.data.paths import resolve_best
 from rlhf.errors import CheckpointError, ConfigError, ModelError
-from rlhf.factory.precision import precision_note
-from rlhf.guard.history import RunFacts
+from rlhf.guard.alarm import RunFacts
 from rlhf.guard.lint import check_settings
 from rlhf.models.backbone import CausalLM, merged_copy, save_model
 from rlhf.models.export import (
@@ -39,8 +39,8 @@ from rlhf.models.export import (
 )
 from rlhf.models.origin import Origin
 from rlhf.models.scalar_head import ScalarHeadModel
-from rlhf.models.split_load import is_split
-from rlhf.models.weight_files import NamedTensors, WeightFiles, read_header
+from rlhf.models.weight_files import NamedTensors, WeightFiles, is_split, read_header
+from rlhf.runtime.device import precision_note
 from rlhf.runtime.distributed import Distributed
 from rlhf.runtime.engine import Engine, TrainableModel, make_engine
 from rlhf.runtime.optimizers import Moments

@@ -17,15 +17,16 @@ from rlhf.config.sections import OfflineConfig
 from rlhf.data.datasets import BatchStream, HasPrompt, RowPipeline, RowSet, sequential_batches
 from rlhf.data.mixture import MixedStream
 from rlhf.data.pairs import (
+    AnnotatedLabelledSet,
     DemonstrationSet,
     LabelledSet,
     PairSet,
     labelled_pipeline,
     load_demonstrations,
     load_pairs,
+    load_preference_data,
     pair_pipeline,
 )
-from rlhf.data.reference_cache import AnnotatedLabelledSet, load_preference_data
 from rlhf.evaluation.evaluate import evaluate_loss
 from rlhf.factory.context import (
     MODEL,
@@ -38,24 +39,20 @@ from rlhf.factory.context import (
     total_steps,
 )
 from rlhf.factory.data import build_demonstrations, mix
-from rlhf.factory.models import (
+from rlhf.factory.models import build_policy, build_tokenizer, export, keep_reference_in_bfloat16, read_export_origin
+from rlhf.factory.online import PromptEvaluator
+from rlhf.factory.reference import (
     ReferenceAnnotator,
     attach_reference,
-    build_policy,
-    build_tokenizer,
-    export,
-    keep_reference_in_bfloat16,
     needs_reference_during_training,
     no_grad_batch_size,
-    read_export_origin,
 )
-from rlhf.factory.online import PromptEvaluator
-from rlhf.factory.precision import with_default_precision
 from rlhf.factory.rewards import build_source
 from rlhf.factory.sampler import build_sampler
 from rlhf.models.backbone import context_length
 from rlhf.models.origin import Origin
 from rlhf.models.policy_models import Ema, Models
+from rlhf.runtime.device import with_default_precision
 from rlhf.runtime.engine import TrainableModel
 from rlhf.runtime.seeding import derive_seed
 from rlhf.tracking.metrics import progress_metrics

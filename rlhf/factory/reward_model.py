@@ -1,21 +1,25 @@
-"""Building a reward-model run from its configuration, and what follows it: calibration, export, report card."""
+"""Build a reward-model run from its configuration, and what follows it: calibration, export, report card.
+
+An ensemble of separate reward models is one run for each member, in a folder that names them all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from reward_model.ensemble import EnsembleLoss, bootstrap_weights, calibrate_ensemble
-from reward_model.ensemble_card import ensemble_card, member_gaps
+from reward_model.ensemble import EnsembleLoss, bootstrap_weights, calibrate_ensemble, member_gaps
 from reward_model.evaluate import evaluate_reward_model
 from reward_model.losses import BradleyTerryLoss
 from reward_model.model import calibrate, score_pairs
+from reward_model.statistics import ensemble_card
 from rlhf.batching import Batch
 from rlhf.config.data import PreferencesConfig
 from rlhf.config.sections import RewardModelConfig
@@ -37,22 +41,25 @@ from rlhf.factory.context import (
     save_scalar_head,
     save_trainer_state,
     total_steps,
+    write_members,
 )
 from rlhf.factory.data import mix, open_mixture
 from rlhf.factory.models import build_tokenizer, read_export_origin
-from rlhf.factory.precision import with_default_precision
 from rlhf.models.backbone import context_length, enable_gradient_checkpointing
 from rlhf.models.ensemble_head import EnsembleHeadModel, as_ensemble, load_reward_heads
 from rlhf.models.logprobs import FastWays, of_bodies
 from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
-from rlhf.runtime.distributed import Distributed
+from rlhf.runtime.device import with_default_precision
+from rlhf.runtime.distributed import Distributed, is_main_process
 from rlhf.runtime.seeding import derive_seed, seeded_initialization
 from rlhf.tracking.checkpoint import replace_folder
 from rlhf.tracking.metrics import progress_metrics
+from rlhf.tracking.run_folder import RunFolder
 from rlhf.training.offline import OfflineRun
 from rlhf.types import PreferencePairs
 
 PAIRS = "preferences"  # the section of the pairs
+MEMBERS = "members"  # the folder of the runs of an ensemble's separate members
 CARD_PAIRS = 8192  # rows of a mixture that calibration and the report card read
 
 
@@ -354,3 +361,39 @@ def _count_tokens(batch: Batch) -> int:
     assert isinstance(batch, PreferencePairs)
     prompts = 2 * int(batch.prompt_mask.sum())
     return prompts + int(batch.chosen_mask.sum() + batch.rejected_mask.sum())
+
+
+def member_configs(config: RewardModelConfig) -> list[RewardModelConfig]:
+    """Return the configuration of each member's own run; empty unless all of several separate ones are to be trained.
+
+    A member's run has a folder of its own and says which member it is, so that it can be repeated, or trained on
+    another machine, by itself.
+    """
+    ensemble = config.ensemble
+    if ensemble.size == 1 or ensemble.backbone == "shared" or ensemble.member is not None:
+        return []
+    return [_member_config(config, number) for number in range(ensemble.size)]
+
+
+def _member_config(config: RewardModelConfig, number: int) -> RewardModelConfig:
+    folder = Path(config.run.out_dir) / MEMBERS / str(number)
+    run = config.run.model_copy(update={"out_dir": str(folder), "name": f"{config.run.name}, member {number}"})
+    ensemble = config.ensemble.model_copy(update={"member": number})
+    return config.model_copy(update={"run": run, "ensemble": ensemble})
+
+
+def finish_members(config: RewardModelConfig, members: Sequence[RewardModelConfig]) -> dict[str, Any]:
+    """Write the members' names and the ensemble's report card into its folder, and return the card.
+
+    Without held-out pairs the card is empty.
+    """
+    if not is_main_process():
+        return {}
+    folder = Path(config.run.out_dir)
+    write_members(folder, [f"{MEMBERS}/{number}" for number in range(len(members))])
+    if config.data.eval_preferences is None:
+        return {}
+    gaps = torch.tensor([score_gaps(member, member.run.out_dir)[1] for member in members], dtype=torch.float64)
+    card = {"ensemble": ensemble_card(gaps, seed=config.run.seed).as_dict()}
+    RunFolder(folder).write_report_card(card)
+    return card

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from reward_model.server import make_app
 from reward_model.text_scorer import TextScorer
-from rlhf.config.sections import RunConfig
+from rlhf.config.run import RunConfig
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import ConfigError
 from rlhf.factory.context import model_folder

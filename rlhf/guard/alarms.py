@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from rlhf.guard.alarm import Alarm, Reading, above, below, grown, rose, shrunk, worse_than_best
-from rlhf.guard.history import History
+from rlhf.guard.alarm import Alarm, History, Reading, above, below, grown, rose, shrunk, worse_than_best
 
 KL_PER_TOKEN = 0.5  # nats per token from the reference
 TARGETS_AWAY = 3.0

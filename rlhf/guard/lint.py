@@ -7,15 +7,13 @@ from collections.abc import Collection, Sequence
 
 from rlhf.errors import ConfigError
 from rlhf.guard.alarms import ALARMS
-from rlhf.guard.facts import read_facts
-from rlhf.guard.rule import Facts, Rule, RunConfiguration, Violation
+from rlhf.guard.rule import Facts, Rule, RunConfiguration, Violation, read_facts
 from rlhf.guard.rules_data import DATA_RULES
-from rlhf.guard.rules_kl import KL_RULES
-from rlhf.guard.rules_reward import REWARD_RULES
+from rlhf.guard.rules_online import ONLINE_RULES
 from rlhf.guard.rules_run import RUN_RULES
 from rlhf.guard.rules_update import UPDATE_RULES
 
-RULES: tuple[Rule, ...] = (*UPDATE_RULES, *KL_RULES, *REWARD_RULES, *RUN_RULES, *DATA_RULES)
+RULES: tuple[Rule, ...] = (*UPDATE_RULES, *ONLINE_RULES, *RUN_RULES, *DATA_RULES)
 
 
 def lint(config: RunConfiguration, facts: Facts | None = None) -> list[Violation]:

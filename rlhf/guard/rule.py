@@ -1,9 +1,16 @@
-"""What a rule of `rlhf lint` is: a small function of the configuration, with its reason, its source and the fix."""
+"""What a rule of `rlhf lint` is: a small function of the configuration and a few facts, with reason, source and fix.
+
+The facts are what a rule may need besides the configuration: the number of the model's parameters, without loading it.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from rlhf.config.reward import EnsembleSource, FunctionSource, RewardSourceConfig
@@ -19,6 +26,11 @@ POLICY = (OnlineConfig, OfflineConfig)
 REWARD_MODEL = (RewardModelConfig,)
 ON_DATA = (OfflineConfig, RewardModelConfig)
 EVERY = (OnlineConfig, OfflineConfig, RewardModelConfig)
+
+_SIZE = re.compile(r"(?<![A-Za-z0-9.])(?:[A-Za-z]+)?(\d+(?:\.\d+)?)([KMB])(?![A-Za-z0-9])", re.IGNORECASE)
+_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9}
+_HEADER_BYTES = 8
+_LARGEST_HEADER = 100_000_000  # safetensors' own limit
 
 
 @dataclass(frozen=True)
@@ -69,3 +81,36 @@ def is_learned(source: RewardSourceConfig) -> bool:
     if isinstance(source, EnsembleSource):
         return any(is_learned(member) for member in source.sources)
     return not isinstance(source, FunctionSource)
+
+
+def read_facts(config: RunConfiguration) -> Facts:
+    """Read the facts of a run: from the headers of the model's safetensors files, else from its name."""
+    model = config.model.model if isinstance(config, RewardModelConfig) else config.policy.model
+    return Facts(parameters=_parameters_in(Path(model).expanduser()) or parameters_in_name(model))
+
+
+def parameters_in_name(name: str) -> float | None:
+    """Return the number of parameters that a model's name tells (`Qwen2.5-0.5B`, `smollm2-135m`), or None."""
+    sizes = [float(number) * _UNITS[unit.upper()] for number, unit in _SIZE.findall(name)]
+    return sizes[-1] if sizes else None
+
+
+def _parameters_in(folder: Path) -> float | None:
+    """Count the parameters in the weights of a model folder or of a run's model; None where there are none."""
+    for place in (folder, folder / "model"):
+        files = sorted(place.glob("*.safetensors")) if place.is_dir() else []
+        if files and not (place / "adapter_config.json").is_file():
+            try:
+                return float(sum(_parameters_of(file) for file in files))
+            except (OSError, ValueError):
+                return None
+    return None
+
+
+def _parameters_of(file: Path) -> int:
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(_HEADER_BYTES), "little")
+        if length > _LARGEST_HEADER:
+            raise ValueError(f"{file} is not a safetensors file")
+        header = json.loads(stream.read(length))
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")

@@ -23,8 +23,7 @@ from transformers.utils import logging as hf_logging
 from rlhf.config.sections import LoraConfig, PolicyConfig
 from rlhf.data.tokenizer import ModelLocation, base_of_adapter, locate_model, text_vocabulary
 from rlhf.errors import ModelError
-from rlhf.models.split_load import load_split
-from rlhf.models.weight_files import local_folder
+from rlhf.models.weight_files import load_split, local_folder
 from rlhf.runtime.engine import Engine
 
 if TYPE_CHECKING:  # a PeftModel forwards what it lacks to the model it wraps, which no annotation can express
@@ -105,7 +104,7 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """Load a causal LM from a folder, GGUF file or hub id; an adapter is merged into its base.
 
-    Where `engine` splits weights over the ranks, each loads its own part only (see rlhf.models.split_load).
+    Where `engine` splits weights over the ranks, each loads its own part only (see rlhf.models.weight_files).
 
     Raises:
         ModelError: the model cannot be loaded.

@@ -30,8 +30,7 @@ from rlhf.models.kernels.attention import PackedBatch
 from rlhf.models.kernels.llama.forward import predictor_states
 from rlhf.models.kernels.packing import pack_for
 from rlhf.models.logprobs import Sequences
-from rlhf.models.split_load import load_split
-from rlhf.models.weight_files import local_folder
+from rlhf.models.weight_files import load_split, local_folder
 from rlhf.runtime.engine import Engine
 from rlhf.runtime.seeding import generator
 from rlhf.transfer import place_live

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
-from rlhf.report.alarms import marks
 from rlhf.report.chart import Axis, Chart, Number, Series
 from rlhf.report.record import MetricSeries, Record
 from rlhf.tracking.metrics import MetricInfo, shown_in
@@ -123,11 +122,24 @@ def _curves_chart(record: Record, names: Sequence[str], title: str, table: Mappi
     if target is not None:
         steps = [step for name in names for step, _ in record.points(name)]
         curves.append(_ideal(f"target {target:g}", [min(steps), max(steps)], [target] * 2))
-    alarms = [mark for name in names if (mark := marks(record, name)) is not None]
+    alarms = [mark for name in names if (mark := _alarm_marks(record, name)) is not None]
     curves += alarms
     unit = table[names[0]].unit if names[0] in table else ""
     y, has_legend = Axis(unit="" if unit == "-" else unit), len(names) > 1 or target is not None or bool(alarms)
     return Chart(f"curve:{names[0]}", title, Axis("step"), y, curves, has_legend=has_legend)
+
+
+def _alarm_marks(record: Record, name: str) -> Series | None:
+    """Build the marks on the curve of a metric: a triangle at each step at which an alarm of it went off."""
+    lines = [line for line in record.alarms if line.get("event") == "on" and line.get("metric") == name]
+    points = dict(record.points(name))
+    lines = [line for line in lines if line.get("step") in points]
+    if not lines:
+        return None
+    steps = [int(line["step"]) for line in lines]
+    texts = [str(line["alarm"]) for line in lines]
+    values = [points[step] for step in steps]
+    return Series("alarm", "target", steps, values, width=0, size=11, symbol="triangle-down", texts=texts)
 
 
 def _ideal(name: str, xs: Sequence[Number], ys: Sequence[Number]) -> Series:

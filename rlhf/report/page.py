@@ -17,11 +17,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from rlhf.report.alarms import alarm_table
 from rlhf.report.chart import Chart, plotly_figure
 from rlhf.report.charts import calibration_chart, chart_groups, timing_chart
 from rlhf.report.record import Pair, Record, read_record
-from rlhf.report.report_card import calibration_bins, card_tables
+from rlhf.report.report_card import Table, calibration_bins, card_tables
 from rlhf.tracking.formatting import format_duration, format_megabytes, format_number, format_value
 from rlhf.tracking.metrics import MetricInfo, shown_in, table_of
 from rlhf.tracking.progress import printable
@@ -322,11 +321,44 @@ def write_report(run_dir: Path) -> Path:
         calibration=calibration,
         phases=phases,
         timing=timing,
-        alarms=alarm_table(record),
+        alarms=_alarm_table(record),
         notes=_unique([*_nonfinite_notes(record), *record.notes]),
         glossary=_glossary(record, table),
         config=_config_text(record),
     )
+
+
+def _alarm_table(record: Record) -> Table | None:
+    """Build the table of the alarms that went off; None where there were none."""
+    rows = [
+        (
+            line.get("step"),
+            line.get("alarm"),
+            f"{line.get('metric')} {_shown_value(line.get('value'))} (limit {_shown_value(line.get('limit'))})",
+            _alarm_span(record.alarms, line),
+            line.get("causes"),
+            line.get("cure"),
+            line.get("action"),
+        )
+        for line in record.alarms
+        if line.get("event") == "on"
+    ]
+    columns = ("step", "alarm", "what it saw", "since … until", "usual causes", "what to try", "action")
+    return Table("Alarms", columns, rows) if rows else None
+
+
+def _shown_value(value: Any) -> str:
+    return format_number(float(value)) if isinstance(value, int | float) else "–"
+
+
+def _alarm_span(lines: Sequence[Mapping[str, Any]], on: Mapping[str, Any]) -> str:
+    """Describe from which step on an alarm saw what it saw, and until when."""
+    over = [
+        line["step"]
+        for line in lines
+        if line.get("event") == "over" and line.get("alarm") == on.get("alarm") and line["step"] > on["step"]
+    ]
+    return f"{on.get('since')} … {min(over) if over else 'the end'}"
 
 
 def pair_details(sample: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -1,8 +1,8 @@
 """Reward sources: anything that turns completions into one score each.
 
 `source.RewardSource` is the interface. The sources here are a Python function (`function`), a reward server (`remote`)
-and a language model as judge (`judge`); `ensemble` combines several, and divides the work among the ranks of a
-distributed run, with the arithmetic in `combine`. `rules` are checks of the text, and `watch` looks at a sample of the
-training completions with a second judge. `shaping` clips scores and subtracts penalties. A trained reward model is a
-source too: `reward_model.source`. `rlhf.factory.rewards` builds the source that a configuration describes.
+and a language model as judge (`judge`); `ensemble` combines several. `source` also divides the work among the ranks of
+a distributed run. `rules` are checks of the text, and `watch` looks at a sample of the training completions with a
+second judge. `shaping` clips scores and subtracts penalties. A trained reward model is a source too:
+`reward_model.source`. `rlhf.factory.rewards` builds the source that a configuration describes.
 """

@@ -1,22 +1,126 @@
-"""Reward sources in distributed runs: every rank gets the same scores as a single process would."""
+"""An ensemble of reward sources: the score of each completion from those of its members.
+
+Some members may not apply to a completion: their score is NaN there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from rlhf.algo.advantages import GROUP_STD_EPS
 from rlhf.errors import ConfigError, NonFiniteScores
-from rlhf.rewards.combine import EnsembleMode, combine, disagreement, normalize_then_sum
 from rlhf.rewards.source import RewardSource
-from rlhf.runtime.distributed import Distributed
 from rlhf.types import Completions, Scores
+
+EnsembleMode = Literal["mean", "sum", "weighted_mean", "minimum", "mean_minus_std", "gdpo"]
+
+
+def combine(
+    scores: Float[Tensor, "K B"], weights: Float[Tensor, " K"], *, how: EnsembleMode, std_coef: float = 1.0
+) -> Float[Tensor, " B"]:
+    """Combine the scores of K sources into one per completion, over the sources that apply to it.
+
+        mean: 1/n Σ_k w_k r_k      sum: Σ_k w_k r_k      weighted_mean: Σ_k w_k r_k / Σ_k w_k
+        minimum: min_k w_k r_k     mean_minus_std: mean - c · std_k(w_k r_k)
+
+    where k runs over the n sources whose score is not NaN. minimum is the worst-case optimization of Coste et al.
+    (2024). Their uncertainty-weighted form subtracts the variance; here it is the standard deviation (of the
+    population, so that it is 0 for one source), in the unit of the scores. gdpo is, where there are no groups to
+    compare in, the weighted sum.
+
+    Args:
+        scores: NaN where a source does not apply.
+        weights: one for each source.
+        how: the combination.
+        std_coef: c.
+
+    Returns:
+        One score per completion; NaN where no source applies.
+    """
+    applies = ~scores.isnan()
+    weighted = torch.where(applies, scores * weights[:, None], 0.0)
+    count = applies.sum(dim=0)
+    combined = _combined(weighted, applies, count, weights, how=how, std_coef=std_coef)
+    return torch.where(count > 0, combined, torch.nan)
+
+
+def _combined(
+    weighted: Float[Tensor, "K B"],
+    applies: Bool[Tensor, "K B"],
+    count: Tensor,
+    weights: Float[Tensor, " K"],
+    *,
+    how: EnsembleMode,
+    std_coef: float,
+) -> Float[Tensor, " B"]:
+    total = weighted.sum(dim=0)
+    match how:
+        case "sum" | "gdpo":
+            return total
+        case "mean":
+            return total / count
+        case "weighted_mean":
+            return total / torch.where(applies, weights[:, None], 0.0).sum(dim=0)
+        case "minimum":
+            return torch.where(applies, weighted, torch.inf).amin(dim=0)
+        case "mean_minus_std":
+            return total / count - std_coef * _std(weighted, applies, count)
+
+
+def disagreement(scores: Float[Tensor, "K B"], weights: Float[Tensor, " K"]) -> Float[Tensor, " B"]:
+    """Compute the population's standard deviation of w_k r_k over the sources that apply; 0 where fewer than 2 do."""
+    applies = ~scores.isnan()
+    return _std(torch.where(applies, scores * weights[:, None], 0.0), applies, applies.sum(dim=0).clamp(min=1))
+
+
+def _std(weighted: Float[Tensor, "K B"], applies: Bool[Tensor, "K B"], count: Tensor) -> Float[Tensor, " B"]:
+    deviations = torch.where(applies, weighted - weighted.sum(dim=0) / count, 0.0)
+    return (deviations.square().sum(dim=0) / count).sqrt()
+
+
+def normalize_then_sum(
+    scores: Float[Tensor, "K B"], weights: Float[Tensor, " K"], group_size: int
+) -> Float[Tensor, " B"]:
+    """Standardize the scores of each source within their groups, sum them, and standardize the sum (GDPO).
+
+        A_k = (r_k - mean_group r_k) / std_group r_k,     A = Σ_k w_k A_k,     Â = (A - mean_batch A) / std_batch A
+
+    Liu et al. (2026, arXiv 2601.05242). Where rewards are summed first, as in GRPO, different combinations of them give
+    the same advantage, and one of large spread hides the others. Every standard deviation is the population's plus
+    1e-4, as in rlhf.algo.advantages.group_normalized. A source contributes 0, the mean of its group, where it does not
+    apply; its mean and spread are those of the completions that it applies to.
+
+    Args:
+        scores: K sources of B completions, the rows of a group one after another; NaN where a source does not apply.
+        weights: one for each source.
+        group_size: completions per prompt.
+
+    Returns:
+        Per completion the advantage Â, whose mean over each group is 0; NaN where no source applies.
+    """
+    applies = ~scores.isnan()
+    groups, live = scores.unflatten(1, (-1, group_size)), applies.unflatten(1, (-1, group_size))
+    count = live.sum(dim=2, keepdim=True).clamp(min=1)
+    mean = torch.where(live, groups, 0.0).sum(dim=2, keepdim=True) / count
+    centered = torch.where(live, groups - mean, 0.0)
+    std = (centered.square().sum(dim=2, keepdim=True) / count).sqrt()
+    # equal scores center to exactly 0: their rounded mean may not
+    same = torch.where(live, groups, -torch.inf).amax(dim=2, keepdim=True) == torch.where(live, groups, torch.inf).amin(
+        dim=2, keepdim=True
+    )
+    advantages = torch.where(same, 0.0, centered / (std + GROUP_STD_EPS)).flatten(1)
+    total = (weights[:, None] * advantages).sum(dim=0)
+    normalized = (total - total.mean()) / (total.std(correction=0) + GROUP_STD_EPS)
+    return torch.where(applies.any(dim=0), normalized, torch.nan)
 
 
 class EnsembleReward:
-    """Scores every completion with every member and combines the scores; see rlhf.rewards.combine.
+    """Scores every completion with every member and combines the scores; see `combine`.
 
     A member's score is NaN where it does not apply. The parts are each member's scores and parts, and the standard
     deviation of the weighted scores over members as "disagreement"; of gdpo, also their "weighted_sum".
@@ -82,46 +186,3 @@ class EnsembleReward:
                 f"none of the ensemble's {len(self.members)} sources ({', '.join(self.members)}) applies to "
                 f"{len(missing)} of {len(values)} completions (the first: row {missing[0]}): add one that always does"
             )
-
-
-class ShardedReward:
-    """Wraps a source that scores each completion independently: every rank scores its share of the batch."""
-
-    def __init__(self, source: RewardSource, ranks: Distributed) -> None:
-        self.source = source
-        self.ranks = ranks
-
-    def __call__(self, completions: Completions) -> Scores:
-        """Score this rank's share of the completions and gather the scores of all ranks."""
-        names: list[str] = []
-
-        def score(share: Completions) -> tuple[Tensor, ...]:
-            scores = self.ranks.all_succeed(lambda: self.source(share))
-            names[:] = sorted(scores.parts)
-            return (scores.values, *(scores.parts[name] for name in names))
-
-        values, *parts = self.ranks.map_rows_to_tensors(completions, score)
-        return Scores(values=values, parts=dict(zip(names, parts, strict=True)))
-
-
-class MainRankReward:
-    """Wraps a source that may look at the whole batch or must be asked once: rank 0 asks it and broadcasts the scores.
-
-    A Python function or a server sees the same batch as in a single-process run, so its scores cannot depend on the
-    number of ranks.
-    """
-
-    def __init__(self, source: RewardSource, ranks: Distributed) -> None:
-        self.source = source
-        self.ranks = ranks
-
-    def __call__(self, completions: Completions) -> Scores:
-        """Score the completions on rank 0 and broadcast the scores to all ranks."""
-
-        def ask() -> tuple[Tensor, dict[str, Tensor]]:
-            scores = self.source(completions)
-            return scores.values, dict(scores.parts)
-
-        values, parts = self.ranks.on_main(ask)
-        assert isinstance(values, torch.Tensor)
-        return Scores(values=values, parts=parts)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlhf.config.rules import (
+from rlhf.config.reward import (
     ForbiddenRule,
     FormatRule,
     LanguageRule,

@@ -1,4 +1,4 @@
-"""The device that a setting names, and the few places where devices differ."""
+"""The device that a setting names, its default arithmetic, and the few places where devices differ."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import TypeVar
 
 import torch
 
+from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig, TrainConfig
 from rlhf.errors import ConfigError
 
 T = TypeVar("T")
+C = TypeVar("C", OnlineConfig, OfflineConfig, RewardModelConfig)
 
 DEVICE_ERRORS = (  # in RuntimeErrors that torch raises without a class of their own
     "MPS backend out of memory",
@@ -87,3 +89,33 @@ class SideStream:
             return result
 
         return run
+
+
+def with_default_precision(config: C) -> C:
+    """Return the configuration with bfloat16 arithmetic on a GPU that has it, unless the file sets the dtype.
+
+    The weights, their optimizer state, the residual stream, softmaxes and losses stay in float32.
+
+    Raises:
+        ConfigError: run.device names a device that torch does not see.
+    """
+    section = _section(config)
+    trained = getattr(config, section)
+    device = choose_device(config.run.device, key="run.device")
+    if device.type != "cuda" or "dtype" in trained.model_fields_set or not torch.cuda.is_bf16_supported():
+        return config
+    return config.model_copy(update={section: trained.model_copy(update={"dtype": "bfloat16"})})
+
+
+def precision_note(config: TrainConfig | RewardModelConfig, device: torch.device) -> list[str]:
+    """Describe the arithmetic on a GPU in one line; nothing on a CPU."""
+    if device.type != "cuda":
+        return []
+    section = _section(config)
+    products = "TF32 (run.tf32)" if config.run.tf32 else "full float32"
+    slow = "" if getattr(config, section).dtype == "bfloat16" else "; bfloat16 is several times as fast on a GPU"
+    return [f"arithmetic: {section}.dtype={getattr(config, section).dtype}, products in float32 by {products}{slow}"]
+
+
+def _section(config: TrainConfig | RewardModelConfig) -> str:
+    return "model" if isinstance(config, RewardModelConfig) else "policy"

@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlhf.data.pairs import PairSet, load_pairs
-from rlhf.data.reference_cache import completion_rows
+from rlhf.data.pairs import PairSet, completion_rows, load_pairs
 from rlhf.rewards.source import RewardSource
 from rlhf.runtime.seeding import derive_seed
 from rlhf.suites.figures import (

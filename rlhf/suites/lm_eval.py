@@ -20,7 +20,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from rlhf.data.reference_cache import CompletionRows
+from rlhf.data.pairs import CompletionRows
 from rlhf.errors import ConfigError, DataError
 from rlhf.runtime.seeding import derive_seed
 from rlhf.suites.figures import Z95, Estimate, SuiteResult

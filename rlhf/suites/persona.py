@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf.data.conversation import describe_value, some_text
-from rlhf.data.reference_cache import CompletionRows
+from rlhf.data.pairs import CompletionRows
 from rlhf.data.rows import BadRow, RowCounts
 from rlhf.data.tokenizer import Rendered
 from rlhf.errors import DataError

@@ -17,7 +17,7 @@ from rlhf.config.algorithm import Positive
 from rlhf.config.base import Section
 from rlhf.config.data import ChatFormat, Count, DatasetConfig, PreferencesConfig
 from rlhf.config.reward import RewardSourceConfig
-from rlhf.config.sections import Device, Dtype
+from rlhf.config.run import Device, Dtype
 from rlhf.errors import ConfigError, install_hint
 
 

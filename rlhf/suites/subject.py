@@ -11,9 +11,10 @@ from torch import Tensor
 
 from rlhf.batching import concat, widen
 from rlhf.config.data import ChatFormat
-from rlhf.config.sections import Dtype, SamplingConfig
+from rlhf.config.run import Dtype
+from rlhf.config.sections import SamplingConfig
 from rlhf.data.conversation import Prompt
-from rlhf.data.reference_cache import CompletionRows
+from rlhf.data.pairs import CompletionRows
 from rlhf.data.rows import BadRow
 from rlhf.data.tokenize import Encoder, left_pad, make_encoder, right_pad
 from rlhf.data.tokenizer import Rendered, load_tokenizer

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rlhf.config.sections import BestConfig
+from rlhf.config.run import BestConfig
 from rlhf.errors import ConfigError
 from rlhf.guard.best import Gain, next_best
 from rlhf.runtime.distributed import Distributed

@@ -1,15 +1,14 @@
-"""Sample and score the completions of a step, in parts or ahead of time if the configuration says so."""
+"""Sample and score a step's completions: once for every prompt, and again for groups that are rescued or refilled."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from rlhf.algo.advantages import uniform_groups
@@ -18,106 +17,86 @@ from rlhf.algo.rescue import failed_groups
 from rlhf.batching import concat, extend
 from rlhf.config.algorithm import Greedy, Online
 from rlhf.config.rescue import Rescue
-from rlhf.rewards.source import RewardSource
-from rlhf.runtime.device import SideStream
+from rlhf.config.sections import OnlineConfig
+from rlhf.errors import NonFiniteScores, RewardError
+from rlhf.runtime.seeding import derive_seed
 from rlhf.sampling.generate import repeat_rows
 from rlhf.tracking.metrics import Metrics
-from rlhf.training.session import TrainState
+from rlhf.training.online_run import OnlineRun, counts
+from rlhf.training.overlap import sample_and_score_in_parts
+from rlhf.training.rollout import Collected, live_tokens
 from rlhf.types import Completions, Prompts, Scores
 
-Sample = Callable[[Prompts], Completions]
 
+def sample_and_score(run: OnlineRun, step: int) -> Collected | None:
+    """Sample and score the step's completions; None if a score is NaN or infinite, in which case the step is skipped.
 
-def sample_and_score_in_parts(
-    prompts: Prompts, sample: Sample, reward: RewardSource, *, parts: int, device: torch.device | None = None
-) -> tuple[Completions, Scores]:
-    """Sample and score `prompts` in several parts, scoring each part while the next is sampled.
-
-    A completion does not depend on what is sampled beside it, so the completions are the same as without parts; so are
-    the scores if the reward source looks at one completion at a time.
+    Raises:
+        RewardError: the reward gave no scores; the run is saved as it was before the step.
     """
-    pending: list[tuple[Completions, Future[Scores]]] = []
-    side = SideStream(device or torch.device("cpu"))
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward") as pool:
-        try:
-            for part in prompts.split(-(-len(prompts) // parts)):
-                completions = sample(part)
-                pending.append((completions, pool.submit(_without_gradient, side.beside(partial(reward, completions)))))
-            all_scores = [future.result() for _, future in pending]
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    merged = concat([completions for completions, _ in pending])
-    return merged, Scores(
-        values=torch.cat([scores.values for scores in all_scores]),
-        parts={name: torch.cat([scores.parts[name] for scores in all_scores]) for name in all_scores[0].parts},
-    )
+    size = run.config.sampling.completions_per_prompt
+    try:
+        collected = collect(
+            run.prompts(step),
+            _draw(run, step),
+            partial(_refill, run, step),
+            run.algorithm,
+            group_size=size,
+            hinted=no_hints if run.queue is None else run.queue.hinted,
+        )
+    except NonFiniteScores as error:
+        run.session.skip_step(error)
+        run.session.state.completions += len(run.prompts(step)) * size
+        if run.queue is not None:
+            run.queue.skip()
+        run.session.report(counts(run), tokens=0)
+        return None
+    except RewardError as error:
+        raise run.session.save_and_explain(error) from error
+    if run.watch is not None:
+        with run.session.recorder.phase("score"):
+            collected.metrics.merge(run.watch(collected.completions, collected.scores, step))
+    return collected
 
 
-class CompletionPrefetcher:
-    """Samples each step's completions during the update before it, from the policy before that update: one step behind.
-
-    They come from a copy of the policy, made when sampling begins, so they do not depend on the update's timing.
-    """
-
-    def __init__(
-        self,
-        draw: Callable[[int], Completions],
-        refresh: Callable[[], None],
-        *,
-        last_step: int,
-        device: torch.device | None = None,
-    ) -> None:
-        """Set `draw`, which samples a step's completions from the copy, and `refresh`, which updates the copy.
-
-        On a GPU the two take turns on streams of their own: sampling runs beside the update.
-        """
-        self._draw = draw
-        self._refresh = refresh
-        self._last_step = last_step
-        self._drawn: dict[int, Future[Completions]] = {}
-        self._streams = SideStream(device or torch.device("cpu"))
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ahead")
-
-    def take(self, step: int) -> Completions:
-        """Return the completions of `step`, and start sampling those of the next step."""
-        if step not in self._drawn:
-            self._begin(step)
-        completions = self._drawn[step].result()
-        self._drawn = {step: self._drawn[step]}
-        if step < self._last_step:
-            self._begin(step + 1)
-        return completions
-
-    def _begin(self, step: int) -> None:
-        self._refresh()
-        self._drawn[step] = self._pool.submit(_without_gradient, self._streams.beside(partial(self._draw, step)))
-
-    def saved(self, state: TrainState) -> dict[str, Any]:
-        """Return the next step's completions for a checkpoint, as the weights that drew them are gone; {} if none."""
-        step = state.step + 1
-        if step not in self._drawn:
-            return {}
-        completions = self._drawn[step].result()
-        return {
-            "step": step,
-            "completion_ids": completions.completion_ids,
-            "completion_mask": completions.completion_mask,
-            "sampler_logprobs": completions.sampler_logprobs,
-            "finished": completions.finished,
-            "group_size": completions.group_size,
-        }
-
-    def restore(self, step: int, completions: Completions) -> None:
-        """Restore the completions of `step` from a checkpoint."""
-        self._drawn[step] = Future()
-        self._drawn[step].set_result(completions)
+def sampling_key(config: OnlineConfig, step: int, *names: int | str) -> int:
+    """Derive the seed for sampling this step's completions."""
+    return derive_seed(config.run.seed, "train", step, *names)
 
 
-@torch.no_grad()
-def _without_gradient(work: Callable[[], Any]) -> Any:
-    """Run `work` in this thread without gradients, which are enabled in every new thread."""
-    return work()
+def _draw(run: OnlineRun, step: int) -> Draw:
+    """Return the function that samples and scores completions for this step."""
+    phase = run.session.recorder.phase
+
+    def draw(
+        prompts: Prompts, *names: int | str, group_size: int, greedy: bool = False, asked: Prompts | None = None
+    ) -> tuple[Completions, Scores]:
+        key = sampling_key(run.config, step, *names)
+
+        def sample(part: Prompts) -> Completions:
+            return run.sampler.sample(part, key=key, group_size=group_size, greedy=greedy)
+
+        if asked is not None:
+            with phase("sample"):
+                answers = under_prompts(sample(asked), prompts)
+            with phase("score"):
+                return answers, run.reward(answers)
+        if run.config.overlap.reward_parts > 1:
+            with phase("sample"):
+                return sample_and_score_in_parts(
+                    prompts, sample, run.reward, parts=run.config.overlap.reward_parts, device=run.models.device
+                )
+        with phase("sample"):
+            completions = sample(prompts) if run.ahead is None else run.ahead.take(step)
+        with phase("score"):
+            return completions, run.reward(completions)
+
+    return draw
+
+
+def _refill(run: OnlineRun, step: int, number: int) -> Prompts:
+    """Return prompts that no other refill round of any step gets (until an epoch of them ends)."""
+    return run.refill((step - 1) * run.algorithm.refill_rounds + number)
 
 
 @runtime_checkable
@@ -145,20 +124,6 @@ Hinted = Callable[[int], tuple[Prompts, Bool[Tensor, " N"]]]
 def no_hints(number: int) -> tuple[Prompts, Bool[Tensor, " N"]]:
     """Raise: a run without algorithm.rescue asks for no hints."""
     raise AssertionError(f"hint {number} is asked for, but algorithm.rescue is off")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Collected:
-    """A step's scored completions, and a count of those sampled besides."""
-
-    completions: Completions
-    scores: Scores
-    baselines: Float[Tensor, " B"]  # score of the prompt's greedy completion; zero if none was sampled
-    hinted: Bool[Tensor, " B"]  # sampled with a hint in the prompt; sampler_logprobs are then those with it
-    failed: Bool[Tensor, " N"]  # prompts of which no completion without a hint succeeded; none where rescue is off
-    rescued: Bool[Tensor, " N"]  # those of them of which one with a hint did
-    extra: int  # completions that were sampled but are not trained on
-    metrics: Metrics
 
 
 def collect(
@@ -217,11 +182,6 @@ def collect(
         extra=extra,
         metrics=metrics,
     )
-
-
-def live_tokens(completions: Completions) -> int:
-    """Count the live tokens of prompts and completions."""
-    return int(completions.prompt_mask.sum() + completions.completion_mask.sum())
 
 
 Batch = tuple[Completions, Scores]

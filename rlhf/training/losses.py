@@ -42,7 +42,7 @@ from rlhf.config.algorithm import (
     SimpoLoss,
     SlicLoss,
 )
-from rlhf.data.reference_cache import CompletionRows
+from rlhf.data.pairs import CompletionRows
 from rlhf.models.policy_models import Models
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.transfer import Number

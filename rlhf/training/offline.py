@@ -11,7 +11,8 @@ from torch import Tensor
 
 from rlhf.algo.masked import Mean
 from rlhf.batching import Batch
-from rlhf.config.sections import BatchConfig, ScheduleConfig
+from rlhf.config.run import ScheduleConfig
+from rlhf.config.sections import BatchConfig
 from rlhf.models.kernels.cast import weights_cast_once
 from rlhf.models.policy_models import Ema
 from rlhf.runtime.engine import TrainableModel, lr_factor

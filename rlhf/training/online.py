@@ -10,6 +10,7 @@ from rlhf.algo.advantages import compute_advantages
 from rlhf.algo.selection import select_training_rows
 from rlhf.models.kernels.cast import weights_cast_once
 from rlhf.tracking.metrics import Metrics
+from rlhf.training.collect import sample_and_score
 from rlhf.training.losses import online_losses
 from rlhf.training.online_run import (
     OnlineRun,
@@ -19,7 +20,6 @@ from rlhf.training.online_run import (
     finish_step,
     lr_factor_at,
     row_order,
-    sample_and_score,
     trained_models,
 )
 from rlhf.training.rollout import rollout_metrics, selection_metrics

@@ -1,10 +1,9 @@
-"""An online run: its collaborators, and the parts of a step that only sequence them. The loop is in online.py."""
+"""An online run: its collaborators, and the parts of a step around the update. The loop is in online.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,31 +15,21 @@ from rlhf.algo.kl import Coefs, next_kl_coef, next_penalty_coef
 from rlhf.algo.objective import Objective
 from rlhf.config.algorithm import AdaptiveKl, Online, PenaltyLoss, TrustRegionLoss
 from rlhf.config.sections import OnlineConfig
-from rlhf.errors import NonFiniteScores, RewardError
 from rlhf.models.policy_models import Ema, Models
 from rlhf.rewards.source import RewardSource
 from rlhf.rewards.watch import WatchingJudge
 from rlhf.runtime.engine import TrainableModel, lr_factor
 from rlhf.runtime.micro_batch import AdaptiveMicroBatch
-from rlhf.runtime.seeding import derive_seed, generator
+from rlhf.runtime.seeding import generator
 from rlhf.sampling.sampler import Sampler
 from rlhf.tracking.metrics import Metrics
-from rlhf.training.collect import (
-    Collected,
-    CompletionPrefetcher,
-    Draw,
-    collect,
-    live_tokens,
-    no_hints,
-    sample_and_score_in_parts,
-    under_prompts,
-)
 from rlhf.training.losses import DemonstrationLoss, OnlineLoss, SampledPairLoss, count_tokens
+from rlhf.training.overlap import CompletionPrefetcher
 from rlhf.training.replay import PromptQueue
-from rlhf.training.rollout import compute_logprobs_and_values, sample_records
+from rlhf.training.rollout import Collected, compute_logprobs_and_values, live_tokens, sample_records
 from rlhf.training.session import Session
 from rlhf.training.step import LossBatch
-from rlhf.types import Completions, Demonstrations, Experience, Prompts, Rollout, SampledPairs, Scores
+from rlhf.types import Demonstrations, Experience, Prompts, Rollout, SampledPairs
 
 NO_GRAD_BATCH_MULTIPLIER = 4  # size of a pass without gradient, in micro-batches
 
@@ -84,37 +73,6 @@ class OnlineRun:
     def ratio_cap(self) -> float | None:
         """Return the cap of the importance weight of completions sampled by an older policy; None if none are."""
         return None if self.ahead is None else self.config.overlap.ratio_cap
-
-
-def sample_and_score(run: OnlineRun, step: int) -> Collected | None:
-    """Sample and score the step's completions; None if a score is NaN or infinite, in which case the step is skipped.
-
-    Raises:
-        RewardError: the reward gave no scores; the run is saved as it was before the step.
-    """
-    size = run.config.sampling.completions_per_prompt
-    try:
-        collected = collect(
-            run.prompts(step),
-            _draw(run, step),
-            partial(_refill, run, step),
-            run.algorithm,
-            group_size=size,
-            hinted=no_hints if run.queue is None else run.queue.hinted,
-        )
-    except NonFiniteScores as error:
-        run.session.skip_step(error)
-        run.session.state.completions += len(run.prompts(step)) * size
-        if run.queue is not None:
-            run.queue.skip()
-        run.session.report(_counts(run), tokens=0)
-        return None
-    except RewardError as error:
-        raise run.session.save_and_explain(error) from error
-    if run.watch is not None:
-        with run.session.recorder.phase("score"):
-            collected.metrics.merge(run.watch(collected.completions, collected.scores, step))
-    return collected
 
 
 def annotate(run: OnlineRun, collected: Collected) -> Rollout:
@@ -214,50 +172,10 @@ def finish_step(run: OnlineRun, step: int, rollout: Rollout, collected: Collecte
         metrics.merge(run.queue.finish(collected.failed, collected.rescued))
     _update_controllers(run, metrics, len(rollout), step)
     run.session.state.completions += len(rollout) + collected.extra
-    run.session.report(metrics.values() | _counts(run), tokens=live_tokens(rollout))
+    run.session.report(metrics.values() | counts(run), tokens=live_tokens(rollout))
     if step % run.config.logging.every == 0:
         records = sample_records(rollout, run.decode, step=step, split="train", limit=run.config.logging.samples)
         run.session.recorder.samples(records)
-
-
-def sampling_key(config: OnlineConfig, step: int, *names: int | str) -> int:
-    """Derive the seed for sampling this step's completions."""
-    return derive_seed(config.run.seed, "train", step, *names)
-
-
-def _draw(run: OnlineRun, step: int) -> Draw:
-    """Return the function that samples and scores completions for this step."""
-    phase = run.session.recorder.phase
-
-    def draw(
-        prompts: Prompts, *names: int | str, group_size: int, greedy: bool = False, asked: Prompts | None = None
-    ) -> tuple[Completions, Scores]:
-        key = sampling_key(run.config, step, *names)
-
-        def sample(part: Prompts) -> Completions:
-            return run.sampler.sample(part, key=key, group_size=group_size, greedy=greedy)
-
-        if asked is not None:
-            with phase("sample"):
-                answers = under_prompts(sample(asked), prompts)
-            with phase("score"):
-                return answers, run.reward(answers)
-        if run.config.overlap.reward_parts > 1:
-            with phase("sample"):
-                return sample_and_score_in_parts(
-                    prompts, sample, run.reward, parts=run.config.overlap.reward_parts, device=run.models.device
-                )
-        with phase("sample"):
-            completions = sample(prompts) if run.ahead is None else run.ahead.take(step)
-        with phase("score"):
-            return completions, run.reward(completions)
-
-    return draw
-
-
-def _refill(run: OnlineRun, step: int, number: int) -> Prompts:
-    """Return prompts that no other refill round of any step gets (until an epoch of them ends)."""
-    return run.refill((step - 1) * run.algorithm.refill_rounds + number)
 
 
 def _is_warming_up(run: OnlineRun, step: int) -> bool:
@@ -293,7 +211,8 @@ def _update_controllers(run: OnlineRun, metrics: Metrics, completions: int, step
         run.ema.update()
 
 
-def _counts(run: OnlineRun) -> dict[str, float]:
+def counts(run: OnlineRun) -> dict[str, float]:
+    """Return the run's counts of completions and of skipped steps."""
     state = run.session.state
     return {
         "completion/count": float(state.completions),

@@ -1,10 +1,11 @@
-"""Add to scored completions what the models say of them before the update, and compute metrics and samples."""
+"""A step's scored completions, what the models say of them before the update, and their metrics and samples."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float
@@ -30,6 +31,25 @@ REFUSED = re.compile(r"[^\w .\-/]")  # in the name of a metric, by mlflow
 PROBE_ROWS = 2  # rows per step whose log-probs the trainer computes too, to compare with the sampler's
 LOGPROB_TOLERANCE = {torch.float64: 1e-9}  # nats; below it a token's two log-probs differ by rounding only
 DEFAULT_LOGPROB_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """A step's scored completions, and a count of those sampled besides."""
+
+    completions: Completions
+    scores: Scores
+    baselines: Float[Tensor, " B"]  # score of the prompt's greedy completion; zero if none was sampled
+    hinted: Bool[Tensor, " B"]  # sampled with a hint in the prompt; sampler_logprobs are then those with it
+    failed: Bool[Tensor, " N"]  # prompts of which no completion without a hint succeeded; none where rescue is off
+    rescued: Bool[Tensor, " N"]  # those of them of which one with a hint did
+    extra: int  # completions that were sampled but are not trained on
+    metrics: Metrics
+
+
+def live_tokens(completions: Completions) -> int:
+    """Count the live tokens of prompts and completions."""
+    return int(completions.prompt_mask.sum() + completions.completion_mask.sum())
 
 
 @torch.no_grad()

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf.comparison.tuning.halving import choose, full_budget, promote, round_limits, round_sizes
-from rlhf.comparison.tuning.space import check_default, draw_trials, value_at
-from rlhf.config.tune import Choices, Factor, Range
+from rlhf.comparison.tuning.search import (
+    check_default,
+    choose,
+    draw_trials,
+    full_budget,
+    promote,
+    round_limits,
+    round_sizes,
+    value_at,
+)
+from rlhf.config.compare import Choices, Factor, Range
 from rlhf.errors import ConfigError
 
 

@@ -12,6 +12,7 @@ import yaml
 from rlhf.config.algorithm import AdaptiveKl, Gae, Group, Online, PenaltyLoss
 from rlhf.config.compare import CellConfig
 from rlhf.config.data import DataConfig
+from rlhf.config.files import InvalidYaml, parse_yaml
 from rlhf.config.load import (
     dump,
     expand_preset,
@@ -35,7 +36,6 @@ from rlhf.config.sections import (
     TrainConfig,
     TrainSections,
 )
-from rlhf.config.yaml_text import InvalidYaml, parse_yaml
 from rlhf.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlhf.config.load import merge, parse_overrides, train_config
-from rlhf.config.sharding import ShardingConfig, deepspeed_json
+from rlhf.config.run import ShardingConfig, deepspeed_json
 from rlhf.errors import ConfigError
 
 BASE: dict[str, Any] = {

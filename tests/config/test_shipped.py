@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config import shipped
+from rlhf.config import files
+from rlhf.config.files import locate_config, nearest_config, shipped_configs
 from rlhf.config.load import load_compare, load_train, read_yaml
-from rlhf.config.shipped import locate_config, nearest_config, shipped_configs
 from rlhf.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +28,7 @@ def installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("rlhf/configs", "configs"):
         (folder / name).mkdir(parents=True)
         (folder / name / "ppo.yaml").write_text(MINE)
-    monkeypatch.setattr(shipped, "PACKAGE", folder / "rlhf")
+    monkeypatch.setattr(files, "PACKAGE", folder / "rlhf")
     return folder / "rlhf" / "configs"
 
 

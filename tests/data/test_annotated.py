@@ -9,10 +9,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.data import PreferencesConfig
-from rlhf.data.pairs import LabelledSet, PairSet
-from rlhf.data.reference_cache import (
+from rlhf.data.pairs import (
     AnnotatedLabelledSet,
     AnnotatedPairSet,
+    LabelledSet,
+    PairSet,
     completion_labels,
     completion_rows,
     load_preference_data,

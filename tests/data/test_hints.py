@@ -9,8 +9,7 @@ from tiny_models import tokenizer
 
 from rlhf.config.data import PromptsConfig
 from rlhf.config.rescue import Hint
-from rlhf.data.hints import hint_text, with_hint
-from rlhf.data.prompts import load_prompts
+from rlhf.data.prompts import hint_text, load_prompts, with_hint
 
 HINT = Hint(column="hint")
 

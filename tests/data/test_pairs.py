@@ -10,8 +10,9 @@ from made_tokenizers import byte_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.data import PreferencesConfig, SftConfig
+from rlhf.data.datasets import BatchStream
 from rlhf.data.formats import DemoText, PairText
-from rlhf.data.pairs import BatchStream, load_demonstrations, load_labelled, load_pairs
+from rlhf.data.pairs import load_demonstrations, load_labelled, load_pairs
 from rlhf.errors import DataError
 from rlhf.types import Demonstrations, PreferencePairs
 

@@ -21,7 +21,7 @@ from rlhf.config.load import merge, train_config, validate
 from rlhf.config.sections import RewardModelConfig
 from rlhf.factory.reward_model import build_reward_model, finish_reward_model
 from rlhf.factory.run import build_run
-from rlhf.models import split_load
+from rlhf.models import weight_files
 from rlhf.models.weight_files import read_headers
 from rlhf.process import exit_process
 from rlhf.runtime.distributed import shutdown
@@ -40,7 +40,7 @@ def run_one(tree: dict[str, Any]) -> Session:
     """
     tree = dict(tree)
     stop_after = tree.pop("stop_after", None)
-    split_load.read_headers = (lambda _: {}) if tree.pop("load_whole", False) else read_headers
+    weight_files.read_headers = (lambda _: {}) if tree.pop("load_whole", False) else read_headers
     Engine.whole = (lambda self, module, *_: WHOLE(self, module)) if tree.pop("gather_wide", False) else WHOLE
     return _run(tree, stop_after)
 

@@ -16,7 +16,7 @@ from rlhf.algo.masked import Mean
 from rlhf.batching import Batch
 from rlhf.config.algorithm import DpoLoss, HingeLoss, IpoLoss, PairLossConfig, RobustDpoLoss
 from rlhf.config.load import merge
-from rlhf.data.reference_cache import CompletionRows
+from rlhf.data.pairs import CompletionRows
 from rlhf.data.tokenize import left_pad, right_pad
 from rlhf.runtime.micro_batch import AdaptiveMicroBatch
 from rlhf.training.losses import DemonstrationLoss, PairwiseLoss, completion_logprobs

@@ -11,9 +11,9 @@ import pytest
 import torch
 from runs import make_model, offline, offline_tree, pairs_file, trained_offline, weights
 
-import rlhf.factory.models as built
+import rlhf.factory.reference as built
 from rlhf.config.load import merge
-from rlhf.factory.models import completion_logprobs
+from rlhf.factory.reference import completion_logprobs
 from rlhf.models.origin import weights_fingerprint
 from rlhf.training.offline import OfflineRun
 

@@ -16,8 +16,7 @@ from tiny_models import ragged, tiny
 
 from rlhf.config.load import merge
 from rlhf.models.backbone import freeze
-from rlhf.models.frozen import keep_in_bfloat16
-from rlhf.models.policy_models import Models
+from rlhf.models.policy_models import Models, keep_in_bfloat16
 
 CUDA = torch.device("cuda")
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rlhf.models.backbone import CausalLM, autocast, body_of
 from rlhf.models.kernels import packing
+from rlhf.models.kernels.attention import VarlenLayout, shared_runs
 from rlhf.models.kernels.packing import varlen_unsupported_reason
-from rlhf.models.kernels.varlen import VarlenLayout, shared_runs
 from rlhf.models.logprobs import VARLEN, completion_outputs
 from rlhf.models.policy_models import Models
 

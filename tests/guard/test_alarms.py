@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from rlhf.guard.alarm import above
+from rlhf.guard.alarm import History, RunFacts, above
 from rlhf.guard.alarms import ALARMS
-from rlhf.guard.history import History, RunFacts
-from rlhf.guard.watch import Firing, Watch
 from rlhf.tracking.metrics import METRICS
+from rlhf.training.health import Firing, Watch
 
 Row = dict[str, float | None]
 STEADY: Row = {

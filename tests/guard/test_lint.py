@@ -14,9 +14,8 @@ from rlhf.cli import main
 from rlhf.commands.lint import run_lint, runs_of
 from rlhf.config.load import load_any
 from rlhf.errors import ConfigError
-from rlhf.guard.facts import parameters_in_name, read_facts
 from rlhf.guard.lint import RULES, check_settings, lint
-from rlhf.guard.rule import Facts
+from rlhf.guard.rule import Facts, parameters_in_name, read_facts
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))

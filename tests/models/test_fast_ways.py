@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import tiny
 
-from rlhf.config.sharding import Mode, ShardingConfig
+from rlhf.config.run import Mode, ShardingConfig
 from rlhf.models.policy_models import Models
 from rlhf.runtime.engine import Engine
 

@@ -11,10 +11,10 @@ from tiny_models import ragged, saved, tiny, tokenizer
 from torch import Tensor, nn
 
 from rlhf.models.backbone import CausalLM, autocast, body_of, freeze
-from rlhf.models.frozen import keep_in_bfloat16, round_matrices
 from rlhf.models.kernels.llama.forward import supports_fused
 from rlhf.models.kernels.packing import packing_unsupported_reason
 from rlhf.models.logprobs import completion_outputs
+from rlhf.models.policy_models import keep_in_bfloat16, round_matrices
 from rlhf.models.scalar_head import load_scalar_head, sequence_scores
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf.cli import main
-from rlhf.commands.export import run_export
+from rlhf.commands.push import run_export
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import ModelError
 from rlhf.models.gguf_export import GgufDtype, interleave, write_gguf

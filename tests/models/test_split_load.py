@@ -12,8 +12,7 @@ from tiny_models import saved, tiny
 from transformers import PreTrainedModel
 
 from rlhf.models.backbone import load_causal_lm
-from rlhf.models.split_load import load_split
-from rlhf.models.weight_files import WeightFiles, read_headers
+from rlhf.models.weight_files import WeightFiles, load_split, read_headers
 from rlhf.runtime.distributed import Distributed
 from rlhf.runtime.engine import Engine
 

@@ -11,11 +11,17 @@ from tiny_models import EOS, PROMPTS, completions_of, ragged, tiny
 from torch import Tensor
 
 from rlhf.models.backbone import body_of
-from rlhf.models.kernels import varlen
-from rlhf.models.kernels.attention import PackedBatch, packed_attention
+from rlhf.models.kernels import attention
+from rlhf.models.kernels.attention import (
+    PackedBatch,
+    VarlenLayout,
+    packed_attention,
+    shared_runs,
+    varlen_attention,
+    whole_runs,
+)
 from rlhf.models.kernels.llama.forward import predictor_states
 from rlhf.models.kernels.packing import pack
-from rlhf.models.kernels.varlen import VarlenLayout, shared_runs, varlen_attention, whole_runs
 from rlhf.types import Completions
 
 SHARED = completions_of(
@@ -47,7 +53,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict[s
         calls.append((args, kwargs))
         return emulated(*args, **kwargs)
 
-    monkeypatch.setattr(varlen, "_kernel", lambda: SimpleNamespace(varlen_attn=kernel))
+    monkeypatch.setattr(attention, "_kernel", lambda: SimpleNamespace(varlen_attn=kernel))
     return calls
 
 
@@ -103,7 +109,7 @@ def test_a_prompt_is_copied_for_each_completion_that_has_tokens() -> None:
 def test_gradients_of_copies_are_summed_in_float32() -> None:
     """In bfloat16 a sum of ones ends at 256."""
     tokens = torch.zeros(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    varlen._gather(tokens, torch.zeros(300, dtype=torch.long)).sum().backward()
+    attention._gather(tokens, torch.zeros(300, dtype=torch.long)).sum().backward()
     assert tokens.grad is not None
     assert tokens.grad.item() == 300.0
 

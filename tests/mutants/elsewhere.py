@@ -10,7 +10,7 @@ SHIPPED = "tests/config/test_shipped.py"
 ELSEWHERE = [
     Mutant(
         name="configs-of-the-neighbor",
-        file="rlhf/config/shipped.py",
+        file="rlhf/config/files.py",
         before="for folder in (PACKAGE / CONFIGS, PACKAGE.parent / CONFIGS):",
         after="for folder in (PACKAGE.parent / CONFIGS, PACKAGE / CONFIGS):",
         why="an installed program reads site-packages/configs, which is somebody else's",
@@ -18,7 +18,7 @@ ELSEWHERE = [
     ),
     Mutant(
         name="shipped-configs-first",
-        file="rlhf/config/shipped.py",
+        file="rlhf/config/files.py",
         before="if file.exists() or not _is_shipped_name(file):",
         after="if not _is_shipped_name(file):",
         why="a user's own configs/ppo.yaml is passed over for the project's",

@@ -66,7 +66,7 @@ FORWARD = [
     ),
     Mutant(
         name="runs-not-causal",
-        file="rlhf/models/kernels/varlen.py",
+        file="rlhf/models/kernels/attention.py",
         before="CAUSAL = (-1, 0)",
         after="CAUSAL = (-1, -1)",
         why="on a GPU tokens see what comes after them, and a CPU never shows it",
@@ -74,7 +74,7 @@ FORWARD = [
     ),
     Mutant(
         name="runs-of-the-first-prompt",
-        file="rlhf/models/kernels/varlen.py",
+        file="rlhf/models/kernels/attention.py",
         before="torch.arange(starts[prompt], starts[prompt + 1]),",
         after="torch.arange(starts[0], starts[1]),",
         why="completions attend to the prompt of another group",
@@ -82,7 +82,7 @@ FORWARD = [
     ),
     Mutant(
         name="copies-summed-in-16-bits",
-        file="rlhf/models/kernels/varlen.py",
+        file="rlhf/models/kernels/attention.py",
         before="wide = torch.promote_types(gradient.dtype, torch.float32)",
         after="wide = gradient.dtype",
         why="the gradient of a prompt that hundreds of completions share stops growing",

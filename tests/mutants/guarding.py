@@ -11,7 +11,7 @@ RUNS = ("tests/guard/test_guarded_runs.py",)
 GUARDING = [
     Mutant(
         name="alarm-without-patience",
-        file="rlhf/guard/watch.py",
+        file="rlhf/training/health.py",
         before="if not state.is_on and state.bad >= alarm.patience:",
         after="if not state.is_on and state.bad >= 1:",
         why="one odd batch is an alarm, and nobody reads alarms any more",
@@ -19,7 +19,7 @@ GUARDING = [
     ),
     Mutant(
         name="alarm-counts-bad-steps-not-in-a-row",
-        file="rlhf/guard/watch.py",
+        file="rlhf/training/health.py",
         before="state.bad, state.good = 0, state.good + 1",
         after="state.good = state.good + 1",
         why="three bad steps in a thousand are an alarm",
@@ -27,7 +27,7 @@ GUARDING = [
     ),
     Mutant(
         name="alarm-at-every-step",
-        file="rlhf/guard/watch.py",
+        file="rlhf/training/health.py",
         before="            state.is_on = True\n",
         after="",
         why="the same alarm is said at every step",
@@ -35,7 +35,7 @@ GUARDING = [
     ),
     Mutant(
         name="nan-in-the-history",
-        file="rlhf/guard/history.py",
+        file="rlhf/guard/alarm.py",
         before="if value is not None and math.isfinite(value)",
         after="if value is not None",
         why="NaN compares as good: one of them resets every alarm, and a resumed run, which reads null, differs",
@@ -43,7 +43,7 @@ GUARDING = [
     ),
     Mutant(
         name="spike-against-itself",
-        file="rlhf/guard/history.py",
+        file="rlhf/guard/alarm.py",
         before="return values[:-1] if name in self._latest else values",
         after="return values",
         why="a value is compared with a past that holds it: counts never rise and the best is always the latest",

@@ -13,7 +13,7 @@ LAWS = "tests/evaluation/test_overoptimization.py"
 HACKING = [
     Mutant(
         name="abstention-counts-as-zero",
-        file="rlhf/rewards/combine.py",
+        file="rlhf/rewards/ensemble.py",
         before='            return total / count\n        case "weighted_mean"',
         after='            return total / len(weights)\n        case "weighted_mean"',
         why="a source that does not apply to a completion pulls its score to 0",
@@ -21,7 +21,7 @@ HACKING = [
     ),
     Mutant(
         name="weighted-mean-over-all-weights",
-        file="rlhf/rewards/combine.py",
+        file="rlhf/rewards/ensemble.py",
         before="torch.where(applies, weights[:, None], 0.0).sum(dim=0)",
         after="weights.sum()",
         why="the weight of a source that does not apply still counts",
@@ -29,7 +29,7 @@ HACKING = [
     ),
     Mutant(
         name="gdpo-over-the-batch",
-        file="rlhf/rewards/combine.py",
+        file="rlhf/rewards/ensemble.py",
         before="applies.unflatten(1, (-1, group_size))",
         after="applies.unflatten(1, (1, -1))",
         why="rewards are standardized over all prompts, or nothing fits: hard prompts are punished",
@@ -37,7 +37,7 @@ HACKING = [
     ),
     Mutant(
         name="gdpo-sums-first",
-        file="rlhf/rewards/combine.py",
+        file="rlhf/rewards/ensemble.py",
         before="torch.where(same, 0.0, centered / (std + GROUP_STD_EPS)).flatten(1)",
         after="torch.where(same, 0.0, centered).flatten(1)",
         why="a reward of large spread hides the others, which GDPO is there to prevent",
@@ -45,7 +45,7 @@ HACKING = [
     ),
     Mutant(
         name="disagreement-unweighted",
-        file="rlhf/rewards/combine.py",
+        file="rlhf/rewards/ensemble.py",
         before="return _std(torch.where(applies, scores * weights[:, None], 0.0)",
         after="return _std(torch.where(applies, scores, 0.0)",
         why="the penalty and the metric measure different things",
@@ -109,7 +109,7 @@ HACKING = [
     ),
     Mutant(
         name="auc-ignores-ties",
-        file="reward_model/ensemble_card.py",
+        file="reward_model/statistics.py",
         before="rankdata(scores.double().numpy())",
         after='rankdata(scores.double().numpy(), method="min")',
         why="disagreement that is the same everywhere seems to predict something",

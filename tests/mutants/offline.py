@@ -122,7 +122,7 @@ OFFLINE = [
     ),
     Mutant(
         name="pairs-taken-apart-the-wrong-way",
-        file="rlhf/data/reference_cache.py",
+        file="rlhf/data/pairs.py",
         before="return (True,) * len(dataset) + (False,) * len(dataset)",
         after="return (True, False) * len(dataset)",
         why="half of the labels that KTO makes of pairs are wrong",
@@ -130,7 +130,7 @@ OFFLINE = [
     ),
     Mutant(
         name="cache-forgets-the-model",
-        file="rlhf/factory/models.py",
+        file="rlhf/factory/reference.py",
         before="weights=self._fingerprint(),",
         after='weights="",',
         why="a new SFT model reads the old one's log-probs",
@@ -138,19 +138,19 @@ OFFLINE = [
     ),
     Mutant(
         name="cache-forgets-the-temperature",
-        file="rlhf/data/reference_cache.py",
+        file="rlhf/factory/reference.py",
         before='"dtype": dtype, "temperature": temperature}',
         after='"dtype": dtype}',
         why="policy and reference are compared at two temperatures",
-        tests=("tests/data/test_reference_cache.py",),
+        tests=("tests/factory/test_reference_cache.py",),
     ),
     Mutant(
         name="cache-checksum-ignored",
-        file="rlhf/data/reference_cache.py",
+        file="rlhf/factory/reference.py",
         before='return "" if metadata.get("checksum") == _checksum(values) else "its checksum does not match", values',
         after='return "", values',
         why="a flipped bit is a reward from then on",
-        tests=("tests/data/test_reference_cache.py",),
+        tests=("tests/factory/test_reference_cache.py",),
     ),
     Mutant(
         name="fingerprint-counts-the-adapter",

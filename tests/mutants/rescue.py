@@ -77,7 +77,7 @@ RESCUING = [
     ),
     Mutant(
         name="hint-stays-in-the-prompt",
-        file="rlhf/training/online_run.py",
+        file="rlhf/training/collect.py",
         before="answers = under_prompts(sample(asked), prompts)",
         after="answers = sample(asked)",
         why="the prompt with the hint is trained, which nobody asks later; the reward reads the hint, too",

@@ -89,7 +89,7 @@ SAMPLING = [
     ),
     Mutant(
         name="block-sum-includes-its-own",
-        file="rlhf/sampling/fast/sample_token.py",
+        file="rlhf/sampling/generate.py",
         before="before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)",
         after="before = torch.where(block > 0, cumulative.gather(1, block), 0.0)",
         why="the draw inside a block starts from the sum after it: always its first token",

@@ -15,7 +15,7 @@ SHARDED_MODELS = [
     ),
     Mutant(
         name="sums-of-gradients-that-are-not-complete",
-        file="rlhf/runtime/gradients.py",
+        file="rlhf/runtime/engine.py",
         before="while self._started < len(self._buckets) and not self._missing[self._started]:",
         after="while self._started <= index:",
         why="a bucket is summed over the processes before the backward pass has reached all its weights",
@@ -23,7 +23,7 @@ SHARDED_MODELS = [
     ),
     Mutant(
         name="sums-of-gradients-without-the-rest-of-a-bucket",
-        file="rlhf/runtime/gradients.py",
+        file="rlhf/runtime/engine.py",
         before="        if gradients:",
         after="        if len(gradients) == len(self._buckets[self._started - 1]):",
         why="a bucket with a weight that got no gradient is never summed, and the processes drift apart",
@@ -31,7 +31,7 @@ SHARDED_MODELS = [
     ),
     Mutant(
         name="a-gradient-after-its-sum",
-        file="rlhf/runtime/gradients.py",
+        file="rlhf/runtime/engine.py",
         before="        if index < self._started:",
         after="        if index < 0:",
         why="what arrives after a sum has started is lost or counted in one process only",
@@ -39,7 +39,7 @@ SHARDED_MODELS = [
     ),
     Mutant(
         name="an-embedding-rounded-to-16-bits",
-        file="rlhf/models/frozen.py",
+        file="rlhf/models/policy_models.py",
         before="        if weight in elsewhere:",
         after="        if weight is None:",
         why="the reference reads other embeddings than the model it is a copy of: the KL does not begin at zero",
@@ -63,7 +63,7 @@ SHARDED_MODELS = [
     ),
     Mutant(
         name="a-weight-of-another-shape-read-in-parts",
-        file="rlhf/models/split_load.py",
+        file="rlhf/models/weight_files.py",
         before="    if stored.shape != tuple(parameter.shape):",
         after="    if len(stored.shape) != parameter.ndim:",
         why="numbers of one place of the file become another place's weights",

@@ -17,11 +17,11 @@ from reward_model.ensemble import (
     calibrate_ensemble,
     score_member_pairs,
 )
-from reward_model.ensemble_card import auc, auc_interval, ensemble_card
 from reward_model.losses import BradleyTerryLoss
 from reward_model.model import calibrate, score_pairs
 from reward_model.source import RewardModelSource
-from rlhf.config.sections import CalibrationConfig, RewardModelLoss
+from reward_model.statistics import auc, auc_interval, ensemble_card
+from rlhf.config.reward_model import CalibrationConfig, RewardModelLoss
 from rlhf.models.ensemble_head import EnsembleHeadModel, as_ensemble, load_reward_heads, single_head
 from rlhf.models.scalar_head import ScalarHeadModel
 
@@ -172,7 +172,7 @@ def test_auc_by_hand() -> None:
 def test_the_card_tells_disagreement_that_predicts_error_from_one_that_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("reward_model.ensemble_card.RESAMPLES", 200)
+    monkeypatch.setattr("reward_model.statistics.RESAMPLES", 200)
     generator = torch.Generator().manual_seed(0)
     hard = torch.rand(300, generator=generator, dtype=torch.float64) < 0.3
     noise = torch.randn(4, 300, generator=generator, dtype=torch.float64)

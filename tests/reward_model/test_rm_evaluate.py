@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from reward_model.evaluate import ReportCard, evaluate_reward_model
 from reward_model.model import calibrate
-from rlhf.config.sections import CalibrationConfig
+from rlhf.config.reward_model import CalibrationConfig
 from rlhf.data.pairs import PairSet
 from rlhf.errors import DataError, RewardError
 from rlhf.models.logprobs import Sequences

@@ -32,8 +32,8 @@ from rlhf.config.reward import RemoteSource
 from rlhf.data.tokenizer import vocabulary_digest
 from rlhf.errors import ConfigError, DataError, NonFiniteScores, RewardError
 from rlhf.factory.rewards import build_source
-from rlhf.rewards.ensemble import MainRankReward
 from rlhf.rewards.remote import RemoteReward
+from rlhf.rewards.source import MainRankReward
 from rlhf.runtime.engine import Engine
 from rlhf.training.online import train
 

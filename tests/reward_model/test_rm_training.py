@@ -13,7 +13,8 @@ from torch import Tensor
 
 from reward_model.losses import BradleyTerryLoss, bradley_terry, win_indicator
 from reward_model.model import score_pairs
-from rlhf.config.sections import OptimizerConfig, RewardModelLoss
+from rlhf.config.reward_model import RewardModelLoss
+from rlhf.config.sections import OptimizerConfig
 from rlhf.data.datasets import BatchStream
 from rlhf.data.pairs import PairSet
 from rlhf.models.scalar_head import ScalarHeadModel

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from rlhf.algo.advantages import group_centered, group_normalized
 from rlhf.errors import NonFiniteScores, RewardError
-from rlhf.rewards.combine import EnsembleMode, combine, disagreement, normalize_then_sum
-from rlhf.rewards.ensemble import EnsembleReward
+from rlhf.rewards.ensemble import EnsembleMode, EnsembleReward, combine, disagreement, normalize_then_sum
 from rlhf.rewards.function import FunctionReward
 from rlhf.training.rollout import part_metrics
 from rlhf.types import Completions, Scores

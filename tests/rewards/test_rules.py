@@ -10,8 +10,7 @@ from pydantic import TypeAdapter
 from tiny_models import completions_of, tokenizer
 
 from rlhf.config.load import validate
-from rlhf.config.reward import RewardConfig, RulesSource
-from rlhf.config.rules import RuleConfig
+from rlhf.config.reward import RewardConfig, RuleConfig, RulesSource
 from rlhf.errors import ConfigError
 from rlhf.rewards.rules import RulesReward, apply_rules, foreign_share, repeated_share, violation
 from rlhf.types import Completions, Scores

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from rlhf.config.sections import RunConfig
+from rlhf.config.run import RunConfig
 from rlhf.runtime import engine
 from rlhf.runtime import memory as allocator
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from rlhf.config.sections import RewardModelConfig, RunConfig
-from rlhf.config.sharding import ShardingConfig
+from rlhf.config.run import RunConfig, ShardingConfig
+from rlhf.config.sections import RewardModelConfig
 from rlhf.errors import ConfigError
 from rlhf.runtime import device as device_module
 from rlhf.runtime import engine as engine_module

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiny_models import ragged
 
 from rlhf.errors import ConfigError, NonFiniteScores, UserError
-from rlhf.rewards.ensemble import MainRankReward, ShardedReward
+from rlhf.rewards.source import MainRankReward, ShardedReward
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.runtime.micro_batch import AdaptiveMicroBatch
 from rlhf.training.step import split_into_micro_batches

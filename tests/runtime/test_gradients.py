@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from rlhf.config.sections import OptimizerConfig
 from rlhf.runtime import distributed
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
-from rlhf.runtime.engine import LocalModel
-from rlhf.runtime.gradients import sum_gradients
+from rlhf.runtime.engine import LocalModel, sum_gradients
 
 
 class Doubling(Distributed):

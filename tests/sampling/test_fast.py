@@ -24,8 +24,7 @@ from rlhf.sampling.fast.decoder import ATTENTION_NAME, ModelDecoder
 from rlhf.sampling.fast.engine import FastSampler, unique_prompts
 from rlhf.sampling.fast.kv_cache import cache_dtype
 from rlhf.sampling.fast.llama import FusedDecoder
-from rlhf.sampling.fast.sample_token import inverse_cdf, sample_token
-from rlhf.sampling.generate import HFSampler, draw
+from rlhf.sampling.generate import HFSampler, draw, inverse_cdf, sample_token
 from rlhf.sampling.sampler import fast_unsupported_reason, make_sampler
 from rlhf.types import Completions, Prompts
 

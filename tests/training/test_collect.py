@@ -12,7 +12,8 @@ from tiny_models import completions_of
 
 from rlhf.algo.advantages import uniform_groups
 from rlhf.config.algorithm import Online
-from rlhf.training.collect import Collected, collect, live_tokens
+from rlhf.training.collect import collect
+from rlhf.training.rollout import Collected, live_tokens
 from rlhf.types import Completions, Prompts, Scores
 
 REFILLED = {"advantage": {"type": "group"}, "drop_uniform_groups": True}

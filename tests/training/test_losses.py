@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from rlhf.algo.advantages import compute_advantages
 from rlhf.runtime.micro_batch import AdaptiveMicroBatch
+from rlhf.training.collect import _draw
 from rlhf.training.losses import online_losses
 from rlhf.training.online import update
-from rlhf.training.online_run import OnlineRun, _draw
+from rlhf.training.online_run import OnlineRun
 from rlhf.training.rollout import compute_logprobs_and_values
 from rlhf.types import Experience
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from rlhf.algo.preference_loss import dpo, simpo
 from rlhf.config.algorithm import DpoLoss, IpoLoss, KtoLoss, PairLossConfig, SimpoLoss
-from rlhf.data.reference_cache import CompletionRows
+from rlhf.data.pairs import CompletionRows
 from rlhf.models.logprobs import completion_outputs
 from rlhf.models.policy_models import Models
 from rlhf.training.losses import LabelledLoss, PairwiseLoss, completion_logprobs, count_tokens

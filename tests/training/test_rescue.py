@@ -24,10 +24,11 @@ from rlhf.errors import DataError, UserError
 from rlhf.factory.online import build_online
 from rlhf.lab import doors
 from rlhf.sampling.generate import repeat_rows
-from rlhf.training.collect import Collected, collect, live_tokens, under_prompts
+from rlhf.training.collect import collect, sample_and_score, under_prompts
 from rlhf.training.online import train
-from rlhf.training.online_run import OnlineRun, annotate, sample_and_score
+from rlhf.training.online_run import OnlineRun, annotate
 from rlhf.training.replay import PromptQueue
+from rlhf.training.rollout import Collected, live_tokens
 from rlhf.types import Completions, Prompts, Scores
 
 HINT_WIDTH = 3

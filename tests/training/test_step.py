@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from rlhf.algo.masked import Mean
 from rlhf.batching import Batch
-from rlhf.config.sections import OptimizerConfig, RunConfig
+from rlhf.config.run import RunConfig
+from rlhf.config.sections import OptimizerConfig
 from rlhf.errors import ConfigError
 from rlhf.runtime.engine import Engine, TrainableModel, lr_factor, make_engine
 from rlhf.training.step import LossBatch, optimizer_step

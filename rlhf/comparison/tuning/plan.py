@@ -12,19 +12,27 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from rlhf.comparison.tuning.halving import full_budget, round_limits, round_sizes
-from rlhf.comparison.tuning.space import Dimension, check_default, draw_trials, value_at
+from rlhf.comparison.tuning.search import (
+    Dimension,
+    check_default,
+    draw_trials,
+    full_budget,
+    round_limits,
+    round_sizes,
+    value_at,
+)
 from rlhf.config.compare import (
     UNTUNED,
     Arm,
     BudgetConfig,
     CellConfig,
     CompareConfig,
+    Scalar,
     TrainedArm,
     TrialConfig,
+    TuneConfig,
 )
 from rlhf.config.load import branch_at, dump, merge, unread_keys, validate
-from rlhf.config.tune import Scalar, TuneConfig
 from rlhf.errors import ConfigError
 from rlhf.tracking.trackers import flatten
 

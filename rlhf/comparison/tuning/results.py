@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlhf.comparison.costs import Costs
-from rlhf.config.tune import Scalar
+from rlhf.config.compare import Scalar
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ from typing import Any
 from rlhf.comparison.costs import COSTS_TABLE, UNITS
 from rlhf.comparison.results import ComparisonResults
 from rlhf.comparison.summary import format_gain
-from rlhf.comparison.tuning.halving import DEFAULT
 from rlhf.comparison.tuning.results import ArmTuning, TrialResult, Tuning
-from rlhf.config.tune import Scalar
+from rlhf.comparison.tuning.search import DEFAULT
+from rlhf.config.compare import Scalar
 from rlhf.report.report_card import Table
 from rlhf.tracking.formatting import format_number
 

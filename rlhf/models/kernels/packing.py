@@ -19,9 +19,17 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
-from rlhf.models.kernels.attention import PackedBatch, RectangleIndex, RectangleLayout, compute_dtype, packed_attention
+from rlhf.models.kernels.attention import (
+    PackedBatch,
+    RectangleIndex,
+    RectangleLayout,
+    VarlenLayout,
+    compute_dtype,
+    packed_attention,
+    shared_runs,
+    whole_runs,
+)
 from rlhf.models.kernels.cast import HALF_DTYPES
-from rlhf.models.kernels.varlen import VarlenLayout, shared_runs, whole_runs
 from rlhf.runtime.device import is_device_error
 from rlhf.transfer import on_host, to_device
 
@@ -41,7 +49,7 @@ def pack(
     """Lay out a batch without padding; return None where a row has no prompt, from which to predict its first token.
 
     `share` lays out a prompt once for all its rows where that saves enough; `varlen` lays rows out for the kernel that
-    takes rows of any length (see rlhf.models.kernels.varlen), and not for rectangles.
+    takes rows of any length (see rlhf.models.kernels.attention), and not for rectangles.
     """
     device = prompt_ids.device
     prompts = _live_tokens(prompt_ids, prompt_mask)

@@ -7,20 +7,16 @@ from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AttentionInterface, Cache, DynamicCache, PretrainedConfig
+from transformers import AttentionInterface, Cache, PretrainedConfig
 
 from rlhf.batching import widen
 from rlhf.models.backbone import CausalLM
-from rlhf.sampling.fast.kv_cache import KVCache
+from rlhf.sampling.fast.kv_cache import KVCache, UnsupportedModel, prefill
 from rlhf.types import Prompts
 
 ATTENTION_NAME = "rlhf_slots"  # the name under which our attention is registered with transformers
-
-
-class UnsupportedModel(Exception):
-    """The model's attention does something that the fast sampler does not support; the message says what."""
 
 
 @runtime_checkable
@@ -29,42 +25,6 @@ class Decoder(Protocol):
 
     def step(self, slots: KVCache, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         """Return the logits that follow `tokens`, which stand at `positions` of their rows."""
-
-
-def prefill(
-    model: CausalLM, ids: Int[Tensor, "L C"], mask: Bool[Tensor, "L C"]
-) -> tuple[Float[Tensor, "L V"], list[tuple[Tensor, Tensor]]]:
-    """Return the logits after each left-padded prompt and all layers' keys and values, using the model's attention."""
-    cache = DynamicCache()  # without the configuration it keeps all columns of sliding-window layers too
-    logits = model(
-        input_ids=ids,
-        attention_mask=_prefill_mask(model, mask),
-        position_ids=(mask.long().cumsum(dim=1) - 1).clamp(min=0),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    ).logits[:, -1]
-    layers = []
-    for layer in cache.layers:
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if keys is None or values is None or keys.shape[2] != ids.shape[1]:
-            raise UnsupportedModel("its cache does not hold keys and values of every token")
-        layers.append((keys, values))
-    return logits, layers
-
-
-def _prefill_mask(model: CausalLM, mask: Bool[Tensor, "L C"]) -> Tensor:
-    """Return the attention mask of a prefill: the padding, or on a GPU which token sees which.
-
-    From the padding transformers would find out whether a mask is needed at all, for which the host waits. A dead token
-    sees itself, since a softmax over nothing is NaN.
-    """
-    config, width = model.config, mask.shape[1]
-    window = getattr(config, "sliding_window", None)
-    if not mask.is_cuda or config._attn_implementation != "sdpa" or (window is not None and window < width):
-        return mask.long()
-    causal = torch.ones(width, width, dtype=torch.bool, device=mask.device)
-    return (mask[:, None, None] & causal.tril()) | causal.tril().triu()
 
 
 class ModelDecoder:

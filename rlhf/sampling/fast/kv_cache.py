@@ -1,4 +1,4 @@
-"""The KV cache of a running batch (prompts shared by their completions), and attention over it."""
+"""The KV cache of a running batch (prompts shared by their completions): filled from prompts, and attended over."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from transformers import DynamicCache
+
+from rlhf.models.backbone import CausalLM
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,46 @@ class StepCache(Protocol):
         window: int | None,
     ) -> Float[Tensor, "N H Dv"]:
         """Store the new token's key and value of every row, and attend to everything that the row may see."""
+
+
+class UnsupportedModel(Exception):
+    """The model's attention does something that the fast sampler does not support; the message says what."""
+
+
+def prefill(
+    model: CausalLM, ids: Int[Tensor, "L C"], mask: Bool[Tensor, "L C"]
+) -> tuple[Float[Tensor, "L V"], list[tuple[Tensor, Tensor]]]:
+    """Return the logits after each left-padded prompt and all layers' keys and values, using the model's attention."""
+    cache = DynamicCache()  # without the configuration it keeps all columns of sliding-window layers too
+    logits = model(
+        input_ids=ids,
+        attention_mask=_prefill_mask(model, mask),
+        position_ids=(mask.long().cumsum(dim=1) - 1).clamp(min=0),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    ).logits[:, -1]
+    layers = []
+    for layer in cache.layers:
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None or values is None or keys.shape[2] != ids.shape[1]:
+            raise UnsupportedModel("its cache does not hold keys and values of every token")
+        layers.append((keys, values))
+    return logits, layers
+
+
+def _prefill_mask(model: CausalLM, mask: Bool[Tensor, "L C"]) -> Tensor:
+    """Return the attention mask of a prefill: the padding, or on a GPU which token sees which.
+
+    From the padding transformers would find out whether a mask is needed at all, for which the host waits. A dead token
+    sees itself, since a softmax over nothing is NaN.
+    """
+    config, width = model.config, mask.shape[1]
+    window = getattr(config, "sliding_window", None)
+    if not mask.is_cuda or config._attn_implementation != "sdpa" or (window is not None and window < width):
+        return mask.long()
+    causal = torch.ones(width, width, dtype=torch.bool, device=mask.device)
+    return (mask[:, None, None] & causal.tril()) | causal.tril().triu()
 
 
 Layered = Sequence[tuple[Tensor, Tensor]]  # keys [B, H, C, D] and values [B, H, C, Dv] of each layer

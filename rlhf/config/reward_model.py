@@ -1,4 +1,4 @@
-"""The ensemble section of a reward-model run."""
+"""The sections that only a reward-model run has: its loss, its calibration, its ensemble."""
 
 from __future__ import annotations
 
@@ -6,10 +6,29 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from rlhf.config.algorithm import NonNegative
 from rlhf.config.base import Section
-from rlhf.config.data import Size
+from rlhf.config.data import Count, Size
 
 Varied = Literal["head", "order", "pairs"]
+
+
+class RewardModelLoss(Section):
+    """The Bradley-Terry loss, with the optional margin and centering of reward_model.losses."""
+
+    use_margin: bool = False
+    """Subtract the data's margin column from the score difference (Touvron et al. 2023, eq. 2)."""
+    centering: NonNegative = 0.0
+    """Weight of (r_chosen + r_rejected)^2, which keeps scores near zero (Eisenstein et al. 2023); 0.01 is usual."""
+
+
+class CalibrationConfig(Section):
+    """The shift and scale stored in the model, which give scores mean 0 and std 1 on reference completions."""
+
+    data: Literal["chosen", "both", "none"] = "both"
+    """Which completions of the training pairs to calibrate on; none: leave scores as they are."""
+    limit: Count = 1024
+    """How many completions to calibrate on."""
 
 
 class EnsembleConfig(Section):

@@ -1,4 +1,7 @@
-"""How a run is spread over processes: presets for DeepSpeed's own JSON, any key of which can be overridden."""
+"""The sections that say how a run goes, whatever it trains: identity, length, checkpoints, logging, guard, processes.
+
+Sharding has presets for DeepSpeed's own JSON, any key of which can be overridden.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from rlhf.config.algorithm import Positive
 from rlhf.config.base import Section
+from rlhf.config.data import Count, Size
 
+Device = Literal["auto", "cpu", "cuda", "mps"]
+Dtype = Literal["float32", "bfloat16", "float64"]
+Action = Literal["ignore", "warn", "stop", "lower_lr", "raise_kl"]
 Mode = Literal["none", "ddp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"]
 
 # Keys of DeepSpeed's JSON that a setting of ours controls -> the setting to use instead.
@@ -25,6 +33,116 @@ RESERVED_KEYS = {
     "torch_autocast": "policy.dtype=bfloat16",
     "zero_optimization.stage": "sharding.mode",
 }
+
+
+class RunConfig(Section):
+    """Identity of the run."""
+
+    name: str = "run"
+    """The run's name in the report and the progress display."""
+    seed: int = 0
+    """The only seed; every random generator is derived from it."""
+    out_dir: str = "runs/run"
+    """The run folder; receives configuration, metrics, samples, checkpoints and report."""
+    device: Device = "auto"
+    """auto: a CUDA GPU if there is one, otherwise the CPU. mps: an Apple GPU, which nobody has tested this on."""
+    keep_memory: bool = True
+    """On a CPU under Linux: keep freed memory for the next tensors instead of returning it to the system at every step
+    (glibc's mallopt). Faster; the peak may be higher."""
+    tf32: bool = True
+    """On a GPU: compute products of float32 matrices in TF32, several times as fast, with 10 bits of mantissa. false:
+    in full float32, as a CPU does."""
+    cache_dir: str | None = None
+    """Where reference log-probabilities are cached between runs; null: $XDG_CACHE_HOME/rlhf, or ~/.cache/rlhf."""
+
+    def check_dtype(self, section: str, dtype: Dtype) -> None:
+        """Check that the device has the `section`'s dtype."""
+        if self.device == "mps" and dtype == "float64":
+            raise ValueError(
+                f"{section}.dtype is float64, which an Apple GPU does not have: set {section}.dtype=float32, "
+                "or run.device=cpu"
+            )
+
+
+class ScheduleConfig(Section):
+    """Length of the run and learning-rate schedule."""
+
+    steps: Count | None = None
+    """Steps of the run; set this or epochs."""
+    epochs: Positive | None = None
+    """Length in passes over the data, instead of steps."""
+    warmup_steps: Size = 0
+    """Number of first steps over which the learning rate rises linearly."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: constant, or falling towards zero, which the step after the last would reach."""
+    max_bad_steps: Count = 10
+    """Stop the run after this many consecutive optimizer steps skipped for a NaN or Inf in loss, gradient or scores."""
+
+    @model_validator(mode="after")
+    def _check_length(self) -> ScheduleConfig:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give schedule.steps or schedule.epochs, one of the two (the other null)")
+        return self
+
+
+class BestConfig(Section):
+    """Keep the best checkpoint: one that beats the best so far, on the same held-out rows, by more than noise."""
+
+    by: Literal["auto", "score", "loss", "accuracy"] = "auto"
+    """What decides. score: the judge's score of the held-out prompts; loss and accuracy: of the held-out rows or pairs
+    (offline runs and reward models); auto: the score where held-out prompts are scored, otherwise the loss."""
+    confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95
+    """A new best is one whose mean paired difference to the old one has this confidence interval above 0."""
+    patience: Count | None = None
+    """End the run after this many evaluations in a row without a new best; null: run to the end."""
+    restore: bool = True
+    """Export the best checkpoint as the run's model; false: export the last one, and keep the best in best/."""
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are saved and what a restart does."""
+
+    every: Size = 50
+    """Steps between checkpoints; 0: only at the end and on interruption."""
+    keep: Count = 2
+    """How many checkpoints are kept; the oldest are deleted first."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: continue from the newest complete checkpoint; never: refuse a folder that has one."""
+    best: BestConfig | None = None
+    """Keep the best checkpoint besides, `{}` with the defaults; RUN@best names it. null: none is kept."""
+
+
+class LoggingConfig(Section):
+    """What is logged."""
+
+    every: Count = 1
+    """Steps between lines of metrics.jsonl."""
+    samples: Size = 4
+    """Completions of each logged step to keep in samples.jsonl."""
+    backends: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
+    """Trackers to use in addition to metrics.jsonl, through accelerate."""
+
+
+class GuardConfig(Section):
+    """What is refused before a run, and what is done about trouble during it."""
+
+    allow: list[str] = []
+    """Rules of `rlhf lint` (docs/lint.md) that this run breaks on purpose, by name: they are neither errors nor
+    warnings."""
+    on_alarm: Action = "warn"
+    """When an alarm (docs/health.md) goes off. warn: say so and continue; stop: save a checkpoint and end, to be
+    continued by the same command; lower_lr: multiply the learning rates by lr_factor; raise_kl: multiply the KL
+    penalty's coefficient by kl_factor (online); ignore: look for nothing."""
+    alarms: dict[str, Action] = {}
+    """Another action for single alarms, by name: {repetition: stop, length-grows: ignore}."""
+    lr_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """With lower_lr: the learning rates are multiplied by this from the next step on, at each alarm anew."""
+    kl_factor: Annotated[float, Field(gt=1)] = 2.0
+    """With raise_kl: kl.coef is multiplied by this from the next step on, at each alarm anew."""
+
+    def action(self, alarm: str) -> Action:
+        """Return what the alarm of this name does."""
+        return self.alarms.get(alarm, self.on_alarm)
 
 
 class ShardingConfig(Section):

@@ -1,18 +1,23 @@
-"""Draw the trials of a tuning from the space of an arm: seeded, the same quantiles for every arm.
+"""The arithmetic of tuning: what the trials of an arm try, and by successive halving which of them goes on and wins.
 
-No library: this is uniform numbers and three maps of them (docs/decisions/016-own-draws-for-tuning.md).
+Trials are drawn from the space of an arm, seeded, at the same quantiles for every arm. No library: this is uniform
+numbers and three maps of them (docs/decisions/016-own-draws-for-tuning.md). Halving is that of Karnin et al. 2013,
+Jamieson & Talwalkar 2016 (algorithm 1); `keep` is the eta of Li et al. 2018. A trial goes on from where it stopped, and
+trial 0, the default, is in every round.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
-from rlhf.config.tune import Choices, Factor, Range, Scalar
+from rlhf.config.compare import Choices, Factor, Range, Scalar
 from rlhf.errors import ConfigError
 
+DEFAULT = 0  # the trial that is the arm as it is written
 ATTEMPTS = 1000  # draws of a trial that would repeat an earlier one
 
 Dimension = Range | Factor | Choices
@@ -94,3 +99,64 @@ def _rounded(value: float, default: Any) -> int | float:
     if isinstance(default, int) and not isinstance(default, bool):
         return round(value)
     return float(f"{value:.4g}")
+
+
+def round_sizes(trials: int, keep: int) -> list[int]:
+    """Compute how many trials each round has; the winner is chosen after the last.
+
+        n_1 = trials,   n_{k+1} = ceil(n_k / keep),   and no round after the first with n_k <= keep
+
+    With keep = 2: 8 trials give 8, 4, 2, and 5 give 5, 3, 2.
+    """
+    sizes = [trials]
+    while sizes[-1] > keep:
+        sizes.append(-(-sizes[-1] // keep))
+    return sizes
+
+
+def round_limits(sizes: Sequence[int], budget: float) -> list[float]:
+    """Compute what a trial may have spent in all at the end of each round, given the budget of all trials together.
+
+    Every round spends the same part of the budget, shared evenly by its trials:
+
+        R_k = sum over j <= k of  B / (K n_j),   K rounds,   and so  sum over k of  n_k (R_k - R_{k-1}) = B
+    """
+    return [float(Fraction(budget) / len(sizes) * weight) for weight in _cumulative_weights(sizes)]
+
+
+def full_budget(sizes: Sequence[int], limit: float) -> float:
+    """Compute the budget of all trials together with which those of the last round reach the limit of a whole run.
+
+    B = limit K / sum over k of (1 / n_k)
+    """
+    return float(Fraction(limit) * len(sizes) / _cumulative_weights(sizes)[-1])
+
+
+def promote(scores: Mapping[int, float | None], places: int) -> list[int]:
+    """Return the trials of the next round, in order of their numbers: the default, and the best of the others.
+
+    A trial without a score has failed and goes no further, the default included. Of equal trials the earlier goes on.
+
+    Args:
+        scores: trial -> its score after this round.
+        places: the size of the next round; fewer go on if more have failed.
+    """
+    ranked = sorted(_finished(scores), key=lambda trial: (trial != DEFAULT, -_finished(scores)[trial], trial))
+    return sorted(ranked[:places])
+
+
+def choose(scores: Mapping[int, float | None]) -> int:
+    """Return the trial with the highest score after the last round; ties go to the default, then to the earlier trial.
+
+    If every trial failed it is the default.
+    """
+    finished = _finished(scores)
+    return min(finished, key=lambda trial: (-finished[trial], trial), default=DEFAULT)
+
+
+def _finished(scores: Mapping[int, float | None]) -> dict[int, float]:
+    return {trial: score for trial, score in scores.items() if score is not None}
+
+
+def _cumulative_weights(sizes: Sequence[int]) -> list[Fraction]:
+    return [sum((Fraction(1, size) for size in sizes[: k + 1]), Fraction(0)) for k in range(len(sizes))]
