@@ -13,10 +13,10 @@ import json
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -44,26 +44,44 @@ HOWS = ("mean", "minimum", "mean_minus_std")
 STAGES = ("rm", "best_of_n", "ppo", "fit")
 
 
-def name_of(pairs: int, members: int) -> str:
-    """Return the name of a reward model's folder."""
-    return f"rm-{pairs}" if members == 1 else f"rm-{pairs}-x{members}"
+@dataclass(frozen=True)
+class Proxy:
+    """A reward model of the lab: on how many pairs, how many members, on one backbone or each on its own."""
+
+    pairs: int
+    members: int = 1
+    backbone: Literal["shared", "separate"] = "shared"
+
+    @property
+    def name(self) -> str:
+        """Return the name of its folder: rm-250, rm-250-x4 with heads on one backbone, rm-250-s4 with separate ones."""
+        kind = {"shared": "x", "separate": "s"}[self.backbone]
+        return f"rm-{self.pairs}" + (f"-{kind}{self.members}" if self.members > 1 else "")
+
+
+def reward_models(settings: argparse.Namespace) -> list[Proxy]:
+    """Return every reward model to train: single ones once, whatever the backbones."""
+    return [
+        Proxy(pairs, members, backbone if members > 1 else "shared")
+        for pairs, members in product(settings.pairs, settings.members)
+        for backbone in (settings.backbones if members > 1 else settings.backbones[:1])
+    ]
 
 
 def proxies(settings: argparse.Namespace) -> list[tuple[str, ModelSource]]:
     """Return every reward to optimize: each reward model, and each ensemble by each combination."""
     sources = []
-    for pairs, members in product(settings.pairs, settings.members):
-        path = str(settings.folder / name_of(pairs, members))
-        for how in HOWS if members > 1 else HOWS[:1]:
-            label = name_of(pairs, members) + (f"-{how}" if members > 1 else "")
-            sources.append((label, ModelSource(path=path, how=how)))
+    for proxy in reward_models(settings):
+        for how in settings.how if proxy.members > 1 else HOWS[:1]:
+            label = proxy.name + (f"-{how}" if proxy.members > 1 else "")
+            sources.append((label, ModelSource(path=str(settings.folder / proxy.name), how=how)))
     return sources
 
 
 def train_reward_models(settings: argparse.Namespace, console: Console) -> None:
     """Train the reward models that are missing, with the lab's settings; the pairs are the first so many."""
-    for pairs, members in product(settings.pairs, settings.members):
-        folder = settings.folder / name_of(pairs, members)
+    for proxy in reward_models(settings):
+        folder = settings.folder / proxy.name
         if (folder / "report_card.json").is_file():
             continue
         overrides = [
@@ -71,8 +89,9 @@ def train_reward_models(settings: argparse.Namespace, console: Console) -> None:
             f"model.model={settings.lab / 'sft'}",
             f"data.preferences.path={settings.lab / 'preferences' / 'train.jsonl'}",
             f"data.eval_preferences.path={settings.lab / 'preferences' / 'eval.jsonl'}",
-            f"data.preferences.limit={pairs}",
-            f"ensemble={members}",
+            f"data.preferences.limit={proxy.pairs}",
+            f"ensemble.size={proxy.members}",
+            f"ensemble.backbone={proxy.backbone}",
         ]
         run_reward_model(load_reward_model(lab_config("reward_model"), overrides), console)
 
@@ -206,6 +225,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/overoptimization"))
     parser.add_argument("--pairs", type=int, nargs="*", default=[250, 1000, 8000])
     parser.add_argument("--members", type=int, nargs="*", default=[1, 4])
+    parser.add_argument("--backbones", nargs="*", choices=["shared", "separate"], default=["shared"], help="of members")
+    parser.add_argument("--how", nargs="*", choices=HOWS, default=list(HOWS), help="members' scores become one")
     parser.add_argument("--kl", type=float, nargs="*", default=[0.0, 0.02, 0.1])
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=100, help="of PPO")
@@ -229,8 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "prompts": settings.prompts,
         "samples": settings.samples,
         "accuracy": {
-            name: RunFolder(settings.folder / name).read_report_card()
-            for name in (name_of(p, m) for p, m in product(settings.pairs, settings.members))
+            proxy.name: RunFolder(settings.folder / proxy.name).read_report_card() for proxy in reward_models(settings)
         },
         "best_of_n": best_of_n(scores, settings.seed),
         "ppo": ppo_curves(settings),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,35 +17,78 @@ from rlhf.config.sections import RewardModelConfig  # noqa: E402
 
 PAGE = ROOT / "docs" / "recipes.md"
 
+RESULTS = ROOT / "benchmarks" / "results"
+
 INTRODUCTION = """\
 # Recipes
 
 Configurations for four models that many people begin with, in `configs/recipes`: one folder a model, one file a stage.
+SmolLM2's were trained to their end on two CPU cores, and what came of them is below. The others are larger; they were
+[only dry-run](#larger-models).
+
+## SmolLM2-135M-Instruct
+
+The prompts are instructions whose constraints a program can check. That program is the reward of PPO and GRPO. It also
+ranks the model's own answers into the pairs that DPO reads, and SFT learns the chosen sides of these. The reward model
+learns something else, from human preferences: HH-RLHF's harmlessness.
 
 ```
-rlhf train configs/recipes/smollm2_135m/sft.yaml data.sft.path=…
-rlhf rm    configs/recipes/smollm2_135m/rm.yaml  data.preferences.path=… data.eval_preferences.path=…
-rlhf train configs/recipes/smollm2_135m/dpo.yaml data.preferences.path=… data.eval_preferences.path=…
-rlhf train configs/recipes/smollm2_135m/ppo.yaml data.prompts.path=… data.eval_prompts.path=…
+source .venv/bin/activate
+bash scripts/setup.sh ifeval
+python scripts/get_smollm2.py
+python scripts/make_instructions.py runs/instructions/train.jsonl --rows 4000
+python scripts/make_instructions.py runs/instructions/eval.jsonl --rows 64 --skip 100000
+python scripts/sample_pairs.py configs/recipes/smollm2_135m/ppo.yaml runs/instructions/pairs.jsonl \\
+  --prompts 256 --completions 4 --min-gap 0.2
+
+rlhf train configs/recipes/smollm2_135m/sft.yaml
+rlhf train configs/recipes/smollm2_135m/dpo.yaml
 rlhf train configs/recipes/smollm2_135m/grpo.yaml
+rlhf train configs/recipes/smollm2_135m/ppo.yaml
+rlhf rm    configs/recipes/smollm2_135m/rm.yaml
 ```
 
-**No recipe was trained to its end.** All are parsed, and dry-run on the model's published shapes: the model is
-made without memory, its parameters are counted, and the memory below follows from what the run holds. Learning rates
-are starting values after [hyperparameters](hyperparameters.md), not results. What was measured with SmolLM2 is in
-[results](results.md), with the settings of `configs/real`.
+What to expect: time and memory are of one core with bfloat16 products, beside other work; without such products
+`policy.dtype=float32` is faster. All but the reward model are arms of
+[the comparison](results.md#a-real-chat-model-on-instructions-that-a-program-can-check), which says what they write and
+how far apart two seeds are. "First" and "last" are means over the first and the last fifth of the steps.
 
-The files of the other models extend SmolLM2's: `extends: ../smollm2_135m/grpo.yaml` takes all settings of that file,
-and the file's own go over them. Any configuration can do that; the path is relative to the file that says so.
+| recipe | steps | curve: first → last | judged | minutes | memory, GB |
+|---|---|---|---|---|---|
+"""
 
-`python scripts/make_recipes_doc.py` makes this page.
+CURVES = """
+![The curves of these runs](images/recipes_smollm2.svg)
 
+Every value is in `benchmarks/results/recipes_smollm2.json`, which
+`python benchmarks/recipe_curves.py dpo=runs/smollm2_135m/dpo …` makes from the folders of the runs.
+
+## Larger models
+
+**None of these was trained.** All are parsed and dry-run on the model's published shapes: the model is made without
+memory, its parameters are counted, and the memory below follows from what the run holds. Learning rates are starting
+values after [hyperparameters](hyperparameters.md), not results. The reward model and PPO start from the SFT run:
+
+```
+rlhf train configs/recipes/qwen2.5_0.5b/sft.yaml data.sft.path=…
+rlhf rm    configs/recipes/qwen2.5_0.5b/rm.yaml  data.preferences.path=… data.eval_preferences.path=…
+rlhf train configs/recipes/qwen2.5_0.5b/dpo.yaml data.preferences.path=… data.eval_preferences.path=…
+rlhf train configs/recipes/qwen2.5_0.5b/ppo.yaml data.prompts.path=… data.eval_prompts.path=…
+rlhf train configs/recipes/qwen2.5_0.5b/grpo.yaml
+```
+
+The larger models' files extend those of Qwen2.5-0.5B: `extends: ../qwen2.5_0.5b/grpo.yaml` takes all settings of that
+file, and the file's own go over them. Any configuration can do that; the path is relative to the file that says so.
+"""
+
+MEMORY = """
 ## Memory
 
 Weights, gradients and AdamW's moments in GiB (2³⁰ bytes), calculated: 16 bytes a parameter of a trained model and 4
 of a frozen one, for weights are in float32 (`dtype: bfloat16` is the arithmetic's). Activations and the sampler's cache
 come on top; they grow with `micro_batch_size` and `sampling.batch_size`, which change no result. PPO trains a critic
-as large as the policy: `critic.shared=true` saves 16 of its 40 bytes.
+as large as the policy, but for SmolLM2's, which is a head on the policy: `critic.shared=true` saves 16 of the 40 bytes,
+and here there is no reward model either.
 
 | model | parameters | SFT | reward model | DPO | PPO | GRPO |
 |---|---|---|---|---|---|---|
@@ -51,13 +96,43 @@ as large as the policy: `critic.shared=true` saves 16 of its 40 bytes.
 
 FAST = """
 What of the fast ways each family supports is in [models](models.md): SmolLM2, Qwen2.5 and Llama 3 are in its table.
+
+`python scripts/make_recipes_doc.py` makes this page.
 """
 
 
 def page() -> str:
     """Build the Markdown of docs/recipes.md."""
+    measured = "".join(f"{row}\n" for row in _measured())
     memory = "".join(f"{_memory(model)}\n" for model in MODELS)
-    return "\n".join([INTRODUCTION + memory + FAST, *_settings()])
+    return "\n".join([INTRODUCTION + measured + CURVES, *_settings(), MEMORY.lstrip("\n") + memory + FAST])
+
+
+def _measured() -> Iterator[str]:
+    recipes = json.loads((RESULTS / "recipes_smollm2.json").read_text(encoding="utf-8"))
+    for name, run in recipes.items():
+        curves = ", ".join(_first_to_last(*curve) for curve in run["curves"].items())
+        judged = _report_card(run["report_card"]) if "report_card" in run else _ifeval(name)
+        took = f"{run['minutes']:.0f} | {run['peak_memory_gb']:.1f}"
+        yield f"| `{name}.yaml` | {run['steps']} | {curves} | {judged} | {took} |"
+
+
+def _first_to_last(name: str, points: list[list[float]]) -> str:
+    count = max(1, len(points) // 5)
+    first, last = (statistics.fmean(value for _, value in part) for part in (points[:count], points[-count:]))
+    return f"`{name}` {first:.2f} → {last:.2f}"
+
+
+def _ifeval(arm: str) -> str:
+    file = RESULTS / ("compare_smollm2_first.json" if arm == "sft" else "compare_smollm2.json")
+    gain = json.loads(file.read_text(encoding="utf-8"))["arms"][arm]["suites"]["ifeval"]["prompt_strict"]["gain"]
+    value, low, high = (100 * gain[key] for key in ("value", "low", "high"))
+    return f"IFEval {value:+.1f} points [{low:+.1f}, {high:+.1f}]"
+
+
+def _report_card(card: dict[str, float]) -> str:
+    interval = f"[{card['accuracy_low']:.3f}, {card['accuracy_high']:.3f}]"
+    return f"accuracy {card['accuracy']:.3f} {interval} on {card['n']} pairs; bag of words {card['bag_of_words']:.3f}"
 
 
 def _memory(model: RecipeModel) -> str:
@@ -66,14 +141,13 @@ def _memory(model: RecipeModel) -> str:
 
 
 def _settings() -> Iterator[str]:
-    yield "## Settings\n"
-    yield "| recipe | model | `lr` | `micro_batch_size` | status |\n|---|---|---|---|---|"
-    for model in MODELS:
+    yield "| recipe | model | `lr` | `micro_batch_size` |\n|---|---|---|---|"
+    for model in MODELS[1:]:
         for kind in KINDS:
             config = recipe(model, kind)
             trained = config.model if isinstance(config, RewardModelConfig) else config.policy
             name = f"`{model.name}/{kind}.yaml`"
-            yield f"| {name} | {model.hub} | {trained.lr:.1e} | {config.batch.micro_batch_size} | only dry-run |"
+            yield f"| {name} | {model.hub} | {trained.lr:.1e} | {config.batch.micro_batch_size} |"
     yield ""
 
 

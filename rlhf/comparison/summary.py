@@ -39,11 +39,22 @@ def verdict(results: ComparisonResults) -> str:
     assert score is not None, "ranked by its score"
     gain, in_std = format_gain(final.gain), format_gain(final.gain_in_std)
     kl = _kl(final.measures.kl, is_bound=results.arms[best].kl_is_bound)
+    subject = f"Of the tuned arms {best}" if untuned else best
+    scored = format_number(score) + _as_written(results, best)
     first = (
-        f"{best} has the highest score of the judge, {format_number(score)}: {gain} over the start "
-        f"model, or {in_std} of its standard deviations, {kl} after {budget_in_words(results.budget)}."
+        f"{subject} has the highest score of the judge, {scored}: {gain} over the start model, or {in_std} "
+        f"of its standard deviations, {kl} after {budget_in_words(results.budget)}."
     )
     return f"{first} {_second(results, best, [arm for arm in trained if arm != best])}"
+
+
+def _as_written(results: ComparisonResults, arm: str) -> str:
+    """Return the score of a tuned arm as it was written, in brackets, where that was run too."""
+    tuning = results.tuning.arms.get(arm) if results.tuning is not None else None
+    final = results.finals.get(tuning.untuned_arm) if tuning is not None and tuning.untuned_arm is not None else None
+    if final is None or final.measures.score is None:
+        return ""
+    return f" ({format_number(final.measures.score)} as written)"
 
 
 def _second(results: ComparisonResults, best: str, others: Sequence[str]) -> str:

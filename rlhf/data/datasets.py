@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -36,11 +37,11 @@ class RowSet(Protocol[B_co]):
 
 
 @lru_cache(maxsize=64)  # an epoch of each source of a mixture, and the next
-def _permutation(n: int, seed: int, epoch: int) -> tuple[int, ...]:
+def _permutation(n: int, seed: int, epoch: int) -> Sequence[int]:
     # For a given seed Python guarantees the same random() sequence across versions, but not the same shuffle().
     draw = random.Random(f"{seed}/{epoch}").random
     keys = [draw() for _ in range(n)]
-    return tuple(sorted(range(n), key=keys.__getitem__))
+    return array("q", sorted(range(n), key=keys.__getitem__))  # 8 bytes a row, where integers of Python take 36
 
 
 def epoch_order(n: int, batch_size: int, seed: int, step: int) -> list[int]:

@@ -15,7 +15,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from rlhf.batching import Batch
@@ -126,11 +125,10 @@ KEPT_BLOCKS = 2  # encoded blocks in memory: a batch may cross from one to the n
 KEPT_STARTS = 8  # known places to read on from; before the first of them a source is read again from its beginning
 
 
-@lru_cache(maxsize=256)
-def _block_order(rows: int, seed: int, epoch: int, block: int) -> tuple[int, ...]:
+def _block_order(rows: int, seed: int, epoch: int, block: int) -> list[int]:
     draw = random.Random(f"{seed}/{epoch}/{block}").random  # the same in every version of Python, unlike shuffle()
     keys = [draw() for _ in range(rows)]
-    return tuple(sorted(range(rows), key=keys.__getitem__))
+    return sorted(range(rows), key=keys.__getitem__)
 
 
 class StreamedSource(Generic[T]):
@@ -156,6 +154,7 @@ class StreamedSource(Generic[T]):
         self._formats: dict[str, RowFormat[T]] = {}
         self._starts: OrderedDict[int, BlockStart] = OrderedDict({0: BlockStart()})
         self._blocks: OrderedDict[int, Block[T]] = OrderedDict()
+        self._orders: OrderedDict[tuple[int, int], list[int]] = OrderedDict()  # of the blocks, by epoch and number
         self._length: int | None = None
         self._total_skipped = 0  # of an epoch, once its length is known
         self._counted = 0  # blocks whose rows are in `counts`
@@ -176,8 +175,7 @@ class StreamedSource(Generic[T]):
             DataError: a file cannot be read, a malformed row is fatal, or no row is usable.
         """
         epoch, block, offset = self._locate(position)
-        order = _block_order(len(block.rows), self.seed, epoch, block.start.number)
-        return block.rows[order[offset]]
+        return block.rows[self._order(epoch, block)[offset]]
 
     def has(self, position: int) -> bool:
         """Return whether `position` is in the first epoch; reads as far as it takes to know."""
@@ -251,6 +249,15 @@ class StreamedSource(Generic[T]):
         if block.next is not None:
             self._remember(block.next)
         return block
+
+    def _order(self, epoch: int, block: Block[T]) -> list[int]:
+        """Return the permutation of a block's rows in an epoch."""
+        key = (epoch, block.start.number)
+        if key not in self._orders:
+            self._orders[key] = _block_order(len(block.rows), self.seed, *key)
+            while len(self._orders) > KEPT_BLOCKS:
+                self._orders.popitem(last=False)
+        return self._orders[key]
 
     def _remember(self, start: BlockStart) -> None:
         self._starts[start.number] = start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,10 +19,12 @@ from rlhf.commands.compare import rebuild_comparison
 from rlhf.comparison.costs import COSTS, CostTracker
 from rlhf.comparison.plan import ensure_owner
 from rlhf.comparison.results import ComparisonResults
+from rlhf.comparison.summary import verdict
 from rlhf.comparison.trial import JUDGED, Judgment
 from rlhf.comparison.tuning.tables import NOT_RERUN, tuning_table
 from rlhf.config.load import compare_config, merge_overrides, parse_overrides
 from rlhf.errors import ConfigError, DivergenceError, UserError
+from rlhf.tracking.formatting import format_number
 from rlhf.tracking.trackers import read_jsonl
 
 LR = {"policy.lr": [0.03, 0.1]}
@@ -148,6 +151,9 @@ def test_the_results_and_the_page_say_what_tuning_changed(finished: Path) -> Non
     for text in ("What tuning changed", str(rows["ppo"][3]), "nothing to tune", "3 trials for each trained arm"):
         assert text in page
     assert "on seed 1000 and" in page
+    untuned = results.finals["ppo_untuned"].measures.score
+    assert untuned is not None
+    assert re.match(rf"Of the tuned arms ppo has .*? \({format_number(untuned)} as written\): ", verdict(results))
     assert "chosen (as written)" in page or "dropped after round 1" in page
     assert "may spend 154 completions" in page
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
+import tracemalloc
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -111,6 +113,22 @@ def test_memory_holds_a_few_blocks(tmp_path: Path) -> None:
         stream.rows(step)
         assert len(source._blocks) <= KEPT_BLOCKS
         assert len(source._starts) <= 8
+
+
+def test_memory_does_not_grow_with_the_rows_that_were_drawn(tmp_path: Path) -> None:
+    rows = [{"prompt": "t3 t4", "completion": "t5 t6"}] * 4_000
+    stream = opened(50, path=write(tmp_path, "jsonl", rows), stream=True, shuffle_buffer=500)
+    tracemalloc.start()
+    try:
+        sizes = []
+        for step in range(1, 81):
+            stream.rows(step)
+            if step % 10 == 0:  # at the end of a block: as many rows are in memory each time
+                gc.collect()
+                sizes.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert max(sizes[4:]) - sizes[3] < 15_000  # bytes; the orders of the four blocks in between are 60,000
 
 
 def test_a_changed_file_is_noticed_and_counted_from_its_beginning(tmp_path: Path) -> None:

@@ -27,9 +27,17 @@ MIXED_DATA = [
     Mutant(
         name="stream-same-order-every-epoch",
         file=MIXTURE,
-        before="order = _block_order(len(block.rows), self.seed, epoch, block.start.number)",
-        after="order = _block_order(len(block.rows), self.seed, 0, block.start.number)",
+        before="key = (epoch, block.start.number)",
+        after="key = (0, block.start.number)",
         why="every epoch has the order of the first",
+        tests=OF_MIXTURE,
+    ),
+    Mutant(
+        name="stream-keeps-the-order-of-every-block",
+        file=MIXTURE,
+        before="while len(self._orders) > KEPT_BLOCKS:",
+        after="while len(self._orders) > 256 * KEPT_BLOCKS:",
+        why="memory grows with the rows drawn",
         tests=OF_MIXTURE,
     ),
     Mutant(

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlhf.config.load import load_any
 from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
 
+Recipe = OnlineConfig | OfflineConfig | RewardModelConfig
 RECIPES = Path(__file__).resolve().parents[2] / "configs" / "recipes"
 KINDS = ("sft", "rm", "dpo", "ppo", "grpo")
 TRAINED, FROZEN = (
@@ -118,14 +119,14 @@ def parameters(model: RecipeModel) -> int:
     return sum(weight.numel() for weight in made.parameters())
 
 
-def recipe(model: RecipeModel, kind: str) -> OnlineConfig | OfflineConfig | RewardModelConfig:
+def recipe(model: RecipeModel, kind: str) -> Recipe:
     """Load a recipe."""
     config = load_any(RECIPES / model.name / f"{kind}.yaml")
-    assert isinstance(config, OnlineConfig | OfflineConfig | RewardModelConfig)
+    assert isinstance(config, Recipe)
     return config
 
 
-def bytes_per_parameter(config: OnlineConfig | OfflineConfig | RewardModelConfig) -> int:
+def bytes_per_parameter(config: Recipe) -> int:
     """Count the bytes of weights, gradients and moments a parameter of the model, over the models that a run holds.
 
     A reference of DPO is read once, before the first step, and is the policy itself then; one of an online run stays.

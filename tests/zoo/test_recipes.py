@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 from families import FAMILIES, ON
-from recipe_models import KINDS, MODELS, RecipeModel, bytes_per_parameter, parameters, recipe
+from recipe_models import KINDS, MODELS, Recipe, RecipeModel, bytes_per_parameter, parameters, recipe
 
-from rlhf.config.load import read_yaml, unread_warnings
-from rlhf.config.sections import RewardModelConfig
+from rlhf.comparison.plan import make_plan
+from rlhf.config.compare import CompareConfig
+from rlhf.config.load import load_any, read_yaml, unread_warnings
+from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
 from rlhf.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,14 +30,37 @@ def test_the_shapes_have_the_published_number_of_parameters(model: RecipeModel) 
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_a_recipe_reads_all_it_sets_and_each_stage_starts_from_the_one_before(model: RecipeModel) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recipe_reads_all_it_sets_and_writes_into_its_own_folder(model: RecipeModel, kind: str) -> None:
+    config = recipe(model, kind)
+    assert unread_warnings(config) == []
+    assert config.run.out_dir == f"runs/{model.name}/{kind}"
+
+
+@pytest.mark.parametrize("model", MODELS[1:], ids=lambda model: model.name)
+def test_each_stage_starts_from_the_one_before(model: RecipeModel) -> None:
     for kind in KINDS:
-        config = recipe(model, kind)
-        trained = config.model if isinstance(config, RewardModelConfig) else config.policy
-        assert unread_warnings(config) == []
-        assert config.run.out_dir == f"runs/{model.name}/{kind}"
-        assert trained.model == (model.hub if kind in ("sft", "grpo") else f"runs/{model.name}/sft")
+        assert start_of(recipe(model, kind)) == (model.hub if kind in ("sft", "grpo") else f"runs/{model.name}/sft")
     assert recipe(model, "ppo").reward.source.path == f"runs/{model.name}/rm"  # type: ignore[union-attr]
+
+
+def start_of(config: Recipe) -> str:
+    return config.model.model if isinstance(config, RewardModelConfig) else config.policy.model
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo", "ppo"])
+def test_smollm2s_recipes_are_what_the_comparison_measured(kind: str) -> None:
+    """What docs/results.md says of an arm holds for the recipe of its name."""
+    config = load_any(ROOT / "configs" / "real" / "compare_smollm2.yaml")
+    assert isinstance(config, CompareConfig)
+    arm = next(cell.config.train for cell in make_plan(config, beside=ROOT).cells if cell.config.arm == kind)
+    own = recipe(MODELS[0], kind)
+    assert isinstance(own, OnlineConfig | OfflineConfig)
+    for section in ("policy", "algorithm", "batch", "schedule", "reward", "sampling"):
+        if isinstance(own, OnlineConfig) or section not in ("reward", "sampling"):
+            assert getattr(own, section) == getattr(arm, section), section
+    for rows in ("prompts", "preferences", "sft"):
+        assert getattr(own.data, rows) == getattr(arm.data, rows), rows
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
@@ -46,7 +71,7 @@ def test_the_family_has_the_fast_ways(model: RecipeModel) -> None:
 
 def test_the_bytes_of_a_parameter_worked_by_hand() -> None:
     """16 of a trained model; a frozen reference 4, a reward model 4, a critic 16 more."""
-    assert {kind: bytes_per_parameter(recipe(MODELS[0], kind)) for kind in KINDS} == {
+    assert {kind: bytes_per_parameter(recipe(MODELS[1], kind)) for kind in KINDS} == {
         "sft": 16,
         "rm": 16,
         "dpo": 16,
