@@ -2,7 +2,7 @@
 
 Trains reward models on several numbers of pairs, single and as ensembles; scores samples of the start model by each and
 by the gold, for best-of-n at every n; trains PPO against each at several KL coefficients; and fits the laws of Gao et
-al. (2023). Writes overoptimization.json and .png. Stages that are done are skipped; --lab is the folder of
+al. (2023). Writes a JSON file and a figure. Stages that are done are skipped; --lab is the folder of
 `rlhf compare configs/lab/compare_quick.yaml` (runs/lab) or of rlhf quickstart.
 """
 
@@ -234,6 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=256, help="completions of each prompt; the largest n")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--name", default="overoptimization", help="of the JSON and the figure")
     settings = parser.parse_args(arguments)
     console = Console()
     if "rm" in settings.stage:
@@ -260,8 +261,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, card in results["accuracy"].items()
     }
     settings.out.mkdir(parents=True, exist_ok=True)
-    (settings.out / "overoptimization.json").write_text(json.dumps(_rounded(results), indent=1) + "\n")
-    draw(results, settings.out / "overoptimization.png")
+    (settings.out / f"{settings.name}.json").write_text(json.dumps(_rounded(results), indent=1) + "\n")
+    draw(results, settings.out / f"{settings.name}.png")
     print_fits(results, console)
 
 
