@@ -100,9 +100,10 @@ def sample_and_score(settings: argparse.Namespace, console: Console) -> dict[str
     """Sample completions of held-out prompts from the start model, and score them by the gold and by every proxy."""
     file = settings.folder / f"samples-{settings.prompts}x{settings.samples}.pt"
     scores: dict[str, torch.Tensor] = torch.load(file) if file.is_file() else {}
+    wanted = ["gold", *(label for label, _ in proxies(settings))]
     missing = [(label, source) for label, source in proxies(settings) if label not in scores]
     if scores and not missing:
-        return scores
+        return {label: scores[label] for label in wanted}
     completer = Completer(str(settings.lab / "sft"), SamplingConfig(max_new_tokens=48))
     texts = [request.text for request in prompts(settings.seed, "eval", settings.prompts)]
     completions = completer.sample(texts, count=settings.samples, key=settings.seed)
@@ -117,7 +118,7 @@ def sample_and_score(settings: argparse.Namespace, console: Console) -> dict[str
         console.print(f"scored by {label}")
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.save(scores, file)
-    return scores
+    return {label: scores[label] for label in wanted}
 
 
 def best_of_n(scores: dict[str, torch.Tensor], seed: int) -> dict[str, Any]:
