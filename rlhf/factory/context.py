@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -28,6 +27,7 @@ from rlhf.data.paths import resolve_best
 from rlhf.errors import CheckpointError, ConfigError, ModelError
 from rlhf.guard.alarm import RunFacts
 from rlhf.guard.lint import check_settings
+from rlhf.models.adapters import is_adapted
 from rlhf.models.backbone import CausalLM, merged_copy, save_model
 from rlhf.models.export import (
     ExportDtype,
@@ -358,10 +358,10 @@ def save_policy(
     if engine.splits_weights and is_split(policy):
         save_in_parts(policy, tokenizer, folder, origin=origin, engine=engine)
         return
-    state = engine.full_state(policy, trained_only=isinstance(policy, PeftModel))
+    state = engine.full_state(policy, trained_only=is_adapted(policy))
 
     def write() -> None:
-        if isinstance(policy, PeftModel):
+        if is_adapted(policy):
             save_model(policy, tokenizer, folder, state)
             write_tokenizer(tokenizer, folder, origin)
         else:
@@ -383,7 +383,7 @@ def export_policy(
     state = engine.full_state(policy)
 
     def write() -> float:
-        if isinstance(policy, PeftModel):
+        if is_adapted(policy):
             merged = merged_copy(policy, state)
             return export_model(merged, tokenizer, folder, origin=origin, dtype=dtype)
         return export_model(policy, tokenizer, folder, origin=origin, dtype=dtype, state=state)

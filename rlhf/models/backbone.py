@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import transformers
-from peft import LoraConfig as PeftLoraConfig
-from peft import PeftModel, get_peft_model
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -23,13 +21,17 @@ from transformers.utils import logging as hf_logging
 from rlhf.config.sections import LoraConfig, PolicyConfig
 from rlhf.data.tokenizer import ModelLocation, base_of_adapter, locate_model, text_vocabulary
 from rlhf.errors import ModelError
+from rlhf.models.adapters import base_model, is_adapted
 from rlhf.models.weight_files import load_split, local_folder
 from rlhf.runtime.engine import Engine
 
-if TYPE_CHECKING:  # a PeftModel forwards what it lacks to the model it wraps, which no annotation can express
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+    # A PeftModel forwards what it lacks to the model that it wraps, which no annotation can express.
     CausalLM = PreTrainedModel
 else:
-    CausalLM = PreTrainedModel | PeftModel
+    CausalLM = PeftModel = nn.Module
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -209,6 +211,9 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
 
 def add_lora(model: PreTrainedModel, config: LoraConfig) -> CausalLM:
     """Add trainable LoRA adapters to the model and freeze all its other weights."""
+    from peft import LoraConfig as PeftLoraConfig
+    from peft import get_peft_model
+
     target = config.target_modules
     adapter = PeftLoraConfig(
         r=config.r,
@@ -274,7 +279,7 @@ def save_model(
     `state` holds the whole weights where this process has only a part of them.
     """
     # No row is ever added to an embedding; "auto" would look for the config.json of the base, if need be on the hub.
-    options: dict[str, Any] = {"save_embedding_layers": False} if isinstance(model, PeftModel) else {}
+    options: dict[str, Any] = {"save_embedding_layers": False} if is_adapted(model) else {}
     with _quiet_peft():
         model.save_pretrained(folder, state_dict=state, **options)
     tokenizer.save_pretrained(folder)
@@ -289,7 +294,7 @@ def eos_ids(model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> tuple[int, .
 
 def body_of(model: CausalLM) -> nn.Module:
     """Return the transformer without its LM head, adapters in place."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = base_model(model)
     body = base.base_model
     assert isinstance(body, nn.Module)
     return body
@@ -317,9 +322,11 @@ def _merged_adapter(folder: Path, *, dtype: str, trust_remote_code: bool) -> Pre
 
 
 def _adapted(base: nn.Module, folder: Path, *, trainable: bool) -> PeftModel:
+    from peft import PeftModel as Peft
+
     try:
         with _quiet_peft():
-            return PeftModel.from_pretrained(cast(PreTrainedModel, base), str(folder), is_trainable=trainable)
+            return Peft.from_pretrained(cast(PreTrainedModel, base), str(folder), is_trainable=trainable)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"cannot load the adapter in {str(folder)!r}: {_first_line(error)}") from error
 
@@ -341,15 +348,17 @@ def merged_copy(model: CausalLM, state: dict[str, Tensor] | None) -> PreTrainedM
     if state is None:
         duplicate = copy.deepcopy(model)
     else:
-        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        base = base_model(model)
         plain = AutoModelForCausalLM.from_config(base.config, dtype=next(iter(state.values())).dtype)
         plain.generation_config = copy.deepcopy(base.generation_config)
         duplicate = plain
-        if isinstance(model, PeftModel):
+        if is_adapted(model):
+            from peft import get_peft_model
+
             with _quiet_peft():
                 duplicate = get_peft_model(plain, copy.deepcopy(model.peft_config["default"]))
         duplicate.load_state_dict(state)
-    return cast(PreTrainedModel, duplicate.merge_and_unload()) if isinstance(duplicate, PeftModel) else duplicate
+    return cast(PreTrainedModel, duplicate.merge_and_unload()) if is_adapted(duplicate) else duplicate
 
 
 def _plain_generation(model: PreTrainedModel) -> PreTrainedModel:

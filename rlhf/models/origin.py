@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.tokenizer import TOKENIZER_FILES, ModelLocation, base_of_adapter, locate_model, locate_tokenizer
 from rlhf.errors import ModelError
+from rlhf.models.adapters import base_model
 from rlhf.models.backbone import CausalLM, published_config
 from rlhf.models.weight_files import CONFIG, INDEX, StoredTensor, local_folder, read_header, read_headers
 
@@ -140,7 +140,7 @@ def weights_fingerprint(model: CausalLM, state: dict[str, Tensor] | None = None)
 
     `state` holds the whole weights where this process has only a part of them.
     """
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = base_model(model)
     if state is not None:
         state = {name.removeprefix("base_model.model.") if base is not model else name: w for name, w in state.items()}
     settings = {name: value for name, value in base.config.to_dict().items() if name not in _NOT_ARITHMETIC}

@@ -9,12 +9,12 @@ from itertools import starmap
 
 import torch
 from jaxtyping import Float
-from peft import PeftModel
 from torch import Tensor, nn
 
 from rlhf.algo.kl import kl_of_distributions
 from rlhf.algo.objective import Outputs
 from rlhf.config.sections import LogProbs, Packing
+from rlhf.models.adapters import is_adapted
 from rlhf.models.backbone import CausalLM, autocast, body_of, weight_dtype
 from rlhf.models.kernels.llama.forward import predictor_states, supports_fused
 from rlhf.models.kernels.lm_head import (
@@ -237,7 +237,7 @@ class Models:
             return self._tokens(self.reference, batch).logprobs
         if not self.adapter_off_is_reference:
             raise RuntimeError("this run has no reference model")
-        assert isinstance(self.policy, PeftModel)
+        assert is_adapted(self.policy)
         with self.policy.disable_adapter():
             return self._tokens(self.policy, batch).logprobs
 
@@ -253,7 +253,7 @@ class Models:
         if reference is None:
             if not self.adapter_off_is_reference:
                 raise RuntimeError("this run has no reference model")
-            assert isinstance(self.policy, PeftModel)
+            assert is_adapted(self.policy)
             reference, as_reference = self.policy, self.policy.disable_adapter
         compare = Comparison(
             policy=self.policy,

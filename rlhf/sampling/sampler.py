@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import torch
-from peft import PeftModel
 
 from rlhf.config.sections import SamplingConfig
 from rlhf.errors import ConfigError
+from rlhf.models.adapters import base_model, is_adapted
 from rlhf.models.backbone import CausalLM
 from rlhf.runtime.engine import Engine
 from rlhf.sampling.fast.engine import FastSampler
@@ -85,9 +85,9 @@ def _check_layered(model: CausalLM, config: SamplingConfig) -> None:
 
 def fast_unsupported_reason(model: CausalLM) -> str | None:
     """Return the reason why the fast sampler cannot sample from this model; None if it can."""
-    plain = model.get_base_model() if isinstance(model, PeftModel) else model
+    plain = base_model(model)
     config, name = plain.config, type(plain).__name__
-    if isinstance(model, PeftModel) and model.peft_type != "LORA":
+    if is_adapted(model) and model.peft_type != "LORA":
         return f"the fast sampler does not support adapters of type {model.peft_type}"
     if getattr(config, "is_encoder_decoder", False):
         return f"{name} is not a decoder-only model"

@@ -9,12 +9,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from rlhf.models.adapters import base_model
 from rlhf.models.backbone import CausalLM
 from rlhf.models.kernels.cast import HALF_DTYPES, cast_weight, pad_rows_for_onednn
 from rlhf.runtime.device import is_device_error
@@ -302,7 +302,7 @@ def chunking_unsupported_reason(model: CausalLM) -> str:
 
 @torch.no_grad()
 def _find_unsupported_reason(model: CausalLM) -> str:
-    name = type(model.get_base_model() if isinstance(model, PeftModel) else model).__name__
+    name = type(base_model(model)).__name__
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Module):
         return f"{name} has no output embeddings"

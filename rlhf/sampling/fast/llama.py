@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from peft import PeftModel
-from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
+from rlhf.models.adapters import base_model, is_adapted, is_lora_linear
 from rlhf.models.backbone import CausalLM
 from rlhf.models.kernels.llama.families import Layer, Projection, norm_of, read_layers
 from rlhf.models.kernels.llama.layer import Norm
@@ -273,12 +272,12 @@ class FusedDecoder:
 
 def supports_fused_decoding(model: CausalLM) -> bool:
     """Check whether this decoder knows the model's layers; sequences must also be within what it `reaches`."""
-    plain = model.get_base_model() if isinstance(model, PeftModel) else model
+    plain = base_model(model)
     body = getattr(plain, "model", None)
     layers = read_layers(body)
     if body is None or layers is None or not _rope_types(plain.config) <= {*ROTATIONS, LONG}:
         return False
-    if isinstance(model, PeftModel) and not _has_one_lora_adapter(model):
+    if is_adapted(model) and not _has_one_lora_adapter(model):
         return False
     if type(body.embed_tokens) not in EMBEDDINGS:
         return False
@@ -293,7 +292,7 @@ def _projection_modules(layers: Sequence[Layer]) -> list[Any]:
     ]
 
 
-def _has_one_lora_adapter(model: PeftModel) -> bool:
+def _has_one_lora_adapter(model: Any) -> bool:
     return len(model.active_adapters) == 1 and bool(model.peft_type == "LORA")
 
 
@@ -344,7 +343,7 @@ def rotate(
 def _is_linear(module: Any) -> bool:
     if type(module) is nn.Linear:
         return True
-    if type(module) is not LoraLinear or type(module.base_layer) is not nn.Linear:
+    if not is_lora_linear(module) or type(module.base_layer) is not nn.Linear:
         return False
     return not any(module.use_dora.values()) and not module.disable_adapters and not any(module.lora_bias.values())
 
@@ -391,7 +390,7 @@ def _copy_weights(source: Any, target: Any) -> None:
 
 
 def _plain(model: CausalLM) -> Any:
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+    return base_model(model)
 
 
 def _described_layers(body: Any) -> list[Layer]:

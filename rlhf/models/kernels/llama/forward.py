@@ -14,10 +14,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
-from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rlhf.models.adapters import is_lora_linear
 from rlhf.models.kernels.attention import PackedBatch, attend, compute_dtype
 from rlhf.models.kernels.llama.families import READERS, Layer, Projection, Reader, norm_of, read_layers
 from rlhf.models.kernels.llama.layer import (
@@ -95,7 +95,7 @@ def _is_plain_linear(module: Any) -> bool:
     """Check whether `module` is a linear layer, alone or with a single plain LoRA adapter."""
     if type(module) is nn.Linear:
         return True
-    if type(module) is not LoraLinear or type(module.base_layer) is not nn.Linear:
+    if not is_lora_linear(module) or type(module.base_layer) is not nn.Linear:
         return False
     return len(module.active_adapters) == 1 and _is_plain_adapter(module, module.active_adapters[0])
 
@@ -154,7 +154,7 @@ def _matches_modules(body: nn.Module) -> bool:
 @contextmanager
 def _live_adapters(body: nn.Module) -> Iterator[None]:
     """Give adapters weights that matter within this context; a new one adds nothing and would hide a mistake."""
-    adapted: list[Any] = [module for module in body.modules() if type(module) is LoraLinear]
+    adapted: list[Any] = [module for module in body.modules() if is_lora_linear(module)]
     weights: list[nn.Parameter] = [linear.weight for module in adapted for linear in module.lora_B.values()]
     before = [weight.data for weight in weights]
     for weight in weights:
