@@ -28,9 +28,8 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from recorded_decoding import SHAPES, model_of
 
@@ -41,6 +40,7 @@ from rlhf.models.kernels.packing import vocabulary_size
 from rlhf.models.logprobs import completion_outputs
 from rlhf.runtime.memory import keep_memory
 
+ROOT = Path(__file__).resolve().parents[1]
 Fields = tuple[torch.Tensor, ...]
 
 

@@ -21,7 +21,7 @@ from rlhf.models.kernels.llama import compile_layers as trial
 from rlhf.models.kernels.llama.compile_layers import compile_layers
 from rlhf.models.kernels.llama.compiled import PLAIN
 from rlhf.models.kernels.llama.elementwise import EAGER, Elementwise
-from rlhf.models.kernels.llama.forward import use_functions
+from rlhf.models.kernels.llama.forward import supports_fused, use_functions
 from rlhf.models.logprobs import COMPILED, of_bodies
 
 FOR_REAL = Path(__file__).with_name("compile_for_real.py")  # in a process without the tests' checks of shapes
@@ -102,6 +102,16 @@ def test_a_run_that_does_not_ask_does_not_compile(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(trial, "compiled", lambda: pytest.fail("compiled unasked"))
     bodies = [body_of(tiny())]
     assert COMPILED not in of_bodies(bodies, packing="auto").with_compiled(bodies, "float64", wanted=False).ways
+
+
+def test_a_reference_kept_in_16_bits_is_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_if_compiled(monkeypatch, PLAIN)
+    body = body_of(tiny(dtype=torch.float32)).requires_grad_(False)
+    assert supports_fused(body)
+    for module in body.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.to(torch.bfloat16)
+    assert compile_layers(body, torch.bfloat16) == ""
 
 
 def no_compiler(*_: Any) -> Any:

@@ -76,9 +76,9 @@ def _trial_rows(body: nn.Module) -> PackedBatch:
 
 
 def _states_and_gradients(body: Any, rows: PackedBatch, dtype: torch.dtype, functions: Elementwise) -> list[Tensor]:
-    """Return the states after the first layer and the last norm, and the gradients of its input and of its weights.
+    """Return the states after the first layer and the last norm, and the gradients of the layer's input and weights.
 
-    Biases are left out: that of keys has no gradient but rounding.
+    Biases are left out: that of keys has no gradient but rounding. Of a frozen model the states are all.
     """
     layer, read = body.layers[0], READERS[type(body)]
     named = [*layer.named_parameters(), *body.norm.named_parameters()]
@@ -91,4 +91,6 @@ def _states_and_gradients(body: Any, rows: PackedBatch, dtype: torch.dtype, func
         y = layer_forward(layer, x, read=read, turns=turns, rows=rows, chosen=None, functions=functions)
         states = rms_norm(y, norm_of(body.norm), functions)
     direction = torch.linspace(-1, 1, states.numel(), dtype=states.dtype, device=states.device).view_as(states)
+    if not weights:
+        return [states.detach()]
     return [states.detach(), *torch.autograd.grad((states * direction).sum(), [x, *weights])]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rlhf.models.kernels.attention import PackedBatch, attend, compute_dtype
+from rlhf.models.kernels.cast import HALF_DTYPES
 from rlhf.models.kernels.llama.elementwise import ACTIVATIONS, EAGER, Elementwise
 from rlhf.models.kernels.llama.families import READERS, Layer, Projection, Reader, norm_of, read_layers
 from rlhf.models.kernels.llama.layer import (
@@ -60,10 +61,11 @@ def supports_fused(body: nn.Module) -> bool:
 
 
 def use_functions(body: nn.Module, functions: Elementwise) -> bool:
-    """Compute with `functions` what is between the products of `body`, if it passes the trial with them."""
+    """Compute with `functions` what is between the products of a supported `body`, if it passes the trial with them."""
     before = _FUNCTIONS.get(body, EAGER)
     _FUNCTIONS[body] = functions
-    matches = _is_plain(body) and _matches_modules(body)
+    kept_low = any(weight.dtype in HALF_DTYPES for weight in body.parameters())  # frozen.py: modules cannot be called
+    matches = kept_low or _matches_modules(body)
     if not matches:
         _FUNCTIONS[body] = before
     return matches
