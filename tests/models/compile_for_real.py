@@ -29,7 +29,9 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the RMS of log-probab
 
 def numbers(model: Any, dtype: torch.dtype, length: int) -> list[torch.Tensor]:
     """Log-probabilities of rows of this length, and the gradients of all weights; not of biases."""
-    batch = completions_of([[5, 6, 7 + row] for row in range(4)], [[*range(3, length), EOS]] * 4)
+    batch = completions_of(
+        [[5, 6, 7 + row] for row in range(4)], [[*(3 + place % 7 for place in range(length)), EOS]] * 4
+    )
     model.zero_grad()
     fields = batch.prompt_ids, batch.prompt_mask, batch.completion_ids, batch.completion_mask
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
