@@ -24,14 +24,13 @@ from rlhf.models.kernels.llama.forward import _FUNCTIONS
 from rlhf.models.logprobs import completion_outputs
 from rlhf.training.online import train
 
-LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the RMS of log-probabilities and of each gradient
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-2}  # of the RMS of log-probabilities and of each gradient
 
 
 def numbers(model: Any, dtype: torch.dtype, length: int) -> list[torch.Tensor]:
     """Log-probabilities of rows of this length, and the gradients of all weights; not of biases."""
-    batch = completions_of(
-        [[5, 6, 7 + row] for row in range(4)], [[*(3 + place % 7 for place in range(length)), EOS]] * 4
-    )
+    completion = [*(3 + place % 7 for place in range(length)), EOS]
+    batch = completions_of([[5, 6, 7 + row] for row in range(4)], [completion] * 4)
     model.zero_grad()
     fields = batch.prompt_ids, batch.prompt_mask, batch.completion_ids, batch.completion_mask
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):

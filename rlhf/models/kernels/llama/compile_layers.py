@@ -19,7 +19,7 @@ from rlhf.runtime.device import is_device_error
 
 TRIAL_ROWS, TRIAL_LENGTH = 16, 64  # as many tokens as a micro-batch: the compiler divides work by those it first sees
 NOT_WRITTEN_OUT = "layers are not compiled: they are not written out"
-MAX_ERROR = {torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-12}  # RMS, relative to eager's
+MAX_ERROR = {torch.bfloat16: 5e-2, torch.float32: 1e-5, torch.float64: 1e-12}  # RMS, relative to eager's
 
 
 def compile_layers(body: nn.Module, dtype: torch.dtype) -> str:
