@@ -139,9 +139,9 @@ def test_what_cannot_be_compiled_stays_eager_and_is_said(
     model = tiny()
     right, _ = gradients(model, BATCHES["alone"])
     as_if_compiled(monkeypatch, functions, graphs=graphs)
-    line, said = lines(model)
+    line, explanation = lines(model)
     assert line == "fast ways on: no padding, written-out layers; off: compiled layers"
-    assert said == f"layers are not compiled: {reason}"
+    assert explanation == f"layers are not compiled: {reason}"
     assert torch.equal(gradients(model, BATCHES["alone"])[0], right)
 
 
