@@ -8,6 +8,7 @@ just before loading, when all libraries were loaded and DeepSpeed had sharded a 
 the processes counts. Next to it stand the share (all weights in float32, divided by the number of processes) and the
 largest weight, of which a process may need a copy of its own.
 
+--ways split leaves out the first way, which needs memory for a whole model in each process.
 Writes benchmarks/results/loading_memory.json and prints the table in Markdown. Linux only.
 """
 
@@ -115,6 +116,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="whole takes a model in each process")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -122,7 +124,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="rlhf-loading-") as name:
         write_model(Path(name), options)
-        rows = [launch(way, Path(name), options.processes) for way in WAYS]
+        rows = [launch(way, Path(name), options.processes) for way in options.ways]
     about = {name: version(name) for name in ("torch", "transformers", "deepspeed")}
     about |= {"python": platform.python_version(), "machine": platform.machine()}
     RESULT.write_text(json.dumps({"about": about, "rows": rows}, indent=2) + "\n", encoding="utf-8")

@@ -128,6 +128,10 @@ class PolicyConfig(OptimizerConfig):
     """auto, if the model allows it: rows are packed without padding, completions of one prompt share it, and the layers
     of known model families run in our own implementation; off: a padded rectangle through the model's own modules.
     Applies to reference, critic and reward model too. The results are the same up to rounding."""
+    compile: bool = False
+    """Compile what the written-out layers compute between their matrix products (norms, rotations, gates, and their
+    backward passes) by torch.compile; the run says if it cannot. Applies to reference and critic too. The results are
+    the same up to rounding. It takes minutes at the first start, and can gain little on a CPU (docs/speed.md)."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the exported weights. auto: each weight in the dtype that it had in the model loaded (GGUF file:
     bfloat16); a run warns if rounding to it loses most of what training changed. Checkpoints inside a run are exact."""

@@ -262,7 +262,9 @@ def build_offline(config: OfflineConfig, console: Console | None = None) -> Offl
     fast_ways = None if engine.splits_weights else models.fast_ways()
     attach_reference(config, context, tokenizer, models)
     trained = engine.train("policy", policy, config.policy, terms=("sft", PREFERENCE_TERM))
-    context.notes += (fast_ways or models.fast_ways()).lines()  # under ZeRO-3 only DeepSpeed's hooks make weights whole
+    fast_ways = fast_ways or models.fast_ways()  # under ZeRO-3 only DeepSpeed's hooks make weights whole
+    fast_ways.with_compiled(models.bodies, config.policy.dtype, wanted=config.policy.compile)
+    context.notes += fast_ways.lines()
     task = build_task(config, context, tokenizer, models)
     keep_reference_in_bfloat16(models)  # now: the cache of its log-probabilities goes by its weights as they were
     ema = Ema(policy, config.policy.ema_decay, engine) if config.policy.ema_decay else None

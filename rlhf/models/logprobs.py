@@ -15,6 +15,7 @@ from rlhf.config.sections import LogProbs, Packing
 from rlhf.errors import ModelError
 from rlhf.models.backbone import CausalLM, body_of
 from rlhf.models.kernels.attention import PackedBatch
+from rlhf.models.kernels.llama.compile_layers import NOT_WRITTEN_OUT, compile_layers
 from rlhf.models.kernels.llama.forward import fused_unsupported_reason, predictor_states, supports_fused
 from rlhf.models.kernels.lm_head import (
     chunked_statistics,
@@ -220,6 +221,7 @@ def completion_logits(
 
 WRITTEN_OUT = "written-out layers"
 VARLEN = "attention over rows of any length"
+COMPILED = "compiled layers"
 
 
 @dataclass
@@ -247,6 +249,15 @@ class FastWays:
         if device.type == "cuda" and dtype == "bfloat16" and self.ways["no padding"]:
             reasons = [varlen_unsupported_reason(body, torch.bfloat16) for body in bodies]
             self.ways[VARLEN] = not any(reasons)
+            self.reasons += [reason for reason in reasons if reason]
+        return self
+
+    def with_compiled(self, bodies: Sequence[nn.Module], dtype: str, *, wanted: bool) -> FastWays:
+        """Compile layers where the run asks for it (policy.compile); call it once the other ways are known."""
+        if wanted:
+            tried = bodies if self.ways[WRITTEN_OUT] else []
+            reasons = [compile_layers(body, getattr(torch, dtype)) for body in tried] or [NOT_WRITTEN_OUT]
+            self.ways[COMPILED] = not any(reasons)
             self.reasons += [reason for reason in reasons if reason]
         return self
 

@@ -192,6 +192,12 @@ class Models:
         """Return whether there is a critic: a model, or a head on the policy."""
         return self.critic is not None or self.shared_head is not None
 
+    @property
+    def bodies(self) -> list[nn.Module]:
+        """Return the transformers, without their heads, of policy, reference and critic, as far as there are any."""
+        bodies = [body_of(model) for model in (self.policy, self.reference) if model is not None]
+        return bodies if self.critic is None else [*bodies, self.critic.classifier.base_model]
+
     def fast_ways(self) -> FastWays:
         """Find out by trial which fast paths over completions the models support; call it while weights are whole.
 

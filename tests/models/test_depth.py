@@ -17,9 +17,9 @@ from rlhf.config.sections import LoraConfig
 from rlhf.models.backbone import add_lora, body_of
 from rlhf.models.kernels import attention as rows
 from rlhf.models.kernels import packing
+from rlhf.models.kernels.llama import elementwise
 from rlhf.models.kernels.llama import families as layers
 from rlhf.models.kernels.llama import forward as lean
-from rlhf.models.kernels.llama import layer as fused
 from rlhf.models.kernels.llama.families import norm_of
 from rlhf.models.kernels.llama.forward import supports_fused
 from rlhf.models.kernels.llama.layer import Norm
@@ -88,23 +88,23 @@ def test_a_mistake_of_rows_is_caught(
 
 
 def wrong_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = fused.apply_rope
-    monkeypatch.setattr(fused, "apply_rope", lambda heads, turn, way: plain(heads, turn, -way))
+    plain = elementwise.apply_rope
+    monkeypatch.setattr(elementwise, "apply_rope", lambda heads, cos, sin, way: plain(heads, cos, sin, -way))
 
 
 def no_epsilon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a mistake this small a float32 pass of thirty layers still shows more than of rounding."""
-    plain = fused._inverse_rms
-    monkeypatch.setattr(fused, "_inverse_rms", lambda x, eps: plain(x, 100 * eps))
+    plain = elementwise._inverse_rms
+    monkeypatch.setattr(elementwise, "_inverse_rms", lambda x, eps: plain(x, 100 * eps))
 
 
 def forgotten_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = lean._layer_forward
+    plain = lean.layer_forward
 
     def skip_one(layer: Any, x: Tensor, **more: Any) -> Tensor:
         return x if layer.self_attn.layer_idx == 17 else plain(layer, x, **more)
 
-    monkeypatch.setattr(lean, "_layer_forward", skip_one)
+    monkeypatch.setattr(lean, "layer_forward", skip_one)
 
 
 def stale_norm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from mutant import Mutant
 
 HEAD = ("tests/models/test_lm_head.py",)
 LEAN = ("tests/models/test_llama_forward.py",)
+COMPILED = ("tests/models/test_compiled.py",)
 
 FORWARD = [
     Mutant(
@@ -98,15 +99,15 @@ FORWARD = [
     ),
     Mutant(
         name="lean-rotates-gradients-forward",
-        file="rlhf/models/kernels/llama/layer.py",
-        before="d_heads[:2] = (apply_rope(d.to(x.dtype), turn, -1) for d in d_heads[:2])",
-        after="d_heads[:2] = (apply_rope(d.to(x.dtype), turn, 1) for d in d_heads[:2])",
+        file="rlhf/models/kernels/llama/elementwise.py",
+        before="apply_rope(exact, cos, sin, -1)",
+        after="apply_rope(exact, cos, sin, 1)",
         why="gradients of queries and keys are turned the wrong way; the loss still falls",
         tests=LEAN,
     ),
     Mutant(
         name="lean-norm-without-its-mean",
-        file="rlhf/models/kernels/llama/layer.py",
+        file="rlhf/models/kernels/llama/elementwise.py",
         before="d_x = torch.mul(gradient, weight, out=product).addcmul_(scaled, mean)",
         after="d_x = torch.mul(gradient, weight, out=product)",
         why="the gradient of a norm without its projection: close, and wrong",
@@ -114,7 +115,7 @@ FORWARD = [
     ),
     Mutant(
         name="lean-skip-without-gradient",
-        file="rlhf/models/kernels/llama/layer.py",
+        file="rlhf/models/kernels/llama/elementwise.py",
         before="else torch.addcmul(d_skip, d_x, inverse, out=d_x)), d_weight",
         after="else d_x.mul_(inverse)), d_weight",
         why="nothing flows past a layer; small models learn all the same",
@@ -130,9 +131,9 @@ FORWARD = [
     ),
     Mutant(
         name="lean-silu-without-its-slope",
-        file="rlhf/models/kernels/llama/layer.py",
-        before="d_gates = ctx.activation.back(d_hidden.mul_(ups), gates)",
-        after="d_gates = d_hidden.mul_(ups).mul_(torch.sigmoid(gates))",
+        file="rlhf/models/kernels/llama/elementwise.py",
+        before="return value, ACTIVATIONS[activation].back(gradient.mul_(ups), gates), d_ups",
+        after="return value, gradient.mul_(ups).mul_(torch.sigmoid(gates)), d_ups",
         why="the gate learns by the slope of another function",
         tests=LEAN,
     ),
@@ -162,7 +163,7 @@ FORWARD = [
     ),
     Mutant(
         name="lean-parts-of-a-head-are-lost",
-        file="rlhf/models/kernels/llama/layer.py",
+        file="rlhf/models/kernels/llama/elementwise.py",
         before="        turned[..., 2 * half :] = rest",
         after="        turned[..., 2 * half :] = 0",
         why="what Phi-4 mini does not rotate is left out; the trial sees it, and the fast way is off",
@@ -203,10 +204,34 @@ FORWARD = [
     Mutant(
         name="lean-fresh-adapter-hides-mistakes",
         file="rlhf/models/kernels/llama/forward.py",
-        before="with autocast_off(body), _live_adapters(body):",
+        before="with autocast_off(body), live_adapters(body):",
         after="with autocast_off(body):",
         why="a new adapter adds nothing, so that a wrong use of it passes the trial",
         tests=LEAN,
+    ),
+    Mutant(
+        name="compiled-norm-loses-the-skip",
+        file="rlhf/models/kernels/llama/compiled.py",
+        before="d_x if d_skip is None else d_skip + d_x",
+        after="d_x",
+        why="with policy.compile nothing flows past a layer; the trial sees it, and the run stays eager",
+        tests=COMPILED,
+    ),
+    Mutant(
+        name="compiled-without-a-gradient-trial",
+        file="rlhf/models/kernels/llama/compile_layers.py",
+        before="error <= MAX_ERROR[dtype] and ",
+        after="",
+        why="a compiler's mistake in a backward pass trains another model: the trial of the body looks at states alone",
+        tests=COMPILED,
+    ),
+    Mutant(
+        name="compiled-by-nobody",
+        file="rlhf/models/kernels/llama/compile_layers.py",
+        before="        if not count_graphs():",
+        after="        if count_graphs() < 0:",
+        why="the line of fast ways says compiled where torch's compiler is switched off: slower, and nothing says so",
+        tests=COMPILED,
     ),
     Mutant(
         name="window-outgrown",

@@ -19,9 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhf.models.adapters import is_lora_linear
 from rlhf.models.kernels.attention import PackedBatch, attend, compute_dtype
+from rlhf.models.kernels.cast import HALF_DTYPES
+from rlhf.models.kernels.llama.elementwise import ACTIVATIONS, EAGER, Elementwise
 from rlhf.models.kernels.llama.families import READERS, Layer, Projection, Reader, norm_of, read_layers
 from rlhf.models.kernels.llama.layer import (
-    ACTIVATIONS,
     Adapter,
     LowRank,
     RotaryTable,
@@ -42,6 +43,7 @@ def predictor_states(body: nn.Module, rows: PackedBatch, chosen: Int[Tensor, " M
 
 
 _MATCHES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # tried once for each model
+_FUNCTIONS: WeakKeyDictionary[nn.Module, Elementwise] = WeakKeyDictionary()  # of models whose layers are compiled
 
 
 def supports_fused(body: nn.Module) -> bool:
@@ -56,6 +58,17 @@ def supports_fused(body: nn.Module) -> bool:
     if body not in _MATCHES:
         _MATCHES[body] = _matches_modules(body)
     return _MATCHES[body]
+
+
+def use_functions(body: nn.Module, functions: Elementwise) -> bool:
+    """Compute with `functions` what is between the products of a supported `body`, if it passes the trial with them."""
+    before = _FUNCTIONS.get(body, EAGER)
+    _FUNCTIONS[body] = functions
+    kept_low = any(weight.dtype in HALF_DTYPES for weight in body.parameters())  # frozen.py: modules cannot be called
+    matches = kept_low or _matches_modules(body)
+    if not matches:
+        _FUNCTIONS[body] = before
+    return matches
 
 
 def fused_unsupported_reason(body: nn.Module) -> str:
@@ -141,7 +154,7 @@ def _has_gradient_hooks(weight: Any) -> bool:
 
 @torch.no_grad()
 def _matches_modules(body: nn.Module) -> bool:
-    with autocast_off(body), _live_adapters(body):
+    with autocast_off(body), live_adapters(body):
         try:
             probe = build_probe(body)
             return all(probe.matches(_states(body, rows, rows.predictor_index)) for rows in probe.layouts)
@@ -152,7 +165,7 @@ def _matches_modules(body: nn.Module) -> bool:
 
 
 @contextmanager
-def _live_adapters(body: nn.Module) -> Iterator[None]:
+def live_adapters(body: nn.Module) -> Iterator[None]:
     """Give adapters weights that matter within this context; a new one adds nothing and would hide a mistake."""
     adapted: list[Any] = [module for module in body.modules() if is_lora_linear(module)]
     weights: list[nn.Parameter] = [linear.weight for module in adapted for linear in module.lora_B.values()]
@@ -169,28 +182,34 @@ def _live_adapters(body: nn.Module) -> Iterator[None]:
 
 def _states(body: Any, rows: PackedBatch, chosen: Int[Tensor, " M"]) -> Float[Tensor, "M D"]:
     x = body.embed_tokens(rows.input_ids)[0]
-    read = READERS[type(body)]
+    read, functions = READERS[type(body)], _FUNCTIONS.get(body, EAGER)
     layers = body.layers[: body.config.num_hidden_layers]
-    turns = {angles: _rotary(body, x, rows, angles) for angles in {read(layer).rope_kind for layer in layers}}
+    turns = {angles: rotary(body, x, rows, angles) for angles in {read(layer).rope_kind for layer in layers}}
     for number, layer in enumerate(layers, start=1):
         forward = partial(
-            _layer_forward, layer, read=read, turns=turns, rows=rows, chosen=chosen if number == len(layers) else None
+            layer_forward,
+            layer,
+            read=read,
+            turns=turns,
+            rows=rows,
+            chosen=chosen if number == len(layers) else None,
+            functions=functions,
         )
         if layer.gradient_checkpointing and layer.training:
             x = checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)
         else:
             x = forward(x)
-    return rms_norm(x, norm_of(body.norm))
+    return rms_norm(x, norm_of(body.norm), functions)
 
 
-def _rotary(body: Any, x: Float[Tensor, "N D"], rows: PackedBatch, angles: str | None) -> RotaryTable:
+def rotary(body: Any, x: Float[Tensor, "N D"], rows: PackedBatch, angles: str | None) -> RotaryTable:
     """Compute the body's rotary embedding, of kind `angles` where it has several, at the positions of the rows."""
     tables = body.rotary_emb(x[None], rows.position_ids, *([] if angles is None else [angles]))
     cos, sin = (table[0, :, None, : table.shape[-1] // 2] for table in tables)
     return RotaryTable(cos, sin, rows.places)
 
 
-def _layer_forward(
+def layer_forward(
     layer: Any,
     x: Float[Tensor, "N D"],
     *,
@@ -198,7 +217,9 @@ def _layer_forward(
     turns: Mapping[str | None, RotaryTable],
     rows: PackedBatch,
     chosen: Int[Tensor, " M"] | None,
+    functions: Elementwise,
 ) -> Float[Tensor, "M D"]:
+    """Compute a layer, with `functions` between its products, for the `chosen` tokens or, where that is None, all."""
     spec = read(layer)
     turn = turns[spec.rope_kind]
     low = compute_dtype(x)
@@ -212,6 +233,7 @@ def _layer_forward(
         spec.head_dim,
         turn,
         low,
+        functions,
     )
     others = [spec.output, *spec.gate_up, spec.down]
     return after_attention(
@@ -224,4 +246,5 @@ def _layer_forward(
         _adapters(others),
         spec.activation_name,
         low,
+        functions,
     )

@@ -2,14 +2,14 @@
 
 Modules take a dozen steps, each of which keeps its inputs; here few passes over memory do the same, and what is cheap
 to recompute in the backward pass (norms, silu) is not kept. Matrix products are computed in the dtype `low`, which is
-autocast's or else the weights' own; norms, rotations and the residual stream are in the weights' dtype.
+autocast's or else the weights' own; norms, rotations and the residual stream are in the weights' dtype. What is between
+the products is given as functions, eager or compiled (elementwise.py, compiled.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,23 +20,7 @@ from torch.nn import functional
 
 from rlhf.models.kernels.attention import RectangleIndex
 from rlhf.models.kernels.cast import cast_weight, pad_rows_for_onednn
-
-Weight = Tensor | None
-
-
-class Activation(NamedTuple):
-    """A function of the gate, and its backward: (gradient of the value, gate) to gradient of the gate."""
-
-    of: Callable[[Tensor], Tensor]
-    back: Callable[[Tensor, Tensor], Tensor]
-
-
-ACTIVATIONS = {  # by their names in model configurations
-    "silu": Activation(functional.silu, torch.ops.aten.silu_backward),
-    "gelu_pytorch_tanh": Activation(
-        partial(functional.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh")
-    ),
-}
+from rlhf.models.kernels.llama.elementwise import EAGER, Elementwise, Weight
 
 
 class LowRank(NamedTuple):
@@ -85,6 +69,7 @@ def before_attention(
     width: int,
     turn: RotaryTable,
     low: torch.dtype,
+    functions: Elementwise = EAGER,
 ) -> tuple[Float[Tensor, "N D"], list[Tensor]]:
     """Return x itself, and query, key and value of norm(x) in each rectangle [places, heads, d = width], rotated.
 
@@ -94,7 +79,7 @@ def before_attention(
     eps, norm_weights = _split_norms([norm, *(head_norms or (None, None))])
     scales, pairs = _flatten_adapters(adapters)
     skip, *states = _BeforeAttention.apply(  # type: ignore[no-untyped-call]
-        eps, width, turn, low, scales, x, *norm_weights, *weights, *biases, *pairs
+        eps, width, turn, low, scales, functions, x, *norm_weights, *weights, *biases, *pairs
     )
     return skip, states
 
@@ -109,38 +94,42 @@ def after_attention(
     adapters: Sequence[Adapter],
     activation: str,
     low: torch.dtype,
+    functions: Elementwise = EAGER,
 ) -> Float[Tensor, "M D"]:
     """Compute a layer from the output of its attention on, for the `chosen` tokens or, where that is None, for all.
 
     y = skip + seen Wo', then y + (silu(n Wg') * (n Wu')) Wd' with n = norm(y) (Shazeer 2020). In families that norm the
-    output of a half, the norm of each product is added instead. `activation` is a key of `ACTIVATIONS`.
+    output of a half, the norm of each product is added instead. `activation` is a key of elementwise.ACTIVATIONS.
     """
     scales, pairs = _flatten_adapters(adapters)
     eps, norm_weights = _split_norms([norms.before_mlp, norms.after_attention, norms.after_mlp])
     after: Tensor = _AfterAttention.apply(  # type: ignore[no-untyped-call]
-        eps, low, scales, places, chosen, ACTIVATIONS[activation], skip, *norm_weights, *weights, *pairs, *seen
+        eps, low, scales, places, chosen, activation, functions, skip, *norm_weights, *weights, *pairs, *seen
     )
     return after
 
 
-def rms_norm(x: Float[Tensor, "*shape D"], norm: Norm) -> Float[Tensor, "*shape D"]:
+def rms_norm(x: Float[Tensor, "N D"], norm: Norm, functions: Elementwise = EAGER) -> Float[Tensor, "N D"]:
     """Apply an RMSNorm to x."""
-    y: Tensor = _RMSNorm.apply(x, norm.weight, norm.eps)  # type: ignore[no-untyped-call]
+    y: Tensor = _RMSNorm.apply(x, norm.weight, norm.eps, functions)  # type: ignore[no-untyped-call]
     return y
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        inverse = _inverse_rms(x, eps)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, functions: Elementwise) -> Tensor:
+        y, inverse = functions.normalize(x, weight, eps, x.dtype)
         ctx.save_for_backward(x, weight, inverse)
-        return (x * inverse).mul_(weight)
+        ctx.functions = functions
+        return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Weight, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Weight, None, None]:
         x, weight, inverse = ctx.saved_tensors
-        return *_norm_backward(gradient, x * inverse, weight, inverse, needs_grad=ctx.needs_input_grad[1]), None
+        needs_grad = ctx.needs_input_grad[1]
+        d_x, d_weight = ctx.functions.norm_backward(gradient, x * inverse, weight, inverse, None, needs_grad)
+        return d_x, d_weight, None, None
 
 
 class _BeforeAttention(torch.autograd.Function):
@@ -152,26 +141,26 @@ class _BeforeAttention(torch.autograd.Function):
         turn: RotaryTable,
         low: torch.dtype,
         scales: Sequence[float],
+        functions: Elementwise,
         x: Tensor,
         weight: Weight,
         *others: Weight,
     ) -> Any:
         head_norms, weights, biases, adapters = others[:2], others[2:5], others[5:8], _pair_adapters(others[8:], scales)
-        inverse = None if weight is None else _inverse_rms(x, eps[0])
-        inner = pad_rows_for_onednn(_normalize(x, weight, inverse), low)
+        inner, inverse = _normalize(x, weight, eps[0], low, functions)
         heads = [
             _linear(inner, w, b, adapter)[: len(x)] for w, b, adapter in zip(weights, biases, adapters, strict=True)
         ]
-        query, key = heads[0].to(x.dtype), heads[1].to(x.dtype)
         kept: list[Tensor] = []
-        if head_norms[0] is not None and head_norms[1] is not None:
-            query = query.view(len(x), -1, len(head_norms[0]))
-            key = key.view(len(x), -1, len(head_norms[1]))
-            kept = [query, _inverse_rms(query, eps[1]), key, _inverse_rms(key, eps[2])]
-            query, key = (kept[0] * kept[1]).mul_(head_norms[0]), (kept[2] * kept[3]).mul_(head_norms[1])
-        query, key, value = (states.view(len(x), -1, width) for states in (query, key, heads[2]))
-        projected = apply_rope(query, turn, 1).to(low), apply_rope(key, turn, 1).to(low), value
-        ctx.turn, ctx.low, ctx.scales = turn, low, scales
+        for number, norm in enumerate(head_norms):
+            if norm is not None:
+                states = heads[number].to(x.dtype).view(-1, len(norm))
+                heads[number], inverse_rms = functions.normalize(states, norm, eps[1 + number], x.dtype)
+                kept += [states, inverse_rms]
+        query, key, value = (states.view(len(x), -1, width) for states in heads)
+        query, key = (functions.rope(states, turn.cos, turn.sin, low) for states in (query, key))
+        projected = query, key, value
+        ctx.turn, ctx.low, ctx.scales, ctx.functions = turn, low, scales, functions
         ctx.save_for_backward(x, weight, inverse, *head_norms, *weights, *others[8:], *kept)
         if not turn.places:
             return x.view_as(x), *projected
@@ -187,16 +176,17 @@ class _BeforeAttention(torch.autograd.Function):
         """Gather gradients from places to tokens, rotate them back, and go through the products and the norm."""
         x, weight, inverse, *saved = ctx.saved_tensors
         head_norms, weights, adapters, kept = saved[:2], saved[2:5], _pair_adapters(saved[5:11], ctx.scales), saved[11:]
-        needs_grad = ctx.needs_input_grad[6:]
+        needs_grad = ctx.needs_input_grad[7:]
         turn: RotaryTable = ctx.turn
+        functions: Elementwise = ctx.functions
         d_heads = [_gather_live(gradients[number::3], turn.places) for number in range(3)]
-        d_heads[:2] = (apply_rope(d.to(x.dtype), turn, -1) for d in d_heads[:2])
+        before_rows = x.dtype if kept else ctx.low  # the norms of heads come before the rows of a product
+        flat = [functions.rope_backward(d, turn.cos, turn.sin, before_rows) for d in d_heads[:2]]
         d_head_norms: list[Weight] = [None, None]
         if kept:
-            d_heads[:2], d_head_norms = _head_norms_backward(d_heads[:2], kept, head_norms, needs_grad[1:3])
-        flat = [pad_rows_for_onednn(d.flatten(1), ctx.low) for d in d_heads]
-        scaled = _scaled(x, inverse)
-        inner = pad_rows_for_onednn(_weighted(scaled, weight), ctx.low)
+            flat, d_head_norms = _head_norms_backward(flat, kept, head_norms, needs_grad[1:3], functions)
+        flat = [pad_rows_for_onednn(d, ctx.low) for d in (*flat, d_heads[2].flatten(1))]
+        scaled, inner = _renormalize(x, inverse, weight, ctx.low, functions)
         d_weights = [
             _weight_gradient(dy, inner, w, needed) for dy, w, needed in zip(flat, weights, needs_grad[3:6], strict=True)
         ]
@@ -209,22 +199,25 @@ class _BeforeAttention(torch.autograd.Function):
             for d in _adapter_gradients(dy, inner, adapter, needed)
         ]
         d_inner = _input_gradient(flat, weights, adapters, x.dtype)[: len(x)]
-        d_x, d_weight = _norm_backward(d_inner, scaled, weight, inverse, needs_grad=needs_grad[0], d_skip=d_skip)
-        return None, None, None, None, None, d_x, d_weight, *d_head_norms, *d_weights, *d_biases, *d_pairs
+        d_x, d_weight = _norm_backward(d_inner, scaled, weight, inverse, d_skip, needs_grad[0], functions)
+        return None, None, None, None, None, None, d_x, d_weight, *d_head_norms, *d_weights, *d_biases, *d_pairs
 
 
 def _head_norms_backward(
-    gradients: Sequence[Tensor], kept: Sequence[Tensor], weights: Sequence[Weight], needs_grad: Sequence[bool]
+    gradients: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    weights: Sequence[Weight],
+    needs_grad: Sequence[bool],
+    functions: Elementwise,
 ) -> tuple[list[Tensor], list[Weight]]:
     """Go back through the norms of queries and keys; `kept` has the input and the inverse RMS of each, in turn."""
     d_states, d_weights = [], []
     for gradient, state, inverse, weight, needed in zip(
         gradients, kept[::2], kept[1::2], weights, needs_grad, strict=True
     ):
-        d_state, d_weight = _norm_backward(
-            gradient.view(state.shape), state * inverse, weight, inverse, needs_grad=needed
-        )
-        d_states.append(d_state)
+        d_norm = gradient.view(state.shape)
+        d_state, d_weight = functions.norm_backward(d_norm, state * inverse, weight, inverse, None, needed)
+        d_states.append(d_state.view(gradient.shape))
         d_weights.append(d_weight)
     return d_states, d_weights
 
@@ -238,7 +231,8 @@ class _AfterAttention(torch.autograd.Function):
         scales: Sequence[float],
         places: Sequence[RectangleIndex],
         chosen: Tensor | None,
-        activation: Activation,
+        activation: str,
+        functions: Elementwise,
         skip: Tensor,
         weight: Weight,
         after_attention: Weight,
@@ -254,12 +248,16 @@ class _AfterAttention(torch.autograd.Function):
         seen = _gather_live(rectangles, places).flatten(1)
         if chosen is not None:
             seen, skip = seen.index_select(0, chosen), skip.index_select(0, chosen)
-        middle, *of_attention = _add_half(skip, pad_rows_for_onednn(seen, low), out, on_out, after_attention, eps[1])
-        inverse = None if weight is None else _inverse_rms(middle, eps[0])
-        inner = pad_rows_for_onednn(_normalize(middle, weight, inverse), low)
+        middle, *of_attention = _add_half(
+            skip, pad_rows_for_onednn(seen, low), out, on_out, after_attention, eps[1], functions
+        )
+        inner, inverse = _normalize(middle, weight, eps[0], low, functions)
         gates, ups = _linear(inner, gate, adapter=on_gate), _linear(inner, up, adapter=on_up)
-        total, *of_mlp = _add_half(middle, activation.of(gates).mul_(ups), down, on_down, after_mlp, eps[2])
-        ctx.places, ctx.chosen, ctx.low, ctx.scales, ctx.activation = places, chosen, low, scales, activation
+        total, *of_mlp = _add_half(
+            middle, functions.gate(gates, ups, activation), down, on_down, after_mlp, eps[2], functions
+        )
+        ctx.places, ctx.chosen, ctx.low, ctx.scales = places, chosen, low, scales
+        ctx.activation, ctx.functions = activation, functions
         norms = weight, inverse, after_attention, *of_attention, after_mlp, *of_mlp
         ctx.save_for_backward(middle, *norms, out, gate, up, down, gates, ups, *pairs, *rectangles)
         return total
@@ -274,20 +272,19 @@ class _AfterAttention(torch.autograd.Function):
         middle, weight, inverse, after_attention, attended, attended_inverse, *saved = ctx.saved_tensors
         after_mlp, mlp_output, mlp_inverse, out, gate, up, down, gates, ups, *others = saved
         rectangles, (on_out, on_gate, on_up, on_down) = others[8:], _pair_adapters(others[:8], ctx.scales)
-        needs_grad, dtype = ctx.needs_input_grad[7:], middle.dtype
+        needs_grad, dtype = ctx.needs_input_grad[8:], middle.dtype
+        functions: Elementwise = ctx.functions
         to_norms, to_weights, to_adapters = needs_grad[:3], needs_grad[3:7], needs_grad[7:15:2]
         d_mlp_output, d_after_mlp = _norm_backward(
-            gradient, _scaled(mlp_output, mlp_inverse), after_mlp, mlp_inverse, needs_grad=to_norms[2]
+            gradient, _scaled(mlp_output, mlp_inverse), after_mlp, mlp_inverse, None, to_norms[2], functions
         )
-        activated, d_low = ctx.activation.of(gates), pad_rows_for_onednn(d_mlp_output, ctx.low)
-        hidden = activated * ups if to_weights[3] or to_adapters[3] else None
+        d_low = pad_rows_for_onednn(d_mlp_output, ctx.low)
+        d_hidden = _input_gradient([d_low], [down], [on_down], ctx.low)
+        needs_hidden = to_weights[3] or to_adapters[3]
+        hidden, d_gates, d_ups = functions.gate_backward(d_hidden, gates, ups, ctx.activation, needs_hidden)
         d_down = _weight_gradient(d_low, hidden, down, to_weights[3])
         d_on_down = _adapter_gradients(d_low, hidden, on_down, to_adapters[3])
-        d_hidden = _input_gradient([d_low], [down], [on_down], ctx.low)
-        d_ups = activated.mul_(d_hidden)
-        d_gates = ctx.activation.back(d_hidden.mul_(ups), gates)
-        scaled = _scaled(middle, inverse)
-        inner = pad_rows_for_onednn(_weighted(scaled, weight), ctx.low)
+        scaled, inner = _renormalize(middle, inverse, weight, ctx.low, functions)
         d_gate, d_up = (
             _weight_gradient(d_gates, inner, gate, to_weights[1]),
             _weight_gradient(d_ups, inner, up, to_weights[2]),
@@ -295,9 +292,15 @@ class _AfterAttention(torch.autograd.Function):
         d_on_gate = _adapter_gradients(d_gates, inner, on_gate, to_adapters[1])
         d_on_up = _adapter_gradients(d_ups, inner, on_up, to_adapters[2])
         d_inner = _input_gradient([d_gates, d_ups], [gate, up], [on_gate, on_up], dtype)[: len(middle)]
-        d_middle, d_weight = _norm_backward(d_inner, scaled, weight, inverse, needs_grad=to_norms[0], d_skip=gradient)
+        d_middle, d_weight = _norm_backward(d_inner, scaled, weight, inverse, gradient, to_norms[0], functions)
         d_attended, d_after_attention = _norm_backward(
-            d_middle, _scaled(attended, attended_inverse), after_attention, attended_inverse, needs_grad=to_norms[1]
+            d_middle,
+            _scaled(attended, attended_inverse),
+            after_attention,
+            attended_inverse,
+            None,
+            to_norms[1],
+            functions,
         )
         d_low, rows = pad_rows_for_onednn(d_attended, ctx.low), _count_tokens(rectangles, ctx.places)
         seen = None
@@ -315,7 +318,7 @@ class _AfterAttention(torch.autograd.Function):
         d_rectangles = _scatter_to(rectangles, ctx.places, d_seen)
         d_weights = d_middle, d_weight, d_after_attention, d_after_mlp, d_out, d_gate, d_up, d_down
         d_pairs = *d_on_out, *d_on_gate, *d_on_up, *d_on_down
-        return None, None, None, None, None, None, *d_weights, *d_pairs, *d_rectangles
+        return None, None, None, None, None, None, None, *d_weights, *d_pairs, *d_rectangles
 
 
 def _split_norms(norms: Sequence[Norm | None]) -> tuple[list[float], list[Weight]]:
@@ -370,13 +373,14 @@ def _add_half(
     adapter: Adapter,
     norm: Weight,
     eps: float,
+    functions: Elementwise,
 ) -> tuple[Tensor, Weight, Weight]:
     """Add a half's product, or its norm, to `skip`; also return the product and its inverse RMS if there is a norm."""
     if norm is None:
         return _add_product(skip, x, weight, adapter), None, None
     product = _linear(x, weight, adapter=adapter)[: len(skip)].to(skip.dtype)
-    inverse = _inverse_rms(product, eps)
-    return torch.addcmul(skip, product * inverse, norm), product, inverse
+    normed, inverse = functions.normalize(product, norm, eps, skip.dtype)
+    return skip + normed, product, inverse
 
 
 def _input_gradient(
@@ -441,15 +445,18 @@ def _gather_live(rectangles: Sequence[Tensor], places: Sequence[RectangleIndex])
     return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
 
 
-def _inverse_rms(x: Float[Tensor, "*shape D"], eps: float) -> Float[Tensor, "*shape 1"]:
-    """Compute the inverse RMS of x, 1 / sqrt(mean(x²) + eps)."""
-    square: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
-    return square.div_(x.shape[-1]).add_(eps).rsqrt_()
+def _normalize(
+    x: Float[Tensor, "N D"], weight: Weight, eps: float, low: torch.dtype, functions: Elementwise
+) -> tuple[Float[Tensor, "M D"], Weight]:
+    """Compute the norm of x, as rows of a product in `low`, and its inverse RMS; without a norm x itself, and None."""
+    return (pad_rows_for_onednn(x, low), None) if weight is None else functions.normalize(x, weight, eps, low)
 
 
-def _normalize(x: Float[Tensor, "*shape D"], weight: Weight, inverse: Weight) -> Float[Tensor, "*shape D"]:
-    """Apply a norm to x; return x itself where there is none."""
-    return x if weight is None or inverse is None else (x * inverse).mul_(weight)
+def _renormalize(
+    x: Float[Tensor, "N D"], inverse: Weight, weight: Weight, low: torch.dtype, functions: Elementwise
+) -> tuple[Float[Tensor, "N D"], Float[Tensor, "M D"]]:
+    """Compute the norm of x without its weight, and with it as rows of a product in `low`; both x without a norm."""
+    return (x, pad_rows_for_onednn(x, low)) if weight is None else functions.renormalize(x, inverse, weight, low)
 
 
 def _scaled(x: Any, inverse: Weight) -> Any:
@@ -457,37 +464,16 @@ def _scaled(x: Any, inverse: Weight) -> Any:
     return x if inverse is None else x * inverse
 
 
-def _weighted(scaled: Float[Tensor, "*shape D"], weight: Weight) -> Float[Tensor, "*shape D"]:
-    return scaled if weight is None else scaled * weight
-
-
 def _norm_backward(
-    gradient: Tensor, scaled: Weight, weight: Weight, inverse: Weight, *, needs_grad: bool, d_skip: Weight = None
+    gradient: Tensor,
+    scaled: Weight,
+    weight: Weight,
+    inverse: Weight,
+    d_skip: Weight,
+    needs_grad: bool,
+    functions: Elementwise,
 ) -> tuple[Tensor, Weight]:
-    """Compute the gradients of a norm's input and, with `needs_grad`, of its weight.
-
-    With n = x / rms,  dx = (dy w - n mean(dy w n)) / rms,  dw = sum(dy n). `d_skip`, the gradient that reaches x past
-    the norm, is added to dx. Without a weight there is no norm: dx = dy.
-    """
-    if scaled is None or weight is None or inverse is None:
+    """Compute the gradients of a norm's input, added to `d_skip`, and of its weight; without a norm dx = dy."""
+    if weight is None:
         return (gradient if d_skip is None else gradient + d_skip), None
-    product = gradient * scaled
-    d_weight = product.flatten(0, -2).sum(dim=0) if needs_grad else None
-    mean = (product @ weight).div_(-scaled.shape[-1])[..., None]
-    d_x = torch.mul(gradient, weight, out=product).addcmul_(scaled, mean)
-    return (d_x.mul_(inverse) if d_skip is None else torch.addcmul(d_skip, d_x, inverse, out=d_x)), d_weight
-
-
-def apply_rope(heads: Float[Tensor, "N H d"], turn: RotaryTable, direction: int) -> Float[Tensor, "N H d"]:
-    """Apply rotary embeddings to the first 2 E numbers of each head; `direction` is 1, or -1 to rotate back.
-
-    Their two halves are the coordinates of E planes. The rest, in families that rotate only a part, stays as it is.
-    """
-    half = turn.cos.shape[-1]
-    first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
-    turned = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
-    torch.mul(first, turn.cos, out=turned[..., :half]).addcmul_(second, turn.sin, value=-direction)
-    torch.mul(second, turn.cos, out=turned[..., half : 2 * half]).addcmul_(first, turn.sin, value=direction)
-    if rest.shape[-1]:
-        turned[..., 2 * half :] = rest
-    return turned
+    return functions.norm_backward(gradient, scaled, weight, inverse, d_skip, needs_grad)
