@@ -27,7 +27,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "recipes_smollm2.json"
 FIGURE = ROOT / "docs" / "images" / "recipes_smollm2.svg"
 CURVES = {  # what a reader watches of each recipe
     "sft": ("loss/sft",),
-    "rm": ("loss/rm", "rm/accuracy"),
+    "rm": ("loss/rm", "rm/accuracy", "eval/rm_accuracy"),
     "dpo": ("preference/accuracy", "preference/margin"),
     "ppo": ("score/mean", "kl/reference"),
     "grpo": ("score/mean", "kl/reference"),

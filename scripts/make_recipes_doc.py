@@ -7,6 +7,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "zoo"), str(ROOT)]
@@ -48,13 +49,13 @@ rlhf train configs/recipes/smollm2_135m/ppo.yaml
 rlhf rm    configs/recipes/smollm2_135m/rm.yaml
 ```
 
-What to expect: time and memory are of one core with bfloat16 products, beside other work; without such products
-`policy.dtype=float32` is faster. All but the reward model are arms of
-[the comparison](results.md#a-real-chat-model-on-instructions-that-a-program-can-check), which says what they write and
-how far apart two seeds are. "First" and "last" are means over the first and the last fifth of the steps.
+What to expect: time and memory are of training on one core with bfloat16 products, beside other work; without such
+products `policy.dtype=float32` is faster. All but the reward model are arms of
+[the comparison](results.md#a-real-chat-model-on-instructions-that-a-program-can-check), which says what they write,
+and on how many seeds. Curves are of one seed; "first" and "last" are means over a fifth of the steps.
 
-| recipe | steps | curve: first → last | judged | minutes | memory, GB |
-|---|---|---|---|---|---|
+| recipe | curve: first → last | judged | minutes | memory, GB |
+|---|---|---|---|---|
 """
 
 CURVES = """
@@ -109,12 +110,24 @@ def page() -> str:
 
 
 def _measured() -> Iterator[str]:
-    recipes = json.loads((RESULTS / "recipes_smollm2.json").read_text(encoding="utf-8"))
-    for name, run in recipes.items():
-        curves = ", ".join(_first_to_last(*curve) for curve in run["curves"].items())
-        judged = _report_card(run["report_card"]) if "report_card" in run else _ifeval(name)
-        took = f"{run['minutes']:.0f} | {run['peak_memory_gb']:.1f}"
-        yield f"| `{name}.yaml` | {run['steps']} | {curves} | {judged} | {took} |"
+    runs = json.loads((RESULTS / "recipes_smollm2.json").read_text(encoding="utf-8"))
+    for kind in KINDS:
+        if kind == "rm":
+            run = runs["rm"]
+            judged, minutes, memory = _report_card(run["report_card"]), run["minutes"], run["peak_memory_gb"]
+        else:
+            arm = _arm(kind)
+            judged, minutes = _ifeval(arm), arm["costs"]["seconds"] / 60
+            memory = arm["peak_memory_mb"] / 1000
+        curves = ", ".join(_first_to_last(*curve) for curve in runs.get(kind, {"curves": {}})["curves"].items())
+        yield f"| `{kind}.yaml` | {curves or 'not kept'} | {judged} | {minutes:.0f} | {memory:.1f} |"
+
+
+def _arm(name: str) -> dict[str, Any]:
+    """Return what the comparison measured of a recipe; of SFT that is the first comparison."""
+    file = RESULTS / ("compare_smollm2_first.json" if name == "sft" else "compare_smollm2.json")
+    arm: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["arms"][name]
+    return arm
 
 
 def _first_to_last(name: str, points: list[list[float]]) -> str:
@@ -123,9 +136,8 @@ def _first_to_last(name: str, points: list[list[float]]) -> str:
     return f"`{name}` {first:.2f} → {last:.2f}"
 
 
-def _ifeval(arm: str) -> str:
-    file = RESULTS / ("compare_smollm2_first.json" if arm == "sft" else "compare_smollm2.json")
-    gain = json.loads(file.read_text(encoding="utf-8"))["arms"][arm]["suites"]["ifeval"]["prompt_strict"]["gain"]
+def _ifeval(arm: dict[str, Any]) -> str:
+    gain = arm["suites"]["ifeval"]["prompt_strict"]["gain"]
     value, low, high = (100 * gain[key] for key in ("value", "low", "high"))
     return f"IFEval {value:+.1f} points [{low:+.1f}, {high:+.1f}]"
 
