@@ -17,10 +17,8 @@ from typing import Any
 
 import matplotlib as mpl
 import yaml
-
-mpl.use("svg")
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "recipes_smollm2.json"
@@ -71,12 +69,14 @@ def draw(recipes: dict[str, Any]) -> None:
     panels = [(recipe, name, points) for recipe, run in recipes.items() for name, points in run["curves"].items()]
     columns = 3
     rows = math.ceil(len(panels) / columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(9, 2.1 * rows), layout="constrained", squeeze=False)
+    figure = Figure(figsize=(9, 2.1 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat[len(panels) :]:
         axis.axis("off")
     for axis, (recipe, name, points) in zip(axes.flat, panels, strict=False):
         _panel(axis, recipe, name, points)
-    figure.savefig(FIGURE, metadata={"Date": None})
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "recipes"}):  # text as text; the same file each time
+        figure.savefig(FIGURE, metadata={"Date": None})
 
 
 def _panel(axis: Axes, recipe: str, name: str, points: list[list[float]]) -> None:
