@@ -237,7 +237,7 @@ def test_the_heavy_libraries_exist() -> None:
 def test_the_commands_import_without_any_extra() -> None:
     """As after `pip install .`: what serve, track, gguf and the like bring is imported where it is used.
 
-    So is peft, which is always installed: it takes a fifth of the time that a run takes to start.
+    So is peft, which is always installed: it takes a seventh of the time that a run takes to start.
     """
     extras = (
         "uvicorn",

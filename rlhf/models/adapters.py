@@ -1,4 +1,4 @@
-"""Recognize the adapters of peft, which is imported only where a model has any: it takes a fifth of a run's start."""
+"""Recognize the adapters of peft, imported only where a model has any: it takes a seventh of a run's start."""
 
 from __future__ import annotations
 
