@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Judged:
-    """What the judge found of an arm with one seed."""
+    """The scores of an arm with one seed, its KL and its time."""
 
     scores: Float[Tensor, " P"]
     kl: float

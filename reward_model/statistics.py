@@ -1,6 +1,6 @@
 """Statistics of scored pairs: accuracy with its confidence interval, bins, calibration error, correlation.
 
-Of an ensemble also how far its members disagree, and whether that tells when it is wrong.
+Of an ensemble also how far its members disagree, and whether that indicates where it is wrong.
 """
 
 from __future__ import annotations

@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import signal
 
-from rlhf.process import silence_libraries
-
-silence_libraries()  # before they are imported: the filters of the program that compares do not reach this process
-
-from rlhf.comparison.processes import handle_sigterm  # noqa: E402
+from rlhf.comparison.processes import handle_sigterm
 
 signal.signal(signal.SIGTERM, handle_sigterm)

@@ -90,7 +90,7 @@ def read_facts(config: RunConfiguration) -> Facts:
 
 
 def parameters_in_name(name: str) -> float | None:
-    """Return the number of parameters that a model's name tells (`Qwen2.5-0.5B`, `smollm2-135m`), or None."""
+    """Return the number of parameters that a model's name states (`Qwen2.5-0.5B`, `smollm2-135m`), or None."""
     sizes = [float(number) * _UNITS[unit.upper()] for number, unit in _SIZE.findall(name)]
     return sizes[-1] if sizes else None
 
