@@ -41,7 +41,7 @@ rlhf launch --slurm configs/ppo.yaml --nodes 2 --gpus 8      print the job scrip
 
 
 TARGETS = {
-    "file": "a configuration (YAML), or the folder of a run (not of a comparison) to repeat or continue",
+    "file": "a configuration (YAML), or the folder of a run or comparison to repeat or continue",
     "run": "a run folder or a model; RUN@best is the best checkpoint that a run has kept",
 }
 

@@ -49,8 +49,8 @@ rlhf train configs/recipes/smollm2_135m/ppo.yaml
 rlhf rm    configs/recipes/smollm2_135m/rm.yaml
 ```
 
-What to expect: time and memory are of training on one core with bfloat16 products, beside other work; without such
-products `policy.dtype=float32` is faster. All but the reward model are arms of
+What to expect: time and memory are of training on one core with bfloat16 products, beside other work; a CPU
+without them computes in float32, and says so. All but the reward model are arms of
 [the comparison](results.md#a-real-chat-model-on-instructions-that-a-program-can-check), which says what they write,
 and on how many seeds. Curves are of one seed; "first" and "last" are means over a fifth of the steps.
 

@@ -44,6 +44,14 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def bfloat16_on_every_cpu() -> Iterator[None]:
+    """Runs in bfloat16 compute in it on a CPU that emulates its products too: the suite says the same everywhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlhf.runtime.device.cpu_has_bfloat16_products", lambda: True)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def wide_norms() -> Iterator[None]:
     """Norms of float64 models in float64: transformers' round to float32, and all that follows to 1e-7."""
     with pytest.MonkeyPatch.context() as patch:

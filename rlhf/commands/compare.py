@@ -20,7 +20,7 @@ from rlhf.comparison.aggregate import read_cells, summarize, write_results
 from rlhf.comparison.charts import comparison_charts
 from rlhf.comparison.figures import write_figures
 from rlhf.comparison.page import write_compare_page
-from rlhf.comparison.plan import Cell, Plan, make_plan, read_plan
+from rlhf.comparison.plan import Cell, Plan, check_owner, locate_base, make_plan, read_plan
 from rlhf.comparison.processes import start_cell
 from rlhf.comparison.results import ArmResult, ComparisonResults, FrontierPoint
 from rlhf.comparison.scheduler import StartCell, run_cells
@@ -29,6 +29,7 @@ from rlhf.comparison.tuning.plan import tuned_config
 from rlhf.comparison.tuning.run import Chosen, run_tuning
 from rlhf.comparison.tuning.tables import tuning_notes, tuning_table
 from rlhf.config.compare import START_FOLDER, CompareConfig, LabConfig
+from rlhf.config.files import COMPARE_CONFIG
 from rlhf.config.load import compare_config, dump, read_yaml
 from rlhf.errors import ConfigError, UserError
 from rlhf.factory.context import MODEL
@@ -38,7 +39,6 @@ from rlhf.runtime.distributed import world_size_from_env
 from rlhf.tracking.progress import printable
 from rlhf.tracking.run_folder import write_atomically
 
-COMPARE = "compare.yaml"
 EXACT_FRONTIER = "exact_frontier.json"
 
 
@@ -67,8 +67,11 @@ def run_compare(config: CompareConfig, *, beside: Path, console: Console, start:
     print_violations({name: lint(run) for name, run in trained_arms(plan).items()}, console)
     if config.lab is not None and not _prepare_lab(config.lab, console):
         return False
+    for cell in plan.untuned():
+        check_owner(cell)  # of all cells, before anything in the folder changes
     plan.folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(plan.folder / COMPARE, yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True))
+    settings = {**dump(config), "base": str(locate_base(config, beside))}
+    write_atomically(plan.folder / COMPARE_CONFIG, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
     start = start or partial(start_cell, jobs=config.jobs, processes=config.processes)
     complete = True
     if config.tune is not None:
@@ -97,7 +100,7 @@ def _tune(plan: Plan, start: StartCell, console: Console) -> Chosen | None:
 
 def is_comparison(path: str) -> bool:
     """Return whether a folder holds a comparison."""
-    return (Path(path) / COMPARE).is_file()
+    return (Path(path) / COMPARE_CONFIG).is_file()
 
 
 def rebuild_comparison(path: str, console: Console) -> None:
@@ -107,7 +110,7 @@ def rebuild_comparison(path: str, console: Console) -> None:
         UserError: its start model is not judged yet.
     """
     folder = Path(path)
-    _report(read_plan(compare_config(read_yaml(folder / COMPARE)), folder), console, required=True)
+    _report(read_plan(compare_config(read_yaml(folder / COMPARE_CONFIG)), folder), console, required=True)
 
 
 def _prepare_lab(lab: LabConfig, console: Console) -> bool:

@@ -145,6 +145,10 @@ class Plan:
         """Return the cells of an arm."""
         return [cell for cell in self.cells if cell.arm == arm]
 
+    def untuned(self) -> list[Cell]:
+        """Return the cells whose settings are known before tuning."""
+        return self.cells if self.config.tune is None else [*self.of(START_FOLDER), *self.trials]
+
 
 def make_plan(config: CompareConfig, *, beside: Path, lab_files: bool = True, trials: bool = True) -> Plan:
     """Build the cells of a comparison, each with a complete configuration that has been validated.
@@ -159,7 +163,7 @@ def make_plan(config: CompareConfig, *, beside: Path, lab_files: bool = True, tr
         ConfigError: an arm is not a valid run, breaks a rule of `rlhf lint` whose level is error, or sets what the
             comparison fixes; the message names the arm.
     """
-    base = merge(_base(config, beside), config.shared.tree())
+    base = merge(read_yaml(locate_base(config, beside)), config.shared.tree())
     _refuse(config.shared, LENGTH, "shared")
     base = merge(base, _common(config, base))
     arms: dict[str, Arm] = {START_FOLDER: TrainedArm(), **config.arms}
@@ -239,23 +243,33 @@ def read_plan(config: CompareConfig, folder: Path) -> Plan:
 
 
 def ensure_owner(cell: Cell) -> None:
-    """Write cell.yaml, or check that the one that exists has the same settings.
+    """Write cell.yaml, or check that the one that exists has the same settings, defaults included.
 
     Raises:
-        ConfigError: the folder belongs to another comparison.
+        ConfigError: as `check_owner`.
     """
+    check_owner(cell)
     path = cell.folder / CELL
-    content = cell.config.model_dump(mode="json", exclude_unset=True)
-    if path.is_file():
-        keys = differing_keys(read_yaml(path), content)
-        if keys:
-            raise ConfigError(
-                f"{cell.folder} was made with other settings ({', '.join(keys[:6])}{', …' if len(keys) > 6 else ''}): "
-                "choose another out_dir, or remove that folder to run it anew"
-            )
+    if not path.is_file():
+        cell.folder.mkdir(parents=True, exist_ok=True)
+        content = cell.config.model_dump(mode="json", exclude_unset=True)
+        write_atomically(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+
+
+def check_owner(cell: Cell) -> None:
+    """Check that the cell's folder has no cell.yaml, or one with the same settings.
+
+    Raises:
+        ConfigError: the folder belongs to another comparison, or to another version of the package.
+    """
+    if not (cell.folder / CELL).is_file():
         return
-    cell.folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+    keys = differing_keys(dump(read_cell(cell.folder).config), dump(cell.config))
+    if keys:
+        raise ConfigError(
+            f"{cell.folder} was made with other settings ({', '.join(keys[:6])}{', …' if len(keys) > 6 else ''}): "
+            "choose another out_dir, or remove that folder to run it anew"
+        )
 
 
 def read_cell(folder: Path) -> Cell:
@@ -267,9 +281,10 @@ def read_cell(folder: Path) -> Cell:
     return Cell(folder, validate(CellConfig, read_yaml(folder / CELL)))
 
 
-def _base(config: CompareConfig, beside: Path) -> Tree:
+def locate_base(config: CompareConfig, beside: Path) -> Path:
+    """Return the file of the base: as it is named, or if that does not exist, in the folder `beside`."""
     path = Path(config.base)
-    return read_yaml(path if path.exists() or not (beside / path).exists() else beside / path)
+    return path if path.exists() or not (beside / path).exists() else beside / path
 
 
 def _common(config: CompareConfig, base: Tree) -> Tree:

@@ -221,9 +221,9 @@ class Overrides(Section):
     """See rlhf train."""
 
     def tree(self) -> dict[str, Any]:
-        """Return the settings that were given, as plain data."""
+        """Return the settings that were given, as plain data, without sections that are empty."""
         settings = self.model_dump(mode="json", exclude_unset=True)
-        return {key: value for key, value in settings.items() if key in Overrides.model_fields}
+        return {key: value for key, value in settings.items() if key in Overrides.model_fields and value != {}}
 
 
 class TrainedArm(Overrides):

@@ -15,6 +15,8 @@ import yaml
 from rlhf.errors import ConfigError
 
 CONFIGS = "configs"
+RUN_CONFIG = "config.yaml"
+COMPARE_CONFIG = "compare.yaml"
 PACKAGE = Path(__file__).resolve().parents[1]
 MAX_DEPTH = 32
 MAX_VALUES = 100_000  # values, each alias counted as everything that it stands for
@@ -36,12 +38,13 @@ def shipped_configs() -> Path:
 def locate_config(path: str | Path) -> Path:
     """Return the configuration file that `path` names, or `path` itself if there is none.
 
-    A run folder stands for its config.yaml. A name such as `configs/ppo.yaml` is looked up in the working folder first,
-    and then among the project's own configurations.
+    A run folder stands for its config.yaml, and a comparison's for its compare.yaml. A name such as `configs/ppo.yaml`
+    is looked up in the working folder first, and then among the project's own configurations.
     """
     file = Path(path)
-    if file.is_dir() and (file / "config.yaml").is_file():
-        return file / "config.yaml"
+    for name in (RUN_CONFIG, COMPARE_CONFIG):
+        if (file / name).is_file():
+            return file / name
     if file.exists() or not _is_shipped_name(file):
         return file
     shipped = shipped_configs().joinpath(*file.parts[1:])

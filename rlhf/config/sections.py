@@ -110,7 +110,8 @@ class PolicyConfig(OptimizerConfig):
     """Folder or hub id; null: the model's own."""
     dtype: Dtype = "float32"
     """bfloat16: bf16 arithmetic over float32 weights; otherwise weights and arithmetic are in this dtype.
-    Log-probabilities are computed in float32 or better. On a CUDA GPU the default is bfloat16."""
+    Log-probabilities are computed in float32 or better. On a CUDA GPU the default is bfloat16. A CPU that has no
+    bfloat16 products, as most without AVX-512, computes in float32 instead, and the run says so."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights."""
     gradient_checkpointing: bool = False

@@ -40,7 +40,6 @@ from rlhf.models.export import (
 from rlhf.models.origin import Origin
 from rlhf.models.scalar_head import ScalarHeadModel
 from rlhf.models.weight_files import NamedTensors, WeightFiles, is_split, read_header
-from rlhf.runtime.device import precision_note
 from rlhf.runtime.distributed import Distributed
 from rlhf.runtime.engine import Engine, TrainableModel, make_engine
 from rlhf.runtime.optimizers import Moments
@@ -197,8 +196,15 @@ class _Feed:
         return main[0].metrics(step) if main else {}
 
 
-def open_context(config: TrainConfig | RewardModelConfig, console: Console | None) -> RunContext:
+def open_context(
+    config: TrainConfig | RewardModelConfig, console: Console | None, notes: Sequence[str] = ()
+) -> RunContext:
     """Lock the run folder, create the engine, and find the checkpoint to resume from.
+
+    Args:
+        config: the run's configuration.
+        console: where the run prints; None for nowhere.
+        notes: what is to be told at the start, after warnings about the configuration.
 
     Raises:
         CheckpointError: checkpoint.resume is never and there is a checkpoint, no checkpoint is intact, or another
@@ -209,8 +215,7 @@ def open_context(config: TrainConfig | RewardModelConfig, console: Console | Non
     folder = RunFolder(config.run.out_dir)
     release = _lock_folder(folder.path, ranks)
     checkpoints = Checkpoints(folder.checkpoints, keep=config.checkpoint.keep, ranks=ranks)
-    notes = [f"warning: {warning}" for warning in [*unread_warnings(config), *check_settings(config)]]
-    notes += precision_note(config, engine.device)
+    notes = [f"warning: {warning}" for warning in [*unread_warnings(config), *check_settings(config)]] + [*notes]
     if ranks.world > 1 and config.sharding.mode == "none":
         notes.append(f"{ranks.world} processes and sharding=none: they share the rows of a step, as with sharding=ddp")
 

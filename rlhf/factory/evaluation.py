@@ -34,6 +34,7 @@ from rlhf.models.backbone import check_vocabulary, context_length, freeze, load_
 from rlhf.models.policy_models import Models
 from rlhf.rewards.judge import ChatModel
 from rlhf.rewards.source import Texts, decode
+from rlhf.runtime.device import usable_dtype
 from rlhf.runtime.engine import make_engine
 from rlhf.runtime.seeding import derive_seed
 from rlhf.training.online_run import NO_GRAD_BATCH_MULTIPLIER
@@ -189,9 +190,11 @@ def evaluate_model(
     Raises:
         UserError: there is no judge, there are no prompts, or a model cannot be loaded.
     """
+    engine = make_engine(config.run)
+    dtype = usable_dtype(config.policy.dtype, engine.device)
+    config = config.model_copy(update={"policy": config.policy.model_copy(update={"dtype": dtype})})
     if config.data.eval_prompts is None:
         raise ConfigError("nothing to evaluate on: set data.eval_prompts.path")
-    engine = make_engine(config.run)
     tokenizer = build_tokenizer(config.policy.model_copy(update={"model": tokenizer_from}))
     start = model_folder(config.reference.model or config.policy.model)
     models = Models(

@@ -52,7 +52,7 @@ from rlhf.factory.sampler import build_sampler
 from rlhf.models.backbone import context_length
 from rlhf.models.origin import Origin
 from rlhf.models.policy_models import Ema, Models
-from rlhf.runtime.device import with_default_precision
+from rlhf.runtime.device import choose_precision
 from rlhf.runtime.engine import TrainableModel
 from rlhf.runtime.seeding import derive_seed
 from rlhf.tracking.metrics import progress_metrics
@@ -243,8 +243,8 @@ def build_offline(config: OfflineConfig, console: Console | None = None) -> Offl
     Raises:
         UserError: a model, data set, reward or checkpoint is missing or invalid; the subclass says which.
     """
-    config = with_default_precision(config)
-    context = open_context(config, console)
+    config, precision = choose_precision(config)
+    context = open_context(config, console, precision)
     tokenizer = build_tokenizer(config.policy)
     origin = read_export_origin(config.policy, tokenizer)
     engine = context.engine

@@ -45,7 +45,7 @@ from rlhf.models.origin import Origin
 from rlhf.models.policy_models import Ema, Models
 from rlhf.rewards.shaping import ShapedReward
 from rlhf.rewards.source import RewardSource
-from rlhf.runtime.device import with_default_precision
+from rlhf.runtime.device import choose_precision
 from rlhf.runtime.engine import Engine, LocalModel, TrainableModel
 from rlhf.runtime.micro_batch import AdaptiveMicroBatch
 from rlhf.runtime.seeding import derive_seed
@@ -134,9 +134,9 @@ def build_online(config: OnlineConfig, console: Console | None = None) -> Online
     Raises:
         UserError: a model, data set, reward or checkpoint is missing or invalid; the subclass says which.
     """
-    config = with_default_precision(config)
+    config, precision = choose_precision(config)
     algorithm = config.algorithm
-    context = open_context(config, console)
+    context = open_context(config, console, precision)
     _check_reward_parts(config, context.engine)
     tokenizer = build_tokenizer(config.policy)
     origin = read_export_origin(config.policy, tokenizer)

@@ -49,7 +49,7 @@ from rlhf.models.backbone import context_length, enable_gradient_checkpointing
 from rlhf.models.ensemble_head import EnsembleHeadModel, as_ensemble, load_reward_heads
 from rlhf.models.logprobs import FastWays, of_bodies
 from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
-from rlhf.runtime.device import with_default_precision
+from rlhf.runtime.device import choose_precision
 from rlhf.runtime.distributed import Distributed, is_main_process
 from rlhf.runtime.seeding import derive_seed, seeded_initialization
 from rlhf.tracking.checkpoint import replace_folder
@@ -87,8 +87,8 @@ def build_reward_model(config: RewardModelConfig, console: Console | None = None
     Raises:
         UserError: a model, data set or checkpoint is missing or invalid; the subclass says which.
     """
-    config = with_default_precision(config)
-    context = open_context(config, console)
+    config, precision = choose_precision(config)
+    context = open_context(config, console, precision)
     tokenizer = build_tokenizer(config.model)
     origin = read_export_origin(config.model, tokenizer)
     model = _build_model(config, context, tokenizer)

@@ -31,6 +31,7 @@ from rlhf.rewards.remote import RemoteReward
 from rlhf.rewards.rules import RulesReward
 from rlhf.rewards.source import MainRankReward, RewardSource, ShardedReward
 from rlhf.rewards.watch import WatchingJudge
+from rlhf.runtime.device import usable_dtype
 from rlhf.runtime.engine import Engine
 
 
@@ -112,17 +113,18 @@ def _build_model(
         ]
         names = [f"member.{number}" for number in range(len(members))]
         return EnsembleReward(sources, how=config.how, std_coef=config.std_coef, names=names)
+    dtype = usable_dtype(config.dtype, engine.device)
     source = RewardModelSource.load(
         model_folder(config.path),
         tokenizer,
         device=engine.device,
         micro_batch_size=config.micro_batch_size,
-        dtype=config.dtype,
+        dtype=dtype,
         engine=engine,
     )
     source.model = engine.freeze("reward", source.model)
     if not engine.splits_weights:
-        keep_in_bfloat16(source.model, dtype=config.dtype, device=engine.device)
+        keep_in_bfloat16(source.model, dtype=dtype, device=engine.device)
     if source.note:
         warn(source.note)
     if isinstance(source.model, EnsembleHeadModel):

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 
+from rlhf.config.run import Dtype
 from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig, TrainConfig
 from rlhf.errors import ConfigError
 
@@ -91,10 +92,11 @@ class SideStream:
         return run
 
 
-def with_default_precision(config: C) -> C:
-    """Return the configuration with bfloat16 arithmetic on a GPU that has it, unless the file sets the dtype.
+def choose_precision(config: C) -> tuple[C, list[str]]:
+    """Choose the dtype of a run's arithmetic by its device, and return the configuration with it and a line about it.
 
-    The weights, their optimizer state, the residual stream, softmaxes and losses stay in float32.
+    A GPU that has bfloat16 uses it unless the file sets the dtype: weights, their optimizer state, the residual stream,
+    softmaxes and losses stay in float32. A CPU without bfloat16 products computes in float32 whatever the file sets.
 
     Raises:
         ConfigError: run.device names a device that torch does not see.
@@ -102,19 +104,39 @@ def with_default_precision(config: C) -> C:
     section = _section(config)
     trained = getattr(config, section)
     device = choose_device(config.run.device, key="run.device")
-    if device.type != "cuda" or "dtype" in trained.model_fields_set or not torch.cuda.is_bf16_supported():
-        return config
-    return config.model_copy(update={section: trained.model_copy(update={"dtype": "bfloat16"})})
+    dtype = usable_dtype(trained.dtype, device)
+    if device.type == "cuda" and "dtype" not in trained.model_fields_set and torch.cuda.is_bf16_supported():
+        dtype = "bfloat16"
+    if dtype == trained.dtype:
+        return config, _precision_notes(config, device)
+    config = config.model_copy(update={section: trained.model_copy(update={"dtype": dtype})})
+    return config, _precision_notes(config, device, asked=trained.dtype)
 
 
-def precision_note(config: TrainConfig | RewardModelConfig, device: torch.device) -> list[str]:
-    """Describe the arithmetic on a GPU in one line; nothing on a CPU."""
+def cpu_has_bfloat16_products() -> bool:
+    """Return whether this CPU computes bfloat16 matrix products by oneDNN; others emulate them, many times slower."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def usable_dtype(dtype: Dtype, device: torch.device) -> Dtype:
+    """Return `dtype`, or float32 for bfloat16 on a CPU that would emulate its products, many times slower."""
+    emulated = dtype == "bfloat16" and device.type == "cpu" and not cpu_has_bfloat16_products()
+    return "float32" if emulated else dtype
+
+
+def _precision_notes(
+    config: TrainConfig | RewardModelConfig, device: torch.device, asked: Dtype | None = None
+) -> list[str]:
+    """Describe the arithmetic on a GPU, or the dtype that a CPU does not have, in one line."""
+    section = _section(config)
+    dtype = getattr(config, section).dtype
+    if device.type == "cpu" and asked is not None:
+        return [f"arithmetic: {section}.dtype={dtype}, since this CPU has no {asked} products and would emulate them"]
     if device.type != "cuda":
         return []
-    section = _section(config)
     products = "TF32 (run.tf32)" if config.run.tf32 else "full float32"
-    slow = "" if getattr(config, section).dtype == "bfloat16" else "; bfloat16 is several times as fast on a GPU"
-    return [f"arithmetic: {section}.dtype={getattr(config, section).dtype}, products in float32 by {products}{slow}"]
+    slow = "" if dtype == "bfloat16" else "; bfloat16 is several times as fast on a GPU"
+    return [f"arithmetic: {section}.dtype={dtype}, products in float32 by {products}{slow}"]
 
 
 def _section(config: TrainConfig | RewardModelConfig) -> str:

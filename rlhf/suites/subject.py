@@ -32,6 +32,7 @@ from rlhf.models.backbone import (
 )
 from rlhf.models.logprobs import completion_outputs
 from rlhf.rewards.source import decode
+from rlhf.runtime.device import usable_dtype
 from rlhf.sampling.sampler import Sampler, make_sampler
 from rlhf.suites.settings import SuiteSamplingConfig
 from rlhf.types import Completions, Prompts
@@ -178,6 +179,7 @@ def load_subject(
         raise ModelError(f"{path} is a reward model: it writes nothing. Name a run of a policy, or a causal LM")
     if encoder is None:
         encoder = make_encoder(load_tokenizer(folder, trust_remote_code=trust_remote_code), chat_template)
+    dtype = usable_dtype(dtype, device)
     model = load_causal_lm(folder, dtype=dtype, trust_remote_code=trust_remote_code)
     check_vocabulary(model, encoder.tokenizer, folder)
     model = move_to(freeze(model), device)

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import compare_tree, compared, here, plan_of
+from cases import Ended, compare_tree, compared, here, plan_of
 from runs import make_model, quiet
 
+from rlhf.commands.compare import run_compare
 from rlhf.comparison.aggregate import read_cells, summarize
 from rlhf.comparison.costs import (
     COSTS,
@@ -24,11 +25,12 @@ from rlhf.comparison.costs import (
     online_flops,
     sampling_flops,
 )
-from rlhf.comparison.plan import ensure_owner
+from rlhf.comparison.plan import ensure_owner, make_plan
 from rlhf.comparison.scheduler import FAILED, failure_of, run_cells
 from rlhf.comparison.trial import JUDGED, Judgment
+from rlhf.config.load import compare_config, load_compare
 from rlhf.config.reward import EnsembleSource, FunctionSource, ModelSource
-from rlhf.errors import UserError
+from rlhf.errors import ConfigError, UserError
 from rlhf.evaluation.win_rate import Interval
 from rlhf.models.backbone import load_causal_lm
 from rlhf.tracking.run_folder import RunFolder
@@ -128,6 +130,22 @@ def test_a_failed_arm_is_recorded_and_the_others_finish(tmp_path: Path) -> None:
     assert "nowhere" in results["arms"]["bad"]["seeds"][0]["error"]
     assert not any("bad" in (row["a"], row["b"]) for row in results["win_rates"])
     assert "bad, seed 0, failed" in (folder / "report.html").read_text()
+
+
+def test_a_comparison_continues_from_its_folder(tmp_path: Path) -> None:
+    config = compare_config({**compare_tree(tmp_path), "base": "base.yaml"})
+    interrupted = run_compare(config, beside=tmp_path, console=quiet(), start=lambda *_: Ended("interrupted"))
+    assert not interrupted
+    for cell in make_plan(config, beside=tmp_path).cells:
+        ensure_owner(cell)
+    folder = tmp_path / "compare"
+    continued = make_plan(load_compare(folder, ["seeds=[0, 1, 2]"]), beside=folder)
+    for cell in continued.cells:
+        ensure_owner(cell)
+    settings = (folder / "compare.yaml").read_bytes()
+    with pytest.raises(ConfigError, match=r"ppo.* other settings \(budget.completions, "):
+        run_compare(load_compare(folder, ["budget.completions=32"]), beside=folder, console=quiet())
+    assert (folder / "compare.yaml").read_bytes() == settings
 
 
 def test_a_failed_cell_is_tried_again_and_a_finished_one_is_not(tmp_path: Path) -> None:

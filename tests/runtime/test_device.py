@@ -14,7 +14,7 @@ from rlhf.config.sections import RewardModelConfig
 from rlhf.errors import ConfigError
 from rlhf.runtime import device as device_module
 from rlhf.runtime import engine as engine_module
-from rlhf.runtime.device import choose_device, empty_cache, is_out_of_memory
+from rlhf.runtime.device import choose_device, choose_precision, empty_cache, is_out_of_memory, usable_dtype
 from rlhf.runtime.engine import local_device, make_engine
 from rlhf.runtime.memory import make_memory_profiler
 from rlhf.runtime.micro_batch import AdaptiveMicroBatch
@@ -55,6 +55,27 @@ def test_a_device_that_is_not_there_is_told(machine: Machine, name: str, message
     machine()
     with pytest.raises(ConfigError, match=rf"run\.device is {name} but {message}; set run\.device=cpu or auto"):
         make_engine(RunConfig(device=name))
+
+
+@pytest.fixture(params=[True, False])
+def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the CPU has bfloat16 products."""
+    monkeypatch.setattr(device_module, "cpu_has_bfloat16_products", lambda: request.param)
+    return bool(request.param)
+
+
+def test_a_cpu_without_bfloat16_products_computes_in_float32_and_says_so(machine: Machine, native: bool) -> None:
+    machine()
+    tree = {"data": {"preferences": {"path": "p"}}, "model": {"model": "m", "dtype": "bfloat16"}}
+    config, notes = choose_precision(RewardModelConfig.model_validate(tree))
+    assert config.model.dtype == ("bfloat16" if native else "float32")
+    assert [note.split(",")[0] for note in notes] == ([] if native else ["arithmetic: model.dtype=float32"])
+
+
+def test_other_dtypes_and_devices_are_what_they_were(native: bool) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert [usable_dtype(dtype, cpu) for dtype in ("float32", "float64")] == ["float32", "float64"]
+    assert usable_dtype("bfloat16", gpu) == "bfloat16"
 
 
 def test_an_apple_gpu_runs_one_process(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

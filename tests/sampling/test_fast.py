@@ -23,7 +23,7 @@ from rlhf.sampling.fast import engine as engine_module
 from rlhf.sampling.fast.decoder import ATTENTION_NAME, ModelDecoder
 from rlhf.sampling.fast.engine import FastSampler, unique_prompts
 from rlhf.sampling.fast.kv_cache import cache_dtype
-from rlhf.sampling.fast.llama import FusedDecoder
+from rlhf.sampling.fast.llama import FusedDecoder, can_pack
 from rlhf.sampling.generate import HFSampler, draw, inverse_cdf, sample_token
 from rlhf.sampling.sampler import fast_unsupported_reason, make_sampler
 from rlhf.types import Completions, Prompts
@@ -327,6 +327,15 @@ def test_bf16_arithmetic_does_not_cast_the_cache_at_every_step() -> None:
             sampler.sample(prompts_of(ROWS), key=KEY, group_size=4)
         casts.append(counted.count)
     assert casts[0] == casts[1]  # those of the prefill
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_weights_in_bfloat16_are_packed_where_the_cpu_has_its_products(
+    monkeypatch: pytest.MonkeyPatch, native: bool
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: native)
+    assert can_pack(torch.zeros(8, 8, dtype=torch.bfloat16)) == native
+    assert can_pack(torch.zeros(8, 8))
 
 
 @pytest.mark.parametrize("native", [True, False])

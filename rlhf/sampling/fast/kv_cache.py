@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from rlhf.models.backbone import CausalLM
+from rlhf.runtime.device import cpu_has_bfloat16_products
 
 
 @dataclass(frozen=True)
@@ -377,7 +378,7 @@ class KVCache:
 
 def cache_dtype(computed: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the dtype of the cache: that of the keys, but float32 on a CPU without bfloat16 matrix products."""
-    if computed != torch.bfloat16 or device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if computed != torch.bfloat16 or device.type != "cpu" or cpu_has_bfloat16_products():
         return computed
     return torch.float32
 

@@ -20,6 +20,7 @@ from rlhf.models.adapters import base_model, is_adapted, is_lora_linear
 from rlhf.models.backbone import CausalLM
 from rlhf.models.kernels.llama.families import Layer, Projection, norm_of, read_layers
 from rlhf.models.kernels.llama.layer import Norm
+from rlhf.runtime.device import cpu_has_bfloat16_products
 from rlhf.sampling.fast.kv_cache import StepCache
 from rlhf.sampling.generate import rotation_switch
 
@@ -79,7 +80,7 @@ def can_pack(weight: Tensor) -> bool:
     """Check whether oneDNN can pack this weight, by the operators that torch.compile uses for frozen weights."""
     return (
         weight.device.type == "cpu"
-        and weight.dtype in (torch.float32, torch.bfloat16)
+        and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and cpu_has_bfloat16_products()))
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
