@@ -43,6 +43,12 @@ def shared() -> Path:
     return SHARED
 
 
+@pytest.fixture(autouse=True)
+def first_calls_are_checked() -> None:
+    """Check shapes and types in every test anew."""
+    shape_checks.begin_test()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def bfloat16_on_every_cpu() -> Iterator[None]:
     """Runs in bfloat16 compute in it on a CPU that emulates its products too: the suite says the same everywhere."""

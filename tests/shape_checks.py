@@ -2,13 +2,15 @@
 
 A function or dataclass whose annotations name a shape gets jaxtyping and beartype, any other function beartype alone.
 jaxtyping's own hook gives everything its bookkeeping of shapes, also the nine functions of ten that name none, and
-checks arguments twice; that took more than half of the suite's time.
+checks arguments twice; that took more than half of the suite's time. Of a test's calls of a function the first are
+checked: those that follow in a run of hundreds of steps are the same again, and to check them doubled its time.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
@@ -21,6 +23,15 @@ from jaxtyping import AbstractArray, AbstractDtype, jaxtyped
 
 PACKAGES = ("rlhf", "reward_model")
 DECORATOR = "decorate_with_checks"  # a global of every module that is checked
+CHECKED_CALLS = 16  # of each function in each test
+
+_tests_begun = 0
+
+
+def begin_test() -> None:
+    """Check the first calls of every function again."""
+    global _tests_begun
+    _tests_begun += 1
 
 
 def install() -> None:
@@ -48,8 +59,23 @@ def decorate(target: Any) -> Any:
 
 def _checked(function: Callable[..., Any]) -> Any:
     has_shapes = _names_a_shape(function)  # asked first: beartype replaces the text of annotations
-    checked = beartype(function)
-    return jaxtyped(checked, typechecker=None) if has_shapes else checked
+    checked: Callable[..., Any] = beartype(function)
+    return _first_calls(jaxtyped(checked, typechecker=None) if has_shapes else checked, function)
+
+
+def _first_calls(checked: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is `checked` for the first calls in each test, and `plain` after them."""
+    test, calls = -1, 0
+
+    @functools.wraps(plain)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        nonlocal test, calls
+        if test != _tests_begun:
+            test, calls = _tests_begun, 0
+        calls += 1
+        return (checked if calls <= CHECKED_CALLS else plain)(*args, **kwargs)
+
+    return function
 
 
 def _names_a_shape(function: Callable[..., Any]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from beartype.roar import BeartypeCallHintParamViolation, BeartypeCallHintReturnViolation
-from shape_checks import decorate
+from shape_checks import CHECKED_CALLS, begin_test, decorate
 
 from rlhf.algo.masked import Mean, masked_mean
 from rlhf.errors import install_hint
@@ -42,3 +42,16 @@ def test_what_is_returned_and_shapes_with_a_name() -> None:
     assert checked(3).shape == (3, 2)
     with pytest.raises(BeartypeCallHintReturnViolation):
         checked(2)
+
+
+def test_the_first_calls_of_each_test_are_checked() -> None:
+    def length(text: str) -> int:
+        return len(text)
+
+    checked = decorate(length)
+    for _ in range(2):
+        begin_test()
+        for _ in range(CHECKED_CALLS):
+            with pytest.raises(BeartypeCallHintParamViolation):
+                checked([1])
+        assert checked([1]) == 1
