@@ -49,6 +49,7 @@ def read_run(recipe: str, folder: Path) -> dict[str, Any]:
     card = {"report_card": read_card(folder / "report_card.json")} if recipe == "rm" else {}
     return {
         "seed": settings["run"]["seed"],
+        "dtype": settings["model" if recipe == "rm" else "policy"]["dtype"],
         "steps": metrics[-1]["step"],
         "minutes": round(sum(sum(row["seconds"].values()) for row in timings) / 60, 1),
         "peak_memory_gb": round(max(row["peak_memory_mb"] for row in timings) / 1000, 1),

@@ -119,8 +119,9 @@ def _measured() -> Iterator[str]:
             arm = _arm(kind)
             judged, minutes = _ifeval(arm), arm["costs"]["seconds"] / 60
             memory = arm["peak_memory_mb"] / 1000
-        curves = ", ".join(_first_to_last(*curve) for curve in runs.get(kind, {"curves": {}})["curves"].items())
-        yield f"| `{kind}.yaml` | {curves or 'not kept'} | {judged} | {minutes:.0f} | {memory:.1f} |"
+        curves = ", ".join(_first_to_last(*curve) for curve in runs[kind]["curves"].items())
+        curves += " (in float32)" if runs[kind].get("dtype") == "float32" else ""
+        yield f"| `{kind}.yaml` | {curves} | {judged} | {minutes:.0f} | {memory:.1f} |"
 
 
 def _arm(name: str) -> dict[str, Any]:
