@@ -5,6 +5,7 @@ PLAN.json is a list of trees of settings; what comes of them is in their run fol
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -73,6 +74,7 @@ def _stop(session: Session, after: int | None) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    gc.freeze()  # DeepSpeed collects garbage in every run, and would look at all that was imported each time
     device.cpu_has_bfloat16_products = lambda: True  # bfloat16 is bfloat16 on every CPU, as in conftest.py
     for each in json.loads(Path(sys.argv[1]).read_text()):
         run_one(each)
