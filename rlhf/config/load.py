@@ -7,7 +7,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 
@@ -115,7 +115,8 @@ def load_compare(path: str | Path, overrides: Sequence[str] = ()) -> CompareConf
     Raises:
         ConfigError: as `load_train`.
     """
-    return compare_config(merge_overrides(read_yaml(path), parse_overrides(overrides)))
+    file = read_yaml(path)
+    return compare_config(merge_overrides(file, parse_overrides(overrides, arms=_arm_names(file))))
 
 
 def compare_config(tree: Tree) -> CompareConfig:
@@ -164,10 +165,20 @@ def _extended(settings: Tree, file: Path, extended_by: tuple[Path, ...]) -> Tree
     return merge_overrides(_read_yaml(file.parent / other, (*extended_by, file.resolve())), settings)
 
 
-def parse_overrides(overrides: Sequence[str]) -> Tree:
+def _arm_names(file: Tree) -> list[str]:
+    """Return the names of the arms of a comparison's file; none for a file of another kind."""
+    arms = file.get("arms")
+    return [str(name) for name in arms] if isinstance(arms, Mapping) else []
+
+
+def parse_overrides(overrides: Sequence[str], *, arms: Sequence[str] = ()) -> Tree:
     """Parse overrides such as `["policy.lr=1e-6"]` into one tree; values are YAML (1e-6, true, null, [0, 1], text).
 
     Of two settings that exclude each other (schedule.steps and schedule.epochs) the last one wins.
+
+    Args:
+        overrides: the overrides.
+        arms: arms of a comparison, whose names may have dots: `arms.clip_0.1.policy.lr` is a setting of `clip_0.1`.
 
     Raises:
         ConfigError: an override without `=`, with an empty key, or whose value is not YAML.
@@ -175,7 +186,7 @@ def parse_overrides(overrides: Sequence[str]) -> Tree:
     tree: Tree = {}
     for text in overrides:
         key, equals, raw = text.partition("=")
-        parts = key.split(".")
+        parts = _split_key(key, arms)
         if not equals or not all(parts):
             raise ConfigError(f"cannot read {text!r}: write section.key=value, e.g. policy.lr=1e-6")
         try:
@@ -184,15 +195,31 @@ def parse_overrides(overrides: Sequence[str]) -> Tree:
             raise ConfigError(
                 f"{key}: the value {raw[:200]!r} is not valid YAML ({error}); put it in quotes"
             ) from error
-        branch = branch_at(key, value)
+        branch = _branch(parts, value)
         tree = merge(keep_last_alternative(tree, branch), branch)
     return tree
 
 
 def branch_at(key: str, value: Any) -> Tree:
     """Return a tree with nothing in it but the value at a dotted key."""
-    first, _, rest = key.partition(".")
-    return {first: branch_at(rest, value) if rest else value}
+    return _branch(key.split("."), value)
+
+
+def _branch(parts: Sequence[str], value: Any) -> Tree:
+    tree = value
+    for part in reversed(parts):
+        tree = {part: tree}
+    return cast(Tree, tree)
+
+
+def _split_key(key: str, arms: Sequence[str]) -> list[str]:
+    """Split a dotted key, leaving the name of an arm whole."""
+    section, _, rest = key.partition(".")
+    names = [name for name in arms if f"{rest}.".startswith(f"{name}.")] if section == "arms" else []
+    if not names:
+        return key.split(".")
+    name = max(names, key=len)
+    return [section, name, *rest.removeprefix(name).split(".")[1:]]
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
@@ -240,7 +267,8 @@ def _sizes_of_new_preset(base: Tree, over: Tree) -> Tree:
 
 def _file_and_command_line(path: str | Path, overrides: Sequence[str]) -> Tree:
     """Merge the command line into the file, without the file's settings that only another algorithm would read."""
-    file, given = read_yaml(path), parse_overrides(overrides)
+    file = read_yaml(path)
+    given = parse_overrides(overrides, arms=_arm_names(file))
     tree = merge_overrides(file, given)
     if not _names_another_algorithm(file, given):
         return tree

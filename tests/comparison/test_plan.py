@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from cases import GROUPS, compare_tree, plan_of
 from runs import make_model
 
 from rlhf.comparison.page import differences
 from rlhf.comparison.plan import MAX_STEPS, Plan, ensure_owner, make_plan, read_cell, read_plan
-from rlhf.config.compare import START_FOLDER
-from rlhf.config.load import compare_config, load_compare, unread_warnings
+from rlhf.config.compare import START_FOLDER, CompareConfig, TrainedArm
+from rlhf.config.load import compare_config, load_any, load_compare, unread_warnings
 from rlhf.config.reward import FunctionSource
 from rlhf.errors import ConfigError
 
@@ -197,3 +198,14 @@ def test_only_what_differs_is_a_difference(tmp_path: Path) -> None:
     assert different["critic.lr"] == {"ppo": 1e-2}  # the others have no critic
     assert not {"run.name", "run.out_dir", "policy.lr", "schedule.steps"} & set(different)
     assert GROUPS["batch"]["prompts_per_step"] == different["batch.prompts_per_step"]["grpo"]
+
+
+def test_the_name_of_an_arm_may_have_dots_on_the_command_line(tmp_path: Path) -> None:
+    tree = {**compare_tree(tmp_path), "arms": {"clip_0": {}, "clip_0.1": {}, "clip_0.3": {}, "dpo": {}}}
+    path = tmp_path / "compare.yaml"
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    overrides = ["arms.clip_0.1=null", "arms.clip_0.3.policy.lr=0.5", "arms.clip_0.policy.lr=0.25", "arms.dpo=null"]
+    for config in (load_compare(path, overrides), load_any(path, overrides)):
+        assert isinstance(config, CompareConfig)
+        arms = {name: arm.tree() for name, arm in config.arms.items() if isinstance(arm, TrainedArm)}
+        assert arms == {"clip_0": {"policy": {"lr": 0.25}}, "clip_0.3": {"policy": {"lr": 0.5}}}
