@@ -107,7 +107,7 @@ def _against(results: ComparisonResults, pair: WinRate) -> str:
 
 
 def _conclusion(pair: WinRate, prompts: int) -> str:
-    """Say what the interval of a difference shows.
+    """Describe what the interval of a difference shows.
 
     One seed shows nothing of another. Of fewer than FEW_PROMPTS prompts all can favor one side by chance, and no
     resample of them then favors the other.
