@@ -69,8 +69,32 @@ class CellResult:
 
 
 def read_cells(plan: Plan) -> list[CellResult]:
-    """Read the folder of every cell."""
-    return [_read(cell) for cell in plan.cells]
+    """Read the folder of every cell; one that cannot be compared with the start model has no judgment."""
+    return comparable([_read(cell) for cell in plan.cells])
+
+
+def comparable(cells: Sequence[CellResult]) -> list[CellResult]:
+    """Take away the judgments that cannot be paired with one of the start model, prompt by prompt.
+
+    Where the start model is not judged with the same seed yet, the cell is unfinished. Where the cell was judged on
+    other prompts, it has failed: an arm with its own sampling.max_new_tokens can leave out other prompts as too long.
+    """
+    starts = {result.cell.seed: result.judged for result in cells if result.cell.arm == START_FOLDER}
+    return [_comparable(result, starts.get(result.cell.seed)) for result in cells]
+
+
+def _comparable(result: CellResult, start: Judgment | None) -> CellResult:
+    if result.judged is None or (start is not None and result.judged.prompts == start.prompts):
+        return result
+    if start is None:
+        return replace(result, judged=None)
+    shared = sum(prompt == other for prompt, other in zip(result.judged.prompts, start.prompts, strict=False))
+    error = (
+        f"it read {len(result.judged.rows)} held-out prompts and the start model {len(start.rows)}, of which {shared} "
+        "are the same row by row, so the two cannot be compared: set data.eval_prompts.max_prompt_tokens in shared so "
+        "that every arm reads the same, and choose another out_dir"
+    )
+    return replace(result, judged=None, error=error)
 
 
 def summarize(plan: Plan, cells: Sequence[CellResult]) -> ComparisonResults:

@@ -148,7 +148,7 @@ def curve_charts(results: ComparisonResults, drawn: Mapping[str, Style]) -> list
     for info, place in shown_in("compare/curve"):
         name, series = info.name.removeprefix("eval/"), []
         for arm, style in drawn.items():
-            if points := seed_means(by_seed(results, arm), name, unit):
+            if points := seed_means(finished_seeds(results, arm), name, unit):
                 band = [(low, high) for _, _, low, high in points]
                 line = style.series([x for x, _, _, _ in points], [mean for _, mean, _, _ in points])
                 series.append(replace(line, band=band if any(high > low for low, high in band) else ()))
@@ -177,6 +177,16 @@ def by_seed(results: ComparisonResults, arm: str) -> dict[int, list[Evaluation]]
         if row.arm == arm:
             seeds.setdefault(row.seed, []).append(row)
     return seeds
+
+
+def finished_seeds(results: ComparisonResults, arm: str) -> dict[int, list[Evaluation]]:
+    """Group the evaluations of an arm by seed: those of its finished seeds, of all as long as none is finished.
+
+    A mean over seeds ends where the shortest does, so a seed that failed early would cut the curve of the others.
+    """
+    seeds = by_seed(results, arm)
+    done = {seed.seed for seed in results.arms[arm].seeds if seed.status == "done"} if arm in results.arms else set()
+    return {seed: rows for seed, rows in seeds.items() if seed in done} or seeds
 
 
 def seed_means(
@@ -209,7 +219,7 @@ class ProxyPoint:
 def proxy_rows(results: ComparisonResults, arm: str) -> list[ProxyPoint]:
     """Compute the means over seeds of the evaluations that have both scores."""
     rows = []
-    for group in zip(*by_seed(results, arm).values(), strict=False):
+    for group in zip(*finished_seeds(results, arm).values(), strict=False):
         proxies, scores, stds = (_measured(group, name) for name in ("proxy", "score", "score_std"))
         if len(proxies) == len(scores) == len(stds) == len(group):
             cost = fmean(row.costs.amount(results.budget.unit) for row in group)

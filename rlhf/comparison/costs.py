@@ -166,6 +166,8 @@ class CostTracker:
             rows = self.config.completions_per_step
             return Costs(completions=rows, trained_tokens=tokens, flops=flops, seconds=seconds)
         rows = round(metrics["completion/count"]) - self.total.completions
+        if not tokens:  # the step was skipped, because a score was not finite
+            return Costs(completions=rows, seconds=seconds)
         extra = round(metrics.get("completion/extra_tokens", 0.0))  # sampled and scored, not learned from
         trained = round(metrics["completion/trained_tokens"])  # only the chosen ones, where completions are chosen
         return Costs(

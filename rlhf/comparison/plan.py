@@ -25,6 +25,7 @@ from rlhf.config.compare import (
 from rlhf.config.load import drop_unread, dump, merge, merge_overrides, read_yaml, train_config, validate
 from rlhf.config.presets import drop_keys
 from rlhf.config.reward import RewardSourceConfig
+from rlhf.config.run import UNKNOWN_LENGTH
 from rlhf.config.sections import TrainConfig
 from rlhf.errors import ConfigError
 from rlhf.guard.lint import check_settings
@@ -83,7 +84,6 @@ def _settings(name: str, given: Json, train: TrainConfig) -> Json:
 
 
 CELL = "cell.yaml"
-MAX_STEPS = 1_000_000  # steps of a run whose length only its budget determines
 
 # The settings that the comparison fixes for all arms, and the key of the comparison that sets each of them.
 FIXED_SETTINGS = {
@@ -361,7 +361,7 @@ def _refuse(overrides: Overrides, keys: tuple[str, ...], where: str) -> None:
 def _with_length(tree: Tree, config: CompareConfig, arm_settings: Tree, train: TrainConfig) -> Tree:
     """Set the number of steps that the budget allows, and the evaluation interval."""
     schedule = {key: value for key, value in tree.get("schedule", {}).items() if key != "epochs"}
-    steps = MAX_STEPS
+    steps = UNKNOWN_LENGTH
     if config.budget.completions is not None:
         steps = max(1, config.budget.completions // train.completions_per_step)
     elif train.schedule.decay != "constant":
@@ -371,6 +371,6 @@ def _with_length(tree: Tree, config: CompareConfig, arm_settings: Tree, train: T
         )
     settings = {**tree, "schedule": {**schedule, "steps": steps}}
     eval_settings = {**config.shared.eval, **arm_settings.get("eval", {})}
-    if steps != MAX_STEPS and "every" not in eval_settings:
+    if steps != UNKNOWN_LENGTH and "every" not in eval_settings:
         settings = merge(settings, {"eval": {"every": max(1, round(steps / config.evaluations))}})
     return settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,10 +25,16 @@ from rlhf.tracking.formatting import format_gigabytes, format_interval, format_n
 from rlhf.tracking.metrics import shown_in
 
 SUITE_FIGURES = 6  # the most figures of a suite that get a column
+FEW_SEEDS = 3  # up to so many, the intervals are too narrow where seeds differ (docs/compare.md)
+FEW_PROMPTS = 6  # fewer favor one side by chance more than one time in twenty: 2 · 2^-5 = 0.06
 
 
 def verdict(results: ComparisonResults) -> str:
-    """Write two sentences: which trained arm is best and by how much, and how it compares with the next."""
+    """Write two sentences: which trained arm is best and by how much, and how it compares with the next.
+
+    They claim no more than was measured: where best-of-n or the start model scores higher, the best is the best of the
+    trained arms only.
+    """
     ranked = ranking(results)
     untuned = results.tuning.untuned_arms if results.tuning is not None else set()
     trained = [arm for arm in ranked if results.arms[arm].type == "train" and arm not in untuned]
@@ -39,13 +46,27 @@ def verdict(results: ComparisonResults) -> str:
     assert score is not None, "ranked by its score"
     gain, in_std = format_gain(final.gain), format_gain(final.gain_in_std)
     kl = _kl(final.measures.kl, is_bound=results.arms[best].kl_is_bound)
-    subject = f"Of the tuned arms {best}" if untuned else best
+    start = results.start_model.measures.score
+    is_highest = best == ranked[0] and (start is None or score >= start)
+    among = "Of the tuned arms " if untuned else "" if is_highest or not trained else "Of the trained arms "
     scored = format_number(score) + _as_written(results, best)
+    spent = f" after {budget_in_words(results.budget)}" if trained else ""
     first = (
-        f"{subject} has the highest score of the judge, {scored}: {gain} over the start model, or {in_std} "
-        f"of its standard deviations, {kl} after {budget_in_words(results.budget)}."
+        f"{among}{best}{_seeds_if_partial(results, best)} has the highest score of the judge, {scored}: {gain} over "
+        f"the start model, or {in_std} of its standard deviations, {kl}{spent}."
     )
     return f"{first} {_second(results, best, [arm for arm in trained if arm != best])}"
+
+
+def _seeds_done(arm: ArmResult) -> int:
+    """Count the seeds that an arm has finished."""
+    return sum(cell.status == "done" for cell in arm.seeds)
+
+
+def _seeds_if_partial(results: ComparisonResults, arm: str) -> str:
+    """Return in brackets how many seeds an arm has finished; empty where it has finished all."""
+    done, all_seeds = _seeds_done(results.arms[arm]), len(results.arms[arm].seeds)
+    return "" if done == all_seeds else f" ({done} of {all_seeds} seeds)"
 
 
 def _as_written(results: ComparisonResults, arm: str) -> str:
@@ -69,17 +90,31 @@ def _second(results: ComparisonResults, best: str, others: Sequence[str]) -> str
     pair = next((rate for rate in results.win_rates if (rate.a, rate.b) == (best, others[0])), None)
     if pair is None:
         return f"{others[0]}, the next, has no seed in common with it{ending}."
-    return f"{_against(pair)}{ending}."
+    return f"{_against(results, pair)}{ending}."
 
 
-def _against(pair: WinRate) -> str:
-    """Describe how the best trained arm does against the next."""
-    clear = pair.difference.low > 0 or pair.difference.high < 0
-    judged = "the difference is clear of zero" if clear else "these data do not tell the two apart"
+def _against(results: ComparisonResults, pair: WinRate) -> str:
+    """Describe how the best trained arm does against the next, on the seeds that both have finished."""
+    next_best = pair.b + _seeds_if_partial(results, pair.b)
+    gain = pair.difference
+    compared = f"{format_gain(gain)} higher"
+    if gain.value < 0:  # it is the best by seeds that the other has not finished
+        compared = f"{format_gain(Interval(-gain.value, -gain.high, -gain.low))} lower on the seeds that both have"
     return (
-        f"Against {pair.b}, the next, it wins {_percent(pair.rate)} of the prompts and scores "
-        f"{format_gain(pair.difference)} higher, so {judged}"
+        f"Against {next_best}, the next, it wins {_percent(pair.rate)} of the prompts and scores {compared}, so "
+        f"{_conclusion(pair, results.prompts)}"
     )
+
+
+def _conclusion(pair: WinRate, prompts: int) -> str:
+    """Describe what the interval of a difference shows.
+
+    One seed shows nothing of another. Of fewer than FEW_PROMPTS prompts all can favor one side by chance, and no
+    resample of them then favors the other.
+    """
+    if prompts < FEW_PROMPTS or not (pair.difference.low > 0 or pair.difference.high < 0):
+        return "these data do not tell the two apart"
+    return "the difference is clear of zero" + (" for the one seed that both have" if pair.seeds == 1 else "")
 
 
 def ranking(results: ComparisonResults) -> list[str]:
@@ -92,8 +127,15 @@ def format_gain(gain: Interval | None, *, percent: bool = False) -> str:
     """Format a difference with its 95 % interval; a dash without one."""
     if gain is None:
         return "–"
-    scale, digits = (100, "+.1f") if percent else (1, "+.2f")
-    return format_interval(scale * gain.value, scale * gain.low, scale * gain.high, digits)
+    if percent:
+        return format_interval(100 * gain.value, 100 * gain.low, 100 * gain.high, "+.1f")
+    return format_interval(gain.value, gain.low, gain.high, f"+.{_decimals(gain)}f")
+
+
+def _decimals(gain: Interval) -> int:
+    """Return how many decimals show two digits of the larger end of an interval: at least two, at most six."""
+    largest = max(abs(gain.low), abs(gain.high))
+    return 2 if largest == 0 or not math.isfinite(largest) else min(6, max(2, 1 - math.floor(math.log10(largest))))
 
 
 def notes(results: ComparisonResults) -> list[str]:
@@ -104,11 +146,13 @@ def notes(results: ComparisonResults) -> list[str]:
         lines.append(f"Not finished: {'; '.join(unfinished)}. The same command continues.")
     if results.judge_is_trained_on:
         lines.append("The judge is the reward that the arms are trained on: gaming it cannot be seen. Set judge.")
-    if len(results.seeds) < 3:
-        count = len(results.seeds)
-        lines.append(
-            f"{count} seed{'s' if count > 1 else ''}: the intervals cover the variation between seeds only roughly."
-        )
+    if len(results.seeds) == 1:
+        lines.append("1 seed: the intervals cover the choice of prompts, and nothing that another seed would change.")
+    elif len(results.seeds) <= FEW_SEEDS:
+        lines.append(f"{len(results.seeds)} seeds: the intervals cover the variation between seeds only roughly.")
+    if results.prompts < FEW_PROMPTS:
+        count = f"{results.prompts} held-out prompt{'s' if results.prompts > 1 else ''}"
+        lines.append(f"{count}: too few for the intervals to mean much.")
     if any(arm.kl_is_bound for arm in results.arms.values()):
         lines.append("Best-of-n trains nothing and is no part of the budget: its cost is paid at every use.")
     return lines
@@ -130,7 +174,10 @@ def parallel_note(jobs: int) -> list[str]:
 def end_table(results: ComparisonResults) -> Table:
     """Build the table of the final models: the start model, then every arm, the best first."""
     rows: list[list[Any]] = [["start model", *_row(results.start_model.measures), "–", "–", "–", "–"]]
-    rows += [[name, *_end_row(results.arms[name], results.finals[name])] for name in ranking(results)]
+    rows += [
+        [name + _seeds_if_partial(results, name), *_end_row(results.arms[name], results.finals[name])]
+        for name in ranking(results)
+    ]
     measured = [place.title for _, place in shown_in("compare/end")]
     gains = ["gain over start", "in its standard deviations", "win rate over start", "at equal length"]
     return Table("At the end", ["", *measured, *gains], rows)

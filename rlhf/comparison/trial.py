@@ -66,6 +66,11 @@ class Judgment:
     metrics: Mapping[str, float | None]
     rows: Sequence[Mapping[str, Any]]
 
+    @property
+    def prompts(self) -> list[str]:
+        """Return the held-out prompts, in order."""
+        return [str(row["prompt"]) for row in self.rows]
+
     def column(self, name: str) -> Float[Tensor, " P"]:
         """Return one number of every record, in the order of the prompts."""
         return torch.tensor([row[name] for row in self.rows], dtype=torch.float64)
@@ -137,6 +142,8 @@ class BestOfNSamples:
 def run_best_of_n(cell: CellConfig, arm: BestOfNArm, folder: Path) -> Judgment:
     """Sample, pick and judge, and write draws.json (the curve over n) and costs.jsonl.
 
+    The costs are those of n samples of each prompt, which is what the arm needs; the others are for the curve alone.
+
     Raises:
         UserError: a model, the data, the judge or the proxy is missing or unusable.
     """
@@ -145,13 +152,14 @@ def run_best_of_n(cell: CellConfig, arm: BestOfNArm, folder: Path) -> Judgment:
     completer = Completer(train.policy.model, train.sampling, engine.device, chat=train.data.chat_format)
     start = time.perf_counter()
     draws, seconds = _draw(cell, completer, arm, engine, start)
-    tokens = int(draws.completions.prompt_mask.sum() + draws.completions.completion_mask.sum())
+    used = draws.completions.rows(torch.arange(len(draws.completions)).view(-1, draws.count)[:, : arm.n].flatten())
+    tokens = int(used.prompt_mask.sum() + used.completion_mask.sum())
     sizes = Sizes(policy=count_parameters(completer.model), reward=count_source_parameters(cell.proxy))
     cost = Costs(
-        completions=len(draws.completions),
-        generated_tokens=int(draws.completions.completion_mask.sum()),
+        completions=len(used),
+        generated_tokens=int(used.completion_mask.sum()),
         flops=sampling_flops(sizes, tokens=tokens),
-        seconds=seconds,
+        seconds=seconds * arm.n / draws.count,
     )
     write_atomically(folder / COSTS, encode_line({"step": 0, **cost.record()}).decode())
     curve = curve_of(draws.gold_table(), draws.proxy_table())

@@ -17,6 +17,7 @@ from rlhf.config.data import Count, Size
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["float32", "bfloat16", "float64"]
 Action = Literal["ignore", "warn", "stop", "lower_lr", "raise_kl"]
+UNKNOWN_LENGTH = 1_000_000  # schedule.steps of a comparison's arm that only its budget ends
 Mode = Literal["none", "ddp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"]
 
 # Keys of DeepSpeed's JSON that a setting of ours controls -> the setting to use instead.

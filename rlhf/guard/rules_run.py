@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from rlhf.config.algorithm import SftLoss, TrustRegionLoss
+from rlhf.config.run import UNKNOWN_LENGTH
 from rlhf.config.sections import OfflineConfig, OnlineConfig, PolicyConfig, RewardModelConfig
 from rlhf.guard.rule import EVERY, POLICY, Facts, Rule, RunConfiguration, Value, outside
 
 LONG_RUN = 2000  # steps; what is lost with the machine is then hours
-UNKNOWN_LENGTH = 1_000_000  # steps of a comparison's arm that its budget ends
 SMALL_MODEL, LARGE_MODEL = 5e7, 1e9  # parameters
 LORA_FACTOR = 10.0
 LOWEST_FOR_TINY = 1e-5

@@ -76,8 +76,8 @@ def _training_rows(record: Record) -> Iterator[tuple[str, str]]:
     yield "reward", _reward(record)
     yield "judge of the evaluation", _judge(record)
     yield "KL to the reference", _kl(record)
-    planned = record.setting("schedule", "steps")
-    unfinished = f" of {planned:,}" if isinstance(planned, int) and planned > record.last_step else ""
+    planned = record.planned_steps
+    unfinished = f" of {planned:,}" if planned is not None and planned > record.last_step else ""
     yield "steps", f"{record.last_step:,}{unfinished}"
     yield "seed", format_value(record.setting("run", "seed"))
     rank = record.setting("policy", "lora", "r") or record.setting("model", "lora", "r")
@@ -239,8 +239,8 @@ def _reproduction(record: Record) -> str:
 def _limits(record: Record, inputs: CardInputs) -> Iterator[str]:
     """Yield what the numbers do not show."""
     yield f"One run with one seed ({format_value(record.setting('run', 'seed'))}): another seed gives other numbers."
-    planned = record.setting("schedule", "steps")
-    if isinstance(planned, int) and record.last_step < planned:
+    planned = record.planned_steps
+    if planned is not None and record.last_step < planned:
         yield f"The run has {record.last_step:,} of {planned:,} steps."
     judged_by_reward = record.setting("reward", "source") is not None and record.setting("eval", "source") is None
     if judged_by_reward and record.points("eval/score"):

@@ -135,8 +135,8 @@ def _headline(record: Record) -> str:
 
 def _steps(record: Record) -> str:
     """Describe the number of steps done, of those planned where the run is not complete."""
-    planned, plural = record.setting("schedule", "steps"), "" if record.last_step == 1 else "s"
-    if isinstance(planned, int) and planned > record.last_step:
+    planned, plural = record.planned_steps, "" if record.last_step == 1 else "s"
+    if planned is not None and planned > record.last_step:
         return f"{record.last_step} of the {planned} planned steps"
     return f"{record.last_step} step{plural}"
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlhf.config.run import UNKNOWN_LENGTH
 from rlhf.errors import UserError
 from rlhf.tracking.run_folder import RunFolder
 
@@ -68,6 +69,12 @@ class Record:
                 return None
             value = value.get(key)
         return value
+
+    @property
+    def planned_steps(self) -> int | None:
+        """Return the length of the run in steps; None where the configuration does not say it."""
+        steps = self.setting("schedule", "steps")
+        return steps if isinstance(steps, int) and steps < UNKNOWN_LENGTH else None
 
     def points(self, name: str) -> list[tuple[int, float]]:
         """Return (step, value) of a metric wherever it is finite; empty for a metric that was never logged."""

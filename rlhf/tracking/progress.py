@@ -216,6 +216,8 @@ def _with_target(name: str, value: float, targets: Mapping[str, float]) -> str:
 # Control characters (C0, C1, DEL) in model text could move the terminal's cursor, and do not belong in a page either.
 _CONTROLS = dict.fromkeys(range(0x7F, 0xA0), "\N{REPLACEMENT CHARACTER}")
 _CONTROLS |= {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"}
+# The two overrides of Unicode's bidirectional algorithm show letters in another order than that of the text.
+_CONTROLS |= dict.fromkeys((0x202D, 0x202E), "\N{REPLACEMENT CHARACTER}")
 
 
 def printable(text: str) -> str:

@@ -94,8 +94,26 @@ def test_costs_are_what_was_done(finished: Path) -> None:
     assert rows[-1]["trained_tokens"] == 4 * 8 * 2 * (2 + 3)  # steps, pairs, sides, prompt + completion with EOS
     assert rows[-1]["generated_tokens"] == 0
     (spent,) = read_jsonl(folder / "best_of_n" / "seed-0" / COSTS)
-    assert spent["completions"] == 20 * 4
+    assert spent["completions"] == 20 * 2  # n of each prompt: the other samples are for the curve alone
+    assert 20 * 2 <= spent["generated_tokens"] <= 20 * 2 * 6
     assert spent["trained_tokens"] == 0
+
+
+def test_a_step_whose_score_is_nan_costs_its_completions_and_not_the_arm(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(
+        "calls = []\ndef score(prompts, completions, references):\n    calls.append(1)\n"
+        "    return [float('nan') if len(calls) == 3 else float(len(c)) for c in completions]\n"
+    )
+    source = {"type": "function", "target": f"{tmp_path / 'rewards.py'}:score"}
+    assert compared(compare_tree(tmp_path, seeds=[0], arms=ONLY_PPO, reward_source=source))
+    folder = tmp_path / "compare" / "ppo" / "seed-0"
+    rows = list(read_jsonl(folder / COSTS))
+    assert [row["completions"] for row in rows] == [16, 32, 48, 64]
+    unscored = [row.get("skipped/unscored", 0) for row in RunFolder(folder).read_metrics()]
+    skipped = unscored.index(1) - 1  # the first line is the evaluation before any step
+    assert rows[skipped]["tokens"] == rows[skipped - 1]["tokens"]
+    assert rows[skipped]["flops"] == rows[skipped - 1]["flops"]
+    assert Judgment.read(folder) is not None
 
 
 @pytest.mark.parametrize("unit, share", [("tokens", 0.6), ("flops", 0.3), ("completions", 0.5)])

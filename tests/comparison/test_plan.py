@@ -11,10 +11,11 @@ from cases import GROUPS, compare_tree, plan_of
 from runs import make_model
 
 from rlhf.comparison.page import differences
-from rlhf.comparison.plan import MAX_STEPS, Plan, ensure_owner, make_plan, read_cell, read_plan
+from rlhf.comparison.plan import Plan, ensure_owner, make_plan, read_cell, read_plan
 from rlhf.config.compare import START_FOLDER, CompareConfig, TrainedArm
 from rlhf.config.load import compare_config, load_any, load_compare, unread_warnings
 from rlhf.config.reward import FunctionSource
+from rlhf.config.run import UNKNOWN_LENGTH
 from rlhf.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,7 +76,7 @@ def test_the_lab_gives_start_pairs_and_reward(tmp_path: Path) -> None:
 def test_other_budgets_are_met_on_the_way(tmp_path: Path, unit: str, limit: float) -> None:
     plan = plan_of(compare_tree(tmp_path, budget={"completions": None, unit: limit}))
     cell = plan.of("ppo")[0].config
-    assert cell.train.schedule.steps == MAX_STEPS
+    assert cell.train.schedule.steps == UNKNOWN_LENGTH
     assert cell.train.eval.every == 2  # the base's
     assert cell.budget is not None
     assert (cell.budget.unit, cell.budget.limit) == (unit, limit)

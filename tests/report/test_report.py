@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlhf.config.run import UNKNOWN_LENGTH
 from rlhf.errors import UserError
 from rlhf.report.charts import GROUPS, chart_groups, decimate, panels, running_mean, timing_chart
 from rlhf.report.page import comparison, pair_details, phase_table, tiles, verdict, write_report
@@ -213,6 +214,12 @@ def test_verdict_of_a_run_that_stopped_early_does_not_call_it_after() -> None:
         "Mean held-out score went from 0.50 (before) to 0.70 (at step 20) over 33 of the 80 planned steps. "
         "KL to the reference 2.00 nats per sequence."
     )
+
+
+def test_a_run_that_only_its_budget_ends_is_not_called_unfinished() -> None:
+    rows = [{"step": 0, "eval/score": 0.5}, {"step": 33, "eval/score": 0.7}]
+    text = verdict(record(rows, config={"schedule": {"steps": UNKNOWN_LENGTH}}))
+    assert text == "Mean held-out score went from 0.50 (before) to 0.70 (after) over 33 steps."
 
 
 def test_verdict_skips_what_was_not_finite_and_says_what_was_measured_once() -> None:

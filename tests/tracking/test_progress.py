@@ -218,3 +218,8 @@ def test_printable_text_is_utf8_without_controls(text: str) -> None:
     assert not [letter for letter in shown if (ord(letter) < 32 or 127 <= ord(letter) < 160) and letter not in "\n\t"]
     shown.encode("utf-8")
     assert printable(shown) == shown
+
+
+def test_a_text_cannot_show_its_letters_in_another_order() -> None:
+    assert printable("score \u202e 9.9") == "score \N{REPLACEMENT CHARACTER} 9.9"
+    assert printable("שלום \u2068abc\u2069") == "שלום \u2068abc\u2069"  # isolates and right-to-left letters are text
