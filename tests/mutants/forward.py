@@ -308,7 +308,7 @@ FORWARD = [
     Mutant(
         name="cast-in-every-pass",
         file="rlhf/models/kernels/cast.py",
-        before="    cached = _CASTS.get(key)\n",
+        before="    cached = casts.get(key)\n",
         after="    cached = None\n",
         why="bfloat16 pays for a cast of all weights in every pass",
         tests=("tests/models/test_cast.py",),
