@@ -167,7 +167,7 @@ class RunContext:
 
     def _write_configs(self, resolved: Mapping[str, object]) -> list[str]:
         """Write the configuration files into the run folder; return the keys that differ from the previous ones."""
-        changed = self.folder.write_config(resolved)
+        changed = self.folder.write_config(resolved, anew=self.resume is None)
         for name, settings in self.engine.written.items():
             self.folder.write_deepspeed(name, settings)
         return changed

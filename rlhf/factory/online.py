@@ -160,7 +160,7 @@ def build_online(config: OnlineConfig, console: Console | None = None) -> Online
             context.state.penalty_coef = algorithm.policy_loss.coef
     prompts = _load_prompts(config, context, tokenizer, models)
     queue = _build_queue(config, context, prompts, saved)
-    ptx = _load_ptx(config, context, tokenizer)
+    ptx = _load_ptx(config, context, tokenizer, models)
     evaluate = _build_evaluator(config, context, tokenizer, models, sampler, source)
     controller = algorithm.kl.controller
     steps = total_steps(config.schedule, prompts.steps_per_epoch)
@@ -270,13 +270,20 @@ def _build_queue(
 
 
 def _load_ptx(
-    config: OnlineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase
+    config: OnlineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase, models: Models
 ) -> Callable[[int], Demonstrations] | None:
     if config.algorithm.ptx_coef == 0 or config.data.sft is None:
         return None
     size = max(1, config.completions_per_step // config.batch.minibatches)
-    chat = config.data.chat_format
-    return build_demonstrations(config.data.sft, context, tokenizer, chat=chat, rows_per_step=size, purpose=PTX).batch
+    return build_demonstrations(
+        config.data.sft,
+        context,
+        tokenizer,
+        chat=config.data.chat_format,
+        rows_per_step=size,
+        model_context=context_length(models.policy),
+        purpose=PTX,
+    ).batch
 
 
 def _build_trained(config: OnlineConfig, models: Models, context: RunContext) -> dict[str, TrainableModel]:

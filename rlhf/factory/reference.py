@@ -111,7 +111,7 @@ class ReferenceAnnotator:
         key = cache_key(
             weights=self._fingerprint(),
             rows=rows_fingerprint(rows.prompts, rows.completions, rows.learned),
-            dtype=self.models.dtype,
+            dtype=_arithmetic(self.models),
             temperature=self.models.temperature,
         )
         ranks = self.context.engine.ranks
@@ -151,6 +151,14 @@ class ReferenceAnnotator:
             state = engine.full_state(model)
             self._weights = engine.ranks.on_main(lambda: weights_fingerprint(model, state))
         return self._weights
+
+
+def _arithmetic(models: Models) -> str:
+    """Describe what the numbers are computed in: the run's dtype, and the head's where that is not float32 or better.
+
+    A head in bfloat16 rounds every logit to 8 bits, which moves the sum over a completion.
+    """
+    return "bfloat16, head too" if models.dtype == "bfloat16" and not models.float32_head else models.dtype
 
 
 def cache_folder(configured: str | None, environment: Mapping[str, str]) -> Path:

@@ -110,13 +110,14 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.report = self.path / "report.html"
 
-    def write_config(self, resolved: Mapping[str, object]) -> list[str]:
+    def write_config(self, resolved: Mapping[str, object], *, anew: bool = False) -> list[str]:
         """Write config.yaml unless it exists, and return the dotted keys in which an existing one differs.
 
-        The versions and the commit are compared too, since a run resumed under another torch deserves a warning.
+        A run that starts `anew`, since an earlier start got no checkpoint, writes its own over the one it finds. The
+        versions and the commit are compared too, since a run resumed under another torch deserves a warning.
         """
         new = {**_plain_dict(resolved), "versions": versions(), "git_commit": git_commit()}
-        if self.config.exists():
+        if self.config.exists() and not anew:
             return differing_keys(self.read_config(), new)
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.config, yaml.safe_dump(new, sort_keys=False, allow_unicode=True, width=100))

@@ -15,6 +15,7 @@ import rlhf.factory.reference as built
 from rlhf.config.load import merge
 from rlhf.factory.reference import completion_logprobs
 from rlhf.models.origin import weights_fingerprint
+from rlhf.runtime import device
 from rlhf.training.offline import OfflineRun
 
 UNJUDGED: dict[str, Any] = {"data": {"eval_prompts": None, "eval_preferences": None}, "eval": {"source": None}}
@@ -138,6 +139,16 @@ def test_whatever_changes_the_numbers_is_another_entry(tmp_path: Path, asked: li
     offline(merge(base, changes[what]))
     assert len(asked) == 2
     assert len(kept(tmp_path)) == 2
+
+
+def test_a_head_in_bfloat16_is_another_entry(tmp_path: Path, asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "cpu_has_bfloat16_products", lambda: True)
+    exact, rounded = (
+        references(offline(tree_of(tmp_path, policy={"dtype": "bfloat16", "head_dtype": head})))
+        for head in ("float32", "model")
+    )
+    assert len(asked) == 2
+    assert not torch.equal(exact, rounded)
 
 
 def test_the_sampling_temperature_changes_no_loss_over_data(tmp_path: Path, asked: list[int]) -> None:

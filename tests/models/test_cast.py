@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf.models.backbone import CausalLM, body_of
+from rlhf.models.kernels import cast
 from rlhf.models.kernels.cast import HALF_DTYPES, ROW_MULTIPLE, cast_weight, pad_rows_for_onednn, weights_cast_once
 from rlhf.models.kernels.llama.forward import supports_fused
 from rlhf.models.logprobs import completion_outputs
@@ -147,3 +148,17 @@ def test_a_changed_weight_is_cast_anew() -> None:
         assert torch.equal(cast_weight(weight, torch.bfloat16), torch.full((2, 2), 2.0, dtype=torch.bfloat16))
     assert cast_weight(weight, torch.bfloat16) is not cast_weight(weight, torch.bfloat16)
     assert cast_weight(weight, torch.float32) is weight
+
+
+def test_the_context_may_end_in_another_thread_while_a_weight_is_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sampler beside the update opens and closes it too; here it ends between two looks at the kept copies."""
+    weight = torch.randn(4, 4)
+
+    class Weight(Tensor):
+        @property
+        def shape(self) -> Any:  # read after the first look
+            monkeypatch.setattr(cast, "_CASTS", None)
+            return super().shape
+
+    monkeypatch.setattr(cast, "_CASTS", {})
+    assert torch.equal(cast_weight(weight.as_subclass(Weight), torch.bfloat16), weight.bfloat16())

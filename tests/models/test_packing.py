@@ -77,6 +77,21 @@ def test_under_checkpointing_and_with_adapters(batch: str) -> None:
     assert_same(adapted, BATCHES[batch])
 
 
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe", "granitemoe"])
+@pytest.mark.parametrize("router", [False, True])
+def test_a_mixture_of_experts_learns_the_same_with_padding_and_without(family: str, router: bool) -> None:
+    """Their forward hands `output_router_logits` on to attention, which has nothing to do with it."""
+    model = tiny(family, dtype=torch.float32, output_router_logits=router, **EXPERTS)
+    reason = packing_unsupported_reason(body_of(model))
+    assert ("router" in reason) == router
+    assert bool(reason) == router
+    for batch in BATCHES.values():
+        assert_same(model, batch, 1e-4)
+
+
 def test_prompts_are_laid_once_and_dead_tokens_never() -> None:
     alone, shared = pack(*fields(ragged())), pack(*fields(SHARED))
     assert alone is not None

@@ -10,6 +10,22 @@ NUMBERS = "tests/faults/test_number_faults.py"
 
 FAULTS = [
     Mutant(
+        name="a-new-start-keeps-the-old-config",
+        file="rlhf/factory/context.py",
+        before="anew=self.resume is None",
+        after="anew=False",
+        why="after a start that got no checkpoint, config.yaml, the report and rlhf eval tell settings that never ran",
+        tests=("tests/training/test_online.py",),
+    ),
+    Mutant(
+        name="ptx-rows-beyond-the-context",
+        file="rlhf/factory/online.py",
+        before="        rows_per_step=size,\n        model_context=context_length(models.policy),\n",
+        after="        rows_per_step=size,\n",
+        why="GPT-2 has no embedding for a position beyond its context: PPO-ptx ends in an IndexError",
+        tests=("tests/training/test_online.py",),
+    ),
+    Mutant(
         name="a-ranks-share-drops-a-row",
         file="rlhf/runtime/distributed.py",
         before="return start, start + base + (rank < extra)",

@@ -266,6 +266,22 @@ FORWARD = [
         tests=("tests/models/test_cast.py",),
     ),
     Mutant(
+        name="kept-casts-are-looked-up-twice",
+        file="rlhf/models/kernels/cast.py",
+        before="    cached = casts.get(key)",
+        after="    cached = _CASTS.get(key)",
+        why="with overlap.ahead the sampler's thread ends the context between the two: the update dies of a NoneType",
+        tests=("tests/models/test_cast.py",),
+    ),
+    Mutant(
+        name="a-router-switch-stops-attention",
+        file="rlhf/models/kernels/packing.py",
+        before='    "logits_to_keep",\n    "output_router_logits",\n',
+        after='    "logits_to_keep",\n',
+        why="Mixtral, Qwen3-MoE, OLMoE and others ended in NotImplementedError at the first pass over completions",
+        tests=("tests/models/test_packing.py",),
+    ),
+    Mutant(
         name="rows-below-are-not-zero",
         file="rlhf/models/kernels/cast.py",
         before="    padded[len(x) :] = 0\n",
@@ -292,7 +308,7 @@ FORWARD = [
     Mutant(
         name="cast-in-every-pass",
         file="rlhf/models/kernels/cast.py",
-        before="    cached = _CASTS.get(key)\n",
+        before="    cached = casts.get(key)\n",
         after="    cached = None\n",
         why="bfloat16 pays for a cast of all weights in every pass",
         tests=("tests/models/test_cast.py",),

@@ -39,6 +39,14 @@ def test_an_existing_config_is_kept_and_what_differs_is_named(tmp_path: Path) ->
     assert folder.config.read_bytes() == before
 
 
+def test_a_run_that_starts_anew_writes_its_own_config(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_config(RESOLVED)
+    changed = {**RESOLVED, "run": {"name": "another"}}
+    assert folder.write_config(changed, anew=True) == []
+    assert folder.read_config()["run"] == {"name": "another"}
+
+
 def test_another_version_is_a_difference(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.write_config(RESOLVED)

@@ -116,6 +116,27 @@ def test_the_ptx_loss_is_at_temperature_1_whatever_is_sampled_at(tmp_path: Path)
     assert observed["loss/ptx"].total == pytest.approx(likelihood(run.models, batch), rel=1e-5)
 
 
+def test_demonstrations_beyond_the_context_are_not_mixed_in(tmp_path: Path) -> None:
+    """The model has 64 positions, data.sft.max_tokens is 2,048: PPO-ptx keeps to the context, as SFT does."""
+    long, short = " good" * 80, " good good"
+    sft = write_rows(tmp_path / "sft.jsonl", [{"prompt": "red one", "completion": text} for text in (long, short)] * 8)
+    run = online(ppo_tree(tmp_path, data={"sft": {"path": str(sft)}}, algorithm={"ptx_coef": 0.5}))
+    assert run.ptx is not None
+    batches = [run.ptx(step) for step in (1, 2, 3)]
+    assert max(int(batch.live_tokens().max()) for batch in batches) <= 64
+
+
+def test_a_run_that_was_stopped_before_a_checkpoint_starts_anew_with_its_own_config(tmp_path: Path) -> None:
+    tree = ppo_tree(tmp_path)
+    first = online(tree, "policy.lr=0.5")
+    first.session.recorder.close()
+    run = trained(tree, "policy.lr=0.001", "schedule.steps=2")
+    assert run.session.recorder.folder.read_config()["policy"]["lr"] == 0.001
+    again = online(tree, "policy.lr=0.002", "schedule.steps=2")  # from a checkpoint: what the run began with stays
+    again.session.recorder.close()
+    assert again.session.recorder.folder.read_config()["policy"]["lr"] == 0.001
+
+
 def likelihood(models: Models, batch: Demonstrations) -> float:
     """The negative log-likelihood of all completion tokens, from plain softmaxes row by row."""
     total = 0.0

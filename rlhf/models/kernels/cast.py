@@ -57,12 +57,13 @@ def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if weight.dtype == dtype:
         return weight
-    if _CASTS is None or hasattr(weight, "ds_id"):
+    casts = _CASTS  # read once: a sampler in another thread may open and close the context meanwhile
+    if casts is None or hasattr(weight, "ds_id"):
         return weight.to(dtype)
     key = weight.data_ptr(), weight.shape, weight.stride()
-    cached = _CASTS.get(key)
+    cached = casts.get(key)
     if cached is None or cached[1] != weight._version or cached[2].dtype != dtype:
         alias = weight.detach()  # keeps the memory alive, so that no other weight gets the same address
         cached = alias, weight._version, alias.to(dtype)
-        _CASTS[key] = cached
+        casts[key] = cached
     return cached[2]

@@ -187,6 +187,7 @@ IGNORED_KWARGS = {
     "output_attentions",
     "return_dict",
     "logits_to_keep",
+    "output_router_logits",
 }
 
 
@@ -269,6 +270,8 @@ def _find_unsupported_reason(body: nn.Module) -> str:
         return f"{name} does not use sdpa attention"
     if getattr(config, "attention_chunk_size", None):
         return f"{name} attends in chunks"
+    if getattr(config, "output_router_logits", False):
+        return f"{name} computes a loss of its router from a padded rectangle"
     try:
         with autocast_off(body):
             probe = build_probe(body)
