@@ -240,10 +240,10 @@ def test_text_becomes_turns_by_default_and_the_summary_says_so(write: Write) -> 
 
 def test_a_system_column_that_no_text_takes_in_is_counted(write: Write) -> None:
     tokenizer, row = FAMILIES["chatml"].tokenizer(), {"system": "Be brief.", "question": "Hi", "answer": "Yes"}
-    said = "1 rows whose system column is left out, because their prompt stays text"
-    assert said not in demos(write([row]), tokenizer).skips.summary()
+    remark = "1 rows whose system column is left out, because their prompt stays text"
+    assert remark not in demos(write([row]), tokenizer).skips.summary()
     tokenizer.chat_template = None
-    assert said in demos(write([row]), tokenizer).skips.summary()
+    assert remark in demos(write([row]), tokenizer).skips.summary()
 
 
 def test_texts_transcripts_and_written_out_prompts_stay_what_they_are(write: Write) -> None:
