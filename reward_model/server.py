@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from reward_model.text_scorer import Row, TextScorer, parse_request
-from rlhf.errors import DataError
+from rlhf.errors import DataError, RewardError
 
 T = TypeVar("T")
 Scores = list[float | None]
@@ -132,7 +132,7 @@ def make_app(scorer: TextScorer, *, name: str, max_request_bytes: int, token: st
         try:
             question = parse_request(body)
             rows, parts = await batcher.in_thread(lambda: scorer.rows(question))
-        except DataError as error:
+        except (DataError, RewardError) as error:  # the model cannot read a row: its template refuses it, say
             raise RequestRefused(422, str(error)) from error
         return JSONResponse({"scores": await batcher.submit(rows), "parts": parts})
 

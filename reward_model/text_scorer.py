@@ -65,6 +65,7 @@ class TextScorer:
 
         Raises:
             DataError: the model cannot score a row; the message names it.
+            RewardError: the model's chat template refuses a conversation.
         """
         sent = question.tokens
         if sent is not None and sent.vocabulary == self.vocabulary:

@@ -282,12 +282,11 @@ def _compare(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def _config(parsed: argparse.Namespace, console: Console) -> None:
-    import yaml
-
+    from rlhf.config.files import format_yaml
     from rlhf.config.load import dump, load_any, unread_warnings
 
     config = load_any(parsed.target, parsed.overrides)
-    print(yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True), end="")  # noqa: T201
+    print(format_yaml(dump(config)), end="")  # noqa: T201
     for warning in unread_warnings(config):
         Console(stderr=True).print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
 

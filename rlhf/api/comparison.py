@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 from rich.console import Console
 
 from rlhf.api.inputs import Inputs, Reward, Rows, nested, new_folder
 from rlhf.commands.compare import run_compare
 from rlhf.comparison.plan import make_plan
+from rlhf.config.files import format_yaml
 from rlhf.config.load import Tree, compare_config, merge, read_yaml
 from rlhf.errors import ConfigError
 from rlhf.tracking.run_folder import write_atomically
@@ -132,7 +132,7 @@ def compare(
         }
     )
     inputs.folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(inputs.folder / "base.yaml", yaml.safe_dump(base, sort_keys=False, allow_unicode=True))
+    write_atomically(inputs.folder / "base.yaml", format_yaml(base))
     inputs.write()
     make_plan(comparison, beside=inputs.folder)
     complete = run_compare(comparison, beside=inputs.folder, console=Console(quiet=quiet))

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import pandas as pd
+
 from rlhf.config.load import Tree, branch_at, merge
 from rlhf.data.paths import looks_local
 from rlhf.errors import ConfigError, DataError
@@ -70,7 +72,12 @@ class Inputs:
             name: what the data set is for; its file is called that.
             rows: the data set.
             text: the column of rows that are texts; None if they have to be dictionaries.
+
+        Raises:
+            DataError: the rows are a DataFrame, which gives the names of its columns in their place.
         """
+        if isinstance(rows, pd.DataFrame):
+            raise DataError(f"{name} is a DataFrame: give its rows, df.to_dict('records')")
         if isinstance(rows, str | Path):
             return {"path": str(rows)}
         if isinstance(rows, Mapping):
@@ -139,7 +146,7 @@ class Inputs:
     def _write_rows(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(f".{path.name}.new")
-        with new.open("w", encoding="utf-8", newline="\n") as file:
+        with new.open("wb") as file:
             file.writelines(_lines(path.stem, rows))
         if self.resume and path.is_file() and path.read_bytes() != new.read_bytes():
             new.unlink()
@@ -213,9 +220,9 @@ def _as_rows(name: str, rows: Iterable[Any], text: TextColumn | None) -> Iterato
             raise DataError(f"{name}: row {number} is a {type(row).__name__}: a row is {wanted}")
 
 
-def _lines(name: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+def _lines(name: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
     for number, row in enumerate(rows, start=1):
         try:
-            yield json.dumps(dict(row), ensure_ascii=False) + "\n"
-        except (TypeError, ValueError) as error:
+            yield json.dumps(dict(row), ensure_ascii=False).encode() + b"\n"
+        except (TypeError, ValueError) as error:  # half of a surrogate pair is a ValueError
             raise DataError(f"{name}: row {number} cannot be written as JSON: {error}") from error

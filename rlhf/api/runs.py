@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from rlhf.api.inputs import Inputs, Reward, Rows, nested, new_folder
 from rlhf.commands.checks import SampleOptions, check_sampling, suite_settings
 from rlhf.commands.train import OnStep, run_reward_model, run_train
 from rlhf.config.load import Tree, load_chat_format, load_run, merge, merge_overrides, read_yaml, train_config, validate
+from rlhf.config.presets import get_setting
 from rlhf.config.sections import RewardModelConfig
 from rlhf.data.paths import check_files, resolve_best
 from rlhf.errors import ConfigError
@@ -154,7 +155,7 @@ def train(
     Raises:
         UserError: a setting, a model, the data or the reward is wrong; the message says what to do.
     """
-    draft = Draft.begin(algorithm, config=config, folder=folder, resume=resume)
+    draft = Draft.begin(algorithm, settings, config=config, folder=folder, resume=resume)
     inputs, sections = draft.inputs, draft.sections
     if model is not None:
         sections["policy"] = inputs.model(model, tokenizer)
@@ -167,7 +168,7 @@ def train(
         sections["reward"] = {"source": inputs.reward(reward)}
     if judge is not None:
         sections["eval"] = {"source": inputs.reward(judge, "judge")}
-    return _run(train_config(draft.tree(settings)), inputs, run_train, on_step=on_step, quiet=quiet)
+    return _run(train_config(draft.tree()), inputs, run_train, on_step=on_step, quiet=quiet)
 
 
 def sft(
@@ -200,13 +201,13 @@ def sft(
     Raises:
         UserError: as `train`.
     """
-    draft = Draft.begin("sft", config=config, folder=folder, resume=resume)
+    draft = Draft.begin("sft", settings, config=config, folder=folder, resume=resume)
     if "algorithm" not in draft.base:
         draft.sections["algorithm"] = {"preset": "sft"}
     if model is not None:
         draft.sections["policy"] = draft.inputs.model(model, tokenizer)
     draft.sections["data"] = draft.inputs.data("text", sft=data, eval_sft=eval_data)
-    return _run(train_config(draft.tree(settings)), draft.inputs, run_train, on_step=on_step, quiet=quiet)
+    return _run(train_config(draft.tree()), draft.inputs, run_train, on_step=on_step, quiet=quiet)
 
 
 def reward_model(
@@ -243,11 +244,11 @@ def reward_model(
     Raises:
         UserError: as `train`.
     """
-    draft = Draft.begin("reward_model", config=config, folder=folder, resume=resume)
+    draft = Draft.begin("reward_model", settings, config=config, folder=folder, resume=resume)
     draft.sections["data"] = draft.inputs.data(None, preferences=preferences, eval_preferences=eval_preferences)
     if model is not None:
         draft.sections["model"] = draft.inputs.model(model, tokenizer)
-    run_config = validate(RewardModelConfig, draft.tree(settings))
+    run_config = validate(RewardModelConfig, draft.tree())
     return _run(run_config, draft.inputs, run_reward_model, on_step=on_step, quiet=quiet)
 
 
@@ -257,18 +258,28 @@ class Draft:
 
     base: Tree  # the content of the configuration file
     inputs: Inputs
-    sections: Tree  # what the arguments say, over `base`
+    settings: Tree  # the other keywords of the call, over everything else
+    sections: Tree = field(default_factory=dict)  # what the arguments say, over `base`
 
     @classmethod
-    def begin(cls, algorithm: object, *, config: str | Path | None, folder: str | Path | None, resume: bool) -> Draft:
+    def begin(
+        cls,
+        algorithm: object,
+        settings: Mapping[str, Any],
+        *,
+        config: str | Path | None,
+        folder: str | Path | None,
+        resume: bool,
+    ) -> Draft:
         """Read the configuration file and choose the run folder, which is named after the algorithm."""
-        base = read_yaml(config) if config is not None else {}
-        inputs = Inputs(_run_folder(folder, base, algorithm, resume=resume), resume)
-        return cls(base, inputs, {"run": {"out_dir": str(inputs.folder)}})
+        base, keywords = read_yaml(config) if config is not None else {}, nested(settings)
+        wanted = _wanted_folder(folder, keywords, base, algorithm)
+        return cls(base, Inputs(_run_folder(wanted, resume=resume), resume), keywords)
 
-    def tree(self, settings: Mapping[str, Any]) -> Tree:
-        """Return the whole configuration; `settings`, the other keywords of the call, go over everything else."""
-        return merge_overrides(self.base, merge(self.sections, nested(settings)))
+    def tree(self) -> Tree:
+        """Return the whole configuration."""
+        out_dir = {"run": {"out_dir": str(self.inputs.folder)}}
+        return merge_overrides(self.base, merge(merge(self.sections, self.settings), out_dir))
 
 
 def _run(config: Any, inputs: Inputs, run: Callable[..., bool], *, on_step: OnStep | None, quiet: bool) -> RunResult:
@@ -280,14 +291,25 @@ def _run(config: Any, inputs: Inputs, run: Callable[..., bool], *, on_step: OnSt
     return RunResult(Path(config.run.out_dir), complete)
 
 
-def _run_folder(folder: str | Path | None, base: Tree, algorithm: object, *, resume: bool) -> Path:
-    """Choose the run folder.
+def _wanted_folder(folder: str | Path | None, keywords: Tree, base: Tree, algorithm: object) -> Path:
+    """Return the folder that a call asks for: by `folder`, by run.out_dir, or by the name of the algorithm.
+
+    Raises:
+        ConfigError: both folder and run.out_dir are given.
+    """
+    out_dir = get_setting(keywords, "run.out_dir")
+    if folder is not None and out_dir is not None:
+        raise ConfigError(f"folder={str(folder)!r} and run.out_dir={str(out_dir)!r} say the same: give one of them")
+    name = algorithm if isinstance(algorithm, str) else "train"
+    return Path(folder or out_dir or get_setting(base, "run.out_dir") or f"runs/{name}").expanduser()
+
+
+def _run_folder(wanted: Path, *, resume: bool) -> Path:
+    """Choose the run folder: a new one, or that of the run to continue.
 
     Raises:
         ConfigError: a run should continue, and there is none.
     """
-    name = algorithm if isinstance(algorithm, str) else "train"
-    wanted = Path(folder or base.get("run", {}).get("out_dir") or f"runs/{name}").expanduser()
     if not resume:
         return new_folder(wanted)
     if not (wanted / "config.yaml").is_file():

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -29,7 +28,7 @@ from rlhf.comparison.tuning.plan import tuned_config
 from rlhf.comparison.tuning.run import Chosen, run_tuning
 from rlhf.comparison.tuning.tables import tuning_notes, tuning_table
 from rlhf.config.compare import START_FOLDER, CompareConfig, LabConfig
-from rlhf.config.files import COMPARE_CONFIG
+from rlhf.config.files import COMPARE_CONFIG, format_yaml
 from rlhf.config.load import compare_config, dump, read_yaml
 from rlhf.errors import ConfigError, UserError
 from rlhf.factory.context import MODEL
@@ -71,7 +70,7 @@ def run_compare(config: CompareConfig, *, beside: Path, console: Console, start:
         check_owner(cell)  # of all cells, before anything in the folder changes
     plan.folder.mkdir(parents=True, exist_ok=True)
     settings = {**dump(config), "base": str(locate_base(config, beside))}
-    write_atomically(plan.folder / COMPARE_CONFIG, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+    write_atomically(plan.folder / COMPARE_CONFIG, format_yaml(settings))
     start = start or partial(start_cell, jobs=config.jobs, processes=config.processes)
     complete = True
     if config.tune is not None:

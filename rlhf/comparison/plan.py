@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rlhf.comparison.tuning.plan import plan_trials, reporting_prompts, tuning_prompts
 from rlhf.config.compare import (
     START_FOLDER,
@@ -22,6 +20,7 @@ from rlhf.config.compare import (
     Overrides,
     TrainedArm,
 )
+from rlhf.config.files import format_yaml
 from rlhf.config.load import drop_unread, dump, merge, merge_overrides, read_yaml, train_config, validate
 from rlhf.config.presets import drop_keys
 from rlhf.config.reward import RewardSourceConfig
@@ -253,7 +252,7 @@ def ensure_owner(cell: Cell) -> None:
     if not path.is_file():
         cell.folder.mkdir(parents=True, exist_ok=True)
         content = cell.config.model_dump(mode="json", exclude_unset=True)
-        write_atomically(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+        write_atomically(path, format_yaml(content))
 
 
 def check_owner(cell: Cell) -> None:

@@ -7,6 +7,7 @@ text is parsed or raises one error: no cycles, and no document that blows up in 
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,16 @@ class _SettingsLoader(yaml.SafeLoader):
     }
 
 
+class _SettingsDumper(yaml.SafeDumper):
+    """A dumper that quotes the texts which `_SettingsLoader` would read as numbers."""
+
+
+# In YAML 1.2 and in JSON 1e-3 is a number. PyYAML reads it as text, which a user's function would get as its argument.
+_EXPONENT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$")
+for _kind in (_SettingsLoader, _SettingsDumper):
+    _kind.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+
+
 class InvalidYaml(ValueError):
     """A text that is not YAML, or that cannot hold settings."""
 
@@ -93,6 +104,11 @@ def parse_yaml(text: str) -> Any:
     # Besides its own errors PyYAML lets those of its value constructors through: the 99th of a month, !!int "".
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as error:
         raise InvalidYaml(str(error) or type(error).__name__) from error
+
+
+def format_yaml(settings: Any, *, width: int | None = None) -> str:
+    """Format settings as a YAML text that `parse_yaml` reads as the same settings."""
+    return str(yaml.dump(settings, Dumper=_SettingsDumper, sort_keys=False, allow_unicode=True, width=width))
 
 
 def _check_plain(value: Any) -> None:

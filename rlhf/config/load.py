@@ -467,18 +467,22 @@ def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[st
     """Find the keys that a user wrote on the way to a mistake (no union tags), and the sections that hold the last."""
     models: list[type[BaseModel]] = [kind]
     keys: list[str] = []
+    is_tag_next = False  # a tag may be the name of a field too, as `model` is of the source `openai`
     for index, part in enumerate(location):
         is_last = index == len(location) - 1
+        is_tag = is_tag_next and any(_is_tagged(model, str(part)) for model in models)
+        is_tag_next = is_tag_next and isinstance(part, int)
         if index and location[index - 1] in ("sources", "space"):  # a name that the user gave
             keys.append(str(part))
             continue
-        fields = [model.model_fields[part] for model in models if part in model.model_fields]
+        fields = [] if is_tag else [model.model_fields[part] for model in models if part in model.model_fields]
         if fields or is_last or isinstance(part, int):
             keys.append(str(part))
         else:
             models = [model for model in models if _is_tagged(model, part)] or models
         if fields and not is_last:
             models = [section for field in fields for section in _sections(field.annotation)]
+            is_tag_next = len(models) > 1
     return keys, models
 
 

@@ -189,6 +189,13 @@ class ScriptRule(Rule):
     """The share that is tolerated."""
 
 
+LANGUAGES = (
+    "af ar bg bn ca cs cy da de el en es et fa fi fr gu he hi hr hu id it ja kn ko lt lv mk ml mr ne nl no pa pl pt ro "
+    "ru sk sl so sq sv sw ta te th tl tr uk ur vi zh-cn zh-tw"
+)
+"""The languages that langdetect knows."""
+
+
 class LanguageRule(Rule):
     """A completion is in one of the languages; broken entirely or not at all, and not where no language shows.
 
@@ -198,6 +205,14 @@ class LanguageRule(Rule):
     type: Literal["language"] = "language"
     allowed: Annotated[list[str], Field(min_length=1)]
     """ISO 639-1 codes: en, de, zh-cn ..."""
+
+    @field_validator("allowed")
+    @classmethod
+    def _check_codes(cls, codes: list[str]) -> list[str]:
+        for code in codes:
+            if code not in LANGUAGES.split():
+                raise ValueError(f"{code!r} is no language that langdetect knows; these are {LANGUAGES}")
+        return codes
 
 
 class FormatRule(Rule):

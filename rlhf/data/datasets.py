@@ -255,6 +255,8 @@ def _note_treatment(row: Row, prompt: Prompt, texts: Sequence[Rendered], encoder
         )
     if encoder.template.source is not None and isinstance(prompt, str) and is_transcript(prompt):
         skips.note("Transcripts stay text: the chat template is not used for them")
+    if isinstance(prompt, str) and row.values.get("system"):
+        skips.count("rows whose system column is left out, because their prompt stays text")
     if len(texts) > 1:
         skips.count("conversations taken apart, a row for each turn: the chat template rewrites earlier turns")
     for name in texts[0].ignored:

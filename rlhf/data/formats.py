@@ -128,7 +128,7 @@ def _user_message(content: str) -> Message:
 def _read_question(values: Values, *, turns: bool) -> Prompt:
     """Read a question: a user message if `turns`, otherwise text that ends with a line break."""
     question = some_text(values.get("question"), "question")
-    return [_user_message(question)] if turns else question + "\n"
+    return with_system([_user_message(question)], values) if turns else question + "\n"
 
 
 def _read_instruction(values: Values, *, turns: bool) -> Prompt:
@@ -209,14 +209,16 @@ def explicit_pair(values: Values, *, turns: bool, column: str) -> PairText:
 
 
 def _full_conversation(side: list[Message], prompt: list[Message], name: str) -> list[Message]:
-    """Return the whole conversation of one side, whether it repeats the prompt or only answers it."""
-    if shared_turns(side, prompt) == len(prompt):
-        return side
+    """Return the whole conversation of one side, whether it repeats the prompt, its last turns, or only answers it."""
+    for start in range(len(prompt)):
+        if shared_turns(side, prompt[start:]) == len(prompt) - start:
+            return prompt[:start] + side
     if side[0]["role"] == "assistant":
         return prompt + side
-    if any(message["content"].strip() == prompt[-1]["content"].strip() for message in side):
-        return side
-    raise BadRow(f"{name} is a conversation in which the prompt does not occur")
+    if not any(message["content"].strip() == prompt[-1]["content"].strip() for message in side):
+        raise BadRow(f"{name} is a conversation in which the prompt does not occur")
+    lacks_system = prompt[0]["role"] == "system" and side[0]["role"] != "system"
+    return prompt[:1] + side if lacks_system else side
 
 
 def implicit_pair(values: Values, *, turns: bool) -> PairText:

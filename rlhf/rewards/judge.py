@@ -182,6 +182,8 @@ Reply with one number from {low} (worst) to {high} (best) and nothing else.
 
 # A number at the end of the line: "8", "Score: 7.5", "**8/10**", "[[8]]". What precedes it does not matter.
 _NUMBER = re.compile(r"(?<![\w.,-])(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+(?:\.\d+)?)?[\s*_\])}\"'`.]*$")
+# The scale in words, which is no score: "3 out of 10", "7 (out of 10)", "2 of 10"; but not "a score of 8".
+_SCALE = re.compile(r"(?:\(?\bout of|(?<=\d)[*_]*\s+of)[\s*_]*\d+(?:\.\d+)?[\s*_\])}\"'`.]*$", re.IGNORECASE)
 
 
 class ChatReward:
@@ -219,9 +221,12 @@ class ChatReward:
 
 
 def read_score(answer: str, low: float, high: float) -> float | None:
-    """Parse the number that ends the answer's last line (`8` of `8/10`); return None if none lies in [low, high]."""
+    """Parse the number that ends the answer's last line (`8` of `8/10` and of `8 out of 10`).
+
+    Return None if there is none, or if it is not in [low, high].
+    """
     lines = [line.strip() for line in answer.splitlines() if line.strip()]
-    match = _NUMBER.search(lines[-1]) if lines else None
+    match = _NUMBER.search(_SCALE.sub("", lines[-1])) if lines else None
     if match is None:
         return None
     value = float(match[1])

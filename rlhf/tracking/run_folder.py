@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
+from rlhf.config.files import format_yaml
 from rlhf.errors import DISTRIBUTION, CheckpointError
 from rlhf.tracking.trackers import flatten, read_jsonl, to_json
 
@@ -120,7 +121,7 @@ class RunFolder:
         if self.config.exists() and not anew:
             return differing_keys(self.read_config(), new)
         self.path.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.config, yaml.safe_dump(new, sort_keys=False, allow_unicode=True, width=100))
+        write_atomically(self.config, format_yaml(new, width=100))
         return []
 
     def write_deepspeed(self, name: str, settings: Mapping[str, object]) -> None:

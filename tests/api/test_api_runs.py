@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 import yaml
@@ -175,6 +176,11 @@ def test_a_second_call_is_a_new_run_and_resume_continues(model: str, tmp_path: P
     first, second = train(), train()
     assert [first.folder.name, second.folder.name] == ["run", "run-2"]
     assert same_weights(first.folder, second.folder)
+    third = train(folder=None, **{"run.out_dir": str(tmp_path / "run")})
+    assert [third.folder.name, third.complete] == ["run-3", True]
+    assert (tmp_path / "run-3" / "data" / "prompts.jsonl").is_file()  # all of a run is in one folder
+    with pytest.raises(ConfigError, match=r"folder=.* and run\.out_dir=.* say the same"):
+        train(run={"out_dir": "runs/x"})
     longer = train(resume=True, schedule={"steps": 5})
     assert longer.folder == first.folder
     assert list(longer.metrics.index) == [1, 2, 3, 4, 5]
@@ -278,3 +284,25 @@ def test_what_a_notebook_shows_of_an_interrupted_run(tmp_path: Path) -> None:
     assert "resume=True" in result._repr_html_()
     with pytest.raises(ConfigError, match="was interrupted"):
         _ = result.model_folder
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        (pd.DataFrame(PAIRS), r"sft is a DataFrame: give its rows, df\.to_dict\('records'\)"),
+        (["good", "bad \ud800"], "sft: row 2 cannot be written as JSON"),
+    ],
+)
+def test_rows_that_would_be_read_as_something_else_are_refused(
+    model: str, rows: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=message):
+        rlhf.sft(model, rows, folder=tmp_path / "run", quiet=True)
+
+
+def test_an_empty_section_of_a_file_is_as_if_it_were_not_there(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sft.yaml").write_text("run:\nschedule: {steps: 1}\n")
+    assert rlhf.sft(model, ["good bad"], config="sft.yaml", quiet=True).folder == Path("runs/sft")

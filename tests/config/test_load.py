@@ -12,7 +12,7 @@ import yaml
 from rlhf.config.algorithm import AdaptiveKl, Gae, Group, Online, PenaltyLoss
 from rlhf.config.compare import CellConfig
 from rlhf.config.data import DataConfig
-from rlhf.config.files import InvalidYaml, parse_yaml
+from rlhf.config.files import InvalidYaml, format_yaml, parse_yaml
 from rlhf.config.load import (
     dump,
     expand_preset,
@@ -106,10 +106,31 @@ def test_a_mistake_in_the_run_of_a_cell_is_named_by_its_key(preset: str) -> None
         validate(CellConfig, cell)
 
 
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("reward.source.path=null", r"^reward\.source\.path: Input should be a valid string"),
+        ("reward.source.pth=a", r"^reward\.source\.pth: unknown key; did you mean path\?$"),
+        ("reward.source={type: openai, base_url: a, model: 1}", r"^reward\.source\.model: Input should be a valid"),
+    ],
+)
+def test_a_mistake_in_a_reward_source_is_named_without_its_type(override: str, message: str) -> None:
+    """`model` is the type of one source and a key of another."""
+    with pytest.raises(ConfigError, match=message):
+        load_train(ROOT / "configs" / "ppo.yaml", [override, "critic.init=policy"])
+
+
 def test_exponents_without_a_dot_are_numbers() -> None:
     assert yaml.safe_load("1e-6") == "1e-6"  # what PyYAML makes of it
     config = train_config(merge(base(), parse_overrides(["policy.lr=1e-6"])))
     assert config.policy.lr == 1e-6
+    assert parse_yaml("[1e-3, -2E+5, 1e3x, '1e3', e3]") == [1e-3, -2e5, "1e3x", "1e3", "e3"]
+
+
+def test_texts_that_look_like_numbers_survive_a_file(tmp_path: Path) -> None:
+    """PyYAML would write the text 1e3 without quotes, and then it would be read as the number."""
+    settings = {"kwargs": {"text": "1e3", "number": 1e3, "small": 1e-7, "version": "1.0", "flag": "no"}}
+    assert parse_yaml(format_yaml(settings)) == settings
 
 
 @pytest.mark.parametrize(

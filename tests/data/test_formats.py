@@ -76,6 +76,40 @@ PAIR_ROWS: list[tuple[str, dict[str, object], PairText]] = [
         PairText([SYSTEM, *HI], "Yes", "No", 0.0),
     ),
     (
+        "a system column, and sides that repeat the prompt without it",
+        {"system": "Be brief.", "prompt": HI, "chosen": [*HI, assistant("Yes")], "rejected": [*HI, assistant("No")]},
+        PairText([SYSTEM, *HI], "Yes", "No", 0.0),
+    ),
+    (
+        "a system column, and sides with more turns than the prompt",
+        {
+            "system": "Be brief.",
+            "prompt": "And?",
+            "chosen": [*HI, assistant("Hi"), user("And?"), assistant("Yes")],
+            "rejected": [*HI, assistant("Hi"), user("And?"), assistant("No")],
+        },
+        PairText([SYSTEM, *HI, assistant("Hi"), user("And?")], "Yes", "No", 0.0),
+    ),
+    (
+        "a system column that the sides overrule",
+        {
+            "system": "Be long.",
+            "prompt": "Hi",
+            "chosen": [SYSTEM, *HI, assistant("Yes")],
+            "rejected": [SYSTEM, *HI, assistant("No")],
+        },
+        PairText([SYSTEM, *HI], "Yes", "No", 0.0),
+    ),
+    (
+        "sides that repeat the last turn of the prompt",
+        {
+            "prompt": [*HI, assistant("Hi"), user("Hi")],
+            "chosen": [*HI, assistant("Yes")],
+            "rejected": [*HI, assistant("No")],
+        },
+        PairText([*HI, assistant("Hi"), user("Hi")], "Yes", "No", 0.0),
+    ),
+    (
         "Alpaca",
         {"instruction": "Add.", "input": "1 2", "chosen": "3", "rejected": "4"},
         PairText("### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n", "3", "4", 0.0),
@@ -92,6 +126,14 @@ def test_pairs(row: dict[str, object], expected: PairText) -> None:
 def test_pairs_serve_as_demonstrations_and_as_prompts(row: dict[str, object], expected: PairText) -> None:
     assert read(DEMONSTRATIONS, row) == DemoText(expected.prompt, expected.chosen)
     assert read(PROMPTS, row) == PromptText(expected.prompt, row)
+
+
+@pytest.mark.parametrize(
+    "use, answers", [(PAIRS, ("chosen", "rejected")), (DEMONSTRATIONS, ("answer",)), (PROMPTS, ())]
+)
+def test_a_question_has_the_system_column_as_its_system_message(use: RowFormats[Any], answers: tuple[str, ...]) -> None:
+    row: dict[str, object] = {"system": "Be brief.", "question": "Hi", **{name: f"A {name}." for name in answers}}
+    assert read(use, row, turns=True).prompt == [SYSTEM, *HI]
 
 
 @pytest.mark.parametrize(

@@ -238,6 +238,14 @@ def test_text_becomes_turns_by_default_and_the_summary_says_so(write: Write) -> 
     assert prompts(write([{"prompt": "Hi"}]), tokenizer).references[0][MESSAGES] == [user("Hi")]
 
 
+def test_a_system_column_that_no_text_takes_in_is_counted(write: Write) -> None:
+    tokenizer, row = FAMILIES["chatml"].tokenizer(), {"system": "Be brief.", "question": "Hi", "answer": "Yes"}
+    remark = "1 rows whose system column is left out, because their prompt stays text"
+    assert remark not in demos(write([row]), tokenizer).skips.summary()
+    tokenizer.chat_template = None
+    assert remark in demos(write([row]), tokenizer).skips.summary()
+
+
 def test_texts_transcripts_and_written_out_prompts_stay_what_they_are(write: Write) -> None:
     tokenizer = FAMILIES["chatml"].tokenizer()
     transcript = "\n\nHuman: Hi\n\nAssistant:"

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,21 @@ def test_a_bad_request_is_a_4xx_that_says_why(served: Served, body: Any, status:
     assert (actual, list(content)) == (status, ["error"])
     assert message in content["error"]
     assert served.ask({"prompts": ["t3"], "completions": ["t4"]})[0] == 200  # and the server is well
+
+
+def test_a_conversation_that_the_template_refuses_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any other status would be asked for again, for two minutes."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    own = tokenizer()
+    own.chat_template = "{{ raise_exception('no system prompts') }}"
+    messages = [{"role": "system", "content": "t5"}, {"role": "user", "content": "t5"}]
+    asked = {"prompts": ["t5"], "completions": ["t4"], "references": [{"prompt_messages": messages}]}
+    with closing(Served(TextScorer(made_model(tmp_path), own, max_batch=4))) as served:
+        status, content = served.ask(asked)
+    assert (status, list(content)) == (422, ["error"])
+    assert "no system prompts (the reward model's template)" in content["error"]
 
 
 def test_token_ids_out_of_range_are_refused(served: Served, scorer: TextScorer) -> None:

@@ -181,6 +181,13 @@ def test_a_template_of_ones_own(tmp_path: Path) -> None:
     [
         *[("7", 7.0), (" 7.5\n", 7.5), ("**8**", 8.0), ("8/10", 8.0), ("Score: 8 / 10.", 8.0), ("[[3]]", 3.0)],
         *[("It has 3 faults.\n\nScore: 6", 6.0), ("10", 10.0), ("1", 1.0)],
+        *[
+            ("I rate it 3 out of 10.", 3.0),
+            ("Rating: 7 (out of 10)", 7.0),
+            ("**3** Out of **10**", 3.0),
+            ("2 of 10", 2.0),
+        ],
+        *[("a score of 8", 8.0), ("8 points out of 10", None), ("out of 10", None)],
         *[("", None), ("good", None), ("11", None), ("0", None), ("-3", None), ("7 of them are good", None)],
         *[("1,000", None), ("v1.2.3", None), ("Score: 6\nthank you", None)],
     ],

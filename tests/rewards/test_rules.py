@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from pydantic import TypeAdapter
 from tiny_models import completions_of, tokenizer
 
 from rlhf.config.load import validate
-from rlhf.config.reward import RewardConfig, RuleConfig, RulesSource
+from rlhf.config.reward import LANGUAGES, RewardConfig, RuleConfig, RulesSource
 from rlhf.errors import ConfigError
 from rlhf.rewards.rules import RulesReward, apply_rules, foreign_share, repeated_share, violation
 from rlhf.types import Completions, Scores
@@ -51,6 +52,17 @@ def rule(**settings: object) -> RuleConfig:
 )
 def test_how_much_of_a_rule_is_broken(settings: dict[str, object], text: str, broken: float) -> None:
     assert violation(rule(**settings), text, 7) == pytest.approx(broken, abs=1e-12)
+
+
+@pytest.mark.parametrize("code", ["EN", "zh", "english"])
+def test_a_language_that_is_never_detected_is_refused(code: str) -> None:
+    with pytest.raises(ValueError, match=f"'{code}' is no language that langdetect knows; these are af ar"):
+        rule(type="language", allowed=["de", code])
+
+
+def test_the_languages_are_those_of_langdetect() -> None:
+    detector_factory = pytest.importorskip("langdetect.detector_factory")
+    assert sorted(path.name for path in Path(detector_factory.PROFILES_DIRECTORY).iterdir()) == LANGUAGES.split()
 
 
 @pytest.mark.parametrize(
