@@ -13,7 +13,7 @@ from runs import make_model
 from rlhf.comparison.page import differences
 from rlhf.comparison.plan import Plan, ensure_owner, make_plan, read_cell, read_plan
 from rlhf.config.compare import START_FOLDER, CompareConfig, TrainedArm
-from rlhf.config.load import compare_config, load_any, load_compare, unread_warnings
+from rlhf.config.load import compare_config, dump, load_any, load_compare, unread_warnings
 from rlhf.config.reward import FunctionSource
 from rlhf.config.run import UNKNOWN_LENGTH
 from rlhf.errors import ConfigError
@@ -210,3 +210,12 @@ def test_the_name_of_an_arm_may_have_dots_on_the_command_line(tmp_path: Path) ->
         assert isinstance(config, CompareConfig)
         arms = {name: arm.tree() for name, arm in config.arms.items() if isinstance(arm, TrainedArm)}
         assert arms == {"clip_0": {"policy": {"lr": 0.25}}, "clip_0.3": {"policy": {"lr": 0.5}}}
+
+
+def test_an_empty_section_of_a_comparison_sets_nothing(tmp_path: Path) -> None:
+    tree = compare_tree(tmp_path, shared={"sharding": "zero2"})
+    written = dump(compare_config(tree))
+    assert written["arms"]["ppo"]["sharding"] == {}
+    plans = [plan_of(settings) for settings in (tree, written)]
+    assert [cell.config.train.sharding.mode for cell in plans[0].of("ppo")] == ["zero2", "zero2"]
+    assert [dump(cell.config) for cell in plans[0].cells] == [dump(cell.config) for cell in plans[1].cells]
