@@ -57,6 +57,8 @@ WAYS = (
 )
 
 CLOSING = """\
+- **Models that padding disturbs.** Recurrent models that read left padding as text (RWKV) and decoders that place
+  positions by the padded row (CamemBERT): the numbers of a row depend on the rows beside it. A run tries it and warns.
 - **Sliding windows.** A window (`sliding_window`) has no effect on rows that are not longer than it, so these go
   without padding. A batch with a longer row is padded.
 - **Rotary embeddings that change with the length** (longrope: Phi-4 mini, Phi-3 with 128k) do so beyond

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from rlhf.config.sections import LogProbs, Packing
 from rlhf.errors import ModelError
@@ -25,7 +26,16 @@ from rlhf.models.kernels.lm_head import (
     output_head,
     token_statistics,
 )
-from rlhf.models.kernels.packing import pack_for, packed_inputs, packing_unsupported_reason, varlen_unsupported_reason
+from rlhf.models.kernels.packing import (
+    autocast_off,
+    build_probe,
+    pack_for,
+    packed_inputs,
+    packing_unsupported_reason,
+    probe_tokens,
+    varlen_unsupported_reason,
+)
+from rlhf.runtime.device import is_device_error
 from rlhf.transfer import place_live, select_live
 
 
@@ -285,5 +295,40 @@ def of_bodies(bodies: Sequence[nn.Module], *, packing: Packing) -> FastWays:
     packed = packing == "auto" and not any(padded)
     written_out = [supports_fused(body) for body in bodies] if packed else [False]
     reasons = [f"rows go through the model padded: {reason}" for reason in padded if reason]
+    if not packed:
+        reasons += [f"warning: {problem}" for body in bodies if (problem := padding_problem(body))]
     reasons += [reason for body in bodies if packed and (reason := fused_unsupported_reason(body))]
     return FastWays({"no padding": packed, WRITTEN_OUT: all(written_out)}, reasons)
+
+
+@torch.no_grad()
+def padding_problem(body: nn.Module) -> str:
+    """Explain that padding changes the numbers of `body` (a transformer without its head); empty where it does not.
+
+    Recurrent models read left padding as if it were text, and a few families place positions by the padded row. Tried
+    on a few rows: the hidden states of each must be the ones that it has when computed alone.
+    """
+    prompts, completions = probe_tokens(body)
+    try:
+        with autocast_off(body):
+            probe = build_probe(body)
+            states = body(**_padded(prompts, completions, next(body.parameters()).device).inputs()).last_hidden_state
+    except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError) as error:
+        if is_device_error(error):
+            raise
+        return ""  # what it is, the first pass over completions says
+    start = max(map(len, prompts)) - 1
+    if probe.matches(torch.cat([row[start : start + len(ids)] for row, ids in zip(states, completions, strict=True)])):
+        return ""
+    return f"padding changes what {type(body).__name__} computes: log-probabilities depend on the rows beside a row"
+
+
+def _padded(prompts: Sequence[Tensor], completions: Sequence[Tensor], device: torch.device) -> Sequences:
+    """Join rows of token ids: prompts padded on the left, completions on the right."""
+
+    def pad(rows: Sequence[Tensor], side: str) -> tuple[Tensor, Tensor]:
+        ids = pad_sequence(list(rows), batch_first=True, padding_side=side)
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
+        return ids.to(device), mask.bool().to(device)
+
+    return Sequences.join(*pad(prompts, "left"), *pad(completions, "right"))

@@ -50,7 +50,7 @@ def test_nor_under_autocast_and_with_adapters(shared: Path, body: Any) -> None:
 def test_odd_tokens_are_no_mistake_either(monkeypatch: pytest.MonkeyPatch, body: Any) -> None:
     """The first ids of SmolLM2 are special or were never trained: there float32 itself is off by 1e-4 and more."""
     monkeypatch.setattr(
-        packing, "_probe_tokens", lambda _: [[torch.tensor(row) for row in side] for side in packing.PROBE_TOKENS]
+        packing, "probe_tokens", lambda _: [[torch.tensor(row) for row in side] for side in packing.PROBE_TOKENS]
     )
     assert packing_unsupported_reason(body) == ""
     assert supports_fused(body)

@@ -309,7 +309,7 @@ def varlen_unsupported_reason(body: nn.Module, dtype: torch.dtype) -> str:
 
 def _find_varlen_reason(body: nn.Module, dtype: torch.dtype) -> str:
     name, device = type(body).__name__, next(body.parameters()).device
-    prompts, completions = _probe_tokens(body)
+    prompts, completions = probe_tokens(body)
     prompt_of = torch.tensor([0, 1, 0, 2])
     try:
         for is_shared in (False, True):
@@ -391,7 +391,7 @@ def build_probe(body: nn.Module) -> Probe:
     Deep trained models amplify rounding, some rows a hundred times more than others. How much is measured: each row is
     computed again with its embeddings moved by one unit in the last place.
     """
-    prompts, completions = _probe_tokens(body)
+    prompts, completions = probe_tokens(body)
     device = next(body.parameters()).device
     expected, tolerance = [], []
     for prompt, completion in zip(prompts, completions, strict=True):
@@ -430,7 +430,7 @@ def vocabulary_size(model: nn.Module) -> int:
     return int(getattr(embeddings, "base_layer", embeddings).num_embeddings)
 
 
-def _probe_tokens(body: nn.Module) -> list[list[Int[Tensor, " L"]]]:
+def probe_tokens(body: nn.Module) -> list[list[Int[Tensor, " L"]]]:
     """Return tokens from the middle of the vocabulary, which are text; the first and last are special or untrained."""
     vocabulary = vocabulary_size(body)
     return [[(torch.tensor(row) + vocabulary // 2) % vocabulary for row in side] for side in PROBE_TOKENS]
