@@ -31,7 +31,7 @@ from rlhf.rewards.remote import RemoteReward
 from rlhf.rewards.rules import RulesReward
 from rlhf.rewards.source import MainRankReward, RewardSource, ShardedReward
 from rlhf.rewards.watch import WatchingJudge
-from rlhf.runtime.device import usable_dtype
+from rlhf.runtime.device import fallback_note, usable_dtype
 from rlhf.runtime.engine import Engine
 
 
@@ -105,15 +105,17 @@ def _build_model(
     config: ModelSource, tokenizer: PreTrainedTokenizerBase, engine: Engine, warn: Callable[[str], None]
 ) -> RewardSource:
     """Load a reward model, or an ensemble of them, and spread the scoring over the ranks."""
+    dtype = usable_dtype(config.dtype, engine.device)
+    if dtype != config.dtype:
+        warn(fallback_note("reward.source.dtype"))
     members = member_folders(config.path)
     if members:
-        single = ModelSource(path="", micro_batch_size=config.micro_batch_size, dtype=config.dtype)
+        single = ModelSource(path="", micro_batch_size=config.micro_batch_size, dtype=dtype)
         sources = [
             _build_model(single.model_copy(update={"path": str(member)}), tokenizer, engine, warn) for member in members
         ]
         names = [f"member.{number}" for number in range(len(members))]
         return EnsembleReward(sources, how=config.how, std_coef=config.std_coef, names=names)
-    dtype = usable_dtype(config.dtype, engine.device)
     source = RewardModelSource.load(
         model_folder(config.path),
         tokenizer,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from rlhf.config.load import dump
 from rlhf.factory.context import model_folder
 from rlhf.factory.rewards import build_source
 from rlhf.models.origin import weights_fingerprint
-from rlhf.runtime.device import choose_device
+from rlhf.runtime.device import choose_device, fallback_note
 from rlhf.runtime.engine import Engine
 from rlhf.suites.figures import SuiteResult
 from rlhf.suites.gsm8k import run_gsm8k
@@ -44,7 +45,7 @@ def write_result(
         "suite": name,
         "model": {"path": target, "weights": weights_fingerprint(subject.model)},
         **result.as_json(),
-        "config": dump(settings),
+        "config": {**dump(settings), "dtype": subject.dtype},  # the one used, which the CPU may have chosen
         "versions": versions(),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,4 +117,7 @@ _RUNNERS: dict[type[SuiteSettings], Callable[[Any, Subject, str], SuiteResult]] 
 
 def evaluate_suite(settings: SuiteSettings, subject: Subject, task: str) -> SuiteResult:
     """Run the suite that has these settings on a model; `task` is the one of lm-eval, else empty."""
-    return _RUNNERS[type(settings)](settings, subject, task)
+    result = _RUNNERS[type(settings)](settings, subject, task)
+    if subject.dtype == settings.dtype:
+        return result
+    return replace(result, notes=(*result.notes, fallback_note("dtype")))

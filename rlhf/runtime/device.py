@@ -124,6 +124,11 @@ def usable_dtype(dtype: Dtype, device: torch.device) -> Dtype:
     return "float32" if emulated else dtype
 
 
+def fallback_note(key: str) -> str:
+    """Describe that `usable_dtype` replaced the value of the setting `key`."""
+    return f"arithmetic: {key}=float32, since this CPU has no bfloat16 products and would emulate them"
+
+
 def _precision_notes(
     config: TrainConfig | RewardModelConfig, device: torch.device, asked: Dtype | None = None
 ) -> list[str]:
@@ -131,7 +136,7 @@ def _precision_notes(
     section = _section(config)
     dtype = getattr(config, section).dtype
     if device.type == "cpu" and asked is not None:
-        return [f"arithmetic: {section}.dtype={dtype}, since this CPU has no {asked} products and would emulate them"]
+        return [fallback_note(f"{section}.dtype")]
     if device.type != "cuda":
         return []
     products = "TF32 (run.tf32)" if config.run.tf32 else "full float32"

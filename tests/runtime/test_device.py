@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from pydantic import ValidationError
+from runs import make_model, write_rows
+from transformers import AutoModelForSequenceClassification
 
+from rlhf.config.reward import ModelSource
 from rlhf.config.run import RunConfig, ShardingConfig
 from rlhf.config.sections import RewardModelConfig
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import ConfigError
+from rlhf.factory.rewards import build_source
+from rlhf.factory.suites import evaluate_suite, load_model_for_suite
 from rlhf.runtime import device as device_module
 from rlhf.runtime import engine as engine_module
 from rlhf.runtime.device import choose_device, choose_precision, empty_cache, is_out_of_memory, usable_dtype
-from rlhf.runtime.engine import local_device, make_engine
+from rlhf.runtime.engine import Engine, local_device, make_engine
 from rlhf.runtime.memory import make_memory_profiler
 from rlhf.runtime.micro_batch import AdaptiveMicroBatch
+from rlhf.suites.settings import XstestSettings
 
 Machine = Callable[..., None]
 
@@ -70,6 +78,29 @@ def test_a_cpu_without_bfloat16_products_computes_in_float32_and_says_so(machine
     config, notes = choose_precision(RewardModelConfig.model_validate(tree))
     assert config.model.dtype == ("bfloat16" if native else "float32")
     assert [note.split(",")[0] for note in notes] == ([] if native else ["arithmetic: model.dtype=float32"])
+
+
+def test_a_reward_model_and_a_suite_say_so_too(native: bool, tmp_path: Path) -> None:
+    folder = str(make_model(tmp_path / "model"))
+    warnings: list[str] = []
+    tokenizer, scorer = load_tokenizer(folder), str(tmp_path / "scorer")
+    AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).save_pretrained(scorer)
+    tokenizer.save_pretrained(scorer)
+    config = ModelSource(path=scorer, dtype="bfloat16")
+    build_source(config, tokenizer, Engine(torch.device("cpu")), warnings.append)
+    notes = [text.split(",")[0] for text in warnings if text.startswith("arithmetic")]
+    assert notes == ([] if native else ["arithmetic: reward.source.dtype=float32"])
+
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "red one", "label": "safe"}])
+    settings = XstestSettings.model_validate(
+        {"dtype": "bfloat16", "dataset": {"path": str(rows)}, "sampling": {"max_new_tokens": 2}}
+    )
+    subject = load_model_for_suite(settings, folder)
+    assert subject.dtype == ("bfloat16" if native else "float32")
+    result = evaluate_suite(settings, subject, "")
+    assert [text.split(",")[0] for text in result.notes if text.startswith("arithmetic")] == (
+        [] if native else ["arithmetic: dtype=float32"]
+    )
 
 
 def test_other_dtypes_and_devices_are_what_they_were(native: bool) -> None:
