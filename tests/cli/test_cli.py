@@ -161,7 +161,9 @@ def test_resume_never_refuses_a_folder_with_a_run(tmp_path: Path, capsys: pytest
     assert main(["train", file]) == 0  # and auto finds it finished
 
 
-def test_the_process_exits_0_on_sigterm_and_the_same_command_continues(tmp_path: Path) -> None:
+def test_the_process_exits_0_on_sigterm_and_the_same_command_continues(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prompts_file(tmp_path)
     tree = ppo_tree(tmp_path, schedule={"steps": 60}, eval={"every": 0}, checkpoint={"every": 0})
     file = write_config(tmp_path / "c.yaml", tree)
@@ -179,9 +181,8 @@ def test_the_process_exits_0_on_sigterm_and_the_same_command_continues(tmp_path:
     assert "Traceback" not in err
     done = len(metrics.read_text().splitlines())
     assert done < 61
-    again = subprocess.run([*command, f"schedule.steps={done + 1}"], capture_output=True, text=True, env=environment)
-    assert again.returncode == 0, again.stderr
-    assert "continuing from" in again.stdout
+    assert main(["train", file, f"schedule.steps={done + 1}"]) == 0
+    assert "continuing from" in capsys.readouterr().out
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert steps == list(range(done + 2))
 

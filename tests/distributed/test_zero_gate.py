@@ -1,12 +1,14 @@
 """The part of the distributed tests that every run of the suite has: one launch of two processes makes all the runs.
 
 Each test reads what one of them has left. Two steps a run; the whole table is in test_same_run_sharded.py, and slow.
+So are two pairs of runs here, of tied embeddings and of bfloat16.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,53 +28,70 @@ CELLS = [
     *[("ppo", "zero3"), ("dpo", "zero3"), ("rm", "zero3")],
 ]
 BRIEF = {"schedule": {"steps": 2}, "checkpoint": {"every": 1, "keep": 9}, "eval": {"every": 0}}
-# An interrupted run evaluates where it stops, so that it is compared with one without evaluation, or with one a step.
-EVALUATION: dict[str, Tree] = {
-    "ppo": {"data": {"eval_prompts": None}, "batch": {"epochs": 1}},
-    "ppo_lora": {"eval": {"every": 1}},
-}
+# An interrupted run evaluates where it stops, so that it is compared with one without evaluation.
+UNEVALUATED: dict[str, Tree] = {"ppo": {"data": {"eval_prompts": None}, "batch": {"epochs": 1}}}
 LIGHT = {"batch": {"epochs": 1, "minibatches": 1}}  # where two such are compared
 BF16 = {"policy": {"dtype": "bfloat16"}, **LIGHT}
-ALONE = ("ppo", "sft", "dpo", "rm", "ppo_lora")  # run by one process too
+ALONE = ("ppo", "sft", "dpo", "rm")  # run by one process too
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    """The folder of all runs, which are made once, whichever workers of pytest-xdist ask for them."""
+    """The folder of the runs of the gate, which are made once, whichever workers of pytest-xdist ask for them."""
+    return make_once("zero-gate", make_runs, tmp_path_factory, worker_id)
+
+
+@pytest.fixture(scope="module")
+def pairs_of_runs(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """The folder of the slow runs, in pairs that are the same to the bit."""
+    return make_once("zero-pairs", make_pairs, tmp_path_factory, worker_id)
+
+
+def make_once(
+    name: str, make: Callable[[Path], None], tmp_path_factory: pytest.TempPathFactory, worker_id: str
+) -> Path:
     base = tmp_path_factory.getbasetemp()
-    folder = (base if worker_id == "master" else base.parent) / "zero-gate"
+    folder = (base if worker_id == "master" else base.parent) / name
     with FileLock(f"{folder}.lock"):
         if not (folder / "done").is_file():
+            needs("zero3")
             shutil.rmtree(folder, ignore_errors=True)
-            make_runs(folder)
+            make(folder)
             (folder / "done").touch()
     return folder
 
 
 def make_runs(folder: Path) -> None:
     """Every run in one process, then all in two."""
-    needs("zero3")
-    trees = {name: case(name, folder / "data" / name) for name in ALONE}
-    trees = {name: merge(merge(tree, BRIEF), EVALUATION.get(name, {})) for name, tree in trees.items()}
-    launch([at(trees[name], folder / "one" / name) for name in ALONE], folder / "one", processes=1)
-    launch([at(trees["ppo_lora"], folder / "moved", stop_after=1)], folder / "one", processes=1)
-    launch([*in_two(trees, folder)], folder / "two", processes=2, launcher=False, timeout_s=900.0)
-
-
-def in_two(trees: dict[str, Tree], folder: Path) -> list[Tree]:
-    """The runs of two processes, in their order."""
-    tied = at(trees["ppo"], folder / "tied" / "ppo", policy={"model": str(tied_model(folder))}, **LIGHT)
-    return [
+    trees = {name: brief_case(name, folder) for name in ALONE}
+    one = [at(trees[name], folder / "one" / name) for name in ALONE]
+    launch([*one, at(trees["ppo"], folder / "moved", stop_after=1)], folder / "one", processes=1)
+    two = [
         *[at(trees[name], folder / mode / name, sharding=mode) for name, mode in CELLS],
         at(trees["ppo"], folder / "cut", sharding="zero3", stop_after=1),
         at(trees["ppo"], folder / "cut", sharding="zero3"),
-        at(trees["ppo_lora"], folder / "moved", sharding="zero3"),
+        at(trees["ppo"], folder / "moved", sharding="zero3"),
+        at(trees["ppo"], folder / "layered", sharding={"mode": "zero3", "rollout": "layered"}),
+    ]
+    launch(two, folder / "two", processes=2, launcher=False, timeout_s=900.0)
+
+
+def make_pairs(folder: Path) -> None:
+    """Two processes under ZeRO-3: a model loaded in parts and whole, weights gathered in bfloat16 and in float32."""
+    ppo = brief_case("ppo", folder)
+    tied = at(ppo, folder / "tied" / "ppo", policy={"model": str(tied_model(folder))}, **LIGHT)
+    two = [
         at(tied, folder / "tied" / "split", sharding="zero3"),
         at(tied, folder / "tied" / "whole", sharding="zero3", load_whole=True),
-        at(trees["ppo"], folder / "layered", sharding={"mode": "zero3", "rollout": "layered"}),
-        at(trees["ppo"], folder / "bf16" / "low", sharding="zero3", **BF16),
-        at(trees["ppo"], folder / "bf16" / "wide", sharding="zero3", gather_wide=True, **BF16),
+        at(ppo, folder / "bf16" / "low", sharding="zero3", **BF16),
+        at(ppo, folder / "bf16" / "wide", sharding="zero3", gather_wide=True, **BF16),
     ]
+    launch(two, folder / "two", processes=2, launcher=False, timeout_s=900.0)
+
+
+def brief_case(name: str, folder: Path) -> Tree:
+    """A run of two steps."""
+    return merge(merge(case(name, folder / "data" / name), BRIEF), UNEVALUATED.get(name, {}))
 
 
 def tied_model(folder: Path) -> Path:
@@ -101,9 +120,10 @@ def test_under_zero3_no_process_loads_a_whole_model(runs: Path, name: str) -> No
     assert "loaded whole" not in notes(runs / "zero3" / name)
 
 
-def test_a_model_loaded_in_parts_trains_as_one_loaded_whole_to_the_bit(runs: Path) -> None:
+@pytest.mark.slow
+def test_a_model_loaded_in_parts_trains_as_one_loaded_whole_to_the_bit(pairs_of_runs: Path) -> None:
     """Tied embeddings, bfloat16 in the files, an index; policy, reference and critic with a new head."""
-    split, whole = runs / "tied" / "split", runs / "tied" / "whole"
+    split, whole = pairs_of_runs / "tied" / "split", pairs_of_runs / "tied" / "whole"
     assert "loaded whole" in notes(whole)
     assert "loaded whole" not in notes(split)
     assert distance(split, whole) == 0.0
@@ -120,7 +140,7 @@ def test_a_run_under_zero3_continues_as_itself_to_the_bit(runs: Path) -> None:
 
 
 def test_two_processes_under_zero3_continue_the_run_of_one(runs: Path) -> None:
-    one, moved = runs / "one" / "ppo_lora", runs / "moved"
+    one, moved = runs / "one" / "ppo", runs / "moved"
     assert "continuing from" in notes(moved)
     assert distance(one, moved) < LIMIT
     assert samples(one) == samples(moved)
@@ -133,8 +153,9 @@ def test_layers_gathered_one_at_a_time_sample_what_gathered_weights_do(runs: Pat
     assert distance(layered, gathered) < LIMIT
 
 
-def test_matrices_gathered_in_bfloat16_change_nothing_in_a_bfloat16_run(runs: Path) -> None:
-    low, wide = runs / "bf16" / "low", runs / "bf16" / "wide"
+@pytest.mark.slow
+def test_matrices_gathered_in_bfloat16_change_nothing_in_a_bfloat16_run(pairs_of_runs: Path) -> None:
+    low, wide = pairs_of_runs / "bf16" / "low", pairs_of_runs / "bf16" / "wide"
     assert samples(low) == samples(wide)
     assert metrics(low) == metrics(wide)
     assert distance(low, wide) == 0.0

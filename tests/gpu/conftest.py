@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,7 @@ def gpu() -> Iterator[PretendDevice | None]:
     if torch.cuda.is_available():
         yield None
         return
+    importlib.import_module("peft")  # not later: on the pretend device bitsandbytes would look for CUDA's functions
     with PretendDevice() as machine:
         yield machine
     assert machine.problems == []
