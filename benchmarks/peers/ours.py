@@ -25,7 +25,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from peers.work import LR, MICRO_BATCH, Job
-from rlhf.config.load import load_reward_model, merge, train_config
+from rlhf.config.load import load_reward_model, train_config
+from rlhf.config.overrides import merge
 from rlhf.data import datasets as stream
 from rlhf.data.pairs import AnnotatedPairSet, PairSet
 from rlhf.factory import online

@@ -16,7 +16,8 @@ from rlhf.api.inputs import Inputs, Reward, Rows, nested, new_folder
 from rlhf.commands.compare import run_compare
 from rlhf.comparison.plan import make_plan
 from rlhf.config.files import format_yaml
-from rlhf.config.load import Tree, compare_config, merge, read_yaml
+from rlhf.config.load import compare_config, read_yaml
+from rlhf.config.overrides import Tree, merge
 from rlhf.errors import ConfigError
 from rlhf.tracking.run_folder import write_atomically
 from rlhf.user_code import OBJECT

@@ -22,7 +22,8 @@ from transformers import (
 from rlhf.api.inputs import Inputs, Reward, Rows, nested, new_folder
 from rlhf.commands.checks import SampleOptions, check_sampling, suite_settings
 from rlhf.commands.train import OnStep, run_reward_model, run_train
-from rlhf.config.load import Tree, load_chat_format, load_run, merge, merge_overrides, read_yaml, train_config, validate
+from rlhf.config.load import load_chat_format, load_run, read_yaml, train_config, validate
+from rlhf.config.overrides import Tree, merge, merge_overrides
 from rlhf.config.presets import get_setting
 from rlhf.config.sections import RewardModelConfig
 from rlhf.data.paths import check_files, resolve_best

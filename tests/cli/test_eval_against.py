@@ -13,7 +13,7 @@ from chat_server import Reply, serving
 from runs import make_model, offline_tree, ppo_tree, trained, trained_offline, write_rows
 
 from rlhf.cli import main, parse
-from rlhf.config.load import merge
+from rlhf.config.overrides import merge
 
 SECRET = "sk-very-secret"
 

@@ -12,7 +12,8 @@ import yaml
 from rich.console import Console
 
 from rlhf.commands import quickstart
-from rlhf.config.load import merge, read_yaml
+from rlhf.config.load import read_yaml
+from rlhf.config.overrides import merge
 
 SMALL: dict[str, dict[str, Any]] = {
     "sft": {"schedule": {"steps": 3, "epochs": None, "warmup_steps": 1}, "data": {"eval_prompts": {"limit": 4}}},

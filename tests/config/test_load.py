@@ -20,13 +20,11 @@ from rlhf.config.load import (
     load_compare,
     load_reward_model,
     load_train,
-    merge,
-    merge_overrides,
-    parse_overrides,
     train_config,
     unread_warnings,
     validate,
 )
+from rlhf.config.overrides import merge, merge_overrides, parse_overrides
 from rlhf.config.presets import PRESETS, drop_keys, get_setting
 from rlhf.config.sections import (
     CriticConfig,

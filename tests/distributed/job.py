@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from runs import quiet
 
-from rlhf.config.load import merge, train_config, validate
+from rlhf.config.load import train_config, validate
+from rlhf.config.overrides import merge
 from rlhf.config.sections import RewardModelConfig
 from rlhf.factory.reward_model import build_reward_model, finish_reward_model
 from rlhf.factory.run import build_run

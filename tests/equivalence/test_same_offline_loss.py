@@ -15,7 +15,7 @@ from rlhf.algo.advantages import compute_advantages
 from rlhf.algo.masked import Mean
 from rlhf.batching import Batch
 from rlhf.config.algorithm import DpoLoss, HingeLoss, IpoLoss, PairLossConfig, RobustDpoLoss
-from rlhf.config.load import merge
+from rlhf.config.overrides import merge
 from rlhf.data.pairs import CompletionRows
 from rlhf.data.tokenize import left_pad, right_pad
 from rlhf.runtime.micro_batch import AdaptiveMicroBatch

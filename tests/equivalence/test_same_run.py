@@ -12,7 +12,8 @@ import torch
 from runs import largest_difference, make_model, online, ppo_tree, quiet, trained, trained_offline, weights, write_rows
 
 from rlhf.algo.advantages import compute_advantages
-from rlhf.config.load import merge, validate
+from rlhf.config.load import validate
+from rlhf.config.overrides import merge
 from rlhf.config.sections import RewardModelConfig
 from rlhf.errors import ConfigError
 from rlhf.factory.reward_model import build_reward_model

@@ -12,7 +12,7 @@ import torch
 from runs import make_model, offline, offline_tree, pairs_file, trained_offline, weights
 
 import rlhf.factory.reference as built
-from rlhf.config.load import merge
+from rlhf.config.overrides import merge
 from rlhf.factory.reference import completion_logprobs
 from rlhf.models.origin import weights_fingerprint
 from rlhf.runtime import device

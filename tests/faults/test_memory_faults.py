@@ -11,7 +11,8 @@ import torch
 from runs import largest_difference, make_model, offline, offline_tree, online, ppo_tree, trained, weights
 from torch import nn
 
-from rlhf.config.load import merge, train_config
+from rlhf.config.load import train_config
+from rlhf.config.overrides import merge
 from rlhf.errors import ResourceError
 from rlhf.factory.online import no_grad_batch_multiplier
 from rlhf.runtime.distributed import Distributed

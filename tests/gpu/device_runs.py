@@ -10,7 +10,8 @@ from typing import Any
 import runs
 import yaml
 
-from rlhf.config.load import load_reward_model, merge
+from rlhf.config.load import load_reward_model
+from rlhf.config.overrides import merge
 from rlhf.factory.reward_model import build_reward_model
 from rlhf.training.offline import train_offline
 from rlhf.training.session import Session

@@ -113,7 +113,7 @@ SETTINGS = [
     ),
     Mutant(
         name="the-name-of-an-arm-is-split",
-        file="rlhf/config/load.py",
+        file="rlhf/config/overrides.py",
         before='if section == "arms" else []',
         after='if section == "" else []',
         why="arms.clip_0.1=null leaves no arm out, and asks for an arm called clip_0",

@@ -28,7 +28,7 @@ from tiny_models import EOS, completions_of, ragged, tokenizer
 from reward_model.source import RewardModelSource
 from reward_model.text_scorer import Row, TextScorer, parse_request
 from rlhf.cli import main
-from rlhf.config.load import merge
+from rlhf.config.overrides import merge
 from rlhf.config.reward import RemoteSource
 from rlhf.data.tokenizer import vocabulary_digest
 from rlhf.errors import ConfigError, DataError, NonFiniteScores, RewardError

@@ -16,7 +16,8 @@ from tiny_models import completions_of
 
 from rlhf.algo.rescue import failed_groups
 from rlhf.config.algorithm import Online
-from rlhf.config.load import merge, train_config
+from rlhf.config.load import train_config
+from rlhf.config.overrides import merge
 from rlhf.config.rescue import Hint, ReplayConfig
 from rlhf.data.prompts import PromptSet
 from rlhf.data.rows import RowCounts

@@ -13,7 +13,8 @@ import torch
 from runs import largest_difference, make_model, online, ppo_tree, trained, weights
 
 from rlhf.algo.advantages import compute_advantages
-from rlhf.config.load import merge, train_config, unread_warnings
+from rlhf.config.load import train_config, unread_warnings
+from rlhf.config.overrides import merge
 from rlhf.errors import ConfigError
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.runtime.engine import SteppingModel

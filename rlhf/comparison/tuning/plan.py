@@ -32,7 +32,8 @@ from rlhf.config.compare import (
     TrialConfig,
     TuneConfig,
 )
-from rlhf.config.load import branch_at, dump, merge, unread_keys, validate
+from rlhf.config.load import dump, unread_keys, validate
+from rlhf.config.overrides import branch_at, merge
 from rlhf.errors import ConfigError
 from rlhf.tracking.trackers import flatten
 
