@@ -146,7 +146,7 @@ def _steps(record: Record) -> str:
 
 
 def _stop(record: Record) -> str:
-    """Name the alarm that stopped the run at its last step; empty where none did, or where the run was over anyway."""
+    """Describe which alarm stopped the run at its last step; empty where none did, or where the run was over anyway."""
     planned = record.planned_steps
     is_complete = (record.path / "model").is_dir() if planned is None else record.last_step >= planned
     lines = [line for line in record.alarms if line.get("action") == "stop" and line.get("step") == record.last_step]
