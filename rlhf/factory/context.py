@@ -108,7 +108,7 @@ class RunContext:
             folder=self.folder.path,
             name=config.run.name,
             config=resolved,
-            first_step=self.state.step,
+            first_step=self._first_logged_step(),
         )
         recorder = Recorder(
             self.folder,
@@ -144,6 +144,10 @@ class RunContext:
             feed=_Feed(self.streams, recorder.note) if self.streams else None,
             ranks=ranks,
         )
+
+    def _first_logged_step(self) -> int:
+        """Return the first step whose metrics are still to be logged: of a resumed run the one after its checkpoint."""
+        return self.state.step + (self.resume is not None and self.state.owed is None)
 
     def _save_with_positions(self, save: Callable[[Path], None]) -> Callable[[Path], None]:
         """Make `save` also write where the streamed sources are."""

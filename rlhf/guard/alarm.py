@@ -1,6 +1,6 @@
 """What an alarm is: a pure function of the history of the metrics, and what to say when it goes off.
 
-Of the history of each metric, the start and the recent past are kept.
+Of the history of each metric, the start and the recent past are kept; of the evaluations, which are few, all.
 """
 
 from __future__ import annotations
@@ -48,9 +48,12 @@ class History:
         self.facts = facts or RunFacts()
         self._tracks: dict[str, Track] = {}
         self._latest: dict[str, float] = {}
+        self._evaluations: list[dict[str, float]] = []  # what is held out, of the lines before the latest
 
     def add(self, metrics: Mapping[str, float | None]) -> None:
         """Append the metrics of a logged step."""
+        if held_out := {name: value for name, value in self._latest.items() if name.startswith(HELD_OUT)}:
+            self._evaluations.append(held_out)
         self._latest = {
             name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)
         }
@@ -82,6 +85,10 @@ class History:
         values = list(track.recent)
         return values[:-1] if name in self._latest else values
 
+    def evaluations(self, *names: str) -> list[tuple[float, ...]]:
+        """Return the values of held-out metrics in the evaluations before the latest line that have all of them."""
+        return [tuple(line[name] for name in names) for line in self._evaluations if line.keys() >= set(names)]
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -102,12 +109,18 @@ class Alarm:
 
     name: str
     metrics: tuple[str, ...]  # the first is the one whose curve is marked
+    reads: str = ""  # what the value of a reading is; empty: the first metric
     read: Read
     patience: int
     sees: str  # the condition, in words
     causes: str
     cure: str
     source: str
+
+    @property
+    def quantity(self) -> str:
+        """Return what the value of a reading is, in words."""
+        return self.reads or self.metrics[0]
 
 
 def above(name: str, limit: float, *, after: int = 0) -> Read:
@@ -176,10 +189,10 @@ def worse_than_best(name: str, factor: float) -> Read:
     """Return a reading of a held-out loss that is bad above `factor` times its smallest value so far."""
 
     def read(history: History) -> Reading | None:
-        value, before = history.now(name), history.before(name)
+        value, before = history.now(name), history.evaluations(name)
         if value is None or not before:
             return None
-        limit = factor * min(before)
+        limit = factor * min(before)[0]
         return Reading(value, limit, value > limit)
 
     return read

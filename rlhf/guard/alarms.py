@@ -72,14 +72,13 @@ def score_fell(history: History) -> Reading | None:
 
 def proxy_against_judge(history: History) -> Reading | None:
     """Read the judge's score where the trained-on reward is above what it was at the judge's best."""
-    judge, proxy = history.now("eval/score"), history.now("eval/proxy")
-    judges, proxies = history.before("eval/score"), history.before("eval/proxy")
-    spread = history.now("eval/score_std")
-    if judge is None or proxy is None or not spread or not judges or len(judges) != len(proxies):
+    judge, proxy, spread = history.now("eval/score"), history.now("eval/proxy"), history.now("eval/score_std")
+    before = history.evaluations("eval/score", "eval/proxy")
+    if judge is None or proxy is None or not spread or not before:
         return None
-    best = max(range(len(judges)), key=judges.__getitem__)
-    limit = judges[best] - JUDGE_FALL * spread
-    return Reading(judge, limit, judge < limit and proxy > proxies[best])
+    best, proxy_at_best = max(before, key=lambda evaluation: evaluation[0])
+    limit = best - JUDGE_FALL * spread
+    return Reading(judge, limit, judge < limit and proxy > proxy_at_best)
 
 
 def loss_on_data(history: History) -> Reading | None:
@@ -113,6 +112,7 @@ ALARMS = (
     Alarm(
         name="kl-to-reference",
         metrics=("kl/reference",),
+        reads="kl/reference per token",
         read=kl_per_token,
         patience=3,
         sees="the KL to the reference is above 0.5 nats per token of a completion",
@@ -173,6 +173,7 @@ ALARMS = (
     Alarm(
         name="value-offset",
         metrics=("critic/value", "critic/return"),
+        reads="|critic/value - critic/return|",
         read=value_offset,
         patience=5,
         sees="the mean value is 1.5 standard deviations of the score away from the mean return",
@@ -425,6 +426,7 @@ ALARMS = (
     Alarm(
         name="loss-explodes",
         metrics=("loss/total",),
+        reads="the loss on the data",
         read=loss_on_data,
         patience=3,
         sees="the loss is more than three times where it started",

@@ -59,11 +59,18 @@ def next_best(
 ) -> tuple[BestState, Gain | None]:
     """Return the best checkpoint after an evaluation, and the evaluation's gain over the one before.
 
-    The first evaluation is the best so far. So is one of other rows, where the held-out data were changed in between.
+    The first evaluation is the best so far. So is one of other rows, where the held-out data were changed in between,
+    and any after one with a NaN or infinite value, which itself is never better than another.
     """
-    if best is None or len(best.values) != len(values):
+    if best is None or len(best.values) != len(values) or not _are_finite(best.values):
         return BestState(step, list(values)), None
+    if not _are_finite(values):
+        return BestState(best.step, best.values, best.since + 1), None
     gain = paired_gain(values, best.values, confidence)
     if gain.is_certain:
         return BestState(step, list(values)), gain
     return BestState(best.step, best.values, best.since + 1), gain
+
+
+def _are_finite(values: Sequence[float]) -> bool:
+    return all(map(math.isfinite, values))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlhf.config.algorithm import AdaptiveKl, Best, ClipLoss, Group
 from rlhf.config.reward import EnsembleSource, FunctionSource
 from rlhf.config.sections import OnlineConfig
-from rlhf.guard.rule import ONLINE, Facts, Rule, Value, is_learned, outside
+from rlhf.guard.rule import EVERY, ONLINE, Facts, Rule, RunConfiguration, Value, is_learned, outside
 
 SHORTEST = 16  # tokens
 FEWEST_MEMBERS = 3
@@ -75,11 +75,12 @@ def unmeasured_kl(config: OnlineConfig, facts: Facts) -> Value | None:
     return "false" if not config.reference.measure and is_learned(config.reward.source) else None
 
 
-def nothing_to_raise(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return raise_kl where there is no penalty to raise."""
-    kl = config.algorithm.kl
-    is_asked = "raise_kl" in (config.guard.on_alarm, *config.guard.alarms.values())
-    return "raise_kl" if is_asked and (kl.placement == "none" or kl.coef == 0) else None
+def nothing_to_raise(config: RunConfiguration, facts: Facts) -> Value | None:
+    """Return raise_kl where there is no penalty to raise: in a run on data there never is."""
+    if "raise_kl" not in (config.guard.on_alarm, *config.guard.alarms.values()):
+        return None
+    kl = config.algorithm.kl if isinstance(config, OnlineConfig) else None
+    return "raise_kl" if kl is None or kl.placement == "none" or kl.coef == 0 else None
 
 
 def temperature(config: OnlineConfig, facts: Facts) -> Value | None:
@@ -239,12 +240,12 @@ ONLINE_RULES = (
     Rule(
         name="raise-kl-without-a-penalty",
         level="error",
-        runs=ONLINE,
+        runs=EVERY,
         key="guard.on_alarm, guard.alarms",
         violation=nothing_to_raise,
         reason="There is no coefficient to raise, so an alarm would do nothing.",
         source="implementation detail: raise_kl multiplies algorithm.kl.coef",
-        fix="guard.on_alarm=lower_lr, or algorithm.kl.placement=reward algorithm.kl.coef=0.05",
+        fix="guard.on_alarm=lower_lr, or in an online run algorithm.kl.placement=reward algorithm.kl.coef=0.05",
     ),
     Rule(
         name="temperature",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from rlhf.tracking.metrics import METRICS
 
 Z95 = 1.96
 SHORTENED_TO = 2  # parts kept of an absolute path
+_PATH = re.compile(r"(?<![\w./:~…])[/~][^\s,;()'\"]*/[^\s,;()'\"]*[^\s,;()'\".:]")  # an absolute one, in a sentence
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,11 @@ class CardInputs:
 
 
 def model_card(record: Record, inputs: CardInputs) -> str:
-    """Write the card: its front matter, then sections in Markdown."""
+    """Write the card: its front matter, then sections in Markdown.
+
+    Where the model is the best checkpoint, what is told of it is what was measured up to its step.
+    """
+    record = record.exported()
     sections = [
         _front_matter(record, inputs),
         f"# {_text(record.name)}\n\n{_text(verdict(record))}",
@@ -240,7 +246,12 @@ def _limits(record: Record, inputs: CardInputs) -> Iterator[str]:
     """Yield what the numbers do not show."""
     yield f"One run with one seed ({format_value(record.setting('run', 'seed'))}): another seed gives other numbers."
     planned = record.planned_steps
-    if planned is not None and record.last_step < planned:
+    if record.exports_best:
+        yield (
+            f"It is the best checkpoint of the run, that of step {record.last_step:,}. The best of several evaluations "
+            "is too good by chance: report scores on prompts that chose nothing."
+        )
+    elif planned is not None and record.last_step < planned:
         yield f"The run has {record.last_step:,} of {planned:,} steps."
     judged_by_reward = record.setting("reward", "source") is not None and record.setting("eval", "source") is None
     if judged_by_reward and record.points("eval/score"):
@@ -259,7 +270,7 @@ def _limits(record: Record, inputs: CardInputs) -> Iterator[str]:
         yield f"{1 - finished[-1][1]:.1%} of the held-out completions were cut off at the length limit."
     yield "Intervals cover the choice of held-out rows, not the training."
     for note in dict.fromkeys(str(note.get("text")) for note in record.notes):
-        yield f"Noted by the run: {note}"
+        yield f"Noted by the run: {_PATH.sub(lambda path: shorten(path[0]), note)}"
 
 
 def shorten(path: str) -> str:

@@ -17,10 +17,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from rlhf.report.alarm_table import alarm_table
 from rlhf.report.chart import Chart, plotly_figure
 from rlhf.report.charts import calibration_chart, chart_groups, timing_chart
 from rlhf.report.record import Pair, Record, read_record
-from rlhf.report.report_card import Table, calibration_bins, card_tables
+from rlhf.report.report_card import calibration_bins, card_tables
 from rlhf.tracking.formatting import format_duration, format_megabytes, format_number, format_value
 from rlhf.tracking.metrics import MetricInfo, shown_in, table_of
 from rlhf.tracking.progress import printable
@@ -98,7 +99,10 @@ class Tile:
 
 def verdict(record: Record) -> str:
     """Summarize the run in a few sentences."""
-    sentences = [_headline(record), _kl(record), _interval(record), _baselines(record)]
+    sentences = [
+        *(_headline(record), _stop(record), _kl(record), _best(record)),
+        *(_interval(record), _baselines(record)),
+    ]
     return " ".join(sentence for sentence in sentences if sentence)
 
 
@@ -139,6 +143,28 @@ def _steps(record: Record) -> str:
     if planned is not None and planned > record.last_step:
         return f"{record.last_step} of the {planned} planned steps"
     return f"{record.last_step} step{plural}"
+
+
+def _stop(record: Record) -> str:
+    """Describe which alarm stopped the run at its last step; empty where none did, or where the run was over anyway."""
+    planned = record.planned_steps
+    is_complete = (record.path / "model").is_dir() if planned is None else record.last_step >= planned
+    lines = [line for line in record.alarms if line.get("action") == "stop" and line.get("step") == record.last_step]
+    if is_complete or not lines:
+        return ""
+    names = ", ".join(str(line.get("alarm")) for line in lines)
+    return f"It was stopped there by the alarm{'' if len(lines) == 1 else 's'} {names}."
+
+
+def _best(record: Record) -> str:
+    """Describe the best checkpoint where it is not the last one; empty where the run keeps none."""
+    step, headline = record.best_step, headline_metric(record)
+    if step is None or step == record.last_step:
+        return ""
+    value = None if headline is None else dict(record.points(headline[0].name)).get(step)
+    figure = "" if headline is None or value is None else f" ({headline[1].lower()} {format_number(value)})"
+    export = ", which is the model that the run exports" if record.exports_best else ""
+    return f"The best checkpoint is that of step {step}{figure}{export}."
 
 
 def _kl(record: Record) -> str:
@@ -321,44 +347,11 @@ def write_report(run_dir: Path) -> Path:
         calibration=calibration,
         phases=phases,
         timing=timing,
-        alarms=_alarm_table(record),
+        alarms=alarm_table(record.alarms),
         notes=_unique([*_nonfinite_notes(record), *record.notes]),
         glossary=_glossary(record, table),
         config=_config_text(record),
     )
-
-
-def _alarm_table(record: Record) -> Table | None:
-    """Build the table of the alarms that went off; None where there were none."""
-    rows = [
-        (
-            line.get("step"),
-            line.get("alarm"),
-            f"{line.get('metric')} {_shown_value(line.get('value'))} (limit {_shown_value(line.get('limit'))})",
-            _alarm_span(record.alarms, line),
-            line.get("causes"),
-            line.get("cure"),
-            line.get("action"),
-        )
-        for line in record.alarms
-        if line.get("event") == "on"
-    ]
-    columns = ("step", "alarm", "what it saw", "since … until", "usual causes", "what to try", "action")
-    return Table("Alarms", columns, rows) if rows else None
-
-
-def _shown_value(value: Any) -> str:
-    return format_number(float(value)) if isinstance(value, int | float) else "–"
-
-
-def _alarm_span(lines: Sequence[Mapping[str, Any]], on: Mapping[str, Any]) -> str:
-    """Describe from which step on an alarm saw what it saw, and until when."""
-    over = [
-        line["step"]
-        for line in lines
-        if line.get("event") == "over" and line.get("alarm") == on.get("alarm") and line["step"] > on["step"]
-    ]
-    return f"{on.get('since')} … {min(over) if over else 'the end'}"
 
 
 def pair_details(sample: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,11 @@ class MetricSeries:
     name: str
     steps: tuple[int, ...]
     values: tuple[float | None, ...]
+
+    def until(self, step: int) -> MetricSeries:
+        """Return the series up to a step."""
+        count = bisect_right(self.steps, step)
+        return MetricSeries(self.name, self.steps[:count], self.values[:count])
 
     def finite(self) -> list[tuple[int, float]]:
         """Return (step, value) wherever the value is finite."""
@@ -75,6 +81,26 @@ class Record:
         """Return the length of the run in steps; None where the configuration does not say it."""
         steps = self.setting("schedule", "steps")
         return steps if isinstance(steps, int) and steps < UNKNOWN_LENGTH else None
+
+    @property
+    def best_step(self) -> int | None:
+        """Return the step of the best checkpoint; None where the run keeps none."""
+        best = self.points("best/step")
+        return int(best[-1][1]) if best else None
+
+    @property
+    def exports_best(self) -> bool:
+        """Return whether the model of the run is its best checkpoint, rather than the last one."""
+        best = self.setting("checkpoint", "best")
+        return self.best_step is not None and isinstance(best, dict) and best.get("restore", True) is True
+
+    def exported(self) -> Record:
+        """Return the record up to the step of the run's model: what was measured afterwards is of other weights."""
+        step = self.best_step
+        if step is None or not self.exports_best:
+            return self
+        series = {name: metric.until(step) for name, metric in self.series.items()}
+        return replace(self, series=series, last_step=step, alarms=[])
 
     def points(self, name: str) -> list[tuple[int, float]]:
         """Return (step, value) of a metric wherever it is finite; empty for a metric that was never logged."""

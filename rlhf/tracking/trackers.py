@@ -176,6 +176,12 @@ class Trackers:
         """Add a tracker: an object with `log(metrics, step=...)` and `finish()`."""
         self._trackers = (*self._trackers, tracker)
 
+    def warn_by(self, warn: Callable[[str], None]) -> None:
+        """Let `warn` tell of a backend that fails while the run goes on."""
+        for tracker in self._trackers:
+            if isinstance(tracker, BackendTracker):
+                tracker.warn = warn
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of one step to every tracker."""
         for tracker in self._trackers:
@@ -185,6 +191,34 @@ class Trackers:
         """Finish every tracker."""
         for tracker in self._trackers:
             tracker.finish()
+
+
+class BackendTracker:
+    """accelerate's tracker of a backend, whose failures are told once and do not end the run."""
+
+    def __init__(self, backend: str, tracker: Any) -> None:
+        self.backend, self._tracker = backend, tracker
+        self.warn: Callable[[str], None] = lambda _: None
+        self._has_warned = False
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Send the metrics of a step; where that fails, the next step is sent all the same."""
+        self._attempt(lambda: self._tracker.log(metrics, step=step), f"the metrics of step {step}")
+
+    def finish(self) -> None:
+        """Finish the backend's run."""
+        self._attempt(self._tracker.finish, "the end of the run")
+
+    def _attempt(self, send: Callable[[], object], what: str) -> None:
+        try:
+            send()
+        except Exception as error:  # the errors of the backends and of their HTTP clients have no other class in common
+            if not self._has_warned:
+                self.warn(
+                    f"warning: logging.backends: {self.backend} did not take {what} "
+                    f"({type(error).__name__}: {error}). The run goes on, and metrics.jsonl has all of its metrics"
+                )
+            self._has_warned = True
 
 
 class CallbackTracker:
@@ -209,7 +243,7 @@ def open_trackers(
     Args:
         folder: the run folder; tracker files go beneath it.
         config: the resolved configuration, shown by the tracker as hyperparameters.
-        first_step: where a resumed run continues; TensorBoard hides what an earlier attempt wrote from there on.
+        first_step: the first step that the run will log; TensorBoard hides what an earlier attempt wrote from there on.
     """
     for backend in backends:
         if backend not in TRACKERS:
@@ -227,7 +261,7 @@ def open_trackers(
         tracker = getattr(tracking, TRACKERS[backend])(**_arguments(backend, folder, name, first_step))
         tracker.start()
         tracker.store_init_configuration(_flat_strings(config))
-        started.append(tracker)
+        started.append(BackendTracker(backend, tracker))
     return Trackers(started)
 
 
@@ -259,8 +293,7 @@ def _arguments(backend: str, folder: Path, name: str, first_step: int) -> dict[s
     """Return the arguments of accelerate's tracker; a run that continues is another run to all but TensorBoard."""
     match backend:
         case "tensorboard":
-            purge = {"purge_step": first_step} if first_step else {}
-            return {"run_name": "tensorboard", "logging_dir": str(folder), **purge}
+            return {"run_name": "tensorboard", "logging_dir": str(folder), "purge_step": first_step}
         case "mlflow":
             return {"experiment_name": "rlhf", "run_name": name}
         case "trackio":

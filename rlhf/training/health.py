@@ -37,7 +37,7 @@ class Firing:
         """Return what it saw, since when, what usually causes it and what to try."""
         alarm, value = self.alarm, f"{self.reading.value:.3g} (limit {self.reading.limit:.3g})"
         if self.is_over:
-            return f"alarm over: {alarm.name}: {alarm.metrics[0]} is back at {value}"
+            return f"alarm over: {alarm.name}: {alarm.quantity} is back at {value}"
         return (
             f"ALARM {alarm.name}: {alarm.sees}: {value}, since step {self.since}. "
             f"Usually: {alarm.causes}. Try: {alarm.cure}"
@@ -51,6 +51,7 @@ class Firing:
             "event": "over" if self.is_over else "on",
             "since": self.since,
             "metric": self.alarm.metrics[0],
+            "reads": self.alarm.quantity,
             "value": self.reading.value,
             "limit": self.reading.limit,
             "sees": self.alarm.sees,

@@ -50,6 +50,7 @@ class Recorder:
         self.folder = folder
         self.progress = progress
         self.trackers = trackers
+        trackers.warn_by(self.note)
         self.show = tuple(show)
         self._memory = memory
         self._release = release
@@ -120,10 +121,12 @@ class Recorder:
 
     def close(self) -> None:
         """Close the files and the trackers, and unlock the folder."""
-        for logger in (self._metrics, self._samples, self._timings, self._notes, self._alarms):
-            logger.close()
-        self.trackers.close()
-        self._release()
+        try:
+            self.trackers.close()  # while there are notes to tell of a failure in
+        finally:
+            for logger in (self._metrics, self._samples, self._timings, self._notes, self._alarms):
+                logger.close()
+            self._release()
 
 
 STATE = "state.json"

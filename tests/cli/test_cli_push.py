@@ -123,6 +123,42 @@ def test_the_card_says_how_to_do_it_again_and_nothing_of_the_machine(
     assert str(run.parent.parent) not in card
 
 
+def test_notes_of_the_run_name_no_folder_of_the_machine(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with JsonlLogger(RunFolder(run).notes) as log:
+        log.log({"step": 6, "text": "continuing from /home/somebody/runs/ppo/checkpoints/step-000006 (step 6 of 20)"})
+        log.log({"step": 6, "text": "~/secret/of/somebody/rows.jsonl: 3 rows of 12 and/or more, see docs/data.md"})
+        log.log({"step": 6, "text": "asked http://127.0.0.1:8000/v1/score twice"})
+    card = printed_card(run, capsys)
+    assert "- Noted by the run: continuing from …/checkpoints/step-000006 (step 6 of 20)" in card
+    assert "- Noted by the run: …/somebody/rows.jsonl: 3 rows of 12 and/or more, see docs/data.md" in card
+    assert "- Noted by the run: asked http://127.0.0.1:8000/v1/score twice" in card
+    assert "secret" not in card
+
+
+def test_the_card_is_of_the_best_checkpoint_where_that_is_the_model(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(run)
+    config = folder.read_config()
+    with JsonlLogger(folder.metrics) as log:
+        log.truncate(0)
+        log.log({**ROWS[0], "best/step": 0.0})
+        log.log({"step": 10, "eval/score": 1.5, "eval/kl": 2.0, "eval/kl_se": 0.1, "best/step": 10.0})
+        log.log({**ROWS[1], "best/step": 10.0})
+    folder.config.write_text(yaml.safe_dump({**config, "checkpoint": {**config["checkpoint"], "best": {}}}))
+    card = printed_card(run, capsys)
+    assert "Mean held-out score went from 0.53 (before) to 1.50 (after) over 10 of the 20 planned steps." in card
+    assert "| `eval/score` | 0.53 | 1.50 | score |" in card
+    assert "| KL to the reference | 2 [1.8, 2.2] nats per sequence, target 6 |" in card
+    assert "| steps | 10 of 20 |" in card
+    assert "- It is the best checkpoint of the run, that of step 10." in card
+    assert "The run has" not in card
+    folder.config.write_text(
+        yaml.safe_dump({**config, "checkpoint": {**config["checkpoint"], "best": {"restore": False}}})
+    )
+    assert "| `eval/score` | 0.53 | 0.91 | score |" in printed_card(run, capsys)
+
+
 def test_without_evaluations_the_card_says_that_they_are_missing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "eval.json").unlink()
     (run / "evals" / "ifeval.json").unlink()

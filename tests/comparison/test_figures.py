@@ -116,6 +116,13 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium to open the page with")
 class TestTwentyFiveArms:
+    def test_the_table_of_final_models_fits_on_a_laptop(self, page: Path, tmp_path: Path) -> None:
+        table = "page.querySelector('#tables .scroll')"
+        widths, _ = after(
+            page, tmp_path, script="", expression=f"[{table}.scrollWidth, {table}.clientWidth]", width=1280
+        )
+        assert 1000 < widths[0] <= widths[1]
+
     def test_the_best_are_shown_and_the_others_are_a_tap_away(self, page: Path, tmp_path: Path) -> None:
         dom, console = browse(page, tmp_path)
         assert console == []

@@ -173,3 +173,35 @@ def test_the_start_is_the_mean_of_the_first_values() -> None:
     assert past.now("eval/score") is None
     assert past.before("policy/entropy") == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert above("policy/entropy", 99.0, after=6)(past) is None
+
+
+def evaluations(scores: Sequence[float | None], proxies: Sequence[float | None]) -> list[Row]:
+    return [
+        {"eval/score": score, "eval/score_std": 1.0, "eval/proxy": proxy, "eval/loss": score}
+        for score, proxy in zip(scores, proxies, strict=True)
+    ]
+
+
+def test_the_best_evaluation_is_remembered_over_a_long_run() -> None:
+    best_early: list[float | None] = [1.0, *[0.9] * 60, 0.75, 0.75]  # a quarter of the spread below the best
+    rising: list[float | None] = [1.0, *[1.04] * 60, 1.08, 1.08]  # within a twentieth of all but the first
+    judged = firings(evaluations(best_early, [1.0] * 61 + [1.1] * 2))
+    assert [(firing.alarm.name, firing.step) for firing in judged] == [("proxy-against-judge", 63)]
+    rows = [{"eval/loss": value} for value in rising]
+    assert [(firing.alarm.name, firing.step) for firing in firings(rows)] == [("held-out-loss-rises", 63)]
+
+
+def test_one_evaluation_without_the_trained_on_reward_does_not_silence_the_judge() -> None:
+    rows = evaluations([1.0, 0.9, 0.5, 0.5], [1.0, None, 1.1, 1.1])
+    assert [(firing.alarm.name, firing.step) for firing in firings(rows)] == [("proxy-against-judge", 4)]
+
+
+def test_a_message_names_what_its_value_is() -> None:
+    for change, name, text in (
+        ({"kl/reference": 12.0}, "kl-to-reference", "kl/reference per token"),
+        ({"critic/value": 9.0}, "value-offset", "|critic/value - critic/return|"),
+        ({"completion/finished": 0.0}, "cut-off", "completion/finished"),
+    ):
+        on, over = [f for f in firings([*history(change), *[STEADY] * 20]) if f.alarm.name == name]
+        assert on.record()["reads"] == text
+        assert str(over).startswith(f"alarm over: {name}: {text} is back at ")

@@ -17,6 +17,7 @@ from rlhf.errors import ConfigError
 from rlhf.factory.run import TrainingRun, build_run
 from rlhf.report.page import write_report
 from rlhf.tracking.run_folder import RunFolder
+from rlhf.tracking.trackers import Trackers
 from rlhf.training.session import TrainState
 
 JUDGE = {"type": "function", "target": f"{Path(__file__).parents[1] / 'runs.py'}:count_words"}
@@ -45,7 +46,16 @@ def tree_of(folder: Path, **changes: Any) -> dict[str, Any]:
     return merge(ppo_tree(folder, **sections, schedule={"steps": 7}), changes)
 
 
-def test_an_interrupted_run_has_the_same_alarms_actions_and_best_checkpoint(tmp_path: Path) -> None:
+def test_an_interrupted_run_has_the_same_alarms_actions_and_best_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first_steps: list[int] = []  # from which on TensorBoard hides what an earlier attempt wrote
+
+    def open_no_trackers(*_: object, first_step: int, **__: object) -> Trackers:
+        first_steps.append(first_step)
+        return Trackers()
+
+    monkeypatch.setattr("rlhf.factory.context.open_trackers", open_no_trackers)
     straight, _ = finished(tree_of(tmp_path))
     folder = straight.session.recorder.folder
     alarms = folder.read_alarms()
@@ -67,6 +77,7 @@ def test_an_interrupted_run_has_the_same_alarms_actions_and_best_checkpoint(tmp_
     resumed, _ = finished(tree_of(tmp_path), f"run.out_dir={tmp_path / 'again'}")
     for name in ("metrics.jsonl", "alarms.jsonl", "samples.jsonl"):
         assert (tmp_path / "again" / name).read_bytes() == (folder.path / name).read_bytes(), name
+    assert first_steps == [0, 7]  # that of the checkpoint is not logged again
     assert resumed.session.state == straight.session.state
     assert weights(tmp_path / "again" / "model") == weights(folder.path / "model")
 

@@ -76,6 +76,8 @@ CASES: list[tuple[str, str, Sequence[str], Sequence[str], Facts]] = [
      ["algorithm.kl.controller.horizon=100000"], UNKNOWN),
     ("kl-not-measured", PPO, ["algorithm.preset=dapo", "reference.measure=false"], ["algorithm.preset=dapo"], UNKNOWN),
     ("raise-kl-without-a-penalty", PPO, ["algorithm.preset=dapo", RAISE], [RAISE], UNKNOWN),
+    ("raise-kl-without-a-penalty", DPO, [RAISE], ["guard.on_alarm=lower_lr"], UNKNOWN),
+    ("raise-kl-without-a-penalty", RM, ["guard.alarms={loss-explodes: raise_kl}"], ["guard.on_alarm=stop"], UNKNOWN),
     ("temperature", PPO, ["sampling.temperature=2"], ["sampling.temperature=0.7"], UNKNOWN),
     ("temperature-mismatch", PPO, ["sampling.temperature=0.7", "algorithm.ptx_coef=1", "data.sft.path=a.jsonl"],
      ["sampling.temperature=1", "algorithm.ptx_coef=1", "data.sft.path=a.jsonl"], UNKNOWN),

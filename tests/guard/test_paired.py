@@ -53,3 +53,13 @@ def test_the_best_stays_until_it_is_beaten_and_the_evaluations_since_are_counted
     assert third == BestState(20, [1.0, 1.1, 1.2])
     other, gain = next_best(third, [5.0], 30, 0.95)  # other rows: nothing to compare with
     assert (other, gain) == (BestState(30, [5.0]), None)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_an_evaluation_with_a_value_that_is_not_finite_is_never_better_and_always_beaten(value: float) -> None:
+    first, _ = next_best(None, [0.0, 0.1, 0.2], 0, 0.95)
+    second, gain = next_best(first, [9.0, value, 9.0], 10, 0.95)
+    assert (second, gain) == (BestState(0, [0.0, 0.1, 0.2], since=1), None)
+    broken, _ = next_best(None, [value, 0.1, 0.2], 0, 0.95)
+    later, gain = next_best(broken, [-5.0, -5.1, -5.2], 10, 0.95)
+    assert (later, gain) == (BestState(10, [-5.0, -5.1, -5.2]), None)

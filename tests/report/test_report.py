@@ -216,6 +216,62 @@ def test_verdict_of_a_run_that_stopped_early_does_not_call_it_after() -> None:
     )
 
 
+STOP = {"event": "on", "alarm": "kl-jump", "action": "stop", "step": 3, "since": 3}
+
+
+@pytest.mark.parametrize(
+    "steps, alarms, stopped",
+    [
+        (80, [STOP], " It was stopped there by the alarm kl-jump."),
+        (80, [STOP, {**STOP, "alarm": "cut-off"}], " It was stopped there by the alarms kl-jump, cut-off."),
+        (None, [STOP], " It was stopped there by the alarm kl-jump."),  # schedule.epochs
+        (80, [{**STOP, "step": 2}], ""),  # it was continued
+        (80, [{**STOP, "action": "warn"}], ""),
+        (3, [STOP], ""),  # the last step: nothing was left to stop
+    ],
+)
+def test_verdict_names_the_alarm_that_stopped_the_run(
+    steps: int | None, alarms: list[dict[str, Any]], stopped: str
+) -> None:
+    rows = [{"step": 0, "eval/score": 0.5}, {"step": 3, "kl/reference": 2.0}]
+    assert verdict(record(rows, config={"schedule": {"steps": steps}}, alarms=alarms)) == (
+        f"Mean held-out score is 0.50 at step 0; it was measured once.{stopped} "
+        "KL to the reference 2.00 nats per sequence."
+    )
+
+
+@pytest.mark.parametrize(
+    "restore, export",
+    [
+        (True, ", which is the model that the run exports"),
+        (False, ""),
+    ],
+)
+def test_verdict_names_the_best_checkpoint_where_it_is_not_the_last(restore: bool, export: str) -> None:
+    rows = [
+        {"step": 0, "eval/score": 0.5, "best/step": 0.0},
+        {"step": 2, "eval/score": 0.9, "best/step": 2.0},
+        {"step": 4, "eval/score": 0.1, "best/step": 2.0},
+    ]
+    config = {"checkpoint": {"best": {"restore": restore}}, "schedule": {"steps": 4}}
+    assert verdict(record(rows, config=config)) == (
+        "Mean held-out score went from 0.50 (before) to 0.10 (after) over 4 steps. "
+        f"The best checkpoint is that of step 2 (mean held-out score 0.90){export}."
+    )
+    assert "best checkpoint" not in verdict(record(rows[:2], config=config))
+
+
+def test_the_page_says_what_the_value_of_an_alarm_is(tmp_path: Path) -> None:
+    line = {**STOP, "metric": "kl/reference", "value": 2.0, "limit": 0.5}
+    path = run_folder(tmp_path / "run", [{"step": 3, "kl/reference": 12.0}])
+    with JsonlLogger(RunFolder(path).alarms) as log:
+        log.log({**line, "reads": "kl/reference per token"})
+        log.log(line)  # of an older version
+    texts = page_of(path).texts
+    assert "kl/reference per token 2.00 (limit 0.50)" in texts
+    assert "kl/reference 2.00 (limit 0.50)" in texts
+
+
 def test_a_run_that_only_its_budget_ends_is_not_called_unfinished() -> None:
     rows = [{"step": 0, "eval/score": 0.5}, {"step": 33, "eval/score": 0.7}]
     text = verdict(record(rows, config={"schedule": {"steps": UNKNOWN_LENGTH}}))

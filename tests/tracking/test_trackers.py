@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import math
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from rlhf.errors import CheckpointError, UserError
-from rlhf.tracking.trackers import JsonlLogger, encode_line, flatten, open_trackers, read_jsonl, to_json
+from rlhf.tracking.progress import Progress
+from rlhf.tracking.run_folder import RunFolder
+from rlhf.tracking.trackers import (
+    BackendTracker,
+    CallbackTracker,
+    JsonlLogger,
+    Trackers,
+    encode_line,
+    flatten,
+    open_trackers,
+    read_jsonl,
+    to_json,
+)
+from rlhf.training.session import Recorder
 
 JSON_VALUES = st.recursive(
     st.none()
@@ -201,6 +219,77 @@ def test_tensorboard_files_hold_the_metrics(tmp_path: Path) -> None:
     trackers.close()
     events = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("score/mean")] == [(3, 0.5)]
+
+
+def test_tensorboard_keeps_the_step_of_the_checkpoint_and_hides_what_came_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    clock = SimpleNamespace(time=partial(next, itertools.count(1e9, 10)))  # files are read by the time in their names
+    monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time", clock)
+    for first_step, logged in ((0, {0: 9.0, 1: 9.0}), (0, {0: 0.0, 1: 1.0, 2: 2.0, 3: 9.0}), (3, {3: 3.0})):
+        trackers = open_trackers(["tensorboard"], folder=tmp_path, name="r", config={}, first_step=first_step)
+        for step, value in logged.items():
+            trackers.log(step, {"score/mean": value})
+        trackers.close()
+    events = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("score/mean")] == [(s, float(s)) for s in range(4)]
+
+
+class Unreachable(FakeTracker):
+    """Fails as a server that is away does, at some steps and at the end."""
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        if step < 3:
+            raise ConnectionError(f"no answer at step {step}")
+        super().log(values, step)
+
+    def finish(self) -> None:
+        raise RuntimeError("no answer at the end")
+
+
+def test_a_backend_that_fails_is_told_of_once_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made.clear()
+    monkeypatch.setattr(importlib.import_module("accelerate.tracking"), "WandBTracker", Unreachable)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: find_spec("json" if name == "wandb" else name))
+    trackers = open_trackers(["wandb"], folder=tmp_path, name="r", config={})
+    recorder = Recorder(RunFolder(tmp_path), Progress("r", 3, Console(quiet=True)), trackers, show=())
+    for step in (1, 2, 3):
+        recorder.metrics(step, {"score/mean": 0.5}, tokens=1, memory_mb=1.0)
+    recorder.close()
+    assert [call for call in made[0].calls if call[0] == "log"] == [("log", (3, {"score/mean": 0.5}))]
+    assert [row["step"] for row in RunFolder(tmp_path).read_metrics()] == [1, 2, 3]
+    assert [row["text"] for row in RunFolder(tmp_path).read_notes()] == [
+        "warning: logging.backends: wandb did not take the metrics of step 1 (ConnectionError: no answer at step 1). "
+        "The run goes on, and metrics.jsonl has all of its metrics"
+    ]
+
+
+def test_a_failure_at_the_end_is_told_and_the_folder_released(tmp_path: Path) -> None:
+    released: list[bool] = []
+    trackers = Trackers([BackendTracker("wandb", Unreachable())])
+    recorder = Recorder(
+        RunFolder(tmp_path),
+        Progress("r", 3, Console(quiet=True)),
+        trackers,
+        show=(),
+        release=lambda: released.append(True),
+    )
+    recorder.close()
+    assert released == [True]
+    (note,) = RunFolder(tmp_path).read_notes()
+    assert "wandb did not take the end of the run (RuntimeError: no answer at the end)" in note["text"]
+
+
+def test_an_error_of_the_callers_own_function_ends_the_run() -> None:
+    def own(step: int, metrics: Mapping[str, float]) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        Trackers([CallbackTracker(own)]).log(1, {"score/mean": 0.5})
 
 
 def test_wandb_runs_offline_in_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
