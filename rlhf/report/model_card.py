@@ -38,6 +38,7 @@ class CardInputs:
     suites: Sequence[Mapping[str, Any]] = ()  # the files of evals/
     is_adapter: bool = False
     base_on_hub: bool = False
+    best: Mapping[str, Any] | None = None  # best.json, if the model is a best checkpoint rather than that of the end
 
 
 def model_card(record: Record, inputs: CardInputs) -> str:
@@ -242,6 +243,11 @@ def _limits(record: Record, inputs: CardInputs) -> Iterator[str]:
     planned = record.planned_steps
     if planned is not None and record.last_step < planned:
         yield f"The run has {record.last_step:,} of {planned:,} steps."
+    if inputs.best is not None:
+        yield (
+            f"The model is the checkpoint of step {inputs.best['step']:,}, chosen by the best {inputs.best['by']} of "
+            f"{inputs.best['rows']:,} held-out rows: measured on these rows it looks better than it is."
+        )
     judged_by_reward = record.setting("reward", "source") is not None and record.setting("eval", "source") is None
     if judged_by_reward and record.points("eval/score"):
         yield (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,11 @@ class MetricSeries:
     def finite(self) -> list[tuple[int, float]]:
         """Return (step, value) wherever the value is finite."""
         return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if value is not None]
+
+    def until(self, step: int) -> MetricSeries:
+        """Return the part of the series up to a step, which it includes."""
+        count = sum(logged <= step for logged in self.steps)
+        return MetricSeries(self.name, self.steps[:count], self.values[:count])
 
     def tail_mean(self, share: float = 0.2) -> float | None:
         """Compute the mean over the last `share` of the finite values, at least one; None if there is none."""
@@ -79,6 +84,23 @@ class Record:
     def points(self, name: str) -> list[tuple[int, float]]:
         """Return (step, value) of a metric wherever it is finite; empty for a metric that was never logged."""
         return self.series[name].finite() if name in self.series else []
+
+    def until(self, step: int) -> Record:
+        """Return the record as it was at a step; a report card, which is that of the end, is left out."""
+
+        def before(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            return [row for row in rows if int(row.get("step", 0)) <= step]
+
+        return replace(
+            self,
+            series={name: cut for name, series in self.series.items() if (cut := series.until(step)).steps},
+            last_step=step,
+            samples=before(self.samples),
+            timings=before(self.timings),
+            notes=before(self.notes),
+            card={},
+            alarms=before(self.alarms),
+        )
 
     def kl_target(self) -> float | None:
         """Return the target of an adaptive KL controller, in nats per sequence; None without one."""
