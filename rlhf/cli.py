@@ -346,12 +346,13 @@ def _report(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def _push(parsed: argparse.Namespace, console: Console) -> None:
-    from rlhf.commands.push import run_push
     from rlhf.data.paths import resolve_best
 
-    run_push(
-        resolve_best(parsed.target), parsed.repo_id, private=parsed.private, dry_run=parsed.dry_run, console=console
-    )
+    target = resolve_best(parsed.target)
+
+    from rlhf.commands.push import run_push
+
+    run_push(target, parsed.repo_id, private=parsed.private, dry_run=parsed.dry_run, console=console)
 
 
 def _export(parsed: argparse.Namespace, console: Console) -> None:

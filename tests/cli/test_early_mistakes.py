@@ -86,6 +86,7 @@ MISTAKES = {
     "chat docs --max-tokens 0": "--max-tokens is 0: it has to be at least 1",
     f"chat docs --seed {2**64}": f"seed is {2**64}: it has to have at most 64 bits",
     "eval docs --suite lab --out .": "--out . is a folder: name the file to write",
+    "push docs@best owner/name": "docs has kept no best checkpoint",
     "export docs --gguf .": "--gguf . is a folder: name the file to write",
     "sample docs --prompt a --temperature -1": "temperature: Input should be greater than 0",
     "launch --slurm configs/pppo.yaml --gpus 8": "no configuration file 'configs/pppo.yaml'",
@@ -95,6 +96,7 @@ MISTAKES = {
 LIGHT = {
     "--help": "usage: rlhf",
     "train --help": "usage: rlhf",
+    "report --help": "the folder of a run or of a comparison",
     "config configs/ppo.yaml policy.lr=1e-5": "lr: 1.0e-05",
     "launch --slurm configs/ppo.yaml policy.lr=1e-5 --gpus 8": "train configs/ppo.yaml policy.lr=1e-5",
 }
