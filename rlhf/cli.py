@@ -43,6 +43,8 @@ rlhf launch --slurm configs/ppo.yaml --nodes 2 --gpus 8      print the job scrip
 TARGETS = {
     "file": "a configuration (YAML), or the folder of a run or comparison to repeat or continue",
     "run": "a run folder or a model; RUN@best is the best checkpoint that a run has kept",
+    "run-folder": "a run folder; RUN@best is the best checkpoint that the run has kept",
+    "folder": "the folder of a run or of a comparison",
 }
 
 
@@ -156,8 +158,8 @@ def _parser() -> argparse.ArgumentParser:
     evaluation.add_argument(
         "--out", metavar="file", help="where to write the suite's results as JSON (default: evals/ in the run folder)"
     )
-    verb("report", "rebuild the HTML page of a run or a comparison from its folder", "run")
-    push = verb("push", "upload the model of a run to the model hub, with a card made from the run", "run")
+    verb("report", "rebuild the HTML page of a run or a comparison from its folder", "folder")
+    push = verb("push", "upload the model of a run to the model hub, with a card made from the run", "run-folder")
     push.add_argument("repo_id", metavar="owner/name", help="the repository on the hub; made if it does not exist")
     push.add_argument("--private", action="store_true", help="make it private, if it is made now")
     push.add_argument("--dry-run", action="store_true", help="print the card and upload nothing")
@@ -311,8 +313,10 @@ def _eval(parsed: argparse.Namespace, console: Console) -> None:
 
     parsed.target, parsed.against = resolve_best(parsed.target), resolve_best(parsed.against)
     if parsed.suite is not None:
-        from rlhf.commands.checks import suite_settings
+        from rlhf.commands.checks import check_output_file, suite_settings
 
+        if parsed.out is not None:
+            check_output_file("--out", parsed.out)
         options = {name: getattr(parsed, name) for name in ("data", "limit", "against", "overrides")}
         settings, task = suite_settings(parsed.suite, parsed.target, **options)
 
@@ -342,14 +346,21 @@ def _report(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def _push(parsed: argparse.Namespace, console: Console) -> None:
+    from rlhf.data.paths import resolve_best
+
+    target = resolve_best(parsed.target)
+
     from rlhf.commands.push import run_push
 
-    run_push(parsed.target, parsed.repo_id, private=parsed.private, dry_run=parsed.dry_run, console=console)
+    run_push(target, parsed.repo_id, private=parsed.private, dry_run=parsed.dry_run, console=console)
 
 
 def _export(parsed: argparse.Namespace, console: Console) -> None:
     if importlib.util.find_spec("gguf") is None:
         raise UserError(f"writing a GGUF file needs the package gguf: {install_hint('gguf')}")
+    from rlhf.commands.checks import check_output_file
+
+    check_output_file("--gguf", parsed.gguf)
 
     from rlhf.commands.push import run_export
 
@@ -357,12 +368,18 @@ def _export(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def _chat(parsed: argparse.Namespace, console: Console) -> None:
-    from rlhf.commands.sample import ChatOptions, run_chat
+    from rlhf.commands.checks import ChatOptions, check_chat
     from rlhf.data.paths import resolve_best
 
     del console  # the conversation streams to standard output, without layout
+    target = resolve_best(parsed.target)
     names = ("system", "temperature", "top_p", "max_tokens", "seed", "greedy")
-    run_chat(resolve_best(parsed.target), ChatOptions(**{name: getattr(parsed, name) for name in names}))
+    options = ChatOptions(**{name: getattr(parsed, name) for name in names})
+    sampling = check_chat(target, options)
+
+    from rlhf.commands.sample import run_chat
+
+    run_chat(target, options, sampling=sampling)
 
 
 def _sample(parsed: argparse.Namespace, console: Console) -> None:
@@ -372,7 +389,8 @@ def _sample(parsed: argparse.Namespace, console: Console) -> None:
     target = resolve_best(parsed.target)
     names = ("count", "seed", "greedy", "top_p", "raw")
     options = SampleOptions(**{name: getattr(parsed, name) for name in names})
-    sampling = check_sampling(target, options, max_new_tokens=parsed.max_new_tokens, temperature=parsed.temperature)
+    settings = {"max_new_tokens": parsed.max_new_tokens, "temperature": parsed.temperature}
+    sampling = check_sampling(target, parsed.prompt, options, **settings)
 
     from rlhf.commands.sample import run_sample
 

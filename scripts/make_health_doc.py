@@ -64,6 +64,7 @@ commands name as `RUN@best`:
 
     rlhf sample runs/ppo@best --prompt "…"
     rlhf eval runs/ppo@best --against runs/ppo
+    rlhf push runs/ppo@best owner/name
 
 The judge should be one that nothing is trained on, and the prompts that choose the checkpoint are not the ones to
 report a score on: the best of several evaluations is too good by chance.

@@ -355,13 +355,13 @@ def sample(
         raw: give the prompt as it is, without the chat template.
 
     Raises:
-        UserError: an option is wrong, or the model cannot be loaded.
+        UserError: an option or a prompt is wrong, a prompt is too long, or the model cannot be loaded.
     """
     path = _path(model)
     options = SampleOptions(count=count, seed=seed, greedy=greedy, raw=raw)
-    sampling = check_sampling(path, options, max_new_tokens=max_new_tokens, temperature=temperature)
-    completer = Completer(path, sampling, chat=NO_TEMPLATE if raw else load_chat_format(path))
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    sampling = check_sampling(path, texts, options, max_new_tokens=max_new_tokens, temperature=temperature)
+    completer = Completer(path, sampling, chat=NO_TEMPLATE if raw else load_chat_format(path))
     samples = completer.sample(texts, count=count, key=derive_seed(seed, "sample"), greedy=greedy)
     rows = zip(samples.completion_ids, samples.completion_mask, strict=True)
     completions = [completer.text(ids, mask) for ids, mask in rows]

@@ -1,7 +1,8 @@
-"""Check the options of `rlhf sample` and `rlhf eval --suite`, without importing torch: a mistake is told at once."""
+"""Check options of `rlhf sample`, `chat`, `eval` and `export`, without importing torch: a mistake is told at once."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,16 +33,36 @@ class SampleOptions:
     raw: bool = False  # no chat template
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """The system prompt and sampling options of the answers."""
+
+    system: str | None = None
+    temperature: float = 0.7
+    top_p: float = 0.95
+    max_tokens: int = 512
+    seed: int | None = None
+    greedy: bool = False
+
+
 def check_sampling(
-    path: str, options: SampleOptions, *, max_new_tokens: int | None, temperature: float | None
+    path: str,
+    prompts: Sequence[str],
+    options: SampleOptions,
+    *,
+    max_new_tokens: int | None,
+    temperature: float | None,
 ) -> SamplingConfig:
     """Return the sampling settings of the run in `path`, or the defaults, with the given values on top.
 
     Raises:
-        UserError: an option is invalid, or so is a setting of the run, or the model is missing.
+        UserError: a prompt or an option is invalid, or so is a setting of the run, or the model is missing.
     """
-    if options.top_p is not None and not 0 < options.top_p <= 1:
-        raise UserError("--top-p is above 0 and at most 1")
+    _check_prompts(prompts)
+    if options.count < 1:
+        raise UserError(f"count is {options.count}: it has to be at least 1")
+    _check_top_p(options.top_p)
+    _check_seed(options.seed)
     check_model_path(path)
     load_chat_format(path)
     run = Path(path) / "config.yaml"
@@ -51,6 +72,59 @@ def check_sampling(
     if temperature is not None:
         settings["temperature"] = temperature
     return validate(SamplingConfig, settings)
+
+
+def check_chat(path: str, options: ChatOptions) -> SamplingConfig:
+    """Return the sampling settings of a conversation.
+
+    Raises:
+        UserError: an option is invalid, or so is the chat format of the run, or the model is missing.
+    """
+    if not 0 < options.temperature < math.inf:
+        raise UserError(f"--temperature is {options.temperature:g}: it has to be above 0 and finite; --greedy is 0")
+    if options.max_tokens < 1:
+        raise UserError(f"--max-tokens is {options.max_tokens}: it has to be at least 1")
+    _check_top_p(options.top_p)
+    _check_seed(options.seed)
+    check_model_path(path)
+    load_chat_format(path)
+    return SamplingConfig(max_new_tokens=options.max_tokens, temperature=options.temperature)
+
+
+def _check_prompts(prompts: Sequence[str]) -> None:
+    """Check that there are prompts, and that each is a text with something in it."""
+    if not prompts:
+        raise DataError("there are no prompts: give at least one")
+    for number, prompt in enumerate(prompts, start=1):
+        if not isinstance(prompt, str):
+            raise DataError(f"prompt {number} is a {type(prompt).__name__}: a prompt is a text")
+        if not prompt:
+            raise DataError(f"prompt {number} is empty: give it a text to complete")
+        try:
+            prompt.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise DataError(f"prompt {number} is not valid Unicode: give it in UTF-8") from error
+
+
+def _check_top_p(top_p: float | None) -> None:
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UserError(f"--top-p is {top_p:g}: it has to be above 0 and at most 1")
+
+
+def _check_seed(seed: int | None) -> None:
+    """Check that torch can be seeded with this number."""
+    if seed is not None and not -(2**63) <= seed < 2**64:
+        raise UserError(f"seed is {seed}: it has to have at most 64 bits")
+
+
+def check_output_file(option: str, path: str | Path) -> None:
+    """Check that a file can be written at `path`.
+
+    Raises:
+        UserError: a folder is there.
+    """
+    if Path(path).is_dir():
+        raise UserError(f"{option} {path} is a folder: name the file to write")
 
 
 def check_model_path(path: str) -> None:

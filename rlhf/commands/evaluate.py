@@ -67,7 +67,7 @@ def _file_name(against: str) -> str:
     """Return eval.json, or a name made from the last parts of the path that the run is compared with."""
     if against == START:
         return "eval.json"
-    end = "/".join(Path(against).parts[-3:])
+    end = "/".join(Path(against).parts[-3:]).strip("./") or Path(against).resolve().name  # `.` has no name itself
     return f"eval-{re.sub(r'[^A-Za-z0-9.]+', '-', end).strip('-.')}.json"
 
 

@@ -36,6 +36,7 @@ from rlhf.report.model_card import CardInputs, DataUsed, model_card
 from rlhf.report.record import read_record
 
 CARD = "README.md"
+BEST = "best.json"  # in the folder of a best checkpoint: its step, and what it was chosen by
 
 
 def run_push(
@@ -44,7 +45,7 @@ def run_push(
     """Upload the model of the run in `path` to `repo_id` in one commit; with `dry_run`, print the card and stop.
 
     Args:
-        path: the run folder.
+        path: the run folder, or that of the best checkpoint in it.
         repo_id: owner/name.
         private: whether a repository that is created now is private.
         dry_run: whether to upload nothing.
@@ -81,8 +82,10 @@ def model_of_run(path: str) -> Path:
 
 
 def card_of_run(path: str) -> str:
-    """Make the model card of the run in `path`."""
+    """Make the model card of the run in `path`, or of the best checkpoint there, from what was measured up to it."""
     config, folder = load_run(path), Path(path)
+    best = _read_json(folder / BEST) if (folder / BEST).is_file() else None
+    record = read_record(folder) if best is None else read_record(folder.parents[1]).until(best["step"])
     base = config.model.model if isinstance(config, RewardModelConfig) else config.policy.model
     inputs = CardInputs(
         data=tuple(count_data(config)),
@@ -90,8 +93,9 @@ def card_of_run(path: str) -> str:
         suites=tuple(_read_json(file) for file in sorted((folder / "evals").glob("*.json"))),
         is_adapter=(folder / "model" / "adapter_config.json").is_file(),
         base_on_hub=_is_on_hub(base),
+        best=best,
     )
-    return model_card(read_record(folder), inputs)
+    return model_card(record, inputs)
 
 
 def count_data(config: TrainConfig | RewardModelConfig) -> Iterator[DataUsed]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from rich.console import Console
 from rich.text import Text
 
-from rlhf.commands.checks import SampleOptions
+from rlhf.commands.checks import ChatOptions, SampleOptions
 from rlhf.config.load import load_chat_format
 from rlhf.config.sections import SamplingConfig
 from rlhf.errors import DataError, UserError
@@ -26,7 +25,7 @@ def run_sample(
     """Print completions of each prompt by a model, from a run or a model folder.
 
     Raises:
-        UserError: the model cannot be loaded.
+        UserError: the model cannot be loaded, or a prompt is too long for it.
     """
     completer = Completer(path, sampling, chat=NO_TEMPLATE if options.raw else load_chat_format(path))
     texts = _nucleus(completer, prompts, options) if options.top_p is not None else _sample(completer, prompts, options)
@@ -50,6 +49,7 @@ def _sample(completer: Completer, prompts: list[str], options: SampleOptions) ->
 def _nucleus(completer: Completer, prompts: list[str], options: SampleOptions) -> list[tuple[str, bool]]:
     """Sample by nucleus sampling: from the most likely tokens that together have probability top_p."""
     assert options.top_p is not None
+    completer.encode(prompts)  # no completion is shortened, as without top_p
     torch.manual_seed(options.seed)
     return [
         completer.stream(completer.to_prompt(text), lambda _: None, top_p=options.top_p, greedy=options.greedy)
@@ -87,32 +87,28 @@ class LineWriter(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChatOptions:
-    """The system prompt and sampling options of the answers."""
-
-    system: str | None = None
-    temperature: float = 0.7
-    top_p: float = 0.95
-    max_tokens: int = 512
-    seed: int | None = None
-    greedy: bool = False
-
-
-def run_chat(path: str, options: ChatOptions, *, read: LineReader | None = None, out: LineWriter | None = None) -> None:
+def run_chat(
+    path: str,
+    options: ChatOptions,
+    *,
+    sampling: SamplingConfig,
+    read: LineReader | None = None,
+    out: LineWriter | None = None,
+) -> None:
     """Answer each line that is typed or piped in, until the end of the input or /quit.
 
     Args:
         path: a run folder, a model folder or a hub id.
         options: how the model answers.
+        sampling: the sampling settings that these options amount to (see checks.check_chat).
         read: where messages come from; standard input if None.
         out: where answers go; standard output if None.
 
     Raises:
-        UserError: an option is invalid, or the model has no chat template or cannot be loaded.
+        UserError: the model has no chat template or cannot be loaded.
     """
     read, out = read or sys.stdin, out or sys.stdout
-    conversation = _open(path, options)
+    conversation = _open(path, options, sampling)
     interactive = read.isatty()
     if interactive:
         out.write(f"{HELP}\n")
@@ -132,12 +128,9 @@ def run_chat(path: str, options: ChatOptions, *, read: LineReader | None = None,
         out.write("\n")
 
 
-def _open(path: str, options: ChatOptions) -> Conversation:
+def _open(path: str, options: ChatOptions, sampling: SamplingConfig) -> Conversation:
     if options.seed is not None:
         torch.manual_seed(options.seed)
-    if not 0 < options.top_p <= 1 or options.temperature <= 0 or options.max_tokens < 1:
-        raise UserError("--top-p is above 0 and at most 1, --temperature above 0, --max-tokens at least 1")
-    sampling = SamplingConfig(max_new_tokens=options.max_tokens, temperature=options.temperature)
     model = Completer(path, sampling, chat=load_chat_format(path))
     if model.encoder.template.source is None:
         raise UserError(

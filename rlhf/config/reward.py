@@ -290,6 +290,7 @@ RewardSourceConfig = Annotated[
     FunctionSource | ModelSource | RemoteSource | ChatSource | EnsembleSource | RulesSource,
     Field(discriminator="type"),
 ]
+EnsembleSource.model_rebuild()  # its members have a type now, by which a mistake in one is explained
 
 
 def uses_gdpo(source: RewardSourceConfig) -> bool:

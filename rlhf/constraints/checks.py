@@ -1,7 +1,8 @@
 """The checks of the 25 kinds of instruction of IFEval (Zhou et al. 2023, table 1), one function for each kind.
 
 They follow the paper and the behavior of its published program, oddities included (a keyword counts inside a longer
-word, a line of dashes is a bullet), so that results are comparable; tests compare them with an independent port of it.
+word, a line of dashes is a bullet, the line after a lone asterisk is part of it), so that results are comparable;
+tests compare them with an independent port of it.
 Three differ on purpose: sentences and words in capitals are counted without NLTK's downloaded models, and
 `letter_frequency` counts the given character even if it is not a letter, instead of a random one.
 """
@@ -97,6 +98,7 @@ Check = Callable[..., bool]
 CONSTRAINED_RESPONSES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 LESS, AT_LEAST = "less than", "at least"
 _FENCES = ("```json", "```Json", "```JSON", "```")
+_BULLETS = (re.compile(r"^\s*\*[^\*].*$", re.MULTILINE), re.compile(r"^\s*-.*$", re.MULTILINE))  # as published
 _PARAGRAPHS, _RESPONSES = "***", "******"
 
 
@@ -176,9 +178,8 @@ def has_postscript(text: str, *, postscript_marker: str) -> bool:
 
 
 def has_bullets(text: str, *, num_bullets: int) -> bool:
-    """Check that exactly `num_bullets` lines begin with an asterisk or a dash."""
-    lines = [line.lstrip() for line in text.split("\n")]
-    return sum(bool(re.match(r"\*[^*]|-", line)) for line in lines) == num_bullets
+    """Check that exactly `num_bullets` lines begin with an asterisk or a dash; a lone asterisk takes the next line."""
+    return sum(len(expression.findall(text)) for expression in _BULLETS) == num_bullets
 
 
 def is_constrained_response(text: str) -> bool:

@@ -8,6 +8,7 @@ with its line number, and so that a CSV cell keeps its text ("007", ""). Parquet
 from __future__ import annotations
 
 import csv
+import glob
 import gzip
 import io
 import json
@@ -185,7 +186,7 @@ def _hub_rows(name: str, split: str) -> Iterator[Row]:
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
     try:
-        stream = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+        stream = datasets.load_dataset("parquet", data_files=glob.escape(str(path)), split="train", streaming=True)
         yield from _numbered_rows(stream, str(path))
     except (KeyError, TypeError) as error:  # column names that Arrow returns in another form
         raise DataError(f"{path}: cannot be read: {one_line(error)}") from error

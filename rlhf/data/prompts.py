@@ -195,7 +195,7 @@ def encode_conversations(prompts: Sequence[Prompt], encoder: Encoder) -> Prompts
     """Encode prompts, each a text or a conversation, as one batch.
 
     Raises:
-        DataError: the chat template refuses a prompt.
+        DataError: the chat template refuses a prompt, or a prompt has no tokens.
     """
     try:
         rendered = [encoder.render(prompt) for prompt in prompts]
@@ -203,6 +203,8 @@ def encode_conversations(prompts: Sequence[Prompt], encoder: Encoder) -> Prompts
         raise DataError(f"{bad}. Leave the template out with --raw.") from bad
     references = tuple({"prompt": text.prompt} for text in rendered)
     ids = tuple(encoder.prompts(rendered))
+    if [] in ids:
+        raise DataError(f"prompt {ids.index([]) + 1} has no tokens: give it a text to complete")
     return PromptSet(ids, references, encoder.pad_id, RowCounts("the command line", fatal=True)).all()
 
 

@@ -24,7 +24,7 @@ from rlhf.models.policy_models import Models
 from rlhf.runtime.device import choose_device
 from rlhf.sampling.fast.engine import FastSampler, changing_rotations
 from rlhf.sampling.sampler import Sampler, make_sampler
-from rlhf.types import Completions
+from rlhf.types import Completions, Prompts
 
 
 def build_sampler(
@@ -92,11 +92,30 @@ class Completer:
         )
 
     def sample(self, prompts: Sequence[str], *, count: int, key: int, greedy: bool = False) -> Completions:
-        """Sample `count` completions of each prompt, as token ids."""
-        conversations = [self.to_prompt(text) for text in prompts]
-        return self.sampler.sample(
-            encode_conversations(conversations, self.encoder), key=key, group_size=count, greedy=greedy
-        )
+        """Sample `count` completions of each prompt, as token ids.
+
+        Raises:
+            DataError: a prompt has no tokens, or too many for the model's context.
+        """
+        return self.sampler.sample(self.encode(prompts), key=key, group_size=count, greedy=greedy)
+
+    def encode(self, prompts: Sequence[str]) -> Prompts:
+        """Encode prompts that leave room for a completion of `sampling.max_new_tokens`.
+
+        Raises:
+            DataError: a prompt has no tokens, or too many for the model's context.
+        """
+        encoded = encode_conversations([self.to_prompt(text) for text in prompts], self.encoder)
+        context, new = context_length(self.model), self.sampling.max_new_tokens
+        lengths = encoded.prompt_mask.sum(dim=1).tolist()
+        too_long = [number for number, tokens in enumerate(lengths) if context and tokens + new > context]
+        if too_long:
+            raise DataError(
+                f"{len(too_long)} of {len(prompts)} prompts leave no room for {new:,} new tokens in the model's "
+                f"context of {context:,} (prompt {too_long[0] + 1} has {lengths[too_long[0]]:,}): shorten them, or "
+                "lower max_new_tokens"
+            )
+        return encoded
 
     def to_prompt(self, text: str) -> Prompt:
         """Make a prompt from a text: a user message if the model has a chat template, else the text itself."""

@@ -40,6 +40,7 @@ class CardInputs:
     suites: Sequence[Mapping[str, Any]] = ()  # the files of evals/
     is_adapter: bool = False
     base_on_hub: bool = False
+    best: Mapping[str, Any] | None = None  # best.json, if the model is a best checkpoint rather than that of the end
 
 
 def model_card(record: Record, inputs: CardInputs) -> str:
@@ -246,7 +247,12 @@ def _limits(record: Record, inputs: CardInputs) -> Iterator[str]:
     """Yield what the numbers do not show."""
     yield f"One run with one seed ({format_value(record.setting('run', 'seed'))}): another seed gives other numbers."
     planned = record.planned_steps
-    if record.exports_best:
+    if inputs.best is not None:
+        yield (
+            f"It is the best checkpoint of the run, that of step {inputs.best['step']:,}, chosen by the best "
+            f"{inputs.best['by']} of {inputs.best['rows']:,} held-out rows: on these rows it looks better than it is."
+        )
+    elif record.exports_best:
         yield (
             f"It is the best checkpoint of the run, that of step {record.last_step:,}. The best of several evaluations "
             "is too good by chance: report scores on prompts that chose nothing."

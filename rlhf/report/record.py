@@ -23,7 +23,7 @@ class MetricSeries:
     values: tuple[float | None, ...]
 
     def until(self, step: int) -> MetricSeries:
-        """Return the series up to a step."""
+        """Return the part of the series up to a step, which it includes."""
         count = bisect_right(self.steps, step)
         return MetricSeries(self.name, self.steps[:count], self.values[:count])
 
@@ -99,12 +99,28 @@ class Record:
         step = self.best_step
         if step is None or not self.exports_best:
             return self
-        series = {name: metric.until(step) for name, metric in self.series.items()}
-        return replace(self, series=series, last_step=step, alarms=[])
+        return replace(self.until(step), card=self.card)  # the report card is of what was exported
 
     def points(self, name: str) -> list[tuple[int, float]]:
         """Return (step, value) of a metric wherever it is finite; empty for a metric that was never logged."""
         return self.series[name].finite() if name in self.series else []
+
+    def until(self, step: int) -> Record:
+        """Return the record as it was at a step; a report card, which is that of the end, is left out."""
+
+        def before(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            return [row for row in rows if int(row.get("step", 0)) <= step]
+
+        return replace(
+            self,
+            series={name: cut for name, series in self.series.items() if (cut := series.until(step)).steps},
+            last_step=step,
+            samples=before(self.samples),
+            timings=before(self.timings),
+            notes=before(self.notes),
+            card={},
+            alarms=before(self.alarms),
+        )
 
     def kl_target(self) -> float | None:
         """Return the target of an adaptive KL controller, in nats per sequence; None without one."""

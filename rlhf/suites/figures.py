@@ -80,6 +80,8 @@ class Estimate:
     n: int
     interval: Method
     meaning: str
+    values: tuple[float, ...] = ()
+    """One value per row, whose mean is the figure; empty for a figure that is no mean over rows."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,11 @@ class SuiteResult:
     notes: tuple[str, ...] = ()
     groups: Mapping[str, tuple[Estimate, ...]] = field(default_factory=dict)
     examples: tuple[Mapping[str, Any], ...] = ()
-    rows: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """By figure, one value per row, whose mean is the figure: for paired differences between models."""
+
+    @property
+    def rows(self) -> dict[str, list[float]]:
+        """Return the values of every row, by figure: for paired differences between models."""
+        return {figure.name: list(figure.values) for figure in self.figures if figure.values}
 
     def as_json(self) -> dict[str, Any]:
         """Convert the result to plain data, with the figures by name."""
@@ -114,20 +119,20 @@ class SuiteResult:
             "left_out": [asdict(part) for part in self.left_out],
             "notes": list(self.notes),
             "examples": [dict(example) for example in self.examples],
-            "rows": {name: list(values) for name, values in self.rows.items()},
+            "rows": self.rows,
         }
 
 
 def share_estimate(name: str, values: Sequence[float], meaning: str) -> Estimate:
     """Build the figure of a mean of values in [0, 1], one per independent row, with Wilson's interval."""
     low, high = wilson(sum(values), len(values))
-    return Estimate(name, mean(values), low, high, len(values), "wilson", meaning)
+    return Estimate(name, mean(values), low, high, len(values), "wilson", meaning, tuple(values))
 
 
 def mean_estimate(name: str, values: Sequence[float], meaning: str, *, seed: int) -> Estimate:
     """Build the figure of a mean of any values, one per row, with its bootstrap interval over the rows."""
     interval = bootstrap(torch.tensor(values, dtype=torch.float64), seed=seed)
-    return Estimate(name, mean(values), interval.low, interval.high, len(values), "bootstrap", meaning)
+    return Estimate(name, mean(values), interval.low, interval.high, len(values), "bootstrap", meaning, tuple(values))
 
 
 def ratio_estimate(name: str, verdicts: Sequence[Sequence[bool]], meaning: str, *, seed: int) -> Estimate:
@@ -140,7 +145,8 @@ def ratio_estimate(name: str, verdicts: Sequence[Sequence[bool]], meaning: str, 
     ratio = sum(map(sum, verdicts)) / (mean_count * len(verdicts))
     values = [ratio + (sum(row) - ratio * len(row)) / mean_count for row in verdicts]
     interval = bootstrap(torch.tensor(values, dtype=torch.float64), seed=seed)
-    return Estimate(name, ratio, interval.low, interval.high, len(verdicts), "bootstrap", meaning)
+    per_row = tuple(sum(row) / mean_count for row in verdicts)
+    return Estimate(name, ratio, interval.low, interval.high, len(verdicts), "bootstrap", meaning, per_row)
 
 
 def skipped_and_notes(skips: RowCounts) -> tuple[dict[str, int], tuple[str, ...]]:
@@ -151,4 +157,7 @@ def skipped_and_notes(skips: RowCounts) -> tuple[dict[str, int], tuple[str, ...]
 
 def _by_name(figures: Sequence[Estimate]) -> dict[str, dict[str, Any]]:
     """Convert figures to plain data, by name."""
-    return {figure.name: {key: value for key, value in asdict(figure).items() if key != "name"} for figure in figures}
+    apart = ("name", "values")
+    return {
+        figure.name: {key: value for key, value in asdict(figure).items() if key not in apart} for figure in figures
+    }

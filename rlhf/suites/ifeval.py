@@ -67,7 +67,6 @@ def run_ifeval(settings: IfevalSettings, subject: Subject, *, source: RewardSour
         notes=notes,
         groups=_by_kind(items, verdicts),
         examples=tuple(_record(i, item, answers, verdicts[i]) for i, item in enumerate(items)),
-        rows={**_rows(verdicts), **answers.rows},
     )
 
 
@@ -82,17 +81,6 @@ def _accuracies(verdicts: Sequence[Verdict], *, seed: int) -> list[Estimate]:
         share_estimate("prompt_loose", [float(all(row)) for row in loose], f"{by_prompt}, loosely"),
         ratio_estimate("instruction_loose", loose, f"{by_instruction}; loosely", seed=seed),
     ]
-
-
-def _rows(verdicts: Sequence[Verdict]) -> dict[str, list[float]]:
-    """Return one value per prompt for each figure; by instruction, those followed over the mean number per prompt."""
-    mean = sum(len(verdict.strict) for verdict in verdicts) / len(verdicts)
-    return {
-        "prompt_strict": [float(all(verdict.strict)) for verdict in verdicts],
-        "instruction_strict": [sum(verdict.strict) / mean for verdict in verdicts],
-        "prompt_loose": [float(all(verdict.loose)) for verdict in verdicts],
-        "instruction_loose": [sum(verdict.loose) / mean for verdict in verdicts],
-    }
 
 
 def _by_kind(items: Sequence[Item[Instruction]], verdicts: Sequence[Verdict]) -> dict[str, tuple[Estimate, ...]]:

@@ -122,6 +122,7 @@ _ANSWER = re.compile(r"\banswer\b(?:\s+is|\s+comes\s+to|\s*[:=])(?:\s*[:=])?", r
 _END = re.compile(r"\n|[.!?](?=\s|$)|;")
 _BEGINS = re.compile(r"[\s(=:]*(?:(?:minus|negative) )?[-$€£¥₹ ]*\.?[0-9]", re.IGNORECASE)
 _LISTED = re.compile(r"[0-9]+[.)]\s+[^\s0-9]")
+_OPERATOR = re.compile(r"[+*×÷]|(?<!\w)[-x/](?!\w)|%\s+of\b", re.IGNORECASE)
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*")
 
 
@@ -138,8 +139,9 @@ def final_answer(text: str) -> Answer | None:
 
     Searched, in this order: after the last `####` that a number follows; in the last `\\boxed{...}`; after the last
     "answer is", "answer:" or "answer ="; the last number of the text. After an announcement it is the first number up
-    to the end of the sentence, or, where there is an equation, the first after its last equals sign. `find_numbers`
-    defines what a number is, and which marks and units are ignored.
+    to the end of the sentence, or, where there is an equation, the first after its last equals sign; if a calculation
+    follows that sign, as in 12 = 3 * 4, the first of the last side that is none. `find_numbers` defines what a number
+    is, and which marks and units are ignored.
     """
     for part in _announcements(text):
         value = _first_number(strip_markup(part))
@@ -176,9 +178,18 @@ def _announcements(text: str) -> Iterator[str]:
 
 
 def _first_number(part: str) -> Fraction | None:
-    """Return the first number after the last equals sign, else the first number; None without one."""
-    _, _, after = part.rpartition("=")
-    return next((number.value for side in (after, part) for number in find_numbers(side)), None)
+    """Return the first number of the last side of an equation that is no calculation, else of the last; or None."""
+    sides = part.split("=")
+    results = [side for side in reversed(sides) if not _is_calculation(side)]
+    return next((number.value for side in (*results, sides[-1], part) for number in find_numbers(side)), None)
+
+
+def _is_calculation(side: str) -> bool:
+    """Check whether an operator stands between the first two numbers, so that neither is the result."""
+    first, second = [*find_numbers(side), None, None][:2]
+    if first is None or second is None:
+        return False
+    return _OPERATOR.search(side[first.end : second.start]) is not None
 
 
 def _sentence(text: str) -> str:

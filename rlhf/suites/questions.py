@@ -130,11 +130,6 @@ class Answers:
     truncated: list[bool]
     distinct_2: float
 
-    @property
-    def rows(self) -> dict[str, list[float]]:
-        """Return the values of every answer, by figure."""
-        return {"length": self.lengths, "truncated": list(map(float, self.truncated))}
-
     def figures(self, *, seed: int) -> list[Estimate]:
         """Compute the mean length, the share of truncated answers and the distinct bigrams."""
         return [

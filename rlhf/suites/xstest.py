@@ -101,7 +101,6 @@ def run_xstest(settings: XstestSettings, subject: Subject) -> SuiteResult:
             }
             for item, text, refusal in zip(items, answers.texts, refused, strict=True)
         ),
-        rows={**_rows(items, refused), **answers.rows},
     )
 
 

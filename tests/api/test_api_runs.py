@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlhf
 from rlhf.cli import main
-from rlhf.errors import ConfigError, DataError, RewardError
+from rlhf.errors import ConfigError, DataError, RewardError, UserError
 from rlhf.user_code import _OBJECTS, load_function
 
 SETTINGS: dict[str, Any] = {
@@ -220,6 +220,25 @@ def test_mistakes_are_told_before_anything_is_written(model: str, tmp_path: Path
         rlhf.train(model, "dpo", preferences=["red"], folder=folder)
     with pytest.raises(DataError, match="row 1 cannot be written as JSON"):
         rlhf.train(model, "grpo", prompts=[{"prompt": "red", "tag": {1}}], reward=goodness, folder=folder)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([], {}, "there are no prompts: give at least one"),
+        ("", {}, "prompt 1 is empty: give it a text to complete"),
+        (["red", None], {}, "prompt 2 is a NoneType: a prompt is a text"),
+        ("red", {"count": 0}, "count is 0: it has to be at least 1"),
+        (
+            "red " * 63,
+            {"max_new_tokens": 2},
+            "1 of 1 prompts leave no room for 2 new tokens",
+        ),
+    ],
+)
+def test_what_cannot_be_sampled_is_told(model: str, prompts: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        rlhf.sample(model, prompts, **options)
 
 
 def test_a_run_with_a_lambda_is_not_for_another_process(model: str, tmp_path: Path) -> None:

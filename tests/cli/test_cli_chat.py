@@ -13,7 +13,8 @@ from runs import make_model, write_rows
 
 from rlhf.cli import main
 from rlhf.commands import sample as chat_command
-from rlhf.commands.sample import ChatOptions, run_chat
+from rlhf.commands.checks import ChatOptions, check_chat
+from rlhf.commands.sample import run_chat
 from rlhf.config.data import ChatFormat
 from rlhf.config.load import load_chat_format
 from rlhf.config.sections import SamplingConfig
@@ -59,7 +60,8 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def chat_lines(folder: Path, text: str, **options: Any) -> list[str]:
     out = io.StringIO()
-    run_chat(str(folder), ChatOptions(**{"greedy": True, "max_tokens": 4, **options}), read=io.StringIO(text), out=out)
+    given = ChatOptions(**{"greedy": True, "max_tokens": 4, **options})
+    run_chat(str(folder), given, sampling=check_chat(str(folder), given), read=io.StringIO(text), out=out)
     return out.getvalue().splitlines()
 
 
@@ -130,7 +132,7 @@ def test_a_model_without_a_template_has_no_conversation(tmp_path: Path) -> None:
     make_model(tmp_path / "model")
     with pytest.raises(UserError, match="has no chat template"):
         chat_lines(tmp_path / "model", "red one\n")
-    with pytest.raises(UserError, match="--top-p is above 0"):
+    with pytest.raises(UserError, match="--top-p is 0: it has to be above 0"):
         chat_lines(tmp_path / "model", "red one\n", top_p=0.0)
 
 
@@ -162,6 +164,27 @@ def test_sample_draws_from_the_nucleus(run_folder: Path, capsys: pytest.CaptureF
     lines = sampled(capsys, run_folder, "--top-p", "0.000001", "--temperature", "3", "--count", "3")
     assert lines == ["blue one", *["→ bad"] * 3]
     assert main(["sample", str(run_folder), "--prompt", "x", "--top-p", "2"]) == 2
+
+
+@pytest.mark.parametrize("top_p", [(), ("--top-p", "0.5")])
+def test_a_prompt_that_does_not_fit_the_context_is_not_sampled(
+    top_p: tuple[str, ...], run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in training, a prompt has to leave room for the longest completion."""
+    fits, too_long = "red " * 60, "red " * 61
+    options = ["--raw", "--max-new-tokens", "4", *top_p]
+    assert main(["sample", str(run_folder), "--prompt", fits, *options]) == 0
+    assert main(["sample", str(run_folder), "--prompt", fits, "--prompt", too_long, *options]) == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert "1 of 2 prompts leave no room for 4 new tokens in the model's context of 64 (prompt 2 has 61)" in message
+
+
+@pytest.mark.parametrize("top_p", [(), ("--top-p", "0.5")])
+def test_a_prompt_without_tokens_is_told(
+    top_p: tuple[str, ...], run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sample", str(run_folder), "--raw", "--prompt", "red", "--prompt", "  ", *top_p]) == 2
+    assert "prompt 2 has no tokens: give it a text to complete" in capsys.readouterr().err
 
 
 def test_chat_reads_a_pipe(

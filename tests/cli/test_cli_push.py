@@ -200,6 +200,37 @@ def test_a_hub_that_refuses_or_is_away_is_told_in_plain_words(
     assert "cannot be reached" in capsys.readouterr().err
 
 
+def keep_best(run: Path, step: int) -> Path:
+    """Keep a best checkpoint in a run folder, as a run does."""
+    folder = run / "best" / f"step-{step:06d}"
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "model" / "model.safetensors").write_bytes(b"\x08best")
+    (folder / "best.json").write_text(json.dumps({"step": step, "by": "score", "mean": 0.93, "rows": 128}))
+    (folder / "config.yaml").write_text((run / "config.yaml").read_text())
+    return folder
+
+
+@pytest.mark.usefixtures("online")
+def test_the_best_checkpoint_is_pushed_with_what_was_measured_up_to_it(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with JsonlLogger(RunFolder(run).metrics) as log:
+        log.log({"step": 30, "eval/score": 0.4, "eval/kl": 50.0})
+    assert main(["push", f"{run}@best", "owner/tiny", "--dry-run"]) == 2
+    assert "has kept no best checkpoint" in capsys.readouterr().err
+    keep_best(run, 20)
+    with hub_stand_in() as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        assert main(["push", f"{run}@best", "owner/tiny"]) == 0
+    assert hub.commits[0]["model.safetensors"] == b"\x08best"
+    card = hub.commits[0]["README.md"].decode()
+    assert "| steps | 20 |" in card
+    assert "| `eval/score` | 0.53 | 0.91 | score |" in card
+    assert "that of step 20, chosen by the best score of 128 held-out rows" in card
+    assert "win rate" not in card  # eval.json of the run is that of its own model
+
+
 def test_a_run_without_a_model_or_a_wrong_name_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["push", str(run), "a/b/c", "--dry-run"]) == 2
     assert "'a/b/c' is no name of a repository; write owner/name" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from chat_server import Reply, serving
 from runs import make_model, offline_tree, ppo_tree, trained, trained_offline, write_rows
 
 from rlhf.cli import main, parse
+from rlhf.commands.evaluate import _file_name
 from rlhf.config.overrides import merge
 
 SECRET = "sk-very-secret"
@@ -58,6 +59,17 @@ def test_the_table_has_every_measure(folder: Path, capsys: pytest.CaptureFixture
     equal = results["length_controlled"]
     assert 0 <= equal["low"] <= equal["value"] <= equal["high"] <= 1
     assert results["pairwise"] is None
+
+
+@pytest.mark.parametrize(
+    ("against", "name"), [("start", "eval.json"), ("..", "eval-runs.json"), (".", "eval-ppo.json")]
+)
+def test_the_file_is_named_after_the_other_model(
+    against: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs" / "ppo").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "runs" / "ppo")
+    assert _file_name(against) == name
 
 
 def test_against_itself_is_half_and_against_its_start_is_the_default(folder: Path) -> None:

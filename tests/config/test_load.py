@@ -110,6 +110,14 @@ def test_a_mistake_in_the_run_of_a_cell_is_named_by_its_key(preset: str) -> None
         ("reward.source.path=null", r"^reward\.source\.path: Input should be a valid string"),
         ("reward.source.pth=a", r"^reward\.source\.pth: unknown key; did you mean path\?$"),
         ("reward.source={type: openai, base_url: a, model: 1}", r"^reward\.source\.model: Input should be a valid"),
+        (
+            "reward.source={type: ensemble, sources: [{type: function, target: a}, {type: model, path: a, hwo: mean}]}",
+            r"^reward\.source\.sources\.1\.hwo: unknown key; did you mean how\?$",
+        ),
+        (
+            "reward.source={type: ensemble, sources: [{type: ensemble, sources: [{type: function, targt: a}]}]}",
+            r"reward\.source\.sources\.0\.sources\.0\.targt: unknown key; did you mean target\?$",
+        ),
     ],
 )
 def test_a_mistake_in_a_reward_source_is_named_without_its_type(override: str, message: str) -> None:

@@ -18,6 +18,26 @@ def test_each_kind_by_hand(kind: str, arguments: dict[str, Any], good: str, bad:
     assert not CHECKS[kind](bad, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("* a\n* b", 2),
+        ("*", 0),  # an asterisk needs a character after it, and a line break is one
+        ("*\nred", 1),
+        ("*\n* red", 1),
+        ("* red\n*", 1),
+        ("*\n\n* red", 2),
+        ("\n\n  * red", 1),
+        ("**red**\n*** \n*red*", 1),
+        ("- a\n--\n -", 3),
+        ("-\n* red", 2),
+        ("* red\u2028* blue", 1),
+    ],
+)
+def test_bullets_are_those_of_the_published_expressions(text: str, count: int) -> None:
+    assert CHECKS["detectable_format:number_bullet_lists"](text, num_bullets=count)
+
+
 def test_every_kind_has_a_case() -> None:
     assert {case[0] for case in CASES} == set(CHECKS)
     assert len(CHECKS) == 25

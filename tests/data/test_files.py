@@ -28,7 +28,9 @@ def no_progress_bars() -> None:
     datasets.disable_progress_bars()
 
 
-@pytest.mark.parametrize("name", ["r.jsonl", "r.json", "r.csv", "r.jsonl.gz", "r.json.gz", "r.csv.gz", "r.parquet"])
+@pytest.mark.parametrize(
+    "name", ["r.jsonl", "r.json", "r.csv", "r.jsonl.gz", "r.json.gz", "r.csv.gz", "r.parquet", "r[1].parquet"]
+)
 def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, name: str) -> None:
     texts = {
         "jsonl": "".join(json.dumps(row) + "\n" for row in ROWS),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from bigram import Table, bigram_model
 
+from rlhf.comparison.results import SuiteFigure
+from rlhf.comparison.suites import SuiteScores, summarize_suites
+from rlhf.evaluation.win_rate import Interval
 from rlhf.suites.figures import Estimate, SuiteResult
 from rlhf.suites.settings import SuiteSamplingConfig
 from rlhf.suites.subject import Subject, load_subject
@@ -42,6 +47,24 @@ def figures(result: SuiteResult) -> dict[str, Estimate]:
 
 def values(result: SuiteResult) -> dict[str, float]:
     return {figure.name: figure.value for figure in result.figures}
+
+
+def gains(before: SuiteResult, after: SuiteResult) -> dict[str, Interval | None]:
+    """The paired gains that `rlhf compare` shows, by figure; each is checked to be the difference of the figures."""
+
+    def scores(result: SuiteResult) -> SuiteScores:
+        content = json.loads(json.dumps(result.as_json()))
+        figures = {
+            name: SuiteFigure(value=figure["value"], low=figure["low"], high=figure["high"])
+            for name, figure in content["figures"].items()
+        }
+        assert all("values" not in figure for figure in content["figures"].values())
+        return SuiteScores(figures, content["rows"])
+
+    summary = summarize_suites([{"suite": scores(after)}], [{"suite": scores(before)}])["suite"]
+    for name, gain in ((name, figure.gain) for name, figure in summary.items()):
+        assert gain is None or gain.value == pytest.approx(values(after)[name] - values(before)[name]), name
+    return {name: figure.gain for name, figure in summary.items()}
 
 
 def item(question: str, matching: str, **more: object) -> Mapping[str, object]:

@@ -9,10 +9,11 @@ import pytest
 from bigram import EOS
 from pydantic import ValidationError
 from runs import write_rows
-from suite_cases import figures, subject, values
+from suite_cases import figures, gains, subject, values
 
 from rlhf.data.rows import BadRow
 from rlhf.errors import ConfigError, DataError
+from rlhf.evaluation.win_rate import Interval
 from rlhf.suites.figures import pass_at_k
 from rlhf.suites.gsm8k import read_problem, run_gsm8k
 from rlhf.suites.settings import Gsm8kSettings
@@ -47,6 +48,19 @@ def test_exact_answers_by_hand(tmp_path: Path) -> None:
         "expected": "8",
         "right": False,
     }
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_gains_are_paired_by_problem(samples: int, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "g.jsonl", [problem("7"), problem("8"), problem("8")])
+    start = subject(tmp_path / "s", WORDS, SEVEN)
+    model = subject(tmp_path / "m", WORDS, {**SEVEN, "####": {"8": 1.0}}, like=start)
+    asked = settings(rows, samples=samples)
+    paired = gains(run_gsm8k(asked, start), run_gsm8k(asked, model))
+    assert set(paired) == {"pass_at_1", "announced_rate", "no_answer_rate"}
+    assert paired["pass_at_1"] is not None
+    assert paired["pass_at_1"].value == pytest.approx(1 / 3)
+    assert paired["announced_rate"] == Interval(0.0, 0.0, 0.0)
 
 
 def test_pass_at_k_of_a_coin(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from bigram import EOS
 from runs import count_good, write_rows
-from suite_cases import figures, subject, values
+from suite_cases import figures, gains, subject, values
 
 from rlhf.errors import DataError
+from rlhf.evaluation.win_rate import Interval
 from rlhf.rewards.function import FunctionReward
 from rlhf.suites.hh import NO_REFERENCE, NO_SOURCE, run_hh
 from rlhf.suites.settings import HhSettings
@@ -85,6 +86,18 @@ def test_scores_and_win_rates_by_hand(tmp_path: Path) -> None:
         "score": 1.0,
         "score_chosen": 1.0,
     }
+
+
+def test_gains_are_paired_by_pair(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "h.jsonl", PAIRS)
+    model = subject(tmp_path / "m", WORDS, {**ENDS, "Assistant:": {"good": 1.0}})
+    start = subject(tmp_path / "s", WORDS, {**ENDS, "Assistant:": {"bad": 1.0}}, like=model)
+    before, after = (run_hh(settings(rows), policy, reference=start, source=source(model)) for policy in (start, model))
+    paired = gains(before, after)
+    assert set(paired) == set(values(after))
+    assert paired["score"] == Interval(2.0, 2.0, 2.0)
+    assert paired["win_rate_start"] == Interval(0.5, 0.5, 0.5)
+    assert paired["source_accuracy"] == Interval(0.0, 0.0, 0.0)  # of the judge, not of the model
 
 
 def test_without_a_reference_the_start_model_is_left_out(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from bigram import EOS
 from runs import write_rows
-from suite_cases import subject, values
+from suite_cases import gains, subject, values
 
 from rlhf.errors import DataError
 from rlhf.lab.gold import gold_parts
@@ -42,6 +42,18 @@ def test_the_gold_and_its_parts(tmp_path: Path) -> None:
     alone = run_lab(settings(rows), model, reference=None)
     assert "gold_start" not in values(alone)
     assert [part.what for part in alone.left_out] == ["win rate over the start model"]
+
+
+def test_gains_are_paired_by_prompt(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "p.jsonl", [{"prompt": text} for text in ASKED])
+    model = subject(tmp_path / "m", WORDS, PRAISE)
+    start = subject(tmp_path / "s", WORDS, BLAME, like=model)
+    after = run_lab(settings(rows), model, reference=start)
+    paired = gains(run_lab(settings(rows), start, reference=start), after)
+    assert set(paired) == set(values(after))
+    gain = paired["gold"]
+    assert gain is not None
+    assert gain.low <= gain.value == pytest.approx(values(after)["gold_difference"])
 
 
 def test_prompts_of_another_world_are_an_error(tmp_path: Path) -> None:

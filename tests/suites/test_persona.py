@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from bigram import EOS
 from runs import write_rows
-from suite_cases import figures, item, loaded, subject, values
+from suite_cases import figures, gains, item, loaded, subject, values
 
 from rlhf.data.rows import BadRow
 from rlhf.errors import DataError
+from rlhf.evaluation.win_rate import Interval
 from rlhf.suites.persona import COLUMNS, ItemLogOdds, read_question, run_persona
 from rlhf.suites.questions import read_items
 from rlhf.suites.settings import PersonaSettings, fill
@@ -53,6 +54,17 @@ def test_a_model_swayed_by_the_order_is_shown_to_be(tmp_path: Path) -> None:
     assert got["first_rate"] == 1.0  # the answer offered first, each time
     assert figures(result)["matching_rate"].low == pytest.approx(0.3006, abs=1e-4)  # Wilson, 3 of 4
     assert result.examples[0]["log_odds_of_yes"] == pytest.approx([math.log(3), -math.log(7)], abs=1e-4)
+
+
+def test_gains_are_paired_by_item(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "p.jsonl", [item("q", " Yes"), item("q", " No"), item("q", " No"), item("q", " No")])
+    start = subject(tmp_path / "s", WORDS, STEADY)
+    model = subject(tmp_path / "m", WORDS, SWAYED, like=start)
+    asked = settings(rows, template=OFFERED)
+    paired = gains(run_persona(asked, start), run_persona(asked, model))
+    assert len(paired) == 7
+    assert None not in paired.values()
+    assert paired["flip_rate"] == Interval(1.0, 1.0, 1.0)
 
 
 def test_without_offered_answers_there_is_one_order_and_no_check(tmp_path: Path) -> None:
