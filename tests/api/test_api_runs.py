@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlhf
 from rlhf.cli import main
+from rlhf.commands import checks
 from rlhf.errors import ConfigError, DataError, RewardError, UserError
 from rlhf.user_code import _OBJECTS, load_function
 
@@ -227,7 +229,6 @@ def test_mistakes_are_told_before_anything_is_written(model: str, tmp_path: Path
     [
         ([], {}, "there are no prompts: give at least one"),
         ("", {}, "prompt 1 is empty: give it a text to complete"),
-        (["red", None], {}, "prompt 2 is a NoneType: a prompt is a text"),
         ("red", {"count": 0}, "count is 0: it has to be at least 1"),
         (
             "red " * 63,
@@ -239,6 +240,12 @@ def test_mistakes_are_told_before_anything_is_written(model: str, tmp_path: Path
 def test_what_cannot_be_sampled_is_told(model: str, prompts: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         rlhf.sample(model, prompts, **options)
+
+
+def test_a_prompt_that_is_no_text_is_told() -> None:
+    unchecked = inspect.unwrap(checks._check_prompts)  # without the tests' own check of types
+    with pytest.raises(DataError, match="prompt 2 is a NoneType: a prompt is a text"):
+        unchecked(["red", None])
 
 
 def test_a_run_with_a_lambda_is_not_for_another_process(model: str, tmp_path: Path) -> None:
