@@ -208,15 +208,18 @@ def passes_on(handler: ast.ExceptHandler) -> bool:
 
 
 def test_errors_are_caught_by_name() -> None:
-    """But a handler that passes on what it caught (to tell other processes first) may catch anything."""
+    """But a handler that passes on what it caught (to tell other processes first) may catch anything.
+
+    So may the one around the calls of a tracker: backends and their HTTP clients have no class of errors in common.
+    """
     wrong = []
     for name, path in MODULES.items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ExceptHandler) and node.type is not None and not passes_on(node):
                 caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
                 if {ast.unparse(kind) for kind in caught} & {"Exception", "BaseException"}:
-                    wrong.append(f"{name}:{node.lineno}")
-    assert wrong == []
+                    wrong.append(name)
+    assert wrong == ["rlhf.tracking.trackers"]
 
 
 def test_the_mathematics_is_light_to_import() -> None:
