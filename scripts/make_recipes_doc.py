@@ -29,9 +29,9 @@ SmolLM2's were trained to their end on two CPU cores, and what came of them is b
 
 ## SmolLM2-135M-Instruct
 
-The prompts are instructions whose constraints a program can check. That program is the reward of PPO, GRPO and online
-DPO. It also ranks the model's own answers into the pairs that DPO reads, and SFT learns the chosen sides of these. The
-reward model learns something else, from human preferences: HH-RLHF's harmlessness.
+The prompts are instructions whose constraints a program can check. That program is the reward of PPO and GRPO. It also
+ranks the model's own answers into the pairs that DPO reads, and SFT learns the chosen sides of these. The reward model
+learns something else, from human preferences: HH-RLHF's harmlessness.
 
 ```
 source .venv/bin/activate
@@ -46,7 +46,6 @@ rlhf train configs/recipes/smollm2_135m/sft.yaml
 rlhf train configs/recipes/smollm2_135m/dpo.yaml
 rlhf train configs/recipes/smollm2_135m/grpo.yaml
 rlhf train configs/recipes/smollm2_135m/ppo.yaml
-rlhf train configs/recipes/smollm2_135m/online_dpo.yaml
 rlhf rm    configs/recipes/smollm2_135m/rm.yaml
 ```
 
@@ -113,7 +112,7 @@ def page() -> str:
 
 def _measured() -> Iterator[str]:
     runs = json.loads((RESULTS / "recipes_smollm2.json").read_text(encoding="utf-8"))
-    for kind in (*KINDS, "online_dpo"):
+    for kind in KINDS:
         if kind == "rm":
             run = runs["rm"]
             judged, minutes, memory = _report_card(run["report_card"]), run["minutes"], run["peak_memory_gb"]
@@ -127,9 +126,8 @@ def _measured() -> Iterator[str]:
 
 
 def _arm(name: str) -> dict[str, Any]:
-    """Return what a comparison measured of a recipe."""
-    others = {"sft": "compare_smollm2_first.json", "online_dpo": "compare_smollm2_best_of_8.json"}
-    file = RESULTS / others.get(name, "compare_smollm2.json")
+    """Return what the comparison measured of a recipe; of SFT that is the first comparison."""
+    file = RESULTS / ("compare_smollm2_first.json" if name == "sft" else "compare_smollm2.json")
     arm: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["arms"][name]
     return arm
 
