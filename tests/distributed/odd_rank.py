@@ -1,7 +1,8 @@
 """`python -m rlhf` with something wrong in one of the processes:  torchrun … odd_rank.py FAULT train CONFIG …
 
-FAULT is JSON: {"rank": of the process, "call": the call of Ranks.gather at which it happens, counted from 1,
-"what": die | freeze | dawdle | sigterm | sigterm_launcher}. `{}`: nothing is wrong.
+FAULT is JSON: {"rank": of the process, "call": the call of Distributed.gather at which it happens, counted from 1 once
+there is a checkpoint in "after" (or from the start), "what": die | freeze | dawdle | sigterm | sigterm_launcher}. `{}`:
+nothing is wrong.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from rlhf.cli import main
@@ -21,14 +23,15 @@ DAWDLES_S = 0.15  # before each word to the others
 HAPPENS = "it happens here"
 
 
-def inject(rank: int, call: int, what: str) -> None:
+def inject(rank: int, call: int, what: str, after: str | None = None) -> None:
     """Let it happen in the process of this rank."""
     if os.environ.get("RANK") != str(rank):
         return
     gather, calls = Distributed.gather, list[int]()
 
     def odd(self: Distributed, value: Any) -> list[Any]:
-        calls.append(1)
+        if calls or after is None or any(Path(after).glob("step-*")):
+            calls.append(1)
         if what == "dawdle" and len(calls) >= call:
             time.sleep(DAWDLES_S)
         elif len(calls) == call:
