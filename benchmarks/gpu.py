@@ -5,7 +5,8 @@ Random weights shaped like a 0.5B and a 1.5B model, bfloat16 arithmetic over flo
   update    the share of this card's measured bf16 matmul rate that the update phase of SFT reaches, 1.5B shape
   steps     GRPO and PPO, and TRL's on the same card (--peer-python, --ppo-peer-python), 0.5B shape
   correctness  pytest tests/gpu on this card: every trainer and sampler has the CPU's numbers
-  decoding     steps as they are recorded and as they are replayed, beside generate; GQA shapes, lengths as of real rows
+  decoding     steps as they are recorded and as they are replayed, beside generate and, if installed, vLLM; GQA shapes,
+               lengths as of real rows
   compile      a forward and backward pass with layers compiled (policy.compile) and eager, in turn; GQA shape of 0.5B
 Each part runs alone (--only), within a time limit, and its failure is a result: the others go on. A bare image with
 torch needs the wheels in `WHEELS` besides; what is missing is printed.
@@ -133,9 +134,11 @@ def processes(options: argparse.Namespace) -> dict[str, list[str]]:
             "decoding": [*decoding, "--pretend"],
             "compile": [*compiling, "--pretend"],
         }
+    vllm = {"decoding vllm 0.5b": [*decoding, "--backends", "vllm"]} if importlib.util.find_spec("vllm") else {}
     return {
         "correctness": correctness,
         "decoding 0.5b": decoding,
+        **vllm,
         "decoding 1.5b": [*decoding, "--shape", "1.5b"],
         "compile": [*compiling, "--shape", "0.5b", "--device", "cuda", "--dtypes", "bfloat16", "--rows", "64"],
     }

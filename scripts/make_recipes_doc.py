@@ -52,8 +52,8 @@ rlhf rm    configs/recipes/smollm2_135m/rm.yaml
 What to expect: time and memory are of training on one core with bfloat16 products, beside other work; a CPU
 without them computes in float32, and says so. All but the reward model are arms of
 [the comparison](results.md#a-real-chat-model-on-instructions-that-a-program-can-check), which says what they write,
-and on how many seeds (GRPO's second one gained nothing, PPO's the same). Curves are of one seed; "first" and "last" are means over a
-fifth of the steps.
+and on how many seeds (GRPO's second one gained nothing, PPO's the same). Curves are of one seed; "first" and "last"
+are means over a fifth of the steps.
 
 | recipe | curve: first → last | judged | minutes | memory, GB |
 |---|---|---|---|---|

@@ -9,12 +9,12 @@ import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 TRAINERS = ("sft", "reward", "dpo", "grpo", "rloo", "ppo")
@@ -346,6 +346,49 @@ def test_results_of_the_gpu_benchmark_are_a_table(modules: dict[str, ModuleType]
         "| decoding | recorded first_s | 1.235 |",
         "| decoding | recorded way | a/b c |",
     ]
+
+
+class StandInForVllm(ModuleType):
+    """What benchmarks/recorded_decoding.py asks of vLLM: completions of two and of three tokens."""
+
+    __version__ = "0.0"
+
+    def __init__(self) -> None:
+        super().__init__("vllm")
+        self.asked: list[tuple[Any, Any]] = []
+        self.LLM, self.SamplingParams = self.load, SimpleNamespace
+
+    def load(self, model: str, **settings: Any) -> Any:
+        saved = AutoModelForCausalLM.from_pretrained(model)
+        assert saved.dtype == torch.bfloat16
+        assert settings == {"skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 6 + 12}
+        return self
+
+    def generate(self, prompts: Any, params: Any, *, use_tqdm: bool) -> Any:
+        self.asked.append((prompts, params))
+        completions = [SimpleNamespace(token_ids=[1, 2]), *[SimpleNamespace(token_ids=[1, 2, 3])] * (params.n - 1)]
+        return [SimpleNamespace(outputs=completions) for _ in prompts]
+
+
+def test_vllm_samples_the_same_prompts_to_the_same_ends_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch, modules: dict[str, ModuleType]
+) -> None:
+    stand_in = StandInForVllm()
+    monkeypatch.setitem(sys.modules, "vllm", stand_in)
+    decoding = importlib.import_module("recorded_decoding")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    result = decoding.vllm_rollouts(decoding.model_of("toy", "cpu"), rows=16, prompt=6, length=12, rounds=3)
+    assert (result["way"], result["tokens"]) == ("vllm 0.0", 2 * (2 + 7 * 3))
+    assert len(stand_in.asked) == 3
+    prompts, params = stand_in.asked[-1]
+    assert [row["prompt_token_ids"] for row in prompts] == decoding.prompt_ids(16, 6).tolist()
+    assert (params.n, params.max_tokens, params.temperature, params.seed) == (8, 12, 1.0, 2)
+    assert tuple(params.stop_token_ids) == decoding.ending_tokens(97, 12)
+    options = SimpleNamespace(pretend=False)
+    monkeypatch.setattr(modules["gpu"].importlib.util, "find_spec", lambda name: name == "vllm")
+    assert modules["gpu"].processes(options)["decoding vllm 0.5b"][-2:] == ["--backends", "vllm"]
+    monkeypatch.setattr(modules["gpu"].importlib.util, "find_spec", lambda name: None)
+    assert "decoding vllm 0.5b" not in modules["gpu"].processes(options)
 
 
 def test_a_part_of_the_gpu_benchmark_that_fails_is_a_result(modules: dict[str, ModuleType]) -> None:
