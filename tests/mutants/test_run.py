@@ -52,7 +52,7 @@ MUTANTS = [
     seed("syntax", "width * height", "width * ("),
     seed("name", "width * height", "width * depth"),
     seed("import", "def unused", "import no_such_module\\ndef unused"),
-    seed("forever", "return width * height", "while True: pass", timeout_s=5),
+    seed("forever", "return width * height", "import time; time.sleep(600)", timeout_s=5),
 ]
 """
 
