@@ -12,7 +12,7 @@ The implicit reward of a completion is what the loss compares; the chosen side w
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float
@@ -91,6 +91,17 @@ def hinge(chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"], *, beta: f
     """
     per_pair = (margin - beta * (chosen - rejected)).relu()
     return PreferenceLoss(per_pair=per_pair, chosen_reward=beta * chosen, rejected_reward=beta * rejected)
+
+
+def add_chosen_likelihood(loss: PreferenceLoss, chosen: Float[Tensor, " B"], *, nll_coef: float) -> PreferenceLoss:
+    """Add the chosen side's negative log-likelihood per token to a pair loss (iterative RPO, Pang et al. 2024, eq. 1).
+
+        L = L_pair - α m(y_w)
+
+    `chosen` is m, α is `nll_coef`. It keeps the chosen completion from losing probability, which the pair loss alone
+    allows as long as the rejected one loses more.
+    """
+    return replace(loss, per_pair=loss.per_pair - nll_coef * chosen)
 
 
 def slic(

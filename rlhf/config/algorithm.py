@@ -240,7 +240,16 @@ class FunctionLoss(TokenLoss):
 Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
 
 
-class DpoLoss(Section):
+class ReferencedPairSection(Section):
+    """What every loss of pairs with a reference has: the likelihood of the chosen side besides."""
+
+    type: str
+    nll_coef: NonNegative = 0.0
+    """Weight of the chosen side's negative log-likelihood per token, added to the loss; it keeps the chosen completions
+    likely. 1 in iterative RPO (Pang et al. 2024); 0: off."""
+
+
+class DpoLoss(ReferencedPairSection):
     """Direct preference optimization (Rafailov et al. 2023); with label smoothing, conservative DPO (cDPO)."""
 
     type: Literal["dpo"] = "dpo"
@@ -250,7 +259,7 @@ class DpoLoss(Section):
     """Assumed share of flipped labels; 0.1 is usual for cDPO."""
 
 
-class RobustDpoLoss(Section):
+class RobustDpoLoss(ReferencedPairSection):
     """DPO with a loss that is unbiased under flipped labels (Chowdhury et al. 2024)."""
 
     type: Literal["robust_dpo"] = "robust_dpo"
@@ -260,7 +269,7 @@ class RobustDpoLoss(Section):
     """Probability that a label is flipped; if set larger than it really is, the loss has no lower bound."""
 
 
-class IpoLoss(Section):
+class IpoLoss(ReferencedPairSection):
     """Identity preference optimization (Azar et al. 2024)."""
 
     type: Literal["ipo"] = "ipo"
@@ -270,7 +279,7 @@ class IpoLoss(Section):
     """none: log-ratios summed over a completion (the paper); length: per token (TRL). Each needs a beta of its own."""
 
 
-class HingeLoss(Section):
+class HingeLoss(ReferencedPairSection):
     """DPO with a hinge instead of the logistic loss (Liu et al. 2024)."""
 
     type: Literal["hinge"] = "hinge"

@@ -18,6 +18,7 @@ from rlhf.algo.objective import Objective
 from rlhf.algo.policy_loss import Aggregate, importance_ratio, kl_old_new, loss_weights, token_weights
 from rlhf.algo.preference_loss import (
     PreferenceLoss,
+    add_chosen_likelihood,
     dpo,
     hinge,
     ipo,
@@ -38,6 +39,7 @@ from rlhf.config.algorithm import (
     OnlinePairLoss,
     OrpoLoss,
     PairLossConfig,
+    ReferencedPairLoss,
     RobustDpoLoss,
     SimpoLoss,
     SlicLoss,
@@ -88,7 +90,15 @@ class Side:
 
 
 def pair_loss(config: PairLossConfig, chosen: Side, rejected: Side) -> PreferenceLoss:
-    """Compute the pair loss that `config` names; no other code dispatches on it."""
+    """Compute the pair loss that `config` describes."""
+    loss = _comparison(config, chosen, rejected)
+    if isinstance(config, ReferencedPairLoss) and config.nll_coef > 0:
+        return add_chosen_likelihood(loss, chosen.mean_logprobs, nll_coef=config.nll_coef)
+    return loss
+
+
+def _comparison(config: PairLossConfig, chosen: Side, rejected: Side) -> PreferenceLoss:
+    """Compute the loss that `config` names; no other code dispatches on it."""
     log_ratios = chosen.log_ratios, rejected.log_ratios
     match config:
         case DpoLoss():
