@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from reward_model.model import score_rows
+from rlhf.config.data import ChatFormat
 from rlhf.data.prompts import MESSAGES
 from rlhf.data.rows import BadRow
 from rlhf.data.tokenize import Encoder, left_pad, make_encoder, right_pad
@@ -21,6 +22,8 @@ from rlhf.models.ensemble_head import load_reward_heads
 from rlhf.models.scalar_head import ScalarHeadModel
 from rlhf.runtime.engine import Engine
 from rlhf.types import Completions, Scores
+
+OWN_TEMPLATE = ChatFormat()  # the chat template of the reward model's tokenizer
 
 
 class RewardModelSource:
@@ -40,15 +43,19 @@ class RewardModelSource:
         policy_tokenizer: PreTrainedTokenizerBase,
         micro_batch_size: int,
         dtype: str = "float32",
+        chat: ChatFormat = OWN_TEMPLATE,
     ) -> None:
-        """Freeze the model, which stays on its device; `tokenizer` is the reward model's own."""
+        """Freeze the model, which stays on its device; `tokenizer` is the reward model's own.
+
+        `chat` is the format of the conversations that it was trained on.
+        """
         freeze(model)
         self.model = model
         self.policy_tokenizer = policy_tokenizer
         self.micro_batch_size = micro_batch_size
         self.dtype = dtype
-        self.encoder: Encoder = make_encoder(tokenizer, "auto")
         self.same_ids = shares_vocabulary(policy_tokenizer, tokenizer)
+        self.encoder: Encoder = make_encoder(tokenizer, OWN_TEMPLATE if self.same_ids else chat)
         pad = policy_tokenizer.pad_token
         self.unknown_pad = -1 if pad is None or pad in tokenizer.get_vocab() else policy_tokenizer.pad_token_id
         self.context = context_length(model.classifier)
@@ -63,8 +70,11 @@ class RewardModelSource:
         micro_batch_size: int,
         dtype: str = "float32",
         engine: Engine | None = None,
+        chat: ChatFormat = OWN_TEMPLATE,
     ) -> RewardModelSource:
         """Load the reward model in a folder or under a hub id; where `engine` splits weights, its part of it.
+
+        `chat` is the format of the conversations that it was trained on.
 
         Raises:
             ModelError: the path is not a sequence-classification model with one label, or has no tokenizer.
@@ -73,7 +83,8 @@ class RewardModelSource:
         model = load_reward_heads(path, tokenizer, dtype=dtype, engine=engine)
         if engine is None or not engine.splits_weights:
             model.to(device)
-        return cls(model, tokenizer, policy_tokenizer=policy_tokenizer, micro_batch_size=micro_batch_size, dtype=dtype)
+        options = {"micro_batch_size": micro_batch_size, "dtype": dtype, "chat": chat}
+        return cls(model, tokenizer, policy_tokenizer=policy_tokenizer, **options)
 
     @property
     def note(self) -> str:

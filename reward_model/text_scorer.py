@@ -10,7 +10,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from reward_model.model import score_rows
-from reward_model.source import encode_rows, render_for_reward_model, truncate_row
+from reward_model.source import OWN_TEMPLATE, encode_rows, render_for_reward_model, truncate_row
+from rlhf.config.data import ChatFormat
 from rlhf.data.conversation import is_messages
 from rlhf.data.prompts import MESSAGES
 from rlhf.data.tokenize import left_pad, make_encoder, right_pad
@@ -48,12 +49,21 @@ class TextScorer:
     """Scores as RewardModelSource does: by the ids that were sent if they mean the same, otherwise by the texts."""
 
     def __init__(
-        self, model: ScalarHeadModel, tokenizer: PreTrainedTokenizerBase, *, max_batch: int, dtype: str = "float32"
+        self,
+        model: ScalarHeadModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_batch: int,
+        dtype: str = "float32",
+        chat: ChatFormat = OWN_TEMPLATE,
     ) -> None:
-        """Freeze the model, which stays on its device; `tokenizer` is the reward model's own."""
+        """Freeze the model, which stays on its device; `tokenizer` is the reward model's own.
+
+        `chat` is the format of the conversations that it was trained on.
+        """
         freeze(model)
         self.model, self.max_batch, self.dtype = model, max_batch, dtype
-        self.encoder = make_encoder(tokenizer, "auto")
+        self.encoder = make_encoder(tokenizer, chat)
         self.vocabulary = vocabulary_digest(tokenizer)
         self.size = len(tokenizer)
         self.context = context_length(model.classifier)

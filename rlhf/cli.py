@@ -170,9 +170,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     chat = verb("chat", "talk with the model of a run, or in a model folder", "run")
     chat.add_argument("--system", help="the system prompt")
-    chat.add_argument("--temperature", type=float, default=0.7, help="divides the logits (default: 0.7)")
+    published = "as in the model's generation_config.json, or else --greedy"
+    chat.add_argument("--temperature", type=float, help=f"divides the logits (default: {published})")
     chat.add_argument(
-        "--top-p", type=float, default=0.95, help="draw from the likeliest tokens of this probability (default: 0.95)"
+        "--top-p", type=float, help=f"draw from the likeliest tokens of this probability (default: {published})"
     )
     chat.add_argument("--max-tokens", type=int, default=512, help="longest answer, in tokens (default: 512)")
     chat.add_argument("--seed", type=int, help="draw the same answers again")

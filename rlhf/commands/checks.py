@@ -38,8 +38,8 @@ class ChatOptions:
     """The system prompt and sampling options of the answers."""
 
     system: str | None = None
-    temperature: float = 0.7
-    top_p: float = 0.95
+    temperature: float | None = None  # None, and no top_p either: as the model's own files say
+    top_p: float | None = None
     max_tokens: int = 512
     seed: int | None = None
     greedy: bool = False
@@ -80,7 +80,7 @@ def check_chat(path: str, options: ChatOptions) -> SamplingConfig:
     Raises:
         UserError: an option is invalid, or so is the chat format of the run, or the model is missing.
     """
-    if not 0 < options.temperature < math.inf:
+    if options.temperature is not None and not 0 < options.temperature < math.inf:
         raise UserError(f"--temperature is {options.temperature:g}: it has to be above 0 and finite; --greedy is 0")
     if options.max_tokens < 1:
         raise UserError(f"--max-tokens is {options.max_tokens}: it has to be at least 1")
@@ -88,7 +88,7 @@ def check_chat(path: str, options: ChatOptions) -> SamplingConfig:
     _check_seed(options.seed)
     check_model_path(path)
     load_chat_format(path)
-    return SamplingConfig(max_new_tokens=options.max_tokens, temperature=options.temperature)
+    return SamplingConfig(max_new_tokens=options.max_tokens)
 
 
 def _check_prompts(prompts: Sequence[str]) -> None:

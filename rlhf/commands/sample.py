@@ -14,7 +14,7 @@ from rlhf.commands.checks import ChatOptions, SampleOptions
 from rlhf.config.load import load_chat_format
 from rlhf.config.sections import SamplingConfig
 from rlhf.errors import DataError, UserError
-from rlhf.factory.sampler import NO_TEMPLATE, Completer, Conversation
+from rlhf.factory.sampler import GREEDY, NO_TEMPLATE, Completer, Conversation, Drawing, published_drawing
 from rlhf.runtime.seeding import derive_seed
 from rlhf.tracking.progress import printable
 
@@ -51,13 +51,15 @@ def _nucleus(completer: Completer, prompts: list[str], options: SampleOptions) -
     assert options.top_p is not None
     completer.encode(prompts)  # no completion is shortened, as without top_p
     torch.manual_seed(options.seed)
+    drawing = GREEDY if options.greedy else Drawing(completer.sampling.temperature, options.top_p)
     return [
-        completer.stream(completer.to_prompt(text), lambda _: None, top_p=options.top_p, greedy=options.greedy)
+        completer.stream(completer.to_prompt(text), lambda _: None, drawing)
         for text in prompts
         for _ in range(options.count)
     ]
 
 
+TEMPERATURE, TOP_P = 0.7, 0.95  # of an answer, where only the other one is given
 HELP = "/reset begins anew, /quit ends; Ctrl-C stops an answer"
 
 
@@ -100,7 +102,7 @@ def run_chat(
     Args:
         path: a run folder, a model folder or a hub id.
         options: how the model answers.
-        sampling: the sampling settings that these options amount to (see checks.check_chat).
+        sampling: the longest answer (see checks.check_chat).
         read: where messages come from; standard input if None.
         out: where answers go; standard output if None.
 
@@ -111,7 +113,7 @@ def run_chat(
     conversation = _open(path, options, sampling)
     interactive = read.isatty()
     if interactive:
-        out.write(f"{HELP}\n")
+        out.write(f"{HELP}\nAnswers: {describe_drawing(conversation.drawing)}\n")
     for line in _read_lines(read, interactive=interactive):
         match line.strip():
             case "":
@@ -137,7 +139,27 @@ def _open(path: str, options: ChatOptions, sampling: SamplingConfig) -> Conversa
             f"{path} has no chat template, so that there is no conversation to have: "
             f"rlhf sample {path} --prompt … continues a text"
         )
-    return Conversation(model, options.system, options.top_p, options.greedy)
+    return Conversation(model, options.system, choose_drawing(options, published_drawing(model.folder)))
+
+
+def choose_drawing(options: ChatOptions, published: Drawing) -> Drawing:
+    """Return how answers are drawn: by the options, or as the model was published if there are none."""
+    if options.greedy:
+        return GREEDY
+    if options.temperature is None and options.top_p is None:
+        return published
+    return Drawing(
+        TEMPERATURE if options.temperature is None else options.temperature,
+        TOP_P if options.top_p is None else options.top_p,
+    )
+
+
+def describe_drawing(drawing: Drawing) -> str:
+    """Describe in a few words how answers are drawn."""
+    if drawing == GREEDY:
+        return "the most likely token each time (--temperature draws)"
+    top_k = f", top-k {drawing.top_k}" if drawing.top_k else ""
+    return f"temperature {drawing.temperature:g}, top-p {drawing.top_p:g}{top_k}"
 
 
 def _read_lines(read: LineReader, *, interactive: bool) -> Iterator[str]:

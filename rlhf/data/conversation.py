@@ -130,8 +130,33 @@ def _parse_tool_calls(value: object) -> list[object]:
         arguments = function.get("arguments") if isinstance(function, dict) else None
         if isinstance(call, dict) and isinstance(function, dict) and isinstance(arguments, str):
             call = {**call, "function": {**function, "arguments": _decode_json(arguments, "arguments of a tool call")}}
+        elif isinstance(call, dict) and function is None and isinstance(call.get("arguments"), str):
+            call = {**call, "arguments": _decode_json(call["arguments"], "arguments of a tool call")}
         calls.append(call)
     return calls
+
+
+def with_arguments_as_text(conversation: Sequence[Message]) -> list[Message]:
+    """Write the arguments of every tool call as JSON text, which some templates (DeepSeek's) join to their own text."""
+
+    def write(call: object) -> object:
+        function = call.get("function") if isinstance(call, dict) else None
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(arguments, dict):
+            return call
+        return {**call, "function": {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}}
+
+    return [
+        {**message, "tool_calls": [write(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in conversation
+    ]
+
+
+def without(conversation: Sequence[Message], name: str) -> list[Message]:
+    """Return the conversation with the field `name` removed from its messages."""
+    return [{key: value for key, value in message.items() if key != name} for message in conversation]
 
 
 def _decode_json(value: str, name: str) -> object:
@@ -215,14 +240,23 @@ def messages_unless_plain(messages: Sequence[Message]) -> tuple[Message, ...]:
     return () if len(messages) == 1 and set(messages[0]) == REQUIRED_FIELDS else tuple(messages)
 
 
+def check_user_speaks(conversation: Sequence[Message], name: str) -> None:
+    """Check that there is a user's message in the conversation.
+
+    Raises:
+        BadRow: there is none.
+    """
+    if not any(message["role"] == "user" for message in conversation):
+        raise BadRow(f"{name} has no user message to answer")
+
+
 def check_prompt(conversation: list[Message], name: str) -> list[Message]:
     """Check that the assistant is next to speak in the conversation, and return it.
 
     Raises:
         BadRow: there is no user message, or the assistant has the last one.
     """
-    if not any(message["role"] == "user" for message in conversation):
-        raise BadRow(f"{name} has no user message to answer")
+    check_user_speaks(conversation, name)
     if conversation[-1]["role"] == "assistant":
         raise BadRow(f"{name} leaves the assistant nothing to answer")
     return conversation

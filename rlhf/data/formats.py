@@ -21,6 +21,7 @@ from rlhf.data.conversation import (
     as_text,
     check_answer,
     check_prompt,
+    check_user_speaks,
     describe_value,
     is_messages,
     messages,
@@ -282,9 +283,8 @@ def conversation_demo(values: Values, *, turns: bool, column: str) -> DemoText:
     del turns
     conversation = with_system(messages(values.get(column), column), values)
     before, answer = split_answer(conversation, column)
-    return DemoText(
-        check_prompt(before, column), answer["content"], tools_of(values), messages_unless_plain([answer]), whole=True
-    )
+    check_user_speaks(before, column)
+    return DemoText(before, answer["content"], tools_of(values), messages_unless_plain([answer]), whole=True)
 
 
 def chosen_demo(values: Values, *, turns: bool, pair: Callable[..., PairText]) -> DemoText:

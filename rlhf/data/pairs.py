@@ -380,7 +380,7 @@ def demonstration_rows(encoder: Encoder, demo: DemoText, learn: Learn) -> list[R
         return [Rendered("", (rendered.prompt + rendered.completions[0],), templated=False)]
     answer: list[Message] = list(demo.turns) or [assistant_turn(demo.completion)]
     writer = TemplateRenderer(encoder.tokenizer, encoder.template, demo.tools)
-    return conversation_rows(writer, [*demo.prompt, *answer], learn, prompt_turns=demo.whole)
+    return conversation_rows(writer, [*demo.prompt, *answer], learn, given=0 if demo.whole else len(demo.prompt))
 
 
 def _prompt_truncation(encoder: Encoder, limit: LengthLimit) -> Fit[T]:

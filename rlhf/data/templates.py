@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,21 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rlhf.config.data import ChatFormat, Learn
-from rlhf.data.conversation import REQUIRED_FIELDS, THOUGHTS, Message, Prompt, assistant_turn, split_thought
+from rlhf.data.conversation import (
+    REQUIRED_FIELDS,
+    THOUGHTS,
+    Message,
+    Prompt,
+    assistant_turn,
+    split_thought,
+    with_arguments_as_text,
+    without,
+)
 from rlhf.data.paths import missing
 from rlhf.data.rows import BadRow
+from rlhf.data.spans import CompletionText, Span
 from rlhf.errors import DataError
 
-Span = tuple[int, int]  # start and end character, the end not included
 Tools = Sequence[Mapping[str, Any]]
 
 _PROBES = ("Probe A", "0 other z")  # answers that differ in their first and their last character
@@ -221,20 +229,31 @@ class TemplateRenderer:
                 "path of a Jinja file, or give rows with a plain-text prompt (for transcripts: prompt, chosen and "
                 "rejected as text)."
             )
+        given = [{key: value for key, value in message.items() if value is not None} for message in conversation]
+        try:
+            return self._apply(source, given, answer=answer, marks=marks)
+        except jinja2.TemplateSyntaxError as error:
+            choice = self.template.choice
+            raise DataError(f"data.chat_template={choice}: line {error.lineno}: {error.message}") from error
+        except (jinja2.TemplateError, TypeError, ValueError) as error:  # a template raises to refuse a conversation
+            raise BadRow("the chat template refuses the conversation", str(error)[:100]) from error
+
+    def _apply(self, source: str, given: list[Message], *, answer: bool, marks: bool) -> tuple[str, list[Span]]:
+        """Apply the template; where it cannot take the arguments of a tool call as an object, it gets their text."""
         try:
             result: Any = render_jinja_template(
-                [[{key: value for key, value in message.items() if value is not None} for message in conversation]],
+                [given],
                 tools=[dict(tool) for tool in self.tools] or None,
                 chat_template=source,
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=answer,
                 **{**self.tokenizer.special_tokens_map, **self.template.kwargs},
             )
-        except jinja2.TemplateSyntaxError as error:
-            choice = self.template.choice
-            raise DataError(f"data.chat_template={choice}: line {error.lineno}: {error.message}") from error
-        except (jinja2.TemplateError, TypeError, ValueError) as error:  # a template raises to refuse a conversation
-            raise BadRow("the chat template refuses the conversation", str(error)[:100]) from error
+        except TypeError:
+            as_text = with_arguments_as_text(given)
+            if as_text == given:
+                raise
+            return self._apply(source, as_text, answer=answer, marks=marks)
         texts, spans = result  # one of each per conversation, though transformers' annotation says less
         return texts[0], list(spans[0]) if marks else []
 
@@ -336,30 +355,6 @@ def _common_prompt(sides: Sequence[CompletionText]) -> str:
     return before
 
 
-@dataclass(frozen=True)
-class CompletionText:
-    """The text of the turns that follow a prompt, and the spans of it to train on."""
-
-    before: str
-    text: str
-    learned: tuple[Span, ...]
-
-    @property
-    def is_learned_whole(self) -> bool:
-        """Return whether all of the text is trained on."""
-        return self.learned == ((0, len(self.text)),)
-
-    def starting_at(self, start: int) -> CompletionText:
-        """Return the same turns with the text beginning at character `start` of the conversation.
-
-        The added text becomes part of the first span.
-        """
-        added = self.before[start:]
-        (first, end), *others = self.learned
-        learned = ((first, end + len(added)), *((a + len(added), b + len(added)) for a, b in others))
-        return CompletionText(self.before[:start], added + self.text, learned)
-
-
 class RewrittenTurn(BadRow):
     """An earlier assistant turn is rendered differently once more messages follow."""
 
@@ -405,11 +400,11 @@ def _marked_turns(
 
 
 def conversation_rows(
-    writer: TemplateRenderer, conversation: Sequence[Message], learn: Learn, *, prompt_turns: bool
+    writer: TemplateRenderer, conversation: Sequence[Message], learn: Learn, *, given: int
 ) -> list[Rendered]:
     """Render a demonstration conversation as one row, or as a row per turn if the template rewrites earlier turns.
 
-    `prompt_turns`: the assistant's earlier turns may be trained on too, not only the last one.
+    `given`: so many messages at the start are the prompt; the assistant's turns among them are never trained on.
     """
     messages = with_default_system(conversation, writer.template)
     if learn == "all":
@@ -417,7 +412,8 @@ def conversation_rows(
         text = turn.before + turn.text
         return [Rendered("", (text,), True, ignored=ignored_fields(writer, messages, text))]
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
-    turns = answers if learn == "assistant" and prompt_turns else answers[-1:]
+    first = given + len(messages) - len(conversation)
+    turns = [i for i in answers if i >= first] if learn == "assistant" else answers[-1:]
     sides = _locate_turns(writer, messages, turns)
     ignored = ignored_fields(writer, messages, "".join(side.before + side.text for side in sides))
     return [
@@ -451,21 +447,20 @@ def ignored_fields(writer: TemplateRenderer, conversation: Sequence[Message], wr
 def _fields_without_effect(
     writer: TemplateRenderer, conversation: Sequence[Message], names: Sequence[str]
 ) -> list[str]:
-    """Return those of the fields `names`, and "tools", without which the template renders the same text."""
+    """Return those of the fields `names`, and "tools", without which the template renders the same text.
+
+    A field without which it refuses the conversation (Mistral's tool_call_id) has an effect.
+    """
     answer = conversation[-1]["role"] != "assistant"
     whole = writer.write(conversation, answer=answer)
-    ignored = [name for name in names if writer.write(without(conversation, name), answer=answer) == whole]
-    if writer.tools and replace(writer, tools=()).write(conversation, answer=answer) == whole:
+
+    def renders_the_same(renderer: TemplateRenderer, messages: Sequence[Message]) -> bool:
+        try:
+            return renderer.write(messages, answer=answer) == whole
+        except BadRow:
+            return False
+
+    ignored = [name for name in names if renders_the_same(writer, without(conversation, name))]
+    if writer.tools and renders_the_same(replace(writer, tools=()), conversation):
         ignored.append("tools")
     return ignored
-
-
-def without(conversation: Sequence[Message], name: str) -> list[Message]:
-    """Return the conversation with the field `name` removed from its messages."""
-    return [{key: value for key, value in message.items() if key != name} for message in conversation]
-
-
-def segments(length: int, spans: Sequence[Span]) -> list[tuple[Span, bool]]:
-    """Cut a text of `length` characters where spans begin and end; return each part and whether it is inside a span."""
-    cuts = sorted({0, length, *(edge for span in spans for edge in span)})
-    return [((a, b), any(start <= a and b <= end for start, end in spans)) for a, b in pairwise(cuts) if b > a]

@@ -14,7 +14,9 @@ from rich.text import Text
 
 from reward_model.server import make_app
 from reward_model.text_scorer import TextScorer
+from rlhf.config.load import load_chat_format
 from rlhf.config.run import RunConfig
+from rlhf.data.paths import resolve_best
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import ConfigError
 from rlhf.factory.context import model_folder
@@ -51,7 +53,8 @@ def serve_reward(path: str, options: ServiceOptions, environment: Mapping[str, s
     folder = model_folder(path)
     tokenizer = load_tokenizer(folder)
     model = load_reward_heads(folder, tokenizer).to(make_engine(RunConfig()).device)
-    scorer = TextScorer(model, tokenizer, max_batch=options.max_batch)
+    chat = load_chat_format(resolve_best(path))
+    scorer = TextScorer(model, tokenizer, max_batch=options.max_batch, chat=chat)
     app = make_app(scorer, name=path, max_request_bytes=options.max_request_bytes, token=token)
     with _listen(options) as listener:
         host, port = listener.getsockname()[:2]

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from reward_model.ensemble import EnsembleModelSource
 from reward_model.source import RewardModelSource
+from rlhf.config.load import load_chat_format
 from rlhf.config.reward import (
     ChatSource,
     EnsembleSource,
@@ -19,6 +20,7 @@ from rlhf.config.reward import (
     RulesSource,
     WatchConfig,
 )
+from rlhf.data.paths import resolve_best
 from rlhf.data.tokenizer import vocabulary_digest
 from rlhf.errors import ConfigError
 from rlhf.factory.context import member_folders, model_folder
@@ -123,6 +125,7 @@ def _build_model(
         micro_batch_size=config.micro_batch_size,
         dtype=dtype,
         engine=engine,
+        chat=load_chat_format(resolve_best(config.path)),
     )
     source.model = engine.freeze("reward", source.model)
     if not engine.splits_weights:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +17,13 @@ from rlhf.config.sections import SamplingConfig, TrainConfig
 from rlhf.data.conversation import Message, Prompt
 from rlhf.data.prompts import encode_conversations
 from rlhf.data.tokenize import make_encoder, stop_token_ids
-from rlhf.data.tokenizer import load_tokenizer, pad_id
+from rlhf.data.tokenizer import load_tokenizer, locate_model, pad_id
 from rlhf.errors import DataError
 from rlhf.factory.context import model_folder
 from rlhf.models.backbone import check_vocabulary, context_length, eos_ids, freeze, load_causal_lm, move_to
+from rlhf.models.origin import GENERATION
 from rlhf.models.policy_models import Models
+from rlhf.models.weight_files import local_folder
 from rlhf.runtime.device import choose_device
 from rlhf.sampling.fast.engine import FastSampler, changing_rotations
 from rlhf.sampling.sampler import Sampler, make_sampler
@@ -58,6 +61,39 @@ def slow_lengths_reason(config: TrainConfig, sampler: Sampler) -> list[str]:
 NO_TEMPLATE = ChatFormat("none")
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """How the tokens of an answer are drawn; a temperature of 0 takes the most likely one each time."""
+
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0  # 0: from all tokens
+
+
+GREEDY = Drawing(0.0)
+
+
+def published_drawing(folder: str) -> Drawing:
+    """Read how answers are drawn by default from the model's generation_config.json: greedily, if it does not say.
+
+    What it leaves out is as in transformers.
+    """
+    location = locate_model(folder)
+    files = local_folder(location, GENERATION) if location.gguf is None else None
+    try:
+        settings = json.loads((files / GENERATION).read_text(encoding="utf-8")) if files is not None else {}
+    except (OSError, ValueError):
+        settings = {}
+    if not isinstance(settings, Mapping) or not settings.get("do_sample"):
+        return GREEDY
+    temperature, top_p, top_k = (settings.get(name) for name in ("temperature", "top_p", "top_k"))
+    return Drawing(
+        1.0 if temperature is None else float(temperature),
+        1.0 if top_p is None else float(top_p),
+        50 if top_k is None else int(top_k),
+    )
+
+
 class Completer:
     """A model, from a run or a model folder, ready to generate text."""
 
@@ -73,6 +109,7 @@ class Completer:
             chat: the chat format of the prompts; the default uses no chat template.
         """
         folder = model_folder(path)
+        self.folder = folder
         self.tokenizer = load_tokenizer(folder)
         self.encoder = make_encoder(self.tokenizer, chat)
         self.sampling = sampling
@@ -135,7 +172,7 @@ class Completer:
         assert isinstance(text, str)
         return text
 
-    def stream(self, prompt: Prompt, write: Callable[[str], None], *, top_p: float, greedy: bool) -> tuple[str, bool]:
+    def stream(self, prompt: Prompt, write: Callable[[str], None], drawing: Drawing) -> tuple[str, bool]:
         """Generate one completion and write it as it is sampled, with torch's global random generator.
 
         An interrupt (Ctrl-C) ends the completion early.
@@ -149,13 +186,12 @@ class Completer:
         ids = encode_conversations([prompt], self.encoder).prompt_ids.to(self.model.device)
         max_new_tokens = self._max_new_tokens(ids.shape[1])
         streamer = _Streamer(self.decode_text, write)
-        sampling_options = {} if greedy else {"temperature": self.sampling.temperature, "top_p": top_p, "top_k": 0}
         settings = GenerationConfig(
-            do_sample=not greedy,
+            do_sample=drawing.temperature > 0,
             max_new_tokens=max_new_tokens,
             eos_token_id=list(self.eos_ids),
             pad_token_id=self.encoder.pad_id,
-            **sampling_options,
+            **(vars(drawing) if drawing.temperature > 0 else {}),
         )
         model: Any = self.model
         try:
@@ -214,8 +250,7 @@ class Conversation:
 
     model: Completer
     system: str | None
-    top_p: float
-    greedy: bool
+    drawing: Drawing
     messages: list[Message] = field(default_factory=list)
 
     def reset(self) -> None:
@@ -226,6 +261,6 @@ class Conversation:
         """Send a user message and write the answer as it is generated; return whether the answer is complete."""
         system = [{"role": "system", "content": self.system}] if self.system is not None else []
         messages = [*self.messages, {"role": "user", "content": text}]
-        answer, ended = self.model.stream([*system, *messages], write, top_p=self.top_p, greedy=self.greedy)
+        answer, ended = self.model.stream([*system, *messages], write, self.drawing)
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         return ended

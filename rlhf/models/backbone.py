@@ -129,6 +129,7 @@ def load_causal_lm(
         raise ModelError(f"cannot load a causal LM from {path!r}: {_first_line(error)}") from error
     if location.gguf is not None:
         _forget_quantization(model)
+        model.name_or_path = location.path  # what an adapter names as its base: the file, its folder may hold others
     return _plain_generation(train_pad_embedding(align_weights(model)))
 
 

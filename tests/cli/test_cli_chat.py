@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ from runs import make_model, write_rows
 from rlhf.cli import main
 from rlhf.commands import sample as chat_command
 from rlhf.commands.checks import ChatOptions, check_chat
-from rlhf.commands.sample import run_chat
+from rlhf.commands.sample import choose_drawing, run_chat
 from rlhf.config.data import ChatFormat
 from rlhf.config.load import load_chat_format
 from rlhf.config.sections import SamplingConfig
 from rlhf.errors import UserError
-from rlhf.factory.sampler import Completer
+from rlhf.factory.sampler import GREEDY, Completer, Drawing, published_drawing
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}<bos> {{ m.content }} {% elif m.role == 'system' %}two "
@@ -94,9 +95,47 @@ def test_drawn_answers_follow_the_seed(run_folder: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("published", "expected"),
+    [
+        (None, GREEDY),
+        ({"eos_token_id": [1, 2]}, GREEDY),
+        ({"do_sample": False, "temperature": 0.6}, GREEDY),
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, Drawing(0.6, 0.9, 50)),
+        ({"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20}, Drawing(0.7, 0.8, 20)),
+        ({"do_sample": True, "top_k": 0}, Drawing(1.0, 1.0, 0)),
+    ],
+)
+def test_answers_are_drawn_as_the_model_was_published(
+    published: dict[str, Any] | None, expected: Drawing, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    if published is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(published))
+    assert published_drawing(str(tmp_path)) == expected
+
+
+def test_options_of_the_command_line_come_before_what_was_published() -> None:
+    published = Drawing(0.6, 0.9, 50)
+    assert choose_drawing(ChatOptions(), published) == published
+    assert choose_drawing(ChatOptions(greedy=True), published) == GREEDY
+    assert choose_drawing(ChatOptions(temperature=1.0), GREEDY) == Drawing(1.0, 0.95)
+    assert choose_drawing(ChatOptions(top_p=0.5), published) == Drawing(0.7, 0.5)
+
+
+def test_a_model_published_without_sampling_answers_greedily(run_folder: Path, tmp_path: Path) -> None:
+    """At a temperature of 0.7 SmolLM2 said that the capital of France is Paris in 9 of 24 answers."""
+    shutil.copytree(run_folder, tmp_path / "run")
+    options, sampling = ChatOptions(), SamplingConfig()
+    assert chat_command._open(str(tmp_path / "run"), options, sampling).drawing == GREEDY
+    settings = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    (tmp_path / "run/model/generation_config.json").write_text(json.dumps(settings))
+    assert chat_command._open(str(tmp_path / "run"), options, sampling).drawing == Drawing(0.6, 0.9, 20)
+
+
 def test_a_system_prompt_is_written_once(run_folder: Path) -> None:
     model = Completer(str(run_folder), SamplingConfig(max_new_tokens=2), chat=ChatFormat())
-    talk = chat_command.Conversation(model, "one", 1.0, greedy=True)
+    talk = chat_command.Conversation(model, "one", GREEDY)
     for _ in range(2):
         talk.ask("red one", lambda _: None)
     assert [message["role"] for message in talk.messages] == ["user", "assistant"] * 2

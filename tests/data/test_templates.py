@@ -281,6 +281,31 @@ def test_pairs_that_part_at_an_earlier_turn(write: Write) -> None:
     assert dataset.texts[0].chosen.startswith("Yes<|im_end|>")
 
 
+def test_every_answer_of_a_chosen_side_is_a_demonstration_and_none_of_the_prompts(write: Write) -> None:
+    """Of a side with several turns the last alone was learned, by SFT and PPO-ptx."""
+    row = {
+        "prompt": [user("Hi"), assistant("Hello"), user("Well?")],
+        "chosen": [assistant("Yes"), user("And?"), assistant("A")],
+        "rejected": [assistant("No"), user("What?"), assistant("B")],
+    }
+    path, tokenizer = write([row]), FAMILIES["chatml"].tokenizer()
+    for system in (None, "Be brief."):
+        assert learned_texts(demos(path, tokenizer, ChatFormat(system=system)), tokenizer) == [
+            "Yes<|im_end|>",
+            "A<|im_end|>",
+        ]
+    assert learned_texts(demos(path, tokenizer, learn="last"), tokenizer) == ["A<|im_end|>"]
+
+
+def test_two_answers_at_the_end_are_both_learned(write: Write) -> None:
+    """Such a conversation was skipped, though two in a row before another question were learned."""
+    tokenizer = FAMILIES["chatml"].tokenizer()
+    path = write([{"messages": [user("Hi"), assistant("Yes"), assistant("Well")]}])
+    assert learned_texts(demos(path, tokenizer), tokenizer) == ["Yes<|im_end|>", "Well<|im_end|>"]
+    with pytest.raises(DataError, match="messages has no user message to answer"):
+        demos(write([{"messages": [assistant("Yes"), assistant("Well")]}]), tokenizer)
+
+
 def test_pairs_that_part_at_what_the_user_says_are_bad_rows(write: Write) -> None:
     row = {
         "chosen": [user("Hi"), assistant("Yes"), user("And?"), assistant("A")],

@@ -22,10 +22,10 @@ from rlhf.config.data import ChatFormat, PreferencesConfig, PromptsConfig, SftCo
 from rlhf.config.sections import LoraConfig, PolicyConfig, SamplingConfig
 from rlhf.data.pairs import load_demonstrations, load_pairs
 from rlhf.data.prompts import load_prompts
-from rlhf.data.tokenizer import ADDED_TO_GGUF, load_tokenizer
+from rlhf.data.tokenizer import ADDED_TO_GGUF, base_of_adapter, load_tokenizer
 from rlhf.errors import ModelError
 from rlhf.factory.sampler import Completer
-from rlhf.models.backbone import add_lora, load_causal_lm, load_policy, merged_copy
+from rlhf.models.backbone import add_lora, load_causal_lm, load_policy, merged_copy, save_model
 from rlhf.models.export import export_model
 from rlhf.models.origin import read_origin
 from rlhf.models.scalar_head import load_scalar_head
@@ -197,6 +197,16 @@ def test_reward_models_and_adapters_start_from_it(file: Path, tmp_path: Path) ->
         load_scalar_head(str(file), tokenizer, new_head=None)
     adapted = add_lora(load_causal_lm(str(file)), LoraConfig(r=2))
     assert torch.equal(logits(merged_copy(adapted, None)), logits(byte_model()))
+
+
+def test_an_adapter_names_the_file_it_is_for(file: Path, tmp_path: Path) -> None:
+    """It named the folder, which may hold several files: the adapter of a checkpoint could not be loaded any more."""
+    for name in ("one.gguf", "two.gguf"):
+        (tmp_path / name).write_bytes(file.read_bytes())
+    path, tokenizer = str(tmp_path / "one.gguf"), load_tokenizer(str(file))
+    save_model(add_lora(load_causal_lm(path), LoraConfig(r=2)), tokenizer, tmp_path / "adapter")
+    assert base_of_adapter(tmp_path / "adapter") == path
+    assert torch.equal(logits(load_causal_lm(str(tmp_path / "adapter"))), logits(byte_model()))
 
 
 def test_a_file_that_is_no_gguf_is_a_plain_error(tmp_path: Path) -> None:

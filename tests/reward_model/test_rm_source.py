@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +19,13 @@ from transformers import PreTrainedTokenizerFast
 
 from reward_model.source import RewardModelSource, truncate_row
 from rlhf.batching import concat
+from rlhf.config.reward import ModelSource
 from rlhf.data.tokenizer import shares_vocabulary
 from rlhf.errors import ModelError, RewardError
+from rlhf.factory.rewards import build_source
 from rlhf.models.scalar_head import ScalarHeadModel, sequence_scores
+from rlhf.rewards.source import ShardedReward
+from rlhf.runtime.engine import Engine
 from rlhf.types import Completions
 
 
@@ -194,6 +199,27 @@ def test_another_familys_reward_model_reads_conversations_by_its_own_template(tm
     assert plain.note == "The reward model has another vocabulary and no chat template: it reads plain text"
     assert source(model).note == ""
     assert not torch.equal(plain(asked).values, scores)
+
+
+@pytest.mark.parametrize("chat", [{}, {"chat_template": "none"}, {"system": "t9"}])
+def test_a_run_of_another_vocabulary_reads_conversations_as_it_was_trained_to(
+    chat: dict[str, str], tmp_path: Path
+) -> None:
+    """It read them by its tokenizer's template, whatever data.chat_template and data.system were."""
+    own, model = tokenizer(), made_model(tmp_path)
+    own.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    model.save(own, tmp_path / "rm/model")
+    (tmp_path / "rm/config.yaml").write_text(json.dumps({"data": chat}))
+    config = ModelSource(path=str(tmp_path / "rm"))
+    built = build_source(config, other_tokenizer(), Engine(torch.device("cpu")))
+    assert isinstance(built, ShardedReward)
+    judge = built.source
+    assert isinstance(judge, RewardModelSource)
+    asked = completions_of([[38, 35, 0]], [[34, 0]])
+    asked = replace(asked, references=({"prompt_messages": [{"role": "user", "content": "t5 t7"}]},))
+    read, _ = judge.prepare(asked)
+    expected = {"none": [5], "auto": [5, 7]}[chat.get("chat_template", "auto")]
+    assert read.prompt_ids[0].tolist() == [9] * ("system" in chat) + expected
 
 
 def test_a_template_that_refuses_the_conversation_is_told(tmp_path: Path) -> None:

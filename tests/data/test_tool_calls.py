@@ -1,0 +1,90 @@
+"""Rows with tools whose template refuses, or cannot write, part of what other templates take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from made_tokenizers import byte_tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.config.data import ChatFormat, SftConfig
+from rlhf.data.conversation import messages
+from rlhf.data.pairs import DemonstrationSet, load_demonstrations
+from rlhf.errors import DataError
+
+Write = Callable[..., str]
+
+MISTRAL = (  # Mistral 7B Instruct v0.3: an id of nine characters, and turns that alternate besides the calls
+    "{% set turns = namespace(count=0) %}{% for m in messages %}{% if m.role != 'tool' and not m.tool_calls %}"
+    "{% if (m.role == 'user') != (turns.count % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% set turns.count = turns.count + 1 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
+    "{% elif m.tool_calls %}[TOOL_CALLS] {% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}</s>"
+    "{% elif m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}{{ raise_exception('9 characters') }}{% endif %}"
+    "[TOOL_RESULTS] {{ m.content }} {{ m.tool_call_id }}[/TOOL_RESULTS]{% else %} {{ m.content }}</s>{% endif %}"
+    "{% endfor %}"
+)
+DEEPSEEK = (  # joins the arguments, a text, to its own text
+    "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}{% elif m.role == 'tool' %}"
+    "<|output|>{{ m.content }}{% else %}<|Assistant|>{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{{ call.function.name + '\n' + call.function.arguments }}{% endfor %}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|Assistant|>{% endif %}"
+)
+
+
+def tokenizer_of(template: str) -> PreTrainedTokenizerBase:
+    tokenizer = byte_tokenizer(extra=("<|User|>", "<|Assistant|>", "<|output|>"))
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def demos(path: str, template: str) -> DemonstrationSet:
+    return load_demonstrations(SftConfig(path=path), tokenizer_of(template), chat_template=ChatFormat())
+
+
+def learned(rows: DemonstrationSet, template: str) -> str:
+    batch = rows.collate([0])
+    return str(tokenizer_of(template).decode(batch.completion_ids[0][batch.loss_mask[0]]))
+
+
+def row(arguments: object) -> dict[str, Any]:
+    call = {"type": "function", "id": "abcdefghi", "function": {"name": "look", "arguments": arguments}}
+    return {
+        "messages": [
+            {"role": "user", "content": "Warm?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "20", "tool_call_id": "abcdefghi", "name": "look"},
+            {"role": "assistant", "content": "Yes"},
+        ]
+    }
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Zürich"}, '{"city": "Zürich"}'])
+def test_a_field_that_the_template_insists_on_is_no_reason_to_refuse_the_row(arguments: object, write: Write) -> None:
+    """Whether a field is written was tried by leaving it out, and the row was skipped where the template minds."""
+    dataset = demos(write([row(arguments)]), MISTRAL)
+    call = '[TOOL_CALLS] {"name": "look", "arguments": {"city": "Zürich"}}</s>'
+    assert learned(dataset, MISTRAL) == f"{call} Yes</s>"
+    assert "1 rows whose name the chat template does not write" in dataset.skips.summary()
+    assert "tool_call" not in dataset.skips.summary()
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Zürich"}, '{"city": "Zürich"}'])
+def test_arguments_are_text_for_a_template_that_wants_text(arguments: object, write: Write) -> None:
+    dataset = demos(write([row(arguments)]), DEEPSEEK)
+    assert learned(dataset, DEEPSEEK) == 'look\n{"city": "Zürich"}</s>Yes</s>'
+
+
+def test_another_mistake_of_types_is_still_told(write: Write) -> None:
+    template = "{{ messages[0].content + 1 }}"
+    with pytest.raises(DataError, match="can only concatenate str"):
+        demos(write([row({})]), template)
+
+
+def test_arguments_beside_the_name_are_read_as_json_too() -> None:
+    flat = {"role": "assistant", "content": "", "tool_calls": [{"name": "look", "arguments": '{"a": 1}'}]}
+    assert messages(flat, "x")[0]["tool_calls"] == [{"name": "look", "arguments": {"a": 1}}]
+    assert json.loads(json.dumps(flat))["tool_calls"][0]["arguments"] == '{"a": 1}'  # the row is as it was
