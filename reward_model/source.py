@@ -83,8 +83,14 @@ class RewardModelSource:
         model = load_reward_heads(path, tokenizer, dtype=dtype, engine=engine)
         if engine is None or not engine.splits_weights:
             model.to(device)
-        options = {"micro_batch_size": micro_batch_size, "dtype": dtype, "chat": chat}
-        return cls(model, tokenizer, policy_tokenizer=policy_tokenizer, **options)
+        return cls(
+            model,
+            tokenizer,
+            policy_tokenizer=policy_tokenizer,
+            micro_batch_size=micro_batch_size,
+            dtype=dtype,
+            chat=chat,
+        )
 
     @property
     def note(self) -> str:

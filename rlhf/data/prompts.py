@@ -191,8 +191,10 @@ def _reference(usable: PreparedRow[PromptText], ids: EncodedRow, encoder: Encode
     return {**columns, MESSAGES: list(usable.text.messages)} if usable.text.messages and ids.whole else columns
 
 
-def encode_conversations(prompts: Sequence[Prompt], encoder: Encoder) -> Prompts:
-    """Encode prompts, each a text or a conversation, as one batch.
+def encode_conversations(
+    prompts: Sequence[Prompt], encoder: Encoder, *, cure: str = ". Leave the template out with --raw."
+) -> Prompts:
+    """Encode prompts, each a text or a conversation, as one batch; `cure` ends the message of a refusing template.
 
     Raises:
         DataError: the chat template refuses a prompt, or a prompt has no tokens.
@@ -200,7 +202,7 @@ def encode_conversations(prompts: Sequence[Prompt], encoder: Encoder) -> Prompts
     try:
         rendered = [encoder.render(prompt) for prompt in prompts]
     except BadRow as bad:
-        raise DataError(f"{bad}. Leave the template out with --raw.") from bad
+        raise DataError(f"{bad}{cure}") from bad
     references = tuple({"prompt": text.prompt} for text in rendered)
     ids = tuple(encoder.prompts(rendered))
     if [] in ids:

@@ -183,7 +183,7 @@ class Completer:
         Raises:
             DataError: the prompt leaves no room in the model's context.
         """
-        ids = encode_conversations([prompt], self.encoder).prompt_ids.to(self.model.device)
+        ids = encode_conversations([prompt], self.encoder, cure="").prompt_ids.to(self.model.device)
         max_new_tokens = self._max_new_tokens(ids.shape[1])
         streamer = _Streamer(self.decode_text, write)
         settings = GenerationConfig(

@@ -167,6 +167,17 @@ def test_a_conversation_longer_than_the_context_says_what_to_do(run_folder: Path
     assert lines[1:] == ["bad"]
 
 
+def test_a_template_that_refuses_the_system_prompt_is_told_without_an_option_of_sample(
+    run_folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(run_folder, tmp_path / "run")
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TEMPLATE
+    (tmp_path / "run/model/chat_template.jinja").write_text(refuses)
+    (line,) = chat_lines(tmp_path / "run", "red one\n", system="two")
+    assert "no system role" in line
+    assert "--raw" not in line
+
+
 def test_a_model_without_a_template_has_no_conversation(tmp_path: Path) -> None:
     make_model(tmp_path / "model")
     with pytest.raises(UserError, match="has no chat template"):

@@ -185,6 +185,22 @@ OFFLINE = [
         tests=("tests/data/test_templates.py",),
     ),
     Mutant(
+        name="row-skipped-for-a-field-that-is-needed",
+        file="rlhf/data/templates.py",
+        before="        except BadRow:\n            return False\n",
+        after="        except BadRow:\n            raise\n",
+        why="every row with tools is skipped where the template insists on tool_call_id (Mistral)",
+        tests=("tests/data/test_tool_calls.py",),
+    ),
+    Mutant(
+        name="chosen-side-learned-by-its-last-answer",
+        file="rlhf/data/templates.py",
+        before='turns = [i for i in answers if i >= first] if learn == "assistant" else answers[-1:]',
+        after='turns = answers if learn == "assistant" and not given else answers[-1:]',
+        why="SFT on pairs learns the last answer of a side with several turns alone",
+        tests=("tests/data/test_templates.py",),
+    ),
+    Mutant(
         name="rewritten-turns-learned-as-history",
         file="rlhf/data/templates.py",
         before="    if not all(whole.startswith(turn.before + turn.text) for turn in turn_texts):",
