@@ -132,8 +132,8 @@ class Cell:
 class Plan:
     """All cells of a comparison.
 
-    The start model's cells come first, then seed after seed the cells of all arms, so that an unfinished comparison can
-    already be evaluated.
+    They come seed after seed, the start model's before those of the arms, so that an unfinished comparison can already
+    be evaluated, and a later seed finds the greedy answers of the start model.
     """
 
     config: CompareConfig
@@ -171,9 +171,8 @@ def make_plan(config: CompareConfig, *, beside: Path, lab_files: bool = True, tr
     reported = base if config.tune is None else merge(base, reporting_prompts(config.tune, base))
     cells = [
         Cell(path, _cell(config, reported, name, arms[name], seed, path))
-        for names in ([START_FOLDER], list(config.arms))
         for seed in config.seeds
-        for name in names
+        for name in arms
         for path in [folder / name / f"seed-{seed}"]
     ]
     for cell in cells[: len(arms)]:  # of the first seed
