@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,7 +26,7 @@ from rlhf.config.presets import drop_keys
 from rlhf.config.reward import RewardSourceConfig
 from rlhf.config.run import UNKNOWN_LENGTH
 from rlhf.config.sections import TrainConfig
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, did_you_mean
 from rlhf.guard.lint import check_settings
 from rlhf.lab.build import resolve_lab_paths
 from rlhf.suites.settings import SETTINGS, SuiteSettings
@@ -61,8 +60,7 @@ def suites_of(
 
 def _settings_class(name: str) -> type[SuiteSettings]:
     if name not in SETTINGS:
-        near = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(name, SETTINGS, cutoff=0.4)
         raise ConfigError(f"suites: {name!r} is not one of {', '.join(SETTINGS)}{hint}")
     return SETTINGS[name]
 
