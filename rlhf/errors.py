@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class UserError(Exception):
     """An error that the user can fix; the message says what is wrong, where, and what to do."""
@@ -49,3 +52,10 @@ DISTRIBUTION = "rlhf-trainer"  # what pip calls this project; on the package ind
 def install_hint(extra: str) -> str:
     """Describe how to install an optional extra of this project."""
     return f"run `pip install '{DISTRIBUTION}[{extra}]'` (in a checkout: `bash scripts/setup.sh {extra}`)"
+
+
+def did_you_mean(name: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return "; did you mean ...?" with the choice most like `name`, or with two that are equally like it; else ""."""
+    ratios = {choice: difflib.SequenceMatcher(None, choice, name).ratio() for choice in choices}
+    closest = [choice for choice, ratio in ratios.items() if ratio == max(ratios.values()) >= cutoff]
+    return f"; did you mean {' or '.join(closest)}?" if 0 < len(closest) <= 2 else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlhf.errors import ConfigError, RewardError, UserError
+from rlhf.errors import ConfigError, RewardError, UserError, did_you_mean
 
 OBJECT = "python:"  # how the target of a function begins that was given as an object and has no import path
 _OBJECTS: dict[str, Callable[..., Any]] = {}
@@ -101,8 +100,7 @@ def _load_module(name: str, what: str, error: type[UserError]) -> ModuleType:
 def _load_file(path: Path, what: str, error: type[UserError]) -> ModuleType:
     if not path.is_file():
         candidates = [str(other) for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        matches = difflib.get_close_matches(str(path), candidates, n=1)
-        raise error(f"no {what} file {str(path)!r}{_did_you_mean(matches)}")
+        raise error(f"no {what} file {str(path)!r}{did_you_mean(str(path), candidates)}")
     name = f"{what} file {path.resolve()}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -115,13 +113,7 @@ def _load_file(path: Path, what: str, error: type[UserError]) -> ModuleType:
 
 
 def _suggest_function(name: str, module: ModuleType) -> str:
-    return _did_you_mean(
-        difflib.get_close_matches(name, [n for n in vars(module) if callable(getattr(module, n))], n=1)
-    )
-
-
-def _did_you_mean(matches: list[str]) -> str:
-    return f"; did you mean {matches[0]!r}?" if matches else ""
+    return did_you_mean(name, [n for n in vars(module) if callable(getattr(module, n))])
 
 
 def checked_per_token(function: Callable[..., Any], what: str, *, finite: bool = False) -> Callable[..., Tensor]:

@@ -61,10 +61,7 @@ def check_sampling(
     _check_prompts(prompts)
     if options.count < 1:
         raise UserError(f"count is {options.count}: it has to be at least 1")
-    _check_top_p(options.top_p)
-    _check_seed(options.seed)
-    check_model_path(path)
-    load_chat_format(path)
+    _check_common(path, options)
     run = Path(path) / "config.yaml"
     settings = dict(read_yaml(path).get("sampling", {})) if run.is_file() else {}
     if max_new_tokens is not None:
@@ -84,10 +81,7 @@ def check_chat(path: str, options: ChatOptions) -> SamplingConfig:
         raise UserError(f"--temperature is {options.temperature:g}: it has to be above 0 and finite; --greedy is 0")
     if options.max_tokens < 1:
         raise UserError(f"--max-tokens is {options.max_tokens}: it has to be at least 1")
-    _check_top_p(options.top_p)
-    _check_seed(options.seed)
-    check_model_path(path)
-    load_chat_format(path)
+    _check_common(path, options)
     return SamplingConfig(max_new_tokens=options.max_tokens)
 
 
@@ -106,15 +100,14 @@ def _check_prompts(prompts: Sequence[str]) -> None:
             raise DataError(f"prompt {number} is not valid Unicode: give it in UTF-8") from error
 
 
-def _check_top_p(top_p: float | None) -> None:
-    if top_p is not None and not 0 < top_p <= 1:
-        raise UserError(f"--top-p is {top_p:g}: it has to be above 0 and at most 1")
-
-
-def _check_seed(seed: int | None) -> None:
-    """Check that torch can be seeded with this number."""
-    if seed is not None and not -(2**63) <= seed < 2**64:
-        raise UserError(f"seed is {seed}: it has to have at most 64 bits")
+def _check_common(path: str, options: SampleOptions | ChatOptions) -> None:
+    """Check what samples and conversations share: how tokens are drawn, the model, and its chat format."""
+    if options.top_p is not None and not 0 < options.top_p <= 1:
+        raise UserError(f"--top-p is {options.top_p:g}: it has to be above 0 and at most 1")
+    if options.seed is not None and not -(2**63) <= options.seed < 2**64:  # what torch can be seeded with
+        raise UserError(f"seed is {options.seed}: it has to have at most 64 bits")
+    check_model_path(path)
+    load_chat_format(path)
 
 
 def check_output_file(option: str, path: str | Path) -> None:

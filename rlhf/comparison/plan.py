@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,7 +26,7 @@ from rlhf.config.presets import drop_keys
 from rlhf.config.reward import RewardSourceConfig
 from rlhf.config.run import UNKNOWN_LENGTH
 from rlhf.config.sections import TrainConfig
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, did_you_mean
 from rlhf.guard.lint import check_settings
 from rlhf.lab.build import resolve_lab_paths
 from rlhf.suites.settings import SETTINGS, SuiteSettings
@@ -61,8 +60,7 @@ def suites_of(
 
 def _settings_class(name: str) -> type[SuiteSettings]:
     if name not in SETTINGS:
-        near = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(name, SETTINGS, cutoff=0.4)
         raise ConfigError(f"suites: {name!r} is not one of {', '.join(SETTINGS)}{hint}")
     return SETTINGS[name]
 
@@ -132,8 +130,8 @@ class Cell:
 class Plan:
     """All cells of a comparison.
 
-    The start model's cells come first, then seed after seed the cells of all arms, so that an unfinished comparison can
-    already be evaluated.
+    They come seed after seed, the start model's before those of the arms, so that an unfinished comparison can already
+    be evaluated, and a later seed finds the greedy answers of the start model.
     """
 
     config: CompareConfig
@@ -171,9 +169,8 @@ def make_plan(config: CompareConfig, *, beside: Path, lab_files: bool = True, tr
     reported = base if config.tune is None else merge(base, reporting_prompts(config.tune, base))
     cells = [
         Cell(path, _cell(config, reported, name, arms[name], seed, path))
-        for names in ([START_FOLDER], list(config.arms))
         for seed in config.seeds
-        for name in names
+        for name in arms
         for path in [folder / name / f"seed-{seed}"]
     ]
     for cell in cells[: len(arms)]:  # of the first seed

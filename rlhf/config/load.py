@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
+import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from rlhf.config.files import locate_config, nearest_config, parse_yaml
 from rlhf.config.overrides import Tree, merge, merge_overrides, parse_overrides
 from rlhf.config.presets import PRESETS, drop_keys, get_setting, sizes_of_preset
 from rlhf.config.sections import OfflineConfig, OnlineConfig, OptimizerConfig, RewardModelConfig, TrainConfig
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, did_you_mean
 
 C = TypeVar("C", bound=Section)
 
@@ -194,9 +194,7 @@ def expand_preset(tree: Tree) -> Tree:
         return tree
     name = algorithm["preset"]
     if not isinstance(name, str) or name not in PRESETS:
-        near = difflib.get_close_matches(str(name), PRESETS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"algorithm.preset: {name!r} is not one of {', '.join(PRESETS)}{hint}")
+        raise ConfigError(f"algorithm.preset: {_not_one_of(name, PRESETS)}")
     preset = _with_matching_value_loss(PRESETS[name]["algorithm"], algorithm)
     return merge(sizes_of_preset(name), {**tree, "algorithm": merge(preset, algorithm)})
 
@@ -328,6 +326,8 @@ def _explain(kind: type[Section], mistake: Mapping[str, Any]) -> str:
     keys, models = _walk(kind, mistake["loc"])
     if mistake["type"] == "value_error" and keys and any(_is_tagged(model, keys[-1]) for model in models):
         keys.pop()  # a whole member of a union is wrong, and its tag is not a key that the user wrote
+    if mistake["type"] == "union_tag_invalid":
+        keys.append("type")
     where = ".".join(keys)
     reason = _reason_if_needed(mistake, keys, models)
     if reason is not None:
@@ -353,8 +353,17 @@ def _message(mistake: Mapping[str, Any], keys: Sequence[str], models: Sequence[t
             return "is required; set it in the file or on the command line"
         case "value_error":
             return message.removeprefix("Value error, ")
+        case "union_tag_invalid":
+            return _not_one_of(mistake["ctx"]["tag"], re.findall(r"'(.+?)'", mistake["ctx"]["expected_tags"]))
+        case "literal_error" if isinstance(mistake.get("input"), str):
+            return _not_one_of(mistake["input"], re.findall(r"'(.+?)'", mistake["ctx"]["expected"]))
         case _:
             return f"{message} (got {mistake.get('input')!r})" if keys else message
+
+
+def _not_one_of(value: object, choices: Iterable[str]) -> str:
+    choices = list(choices)
+    return f"{value!r} is not one of {', '.join(choices)}{did_you_mean(str(value), choices)}"
 
 
 def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], list[type[BaseModel]]]:
@@ -394,9 +403,9 @@ def _is_tagged(model: type[BaseModel], tag: str) -> bool:
 
 def _nearest(key: str, models: Sequence[type[BaseModel]]) -> str:
     valid = sorted({name for model in models for name in model.model_fields})
-    near = difflib.get_close_matches(key, valid, n=1)
+    near = did_you_mean(key, valid)
     if near:
-        return f"; did you mean {near[0]}?"
+        return near
     if key in ALIASES:
         return f"; here it is called {ALIASES[key]}"
     return f"; valid keys here: {', '.join(valid)}" if valid else ""

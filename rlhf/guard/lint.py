@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Sequence
 
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, did_you_mean
 from rlhf.guard.alarms import ALARMS
 from rlhf.guard.rule import Facts, Rule, RunConfiguration, Violation, read_facts
 from rlhf.guard.rules_data import DATA_RULES
@@ -64,6 +63,5 @@ def how_to_allow(rules: Sequence[str]) -> str:
 def _check_names(names: Collection[str], known: Sequence[str], key: str, what: str) -> None:
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f": `rlhf lint` and docs name every {what}"
+            hint = did_you_mean(name, known) or f": `rlhf lint` and docs name every {what}"
             raise ConfigError(f"{key}: there is no {what} {name!r}{hint}")

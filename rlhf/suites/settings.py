@@ -5,7 +5,6 @@ Nothing here imports torch, so that a mistake is reported at once.
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import re
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from rlhf.config.base import Section
 from rlhf.config.data import ChatFormat, Count, DatasetConfig, PreferencesConfig
 from rlhf.config.reward import RewardSourceConfig
 from rlhf.config.run import Device, Dtype
-from rlhf.errors import ConfigError, install_hint
+from rlhf.errors import ConfigError, did_you_mean, install_hint
 
 
 class EvalRows(DatasetConfig):
@@ -251,8 +250,7 @@ def find_suite(name: str) -> tuple[Suite, str]:
         if importlib.util.find_spec("lm_eval") is None:
             raise ConfigError(f"--suite lm-eval:… needs the package lm-eval: {install_hint('lm-eval')}")
     elif colon or name not in SUITES:
-        matches = difflib.get_close_matches(name, [*SUITES, f"{LM_EVAL}:TASK"], n=1, cutoff=0.4)
-        hint = f"; did you mean {matches[0]}?" if matches else ""
+        hint = did_you_mean(name, [*SUITES, f"{LM_EVAL}:TASK"], cutoff=0.4)
         known = ", ".join(key for key in SUITES if key != LM_EVAL)
         raise ConfigError(f"--suite: {name!r} is not one of {known}, {LM_EVAL}:TASK{hint}")
     return SUITES[suite], task

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlhf.algo.preference_loss import (
     PreferenceLoss,
+    add_chosen_likelihood,
     dpo,
     hinge,
     ipo,
@@ -91,6 +92,19 @@ def test_slic_by_hand():
     losses = slic(numbers(-2.0, -2.0), numbers(-2.5, -4.0), margin=1.0, nll_coef=0.25)
     close(losses.per_pair, [0.5 + 0.5, 0.0 + 0.5])
     close(losses.chosen_reward, [-2.0, -2.0])
+
+
+def test_the_chosen_likelihood_by_hand_has_a_gradient_and_changes_no_reward():
+    """-log sigma(0) = log 2 for each pair, and half the mean surprise of the chosen tokens."""
+    chosen = numbers(-2.0, -0.5).requires_grad_()
+    pair = dpo(numbers(1.0, 1.0), numbers(1.0, 1.0), beta=0.3)
+    losses = add_chosen_likelihood(pair, chosen, nll_coef=0.5)
+    close(losses.per_pair, [math.log(2) + 1.0, math.log(2) + 0.25])
+    losses.per_pair.sum().backward()
+    assert chosen.grad is not None
+    close(chosen.grad, [-0.5, -0.5])
+    close(losses.chosen_reward, pair.chosen_reward)
+    close(losses.rejected_reward, pair.rejected_reward)
 
 
 def test_simpo_by_hand():

@@ -203,7 +203,7 @@ def test_lines_are_shown_once_and_whole(tmp_path: Path) -> None:
 
 
 def test_on_a_terminal_each_cell_has_one_line(tmp_path: Path) -> None:
-    cells = plan_of(compare_tree(tmp_path)).cells[:2]
+    cells = plan_of(compare_tree(tmp_path)).of("start")
     for cell in cells:
         cell.folder.mkdir(parents=True)
     now = [0.0]

@@ -23,10 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_every_arm_gets_the_same_completions(tmp_path: Path) -> None:
     plan = plan_of(compare_tree(tmp_path))
-    assert [(c.arm, c.seed) for c in plan.cells[:6]] == [
-        *((START_FOLDER, 0), (START_FOLDER, 1)),
-        *(("ppo", 0), ("grpo", 0), ("dpo", 0), ("best_of_n", 0)),
-    ]
+    names = (START_FOLDER, "ppo", "grpo", "dpo", "best_of_n")
+    assert [(c.arm, c.seed) for c in plan.cells] == [(name, seed) for seed in (0, 1) for name in names]
     for arm in ("ppo", "grpo", "dpo"):  # 16 a step each: 16 prompts, 4 groups of 4, 8 pairs
         train = plan.of(arm)[0].config.train
         assert train.schedule.steps == 4
@@ -219,3 +217,11 @@ def test_an_empty_section_of_a_comparison_sets_nothing(tmp_path: Path) -> None:
     plans = [plan_of(settings) for settings in (tree, written)]
     assert [cell.config.train.sharding.mode for cell in plans[0].of("ppo")] == ["zero2", "zero2"]
     assert [dump(cell.config) for cell in plans[0].cells] == [dump(cell.config) for cell in plans[1].cells]
+
+
+def test_the_settings_of_the_last_arm_are_checked_too(tmp_path: Path) -> None:
+    """With two seeds as with one: the cells that are looked at are those of every arm."""
+    tree = compare_tree(tmp_path)
+    tree["arms"] = {"ppo": tree["arms"]["ppo"], "grpo": {**tree["arms"]["grpo"], "guard": {"on_alarm": "stop"}}}
+    with pytest.raises(ConfigError, match=r"arms.grpo: an alarm that stops a run"):
+        plan_of(tree)

@@ -110,7 +110,7 @@ LOSSES: list[PairLossConfig] = [
     RobustDpoLoss(),
     IpoLoss(),
     IpoLoss(normalize="length"),
-    HingeLoss(),
+    HingeLoss(nll_coef=0.7),
 ]
 
 

@@ -37,6 +37,17 @@ def test_every_preference_preset_raises_the_gold(tmp_path: Path, preset: str) ->
         assert last["eval/chosen_logprob"] > first["eval/chosen_logprob"] > last["eval/rejected_logprob"]
 
 
+def test_with_its_likelihood_the_chosen_side_stays_likely(tmp_path: Path) -> None:
+    """DPO alone takes probability from both sides; the gold is learned with both."""
+    last = {}
+    for nll_coef in (0.0, 1.0):
+        folder = tmp_path / str(nll_coef)
+        trained_offline(offline_tree(folder, "dpo", algorithm={"loss": {"nll_coef": nll_coef}}, **LONG))
+        last[nll_coef] = metrics(folder)[-1]
+    assert last[1.0]["eval/chosen_logprob"] > last[0.0]["eval/chosen_logprob"] + 1.0
+    assert last[1.0]["eval/score"] > 0.4
+
+
 def test_before_the_first_step_policy_and_reference_agree(tmp_path: Path) -> None:
     trained_offline(offline_tree(tmp_path, "dpo", schedule={"steps": 1}))
     start = metrics(tmp_path)[0]

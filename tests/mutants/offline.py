@@ -105,6 +105,14 @@ OFFLINE = [
         tests=OF_TRAINER,
     ),
     Mutant(
+        name="chosen-likelihood-summed",
+        file=TRAINER,
+        before="add_chosen_likelihood(loss, chosen.mean_logprobs,",
+        after="add_chosen_likelihood(loss, chosen.logprobs,",
+        why="long completions are imitated more than short ones, and the weight means something else",
+        tests=OF_TRAINER,
+    ),
+    Mutant(
         name="simpo-summed",
         file=TRAINER,
         before="simpo(chosen.mean_logprobs, rejected.mean_logprobs,",

@@ -186,7 +186,7 @@ def test_a_module_function_is_loaded_by_name() -> None:
         ("math", "write module:function or"),
         ("math:", "write module:function or"),
         (":sqrt", "write module:function or"),
-        ("math:sqr", "math has no 'sqr'; did you mean 'sqrt'"),
+        ("math:sqr", "math has no 'sqr'; did you mean sqrt"),
         ("math:zzzzzz", "math has no 'zzzzzz'$"),
         ("math:pi", "'pi' is a float, not a function"),
         ("no_such_package.rewards:score", "no module 'no_such_package.rewards': install it"),
@@ -200,7 +200,7 @@ def test_a_wrong_target_is_named(target: str, message: str) -> None:
 
 def test_a_missing_file_is_named_with_the_nearest(tmp_path: Path) -> None:
     written(tmp_path, "")
-    with pytest.raises(RewardError, match=r"no reward file .*mien\.py'; did you mean '.*mine\.py'"):
+    with pytest.raises(RewardError, match=r"no reward file .*mien\.py'; did you mean .*mine\.py"):
         load_function(f"{tmp_path / 'mien.py'}:score")
     with pytest.raises(RewardError, match="no reward file"):
         load_function("nowhere/at/all.py:score")
@@ -208,7 +208,7 @@ def test_a_missing_file_is_named_with_the_nearest(tmp_path: Path) -> None:
 
 def test_a_missing_name_in_a_file_is_named_with_the_nearest(tmp_path: Path) -> None:
     written(tmp_path, "def score(prompts, completions, references): ...")
-    with pytest.raises(RewardError, match="has no 'scores'; did you mean 'score'"):
+    with pytest.raises(RewardError, match="has no 'scores'; did you mean score"):
         load_function(f"{tmp_path / 'mine.py'}:scores")
 
 

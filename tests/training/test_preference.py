@@ -10,8 +10,8 @@ import torch
 from tiny_models import EOS, completions_of, padded, tiny
 from transformers import PreTrainedModel
 
-from rlhf.algo.preference_loss import dpo, simpo
-from rlhf.config.algorithm import DpoLoss, IpoLoss, KtoLoss, PairLossConfig, SimpoLoss
+from rlhf.algo.preference_loss import dpo, hinge, robust_dpo, simpo
+from rlhf.config.algorithm import DpoLoss, HingeLoss, IpoLoss, KtoLoss, PairLossConfig, RobustDpoLoss, SimpoLoss
 from rlhf.data.pairs import CompletionRows
 from rlhf.models.logprobs import completion_outputs
 from rlhf.models.policy_models import Models
@@ -102,6 +102,13 @@ def test_the_loss_is_that_of_rows_by_themselves(family: str) -> None:
         (SimpoLoss(beta=2.0, gamma=0.5), simpo(*m, beta=2.0, gamma=0.5).per_pair),
         (IpoLoss(beta=0.3), (h[0] - h[1] - 1 / 0.6) ** 2),
         (IpoLoss(beta=0.3, normalize="length"), (per_token[0] - per_token[1] - 1 / 0.6) ** 2),
+        (DpoLoss(beta=0.3, nll_coef=0.7), dpo(*h, beta=0.3).per_pair - 0.7 * m[0]),
+        (IpoLoss(beta=0.3, nll_coef=0.7), (h[0] - h[1] - 1 / 0.6) ** 2 - 0.7 * m[0]),
+        (HingeLoss(beta=0.3, nll_coef=0.7), hinge(*h, beta=0.3, margin=1.0).per_pair - 0.7 * m[0]),
+        (
+            RobustDpoLoss(beta=0.3, nll_coef=0.7),
+            robust_dpo(*h, beta=0.3, label_smoothing=0.1).per_pair - 0.7 * m[0],
+        ),
     ]
     for config, per_pair in expected:
         terms, observed = PairwiseLoss(models_of(policy), config).terms(pairs())

@@ -5,7 +5,6 @@ Trials lie beside the seeds of their arm: ppo/tuning/trial-3/seed-1000/, with ro
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
@@ -34,7 +33,7 @@ from rlhf.config.compare import (
 )
 from rlhf.config.load import dump, unread_keys, validate
 from rlhf.config.overrides import branch_at, merge
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, did_you_mean
 from rlhf.tracking.trackers import flatten
 
 FOLDER = "tuning"
@@ -267,5 +266,4 @@ def _check_shared_space(tune: TuneConfig, spaces: Mapping[str, Mapping[str, Dime
 
 
 def _nearest(key: str, known: Mapping[str, object]) -> str:
-    near = difflib.get_close_matches(key, [name for name in known if name != key], n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    return did_you_mean(key, [name for name in known if name != key])
