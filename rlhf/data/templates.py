@@ -22,8 +22,10 @@ from rlhf.config.data import ChatFormat, Learn
 from rlhf.data.conversation import (
     REQUIRED_FIELDS,
     THOUGHTS,
+    CompletionText,
     Message,
     Prompt,
+    Span,
     assistant_turn,
     split_thought,
     with_arguments_as_text,
@@ -31,7 +33,6 @@ from rlhf.data.conversation import (
 )
 from rlhf.data.paths import missing
 from rlhf.data.rows import BadRow
-from rlhf.data.spans import CompletionText, Span
 from rlhf.errors import DataError
 
 Tools = Sequence[Mapping[str, Any]]

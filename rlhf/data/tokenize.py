@@ -21,9 +21,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.data import ChatFormat
-from rlhf.data.conversation import Message, Prompt
+from rlhf.data.conversation import Message, Prompt, segments
 from rlhf.data.rows import Row, RowCounts
-from rlhf.data.spans import segments
 from rlhf.data.templates import Rendered, Template, Tools, choose_template, render, turn_end_id
 from rlhf.data.tokenizer import pad_id, tokenizer_of_text
 from rlhf.errors import DataError
