@@ -12,7 +12,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "zoo"), str(ROOT)]
 
-from recipe_models import KINDS, MODELS, RecipeModel, gigabytes, parameters, recipe  # noqa: E402
+from recipe_models import KINDS, MEASURED, MODELS, RecipeModel, gigabytes, parameters, recipe  # noqa: E402
 
 from rlhf.config.sections import RewardModelConfig  # noqa: E402
 
@@ -29,9 +29,9 @@ SmolLM2's were trained to their end on two CPU cores, and what came of them is b
 
 ## SmolLM2-135M-Instruct
 
-The prompts are instructions whose constraints a program can check. That program is the reward of PPO and GRPO. It also
-ranks the model's own answers into the pairs that DPO reads, and SFT learns the chosen sides of these. The reward model
-learns something else, from human preferences: HH-RLHF's harmlessness.
+The prompts are instructions whose constraints a program can check. That program is the reward of PPO, GRPO and online
+DPO. It also ranks the model's own answers into the pairs that DPO reads, and SFT learns the chosen sides of these. The
+reward model learns something else, from human preferences: HH-RLHF's harmlessness.
 
 ```
 source .venv/bin/activate
@@ -46,14 +46,15 @@ rlhf train configs/recipes/smollm2_135m/sft.yaml
 rlhf train configs/recipes/smollm2_135m/dpo.yaml
 rlhf train configs/recipes/smollm2_135m/grpo.yaml
 rlhf train configs/recipes/smollm2_135m/ppo.yaml
+rlhf train configs/recipes/smollm2_135m/online_dpo.yaml
 rlhf rm    configs/recipes/smollm2_135m/rm.yaml
 ```
 
 What to expect: time and memory are of training on one core with bfloat16 products, beside other work; a CPU
 without them computes in float32, and says so. All but the reward model are arms of
 [the comparison](results.md#a-real-chat-model-on-instructions-that-a-program-can-check), which says what they write,
-and on how many seeds (GRPO's second one gained nothing, PPO's the same). Curves are of one seed; "first" and "last"
-are means over a fifth of the steps.
+and on how many seeds (GRPO's second one gained nothing, PPO's the same). Online DPO samples 4,096 completions, the
+others 1,024; its gain is of two seeds. Curves are of one seed; "first" and "last" are means over a fifth of the steps.
 
 | recipe | curve: first → last | judged | minutes | memory, GB |
 |---|---|---|---|---|
@@ -112,7 +113,7 @@ def page() -> str:
 
 def _measured() -> Iterator[str]:
     runs = json.loads((RESULTS / "recipes_smollm2.json").read_text(encoding="utf-8"))
-    for kind in KINDS:
+    for kind in MEASURED:
         if kind == "rm":
             run = runs["rm"]
             judged, minutes, memory = _report_card(run["report_card"]), run["minutes"], run["peak_memory_gb"]
@@ -126,8 +127,9 @@ def _measured() -> Iterator[str]:
 
 
 def _arm(name: str) -> dict[str, Any]:
-    """Return what the comparison measured of a recipe; of SFT that is the first comparison."""
-    file = RESULTS / ("compare_smollm2_first.json" if name == "sft" else "compare_smollm2.json")
+    """Return what a comparison measured of a recipe."""
+    other = {"sft": "_first", "online_dpo": "_online_dpo"}.get(name, "")
+    file = RESULTS / f"compare_smollm2{other}.json"
     arm: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["arms"][name]
     return arm
 

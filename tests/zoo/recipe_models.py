@@ -18,6 +18,7 @@ from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
 Recipe = OnlineConfig | OfflineConfig | RewardModelConfig
 RECIPES = Path(__file__).resolve().parents[2] / "configs" / "recipes"
 KINDS = ("sft", "rm", "dpo", "ppo", "grpo")
+MEASURED = (*KINDS, "online_dpo")  # of SmolLM2, whose recipes were trained
 TRAINED, FROZEN = (
     16,
     4,
