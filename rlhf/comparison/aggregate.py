@@ -239,13 +239,13 @@ def _arm(
         kl_is_bound=best_of_n is not None,
         status=_status(cells),
         peak_memory_mb=max(peaks, default=None),
-        seeds=tuple(_seed(name, result) for result in cells),
+        seeds=tuple(_seed(name, result, start) for result in cells),
         final=_final(done, start, spread, level) if done else None,
         suites=_suites(done, start),
     )
 
 
-def _seed(name: str, result: CellResult) -> SeedResult:
+def _seed(name: str, result: CellResult, start: Sequence[CellResult]) -> SeedResult:
     return SeedResult(
         seed=result.cell.seed,
         status=result.status,
@@ -253,6 +253,7 @@ def _seed(name: str, result: CellResult) -> SeedResult:
         folder=f"{name}/seed-{result.cell.seed}",
         measures=_mean_measures(_judgments([result])),
         costs=result.costs,
+        suites=_suites([result], start) if result.status == "done" else {},
     )
 
 

@@ -172,17 +172,19 @@ class SeedResult:
     folder: str
     measures: Measures
     costs: Costs | None
+    suites: Suites  # empty until the seed is finished
 
     def record(self) -> dict[str, object]:
         """Return the seed's result as results.json has it."""
-        costs = self.costs.record() if self.costs is not None else None
-        return _record(self, flat=("measures",), measures=self.measures.record(), costs=costs)
+        parts = {"measures": self.measures.record(), "suites": _suites_record(self.suites)}
+        return _record(self, flat=("measures",), costs=self.costs.record() if self.costs is not None else None, **parts)
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> SeedResult:
         """Build the seed's result from the dictionary that `record` returned."""
         costs = Costs.of(record["costs"]) if record["costs"] is not None else None
-        return _build(cls, record, measures=Measures.of(record), costs=costs)
+        suites = _suites_of(record.get("suites", {}))  # earlier results have none
+        return _build(cls, record, measures=Measures.of(record), costs=costs, suites=suites)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,6 +91,8 @@ def test_gains_are_paired_over_seeds(folder: Path, results: ComparisonResults) -
     assert gain is not None
     assert gain.value == pytest.approx(sum(gains) / 2)
     assert gain.low <= gain.value <= gain.high
+    of_seeds = [seed.suites["ifeval"]["instruction_strict"].gain for seed in results.arms["grpo"].seeds]
+    assert [one.value for one in of_seeds if one is not None] == pytest.approx(gains)
 
 
 def test_tables_and_page(folder: Path, results: ComparisonResults) -> None:
