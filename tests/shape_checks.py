@@ -58,24 +58,27 @@ def decorate(target: Any) -> Any:
 
 
 def _checked(function: Callable[..., Any]) -> Any:
-    has_shapes = _names_a_shape(function)  # asked first: beartype replaces the text of annotations
-    checked: Callable[..., Any] = beartype(function)
-    return _first_calls(jaxtyped(checked, typechecker=None) if has_shapes else checked, function)
+    """Return a function that is checked in the first calls in each test, and plain after them."""
+    test, calls, checked = -1, 0, None
 
-
-def _first_calls(checked: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that is `checked` for the first calls in each test, and `plain` after them."""
-    test, calls = -1, 0
-
-    @functools.wraps(plain)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        nonlocal test, calls
+    @functools.wraps(function)
+    def first_calls_checked(*args: Any, **kwargs: Any) -> Any:
+        nonlocal test, calls, checked
         if test != _tests_begun:
             test, calls = _tests_begun, 0
         calls += 1
-        return (checked if calls <= CHECKED_CALLS else plain)(*args, **kwargs)
+        if calls > CHECKED_CALLS:
+            return function(*args, **kwargs)
+        checked = checked or _with_checks(function)  # not before: most functions are never called by a test process
+        return checked(*args, **kwargs)
 
-    return function
+    return first_calls_checked
+
+
+def _with_checks(function: Callable[..., Any]) -> Callable[..., Any]:
+    has_shapes = _names_a_shape(function)  # asked first: beartype replaces the text of annotations
+    checked: Callable[..., Any] = beartype(function)
+    return jaxtyped(checked, typechecker=None) if has_shapes else checked
 
 
 def _names_a_shape(function: Callable[..., Any]) -> bool:
