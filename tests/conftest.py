@@ -7,8 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
+import shape_checks
 from hypothesis import HealthCheck, settings
 
+shape_checks.install()  # before a conftest.py of a folder imports anything of ours
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # The gate says the same of the same commit; `--hypothesis-profile=search` looks for new counterexamples.
 settings.register_profile(

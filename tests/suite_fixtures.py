@@ -20,8 +20,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-shape_checks.install()
-from rlhf.training.session import Recorder  # noqa: E402  (checked, like all that is imported from here on)
+from rlhf.training.session import Recorder
 
 torch.set_num_threads(1)
 
