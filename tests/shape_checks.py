@@ -12,6 +12,7 @@ import ast
 import dataclasses
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -19,6 +20,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from beartype import beartype
+from beartype.roar import BeartypeDecorHintPep585DeprecationWarning
 from jaxtyping import AbstractArray, AbstractDtype, jaxtyped
 
 PACKAGES = ("rlhf", "reward_model")
@@ -77,7 +79,9 @@ def _checked(function: Callable[..., Any]) -> Any:
 
 def _with_checks(function: Callable[..., Any]) -> Callable[..., Any]:
     has_shapes = _names_a_shape(function)  # asked first: beartype replaces the text of annotations
-    checked: Callable[..., Any] = beartype(function)
+    with warnings.catch_warnings():  # a class of a library may descend from a type that is deprecated
+        warnings.simplefilter("ignore", BeartypeDecorHintPep585DeprecationWarning)
+        checked: Callable[..., Any] = beartype(function)
     return jaxtyped(checked, typechecker=None) if has_shapes else checked
 
 
