@@ -1,30 +1,17 @@
-"""One torch thread, hypothesis without deadlines: a slow machine is not a wrong result."""
+"""Hypothesis without deadlines (a slow machine is not a wrong result), and what the processes that run tests load."""
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import shape_checks
-import torch
 from hypothesis import HealthCheck, settings
-from torch import Tensor
-from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.mistral.modeling_mistral import MistralRMSNorm
-from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
-from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-shape_checks.install()
-from rlhf.training.session import Recorder  # noqa: E402  (checked, like all that is imported from here on)
-
+shape_checks.install()  # before a conftest.py of a folder imports anything of ours
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-torch.set_num_threads(1)
 # The gate says the same of the same commit; `--hypothesis-profile=search` looks for new counterexamples.
 settings.register_profile(
     "search", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -43,60 +30,19 @@ def shared() -> Path:
     return SHARED
 
 
-@pytest.fixture(autouse=True)
-def first_calls_are_checked() -> None:
-    """Check shapes and types in every test anew."""
-    shape_checks.begin_test()
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Load the fixtures of every test, with torch and transformers, where tests are collected or run.
+
+    Imports and thousands of tests make millions of objects that stay: to look for garbage among them again and again
+    took two fifths of the time of collecting.
+    """
+    if session.config.pluginmanager.hasplugin("dsession"):
+        return  # pytest-xdist's controller: its processes do both
+    gc.disable()
+    session.config.pluginmanager.import_plugin("suite_fixtures")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def bfloat16_on_every_cpu() -> Iterator[None]:
-    """Runs in bfloat16 compute in it on a CPU that emulates its products too: the suite says the same everywhere."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rlhf.runtime.device.cpu_has_bfloat16_products", lambda: True)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def wide_norms() -> Iterator[None]:
-    """Norms of float64 models in float64: transformers' round to float32, and all that follows to 1e-7."""
-    with pytest.MonkeyPatch.context() as patch:
-        for norm in (
-            LlamaRMSNorm,
-            MistralRMSNorm,
-            Olmo2RMSNorm,
-            Phi3RMSNorm,
-            Qwen2RMSNorm,
-            Qwen3RMSNorm,
-            Gemma3RMSNorm,
-        ):
-            patch.setattr(norm, "forward", _wide(norm.forward))
-        yield
-
-
-def _wide(plain: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-    def forward(self: Any, hidden: Tensor) -> Tensor:
-        if hidden.dtype != torch.float64:
-            return plain(self, hidden)
-        gemma = type(self) is Gemma3RMSNorm
-        weight, eps = (1.0 + self.weight, self.eps) if gemma else (self.weight, self.variance_epsilon)
-        normed: Tensor = weight * (hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps))
-        return normed
-
-    return forward
-
-
-@pytest.fixture(autouse=True)
-def close_recorders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Close the files of every run that a test opened: a test that breaks a run off cannot do it itself."""
-    opened: list[Recorder] = []
-    begin = Recorder.__init__
-
-    def remember(self: Recorder, *args: Any, **kwargs: Any) -> None:
-        begin(self, *args, **kwargs)
-        opened.append(self)
-
-    monkeypatch.setattr(Recorder, "__init__", remember)
-    yield
-    for recorder in opened:
-        recorder.close()
+def pytest_collection_finish() -> None:
+    """Look for garbage from here on, and never among what was there before the first test."""
+    gc.freeze()
+    gc.enable()

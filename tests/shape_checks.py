@@ -12,6 +12,7 @@ import ast
 import dataclasses
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -19,6 +20,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from beartype import beartype
+from beartype.roar import BeartypeDecorHintPep585DeprecationWarning
 from jaxtyping import AbstractArray, AbstractDtype, jaxtyped
 
 PACKAGES = ("rlhf", "reward_model")
@@ -58,24 +60,29 @@ def decorate(target: Any) -> Any:
 
 
 def _checked(function: Callable[..., Any]) -> Any:
-    has_shapes = _names_a_shape(function)  # asked first: beartype replaces the text of annotations
-    checked: Callable[..., Any] = beartype(function)
-    return _first_calls(jaxtyped(checked, typechecker=None) if has_shapes else checked, function)
+    """Return a function that is checked in the first calls in each test, and plain after them."""
+    test, calls, checked = -1, 0, None
 
-
-def _first_calls(checked: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that is `checked` for the first calls in each test, and `plain` after them."""
-    test, calls = -1, 0
-
-    @functools.wraps(plain)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        nonlocal test, calls
+    @functools.wraps(function)
+    def first_calls_checked(*args: Any, **kwargs: Any) -> Any:
+        nonlocal test, calls, checked
         if test != _tests_begun:
             test, calls = _tests_begun, 0
         calls += 1
-        return (checked if calls <= CHECKED_CALLS else plain)(*args, **kwargs)
+        if calls > CHECKED_CALLS:
+            return function(*args, **kwargs)
+        checked = checked or _with_checks(function)  # not before: most functions are never called by a test process
+        return checked(*args, **kwargs)
 
-    return function
+    return first_calls_checked
+
+
+def _with_checks(function: Callable[..., Any]) -> Callable[..., Any]:
+    has_shapes = _names_a_shape(function)  # asked first: beartype replaces the text of annotations
+    with warnings.catch_warnings():  # a class of a library may descend from a type that is deprecated
+        warnings.simplefilter("ignore", BeartypeDecorHintPep585DeprecationWarning)
+        checked: Callable[..., Any] = beartype(function)
+    return jaxtyped(checked, typechecker=None) if has_shapes else checked
 
 
 def _names_a_shape(function: Callable[..., Any]) -> bool:

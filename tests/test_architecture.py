@@ -235,30 +235,3 @@ def test_the_mathematics_is_light_to_import() -> None:
 def test_the_heavy_libraries_exist() -> None:
     """A misspelled name above would forbid nothing; deepspeed is an extra, so it may be absent."""
     assert {name for name in HEAVY if importlib.util.find_spec(name) is None} <= {"deepspeed"}
-
-
-def test_the_commands_import_without_any_extra() -> None:
-    """As after `pip install .`: what serve, track, gguf and the like bring is imported where it is used.
-
-    So is peft, which is always installed: it takes a seventh of the time that a run takes to start.
-    """
-    extras = (
-        "uvicorn",
-        "fastapi",
-        "deepspeed",
-        "wandb",
-        "tensorboard",
-        "mlflow",
-        "trackio",
-        "bitsandbytes",
-        "gguf",
-        "lm_eval",
-        "langdetect",
-    )
-    commands = [name for name in MODULES if inside(name, {"rlhf.commands"})]
-    script = f"import sys, importlib\nsys.modules.update(dict.fromkeys({extras!r}))\n"
-    script += "".join(f"importlib.import_module({name!r})\n" for name in commands)
-    script += "print('peft' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "False\n"

@@ -60,7 +60,9 @@ def names_in(source: str) -> set[str]:
 
 @pytest.mark.parametrize("path", [*FILES, *TESTS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_names_say_what_they_hold(path: Path) -> None:
-    assert not names_in(path.read_text(encoding="utf-8")) & SAYS_NOTHING, "name what it is: metrics, output, rows"
+    source = path.read_text(encoding="utf-8")
+    if any(name in source for name in SAYS_NOTHING):  # also in a comment; most files need not be parsed
+        assert not names_in(source) & SAYS_NOTHING, "name what it is: metrics, output, rows"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,10 @@ from rlhf.config.load import read_yaml
 from rlhf.config.overrides import merge
 
 SMALL: dict[str, dict[str, Any]] = {
-    "sft": {"schedule": {"steps": 3, "epochs": None, "warmup_steps": 1}, "data": {"eval_prompts": {"limit": 4}}},
+    "sft": {
+        "schedule": {"steps": 3, "epochs": None, "warmup_steps": 1},
+        "data": {"sft": {"limit": 96}, "eval_sft": {"limit": 16}, "eval_prompts": {"limit": 4}},
+    },
     "reward_model": {"schedule": {"steps": 2, "epochs": None, "warmup_steps": 1}},
     "ppo": {
         "data": {"eval_prompts": {"limit": 8}},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,29 @@ ARMS = {
 }
 
 
-def test_costs_count_what_was_sampled_and_what_was_learned_from(tmp_path: Path) -> None:
-    tree = compare_tree(tmp_path, seeds=[0], arms=NONE | ARMS)
+@dataclass(frozen=True)
+class Continued:
+    """A comparison that went on after the first of its arms."""
+
+    path: Path
+    tree: dict[str, Any]
+    first_metrics: bytes  # of the arm that had been done before
+
+
+@pytest.fixture(scope="module")
+def continued(tmp_path_factory: pytest.TempPathFactory) -> Continued:
+    path = tmp_path_factory.mktemp("choosing")
+    tree = compare_tree(path, seeds=[0], arms=NONE | ARMS)
+    cell = plan_of(tree).of("online_dpo")[0]
+    ensure_owner(cell)
+    assert here(cell) == "done"
+    first_metrics = (cell.folder / "metrics.jsonl").read_bytes()
     assert compared(tree)
+    return Continued(path, tree, first_metrics)
+
+
+def test_costs_count_what_was_sampled_and_what_was_learned_from(continued: Continued) -> None:
+    tmp_path, tree = continued.path, continued.tree
     assert [cell.status for cell in read_cells(plan_of(tree))] == ["done"] * 3
     size = sum(p.numel() for p in load_causal_lm(str(tmp_path / "model")).parameters())
     for arm in ARMS:
@@ -71,13 +92,8 @@ def test_costs_count_what_was_sampled_and_what_was_learned_from(tmp_path: Path) 
         assert trained[0] < 0.7 * tokens  # two of four, or one of four, are learned from
 
 
-def test_a_comparison_of_these_arms_continues_where_it_stopped(tmp_path: Path) -> None:
+def test_a_comparison_of_these_arms_continues_where_it_stopped(continued: Continued) -> None:
     """Finished cells are not run again, and the page is made of both."""
-    tree = compare_tree(tmp_path, seeds=[0], arms=NONE | ARMS)
-    cell = plan_of(tree).of("online_dpo")[0]
-    ensure_owner(cell)
-    assert here(cell) == "done"
-    made = (cell.folder / "metrics.jsonl").read_bytes()
-    assert compared(tree)
-    assert (cell.folder / "metrics.jsonl").read_bytes() == made
-    assert (tmp_path / "compare" / "report.html").is_file()
+    cell = plan_of(continued.tree).of("online_dpo")[0]
+    assert (cell.folder / "metrics.jsonl").read_bytes() == continued.first_metrics
+    assert (continued.path / "compare" / "report.html").is_file()

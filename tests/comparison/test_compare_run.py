@@ -117,11 +117,9 @@ def test_a_step_whose_score_is_nan_costs_its_completions_and_not_the_arm(tmp_pat
 
 
 @pytest.mark.parametrize("unit, share", [("tokens", 0.6), ("flops", 0.3), ("completions", 0.5)])
-def test_a_run_ends_when_its_budget_is_spent(tmp_path: Path, unit: str, share: float) -> None:
-    one_step = compare_tree(tmp_path, seeds=[0], arms=ONLY_PPO, budget={"completions": 16})
-    assert compared(one_step | {"out_dir": str(tmp_path / "one")})
-    (row,) = read_jsonl(tmp_path / "one" / "ppo" / "seed-0" / COSTS)
-    limit = (5 + share) * row[unit]
+def test_a_run_ends_when_its_budget_is_spent(tmp_path: Path, finished: Path, unit: str, share: float) -> None:
+    one_step = next(iter(read_jsonl(finished / "ppo" / "seed-0" / COSTS)))
+    limit = (5 + share) * one_step[unit]
     budget = {"completions": None, unit: limit if unit == "flops" else round(limit)}
     assert compared(compare_tree(tmp_path, seeds=[0], arms=ONLY_PPO, budget=budget))
     folder = tmp_path / "compare" / "ppo" / "seed-0"
@@ -138,13 +136,15 @@ def test_a_run_ends_when_its_budget_is_spent(tmp_path: Path, unit: str, share: f
 
 
 def test_a_failed_arm_is_recorded_and_the_others_finish(tmp_path: Path) -> None:
-    tree = compare_tree(tmp_path, seeds=[0], arms={"bad": {"critic": {"init": str(tmp_path / "nowhere")}}})
+    tree = compare_tree(tmp_path, seeds=[0])
+    bad = {"critic": {"init": str(tmp_path / "nowhere")}}
+    tree["arms"] = {"bad": bad} | {name: tree["arms"][name] for name in ("ppo", "best_of_n")}
     assert compared(tree)
     folder = tmp_path / "compare"
     assert "nowhere" in (failure_of(folder / "bad" / "seed-0") or "")
     results = json.loads((folder / "results.json").read_text())
     statuses = {name: arm["status"] for name, arm in results["arms"].items()}
-    assert statuses == {"ppo": "done", "grpo": "done", "dpo": "done", "best_of_n": "done", "bad": "failed"}
+    assert statuses == {"bad": "failed", "ppo": "done", "best_of_n": "done"}
     assert "nowhere" in results["arms"]["bad"]["seeds"][0]["error"]
     assert not any("bad" in (row["a"], row["b"]) for row in results["win_rates"])
     assert "bad, seed 0, failed" in (folder / "report.html").read_text()
@@ -198,7 +198,9 @@ def test_without_the_start_model_there_is_nothing_to_compare(tmp_path: Path) -> 
 def test_an_interrupted_comparison_continues_to_the_same_end(
     tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
 ) -> None:
-    parts = compare_tree(tmp_path, seeds=[0])
+    arms = ("ppo",) if killed else ("ppo", "grpo", "dpo", "best_of_n")  # a kill is felt by the arm that runs
+    tree = compare_tree(tmp_path, seeds=[0])
+    parts = {**tree, "arms": {arm: tree["arms"][arm] for arm in arms}}
     spend = CostTracker.spend
 
     def interrupted(self: CostTracker, step: int, metrics: Mapping[str, float], *, tokens: int, seconds: float) -> None:
@@ -219,7 +221,7 @@ def test_an_interrupted_comparison_continues_to_the_same_end(
             assert results["arms"]["ppo"]["status"] == results["arms"]["dpo"]["status"] == "unfinished"
     assert len(list(read_jsonl(tmp_path / "compare" / "ppo" / "seed-0" / COSTS))) == 3
     assert compared(parts)
-    for arm in ("ppo", "grpo", "dpo", "best_of_n"):
+    for arm in arms:
         one, other = (folder / arm / "seed-0" for folder in (finished, tmp_path / "compare"))
         assert without_seconds(one / COSTS) == without_seconds(other / COSTS)
         assert (one / JUDGED).read_bytes() == (other / JUDGED).read_bytes()
@@ -267,14 +269,13 @@ def test_judging_uses_the_same_random_numbers_for_every_arm(tmp_path: Path) -> N
     assert final.win_rate_over_start.value == 0.5
 
 
-def test_a_cell_that_is_done_is_not_run_again(tmp_path: Path) -> None:
-    tree = compare_tree(tmp_path, seeds=[0], arms=ONLY_PPO)
-    assert compared(tree)
+def test_a_cell_that_is_done_is_not_run_again(finished: Path) -> None:
+    plan = make_plan(load_compare(finished), beside=finished)
     seen: list[str] = []
 
     def refuse(cell: Any, place: int) -> Any:
         seen.append(cell.arm)
         raise AssertionError("a finished cell was run again")
 
-    assert run_cells(plan_of(tree), refuse, quiet())
+    assert run_cells(plan, refuse, quiet())
     assert seen == []

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,7 +21,14 @@ from runs import quiet
 from rlhf.commands.compare import run_compare
 from rlhf.comparison.costs import COSTS
 from rlhf.comparison.plan import Cell
-from rlhf.comparison.processes import ERRORS, CellProcess, extract_error, resource_environment, visible_devices
+from rlhf.comparison.processes import (
+    ERRORS,
+    CellProcess,
+    end_with_parent,
+    extract_error,
+    resource_environment,
+    visible_devices,
+)
 from rlhf.comparison.scheduler import FAILED, OUTPUT, ComparisonProgress, Tail, failure_of
 from rlhf.comparison.trial import JUDGED
 from rlhf.config.load import compare_config
@@ -228,23 +234,23 @@ def test_on_a_terminal_each_cell_has_one_line(tmp_path: Path) -> None:
     assert "start" not in console.export_text()
 
 
-ORPHAN = """
-import os, signal, sys, time
-from rlhf.comparison.processes import end_with_parent
-if os.fork() == 0:
-    end_with_parent()
-    time.sleep(100)
-    os._exit(0)
-time.sleep(1)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_a_cell_does_not_outlive_a_comparison_that_is_killed() -> None:
-    began = time.monotonic()
-    with subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE) as started:
-        assert started.stdout is not None
-        started.stdout.read()  # its end comes when both are gone
-        assert started.wait() == -signal.SIGKILL
+    began, (reading, writing) = time.monotonic(), os.pipe()
+    comparison = os.fork()
+    if comparison == 0:
+        try:
+            if os.fork() == 0:
+                end_with_parent()
+                time.sleep(100)
+            else:
+                time.sleep(1)
+                os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)  # neither goes on with the tests
+    os.close(writing)
+    assert os.read(reading, 1) == b""  # its end comes when both are gone
+    os.close(reading)
+    _, status = os.waitpid(comparison, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
     assert time.monotonic() - began < 60

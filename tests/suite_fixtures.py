@@ -1,0 +1,84 @@
+"""What every test runs with: one torch thread, checked shapes and types, the same arithmetic on every CPU.
+
+A plugin of its own (see conftest.py): pytest-xdist's controller runs no test, and imports none of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import shape_checks
+import torch
+from torch import Tensor
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from rlhf.training.session import Recorder
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def first_calls_are_checked() -> None:
+    """Check shapes and types in every test anew."""
+    shape_checks.begin_test()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def bfloat16_on_every_cpu() -> Iterator[None]:
+    """Runs in bfloat16 compute in it on a CPU that emulates its products too: the suite says the same everywhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlhf.runtime.device.cpu_has_bfloat16_products", lambda: True)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def wide_norms() -> Iterator[None]:
+    """Norms of float64 models in float64: transformers' round to float32, and all that follows to 1e-7."""
+    with pytest.MonkeyPatch.context() as patch:
+        for norm in (
+            LlamaRMSNorm,
+            MistralRMSNorm,
+            Olmo2RMSNorm,
+            Phi3RMSNorm,
+            Qwen2RMSNorm,
+            Qwen3RMSNorm,
+            Gemma3RMSNorm,
+        ):
+            patch.setattr(norm, "forward", _wide(norm.forward))
+        yield
+
+
+def _wide(plain: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    def forward(self: Any, hidden: Tensor) -> Tensor:
+        if hidden.dtype != torch.float64:
+            return plain(self, hidden)
+        gemma = type(self) is Gemma3RMSNorm
+        weight, eps = (1.0 + self.weight, self.eps) if gemma else (self.weight, self.variance_epsilon)
+        normed: Tensor = weight * (hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps))
+        return normed
+
+    return forward
+
+
+@pytest.fixture(autouse=True)
+def close_recorders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Close the files of every run that a test opened: a test that breaks a run off cannot do it itself."""
+    opened: list[Recorder] = []
+    begin = Recorder.__init__
+
+    def remember(self: Recorder, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        opened.append(self)
+
+    monkeypatch.setattr(Recorder, "__init__", remember)
+    yield
+    for recorder in opened:
+        recorder.close()
