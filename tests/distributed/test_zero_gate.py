@@ -1,7 +1,7 @@
 """The part of the distributed tests that every run of the suite has: one launch of two processes makes all the runs.
 
 Each test reads what one of them has left. Two steps a run; the whole table is in test_same_run_sharded.py, and slow:
-here PPO runs in each of these modes, and one of the offline trainers beside it. Slow are also two pairs of runs here, of
+here PPO runs in each of these modes, and one of the offline trainers beside it. Two pairs of runs here are slow too, of
 tied embeddings and of bfloat16.
 """
 

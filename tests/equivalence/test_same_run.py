@@ -34,9 +34,8 @@ PRESETS = (
 
 # Passes of unequal sizes. One row at a time is the same code: two presets show it, one of rows and one of pairs.
 RAGGED = ("micro_batch_size=3", "micro_batch_tokens=30")
-PASSES = {preset: RAGGED for preset in PRESETS} | {
-    preset: (*RAGGED, "micro_batch_size=1", "micro_batch_tokens=1") for preset in ("ppo", "online_dpo")
-}
+ONE_ROW = ("micro_batch_size=1", "micro_batch_tokens=1")
+PASSES = dict.fromkeys(PRESETS, RAGGED) | dict.fromkeys(("ppo", "online_dpo"), (*RAGGED, *ONE_ROW))
 
 
 def exact(folder: Path, preset: str) -> dict[str, Any]:
