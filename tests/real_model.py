@@ -6,7 +6,9 @@ import struct
 import tempfile
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
+import gguf
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
@@ -23,11 +25,12 @@ ALIGNMENT = 32
 def real_model(shared: Path) -> PreTrainedModel:
     """Load the model in float32, in evaluation mode; do not change it.
 
-    It is loaded from a copy without its vocabulary: transformers parses those texts one by one, several times over,
-    for most of the time that loading takes.
+    It is loaded from a copy without its vocabulary, whose texts transformers parses one by one and several times over,
+    and by one table of names, which it makes anew for each module: both took longer than all the rest.
     """
     logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory() as folder:
+    names_once = mock.patch.object(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
+    with tempfile.TemporaryDirectory() as folder, names_once:
         (Path(folder) / FILE).write_bytes(without_vocabulary((shared / FOLDER / FILE).read_bytes()))
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32)
     return model.eval()
