@@ -28,9 +28,9 @@ tokens and chat template of the model that the table names. For each of them
 - texts and conversations are tokenized as transformers does it;
 - greedy sampling gives the completions of transformers' `generate`, token by token;
 - log-probabilities are those of a plain forward pass;
-- one step of SFT, PPO and of a reward model trains, with LoRA or without it; the export loads in plain transformers
-  and gives the same outputs there. So does a step of DPO and of GRPO: of every second family in the default tests, of
-  all with `-m slow`.
+- one step of SFT, of GRPO with LoRA and of a reward model trains; the export loads in plain transformers and gives the
+  same outputs there. So does a step of PPO, DPO and GRPO: of every third family each in the default tests, of all with
+  `-m slow`.
 
 SmolLM2-135M-Instruct is also tested with its published weights (`tests/zoo/test_zoo_real.py`).
 

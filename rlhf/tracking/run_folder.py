@@ -10,6 +10,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,7 @@ def versions() -> dict[str, str | None]:
     return own | {package: _installed_version(package) for package in PACKAGES}
 
 
+@cache
 def _installed_version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)

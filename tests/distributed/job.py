@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+import torch.distributed as dist
 from runs import quiet
 
 from rlhf.config.load import train_config, validate
@@ -38,14 +40,26 @@ WHOLE = Engine.whole
 def run_one(tree: dict[str, Any]) -> Session:
     """One run to its end, or to the end of `stop_after` steps, as an interrupted one is: saved, not exported.
 
+    `begin_as`: the folder of a finished run, which this one continues as if it had been killed in the last step.
     `load_whole`: under ZeRO-3 every process loads the models whole, as where they are in no safetensors files.
     `gather_wide`: weights are gathered in float32 for a rollout in bfloat16 too.
     """
     tree = dict(tree)
     stop_after = tree.pop("stop_after", None)
+    if "begin_as" in tree:
+        _begin_as(Path(tree.pop("begin_as")), Path(tree["run"]["out_dir"]))
     weight_files.read_headers = (lambda _: {}) if tree.pop("load_whole", False) else read_headers
     Engine.whole = (lambda self, module, *_: WHOLE(self, module)) if tree.pop("gather_wide", False) else WHOLE
     return _run(tree, stop_after)
+
+
+def _begin_as(finished: Path, out: Path) -> None:
+    """Copy a run's folder without its newest checkpoint, and let the other processes wait for that."""
+    if os.environ.get("RANK", "0") == "0":
+        shutil.copytree(finished, out)
+        shutil.rmtree(max((out / "checkpoints").glob("step-*")))
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def _run(tree: dict[str, Any], stop_after: int | None) -> Session:

@@ -202,9 +202,10 @@ def _wait(started: Sequence[Started], timeout_s: float) -> None:
 
 
 def environment() -> dict[str, str]:
-    """That of a launch: this checkout first, one thread, no GPU."""
+    """That of a launch: this checkout first, one thread, no GPU; nothing is compiled, so no compiler is imported."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     new = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
+    new["TORCHDYNAMO_DISABLE"] = "1"  # DeepSpeed's optimizers would import it, for seconds
     return {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")} | new
 
 

@@ -123,11 +123,10 @@ def test_online_dpo_is_offline_dpo_on_the_pairs_it_drew(tmp_path: Path, config: 
     other = fresh(tree)
     pairs = fixed_pairs(other, experience)
     assert len(pairs) >= 4
+    terms, observed = PairwiseLoss(other.models, config).terms(pairs)
     offline = stepped(other, pairs, PairwiseLoss(other.models, config))
     assert largest_difference(start, offline) > 1e-3
     assert largest_difference(weights(run.models.policy), offline) < 1e-10
-    first = fresh(tree)
-    terms, observed = PairwiseLoss(first.models, config).terms(pairs)
     assert metrics["loss/preference"] == pytest.approx(float(terms["preference"].detach()) / len(pairs), abs=1e-10)
     assert metrics["preference/margin"] == pytest.approx(observed["preference/margin"].value, abs=1e-10)
     assert metrics["policy/ratio"] == pytest.approx(1.0, abs=1e-10)

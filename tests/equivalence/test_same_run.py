@@ -20,19 +20,28 @@ from rlhf.factory.reward_model import build_reward_model
 from rlhf.runtime.micro_batch import AdaptiveMicroBatch
 from rlhf.training.offline import train_offline
 from rlhf.training.online import train, update
+from rlhf.training.online_run import OnlineRun
 from rlhf.training.rollout import compute_logprobs_and_values
 from rlhf.types import Experience
 
 EXACT = {"policy": {"dtype": "float64", "optimizer": "sgd"}, "critic": {"optimizer": "sgd"}}
+UNEVALUATED = {"data": {"eval_prompts": None}, "eval": {"every": 0}, "checkpoint": {"every": 0}}
 PRESETS = (
     *("ppo", "ppo_penalty", "grpo", "rloo", "gspo", "cispo", "dapo", "dr_grpo", "reinforce_pp"),
     *("online_dpo", "rejection_sampling"),
 )
 
 
+# Passes of unequal sizes. One row at a time is the same code: two presets show it, one of rows and one of pairs.
+RAGGED = ("micro_batch_size=3", "micro_batch_tokens=30")
+ONE_ROW = ("micro_batch_size=1", "micro_batch_tokens=1")
+PASSES = dict.fromkeys(PRESETS, RAGGED) | dict.fromkeys(("ppo", "online_dpo"), (*RAGGED, *ONE_ROW))
+
+
 def exact(folder: Path, preset: str) -> dict[str, Any]:
+    """A run in float64 whose final weights are all that is looked at."""
     make_model(folder / "model", dtype=torch.float64)
-    tree = merge(ppo_tree(folder), EXACT)
+    tree = merge(merge(ppo_tree(folder), EXACT), UNEVALUATED)
     tree["algorithm"] = {"preset": preset}
     tree["sampling"] = {**tree["sampling"], "completions_per_prompt": 4}
     tree["batch"] = {**tree["batch"], "prompts_per_step": 5, "minibatches": 3}  # 20 rows in minibatches of 7, 7, 6
@@ -42,6 +51,7 @@ def exact(folder: Path, preset: str) -> dict[str, Any]:
 def one_update(tree: dict[str, Any], experience: Experience | None, *settings: str) -> tuple[Any, Experience]:
     shutil.rmtree(Path(tree["run"]["out_dir"]), ignore_errors=True)
     run = online(tree, *settings)
+    before = weights(run.models.policy)
     if experience is None:
         completions = run.sampler.sample(run.prompts(1), key=1, group_size=4)
         rollout = compute_logprobs_and_values(
@@ -49,6 +59,7 @@ def one_update(tree: dict[str, Any], experience: Experience | None, *settings: s
         )
         experience = compute_advantages(rollout, run.algorithm, run.coefs)
     update(experience, run, 1)
+    assert largest_difference(before, weights(run.models.policy)) > 1e-6
     modules = {"policy": run.models.policy} | ({"critic": run.models.critic} if run.models.critic else {})
     return {f"{n}.{k}": v for n, m in modules.items() for k, v in weights(m).items()}, experience
 
@@ -57,9 +68,7 @@ def one_update(tree: dict[str, Any], experience: Experience | None, *settings: s
 def test_the_micro_batch_size_does_not_change_an_update(tmp_path: Path, preset: str) -> None:
     tree = exact(tmp_path, preset)
     whole, experience = one_update(tree, None, "batch.micro_batch_size=64")
-    before = weights(online(tree).models.policy)
-    assert largest_difference(before, {k: whole[f"policy.{k}"] for k in before}) > 1e-6
-    for micro in ("micro_batch_size=1", "micro_batch_size=3", "micro_batch_tokens=1", "micro_batch_tokens=30"):
+    for micro in PASSES[preset]:
         parts, _ = one_update(tree, experience, f"batch.{micro}")
         assert largest_difference(whole, parts) < 1e-10
 
@@ -69,7 +78,7 @@ def test_a_reference_that_is_only_measured_changes_nothing(tmp_path: Path) -> No
     for measure in ("true", "false"):
         tree = exact(tmp_path, "grpo")
         shutil.rmtree(Path(tree["run"]["out_dir"]), ignore_errors=True)
-        run = trained(tree, "algorithm.kl.coef=0.0", f"reference.measure={measure}")
+        run = trained(tree, "algorithm.kl.coef=0.0", f"reference.measure={measure}", "schedule.steps=2")
         final_weights.append(weights(run.models.policy))
         named = "kl/reference" in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8")
         assert named == run.models.has_reference == (measure == "true")
@@ -85,7 +94,8 @@ def test_a_reference_that_is_learned_from_cannot_be_left_out(tmp_path: Path) -> 
 def test_a2c_is_ppo_at_one_epoch_of_one_minibatch(tmp_path: Path) -> None:
     whole = {}
     for preset in ("ppo", "a2c"):
-        tree = merge(exact(tmp_path, preset), {"batch": {"epochs": 1, "minibatches": 1}})
+        sizes = {"batch": {"epochs": 1, "minibatches": 1}, "schedule": {"steps": 2}}
+        tree = merge(exact(tmp_path, preset), sizes)
         shutil.rmtree(Path(tree["run"]["out_dir"]), ignore_errors=True)
         before = weights(online(tree).models.policy)
         models = trained(tree).models
@@ -146,11 +156,19 @@ RESUMABLE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", RESUMABLE)
 def test_a_resumed_run_is_the_uninterrupted_run_bitwise(tmp_path: Path, name: str) -> None:
-    make_model(tmp_path / "model")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
+    tree = ppo_tree(tmp_path, **RESUMABLE[name])
+    whole, expected = trained(tree), files(tmp_path)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")  # as after a kill in step 4, which left its lines
+    resumed = trained(tree)
+    assert resumed.session.resumed
+    assert_same(whole, resumed)
+    assert files(tmp_path) == expected
+
+
+@pytest.mark.parametrize("name", ["ppo", "drawn ahead"])
+def test_a_run_broken_off_while_it_samples_is_the_uninterrupted_run_bitwise(tmp_path: Path, name: str) -> None:
     for folder in ("a", "b"):
-        shutil.copytree(tmp_path / "model", tmp_path / folder / "model")
+        make_model(tmp_path / folder / "model")
     whole = trained(ppo_tree(tmp_path / "a", **RESUMABLE[name]))
     tree = ppo_tree(tmp_path / "b", **RESUMABLE[name])
     broken = online(tree)
@@ -175,13 +193,16 @@ def test_a_resumed_run_is_the_uninterrupted_run_bitwise(tmp_path: Path, name: st
     with pytest.raises(Killed):
         train(broken)
     broken.session.recorder.close()
-    resumed = trained(tree)
+    assert_same(whole, trained(tree))
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
+def assert_same(whole: OnlineRun, resumed: OnlineRun) -> None:
     assert largest_difference(weights(whole.models.policy), weights(resumed.models.policy)) == 0.0
     if whole.models.critic is not None:
         assert resumed.models.critic is not None
         assert largest_difference(weights(whole.models.critic), weights(resumed.models.critic)) == 0.0
     assert whole.session.state == resumed.session.state
-    assert files(tmp_path / "a") == files(tmp_path / "b")
 
 
 def test_a_resumed_sft_run_is_the_uninterrupted_run_bitwise(tmp_path: Path) -> None:

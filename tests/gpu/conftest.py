@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 
 import pytest
-import torch
+from device_runs import gpu_or_pretend
 from pretend import PretendDevice
 
 
 @pytest.fixture
 def gpu() -> Iterator[PretendDevice | None]:
     """The device machine's counts, or None where torch sees a real GPU."""
-    if torch.cuda.is_available():
-        yield None
-        return
-    importlib.import_module("peft")  # not later: on the pretend device bitsandbytes would look for CUDA's functions
-    with PretendDevice() as machine:
+    with gpu_or_pretend() as machine:
         yield machine
-    assert machine.problems == []
 
 
 @pytest.fixture

@@ -1,14 +1,23 @@
-"""Small runs of every trainer for a CPU and a GPU, and what is compared between them."""
+"""Small runs of every trainer for a CPU and a GPU, and what is compared between them.
+
+What a CPU gives is made before the pretend device is there: beside it every operation of torch, a CPU's too, passes
+through Python.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import runs
+import torch
 import yaml
+from pretend import PretendDevice
 
 from rlhf.config.load import load_reward_model
 from rlhf.config.overrides import merge
@@ -32,6 +41,7 @@ ONLINE: dict[str, Tree] = {
     "online_dpo": {},
     "remax": {},
 }
+EVALUATED = ("ppo", "ppo, transformers", "grpo")
 OFFLINE: dict[str, Tree] = {
     "sft": {},
     "dpo": {},
@@ -49,6 +59,8 @@ def online_tree(folder: Path, name: str) -> Tree:
     tree = merge(runs.ppo_tree(folder), BARE)
     tree["policy"]["lr"] = 1e-3
     tree["batch"]["epochs"] = 1
+    if name not in EVALUATED:
+        tree["data"]["eval_prompts"] = None
     if preset != "ppo":
         tree["algorithm"] = {"preset": preset}
         tree.pop("critic")
@@ -71,6 +83,18 @@ def offline_tree(folder: Path, name: str) -> Tree:
     else:
         tree["data"] = {"preferences": tree["data"]["preferences"]}
     return merge(tree, OFFLINE[name])
+
+
+@contextmanager
+def gpu_or_pretend() -> Iterator[PretendDevice | None]:
+    """Be where there is a GPU; the pretend one, where torch sees none, must find nothing wrong."""
+    if torch.cuda.is_available():
+        yield None
+        return
+    importlib.import_module("peft")  # not later: on the pretend device bitsandbytes would look for CUDA's functions
+    with PretendDevice() as machine:
+        yield machine
+    assert machine.problems == []
 
 
 def on(device: str, tree: Tree, folder: Path) -> Tree:

@@ -34,6 +34,7 @@ from pretend_autocast import register_autocast
 from pretend_cuda import torch_cuda
 from pretend_functions import Functions
 from pretend_streams import (
+    SEQUENCES,
     Clock,
     Memory,
     Recording,
@@ -168,7 +169,7 @@ class PretendDevice:
                 if address and tensor.host.untyped_storage().data_ptr() == address:
                     return DeviceTensor(out, tensor.memory)
             return DeviceTensor(out, Memory(written=self._now()))
-        if isinstance(out, list | tuple):
+        if isinstance(out, SEQUENCES):
             return type(out)([self._wrap(part, mine) for part in out])
         return out
 
@@ -421,11 +422,17 @@ def place() -> str:
 def _on_host(value: Any) -> Any:
     if isinstance(value, DeviceTensor):
         return value.host
-    if isinstance(value, list | tuple):
+    if isinstance(value, SEQUENCES):
         return type(value)([_on_host(part) for part in value])
     return value
 
 
 class _Operations(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and to see to that took longer than the operation
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DeviceTensor not in types and (not kwargs or kwargs.get("device") is None):
+            return func(*args, **(kwargs or {}))  # on the CPU
         return current().run(func, args, kwargs or {})

@@ -24,17 +24,24 @@ def _asked_for_meta(local: threading.local) -> Iterator[None]:
         local.asked_for_meta = False
 
 
+_NAMES_A_DEVICE = frozenset({str, torch.device})
+
+
 class Functions(TorchFunctionMode):
     """What C++ would answer before it dispatches: tensors made of Python numbers, pinned memory, fused kernels."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        special = _SPECIAL.get(name)
+        kwargs = dict(kwargs) if kwargs else {}
+        special = _SPECIAL.get(getattr(func, "__name__", ""))
         if special is not None:
             result = special(func, args, kwargs)
             if result is not NotImplemented:
                 return result
+        for value in (*args, *kwargs.values()):
+            if type(value) in _NAMES_A_DEVICE:
+                break
+        else:  # as nearly all calls are
+            return func(*args, **kwargs)
         args = tuple(DEVICE if names_device(value) else value for value in args)
         kwargs = {key: DEVICE if names_device(value) else value for key, value in kwargs.items()}
         if any(names_meta(value) for value in (*args, *kwargs.values())):

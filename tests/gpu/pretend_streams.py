@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+SEQUENCES = (list, tuple)  # not `list | tuple`, which would be made anew in each of many thousand calls
+ATOMS = (int, float, str, type(None), torch.dtype)
 machines: list[Any] = []  # the pretend device in whose context we are, if any
 
 
@@ -196,8 +198,17 @@ class capture:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in nested lists, tuples and dictionaries."""
+    tensors: list[Tensor] = []
+    _collect(value, tensors)
+    return tensors
+
+
+def _collect(value: Any, tensors: list[Tensor]) -> None:
     if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for part in value for tensor in tensors_in(part)]
-    return [tensor for part in value.values() for tensor in tensors_in(part)] if isinstance(value, dict) else []
+        tensors.append(value)
+    elif isinstance(value, dict):
+        _collect(list(value.values()), tensors)
+    elif isinstance(value, SEQUENCES):
+        for part in value:
+            if not isinstance(part, ATOMS):
+                _collect(part, tensors)

@@ -9,7 +9,7 @@ import device_runs
 import pytest
 import runs
 import torch
-from device_runs import OFFLINE, ONLINE, differences, offline_tree, online_tree, run
+from device_runs import OFFLINE, ONLINE, differences, gpu_or_pretend, offline_tree, online_tree, run
 from pretend import PretendDevice
 from tiny_models import prompts_of, tiny
 
@@ -29,35 +29,42 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+FEW = {"batch": {"prompts_per_step": 4}}  # where there are four completions of each
+
+
 @pytest.mark.parametrize("name", ONLINE)
-def test_an_online_run_has_the_cpus_metrics(name: str, folder: Path, gpu: Machine) -> None:
+def test_an_online_run_has_the_cpus_metrics(name: str, folder: Path) -> None:
     tree = online_tree(folder, name)
-    assert differences(run(tree, folder, "cpu"), run(tree, folder, "cuda")) == []
+    check_both(merge(tree, FEW) if name in ("grpo", "online_dpo") else tree, folder)
 
 
 @pytest.mark.parametrize("name", OFFLINE)
-def test_an_offline_run_has_the_cpus_metrics(name: str, folder: Path, gpu: Machine) -> None:
-    tree = offline_tree(folder, name)
-    assert differences(run(tree, folder, "cpu"), run(tree, folder, "cuda")) == []
+def test_an_offline_run_has_the_cpus_metrics(name: str, folder: Path) -> None:
+    check_both(offline_tree(folder, name), folder)
 
 
-def test_a_reward_model_has_the_cpus_metrics(folder: Path, gpu: Machine) -> None:
-    assert differences(device_runs.reward_model(folder, "cpu")[0], device_runs.reward_model(folder, "cuda")[0]) == []
+def check_both(tree: device_runs.Tree, folder: Path) -> None:
+    expected = run(tree, folder, "cpu")
+    with gpu_or_pretend():
+        actual = run(tree, folder, "cuda")
+    assert differences(expected, actual) == []
+
+
+def test_a_reward_model_has_the_cpus_metrics(folder: Path) -> None:
+    expected = device_runs.reward_model(folder, "cpu")[0]
+    with gpu_or_pretend():
+        actual = device_runs.reward_model(folder, "cuda")[0]
+    assert differences(expected, actual) == []
 
 
 def test_a_resumed_run_is_the_run(folder: Path, gpu: Machine) -> None:
-    tree = merge(online_tree(folder, "ppo"), {"checkpoint": {"every": 1}, "policy": {"ema_decay": 0.5}})
+    changes = {"checkpoint": {"every": 1}, "policy": {"ema_decay": 0.5}, "data": {"eval_prompts": None}}
+    tree = merge(online_tree(folder, "ppo"), changes)
     whole = run(tree, folder, "cuda")
     (folder / "again").mkdir()
     for steps in (1, 2):
         resumed = run(merge(tree, {"schedule": {"steps": steps}}), folder / "again", "cuda")
-    ours, theirs = ([_training(line) for line in lines] for lines in (whole, resumed))
-    assert differences(ours, theirs, tolerance=1e-6) == []
-
-
-def _training(line: dict[str, float]) -> dict[str, float]:
-    """Leave out the evaluation: a run that ends earlier has one more."""
-    return {name: value for name, value in line.items() if not name.startswith("eval/")}
+    assert differences(whole, resumed, tolerance=1e-6) == []
 
 
 def test_the_fast_ways_are_on(folder: Path, gpu: Machine) -> None:
@@ -99,10 +106,12 @@ def sampled(model: torch.nn.Module, device: str, batch_size: int, *, greedy: boo
     ("family", "batch_size"),
     [("llama", 100), ("llama", 5), ("qwen2", 24), ("qwen3", 9), ("mistral", 5), ("phi3", 24), ("gemma3_text", 9)],
 )
-def test_recorded_steps_sample_the_cpus_tokens(family: str, batch_size: int, gpu: Machine) -> None:
+def test_recorded_steps_sample_the_cpus_tokens(family: str, batch_size: int) -> None:
     model = tiny(family, dtype=torch.float32)
     expected = sampled(model, "cpu", batch_size)
-    for ours, theirs in zip(expected, sampled(copy.deepcopy(model).to("cuda"), "cuda", batch_size), strict=True):
+    with gpu_or_pretend():
+        actual = sampled(copy.deepcopy(model).to("cuda"), "cuda", batch_size)
+    for ours, theirs in zip(expected, actual, strict=True):
         assert torch.equal(ours.completion_ids, theirs.completion_ids)
         assert torch.allclose(ours.sampler_logprobs, theirs.sampler_logprobs, atol=2e-5)
 

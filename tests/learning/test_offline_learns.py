@@ -10,7 +10,7 @@ import pytest
 from runs import labelled_file, offline_tree, trained_offline
 
 LONG: dict[str, Any] = {
-    "schedule": {"steps": 40},
+    "schedule": {"steps": 30},
     "eval": {"every": 0},
     "checkpoint": {"every": 0},
     "batch": {"micro_batch_size": 64},

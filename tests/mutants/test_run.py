@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,10 @@ MUTANTS = [
 ]
 """
 
+# Each of a dozen runs of pytest would import all installed plugins, which takes longer than all else that it does.
+PLUGINS = sorted({entry.name for entry in entry_points(group="pytest11")})
+SETTINGS = f"[pytest]\naddopts = {' '.join(f'-p no:{name}' for name in PLUGINS)}\n"
+
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
@@ -64,6 +69,7 @@ def project(tmp_path: Path) -> Path:
     root.mkdir()
     (root / "code_under_test.py").write_text(CODE)
     (root / "test_area.py").write_text(TESTS)
+    (root / "pytest.ini").write_text(SETTINGS)
     (root / "ignored.py").write_text("raise SystemExit('an ignored file was copied')\n")
     (root / ".gitignore").write_text("ignored.py\n__pycache__/\n")
     subprocess.run(["git", "init", "-q", str(root)], check=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -30,6 +31,18 @@ def plain_model(folder: Path) -> PreTrainedModel:
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model.eval()
+
+
+@cache
+def published_model(folder: Path) -> PreTrainedModel:
+    """Load a folder that no test writes into, once a process; do not change the model."""
+    return plain_model(folder)
+
+
+@cache
+def published_logprobs(folder: Path) -> Tensor:
+    """Compute the log-probabilities of `COMPLETIONS` under such a model."""
+    return expected_logprobs(published_model(folder))
 
 
 def plain_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
