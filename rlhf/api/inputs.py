@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import pandas as pd
 
@@ -15,11 +15,6 @@ from rlhf.data.paths import looks_local
 from rlhf.errors import ConfigError, DataError
 from rlhf.user_code import target_of
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-Model = "str | Path | PreTrainedModel"
-Tokenizer = "str | Path | PreTrainedTokenizerBase"
 Rows = str | Path | Mapping[str, Any] | Iterable[str | Mapping[str, Any]]
 """A path or a hub id; a section such as {"path": ..., "limit": 100}; the rows: a list, a `datasets.Dataset`, an
 iterator; or several of these as {name: (data, weight)}. A row is a dictionary, or a text."""
@@ -136,7 +131,7 @@ class Inputs:
         self._pending.append(lambda: tokenizer.save_pretrained(folder))
         return {"tokenizer": str(folder)}
 
-    def _save_model(self, model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+    def _save_model(self, model: Any, tokenizer: Any, folder: Path) -> None:
         if self.resume and (folder / "config.json").is_file():
             return  # the run goes on from its checkpoint; this is where it began
         model.save_pretrained(folder)
