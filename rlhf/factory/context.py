@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.config.algorithm import AdaptiveKl
+from rlhf.config.algorithm import AdaptiveKl, OnlinePairLoss
 from rlhf.config.load import dump, unread_warnings
 from rlhf.config.run import ScheduleConfig
 from rlhf.config.sections import OnlineConfig, RewardModelConfig, TrainConfig
@@ -252,11 +252,14 @@ def run_facts(config: TrainConfig | RewardModelConfig) -> RunFacts:
     """Return what the limits of alarms depend on besides the metrics."""
     if isinstance(config, RewardModelConfig):
         return RunFacts(is_rounded=config.model.dtype == "bfloat16")
-    controller = config.algorithm.kl.controller if isinstance(config, OnlineConfig) else None
+    online = config if isinstance(config, OnlineConfig) else None
+    controller = online.algorithm.kl.controller if online is not None else None
+    pairs = online is not None and isinstance(online.algorithm.policy_loss, OnlinePairLoss)
     return RunFacts(
         kl_target=controller.target if isinstance(controller, AdaptiveKl) else None,
         is_rounded=config.policy.dtype == "bfloat16",
         is_ahead=config.overlap.ahead,
+        reads_ratio=not (pairs and config.sampling.old_log_probs == "sampler"),
     )
 
 

@@ -39,6 +39,7 @@ class RunFacts:
     kl_target: float | None = None  # of an adaptive controller, in nats per sequence
     is_rounded: bool = False  # arithmetic in bfloat16
     is_ahead: bool = False  # completions come from the policy of the step before
+    reads_ratio: bool = True  # false: a pair loss with the sampler's log-probabilities, which no loss reads
 
 
 class History:

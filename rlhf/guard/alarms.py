@@ -34,9 +34,11 @@ def kl_above_target(history: History) -> Reading | None:
 
 
 def first_ratio(history: History) -> Reading | None:
-    """Read how far the importance ratio is from 1 before any update."""
+    """Read how far the importance ratio is from 1 before any update, where a loss may read it."""
     deviation, limit = history.now("policy/first_ratio_deviation"), RATIO_DEVIATION[history.facts.is_rounded]
-    return None if deviation is None else Reading(deviation, limit, deviation > limit)
+    if deviation is None or not history.facts.reads_ratio:
+        return None
+    return Reading(deviation, limit, deviation > limit)
 
 
 def sampler_mismatch(history: History) -> Reading | None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
+from rlhf.config.load import load_any
+from rlhf.config.sections import OnlineConfig
+from rlhf.factory.context import run_facts
 from rlhf.guard.alarm import History, RunFacts, above
 from rlhf.guard.alarms import ALARMS
 from rlhf.tracking.metrics import METRICS
 from rlhf.training.health import Firing, Watch
 
+ROOT = Path(__file__).resolve().parents[2]
 Row = dict[str, float | None]
 STEADY: Row = {
     "score/mean": 0.5,
@@ -147,6 +152,8 @@ def test_what_depends_on_the_run() -> None:
     ratio = history({"policy/first_ratio_deviation": 0.3, "kl/sampler_mismatch": 0.05})
     assert {firing.alarm.name for firing in firings(ratio)} == {"first-ratio", "sampler-mismatch"}
     assert firings(ratio, RunFacts(is_rounded=True)) == []
+    sampled_pairs = firings(history({"policy/first_ratio_deviation": 0.3}), RunFacts(reads_ratio=False))
+    assert sampled_pairs == []
     ahead = history({"kl/sampler_mismatch": 3.0})
     assert firings(ahead, RunFacts(is_ahead=True)) == []
     assert firings(history({"kl/reference": 9.1}), RunFacts()) == []  # no target, and below 0.5 a token
@@ -205,3 +212,18 @@ def test_a_message_names_what_its_value_is() -> None:
         on, over = [f for f in firings([*history(change), *[STEADY] * 20]) if f.alarm.name == name]
         assert on.record()["reads"] == text
         assert str(over).startswith(f"alarm over: {name}: {text} is back at ")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reads"),
+    [
+        (["algorithm.preset=online_dpo", "sampling.old_log_probs=sampler"], False),
+        (["algorithm.preset=online_dpo"], True),
+        (["algorithm.preset=grpo", "sampling.old_log_probs=sampler"], True),
+    ],
+)
+def test_a_pair_loss_reads_no_ratio_to_the_samplers_log_probabilities(overrides: list[str], reads: bool) -> None:
+    settings = [*overrides, "sampling.completions_per_prompt=4", "policy.model=m", "reward.source.path=r"]
+    config = load_any(ROOT / "configs" / "ppo.yaml", [*settings, "data.prompts.path=p"])
+    assert isinstance(config, OnlineConfig)
+    assert run_facts(config).reads_ratio == reads
