@@ -57,5 +57,6 @@ def install_hint(extra: str) -> str:
 def did_you_mean(name: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return "; did you mean ...?" with the choice most like `name`, or with two that are equally like it; else ""."""
     ratios = {choice: difflib.SequenceMatcher(None, choice, name).ratio() for choice in choices}
-    closest = [choice for choice, ratio in ratios.items() if ratio == max(ratios.values()) >= cutoff]
+    best = max(ratios.values(), default=0.0)
+    closest = [choice for choice, ratio in ratios.items() if ratio == best >= cutoff]
     return f"; did you mean {' or '.join(closest)}?" if 0 < len(closest) <= 2 else ""
