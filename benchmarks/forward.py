@@ -47,7 +47,8 @@ from rlhf.models.scalar_head import ScalarHeadModel
 from rlhf.runtime.engine import LocalModel
 from rlhf.runtime.memory import keep_memory
 from rlhf.runtime.micro_batch import AdaptiveMicroBatch
-from rlhf.training.losses import DemonstrationLoss, PairwiseLoss, online_losses, stack_sides, sum_logprobs
+from rlhf.training.losses import DemonstrationLoss, online_losses
+from rlhf.training.preference import PairwiseLoss, stack_sides, sum_logprobs
 from rlhf.training.rollout import compute_logprobs_and_values
 from rlhf.training.step import Loss, LossBatch, optimizer_step
 from rlhf.types import AnnotatedPairs, Completions, Demonstrations, PreferencePairs, Scores

@@ -56,10 +56,11 @@ from rlhf.runtime.device import choose_precision
 from rlhf.runtime.engine import TrainableModel
 from rlhf.runtime.seeding import derive_seed
 from rlhf.tracking.metrics import progress_metrics
-from rlhf.training.losses import PREFERENCE_TERM, DemonstrationLoss, LabelledLoss, PairwiseLoss, count_tokens
+from rlhf.training.losses import DemonstrationLoss
 from rlhf.training.offline import OfflineRun
+from rlhf.training.preference import PREFERENCE_TERM, LabelledLoss, PairwiseLoss
 from rlhf.training.session import Recorder
-from rlhf.training.step import Loss
+from rlhf.training.step import Loss, count_tokens
 from rlhf.types import (
     AnnotatedLabelledCompletions,
     AnnotatedPairs,

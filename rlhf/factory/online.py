@@ -53,10 +53,10 @@ from rlhf.sampling.generate import HFSampler, repeat_rows
 from rlhf.sampling.sampler import Sampler
 from rlhf.tracking.metrics import progress_metrics
 from rlhf.training.collect import sampling_key
-from rlhf.training.losses import PREFERENCE_TERM
 from rlhf.training.offline import adaptive_micro_batch
 from rlhf.training.online_run import NO_GRAD_BATCH_MULTIPLIER, OnlineRun
 from rlhf.training.overlap import CompletionPrefetcher
+from rlhf.training.preference import PREFERENCE_TERM
 from rlhf.training.replay import PromptQueue
 from rlhf.training.rollout import sample_records
 from rlhf.training.session import Recorder, TrainState

@@ -33,8 +33,8 @@ from rlhf.factory.models import adapter_off_is_reference, build_reference
 from rlhf.models.origin import weights_fingerprint
 from rlhf.models.policy_models import Models
 from rlhf.runtime.seeding import seeded_initialization
-from rlhf.training.losses import completion_logprobs
 from rlhf.training.online_run import NO_GRAD_BATCH_MULTIPLIER
+from rlhf.training.preference import completion_logprobs
 
 CACHE_VERSION = 1  # of the file format and of what the numbers mean; part of the key
 _NAME = "logprobs"

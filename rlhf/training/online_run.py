@@ -23,12 +23,12 @@ from rlhf.runtime.micro_batch import AdaptiveMicroBatch
 from rlhf.runtime.seeding import generator
 from rlhf.sampling.sampler import Sampler
 from rlhf.tracking.metrics import Metrics
-from rlhf.training.losses import DemonstrationLoss, OnlineLoss, SampledPairLoss, count_tokens
+from rlhf.training.losses import DemonstrationLoss, OnlineLoss, SampledPairLoss
 from rlhf.training.overlap import CompletionPrefetcher
 from rlhf.training.replay import PromptQueue
 from rlhf.training.rollout import Collected, compute_logprobs_and_values, live_tokens, sample_records
 from rlhf.training.session import Session
-from rlhf.training.step import LossBatch
+from rlhf.training.step import LossBatch, count_tokens
 from rlhf.types import Demonstrations, Experience, Prompts, Rollout, SampledPairs
 
 NO_GRAD_BATCH_MULTIPLIER = 4  # size of a pass without gradient, in micro-batches

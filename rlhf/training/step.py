@@ -18,6 +18,7 @@ from rlhf.runtime.engine import SteppingModel, TrainableModel
 from rlhf.runtime.micro_batch import AdaptiveMicroBatch
 from rlhf.tracking.metrics import Metrics
 from rlhf.transfer import Number, read_numbers
+from rlhf.types import Completions, Demonstrations, PreferencePairs
 
 
 @runtime_checkable
@@ -232,3 +233,11 @@ def _step(
 def _drop_gradients(trained: Sequence[TrainableModel]) -> None:
     for model in trained:
         model.zero_grad()
+
+
+def count_tokens(batch: Batch) -> int:
+    """Count the tokens that a pass over the batch reads; a pair reads its prompt twice."""
+    if isinstance(batch, PreferencePairs):
+        return int(2 * batch.prompt_mask.sum() + batch.chosen_mask.sum() + batch.rejected_mask.sum())
+    assert isinstance(batch, Demonstrations | Completions)
+    return int(batch.prompt_mask.sum() + batch.completion_mask.sum())

@@ -20,9 +20,8 @@ from rlhf.models.kernels import packing
 from rlhf.models.kernels.llama import elementwise
 from rlhf.models.kernels.llama import families as layers
 from rlhf.models.kernels.llama import forward as lean
-from rlhf.models.kernels.llama.families import norm_of
+from rlhf.models.kernels.llama.families import Norm, norm_of
 from rlhf.models.kernels.llama.forward import supports_fused
-from rlhf.models.kernels.llama.layer import Norm
 from rlhf.models.kernels.packing import packing_unsupported_reason
 from rlhf.models.logprobs import completion_outputs
 

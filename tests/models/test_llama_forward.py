@@ -20,9 +20,9 @@ from rlhf.models import logprobs
 from rlhf.models.backbone import CausalLM, _quiet_peft, add_lora, body_of, enable_gradient_checkpointing
 from rlhf.models.kernels.llama import forward as lean
 from rlhf.models.kernels.llama import layer as fused
-from rlhf.models.kernels.llama.families import read_layers
+from rlhf.models.kernels.llama.families import Norm, read_layers
 from rlhf.models.kernels.llama.forward import predictor_states, supports_fused
-from rlhf.models.kernels.llama.layer import Norm, rms_norm
+from rlhf.models.kernels.llama.layer import rms_norm
 from rlhf.models.kernels.packing import pack, packed_inputs, packing_unsupported_reason
 from rlhf.models.logprobs import TokenOutputs, completion_outputs
 from rlhf.models.scalar_head import load_scalar_head, sequence_scores

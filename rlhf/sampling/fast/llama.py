@@ -18,8 +18,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 
 from rlhf.models.adapters import base_model, is_adapted, is_lora_linear
 from rlhf.models.backbone import CausalLM
-from rlhf.models.kernels.llama.families import Layer, Projection, norm_of, read_layers
-from rlhf.models.kernels.llama.layer import Norm
+from rlhf.models.kernels.llama.families import Layer, Norm, Projection, norm_of, read_layers
 from rlhf.runtime.device import cpu_has_bfloat16_products
 from rlhf.sampling.fast.kv_cache import StepCache
 from rlhf.sampling.generate import rotation_switch

@@ -19,9 +19,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rlhf.models.backbone import CausalLM
 from rlhf.runtime.seeding import uniforms
+from rlhf.sampling.fast.draw import sample_token
 from rlhf.sampling.fast.kv_cache import Layered, prefill
 from rlhf.sampling.fast.llama import FusedDecoder
-from rlhf.sampling.generate import sample_token
 from rlhf.transfer import to_device
 from rlhf.types import Prompts
 

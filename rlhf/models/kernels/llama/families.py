@@ -8,14 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import Gemma3TextModel, LlamaModel, MistralModel, Olmo2Model, Phi3Model, Qwen2Model, Qwen3Model
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-from rlhf.models.kernels.llama.layer import Norm, Norms
+
+class Norm(NamedTuple):
+    """The weight and epsilon of an RMSNorm, y = w x / sqrt(mean(x²) + eps) (Zhang & Sennrich 2019)."""
+
+    weight: Float[Tensor, " D"]
+    eps: float
+
+
+class Norms(NamedTuple):
+    """The norms of a layer: of the input of each half, of its output before it is added, or of both."""
+
+    before_attention: Norm | None
+    after_attention: Norm | None
+    before_mlp: Norm | None
+    after_mlp: Norm | None
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from torch.nn import functional
 from rlhf.models.kernels.attention import RectangleIndex
 from rlhf.models.kernels.cast import cast_weight, pad_rows_for_onednn
 from rlhf.models.kernels.llama.elementwise import EAGER, Elementwise, Weight
+from rlhf.models.kernels.llama.families import Norm, Norms
 
 
 class LowRank(NamedTuple):
@@ -32,22 +33,6 @@ class LowRank(NamedTuple):
 
 
 Adapter = LowRank | None
-
-
-class Norm(NamedTuple):
-    """The weight and epsilon of an RMSNorm, y = w x / sqrt(mean(x²) + eps) (Zhang & Sennrich 2019)."""
-
-    weight: Float[Tensor, " D"]
-    eps: float
-
-
-class Norms(NamedTuple):
-    """The norms of a layer: of the input of each half, of its output before it is added, or of both."""
-
-    before_attention: Norm | None
-    after_attention: Norm | None
-    before_mlp: Norm | None
-    after_mlp: Norm | None
 
 
 @dataclass(frozen=True)
