@@ -26,8 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.metrics import roc_auc_score
 
-from rlhf.guard.alarm import Alarm, History, Reading
-from rlhf.guard.alarms import ALARMS, JUDGE_FALL
+from rlhf.guard.alarms import ALARMS, JUDGE_FALL, Alarm, History, Reading
 from rlhf.tracking.run_folder import RunFolder
 from rlhf.training.health import Watch
 

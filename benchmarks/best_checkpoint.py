@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from rlhf.config.files import merge_overrides, parse_overrides
 from rlhf.config.load import load_train, train_config
-from rlhf.config.overrides import merge_overrides, parse_overrides
 from rlhf.config.sections import TrainConfig
 from rlhf.data.paths import resolve_best
 from rlhf.evaluation.win_rate import bootstrap_crossed

@@ -35,8 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from recorded_decoding import SHAPES, model_of
 
 from rlhf.models.backbone import body_of, load_causal_lm
-from rlhf.models.kernels.llama.compile_layers import compile_layers
-from rlhf.models.kernels.llama.compiled import count_graphs
+from rlhf.models.kernels.llama.compiled import compile_layers, count_graphs
 from rlhf.models.kernels.packing import vocabulary_size
 from rlhf.models.logprobs import completion_outputs
 from rlhf.runtime.memory import keep_memory

@@ -32,23 +32,22 @@ from peers.work import SHAPES, llama_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from reward_model.losses import BradleyTerryLoss
+from reward_model.model import BradleyTerryLoss
 from rlhf.algo.advantages import compute_advantages
 from rlhf.algo.kl import Coefs
 from rlhf.algo.objective import Objective
 from rlhf.batching import extend
 from rlhf.config.algorithm import DpoLoss, Online
 from rlhf.config.presets import PRESETS
-from rlhf.config.reward_model import RewardModelLoss
+from rlhf.config.reward import RewardModelLoss
 from rlhf.config.sections import OptimizerConfig
 from rlhf.models.kernels.llama import forward as written_out
 from rlhf.models.policy_models import Models
 from rlhf.models.scalar_head import ScalarHeadModel
 from rlhf.runtime.engine import LocalModel
-from rlhf.runtime.memory import keep_memory
-from rlhf.runtime.micro_batch import AdaptiveMicroBatch
+from rlhf.runtime.memory import AdaptiveMicroBatch, keep_memory
 from rlhf.training.losses import DemonstrationLoss, online_losses
-from rlhf.training.preference import PairwiseLoss, stack_sides, sum_logprobs
+from rlhf.training.offline import PairwiseLoss, stack_sides, sum_logprobs
 from rlhf.training.rollout import compute_logprobs_and_values
 from rlhf.training.step import Loss, LossBatch, optimizer_step
 from rlhf.types import AnnotatedPairs, Completions, Demonstrations, PreferencePairs, Scores

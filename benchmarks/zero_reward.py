@@ -15,8 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from rlhf.config.files import Tree, merge
 from rlhf.config.load import read_yaml, train_config
-from rlhf.config.overrides import Tree, merge
 from rlhf.factory.online import build_online
 from rlhf.lab.doors import write_doors
 from rlhf.tracking.run_folder import RunFolder

@@ -14,15 +14,21 @@ from scipy.stats import poisson
 from torch import Tensor
 from torch.nn.functional import pad
 
-from reward_model.losses import bradley_terry, win_indicator
-from reward_model.model import CHUNK, drop_padding_columns, reference_statistics, spread_indices
+from reward_model.model import (
+    CHUNK,
+    bradley_terry,
+    drop_padding_columns,
+    reference_statistics,
+    spread_indices,
+    win_indicator,
+)
 from reward_model.source import RewardModelSource, check_finite
 from rlhf.algo.masked import Mean
-from rlhf.config.reward_model import CalibrationConfig, RewardModelLoss
+from rlhf.config.reward import CalibrationConfig, RewardModelLoss
 from rlhf.data.datasets import RowSet
 from rlhf.data.pairs import PairSet
 from rlhf.models.backbone import autocast
-from rlhf.models.ensemble_head import EnsembleHeadModel, sequence_member_scores
+from rlhf.models.scalar_head import EnsembleHeadModel, sequence_member_scores
 from rlhf.rewards.ensemble import combine, disagreement
 from rlhf.types import Completions, PreferencePairs, Scores
 

@@ -14,12 +14,10 @@ from reward_model.model import score_rows
 from rlhf.config.data import ChatFormat
 from rlhf.data.prompts import MESSAGES
 from rlhf.data.rows import BadRow
-from rlhf.data.tokenize import Encoder, left_pad, make_encoder, right_pad
-from rlhf.data.tokenizer import Rendered, load_tokenizer, shares_vocabulary
+from rlhf.data.tokenizer import Encoder, Rendered, left_pad, load_tokenizer, make_encoder, right_pad, shares_vocabulary
 from rlhf.errors import NonFiniteScores, RewardError
 from rlhf.models.backbone import context_length, freeze
-from rlhf.models.ensemble_head import load_reward_heads
-from rlhf.models.scalar_head import ScalarHeadModel
+from rlhf.models.scalar_head import ScalarHeadModel, load_reward_heads
 from rlhf.runtime.engine import Engine
 from rlhf.types import Completions, Scores
 

@@ -67,8 +67,7 @@ def convert(file: Path, folder: Path) -> None:
     silence_libraries()
     from rlhf.data.tokenizer import load_tokenizer  # noqa: PLC0415  # imported only after the libraries were silenced
     from rlhf.models.backbone import load_causal_lm  # noqa: PLC0415
-    from rlhf.models.export import export_model  # noqa: PLC0415
-    from rlhf.models.origin import read_origin  # noqa: PLC0415
+    from rlhf.models.export import export_model, read_origin  # noqa: PLC0415
 
     tokenizer = load_tokenizer(str(file))
     origin = read_origin(str(file), str(file), tokenizer)

@@ -14,8 +14,8 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from rlhf.config.files import merge, parse_overrides
 from rlhf.config.load import train_config
-from rlhf.config.overrides import merge, parse_overrides
 from rlhf.factory.offline import build_offline
 from rlhf.factory.online import build_online
 from rlhf.training.offline import OfflineRun, train_offline

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.comparison import processes
+from rlhf.comparison import scheduler
 from rlhf.rewards.function import TimeLimitExceeded, run_with_timeout
 from rlhf.runtime import memory
 from rlhf.tracking import checkpoint
@@ -173,14 +173,14 @@ def test_without_a_timer_signal_a_thread_keeps_the_time(monkeypatch: pytest.Monk
 def test_without_affinity_all_cores_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
-    assert processes.count_cores() == 12
+    assert scheduler.count_cores() == 12
     monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert processes.count_cores() == 1
+    assert scheduler.count_cores() == 1
 
 
 def test_elsewhere_processes_are_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes.sys, "platform", "win32")
-    assert processes._process_class().__name__ == "SpawnProcess"
+    monkeypatch.setattr(scheduler.sys, "platform", "win32")
+    assert scheduler._process_class().__name__ == "SpawnProcess"
 
 
 @pytest.mark.parametrize("has_resource", [True, False], ids=["macOS", "Windows"])

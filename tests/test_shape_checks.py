@@ -9,7 +9,7 @@ from shape_checks import CHECKED_CALLS, begin_test, decorate
 
 from rlhf.algo.masked import Mean, masked_mean
 from rlhf.errors import install_hint
-from rlhf.models.kernels.lm_head import TokenStatistics
+from rlhf.models.logprobs import TokenStatistics
 
 MASK = torch.ones(2, 3, dtype=torch.bool)
 

@@ -25,12 +25,12 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from peers.work import LR, MICRO_BATCH, Job
+from rlhf.config.files import merge
 from rlhf.config.load import load_reward_model, train_config
-from rlhf.config.overrides import merge
 from rlhf.data import datasets as stream
 from rlhf.data.pairs import AnnotatedPairSet, PairSet
 from rlhf.factory import online
-from rlhf.factory.reference import ReferenceAnnotator
+from rlhf.factory.offline import ReferenceAnnotator
 from rlhf.factory.reward_model import build_reward_model
 from rlhf.factory.run import build_run
 from rlhf.models.policy_models import Models

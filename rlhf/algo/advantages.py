@@ -13,8 +13,7 @@ from rlhf.algo.functions import AdvantageFunction
 from rlhf.algo.kl import Coefs, kl_estimate
 from rlhf.algo.masked import whiten
 from rlhf.algo.policy_loss import truncated_importance
-from rlhf.algo.rescue import hint_weights
-from rlhf.algo.selection import pair_signs, select_best
+from rlhf.algo.selection import hint_weights, pair_signs, select_best
 from rlhf.batching import extend
 from rlhf.config.algorithm import (
     BatchWhiten,

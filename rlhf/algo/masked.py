@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rlhf.batching import widen
-from rlhf.transfer import Number, read_numbers
+from rlhf.batching import Number, read_numbers, widen
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ run from Python and one by the command line with the same settings give the same
 """
 
 # The list of these names is `rlhf.__all__`; `as` says to type checkers that they are exported.
-from rlhf.api.comparison import CompareResult as CompareResult
-from rlhf.api.comparison import compare as compare
+from rlhf.api.runs import CompareResult as CompareResult
 from rlhf.api.runs import RunResult as RunResult
+from rlhf.api.runs import compare as compare
 from rlhf.api.runs import evaluate as evaluate
 from rlhf.api.runs import reward_model as reward_model
 from rlhf.api.runs import sample as sample

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from rlhf.config.overrides import Tree, branch_at, merge
+from rlhf.config.files import Tree, branch_at, merge
 from rlhf.data.paths import looks_local
 from rlhf.errors import ConfigError, DataError
 from rlhf.user_code import target_of

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rlhf.config.algorithm import ReferencedLoss
 from rlhf.config.data import DatasetConfig
+from rlhf.config.files import Tree, merge, parse_overrides
 from rlhf.config.load import load_chat_format, read_yaml, train_config, validate
-from rlhf.config.overrides import Tree, merge, parse_overrides
 from rlhf.config.reward import ModelSource, RewardSourceConfig
 from rlhf.config.sections import OfflineConfig, SamplingConfig
 from rlhf.data.paths import is_missing, missing

@@ -16,24 +16,21 @@ from rich.text import Text
 from rlhf.commands.lint import print_violations, trained_arms
 from rlhf.commands.quickstart import check_lab_folder, prepare_lab
 from rlhf.comparison.aggregate import read_cells, summarize, write_results
-from rlhf.comparison.charts import comparison_charts
 from rlhf.comparison.figures import write_figures
-from rlhf.comparison.page import write_compare_page
+from rlhf.comparison.page import comparison_charts, write_compare_page
 from rlhf.comparison.plan import Cell, Plan, check_owner, locate_base, make_plan, read_plan
-from rlhf.comparison.processes import start_cell
 from rlhf.comparison.results import ArmResult, ComparisonResults, FrontierPoint
-from rlhf.comparison.scheduler import StartCell, run_cells
+from rlhf.comparison.scheduler import StartCell, run_cells, start_cell
 from rlhf.comparison.summary import format_gain, ranking, suite_tables, verdict
 from rlhf.comparison.tuning.plan import tuned_config
-from rlhf.comparison.tuning.run import Chosen, run_tuning
-from rlhf.comparison.tuning.tables import tuning_notes, tuning_table
+from rlhf.comparison.tuning.run import Chosen, run_tuning, tuning_notes, tuning_table
 from rlhf.config.compare import START_FOLDER, CompareConfig, LabConfig
 from rlhf.config.files import COMPARE_CONFIG, format_yaml
 from rlhf.config.load import compare_config, dump, read_yaml
 from rlhf.errors import ConfigError, UserError
 from rlhf.factory.context import MODEL
 from rlhf.guard.lint import lint
-from rlhf.report.report_card import Table as SuiteTable
+from rlhf.report.charts import Table as SuiteTable
 from rlhf.runtime.distributed import world_size_from_env
 from rlhf.tracking.progress import printable
 from rlhf.tracking.run_folder import write_atomically

@@ -21,13 +21,19 @@ from rlhf.config.load import load_run
 from rlhf.config.sections import RewardModelConfig
 from rlhf.errors import ConfigError
 from rlhf.evaluation.win_rate import LengthControlled
-from rlhf.factory.evaluation import START, PairwiseComparison, PolicyComparison, compare_models
+from rlhf.factory.evaluation import (
+    START,
+    PairwiseComparison,
+    PolicyComparison,
+    compare_models,
+    evaluate_suite,
+    load_model_for_suite,
+    write_result,
+)
 from rlhf.factory.reward_model import compute_report_card
-from rlhf.factory.suites import evaluate_suite, load_model_for_suite, write_result
-from rlhf.suites.figures import Estimate, SuiteResult
+from rlhf.suites.questions import Estimate, SuiteResult
 from rlhf.suites.settings import SuiteSettings
-from rlhf.tracking.formatting import format_fixed, format_significant
-from rlhf.tracking.metrics import METRICS
+from rlhf.tracking.metrics import METRICS, format_fixed, format_significant
 from rlhf.tracking.run_folder import write_atomically
 from rlhf.tracking.trackers import to_json
 

@@ -27,7 +27,7 @@ from rlhf.lab.gold import expected_accuracy
 from rlhf.lab.preferences import PairsFile, gold_gaps, write_pairs
 from rlhf.lab.world import Split
 from rlhf.runtime.seeding import derive_seed
-from rlhf.tracking.formatting import format_duration
+from rlhf.tracking.metrics import format_duration
 from rlhf.tracking.progress import printable
 from rlhf.tracking.run_folder import RunFolder, write_atomically
 

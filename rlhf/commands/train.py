@@ -14,8 +14,7 @@ from rlhf.config.sections import RewardModelConfig, TrainConfig
 from rlhf.factory.reward_model import build_reward_model, finish_members, finish_reward_model, member_configs
 from rlhf.factory.run import build_run
 from rlhf.report.page import write_report
-from rlhf.tracking.formatting import format_fixed, format_interval
-from rlhf.tracking.metrics import shown_in
+from rlhf.tracking.metrics import format_fixed, format_interval, shown_in
 from rlhf.tracking.run_folder import RunFolder
 from rlhf.tracking.trackers import CallbackTracker
 from rlhf.training.offline import train_offline

@@ -31,8 +31,7 @@ from rlhf.comparison.results import (
     WinRate,
 )
 from rlhf.comparison.scheduler import failure_of
-from rlhf.comparison.suites import SuiteScores, read_suites, summarize_suites
-from rlhf.comparison.trial import Judgment, read_curve
+from rlhf.comparison.trial import Judgment, SuiteScores, read_curve, read_suites, summarize_suites
 from rlhf.comparison.tuning.run import read_tuning
 from rlhf.config.compare import START_FOLDER
 from rlhf.evaluation.frontier import score_at_kl

@@ -15,7 +15,7 @@ from rlhf.config.compare import BudgetConfig, BudgetUnit
 from rlhf.config.reward import EnsembleSource, ModelSource, RewardSourceConfig, RulesSource
 from rlhf.config.sections import OfflineConfig, TrainConfig
 from rlhf.factory.context import member_folders, model_folder
-from rlhf.tracking.formatting import format_duration
+from rlhf.tracking.metrics import format_duration
 from rlhf.tracking.run_folder import write_atomically
 from rlhf.tracking.trackers import encode_line, read_jsonl
 from rlhf.training.offline import OfflineRun

@@ -18,9 +18,8 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from rlhf.comparison.charts import EXACT, ComparisonCharts
-from rlhf.comparison.page import FIGURES
-from rlhf.report.chart import Axis, Chart, Series
+from rlhf.comparison.page import EXACT, FIGURES, ComparisonCharts
+from rlhf.report.charts import Axis, Chart, Series
 
 # The page's colors by role, in the light (style.css).
 PALETTE = {

@@ -7,6 +7,6 @@ from __future__ import annotations
 
 import signal
 
-from rlhf.comparison.processes import handle_sigterm
+from rlhf.comparison.scheduler import handle_sigterm
 
 signal.signal(signal.SIGTERM, handle_sigterm)

@@ -1,19 +1,23 @@
-"""Write the report.html of a comparison: one self-contained page from its results and the cells."""
+"""Write the report.html of a comparison: its charts, computed once from its results, its tables, and its cells.
+
+figures.py draws the same charts for print.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import sqrt
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
 
 from rlhf.comparison.aggregate import CellResult
-from rlhf.comparison.charts import ComparisonCharts, Style, reward_hacking_points
 from rlhf.comparison.costs import UNITS
 from rlhf.comparison.plan import Plan
-from rlhf.comparison.results import ComparisonResults
+from rlhf.comparison.results import ComparisonResults, CurvePoint, Evaluation, FrontierPoint, Measures
 from rlhf.comparison.summary import (
     budget_in_words,
     cost_table,
@@ -21,17 +25,273 @@ from rlhf.comparison.summary import (
     equal_kl_table,
     notes,
     parallel_note,
+    ranking,
     suite_tables,
     verdict,
 )
-from rlhf.comparison.tuning.tables import trial_tables, tuning_in_words, tuning_notes, tuning_table
-from rlhf.config.compare import START_FOLDER
+from rlhf.comparison.tuning.run import trial_tables, tuning_in_words, tuning_notes, tuning_table
+from rlhf.config.compare import START_FOLDER, BudgetUnit
 from rlhf.config.load import dump
 from rlhf.config.reward import FunctionSource, ModelSource, RemoteSource, RewardSourceConfig
 from rlhf.config.sections import TrainConfig
+from rlhf.evaluation.frontier import overoptimized
+from rlhf.report.charts import Axis, Chart, Series, Table
 from rlhf.report.page import pair_details, write_page
-from rlhf.report.report_card import Table
+from rlhf.tracking.metrics import shown_in
 from rlhf.tracking.trackers import flatten
+
+ROLES, DASHES = 8, ("solid", "dash", "dot", "dashdot")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x", "star")
+MAX_ALL_SHOWN = 8  # arms that fit on one chart; of more than that, the best SHOWN are shown at first
+INITIALLY_SHOWN = 6
+EXACT = "exact optimum"
+MARGIN_SE = 2.0  # standard errors by which the gold must have fallen to be marked as gaming
+
+
+@dataclass(frozen=True)
+class Style:
+    """How an arm is drawn in every chart: a color of the page, a symbol, and another dash after every eight arms.
+
+    Of 64 arms no two have color and symbol in common; of the first eight no two have either.
+    """
+
+    arm: str
+    role: str
+    dash: str
+    symbol: str
+    shown: bool  # at first, where the page has room for some arms only
+
+    def series(self, xs: Sequence[float], ys: Sequence[float | None]) -> Series:
+        """Draw points of the arm."""
+        line = Series(self.arm, self.role, xs, ys, dash=self.dash, symbol=self.symbol, size=5, group=self.arm)
+        return replace(line, minor=not self.shown)
+
+
+@dataclass(frozen=True)
+class Win:
+    """How often the row wins against the column, in percent; None on the diagonal and where no seed is in common."""
+
+    share: int | None
+    low: int = 0
+    high: int = 0
+    exact: float = 50.0  # the share before rounding
+
+    @property
+    def clear(self) -> bool:
+        """Return whether the interval excludes 50 %."""
+        return self.share is not None and not self.low <= 50 <= self.high
+
+
+@dataclass(frozen=True)
+class ComparisonCharts:
+    """What the page and the figures of a comparison draw."""
+
+    drawn: Mapping[str, Style]  # by arm, in the order in which they are drawn
+    frontier: Chart
+    curves: Sequence[Chart]  # one for each measure
+    proxies: Sequence[Chart]  # one for each arm
+    wins: Sequence[tuple[str, Sequence[Win]]]  # by arm, against each arm
+    costs: Sequence[Chart]  # one for each unit of a budget
+
+
+def comparison_charts(results: ComparisonResults) -> ComparisonCharts:
+    """Compute everything that is drawn of a comparison."""
+    drawn = styles(drawing_order(results))
+    return ComparisonCharts(
+        drawn=drawn,
+        frontier=frontier_chart(results, drawn),
+        curves=curve_charts(results, drawn),
+        proxies=[chart for arm in drawn if (chart := _proxy_chart(results, arm)) is not None],
+        wins=win_matrix(results),
+        costs=cost_charts(results, drawn),
+    )
+
+
+def styles(arms: Sequence[str]) -> dict[str, Style]:
+    """Assign each arm a style, the same in every chart."""
+    shown = INITIALLY_SHOWN if len(arms) > MAX_ALL_SHOWN else MAX_ALL_SHOWN
+    return {
+        arm: Style(arm, f"s{i % ROLES + 1}", DASHES[i // ROLES % 4], SYMBOLS[(i + i // ROLES) % ROLES], i < shown)
+        for i, arm in enumerate(arms)
+    }
+
+
+def drawing_order(results: ComparisonResults) -> list[str]:
+    """Return the arms in the order in which they are drawn.
+
+    That is their order in results.json; where there are more than MAX_ALL_SHOWN, the best come first, so that those
+    shown at first look least alike.
+    """
+    arms = list(results.arms)
+    if len(arms) <= MAX_ALL_SHOWN:
+        return arms
+    return [*ranking(results), *(arm for arm in arms if arm not in ranking(results))]
+
+
+def frontier_chart(results: ComparisonResults, drawn: Mapping[str, Style]) -> Chart:
+    """Plot the judge's score against KL: every evaluation of every arm and seed, and best-of-n's curve."""
+    series: list[Series] = []
+    for arm, style in drawn.items():
+        lines = [_seed_series(style, rows) for rows in by_seed(results, arm).values() if _with_kl(rows)]
+        if curve := results.best_of_n.get(arm):
+            texts = [f"best of {point.n:g} (KL: its bound)" for point in curve]
+            lines.append(replace(style.series(*_points(curve)), width=2.5, dash="dot", texts=texts))
+        series += [replace(line, in_legend=number == 0) for number, line in enumerate(lines)]
+    if exact := results.exact_frontier:
+        texts = [EXACT] * len(exact)
+        series.append(Series(EXACT, "target", *_points(exact), width=2.5, dash="dash", texts=texts))
+    start = results.start_model.measures.score
+    series.append(Series("start", "target", [0.0], [start], width=0, size=12, symbol="diamond"))
+    x, y = Axis("KL to the start model", "nats per sequence", short="KL"), Axis("judge's score", short="score")
+    return Chart("frontier", "Score against KL", x, y, series, by_point=True)
+
+
+def _seed_series(style: Style, rows: Sequence[Evaluation]) -> Series:
+    """Draw the evaluations of a seed that have a KL, the last one larger."""
+    rows = _with_kl(rows)
+    line = style.series(*_points([row.measures for row in rows]))
+    texts = [f"{row.arm}, seed {row.seed}, step {row.step}" for row in rows]
+    return replace(line, width=1, size=[5] * (len(rows) - 1) + [11], texts=texts)
+
+
+def _with_kl(rows: Sequence[Evaluation]) -> list[Evaluation]:
+    return [row for row in rows if row.measures.kl is not None]
+
+
+def _points(points: Sequence[Measures | CurvePoint | FrontierPoint]) -> tuple[list[float], list[float | None]]:
+    return [point.kl for point in points if point.kl is not None], [point.score for point in points]
+
+
+def curve_charts(results: ComparisonResults, drawn: Mapping[str, Style]) -> list[Chart]:
+    """Plot the learning curves over the budget's unit.
+
+    Each curve is the mean over seeds, with a band from the lowest seed to the highest.
+    """
+    unit, count = results.budget.unit, sum(style.shown for style in drawn.values())
+    note = f"bands from the lowest seed to the highest: the best {count} only" if count < len(drawn) else ""
+    charts = []
+    for info, place in shown_in("compare/curve"):
+        name, series = info.name.removeprefix("eval/"), []
+        for arm, style in drawn.items():
+            if points := seed_means(finished_seeds(results, arm), name, unit):
+                band = [(low, high) for _, _, low, high in points]
+                line = style.series([x for x, _, _, _ in points], [mean for _, mean, _, _ in points])
+                series.append(replace(line, band=band if any(high > low for low, high in band) else ()))
+        if series:
+            x, y = Axis(UNITS[unit]), Axis(unit=info.unit)
+            charts.append(Chart(f"curve:{name}", place.title, x, y, series, note=note))
+    return charts
+
+
+def reward_hacking_points(results: ComparisonResults, arm: str) -> list[tuple[float, float]]:
+    """Find the evaluations that game the reward: the proxy is up and the judge's score is down from its best.
+
+    Returns:
+        (cost, judge's score) of each of them.
+    """
+    rows = proxy_rows(results, arm)
+    margins = [MARGIN_SE * row.score_std / sqrt(results.prompts) for row in rows]
+    marked = overoptimized([row.proxy for row in rows], [row.score for row in rows], margins)
+    return [(row.cost, row.score) for row, mark in zip(rows, marked, strict=True) if mark]
+
+
+def by_seed(results: ComparisonResults, arm: str) -> dict[int, list[Evaluation]]:
+    """Group the evaluations of an arm by seed, in order."""
+    seeds: dict[int, list[Evaluation]] = {}
+    for row in results.evaluations:
+        if row.arm == arm:
+            seeds.setdefault(row.seed, []).append(row)
+    return seeds
+
+
+def finished_seeds(results: ComparisonResults, arm: str) -> dict[int, list[Evaluation]]:
+    """Group the evaluations of an arm by seed: those of its finished seeds, of all as long as none is finished.
+
+    A mean over seeds ends where the shortest does, so a seed that failed early would cut the curve of the others.
+    """
+    seeds = by_seed(results, arm)
+    done = {seed.seed for seed in results.arms[arm].seeds if seed.status == "done"} if arm in results.arms else set()
+    return {seed: rows for seed, rows in seeds.items() if seed in done} or seeds
+
+
+def seed_means(
+    seeds: Mapping[int, Sequence[Evaluation]], name: str, unit: BudgetUnit
+) -> list[tuple[float, float, float, float]]:
+    """Compute (mean cost, mean, lowest, highest) for each evaluation that every seed has reached."""
+    points = []
+    for rows in zip(*seeds.values(), strict=False):
+        values = _measured(rows, name)
+        if len(values) == len(rows):
+            points.append((fmean(row.costs.amount(unit) for row in rows), fmean(values), min(values), max(values)))
+    return points
+
+
+def _measured(rows: Sequence[Evaluation], name: str) -> list[float]:
+    """Return the values of a measure, without the evaluations that did not measure it."""
+    return [value for row in rows if (value := row.measures.value(name)) is not None]
+
+
+@dataclass(frozen=True)
+class ProxyPoint:
+    """The means over seeds of an evaluation that has both scores."""
+
+    cost: float
+    proxy: float
+    score: float
+    score_std: float
+
+
+def proxy_rows(results: ComparisonResults, arm: str) -> list[ProxyPoint]:
+    """Compute the means over seeds of the evaluations that have both scores."""
+    rows = []
+    for group in zip(*finished_seeds(results, arm).values(), strict=False):
+        proxies, scores, stds = (_measured(group, name) for name in ("proxy", "score", "score_std"))
+        if len(proxies) == len(scores) == len(stds) == len(group):
+            cost = fmean(row.costs.amount(results.budget.unit) for row in group)
+            rows.append(ProxyPoint(cost, fmean(proxies), fmean(scores), fmean(stds)))
+    return rows
+
+
+def _proxy_chart(results: ComparisonResults, arm: str) -> Chart | None:
+    """Plot an arm's gain over the start in both scores, each in its own unit; crosses mark gaming."""
+    rows = proxy_rows(results, arm)
+    if len(rows) < 2:
+        return None
+    xs = [row.cost for row in rows]
+    judged, rewarded = [row.score - rows[0].score for row in rows], [row.proxy - rows[0].proxy for row in rows]
+    series = [Series("judge", "s1", xs, judged, size=4), Series("trained-on reward", "s2", xs, rewarded, size=4)]
+    if marked := reward_hacking_points(results, arm):
+        costs, gains = [cost for cost, _ in marked], [score - rows[0].score for _, score in marked]
+        series.append(Series("reward up, judge down", "s7", costs, gains, width=0, size=11, symbol="x"))
+    y = Axis(unit="gain over the start, each in its own score", short="gain")
+    return Chart(f"proxy:{arm}", arm, Axis(UNITS[results.budget.unit]), y, series)
+
+
+def win_matrix(results: ComparisonResults) -> list[tuple[str, list[Win]]]:
+    """Build the matrix of win rates: (arm, its Win against each arm), both in the order of their scores."""
+    wins: dict[tuple[str, str], Win] = {}
+    for row in results.win_rates:
+        value, low, high = (100 * share for share in (row.rate.value, row.rate.low, row.rate.high))
+        wins[row.a, row.b] = Win(round(value), round(low), round(high), exact=value)
+    arms = ranking(results)
+    return [(a, [wins.get((a, b), Win(None)) for b in arms]) for a in arms]
+
+
+def cost_charts(results: ComparisonResults, drawn: Mapping[str, Style]) -> list[Chart]:
+    """Plot what every arm spent, the mean over seeds, in each unit of a budget."""
+    finals = results.finals
+    spent = {arm: costs for arm in drawn if arm in finals and (costs := finals[arm].costs) is not None}
+    hatched = {arm for arm in spent if results.arms[arm].type == "best_of_n"}
+    note = "hatched: paid at every use, and no part of the budget" if hatched else ""
+    charts = []
+    for unit, label in UNITS.items():
+        bars = []
+        for i, (arm, costs) in enumerate(spent.items()):
+            bar = Series(arm, drawn[arm].role, [i], [costs.amount(unit)], kind="bars", hatched=arm in hatched)
+            bars.append(bar)
+        charts.append(Chart(f"cost:{unit}", "", Axis(), Axis(label), bars, note=note))
+    return charts if spent else []
+
 
 PER_CELL_KEYS = ("run.name", "run.out_dir", "run.seed")  # differ between any two cells
 

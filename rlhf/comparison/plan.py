@@ -19,9 +19,8 @@ from rlhf.config.compare import (
     Overrides,
     TrainedArm,
 )
-from rlhf.config.files import format_yaml
+from rlhf.config.files import format_yaml, merge, merge_overrides
 from rlhf.config.load import drop_unread, dump, read_yaml, train_config, validate
-from rlhf.config.overrides import merge, merge_overrides
 from rlhf.config.presets import drop_keys
 from rlhf.config.reward import RewardSourceConfig
 from rlhf.config.run import UNKNOWN_LENGTH

@@ -20,9 +20,8 @@ from rlhf.comparison.results import (
     WinRate,
 )
 from rlhf.evaluation.win_rate import Interval
-from rlhf.report.report_card import Table, humanize
-from rlhf.tracking.formatting import format_gigabytes, format_interval, format_number, format_percent
-from rlhf.tracking.metrics import shown_in
+from rlhf.report.charts import Table, humanize
+from rlhf.tracking.metrics import format_gigabytes, format_interval, format_number, format_percent, shown_in
 
 SUITE_FIGURES = 6  # the most figures of a suite that get a column
 FEW_SEEDS = 3  # up to so many, the intervals are too narrow where seeds differ (docs/compare.md)

@@ -15,8 +15,7 @@ from rlhf.config.algorithm import Gae, OnlinePairLoss, SftLoss, TrustRegionLoss,
 from rlhf.config.base import Needed, Section
 from rlhf.config.compare import CompareConfig
 from rlhf.config.data import ChatFormat, DataConfig
-from rlhf.config.files import locate_config, nearest_config, parse_yaml
-from rlhf.config.overrides import Tree, merge, merge_overrides, parse_overrides
+from rlhf.config.files import Tree, locate_config, merge, merge_overrides, nearest_config, parse_overrides, parse_yaml
 from rlhf.config.presets import PRESETS, drop_keys, get_setting, sizes_of_preset
 from rlhf.config.sections import OfflineConfig, OnlineConfig, OptimizerConfig, RewardModelConfig, TrainConfig
 from rlhf.errors import ConfigError, did_you_mean

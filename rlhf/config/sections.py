@@ -36,8 +36,15 @@ from rlhf.config.data import (
     SftConfig,
     Size,
 )
-from rlhf.config.reward import ChatPairsConfig, ModelSource, RewardConfig, RewardSourceConfig
-from rlhf.config.reward_model import CalibrationConfig, EnsembleConfig, RewardModelLoss
+from rlhf.config.reward import (
+    CalibrationConfig,
+    ChatPairsConfig,
+    EnsembleConfig,
+    ModelSource,
+    RewardConfig,
+    RewardModelLoss,
+    RewardSourceConfig,
+)
 from rlhf.config.run import (
     CheckpointConfig,
     Dtype,

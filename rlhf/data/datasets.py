@@ -17,7 +17,7 @@ from rlhf.data.files import load_rows
 from rlhf.data.formats import Completion, RowFormats, is_transcript
 from rlhf.data.rows import BadRow, Row, RowCounts
 from rlhf.data.templates import Rendered
-from rlhf.data.tokenize import Encoder
+from rlhf.data.tokenizer import Encoder
 from rlhf.errors import DataError
 
 B_co = TypeVar("B_co", bound=Batch, covariant=True)

@@ -29,7 +29,7 @@ from rlhf.data.files import load_rows
 from rlhf.data.formats import DEMONSTRATIONS, LABELLED, PAIRS, DemoText, LabelledText, PairText
 from rlhf.data.rows import Row, RowCounts
 from rlhf.data.templates import Rendered, TemplateRenderer, conversation_rows
-from rlhf.data.tokenize import (
+from rlhf.data.tokenizer import (
     Encoder,
     LengthLimit,
     left_pad,

@@ -20,7 +20,7 @@ from rlhf.data.conversation import Prompt
 from rlhf.data.datasets import BatchStream, EncodedRow, Entry, PreparedRow, RowPipeline, check_ids
 from rlhf.data.formats import ASSISTANT, PROMPTS, PromptText, is_transcript
 from rlhf.data.rows import BadRow, Row, RowCounts
-from rlhf.data.tokenize import Encoder, LengthLimit, left_pad, make_encoder, truncate_start
+from rlhf.data.tokenizer import Encoder, LengthLimit, left_pad, make_encoder, truncate_start
 from rlhf.errors import DataError
 from rlhf.types import Prompts
 

@@ -1,4 +1,13 @@
-"""Locate models and tokenizers (folder, GGUF file or hub id), load tokenizers as published, apply chat templates."""
+"""Locate models and tokenizers (folder, GGUF file or hub id), load them as published, and encode, cut and pad texts.
+
+A prompt begins with the special tokens that the tokenizer itself puts first (BOS, if it has one): never twice, and
+never with an EOS at the end. A completion ends with one special token: the template's end-of-turn token, else EOS.
+A text that spells a padding token appended after the vocabulary is ordinary text: models have no embedding for it.
+The concatenated ids decode to the concatenated texts: a tokenizer that puts a space before any text (SentencePiece)
+must not do so where the prompt ends and the completion begins.
+
+Masks are computed from lengths, never from ids: the pad token may be a real token of a text.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +15,24 @@ import copy
 import hashlib
 import importlib.util
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import Literal
 
+import torch
+from jaxtyping import Bool, Int
 from tokenizers import Tokenizer
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.tokenization_python import PythonBackend, Trie
 
+from rlhf.config.data import ChatFormat
+from rlhf.data.conversation import Message, Prompt, segments
 from rlhf.data.paths import looks_local, missing
-from rlhf.data.templates import Rendered, Template, choose_template, render
+from rlhf.data.rows import Row, RowCounts
+from rlhf.data.templates import Rendered, Template, Tools, choose_template, render, turn_end_id
 from rlhf.errors import DataError, ModelError, install_hint
 
 ADAPTER = "adapter_config.json"
@@ -304,3 +320,250 @@ __all__ = [
     "tokenizer_of_text",
     "vocabulary_digest",
 ]
+
+
+def left_pad(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Int[Tensor, "B P"], Bool[Tensor, "B P"]]:
+    """Pad rows on the left, so that all end in the last column; return `(ids, mask)`."""
+    return _pad(rows, pad_id, left=True)
+
+
+def right_pad(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
+    """Pad rows on the right, so that all start in the first column; return `(ids, mask)`."""
+    return _pad(rows, pad_id, left=False)
+
+
+def right_pad_flags(rows: Sequence[Sequence[bool]]) -> Bool[Tensor, "B T"]:
+    """Pad rows of flags on the right with False."""
+    flags, live = _pad([[int(flag) for flag in row] for row in rows], 0, left=False)
+    return flags.bool() & live
+
+
+def _pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
+    width = max((len(row) for row in rows), default=0)
+    ids = torch.full((len(rows), width), pad_id, dtype=torch.long)
+    mask = torch.zeros((len(rows), width), dtype=torch.bool)
+    for i, row in enumerate(rows):
+        live = slice(width - len(row), width) if left else slice(0, len(row))
+        ids[i, live] = torch.tensor(row, dtype=torch.long)
+        mask[i, live] = True
+    return ids, mask
+
+
+@dataclass(frozen=True)
+class LengthLimit:
+    """The most tokens a row may have, the name of the setting behind that number, and what happens to a longer row."""
+
+    tokens: int
+    name: str
+    too_long: Literal["skip", "truncate", "error"]
+
+    def tokens_to_cut(self, row: Row, tokens: int, skips: RowCounts) -> int | None:
+        """Return how many tokens to cut: 0 if the row fits, None if it was recorded in `skips` and left out.
+
+        Raises:
+            DataError: the row is too long and `too_long` is "error".
+        """
+        if tokens <= self.tokens:
+            return 0
+        match self.too_long:
+            case "truncate":
+                return tokens - self.tokens
+            case "skip":
+                skips.too_long += 1
+                skips.skip(row, self.reason, f"{tokens:,}")
+                return None
+            case "error":
+                raise DataError(
+                    f"{row.place}: {tokens:,} tokens, which is {self.reason}. Raise the limit, or set too_long to "
+                    "skip or truncate."
+                )
+
+    @property
+    def reason(self) -> str:
+        """Return the reason given for a longer row."""
+        return f"longer than {self.name} of {self.tokens:,} tokens"
+
+
+def length_limit(max_tokens: int, context: int | None, too_long: Literal["skip", "truncate", "error"]) -> LengthLimit:
+    """Build the limit from the configuration, or from the model's context if that is shorter."""
+    if context is not None and context < max_tokens:
+        return LengthLimit(context, "the model's context", too_long)
+    return LengthLimit(max_tokens, "max_tokens", too_long)
+
+
+def truncate_start(ids: list[int], excess: int, head: int) -> list[int] | None:
+    """Drop `excess` tokens after the first `head` special ones, which stay; return None if nothing would be left."""
+    kept = ids[head + excess :]
+    return [*ids[:head], *kept] if kept and excess >= 0 else None
+
+
+# Put before a completion, so that what a tokenizer adds to the start of a text is not added to the completion.
+_STARTS = ("\n", ".", ":", "a", "1")
+_PROBES = ("x", " x", "x y", "\nx", '"x')
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A tokenizer and a chat template, with what is known about how the tokenizer treats the start of a text."""
+
+    tokenizer: PreTrainedTokenizerBase
+    reader: PreTrainedTokenizerBase  # encodes text: without tokens that models have no embedding for
+    template: Template
+    prefix: tuple[int, ...]  # the special tokens that the tokenizer puts before every text
+    start: str  # encoded before a completion and then dropped from the ids; empty if not needed
+    eos_id: int
+    pad_id: int
+    special_ids: frozenset[int]
+    stop_ids: tuple[int, ...]  # EOS, and the template's end-of-turn token if that is another one
+
+    def render(
+        self, prompt: Prompt, completions: Sequence[str | Sequence[Message]] = (), *, tools: Tools = ()
+    ) -> Rendered:
+        """Render a prompt and its completions as text."""
+        return render(self.tokenizer, self.template, prompt, completions, tools=tools)
+
+    def prompts(self, rendered: Sequence[Rendered]) -> list[list[int]]:
+        """Encode each prompt; an empty one has no ids if the tokenizer puts no special token first."""
+        rows = self._tokenize([r.prompt for r in rendered])
+        return [ids if r.templated else self._add_prefix(ids) for r, ids in zip(rendered, rows, strict=True)]
+
+    def completions(self, rendered: Sequence[Rendered], which: int) -> list[list[int]]:
+        """Encode completion number `which` of each row, ending with the template's end-of-turn token or EOS."""
+        texts = [r.completions[which] for r in rendered]
+        prompted = [i for i, r in enumerate(rendered) if r.prompt]
+        ids = self._tokenize(texts)  # without a prompt a completion is encoded like any other text
+        if self.start:
+            for i, row in zip(prompted, self._tokenize_continuations([texts[i] for i in prompted]), strict=True):
+                ids[i] = ids[i] if row is None else row
+        return [self._terminate(r, row) for r, row in zip(rendered, ids, strict=True)]
+
+    def turns(self, rendered: Rendered, which: int) -> tuple[list[int], list[bool]]:
+        """Encode completion number `which` turn by turn; return its ids and which of them the assistant wrote."""
+        text, spans = rendered.completions[which], rendered.learned[which]
+        parts = segments(len(text), spans)
+        pieces = [text[start:end] for (start, end), _ in parts]
+        ids = self._tokenize(pieces)
+        if self.start:
+            ids = [a if b is None else b for a, b in zip(ids, self._tokenize_continuations(pieces), strict=True)]
+        learned = [inside for row, (_, inside) in zip(ids, parts, strict=True) for _ in row]
+        joined = [token for row in ids for token in row]
+        terminated = self._terminate(rendered, joined)
+        return terminated, [*learned[: len(terminated)], *[True] * (len(terminated) - len(learned))]
+
+    def _terminate(self, rendered: Rendered, ids: list[int]) -> list[int]:
+        if ids and ids[-1] in (self.special_ids if rendered.templated else self.stop_ids):
+            return ids
+        # Without a prompt, a BOS spelled out at the start of the text is dropped: the prompt ids are that BOS already.
+        return self._append_eos(ids if rendered.prompt or rendered.templated else self._remove_prefix(ids))
+
+    def text(self, text: str) -> list[int]:
+        """Encode a text as it is, without the tokenizer's special tokens around it."""
+        return self._tokenize([text])[0]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode ids to text, special tokens included."""
+        text = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def is_seam_exact(self, rendered: Rendered, prompt: Sequence[int], completion: Sequence[int]) -> bool:
+        """Return whether prompt and completion ids decode to the same text as the two texts encoded together."""
+        joint = self._tokenize([rendered.prompt + rendered.completions[0]])[0]
+        whole = joint if rendered.templated else self._add_prefix(joint)
+        head = self.head(whole)  # kept away from _append_eos, because BOS may be EOS
+        end = whole[head:] if rendered.templated and whole[-1] in self.special_ids else self._append_eos(whole[head:])
+        return self.decode([*prompt, *completion]) == self.decode([*whole[:head], *end])
+
+    def head(self, ids: Sequence[int]) -> int:
+        """Count the ids at the start that are the tokenizer's prefix of special tokens: all of it or 0."""
+        return len(self.prefix) if tuple(ids[: len(self.prefix)]) == self.prefix else 0
+
+    def _add_prefix(self, ids: list[int]) -> list[int]:
+        return ids if self.prefix and self.head(ids) else [*self.prefix, *ids]
+
+    def _remove_prefix(self, ids: list[int]) -> list[int]:
+        return ids[self.head(ids) :]
+
+    def _append_eos(self, ids: list[int]) -> list[int]:
+        if self.eos_id not in ids:
+            return [*ids, self.eos_id]
+        end = len(ids) - ids[::-1].index(self.eos_id)  # many templates write a line break after their EOS
+        return ids[:end] if not self.decode(ids[end:]).strip() else [*ids, self.eos_id]
+
+    def _tokenize(self, texts: list[str]) -> list[list[int]]:
+        return _tokenize(self.reader, texts)
+
+    def _tokenize_continuations(self, texts: list[str]) -> list[list[int] | None]:
+        head = self._tokenize([self.start])[0]
+        rows = self._tokenize([self.start + text for text in texts])
+        # None if the tokenizer merged the start with the text: then a space may appear between prompt and completion.
+        return [row[len(head) :] if row[: len(head)] == head else None for row in rows]
+
+
+def make_encoder(tokenizer: PreTrainedTokenizerBase, chat_template: str | ChatFormat) -> Encoder:
+    """Build the encoder of a tokenizer; `chat_template` is the value of `data.chat_template`, or a whole ChatFormat.
+
+    Raises:
+        DataError: the tokenizer has no EOS, or the template cannot be used.
+    """
+    eos_id = tokenizer.eos_token_id
+    if not isinstance(eos_id, int):
+        raise DataError("the tokenizer needs an EOS: see load_tokenizer")
+    template = choose_template(tokenizer, chat_template)
+    special_ids = [tokenizer.convert_tokens_to_ids(special) for special in template.specials]
+    turn_end = turn_end_id(tokenizer, template)
+    reader = tokenizer_of_text(tokenizer)
+    return Encoder(
+        tokenizer,
+        reader,
+        template,
+        _find_prefix(reader),
+        _find_start(reader),
+        eos_id,
+        pad_id(tokenizer),
+        frozenset(token_id for token_id in special_ids if isinstance(token_id, int)),
+        tuple(dict.fromkeys([eos_id, turn_end if turn_end is not None else eos_id])),
+    )
+
+
+def stop_token_ids(
+    tokenizer: PreTrainedTokenizerBase, chat_template: str | ChatFormat, others: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """Return the sorted ids that end a completion: `others` (the model's own), EOS, and the template's end of turn."""
+    turn_end = turn_end_id(tokenizer, choose_template(tokenizer, chat_template))
+    return tuple(sorted({*others, *(n for n in (tokenizer.eos_token_id, turn_end) if isinstance(n, int))}))
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    if not texts:
+        return []
+    encoded = tokenizer(texts, add_special_tokens=False, truncation=False, padding=False, verbose=False)
+    return [list(ids) for ids in encoded["input_ids"]]
+
+
+def _find_prefix(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Find the special tokens that the tokenizer puts before every text."""
+    for probe in ("a", "x y", "0", "the"):
+        bare = _tokenize(tokenizer, [probe])[0]
+        full = list(tokenizer(probe, verbose=False)["input_ids"])
+        for offset in range(len(full) - len(bare) + 1):
+            if bare and full[offset : offset + len(bare)] == bare:
+                return tuple(full[:offset])
+    return ()
+
+
+def _find_start(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Find a text to put before completions so that they are encoded as continuations; empty if none is needed."""
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def preserves_text(start: str) -> bool:
+        head, before = _tokenize(tokenizer, [start, "b"]) if start else ([], _tokenize(tokenizer, ["b"])[0])
+        rows = _tokenize(tokenizer, [start + probe for probe in _PROBES])
+        return all(
+            row[: len(head)] == head and decode([*before, *row[len(head) :]]) == decode(before) + probe
+            for row, probe in zip(rows, _PROBES, strict=True)
+        )
+
+    return next((start for start in ("", *_STARTS) if preserves_text(start)), "")

@@ -25,7 +25,7 @@ from rlhf.batching import Batch, concat, extend
 from rlhf.models.policy_models import Models
 from rlhf.rewards.source import RewardSource
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
-from rlhf.runtime.micro_batch import AdaptiveMicroBatch
+from rlhf.runtime.memory import AdaptiveMicroBatch
 from rlhf.sampling.sampler import Sampler
 from rlhf.tracking.metrics import Metrics, describe
 from rlhf.training.step import Loss, RowWiseLoss

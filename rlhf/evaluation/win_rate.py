@@ -15,7 +15,7 @@ from torch.nn.functional import softplus
 from rlhf.config.reward import ChatPairsConfig
 from rlhf.rewards.judge import ChatModel, check_readable, fill_template, read_template
 from rlhf.runtime.seeding import generator
-from rlhf.tracking.formatting import format_interval
+from rlhf.tracking.metrics import format_interval
 
 RESAMPLES = 2000
 RESAMPLES_AT_ONCE = 250  # regressions fitted together; affects memory only

@@ -25,30 +25,28 @@ from rlhf.config.sections import OnlineConfig, RewardModelConfig, TrainConfig
 from rlhf.data.mixture import MixedStream
 from rlhf.data.paths import resolve_best
 from rlhf.errors import CheckpointError, ConfigError, ModelError
-from rlhf.guard.alarm import RunFacts
+from rlhf.guard.alarms import RunFacts
 from rlhf.guard.lint import check_settings
 from rlhf.models.adapters import is_adapted
 from rlhf.models.backbone import CausalLM, merged_copy, save_model
 from rlhf.models.export import (
     ExportDtype,
+    Origin,
     export_model,
     save_in_parts,
     write_parts,
     write_tensors,
     write_tokenizer,
 )
-from rlhf.models.origin import Origin
 from rlhf.models.scalar_head import ScalarHeadModel
 from rlhf.models.weight_files import NamedTensors, WeightFiles, is_split, read_header
 from rlhf.runtime.distributed import Distributed
-from rlhf.runtime.engine import Engine, TrainableModel, make_engine
-from rlhf.runtime.optimizers import Moments
+from rlhf.runtime.engine import Engine, Moments, TrainableModel, make_engine
 from rlhf.tracking.checkpoint import Checkpoints
 from rlhf.tracking.progress import Progress
 from rlhf.tracking.run_folder import FolderLock, RunFolder, write_atomically
 from rlhf.tracking.trackers import open_trackers
-from rlhf.training.best import BestKeeper, RowValues
-from rlhf.training.health import HealthMonitor
+from rlhf.training.health import BestKeeper, HealthMonitor, RowValues
 from rlhf.training.session import Recorder, Session, TrainState
 
 MODEL = "model"  # the trained model, in a run folder and in each checkpoint

@@ -12,10 +12,17 @@ from rlhf.config.data import ChatFormat, PromptsConfig, SftConfig, TrainableData
 from rlhf.config.rescue import Hint
 from rlhf.data.datasets import BatchStream, Entry, HasPrompt, RowPipeline, RowSet
 from rlhf.data.formats import PromptText
-from rlhf.data.mixture import MemorySource, MixedStream, Source, StreamedSource, source_seed
+from rlhf.data.mixture import (
+    MemorySource,
+    MixedStream,
+    QuotaSchedule,
+    Source,
+    StreamedSource,
+    integer_weights,
+    source_seed,
+)
 from rlhf.data.pairs import DemonstrationSet, demonstration_pipeline, load_demonstrations
 from rlhf.data.prompts import SOURCE, PromptSet, PromptStream, prompt_pipeline
-from rlhf.data.quotas import QuotaSchedule, integer_weights
 from rlhf.data.rows import RowCounts
 from rlhf.errors import DataError
 from rlhf.factory.context import RunContext

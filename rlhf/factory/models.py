@@ -24,11 +24,9 @@ from rlhf.models.backbone import (
     load_causal_lm,
     load_policy,
 )
-from rlhf.models.ensemble_head import load_reward_heads, single_head
-from rlhf.models.export import ExportDtype
-from rlhf.models.origin import Origin, read_origin
+from rlhf.models.export import ExportDtype, Origin, read_origin
 from rlhf.models.policy_models import Ema, Models, SharedValueHead, keep_in_bfloat16
-from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
+from rlhf.models.scalar_head import ScalarHeadModel, load_reward_heads, load_scalar_head, single_head
 from rlhf.runtime.engine import Engine
 from rlhf.runtime.seeding import derive_seed, seeded_initialization
 

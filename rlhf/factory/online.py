@@ -41,23 +41,20 @@ from rlhf.factory.models import build_online_models, build_tokenizer, export, ma
 from rlhf.factory.rewards import build_source, build_watch
 from rlhf.factory.sampler import build_sampler, slow_lengths_reason
 from rlhf.models.backbone import CausalLM, context_length, freeze
-from rlhf.models.origin import Origin
+from rlhf.models.export import Origin
 from rlhf.models.policy_models import Ema, Models
-from rlhf.rewards.shaping import ShapedReward
+from rlhf.rewards.rules import ShapedReward
 from rlhf.rewards.source import RewardSource
 from rlhf.runtime.device import choose_precision
 from rlhf.runtime.engine import Engine, LocalModel, TrainableModel
-from rlhf.runtime.micro_batch import AdaptiveMicroBatch
+from rlhf.runtime.memory import AdaptiveMicroBatch
 from rlhf.runtime.seeding import derive_seed
 from rlhf.sampling.generate import HFSampler, repeat_rows
 from rlhf.sampling.sampler import Sampler
 from rlhf.tracking.metrics import progress_metrics
 from rlhf.training.collect import sampling_key
-from rlhf.training.offline import adaptive_micro_batch
-from rlhf.training.online_run import NO_GRAD_BATCH_MULTIPLIER, OnlineRun
-from rlhf.training.overlap import CompletionPrefetcher
-from rlhf.training.preference import PREFERENCE_TERM
-from rlhf.training.replay import PromptQueue
+from rlhf.training.offline import PREFERENCE_TERM, adaptive_micro_batch
+from rlhf.training.online_run import NO_GRAD_BATCH_MULTIPLIER, CompletionPrefetcher, OnlineRun, PromptQueue
 from rlhf.training.rollout import sample_records
 from rlhf.training.session import Recorder, TrainState
 from rlhf.training.trust_region import TrustRegionModel

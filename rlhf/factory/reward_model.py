@@ -16,10 +16,8 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from reward_model.ensemble import EnsembleLoss, bootstrap_weights, calibrate_ensemble, member_gaps
-from reward_model.evaluate import evaluate_reward_model
-from reward_model.losses import BradleyTerryLoss
-from reward_model.model import calibrate, score_pairs
-from reward_model.statistics import ensemble_card
+from reward_model.evaluate import ensemble_card, evaluate_reward_model
+from reward_model.model import BradleyTerryLoss, calibrate, score_pairs
 from rlhf.batching import Batch
 from rlhf.config.data import PreferencesConfig
 from rlhf.config.sections import RewardModelConfig
@@ -27,7 +25,7 @@ from rlhf.data.datasets import BatchStream
 from rlhf.data.formats import PairText
 from rlhf.data.mixture import MixedStream
 from rlhf.data.pairs import PairSet, load_pairs, pair_pipeline
-from rlhf.data.tokenize import stop_token_ids
+from rlhf.data.tokenizer import stop_token_ids
 from rlhf.errors import ConfigError
 from rlhf.evaluation.evaluate import evaluate_loss
 from rlhf.factory.context import (
@@ -46,9 +44,8 @@ from rlhf.factory.context import (
 from rlhf.factory.data import mix, open_mixture
 from rlhf.factory.models import build_tokenizer, read_export_origin
 from rlhf.models.backbone import context_length, enable_gradient_checkpointing
-from rlhf.models.ensemble_head import EnsembleHeadModel, as_ensemble, load_reward_heads
 from rlhf.models.logprobs import FastWays, of_bodies
-from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
+from rlhf.models.scalar_head import EnsembleHeadModel, ScalarHeadModel, as_ensemble, load_reward_heads, load_scalar_head
 from rlhf.runtime.device import choose_precision
 from rlhf.runtime.distributed import Distributed, is_main_process
 from rlhf.runtime.seeding import derive_seed, seeded_initialization

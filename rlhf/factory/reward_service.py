@@ -12,15 +12,14 @@ import uvicorn
 from rich.console import Console
 from rich.text import Text
 
-from reward_model.server import make_app
-from reward_model.text_scorer import TextScorer
+from reward_model.server import TextScorer, make_app
 from rlhf.config.load import load_chat_format
 from rlhf.config.run import RunConfig
 from rlhf.data.paths import resolve_best
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import ConfigError
 from rlhf.factory.context import model_folder
-from rlhf.models.ensemble_head import load_reward_heads
+from rlhf.models.scalar_head import load_reward_heads
 from rlhf.runtime.engine import make_engine
 
 GRACE_S = 30  # requests in progress may take this long to finish when the server is stopped

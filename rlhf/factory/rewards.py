@@ -24,15 +24,14 @@ from rlhf.data.paths import resolve_best
 from rlhf.data.tokenizer import vocabulary_digest
 from rlhf.errors import ConfigError
 from rlhf.factory.context import member_folders, model_folder
-from rlhf.models.ensemble_head import EnsembleHeadModel
 from rlhf.models.policy_models import keep_in_bfloat16
+from rlhf.models.scalar_head import EnsembleHeadModel
 from rlhf.rewards.ensemble import EnsembleReward
 from rlhf.rewards.function import FunctionReward
 from rlhf.rewards.judge import ChatModel, ChatReward
 from rlhf.rewards.remote import RemoteReward
 from rlhf.rewards.rules import RulesReward
-from rlhf.rewards.source import MainRankReward, RewardSource, ShardedReward
-from rlhf.rewards.watch import WatchingJudge
+from rlhf.rewards.source import MainRankReward, RewardSource, ShardedReward, WatchingJudge
 from rlhf.runtime.device import fallback_note, usable_dtype
 from rlhf.runtime.engine import Engine
 

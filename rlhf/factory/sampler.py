@@ -16,12 +16,11 @@ from rlhf.config.data import ChatFormat
 from rlhf.config.sections import SamplingConfig, TrainConfig
 from rlhf.data.conversation import Message, Prompt
 from rlhf.data.prompts import encode_conversations
-from rlhf.data.tokenize import make_encoder, stop_token_ids
-from rlhf.data.tokenizer import load_tokenizer, locate_model, pad_id
+from rlhf.data.tokenizer import load_tokenizer, locate_model, make_encoder, pad_id, stop_token_ids
 from rlhf.errors import DataError
 from rlhf.factory.context import model_folder
 from rlhf.models.backbone import check_vocabulary, context_length, eos_ids, freeze, load_causal_lm, move_to
-from rlhf.models.origin import GENERATION
+from rlhf.models.export import GENERATION
 from rlhf.models.policy_models import Models
 from rlhf.models.weight_files import local_folder
 from rlhf.runtime.device import choose_device

@@ -7,10 +7,8 @@ from collections.abc import Collection, Sequence
 from rlhf.errors import ConfigError, did_you_mean
 from rlhf.guard.alarms import ALARMS
 from rlhf.guard.rule import Facts, Rule, RunConfiguration, Violation, read_facts
-from rlhf.guard.rules_data import DATA_RULES
-from rlhf.guard.rules_online import ONLINE_RULES
-from rlhf.guard.rules_run import RUN_RULES
-from rlhf.guard.rules_update import UPDATE_RULES
+from rlhf.guard.rules_online import ONLINE_RULES, UPDATE_RULES
+from rlhf.guard.rules_run import DATA_RULES, RUN_RULES
 
 RULES: tuple[Rule, ...] = (*UPDATE_RULES, *ONLINE_RULES, *RUN_RULES, *DATA_RULES)
 

@@ -1,31 +1,33 @@
-"""Log-probabilities and entropies of completions, in one forward pass, and which fast ways compute them."""
+"""Log-probabilities and entropies of completions, in one forward pass: padded or packed, whole or in chunks of tokens.
+
+The LM head goes from hidden states to log-probabilities without the logits of the whole batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 
+from rlhf.batching import place_live, select_live
 from rlhf.config.sections import LogProbs, Packing
 from rlhf.errors import ModelError
+from rlhf.models.adapters import base_model
 from rlhf.models.backbone import CausalLM, body_of
 from rlhf.models.kernels.attention import PackedBatch
-from rlhf.models.kernels.llama.compile_layers import NOT_WRITTEN_OUT, compile_layers
+from rlhf.models.kernels.cast import HALF_DTYPES, cast_weight, pad_rows_for_onednn
+from rlhf.models.kernels.llama.compiled import NOT_WRITTEN_OUT, compile_layers
 from rlhf.models.kernels.llama.forward import fused_unsupported_reason, predictor_states, supports_fused
-from rlhf.models.kernels.lm_head import (
-    chunked_statistics,
-    chunking_unsupported_reason,
-    in_float32,
-    intercept_head,
-    output_head,
-    token_statistics,
-)
 from rlhf.models.kernels.packing import (
     autocast_off,
     build_probe,
@@ -36,7 +38,314 @@ from rlhf.models.kernels.packing import (
     varlen_unsupported_reason,
 )
 from rlhf.runtime.device import is_device_error
-from rlhf.transfer import place_live, select_live
+
+CHUNK_TOKENS = {"cpu": 256, "cuda": 4096}  # tokens per chunk of logits: measured, see benchmarks/NOTES_forward.md
+MAX_CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**26}  # and never more logits than this, whatever the vocabulary
+MAX_SAVED_PROBS = {
+    "cpu": 2**24,
+    "cuda": 2**27,
+}  # probabilities kept for the backward pass; beyond it they are recomputed
+
+LOWEST = -1e4  # nats: stands in for minus infinity; its probability is 0 too, but 0 * -inf would be NaN
+
+TokenStatistics = Float[Tensor, "3 *shape"]
+"""For each token: log-probability (nats), entropy of its distribution (nats), 1.0 where it is the most likely one."""
+
+
+def token_statistics(
+    logits: Float[Tensor, "*shape V"], ids: Int[Tensor, "*shape"], temperature: float, *, entropy_gradient: bool
+) -> TokenStatistics:
+    """Compute the statistics of tokens from all logits at once: the reference for the chunked computations.
+
+    log p = z_a − log Σ exp z,  H = − Σ p log p,  z = logits / temperature, in float32 at least. 0 log 0 is 0: a logit
+    may be minus infinity.
+    """
+    log_softmax = (at_least_float32(logits) / temperature).log_softmax(dim=-1)
+    logprobs = log_softmax.gather(-1, ids[..., None]).squeeze(-1)
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        entropy = -(log_softmax.exp() * log_softmax.clamp(min=LOWEST)).sum(dim=-1)
+    return torch.stack([logprobs, entropy, (log_softmax.argmax(dim=-1) == ids).to(logprobs.dtype)])
+
+
+def at_least_float32(logits: Tensor) -> Tensor:
+    """Convert logits to float32; float64 stays."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def chunk_rows(vocabulary: int, device: torch.device) -> int:
+    """Return how many tokens' logits are computed at a time."""
+    return max(1, min(CHUNK_TOKENS.get(device.type, 1024), MAX_CHUNK_LOGITS.get(device.type, 2**23) // vocabulary))
+
+
+def chunked_statistics(
+    head: nn.Module,
+    plain: Callable[[Tensor], Tensor],
+    hidden: Float[Tensor, "N D"],
+    ids: Int[Tensor, " N"],
+    *,
+    temperature: float,
+    entropy_gradient: bool,
+    float32_head: bool = False,
+) -> TokenStatistics:
+    """Compute `statistics` of `head(hidden)`, with logits of a few tokens at a time in both passes.
+
+    A linear head has a backward pass of its own; any other (one with an adapter) is called again, chunk by chunk.
+    `plain` is the head's own forward. `float32_head` computes logits in float32 in a bfloat16 run too.
+    """
+    if type(head) is nn.Linear:
+        return _linear_statistics(head, hidden, ids, temperature, entropy_gradient, float32_head)
+    plain = in_float32(plain) if float32_head else plain
+    size = chunk_rows(_vocabulary_size(head), hidden.device)
+
+    def chunk_statistics(states: Tensor, tokens: Tensor) -> Tensor:
+        return token_statistics(plain(states), tokens, temperature, entropy_gradient=entropy_gradient)
+
+    chunks = [
+        cast(Tensor, checkpoint(chunk_statistics, states, tokens, use_reentrant=False, preserve_rng_state=False))
+        for states, tokens in zip(hidden.split(size), ids.split(size), strict=True)
+    ]
+    return torch.cat(chunks, dim=1)
+
+
+def in_float32(plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Wrap a head's forward to run outside autocast, on hidden states in float32 at least."""
+
+    def forward(hidden: Tensor) -> Tensor:
+        with torch.autocast(device_type=hidden.device.type, enabled=False):
+            return plain(at_least_float32(hidden))
+
+    return forward
+
+
+def factor_dtype(head: nn.Linear, device: torch.device, *, float32_head: bool) -> torch.dtype:
+    """Choose the dtype of the two factors of a linear head's matrix product.
+
+    On a GPU `float32_head` leaves them in the run's: the product accumulates and returns float32 (see _scaled_logits).
+    A CPU has no such product, and one in float32 throughout is faster where the CPU has no bfloat16 arithmetic.
+    """
+    kind = device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
+    return torch.promote_types(dtype, torch.float32) if float32_head and kind == "cpu" else dtype
+
+
+def logits_function(head: nn.Module, device: torch.device, *, float32_head: bool) -> Callable[[Tensor], Tensor]:
+    """Return a function from hidden states [N, D] to the head's logits [N, V], for passes without a gradient.
+
+    It calls the head's forward rather than the head, so that hooks on the module do not run; adapters still count.
+    """
+    if type(head) is not nn.Linear:
+        return in_float32(head.forward) if float32_head else head.forward
+    dtype, bias = factor_dtype(head, device, float32_head=float32_head), head.bias
+    weight = head.weight.to(dtype)
+
+    def forward(hidden: Tensor) -> Tensor:
+        with torch.autocast(device_type=device.type, enabled=False):
+            return _scaled_logits(pad_rows_for_onednn(hidden, dtype), weight, bias, 1.0, float32_head)[: len(hidden)]
+
+    return forward
+
+
+def _linear_statistics(
+    head: nn.Linear,
+    hidden: Float[Tensor, "N D"],
+    ids: Int[Tensor, " N"],
+    temperature: float,
+    entropy_gradient: bool,
+    float32_head: bool,
+) -> TokenStatistics:
+    dtype = factor_dtype(head, hidden.device, float32_head=float32_head)
+    with torch.autocast(device_type=hidden.device.type, enabled=False):
+        rows = pad_rows_for_onednn(hidden, dtype)
+        padded_ids = functional.pad(ids, (0, len(rows) - len(ids)))
+        outputs: tuple[Tensor, ...] = _LinearStatistics.apply(  # type: ignore[no-untyped-call]
+            rows, head.weight, head.bias, padded_ids, temperature, entropy_gradient, float32_head
+        )
+    return torch.stack(outputs)[:, : len(ids)]
+
+
+class _LinearStatistics(torch.autograd.Function):
+    """Statistics (log p, H, first) of z = (h W' + b) / temperature, with dz/dlogits computed where it is needed.
+
+    d log p_a / dz = 1_a − p,   dH / dz = − p (log p + H).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        temperature: float,
+        entropy_gradient: bool,
+        float32_head: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the statistics by chunks of tokens; up to `KEPT` probabilities are saved for the backward pass."""
+        count, vocabulary = len(ids), weight.shape[0]
+        size = chunk_rows(vocabulary, hidden.device)
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        logprobs, entropy, first, logsums = torch.empty(4, count, dtype=dtype, device=hidden.device).unbind()
+        needs_grad = any(ctx.needs_input_grad[:3])
+        budget = MAX_SAVED_PROBS.get(hidden.device.type, 2**24) if needs_grad and not entropy_gradient else 0
+        kept: list[Tensor] = []
+        matrix = cast_weight(weight, hidden.dtype)
+        for part in _chunks(count, size):
+            z = _scaled_logits(hidden[part], matrix, bias, temperature, float32_head)
+            top, best = z.max(dim=-1)
+            chosen = z.gather(1, ids[part, None]).squeeze(1)
+            exps = z.sub_(top[:, None]).exp()
+            total = exps.sum(dim=-1)
+            logsums[part] = total.log() + top
+            logprobs[part] = chosen - logsums[part]
+            if z.is_cuda:  # to look for NaN as below would wait for the device
+                z.clamp_(min=LOWEST)
+            moments = torch.bmm(exps[:, None], z[:, :, None])[:, 0, 0]
+            if (
+                not z.is_cuda and moments.isnan().any()
+            ):  # from a logit of minus infinity (0 * -inf): rare, so it is handled only then
+                moments = torch.bmm(exps[:, None], z.clamp_(min=LOWEST)[:, :, None])[:, 0, 0]
+            entropy[part] = total.log() - moments / total
+            first[part] = (best == ids[part]).to(dtype)
+            budget -= exps.numel()
+            if budget >= 0:
+                kept.append(exps.div_(total[:, None]))
+        ctx.save_for_backward(hidden, weight, bias, ids, logsums, entropy, *kept)
+        ctx.temperature, ctx.entropy_gradient, ctx.size = temperature, entropy_gradient, size
+        ctx.float32_head = float32_head
+        ctx.mark_non_differentiable(*([first] if entropy_gradient else [entropy, first]))
+        return logprobs, entropy, first
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_logprobs: Tensor, d_entropy: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Recompute logits whose probabilities were not kept, and return the gradients of hidden, weight and bias."""
+        hidden, weight, bias, ids, logsums, entropy, *kept = ctx.saved_tensors
+        to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
+        matrix = cast_weight(weight, hidden.dtype)
+        d_hidden = torch.empty_like(hidden) if to_hidden else None
+        d_weight = torch.zeros_like(weight) if to_weight else None
+        d_bias = torch.zeros_like(bias) if to_bias else None
+        for number, part in enumerate(_chunks(len(ids), ctx.size)):
+            if number < len(kept):
+                d_logits = kept[number].mul(-d_logprobs[part, None])
+            else:
+                logs = _scaled_logits(hidden[part], matrix, bias, ctx.temperature, ctx.float32_head)
+                logs = logs.sub_(logsums[part, None])
+                slope = -d_logprobs[part, None]
+                if ctx.entropy_gradient and d_entropy is not None:
+                    slope = slope - d_entropy[part, None] * (logs.clamp_(min=LOWEST) + entropy[part, None])
+                d_logits = logs.exp_().mul_(slope)
+            d_logits.scatter_add_(1, ids[part, None], d_logprobs[part, None])
+            d_logits = d_logits.div_(ctx.temperature).to(hidden.dtype)
+            _add_chunk((d_hidden, d_weight, d_bias), d_logits, hidden, matrix, part)
+        return d_hidden, d_weight, d_bias, None, None, None, None
+
+
+def _add_chunk(
+    gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
+    d_logits: Float[Tensor, "n V"],
+    hidden: Tensor,
+    matrix: Tensor,
+    part: slice,
+) -> None:
+    """Write a chunk's gradient of hidden, and add to those of weight and bias; None stands for one not needed."""
+    d_hidden, d_weight, d_bias = gradients
+    if d_hidden is not None:
+        torch.mm(d_logits, matrix, out=d_hidden[part])
+    if d_weight is not None:
+        if d_weight.dtype == d_logits.dtype:
+            d_weight.addmm_(d_logits.t(), hidden[part])
+        else:
+            d_weight += d_logits.t() @ hidden[part]
+    if d_bias is not None:
+        d_bias += d_logits.sum(dim=0)
+
+
+def _scaled_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, float32_head: bool
+) -> Float[Tensor, "N V"]:
+    if float32_head and hidden.is_cuda and hidden.dtype in HALF_DTYPES:
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        logits = logits if bias is None else logits.add_(bias)
+    else:
+        logits = hidden @ weight.t() if bias is None else torch.addmm(bias.to(hidden.dtype), hidden, weight.t())
+    logits = at_least_float32(logits)
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _chunks(count: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _vocabulary_size(head: nn.Module) -> int:
+    """Return the rows of the head's largest matrix, which is its own, whatever adapters it has."""
+    return max((p.shape[0] for p in head.parameters() if p.ndim == 2), default=2**16)
+
+
+@contextmanager
+def intercept_head(head: nn.Module, read: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> Iterator[None]:
+    """Make the head return `read(its own forward, hidden)` instead of logits within this context.
+
+    It is still called as a module, so that its hooks run (ZeRO-3 gathers its weights in one).
+    """
+    plain, overridden = head.forward, "forward" in vars(head)
+    vars(head)["forward"] = lambda hidden: read(plain, hidden)
+    try:
+        yield
+    finally:
+        if overridden:
+            vars(head)["forward"] = plain
+        else:
+            del vars(head)["forward"]
+
+
+def output_head(model: CausalLM) -> nn.Module:
+    """Return the LM head, the module whose outputs are the logits."""
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Module)
+    return head
+
+
+_REASONS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # tried once for each model
+
+
+def chunking_unsupported_reason(model: CausalLM) -> str:
+    """Explain why logits of `model` must be taken all at once; empty where they are just its head's outputs.
+
+    Found out by a pass in which the head returns fixed numbers from -1,000 to 1,000: a forward that caps, scales, cuts
+    or reshapes logits then gives back others, or fails.
+    """
+    if model not in _REASONS:
+        _REASONS[model] = _find_unsupported_reason(model)
+    return _REASONS[model]
+
+
+@torch.no_grad()
+def _find_unsupported_reason(model: CausalLM) -> str:
+    name = type(base_model(model)).__name__
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Module):
+        return f"{name} has no output embeddings"
+    shapes: list[torch.Size] = []
+    ids = torch.zeros(1, 5, dtype=torch.long, device=next(head.parameters()).device)
+
+    def read(_: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        shapes.append(hidden.shape)
+        return torch.linspace(-1e3, 1e3, 21, dtype=hidden.dtype, device=hidden.device).reshape(3, 7)
+
+    try:
+        with intercept_head(head, read):
+            logits = model(input_ids=ids, use_cache=False).logits
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        if is_device_error(error):
+            raise
+        return f"the forward of {name} does not take its head's answer as it is"
+    expected = torch.linspace(-1e3, 1e3, 21, dtype=logits.dtype, device=logits.device).reshape(3, 7)
+    if logits.shape != expected.shape or not torch.equal(logits, expected):
+        return f"the forward of {name} changes the logits after its head"
+    if len(shapes) != 1 or shapes[0][:2] != ids.shape:
+        return f"the forward of {name} does not ask its head once, for all positions"
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,19 +13,11 @@ from torch import Tensor, nn
 
 from rlhf.algo.kl import kl_of_distributions
 from rlhf.algo.objective import Outputs
+from rlhf.batching import on_host, place_live, select_live
 from rlhf.config.sections import LogProbs, Packing
 from rlhf.models.adapters import is_adapted
 from rlhf.models.backbone import CausalLM, autocast, body_of, weight_dtype
 from rlhf.models.kernels.llama.forward import predictor_states, supports_fused
-from rlhf.models.kernels.lm_head import (
-    MAX_CHUNK_LOGITS,
-    at_least_float32,
-    chunk_rows,
-    chunking_unsupported_reason,
-    intercept_head,
-    logits_function,
-    output_head,
-)
 from rlhf.models.kernels.packing import (
     pack_for,
     packed_inputs,
@@ -34,18 +26,24 @@ from rlhf.models.kernels.packing import (
     vocabulary_size,
 )
 from rlhf.models.logprobs import (
+    MAX_CHUNK_LOGITS,
     FastWays,
     Sequences,
     TokenOutputs,
+    at_least_float32,
+    chunk_rows,
+    chunking_unsupported_reason,
     completion_logits,
     completion_outputs,
     in_chunks,
+    intercept_head,
+    logits_function,
     of_bodies,
     of_policy,
+    output_head,
 )
 from rlhf.models.scalar_head import ScalarHeadModel, completion_values
 from rlhf.runtime.engine import Engine
-from rlhf.transfer import on_host, place_live, select_live
 from rlhf.types import Completions, Demonstrations
 
 TokenNumbers = tuple[Tensor, Tensor, Tensor]  # per token [M]: log-prob under policy and reference, and the KL

@@ -21,9 +21,16 @@ from rlhf.algo.trust_region import softmax_fisher_product
 from rlhf.config.sections import LogProbs, Packing
 from rlhf.errors import ModelError
 from rlhf.models.backbone import CausalLM
-from rlhf.models.kernels.lm_head import MAX_CHUNK_LOGITS, at_least_float32, chunk_rows, output_head
 from rlhf.models.kernels.packing import vocabulary_size
-from rlhf.models.logprobs import Sequences, completion_logits, in_chunks
+from rlhf.models.logprobs import (
+    MAX_CHUNK_LOGITS,
+    Sequences,
+    at_least_float32,
+    chunk_rows,
+    completion_logits,
+    in_chunks,
+    output_head,
+)
 from rlhf.models.policy_models import predictor_hidden_states
 from rlhf.types import Experience
 

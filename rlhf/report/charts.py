@@ -1,16 +1,242 @@
-"""The charts of a run: which metrics share one, the seconds of its steps, and a reward model's calibration."""
+"""The charts and tables of a page: described once, and drawn on a page with plotly.
+
+Colors are roles; the page resolves them. rlhf/comparison/figures.py draws the same descriptions for print.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import accumulate, groupby, pairwise
-from typing import Any
+from typing import Any, Literal
 
-from rlhf.report.chart import Axis, Chart, Number, Series
+import plotly.graph_objects as go
+
 from rlhf.report.record import MetricSeries, Record
-from rlhf.tracking.metrics import MetricInfo, shown_in
+from rlhf.tracking.metrics import MetricInfo, format_number, shown_in
+
+Number = int | float
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis; the unit of the upright one is beside the title of a page's chart."""
+
+    label: str = ""
+    unit: str = ""
+    short: str = ""  # where there is little room
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points, and how they are drawn: as a line, as markers or as both, or as bars. Sizes are in pixels of a page."""
+
+    name: str
+    role: str  # what its color stands for: s1 to s8, or target
+    xs: Sequence[Number]
+    ys: Sequence[Number | None]  # None leaves a gap
+    _: KW_ONLY
+    kind: Literal["line", "bars"] = "line"
+    width: Number = 2  # of the line; 0 for none
+    dash: str = "solid"  # or dash, dot, dashdot
+    size: Number | Sequence[Number] = 0  # of the markers, or of each of them; 0 for none
+    symbol: str = "circle"
+    opacity: Number = 1
+    hatched: bool = False
+    band: Sequence[tuple[Number, Number]] = ()  # (low, high) at each point
+    errors: Sequence[Number | None] = ()  # the standard error of each point
+    texts: Sequence[str] = ()  # on pointing at each point
+    group: str = ""  # shown and hidden as one
+    in_legend: bool = True
+    interactive: bool = True  # False for what only accompanies another series
+    minor: bool = False  # one of too many for their bands to be told apart in print
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart: its series in the order in which they are drawn, and its axes."""
+
+    key: str
+    title: str
+    x: Axis
+    y: Axis
+    series: Sequence[Series]
+    _: KW_ONLY
+    has_legend: bool = True
+    by_point: bool = False  # one points at a single point of it, not at all points above one another
+    note: str = ""  # below it in print
+
+
+Json = dict[str, Any]
+
+
+def plotly_figure(chart: Chart) -> Json:
+    """Convert a chart to plotly's JSON data without plotly's theme: the page has two themes of its own."""
+    layout: Json = {"showlegend": chart.has_legend}
+    if chart.by_point:
+        layout |= {"hovermode": "closest", "height": 440}
+    if any(series.kind == "bars" for series in chart.series):
+        layout |= {"barmode": "stack", "bargap": 0.15}
+    figure = go.Figure(layout=layout)
+    for series in chart.series:
+        if series.band:
+            figure.add_trace(_band(series))
+        figure.add_trace(_line(series, chart) if series.kind == "line" else go.Bar(_points(series)))
+    figure.update_xaxes(title=", ".join(part for part in (chart.x.label, chart.x.unit) if part))
+    if chart.y.label:  # its unit is beside the chart's title
+        figure.update_yaxes(title=chart.y.label)
+    loaded: Json = json.loads(figure.to_json())
+    loaded.get("layout", {}).pop("template", None)
+    return loaded
+
+
+def _points(series: Series) -> Json:
+    return {"x": series.xs, "y": series.ys, "name": series.name, "meta": {"role": series.role}}
+
+
+def _line(series: Series, chart: Chart) -> go.Scatter:
+    parts = (("lines", series.width), ("markers", series.size))
+    trace = go.Scatter(
+        **_points(series),
+        text=series.texts or None,
+        mode="+".join(part for part, is_drawn in parts if is_drawn),
+        line={"width": series.width, "dash": series.dash},
+        marker={"size": series.size, "symbol": series.symbol},
+        opacity=series.opacity,
+        legendgroup=series.group or None,
+        showlegend=series.in_legend,
+        hoverinfo=None if series.interactive else "skip",
+    )
+    if series.texts and chart.by_point:
+        xy = f"{chart.y.short} %{{y:.3f}}<br>{chart.x.short} %{{x:.2f}}"
+        trace.hovertemplate = f"%{{text}}<br>{xy}<extra></extra>"
+    if series.errors:
+        trace.error_y = {"array": series.errors, "thickness": 1, "width": 3}
+    return trace
+
+
+def _band(series: Series) -> go.Scatter:
+    """Draw a band as the area inside a closed curve: along its upper edge, and back along the lower one."""
+    ys = [*(high for _, high in series.band), *(low for low, _ in reversed(series.band))]
+    band = go.Scatter(
+        **_points(series), mode="lines", line={"width": 0}, fill="toself", legendgroup=series.group or None
+    )
+    return band.update(x=[*series.xs, *reversed(series.xs)], y=ys, showlegend=False, hoverinfo="skip")
+
+
+PREDICTED = ("predicted", "mean_predicted", "expected", "confidence", "mean_confidence", "probability")
+OBSERVED = ("observed", "mean_observed", "accuracy", "fraction", "frequency", "share")
+COUNT = ("count", "n", "pairs", "size")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; the first column names the row."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+
+def card_tables(card: Mapping[str, Any], title: str = "") -> list[Table]:
+    """Convert a report card to tables: one of its scalars, one for each list or mapping of rows, recursively."""
+    scalars = [(humanize(key), value) for key, value in card.items() if _is_scalar(value)]
+    tables = [Table(title or "Figures", ("", "value"), scalars)] if scalars else []
+    for key, value in card.items():
+        name = f"{title} · {humanize(key)}" if title else humanize(key).capitalize()
+        if isinstance(value, Mapping) and value:
+            flat = all(isinstance(entry, Mapping) and all(map(_is_scalar, entry.values())) for entry in value.values())
+            if flat:
+                tables.append(_table(name, [{"": humanize(str(row)), **entry} for row, entry in value.items()]))
+            else:
+                tables.extend(card_tables(value, name))
+        elif isinstance(value, list) and value and all(isinstance(entry, Mapping) for entry in value):
+            tables.append(_table(name, value))
+    return tables
+
+
+def calibration_bins(card: Mapping[str, Any]) -> list[tuple[float, float, float | None]]:
+    """Return (predicted, observed, count) of each bin under `calibration`, sorted by prediction; empty without bins."""
+    rows = card.get("calibration")
+    if isinstance(rows, Mapping):
+        rows = next((value for value in rows.values() if isinstance(value, list)), None)
+    if not isinstance(rows, list):
+        return []
+    bins = []
+    for row in rows:
+        if isinstance(row, Mapping):
+            predicted, observed = _first_number(row, PREDICTED), _first_number(row, OBSERVED)
+            if predicted is not None and observed is not None:
+                bins.append((predicted, observed, _first_number(row, COUNT)))
+    return sorted(bins, key=lambda entry: entry[0])
+
+
+def humanize(key: str) -> str:
+    """Turn an identifier into words."""
+    return key.replace("_", " ")
+
+
+def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Build a table whose columns are all keys of the rows."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    return Table(title, [humanize(key) for key in keys], [[row.get(key) for key in keys] for row in rows])
+
+
+def _is_scalar(value: object) -> bool:
+    """Check whether a value fits into one cell: no mapping, and no list of mappings or lists."""
+    plain_list = isinstance(value, list) and not any(isinstance(entry, Mapping | list) for entry in value)
+    return plain_list or not isinstance(value, Mapping | list)
+
+
+def _first_number(row: Mapping[str, Any], names: Sequence[str]) -> float | None:
+    """Return the first of the named values that is a number; None without one."""
+    for name in names:
+        value = row.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    return None
+
+
+def alarm_table(lines: Sequence[Mapping[str, Any]]) -> Table | None:
+    """Build the table of the alarms that went off; None where there were none."""
+    rows = [
+        (
+            line.get("step"),
+            line.get("alarm"),
+            _reading(line),
+            _span(lines, line),
+            line.get("causes"),
+            line.get("cure"),
+            line.get("action"),
+        )
+        for line in lines
+        if line.get("event") == "on"
+    ]
+    columns = ("step", "alarm", "what it saw", "since … until", "usual causes", "what to try", "action")
+    return Table("Alarms", columns, rows) if rows else None
+
+
+def _reading(line: Mapping[str, Any]) -> str:
+    """Describe what an alarm saw: what the value is (older versions wrote the metric alone), the value, its limit."""
+    value, limit = _shown(line.get("value")), _shown(line.get("limit"))
+    return f"{line.get('reads', line.get('metric'))} {value} (limit {limit})"
+
+
+def _shown(value: Any) -> str:
+    return format_number(float(value)) if isinstance(value, int | float) else "–"
+
+
+def _span(lines: Sequence[Mapping[str, Any]], on: Mapping[str, Any]) -> str:
+    """Describe from which step on an alarm saw what it saw, and until when."""
+    over = [
+        line["step"]
+        for line in lines
+        if line.get("event") == "over" and line.get("alarm") == on.get("alarm") and line["step"] > on["step"]
+    ]
+    return f"{on.get('since')} … {min(over) if over else 'the end'}"
+
 
 MAX_POINTS = 2000  # a curve with more is thinned, so that the page opens on a phone
 SMOOTH_FROM = 40  # points from which a running mean is drawn over the curve

@@ -11,8 +11,7 @@ import yaml
 
 from rlhf.report.page import final_kl, verdict
 from rlhf.report.record import Record
-from rlhf.tracking.formatting import format_interval, format_number, format_value
-from rlhf.tracking.metrics import METRICS
+from rlhf.tracking.metrics import METRICS, format_interval, format_number, format_value
 
 Z95 = 1.96
 SHORTENED_TO = 2  # parts kept of an absolute path

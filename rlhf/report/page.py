@@ -17,13 +17,26 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from rlhf.report.alarm_table import alarm_table
-from rlhf.report.chart import Chart, plotly_figure
-from rlhf.report.charts import calibration_chart, chart_groups, timing_chart
+from rlhf.report.charts import (
+    Chart,
+    alarm_table,
+    calibration_bins,
+    calibration_chart,
+    card_tables,
+    chart_groups,
+    plotly_figure,
+    timing_chart,
+)
 from rlhf.report.record import Pair, Record, read_record
-from rlhf.report.report_card import calibration_bins, card_tables
-from rlhf.tracking.formatting import format_duration, format_megabytes, format_number, format_value
-from rlhf.tracking.metrics import MetricInfo, shown_in, table_of
+from rlhf.tracking.metrics import (
+    MetricInfo,
+    format_duration,
+    format_megabytes,
+    format_number,
+    format_value,
+    shown_in,
+    table_of,
+)
 from rlhf.tracking.progress import printable
 from rlhf.tracking.run_folder import RunFolder, write_atomically
 

@@ -1,4 +1,4 @@
-"""Rules for the text of a completion: penalties, and gates that replace the score."""
+"""Rules for the text of a completion (penalties, and gates that replace the score), and the shaping of scores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from rlhf.config.reward import (
@@ -19,9 +19,11 @@ from rlhf.config.reward import (
     RepetitionRule,
     RuleConfig,
     ScriptRule,
+    ShapingConfig,
     rule_names,
 )
 from rlhf.constraints.checks import detect_language, require_langdetect
+from rlhf.errors import RewardError
 from rlhf.rewards.source import BatchDecoder, RewardSource, decode
 from rlhf.types import Completions, Scores
 
@@ -141,3 +143,63 @@ class RulesReward:
         if gates:
             parts["gated"] = (violations[gates] > 0).any(dim=0).to(base)
         return Scores(values=apply_rules(base, violations.to(base), self.rules), parts=parts)
+
+
+class ShapedReward:
+    """Wraps a source and shapes its scores.
+
+    The score is clipped first, so that the clip cannot hide a penalty:
+
+        shaped = clip(score, -clip, clip) - missing_eos_penalty * [not finished] - overlong(length)
+
+    The parts are the source's, the unshaped score as "raw", each penalty that is switched on, and, if clip is set,
+    "clipped": 1.0 for each score that the clip changed, else 0.0.
+    """
+
+    def __init__(self, source: RewardSource, config: ShapingConfig, max_new_tokens: int) -> None:
+        self.source = source
+        self.config = config
+        self.max_new_tokens = max_new_tokens
+
+    def __call__(self, completions: Completions) -> Scores:
+        """Score the completions with the source and shape the scores.
+
+        Raises:
+            RewardError: the source fails, or one of its parts has a name that shaping uses.
+        """
+        scores = self.source(completions)
+        penalties = self._penalties(completions, scores.values)
+        values, shaping_parts = scores.values, {"raw": scores.values, **penalties}
+        if self.config.clip is not None:
+            values = values.clamp(-self.config.clip, self.config.clip)
+            shaping_parts["clipped"] = (values != scores.values).to(values)
+        clash = sorted(shaping_parts.keys() & scores.parts.keys())
+        if clash:
+            raise RewardError(f"the reward names a part {clash[0]!r}, which shaping keeps for itself; rename it")
+        for penalty in penalties.values():
+            values = values - penalty
+        return Scores(values=values, parts={**scores.parts, **shaping_parts})
+
+    def _penalties(self, completions: Completions, like: Float[Tensor, " B"]) -> dict[str, Float[Tensor, " B"]]:
+        config, penalties = self.config, {}
+        if config.missing_eos_penalty > 0:
+            missing = (~completions.finished).to(like)
+            penalties["missing_eos_penalty"] = config.missing_eos_penalty * missing
+        if config.overlong_buffer > 0:
+            share = overlong_share(
+                completions.completion_mask.sum(dim=1).to(like.device),
+                max_new_tokens=self.max_new_tokens,
+                buffer=config.overlong_buffer,
+            )
+            penalties["overlong_penalty"] = config.overlong_penalty * share.to(like)
+        return penalties
+
+
+def overlong_share(lengths: Int[Tensor, " B"], *, max_new_tokens: int, buffer: int) -> Float[Tensor, " B"]:
+    """Compute the share of the overlong penalty for completions of `lengths` tokens (EOS included).
+
+    This is minus DAPO's R_length (Yu et al. 2025, eq. 13): 0 up to max_new_tokens - buffer, then linear, 1 at
+    max_new_tokens.
+    """
+    start = max_new_tokens - buffer
+    return ((lengths.double() - start) / buffer).clamp(0.0, 1.0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlhf.data.pairs import PairSet, completion_rows, load_pairs
 from rlhf.rewards.source import RewardSource
 from rlhf.runtime.seeding import derive_seed
-from rlhf.suites.figures import (
+from rlhf.suites.questions import (
     Estimate,
     NotMeasured,
     SuiteResult,

@@ -11,8 +11,19 @@ from rlhf.data.conversation import some_text
 from rlhf.data.rows import BadRow
 from rlhf.rewards.source import RewardSource
 from rlhf.runtime.seeding import derive_seed
-from rlhf.suites.figures import Estimate, SuiteResult, ratio_estimate, share_estimate, skipped_and_notes
-from rlhf.suites.questions import Answers, Item, drop_too_long, pick_best, read_items, sample_answers
+from rlhf.suites.questions import (
+    Answers,
+    Estimate,
+    Item,
+    SuiteResult,
+    drop_too_long,
+    pick_best,
+    ratio_estimate,
+    read_items,
+    sample_answers,
+    share_estimate,
+    skipped_and_notes,
+)
 from rlhf.suites.settings import IfevalSettings
 from rlhf.suites.subject import Subject
 

@@ -11,8 +11,18 @@ from rlhf.data.tokenizer import Rendered
 from rlhf.errors import RewardError
 from rlhf.lab.gold import gold_parts, parse_prompt
 from rlhf.runtime.seeding import derive_seed
-from rlhf.suites.figures import Estimate, NotMeasured, SuiteResult, mean_estimate, skipped_and_notes, wins
-from rlhf.suites.questions import MAX_NEW_TOKENS_KEY, exclude, read_items, too_long
+from rlhf.suites.questions import (
+    MAX_NEW_TOKENS_KEY,
+    Estimate,
+    NotMeasured,
+    SuiteResult,
+    exclude,
+    mean_estimate,
+    read_items,
+    skipped_and_notes,
+    too_long,
+    wins,
+)
 from rlhf.suites.settings import LabSettings
 from rlhf.suites.subject import Subject
 

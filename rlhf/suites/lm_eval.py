@@ -23,7 +23,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from rlhf.data.pairs import CompletionRows
 from rlhf.errors import ConfigError, DataError
 from rlhf.runtime.seeding import derive_seed
-from rlhf.suites.figures import Z95, Estimate, SuiteResult
+from rlhf.suites.questions import Z95, Estimate, SuiteResult
 from rlhf.suites.settings import HarnessSettings
 from rlhf.suites.subject import Subject, cut_at_stop
 

@@ -14,8 +14,18 @@ from rlhf.data.pairs import CompletionRows
 from rlhf.data.rows import BadRow, RowCounts
 from rlhf.data.tokenizer import Rendered
 from rlhf.errors import DataError
-from rlhf.suites.figures import Estimate, NotMeasured, SuiteResult, mean_estimate, share_estimate, skipped_and_notes
-from rlhf.suites.questions import Item, exclude, read_items, too_long
+from rlhf.suites.questions import (
+    Estimate,
+    Item,
+    NotMeasured,
+    SuiteResult,
+    exclude,
+    mean_estimate,
+    read_items,
+    share_estimate,
+    skipped_and_notes,
+    too_long,
+)
 from rlhf.suites.settings import PersonaSettings, fill
 from rlhf.suites.subject import Subject
 

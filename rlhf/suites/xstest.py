@@ -13,8 +13,17 @@ from dataclasses import dataclass
 from rlhf.data.conversation import some_text
 from rlhf.data.rows import BadRow
 from rlhf.runtime.seeding import derive_seed
-from rlhf.suites.figures import Estimate, NotMeasured, SuiteResult, share_estimate, skipped_and_notes
-from rlhf.suites.questions import Item, drop_too_long, read_items, sample_answers
+from rlhf.suites.questions import (
+    Estimate,
+    Item,
+    NotMeasured,
+    SuiteResult,
+    drop_too_long,
+    read_items,
+    sample_answers,
+    share_estimate,
+    skipped_and_notes,
+)
 from rlhf.suites.settings import XstestSettings
 from rlhf.suites.subject import Subject
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from rlhf.errors import CheckpointError, UserError
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
-from rlhf.tracking.formatting import format_megabytes
+from rlhf.tracking.metrics import format_megabytes
 
 MANIFEST = "manifest.json"
 IS_WINDOWS = sys.platform == "win32"

@@ -14,8 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rlhf.tracking.formatting import format_duration, format_number
-from rlhf.tracking.metrics import METRICS
+from rlhf.tracking.metrics import METRICS, format_duration, format_number
 
 SECONDS_BETWEEN_LINES = 10.0  # without a terminal, so that the log of a long run stays readable
 RECENT = 20  # updates the speed is averaged over; evaluation and checkpoints count, the first compilation drops out

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf.algo.advantages import uniform_groups
 from rlhf.algo.masked import Mean
-from rlhf.algo.rescue import failed_groups
+from rlhf.algo.selection import failed_groups
 from rlhf.batching import concat, extend
 from rlhf.config.algorithm import Greedy, Online
 from rlhf.config.rescue import Rescue
@@ -22,8 +22,7 @@ from rlhf.errors import NonFiniteScores, RewardError
 from rlhf.runtime.seeding import derive_seed
 from rlhf.sampling.generate import repeat_rows
 from rlhf.tracking.metrics import Metrics
-from rlhf.training.online_run import OnlineRun, counts
-from rlhf.training.overlap import sample_and_score_in_parts
+from rlhf.training.online_run import OnlineRun, counts, sample_and_score_in_parts
 from rlhf.training.rollout import Collected, live_tokens
 from rlhf.types import Completions, Prompts, Scores
 

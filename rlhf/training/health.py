@@ -1,18 +1,26 @@
-"""Watch the metrics of a run while it trains, and do about an alarm what the configuration says.
+"""Watch a run while it trains: do about an alarm what the configuration says, and keep the best checkpoint.
 
-When an alarm goes off and when it is over is a fold over the lines of metrics.jsonl, which is replayed on resume.
+When an alarm goes off and when it is over is a fold over the lines of metrics.jsonl, which is replayed on resume. The
+best checkpoint is chosen by evaluations that are made anyway, never by noise.
 """
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from rlhf.config.run import GuardConfig
-from rlhf.guard.alarm import Alarm, History, Reading, RunFacts
-from rlhf.guard.alarms import ALARMS
-from rlhf.training.session import Recorder, TrainState
+from rlhf.config.run import BestConfig, GuardConfig
+from rlhf.errors import ConfigError
+from rlhf.guard.alarms import ALARMS, Alarm, History, Reading, RunFacts
+from rlhf.guard.best import Gain, next_best
+from rlhf.runtime.distributed import Distributed
+from rlhf.tracking.checkpoint import replace_folder
+from rlhf.training.session import STATE, Recorder, TrainState
 
 
 @dataclass
@@ -139,3 +147,133 @@ class HealthMonitor:
     def _raise_kl(self, firing: Firing) -> str:
         self.state.kl_coef *= self.config.kl_factor
         return f". The KL coefficient is {self.state.kl_coef:g} from here on"
+
+
+RowValues = Mapping[str, Sequence[float]]
+"""The latest evaluation row by row: `score`, `loss` and `accuracy`, those that there are."""
+MODEL_FOLDER = "model"
+_NAME = re.compile(r"step-(\d{6,})")
+_LOWER_IS_BETTER = ("loss",)
+
+
+class BestKeeper:
+    """The best checkpoint so far: a folder `best/step-…` with the exported model, and its rows in the run's state.
+
+    A folder stays until no checkpoint that a restart may continue from names it, so a resumed run has the one that its
+    state names, whatever came after.
+    """
+
+    def __init__(
+        self,
+        config: BestConfig,
+        state: TrainState,
+        recorder: Recorder,
+        *,
+        rows: Callable[[], RowValues],
+        write: Callable[[Path], None],
+        ranks: Distributed,
+    ) -> None:
+        """Set how the latest evaluation is read row by row and how the model is written into a folder."""
+        self.config, self.state, self.recorder = config, state, recorder
+        self._rows, self._write, self._ranks = rows, write, ranks
+        self.folder = recorder.folder.path / "best"
+
+    @property
+    def patience_is_over(self) -> bool:
+        """Return whether as many evaluations in a row as patience allows were no new best."""
+        best, patience = self.state.best, self.config.patience
+        return patience is not None and best is not None and best.since >= patience
+
+    def observe(self, step: int) -> dict[str, float]:
+        """Compare the evaluation of this step with the best so far, keep it if it is better; return the metrics.
+
+        Raises:
+            ConfigError: the run does not measure what checkpoint.best.by names.
+        """
+        name, values = self._values()
+        before = self.state.best
+        self.state.best, gain = self._ranks.from_main(next_best(before, values, step, self.config.confidence))
+        if self.state.best.step == step and self.state.best.since == 0:
+            self._keep(step, name, values, gain)
+        if self.patience_is_over:
+            self.recorder.note(
+                f"no evaluation has beaten that of step {self.state.best.step} {self.state.best.since} times in a row "
+                "(checkpoint.best.patience): the run ends here"
+            )
+        changes = {} if gain is None else {"best/gain": gain.mean, "best/gain_low": gain.low}
+        return {"best/step": float(self.state.best.step), **changes}
+
+    def _values(self) -> tuple[str, list[float]]:
+        rows = {name: list(values) for name, values in self._rows().items() if len(values)}
+        wanted = [name for name in ("score", "loss") if name in rows] if self.config.by == "auto" else [self.config.by]
+        if not wanted or wanted[0] not in rows:
+            raise ConfigError(
+                f"checkpoint.best.by is {self.config.by}, but this run measures "
+                f"{', '.join(rows) or 'nothing'} of held-out rows: set checkpoint.best.by, or the held-out data"
+            )
+        sign = -1.0 if wanted[0] in _LOWER_IS_BETTER else 1.0
+        return wanted[0], [sign * value for value in rows[wanted[0]]]
+
+    def _keep(self, step: int, name: str, values: Sequence[float], gain: Gain | None) -> None:
+        target = self.place(step)
+
+        def write(folder: Path) -> None:
+            self._write(folder / MODEL_FOLDER)
+            self._ranks.on_main(lambda: self._describe(folder, step, name, values, gain))
+
+        self._ranks.on_main(lambda: self.folder.mkdir(parents=True, exist_ok=True))
+        with self.recorder.phase("checkpoint"):
+            replace_folder(target, write, self._ranks)
+        if gain is not None:
+            self.recorder.note(
+                f"step {step} is the best so far: {name} better by {gain.mean:.3g} [{gain.low:.3g}, {gain.high:.3g}] "
+                f"on {len(values)} held-out rows"
+            )
+
+    def _describe(self, folder: Path, step: int, name: str, values: Sequence[float], gain: Gain | None) -> None:
+        """Write best.json and a copy of the run's configuration, which makes the folder one that commands can name."""
+        sign = -1.0 if name in _LOWER_IS_BETTER else 1.0
+        record = {"step": step, "by": name, "mean": sign * sum(values) / len(values), "rows": len(values)}
+        interval = {} if gain is None else {"gain": gain.mean, "gain_low": gain.low, "gain_high": gain.high}
+        (folder / "best.json").write_text(json.dumps(record | interval, indent=2) + "\n", encoding="utf-8")
+        shutil.copyfile(self.recorder.folder.config, folder / "config.yaml")
+
+    def place(self, step: int) -> Path:
+        """Return the folder of the best checkpoint that was kept at a step."""
+        return self.folder / f"step-{step:06d}"
+
+    def prune(self, checkpoints: Sequence[Path]) -> None:
+        """Delete the folders that neither the run nor a checkpoint that it may continue from names."""
+
+        def remove() -> None:
+            named = {self.state.best.step if self.state.best is not None else -1, *map(_best_step_of, checkpoints)}
+            for path in self.folder.glob("step-*") if self.folder.is_dir() else ():
+                match = _NAME.fullmatch(path.name)
+                if match is not None and int(match[1]) not in named:
+                    shutil.rmtree(path)
+
+        self._ranks.on_main(remove)
+
+    def finish(self) -> Path | None:
+        """Return the model to export as the run's, if it is the best checkpoint's; prune the others.
+
+        None means the last one: restore is false, or there was no evaluation.
+        """
+        best = self.state.best
+        if best is None or not self.config.restore:
+            return None
+        model = self.place(best.step) / MODEL_FOLDER
+        if not self._ranks.from_main(model.is_dir()):
+            self.recorder.note(f"warning: {model} is gone: the last checkpoint is exported instead of the best")
+            return None
+        self.recorder.note(f"the exported model is the best checkpoint, of step {best.step}")
+        return model
+
+
+def _best_step_of(checkpoint: Path) -> int:
+    """Return the step of the best checkpoint that a checkpoint names, -1 for none."""
+    try:
+        best = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["state"].get("best")
+    except (OSError, ValueError, KeyError):
+        return -1
+    return int(best["step"]) if best else -1

@@ -14,12 +14,12 @@ from rlhf.algo.kl import Coefs
 from rlhf.algo.masked import Mean
 from rlhf.algo.objective import Objective
 from rlhf.algo.policy_loss import Aggregate, importance_ratio, kl_old_new, loss_weights, token_weights
+from rlhf.batching import Number
 from rlhf.config.algorithm import (
     OnlinePairLoss,
 )
 from rlhf.models.policy_models import Models
-from rlhf.training.preference import PairwiseLoss, stack_sides
-from rlhf.transfer import Number
+from rlhf.training.offline import PairwiseLoss, stack_sides
 from rlhf.types import (
     Demonstrations,
     Experience,

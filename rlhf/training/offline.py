@@ -1,4 +1,4 @@
-"""The offline loop: one optimizer step per batch of fixed data. SFT and the preference losses."""
+"""The offline loop, one optimizer step per batch of fixed data, and the losses over pairs and labelled completions."""
 
 from __future__ import annotations
 
@@ -7,19 +7,300 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rlhf.algo.masked import Mean
-from rlhf.batching import Batch
+from rlhf.algo.preference_loss import (
+    PreferenceLoss,
+    add_chosen_likelihood,
+    dpo,
+    hinge,
+    ipo,
+    kto,
+    kto_baseline,
+    mismatched_partners,
+    orpo,
+    robust_dpo,
+    simpo,
+    slic,
+)
+from rlhf.batching import Batch, concat, extend, widen
+from rlhf.config.algorithm import (
+    DpoLoss,
+    HingeLoss,
+    IpoLoss,
+    KtoLoss,
+    OrpoLoss,
+    PairLossConfig,
+    ReferencedPairLoss,
+    RobustDpoLoss,
+    SimpoLoss,
+    SlicLoss,
+)
 from rlhf.config.run import ScheduleConfig
 from rlhf.config.sections import BatchConfig
+from rlhf.data.pairs import CompletionRows
 from rlhf.models.kernels.cast import weights_cast_once
-from rlhf.models.policy_models import Ema
+from rlhf.models.policy_models import Ema, Models
+from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.runtime.engine import TrainableModel, lr_factor
-from rlhf.runtime.micro_batch import AdaptiveMicroBatch
+from rlhf.runtime.memory import AdaptiveMicroBatch
 from rlhf.tracking.metrics import Metrics
 from rlhf.training.session import Session
 from rlhf.training.step import Loss, LossBatch, optimizer_step
+from rlhf.types import (
+    AnnotatedLabelledCompletions,
+    AnnotatedPairs,
+    BaselinedLabelledCompletions,
+    Demonstrations,
+    PreferencePairs,
+)
+
+PREFERENCE_TERM = "preference"  # name of the loss term whose gradient reaches the policy, for Engine.train
+
+TokenLogprobs = Callable[[Demonstrations], Tensor]
+"""Returns a model's log-probabilities of completion tokens: [B, T], zero outside the mask."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """The log-probabilities and lengths of one side of each pair."""
+
+    logprobs: Float[Tensor, " B"]  # log pi, summed over tokens
+    ref_logprobs: Float[Tensor, " B"]
+    lengths: Float[Tensor, " B"]
+
+    @property
+    def log_ratios(self) -> Float[Tensor, " B"]:
+        """Return the log-ratio to the reference, h = log pi - log pi_ref."""
+        return self.logprobs - self.ref_logprobs
+
+    @property
+    def mean_log_ratios(self) -> Float[Tensor, " B"]:
+        """Return the log-ratio to the reference per token, h / length."""
+        return self.log_ratios / self.lengths
+
+    @property
+    def mean_logprobs(self) -> Float[Tensor, " B"]:
+        """Return the mean log-probability per token, m = log pi / length."""
+        return self.logprobs / self.lengths
+
+
+def pair_loss(config: PairLossConfig, chosen: Side, rejected: Side) -> PreferenceLoss:
+    """Compute the pair loss that `config` describes."""
+    loss = _comparison(config, chosen, rejected)
+    if isinstance(config, ReferencedPairLoss) and config.nll_coef > 0:
+        return add_chosen_likelihood(loss, chosen.mean_logprobs, nll_coef=config.nll_coef)
+    return loss
+
+
+def _comparison(config: PairLossConfig, chosen: Side, rejected: Side) -> PreferenceLoss:
+    """Compute the loss that `config` names; no other code dispatches on it."""
+    log_ratios = chosen.log_ratios, rejected.log_ratios
+    match config:
+        case DpoLoss():
+            return dpo(*log_ratios, beta=config.beta, label_smoothing=config.label_smoothing)
+        case RobustDpoLoss():
+            return robust_dpo(*log_ratios, beta=config.beta, label_smoothing=config.label_smoothing)
+        case IpoLoss(normalize="length"):
+            return ipo(chosen.mean_log_ratios, rejected.mean_log_ratios, beta=config.beta)
+        case IpoLoss():
+            return ipo(*log_ratios, beta=config.beta)
+        case HingeLoss():
+            return hinge(*log_ratios, beta=config.beta, margin=config.margin)
+        case SlicLoss():
+            return slic(chosen.logprobs, rejected.logprobs, margin=config.margin, nll_coef=config.nll_coef)
+        case SimpoLoss():
+            return simpo(chosen.mean_logprobs, rejected.mean_logprobs, beta=config.beta, gamma=config.gamma)
+        case OrpoLoss():
+            return orpo(chosen.mean_logprobs, rejected.mean_logprobs, coef=config.coef)
+
+
+def stack_sides(pairs: PreferencePairs) -> Demonstrations:
+    """Stack the chosen sides, then the rejected ones, as 2B rows for one forward pass."""
+    sides = (
+        (pairs.chosen_ids, pairs.chosen_mask, pairs.chosen_learned),
+        (pairs.rejected_ids, pairs.rejected_mask, pairs.rejected_learned),
+    )
+    return concat(
+        [
+            Demonstrations(
+                prompt_ids=pairs.prompt_ids,
+                prompt_mask=pairs.prompt_mask,
+                completion_ids=ids,
+                completion_mask=mask,
+                loss_mask=learned,
+            )
+            for ids, mask, learned in sides
+        ]
+    )
+
+
+def sum_logprobs(logprobs: Float[Tensor, "B T"], learned: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
+    """Sum the log-probabilities of each completion, in float64: the losses use differences of large sums."""
+    return widen(torch.where(learned, logprobs, 0.0)).sum(dim=1)
+
+
+class PairwiseLoss:
+    """A loss that compares the two sides of a pair; a rlhf.training.step.Loss over AnnotatedPairs."""
+
+    def __init__(self, models: Models, config: PairLossConfig) -> None:
+        self.models = models
+        self.config = config
+        self.row_values: dict[str, Tensor] = {}  # of each pair of the latest call of `terms`
+
+    def denominators(self, batch: AnnotatedPairs) -> dict[str, float]:
+        """Return the number of pairs in the minibatch, the denominator of the loss."""
+        return {PREFERENCE_TERM: float(len(batch))}
+
+    def terms(self, micro: AnnotatedPairs) -> tuple[dict[str, Tensor], dict[str, Mean]]:
+        """Compute the loss, summed over the pairs of `micro`, and its metrics."""
+        rows = stack_sides(micro).to(self.models.device)  # joined on the host, where the layout of the rows is computed
+        pairs = micro.to(self.models.device)
+        return self.compare(pairs, rows, self.models.policy_tokens(rows).logprobs)
+
+    def compare(
+        self, pairs: AnnotatedPairs, rows: Demonstrations, logprobs: Float[Tensor, "B2 T"]
+    ) -> tuple[dict[str, Tensor], dict[str, Mean]]:
+        """Compute the loss and its metrics from the policy's log-probabilities of `rows`, the `both_sides(pairs)`."""
+        chosen, rejected = _sides(pairs, rows, logprobs)
+        loss = pair_loss(self.config, chosen, rejected)
+        gaps = (loss.chosen_reward - loss.rejected_reward).detach()
+        wins = torch.heaviside(gaps, torch.full_like(gaps, 0.5))  # a tie wins half
+        self.row_values = {"loss": loss.per_pair.detach(), "accuracy": wins}
+        metrics = {
+            "loss/preference": Mean.of(loss.per_pair),
+            "preference/accuracy": Mean.of(wins),
+            "preference/margin": Mean.of(gaps),
+            "preference/chosen_reward": Mean.of(loss.chosen_reward),
+            "preference/rejected_reward": Mean.of(loss.rejected_reward),
+            "preference/chosen_logprob": Mean.of(chosen.logprobs),
+            "preference/rejected_logprob": Mean.of(rejected.logprobs),
+        }
+        return {PREFERENCE_TERM: loss.per_pair.sum()}, metrics
+
+
+def _sides(pairs: AnnotatedPairs, rows: Demonstrations, logprobs: Float[Tensor, "B2 T"]) -> tuple[Side, Side]:
+    totals = sum_logprobs(logprobs, rows.loss_mask).chunk(2)
+    lengths = rows.loss_mask.sum(dim=1).to(totals[0].dtype).chunk(2)
+    ref_logprobs = pairs.chosen_ref_logprobs, pairs.rejected_ref_logprobs
+    first, second = (
+        Side(logprobs=total, ref_logprobs=ref.to(total.dtype), lengths=length)
+        for total, ref, length in zip(totals, ref_logprobs, lengths, strict=True)
+    )
+    return first, second
+
+
+class LabelledLoss:
+    """KTO; a training.step.Loss over BaselinedLabelledCompletions, which `with_baseline` makes of a whole minibatch."""
+
+    def __init__(self, models: Models, config: KtoLoss, *, rows_per_pass: int, context: int | None) -> None:
+        """Set the rows of a pass without gradient (only memory depends on it) and the models' context, in tokens."""
+        self.models = models
+        self.config = config
+        self.rows_per_pass = rows_per_pass
+        self.context = context
+        self.row_values: dict[str, Tensor] = {}  # as in PairwiseLoss
+
+    @torch.no_grad()
+    def with_baseline(self, batch: AnnotatedLabelledCompletions) -> BaselinedLabelledCompletions:
+        """Add z0 of the current policy to every row of the minibatch, by one more pass of policy and reference.
+
+        As a part of the batch, z0 does not depend on how the batch is later split into micro-batches. A prompt with
+        another prompt's completion may be too long for the models; the completion is then truncated at the context.
+        """
+        prompts = [tuple(ids[mask].tolist()) for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]
+        partners = torch.tensor(mismatched_partners(prompts), dtype=torch.long)
+        mask = batch.completion_mask[partners] & self._has_room(batch)
+        others = Demonstrations(
+            prompt_ids=batch.prompt_ids,
+            prompt_mask=batch.prompt_mask,
+            completion_ids=batch.completion_ids[partners],
+            completion_mask=mask,
+            loss_mask=mask & batch.loss_mask[partners],
+        )
+        (ratios,) = self.models.engine.ranks.map_rows_to_tensors(others, self._log_ratios)
+        baseline = kto_baseline(ratios)
+        return extend(BaselinedLabelledCompletions, batch, baselines=baseline.expand(len(batch)).clone())
+
+    def _log_ratios(self, rows: Demonstrations) -> tuple[Tensor, ...]:
+        ratios = []
+        for part in rows.split(self.rows_per_pass):
+            batch = part.to(self.models.device)
+            policy, reference = self.models.policy_tokens(batch).logprobs, self.models.reference_logprobs(batch)
+            ratios.append((sum_logprobs(policy, batch.loss_mask) - sum_logprobs(reference, batch.loss_mask)).cpu())
+        return (torch.cat(ratios),)
+
+    def _has_room(self, batch: Demonstrations) -> Bool[Tensor, "B T"]:
+        """Flag the completion positions that fit into the context after each row's prompt."""
+        if self.context is None:
+            return torch.ones_like(batch.completion_mask)
+        room = self.context - batch.prompt_mask.sum(dim=1)
+        return torch.arange(batch.completion_ids.shape[1]) < room[:, None]
+
+    def denominators(self, batch: BaselinedLabelledCompletions) -> dict[str, float]:
+        """Return the number of completions in the minibatch, desirable or not: the denominator of the loss."""
+        return {PREFERENCE_TERM: float(len(batch))}
+
+    def terms(self, micro: BaselinedLabelledCompletions) -> tuple[dict[str, Tensor], dict[str, Mean]]:
+        """Compute the loss, summed over the completions of `micro`, and its metrics by label."""
+        rows = micro.to(self.models.device)
+        logprobs = sum_logprobs(self.models.policy_tokens(rows).logprobs, rows.loss_mask)
+        log_ratios, desirable = logprobs - rows.ref_logprobs.to(logprobs.dtype), rows.desirable
+        loss = kto(
+            log_ratios,
+            desirable,
+            rows.baselines.to(logprobs.dtype),
+            beta=self.config.beta,
+            desirable_weight=self.config.desirable_weight,
+            undesirable_weight=self.config.undesirable_weight,
+        )
+        above_baseline = log_ratios.detach() > rows.baselines
+        self.row_values = {
+            "loss": loss.per_completion.detach(),
+            "accuracy": (above_baseline == desirable).to(logprobs.dtype),
+        }
+        metrics = {
+            "loss/preference": Mean.of(loss.per_completion),
+            "preference/accuracy": Mean.of(above_baseline == desirable),
+            "preference/chosen_reward": Mean.of(loss.reward, desirable),
+            "preference/rejected_reward": Mean.of(loss.reward, ~desirable),
+            "preference/chosen_logprob": Mean.of(logprobs, desirable),
+            "preference/rejected_logprob": Mean.of(logprobs, ~desirable),
+            "preference/baseline": Mean.of(rows.baselines),
+        }
+        missing = [side for side, label in (("chosen", True), ("rejected", False)) if label not in micro.desirable]
+        return {PREFERENCE_TERM: loss.per_completion.sum()}, {
+            name: mean for name, mean in metrics.items() if not any(f"/{side}_" in name for side in missing)
+        }
+
+
+@torch.no_grad()
+def completion_logprobs(
+    rows: CompletionRows,
+    token_logprobs: TokenLogprobs,
+    *,
+    rows_per_pass: int,
+    device: torch.device,
+    ranks: Distributed = SINGLE_PROCESS,
+) -> Float[Tensor, " N"]:
+    """Compute every completion's log-probability, summed over its tokens; rows of similar length share a pass.
+
+    The passes are dealt to the ranks in turn, and all ranks make equally many.
+    """
+    totals = torch.zeros(len(rows), dtype=torch.float64)
+    order = rows.by_length()
+    parts = [order[start : start + rows_per_pass] for start in range(0, len(order), rows_per_pass)]
+    for first in range(0, len(parts), ranks.world):
+        is_mine = first + ranks.rank < len(parts)
+        part = parts[first + ranks.rank if is_mine else first]
+        batch = rows.collate(part).to(device)
+        logprobs = sum_logprobs(token_logprobs(batch), batch.loss_mask).cpu().double()
+        if is_mine:
+            totals[torch.tensor(part)] = logprobs
+    return torch.stack(ranks.gather(totals)).sum(dim=0)  # each entry comes from one rank and is 0 on the others
+
 
 MAIN_LOSSES = ("loss/sft", "loss/preference", "loss/rm")
 GRADIENT_PASS = "a forward and backward pass"

@@ -14,8 +14,7 @@ from torch import Tensor
 from rlhf.algo.advantages import uniform_groups
 from rlhf.algo.kl import kl_estimate
 from rlhf.algo.masked import Mean, masked_mean
-from rlhf.algo.rescue import effective_sample_share
-from rlhf.algo.selection import best_and_worst
+from rlhf.algo.selection import best_and_worst, effective_sample_share
 from rlhf.algo.value_loss import explained_variance
 from rlhf.batching import extend
 from rlhf.config.algorithm import Best, BestAndWorst, Online

@@ -221,7 +221,7 @@ class Health(Protocol):
 
 @runtime_checkable
 class BestCheckpoint(Protocol):
-    """Keeps the best checkpoint among the evaluations; rlhf.training.best is one."""
+    """Keeps the best checkpoint among the evaluations; rlhf.training.health is one."""
 
     @property
     def patience_is_over(self) -> bool:

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from rlhf.algo.masked import Mean
 from rlhf.algo.objective import divide_by_denominators
-from rlhf.batching import Batch
+from rlhf.batching import Batch, Number, read_numbers
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.runtime.engine import SteppingModel, TrainableModel
-from rlhf.runtime.micro_batch import AdaptiveMicroBatch
+from rlhf.runtime.memory import AdaptiveMicroBatch
 from rlhf.tracking.metrics import Metrics
-from rlhf.transfer import Number, read_numbers
 from rlhf.types import Completions, Demonstrations, PreferencePairs
 
 

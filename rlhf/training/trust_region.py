@@ -17,7 +17,7 @@ from rlhf.algo.trust_region import (
     step_length,
     undamped_curvature,
 )
-from rlhf.batching import widen
+from rlhf.batching import Number, widen
 from rlhf.config.algorithm import TrustRegionLoss
 from rlhf.errors import ConfigError
 from rlhf.models.policy_models import Models
@@ -25,7 +25,6 @@ from rlhf.models.token_fisher import TokenFisher
 from rlhf.runtime.engine import LocalModel
 from rlhf.tracking.metrics import Metrics
 from rlhf.training.step import Minibatch
-from rlhf.transfer import Number
 from rlhf.types import Experience
 
 

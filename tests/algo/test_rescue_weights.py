@@ -10,7 +10,7 @@ from algo_cases import COEFS, rollout
 
 from rlhf.algo.advantages import compute_advantages
 from rlhf.algo.objective import Objective, Outputs
-from rlhf.algo.rescue import (
+from rlhf.algo.selection import (
     effective_sample_share,
     failed_groups,
     hint_weights,

@@ -17,7 +17,7 @@ from rlhf.algo.masked import Mean
 from rlhf.algo.objective import Objective
 from rlhf.batching import widen
 from rlhf.runtime.seeding import uniforms
-from rlhf.training.preference import sum_logprobs
+from rlhf.training.offline import sum_logprobs
 
 
 class RefuseFloat64(TorchDispatchMode):

@@ -16,7 +16,7 @@ import yaml
 from runs import make_model, ppo_tree, prompts_file, write_rows
 
 from rlhf.cli import main
-from rlhf.config.overrides import merge
+from rlhf.config.files import merge
 
 
 def write_config(path: Path, tree: dict[str, Any]) -> str:

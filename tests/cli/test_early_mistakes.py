@@ -13,8 +13,8 @@ import pytest
 import yaml
 from runs import make_model, ppo_tree
 
+from rlhf.config.files import merge
 from rlhf.config.load import load_train
-from rlhf.config.overrides import merge
 from rlhf.data.paths import check_files
 from rlhf.errors import ModelError
 

@@ -14,7 +14,7 @@ from runs import make_model, offline_tree, ppo_tree, trained, trained_offline, w
 
 from rlhf.cli import main, parse
 from rlhf.commands.evaluate import _file_name
-from rlhf.config.overrides import merge
+from rlhf.config.files import merge
 
 SECRET = "sk-very-secret"
 

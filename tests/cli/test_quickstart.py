@@ -12,8 +12,8 @@ import yaml
 from rich.console import Console
 
 from rlhf.commands import quickstart
+from rlhf.config.files import merge
 from rlhf.config.load import read_yaml
-from rlhf.config.overrides import merge
 
 SMALL: dict[str, dict[str, Any]] = {
     "sft": {

@@ -13,8 +13,8 @@ from rlhf.commands.compare import run_compare
 from rlhf.comparison.plan import Cell, Plan, make_plan
 from rlhf.comparison.scheduler import Outcome, record_failure
 from rlhf.comparison.trial import run_cell
+from rlhf.config.files import merge
 from rlhf.config.load import compare_config
-from rlhf.config.overrides import merge
 from rlhf.errors import UserError
 
 PAIRS = [

@@ -11,7 +11,7 @@ from cases import compare_tree, plan_of
 from many import many
 
 from rlhf.comparison.aggregate import comparable, read_cells, summarize
-from rlhf.comparison.charts import comparison_charts
+from rlhf.comparison.page import comparison_charts
 from rlhf.comparison.plan import Plan, ensure_owner
 from rlhf.comparison.results import ComparisonResults, SeedResult
 from rlhf.comparison.summary import end_table, format_gain, notes, verdict

@@ -15,17 +15,19 @@ from many import ARMS, many
 from PIL import Image
 
 from rlhf.commands.compare import EXACT_FRONTIER, exact_frontier_of
-from rlhf.comparison.charts import (
+from rlhf.comparison.figures import DRAWINGS, FIGURES, MARKERS, PALETTE, write_figures
+from rlhf.comparison.page import (
     EXACT,
+    GLYPHS,
     INITIALLY_SHOWN,
     MAX_ALL_SHOWN,
+    chips,
     comparison_charts,
     drawing_order,
     frontier_chart,
     styles,
+    write_compare_page,
 )
-from rlhf.comparison.figures import DRAWINGS, FIGURES, MARKERS, PALETTE, write_figures
-from rlhf.comparison.page import GLYPHS, chips, write_compare_page
 from rlhf.comparison.results import FrontierPoint
 from rlhf.comparison.summary import ranking
 from rlhf.errors import ConfigError

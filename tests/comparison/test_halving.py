@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf.comparison.tuning.search import (
+from rlhf.comparison.tuning.plan import (
     check_default,
     choose,
     draw_trials,

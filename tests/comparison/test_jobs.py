@@ -21,15 +21,19 @@ from runs import quiet
 from rlhf.commands.compare import run_compare
 from rlhf.comparison.costs import COSTS
 from rlhf.comparison.plan import Cell
-from rlhf.comparison.processes import (
+from rlhf.comparison.scheduler import (
     ERRORS,
+    FAILED,
+    OUTPUT,
     CellProcess,
+    ComparisonProgress,
+    Tail,
     end_with_parent,
     extract_error,
+    failure_of,
     resource_environment,
     visible_devices,
 )
-from rlhf.comparison.scheduler import FAILED, OUTPUT, ComparisonProgress, Tail, failure_of
 from rlhf.comparison.trial import JUDGED
 from rlhf.config.load import compare_config
 from rlhf.errors import ConfigError

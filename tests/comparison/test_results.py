@@ -22,9 +22,8 @@ from datasets import Dataset
 
 from rlhf.cli import main
 from rlhf.comparison.aggregate import KLS, read_cells, summarize, with_known_kl
-from rlhf.comparison.charts import reward_hacking_points, seed_means, styles, win_matrix
 from rlhf.comparison.costs import Costs
-from rlhf.comparison.page import difference_table
+from rlhf.comparison.page import difference_table, reward_hacking_points, seed_means, styles, win_matrix
 from rlhf.comparison.plan import read_plan
 from rlhf.comparison.results import MEASURES, Budget, ComparisonResults, Evaluation, FrontierPoint, Measures
 from rlhf.comparison.scheduler import failure_of

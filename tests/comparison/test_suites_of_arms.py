@@ -14,8 +14,8 @@ from rlhf.cli import main
 from rlhf.comparison.aggregate import read_cells, summarize
 from rlhf.comparison.plan import read_plan
 from rlhf.comparison.results import ComparisonResults, SuiteFigure
-from rlhf.comparison.suites import FOLDER, SuiteScores, read_suites, summarize_suites
 from rlhf.comparison.summary import suite_tables
+from rlhf.comparison.trial import FOLDER, SuiteScores, read_suites, summarize_suites
 from rlhf.config.load import compare_config, read_yaml
 from rlhf.errors import ConfigError
 from rlhf.evaluation.win_rate import Interval

@@ -21,11 +21,11 @@ from rlhf.comparison.plan import ensure_owner
 from rlhf.comparison.results import ComparisonResults
 from rlhf.comparison.summary import verdict
 from rlhf.comparison.trial import JUDGED, Judgment
-from rlhf.comparison.tuning.tables import NOT_RERUN, tuning_table
+from rlhf.comparison.tuning.run import NOT_RERUN, tuning_table
+from rlhf.config.files import merge_overrides, parse_overrides
 from rlhf.config.load import compare_config
-from rlhf.config.overrides import merge_overrides, parse_overrides
 from rlhf.errors import ConfigError, DivergenceError, UserError
-from rlhf.tracking.formatting import format_number
+from rlhf.tracking.metrics import format_number
 from rlhf.tracking.trackers import read_jsonl
 
 LR = {"policy.lr": [0.03, 0.1]}

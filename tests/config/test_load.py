@@ -12,7 +12,7 @@ import yaml
 from rlhf.config.algorithm import AdaptiveKl, Gae, Group, Online, PenaltyLoss
 from rlhf.config.compare import CellConfig
 from rlhf.config.data import DataConfig
-from rlhf.config.files import InvalidYaml, format_yaml, parse_yaml
+from rlhf.config.files import InvalidYaml, format_yaml, merge, merge_overrides, parse_overrides, parse_yaml
 from rlhf.config.load import (
     dump,
     expand_preset,
@@ -24,7 +24,6 @@ from rlhf.config.load import (
     unread_warnings,
     validate,
 )
-from rlhf.config.overrides import merge, merge_overrides, parse_overrides
 from rlhf.config.presets import PRESETS, drop_keys, get_setting
 from rlhf.config.sections import (
     CriticConfig,

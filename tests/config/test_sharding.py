@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from rlhf.config.files import merge, parse_overrides
 from rlhf.config.load import train_config
-from rlhf.config.overrides import merge, parse_overrides
 from rlhf.config.run import ShardingConfig, deepspeed_json
 from rlhf.errors import ConfigError
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.data.tokenize import left_pad, right_pad
+from rlhf.data.tokenizer import left_pad, right_pad
 
 ROWS = st.lists(st.lists(st.integers(0, 9), max_size=6), min_size=1, max_size=5)
 

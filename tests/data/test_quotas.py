@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.data.quotas import LONGEST_PERIOD, QuotaSchedule, integer_weights
+from rlhf.data.mixture import LONGEST_PERIOD, QuotaSchedule, integer_weights
 
 WEIGHTS = st.lists(st.integers(1, 40), min_size=1, max_size=6).map(tuple)
 

@@ -17,8 +17,7 @@ from rlhf.config.data import ChatFormat, PreferencesConfig, PromptsConfig, SftCo
 from rlhf.data.pairs import DemonstrationSet, PairSet, load_demonstrations, load_pairs
 from rlhf.data.prompts import MESSAGES, PromptSet, load_prompts
 from rlhf.data.templates import turn_end
-from rlhf.data.tokenize import make_encoder, stop_token_ids
-from rlhf.data.tokenizer import load_tokenizer
+from rlhf.data.tokenizer import load_tokenizer, make_encoder, stop_token_ids
 from rlhf.errors import DataError
 
 Write = Callable[..., str]

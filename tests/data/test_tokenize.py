@@ -9,8 +9,7 @@ from made_tokenizers import byte_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rlhf.data.tokenize import Encoder, make_encoder
-from rlhf.data.tokenizer import Rendered, text_vocabulary, tokenizer_of_text
+from rlhf.data.tokenizer import Encoder, Rendered, make_encoder, text_vocabulary, tokenizer_of_text
 from rlhf.errors import DataError
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="<"), min_size=1, max_size=20)

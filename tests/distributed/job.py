@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from runs import quiet
 
+from rlhf.config.files import merge
 from rlhf.config.load import train_config, validate
-from rlhf.config.overrides import merge
 from rlhf.config.sections import RewardModelConfig
 from rlhf.factory.reward_model import build_reward_model, finish_reward_model
 from rlhf.factory.run import build_run

@@ -19,7 +19,7 @@ from job import run_one
 from runs import make_model, offline_tree, pairs_file, ppo_tree, prompts_file, write_rows, written
 from safetensors.torch import load_file
 
-from rlhf.config.overrides import merge
+from rlhf.config.files import merge
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.factory.context import load_trainer_state
 from rlhf.models.scalar_head import load_scalar_head

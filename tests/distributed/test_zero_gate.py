@@ -20,7 +20,7 @@ from sharded import LIMIT, Tree, at, case, distance, launch, metrics, needs, sam
 from test_same_run_sharded import assert_same
 from transformers import AutoModelForCausalLM
 
-from rlhf.config.overrides import merge
+from rlhf.config.files import merge
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.tracking.checkpoint import find_damage
 

@@ -27,8 +27,8 @@ from runs import (
 
 from rlhf.api.inputs import Inputs
 from rlhf.config.data import OnlineDataConfig
+from rlhf.config.files import merge
 from rlhf.config.load import load_train, validate
-from rlhf.config.overrides import merge
 from rlhf.errors import ConfigError
 from rlhf.training.offline import train_offline
 

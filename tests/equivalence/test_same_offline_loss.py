@@ -15,14 +15,14 @@ from rlhf.algo.advantages import compute_advantages
 from rlhf.algo.masked import Mean
 from rlhf.batching import Batch
 from rlhf.config.algorithm import DpoLoss, HingeLoss, IpoLoss, PairLossConfig, RobustDpoLoss
-from rlhf.config.overrides import merge
+from rlhf.config.files import merge
 from rlhf.data.pairs import CompletionRows
-from rlhf.data.tokenize import left_pad, right_pad
-from rlhf.runtime.micro_batch import AdaptiveMicroBatch
+from rlhf.data.tokenizer import left_pad, right_pad
+from rlhf.runtime.memory import AdaptiveMicroBatch
 from rlhf.training.losses import DemonstrationLoss
+from rlhf.training.offline import PairwiseLoss, completion_logprobs
 from rlhf.training.online import update
 from rlhf.training.online_run import OnlineRun
-from rlhf.training.preference import PairwiseLoss, completion_logprobs
 from rlhf.training.rollout import compute_logprobs_and_values
 from rlhf.training.step import Loss, LossBatch, optimizer_step
 from rlhf.types import AnnotatedPairs, Demonstrations, Experience

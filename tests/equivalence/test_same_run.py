@@ -12,12 +12,12 @@ import torch
 from runs import largest_difference, make_model, online, ppo_tree, quiet, trained, trained_offline, weights, write_rows
 
 from rlhf.algo.advantages import compute_advantages
+from rlhf.config.files import merge
 from rlhf.config.load import validate
-from rlhf.config.overrides import merge
 from rlhf.config.sections import RewardModelConfig
 from rlhf.errors import ConfigError
 from rlhf.factory.reward_model import build_reward_model
-from rlhf.runtime.micro_batch import AdaptiveMicroBatch
+from rlhf.runtime.memory import AdaptiveMicroBatch
 from rlhf.training.offline import train_offline
 from rlhf.training.online import train, update
 from rlhf.training.online_run import OnlineRun

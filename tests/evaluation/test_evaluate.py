@@ -19,7 +19,7 @@ from rlhf.config.sections import LogProbs, LoraConfig, SamplingConfig
 from rlhf.evaluation.evaluate import distinct_n, diversity, evaluate_policy, perplexity, repetition
 from rlhf.models.backbone import add_lora
 from rlhf.models.policy_models import Models, ReferenceComparison
-from rlhf.runtime.micro_batch import AdaptiveMicroBatch
+from rlhf.runtime.memory import AdaptiveMicroBatch
 from rlhf.tracking.metrics import METRICS
 from rlhf.training.rollout import compute_logprobs_and_values
 from rlhf.types import Completions, Scores

@@ -23,7 +23,7 @@ from rlhf.config.algorithm import (
     RobustDpoLoss,
 )
 from rlhf.exact.world import make_rollout, model_outputs, random_table
-from rlhf.training.preference import Side, pair_loss
+from rlhf.training.offline import Side, pair_loss
 from rlhf.types import Experience, SampledPairs
 
 N = len(WORLD.ids)

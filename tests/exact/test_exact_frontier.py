@@ -29,7 +29,7 @@ from rlhf.exact.world import (
     random_scores,
     random_table,
 )
-from rlhf.training.preference import Side, pair_loss
+from rlhf.training.offline import Side, pair_loss
 from rlhf.types import Rollout
 
 WORLD = enumerate_world()

@@ -11,10 +11,10 @@ import pytest
 import torch
 from runs import make_model, offline, offline_tree, pairs_file, trained_offline, weights
 
-import rlhf.factory.reference as built
-from rlhf.config.overrides import merge
-from rlhf.factory.reference import completion_logprobs
-from rlhf.models.origin import weights_fingerprint
+import rlhf.factory.offline as built
+from rlhf.config.files import merge
+from rlhf.factory.offline import completion_logprobs
+from rlhf.models.export import weights_fingerprint
 from rlhf.runtime import device
 from rlhf.training.offline import OfflineRun
 

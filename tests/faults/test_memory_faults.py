@@ -11,13 +11,13 @@ import torch
 from runs import largest_difference, make_model, offline, offline_tree, online, ppo_tree, trained, weights
 from torch import nn
 
+from rlhf.config.files import merge
 from rlhf.config.load import train_config
-from rlhf.config.overrides import merge
 from rlhf.errors import ResourceError
 from rlhf.factory.online import no_grad_batch_multiplier
 from rlhf.runtime.distributed import Distributed
 from rlhf.runtime.engine import Engine
-from rlhf.runtime.micro_batch import AdaptiveMicroBatch
+from rlhf.runtime.memory import AdaptiveMicroBatch
 from rlhf.training.offline import train_offline
 from rlhf.training.online import train
 from rlhf.training.online_run import OnlineRun
@@ -148,7 +148,7 @@ def test_another_error_is_not_taken_for_it() -> None:
 
 
 def test_in_company_a_rank_does_not_go_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf.runtime.micro_batch._in_company", lambda: True)
+    monkeypatch.setattr("rlhf.runtime.memory._in_company", lambda: True)
 
     def fail(_rows: int) -> Callable[[], None]:
         raise torch.OutOfMemoryError("CUDA out of memory (a test)")

@@ -12,7 +12,7 @@ import torch
 from runs import count_good, largest_difference, offline, offline_tree, online, ppo_tree, trained, weights
 
 from rlhf.cli import main
-from rlhf.config.overrides import merge
+from rlhf.config.files import merge
 from rlhf.errors import DivergenceError, NonFiniteScores, RewardError
 from rlhf.training.offline import train_offline
 from rlhf.training.online import train

@@ -17,7 +17,7 @@ import pytest
 from runs import count_good, largest_difference, online, ppo_tree, trained, weights
 from torch import Tensor
 
-from rlhf.config.overrides import merge
+from rlhf.config.files import merge
 from rlhf.errors import RewardError
 from rlhf.rewards.function import TimeLimitExceeded, run_with_timeout
 from rlhf.training.online import train

@@ -19,8 +19,8 @@ import torch
 import yaml
 from pretend import PretendDevice
 
+from rlhf.config.files import merge
 from rlhf.config.load import load_reward_model
-from rlhf.config.overrides import merge
 from rlhf.factory.reward_model import build_reward_model
 from rlhf.training.offline import train_offline
 from rlhf.training.session import Session

@@ -8,8 +8,8 @@ from pretend import PretendDevice
 from tiny_models import tiny
 
 from rlhf.models.backbone import body_of
-from rlhf.models.kernels.llama import compile_layers as trial
-from rlhf.models.kernels.llama.compile_layers import compile_layers
+from rlhf.models.kernels.llama import compiled as trial
+from rlhf.models.kernels.llama.compiled import compile_layers
 
 
 def test_without_triton_layers_stay_eager_and_that_is_said(

@@ -14,7 +14,7 @@ from device_runs import offline_tree
 from pretend import PretendDevice
 from tiny_models import ragged, tiny
 
-from rlhf.config.overrides import merge
+from rlhf.config.files import merge
 from rlhf.models.backbone import freeze
 from rlhf.models.policy_models import Models, keep_in_bfloat16
 

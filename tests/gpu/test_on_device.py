@@ -13,7 +13,7 @@ from device_runs import OFFLINE, ONLINE, differences, gpu_or_pretend, offline_tr
 from pretend import PretendDevice
 from tiny_models import prompts_of, tiny
 
-from rlhf.config.overrides import merge
+from rlhf.config.files import merge
 from rlhf.config.sections import SamplingConfig
 from rlhf.sampling.fast.engine import FastSampler
 from rlhf.types import Completions

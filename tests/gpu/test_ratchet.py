@@ -20,7 +20,7 @@ from device_runs import offline_tree, online_tree
 from pretend import PretendDevice
 from tiny_models import completions_of, prompts_of, tiny
 
-from rlhf.config.overrides import merge
+from rlhf.config.files import merge
 from rlhf.config.sections import SamplingConfig
 from rlhf.models.backbone import autocast
 from rlhf.models.logprobs import completion_outputs

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from alarm_roc import Points, area, excess, falls, first_fall, first_firing, points_of, rates, stopping_gains
 
-from rlhf.guard.alarm import Alarm, Reading, above, below
+from rlhf.guard.alarms import Alarm, Reading, above, below
 
 ROWS = [
     {"step": 0, "eval/score": 1.0, "eval/score_std": 1.0, "x": 0.0},

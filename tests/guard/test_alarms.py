@@ -10,8 +10,7 @@ import pytest
 from rlhf.config.load import load_any
 from rlhf.config.sections import OnlineConfig
 from rlhf.factory.context import run_facts
-from rlhf.guard.alarm import History, RunFacts, above
-from rlhf.guard.alarms import ALARMS
+from rlhf.guard.alarms import ALARMS, History, RunFacts, above
 from rlhf.tracking.metrics import METRICS
 from rlhf.training.health import Firing, Watch
 

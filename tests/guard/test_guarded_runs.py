@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from runs import offline_tree, ppo_tree, quiet
 
+from rlhf.config.files import merge, parse_overrides
 from rlhf.config.load import train_config
-from rlhf.config.overrides import merge, parse_overrides
 from rlhf.data.paths import resolve_best
 from rlhf.errors import ConfigError
 from rlhf.factory.run import TrainingRun, build_run

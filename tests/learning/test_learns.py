@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from runs import ppo_tree, trained, trained_offline, write_rows
 
-from rlhf.config.overrides import merge
+from rlhf.config.files import merge
 
 ONLINE = (
     *("ppo", "ppo_penalty", "a2c", "reinforce", "remax", "reinforce_pp"),

@@ -18,8 +18,7 @@ from tiny_models import EOS, completions_of, tiny
 
 from rlhf.config.sections import LoraConfig
 from rlhf.models.backbone import add_lora, body_of
-from rlhf.models.kernels.llama.compile_layers import compile_layers
-from rlhf.models.kernels.llama.compiled import compiled, count_graphs
+from rlhf.models.kernels.llama.compiled import compile_layers, compiled, count_graphs
 from rlhf.models.kernels.llama.forward import _FUNCTIONS
 from rlhf.models.logprobs import completion_outputs
 from rlhf.training.online import train

@@ -17,9 +17,8 @@ from tiny_models import tiny
 from torch import Tensor
 
 from rlhf.models.backbone import body_of
-from rlhf.models.kernels.llama import compile_layers as trial
-from rlhf.models.kernels.llama.compile_layers import compile_layers
-from rlhf.models.kernels.llama.compiled import PLAIN
+from rlhf.models.kernels.llama import compiled as trial
+from rlhf.models.kernels.llama.compiled import PLAIN, compile_layers
 from rlhf.models.kernels.llama.elementwise import EAGER, Elementwise
 from rlhf.models.kernels.llama.forward import supports_fused, use_functions
 from rlhf.models.logprobs import COMPILED, of_bodies

@@ -23,8 +23,7 @@ from transformers import (
 from rlhf.config.sections import LoraConfig, PolicyConfig
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.models.backbone import add_lora, load_causal_lm, load_policy, merged_copy
-from rlhf.models.export import classifier_padding, export_model
-from rlhf.models.origin import Origin, read_origin
+from rlhf.models.export import Origin, classifier_padding, export_model, read_origin
 from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
 
 TIED = KINDS["llama, tied, several EOS, no pad"]

@@ -26,8 +26,7 @@ from rlhf.data.tokenizer import ADDED_TO_GGUF, base_of_adapter, load_tokenizer
 from rlhf.errors import ModelError
 from rlhf.factory.sampler import Completer
 from rlhf.models.backbone import add_lora, load_causal_lm, load_policy, merged_copy, save_model
-from rlhf.models.export import export_model
-from rlhf.models.origin import read_origin
+from rlhf.models.export import export_model, read_origin
 from rlhf.models.scalar_head import load_scalar_head
 from rlhf.types import Completions
 

@@ -19,10 +19,8 @@ from rlhf.config.sections import LoraConfig
 from rlhf.models import logprobs
 from rlhf.models.backbone import CausalLM, _quiet_peft, add_lora, body_of, enable_gradient_checkpointing
 from rlhf.models.kernels.llama import forward as lean
-from rlhf.models.kernels.llama import layer as fused
 from rlhf.models.kernels.llama.families import Norm, read_layers
-from rlhf.models.kernels.llama.forward import predictor_states, supports_fused
-from rlhf.models.kernels.llama.layer import rms_norm
+from rlhf.models.kernels.llama.forward import predictor_states, rms_norm, supports_fused
 from rlhf.models.kernels.packing import pack, packed_inputs, packing_unsupported_reason
 from rlhf.models.logprobs import TokenOutputs, completion_outputs
 from rlhf.models.scalar_head import load_scalar_head, sequence_scores
@@ -210,8 +208,8 @@ def test_adapters_that_are_more_than_a_product_are_left_to_their_modules() -> No
 
 def test_a_mistake_with_a_fresh_adapter_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new adapter adds nothing (B = 0), so that it would hide what is done with it."""
-    plain = fused._add_low_rank
-    monkeypatch.setattr(fused, "_add_low_rank", lambda y, x, low: plain(y, x, low._replace(scale=1.0)))
+    plain = lean._add_low_rank
+    monkeypatch.setattr(lean, "_add_low_rank", lambda y, x, low: plain(y, x, low._replace(scale=1.0)))
     assert not supports_fused(body_of(add_lora(tiny(), LoraConfig(r=3, alpha=5))))
 
 

@@ -14,10 +14,9 @@ from transformers import PreTrainedModel
 
 from rlhf.config.sections import LogProbs, LoraConfig
 from rlhf.errors import ModelError
+from rlhf.models import logprobs as head
 from rlhf.models.backbone import CausalLM, add_lora, autocast, enable_gradient_checkpointing
-from rlhf.models.kernels import lm_head as head
-from rlhf.models.kernels.lm_head import chunked_statistics, output_head, token_statistics
-from rlhf.models.logprobs import completion_outputs
+from rlhf.models.logprobs import chunked_statistics, completion_outputs, output_head, token_statistics
 from rlhf.models.policy_models import Models, predictor_hidden_states
 from rlhf.types import Completions
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from rlhf.batching import extend
 from rlhf.config.sections import LoraConfig
+from rlhf.models import logprobs
 from rlhf.models.backbone import CausalLM, add_lora
-from rlhf.models.kernels import lm_head
 from rlhf.models.logprobs import Sequences
 from rlhf.models.token_fisher import TokenFisher
 from rlhf.types import Experience, Rollout
@@ -162,8 +162,8 @@ def test_logits_are_made_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
     vector = random_vectors(fisher, 5)
     old = {name: p.detach() + 0.1 * vector[name] for name, p in fisher.named.items()}
     whole, kl = flat(fisher.product(batch, vector)), fisher.kl(batch, old)
-    monkeypatch.setitem(lm_head.CHUNK_TOKENS, "cpu", 2)
-    monkeypatch.setitem(lm_head.MAX_CHUNK_LOGITS, "cpu", 1)  # a row at a time where logits are made at once
+    monkeypatch.setitem(logprobs.CHUNK_TOKENS, "cpu", 2)
+    monkeypatch.setitem(logprobs.MAX_CHUNK_LOGITS, "cpu", 1)  # a row at a time where logits are made at once
     for options in ({}, {"log_probs": "naive"}):
         parts = fisher_of(model, **options)
         torch.testing.assert_close(flat(parts.product(batch, vector)), whole, rtol=1e-9, atol=1e-10)

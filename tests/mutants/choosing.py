@@ -91,7 +91,7 @@ CHOOSING = [
     ),
     Mutant(
         name="preset-sizes-below-another-presets-file",
-        file="rlhf/config/overrides.py",
+        file="rlhf/config/files.py",
         before="return merge(merge(drop_overruled(base, over), _sizes_of_new_preset(base, over)), over)",
         after="return merge(merge(_sizes_of_new_preset(base, over), drop_overruled(base, over)), over)",
         why="an arm named over a PPO base keeps PPO's epochs: refused, or stale where nothing refuses it",

@@ -95,7 +95,7 @@ COMPARISON = [
     ),
     Mutant(
         name="every-cell-takes-all-cores",
-        file="rlhf/comparison/processes.py",
+        file="rlhf/comparison/scheduler.py",
         before="str(max(1, cores // jobs))",
         after="str(cores)",
         why="cells that run at once have more threads than the machine has cores, and all are slow",
@@ -177,7 +177,7 @@ COMPARISON = [
     ),
     Mutant(
         name="a-failed-seed-cuts-the-curves",
-        file="rlhf/comparison/charts.py",
+        file="rlhf/comparison/page.py",
         before="if seed in done} or seeds",
         after="if seed in done and False} or seeds",
         why="a seed that fails at its first evaluation leaves one point of the curves of all others",
@@ -193,7 +193,7 @@ COMPARISON = [
     ),
     Mutant(
         name="the-worst-arms-are-shown",
-        file="rlhf/comparison/charts.py",
+        file="rlhf/comparison/page.py",
         before="    if len(arms) <= MAX_ALL_SHOWN:\n        return arms\n",
         after="    return arms[::-1]\n",
         why="of many arms those shown at first are not the best",

@@ -11,7 +11,7 @@ COMPILED = ("tests/models/test_compiled.py",)
 FORWARD = [
     Mutant(
         name="chunk-forgets-temperature-in-backward",
-        file="rlhf/models/kernels/lm_head.py",
+        file="rlhf/models/logprobs.py",
         before="d_logits = d_logits.div_(ctx.temperature).to(hidden.dtype)",
         after="d_logits = d_logits.to(hidden.dtype)",
         why="values are right, gradients are off by the temperature: nothing but the step shows it",
@@ -19,7 +19,7 @@ FORWARD = [
     ),
     Mutant(
         name="chunk-entropy-slope",
-        file="rlhf/models/kernels/lm_head.py",
+        file="rlhf/models/logprobs.py",
         before="slope = slope - d_entropy[part, None] * (logs.clamp_(min=LOWEST) + entropy[part, None])",
         after="slope = slope - d_entropy[part, None] * logs.clamp_(min=LOWEST)",
         why="the entropy bonus pushes along a wrong gradient, by a constant that softmax does not forgive",
@@ -27,7 +27,7 @@ FORWARD = [
     ),
     Mutant(
         name="softcap-lost",
-        file="rlhf/models/kernels/lm_head.py",
+        file="rlhf/models/logprobs.py",
         before="    if logits.shape != expected.shape or not torch.equal(logits, expected):",
         after="    if logits.shape != expected.shape:",
         why="a model that caps its logits is trained on log-probs of another distribution than it samples from",
@@ -123,7 +123,7 @@ FORWARD = [
     ),
     Mutant(
         name="lean-last-chooser-wins",
-        file="rlhf/models/kernels/llama/layer.py",
+        file="rlhf/models/kernels/llama/forward.py",
         before="d_middle = d_middle.new_zeros(rows, d_middle.shape[1]).index_add_(0, ctx.chosen, d_middle)",
         after="d_middle = d_middle.new_zeros(rows, d_middle.shape[1]).index_copy_(0, ctx.chosen, d_middle)",
         why="of the completions that share a prompt only one moves its last token",
@@ -139,7 +139,7 @@ FORWARD = [
     ),
     Mutant(
         name="lean-forgets-a-product",
-        file="rlhf/models/kernels/llama/layer.py",
+        file="rlhf/models/kernels/llama/forward.py",
         before="    for gradient, weight in zip(gradients[1:], weights[1:], strict=True):",
         after="    for gradient, weight in zip(gradients[1:2], weights[1:2], strict=True):",
         why="values get no gradient through the states before them",
@@ -179,7 +179,7 @@ FORWARD = [
     ),
     Mutant(
         name="lean-adapter-gradient-unscaled",
-        file="rlhf/models/kernels/llama/layer.py",
+        file="rlhf/models/kernels/llama/forward.py",
         before="    inner = functional.linear(x, cast_weight(adapter.down, x.dtype)).mul_(adapter.scale)",
         after="    inner = functional.linear(x, cast_weight(adapter.down, x.dtype))",
         why="LoRA's B learns at another rate than the modules': alpha / r is lost on the way back",
@@ -187,7 +187,7 @@ FORWARD = [
     ),
     Mutant(
         name="lean-adapter-blocks-the-way-back",
-        file="rlhf/models/kernels/llama/layer.py",
+        file="rlhf/models/kernels/llama/forward.py",
         before="    for gradient, adapter in zip(gradients, adapters, strict=True):\n        if adapter is not None:",
         after="    for gradient, adapter in zip(gradients, adapters, strict=True):\n        if adapter == 0:",
         why="lower layers get the gradient of the base model",
@@ -219,7 +219,7 @@ FORWARD = [
     ),
     Mutant(
         name="compiled-without-a-gradient-trial",
-        file="rlhf/models/kernels/llama/compile_layers.py",
+        file="rlhf/models/kernels/llama/compiled.py",
         before="error <= MAX_ERROR[dtype] and ",
         after="",
         why="a compiler's mistake in a backward pass trains another model: the trial of the body looks at states alone",
@@ -227,7 +227,7 @@ FORWARD = [
     ),
     Mutant(
         name="compiled-by-nobody",
-        file="rlhf/models/kernels/llama/compile_layers.py",
+        file="rlhf/models/kernels/llama/compiled.py",
         before="        if not count_graphs():",
         after="        if count_graphs() < 0:",
         why="the line of fast ways says compiled where torch's compiler is switched off: slower, and nothing says so",

@@ -35,7 +35,7 @@ GUARDING = [
     ),
     Mutant(
         name="nan-in-the-history",
-        file="rlhf/guard/alarm.py",
+        file="rlhf/guard/alarms.py",
         before="if value is not None and math.isfinite(value)",
         after="if value is not None",
         why="NaN compares as good: one of them resets every alarm, and a resumed run, which reads null, differs",
@@ -43,7 +43,7 @@ GUARDING = [
     ),
     Mutant(
         name="spike-against-itself",
-        file="rlhf/guard/alarm.py",
+        file="rlhf/guard/alarms.py",
         before="return values[:-1] if name in self._latest else values",
         after="return values",
         why="a value is compared with a past that holds it: counts never rise and the best is always the latest",
@@ -75,7 +75,7 @@ GUARDING = [
     ),
     Mutant(
         name="lower-loss-is-worse",
-        file="rlhf/training/best.py",
+        file="rlhf/training/health.py",
         before="sign = -1.0 if wanted[0] in _LOWER_IS_BETTER else 1.0",
         after="sign = 1.0",
         why="the worst held-out loss is the best checkpoint",
@@ -83,7 +83,7 @@ GUARDING = [
     ),
     Mutant(
         name="best-exported-whatever-was-asked",
-        file="rlhf/training/best.py",
+        file="rlhf/training/health.py",
         before="if best is None or not self.config.restore:",
         after="if best is None:",
         why="restore: false exports the best all the same",

@@ -69,7 +69,7 @@ HACKING = [
     ),
     Mutant(
         name="watch-shaped-score",
-        file="rlhf/rewards/watch.py",
+        file="rlhf/rewards/source.py",
         before='scores.parts.get("raw", scores.values)[index]',
         after="scores.values[index]",
         why="a clip or a length penalty looks like a gap between the reward and the judge",
@@ -93,7 +93,7 @@ HACKING = [
     ),
     Mutant(
         name="members-share-a-calibration",
-        file="rlhf/models/ensemble_head.py",
+        file="rlhf/models/scalar_head.py",
         before="return (raw - means.to(raw)) / stds.to(raw)",
         after="return (raw - means.mean().to(raw)) / stds.mean().to(raw)",
         why="members on different scales disagree about nothing but their scale",
@@ -101,7 +101,7 @@ HACKING = [
     ),
     Mutant(
         name="folded-critic-unscaled",
-        file="rlhf/models/ensemble_head.py",
+        file="rlhf/models/scalar_head.py",
         before="(old.weight.double().cpu() / stds[:, None]).mean(dim=0, keepdim=True)",
         after="old.weight.double().cpu().mean(dim=0, keepdim=True)",
         why="the critic that starts from an ensemble starts on another scale than its scores",
@@ -109,7 +109,7 @@ HACKING = [
     ),
     Mutant(
         name="auc-ignores-ties",
-        file="reward_model/statistics.py",
+        file="reward_model/evaluate.py",
         before="rankdata(scores.double().numpy())",
         after='rankdata(scores.double().numpy(), method="min")',
         why="disagreement that is the same everywhere seems to predict something",
@@ -117,7 +117,7 @@ HACKING = [
     ),
     Mutant(
         name="law-of-best-of-n-for-rl",
-        file="rlhf/evaluation/overoptimization.py",
+        file="rlhf/evaluation/frontier.py",
         before="return np.stack([distance, -distance * logs], axis=-1)",
         after="return np.stack([distance, -(distance**2)], axis=-1)",
         why="PPO's beta is fitted to another law than the paper's",
@@ -125,7 +125,7 @@ HACKING = [
     ),
     Mutant(
         name="law-interval-of-a-point",
-        file="rlhf/evaluation/overoptimization.py",
+        file="rlhf/evaluation/frontier.py",
         before="low, high = _interval(distances, gains, law, seed)",
         after="low, high = _interval(distances.reshape(-1, 1), gains.reshape(-1, 1), law, seed)",
         why="points of one curve count as independent: intervals far too narrow",

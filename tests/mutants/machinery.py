@@ -55,7 +55,7 @@ MACHINERY = [
     ),
     Mutant(
         name="temperature-forgotten",
-        file="rlhf/models/kernels/lm_head.py",
+        file="rlhf/models/logprobs.py",
         before="log_softmax = (at_least_float32(logits) / temperature).log_softmax(dim=-1)",
         after="log_softmax = at_least_float32(logits).log_softmax(dim=-1)",
         why="log-probs at temperature 1 of completions drawn at another: ratios are off (TRL #4159)",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutant import Mutant
 
-QUOTAS, MIXTURE = "rlhf/data/quotas.py", "rlhf/data/mixture.py"
+QUOTAS, MIXTURE = "rlhf/data/mixture.py", "rlhf/data/mixture.py"
 OF_MIXTURE = ("tests/data/test_mixture.py",)
 
 MIXED_DATA = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutant import Mutant
 
-LOSSES, TRAINER = "rlhf/algo/preference_loss.py", "rlhf/training/losses.py"
+LOSSES, TRAINER = "rlhf/algo/preference_loss.py", "rlhf/training/offline.py"
 OF_LOSSES, OF_TRAINER = ("tests/algo/test_preference_loss.py",), ("tests/training/test_preference.py",)
 
 OFFLINE = [
@@ -138,7 +138,7 @@ OFFLINE = [
     ),
     Mutant(
         name="cache-forgets-the-model",
-        file="rlhf/factory/reference.py",
+        file="rlhf/factory/offline.py",
         before="weights=self._fingerprint(),",
         after='weights="",',
         why="a new SFT model reads the old one's log-probs",
@@ -146,7 +146,7 @@ OFFLINE = [
     ),
     Mutant(
         name="cache-forgets-the-temperature",
-        file="rlhf/factory/reference.py",
+        file="rlhf/factory/offline.py",
         before='"dtype": dtype, "temperature": temperature}',
         after='"dtype": dtype}',
         why="policy and reference are compared at two temperatures",
@@ -154,7 +154,7 @@ OFFLINE = [
     ),
     Mutant(
         name="cache-checksum-ignored",
-        file="rlhf/factory/reference.py",
+        file="rlhf/factory/offline.py",
         before='return "" if metadata.get("checksum") == _checksum(values) else "its checksum does not match", values',
         after='return "", values',
         why="a flipped bit is a reward from then on",
@@ -162,7 +162,7 @@ OFFLINE = [
     ),
     Mutant(
         name="fingerprint-counts-the-adapter",
-        file="rlhf/models/origin.py",
+        file="rlhf/models/export.py",
         before='        if "lora_" in name:\n            continue\n',
         after="",
         why="every start of an adapter asks the reference anew, and a resumed run cannot find its own",

@@ -26,7 +26,7 @@ OVERLAPPING = [
     ),
     Mutant(
         name="ahead-never-refreshed",
-        file="rlhf/training/overlap.py",
+        file="rlhf/training/online_run.py",
         before="        self._refresh()",
         after="        pass",
         why="completions fall behind by ever more steps, and only the mismatch metric shows it",
@@ -42,7 +42,7 @@ OVERLAPPING = [
     ),
     Mutant(
         name="ahead-forgets-the-step-at-hand",
-        file="rlhf/training/overlap.py",
+        file="rlhf/training/online_run.py",
         before="        self._drawn = {step: self._drawn[step]}",
         after="        self._drawn = {}",
         why="a run that its reward stopped draws the step again, by later weights",
@@ -74,7 +74,7 @@ OVERLAPPING = [
     ),
     Mutant(
         name="eightbit-scales-not-saved",
-        file="rlhf/runtime/optimizers.py",
+        file="rlhf/runtime/engine.py",
         before='QUANTIZED = ("state1", "state2", "absmax1", "absmax2")',
         after='QUANTIZED = ("state1", "state2", "absmax1")',
         why="a resumed run starts with second moments of another scale",
@@ -92,7 +92,7 @@ OVERLAPPING = [
     ),
     Mutant(
         name="cells-outlive-the-comparison",
-        file="rlhf/comparison/processes.py",
+        file="rlhf/comparison/scheduler.py",
         before="        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)",
         after="        pass",
         why="a comparison that was killed leaves runs behind, which hold the machine and the folders",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from mutant import Mutant
 
-ALGO = "rlhf/algo/rescue.py"
+ALGO = "rlhf/algo/selection.py"
 COLLECT = "rlhf/training/collect.py"
-REPLAY = "rlhf/training/replay.py"
+REPLAY = "rlhf/training/online_run.py"
 WEIGHTS = ("tests/algo/test_rescue_weights.py",)
 MACHINERY = ("tests/training/test_rescue.py",)
 

@@ -89,7 +89,7 @@ SAMPLING = [
     ),
     Mutant(
         name="block-sum-includes-its-own",
-        file="rlhf/sampling/generate.py",
+        file="rlhf/sampling/fast/decoder.py",
         before="before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)",
         after="before = torch.where(block > 0, cumulative.gather(1, block), 0.0)",
         why="the draw inside a block starts from the sum after it: always its first token",
@@ -97,7 +97,7 @@ SAMPLING = [
     ),
     Mutant(
         name="adapter-not-merged-into-the-copies",
-        file="rlhf/sampling/fast/llama.py",
+        file="rlhf/sampling/fast/decoder.py",
         before="weight = weight + module.get_delta_weight(name).detach()",
         after="weight = weight + 0.0 * module.get_delta_weight(name).detach()",
         why="LoRA trains, the rollouts come from the base model",
@@ -105,7 +105,7 @@ SAMPLING = [
     ),
     Mutant(
         name="cache-cast-at-every-step",
-        file="rlhf/sampling/fast/llama.py",
+        file="rlhf/sampling/fast/decoder.py",
         before="with torch.autocast(tokens.device.type, enabled=False):",
         after="with torch.autocast(tokens.device.type, enabled=torch.is_autocast_enabled(tokens.device.type)):",
         why="in bfloat16 each step copies the whole cache into another dtype",

@@ -113,7 +113,7 @@ SETTINGS = [
     ),
     Mutant(
         name="the-name-of-an-arm-is-split",
-        file="rlhf/config/overrides.py",
+        file="rlhf/config/files.py",
         before='if section == "arms" else []',
         after='if section == "" else []',
         why="arms.clip_0.1=null leaves no arm out, and asks for an arm called clip_0",
@@ -145,7 +145,7 @@ SETTINGS = [
     ),
     Mutant(
         name="packed-whatever-the-cpu-has",
-        file="rlhf/sampling/fast/llama.py",
+        file="rlhf/sampling/fast/decoder.py",
         before="(weight.dtype == torch.bfloat16 and cpu_has_bfloat16_products())",
         after="weight.dtype == torch.bfloat16",
         why="sampling in bfloat16 ends in an error of oneDNN on a CPU without its products",

@@ -10,7 +10,7 @@ PLAN = "tests/comparison/test_tuning.py::"
 TUNING = [
     Mutant(
         name="the-default-can-be-dropped",
-        file="rlhf/comparison/tuning/search.py",
+        file="rlhf/comparison/tuning/plan.py",
         before="key=lambda trial: (trial != DEFAULT, -",
         after="key=lambda trial: (-",
         why="an unlucky first round drops the arm as written, and tuning ends worse than not tuning",
@@ -18,7 +18,7 @@ TUNING = [
     ),
     Mutant(
         name="a-tie-goes-to-the-last-trial",
-        file="rlhf/comparison/tuning/search.py",
+        file="rlhf/comparison/tuning/plan.py",
         before="key=lambda trial: (-finished[trial], trial)",
         after="key=lambda trial: (-finished[trial], -trial)",
         why="settings are changed that gain nothing",
@@ -26,7 +26,7 @@ TUNING = [
     ),
     Mutant(
         name="rounds-of-equal-length",
-        file="rlhf/comparison/tuning/search.py",
+        file="rlhf/comparison/tuning/plan.py",
         before="Fraction(1, size) for size in sizes[: k + 1]",
         after="Fraction(1, sizes[0]) for _ in sizes[: k + 1]",
         why="the first round eats most of the budget, and those that go on are hardly trained longer",
@@ -34,7 +34,7 @@ TUNING = [
     ),
     Mutant(
         name="factor-on-one-side",
-        file="rlhf/comparison/tuning/search.py",
+        file="rlhf/comparison/tuning/plan.py",
         before="factor ** (2 * u - 1)",
         after="factor**u",
         why="no trial ever has a smaller learning rate than the arm as written",
@@ -42,7 +42,7 @@ TUNING = [
     ),
     Mutant(
         name="draws-of-all-trials-alike",
-        file="rlhf/comparison/tuning/search.py",
+        file="rlhf/comparison/tuning/plan.py",
         before='random.Random(f"{seed}/{trial}/{key}")',
         after='random.Random(f"{seed}/{key}")',
         why="a trial is another one again, unless it is drawn anew, and no arm has the quantile of another",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf.report.chart import Axis, Chart, Series, plotly_figure
+from rlhf.report.charts import Axis, Chart, Series, plotly_figure
 
 
 def chart(*series: Series, by_point: bool = False) -> Chart:

@@ -16,10 +16,18 @@ from hypothesis import strategies as st
 
 from rlhf.config.run import UNKNOWN_LENGTH
 from rlhf.errors import UserError
-from rlhf.report.charts import GROUPS, chart_groups, decimate, panels, running_mean, timing_chart
+from rlhf.report.charts import (
+    GROUPS,
+    calibration_bins,
+    card_tables,
+    chart_groups,
+    decimate,
+    panels,
+    running_mean,
+    timing_chart,
+)
 from rlhf.report.page import comparison, pair_details, phase_table, tiles, verdict, write_report
 from rlhf.report.record import MetricSeries, Record, collect, match
-from rlhf.report.report_card import calibration_bins, card_tables
 from rlhf.tracking.metrics import METRICS
 from rlhf.tracking.run_folder import RunFolder
 from rlhf.tracking.trackers import JsonlLogger

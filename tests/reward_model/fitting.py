@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reward_model.losses import BradleyTerryLoss
+from reward_model.model import BradleyTerryLoss
 from rlhf.data.datasets import BatchStream
 from rlhf.runtime.engine import TrainableModel
 from rlhf.tracking.metrics import Metrics

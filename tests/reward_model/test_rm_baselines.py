@@ -10,7 +10,7 @@ import torch
 from rm_cases import favorites, pair_set
 
 from reward_model.evaluate import fit_bag_of_words, longer_wins
-from reward_model.losses import win_indicator
+from reward_model.model import win_indicator
 from rlhf.data.formats import PairText
 
 FILLER = ["the", "film", "of", "a", "man", "and", "his", "dog", "in", "the", "city", "by", "the", "sea"]

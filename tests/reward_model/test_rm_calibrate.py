@@ -12,7 +12,7 @@ from tiny_models import tokenizer
 from torch import Tensor
 
 from reward_model.model import calibrate, score_pairs
-from rlhf.config.reward_model import CalibrationConfig
+from rlhf.config.reward import CalibrationConfig
 from rlhf.errors import RewardError
 from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
 

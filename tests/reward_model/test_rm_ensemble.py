@@ -17,13 +17,11 @@ from reward_model.ensemble import (
     calibrate_ensemble,
     score_member_pairs,
 )
-from reward_model.losses import BradleyTerryLoss
-from reward_model.model import calibrate, score_pairs
+from reward_model.evaluate import auc, auc_interval, ensemble_card
+from reward_model.model import BradleyTerryLoss, calibrate, score_pairs
 from reward_model.source import RewardModelSource
-from reward_model.statistics import auc, auc_interval, ensemble_card
-from rlhf.config.reward_model import CalibrationConfig, RewardModelLoss
-from rlhf.models.ensemble_head import EnsembleHeadModel, as_ensemble, load_reward_heads, single_head
-from rlhf.models.scalar_head import ScalarHeadModel
+from rlhf.config.reward import CalibrationConfig, RewardModelLoss
+from rlhf.models.scalar_head import EnsembleHeadModel, ScalarHeadModel, as_ensemble, load_reward_heads, single_head
 
 SIZE = 3
 ALL = range(4)
@@ -172,7 +170,7 @@ def test_auc_by_hand() -> None:
 def test_the_card_tells_disagreement_that_predicts_error_from_one_that_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("reward_model.statistics.RESAMPLES", 200)
+    monkeypatch.setattr("reward_model.evaluate.RESAMPLES", 200)
     generator = torch.Generator().manual_seed(0)
     hard = torch.rand(300, generator=generator, dtype=torch.float64) < 0.3
     noise = torch.randn(4, 300, generator=generator, dtype=torch.float64)

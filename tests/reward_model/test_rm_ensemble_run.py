@@ -13,8 +13,8 @@ from runs import largest_difference, make_model, pairs_file, ppo_tree, quiet, tr
 from transformers import AutoModelForSequenceClassification
 
 from rlhf.commands.train import run_reward_model
+from rlhf.config.files import merge
 from rlhf.config.load import validate
-from rlhf.config.overrides import merge
 from rlhf.config.sections import RewardModelConfig
 from rlhf.errors import ConfigError
 from rlhf.factory.context import member_folders

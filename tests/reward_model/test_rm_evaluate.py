@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from reward_model.evaluate import ReportCard, evaluate_reward_model
 from reward_model.model import calibrate
-from rlhf.config.reward_model import CalibrationConfig
+from rlhf.config.reward import CalibrationConfig
 from rlhf.data.pairs import PairSet
 from rlhf.errors import DataError, RewardError
 from rlhf.models.logprobs import Sequences
 from rlhf.models.scalar_head import ScalarHeadModel
-from rlhf.report.report_card import calibration_bins, card_tables
+from rlhf.report.charts import calibration_bins, card_tables
 
 
 class Counting(ScalarHeadModel):

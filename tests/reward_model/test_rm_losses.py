@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from reward_model.losses import bradley_terry, win_indicator
+from reward_model.model import bradley_terry, win_indicator
 
 scores = st.floats(-30, 30)
 

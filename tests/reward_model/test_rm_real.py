@@ -15,8 +15,7 @@ from runs import quiet
 from transformers import AutoModelForSequenceClassification
 
 from reward_model.evaluate import evaluate_reward_model
-from reward_model.losses import BradleyTerryLoss
-from reward_model.model import calibrate
+from reward_model.model import BradleyTerryLoss, calibrate
 from rlhf.commands.train import run_reward_model
 from rlhf.config.load import load_reward_model
 from rlhf.data.datasets import BatchStream

@@ -25,10 +25,10 @@ from rm_cases import made_model
 from runs import online, ppo_tree, write_rows
 from tiny_models import EOS, completions_of, ragged, tokenizer
 
+from reward_model.server import Row, TextScorer, parse_request
 from reward_model.source import RewardModelSource
-from reward_model.text_scorer import Row, TextScorer, parse_request
 from rlhf.cli import main
-from rlhf.config.overrides import merge
+from rlhf.config.files import merge
 from rlhf.config.reward import RemoteSource
 from rlhf.data.tokenizer import vocabulary_digest
 from rlhf.errors import ConfigError, DataError, NonFiniteScores, RewardError

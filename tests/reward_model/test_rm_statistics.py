@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_model.statistics import accuracy, accuracy_by_margin, calibration, pearson, spearman, subset_accuracy
+from reward_model.evaluate import accuracy, accuracy_by_margin, calibration, pearson, spearman, subset_accuracy
 
 
 def logit(p: float) -> float:

@@ -11,9 +11,8 @@ from fitting import TERMS, fit
 from rm_cases import RAGGED, favorites, made_model
 from torch import Tensor
 
-from reward_model.losses import BradleyTerryLoss, bradley_terry, win_indicator
-from reward_model.model import score_pairs
-from rlhf.config.reward_model import RewardModelLoss
+from reward_model.model import BradleyTerryLoss, bradley_terry, score_pairs, win_indicator
+from rlhf.config.reward import RewardModelLoss
 from rlhf.config.sections import OptimizerConfig
 from rlhf.data.datasets import BatchStream
 from rlhf.data.pairs import PairSet

@@ -13,7 +13,7 @@ from tiny_models import completions_of
 
 from rlhf.config.reward import ShapingConfig
 from rlhf.errors import RewardError
-from rlhf.rewards.shaping import ShapedReward, overlong_share
+from rlhf.rewards.rules import ShapedReward, overlong_share
 from rlhf.types import Completions, Scores
 
 

@@ -17,14 +17,13 @@ from rlhf.config.run import RunConfig, ShardingConfig
 from rlhf.config.sections import RewardModelConfig
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import ConfigError
+from rlhf.factory.evaluation import evaluate_suite, load_model_for_suite
 from rlhf.factory.rewards import build_source
-from rlhf.factory.suites import evaluate_suite, load_model_for_suite
 from rlhf.runtime import device as device_module
 from rlhf.runtime import engine as engine_module
 from rlhf.runtime.device import choose_device, choose_precision, empty_cache, is_out_of_memory, usable_dtype
 from rlhf.runtime.engine import Engine, local_device, make_engine
-from rlhf.runtime.memory import make_memory_profiler
-from rlhf.runtime.micro_batch import AdaptiveMicroBatch
+from rlhf.runtime.memory import AdaptiveMicroBatch, make_memory_profiler
 from rlhf.suites.settings import XstestSettings
 
 Machine = Callable[..., None]

@@ -13,7 +13,7 @@ from tiny_models import ragged
 from rlhf.errors import ConfigError, NonFiniteScores, UserError
 from rlhf.rewards.source import MainRankReward, ShardedReward
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
-from rlhf.runtime.micro_batch import AdaptiveMicroBatch
+from rlhf.runtime.memory import AdaptiveMicroBatch
 from rlhf.training.step import split_into_micro_batches
 from rlhf.types import Completions, Scores
 

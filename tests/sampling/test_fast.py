@@ -21,11 +21,9 @@ from rlhf.models.backbone import add_lora, load_causal_lm
 from rlhf.models.logprobs import completion_outputs
 from rlhf.runtime.seeding import derive_seed
 from rlhf.sampling.fast import engine as engine_module
-from rlhf.sampling.fast.decoder import ATTENTION_NAME, ModelDecoder
-from rlhf.sampling.fast.draw import inverse_cdf, sample_token
+from rlhf.sampling.fast.decoder import ATTENTION_NAME, FusedDecoder, ModelDecoder, can_pack, inverse_cdf, sample_token
 from rlhf.sampling.fast.engine import FastSampler, unique_prompts
 from rlhf.sampling.fast.kv_cache import cache_dtype
-from rlhf.sampling.fast.llama import FusedDecoder, can_pack
 from rlhf.sampling.generate import HFSampler, draw
 from rlhf.sampling.sampler import fast_unsupported_reason, make_sampler
 from rlhf.types import Completions, Prompts

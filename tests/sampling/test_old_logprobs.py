@@ -11,7 +11,7 @@ from torch import nn
 
 from rlhf.config.sections import SamplingConfig
 from rlhf.models.policy_models import Models, SharedValueHead
-from rlhf.runtime.micro_batch import AdaptiveMicroBatch
+from rlhf.runtime.memory import AdaptiveMicroBatch
 from rlhf.training.rollout import compute_logprobs_and_values, takes_sampler_logprobs
 from rlhf.types import Completions, Rollout, Scores
 

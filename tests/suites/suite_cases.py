@@ -12,9 +12,9 @@ import torch
 from bigram import Table, bigram_model
 
 from rlhf.comparison.results import SuiteFigure
-from rlhf.comparison.suites import SuiteScores, summarize_suites
+from rlhf.comparison.trial import SuiteScores, summarize_suites
 from rlhf.evaluation.win_rate import Interval
-from rlhf.suites.figures import Estimate, SuiteResult
+from rlhf.suites.questions import Estimate, SuiteResult
 from rlhf.suites.settings import SuiteSamplingConfig
 from rlhf.suites.subject import Subject, load_subject
 

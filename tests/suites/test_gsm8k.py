@@ -14,8 +14,8 @@ from suite_cases import figures, gains, subject, values
 from rlhf.data.rows import BadRow
 from rlhf.errors import ConfigError, DataError
 from rlhf.evaluation.win_rate import Interval
-from rlhf.suites.figures import pass_at_k
 from rlhf.suites.gsm8k import read_problem, run_gsm8k
+from rlhf.suites.questions import pass_at_k
 from rlhf.suites.settings import Gsm8kSettings
 
 WORDS = ("Question:", "Answer:", "####", "7", "8", "q", "so")

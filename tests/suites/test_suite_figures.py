@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.suites.figures import mean, mean_pass_at_k, pass_at_k, wilson, wins
+from rlhf.suites.questions import mean, mean_pass_at_k, pass_at_k, wilson, wins
 
 
 @pytest.mark.parametrize(

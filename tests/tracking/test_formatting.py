@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rlhf.tracking.formatting import (
+from rlhf.tracking.metrics import (
     format_duration,
     format_fixed,
     format_gigabytes,

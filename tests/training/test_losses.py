@@ -12,7 +12,7 @@ from runs import online, ppo_tree
 from torch import Tensor, nn
 
 from rlhf.algo.advantages import compute_advantages
-from rlhf.runtime.micro_batch import AdaptiveMicroBatch
+from rlhf.runtime.memory import AdaptiveMicroBatch
 from rlhf.training.collect import _draw
 from rlhf.training.losses import online_losses
 from rlhf.training.online import update

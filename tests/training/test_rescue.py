@@ -14,10 +14,10 @@ import torch
 from runs import online, ppo_tree, quiet, trained
 from tiny_models import completions_of
 
-from rlhf.algo.rescue import failed_groups
+from rlhf.algo.selection import failed_groups
 from rlhf.config.algorithm import Online
+from rlhf.config.files import merge
 from rlhf.config.load import train_config
-from rlhf.config.overrides import merge
 from rlhf.config.rescue import Hint, ReplayConfig
 from rlhf.data.prompts import PromptSet
 from rlhf.data.rows import RowCounts
@@ -27,8 +27,7 @@ from rlhf.lab import doors
 from rlhf.sampling.generate import repeat_rows
 from rlhf.training.collect import collect, sample_and_score, under_prompts
 from rlhf.training.online import train
-from rlhf.training.online_run import OnlineRun, annotate
-from rlhf.training.replay import PromptQueue
+from rlhf.training.online_run import OnlineRun, PromptQueue, annotate
 from rlhf.training.rollout import Collected, live_tokens
 from rlhf.types import Completions, Prompts, Scores
 

@@ -13,12 +13,12 @@ import torch
 from runs import largest_difference, make_model, online, ppo_tree, trained, weights
 
 from rlhf.algo.advantages import compute_advantages
+from rlhf.config.files import merge
 from rlhf.config.load import train_config, unread_warnings
-from rlhf.config.overrides import merge
 from rlhf.errors import ConfigError
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.runtime.engine import SteppingModel
-from rlhf.runtime.micro_batch import AdaptiveMicroBatch
+from rlhf.runtime.memory import AdaptiveMicroBatch
 from rlhf.training.losses import online_losses
 from rlhf.training.online import train, update
 from rlhf.training.online_run import OnlineRun

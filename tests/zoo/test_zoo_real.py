@@ -15,8 +15,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from zoo_checks import check_greedy, expected_logprobs, our_logprobs, plain_model, reasons_of, sampler_of, ways_of
 from zoo_runs import train_one_step, train_reward_model
 
-from rlhf.data.tokenize import make_encoder
-from rlhf.data.tokenizer import load_tokenizer, pad_id
+from rlhf.data.tokenizer import load_tokenizer, make_encoder, pad_id
 from rlhf.models.backbone import load_causal_lm
 
 pytestmark = pytest.mark.slow

@@ -15,9 +15,8 @@ from rlhf.config.sections import SamplingConfig
 from rlhf.data.tokenizer import pad_id
 from rlhf.models.backbone import CausalLM, body_of, eos_ids
 from rlhf.models.kernels.llama.forward import supports_fused
-from rlhf.models.kernels.lm_head import chunking_unsupported_reason
 from rlhf.models.kernels.packing import packing_unsupported_reason
-from rlhf.models.logprobs import completion_outputs
+from rlhf.models.logprobs import chunking_unsupported_reason, completion_outputs
 from rlhf.sampling.fast.engine import FastSampler
 from rlhf.sampling.sampler import Sampler, fast_unsupported_reason, make_sampler
 

@@ -13,8 +13,8 @@ from families import Family
 from runs import quiet, write_rows
 from torch import nn
 
+from rlhf.config.files import merge
 from rlhf.config.load import train_config, validate
-from rlhf.config.overrides import merge
 from rlhf.config.sections import RewardModelConfig
 from rlhf.factory.reward_model import build_reward_model, finish_reward_model
 from rlhf.factory.run import TrainingRun, build_run

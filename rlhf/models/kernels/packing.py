@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
+from rlhf.batching import on_host, to_device
 from rlhf.models.kernels.attention import (
     PackedBatch,
     RectangleIndex,
@@ -31,7 +32,6 @@ from rlhf.models.kernels.attention import (
 )
 from rlhf.models.kernels.cast import HALF_DTYPES
 from rlhf.runtime.device import is_device_error
-from rlhf.transfer import on_host, to_device
 
 LAYOUT_PARTS = (PackedBatch, RectangleLayout, RectangleIndex, VarlenLayout)
 MIN_SHARED_FRACTION = 0.1  # prompts are shared where that saves at least this share of the tokens: measured

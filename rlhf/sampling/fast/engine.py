@@ -15,10 +15,19 @@ from rlhf.config.sections import SamplingConfig
 from rlhf.models.backbone import CausalLM, autocast
 from rlhf.runtime.engine import Engine
 from rlhf.runtime.seeding import uniforms
-from rlhf.sampling.fast.decoder import STEPS, TOKENS, Decoder, GraphDecoder, ModelDecoder, verify_decoder
-from rlhf.sampling.fast.draw import sample_token
+from rlhf.sampling.fast.decoder import (
+    STEPS,
+    TOKENS,
+    Decoder,
+    FusedDecoder,
+    GraphDecoder,
+    ModelDecoder,
+    sample_token,
+    supports_fused_decoding,
+    supports_length,
+    verify_decoder,
+)
 from rlhf.sampling.fast.kv_cache import KVCache, UnsupportedModel, prefill
-from rlhf.sampling.fast.llama import FusedDecoder, supports_fused_decoding, supports_length
 from rlhf.sampling.fast.recorded import COLUMN_MULTIPLE, RecordedSampler, Rollout, RowSlots, TrialCache
 from rlhf.sampling.generate import HFSampler, repeat_rows, rotation_kinds
 from rlhf.types import Completions, Prompts

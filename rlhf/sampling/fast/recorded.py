@@ -17,12 +17,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from rlhf.batching import to_device
 from rlhf.models.backbone import CausalLM
 from rlhf.runtime.seeding import uniforms
-from rlhf.sampling.fast.draw import sample_token
+from rlhf.sampling.fast.decoder import FusedDecoder, sample_token
 from rlhf.sampling.fast.kv_cache import Layered, prefill
-from rlhf.sampling.fast.llama import FusedDecoder
-from rlhf.transfer import to_device
 from rlhf.types import Prompts
 
 CHECK_INTERVAL = 4  # steps between looks at which rows are done; each look is at the state of the one before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datasets
 import evaluate
 
-from rlhf.suites.numeric_answers import expected_answer, final_answer
+from rlhf.suites.gsm8k import expected_answer, final_answer
 
 DESCRIPTION = "The share of solutions whose final answer is exactly the number of the reference (Cobbe et al. 2021)."
 INPUTS = """

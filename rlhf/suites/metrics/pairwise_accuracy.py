@@ -5,7 +5,7 @@ from __future__ import annotations
 import datasets
 import evaluate
 
-from rlhf.suites.figures import mean, wilson, wins
+from rlhf.suites.questions import mean, wilson, wins
 
 DESCRIPTION = """The share of preference pairs whose chosen side is scored higher; a tie counts half. With the 95 %
 interval of Wilson (1927). For rewards it is the accuracy of a reward model, for beta (log pi - log pi_ref) that of

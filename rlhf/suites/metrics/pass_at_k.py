@@ -5,7 +5,7 @@ from __future__ import annotations
 import datasets
 import evaluate
 
-from rlhf.suites.figures import mean_pass_at_k
+from rlhf.suites.questions import mean_pass_at_k
 
 DESCRIPTION = """The probability that at least one of k samples of a problem is right, averaged over problems:
 1 - C(n - c, k) / C(n, k) for c right of n samples, which is unbiased (Chen et al. 2021, eq. 1)."""

@@ -7,7 +7,7 @@ import evaluate
 import torch
 
 from rlhf.evaluation.win_rate import bootstrap
-from rlhf.suites.figures import wins
+from rlhf.suites.questions import wins
 
 DESCRIPTION = """The share of prompts on which A is scored above B, a tie counting half, with its 95 % interval by
 bootstrap over the prompts (2,000 resamples)."""

@@ -1,7 +1,7 @@
 """Where the decoder layers of known model families keep their weights, for both written-out passes.
 
-The training pass (forward.py) and the decode step (rlhf/sampling/fast/llama.py) ask for query, key, value, gate and up,
-whatever modules hold them: where one weight holds several, each is a view of its rows.
+The training pass (forward.py) and the decode step (rlhf/sampling/fast/decoder.py) ask for query, key, value, gate and
+up, whatever modules hold them: where one weight holds several, each is a view of its rows.
 """
 
 from __future__ import annotations
