@@ -4,7 +4,7 @@ The modules, roughly in the order in which a training step uses them:
 
     kl               KL estimators and the controllers of the KL coefficients
     advantages       token rewards, GAE, rewards-to-go, group baselines
-    selection        best-of-n rows and best-against-worst pairs
+    selection        best-of-n rows, best-against-worst pairs, weights of completions sampled with a hint
     policy_loss      importance ratios, surrogate losses, aggregation over tokens
     value_loss       the clipped value loss and the explained variance
     objective        combines the above as an algorithm's configuration asks: start reading here

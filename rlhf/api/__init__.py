@@ -1,8 +1,7 @@
 """The Python interface: what the `rlhf` program does, with Python objects for models, data, rewards and losses.
 
-    runs.py         sft, train, reward_model: a run, and what it returns; evaluate and sample: what is trained already
-    comparison.py   compare: several algorithms on one budget
-    inputs.py       Python objects to configuration: written into the run folder where they are not files
+    runs.py     sft, train, reward_model, compare: a run, and what it returns; evaluate and sample: what is trained
+    inputs.py   Python objects to configuration: written into the run folder where they are not files
     (rlhf.exact.check: whether a loss or an advantage of your own is right)
 
 The functions are exported by `rlhf` itself: `import rlhf; rlhf.train(...)`. Keywords are the configuration's keys. A

@@ -1,15 +1,13 @@
 """Compare algorithms that share a start model, a budget and a judge: what `rlhf compare` runs.
 
 plan.py         `make_plan`: the cells of a comparison, one for each arm and seed, all checked before anything runs
-scheduler.py    `run_cells`: run the cells, several at a time (processes.py), and resume after a stop
-trial.py        one cell: train on the budget (costs.py) or draw best-of-n samples, then judge
+scheduler.py    `run_cells`: run the cells in processes, several at a time, and resume after a stop
+trial.py        one cell: train on the budget (costs.py) or draw best-of-n samples, then judge and run suites
 tuning/         `run_tuning`: equal trials for every arm before it is reported
-suites.py       the suites of a cell: run, read back, and summarized over the seeds of an arm
 results.py      `ComparisonResults`: the results, typed; `write` and `read` are results.json
 aggregate.py    `read_cells`, `summarize`, `write_results`: the results, from the cells' folders alone
 summary.py      the verdict and the tables in words
-charts.py       `comparison_charts`: what is drawn, whatever draws it
-page.py         `write_compare_page`: report.html; figures.py: `write_figures`: PNG and SVG
+page.py         `write_compare_page`: report.html, and what its charts show; figures.py: `write_figures`: PNG and SVG
 
 Import these functions from their modules, as rlhf/commands/compare.py does; the package itself exports nothing.
 """

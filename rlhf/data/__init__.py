@@ -1,7 +1,7 @@
 """Data sets: read rows in many formats, render them with the chat template, encode them, and collate batches.
 
 A row goes through `files` (JSON, JSONL, CSV, Parquet, the hub), `formats` (columns to prompts, pairs and other forms),
-`templates` (conversations to text) and `tokenize` (text to token ids); `datasets` runs these steps in order. `rows`
+`templates` (conversations to text) and `tokenizer` (text to token ids); `datasets` runs these steps in order. `rows`
 counts what was left out and why.
 
 Import from the modules:
@@ -10,6 +10,6 @@ Import from the modules:
                         AnnotatedPairSet: pairs with the reference's log-probabilities
     datasets            BatchStream: the shuffled batch of a step, computed from the seed and the step number
     mixture             MixedStream: batches from several sources, in memory or streamed, by the schedule of quotas
-    lazy_files          LazyDataset: the rows of files a few at a time, from any place in them
-    tokenizer           load_tokenizer, and where models and tokenizers lie
+    files               LazyDataset: the rows of files a few at a time, from any place in them
+    tokenizer           load_tokenizer, and where models and tokenizers lie; encode, cut and pad
 """

@@ -1,8 +1,8 @@
 """The HTML report of a run: one self-contained file, made from the run folder alone.
 
 - `page`: write_report, the verdict and the tiles. `record`: what is read from the folder.
-- `chart`: what a chart shows, whatever draws it, and how plotly draws one on a page. `charts`: those of a run.
-- `report_card`: the tables of a reward model's report card.
+- `charts`: what charts and tables show, whatever draws them, and how plotly draws a chart on a page.
+- `model_card`: the same run in Markdown.
 
 This package exports nothing: import from its modules, as in `from rlhf.report.page import write_report`.
 """

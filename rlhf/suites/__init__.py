@@ -4,7 +4,7 @@
 - `lm_eval`: the tasks of lm-eval; it needs the extra lm-eval.
 - `settings`: the configuration of each benchmark. `subject`: the model under evaluation.
 - `metrics`: measures of the suites as metrics of the `evaluate` library.
-- `questions`: read rows, sample answers. `numeric_answers`: parse them. `figures`: results with confidence intervals.
+- `questions`: read rows, sample answers, and their figures with confidence intervals.
 
 This package exports nothing: import from its modules.
 """

@@ -2,8 +2,7 @@
 
     engine      FastSampler, and the batch that rows enter and leave
     recorded    on a GPU: recorded steps that stay, over a slot for each row
-    decoder     a step of the model's own modules over the cache, CUDA graphs, and the trial that verifies a decoder
-    llama       the decode step of Llama and similar models without their modules
+    decoder     a decode step (written-out Llama, the model's own modules, CUDA graphs), the draw, and the trial
     kv_cache    the cache: reading the prompts into it, and attention over it
 
 Import FastSampler from `engine`; the others are its parts.

@@ -1,5 +1,6 @@
 """Decoder layers of Llama, Mistral, Qwen, Phi-3, OLMo 2, Gemma 3 and others, written out with their gradients.
 
-- `families`: the one list of families, and where each keeps its weights. `layer`: a layer's two halves as autograd
-  functions, with RMS norms and RoPE. `forward`: the whole body over packed rows.
+- `families`: the one list of families, and where each keeps its weights.
+- `forward`: the whole body over packed rows, each layer as two autograd functions.
+- `elementwise`: norms, RoPE and gates; `compiled`: the same for torch.compile.
 """
