@@ -268,7 +268,12 @@ def _proxy_chart(results: ComparisonResults, arm: str) -> Chart | None:
 
 
 def win_matrix(results: ComparisonResults) -> list[tuple[str, list[Win]]]:
-    """Build the matrix of win rates: (arm, its Win against each arm), both in the order of their scores."""
+    """Build the matrix of win rates: (arm, its Win against each arm), both in the order of their scores.
+
+    It is empty where no two arms can be compared.
+    """
+    if not results.win_rates:
+        return []
     wins: dict[tuple[str, str], Win] = {}
     for row in results.win_rates:
         value, low, high = (100 * share for share in (row.rate.value, row.rate.low, row.rate.high))

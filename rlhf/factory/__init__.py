@@ -2,7 +2,8 @@
 
 `run.build_run` builds a training run (`online`: PPO, GRPO and the like; `offline`: SFT and preference losses), and
 `reward_model.build_reward_model` a reward-model run. The parts they share are next to them: `context` (run folder,
-checkpoint, engine, exports), `models`, `rewards`, `sampler`. `sampler.Completer`, `evaluation` and `reward_service` load a model that is already trained, for `rlhf sample`, `chat`, `eval` and `serve-reward`.
+checkpoint, engine, exports), `data`, `models`, `rewards`, `sampler`. `sampler.Completer`, `evaluation` and
+`reward_service` load a model that is already trained, for `rlhf sample`, `chat`, `eval` and `serve-reward`.
 
 No algorithm is in here. It is the only package of rlhf that imports reward_model.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from rlhf.config.sections import SamplingConfig, TrainConfig
 from rlhf.data.conversation import Message, Prompt
 from rlhf.data.prompts import encode_conversations
 from rlhf.data.tokenizer import load_tokenizer, locate_model, make_encoder, pad_id, stop_token_ids
-from rlhf.errors import DataError
+from rlhf.errors import DataError, ModelError
 from rlhf.factory.context import model_folder
 from rlhf.models.backbone import check_vocabulary, context_length, eos_ids, freeze, load_causal_lm, move_to
 from rlhf.models.export import GENERATION
@@ -70,12 +71,16 @@ class Drawing:
 
 
 GREEDY = Drawing(0.0)
+DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}  # of transformers, where sampling is on
 
 
 def published_drawing(folder: str) -> Drawing:
     """Read how answers are drawn by default from the model's generation_config.json: greedily, if it does not say.
 
     What it leaves out is as in transformers.
+
+    Raises:
+        ModelError: a setting of it is not a number, or one that no token can be drawn with.
     """
     location = locate_model(folder)
     files = local_folder(location, GENERATION) if location.gguf is None else None
@@ -85,12 +90,14 @@ def published_drawing(folder: str) -> Drawing:
         settings = {}
     if not isinstance(settings, Mapping) or not settings.get("do_sample"):
         return GREEDY
-    temperature, top_p, top_k = (settings.get(name) for name in ("temperature", "top_p", "top_k"))
-    return Drawing(
-        1.0 if temperature is None else float(temperature),
-        1.0 if top_p is None else float(top_p),
-        50 if top_k is None else int(top_k),
-    )
+    values = {name: default if settings.get(name) is None else settings[name] for name, default in DEFAULTS.items()}
+    for name, value in values.items():
+        if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
+            raise ModelError(
+                f"{folder}: {GENERATION} has {name} {value!r}, which is no number that tokens can be drawn with; "
+                "mend the file, or set do_sample to false in it"
+            )
+    return Drawing(float(values["temperature"]), float(values["top_p"]), int(values["top_k"]))
 
 
 class Completer:

@@ -6,7 +6,7 @@
     collect       samples and scores a step's completions: rescued and refilled groups, greedy baselines
     rollout       log-probabilities and values of scored completions, and their metrics
     step          the optimizer step, the only one: micro-batches, gradients over ranks, checks for NaN
-    online_run    the collaborators of an online run (sampling ahead, replay), and the parts of its step around the update
+    online_run    the collaborators of an online run, and the parts of its step around the update
     trust_region  a policy whose step is a natural gradient (TRPO, NPG)
     health        what watches a run: alarms, and the best checkpoint
     session       the course of a run: steps, evaluation, checkpoints, interruption, records

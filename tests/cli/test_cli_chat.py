@@ -19,7 +19,7 @@ from rlhf.commands.sample import choose_drawing, run_chat
 from rlhf.config.data import ChatFormat
 from rlhf.config.load import load_chat_format
 from rlhf.config.sections import SamplingConfig
-from rlhf.errors import UserError
+from rlhf.errors import ModelError, UserError
 from rlhf.factory.sampler import GREEDY, Completer, Drawing, published_drawing
 
 TEMPLATE = (
@@ -113,6 +113,14 @@ def test_answers_are_drawn_as_the_model_was_published(
     if published is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(published))
     assert published_drawing(str(tmp_path)) == expected
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": "warm"}, {"top_p": float("nan")}, {"top_k": -1}])
+def test_settings_that_no_token_can_be_drawn_with_are_told(wrong: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, **wrong}))
+    with pytest.raises(ModelError, match=f"has {next(iter(wrong))} .* do_sample to false"):
+        published_drawing(str(tmp_path))
 
 
 def test_options_of_the_command_line_come_before_what_was_published() -> None:

@@ -219,6 +219,7 @@ def test_nothing_finished_is_said_too(typed: ComparisonResults) -> None:
     assert win_matrix(broken) == []
     one = replace(typed, arms={"ppo": typed.arms["ppo"]})
     assert "no other trained arm" in verdict(one)
+    assert win_matrix(replace(one, win_rates=())) == []  # a table of one empty field is not shown
     assert "no seed in common" in verdict(replace(typed, win_rates=()))
 
 
