@@ -39,7 +39,7 @@ NAMES = {
     "time": "tzset",
 }
 WITH_A_FALLBACK = {
-    ("processes.py", "os.sched_getaffinity"),
+    ("scheduler.py", "os.sched_getaffinity"),
     ("function.py", "signal.SIGALRM"),
     ("function.py", "signal.setitimer"),
     ("function.py", "signal.ITIMER_REAL"),

@@ -1,7 +1,7 @@
 """What a layer computes between its matrix products, forward and backward: norms, rotations and gates.
 
 `EAGER` has them as they run by default, each in as few passes over memory as torch's own operators allow. compiled.py
-has the same functions for torch.compile. A layer (layer.py) is given one of the two.
+has the same functions for torch.compile. A layer (forward.py) is given one of the two.
 """
 
 from __future__ import annotations
