@@ -169,7 +169,7 @@ def test_no_tensor_of_all_logits_is_made(family: str) -> None:
     batch = completions_of(prompts, [[7 + row] * tokens for row in range(rows)])
     models.compare_to_reference(batch.rows(slice(0, 2)))  # what is found out about a model once
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("kernels.lm_head", "policy_models"):
+        for module in ("logprobs", "policy_models"):
             patch.setattr(f"rlhf.models.{module}.MAX_CHUNK_LOGITS", {"cpu": 2**19})
         with Largest() as largest:
             comparison = models.compare_to_reference(batch)
@@ -199,7 +199,7 @@ def test_comparing_in_small_chunks_changes_nothing(family: str, log_probs: LogPr
     results = []
     for numbers in (1, 2**23):
         with pytest.MonkeyPatch.context() as patch:
-            for module in ("kernels.lm_head", "policy_models"):
+            for module in ("logprobs", "policy_models"):
                 patch.setattr(f"rlhf.models.{module}.MAX_CHUNK_LOGITS", {"cpu": numbers})
             results.append(models.compare_to_reference(ragged()))
     for name in ("logprobs", "ref_logprobs", "kl"):
