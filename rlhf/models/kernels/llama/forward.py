@@ -65,7 +65,8 @@ def use_functions(body: nn.Module, functions: Elementwise) -> bool:
     """Compute with `functions` what is between the products of a supported `body`, if it passes the trial with them."""
     before = _FUNCTIONS.get(body, EAGER)
     _FUNCTIONS[body] = functions
-    kept_low = any(weight.dtype in HALF_DTYPES for weight in body.parameters())  # frozen.py: modules cannot be called
+    # Where policy_models.round_matrices has kept weights in 16 bits, the modules cannot be called for a trial.
+    kept_low = any(weight.dtype in HALF_DTYPES for weight in body.parameters())
     matches = kept_low or _matches_modules(body)
     if not matches:
         _FUNCTIONS[body] = before
