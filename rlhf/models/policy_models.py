@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import starmap
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional
 
 from rlhf.algo.kl import kl_of_distributions
 from rlhf.algo.objective import Outputs
@@ -17,6 +19,7 @@ from rlhf.batching import on_host, place_live, select_live
 from rlhf.config.sections import LogProbs, Packing
 from rlhf.models.adapters import is_adapted
 from rlhf.models.backbone import CausalLM, autocast, body_of, weight_dtype
+from rlhf.models.kernels.cast import HALF_DTYPES
 from rlhf.models.kernels.llama.forward import predictor_states, supports_fused
 from rlhf.models.kernels.packing import (
     pack_for,
@@ -368,16 +371,20 @@ class Ema:
 def keep_in_bfloat16(model: CausalLM | ScalarHeadModel, *, dtype: str, device: torch.device) -> int:
     """Convert the matrices of a frozen model to bfloat16; return the bytes saved, 0 where it is left as it is.
 
-    Autocast rounds them the same way for every product, so that no result changes by a bit, and 2 of 4 bytes of a
-    weight are saved and no weight is cast any more. Only on a CUDA GPU, where the run computes in bfloat16, and for
-    families whose layers are written out; ZeRO-3 splits such models instead. Norms, embeddings and head stay as they
-    are. Call it once the model is where it computes: it is tried in float32 first.
+    No result changes by a bit, and at least 2 of 4 bytes of a weight are saved. On a CUDA GPU, where the run computes
+    in bfloat16: autocast rounds them the same way for every product. On a CPU, those whose numbers are all bfloat16's,
+    as in a model published in it: see `store_exact_matrices`. Only for families whose layers are written out; ZeRO-3
+    splits such models instead. Norms, embeddings and head stay as they are. Call it once the model is where it
+    computes: it is tried in float32 first.
     """
     body = model.classifier.base_model if isinstance(model, ScalarHeadModel) else body_of(model)
-    if device.type != "cuda" or dtype != "bfloat16" or packing_unsupported_reason(body) or not supports_fused(body):
+    may_convert = device.type == "cpu" or (device.type == "cuda" and dtype == "bfloat16")
+    if not may_convert or packing_unsupported_reason(body) or not supports_fused(body):
         return 0
     if not isinstance(model, ScalarHeadModel):
         chunking_unsupported_reason(model)
+    if device.type == "cpu":
+        return store_exact_matrices(body)
     with autocast(dtype, device):
         takes_varlen(body)
     return round_matrices(body)
@@ -386,15 +393,50 @@ def keep_in_bfloat16(model: CausalLM | ScalarHeadModel, *, dtype: str, device: t
 @torch.no_grad()
 def round_matrices(body: nn.Module) -> int:
     """Convert to bfloat16 the matrices of a frozen `body` that only linear layers hold; return the bytes saved."""
-    linear = [part for part in body.modules() if type(part) is nn.Linear and part.weight.dtype == torch.float32]
-    elsewhere = {p for part in body.modules() if type(part) is not nn.Linear for p in part._parameters.values()}
-    rounded: dict[torch.Tensor, nn.Parameter] = {}
-    for part in linear:
-        weight = part.weight
-        if weight in elsewhere:
+    saved, layers = 0, linear_layers(body)
+    while layers:  # an entry at a time goes: it keeps the weight as it was
+        weight, parts = layers.popitem()
+        saved += _store(weight.to(torch.bfloat16), parts)
+    return saved
+
+
+@torch.no_grad()
+def store_exact_matrices(body: nn.Module) -> int:
+    """Store in bfloat16 the matrices of `round_matrices` that it has exactly; return the bytes saved.
+
+    Each is widened again for every product, so that the memory of one at a time is needed, and the product is the same.
+    """
+    saved, layers = 0, linear_layers(body)
+    while layers:
+        weight, parts = layers.popitem()
+        stored = weight.to(torch.bfloat16)
+        if not torch.equal(stored.to(weight.dtype), weight):
             continue
-        assert not weight.requires_grad, "a weight that is trained keeps its float32"
-        if weight not in rounded:
-            rounded[weight] = nn.Parameter(weight.to(torch.bfloat16), requires_grad=False)
-        part.weight = rounded[weight]
-    return sum(2 * weight.numel() for weight in rounded)
+        saved += _store(stored, parts)
+        for part in parts:
+            vars(part)["forward"] = partial(_widened_forward, part)  # not a subclass: the families know plain ones
+    return saved
+
+
+def linear_layers(body: nn.Module) -> dict[Tensor, list[nn.Linear]]:
+    """Find the matrices of a frozen `body` that only linear layers hold, with those layers."""
+    elsewhere = {p for part in body.modules() if type(part) is not nn.Linear for p in part._parameters.values()}
+    layers: dict[Tensor, list[nn.Linear]] = {}
+    for part in body.modules():
+        if type(part) is nn.Linear and part.weight.dtype not in HALF_DTYPES and part.weight not in elsewhere:
+            assert not part.weight.requires_grad, "a weight that is trained keeps its float32"
+            layers.setdefault(part.weight, []).append(part)
+    return layers
+
+
+def _store(weight: Tensor, parts: Sequence[nn.Linear]) -> int:
+    """Give the layers, which share a weight, another one; return how many bytes fewer it has."""
+    parameter, before = nn.Parameter(weight, requires_grad=False), parts[0].weight.nbytes
+    for part in parts:
+        part.weight = parameter
+    return before - weight.nbytes
+
+
+def _widened_forward(part: nn.Linear, x: Float[Tensor, "*shape D"]) -> Float[Tensor, "*shape E"]:
+    """Compute a linear layer whose weight is stored in fewer bits than x has."""
+    return functional.linear(x, part.weight.to(x.dtype), part.bias)

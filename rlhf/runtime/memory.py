@@ -26,23 +26,38 @@ except ModuleNotFoundError:  # Windows
 # Constants of glibc's malloc.h; see mallopt(3)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
 SETTINGS = ((M_MMAP_THRESHOLD, 2**30), (M_TRIM_THRESHOLD, 2**31 - 1), (M_MMAP_MAX, 0))
+_trim: Callable[[int], int] | None = None  # of glibc, once `keep_memory` has set the allocator of this process
 
 
 def keep_memory() -> bool:
     """Make glibc keep freed memory for the next tensors of this process, and return whether that succeeded.
 
     A page returned to the system must be faulted in and zeroed again in the next step. Peak resident memory may grow,
-    since blocks of different sizes no longer have pages of their own. Does nothing except on Linux with glibc; results
-    never depend on it.
+    since blocks of different sizes no longer have pages of their own; see `return_gaps`. Does nothing except on Linux
+    with glibc; results never depend on it.
     """
+    global _trim  # as the allocator's settings are, for the whole process
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return False
     try:
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        library = ctypes.CDLL("libc.so.6")
+        mallopt, trim = library.mallopt, library.malloc_trim
     except (OSError, AttributeError):
         return False
     mallopt.argtypes, mallopt.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
-    return all(mallopt(option, value) == 1 for option, value in SETTINGS)
+    trim.argtypes, trim.restype = [ctypes.c_size_t], ctypes.c_int
+    is_kept = all(mallopt(option, value) == 1 for option, value in SETTINGS)
+    _trim = trim if is_kept else None
+    return is_kept
+
+
+def return_gaps() -> None:
+    """Return to the system the freed memory that `keep_memory` keeps.
+
+    Call it where the process is about to need most, and what lies between the blocks in use does not fit what comes.
+    """
+    if _trim is not None:
+        _trim(0)
 
 
 STATUS = Path("/proc/self/status")

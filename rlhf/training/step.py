@@ -15,7 +15,7 @@ from rlhf.algo.objective import divide_by_denominators
 from rlhf.batching import Batch, Number, read_numbers
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.runtime.engine import SteppingModel, TrainableModel
-from rlhf.runtime.memory import AdaptiveMicroBatch
+from rlhf.runtime.memory import AdaptiveMicroBatch, return_gaps
 from rlhf.tracking.metrics import Metrics
 from rlhf.types import Completions, Demonstrations, PreferencePairs
 
@@ -134,6 +134,8 @@ def _compute_gradients(
     means: list[dict[str, Mean]] = []
     losses: list[list[Number]] = []
     for number, part in enumerate(parts):
+        if number:  # one model's gradients lie where its activations lay; in between there is no room for another's
+            return_gaps()
         denominators = part.loss.denominators(part.batch)
         passes = split_into_micro_batches(part.batch, fitting, size, ranks)
         for index, micro in enumerate(passes):

@@ -25,6 +25,31 @@ for keep in (False, True):
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
+GAPS = """
+import psutil, torch
+from rlhf.runtime.memory import keep_memory, return_gaps
+def resident():
+    return psutil.Process().memory_info().rss / 2**20
+def gaps():
+    blocks = [torch.ones(2**18) for _ in range(128)]  # 1 MB each
+    return blocks[::2]
+for keep in (False, True):
+    if keep: assert keep_memory()
+    kept = gaps()
+    before = resident()
+    return_gaps()
+    print(before - resident())
+    assert all(bool((block == 1).all()) for block in kept)
+"""
+
+
+@pytest.mark.skipif(allocator.platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
+def test_gaps_between_blocks_are_returned() -> None:
+    process = subprocess.run([sys.executable, "-c", GAPS], capture_output=True, check=True)
+    plain, kept = map(float, process.stdout.split())
+    assert plain < 8
+    assert 48 < kept < 80
+
 
 @pytest.mark.skipif(allocator.platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
 def test_pages_are_not_asked_for_again() -> None:

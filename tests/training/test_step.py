@@ -18,6 +18,7 @@ from rlhf.config.run import RunConfig
 from rlhf.config.sections import OptimizerConfig
 from rlhf.errors import ConfigError
 from rlhf.runtime.engine import Engine, TrainableModel, lr_factor, make_engine
+from rlhf.training import step
 from rlhf.training.step import LossBatch, optimizer_step
 
 
@@ -108,6 +109,16 @@ def test_parts_add_up() -> None:
         for p in (first, second)
     ]
     assert total["loss/total"] == pytest.approx(sum(alone))
+
+
+def test_gaps_are_returned_between_the_parts_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of the first part are there then; a step of one part returns nothing."""
+    loss, models = two_models()
+    has_gradients: list[bool] = []
+    monkeypatch.setattr(step, "return_gaps", lambda: has_gradients.append(models[0].parameters[0].grad is not None))
+    for parts, calls in ((1, 0), (2, 1)):
+        optimizer_step([LossBatch(points(), loss)] * parts, models, micro_batch_size=3, lr_factor=1.0)
+        assert has_gradients == [True] * calls
 
 
 def test_a_model_gets_the_gradient_of_its_own_terms_only() -> None:

@@ -1,4 +1,7 @@
-"""Matrix products in 16 bits: each weight cast once per optimizer step and, on a CPU, few distinct shapes."""
+"""Matrix products in 16 bits: each weight cast once per optimizer step and, on a CPU, few distinct shapes.
+
+Frozen matrices that are stored in 16 bits to save memory are widened for each product instead.
+"""
 
 from __future__ import annotations
 
@@ -53,12 +56,13 @@ def weights_cast_once() -> Iterator[None]:
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `weight` in `dtype`: unchanged if it has it, else the copy that `weights_cast_once` keeps.
 
-    A weight that ZeRO-3 has gathered is cast each time: to keep its memory would undo the sharding.
+    A weight that ZeRO-3 has gathered is cast each time, as is one that is stored in 16 bits and computes in more: to
+    keep its copy would undo the sharding, or the saving.
     """
     if weight.dtype == dtype:
         return weight
     casts = _CASTS  # read once: a sampler in another thread may open and close the context meanwhile
-    if casts is None or hasattr(weight, "ds_id"):
+    if casts is None or hasattr(weight, "ds_id") or weight.dtype in HALF_DTYPES:
         return weight.to(dtype)
     key = weight.data_ptr(), weight.shape, weight.stride()
     cached = casts.get(key)

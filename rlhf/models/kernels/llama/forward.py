@@ -575,7 +575,10 @@ def _add_product(
     skip: Float[Tensor, "N D"], x: Float[Tensor, "M E"], weight: Float[Tensor, "D E"], adapter: Adapter
 ) -> Float[Tensor, "N D"]:
     """Compute skip + the first N rows of x (W + scale B A)^T; one fused product where the dtypes agree (M = N)."""
-    total = torch.addmm(skip, x, weight.t()) if x.dtype == skip.dtype else skip + _linear(x, weight)[: len(skip)]
+    if x.dtype == skip.dtype:
+        total = torch.addmm(skip, x, cast_weight(weight, x.dtype).t())
+    else:
+        total = skip + _linear(x, weight)[: len(skip)]
     return total if adapter is None else _add_low_rank(total, x, adapter)
 
 
