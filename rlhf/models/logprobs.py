@@ -420,8 +420,10 @@ def factor_dtype(head: nn.Linear, device: torch.device, *, float32_head: bool) -
     A CPU has no such product, and one in float32 throughout is faster where the CPU has no bfloat16 arithmetic.
     """
     kind = device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
-    return torch.promote_types(dtype, torch.float32) if float32_head and kind == "cpu" else dtype
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        return torch.promote_types(dtype, torch.float32) if float32_head and kind == "cpu" else dtype
+    return torch.promote_types(head.weight.dtype, torch.float32)  # of a frozen head it may be stored in 16 bits
 
 
 def logits_function(head: nn.Module, device: torch.device, *, float32_head: bool) -> Callable[[Tensor], Tensor]:

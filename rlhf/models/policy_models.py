@@ -9,7 +9,7 @@ from functools import partial
 from itertools import starmap
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -373,18 +373,18 @@ def keep_in_bfloat16(model: CausalLM | ScalarHeadModel, *, dtype: str, device: t
 
     No result changes by a bit, and at least 2 of 4 bytes of a weight are saved. On a CUDA GPU, where the run computes
     in bfloat16: autocast rounds them the same way for every product. On a CPU, those whose numbers are all bfloat16's,
-    as in a model published in it: see `store_exact_matrices`. Only for families whose layers are written out; ZeRO-3
-    splits such models instead. Norms, embeddings and head stay as they are. Call it once the model is where it
-    computes: it is tried in float32 first.
+    as in a model published in it, embeddings and an LM head too: see `store_exact_matrices`. Only for families whose
+    layers are written out; ZeRO-3 splits such models instead. Norms and scalar heads stay as they are. Call it once
+    the model is where it computes: it is tried in float32 first.
     """
     body = model.classifier.base_model if isinstance(model, ScalarHeadModel) else body_of(model)
-    may_convert = device.type == "cpu" or (device.type == "cuda" and dtype == "bfloat16")
+    may_convert = dtype in {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}.get(device.type, ())
     if not may_convert or packing_unsupported_reason(body) or not supports_fused(body):
         return 0
     if not isinstance(model, ScalarHeadModel):
         chunking_unsupported_reason(model)
     if device.type == "cpu":
-        return store_exact_matrices(body)
+        return store_exact_matrices(body if isinstance(model, ScalarHeadModel) else model)
     with autocast(dtype, device):
         takes_varlen(body)
     return round_matrices(body)
@@ -393,50 +393,62 @@ def keep_in_bfloat16(model: CausalLM | ScalarHeadModel, *, dtype: str, device: t
 @torch.no_grad()
 def round_matrices(body: nn.Module) -> int:
     """Convert to bfloat16 the matrices of a frozen `body` that only linear layers hold; return the bytes saved."""
-    saved, layers = 0, linear_layers(body)
-    while layers:  # an entry at a time goes: it keeps the weight as it was
-        weight, parts = layers.popitem()
-        saved += _store(weight.to(torch.bfloat16), parts)
+    saved, holders = 0, holders_of_weights(body, (nn.Linear,))
+    while holders:  # an entry at a time goes: it keeps the weight as it was
+        weight, parts = holders.popitem()
+        stored = weight.to(torch.bfloat16)
+        _store(stored, parts)
+        saved += weight.nbytes - stored.nbytes
     return saved
 
 
 @torch.no_grad()
-def store_exact_matrices(body: nn.Module) -> int:
-    """Store in bfloat16 the matrices of `round_matrices` that it has exactly; return the bytes saved.
+def store_exact_matrices(module: nn.Module) -> int:
+    """Store in bfloat16 the matrices of linear layers and embeddings that it has exactly; return the bytes saved.
 
     Each is widened again for every product, so that the memory of one at a time is needed, and the product is the same.
     """
-    saved, layers = 0, linear_layers(body)
-    while layers:
-        weight, parts = layers.popitem()
+    saved, holders = 0, holders_of_weights(module, tuple(WIDENED))
+    while holders:
+        weight, parts = holders.popitem()
         stored = weight.to(torch.bfloat16)
         if not torch.equal(stored.to(weight.dtype), weight):
             continue
-        saved += _store(stored, parts)
-        for part in parts:
-            vars(part)["forward"] = partial(_widened_forward, part)  # not a subclass: the families know plain ones
+        _store(stored, parts)
+        saved += weight.nbytes - stored.nbytes
+        for part in parts:  # not a subclass: the families know plain layers
+            vars(part)["forward"] = partial(WIDENED[type(part)], part, weight.dtype)
     return saved
 
 
-def linear_layers(body: nn.Module) -> dict[Tensor, list[nn.Linear]]:
-    """Find the matrices of a frozen `body` that only linear layers hold, with those layers."""
-    elsewhere = {p for part in body.modules() if type(part) is not nn.Linear for p in part._parameters.values()}
-    layers: dict[Tensor, list[nn.Linear]] = {}
-    for part in body.modules():
-        if type(part) is nn.Linear and part.weight.dtype not in HALF_DTYPES and part.weight not in elsewhere:
-            assert not part.weight.requires_grad, "a weight that is trained keeps its float32"
-            layers.setdefault(part.weight, []).append(part)
-    return layers
+def holders_of_weights(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> dict[Tensor, list[nn.Module]]:
+    """Find the weights of a frozen module that only layers of these kinds hold, with those layers."""
+    others = [part for part in module.modules() if type(part) not in kinds]
+    elsewhere = {weight for part in others for weight in part._parameters.values()}
+    holders: dict[Tensor, list[nn.Module]] = {}
+    for part in module.modules():
+        weight = part._parameters.get("weight") if type(part) in kinds else None
+        if weight is not None and weight.dtype not in HALF_DTYPES and weight not in elsewhere:
+            assert not weight.requires_grad, "a weight that is trained keeps its float32"
+            holders.setdefault(weight, []).append(part)
+    return holders
 
 
-def _store(weight: Tensor, parts: Sequence[nn.Linear]) -> int:
-    """Give the layers, which share a weight, another one; return how many bytes fewer it has."""
-    parameter, before = nn.Parameter(weight, requires_grad=False), parts[0].weight.nbytes
+def _store(weight: Tensor, parts: Sequence[nn.Module]) -> None:
+    parameter = nn.Parameter(weight, requires_grad=False)
     for part in parts:
         part.weight = parameter
-    return before - weight.nbytes
 
 
-def _widened_forward(part: nn.Linear, x: Float[Tensor, "*shape D"]) -> Float[Tensor, "*shape E"]:
-    """Compute a linear layer whose weight is stored in fewer bits than x has."""
+def _widened_product(part: nn.Linear, dtype: torch.dtype, x: Float[Tensor, "*shape D"]) -> Float[Tensor, "*shape E"]:
+    """Compute a linear layer whose weight is stored in fewer bits than x has; `dtype` was the weight's."""
+    del dtype
     return functional.linear(x, part.weight.to(x.dtype), part.bias)
+
+
+def _widened_rows(part: nn.Embedding, dtype: torch.dtype, ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape D"]:
+    """Look up rows that are stored in fewer bits than `dtype`, which the weight had."""
+    return functional.embedding(ids, part.weight).to(dtype)
+
+
+WIDENED: dict[type[nn.Module], Callable[..., Tensor]] = {nn.Linear: _widened_product, nn.Embedding: _widened_rows}

@@ -102,7 +102,12 @@ def test_exact_matrices_are_stored_in_half_the_memory_on_a_cpu(family: str, dtyp
     before, bytes_before = [logprobs(model, packing, dtype) for packing in ("auto", "off")], bytes_of(model)
     saved_bytes = keep_in_bfloat16(model, dtype=dtype, device=CPU)
     assert {weight.dtype for weight in matrices(model)} == {torch.bfloat16}
-    assert saved_bytes == 2 * sum(weight.numel() for weight in matrices(model)) == bytes_before - bytes_of(model)
+    assert saved_bytes == bytes_before - bytes_of(model)
+    stored = [weight for weight in model.parameters() if weight.dtype == torch.bfloat16]
+    assert saved_bytes == 2 * sum(weight.numel() for weight in stored)
+    own_embedding = type(model.get_input_embeddings()) is not nn.Embedding  # Gemma's scales what it looks up
+    assert (model.get_input_embeddings().weight.dtype == torch.float32) == own_embedding
+    assert body_of(model).norm.weight.dtype == torch.float32
     assert supports_fused(body_of(model))
     after = [logprobs(model, packing, dtype) for packing in ("auto", "off")]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
@@ -140,15 +145,24 @@ def test_scores_of_exact_matrices_are_the_same_bits(tmp_path: Path) -> None:
         assert torch.allclose(sequence_scores(model, *FIELDS), before, rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_trained_or_tied_is_not_stored_in_16_bits() -> None:
+def test_a_model_in_float64_stays_as_it_is() -> None:
+    model = published(dtype=torch.float64)
+    assert keep_in_bfloat16(model, dtype="float64", device=CPU) == 0
+    assert {weight.dtype for weight in model.parameters()} == {torch.float64}
+
+
+def test_what_is_trained_or_held_elsewhere_is_not_stored_in_16_bits() -> None:
     model = published()
     body = body_of(model)
     extra = nn.Linear(16, 23, bias=False)
     extra.weight = body.embed_tokens.weight
     body.extra = extra
+    body.kept = nn.ParameterList([body.layers[0].self_attn.q_proj.weight])  # read without a product, for all we know
     store_exact_matrices(body)
-    assert body.embed_tokens.weight.dtype == torch.float32
+    assert body.embed_tokens.weight.dtype == torch.bfloat16
     assert extra.weight is body.embed_tokens.weight
+    assert body.layers[0].self_attn.q_proj.weight is body.kept[0]
+    assert body.kept[0].dtype == torch.float32
     with pytest.raises(AssertionError, match="trained"):
         store_exact_matrices(body_of(tiny(dtype=torch.float32)))
 

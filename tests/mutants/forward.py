@@ -324,8 +324,8 @@ FORWARD = [
     Mutant(
         name="a-copy-reads-the-originals-matrices",
         file="rlhf/models/policy_models.py",
-        before="partial(_widened_forward, part)",
-        after="lambda x, part=part: _widened_forward(part, x)",
+        before="partial(WIDENED[type(part)], part, weight.dtype)",
+        after="lambda x, part=part, dtype=weight.dtype: WIDENED[type(part)](part, dtype, x)",
         why="deepcopy copies no closure: the copy of a frozen model computes with the original's weights",
         tests=("tests/models/test_frozen.py",),
     ),

@@ -40,7 +40,7 @@ SHARDED_MODELS = [
     Mutant(
         name="an-embedding-rounded-to-16-bits",
         file="rlhf/models/policy_models.py",
-        before="not in HALF_DTYPES and part.weight not in elsewhere:",
+        before="not in HALF_DTYPES and weight not in elsewhere:",
         after="not in HALF_DTYPES:",
         why="the reference reads other embeddings than the model it is a copy of: the KL does not begin at zero",
         tests=("tests/models/test_frozen.py",),
