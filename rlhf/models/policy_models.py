@@ -447,7 +447,7 @@ def _widened_product(part: nn.Linear, dtype: torch.dtype, x: Float[Tensor, "*sha
 
 
 def _widened_rows(part: nn.Embedding, dtype: torch.dtype, ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape D"]:
-    """Look up rows that are stored in fewer bits than `dtype`, which the weight had."""
+    """Read rows that are stored in fewer bits than `dtype`, which the weight had."""
     return functional.embedding(ids, part.weight).to(dtype)
 
 
