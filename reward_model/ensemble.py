@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
-from scipy.stats import poisson
+from scipy.special import pdtr
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -66,7 +66,7 @@ def _poisson_number(key: bytes) -> int:
 
 @cache
 def _poisson_cdf() -> list[float]:
-    return [float(p) for p in poisson.cdf(range(LARGEST_COUNT), 1.0)]
+    return [float(pdtr(count, 1.0)) for count in range(LARGEST_COUNT)]
 
 
 def member_pair_scores(

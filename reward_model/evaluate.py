@@ -14,10 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
-from scipy.stats import pearsonr, rankdata, spearmanr
-from sklearn.feature_extraction.text import TfidfVectorizer
-from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import GroupKFold
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -250,7 +246,9 @@ def _probe(parts: list[Tensor]) -> Probe:
     return Probe(scores_higher=won.mean().item(), n=len(won))
 
 
+# Functions import scikit-learn and scipy.stats: 100 MB that a run needs only once it makes a card.
 Matrix = Any  # scipy.sparse, which has no types
+Vectorizer = Any  # scikit-learn's TfidfVectorizer
 
 STRENGTHS = (0.01, 0.1, 1.0, 10.0)
 FOLDS = 3
@@ -266,7 +264,7 @@ def longer_wins(pairs: PairSet) -> Float[Tensor, " N"]:
 class BagOfWords:
     """A linear score of a text's words: r(y) = w · φ(y), where φ is their TF-IDF."""
 
-    vectorizer: TfidfVectorizer
+    vectorizer: Vectorizer
     weights: np.ndarray
     strength: float  # C, the inverse regularization chosen by cross-validation
     n_train: int
@@ -284,6 +282,8 @@ def fit_bag_of_words(texts: Sequence[PairText]) -> BagOfWords | None:
     the score is antisymmetric. C is the best of four values by 3-fold cross-validation in which a prompt's pairs are
     never split between folds (if there are enough prompts).
     """
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
     if len(texts) < 2 * FOLDS:
         return None
     vectorizer = TfidfVectorizer(sublinear_tf=True, min_df=2, token_pattern=r"(?u)\b\w+\b|[!?]")
@@ -299,7 +299,7 @@ def fit_bag_of_words(texts: Sequence[PairText]) -> BagOfWords | None:
     return BagOfWords(vectorizer=vectorizer, weights=weights, strength=strength, n_train=len(texts))
 
 
-def _differences(vectorizer: TfidfVectorizer, texts: Sequence[PairText]) -> Matrix:
+def _differences(vectorizer: Vectorizer, texts: Sequence[PairText]) -> Matrix:
     chosen = vectorizer.transform([pair.chosen for pair in texts])
     return chosen - vectorizer.transform([pair.rejected for pair in texts])
 
@@ -313,6 +313,8 @@ def _groups(texts: Sequence[PairText]) -> np.ndarray:
 
 
 def _best_strength(features: Matrix, labels: np.ndarray, groups: np.ndarray) -> float:
+    from sklearn.model_selection import GroupKFold
+
     correct = dict.fromkeys(STRENGTHS, 0)
     for train, held_out in GroupKFold(FOLDS).split(features, labels, groups):
         for strength in STRENGTHS:
@@ -322,6 +324,8 @@ def _best_strength(features: Matrix, labels: np.ndarray, groups: np.ndarray) -> 
 
 
 def _fit(features: Matrix, labels: np.ndarray, strength: float) -> np.ndarray:
+    from sklearn.linear_model import LogisticRegression
+
     model = LogisticRegression(C=strength, fit_intercept=False, solver="liblinear", max_iter=1000, random_state=0)
     weights: np.ndarray = model.fit(features, labels).coef_[0]
     return weights
@@ -437,11 +441,15 @@ def calibration(gaps: Float[Tensor, " N"], *, bins: int = 10) -> tuple[float, tu
 
 def pearson(x: Float[Tensor, " N"], y: Float[Tensor, " N"]) -> float | None:
     """Compute the linear (Pearson) correlation, or None if one of the two does not vary."""
+    from scipy.stats import pearsonr
+
     return float(pearsonr(x.double().numpy(), y.double().numpy()).statistic) if _vary(x, y) else None
 
 
 def spearman(x: Float[Tensor, " N"], y: Float[Tensor, " N"]) -> float | None:
     """Compute the rank (Spearman) correlation, with mean ranks for ties, or None if one of the two does not vary."""
+    from scipy.stats import spearmanr
+
     return float(spearmanr(x.double().numpy(), y.double().numpy()).statistic) if _vary(x, y) else None
 
 
@@ -508,6 +516,8 @@ def auc(scores: Float[Tensor, " N"], positive: Bool[Tensor, " N"]) -> float | No
 
     where R is the sum of the positives' ranks among all scores, ties at their mean rank (Mann & Whitney 1947).
     """
+    from scipy.stats import rankdata
+
     n_positive = int(positive.sum())
     n_negative = len(positive) - n_positive
     if not n_positive or not n_negative:

@@ -27,18 +27,23 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-import datasets
-import pyarrow
-import pyarrow.parquet
-from datasets.exceptions import DatasetsError
-
 from rlhf.config.data import DatasetConfig
 from rlhf.data.paths import SUFFIXES, looks_local, missing
 from rlhf.data.rows import Row, RowCounts
 from rlhf.errors import DataError
 
 _SPLIT_NAMES = {"train", "test", "validation", "valid", "val", "dev", "eval"}
-UNREADABLE = (OSError, EOFError, ValueError, RuntimeError, DatasetsError)  # what `datasets` and pyarrow raise
+
+
+def unreadable_errors() -> tuple[type[Exception], ...]:
+    """Return what is raised where rows cannot be read. An `except` clause asks only once something is.
+
+    With Arrow, `datasets` takes 80 MB and a second: it is imported only where rows are not JSON lines, or unreadable.
+    """
+    import pyarrow
+    from datasets.exceptions import DatasetsError
+
+    return (OSError, EOFError, ValueError, RuntimeError, zlib.error, DatasetsError, pyarrow.ArrowException)
 
 
 def load_rows(config: DatasetConfig, skips: RowCounts | None = None) -> list[Row]:
@@ -159,7 +164,7 @@ def _file_rows(path: Path, skips: RowCounts) -> Iterator[Row]:
                 yield from _parquet_rows(path)
             case _:
                 raise DataError(f"{path}: not a kind of file that can be read; readable are {', '.join(SUFFIXES)}")
-    except (*UNREADABLE, zlib.error) as error:
+    except unreadable_errors() as error:
         raise DataError(f"{path}: cannot be read: {one_line(error)}") from error
 
 
@@ -168,28 +173,33 @@ def is_saved_folder(folder: Path) -> bool:
     return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
-def load_saved(folder: Path, split: str) -> datasets.Dataset:
-    """Load a folder of `save_to_disk`, memory-mapped.
+def load_saved(folder: Path, split: str) -> Any:
+    """Load a folder of `save_to_disk`, memory-mapped, as a `datasets.Dataset`.
 
     Raises:
         DataError: it cannot be read, or has no such split.
     """
+    import datasets
+
+    errors: tuple[type[Exception], ...] = (*unreadable_errors(), KeyError, TypeError)
     try:
         saved = datasets.load_from_disk(str(folder))
         if isinstance(saved, datasets.DatasetDict):
             if split not in saved:
                 raise DataError(f"{folder}: no split {split!r}; there are: {', '.join(saved)}")
             saved = saved[split]
-    except (*UNREADABLE, KeyError, TypeError) as error:
+    except errors as error:
         raise DataError(f"{folder}: cannot be read as a folder of save_to_disk: {one_line(error)}") from error
     return saved
 
 
 def _hub_rows(name: str, split: str) -> Iterator[Row]:
+    import datasets
+
     try:
         rows = datasets.load_dataset(name, split=split)
         yield from _numbered_rows(rows, f"{name}[{split}]")
-    except UNREADABLE as error:
+    except unreadable_errors() as error:
         raise DataError(
             f"{name}: there is no such file or folder here, and as a data set of the hub it could not be loaded: "
             f"{one_line(error)}"
@@ -197,6 +207,8 @@ def _hub_rows(name: str, split: str) -> Iterator[Row]:
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
+    import datasets
+
     try:
         stream = datasets.load_dataset("parquet", data_files=glob.escape(str(path)), split="train", streaming=True)
         yield from _numbered_rows(stream, str(path))
@@ -204,7 +216,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         raise DataError(f"{path}: cannot be read: {one_line(error)}") from error
 
 
-def _numbered_rows(rows: datasets.Dataset | datasets.IterableDataset, file: str) -> Iterator[Row]:
+def _numbered_rows(rows: Iterable[Any], file: str) -> Iterator[Row]:
     for number, values in enumerate(rows, start=1):
         yield Row(dict(values), file, number)
 
@@ -361,6 +373,8 @@ class ParquetReader:
 
     def _from(self, offset: int) -> Iterator[Mapping[str, object]]:
         """Yield the rows from a number on; row groups before it are not read."""
+        import pyarrow.parquet
+
         with pyarrow.parquet.ParquetFile(self.path, pre_buffer=False) as file:
             first, skipped = 0, 0
             while first < file.num_row_groups and skipped + file.metadata.row_group(first).num_rows <= offset:
@@ -374,10 +388,20 @@ class ParquetReader:
                 drop = max(0, drop - len(rows))
 
 
+class Table(Protocol):
+    """A data set of `datasets`, memory-mapped or streamed."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the rows, each a dict of its columns."""
+
+    def skip(self, n: int) -> Table:
+        """Return the rows after the first `n`."""
+
+
 class DatasetsReader:
     """Reads rows of a folder of save_to_disk (memory-mapped) or of a data set of the hub (downloaded as it is read)."""
 
-    def __init__(self, rows: datasets.Dataset | datasets.IterableDataset, name: str) -> None:
+    def __init__(self, rows: Table, name: str) -> None:
         self.rows, self.name = rows, name
         self._iterator: Iterator[Mapping[str, object]] | None = None
         self._offset = -1
@@ -463,7 +487,7 @@ def _readable(name: str) -> Iterator[None]:
     """Make a failure to read a DataError that names the file."""
     try:
         yield
-    except (*UNREADABLE, zlib.error, pyarrow.ArrowException) as error:
+    except unreadable_errors() as error:
         raise DataError(f"{name}: cannot be read: {one_line(error)}") from error
 
 
@@ -483,6 +507,8 @@ def _open(config: DatasetConfig) -> list[tuple[str, Any]]:
         return [(str(file), file) for file in files]
     if looks_local(config.path, SUFFIXES):
         raise DataError(missing(config.path))
+    import datasets
+
     with _readable(config.path):
         rows = datasets.load_dataset(config.path, split=config.split, streaming=True)
     return [(f"{config.path}[{config.split}]", rows)]

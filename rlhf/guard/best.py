@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
-from scipy import stats
+from scipy.special import stdtrit
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def paired_gain(new: Sequence[float], old: Sequence[float], confidence: float) -
     mean = fmean(differences)
     if len(differences) < 2:
         return Gain(mean, -math.inf, math.inf)
-    quantile = float(stats.t.ppf(0.5 + confidence / 2, len(differences) - 1))
+    quantile = float(stdtrit(len(differences) - 1, 0.5 + confidence / 2))  # Student's t
     margin = quantile * stdev(differences) / len(differences) ** 0.5
     return Gain(mean, mean - margin, mean + margin)
 

@@ -12,7 +12,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
-from scipy.stats import pearsonr
 from torch import Tensor
 
 from rlhf.algo.masked import Mean
@@ -222,7 +221,7 @@ def watch_metrics(proxy: Float[Tensor, " N"], watched: Float[Tensor, " N"]) -> d
     proxy, watched = proxy.double(), watched.double()
     metrics = {"watch/score": Mean.of(watched), "watch/gap": Mean.of(proxy - watched)}
     if len(proxy) > 1 and bool(proxy.min() < proxy.max()) and bool(watched.min() < watched.max()):
-        metrics["watch/correlation"] = Mean(float(pearsonr(proxy.numpy(), watched.numpy()).statistic), 1.0)
+        metrics["watch/correlation"] = Mean(float(torch.corrcoef(torch.stack([proxy, watched]))[0, 1]), 1.0)
     return metrics
 
 

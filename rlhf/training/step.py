@@ -134,7 +134,7 @@ def _compute_gradients(
     means: list[dict[str, Mean]] = []
     losses: list[list[Number]] = []
     for number, part in enumerate(parts):
-        if number:  # one model's gradients lie where its activations lay; in between there is no room for another's
+        if len(parts) > 1:  # what one model's pass leaves between its gradients does not fit another's activations
             return_gaps()
         denominators = part.loss.denominators(part.batch)
         passes = split_into_micro_batches(part.batch, fitting, size, ranks)
@@ -149,6 +149,8 @@ def _compute_gradients(
                 if is_last
                 else None
             )
+            if number:  # most is in use now: the gradients of the parts before, and this one's activations
+                return_gaps()
             _backward(terms, trained, later)
             if micro.counts:
                 losses.append([value.detach() for value in terms.values()])
