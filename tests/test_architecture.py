@@ -232,6 +232,14 @@ def test_the_mathematics_is_light_to_import() -> None:
     assert loaded & HEAVY == set()
 
 
+def test_a_training_run_imports_no_library_that_it_does_not_use() -> None:
+    """They take 100 MB in every process; `datasets` and Arrow read Parquet, scikit-learn makes a reward model's card."""
+    code = "import sys; import rlhf.commands.train; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) & {"datasets", "pyarrow", "pandas", "sklearn", "scipy.stats", "peft"} == set()
+
+
 def test_the_heavy_libraries_exist() -> None:
     """A misspelled name above would forbid nothing; deepspeed is an extra, so it may be absent."""
     assert {name for name in HEAVY if importlib.util.find_spec(name) is None} <= {"deepspeed"}

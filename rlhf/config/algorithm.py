@@ -453,6 +453,15 @@ class Online(Section):
         penalty = self.kl.placement != "none" and (self.kl.coef > 0 or isinstance(self.kl.controller, AdaptiveKl))
         return penalty or isinstance(self.policy_loss, OnlinePairLoss)
 
+    @property
+    def reads_old_log_probs_before_update(self) -> bool:
+        """Return whether rewards or advantages depend on them, or a loss that computes them more than once."""
+        if self.rescue is not None or isinstance(self.advantage, FunctionAdvantage):
+            return True
+        penalty = self.kl.coef > 0 or isinstance(self.kl.controller, AdaptiveKl)
+        in_reward = self.kl.placement == "reward" and penalty
+        return in_reward or isinstance(self.policy_loss, OnlinePairLoss | TrustRegionLoss)
+
     def check_sizes(self, sizes: StepSizes) -> None:
         """Check that advantages and losses can work with steps of these sizes."""
         self.advantage.check_sizes(sizes)

@@ -223,7 +223,8 @@ class SamplingConfig(Section):
     old_log_probs: OldLogProbs = "auto"
     """Source of the old log-probabilities in the update's importance ratios. trainer: one more forward pass; sampler:
     those recorded while sampling; auto: the sampler's, except in bfloat16, with a shared critic, or at a step where
-    they differ from the trainer's on the rows that are compared."""
+    they differ from the trainer's on the rows that are compared. In bfloat16, where a step has one update and no KL in
+    its rewards, auto takes those of the update's own pass: the ratio is 1, and kl/reference is of the sampler's."""
 
 
 class OverlapConfig(Section):
@@ -354,8 +355,18 @@ class OnlineConfig(TrainSections):
         """Return how many completions a step samples."""
         return self.batch.prompts_per_step * self.sampling.completions_per_prompt
 
-    @model_validator(mode="after")
-    def _check_sections(self) -> OnlineConfig:
+    @property
+    def update_gives_old_log_probs(self) -> bool:
+        """Return whether a step's old log-probabilities are those of its update's own pass.
+
+        That takes an update of one optimizer step, nothing before it that reads them, and completions of the policy
+        that is trained. In float32 the sampler's serve as well, for all algorithms.
+        """
+        is_asked = self.policy.dtype == "bfloat16" and self.sampling.old_log_probs == "auto"
+        is_one_step = self.batch.epochs == self.batch.minibatches == 1
+        is_read_before = self.overlap.ahead or self.critic.shared or self.algorithm.reads_old_log_probs_before_update
+        return is_asked and is_one_step and not is_read_before
+
         old_log_probs = self.sampling.old_log_probs
         self.reference.check_measured(self.algorithm)
         self.overlap.check_ahead(self.algorithm, old_log_probs)

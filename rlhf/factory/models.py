@@ -82,6 +82,7 @@ def build_online_models(config: OnlineConfig, context: RunContext, tokenizer: Pr
         float32_head=config.policy.head_dtype == "float32",
         reference=engine.freeze("reference", reference) if reference is not None else None,
         adapter_off_is_reference=config.reference.measure and adapter_off_is_reference(config),
+        update_gives_old_logprobs=config.update_gives_old_log_probs,
         entropy_gradient=isinstance(loss, TokenLoss) and loss.entropy_coef > 0,
         engine=engine,
     )

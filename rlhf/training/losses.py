@@ -6,6 +6,8 @@ the offline one (offline.py).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -20,6 +22,7 @@ from rlhf.config.algorithm import (
 )
 from rlhf.models.policy_models import Models
 from rlhf.training.offline import PairwiseLoss, stack_sides
+from rlhf.training.rollout import sampler_mismatch
 from rlhf.types import (
     Demonstrations,
     Experience,
@@ -61,11 +64,24 @@ class OnlineLoss:
         micro = micro.to(self.models.device)
         if self.models.critic is None:
             outputs = self.models.outputs(micro)
-            self._update_ratio_deviation(micro, outputs.logprobs)
-            return self.objective.loss(micro, outputs, self.coefs)
-        tokens = self.models.policy_tokens(micro)
-        self._update_ratio_deviation(micro, tokens.logprobs)
-        return self.objective.policy_term(micro, tokens.logprobs, tokens.entropy, self.coefs)
+            micro, mismatch = self._with_old_logprobs(micro, outputs.logprobs)
+            terms, metrics = self.objective.loss(micro, outputs, self.coefs)
+        else:
+            tokens = self.models.policy_tokens(micro)
+            micro, mismatch = self._with_old_logprobs(micro, tokens.logprobs)
+            terms, metrics = self.objective.policy_term(micro, tokens.logprobs, tokens.entropy, self.coefs)
+        return terms, metrics | mismatch
+
+    def _with_old_logprobs(
+        self, micro: Experience, logprobs: Float[Tensor, "B T"]
+    ) -> tuple[Experience, dict[str, Mean]]:
+        """Return the rows with log pi_old, and its metrics where it is this pass that gives it: pi_old is pi there."""
+        mismatch: dict[str, Mean] = {}
+        if self.models.update_gives_old_logprobs:
+            micro = replace(micro, logprobs=logprobs.detach())
+            mismatch = sampler_mismatch(micro, micro.logprobs, micro.loss_mask)
+        self._update_ratio_deviation(micro, logprobs)
+        return micro, mismatch
 
     def _update_ratio_deviation(self, micro: Experience, logprobs: Float[Tensor, "B T"]) -> None:
         if not torch.is_grad_enabled():  # a line search tries weights: their ratio is meant to differ from 1

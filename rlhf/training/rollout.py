@@ -99,10 +99,11 @@ def takes_sampler_logprobs(completions: Completions, models: Models, old_log_pro
 
     auto: yes if they equal the trainer's up to rounding. Both use the same weights, temperature and (except in
     bfloat16) the same arithmetic; the first rows are recomputed to confirm it. The decision depends on the step alone,
-    so it is the same on every rank and after a restart.
+    so it is the same on every rank and after a restart. Yes too where the update computes its own: these are then for
+    the metrics only.
     """
-    if old_log_probs != "auto":
-        return old_log_probs == "sampler"
+    if old_log_probs != "auto" or models.update_gives_old_logprobs:
+        return old_log_probs != "trainer"
     if models.dtype == "bfloat16" or models.shared_head is not None:
         return False
     probe = completions.rows(slice(0, PROBE_ROWS)).to(models.device)
@@ -170,17 +171,17 @@ def rollout_metrics(experience: Experience, scores: Scores, models: Models) -> M
     """Compute the metrics of a step that do not depend on its update; those of KLs leave out hinted completions."""
     mask, values = experience.completion_mask, experience.scores.double()
     sequence_kl = kl_estimate(experience.logprobs, experience.ref_logprobs, "k1").sum(dim=1)
-    mismatch = (experience.sampler_logprobs - experience.logprobs).abs()
     metrics = Metrics(
         {
             "score/mean": Mean.of(values),
-            "kl/sampler_mismatch": Mean.of(mismatch, mask & ~experience.hinted[:, None]),
             "completion/length": Mean.of(mask.sum(dim=1)),
             "completion/finished": Mean.of(experience.finished),
             "advantage/mean": Mean.of(experience.advantages, experience.loss_mask),
             "reward/kl_penalty": Mean.of(values - experience.rewards.sum(dim=1).double()),
         }
     )
+    if not models.update_gives_old_logprobs:  # else the loss measures it
+        metrics.update(sampler_mismatch(experience, experience.logprobs, mask & ~experience.hinted[:, None]))
     metrics.update(_duplicates(experience))
     metrics.add("score/std", float(values.std(correction=0)))
     metrics.add("advantage/std", _std(experience.advantages, experience.loss_mask))
@@ -207,6 +208,13 @@ def rollout_metrics(experience: Experience, scores: Scores, models: Models) -> M
         variance = explained_variance(experience.values, experience.returns, mask)
         metrics.add("critic/explained_variance", variance)
     return metrics
+
+
+def sampler_mismatch(
+    completions: Completions, logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> dict[str, Mean]:
+    """Compare the sampler's log-probs with the trainer's."""
+    return {"kl/sampler_mismatch": Mean.of((completions.sampler_logprobs - logprobs).abs(), mask)}
 
 
 def part_metrics(scores: Scores) -> Metrics:

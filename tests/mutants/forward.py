@@ -340,9 +340,17 @@ FORWARD = [
     Mutant(
         name="gaps-are-kept",
         file="rlhf/training/step.py",
-        before="        if number:  # one",
-        after="        if number > len(parts):  # one",
+        before="        if len(parts) > 1:",
+        after="        if len(parts) > 99:",
         why="PPO's critic finds no room where the policy's activations lay: its peak is half a gigabyte higher",
+        tests=("tests/training/test_step.py",),
+    ),
+    Mutant(
+        name="gaps-are-kept-before-the-backward-pass",
+        file="rlhf/training/step.py",
+        before="            if number:  # most",
+        after="            if number > len(parts):  # most",
+        why="PPO's peak is a hundred megabytes higher",
         tests=("tests/training/test_step.py",),
     ),
     Mutant(

@@ -6,6 +6,7 @@ from mutant import Mutant
 
 ONLINE = ("tests/training/test_online.py",)
 OBJECTIVE = ("tests/algo/test_objective.py",)
+UPDATE_LOGPROBS = ("tests/training/test_old_logprobs_of_update.py",)
 
 LOOP = [
     Mutant(
@@ -79,5 +80,29 @@ LOOP = [
         after="completion = completion[: context - 1]",
         why="the score is read at a token in the middle of the completion",
         tests=("tests/reward_model/test_rm_source.py",),
+    ),
+    Mutant(
+        name="own-old-log-probs-have-a-gradient",
+        file="rlhf/training/losses.py",
+        before="replace(micro, logprobs=logprobs.detach())",
+        after="replace(micro, logprobs=logprobs)",
+        why="the ratio is 1 with a gradient of zero: nothing is learned in bfloat16",
+        tests=UPDATE_LOGPROBS,
+    ),
+    Mutant(
+        name="own-old-log-probs-in-every-step",
+        file="rlhf/config/sections.py",
+        before="self.batch.epochs == self.batch.minibatches == 1",
+        after="self.batch.epochs == 1",
+        why="from the second minibatch on the ratio is 1 by construction: no clip holds the policy",
+        tests=UPDATE_LOGPROBS,
+    ),
+    Mutant(
+        name="own-old-log-probs-though-rewards-read-them",
+        file="rlhf/config/algorithm.py",
+        before='in_reward = self.kl.placement == "reward" and penalty',
+        after="in_reward = False",
+        why="the KL penalty in the reward is of the sampler's rounded log-probabilities",
+        tests=UPDATE_LOGPROBS,
     ),
 ]
