@@ -455,12 +455,13 @@ class Online(Section):
 
     @property
     def reads_old_log_probs_before_update(self) -> bool:
-        """Return whether rewards or advantages depend on them, or a loss that computes them more than once."""
-        if self.rescue is not None or isinstance(self.advantage, FunctionAdvantage):
-            return True
+        """Return whether something depends on them that is not a single pass over all completions of a step."""
+        drops_rows = self.drop_uniform_groups or self.mask_truncated or isinstance(self.advantage, Best)
         penalty = self.kl.coef > 0 or isinstance(self.kl.controller, AdaptiveKl)
         in_reward = self.kl.placement == "reward" and penalty
-        return in_reward or isinstance(self.policy_loss, OnlinePairLoss | TrustRegionLoss)
+        in_advantage = self.rescue is not None or isinstance(self.advantage, FunctionAdvantage)
+        in_search = isinstance(self.policy_loss, OnlinePairLoss | TrustRegionLoss)
+        return drops_rows or in_reward or in_advantage or in_search
 
     def check_sizes(self, sizes: StepSizes) -> None:
         """Check that advantages and losses can work with steps of these sizes."""

@@ -223,8 +223,8 @@ class SamplingConfig(Section):
     old_log_probs: OldLogProbs = "auto"
     """Source of the old log-probabilities in the update's importance ratios. trainer: one more forward pass; sampler:
     those recorded while sampling; auto: the sampler's, except in bfloat16, with a shared critic, or at a step where
-    they differ from the trainer's on the rows that are compared. In bfloat16, where a step has one update and no KL in
-    its rewards, auto takes those of the update's own pass: the ratio is 1, and kl/reference is of the sampler's."""
+    they differ from the trainer's on the rows that are compared. In bfloat16, where a step is one update
+    on all its completions and has no KL in its rewards, auto takes those of the update's own pass, at a ratio of 1."""
 
 
 class OverlapConfig(Section):
@@ -367,6 +367,8 @@ class OnlineConfig(TrainSections):
         is_read_before = self.overlap.ahead or self.critic.shared or self.algorithm.reads_old_log_probs_before_update
         return is_asked and is_one_step and not is_read_before
 
+    @model_validator(mode="after")
+    def _check_sections(self) -> OnlineConfig:
         old_log_probs = self.sampling.old_log_probs
         self.reference.check_measured(self.algorithm)
         self.overlap.check_ahead(self.algorithm, old_log_probs)

@@ -22,7 +22,7 @@ from rlhf.config.algorithm import (
 )
 from rlhf.models.policy_models import Models
 from rlhf.training.offline import PairwiseLoss, stack_sides
-from rlhf.training.rollout import sampler_mismatch
+from rlhf.training.rollout import logprob_metrics
 from rlhf.types import (
     Demonstrations,
     Experience,
@@ -64,24 +64,24 @@ class OnlineLoss:
         micro = micro.to(self.models.device)
         if self.models.critic is None:
             outputs = self.models.outputs(micro)
-            micro, mismatch = self._with_old_logprobs(micro, outputs.logprobs)
+            micro, distances = self._with_old_logprobs(micro, outputs.logprobs)
             terms, metrics = self.objective.loss(micro, outputs, self.coefs)
         else:
             tokens = self.models.policy_tokens(micro)
-            micro, mismatch = self._with_old_logprobs(micro, tokens.logprobs)
+            micro, distances = self._with_old_logprobs(micro, tokens.logprobs)
             terms, metrics = self.objective.policy_term(micro, tokens.logprobs, tokens.entropy, self.coefs)
-        return terms, metrics | mismatch
+        return terms, metrics | distances
 
     def _with_old_logprobs(
         self, micro: Experience, logprobs: Float[Tensor, "B T"]
     ) -> tuple[Experience, dict[str, Mean]]:
         """Return the rows with log pi_old, and its metrics where it is this pass that gives it: pi_old is pi there."""
-        mismatch: dict[str, Mean] = {}
+        distances: dict[str, Mean] = {}
         if self.models.update_gives_old_logprobs:
             micro = replace(micro, logprobs=logprobs.detach())
-            mismatch = sampler_mismatch(micro, micro.logprobs, micro.loss_mask)
+            distances = logprob_metrics(micro, self.models)
         self._update_ratio_deviation(micro, logprobs)
-        return micro, mismatch
+        return micro, distances
 
     def _update_ratio_deviation(self, micro: Experience, logprobs: Float[Tensor, "B T"]) -> None:
         if not torch.is_grad_enabled():  # a line search tries weights: their ratio is meant to differ from 1

@@ -99,8 +99,8 @@ def takes_sampler_logprobs(completions: Completions, models: Models, old_log_pro
 
     auto: yes if they equal the trainer's up to rounding. Both use the same weights, temperature and (except in
     bfloat16) the same arithmetic; the first rows are recomputed to confirm it. The decision depends on the step alone,
-    so it is the same on every rank and after a restart. Yes too where the update computes its own: these are then for
-    the metrics only.
+    so it is the same on every rank and after a restart. Yes too where the update computes its own: nothing but the
+    records of samples reads these then.
     """
     if old_log_probs != "auto" or models.update_gives_old_logprobs:
         return old_log_probs != "trainer"
@@ -170,7 +170,6 @@ def _live_prompt(rollout: Rollout, row: int) -> list[int]:
 def rollout_metrics(experience: Experience, scores: Scores, models: Models) -> Metrics:
     """Compute the metrics of a step that do not depend on its update; those of KLs leave out hinted completions."""
     mask, values = experience.completion_mask, experience.scores.double()
-    sequence_kl = kl_estimate(experience.logprobs, experience.ref_logprobs, "k1").sum(dim=1)
     metrics = Metrics(
         {
             "score/mean": Mean.of(values),
@@ -180,8 +179,8 @@ def rollout_metrics(experience: Experience, scores: Scores, models: Models) -> M
             "reward/kl_penalty": Mean.of(values - experience.rewards.sum(dim=1).double()),
         }
     )
-    if not models.update_gives_old_logprobs:  # else the loss measures it
-        metrics.update(sampler_mismatch(experience, experience.logprobs, mask & ~experience.hinted[:, None]))
+    if not models.update_gives_old_logprobs:  # else the update's pass measures them
+        metrics.update(logprob_metrics(experience, models))
     metrics.update(_duplicates(experience))
     metrics.add("score/std", float(values.std(correction=0)))
     metrics.add("advantage/std", _std(experience.advantages, experience.loss_mask))
@@ -192,8 +191,6 @@ def rollout_metrics(experience: Experience, scores: Scores, models: Models) -> M
             metrics.update({f"score/{name}": Mean.of(scores.parts[name])})
     metrics.merge(part_metrics(scores))
     metrics.update(_scores_by_source(experience, values))
-    if models.has_reference:
-        metrics.update({"kl/reference": Mean.of(sequence_kl, ~experience.hinted)})
     if experience.group_size > 1:
         best = values.view(-1, experience.group_size).amax(dim=1)
         metrics.update(
@@ -210,11 +207,15 @@ def rollout_metrics(experience: Experience, scores: Scores, models: Models) -> M
     return metrics
 
 
-def sampler_mismatch(
-    completions: Completions, logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
-) -> dict[str, Mean]:
-    """Compare the sampler's log-probs with the trainer's."""
-    return {"kl/sampler_mismatch": Mean.of((completions.sampler_logprobs - logprobs).abs(), mask)}
+def logprob_metrics(experience: Experience, models: Models) -> dict[str, Mean]:
+    """Compute how far the policy's log-probs are from the sampler's and from the reference's, without hinted rows."""
+    mask = experience.completion_mask & ~experience.hinted[:, None]
+    mismatch = (experience.sampler_logprobs - experience.logprobs).abs()
+    metrics = {"kl/sampler_mismatch": Mean.of(mismatch, mask)}
+    if models.has_reference:
+        sequence_kl = kl_estimate(experience.logprobs, experience.ref_logprobs, "k1").sum(dim=1)
+        metrics["kl/reference"] = Mean.of(sequence_kl, ~experience.hinted)
+    return metrics
 
 
 def part_metrics(scores: Scores) -> Metrics:
