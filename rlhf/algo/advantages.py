@@ -16,6 +16,7 @@ from rlhf.algo.policy_loss import truncated_importance
 from rlhf.algo.selection import hint_weights, pair_signs, select_best
 from rlhf.batching import extend
 from rlhf.config.algorithm import (
+    Advantage,
     BatchWhiten,
     Best,
     BestAndWorst,
@@ -182,6 +183,22 @@ def compute_advantages(
         returns=returns,
         hint_weights=weights,
     )
+
+
+def raw_advantages(experience: Experience, config: Advantage) -> Float[Tensor, "B T"]:
+    """Compute the advantages before whitening; zero outside the mask.
+
+    gae           returns - values
+    batch_whiten  returns
+    otherwise     the advantages, which are not whitened
+    """
+    match config:
+        case Gae(whiten=True):
+            return torch.where(experience.loss_mask, experience.returns - experience.values, 0.0)
+        case BatchWhiten(whiten=True):
+            return torch.where(experience.loss_mask, experience.returns, 0.0)
+        case _:
+            return experience.advantages
 
 
 def _trainable_rows(rollout: Rollout, advantages: Float[Tensor, "B T"], algorithm: Online) -> Bool[Tensor, " B"]:

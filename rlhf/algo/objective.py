@@ -166,12 +166,15 @@ class Objective:
                 live, old = _live(mask, logprobs, micro.logprobs)
                 per_token = self.function(logprobs=live, old_logprobs=old, advantages=micro.advantages, mask=mask)
                 surrogate = PolicyLoss(per_token=per_token, clipped=torch.zeros_like(mask))
-        return surrogate, {
+        metrics = {
             "loss/policy": Mean.of(surrogate.per_token, mask),
             "policy/clip_fraction": Mean.of(surrogate.clipped, mask),
             "policy/ratio": Mean.of(ratio, mask),
             "kl/old": Mean.of(old_kl, mask),
         }
+        if surrogate.outside is not None:
+            metrics["policy/outside_clip"] = Mean.of(surrogate.outside, mask)
+        return surrogate, metrics
 
 
 def _live(mask: Bool[Tensor, "B T"], *tensors: Float[Tensor, "B T"]) -> tuple[Tensor, ...]:

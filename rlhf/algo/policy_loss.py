@@ -22,6 +22,7 @@ class PolicyLoss:
 
     per_token: Float[Tensor, "B T"]
     clipped: Bool[Tensor, "B T"]  # where the clip stops the gradient; in CISPO, where it bounds the weight
+    outside: Bool[Tensor, "B T"] | None = None  # where the ratio is outside the clip range; None without a range
 
 
 def importance_ratio(
@@ -73,7 +74,7 @@ def clipped_surrogate(
         floor = dual_clip * advantages
         objective = torch.where(advantages < 0, torch.maximum(objective, floor), objective)
         clipped = clipped | ((advantages < 0) & (ratio > dual_clip))
-    return PolicyLoss(per_token=-objective, clipped=clipped)
+    return PolicyLoss(per_token=-objective, clipped=clipped, outside=clipped_ratio != ratio)
 
 
 def unclipped_surrogate(ratio: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"]) -> PolicyLoss:
@@ -120,7 +121,8 @@ def cispo_loss(
     clip bounds a token's weight but never silences it. Where it is not active, the gradient is that of ratio * A.
     """
     weight = ratio.detach().clamp(1.0 - clip_eps_low, 1.0 + clip_eps_high)
-    return PolicyLoss(per_token=-weight * advantages * logprobs, clipped=weight != ratio.detach())
+    clipped = weight != ratio.detach()
+    return PolicyLoss(per_token=-weight * advantages * logprobs, clipped=clipped, outside=clipped)
 
 
 def policy_gradient_loss(logprobs: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"]) -> PolicyLoss:

@@ -103,7 +103,7 @@ def parse_yaml(text: str) -> Any:
     """Parse a YAML text into plain data.
 
     Raises:
-        UnusableYaml: the text is not YAML, a value cannot be constructed, or it is too deep, too large or cyclic.
+        InvalidYaml: the text is not YAML, a value cannot be constructed, or it is too deep, too large or cyclic.
     """
     try:
         _check_size(text)

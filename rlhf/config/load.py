@@ -232,7 +232,7 @@ def unread_warnings(config: TrainConfig | RewardModelConfig | CompareConfig) -> 
 
 
 def unread_keys(config: TrainConfig | RewardModelConfig) -> list[str]:
-    """List the dotted keys of the sections in `unread_sections`."""
+    """List the dotted keys that are set but that nothing in this run reads."""
     return [key for key, _ in _unread(config)]
 
 

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from rlhf.config.algorithm import Group, NonNegative, Online, Positive
 from rlhf.config.base import Section
 from rlhf.config.data import Count, Size
+
+
+class SourceSection(Section):
+    """A source of scores; `is_learned` tells the opinion of a model, which a policy can exploit, from a program."""
+
+    checked_by_program: ClassVar[bool] = False
+
+    @property
+    def is_learned(self) -> bool:
+        """Return whether a model gives the scores; True for a server, behind which a model may stand."""
+        return not self.checked_by_program
 
 
 class ChatConfig(Section):
@@ -39,7 +50,7 @@ class ChatConfig(Section):
     """Where answers are cached, so that no question is asked twice; null: $XDG_CACHE_HOME/rlhf, or ~/.cache/rlhf."""
 
 
-class ChatSource(ChatConfig):
+class ChatSource(ChatConfig, SourceSection):
     """A language model that scores each completion with a number, through an OpenAI-compatible endpoint."""
 
     low: float = 1.0
@@ -58,8 +69,10 @@ class ChatPairsConfig(ChatConfig):
     """A language model that says which of two completions is better; asked in both orders, disagreement is a tie."""
 
 
-class FunctionSource(Section):
+class FunctionSource(SourceSection):
     """A Python function, given by its import path."""
+
+    checked_by_program: ClassVar[bool] = True
 
     type: Literal["function"] = "function"
     target: str
@@ -70,7 +83,7 @@ class FunctionSource(Section):
     """Longest time of one call; a call that takes longer saves and stops the run. null: no limit."""
 
 
-class ModelSource(Section):
+class ModelSource(SourceSection):
     """A trained reward model."""
 
     type: Literal["model"] = "model"
@@ -86,7 +99,7 @@ class ModelSource(Section):
     """c in mean - c * std, for mean_minus_std."""
 
 
-class RemoteSource(Section):
+class RemoteSource(SourceSection):
     """A reward server over HTTP."""
 
     type: Literal["remote"] = "remote"
@@ -102,7 +115,7 @@ class RemoteSource(Section):
     """Send token ids with the texts: rlhf serve-reward then gives exactly the scores of the same model in-process."""
 
 
-class EnsembleSource(Section):
+class EnsembleSource(SourceSection):
     """Several sources combined into one score."""
 
     type: Literal["ensemble"] = "ensemble"
@@ -118,6 +131,11 @@ class EnsembleSource(Section):
     source within its group before the sum (Liu et al. 2026), with advantage.type=group and baseline=centered."""
     std_coef: NonNegative = 1.0
     """c in mean - c * std, for mean_minus_std."""
+
+    @property
+    def is_learned(self) -> bool:
+        """Return whether a model gives the scores of any member."""
+        return any(member.is_learned for member in self.sources)
 
     @model_validator(mode="after")
     def _check_members(self) -> EnsembleSource:
@@ -269,7 +287,7 @@ def rule_names(rules: Sequence[RuleConfig]) -> list[str]:
     return names
 
 
-class RulesSource(Section):
+class RulesSource(SourceSection):
     """Rules for the text of a completion: each subtracts a penalty where it is broken, or replaces the score."""
 
     type: Literal["rules"] = "rules"
@@ -277,6 +295,11 @@ class RulesSource(Section):
     """The rules, in any order. Each is logged by its name: how much of it is broken, from 0 to 1."""
     source: RewardSourceConfig | None = None
     """The source whose scores the rules change; null: none, so that a completion that breaks no rule scores 0."""
+
+    @property
+    def is_learned(self) -> bool:
+        """Return whether a model gives the scores that the rules change."""
+        return self.source is not None and self.source.is_learned
 
     @model_validator(mode="after")
     def _check_rules(self) -> RulesSource:

@@ -208,7 +208,7 @@ def completion_rows(dataset: PairSet | LabelledSet) -> CompletionRows:
 
 
 def completion_labels(dataset: PairSet | LabelledSet) -> tuple[bool, ...]:
-    """Return the label of each row of `rows_of`: chosen completions are desirable, rejected ones are not."""
+    """Return the label of each row of `completion_rows`: chosen completions are desirable, rejected ones are not."""
     if isinstance(dataset, LabelledSet):
         return tuple(text.desirable for text in dataset.texts)
     return (True,) * len(dataset) + (False,) * len(dataset)

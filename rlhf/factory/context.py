@@ -72,6 +72,7 @@ class RunContext:
     release: Callable[[], None]  # releases the run folder's lock
     notes: list[str] = field(default_factory=list)  # logged when the run begins; any part of the setup may append
     streams: dict[str, MixedStream[Any, Any]] = field(default_factory=dict)  # mixed and streamed data, by section
+    repeats_prompts: bool = False  # the data has fewer prompts than a step takes
 
     @property
     def seed(self) -> int:
@@ -118,7 +119,9 @@ class RunContext:
             release=self.release,
         )
         recorder.rewind(self.positions)
-        health = HealthMonitor(config.guard, run_facts(config), self.state, recorder)
+        health = HealthMonitor(
+            config.guard, run_facts(config, repeats_prompts=self.repeats_prompts), self.state, recorder
+        )
         if self.resume is not None:
             health.replay(ranks.on_main(self.folder.read_metrics))
         for stream in self.streams.values():
@@ -246,10 +249,10 @@ def open_context(
     )
 
 
-def run_facts(config: TrainConfig | RewardModelConfig) -> RunFacts:
+def run_facts(config: TrainConfig | RewardModelConfig, *, repeats_prompts: bool = False) -> RunFacts:
     """Return what the limits of alarms depend on besides the metrics."""
     if isinstance(config, RewardModelConfig):
-        return RunFacts(is_rounded=config.model.dtype == "bfloat16")
+        return RunFacts(is_rounded=config.model.dtype == "bfloat16", on_data=True)
     online = config if isinstance(config, OnlineConfig) else None
     controller = online.algorithm.kl.controller if online is not None else None
     pairs = online is not None and isinstance(online.algorithm.policy_loss, OnlinePairLoss)
@@ -258,6 +261,9 @@ def run_facts(config: TrainConfig | RewardModelConfig) -> RunFacts:
         is_rounded=config.policy.dtype == "bfloat16",
         is_ahead=config.overlap.ahead,
         reads_ratio=not (pairs and config.sampling.old_log_probs == "sampler"),
+        updates=1 if online is None else config.batch.epochs * config.batch.minibatches,
+        repeats_prompts=repeats_prompts,
+        on_data=online is None,
     )
 
 

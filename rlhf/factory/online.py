@@ -240,7 +240,7 @@ def no_grad_batch_multiplier(config: OnlineConfig, engine: Engine) -> int:
 def _load_prompts(
     config: OnlineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase, models: Models
 ) -> PromptBatches:
-    return build_prompts(
+    prompts = build_prompts(
         config.data.prompts,
         context,
         tokenizer,
@@ -250,6 +250,13 @@ def _load_prompts(
         max_new_tokens=config.sampling.max_new_tokens,
         hints=() if config.algorithm.rescue is None else config.algorithm.rescue.hints,
     )
+    context.repeats_prompts = prompts.steps_per_epoch < 1
+    if context.repeats_prompts:
+        context.notes.append(
+            f"data.prompts has fewer rows than a step takes (batch.prompts_per_step={config.batch.prompts_per_step}): "
+            "each step repeats prompts"
+        )
+    return prompts
 
 
 def _build_queue(

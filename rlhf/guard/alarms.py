@@ -41,6 +41,9 @@ class RunFacts:
     is_rounded: bool = False  # arithmetic in bfloat16
     is_ahead: bool = False  # completions come from the policy of the step before
     reads_ratio: bool = True  # false: a pair loss with the sampler's log-probabilities, which no loss reads
+    updates: int = 1  # optimizer steps on the same completions
+    repeats_prompts: bool = False  # the data has fewer prompts than a step takes
+    on_data: bool = False  # nothing is sampled to train on: SFT, losses over pairs, reward models
 
 
 class History:
@@ -208,6 +211,7 @@ SPIKE, BEFORE_A_SPIKE = 10.0, 10
 VALUE_OFFSET = 1.5  # standard deviations of the score
 SETTLED = 15  # steps in which a critic may be wrong
 SCORE_FALL = 1.0  # standard deviations of the score at the start
+NEVER_CLIPPED = 1e-4  # share of tokens
 JUDGE_FALL = 0.2  # standard deviations of the judge's score over prompts
 
 
@@ -239,6 +243,21 @@ def sampler_mismatch(history: History) -> Reading | None:
     """Read how far the sampler's log-probabilities are from the trainer's; a sampler one step behind may be."""
     mismatch, limit = history.now("kl/sampler_mismatch"), MISMATCH[history.facts.is_rounded]
     return None if mismatch is None or history.facts.is_ahead else Reading(mismatch, limit, mismatch > limit)
+
+
+def never_clipped(history: History) -> Reading | None:
+    """Read the share of ratios outside the clip range, if several updates share the same completions."""
+    return None if history.facts.updates == 1 else below("policy/outside_clip", NEVER_CLIPPED)(history)
+
+
+def duplicate_prompts(history: History) -> Reading | None:
+    """Read the share of repeated prompts, unless the data has fewer prompts than a step takes."""
+    return None if history.facts.repeats_prompts else above("prompt/duplicates", 0.5)(history)
+
+
+def diversity_fell(history: History) -> Reading | None:
+    """Read the distinct bigrams against the start; a run on data imitates texts that are less diverse than noise."""
+    return None if history.facts.on_data else shrunk("eval/distinct_2", 0.5)(history)
 
 
 def gradient_spike(history: History) -> Reading | None:
@@ -344,7 +363,18 @@ ALARMS = (
         sees="the clip stops the gradient of more than two tokens in five",
         causes="steps that are too large, or too many of them on the same completions",
         cure="lower policy.lr, fewer batch.epochs or batch.minibatches",
-        source="Huang et al. 2022 (37 details), detail 12: a debug variable; 0.1 to 0.3 in their runs",
+        source="Huang et al. 2022 (37 details), detail 12, count ratios outside 1 ± eps: 0.1 to 0.3, here "
+        "policy/outside_clip; on the same ratios about half of these lose their gradient",
+    ),
+    Alarm(
+        name="never-clipped",
+        metrics=("policy/outside_clip",),
+        read=never_clipped,
+        patience=20,
+        sees="for twenty steps fewer than one ratio in ten thousand was outside the clip range",
+        causes="a learning rate that is too low for the policy to move, or a clip range that is too wide",
+        cure="raise policy.lr until kl/old is near 0.01, or lower batch.epochs: the later ones change nothing",
+        source="Huang et al. 2022 (37 details), detail 12: the clip is active in 0.1 to 0.3 of the ratios",
     ),
     Alarm(
         name="critic-explains-nothing",
@@ -460,7 +490,7 @@ ALARMS = (
     Alarm(
         name="duplicate-prompts",
         metrics=("prompt/duplicates",),
-        read=above("prompt/duplicates", 0.5),
+        read=duplicate_prompts,
         patience=2,
         sees="more than half of a step's prompts are the same as another of the step",
         causes="rows that are repeated in data.prompts, or fewer rows than a step takes",
@@ -490,7 +520,7 @@ ALARMS = (
     Alarm(
         name="diversity-falls",
         metrics=("eval/distinct_2",),
-        read=shrunk("eval/distinct_2", 0.5),
+        read=diversity_fell,
         patience=2,
         sees="held-out completions have half as many distinct bigrams as before training",
         causes="collapse onto a few phrases",
@@ -576,7 +606,7 @@ ALARMS = (
         patience=1,
         sees="a step was left out because a score was NaN or infinite",
         causes="a reward that divides by zero or fails on odd completions",
-        cure="mend the reward; notes.jsonl names the completion",
+        cure="correct the reward; notes.jsonl names the completion",
         source="docs/reliability.md",
     ),
     Alarm(

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf.config.reward import EnsembleSource, FunctionSource, RewardSourceConfig
 from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
 
 Level = Literal["error", "warning"]
@@ -74,13 +73,6 @@ class Violation:
 def outside(value: float, low: float, high: float) -> float | None:
     """Return the value where it is below `low` or above `high`; else None."""
     return None if low <= value <= high else value
-
-
-def is_learned(source: RewardSourceConfig) -> bool:
-    """Return whether a reward is a model's opinion, which can be exploited, rather than a function that checks."""
-    if isinstance(source, EnsembleSource):
-        return any(is_learned(member) for member in source.sources)
-    return not isinstance(source, FunctionSource)
 
 
 def read_facts(config: RunConfiguration) -> Facts:

@@ -16,7 +16,7 @@ from rlhf.config.algorithm import (
 )
 from rlhf.config.reward import EnsembleSource, FunctionSource
 from rlhf.config.sections import OnlineConfig
-from rlhf.guard.rule import EVERY, ONLINE, Facts, Rule, RunConfiguration, Value, is_learned, outside
+from rlhf.guard.rule import EVERY, ONLINE, Facts, Rule, RunConfiguration, Value, outside
 
 SHORTEST = 16  # tokens
 FEWEST_MEMBERS = 3
@@ -33,7 +33,7 @@ def no_brake(config: OnlineConfig, facts: Facts) -> Value | None:
         config.guard.on_alarm not in ("ignore", "warn"),
         isinstance(config.algorithm.advantage, Best),  # imitates what the start model writes itself
     )
-    return "none, or 0" if is_learned(config.reward.source) and not any(brakes) else None
+    return "none, or 0" if config.reward.source.is_learned and not any(brakes) else None
 
 
 def kl_coefficient(config: OnlineConfig, facts: Facts) -> Value | None:
@@ -83,7 +83,7 @@ def adaptive_too_slow(config: OnlineConfig, facts: Facts) -> Value | None:
 
 def unmeasured_kl(config: OnlineConfig, facts: Facts) -> Value | None:
     """Return false where nobody can see how far a learned reward has led the policy."""
-    return "false" if not config.reference.measure and is_learned(config.reward.source) else None
+    return "false" if not config.reference.measure and config.reward.source.is_learned else None
 
 
 def nothing_to_raise(config: RunConfiguration, facts: Facts) -> Value | None:
@@ -121,14 +121,14 @@ def head_in_bfloat16(config: OnlineConfig, facts: Facts) -> Value | None:
 def short_completions(config: OnlineConfig, facts: Facts) -> Value | None:
     """Return a limit in which hardly a sentence fits, where a learned reward reads sentences."""
     length = config.sampling.max_new_tokens
-    return float(length) if is_learned(config.reward.source) and length < SHORTEST else None
+    return float(length) if config.reward.source.is_learned and length < SHORTEST else None
 
 
 def cut_off_unpunished(config: OnlineConfig, facts: Facts) -> Value | None:
     """Return 0 where a learned reward scores texts that were cut off as if they were whole."""
     shaping, algorithm = config.reward.shaping, config.algorithm
     is_handled = shaping.missing_eos_penalty > 0 or shaping.overlong_buffer > 0 or algorithm.mask_truncated
-    return None if is_handled or not is_learned(config.reward.source) else 0.0
+    return None if is_handled or not config.reward.source.is_learned else 0.0
 
 
 def masked_penalty(config: OnlineConfig, facts: Facts) -> Value | None:
@@ -153,14 +153,14 @@ def small_ensemble(config: OnlineConfig, facts: Facts) -> Value | None:
 def judge_is_reward(config: OnlineConfig, facts: Facts) -> Value | None:
     """Return the type of a judge that is the learned reward itself."""
     judge = config.eval.source
-    return judge.type if judge is not None and judge == config.reward.source and is_learned(judge) else None
+    return judge.type if judge is not None and judge == config.reward.source and judge.is_learned else None
 
 
 def best_by_reward(config: OnlineConfig, facts: Facts) -> Value | None:
     """Return what chooses the best checkpoint where that is the learned reward which is being exploited."""
     judge, reward = config.eval.source, config.reward.source
     is_same = judge is None or judge == reward
-    return "the reward" if config.checkpoint.best is not None and is_same and is_learned(reward) else None
+    return "the reward" if config.checkpoint.best is not None and is_same and reward.is_learned else None
 
 
 ONLINE_RULES = (
@@ -240,7 +240,7 @@ ONLINE_RULES = (
     ),
     Rule(
         name="kl-not-measured",
-        level="warning",
+        level="error",
         runs=ONLINE,
         key="reference.measure",
         violation=unmeasured_kl,
@@ -388,6 +388,12 @@ def clip_is_zero(config: OnlineConfig, facts: Facts) -> Value | None:
     return 0.0 if is_zero else None
 
 
+def clip_never_binds(config: OnlineConfig, facts: Facts) -> Value | None:
+    """Return a clip range below of 1 or more: a ratio is never negative, so nothing bounds it from below."""
+    loss = config.algorithm.policy_loss
+    return loss.clip_eps_low if isinstance(loss, ClipLoss) and loss.clip_eps_low >= 1 else None
+
+
 def clip_range(config: OnlineConfig, facts: Facts) -> Value | None:
     """Return the side of the clip range that is out of the range reported for its ratio."""
     loss = config.algorithm.policy_loss
@@ -521,6 +527,16 @@ UPDATE_RULES = (
         fix="algorithm.policy_loss.clip_eps_low=0.2 algorithm.policy_loss.clip_eps_high=0.2",
     ),
     Rule(
+        name="clip-never-binds",
+        level="error",
+        runs=ONLINE,
+        key="algorithm.policy_loss.clip_eps_low",
+        violation=clip_never_binds,
+        reason="A ratio is never negative, so 1 - clip_eps_low bounds nothing: one step can unlearn a token.",
+        source="Schulman et al. 2017, eq. 7 and table 1: 0.1 to 0.3",
+        fix="algorithm.policy_loss.clip_eps_low=0.2",
+    ),
+    Rule(
         name="clip-range",
         level="warning",
         runs=ONLINE,
@@ -562,7 +578,7 @@ UPDATE_RULES = (
     ),
     Rule(
         name="epochs-beyond-ppo",
-        level="warning",
+        level="error",
         runs=ONLINE,
         key="batch.epochs",
         violation=epochs_beyond_ppo,

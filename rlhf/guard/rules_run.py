@@ -9,11 +9,13 @@ from rlhf.config.algorithm import (
     HingeLoss,
     IpoLoss,
     KtoLoss,
+    OfflineLoss,
     OnlinePairLoss,
     OrpoLoss,
     RobustDpoLoss,
     SftLoss,
     SimpoLoss,
+    SlicLoss,
     TrustRegionLoss,
 )
 from rlhf.config.data import DatasetConfig
@@ -245,8 +247,9 @@ MANY_PASSES, MOST_PASSES, MOST_SFT_PASSES = 3.0, 3.0, 16.0
 
 def beta(config: OfflineConfig | OnlineConfig, facts: Facts) -> Value | None:
     """Return a β that is out of the range reported for its loss."""
+    loss: OfflineLoss | None
     if isinstance(config, OfflineConfig):
-        loss: object = config.algorithm.loss
+        loss = config.algorithm.loss
     else:
         pair_loss = config.algorithm.policy_loss
         loss = pair_loss.loss if isinstance(pair_loss, OnlinePairLoss) else None
@@ -257,7 +260,7 @@ def beta(config: OfflineConfig | OnlineConfig, facts: Facts) -> Value | None:
             return outside(loss.beta, 0.01, 1.0)
         case SimpoLoss():
             return outside(loss.beta, 1.0, 10.0)
-        case _:
+        case SftLoss() | SlicLoss() | OrpoLoss() | None:  # they have no beta
             return None
 
 

@@ -190,7 +190,7 @@ def export_model(
         state: the whole weights, where this process has only a part of them.
 
     Returns:
-        The share of the change made by training that is lost to the dtype; see `rounding_share`.
+        The share of the change made by training that is lost to the dtype; see `rounding_loss`.
     """
     trained = dict(model.state_dict() if state is None else state)
     written = _cast(trained, origin, dtype)

@@ -383,7 +383,7 @@ def chunked_statistics(
     entropy_gradient: bool,
     float32_head: bool = False,
 ) -> TokenStatistics:
-    """Compute `statistics` of `head(hidden)`, with logits of a few tokens at a time in both passes.
+    """Compute the `token_statistics` of `head(hidden)`, with logits of a few tokens at a time in both passes.
 
     A linear head has a backward pass of its own; any other (one with an adapter) is called again, chunk by chunk.
     `plain` is the head's own forward. `float32_head` computes logits in float32 in a bfloat16 run too.
@@ -478,7 +478,7 @@ class _LinearStatistics(torch.autograd.Function):
         entropy_gradient: bool,
         float32_head: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the statistics by chunks of tokens; up to `KEPT` probabilities are saved for the backward pass."""
+        """Compute the statistics by chunks of tokens; save up to `MAX_SAVED_PROBS` probabilities for the backward."""
         count, vocabulary = len(ids), weight.shape[0]
         size = chunk_rows(vocabulary, hidden.device)
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32

@@ -127,7 +127,7 @@ class RemoteReward:
     With a `vocabulary` it also sends {finished, tokens: {vocabulary, prompts, completions}}, which rlhf serve-reward
     needs to return exactly the scores that the model gives in this process.
 
-    Retries are described at Poster.
+    `JsonPoster` describes the retries.
     """
 
     def __init__(

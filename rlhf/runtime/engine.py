@@ -454,7 +454,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Par
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], state: State, kind: str
 ) -> None:
-    """Restore the optimizer state that `state_of` returned.
+    """Restore the optimizer state that `optimizer_state` returned.
 
     Raises:
         CheckpointError: it is of another model, another kind of optimizer, or another version of this program.

@@ -39,8 +39,8 @@ def seeded_initialization(seed: int) -> Iterator[None]:
 def uniforms(key: int, rows: Int[Tensor, " B"], positions: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
     """Draw one float64 in [0, 1) for each (row, position), the same on every device and in every batch.
 
-    SplitMix64 (Steele et al. 2014) over a counter made of row and position; `key` comes from `derive`. They are on the
-    device of `rows`, or on the CPU if that device has no float64.
+    SplitMix64 (Steele et al. 2014) over a counter made of row and position; `key` comes from `derive_seed`. They are
+    on the device of `rows`, or on the CPU if that device has no float64.
     """
     if widest_dtype(rows.device) != torch.float64:
         rows, positions = rows.cpu(), positions.cpu()

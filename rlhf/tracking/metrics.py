@@ -121,8 +121,10 @@ policy/first_ratio_deviation | -  | max |ratio - 1| on the first minibatch of th
     better: lower; chart/updates: 4 Ratio on the first minibatch: deviation from 1
 policy/ratio          | -        | mean importance ratio
     chart/updates: 3 Importance ratio
-policy/clip_fraction  | share    | tokens whose gradient the clip stops; of cispo, whose weight it bounds
+policy/clip_fraction  | share    | tokens whose gradient the clip stops; in cispo, tokens whose weight it bounds
     chart/updates: 1 Clip fraction
+policy/outside_clip   | share    | tokens whose ratio is outside the clip range, whatever the sign of the advantage
+    chart/updates: 1
 policy/entropy        | nats     | entropy of the next-token distribution at the sampled positions
     label: entropy; chart/completions: 3 Entropy
 policy/grad_norm      | -        | global gradient norm before clipping
@@ -159,9 +161,13 @@ critic/grad_norm      | -        | global gradient norm before clipping
     chart/optimization: 2
 critic/lr             | -        | learning rate
     curve: exact; chart/optimization: 1
-advantage/mean        | score    | mean advantage before whitening is undone: 0 when whitened
+advantage/mean        | score    | mean advantage per token, before whitening
     chart/optimization: 3 Advantages
-advantage/std         | score    | standard deviation of the advantages
+advantage/std         | score    | standard deviation of the advantages, before whitening
+    chart/optimization: 3
+advantage/p05         | score    | 5 % of the advantages are lower, before whitening
+    chart/optimization: 3
+advantage/p95         | score    | 5 % of the advantages are higher, before whitening
     chart/optimization: 3
 completion/length     | tokens   | mean length, EOS included
     label: length; chart/completions: 1 Length; progress/online: 5

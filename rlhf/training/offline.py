@@ -263,7 +263,7 @@ class PairwiseLoss:
     def compare(
         self, pairs: AnnotatedPairs, rows: Demonstrations, logprobs: Float[Tensor, "B2 T"]
     ) -> tuple[dict[str, Tensor], dict[str, Mean]]:
-        """Compute the loss and its metrics from the policy's log-probabilities of `rows`, the `both_sides(pairs)`."""
+        """Compute the loss and its metrics from the policy's log-probabilities of `rows`, the `stack_sides(pairs)`."""
         chosen, rejected = _sides(pairs, rows, logprobs)
         loss = pair_loss(self.config, chosen, rejected)
         gaps = (loss.chosen_reward - loss.rejected_reward).detach()

@@ -40,7 +40,7 @@ def train(run: OnlineRun) -> None:
         experience = compute_advantages(  # Experience [B, T]
             rollout, run.algorithm, run.coefs, ratio_cap=run.ratio_cap, function=run.advantage_function
         )
-        metrics = rollout_metrics(experience, collected.scores, run.models)
+        metrics = rollout_metrics(experience, collected.scores, run.models, run.algorithm)
         metrics.merge(selection_metrics(experience, run.algorithm))
         metrics.merge(collected.metrics)
         # 5. Update the policy and the critic: epochs x minibatches of optimizer steps.

@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rlhf.algo.advantages import uniform_groups
+from rlhf.algo.advantages import raw_advantages, uniform_groups
 from rlhf.algo.kl import kl_estimate
-from rlhf.algo.masked import Mean, masked_mean
+from rlhf.algo.masked import Mean
 from rlhf.algo.selection import best_and_worst, effective_sample_share
 from rlhf.algo.value_loss import explained_variance
 from rlhf.batching import extend
@@ -167,7 +167,7 @@ def _live_prompt(rollout: Rollout, row: int) -> list[int]:
     return ids
 
 
-def rollout_metrics(experience: Experience, scores: Scores, models: Models) -> Metrics:
+def rollout_metrics(experience: Experience, scores: Scores, models: Models, algorithm: Online) -> Metrics:
     """Compute the metrics of a step that do not depend on its update; those of KLs leave out hinted completions."""
     mask, values = experience.completion_mask, experience.scores.double()
     metrics = Metrics(
@@ -175,7 +175,6 @@ def rollout_metrics(experience: Experience, scores: Scores, models: Models) -> M
             "score/mean": Mean.of(values),
             "completion/length": Mean.of(mask.sum(dim=1)),
             "completion/finished": Mean.of(experience.finished),
-            "advantage/mean": Mean.of(experience.advantages, experience.loss_mask),
             "reward/kl_penalty": Mean.of(values - experience.rewards.sum(dim=1).double()),
         }
     )
@@ -183,7 +182,7 @@ def rollout_metrics(experience: Experience, scores: Scores, models: Models) -> M
         metrics.update(logprob_metrics(experience, models))
     metrics.update(_duplicates(experience))
     metrics.add("score/std", float(values.std(correction=0)))
-    metrics.add("advantage/std", _std(experience.advantages, experience.loss_mask))
+    metrics.merge(_advantage_metrics(experience, algorithm))
     if "raw" in scores.parts:
         metrics.update({"score/raw": Mean.of(scores.parts["raw"])})
     for name in ("clipped", "cut", "disagreement"):
@@ -300,6 +299,14 @@ def _hint_metrics(experience: Experience) -> Metrics:
     return metrics
 
 
-def _std(values: torch.Tensor, mask: torch.Tensor) -> float:
-    mean = masked_mean(values, mask)
-    return float(masked_mean((values - mean) ** 2, mask).sqrt())
+def _advantage_metrics(experience: Experience, algorithm: Online) -> Metrics:
+    """Compute mean, standard deviation and two quantiles of the advantages before whitening."""
+    raw = raw_advantages(experience, algorithm.advantage)
+    live = raw[experience.loss_mask].double()
+    metrics = Metrics({"advantage/mean": Mean.of(live)})
+    if len(live):
+        low, high = live.quantile(torch.tensor([0.05, 0.95], dtype=live.dtype, device=live.device)).tolist()
+        metrics.add("advantage/std", float(live.std(correction=0)))
+        metrics.add("advantage/p05", low)
+        metrics.add("advantage/p95", high)
+    return metrics

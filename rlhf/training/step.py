@@ -22,7 +22,7 @@ from rlhf.types import Completions, Demonstrations, PreferencePairs
 
 @runtime_checkable
 class Loss(Protocol):
-    """A loss of named terms, each a sum over rows divided by a norm (a denominator) that depends on the masks alone."""
+    """A loss of named terms, each a sum over rows divided by a denominator that depends on the masks alone."""
 
     def denominators(self, batch: Any) -> dict[str, float]:
         """Compute the denominator of each term for the whole minibatch, before any forward pass."""

@@ -26,6 +26,7 @@ STEADY: Row = {
     "kl/sampler_mismatch": 1e-6,
     "policy/first_ratio_deviation": 1e-6,
     "policy/clip_fraction": 0.1,
+    "policy/outside_clip": 0.2,
     "policy/entropy": 2.0,
     "policy/grad_norm": 1.0,
     "critic/explained_variance": 0.5,
@@ -58,6 +59,7 @@ CASES: list[tuple[str, Row, Row]] = [
     ("kl-above-target", {"kl/reference": 9.1}, {"kl/reference": 8.9}),
     ("kl-negative", {"kl/reference": -0.6}, {"kl/reference": -0.4}),
     ("clip-fraction", {"policy/clip_fraction": 0.41}, {"policy/clip_fraction": 0.4}),
+    ("never-clipped", {"policy/outside_clip": 0.9e-4}, {"policy/outside_clip": 1.1e-4}),
     ("critic-explains-nothing", {"critic/explained_variance": 0.04}, {"critic/explained_variance": 0.06}),
     ("critic-worse-than-constant", {"critic/explained_variance": -0.6}, {"critic/explained_variance": -0.4}),
     ("value-offset", {"critic/value": 2.1}, {"critic/value": 1.9}),
@@ -92,7 +94,7 @@ PATIENCE = {alarm.name: alarm.patience for alarm in ALARMS}
 
 
 def firings(rows: Sequence[Row], facts: RunFacts | None = None) -> list[Firing]:
-    watch = Watch(facts or RunFacts(kl_target=3.0))
+    watch = Watch(facts or RunFacts(kl_target=3.0, updates=4))
     return [firing for step, row in enumerate(rows, start=1) for firing in watch.observe(step, row)]
 
 
@@ -156,6 +158,11 @@ def test_what_depends_on_the_run() -> None:
     ahead = history({"kl/sampler_mismatch": 3.0})
     assert firings(ahead, RunFacts(is_ahead=True)) == []
     assert firings(history({"kl/reference": 9.1}), RunFacts()) == []  # no target, and below 0.5 a token
+    unclipped = history({"policy/outside_clip": 0.0})
+    assert {firing.alarm.name for firing in firings(unclipped, RunFacts(updates=2))} == {"never-clipped"}
+    assert firings(unclipped, RunFacts(updates=1)) == []  # the ratio is 1 in a single update
+    assert firings(history({"prompt/duplicates": 1.0}), RunFacts(repeats_prompts=True)) == []  # two rows, say
+    assert firings(history({"eval/distinct_2": 0.1}), RunFacts(on_data=True)) == []  # SFT of a model that babbled
 
 
 def test_a_replay_gives_the_same_state() -> None:
@@ -226,3 +233,18 @@ def test_a_pair_loss_reads_no_ratio_to_the_samplers_log_probabilities(overrides:
     config = load_any(ROOT / "configs" / "ppo.yaml", [*settings, "data.prompts.path=p"])
     assert isinstance(config, OnlineConfig)
     assert run_facts(config).reads_ratio == reads
+
+
+def test_alarms_are_told_what_kind_of_run_it_is() -> None:
+    settings = [
+        "policy.model=m",
+        "reward.source.path=r",
+        "data.prompts.path=p",
+        "batch.epochs=3",
+        "batch.minibatches=2",
+    ]
+    online = run_facts(load_any(ROOT / "configs" / "ppo.yaml", settings), repeats_prompts=True)
+    assert (online.updates, online.repeats_prompts, online.on_data) == (6, True, False)
+    for name in ("sft", "dpo", "reward_model"):
+        facts = run_facts(load_any(ROOT / "configs" / f"{name}.yaml", []))
+        assert (facts.updates, facts.on_data) == (1, True)

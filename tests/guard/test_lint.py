@@ -27,6 +27,8 @@ BEST = ["checkpoint.best={}"]
 ENSEMBLE = "reward.source={type: ensemble, how: minimum, sources: [%s]}"
 MEMBER = "{type: model, path: runs/rm}"
 JUDGE = "eval.source={type: model, path: runs/%s}"
+INIT = "critic.init=policy"
+RULES_OVER = "reward.source={type: rules, source: %s, rules: [{type: length, max: 9}]}"
 OWN_LOSS = "algorithm.policy_loss={type: function, target: 'a:b'}"
 NO_KL = "algorithm.kl={coef: 0, controller: {type: fixed}}"
 LAB_PPO = "configs/lab/ppo.yaml"
@@ -37,6 +39,8 @@ SMOOTH = "algorithm.loss.label_smoothing"
 CASES: list[tuple[str, str, Sequence[str], Sequence[str], Facts]] = [
     ("clip-zero", PPO, ["algorithm.policy_loss.clip_eps_low=0", "algorithm.policy_loss.clip_eps_high=0"],
      ["algorithm.policy_loss.clip_eps_low=0.1"], UNKNOWN),
+    ("clip-never-binds", PPO, ["algorithm.policy_loss.clip_eps_low=1"],
+     ["algorithm.policy_loss.clip_eps_low=0.99", "algorithm.policy_loss.clip_eps_high=1"], UNKNOWN),
     ("clip-range", PPO, ["algorithm.policy_loss.clip_eps_low=0.5"],
      ["algorithm.policy_loss.clip_eps_low=0.3"], UNKNOWN),
     ("clip-range", PPO, ["algorithm.preset=gspo", "algorithm.policy_loss.clip_eps_high=0.2"],
@@ -64,6 +68,7 @@ CASES: list[tuple[str, str, Sequence[str], Sequence[str], Facts]] = [
     ("own-loss-many-updates", LAB_PPO, [OWN_LOSS, "batch.minibatches=16"], [OWN_LOSS, "batch.minibatches=8"], UNKNOWN),
     ("no-brake-on-learned-reward", PPO, ["algorithm.preset=dapo"], ["algorithm.preset=dapo", *FUNCTION[:1]], UNKNOWN),
     ("no-brake-on-learned-reward", PPO, [NO_KL], [NO_KL, *BEST], UNKNOWN),
+    ("no-brake-on-learned-reward", PPO, [NO_KL, RULES_OVER % MEMBER, INIT], [NO_KL, RULES_OVER % "null", INIT], UNKNOWN),
     ("kl-coefficient", PPO, ["algorithm.kl.coef=2"], ["algorithm.kl.coef=0.5"], UNKNOWN),
     ("kl-estimator-in-reward", PPO, ["algorithm.kl.estimator=k3"],
      ["algorithm.kl.estimator=k3", "algorithm.kl.placement=loss"], UNKNOWN),

@@ -38,7 +38,7 @@ _CASTS: dict[tuple[int, torch.Size, tuple[int, ...]], tuple[Tensor, int, Tensor]
 
 @contextmanager
 def weights_cast_once() -> Iterator[None]:
-    """Keep the copies that `low_weight` makes until the outermost of these contexts ends.
+    """Keep the copies that `cast_weight` makes until the outermost of these contexts ends.
 
     Enter it around passes between which no weight changes: the micro-batches of one optimizer step or of a rollout.
     """

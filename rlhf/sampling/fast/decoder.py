@@ -164,7 +164,7 @@ class FusedDecoder:
         """Copy the model's current weights.
 
         Args:
-            model: a model for which `fits` is true.
+            model: a model for which `supports_fused_decoding` is true.
             rows: how many rows are decoded together; the weights may be packed for that number.
             positions: tokens of the longest sequence.
             low: the dtype of matrix products where it is not the weights' (autocast).
@@ -285,7 +285,7 @@ class FusedDecoder:
 
 
 def supports_fused_decoding(model: CausalLM) -> bool:
-    """Check whether this decoder knows the model's layers; sequences must also be within what it `reaches`."""
+    """Check whether this decoder knows the model's layers; sequences must also pass `supports_length`."""
     plain = base_model(model)
     body = getattr(plain, "model", None)
     layers = read_layers(body)
@@ -409,7 +409,7 @@ def _plain(model: CausalLM) -> Any:
 
 def _described_layers(body: Any) -> list[Layer]:
     layers = read_layers(body)
-    assert layers is not None, "check fits() first"
+    assert layers is not None, "check supports_fused_decoding() first"
     return layers
 
 
@@ -565,7 +565,7 @@ def verify_decoder(
     `cache` makes a cache of a number of rows, prompts, prompt and completion tokens; None: a KVCache.
 
     Raises:
-        Unsupported: the logits differ by more than rounding, or the decoder cannot be used.
+        UnsupportedModel: the logits differ by more than rounding, or the decoder cannot be used.
     """
     rows = torch.tensor([0, len(prompts) - 1])
     mask = prompts.prompt_mask[rows]

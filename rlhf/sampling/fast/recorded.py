@@ -2,8 +2,8 @@
 
 A row has a slot with its own copy of its prompt, so that nothing in a recorded step depends on which rows share one: a
 finished row makes room for a waiting one without a new recording. A step is recorded once for each number of rows in
-`Buckets`; weights are copied into place before each rollout. The host launches ahead of the device and learns a few
-steps late which rows are done; it never waits for the step that it has just launched.
+`bucket_sizes`; weights are copied into place before each rollout. The host launches ahead of the device and learns a
+few steps late which rows are done; it never waits for the step that it has just launched.
 """
 
 from __future__ import annotations
