@@ -108,7 +108,7 @@ def words_of_code(tree: ast.AST) -> set[str]:
 
 
 def definitions(tree: ast.AST) -> set[str]:
-    """The functions, classes, fields and constants that a file defines, and the strings that are names (of keys, say)."""
+    """The functions, classes, fields and constants that a file defines, and its strings that are names, as of keys."""
     found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     assigned = [node.target for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)]
     assigned += [target for node in ast.walk(tree) if isinstance(node, ast.Assign) for target in node.targets]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from algo_cases import NAN, close, grids, live, table
+from algo_cases import NAN, close, experience, grids, live, online, table
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -17,6 +17,7 @@ from rlhf.algo.advantages import (
     group_centered,
     group_normalized,
     leave_one_out,
+    raw_advantages,
     returns_minus_baseline,
     rewards_to_go,
     token_rewards,
@@ -207,3 +208,15 @@ def test_the_advantage_of_a_tie_is_exactly_zero(advantage: Callable[[Tensor, int
     advantages = advantage(scores, size)
     assert advantages[:-size].abs().max() == 0.0
     assert advantages[-1] >= 0.5
+
+
+@pytest.mark.parametrize("kind", ["gae", "batch_whiten", "group"])
+def test_advantages_before_whitening_are_those_of_the_same_algorithm_without_it(kind: str) -> None:
+    settings = {"type": kind} if kind == "group" else {"type": kind, "whiten": True}
+    whitened = experience(online(advantage=settings))
+    plain = whitened if kind == "group" else experience(online(advantage={**settings, "whiten": False}))
+    raw = raw_advantages(whitened, online(advantage=settings).advantage)
+    torch.testing.assert_close(raw, plain.advantages)
+    if kind != "group":
+        live = whitened.advantages[whitened.loss_mask]
+        assert abs(float(live.mean())) < 1e-9 < 0.05 < abs(float(raw[whitened.loss_mask].mean()))

@@ -333,6 +333,20 @@ def test_the_policy_term_by_hand():
     assert observed["kl/old"].value == pytest.approx(expected, rel=1e-5)
 
 
+def test_ratios_outside_the_clip_range_are_counted_whatever_the_sign_of_the_advantage():
+    """The clip stops the gradient of one of the two ratios outside [0.8, 1.2]: the other one's advantage pulls back."""
+    algorithm = online(advantage={"type": "group"}, policy_loss={"type": "clip"})
+    batch = replace(compute_advantages(hand_rollout(), algorithm, COEFS), advantages=table([2.0, 2.0], [2.0, 0.0]))
+    ratios = table([1.1, 0.5], [1.5, 7.0])
+    model_outputs = replace(outputs(batch), logprobs=batch.logprobs + ratios.log())
+    _, observed = Objective(algorithm, max_tokens=2).loss(batch, model_outputs, COEFS)
+    assert observed["policy/outside_clip"] == Mean(2.0, 3.0)
+    assert observed["policy/clip_fraction"] == Mean(1.0, 3.0)
+    unbounded = online(advantage={"type": "group"}, policy_loss={"type": "policy_gradient"})
+    _, observed = Objective(unbounded, max_tokens=2).loss(batch, model_outputs, COEFS)
+    assert "policy/outside_clip" not in observed
+
+
 @pytest.mark.parametrize(
     "loss, expected, clipped",
     [
