@@ -158,7 +158,12 @@ def _parser() -> argparse.ArgumentParser:
     evaluation.add_argument(
         "--out", metavar="file", help="where to write the suite's results as JSON (default: evals/ in the run folder)"
     )
-    verb("report", "rebuild the HTML page of a run or a comparison from its folder", "folder")
+    report = verb("report", "write the HTML page of a run, of a comparison, or of several runs together", "folder")
+    report.add_argument(
+        "others", nargs="*", metavar="folder", help="further runs, whose curves are laid over the first's"
+    )
+    report.add_argument("--watch", action="store_true", help="rewrite the page while the run trains; it reloads itself")
+    report.add_argument("--out", type=Path, metavar="file", help="of several runs: the page (default: overlay.html)")
     push = verb("push", "upload the model of a run to the model hub, with a card made from the run", "run-folder")
     push.add_argument("repo_id", metavar="owner/name", help="the repository on the hub; made if it does not exist")
     push.add_argument("--private", action="store_true", help="make it private, if it is made now")
@@ -338,9 +343,13 @@ def _eval(parsed: argparse.Namespace, console: Console) -> None:
 
 def _report(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.commands.compare import is_comparison, rebuild_comparison
-    from rlhf.commands.train import run_report
+    from rlhf.commands.train import run_overlay, run_report, watch_report
 
-    if is_comparison(parsed.target):
+    if parsed.others:
+        run_overlay([parsed.target, *parsed.others], parsed.out or Path("overlay.html"), console)
+    elif parsed.watch:
+        watch_report(parsed.target, console)
+    elif is_comparison(parsed.target):
         rebuild_comparison(parsed.target, console)
     else:
         run_report(parsed.target, console)

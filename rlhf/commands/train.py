@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf.config.sections import RewardModelConfig, TrainConfig
+from rlhf.errors import UserError
 from rlhf.factory.reward_model import build_reward_model, finish_members, finish_reward_model, member_configs
 from rlhf.factory.run import build_run
-from rlhf.report.page import write_report
+from rlhf.report.page import write_overlay, write_report
 from rlhf.tracking.metrics import format_fixed, format_interval, shown_in
 from rlhf.tracking.run_folder import RunFolder
 from rlhf.tracking.trackers import CallbackTracker
@@ -119,3 +121,40 @@ def print_ensemble(card: Mapping[str, Any], console: Console) -> None:
 def run_report(path: str, console: Console) -> None:
     """Rebuild the report page of a run from its folder."""
     console.print(Text(f"report  {write_report(Path(path))}"), soft_wrap=True)
+
+
+def run_overlay(paths: Sequence[str], out: Path, console: Console) -> None:
+    """Write a page with the curves of several runs laid over each other."""
+    console.print(Text(f"report  {write_overlay([Path(path) for path in paths], out)}"), soft_wrap=True)
+
+
+WATCH_EVERY_S = 10
+
+
+def watch_report(path: str, console: Console) -> None:
+    """Rewrite the report page of a run while it trains, until it is complete or Ctrl-C.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    folder = RunFolder(Path(path))
+    if not folder.path.is_dir():
+        raise UserError(f"{path}: no such folder; start the run first, or give its folder (run.out_dir)")
+    console.print(Text(f"report  {folder.report}: rewritten every {WATCH_EVERY_S} s; Ctrl-C ends this"), soft_wrap=True)
+    try:
+        while not is_complete(folder):
+            if folder.read_metrics():
+                write_report(folder.path, refresh_s=WATCH_EVERY_S)
+            time.sleep(WATCH_EVERY_S)
+    except KeyboardInterrupt:
+        console.print("stopped watching; the run itself goes on")
+    if folder.read_metrics():
+        write_report(folder.path)
+
+
+def is_complete(folder: RunFolder) -> bool:
+    """Check whether the run has taken all of its steps and exported its model."""
+    rows = folder.read_metrics()
+    planned = folder.read_config().get("schedule", {}).get("steps")
+    last = max((int(row["step"]) for row in rows), default=-1)
+    return (folder.path / "model").is_dir() and (not isinstance(planned, int) or last >= planned)

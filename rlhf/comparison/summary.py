@@ -24,6 +24,7 @@ from rlhf.report.charts import Table, humanize
 from rlhf.tracking.metrics import format_gigabytes, format_interval, format_number, format_percent, shown_in
 
 SUITE_FIGURES = 6  # the most figures of a suite that get a column
+LEAST_KL = 0.5  # nats per sequence: a policy nearer to its start has hardly been trained
 FEW_SEEDS = 3  # up to so many, the intervals are too narrow where seeds differ (docs/compare.md)
 FEW_PROMPTS = 6  # fewer favor one side by chance more than one time in twenty: 2 · 2^-5 = 0.06
 
@@ -152,6 +153,13 @@ def notes(results: ComparisonResults) -> list[str]:
     if results.prompts < FEW_PROMPTS:
         count = f"{results.prompts} held-out prompt{'s' if results.prompts > 1 else ''}"
         lines.append(f"{count}: too few for the intervals to mean much.")
+    lines += [
+        f"{name} hardly moved (KL {format_number(kl)} nats), so its rank says little about the algorithm: give it more "
+        "steps or a higher learning rate."
+        for name, arm in results.arms.items()
+        if arm.type == "train" and name in results.finals
+        if (kl := results.finals[name].measures.kl) is not None and kl < LEAST_KL
+    ]
     if any(arm.kl_is_bound for arm in results.arms.values()):
         lines.append("Best-of-n trains nothing and is no part of the budget: its cost is paid at every use.")
     return lines

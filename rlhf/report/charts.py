@@ -5,14 +5,11 @@ Colors are roles; the page resolves them. rlhf/comparison/figures.py draws the s
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import accumulate, groupby, pairwise
 from typing import Any, Literal
-
-import plotly.graph_objects as go
 
 from rlhf.report.record import MetricSeries, Record
 from rlhf.tracking.metrics import MetricInfo, format_number, shown_in
@@ -73,57 +70,61 @@ Json = dict[str, Any]
 
 
 def plotly_figure(chart: Chart) -> Json:
-    """Convert a chart to plotly's JSON data without plotly's theme: the page has two themes of its own."""
-    layout: Json = {"showlegend": chart.has_legend}
+    """Describe a chart in plotly's JSON, without a theme: the page has two themes of its own."""
+    axes: Json = {"xaxis": {"title": {"text": ", ".join(part for part in (chart.x.label, chart.x.unit) if part)}}}
+    if chart.y.label:  # its unit is beside the chart's title
+        axes["yaxis"] = {"title": {"text": chart.y.label}}
+    layout: Json = {"showlegend": chart.has_legend, **axes}
     if chart.by_point:
         layout |= {"hovermode": "closest", "height": 440}
     if any(series.kind == "bars" for series in chart.series):
         layout |= {"barmode": "stack", "bargap": 0.15}
-    figure = go.Figure(layout=layout)
+    traces: list[Json] = []
     for series in chart.series:
         if series.band:
-            figure.add_trace(_band(series))
-        figure.add_trace(_line(series, chart) if series.kind == "line" else go.Bar(_points(series)))
-    figure.update_xaxes(title=", ".join(part for part in (chart.x.label, chart.x.unit) if part))
-    if chart.y.label:  # its unit is beside the chart's title
-        figure.update_yaxes(title=chart.y.label)
-    loaded: Json = json.loads(figure.to_json())
-    loaded.get("layout", {}).pop("template", None)
-    return loaded
+            traces.append(_band(series))
+        traces.append(_line(series, chart) if series.kind == "line" else {"type": "bar", **_points(series)})
+    return {"data": traces, "layout": layout}
 
 
 def _points(series: Series) -> Json:
-    return {"x": series.xs, "y": series.ys, "name": series.name, "meta": {"role": series.role}}
+    return {"x": list(series.xs), "y": list(series.ys), "name": series.name, "meta": {"role": series.role}}
 
 
-def _line(series: Series, chart: Chart) -> go.Scatter:
+def _line(series: Series, chart: Chart) -> Json:
     parts = (("lines", series.width), ("markers", series.size))
-    trace = go.Scatter(
+    trace: Json = {
+        "type": "scatter",
         **_points(series),
-        text=series.texts or None,
-        mode="+".join(part for part, is_drawn in parts if is_drawn),
-        line={"width": series.width, "dash": series.dash},
-        marker={"size": series.size, "symbol": series.symbol},
-        opacity=series.opacity,
-        legendgroup=series.group or None,
-        showlegend=series.in_legend,
-        hoverinfo=None if series.interactive else "skip",
-    )
+        "mode": "+".join(part for part, is_drawn in parts if is_drawn),
+        "line": {"width": series.width, "dash": series.dash},
+        "marker": {"size": series.size if isinstance(series.size, int | float) else list(series.size)},
+        "opacity": series.opacity,
+        "showlegend": series.in_legend,
+    }
+    trace["marker"]["symbol"] = series.symbol
+    if series.group:
+        trace["legendgroup"] = series.group
+    if not series.interactive:
+        trace["hoverinfo"] = "skip"
+    if series.texts:
+        trace["text"] = list(series.texts)
     if series.texts and chart.by_point:
         xy = f"{chart.y.short} %{{y:.3f}}<br>{chart.x.short} %{{x:.2f}}"
-        trace.hovertemplate = f"%{{text}}<br>{xy}<extra></extra>"
+        trace["hovertemplate"] = f"%{{text}}<br>{xy}<extra></extra>"
     if series.errors:
-        trace.error_y = {"array": series.errors, "thickness": 1, "width": 3}
+        trace["error_y"] = {"type": "data", "array": list(series.errors), "thickness": 1, "width": 3}
     return trace
 
 
-def _band(series: Series) -> go.Scatter:
+def _band(series: Series) -> Json:
     """Draw a band as the area inside a closed curve: along its upper edge, and back along the lower one."""
-    ys = [*(high for _, high in series.band), *(low for low, _ in reversed(series.band))]
-    band = go.Scatter(
-        **_points(series), mode="lines", line={"width": 0}, fill="toself", legendgroup=series.group or None
-    )
-    return band.update(x=[*series.xs, *reversed(series.xs)], y=ys, showlegend=False, hoverinfo="skip")
+    band: Json = {"type": "scatter", **_points(series), "mode": "lines", "line": {"width": 0}, "fill": "toself"}
+    band["x"] = [*series.xs, *reversed(series.xs)]
+    band["y"] = [*(high for _, high in series.band), *(low for low, _ in reversed(series.band))]
+    if series.group:
+        band["legendgroup"] = series.group
+    return {**band, "showlegend": False, "hoverinfo": "skip"}
 
 
 PREDICTED = ("predicted", "mean_predicted", "expected", "confidence", "mean_confidence", "probability")
@@ -173,9 +174,27 @@ def calibration_bins(card: Mapping[str, Any]) -> list[tuple[float, float, float 
     return sorted(bins, key=lambda entry: entry[0])
 
 
+CARD_WORDS = {
+    "accuracy_low": "accuracy, 95 % interval from",
+    "accuracy_high": "accuracy, 95 % interval to",
+    "low": "95 % interval from",
+    "high": "95 % interval to",
+    "n": "pairs",
+    "n_train": "training pairs",
+    "ece": "expected calibration error",
+    "loss": "loss, nats per pair",
+    "score_mean": "mean score",
+    "score_std": "standard deviation of the scores",
+    "pearson": "Pearson correlation with length",
+    "spearman": "Spearman correlation with length",
+    "scores_higher": "share in which the worse completion scores higher",
+    "auc": "AUC",
+}
+
+
 def humanize(key: str) -> str:
     """Turn an identifier into words."""
-    return key.replace("_", " ")
+    return CARD_WORDS.get(key, key.replace("_", " "))
 
 
 def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -282,10 +301,12 @@ GROUPS = (
         "Language modeling",
         "Held-out loss should fall; where it turns up while the training loss still falls, the run is too long.",
     ),
+    ("losses", "Losses", "A policy-gradient loss need not fall."),
     (
-        "losses",
-        "Losses and the critic",
-        "A policy-gradient loss need not fall. Explained variance near 1 means the critic predicts the return.",
+        "critic",
+        "Critic",
+        "Explained variance near 1 means that the critic predicts the return; near 0, that it is no better than a "
+        "constant.",
     ),
     (
         "updates",
@@ -314,13 +335,39 @@ def panels(group: str, table: Mapping[str, MetricInfo]) -> list[tuple[str, list[
     return [(row[0][1].title, [info.name for info, _ in row]) for row in rows]
 
 
+def overlay_groups(records: Mapping[str, Record], table: Mapping[str, MetricInfo]) -> list[Group]:
+    """Build one chart for each metric of several runs, with a curve for each run, in the groups of a run's page."""
+    groups: list[Group] = []
+    names = list(dict.fromkeys(name for record in records.values() for name in record.series))
+    zero = {name for name in names if all(name in stayed_zero(r) for r in records.values() if r.points(name))}
+    rest = [name for name in names if name not in zero and not name.endswith("_se")]
+    for key, title, _ in GROUPS:
+        shown = [name for _, metrics in panels(key, table) for name in metrics if name in rest]
+        charts = [_overlay_chart(records, name, table) for name in shown]
+        rest = [name for name in rest if name not in shown]
+        groups += [Group(key, title, "", charts)] if charts else []
+    others = [_overlay_chart(records, name, table) for name in rest if any(r.points(name) for r in records.values())]
+    return [*groups, Group("other", "Other", "", others)] if others else groups
+
+
+def _overlay_chart(records: Mapping[str, Record], name: str, table: Mapping[str, MetricInfo]) -> Chart:
+    """Build the chart of one metric with a curve for each run that logged it."""
+    curves: list[Series] = []
+    for number, (run, record) in enumerate(records.items()):
+        if record.points(name):
+            metric, errors = record.series[name], record.series.get(f"{name}_se")
+            curves += _curve(metric, errors, role=f"s{number % 8 + 1}", exact=_is_exact(name, table), label=run)
+    unit = table[name].unit if name in table else ""
+    return Chart(f"overlay:{name}", name, Axis("step"), Axis(unit="" if unit == "-" else unit), curves)
+
+
 def chart_groups(record: Record, table: Mapping[str, MetricInfo]) -> list[Group]:
     """Build the charts of all metrics of the run, grouped, without empty charts and groups."""
-    groups, drawn = [], set()
+    groups, drawn = [], set(stayed_zero(record))
     for key, title, hint in GROUPS:
         charts = []
         for chart_title, names in panels(key, table):
-            present = [name for name in names if record.points(name)]
+            present = [name for name in names if record.points(name) and name not in drawn]
             drawn.update(present)
             if present:
                 charts.append(_curves_chart(record, present, chart_title, table))
@@ -333,6 +380,15 @@ def chart_groups(record: Record, table: Mapping[str, MetricInfo]) -> list[Group]
     return groups
 
 
+def stayed_zero(record: Record) -> list[str]:
+    """List the metrics that were 0 whenever they were logged; a chart of them would say no more."""
+    return [
+        name
+        for name in record.series
+        if (points := record.points(name)) and not any(value for _, value in points) and not _error_bar_of(name, record)
+    ]
+
+
 def _error_bar_of(name: str, record: Record) -> bool:
     """Check whether a metric is the standard error of another, which is drawn as its error bar."""
     return name.endswith("_se") and name.removesuffix("_se") in record.series
@@ -342,8 +398,8 @@ def _curves_chart(record: Record, names: Sequence[str], title: str, table: Mappi
     """Build a chart of several metrics, with their target where they have one."""
     curves: list[Series] = []
     for number, name in enumerate(names, start=1):
-        exact = name in table and table[name].curve == "exact"
-        curves += _curve(record.series[name], record.series.get(f"{name}_se"), role=f"s{number}", exact=exact)
+        metric, errors = record.series[name], record.series.get(f"{name}_se")
+        curves += _curve(metric, errors, role=f"s{number}", exact=_is_exact(name, table))
     target = _target(record, names)
     if target is not None:
         steps = [step for name in names for step, _ in record.points(name)]
@@ -383,13 +439,22 @@ def _target(record: Record, names: Sequence[str]) -> float | None:
     return None
 
 
-def _curve(metric: MetricSeries, errors: MetricSeries | None, *, role: str, exact: bool) -> list[Series]:
-    """Build the curve of a metric: thinned, with error bars, and with a running mean where it is long and noisy."""
-    thinned, name = decimate(metric), metric.name
-    held_out, few = name.startswith("eval/"), len(thinned.steps) <= 60
+def _is_exact(name: str, table: Mapping[str, MetricInfo]) -> bool:
+    """Check whether a metric is set or counted, so that there is no noise to smooth."""
+    return name in table and table[name].curve == "exact"
+
+
+def _curve(
+    metric: MetricSeries, errors: MetricSeries | None, *, role: str, exact: bool, label: str = ""
+) -> list[Series]:
+    """Build the curve of a metric: thinned, with error bars, and with a running mean if it is long and noisy."""
+    thinned, name = decimate(metric), label or metric.name
+    held_out, few = metric.name.startswith("eval/"), len(thinned.steps) <= 60
     size = 5 if held_out else 3 if few else 0
     spread = dict(errors.finite()) if errors is not None else {}
     bars = [spread.get(step) for step in thinned.steps] if errors is not None else ()
+    if len(metric.finite()) <= 2:  # before and after: a line between them would suggest a curve
+        return [Series(name, role, thinned.steps, thinned.values, width=0, size=8, errors=bars, group=name)]
     curve = Series(name, role, thinned.steps, thinned.values, size=size, errors=bars, group=name)
     if held_out or exact or len(metric.finite()) < SMOOTH_FROM:
         return [curve]

@@ -15,16 +15,19 @@ from typing import Any
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 
+from rlhf.errors import UserError
 from rlhf.report.charts import (
     Chart,
+    Table,
     alarm_table,
     calibration_bins,
     calibration_chart,
     card_tables,
     chart_groups,
+    overlay_groups,
     plotly_figure,
+    stayed_zero,
     timing_chart,
 )
 from rlhf.report.record import Pair, Record, read_record
@@ -85,8 +88,8 @@ def _printable(value: object) -> object:
 
 @cache
 def _plotly() -> str:
-    """Return the source of plotly.js."""
-    script: str = get_plotlyjs()
+    """Return the source of plotly.js: the bundle with lines and bars alone, a quarter of the whole."""
+    script = _asset("vendor/plotly-basic-4.1.1.min.js")
     assert "</script" not in script.lower(), "this plotly.js cannot be embedded as it is"
     return script
 
@@ -113,7 +116,7 @@ class Tile:
 def verdict(record: Record) -> str:
     """Summarize the run in a few sentences."""
     sentences = [
-        *(_headline(record), _stop(record), _kl(record), _best(record)),
+        *(_headline(record), _judge(record), _stop(record), _kl(record), _best(record)),
         *(_interval(record), _baselines(record)),
     ]
     return " ".join(sentence for sentence in sentences if sentence)
@@ -148,6 +151,39 @@ def _headline(record: Record) -> str:
     end = "after" if last_step == record.last_step else f"at step {last_step}"
     change = f"went from {format_number(first)} ({start}) to {format_number(last)}{unit} ({end})"
     return f"{words} {change} over {_steps(record)}."
+
+
+def _judge(record: Record) -> str:
+    """Describe who gives the held-out score; empty if the run has none."""
+    if not record.points("eval/score"):
+        return ""
+    judge, reward = record.setting("eval", "source"), record.setting("reward", "source")
+    if isinstance(judge, Mapping):
+        return f"Its judge is eval.source: {describe_source(judge)}."
+    if isinstance(reward, Mapping):
+        return f"It is scored by the reward that it was trained on: {describe_source(reward)}."
+    return ""
+
+
+def describe_source(source: Mapping[str, Any]) -> str:
+    """Describe a reward source in a few words: `reward model runs/rm`, `function my_rewards.py:score`."""
+    kind = source.get("type")
+    match kind:
+        case "function":
+            return f"function {source.get('target')}"
+        case "model":
+            return f"reward model {source.get('path')}"
+        case "remote":
+            return f"server {source.get('url')}"
+        case "openai":
+            return f"language model {source.get('model')}"
+        case "ensemble":
+            members = source.get("sources") or ()
+            return f"{len(members)} sources ({source.get('how', 'mean')})"
+        case "rules" if isinstance(source.get("source"), Mapping):
+            return f"{describe_source(source['source'])}, with rules"
+        case _:
+            return str(kind)
 
 
 def _steps(record: Record) -> str:
@@ -322,10 +358,49 @@ def comparison(pairs: Sequence[Pair]) -> str:
 
 
 FIRST_PAIRS = 8  # shown at first; the rest is collapsed
+FACTS = ("algorithm", "model", "seed")  # of each run laid over others
 
 
-def write_report(run_dir: Path) -> Path:
-    """Write report.html into the run folder and return its path.
+def write_overlay(run_dirs: Sequence[Path], path: Path) -> Path:
+    """Write a page with the curves of several runs laid over each other, and return its path.
+
+    Args:
+        run_dirs: the run folders, each with a logged step.
+        path: the file to write.
+
+    Raises:
+        UserError: one of them is not a folder, or has no logged step.
+    """
+    records = dict(zip(distinct_names(run_dirs), map(read_record, run_dirs), strict=True))
+    table = table_of(name for record in records.values() for name in record.series)
+    groups = overlay_groups(records, table)
+    rows = [
+        (name, *(dict(_facts(record)).get(key, "") for key in FACTS), verdict(record))
+        for name, record in records.items()
+    ]
+    return write_page(
+        path,
+        "overlay.html.j2",
+        [chart for group in groups for chart in group.charts],
+        title=" and ".join(records),
+        runs=Table("Runs", ("run", *FACTS, "result"), rows),
+        groups=groups,
+        refresh=None,
+    )
+
+
+def distinct_names(paths: Sequence[Path]) -> list[str]:
+    """Name folders by as many of their last parts as tell them apart."""
+    parts = [path.resolve().parts for path in paths]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-count:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise UserError(f"{paths[0]} is given twice: give different runs")
+
+
+def write_report(run_dir: Path, *, refresh_s: int | None = None) -> Path:
+    """Write report.html into the run folder and return its path; with `refresh_s` the open page reloads itself.
 
     Raises:
         UserError: `run_dir` is not a folder, or has no logged step.
@@ -344,11 +419,13 @@ def write_report(run_dir: Path) -> Path:
         RunFolder(record.path).report,
         "run.html.j2",
         [*charts, *(chart for chart in (timing, calibration) if chart is not None)],
+        refresh=refresh_s,
         title=record.name,
         facts=_facts(record),
         verdict=verdict(record),
         tiles=tiles(record),
         groups=groups,
+        zeros=stayed_zero(record),
         pairs=pairs,
         first_pairs=FIRST_PAIRS,
         before_step=first_step,

@@ -40,12 +40,13 @@ class MetricSeries:
 
 @dataclass(frozen=True)
 class Pair:
-    """The samples of one held-out prompt before and after training."""
+    """The samples of one held-out prompt: before training, after it, and on the way."""
 
     row: int
     prompt: str
     before: Mapping[str, Any] | None
     after: Mapping[str, Any] | None
+    between: tuple[Mapping[str, Any], ...] = ()  # of the evaluations on the way, in the order of their steps
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,16 @@ class Record:
         if not held_out or len(steps) == 1:
             return [_pair(None, sample) for sample in after], steps[-1], steps[-1]
         before = [sample for sample in samples if sample["step"] == steps[0]]
-        return match(before, after), steps[0], steps[-1]
+        pairs = match(before, after)
+        between: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
+        for sample in samples:
+            if steps[0] < int(sample["step"]) < steps[-1]:
+                between.setdefault(_identity(sample), []).append(sample)
+        return (
+            [replace(pair, between=tuple(between.get((pair.row, pair.prompt), ()))) for pair in pairs],
+            steps[0],
+            steps[-1],
+        )
 
 
 def match(before: Iterable[Mapping[str, Any]], after: Iterable[Mapping[str, Any]]) -> list[Pair]:

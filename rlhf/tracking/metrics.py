@@ -149,14 +149,14 @@ trust_region/expected_improvement | - | the same to first order: length x gradie
 trust_region/cg_residual | -     | |g - (F + damping) x| / |g| where conjugate gradients stopped
     better: lower; chart/updates: 12 Conjugate gradients: residual
 critic/explained_variance | share | 1 - Var(return - value) / Var(return), values before the update
-    label: expl. var.; better: higher; chart/losses: 3 Explained variance; progress/online: 4;
+    label: expl. var.; better: higher; chart/critic: 1 Explained variance; progress/online: 4;
     tile: 7 Explained variance; summary: 8
 critic/clip_fraction  | share    | tokens whose value gradient the clip stops
-    chart/updates: 1
+    chart/critic: 4 Share of clipped values
 critic/value          | score    | mean predicted value
-    chart/losses: 4 Value and return
+    chart/critic: 2 Value and return
 critic/return         | score    | mean return
-    chart/losses: 4
+    chart/critic: 2
 critic/grad_norm      | -        | global gradient norm before clipping
     chart/optimization: 2
 critic/lr             | -        | learning rate
@@ -214,7 +214,7 @@ loss/policy           | -        | surrogate loss per token
 loss/kl               | score    | KL term of the loss per token
     chart/losses: 5 KL loss
 loss/value            | score^2  | value loss per token, before its coefficient
-    better: lower; chart/losses: 2 Value loss
+    better: lower; chart/critic: 3 Value loss
 loss/ptx              | nats     | next-token loss per token on data.sft
     better: lower; chart/language-modeling: 3 Pretraining loss
 loss/sft              | nats     | negative log-likelihood per completion token

@@ -187,6 +187,12 @@ class Trackers:
         for tracker in self._trackers:
             tracker.log({name: float(value) for name, value in metrics.items()}, step=step)
 
+    def log_samples(self, step: int, records: Sequence[Mapping[str, object]]) -> None:
+        """Send completions to every tracker that has tables or text."""
+        for tracker in self._trackers:
+            if isinstance(tracker, BackendTracker):
+                tracker.log_samples(records, step=step)
+
     def close(self) -> None:
         """Finish every tracker."""
         for tracker in self._trackers:
@@ -205,6 +211,28 @@ class BackendTracker:
         """Send the metrics of a step; where that fails, the next step is sent all the same."""
         self._attempt(lambda: self._tracker.log(metrics, step=step), f"the metrics of step {step}")
 
+    def log_samples(self, records: Sequence[Mapping[str, object]], *, step: int) -> None:
+        """Send completions as a table: wandb's and Trackio's own, a Markdown text in TensorBoard, a file in MLflow."""
+        rows = [[record.get(column) for column in SAMPLE_COLUMNS] for record in records]
+        self._attempt(lambda: self._send_table(rows, step), f"the completions of step {step}")
+
+    def _send_table(self, rows: list[list[object]], step: int) -> None:
+        columns = list(SAMPLE_COLUMNS)
+        match self.backend:
+            case "wandb":
+                self._tracker.log_table("completions", columns=columns, data=rows, step=step)
+            case "trackio":
+                trackio = importlib.import_module("trackio")
+                frame = importlib.import_module("pandas").DataFrame(rows, columns=columns)
+                self._tracker.log({"completions": trackio.Table(dataframe=frame)}, step=step)
+            case "tensorboard":
+                self._tracker.writer.add_text("completions", markdown_table(columns, rows), global_step=step)
+            case "mlflow":
+                table = {column: [row[number] for row in rows] for number, column in enumerate(columns)}
+                importlib.import_module("mlflow").log_table(table, artifact_file=f"completions/step-{step:06d}.json")
+            case _:
+                raise AssertionError(self.backend)
+
     def finish(self) -> None:
         """Finish the backend's run."""
         self._attempt(self._tracker.finish, "the end of the run")
@@ -219,6 +247,19 @@ class BackendTracker:
                     f"({type(error).__name__}: {error}). The run goes on, and metrics.jsonl has all of its metrics"
                 )
             self._has_warned = True
+
+
+SAMPLE_COLUMNS = ("step", "split", "prompt", "completion", "score", "kl", "length", "finished")
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Write rows as a Markdown table, each in one line."""
+
+    def line(cells: Sequence[object]) -> str:
+        texts = (str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in cells)
+        return f"| {' | '.join(texts)} |"
+
+    return "\n".join([line(columns), line(["---"] * len(columns)), *map(line, rows)])
 
 
 class CallbackTracker:

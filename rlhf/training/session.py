@@ -101,9 +101,11 @@ class Recorder:
         self.note(text)
 
     def samples(self, records: Sequence[Mapping[str, object]]) -> None:
-        """Append records to samples.jsonl."""
+        """Append records to samples.jsonl, and send them to the trackers."""
         for record in records:
             self._samples.log(record)
+        if records:
+            self.trackers.log_samples(self.progress.step, records)
 
     def positions(self) -> dict[str, int]:
         """Flush the deterministic files to disk and return their lengths in bytes."""

@@ -18,6 +18,7 @@ from rlhf.config.run import UNKNOWN_LENGTH
 from rlhf.errors import UserError
 from rlhf.report.charts import (
     GROUPS,
+    Series,
     calibration_bins,
     card_tables,
     chart_groups,
@@ -26,7 +27,16 @@ from rlhf.report.charts import (
     running_mean,
     timing_chart,
 )
-from rlhf.report.page import comparison, pair_details, phase_table, tiles, verdict, write_report
+from rlhf.report.page import (
+    comparison,
+    distinct_names,
+    pair_details,
+    phase_table,
+    tiles,
+    verdict,
+    write_overlay,
+    write_report,
+)
 from rlhf.report.record import MetricSeries, Record, collect, match
 from rlhf.tracking.metrics import METRICS
 from rlhf.tracking.run_folder import RunFolder
@@ -564,3 +574,74 @@ def test_the_page_is_complete_html(tmp_path: Path) -> None:
     assert text.startswith("<!DOCTYPE html>")
     assert text.rstrip().endswith("</html>")
     assert "&lt;b&gt;skipped&lt;/b&gt;" in text
+
+
+def test_metrics_that_stayed_zero_are_named_and_not_drawn(tmp_path: Path) -> None:
+    rows = [{"step": step, "score/mean": 0.1 * step, "policy/early_stop": 0.0} for step in range(1, 6)]
+    page = write_report(run_folder(tmp_path, rows)).read_text(encoding="utf-8")
+    assert "curve:score/mean" in page
+    assert "curve:policy/early_stop" not in page
+    assert "stayed 0 for the whole run: policy/early_stop." in page
+
+
+def test_two_points_are_no_curve() -> None:
+    def drawn(count: int) -> Series:
+        record = Record(Path(), {}, collect([{"step": step, "eval/score": step} for step in range(count)]), count)
+        (chart,) = next(group.charts for group in chart_groups(record, METRICS) if group.key == "score")
+        return chart.series[0]
+
+    assert drawn(2).width == 0
+    assert drawn(2).size
+    assert drawn(3).width > 0
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        ({"reward": {"source": {"type": "model", "path": "runs/rm"}}}, "that it was trained on: reward model runs/rm."),
+        ({"eval": {"source": {"type": "function", "target": "a.py:b"}}}, "Its judge is eval.source: function a.py:b."),
+        ({"eval": {"source": {"type": "rules", "rules": []}}}, "Its judge is eval.source: rules."),
+    ],
+)
+def test_the_verdict_says_whose_score_it_is(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+    rows = [{"step": 0, "eval/score": 0.5}, {"step": 4, "eval/score": 0.9}]
+    record = Record(tmp_path, config, collect(rows), 4)
+    assert words in verdict(record)
+    assert "judge" not in verdict(Record(tmp_path, config, collect([{"step": 1, "score/mean": 0.5}]), 1))
+
+
+def test_completions_between_the_first_and_the_last_evaluation_are_on_the_page(tmp_path: Path) -> None:
+    samples = [
+        {"step": step, "split": "eval", "row": 0, "prompt": "p", "completion": f"answer {step}", "score": 0.0}
+        for step in (0, 5, 10)
+    ]
+    page = write_report(run_folder(tmp_path, [{"step": 10, "score/mean": 1.0}], samples=samples)).read_text()
+    assert "1 in between" in page
+    assert "answer 5" in page
+
+
+def test_curves_of_two_runs_are_laid_over_each_other(tmp_path: Path) -> None:
+    for name, slope in (("ppo", 1.0), ("grpo", 2.0)):
+        rows = [{"step": step, "score/mean": slope * step, "policy/early_stop": 0.0} for step in range(1, 5)]
+        own = {"algorithm": {"preset": name}}
+        run_folder(tmp_path / name, [{**row, f"own/{name}": 1.0} for row in rows], config=own)
+    page = write_overlay([tmp_path / "ppo", tmp_path / "grpo"], tmp_path / "overlay.html").read_text(encoding="utf-8")
+    figures = json.loads(re.search(r'id="figures">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
+    curves = {trace["name"]: trace for trace in figures["overlay:score/mean"]["data"]}
+    assert curves["ppo"]["y"] == [1.0, 2.0, 3.0, 4.0]
+    assert curves["grpo"]["y"] == [2.0, 4.0, 6.0, 8.0]
+    assert curves["ppo"]["meta"] != curves["grpo"]["meta"]  # colors
+    assert [trace["name"] for trace in figures["overlay:own/grpo"]["data"]] == ["grpo"]
+    assert "overlay:policy/early_stop" not in figures
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    assert distinct_names([tmp_path / "a" / "ppo", tmp_path / "b" / "ppo"]) == ["a/ppo", "b/ppo"]
+    with pytest.raises(UserError, match="given twice"):
+        distinct_names([tmp_path / "a", tmp_path / "a"])
+
+
+def test_a_watched_page_reloads_itself_and_the_final_one_does_not(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path, [{"step": 1, "score/mean": 1.0}])
+    assert '<meta http-equiv="refresh" content="10">' in write_report(folder, refresh_s=10).read_text()
+    assert "refresh" not in write_report(folder).read_text().split("<script>")[0]

@@ -236,6 +236,32 @@ def test_tensorboard_keeps_the_step_of_the_checkpoint_and_hides_what_came_after(
     assert [(event.step, event.value) for event in events.Scalars("score/mean")] == [(s, float(s)) for s in range(4)]
 
 
+COMPLETION = {"step": 3, "split": "eval", "prompt": "a|b", "completion": "c\nd", "score": 0.5, "kl": 0.0, "length": 2}
+
+
+def test_tensorboard_shows_completions_as_a_table(tmp_path: Path) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    trackers = open_trackers(["tensorboard"], folder=tmp_path, name="r", config={})
+    trackers.log_samples(3, [COMPLETION])
+    trackers.close()
+    events = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (event,) = events.Tensors("completions/text_summary")
+    table = event.tensor_proto.string_val[0].decode().splitlines()
+    assert event.step == 3
+    assert table[0] == "| step | split | prompt | completion | score | kl | length | finished |"
+    assert table[2] == "| 3 | eval | a\\|b | c<br>d | 0.5 | 0.0 | 2 | None |"
+
+
+def test_wandb_gets_completions_as_a_table() -> None:
+    class Wandb(FakeTracker):
+        def log_table(self, name: str, columns: list[str], data: list[list[object]], step: int) -> None:
+            self.calls.append(("table", (name, columns[3], data[0][3], step)))
+
+    tracker = Wandb()
+    Trackers([BackendTracker("wandb", tracker)]).log_samples(3, [COMPLETION])
+    assert tracker.calls == [("table", ("completions", "completion", "c\nd", 3))]
+
+
 class Unreachable(FakeTracker):
     """Fails as a server that is away does, at some steps and at the end."""
 
@@ -315,6 +341,7 @@ backend, folder = sys.argv[1], Path(sys.argv[2])
 trackers = open_trackers([backend], folder=folder, name="ppo", config={"policy": {"lr": 0.1, "lora": None}})
 trackers.log(3, {"score/mean": 0.5})
 trackers.log(4, {"score/mean": 0.75})
+trackers.log_samples(4, [{"step": 4, "completion": "the end"}])
 trackers.close()
 """
 READ_MLFLOW = """
@@ -322,6 +349,8 @@ import mlflow
 client = mlflow.MlflowClient()
 (run,) = client.search_runs([client.get_experiment_by_name("rlhf").experiment_id])
 history = client.get_metric_history(run.info.run_id, "score/mean")
+table = mlflow.load_table("completions/step-000004.json", run_ids=[run.info.run_id])
+assert list(table["completion"]) == ["the end"]
 result = [run.info.run_name, run.info.status, run.data.params["policy.lr"], [[m.step, m.value] for m in history]]
 """
 READ_TRACKIO = """
