@@ -9,9 +9,8 @@
                            --ppo-minibatches
     --trainers ...         of sft reward dpo dpo_cached grpo rloo ppo
     --rounds N             each round runs ours, then the peer, each in a process of its own
-    --peer-lean            in the first round also TRL with options that save memory on the same work and run on a CPU:
-                           gradient_checkpointing (its default), gradient_accumulation_steps with passes of 16 rows
-                           (but for PPO), and padding_free in SFT
+    --peer-settings ...    of defaults memory fastest (benchmarks/peers/trl_side.py says what each sets); each round
+                           runs ours once and TRL once with each. Default: defaults memory
     --whole                all rows of an optimizer step in one pass of ours, as in TRL's; otherwise our default of 16
     --json FILE            file for the figures, in addition to the terminal
 
@@ -45,7 +44,7 @@ import torch
 from floor import DTYPES, floors, mean_completion, measure
 from peers.options import add_work_options, describe, make_chosen_work, sizes_of, steps_of
 from peers.runs import SideResult, phase, run_side
-from peers.work import TRAINERS, Job, Workload
+from peers.work import PEER_SETTINGS, TRAINERS, Job, Workload
 
 GOALS = {  # TRL / ours
     "tiny": {"grpo": 2.5, "ppo": 2.5, "dpo": 1.8, "dpo_cached": 2.4, "reward": 1.5, "sft": 1.2},
@@ -55,6 +54,7 @@ GOALS = {  # TRL / ours
 }
 COLUMNS = (
     "trainer",
+    "TRL's settings",
     "TRL ÷ ours [range]",
     "goal",
     "generation alone",
@@ -63,7 +63,6 @@ COLUMNS = (
     "tokens/s, ours / TRL",
     "GFLOP/s, ours / TRL",
     "peak RSS MB, ours / TRL (share)",
-    "lean TRL: s, MB (our share)",
 )
 HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}  # relative difference that rounding can cause, with some slack
@@ -85,14 +84,12 @@ def step_flops(job: Job, workload: Workload, generated: Sequence[int]) -> float:
     return sum(floor.flops for floor in phases.values())
 
 
-def summarize(
-    job: Job, workload: Workload, rounds: list[tuple[SideResult, SideResult]], lean: SideResult | None = None
-) -> SideResult:
+def summarize(job: Job, workload: Workload, rounds: list[tuple[SideResult, SideResult]]) -> SideResult:
     """Summarize one trainer's rounds: ratios, phases, rates and memory."""
     ours, peer = sides = list(zip(*rounds, strict=True))
     times = _times(job, rounds)
     memory = [max(result["peak_rss_mb"] for result in side) for side in sides]
-    summary = {
+    return {
         **times,
         "phases_ours": _phases(ours),
         "phases_peer": _phases(peer),
@@ -103,14 +100,6 @@ def summarize(
         "same_first_step": same_first_step(ours[0], peer[0], tolerance(job)),
         "notes": ours[0].get("notes", []),
     }
-    if lean is not None:
-        summary["lean"] = {
-            "seconds": step_seconds(lean, job.trainer, job, ours=False),
-            "peak_rss_mb": lean["peak_rss_mb"],
-            "memory_share": memory[0] / lean["peak_rss_mb"],
-            "same_first_step": same_first_step(ours[0], lean, tolerance(job)),
-        }
-    return summary
 
 
 def _times(job: Job, rounds: list[tuple[SideResult, SideResult]]) -> SideResult:
@@ -175,14 +164,15 @@ def _phases(sides: Sequence[SideResult]) -> dict[str, float]:
     return {name: statistics.median(seconds) for name, seconds in values.items()}
 
 
-def row(trainer: str, summary: SideResult, goals: str) -> str:
-    """Format a row of the table; `goals` names the entry of GOALS."""
+def row(trainer: str, setting: str, summary: SideResult, goals: str) -> str:
+    """Format a row of the table; `setting` is one of PEER_SETTINGS, `goals` names the entry of GOALS."""
     goal = GOALS.get(goals, {}).get(trainer)
     low, high = summary["ratio_range"]
-    generation, lean = summary["generation_ratio"], summary.get("lean")
+    generation = summary["generation_ratio"]
     ours, peer = summary["peak_rss_mb"]
     cells = (
         trainer,
+        setting,
         f"{summary['ratio']:.2f} [{low:.2f}, {high:.2f}]",
         f"{goal}" if goal else "–",
         f"{generation:.2f}" if generation else "–",
@@ -191,7 +181,6 @@ def row(trainer: str, summary: SideResult, goals: str) -> str:
         " / ".join(f"{rate:.0f}" for rate in summary["tokens_per_second"]),
         " / ".join(f"{rate:.0f}" for rate in summary["gflops"]),
         f"{ours:.0f} / {peer:.0f} ({summary['memory_share']:.2f})",
-        f"{lean['seconds']:.3f}, {lean['peak_rss_mb']:.0f} ({lean['memory_share']:.2f})" if lean else "–",
     )
     return f"| {' | '.join(cells)} |"
 
@@ -213,8 +202,6 @@ def check(trainer: str, summary: SideResult) -> str:
         f"{trainer}: loss {ours['loss']:.6f} and {peer['loss']:.6f}, gradient {ours['gradient']:.5g} and "
         f"{peer['gradient']:.5g}: {'the same' if summary['same_first_step'] else 'DIFFERENT WORK'}"
     )
-    if "lean" in summary:
-        text += f"; lean TRL: {'the same' if summary['lean']['same_first_step'] else 'DIFFERENT WORK'}"
     lengths = summary["completion_tokens"]
     return text + (f"; later completions of {lengths[0]:.1f} and {lengths[1]:.1f} tokens" if all(lengths) else "")
 
@@ -271,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--peer-lean", action="store_true")
+    parser.add_argument("--peer-settings", nargs="+", choices=PEER_SETTINGS, default=["defaults", "memory"])
     parser.add_argument("--whole", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
@@ -289,23 +276,29 @@ def _run_all(options: argparse.Namespace, folder: Path) -> SideResult:
     goals = options.size if options.model is None else f"model {options.dtype}"
     rates = [ProductRates.measure(workload, options.device)]
     _write(f"{json.dumps(about)}\n{describe(workload, sizes)}\n\n{HEAD}")
-    summaries: dict[str, SideResult] = {}
+    summaries: dict[str, dict[str, SideResult]] = {}
     for trainer in options.trainers:
         python = options.ppo_peer_python if trainer == "ppo" else options.peer_python
         if python is None:
             sys.stderr.write("ppo is left out: --ppo-peer-python is not given\n")
             continue
         job = Job(trainer, steps, str(folder), options.dtype, options.device, options.threads, sizes, options.whole)
-        rounds, lean = _run_rounds(options, job, python, folder)
-        summaries[trainer] = summarize(job, workload, rounds, lean)
-        _write(row(trainer, summaries[trainer], goals))
+        rounds = _run_rounds(options, job, python, folder)
+        summaries[trainer] = {setting: summarize(job, workload, pairs) for setting, pairs in rounds.items()}
+        for setting, summary in summaries[trainer].items():
+            _write(row(trainer, setting, summary, goals))
     rates.append(ProductRates.measure(workload, options.device))
     product_rates = ProductRates(*((rates[0][column], rates[1][column]) for column in (0, 1)))
     _write(f"\n{product_rates.text(options.dtype)}")
     _write("\nThe first step, ours and TRL's:\n")
-    _write("\n".join(f"- {check(trainer, summary)}" for trainer, summary in summaries.items()))
+    named = [
+        (f"{trainer}, {setting}", summary)
+        for trainer, settings in summaries.items()
+        for setting, summary in settings.items()
+    ]
+    _write("\n".join(f"- {check(name, summary)}" for name, summary in named))
     _write("\nSeconds of a step by phase:\n")
-    _write("\n".join(f"- {split(trainer, summary)}" for trainer, summary in summaries.items()))
+    _write("\n".join(f"- {split(name, summary)}" for name, summary in named))
     setting = {"workload": asdict(workload), "sizes": asdict(sizes), "product_rates": asdict(product_rates)}
     return {"about": about | setting, "trainers": summaries}
 
@@ -329,15 +322,14 @@ def _about(options: argparse.Namespace, steps: int) -> SideResult:
 
 def _run_rounds(
     options: argparse.Namespace, job: Job, python: str, folder: Path
-) -> tuple[list[tuple[SideResult, SideResult]], SideResult | None]:
-    """Run both sides in turn; return the results of every round, and of the peer's lean run if there is one."""
-    rounds, lean = [], None
-    for number in range(options.rounds):
+) -> dict[str, list[tuple[SideResult, SideResult]]]:
+    """Run ours once and the peer once with each of its settings, in turn; return each setting's rounds."""
+    rounds: dict[str, list[tuple[SideResult, SideResult]]] = {setting: [] for setting in options.peer_settings}
+    for _ in range(options.rounds):
         ours = run_side(sys.executable, "ours.py", job, folder)
-        rounds.append((ours, run_side(python, "trl_side.py", job, folder)))
-        if options.peer_lean and number == 0:
-            lean = run_side(python, "trl_side.py", replace(job, lean=True), folder)
-    return rounds, lean
+        for setting, pairs in rounds.items():
+            pairs.append((ours, run_side(python, "trl_side.py", replace(job, peer=setting), folder)))
+    return rounds
 
 
 def _write(text: str) -> None:

@@ -146,17 +146,16 @@ def test_ratios_are_of_the_medians_of_each_round(modules: dict[str, ModuleType],
         (result_of([1.0, 2.0, 9.0], reference=4.0), result_of([6.0])),
         (result_of([1.0], reference=0.0), result_of([4.0], peak_rss_mb=200.0)),
     ]
-    lean = result_of([5.0], peak_rss_mb=50.0, first={"loss": 0.5, "gradient": 2.1})
-    summary = side.summarize(job, workload, rounds, lean)
+    summary = side.summarize(job, workload, rounds)
     assert summary["ratio_range"] == [6.0 / 3.0, 4.0]  # 2 s a step, and of the reference of 4 steps 1 s
     assert summary["ratio"] == statistics.median([2.0, 4.0])
-    row = side.row("dpo", summary, "tiny")
-    assert "| dpo | 3.00 [2.00, 4.00] | 1.8 |" in row
+    row = side.row("dpo", "memory", summary, "tiny")
+    assert "| dpo | memory | 3.00 [2.00, 4.00] | 1.8 |" in row
     assert row.count("|") == side.HEAD.splitlines()[0].count("|") == side.HEAD.splitlines()[1].count("|")
     assert "| 5 / 2 |" in row  # 10 tokens in 2 s and in 5 s; both sides' are the same
-    assert "| 100 / 200 (0.50) | 5.000, 50 (2.00) |" in row
+    assert row.endswith("| 100 / 200 (0.50) |")
     assert side.split("dpo", summary) == "dpo: ours update 1.000, the rest 1.000; TRL update 1.000, the rest 4.000"
-    check = "dpo: loss 0.500000 and 0.500000, gradient 2 and 2: the same; lean TRL: DIFFERENT WORK"
+    check = "dpo: loss 0.500000 and 0.500000, gradient 2 and 2: the same"
     assert side.check("dpo", summary) == check
 
 
@@ -293,7 +292,7 @@ def test_scripts_run_on_a_model_folder(
     jobs = []
 
     def run_side(python: str, side: str, job: Any, folder: Path) -> dict[str, Any]:  # the peer does what we do
-        jobs.append((side, job.trainer, job.lean))
+        jobs.append((side, job.trainer, job.peer))
         result: dict[str, Any] = ours.run(job, tmp_path / f"run{len(jobs)}")
         return result
 
@@ -302,7 +301,7 @@ def test_scripts_run_on_a_model_folder(
     monkeypatch.setattr(module, "measure", lambda *_, **__: modules["floor"].Rates(few=1e9, many=2e9, memory=1e9))
     sizes = "--rows 4 --prompts 2 --group 2 --ppo-prompts 16 --ppo-minibatches 2 --new-tokens 4 --max-tokens 80"
     length = "--steps 2 --threads 1 --trainers sft grpo"
-    rest = {"side_by_side": "--peer-python python --rounds 1 --peer-lean", "floor": ""}[script]
+    rest = {"side_by_side": "--peer-python python --rounds 1", "floor": ""}[script]
     where = ["--model", str(model), "--pairs", str(pairs), "--json", str(out)]
     module.main([*where, *sizes.split(), *rest.split(), *length.split()])
     figures, text = json.loads(out.read_text()), capsys.readouterr().out
@@ -312,15 +311,15 @@ def test_scripts_run_on_a_model_folder(
         phases = [(row["trainer"], row["phase"]) for row in figures["rows"]]
         assert {("sft", "update"), ("grpo", "sample"), ("grpo", "update")} <= set(phases)
         return
-    assert [(side, lean) for side, trainer, lean in jobs if trainer == "grpo"] == [
-        ("ours.py", False),
-        ("trl_side.py", False),
-        ("trl_side.py", True),
+    assert [(side, peer) for side, trainer, peer in jobs if trainer == "grpo"] == [
+        ("ours.py", "defaults"),
+        ("trl_side.py", "defaults"),
+        ("trl_side.py", "memory"),
     ]
     assert figures["about"]["sizes"]["new_tokens"] == 4
-    assert all(summary["same_first_step"] for summary in figures["trainers"].values())
-    assert "- grpo: loss" in text
-    assert text.count("the same; lean TRL: the same") == 2
+    assert all(one["same_first_step"] for settings in figures["trainers"].values() for one in settings.values())
+    assert "- grpo, memory: loss" in text
+    assert text.count(": the same") == 4  # two trainers, each beside two settings of TRL
 
 
 def test_an_exponent(modules: dict[str, ModuleType]) -> None:

@@ -2,8 +2,14 @@
 
 Runs in an environment with trl and without rlhf. PPO needs trl 1.12.0, the last release that has it.
 
-As it comes here, TRL keeps all activations and puts all rows of an optimizer step through at once (its fastest). With
-Job.lean it recomputes activations (its default), takes passes of 16 rows, and in SFT pads nothing. Rows and minibatches
+Job.peer chooses TRL's settings. The number of rows in an optimizer step is always the job's.
+
+    defaults  its defaults as they are: activations are recomputed (gradient checkpointing), 8 rows in a pass
+    memory    with its memory flags: activations are recomputed, 16 rows in a pass, no padding in SFT
+    fastest   activations are kept, all rows of an optimizer step in one pass
+
+PPO takes the rows of a minibatch in one pass in all three, because its optimizer would step once per epoch otherwise,
+and its loop ignores gradient checkpointing unless the models are told directly, as "memory" does. Rows and minibatches
 come in the order of the files.
 """
 
@@ -35,7 +41,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from peers.work import LR, MICRO_BATCH, ONLINE, Job, Workload, score
+from peers.work import LR, MICRO_BATCH, ONLINE, PEER_BATCH, Job, Workload, score
 
 COMMON = {
     "report_to": "none",
@@ -142,11 +148,18 @@ def watch_first_update(trainer: Any, passes: int) -> dict[str, float]:
 
 
 def passes_of(job: Job) -> int:
-    """Count the passes of an optimizer step: one, or as many of 16 rows as it takes."""
-    if not job.lean or job.trainer == "ppo":  # its PPO would count several passes as one optimizer step an epoch
+    """Count the passes of an optimizer step."""
+    if (
+        job.peer == "fastest" or job.trainer == "ppo"
+    ):  # its PPO would count several passes as one optimizer step an epoch
         return 1
     rows = job.sizes.completions(job.trainer) if job.trainer in ONLINE else job.sizes.rows
-    return max(1, rows // MICRO_BATCH)
+    return max(1, rows // (PEER_BATCH if job.peer == "defaults" else MICRO_BATCH))
+
+
+def checkpointing(job: Job) -> dict[str, bool]:
+    """Return the setting of gradient checkpointing; empty where TRL's default stays."""
+    return {} if job.peer == "defaults" else {"gradient_checkpointing": job.peer == "memory"}
 
 
 def trainer_of(job: Job, out: str) -> Any:
@@ -160,7 +173,7 @@ def trainer_of(job: Job, out: str) -> Any:
         "fp16": False,
         "use_cpu": job.device == "cpu",
         "output_dir": out,
-        "gradient_checkpointing": job.lean,
+        **checkpointing(job),
         "gradient_accumulation_steps": passes,
     }
 
@@ -183,7 +196,8 @@ def trainer_of(job: Job, out: str) -> Any:
     if job.trainer == "sft":
         from trl import SFTConfig, SFTTrainer
 
-        args = SFTConfig(**{**offline, "padding_free": job.lean, "max_length": None if job.lean else 1024})
+        flags = {"padding_free": True, "max_length": None} if job.peer == "memory" else {}
+        args = SFTConfig(**{**offline, **flags})
         return SFTTrainer(model(), args=args, train_dataset=rows("sft"), processing_class=tokenizer)
     if job.trainer == "reward":
         from trl import RewardConfig, RewardTrainer
@@ -235,7 +249,7 @@ def ppo_trainer(job: Job, common: dict[str, Any], tokenizer: Any, model: Any, ju
         total_episodes=job.steps * sizes.ppo_prompts,
         response_length=sizes.new_tokens,
         stop_token="eos",
-        local_rollout_forward_batch_size=16 if job.lean else 64,
+        local_rollout_forward_batch_size=16 if job.peer == "memory" else 64,
         num_sample_generations=0,
         temperature=1.0,
     )
@@ -253,7 +267,7 @@ def ppo_trainer(job: Job, common: dict[str, Any], tokenizer: Any, model: Any, ju
     )
     trainer.dataloader = trainer.accelerator.prepare(in_order)
     np.random.permutation = np.arange  # the order of its minibatches
-    if job.lean:  # its own loop does not look at gradient_checkpointing
+    if job.peer == "memory":  # its own loop does not look at gradient_checkpointing
         for part in (trainer.policy_model, trainer.value_model):
             part.gradient_checkpointing_enable({"use_reentrant": False})
     return trainer

@@ -33,7 +33,9 @@ COMPLETION = (16, 96)  # of the data that is not sampled
 NEW_TOKENS = 64
 LR = 1e-5
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
-MICRO_BATCH = 16  # rows in a pass of ours by default, and of the peer's where it saves memory
+MICRO_BATCH = 16  # rows in a pass of ours by default, and of the peer's with its memory flags
+PEER_BATCH = 8  # rows in a pass of the peer by default (per_device_train_batch_size)
+PEER_SETTINGS = ("defaults", "memory", "fastest")
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Job:
     threads: int = 2
     sizes: Sizes = Sizes()
     whole: bool = False  # our passes have all rows of an optimizer step, as TRL's do, instead of our default's 16
-    lean: bool = False  # the peer's passes have 16 rows, and recompute their activations
+    peer: str = "defaults"  # the settings of the peer, one of PEER_SETTINGS; trl_side.py says what each sets
     replay: bool = True  # the first step learns from written completions instead of the sampled ones (online)
     overrides: dict[str, Any] = field(default_factory=dict)  # of our configuration
 
