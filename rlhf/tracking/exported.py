@@ -60,7 +60,7 @@ class ExportRecord:
             )
         return (
             f"the model is exported in {self.dtype}: {self.start_dtype}, the dtype of the start model, would lose "
-            f"{_percent(1 - self.start_dtype_keeps)} of the change that training made to the weights "
+            f"{1 - self.start_dtype_keeps:.1%} of the change that training made to the weights "
             f"({self.key}=auto allows {TOLERATED_LOSS:.0%})"
         )
 
@@ -74,12 +74,7 @@ class ExportRecord:
     @property
     def _lost(self) -> str:
         assert self.change_kept is not None
-        return _percent(1 - self.change_kept)
-
-
-def _percent(share: float) -> str:
-    """Format a share as a percentage; 100 % only if nothing is left."""
-    return f"{share:.1%}" if share < 0.9995 or share == 1 else f"{share:.4%}"
+        return f"{1 - self.change_kept:.1%}"
 
 
 def read_export(path: str | Path) -> ExportRecord | None:

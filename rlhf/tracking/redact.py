@@ -21,10 +21,10 @@ _PARAMETER = re.compile(
     rf"([?&;](?:{_NAME}|token|auth|key|sig|signature|code|x-amz-[\w-]+)=)[^\s&#;'\"]+", re.IGNORECASE
 )
 _ASSIGNED = re.compile(
-    rf"(?<![\w.])(['\"]?{_NAME}['\"]?\s*[:=]\s*(?:(?:bearer|basic|token)\s+)?)('[^']*'|\"[^\"]*\"|[^\s,;}})'\"]+)",
+    rf"(?<![\w.?&;])(['\"]?{_NAME}['\"]?\s*[:=]\s*(?:(?:bearer|basic|token)\s+)?)('[^']*'|\"[^\"]*\"|[^\s,;}})'\"]+)",
     re.IGNORECASE,
 )
-_TOKEN = re.compile(r"((?<![\w.])token=|['\"]token['\"]\s*[:=]\s*)('[^']*'|\"[^\"]*\"|[^\s,;})'\"]+)", re.IGNORECASE)
+_TOKEN = re.compile(r"((?<![\w.?&;])token=|['\"]token['\"]\s*[:=]\s*)('[^']*'|\"[^\"]*\"|[^\s,;})'\"]+)", re.IGNORECASE)
 _SCHEME = re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]{8,}", re.IGNORECASE)
 _KNOWN = re.compile(
     r"\b(?:sk-[\w-]{8,}|hf_\w{8,}|gh[pousr]_\w{8,}|github_pat_\w{8,}|glpat-[\w-]{8,}|xox[abeoprs]-[\w-]{8,}|"
