@@ -107,7 +107,7 @@ def rounded_models(*trees: object) -> list[str]:
     Args:
         trees: paths, or configurations in which some of the strings are paths: runs, ensembles, folders of models.
     """
-    paths = dict.fromkeys(path for tree in trees for path in _strings(tree))
+    paths = dict.fromkeys(path for tree in trees for path in _folders(tree))
     models = [str(model) for path in paths for model in member_folders(path) or [path]]
     return rounding_warnings(dict(zip(models, models, strict=True)))
 
@@ -135,14 +135,16 @@ def change_lost_in(path: str, model: PreTrainedModel, targets: Mapping[str, torc
     return None
 
 
-def _strings(tree: object) -> Iterator[str]:
-    """Yield every string in a tree of mappings and lists that may be a path; RUN@best as the folder that it names."""
+def _folders(tree: object) -> Iterator[str]:
+    """Yield every string in a tree of mappings and lists that names a folder; RUN@best as the folder that it means."""
     if isinstance(tree, str):
-        with suppress(ConfigError):
-            yield resolve_best(tree)
+        with suppress(ConfigError, OSError, RuntimeError, ValueError):  # a text that can be no path
+            path = resolve_best(tree)
+            if Path(path).expanduser().is_dir():
+                yield path
     elif isinstance(tree, Mapping):
         for value in tree.values():
-            yield from _strings(value)
+            yield from _folders(value)
     elif isinstance(tree, Sequence):
         for value in tree:
-            yield from _strings(value)
+            yield from _folders(value)

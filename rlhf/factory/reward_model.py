@@ -209,7 +209,7 @@ def finish_reward_model(built: RewardModelRun) -> dict[str, Any]:
     note_export(built.run.session)
     if built.eval_pairs is None:
         return {}
-    if _is_rounded(folder) and not built.splits_weights:
+    if not built.splits_weights and built.run.session.ranks.on_main(lambda: _is_rounded(folder)):
         _load_weights(built, folder.path)  # rounded
     card = _report_card(config, built.model, built.tokenizer, built.pairs, built.eval_pairs)
     built.run.session.ranks.on_main(lambda: folder.write_report_card(card))

@@ -211,8 +211,6 @@ def _choose_dtypes(
 ) -> tuple[dict[str, torch.dtype], Exported]:
     """Choose the dtype of each weight, and measure what it keeps."""
     targets = {name: _dtype(name, weight, origin, dtype) for name, weight in trained.items()}
-    if all(targets[name] == weight.dtype for name, weight in trained.items()):
-        return targets, Exported(_main_dtype(trained, targets), lost=0.0)
     start = origin.start_weights()
     names = names_at_start(model, trained, start)
     chosen = Exported(_main_dtype(trained, targets), lost=lost_change(start, trained, targets, names))
@@ -221,7 +219,7 @@ def _choose_dtypes(
     if dtype != "auto" or not too_much or wide == targets:
         return targets, chosen
     lost = lost_change(start, trained, wide, names)
-    return wide, Exported(_main_dtype(trained, wide), lost, avoided=chosen.dtype, avoided_loss=chosen.lost)
+    return wide, Exported(torch.float32, lost, avoided=chosen.dtype, avoided_loss=chosen.lost)
 
 
 def save_in_parts(

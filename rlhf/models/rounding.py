@@ -33,6 +33,8 @@ def lost_change(
     Returns:
         The share; None if a weight that rounding changes has no start.
     """
+    if all(targets[name] == weight.dtype for name, weight in trained.items()):
+        return 0.0
     lost = changed = 0.0
     seen: set[str] = set()
     for name, weight in trained.items():

@@ -172,6 +172,11 @@ def test_a_model_without_a_record_is_read_quietly(source: Path, tmp_path: Path) 
         assert read_export(source) is None
 
 
+@pytest.mark.parametrize("text", ["x" * 5000, "~nobody-of-this-name/x", "a\0b", "none@best", "{completion}\n" * 500])
+def test_texts_among_the_settings_are_no_folders(text: str) -> None:
+    assert rounded_models({"judge": {"template": [text]}}) == []
+
+
 def test_an_unknown_share_is_called_unknown(tmp_path: Path) -> None:
     record = ExportRecord(
         key="policy.export_dtype", asked="auto", dtype="float32", change_kept=1.0, start_dtype="bfloat16"
