@@ -251,7 +251,7 @@ def _reproduction(record: Record) -> str:
             f"With the code {code}, and the configuration below in `config.yaml`:",
             f"    rlhf {verb} config.yaml",
             f"Versions: {installed or 'unknown'}.",
-            "Absolute paths are shortened to their last two components, and secrets are replaced by ***.",
+            "Absolute paths are shortened to their last two components, and keys and passwords are replaced by ***.",
             f"{fence}yaml\n{text}{fence}",
         ]
     )

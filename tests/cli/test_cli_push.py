@@ -277,7 +277,7 @@ def test_neither_the_card_nor_the_report_shows_a_secret(run: Path, capsys: pytes
     for text in (card, page):
         assert "planted" not in text
         assert "https://***@host.example/score?token=***&amp;n=3" in text.replace("?token=***&n", "?token=***&amp;n")
-    assert "secrets are replaced by ***" in card
+    assert "keys and passwords are replaced by ***" in card
     again = train_config(yaml.safe_load(card.split("```yaml\n")[1].split("```")[0]))
     assert again.run.seed == 7
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhf.config.load import dump, load_any
-from rlhf.config.presets import PRESETS
 from rlhf.tracking.redact import redact, redact_text
 
 
@@ -60,7 +60,10 @@ def test_secrets_in_a_text_are_hidden(text: str, shown: str) -> None:
     assert redact_text(shown) == shown
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
-def test_no_setting_of_a_shipped_configuration_is_hidden(name: str) -> None:
-    settings = dump(load_any("configs/ppo.yaml", [f"algorithm.preset={name}"]))
+CONFIGS = sorted(Path(__file__).parents[2].glob("configs/*.yaml"))
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
+def test_no_setting_of_a_shipped_configuration_is_hidden(file: Path) -> None:
+    settings = dump(load_any(file))
     assert redact(settings) == settings
