@@ -166,7 +166,10 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--out", type=Path, metavar="file", help="of several runs: the page (default: overlay.html)")
     push = verb("push", "upload the model of a run to the model hub, with a card made from the run", "run-folder")
     push.add_argument("repo_id", metavar="owner/name", help="the repository on the hub; made if it does not exist")
-    push.add_argument("--private", action="store_true", help="make it private, if it is made now")
+    push.add_argument(
+        "--private", action="store_true", help="upload to a private repository only: it is made so, or has to be so"
+    )
+    push.add_argument("--quotes", action="store_true", help="keep the completions that notes of the run quote")
     push.add_argument("--dry-run", action="store_true", help="print the card and upload nothing")
     export = verb("export", "write the model of a run as one file for llama.cpp", "run")
     export.add_argument("--gguf", metavar="file", type=Path, required=True, help="the file to write, OUT.gguf")
@@ -362,7 +365,8 @@ def _push(parsed: argparse.Namespace, console: Console) -> None:
 
     from rlhf.commands.push import run_push
 
-    run_push(target, parsed.repo_id, private=parsed.private, dry_run=parsed.dry_run, console=console)
+    options = {name: getattr(parsed, name) for name in ("private", "dry_run", "quotes")}
+    run_push(target, parsed.repo_id, console=console, **options)
 
 
 def _export(parsed: argparse.Namespace, console: Console) -> None:

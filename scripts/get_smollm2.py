@@ -71,7 +71,7 @@ def convert(file: Path, folder: Path) -> None:
 
     tokenizer = load_tokenizer(str(file))
     origin = read_origin(str(file), str(file), tokenizer)
-    export_model(load_causal_lm(str(file)), tokenizer, folder, origin=origin)
+    export_model(load_causal_lm(str(file)), tokenizer, folder, origin=origin, dtype="bfloat16")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,11 @@ class HubStandIn:
                 self.answer(*outer.answer(self.path, body))
 
             def do_GET(self) -> None:
-                self.answer(401, {"error": "Invalid username or password."})
+                found = outer.repositories().get(self.path.removeprefix("/api/models/"))
+                if found is None or self.headers.get("Authorization") != f"Bearer {token}":
+                    self.answer(401, {"error": "Invalid username or password."})
+                else:
+                    self.answer(200, found)
 
             def answer(self, status: int, content: dict[str, Any]) -> None:
                 data = json.dumps(content).encode()
@@ -46,6 +50,11 @@ class HubStandIn:
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
         self.thread = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01})
         self.thread.start()
+
+    def repositories(self) -> dict[str, dict[str, Any]]:
+        """What is known of each repository, as it was made."""
+        first = {f"{asked['organization']}/{asked['name']}": asked for asked in reversed(self.created)}
+        return {name: {"id": name, "private": asked.get("visibility") == "private"} for name, asked in first.items()}
 
     def answer(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
         """Status and content for a request."""

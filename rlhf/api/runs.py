@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,6 +34,7 @@ from rlhf.data.paths import check_files, resolve_best
 from rlhf.errors import ConfigError
 from rlhf.factory.context import MODEL
 from rlhf.factory.evaluation import START, PolicyComparison, compare_models, evaluate_suite, load_model_for_suite
+from rlhf.factory.exported import rounded_models
 from rlhf.factory.reward_model import compute_report_card
 from rlhf.factory.sampler import NO_TEMPLATE, Completer
 from rlhf.lab.build import resolve_lab_paths
@@ -361,6 +363,7 @@ def sample(
     path = _path(model)
     options = SampleOptions(count=count, seed=seed, greedy=greedy, raw=raw)
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    _warn_of_rounding(path)
     sampling = check_sampling(path, texts, options, max_new_tokens=max_new_tokens, temperature=temperature)
     completer = Completer(path, sampling, chat=NO_TEMPLATE if raw else load_chat_format(path))
     samples = completer.sample(texts, count=count, key=derive_seed(seed, "sample"), greedy=greedy)
@@ -401,8 +404,14 @@ def evaluate(
         return evaluate_suite(checked, load_model_for_suite(checked, path), task)
     config = load_run(path, settings)
     if isinstance(config, RewardModelConfig):
+        _warn_of_rounding(path)
         return compute_report_card(config, path)
     return compare_models(config, path, other)
+
+
+def _warn_of_rounding(path: str) -> None:
+    for text in rounded_models(path):
+        warnings.warn(text, stacklevel=3)
 
 
 def _path(model: str | Path | RunResult) -> str:

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
+from rlhf.commands.notices import warn_of_rounding
 from rlhf.commands.train import print_card
 from rlhf.config.load import load_run
 from rlhf.config.sections import RewardModelConfig
@@ -59,6 +60,7 @@ def run_eval(path: str, overrides: Sequence[str], console: Console, *, against: 
             raise ConfigError(
                 f"{path} is a reward model's run: it writes nothing that could be set --against {against}"
             )
+        warn_of_rounding(path)
         card = compute_report_card(config, path)
         print_card(card, console)
         return
@@ -92,6 +94,8 @@ def _print(comparison: PolicyComparison, console: Console) -> None:
     if comparison.pairwise is not None:
         for line in _pairwise_lines(comparison, comparison.pairwise, basis):
             _print_line(console, line)
+    for note in comparison.notes:
+        console.print(Text(f"warning: {note}", style="yellow"), soft_wrap=True)
 
 
 def _print_line(console: Console, text: str) -> None:

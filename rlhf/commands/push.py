@@ -8,9 +8,11 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
     HfHubHTTPError,
@@ -21,7 +23,9 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from rich.console import Console
 from rich.text import Text
+from torch import Tensor
 
+from rlhf.commands.notices import warn_of_rounding
 from rlhf.config.data import DatasetConfig, TrainableDataConfig
 from rlhf.config.load import load_run, unread_keys
 from rlhf.config.sections import RewardModelConfig, TrainConfig
@@ -31,32 +35,43 @@ from rlhf.data.rows import RowCounts
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import CheckpointError, DataError, ModelError, UserError
 from rlhf.factory.context import model_folder
+from rlhf.factory.exported import change_lost_in
 from rlhf.models.backbone import load_causal_lm, load_model_config
 from rlhf.report.model_card import CardInputs, DataUsed, model_card
 from rlhf.report.record import read_record
+from rlhf.tracking.exported import TOLERATED_LOSS, read_export
 
 CARD = "README.md"
 BEST = "best.json"  # in the folder of a best checkpoint: its step, and what it was chosen by
 
 
 def run_push(
-    path: str, repo_id: str, *, private: bool, dry_run: bool, console: Console, endpoint: str | None = None
+    path: str,
+    repo_id: str,
+    *,
+    private: bool,
+    dry_run: bool,
+    console: Console,
+    quotes: bool = False,
+    endpoint: str | None = None,
 ) -> None:
     """Upload the model of the run in `path` to `repo_id` in one commit; with `dry_run`, print the card and stop.
 
     Args:
         path: the run folder, or that of the best checkpoint in it.
         repo_id: owner/name.
-        private: whether a repository that is created now is private.
+        private: whether the repository has to be private; if it does not exist, a private one is created.
         dry_run: whether to upload nothing.
         console: where the card and the address are printed.
+        quotes: whether the card keeps the texts that notes of the run quote.
         endpoint: the address of the hub; None for HF_ENDPOINT, or huggingface.co.
 
     Raises:
         UserError: the run is not complete, the name is invalid, or the hub refuses.
     """
     model = model_of_run(path)
-    card = card_of_run(path)
+    card = card_of_run(path, quotes=quotes)
+    warn_of_rounding(path)
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
@@ -81,11 +96,13 @@ def model_of_run(path: str) -> Path:
     return model
 
 
-def card_of_run(path: str) -> str:
+def card_of_run(path: str, *, quotes: bool = False) -> str:
     """Make the model card of the run in `path`, or of the best checkpoint there, from what was measured up to it."""
     config, folder = load_run(path), Path(path)
     best = _read_json(folder / BEST) if (folder / BEST).is_file() else None
-    record = read_record(folder) if best is None else read_record(folder.parents[1]).until(best["step"])
+    record = read_record(folder if best is None else folder.parents[1])
+    if best is not None:
+        record = replace(record.until(best["step"]), export=read_export(folder))
     base = config.model.model if isinstance(config, RewardModelConfig) else config.policy.model
     inputs = CardInputs(
         data=tuple(count_data(config)),
@@ -94,6 +111,7 @@ def card_of_run(path: str) -> str:
         is_adapter=(folder / "model" / "adapter_config.json").is_file(),
         base_on_hub=_is_on_hub(base),
         best=best,
+        quotes=quotes,
     )
     return model_card(record, inputs)
 
@@ -154,7 +172,7 @@ def upload(model: Path, card: str, repo_id: str, *, private: bool, endpoint: str
     """Create the repository if needed, add the files of `model` and the card in one commit, and return its address.
 
     Raises:
-        UserError: the hub cannot be reached or refuses.
+        UserError: the hub cannot be reached or refuses, or the repository has to be private and is public.
     """
     api = HfApi(endpoint=endpoint)
     files = [file for file in sorted(model.rglob("*")) if file.is_file() and file.name != CARD]
@@ -162,6 +180,11 @@ def upload(model: Path, card: str, repo_id: str, *, private: bool, endpoint: str
     operations.append(CommitOperationAdd(CARD, card.encode("utf-8")))
     try:
         url = api.create_repo(repo_id, private=private or None, exist_ok=True)  # None: as the owner's account is set
+        if private and not api.repo_info(repo_id).private:
+            raise UserError(
+                f"--private: {repo_id} exists already and is public, so nothing was uploaded. Make it private at "
+                f"{url}/settings and run the same command again, or push to another name"
+            )
         api.create_commit(repo_id, operations, commit_message="Upload the model and its card")
     except HfHubHTTPError as error:
         raise UserError(_refusal(error, repo_id, api.endpoint)) from error
@@ -195,5 +218,22 @@ def run_export(path: str, out: Path, *, dtype: str, console: Console) -> None:
             f"{path} is a reward model, which cannot be written as GGUF. Supported are {gguf_export.SUPPORTED}"
         )
     tokenizer = load_tokenizer(folder)
-    gguf_export.write_gguf(load_causal_lm(folder, dtype="float32"), tokenizer, out, dtype=dtype)
+    warn_of_rounding(path)
+    model = load_causal_lm(folder, dtype="float32")
+    gguf_export.write_gguf(model, tokenizer, out, dtype=dtype)
+    lost = change_lost_in(
+        path, model, {name: _gguf_dtype(weight, dtype) for name, weight in model.state_dict().items()}
+    )
+    if lost is not None and lost > TOLERATED_LOSS:
+        text = (
+            f"warning: {dtype} loses {lost:.1%} of the change that training made to the weights: --dtype f32 keeps it"
+        )
+        console.print(Text(text, style="yellow"), soft_wrap=True)
     console.print(Text(f"{out}: {out.stat().st_size / 2**20:,.1f} MiB, {dtype}"), soft_wrap=True)
+
+
+def _gguf_dtype(weight: Tensor, dtype: str) -> torch.dtype:
+    """Return the dtype of a weight in a GGUF file: vectors stay in float32."""
+    return (
+        {"f16": torch.float16, "bf16": torch.bfloat16}.get(dtype, torch.float32) if weight.ndim > 1 else torch.float32
+    )

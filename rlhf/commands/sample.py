@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rlhf.commands.checks import ChatOptions, SampleOptions
+from rlhf.commands.notices import warn_of_rounding
 from rlhf.config.load import load_chat_format
 from rlhf.config.sections import SamplingConfig
 from rlhf.errors import DataError, UserError
@@ -27,6 +28,7 @@ def run_sample(
     Raises:
         UserError: the model cannot be loaded, or a prompt is too long for it.
     """
+    warn_of_rounding(path)
     completer = Completer(path, sampling, chat=NO_TEMPLATE if options.raw else load_chat_format(path))
     texts = _nucleus(completer, prompts, options) if options.top_p is not None else _sample(completer, prompts, options)
     for row, (text, finished) in enumerate(texts):
@@ -133,6 +135,7 @@ def run_chat(
 def _open(path: str, options: ChatOptions, sampling: SamplingConfig) -> Conversation:
     if options.seed is not None:
         torch.manual_seed(options.seed)
+    warn_of_rounding(path)
     model = Completer(path, sampling, chat=load_chat_format(path))
     if model.encoder.template.source is None:
         raise UserError(

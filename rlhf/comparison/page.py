@@ -37,7 +37,9 @@ from rlhf.config.sections import TrainConfig
 from rlhf.evaluation.frontier import overoptimized
 from rlhf.report.charts import Axis, Chart, Series, Table
 from rlhf.report.page import pair_details, write_page
+from rlhf.tracking.exported import rounding_warnings
 from rlhf.tracking.metrics import shown_in
+from rlhf.tracking.redact import redact, redact_text
 from rlhf.tracking.trackers import flatten
 
 REPORT = "report.html"
@@ -74,7 +76,7 @@ def write_compare_page(
         title=results.name,
         facts=_facts(results),
         verdict=verdict(results),
-        notes=[*notes(results), *tuning_notes(results), *parallel_note(plan.config.jobs)],
+        notes=[*notes(results), *tuning_notes(results), *parallel_note(plan.config.jobs), *_rounded(cells)],
         tuning=tuning_table(results),
         tuning_in_words=tuning_in_words(results),
         trials=trial_tables(results),
@@ -94,8 +96,15 @@ def write_compare_page(
         first_prompts=FIRST_PROMPTS,
         details=pair_details,
         differing=difference_table(configs),
-        configs={name: yaml.safe_dump(dump(config), sort_keys=False, width=88) for name, config in configs.items()},
+        configs={
+            name: yaml.safe_dump(redact(dump(config)), sort_keys=False, width=88) for name, config in configs.items()
+        },
     )
+
+
+def _rounded(cells: Sequence[CellResult]) -> list[str]:
+    """List the cells whose judged weights have lost their training to rounding."""
+    return rounding_warnings({result.cell.label: result.cell.run_folder for result in cells})
 
 
 def chips(results: ComparisonResults, drawn: Mapping[str, Style]) -> list[Style]:
@@ -140,14 +149,15 @@ def difference_table(configs: Mapping[str, TrainConfig]) -> Table | None:
     if len(configs) < 2:
         return None
     settings = differences(configs)
-    rows = [[key, *(_shown(values, arm) for arm in configs)] for key, values in settings.items()]
+    rows = [[key, *(_shown(key, values, arm) for arm in configs)] for key, values in settings.items()]
     return Table("Settings that differ", ["", *configs], rows)
 
 
-def _shown(values: Mapping[str, Any], arm: str) -> str:
+def _shown(key: str, values: Mapping[str, Any], arm: str) -> str:
     if arm not in values:
         return "–"
-    value = values[arm]
+    name = key.rpartition(".")[2]
+    value = redact({name: values[arm]})[name]
     return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -158,8 +168,8 @@ def _facts(results: ComparisonResults) -> list[tuple[str, str]]:
         ("seeds", ", ".join(map(str, results.seeds))),
         ("held-out prompts", f"{results.prompts:,}"),
         ("start", results.start),
-        ("judge", _source(results.judge)),
-        ("trained-on reward", _source(source) if source is not None else "none"),
+        ("judge", redact_text(_source(results.judge))),
+        ("trained-on reward", redact_text(_source(source)) if source is not None else "none"),
         *([("tuning", f"{tuning.trials} trials for each trained arm")] if tuning is not None else []),
     ]
 

@@ -141,8 +141,9 @@ class PolicyConfig(OptimizerConfig):
     backward passes) by torch.compile; the run says if it cannot. Applies to reference and critic too. The results are
     the same up to rounding. It takes minutes at the first start, and can gain little on a CPU (docs/speed.md)."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of the exported weights. auto: each weight in the dtype that it had in the model loaded (GGUF file:
-    bfloat16); a run warns if rounding to it loses most of what training changed. Checkpoints inside a run are exact."""
+    """Dtype of the exported weights. auto: the dtype that each weight had in the model loaded, or float32 if rounding
+    to that dtype would lose more than 5 % of the change that training made, and the run says so (a GGUF file cannot be
+    compared: float32). Any other value is obeyed, and the run reports the loss. Checkpoints are exact."""
     trust_remote_code: bool = False
     """Run Python code that comes with a hub model. Off unless set explicitly."""
 

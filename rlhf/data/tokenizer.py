@@ -15,6 +15,7 @@ import copy
 import hashlib
 import importlib.util
 import json
+import struct
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -179,6 +180,15 @@ def _format_names(files: list[Path]) -> str:
     return ", ".join([*names[:_SHOWN], *(["…"] if len(names) > _SHOWN else [])])
 
 
+CUT_OFF = (struct.error, IndexError)
+"""What reading a GGUF file raises if its header ends too early."""
+
+
+def cut_off_reason(error: Exception) -> str:
+    """Describe an error of reading a GGUF file whose header ends too early; empty for any other error."""
+    return "the file is cut off or damaged: download or copy it again" if isinstance(error, CUT_OFF) else ""
+
+
 ADDED_TO_GGUF = (
     "<|endoftext|>"  # appended by transformers to a GGUF file's vocabulary that lacks it, and has no embedding
 )
@@ -197,8 +207,8 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         tokenizer = AutoTokenizer.from_pretrained(
             location.name, trust_remote_code=trust_remote_code, **location.kwargs()
         )
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        reason = " ".join(str(error).split())[:300]
+    except (OSError, ValueError, KeyError, TypeError, ImportError, *CUT_OFF) as error:
+        reason = cut_off_reason(error) or " ".join(str(error).split())[:300]
         raise ModelError(f"{path}: no tokenizer could be loaded from here: {reason}") from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):

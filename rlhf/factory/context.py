@@ -1,6 +1,6 @@
-"""Start a run (folder, checkpoint to resume, engine, messages), and save and export its models, however sharded.
+"""Start a run (folder, checkpoint to resume, engine, messages), and save its models, however sharded.
 
-Every rank calls the functions that save or export, because gathering the weights is collective; only the main rank
+Every rank calls the functions that save, because gathering the weights is collective; only the main rank
 writes.
 """
 
@@ -28,22 +28,15 @@ from rlhf.errors import CheckpointError, ConfigError, ModelError
 from rlhf.guard.alarms import RunFacts
 from rlhf.guard.lint import check_settings
 from rlhf.models.adapters import is_adapted
-from rlhf.models.backbone import CausalLM, merged_copy, save_model
-from rlhf.models.export import (
-    ExportDtype,
-    Origin,
-    export_model,
-    save_in_parts,
-    write_parts,
-    write_tensors,
-    write_tokenizer,
-)
+from rlhf.models.backbone import CausalLM, save_model
+from rlhf.models.export import Origin, export_model, save_in_parts, write_parts, write_tensors, write_tokenizer
 from rlhf.models.scalar_head import ScalarHeadModel
 from rlhf.models.weight_files import NamedTensors, WeightFiles, is_split, read_header
 from rlhf.runtime.distributed import Distributed
 from rlhf.runtime.engine import Engine, Moments, TrainableModel, make_engine
 from rlhf.tracking.checkpoint import Checkpoints
 from rlhf.tracking.progress import Progress
+from rlhf.tracking.redact import redact
 from rlhf.tracking.run_folder import FolderLock, RunFolder, write_atomically
 from rlhf.tracking.trackers import open_trackers
 from rlhf.training.health import BestKeeper, HealthMonitor, RowValues
@@ -106,7 +99,7 @@ class RunContext:
             config.logging.backends if ranks.is_main else [],
             folder=self.folder.path,
             name=config.run.name,
-            config=resolved,
+            config=redact(resolved),
             first_step=self._first_logged_step(),
         )
         recorder = Recorder(
@@ -364,9 +357,6 @@ def member_folders(path: str) -> list[Path]:
     return members
 
 
-TOLERATED_ROUNDING = 0.5  # share of the change by training that rounding may lose without a warning
-
-
 def save_policy(
     policy: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path, engine: Engine, origin: Origin
 ) -> None:
@@ -386,27 +376,6 @@ def save_policy(
     engine.ranks.on_main(write)
 
 
-def export_policy(
-    policy: CausalLM,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    engine: Engine,
-    origin: Origin,
-    dtype: ExportDtype,
-    warn: Callable[[str], None],
-) -> None:
-    """Export the policy as an ordinary model, with adapters merged into a copy of the weights."""
-    state = engine.full_state(policy)
-
-    def write() -> float:
-        if is_adapted(policy):
-            merged = merged_copy(policy, state)
-            return export_model(merged, tokenizer, folder, origin=origin, dtype=dtype)
-        return export_model(policy, tokenizer, folder, origin=origin, dtype=dtype, state=state)
-
-    _warn_of_rounding(engine.ranks.on_main(write), "policy", warn)
-
-
 def save_scalar_head(model: ScalarHeadModel, tokenizer: PreTrainedTokenizerBase, folder: Path, engine: Engine) -> None:
     """Save a critic or a reward model with its exact weights."""
     if engine.splits_weights and is_split(model.classifier):
@@ -415,31 +384,6 @@ def save_scalar_head(model: ScalarHeadModel, tokenizer: PreTrainedTokenizerBase,
         return
     state = engine.full_state(model.classifier)
     engine.ranks.on_main(lambda: model.save(tokenizer, folder, state))
-
-
-def export_scalar_head(
-    model: ScalarHeadModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    engine: Engine,
-    origin: Origin,
-    dtype: ExportDtype,
-    warn: Callable[[str], None],
-) -> None:
-    """Export a reward model as a folder that AutoModelForSequenceClassification can load."""
-    state = engine.full_state(model.classifier)
-    loss = engine.ranks.on_main(
-        lambda: export_model(model.classifier, tokenizer, folder, origin=origin, dtype=dtype, state=state)
-    )
-    _warn_of_rounding(loss, "model", warn)
-
-
-def _warn_of_rounding(loss: float, section: str, warn: Callable[[str], None]) -> None:
-    if loss > TOLERATED_ROUNDING:
-        warn(
-            f"warning: the exported weights are in the checkpoint's dtype, and rounding to it takes away {loss:.0%} of "
-            f"what training changed: {section}.export_dtype=float32 keeps it"
-        )
 
 
 def save_trainer_state(

@@ -33,6 +33,7 @@ from rlhf.evaluation.win_rate import (
     win_rate,
 )
 from rlhf.factory.context import model_folder
+from rlhf.factory.exported import rounded_inputs, rounded_models
 from rlhf.factory.models import build_tokenizer
 from rlhf.factory.rewards import build_source
 from rlhf.factory.sampler import build_sampler
@@ -99,6 +100,7 @@ class PolicyComparison:
     difference: Interval | None
     pairwise: PairwiseComparison | None = None
     rows: list[dict[str, object]] = field(default_factory=list)  # one per pair judged: prompt, texts, both verdicts
+    notes: tuple[str, ...] = ()  # what the reader has to know of the models
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,7 @@ def compare_models(config: TrainConfig, run: str, against: str) -> PolicyCompari
         difference=mean_difference(a, b) if scored else None,
         pairwise=_pairwise(judge, verdicts, length_difference) if judge and verdicts else None,
         rows=_rows(after, before, verdicts) if verdicts else [],
+        notes=(*rounded_models(run, against), *rounded_inputs(config)),
     )
 
 
@@ -364,6 +367,5 @@ _RUNNERS: dict[type[SuiteSettings], Callable[[Any, Subject, str], SuiteResult]] 
 def evaluate_suite(settings: SuiteSettings, subject: Subject, task: str) -> SuiteResult:
     """Run the suite that has these settings on a model; `task` is the one of lm-eval, else empty."""
     result = _RUNNERS[type(settings)](settings, subject, task)
-    if subject.dtype == settings.dtype:
-        return result
-    return replace(result, notes=(*result.notes, fallback_note("dtype")))
+    fallback = [] if subject.dtype == settings.dtype else [fallback_note("dtype")]
+    return replace(result, notes=(*result.notes, *fallback, *rounded_models(subject.path, dump(settings))))

@@ -14,7 +14,8 @@ from rlhf.config.reward import ModelSource
 from rlhf.config.sections import OnlineConfig, PolicyConfig, TrainConfig
 from rlhf.data.tokenizer import load_tokenizer, shares_vocabulary
 from rlhf.errors import ConfigError
-from rlhf.factory.context import CRITIC, MODEL, RunContext, export_policy, member_folders, model_folder
+from rlhf.factory.context import CRITIC, MODEL, RunContext, member_folders, model_folder
+from rlhf.factory.exported import export_policy
 from rlhf.models.backbone import (
     CausalLM,
     check_vocabulary,
@@ -188,8 +189,7 @@ def export(
     *,
     origin: Origin,
     dtype: ExportDtype,
-    warn: Callable[[str], None],
 ) -> None:
     """Export the trained policy, or its moving average if there is one, as an ordinary model folder."""
     with nullcontext() if ema is None else ema.applied():
-        export_policy(policy, tokenizer, folder, engine, origin, dtype, warn)
+        export_policy(policy, tokenizer, folder, engine, origin, dtype)

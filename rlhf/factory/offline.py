@@ -56,6 +56,7 @@ from rlhf.factory.context import (
     total_steps,
 )
 from rlhf.factory.data import build_demonstrations, mix
+from rlhf.factory.exported import rounded_inputs
 from rlhf.factory.models import (
     adapter_off_is_reference,
     build_policy,
@@ -264,7 +265,7 @@ def build_offline(config: OfflineConfig, console: Console | None = None) -> Offl
         UserError: a model, data set, reward or checkpoint is missing or invalid; the subclass says which.
     """
     config, precision = choose_precision(config)
-    context = open_context(config, console, precision)
+    context = open_context(config, console, [*precision, *(f"warning: {text}" for text in rounded_inputs(config))])
     tokenizer = build_tokenizer(config.policy)
     origin = read_export_origin(config.policy, tokenizer)
     engine = context.engine
@@ -300,8 +301,7 @@ def build_offline(config: OfflineConfig, console: Console | None = None) -> Offl
     evaluate.connect(session.recorder)
 
     def export_model(folder: Path) -> None:
-        warn, dtype = session.recorder.note, config.policy.export_dtype
-        export(policy, ema, tokenizer, folder, engine, origin=origin, dtype=dtype, warn=warn)
+        export(policy, ema, tokenizer, folder, engine, origin=origin, dtype=config.policy.export_dtype)
 
     keep_best(context, session, lambda: evaluate.rows, export_model)
     return OfflineRun(

@@ -37,6 +37,7 @@ from rlhf.factory.context import (
     total_steps,
 )
 from rlhf.factory.data import PromptBatches, build_demonstrations, build_prompts
+from rlhf.factory.exported import rounded_inputs
 from rlhf.factory.models import build_online_models, build_tokenizer, export, make_decode, read_export_origin
 from rlhf.factory.rewards import build_source, build_watch
 from rlhf.factory.sampler import build_sampler, slow_lengths_reason
@@ -133,7 +134,7 @@ def build_online(config: OnlineConfig, console: Console | None = None) -> Online
     """
     config, precision = choose_precision(config)
     algorithm = config.algorithm
-    context = open_context(config, console, precision)
+    context = open_context(config, console, [*precision, *(f"warning: {text}" for text in rounded_inputs(config))])
     _check_reward_parts(config, context.engine)
     tokenizer = build_tokenizer(config.policy)
     origin = read_export_origin(config.policy, tokenizer)
@@ -175,8 +176,7 @@ def build_online(config: OnlineConfig, console: Console | None = None) -> Online
     evaluate.connect(session.recorder)
 
     def export_model(folder: Path) -> None:
-        warn, dtype = session.recorder.note, config.policy.export_dtype
-        export(models.policy, ema, tokenizer, folder, context.engine, origin=origin, dtype=dtype, warn=warn)
+        export(models.policy, ema, tokenizer, folder, context.engine, origin=origin, dtype=config.policy.export_dtype)
 
     keep_best(context, session, lambda: evaluate.rows, export_model)
     return OnlineRun(

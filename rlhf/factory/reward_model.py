@@ -31,7 +31,6 @@ from rlhf.evaluation.evaluate import evaluate_loss
 from rlhf.factory.context import (
     MODEL,
     RunContext,
-    export_scalar_head,
     keep_best,
     load_trainer_state,
     model_folder,
@@ -42,6 +41,7 @@ from rlhf.factory.context import (
     write_members,
 )
 from rlhf.factory.data import mix, open_mixture
+from rlhf.factory.exported import export_scalar_head, note_export, rounded_inputs
 from rlhf.factory.models import build_tokenizer, read_export_origin
 from rlhf.models.backbone import context_length, enable_gradient_checkpointing
 from rlhf.models.logprobs import FastWays, of_bodies
@@ -50,6 +50,7 @@ from rlhf.runtime.device import choose_precision
 from rlhf.runtime.distributed import Distributed, is_main_process
 from rlhf.runtime.seeding import derive_seed, seeded_initialization
 from rlhf.tracking.checkpoint import replace_folder
+from rlhf.tracking.exported import read_export
 from rlhf.tracking.metrics import progress_metrics
 from rlhf.tracking.run_folder import RunFolder
 from rlhf.training.offline import OfflineRun
@@ -85,7 +86,7 @@ def build_reward_model(config: RewardModelConfig, console: Console | None = None
         UserError: a model, data set or checkpoint is missing or invalid; the subclass says which.
     """
     config, precision = choose_precision(config)
-    context = open_context(config, console, precision)
+    context = open_context(config, console, [*precision, *(f"warning: {text}" for text in rounded_inputs(config))])
     tokenizer = build_tokenizer(config.model)
     origin = read_export_origin(config.model, tokenizer)
     model = _build_model(config, context, tokenizer)
@@ -130,7 +131,7 @@ def build_reward_model(config: RewardModelConfig, console: Console | None = None
         ema=None,
         tokens=_count_tokens,
         export=lambda folder: export_scalar_head(
-            model, tokenizer, folder, context.engine, origin, config.model.export_dtype, session.recorder.note
+            model, tokenizer, folder, context.engine, origin, config.model.export_dtype
         ),
     )
     first_pairs, splits_weights = partial(_first_pairs, stream), context.engine.splits_weights
@@ -205,13 +206,20 @@ def finish_reward_model(built: RewardModelRun) -> dict[str, Any]:
     _restore_best(built)
     _calibrate(config, built.model, built.pairs)
     replace_folder(folder.path / MODEL, built.run.export, built.run.session.ranks)
+    note_export(built.run.session)
     if built.eval_pairs is None:
         return {}
-    if config.model.export_dtype != "float32" and not built.splits_weights:
+    if not built.splits_weights and built.run.session.ranks.on_main(lambda: _is_rounded(folder)):
         _load_weights(built, folder.path)  # rounded
     card = _report_card(config, built.model, built.tokenizer, built.pairs, built.eval_pairs)
     built.run.session.ranks.on_main(lambda: folder.write_report_card(card))
     return card
+
+
+def _is_rounded(folder: RunFolder) -> bool:
+    """Return whether the exported weights may differ from those in memory."""
+    record = read_export(folder.path)
+    return record is None or record.dtype != "float32"
 
 
 def _calibrate(config: RewardModelConfig, model: ScalarHeadModel, pairs: PairSet) -> None:

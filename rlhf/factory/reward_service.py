@@ -19,6 +19,7 @@ from rlhf.data.paths import resolve_best
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import ConfigError
 from rlhf.factory.context import model_folder
+from rlhf.factory.exported import rounded_models
 from rlhf.models.scalar_head import load_reward_heads
 from rlhf.runtime.engine import make_engine
 
@@ -49,6 +50,8 @@ def serve_reward(path: str, options: ServiceOptions, environment: Mapping[str, s
     for name in ("max_request_bytes", "max_batch"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
+    for text in rounded_models(path):
+        console.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
     folder = model_folder(path)
     tokenizer = load_tokenizer(folder)
     model = load_reward_heads(folder, tokenizer).to(make_engine(RunConfig()).device)

@@ -12,9 +12,11 @@ from rich.console import Console
 
 from rlhf.config.sections import OnlineConfig, TrainConfig
 from rlhf.factory.context import MODEL
+from rlhf.factory.exported import note_export
 from rlhf.factory.offline import build_offline
 from rlhf.factory.online import build_online
 from rlhf.tracking.checkpoint import replace_folder
+from rlhf.tracking.exported import read_export
 from rlhf.training.offline import OfflineRun, train_offline
 from rlhf.training.online import train
 from rlhf.training.online_run import OnlineRun
@@ -41,11 +43,19 @@ class TrainingRun:
                 best = self.session.best.finish() if self.session.best is not None else None
                 export = self.run.export if best is None else partial(self._copy, best)
                 replace_folder(self.session.recorder.folder.path / MODEL, export, self.session.ranks)
+                note_export(self.session)
         return not self.session.interrupted
 
     def _copy(self, model: Path, folder: Path) -> None:
-        """Copy an exported model into the folder, on the main rank."""
-        self.session.ranks.on_main(lambda: shutil.copytree(model, folder, dirs_exist_ok=True))
+        """Copy an exported model into the folder, on the main rank, and what is recorded of its weights."""
+
+        def copy() -> None:
+            shutil.copytree(model, folder, dirs_exist_ok=True)
+            record = read_export(model)
+            if record is not None:
+                record.write(folder.parent)
+
+        self.session.ranks.on_main(copy)
 
 
 def build_run(config: TrainConfig, console: Console | None = None) -> TrainingRun:

@@ -19,7 +19,14 @@ from transformers import PretrainedConfig as HfConfig
 from transformers.utils import logging as hf_logging
 
 from rlhf.config.sections import LoraConfig, PolicyConfig
-from rlhf.data.tokenizer import ModelLocation, base_of_adapter, locate_model, text_vocabulary
+from rlhf.data.tokenizer import (
+    CUT_OFF,
+    ModelLocation,
+    base_of_adapter,
+    cut_off_reason,
+    locate_model,
+    text_vocabulary,
+)
 from rlhf.errors import ModelError
 from rlhf.models.adapters import base_model, is_adapted
 from rlhf.models.weight_files import load_split, local_folder
@@ -82,7 +89,7 @@ def published_config(location: ModelLocation, *, trust_remote_code: bool = False
         if location.gguf is not None:
             return copy.deepcopy(_gguf_config(location, Path(location.path).stat().st_mtime_ns))
         config: HfConfig = AutoConfig.from_pretrained(location.name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, *CUT_OFF) as error:
         raise ModelError(f"cannot load a model from {location.path!r}: {_first_line(error)}") from error
     return config
 
@@ -125,7 +132,7 @@ def load_causal_lm(
                 trust_remote_code=trust_remote_code,
                 **_gguf_arguments(location),
             )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, *CUT_OFF) as error:
         raise ModelError(f"cannot load a causal LM from {path!r}: {_first_line(error)}") from error
     if location.gguf is not None:
         _forget_quantization(model)
@@ -380,5 +387,5 @@ def _no_loading_bars() -> None:
 
 
 def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
+    lines = (cut_off_reason(error) or str(error)).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,11 +19,14 @@ from rlhf.data.tokenizer import TOKENIZER_FILES, ModelLocation, base_of_adapter,
 from rlhf.errors import ModelError
 from rlhf.models.adapters import base_model
 from rlhf.models.backbone import CausalLM, published_config
-from rlhf.models.weight_files import CONFIG, INDEX, StoredTensor, local_folder, read_header, read_headers
+from rlhf.models.kernels.cast import HALF_DTYPES
+from rlhf.models.rounding import lost_change, names_at_start
+from rlhf.models.weight_files import CONFIG, INDEX, StoredTensor, WeightFiles, local_folder, read_header, read_headers
 from rlhf.runtime.engine import Engine
+from rlhf.tracking.exported import TOLERATED_LOSS
 
 GENERATION = "generation_config.json"
-GGUF_DTYPE = torch.bfloat16  # a quantized file has no dtype of its own; bfloat16 keeps its precision
+GGUF_DTYPE = torch.bfloat16  # a quantized file has no dtype of its own
 
 
 @dataclass(frozen=True)
@@ -49,18 +51,17 @@ class Origin:
         """Return every stored weight by its name."""
         return {name: tensor for stored in self.weights.values() for name, tensor in stored.items()}
 
-    def stored(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the published weights one by one; files that have changed or gone are skipped."""
-        for file, tensors in self.weights.items():
-            path = self.folder / file if self.folder is not None else None
-            if path is None or not path.is_file() or read_header(path) != tensors:
-                continue
-            with path.open("rb") as opened:
-                for name, tensor in tensors.items():
-                    opened.seek(tensor.start)
-                    data = bytearray(opened.read(tensor.end - tensor.start))
-                    if data:
-                        yield name, torch.frombuffer(data, dtype=tensor.dtype).reshape(tensor.shape)
+    def start_weights(self) -> WeightFiles:
+        """Return the published weights, without the files that have changed or gone since."""
+        if self.folder is None:
+            return WeightFiles(Path(), {})
+        folder = self.folder
+        unchanged = {
+            file: tensors
+            for file, tensors in self.weights.items()
+            if (folder / file).is_file() and read_header(folder / file) == tensors
+        }
+        return WeightFiles(folder, unchanged)
 
 
 def read_origin(
@@ -96,21 +97,6 @@ def read_origin(
         raise ModelError(f"cannot load a model from {model!r}: {folder / CONFIG}: {error}") from error
     weights = read_headers(folder)
     return Origin(_config_dtype(config), config, files, tokenizer_files, weights, folder)
-
-
-def rounding_loss(origin: Origin, trained: Mapping[str, Tensor], written: Mapping[str, Tensor]) -> float:
-    """Compute the share of training's change that is lost to the written dtype: |w' − w| / |w − w0|, or 0."""
-    lost = changed = 0.0
-    for name, start in origin.stored():
-        if name not in trained or not start.is_floating_point() or trained[name].shape != start.shape:
-            continue
-        now = trained[name].detach().cpu()
-        if written[name].dtype == now.dtype:
-            continue
-        now = now.float()
-        lost += float((written[name].cpu().float() - now).square().sum(dtype=torch.float64))
-        changed += float((now - start.float()).square().sum(dtype=torch.float64))
-    return math.sqrt(lost / changed) if changed else 0.0
 
 
 def _repeated(folder: Path) -> list[str]:
@@ -170,6 +156,19 @@ class ClassifierPad:
     token: str | None
 
 
+@dataclass(frozen=True)
+class Exported:
+    """The dtype of exported weights, and what it does to the training; shares are None where they are not known."""
+
+    dtype: torch.dtype
+    """The dtype of most weights."""
+    lost: float | None
+    """The share of the change by training that is lost (see `lost_change`)."""
+    avoided: torch.dtype | None = None
+    """The origin's dtype, if it would have lost too much and "auto" chose float32 instead."""
+    avoided_loss: float | None = None
+
+
 def export_model(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -178,33 +177,49 @@ def export_model(
     origin: Origin,
     dtype: ExportDtype | None = "auto",
     state: Mapping[str, Tensor] | None = None,
-) -> float:
-    """Write a model folder that equals the origin's except for the weights.
+) -> Exported:
+    """Write a model folder that equals the origin's except for the weights, and return what it keeps of the training.
 
     Args:
         model: a causal LM, or a classifier with one label.
         tokenizer: saved anew where the origin has no tokenizer files.
         folder: the folder to write.
         origin: what the model was loaded from.
-        dtype: "auto" writes each weight in its origin's dtype; None as it is in memory, for checkpoints.
+        dtype: "auto" writes each weight in its origin's dtype, or all in float32 if that would lose more of the change
+            by training than TOLERATED_LOSS; None as it is in memory, for checkpoints.
         state: the whole weights, where this process has only a part of them.
-
-    Returns:
-        The share of the change made by training that is lost to the dtype; see `rounding_loss`.
     """
     trained = dict(model.state_dict() if state is None else state)
-    written = _cast(trained, origin, dtype)
+    targets, exported = _choose_dtypes(model, trained, origin, dtype)
+    written = _cast(trained, targets)
     folder.mkdir(parents=True, exist_ok=True)
     if _same_names(model, written, origin):
         _write_weights(written, origin, folder)
     else:
         model.save_pretrained(folder, state_dict=dict(written))  # save_pretrained empties the mapping that it is given
-    _write_config(model, origin, folder, dtype=None if dtype == "auto" and origin.files else _main_dtype(written))
+    is_as_published = dtype == "auto" and exported.avoided is None and bool(origin.files)
+    _write_config(model, origin, folder, dtype=None if is_as_published else exported.dtype)
     _write_other_files(model, origin, folder)
     write_tokenizer(tokenizer, folder, origin)
     if _is_classifier(model):
         _name_pad(folder, tokenizer, classifier_padding(model, tokenizer))
-    return rounding_loss(origin, trained, written) if dtype is not None else 0.0
+    return exported
+
+
+def _choose_dtypes(
+    model: PreTrainedModel, trained: Mapping[str, Tensor], origin: Origin, dtype: ExportDtype | None
+) -> tuple[dict[str, torch.dtype], Exported]:
+    """Choose the dtype of each weight, and measure what it keeps."""
+    targets = {name: _dtype(name, weight, origin, dtype) for name, weight in trained.items()}
+    start = origin.start_weights()
+    names = names_at_start(model, trained, start)
+    chosen = Exported(_main_dtype(trained, targets), lost=lost_change(start, trained, targets, names))
+    wide = {name: torch.float32 if target in HALF_DTYPES else target for name, target in targets.items()}
+    too_much = chosen.lost is None or chosen.lost > TOLERATED_LOSS
+    if dtype != "auto" or not too_much or wide == targets:
+        return targets, chosen
+    lost = lost_change(start, trained, wide, names)
+    return wide, Exported(torch.float32, lost, avoided=chosen.dtype, avoided_loss=chosen.lost)
 
 
 def save_in_parts(
@@ -331,15 +346,14 @@ def _name_pad(folder: Path, tokenizer: PreTrainedTokenizerBase, pad: ClassifierP
             path.write_text(_json(settings | ({"pad_token": pad.token} if pad.token else {})), encoding="utf-8")
 
 
-def _cast(trained: Mapping[str, Tensor], origin: Origin, dtype: ExportDtype | None) -> dict[str, Tensor]:
+def _cast(trained: Mapping[str, Tensor], targets: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
     """Convert the weights; tensors that share memory still do, by which transformers recognizes tied weights."""
     converted: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = {}
     written = {}
     for name, weight in trained.items():
-        target = _dtype(name, weight, origin, dtype)
-        key = (weight.data_ptr(), tuple(weight.shape), target)
+        key = (weight.data_ptr(), tuple(weight.shape), targets[name])
         if key not in converted or not weight.numel():
-            converted[key] = weight.detach().to(target)
+            converted[key] = weight.detach().to(targets[name])
         written[name] = converted[key]
     return written
 
@@ -423,12 +437,12 @@ def _is_classifier(model: PreTrainedModel) -> bool:
     return "SequenceClassification" in type(model).__name__
 
 
-def _main_dtype(written: Mapping[str, Tensor]) -> torch.dtype:
-    """Return the dtype that most parameters have."""
+def _main_dtype(trained: Mapping[str, Tensor], targets: Mapping[str, torch.dtype]) -> torch.dtype:
+    """Return the dtype that most parameters are written in."""
     sizes: dict[torch.dtype, int] = {}
-    for weight in written.values():
+    for name, weight in trained.items():
         if weight.is_floating_point():
-            sizes[weight.dtype] = sizes.get(weight.dtype, 0) + weight.numel()
+            sizes[targets[name]] = sizes.get(targets[name], 0) + weight.numel()
     return max(sizes, key=lambda dtype: sizes[dtype])
 
 

@@ -26,7 +26,7 @@ from rlhf.runtime.engine import Engine
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 _SPLIT: WeakSet[nn.Module] = WeakSet()
-_READ_AS_THEY_ARE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+READ_AS_THEY_ARE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -240,7 +240,7 @@ def _unreadable_reason(name: str, parameter: Tensor, present: Sequence[str], fil
     stored = files.describe(present[0])
     if stored.shape != tuple(parameter.shape):
         return f"its files have the weight {name} in another shape"
-    if stored.dtype not in _READ_AS_THEY_ARE:
+    if stored.dtype not in READ_AS_THEY_ARE:
         return f"its files have the weight {name} in {stored.dtype}"
     return ""
 

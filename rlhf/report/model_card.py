@@ -12,10 +12,13 @@ import yaml
 from rlhf.report.page import final_kl, verdict
 from rlhf.report.record import Record
 from rlhf.tracking.metrics import METRICS, format_interval, format_number, format_value
+from rlhf.tracking.redact import redact_text
 
 Z95 = 1.96
 SHORTENED_TO = 2  # parts kept of an absolute path
 _PATH = re.compile(r"(?<![\w./:~…])[/~][^\s,;()'\"]*/[^\s,;()'\"]*[^\s,;()'\".:]")  # an absolute one, in a sentence
+
+_QUOTED = re.compile(r"""(?<!\w)(?:'(?:\\.|[^\\'])*'|"(?:\\.|[^\\"])*")(?!\w)""")  # as repr() writes a text
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class CardInputs:
     suites: Sequence[Mapping[str, Any]] = ()  # the files of evals/
     is_adapter: bool = False
     base_on_hub: bool = False
+    quotes: bool = False  # keep the texts that notes of the run quote, which may be completions
     best: Mapping[str, Any] | None = None  # best.json, if the model is a best checkpoint rather than that of the end
 
 
@@ -57,7 +61,7 @@ def model_card(record: Record, inputs: CardInputs) -> str:
         _reproduction(record),
         "## Limits\n\n" + "\n".join(f"- {_text(limit)}" for limit in _limits(record, inputs)),
     ]
-    return "\n\n".join(sections) + "\n"
+    return redact_text("\n\n".join(sections)) + "\n"
 
 
 def _front_matter(record: Record, inputs: CardInputs) -> str:
@@ -88,6 +92,17 @@ def _training_rows(record: Record) -> Iterator[tuple[str, str]]:
     yield "seed", format_value(record.setting("run", "seed"))
     rank = record.setting("policy", "lora", "r") or record.setting("model", "lora", "r")
     yield "trained weights", "all" if rank is None else f"adapters of rank {rank}"
+    yield "exported weights", _exported(record)
+
+
+def _exported(record: Record) -> str:
+    """Describe the dtype of the exported weights, and the share of the change by training that they keep."""
+    export = record.export
+    if export is None:
+        return "it is not known how much of the training their dtype keeps"
+    if export.change_kept is None:
+        return f"{export.dtype}; it is not known how much of the training this dtype keeps"
+    return f"{export.dtype}, which keeps {export.change_kept:.1%} of the change that training made"
 
 
 def _algorithm(record: Record) -> str:
@@ -236,7 +251,7 @@ def _reproduction(record: Record) -> str:
             f"With the code {code}, and the configuration below in `config.yaml`:",
             f"    rlhf {verb} config.yaml",
             f"Versions: {installed or 'unknown'}.",
-            "Of absolute paths only the end is shown.",
+            "Absolute paths are shortened to their last two components, and keys and passwords are replaced by ***.",
             f"{fence}yaml\n{text}{fence}",
         ]
     )
@@ -274,8 +289,11 @@ def _limits(record: Record, inputs: CardInputs) -> Iterator[str]:
     if finished and finished[-1][1] < 1:
         yield f"{1 - finished[-1][1]:.1%} of the held-out completions were cut off at the length limit."
     yield "Intervals cover the choice of held-out rows, not the training."
+    if record.export is not None and record.export.is_rounded_away:
+        yield record.export.warning("model")
     for note in dict.fromkeys(str(note.get("text")) for note in record.notes):
-        yield f"Noted by the run: {_PATH.sub(lambda path: shorten(path[0]), note)}"
+        text = note if inputs.quotes else _QUOTED.sub("…", note)
+        yield f"Noted by the run: {_PATH.sub(lambda path: shorten(path[0]), text)}"
 
 
 def shorten(path: str) -> str:

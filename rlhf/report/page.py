@@ -117,7 +117,7 @@ def verdict(record: Record) -> str:
     """Summarize the run in a few sentences."""
     sentences = [
         *(_headline(record), _judge(record), _stop(record), _kl(record), _best(record)),
-        *(_interval(record), _baselines(record)),
+        *(_interval(record), _baselines(record), _rounded(record)),
     ]
     return " ".join(sentence for sentence in sentences if sentence)
 
@@ -253,6 +253,12 @@ def _baselines(record: Record) -> str:
         if isinstance(accuracy, int | float):
             named.append(f"{str(name).replace('_', ' ')} {format_number(accuracy)}")
     return f"Baselines on the same pairs: {', '.join(named)}." if named else ""
+
+
+def _rounded(record: Record) -> str:
+    """Describe what the exported weights have lost of the training; empty if they keep it."""
+    export = record.export
+    return "" if export is None or not export.is_rounded_away else f"Warning: {export.warning('model')}."
 
 
 def tiles(record: Record) -> list[Tile]:

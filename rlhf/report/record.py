@@ -1,4 +1,7 @@
-"""The contents of a run folder, read once, as series of metrics and before/after pairs for the report."""
+"""The contents of a run folder, read once, as series of metrics and before/after pairs for the report.
+
+Secrets in the configuration and in notes are hidden here, so that neither the page nor the card shows one.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from typing import Any
 
 from rlhf.config.run import UNKNOWN_LENGTH
 from rlhf.errors import UserError
+from rlhf.tracking.exported import ExportRecord, read_export
+from rlhf.tracking.redact import redact
 from rlhf.tracking.run_folder import RunFolder
 
 
@@ -51,7 +56,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Record:
-    """The contents of a run folder."""
+    """The contents of a run folder; secrets are hidden."""
 
     path: Path
     config: dict[str, Any]
@@ -62,6 +67,7 @@ class Record:
     notes: list[dict[str, Any]] = field(default_factory=list)
     card: dict[str, Any] = field(default_factory=dict)
     alarms: list[dict[str, Any]] = field(default_factory=list)
+    export: ExportRecord | None = None
 
     @property
     def name(self) -> str:
@@ -193,14 +199,15 @@ def read_record(run_dir: Path) -> Record:
         )
     return Record(
         path=run_dir,
-        config=folder.read_config(),
+        config=redact(folder.read_config()),
         series=collect(rows),
         last_step=max((int(row.get("step", 0)) for row in rows), default=0),
         samples=folder.read_samples(),
         timings=folder.read_timings(),
-        notes=folder.read_notes(),
+        notes=redact(folder.read_notes()),
         card=card,
         alarms=folder.read_alarms(),
+        export=read_export(run_dir),
     )
 
 

@@ -95,6 +95,7 @@ class RunFolder:
     samples.jsonl     {"step", "split", "row", "prompt", "completion", "score", "parts", "kl", "length", "finished"}
     notes.jsonl       {"step", "text"}: skipped rows and warnings
     report_card.json  the results of a reward model's evaluation
+    export.json       the dtype of the exported weights, and how much of the training it keeps
     checkpoints/      state to resume from
     deepspeed/        DeepSpeed's complete JSON configuration of each model, if sharding uses it
     report.html       the page

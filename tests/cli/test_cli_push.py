@@ -12,6 +12,7 @@ from hub_stand_in import HubStandIn, hub_stand_in
 
 from rlhf.cli import main
 from rlhf.config.load import dump, train_config
+from rlhf.report.page import write_report
 from rlhf.tracking.run_folder import RunFolder
 from rlhf.tracking.trackers import JsonlLogger
 
@@ -239,3 +240,56 @@ def test_a_run_without_a_model_or_a_wrong_name_is_refused(run: Path, capsys: pyt
     assert "has no model/ yet: it is written at the end of the run" in " ".join(capsys.readouterr().err.split())
     assert main(["push", str(run.parent), "owner/tiny"]) == 2
     assert "is not a run folder" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("online")
+def test_nothing_is_uploaded_to_a_public_repository_that_should_be_private(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hub_stand_in() as hub:
+        assert pushed(hub, run, monkeypatch) == 0
+        capsys.readouterr()
+        assert pushed(hub, run, monkeypatch, "--private") == 2
+        error = " ".join(capsys.readouterr().err.split())
+        assert "--private: owner/tiny exists already and is public, so nothing was uploaded" in error
+        assert f"{hub.url}/owner/tiny/settings" in error
+    assert len(hub.commits) == 1
+
+
+SECRETS: dict[str, Any] = {
+    "api_key": "planted-key",
+    "hf_token": "planted-token",
+    "headers": {"Authorization": "Bearer planted-bearer"},
+    "url": "https://planted-user:planted-word@host.example/score?token=planted-query&n=3",
+}
+
+
+def test_neither_the_card_nor_the_report_shows_a_secret(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder(run)
+    config = folder.read_config()
+    config["reward"]["source"]["kwargs"] = SECRETS
+    config["data"]["prompts"]["path"] = "https://planted-user:planted-word@host.example/rows.jsonl"
+    folder.config.write_text(yaml.safe_dump(config))
+    with JsonlLogger(folder.notes) as log:
+        log.log({"step": 3, "text": "asked https://host.example/?token=planted-query, with api_key=planted-key"})
+    (run / "eval.json").write_text(json.dumps({**COMPARISON, "against": "https://planted-user@host.example/x"}))
+    card, page = printed_card(run, capsys), write_report(run).read_text()
+    for text in (card, page):
+        assert "planted" not in text
+        assert "https://***@host.example/score?token=***&amp;n=3" in text.replace("?token=***&n", "?token=***&amp;n")
+    assert "keys and passwords are replaced by ***" in card
+    again = train_config(yaml.safe_load(card.split("```yaml\n")[1].split("```")[0]))
+    assert again.run.seed == 7
+
+
+def test_what_a_note_quotes_is_pushed_only_if_asked_for(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with JsonlLogger(RunFolder(run).notes) as log:
+        for said in ("a private 'remark'", "another one", "it's"):
+            log.log(
+                {"step": 3, "text": f"scores are not finite; the first is nan, for the completion {said!r}; see docs"}
+            )
+    card = printed_card(run, capsys)
+    assert "- Noted by the run: scores are not finite; the first is nan, for the completion …; see docs" in card
+    assert not any(said in card for said in ("private", "remark", "another one", "it's"))
+    assert main(["push", str(run), "owner/tiny", "--dry-run", "--quotes"]) == 0
+    assert "another one" in capsys.readouterr().out

@@ -92,20 +92,6 @@ def test_checkpoints_are_exact_and_otherwise_as_published(tmp_path: Path) -> Non
     assert settings == json.loads((source / "config.json").read_text()) | {"dtype": "float32"}
 
 
-def test_a_run_says_where_rounding_takes_away_what_it_trained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    publish_words(tmp_path / "model")
-    run("train", tmp_path, sft_tree(tmp_path, lr=1e-7))
-    assert "policy.export_dtype=float32 keeps it" in " ".join(capsys.readouterr().out.split())
-    wide = sft_tree(tmp_path, lr=1e-7, export_dtype="float32")
-    wide["run"]["out_dir"] = str(tmp_path / "wide")
-    exported = run("train", tmp_path, wide)
-    assert "export_dtype" not in capsys.readouterr().out
-    assert {weight.dtype for weight in load_file(exported / "model.safetensors").values()} == {torch.float32}
-    assert json.loads((exported / "config.json").read_text())["dtype"] == "float32"
-
-
 def test_reward_model_and_ppo_on_it_without_a_spare_pad_token(tmp_path: Path) -> None:
     source = publish_words(tmp_path / "model")
     rm = {

@@ -150,6 +150,29 @@ def test_a_changed_weight_is_cast_anew() -> None:
     assert cast_weight(weight, torch.float32) is weight
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_weight_that_an_optimizer_changed_is_cast_again(fused: bool) -> None:
+    """A fused optimizer does not raise the version of the weights that it changes."""
+    weight = nn.Parameter(torch.ones(2, 2))
+    optimizer = torch.optim.AdamW([weight], lr=0.5, fused=fused)
+    weight.grad = torch.ones(2, 2)
+    with weights_cast_once():
+        before = cast_weight(weight, torch.bfloat16).clone()
+        optimizer.step()
+        after = cast_weight(weight, torch.bfloat16)
+    assert not torch.equal(weight, torch.ones(2, 2))
+    assert torch.equal(after, weight.bfloat16())
+    assert not torch.equal(after, before)
+
+
+def test_no_hook_of_the_context_stays_with_the_optimizers() -> None:
+    hooks = torch.optim.optimizer._global_optimizer_post_hooks
+    before = dict(hooks)
+    with weights_cast_once(), weights_cast_once():
+        assert len(hooks) == len(before) + 1
+    assert dict(hooks) == before
+
+
 def test_the_context_may_end_in_another_thread_while_a_weight_is_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sampler beside the update opens and closes it too; here it ends between two looks at the kept copies."""
     weight = torch.randn(4, 4)

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from published import EOS, KINDS, Kind, files, publish, published_tokenizer, store_norms_wide, store_tied_head, write
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB
 from transformers import (
     AutoModelForCausalLM,
@@ -22,9 +22,12 @@ from transformers import (
 
 from rlhf.config.sections import LoraConfig, PolicyConfig
 from rlhf.data.tokenizer import load_tokenizer
+from rlhf.models import rounding
 from rlhf.models.backbone import add_lora, load_causal_lm, load_policy, merged_copy
 from rlhf.models.export import Origin, classifier_padding, export_model, read_origin
+from rlhf.models.rounding import lost_change
 from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
+from rlhf.models.weight_files import WeightFiles, read_header
 
 TIED = KINDS["llama, tied, several EOS, no pad"]
 
@@ -38,7 +41,7 @@ def untrained(folder: Path, out: Path) -> Path:
     tokenizer = load_tokenizer(str(folder))
     model = load_policy(PolicyConfig(model=str(folder)), str(folder), tokenizer)
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
-    assert export_model(model, tokenizer, out, origin=origin_of(folder)) == 0.0
+    assert export_model(model, tokenizer, out, origin=origin_of(folder)).lost == 0.0
     return out
 
 
@@ -108,19 +111,115 @@ def test_an_older_name_of_the_dtype_is_kept(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == settings | {"torch_dtype": "float32"}
 
 
-def test_what_rounding_takes_away_is_known(tmp_path: Path) -> None:
+def nudged(folder: Path, factor: float) -> PreTrainedModel:
+    """The folder's model, every weight multiplied; 1 + 2⁻¹² is a sixteenth of a bfloat16 step."""
+    model = load_causal_lm(str(folder))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(factor)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["llama, tied, several EOS, no pad", "llama, untied, shards"])
+def test_a_small_change_is_exported_in_float32(kind: str, tmp_path: Path) -> None:
+    source = publish(KINDS[kind], tmp_path / "in")
+    model, tokenizer, origin = nudged(source, 1 + 2**-12), load_tokenizer(str(source)), origin_of(source)
+    exported = export_model(model, tokenizer, tmp_path / "out", origin=origin)
+    assert (exported.dtype, exported.lost) == (torch.float32, 0.0)
+    assert (exported.avoided, exported.avoided_loss) == (torch.bfloat16, pytest.approx(1.0))
+    again = load_causal_lm(str(tmp_path / "out")).state_dict()
+    assert all(torch.equal(again[name], weight) for name, weight in model.state_dict().items())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+    assert sorted(files(tmp_path / "out")) == sorted(files(source))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.float32
+
+
+def test_a_large_change_keeps_the_dtype(tmp_path: Path) -> None:
     source = publish(TIED, tmp_path / "in")
-    tokenizer, origin = load_tokenizer(str(source)), origin_of(source)
-    model = load_causal_lm(str(source))
+    exported = export_model(
+        nudged(source, 1.3), load_tokenizer(str(source)), tmp_path / "out", origin=origin_of(source)
+    )
+    assert (exported.dtype, exported.avoided) == (torch.bfloat16, None)
+    assert exported.lost is not None
+    assert 0 < exported.lost < 0.01
+    assert {weight.dtype for weight in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_a_dtype_that_is_asked_for_is_obeyed_and_its_loss_is_known(tmp_path: Path) -> None:
+    source = publish(TIED, tmp_path / "in")
+    model, tokenizer, origin = nudged(source, 1 + 2**-12), load_tokenizer(str(source)), origin_of(source)
+    rounded = export_model(model, tokenizer, tmp_path / "out", origin=origin, dtype="bfloat16")
+    assert (rounded.dtype, rounded.lost, rounded.avoided) == (torch.bfloat16, pytest.approx(1.0), None)
+    assert files(tmp_path / "out") == files(source)
+    assert export_model(model, tokenizer, tmp_path / "wide", origin=origin, dtype="float32").lost == 0.0
+
+
+def test_norms_that_are_stored_wide_stay_so_and_the_rest_follows(tmp_path: Path) -> None:
+    source = publish(TIED, tmp_path / "in")
+    store_norms_wide(source)
+    origin, tokenizer = origin_of(source), load_tokenizer(str(source))
+    assert export_model(nudged(source, 1 + 2**-12), tokenizer, tmp_path / "out", origin=origin).dtype == torch.float32
+    export_model(nudged(source, 1.3), tokenizer, tmp_path / "much", origin=origin)
+    kept = load_file(tmp_path / "much" / "model.safetensors")
+    assert {name: weight.dtype for name, weight in kept.items()} == {n: t.dtype for n, t in origin.tensors.items()}
+
+
+def test_the_start_is_found_under_the_names_of_older_files(tmp_path: Path) -> None:
+    """GPT-2 was published without its prefix: here in float16, which loses a change of 2⁻¹⁴."""
+    source = publish(Kind("gpt2", torch.float16, "</s>"), tmp_path / "in")
+    weights = load_file(source / "model.safetensors")
+    old = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
+    save_file(old, source / "model.safetensors", {"format": "pt"})
+    origin, tokenizer = origin_of(source), load_tokenizer(str(source))
+    exported = export_model(nudged(source, 1 + 2**-14), tokenizer, tmp_path / "out", origin=origin)
+    assert exported.dtype == torch.float32
+    assert exported.avoided_loss is not None
+    assert 0.5 < exported.avoided_loss <= 1
+    assert export_model(nudged(source, 1.3), tokenizer, tmp_path / "out", origin=origin).dtype == torch.float16
+
+
+def test_a_start_that_is_gone_loses_nothing(tmp_path: Path) -> None:
+    source = publish(TIED, tmp_path / "in")
+    model, tokenizer, origin = nudged(source, 1.3), load_tokenizer(str(source)), origin_of(source)
+    source.rename(tmp_path / "gone")
+    exported = export_model(model, tokenizer, tmp_path / "out", origin=origin)
+    assert (exported.dtype, exported.lost) == (torch.float32, 0.0)
+    assert (exported.avoided, exported.avoided_loss) == (torch.bfloat16, None)
+    assert export_model(model, tokenizer, tmp_path / "out", origin=origin, dtype="bfloat16").lost is None
+
+
+def test_the_loss_is_the_relative_norm_of_what_is_rounded_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two weights of 1 change by 2⁻⁷, which bfloat16 holds, and two by 2⁻⁹, which it does not: √(1/(1 + 16))."""
+    monkeypatch.setattr(rounding, "CHUNK", 3)  # in two pieces
+    save_file({"a": torch.ones(4, dtype=torch.bfloat16), "b": torch.ones(2)}, tmp_path / "start.safetensors")
+    start = WeightFiles(tmp_path, {"start.safetensors": read_header(tmp_path / "start.safetensors")})
+    trained = {"a": 1 + torch.tensor([2**-7, 2**-7, 2**-9, 2**-9]), "b": torch.ones(2)}
+    names = {"a": "a", "b": "b"}
+
+    def lost(dtype: torch.dtype) -> float | None:
+        return lost_change(start, trained, {"a": dtype, "b": torch.float32}, names)
+
+    assert lost(torch.bfloat16) == pytest.approx(17**-0.5)
+    assert lost(torch.float16) == 0.0
+    assert lost_change(start, {"a": torch.ones(4)}, {"a": torch.bfloat16}, names) == 0.0
+    assert lost_change(start, {"new": torch.full((2,), 1 / 3)}, {"new": torch.bfloat16}, {}) is None
+    assert lost_change(start, {"a": torch.full((4,), 1e6)}, {"a": torch.float16}, names) == 1.0  # it overflows
+
+
+def test_a_small_adapter_is_merged_into_float32(tmp_path: Path) -> None:
+    source = publish(TIED, tmp_path / "in")
+    model = add_lora(load_causal_lm(str(source)), LoraConfig(r=2))
     with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(1 + 2**-12)  # a sixteenth of a bfloat16 step
-    assert export_model(model, tokenizer, tmp_path / "auto", origin=origin) == pytest.approx(1.0)
-    assert export_model(model, tokenizer, tmp_path / "wide", origin=origin, dtype="float32") == 0.0
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(2.0)
-    assert 0 < export_model(model, tokenizer, tmp_path / "much", origin=origin) < 0.01
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.add_(1e-5)
+    merged = merged_copy(model, None)
+    exported = export_model(merged, load_tokenizer(str(source)), tmp_path / "out", origin=origin_of(source))
+    assert exported.dtype == torch.float32
+    assert exported.avoided_loss is not None
+    assert exported.avoided_loss > 0.9
+    again = load_causal_lm(str(tmp_path / "out")).state_dict()
+    assert all(torch.equal(again[name], weight) for name, weight in merged.state_dict().items())
 
 
 def test_an_untrained_adapter_merges_to_its_base(tmp_path: Path) -> None:
@@ -142,7 +241,7 @@ def test_an_export_does_not_need_its_source_any_more(tmp_path: Path) -> None:
     expected, origin, tokenizer = files(source), origin_of(source), load_tokenizer(str(source))
     model = load_causal_lm(str(source))
     source.rename(tmp_path / "gone")
-    assert export_model(model, tokenizer, tmp_path / "out", origin=origin) == 0.0
+    assert export_model(model, tokenizer, tmp_path / "out", origin=origin).lost == 0.0
     assert files(tmp_path / "out") == expected
 
 

@@ -165,10 +165,22 @@ def test_a_folder_with_one_file_will_do_and_with_several_will_not(file: Path, tm
         load_causal_lm(str(tmp_path))
 
 
-def test_the_export_is_an_ordinary_folder_in_bfloat16(file: Path, tmp_path: Path) -> None:
+def test_an_export_whose_start_cannot_be_compared_loses_nothing(file: Path, tmp_path: Path) -> None:
+    tokenizer, origin = load_tokenizer(str(file)), read_origin(str(file), str(file), load_tokenizer(str(file)))
+    exported = export_model(load_causal_lm(str(file)), tokenizer, tmp_path, origin=origin)
+    assert (exported.dtype, exported.avoided, exported.avoided_loss) == (torch.float32, torch.bfloat16, None)
+    assert {weight.dtype for weight in load_file(tmp_path / "model.safetensors").values()} == {torch.float32}
+    model = load_causal_lm(str(file))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.bfloat16())  # bfloat16 holds all of it
+    assert export_model(model, tokenizer, tmp_path, origin=origin).dtype == torch.bfloat16
+
+
+def test_the_export_in_bfloat16_is_an_ordinary_folder(file: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(file))
     model = load_policy(PolicyConfig(model=str(file)), str(file), tokenizer)
-    export_model(model, tokenizer, tmp_path, origin=read_origin(str(file), str(file), tokenizer))
+    export_model(model, tokenizer, tmp_path, origin=read_origin(str(file), str(file), tokenizer), dtype="bfloat16")
     stored = load_file(tmp_path / "model.safetensors")
     expected = byte_model().state_dict()
     assert stored.keys() == expected.keys() - {"lm_head.weight"}  # tied: stored once
@@ -216,6 +228,23 @@ def test_a_file_that_is_no_gguf_is_a_plain_error(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path / "x.gguf"))
     with pytest.raises(ModelError, match="no such file or folder"):
         load_causal_lm("nothing.gguf")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.5, 0.9, 0.999])
+def test_a_file_cut_anywhere_is_a_plain_error(share: float, file: Path, tmp_path: Path) -> None:
+    """`share` of the header is left; the file of this model is mostly header."""
+    content = file.read_bytes()
+    header = content.index(b"output_norm.weight")
+    (tmp_path / "cut.gguf").write_bytes(content[: max(6, int(share * header))])
+    for load in (load_causal_lm, load_tokenizer):
+        with pytest.raises(ModelError, match=r"cut\.gguf.*(cut off or damaged|GGUF)"):
+            load(str(tmp_path / "cut.gguf"))
+
+
+def test_a_file_cut_in_its_weights_is_a_plain_error(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:-5000])
+    with pytest.raises(ModelError, match=r"cut\.gguf"):
+        load_causal_lm(str(tmp_path / "cut.gguf"))
 
 
 def test_without_its_package_the_cure_is_told(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

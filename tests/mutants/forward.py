@@ -298,6 +298,14 @@ FORWARD = [
         tests=("tests/models/test_cast.py",),
     ),
     Mutant(
+        name="casts-outlive-a-fused-step",
+        file="rlhf/models/kernels/cast.py",
+        before="    if casts is not None:\n        casts.clear()",
+        after="    pass",
+        why="a fused optimizer does not raise the version of a weight: its old 16-bit copy is used again",
+        tests=("tests/models/test_cast.py",),
+    ),
+    Mutant(
         name="casts-kept-for-good",
         file="rlhf/models/kernels/cast.py",
         before="    finally:\n        _CASTS = None\n",

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 ROW_MULTIPLE = 64
 HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -40,17 +41,28 @@ _CASTS: dict[tuple[int, torch.Size, tuple[int, ...]], tuple[Tensor, int, Tensor]
 def weights_cast_once() -> Iterator[None]:
     """Keep the copies that `cast_weight` makes until the outermost of these contexts ends.
 
-    Enter it around passes between which no weight changes: the micro-batches of one optimizer step or of a rollout.
+    Enter it around passes between which no weight changes: the micro-batches of one optimizer step or of a rollout. A
+    copy is made again if the version of its weight has risen, and after the step of any optimizer of torch, because
+    fused ones do not raise it.
     """
     global _CASTS  # not a ContextVar: backward passes may run in a thread of autograd's
     if _CASTS is not None:
         yield
         return
     _CASTS = {}
+    hook = register_optimizer_step_post_hook(_forget_casts)
     try:
         yield
     finally:
         _CASTS = None
+        hook.remove()
+
+
+def _forget_casts(*_: object) -> None:
+    """Drop the copies of weights that an optimizer may have changed."""
+    casts = _CASTS
+    if casts is not None:
+        casts.clear()
 
 
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,150 @@
+"""Export the models of a run, however sharded, and report which exported weights have lost their training.
+
+Every rank calls the functions that export, because gathering the weights is collective; only the main rank writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf.config.load import dump, load_run
+from rlhf.config.sections import RewardModelConfig, TrainConfig
+from rlhf.data.paths import resolve_best
+from rlhf.data.tokenizer import locate_model
+from rlhf.errors import ConfigError, ModelError
+from rlhf.factory.context import member_folders, model_folder
+from rlhf.models.adapters import is_adapted
+from rlhf.models.backbone import CausalLM, merged_copy
+from rlhf.models.export import ExportDtype, Exported, Origin, export_model
+from rlhf.models.rounding import lost_change, names_at_start
+from rlhf.models.scalar_head import ScalarHeadModel
+from rlhf.models.weight_files import WeightFiles, local_folder, read_headers
+from rlhf.runtime.engine import Engine
+from rlhf.tracking.exported import ExportRecord, read_export, rounding_warnings
+from rlhf.training.session import Session
+
+
+def export_policy(
+    policy: CausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    engine: Engine,
+    origin: Origin,
+    dtype: ExportDtype,
+) -> None:
+    """Export the policy as an ordinary model, with adapters merged into a copy of the weights."""
+    state = engine.full_state(policy)
+
+    def write() -> None:
+        if is_adapted(policy):
+            exported = export_model(merged_copy(policy, state), tokenizer, folder, origin=origin, dtype=dtype)
+        else:
+            exported = export_model(policy, tokenizer, folder, origin=origin, dtype=dtype, state=state)
+        _record_export(exported, "policy", dtype, folder)
+
+    engine.ranks.on_main(write)
+
+
+def export_scalar_head(
+    model: ScalarHeadModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    engine: Engine,
+    origin: Origin,
+    dtype: ExportDtype,
+) -> None:
+    """Export a reward model as a folder that AutoModelForSequenceClassification can load."""
+    state = engine.full_state(model.classifier)
+
+    def write() -> None:
+        exported = export_model(model.classifier, tokenizer, folder, origin=origin, dtype=dtype, state=state)
+        _record_export(exported, "model", dtype, folder)
+
+    engine.ranks.on_main(write)
+
+
+def _record_export(exported: Exported, section: str, asked: ExportDtype, folder: Path) -> None:
+    """Write export.json beside the folder of the exported model."""
+
+    def kept(lost: float | None) -> float | None:
+        return None if lost is None else 1 - lost
+
+    ExportRecord(
+        key=f"{section}.export_dtype",
+        asked=asked,
+        dtype=_dtype_name(exported.dtype),
+        change_kept=kept(exported.lost),
+        start_dtype=None if exported.avoided is None else _dtype_name(exported.avoided),
+        start_dtype_keeps=kept(exported.avoided_loss),
+    ).write(folder.parent)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def note_export(session: Session) -> None:
+    """Tell at the end of a run what the dtype of the exported weights does to the training, if there is a loss."""
+    record = session.ranks.on_main(lambda: read_export(session.recorder.folder.path))
+    text = None if record is None else record.summary()
+    if text is not None:
+        session.recorder.note(text)
+
+
+def rounded_inputs(config: TrainConfig | RewardModelConfig) -> list[str]:
+    """Return a message for each model that a run reads and whose exported weights have lost their training."""
+    return rounded_models({name: section for name, section in dump(config).items() if name != "run"})
+
+
+def rounded_models(*trees: object) -> list[str]:
+    """Return a message for each exported model among the paths in the trees that has lost its training to rounding.
+
+    Args:
+        trees: paths, or configurations in which some of the strings are paths: runs, ensembles, folders of models.
+    """
+    paths = dict.fromkeys(path for tree in trees for path in _folders(tree))
+    models = [str(model) for path in paths for model in member_folders(path) or [path]]
+    return rounding_warnings(dict(zip(models, models, strict=True)))
+
+
+def change_lost_in(path: str, model: PreTrainedModel, targets: Mapping[str, torch.dtype]) -> float | None:
+    """Compute the share of a run's training that its model would lose in other dtypes; None if it cannot be measured.
+
+    Args:
+        path: the run folder.
+        model: its model, loaded in float32.
+        targets: the dtype of each weight.
+    """
+    if not (Path(path).expanduser() / "config.yaml").is_file():
+        return None
+    config = load_run(path)
+    if isinstance(config, RewardModelConfig):
+        return None
+    with suppress(ModelError):
+        location = locate_model(model_folder(config.policy.model))
+        folder = None if location.is_adapter or location.gguf is not None else local_folder(location)
+        if folder is not None:
+            start = WeightFiles(folder, read_headers(folder))
+            trained = model.state_dict()
+            return lost_change(start, trained, targets, names_at_start(model, trained, start))
+    return None
+
+
+def _folders(tree: object) -> Iterator[str]:
+    """Yield every string in a tree of mappings and lists that names a folder; RUN@best as the folder that it means."""
+    if isinstance(tree, str):
+        with suppress(ConfigError, OSError, RuntimeError, ValueError):  # a text that can be no path
+            path = resolve_best(tree)
+            if Path(path).expanduser().is_dir():
+                yield path
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _folders(value)
+    elif isinstance(tree, Sequence):
+        for value in tree:
+            yield from _folders(value)
