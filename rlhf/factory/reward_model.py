@@ -86,6 +86,11 @@ def build_reward_model(config: RewardModelConfig, console: Console | None = None
     """
     config, precision = choose_precision(config)
     context = open_context(config, console, precision)
+    with context.undone_on_error():
+        return _build(config, context)
+
+
+def _build(config: RewardModelConfig, context: RunContext) -> RewardModelRun:
     tokenizer = build_tokenizer(config.model)
     origin = read_export_origin(config.model, tokenizer)
     model = _build_model(config, context, tokenizer)
@@ -96,6 +101,8 @@ def build_reward_model(config: RewardModelConfig, console: Console | None = None
     context.notes += fast_ways.lines()
     if context.resume is not None:
         trained.load_state(load_trainer_state(context.resume)["model"])
+    if context.is_other_run:
+        context.state.best = None
     max_length = context_length(model.classifier)
     stream = _train_stream(config, context, tokenizer, max_length)
     held_out = config.data.eval_preferences
@@ -296,6 +303,7 @@ def _build_model(config: RewardModelConfig, context: RunContext, tokenizer: PreT
     path = str(context.resume / MODEL) if context.resume else model_folder(config.model.model)
     with seeded_initialization(context.seed):
         model = _load_model(config, context, path, tokenizer)
+    context.identify_model("model.model", config.model.model)
     if config.model.gradient_checkpointing:
         enable_gradient_checkpointing(model.classifier)
     model.train()
@@ -339,7 +347,8 @@ def _load_pairs(
     max_length: int | None,
 ) -> PairSet:
     pairs = load_pairs(data, tokenizer, chat_template=config.data.chat_format, context=max_length)
-    context.notes.append(pairs.skips.summary())
+    is_train = data is config.data.preferences
+    context.rows_read("preferences" if is_train else "eval_preferences", pairs.skips)
     return pairs
 
 
