@@ -249,8 +249,7 @@ def _train(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.tracking.same_run import already_complete, check_same_run, finished_step
 
     config = resolve_lab_paths(load_train(parsed.target, parsed.overrides))
-    found = check_same_run(config)
-    if (step := finished_step(config, found)) is not None:
+    if (step := finished_step(config, check_same_run(config))) is not None:
         console.print(Text(already_complete(Path(config.run.out_dir), step)), soft_wrap=True)
         return
     check_files(config)
@@ -269,8 +268,7 @@ def _rm(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.tracking.same_run import already_complete, check_same_run, finished_step
 
     config = resolve_lab_paths(load_reward_model(parsed.target, parsed.overrides))
-    found = check_same_run(config)
-    if (step := finished_step(config, found)) is not None:
+    if (step := finished_step(config, check_same_run(config))) is not None:
         console.print(Text(already_complete(Path(config.run.out_dir), step)), soft_wrap=True)
         return
     check_files(config)

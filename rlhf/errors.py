@@ -66,9 +66,10 @@ def command_or_call(command: str, call: str) -> str:
     return call if _PYTHON.get() else command
 
 
-def how_to_continue() -> str:
-    """Describe how a run that stopped is continued, as the end of a sentence."""
-    return command_or_call("the same command continues", "the same call with folder=... and resume=True continues")
+def how_to_continue(folder: object = "...") -> str:
+    """Describe how the run in a folder is continued, as the beginning of a sentence."""
+    call = f"the same call with folder={str(folder)!r} and resume=True continues"
+    return command_or_call("the same command continues", call)
 
 
 DISTRIBUTION = "rlhf-trainer"  # what pip calls this project; on the package index `rlhf` is somebody else's

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf.config.sections import RewardModelConfig, TrainConfig
+from rlhf.factory.context import member_folders
 from rlhf.factory.reward_model import build_reward_model, finish_members, finish_reward_model, member_configs
 from rlhf.factory.run import build_run, is_complete, mark_complete
 from rlhf.report.page import write_report
@@ -88,13 +89,16 @@ def run_reward_model(config: RewardModelConfig, console: Console, *, on_step: On
     members = member_configs(config)
     if not members:
         return _run_reward_model(config, console, on_step=on_step)
+    finished = 0
     for member in members:
         console.rule(f"member {member.ensemble.member} of {config.ensemble.size}")
         if print_if_finished(member, console):
+            finished += 1
             continue
         if not _run_reward_model(member, console, on_step=on_step):
             return False
-    print_ensemble(finish_members(config, members), console)
+    if finished < len(members) or not member_folders(config.run.out_dir):
+        print_ensemble(finish_members(config, members), console)
     return True
 
 

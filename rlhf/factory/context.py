@@ -101,13 +101,13 @@ class RunContext:
         return any(not change.is_allowed for change in self.changed)
 
     def rows_read(self, name: str, rows: RowCounts) -> None:
-        """Note how many rows of the data set data.NAME are used, and identify them."""
+        """Report how many rows of the data set data.NAME are used, and record and check them."""
         self.notes.append(rows.summary())
         self.identify(f"data.{name}", rows.digest)
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Unlock the folder if the setup of the run fails, and remove it if there is nothing else in it."""
+        """Release the folder if the setup of the run fails, and remove it if there is nothing else in it."""
         try:
             yield
         except BaseException:
@@ -139,7 +139,7 @@ class RunContext:
         self.state.inputs[key] = digest
 
     def identify_model(self, key: str, path: str) -> None:
-        """Identify the weights of the model at `path`, which the setting `key` names; see `identify`."""
+        """Record and check the weights of the model at `path`, which the setting `key` names; see `identify`."""
         self.identify(key, self.engine.ranks.on_main(lambda: digest_of_model(path)))
 
     def session(
@@ -296,10 +296,10 @@ def open_context(
                 f"checkpoint.resume=never: the run that was in {folder.path} is now in {move_aside(folder.path)}"
             )
         changed = check_same_run(config)
-        found = checkpoints.latest_intact(messages.append)
-        if found is None and holds_run(folder):
+        checkpoint = checkpoints.latest_intact(messages.append)
+        if checkpoint is None and holds_run(folder):
             raise another_run(config, "it has a model but no checkpoint to continue from", always=False)
-        return found, changed, messages
+        return checkpoint, changed, messages
 
     try:
         resume, changed, messages = ranks.on_main(newest)
@@ -374,8 +374,8 @@ def _resume_messages(context: RunContext, versions: Sequence[str], total_steps: 
     allowed = [change for change in context.changed if change.is_allowed]
     if other:
         messages.append(
-            f"warning: checkpoint.resume=always: from step {context.state.step + 1} on another run trains the weights of "
-            f"this checkpoint: {list_changes(other)}. Weights, optimizer moments and step count are kept; the KL "
+            f"warning: checkpoint.resume=always: from step {context.state.step + 1} on other settings train the weights "
+            f"of this checkpoint: {list_changes(other)}. Weights, optimizer moments and step count are kept; the KL "
             "coefficient, the best checkpoint and completions sampled ahead begin again"
         )
     if allowed:

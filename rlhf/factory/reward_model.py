@@ -52,11 +52,11 @@ from rlhf.runtime.seeding import derive_seed, seeded_initialization
 from rlhf.tracking.checkpoint import replace_folder
 from rlhf.tracking.metrics import progress_metrics
 from rlhf.tracking.run_folder import RunFolder
+from rlhf.tracking.same_run import MEMBERS
 from rlhf.training.offline import OfflineRun
 from rlhf.types import PreferencePairs
 
 PAIRS = "preferences"  # the section of the pairs
-MEMBERS = "members"  # the folder of the runs of an ensemble's separate members
 CARD_PAIRS = 8192  # rows of a mixture that calibration and the report card read
 
 

@@ -73,6 +73,7 @@ FIRST = ("algorithm.preset", "policy.model", "model.model", "reward.source*", "d
 FREE = ("kwargs", "request")  # sections whose keys are the user's
 SHOWN = 4  # changes that a message names
 NOT_SET = object()
+MEMBERS = "members"  # the folder of the runs of an ensemble's separate reward models
 
 
 @dataclass(frozen=True)
@@ -140,9 +141,9 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def list_changes(found: Iterable[Change | str]) -> str:
+def list_changes(changed: Iterable[Change | str]) -> str:
     """Format a few of the changes, with the number of the others."""
-    texts = [str(change) for change in found]
+    texts = [str(change) for change in changed]
     more = len(texts) - SHOWN
     return ", ".join(texts[:SHOWN]) + (f", and {more} more" if more > 0 else "")
 
@@ -194,15 +195,22 @@ def check_same_run(config: TrainConfig | RewardModelConfig) -> list[Change]:
         CheckpointError: a setting differs that may not change, or the run has no checkpoint to continue from.
     """
     folder, resume = RunFolder(config.run.out_dir), config.checkpoint.resume
+    if (folder.path / MEMBERS).is_dir() and not _trains_members(config):
+        raise another_run(config, "an ensemble of separate reward models", always=False)
     if resume == "never" or not holds_run(folder):
         return []
-    found = changes_since(folder, config)
-    refused = [change for change in found if not change.is_allowed]
+    changed = changes_since(folder, config)
+    refused = [change for change in changed if not change.is_allowed]
     if resume == "always":
         refused = [change for change in refused if matches(change.key, FIXED) or change.key in ("policy", "model")]
     if refused:
         raise another_run(config, list_changes(refused), always=resume != "always")
-    return found
+    return changed
+
+
+def _trains_members(config: TrainConfig | RewardModelConfig) -> bool:
+    """Return whether a run trains separate reward models, each in a folder of its own."""
+    return isinstance(config, RewardModelConfig) and config.ensemble.size > 1 and config.ensemble.backbone == "separate"
 
 
 def another_run(config: TrainConfig | RewardModelConfig, what: str, *, always: bool = True) -> CheckpointError:
@@ -229,18 +237,18 @@ def another_run(config: TrainConfig | RewardModelConfig, what: str, *, always: b
     return CheckpointError(f"{folder.path} holds another run{at}: {what}. {ways}")
 
 
-def finished_step(config: TrainConfig | RewardModelConfig, found: Iterable[Change]) -> int | None:
+def finished_step(config: TrainConfig | RewardModelConfig, changed: Iterable[Change]) -> int | None:
     """Return the last step of the finished run in the folder if nothing is left to do; None if there may be.
 
     Something may be left if the length or the export changed, if an input file is newer than the end of the run, or if
-    the exported model is gone. `found` are the settings that differ.
+    the exported model is gone. `changed` are the settings that differ.
     """
     folder = RunFolder(config.run.out_dir)
     step = completed_step(folder)
     unfinished = (*EXPORT, "schedule.steps", "schedule.epochs", "checkpoint.best.patience", "checkpoint.resume")
     if step is None or config.checkpoint.resume == "never" or not folder.model.is_dir():
         return None
-    if any(matches(change.key, unfinished) or not change.is_allowed for change in found):
+    if any(matches(change.key, unfinished) or not change.is_allowed for change in changed):
         return None
     ended = folder.complete.stat().st_mtime
     return None if any(_newest(path) > ended for path in _paths(dump(config))) else step

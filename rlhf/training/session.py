@@ -299,7 +299,7 @@ class Session:
                 self.interrupted = True
                 self._checkpoint()
                 reason = self.health.stop_reason if self.health is not None else ""
-                self.recorder.note(f"stopped at step {self.state.step}{reason}; {how_to_continue()} from there")
+                self.recorder.note(f"stopped at step {self.state.step}{reason}; {self._how_to_continue} from there")
                 return
         self._checkpoint()
 
@@ -307,6 +307,10 @@ class Session:
     def had_ended(self) -> bool:
         """Return whether the run was over before this start: there is nothing left to train."""
         return self.resumed and self.state.owed is None and self._is_over()
+
+    @property
+    def _how_to_continue(self) -> str:
+        return how_to_continue(self.recorder.folder.path)
 
     def _is_stopped(self, stop: Interruption) -> bool:
         """Return whether a rank was asked to stop, or an alarm stops the run."""
@@ -350,7 +354,7 @@ class Session:
         if self.state.step == 0:  # nothing to save
             return error
         self._checkpoint()
-        return RewardError(f"{error}. The run is saved at step {self.state.step}: {how_to_continue()} from there")
+        return RewardError(f"{error}. The run is saved at step {self.state.step}: {self._how_to_continue} from there")
 
     def _count_bad_step(self, reason: str) -> None:
         state = self.state
@@ -364,7 +368,7 @@ class Session:
                 f"the run stopped in step {state.step + 1}. "
                 + (f"The last good checkpoint is {folders[-1]}. " if folders else "There is no checkpoint yet. ")
                 + "Try a lower policy.lr or max_grad_norm, and look at the data and the reward; "
-                f"{how_to_continue()} from there with the changed setting"
+                f"{self._how_to_continue} from there with the changed setting"
             )
 
     def _is_over(self) -> bool:

@@ -161,7 +161,7 @@ def test_always_trains_the_old_weights_with_the_new_settings_and_says_it(
     preset = then[0].partition("=")[2]
     assert RunFolder(tmp_path / "run").read_config()["algorithm"]["preset"] == preset
     (note,) = [note for note in notes_of(tmp_path) if "resume=always" in note]
-    assert "from step 3 on another run trains the weights of this checkpoint: algorithm.preset: " in note
+    assert "from step 3 on other settings train the weights of this checkpoint: algorithm.preset: " in note
     again = trained(tree, *then, "schedule.steps=4")  # it is that run now
     assert again.session.resumed
     assert again.session.state.step == 4

@@ -168,8 +168,8 @@ def test_another_run_in_the_folder_is_an_error_with_every_way_out(tmp_path: Path
 def test_always_takes_other_settings_but_no_other_kind_of_weights(tmp_path: Path) -> None:
     make_run(tmp_path)
     always = {"resume": "always"}
-    found = check_same_run(config(tmp_path, checkpoint=always, run={"seed": 1, "out_dir": str(tmp_path)}))
-    assert "run.seed" in [change.key for change in found]
+    different = check_same_run(config(tmp_path, checkpoint=always, run={"seed": 1, "out_dir": str(tmp_path)}))
+    assert "run.seed" in [change.key for change in different]
     with pytest.raises(CheckpointError, match=r"policy\.lora: null → ") as error:
         check_same_run(config(tmp_path, checkpoint=always, policy={"model": "start", "lora": {"r": 4}}))
     assert "resume=always" not in str(error.value)
