@@ -254,8 +254,12 @@ def _train(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.data.paths import check_files
     from rlhf.guard.lint import check_settings
     from rlhf.lab.build import resolve_lab_paths
+    from rlhf.tracking.same_run import already_complete, check_same_run, finished_step
 
     config = resolve_lab_paths(load_train(parsed.target, parsed.overrides))
+    if (step := finished_step(config, check_same_run(config))) is not None:
+        console.print(Text(already_complete(Path(config.run.out_dir), step)), soft_wrap=True)
+        return
     check_files(config)
     check_settings(config)
 
@@ -269,8 +273,12 @@ def _rm(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.data.paths import check_files
     from rlhf.guard.lint import check_settings
     from rlhf.lab.build import resolve_lab_paths
+    from rlhf.tracking.same_run import already_complete, check_same_run, finished_step
 
     config = resolve_lab_paths(load_reward_model(parsed.target, parsed.overrides))
+    if (step := finished_step(config, check_same_run(config))) is not None:
+        console.print(Text(already_complete(Path(config.run.out_dir), step)), soft_wrap=True)
+        return
     check_files(config)
     check_settings(config)
 

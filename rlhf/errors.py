@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 
 class UserError(Exception):
@@ -44,6 +46,30 @@ class ResourceError(UserError):
 
 class RankLost(UserError):
     """Another rank died, or sent nothing within the timeout."""
+
+
+_PYTHON: ContextVar[bool] = ContextVar("python", default=False)
+
+
+@contextmanager
+def called_from_python() -> Iterator[None]:
+    """Let messages name arguments of the Python interface in place of commands and settings."""
+    token = _PYTHON.set(True)
+    try:
+        yield
+    finally:
+        _PYTHON.reset(token)
+
+
+def command_or_call(command: str, call: str) -> str:
+    """Return the text for the interface in use: `command` on the command line, `call` from Python."""
+    return call if _PYTHON.get() else command
+
+
+def how_to_continue(folder: object = "...") -> str:
+    """Describe how the run in a folder is continued, as the beginning of a sentence."""
+    call = f"the same call with folder={str(folder)!r} and resume=True continues"
+    return command_or_call("the same command continues", call)
 
 
 DISTRIBUTION = "rlhf-trainer"  # what pip calls this project; on the package index `rlhf` is somebody else's

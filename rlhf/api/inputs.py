@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +15,8 @@ import pandas as pd
 from rlhf.config.files import Tree, branch_at, merge
 from rlhf.data.paths import looks_local
 from rlhf.errors import ConfigError, DataError
+from rlhf.tracking.run_folder import RunFolder
+from rlhf.tracking.same_run import has_trained
 from rlhf.user_code import target_of
 
 Rows = str | Path | Mapping[str, Any] | Iterable[str | Mapping[str, Any]]
@@ -34,8 +38,21 @@ class Inputs:
     """
 
     folder: Path
-    resume: bool = False
+    resume: bool | Literal["always"] = False
     _pending: list[Callable[[], None]] = field(default_factory=list)
+
+    @contextmanager
+    def removed_on_error(self) -> Iterator[None]:
+        """Remove the folder of a new run if the call fails before a step is taken."""
+        existed = self.folder.is_dir()
+        try:
+            yield
+        except BaseException:
+            if not self.resume and self.folder.is_dir() and not has_trained(RunFolder(self.folder)):
+                shutil.rmtree(self.folder, ignore_errors=True)
+                if existed:
+                    self.folder.mkdir(exist_ok=True)
+            raise
 
     def write(self) -> None:
         """Write what was collected.
@@ -143,11 +160,11 @@ class Inputs:
         new = path.with_name(f".{path.name}.new")
         with new.open("wb") as file:
             file.writelines(_lines(path.stem, rows))
-        if self.resume and path.is_file() and path.read_bytes() != new.read_bytes():
+        if self.resume is True and path.is_file() and path.read_bytes() != new.read_bytes():
             new.unlink()
             raise DataError(
                 f"{path.stem}: these are not the rows that the run in {self.folder} began with: give it the same ones, "
-                "or leave resume out for a new run"
+                'or leave resume out for a new run, or continue from its weights with the new rows (resume="always")'
             )
         new.replace(path)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 from rich.console import Console
@@ -29,9 +29,10 @@ from rlhf.comparison.plan import make_plan
 from rlhf.config.files import Tree, format_yaml, merge, merge_overrides
 from rlhf.config.load import compare_config, load_chat_format, load_run, read_yaml, train_config, validate
 from rlhf.config.presets import get_setting
+from rlhf.config.run import ALGORITHM
 from rlhf.config.sections import RewardModelConfig
 from rlhf.data.paths import check_files, resolve_best
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, called_from_python
 from rlhf.factory.context import MODEL
 from rlhf.factory.evaluation import START, PolicyComparison, compare_models, evaluate_suite, load_model_for_suite
 from rlhf.factory.exported import rounded_models
@@ -42,7 +43,11 @@ from rlhf.runtime.seeding import derive_seed
 from rlhf.suites.questions import SuiteResult
 from rlhf.tracking.metrics import format_fixed, shown_in
 from rlhf.tracking.run_folder import RunFolder, write_atomically
+from rlhf.tracking.same_run import check_same_run
 from rlhf.user_code import OBJECT, target_of
+
+Resume = bool | Literal["always"]
+"""Whether to continue the run in a folder; see `train`."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,7 @@ def train(
     loss: Callable[..., Any] | None = None,
     config: str | Path | None = None,
     folder: str | Path | None = None,
-    resume: bool = False,
+    resume: Resume = False,
     on_step: OnStep | None = None,
     quiet: bool = False,
     **settings: Any,
@@ -150,7 +155,8 @@ def train(
         loss: a policy loss of your own, per token (rlhf.algo.functions.LossFunction); see `rlhf.check`.
         config: a configuration file, over which the arguments go.
         folder: the run folder (default: runs/<algorithm>). If it is taken, a new run goes to folder-2, folder-3, ...
-        resume: continue the run in `folder` instead of starting a new one.
+        resume: True continues the run in `folder` instead of starting a new one; it has to be the same run, except for
+            what may change (docs/run_folder.md). "always" continues its weights whatever else has changed.
         on_step: called with the step and its metrics.
         quiet: print nothing.
         **settings: further settings, by section (`policy={"lr": 1e-5}`) or by key (`**{"policy.lr": 1e-5}`); see
@@ -183,7 +189,7 @@ def sft(
     tokenizer: Any = None,
     config: str | Path | None = None,
     folder: str | Path | None = None,
-    resume: bool = False,
+    resume: Resume = False,
     on_step: OnStep | None = None,
     quiet: bool = False,
     **settings: Any,
@@ -222,7 +228,7 @@ def reward_model(
     tokenizer: Any = None,
     config: str | Path | None = None,
     folder: str | Path | None = None,
-    resume: bool = False,
+    resume: Resume = False,
     on_step: OnStep | None = None,
     quiet: bool = False,
     **settings: Any,
@@ -239,7 +245,7 @@ def reward_model(
         eval_preferences: held-out pairs.
         tokenizer: as in `train`; so are config, folder, resume, on_step, quiet and settings.
         config: a configuration file.
-        folder: the run folder (default: runs/reward_model).
+        folder: the run folder (default: runs/rm).
         resume: continue the run in `folder`.
         on_step: called with the step and its metrics.
         quiet: print nothing.
@@ -248,7 +254,7 @@ def reward_model(
     Raises:
         UserError: as `train`.
     """
-    draft = Draft.begin("reward_model", settings, config=config, folder=folder, resume=resume)
+    draft = Draft.begin("rm", settings, config=config, folder=folder, resume=resume)
     draft.sections["data"] = draft.inputs.data(None, preferences=preferences, eval_preferences=eval_preferences)
     if model is not None:
         draft.sections["model"] = draft.inputs.model(model, tokenizer)
@@ -273,26 +279,34 @@ class Draft:
         *,
         config: str | Path | None,
         folder: str | Path | None,
-        resume: bool,
+        resume: Resume,
     ) -> Draft:
         """Read the configuration file and choose the run folder, which is named after the algorithm."""
         base, keywords = read_yaml(config) if config is not None else {}, nested(settings)
         wanted = _wanted_folder(folder, keywords, base, algorithm)
-        return cls(base, Inputs(_run_folder(wanted, resume=resume), resume), keywords)
+        return cls(base, Inputs(_run_folder(wanted, resume=bool(resume)), resume), keywords)
 
     def tree(self) -> Tree:
         """Return the whole configuration."""
-        out_dir = {"run": {"out_dir": str(self.inputs.folder)}}
-        return merge_overrides(self.base, merge(merge(self.sections, self.settings), out_dir))
+        folder: Tree = {"run": {"out_dir": str(self.inputs.folder)}}
+        if self.inputs.resume:
+            folder["checkpoint"] = {"resume": "always" if self.inputs.resume == "always" else "auto"}
+        return merge_overrides(self.base, merge(merge(self.sections, self.settings), folder))
 
 
 def _run(config: Any, inputs: Inputs, run: Callable[..., bool], *, on_step: OnStep | None, quiet: bool) -> RunResult:
-    """Write the inputs, check the files, run, and return the result."""
+    """Check the folder, write the inputs, check the files, run, and return the result.
+
+    A call that fails before a step is taken leaves no folder behind.
+    """
     config = resolve_lab_paths(config)
-    inputs.write()
-    check_files(config)
-    complete = run(config, Console(quiet=quiet), on_step=on_step)
-    return RunResult(Path(config.run.out_dir), complete)
+    folder = Path(config.run.out_dir)
+    with called_from_python(), inputs.removed_on_error():
+        check_same_run(config)
+        inputs.write()
+        check_files(config)
+        complete = run(config, Console(quiet=quiet), on_step=on_step)
+    return RunResult(folder, complete)
 
 
 def _wanted_folder(folder: str | Path | None, keywords: Tree, base: Tree, algorithm: object) -> Path:
@@ -304,8 +318,20 @@ def _wanted_folder(folder: str | Path | None, keywords: Tree, base: Tree, algori
     out_dir = get_setting(keywords, "run.out_dir")
     if folder is not None and out_dir is not None:
         raise ConfigError(f"folder={str(folder)!r} and run.out_dir={str(out_dir)!r} say the same: give one of them")
-    name = algorithm if isinstance(algorithm, str) else "train"
-    return Path(folder or out_dir or get_setting(base, "run.out_dir") or f"runs/{name}").expanduser()
+    wanted = str(folder or out_dir or get_setting(base, "run.out_dir") or f"runs/{ALGORITHM}")
+    return Path(wanted.replace(ALGORITHM, _name_of(algorithm, keywords, base))).expanduser()
+
+
+def _name_of(algorithm: object, keywords: Tree, base: Tree) -> str:
+    """Return the name of the algorithm of a call: a preset, or the type of its loss or advantage."""
+    if isinstance(algorithm, str):
+        return algorithm
+    sections = [algorithm, keywords.get("algorithm"), base.get("algorithm")]
+    for key in ("preset", "loss.type", "advantage.type"):
+        names = [get_setting(section, key) for section in sections if isinstance(section, Mapping)]
+        if name := next(filter(None, names), None):
+            return str(name)
+    return "train"
 
 
 def _run_folder(wanted: Path, *, resume: bool) -> Path:
@@ -531,7 +557,8 @@ def compare(
     write_atomically(inputs.folder / "base.yaml", format_yaml(base))
     inputs.write()
     make_plan(comparison, beside=inputs.folder)
-    complete = run_compare(comparison, beside=inputs.folder, console=Console(quiet=quiet))
+    with called_from_python():
+        complete = run_compare(comparison, beside=inputs.folder, console=Console(quiet=quiet))
     return CompareResult(inputs.folder, complete)
 
 

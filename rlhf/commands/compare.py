@@ -27,7 +27,7 @@ from rlhf.comparison.tuning.run import Chosen, run_tuning, tuning_notes, tuning_
 from rlhf.config.compare import START_FOLDER, CompareConfig, LabConfig
 from rlhf.config.files import COMPARE_CONFIG, format_yaml
 from rlhf.config.load import compare_config, dump, read_yaml
-from rlhf.errors import ConfigError, UserError
+from rlhf.errors import ConfigError, UserError, how_to_continue
 from rlhf.factory.context import MODEL
 from rlhf.guard.lint import lint
 from rlhf.report.charts import Table as SuiteTable
@@ -76,7 +76,7 @@ def run_compare(config: CompareConfig, *, beside: Path, console: Console, start:
         plan = make_plan(tuned_config(config, chosen or {}), beside=beside, trials=False)
     complete = complete and run_cells(plan, start, console)
     if not complete:
-        console.print("stopped; the same command continues from here")
+        console.print(f"stopped; {how_to_continue()} from here")
     _report(plan, console)
     return complete
 

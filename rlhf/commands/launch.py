@@ -97,7 +97,7 @@ def make_job(path: str, overrides: Sequence[str]) -> Job:
         raise ConfigError(f"{path} is a comparison, which runs on one machine: rlhf compare {path}")
     if config.checkpoint.resume == "never":
         raise ConfigError(
-            "checkpoint.resume is never, so a job that was stopped and started again would be refused: "
+            "checkpoint.resume is never, so a job that was stopped and started again would begin at step 0: "
             "add checkpoint.resume=auto"
         )
     verb = "rm" if isinstance(config, RewardModelConfig) else "train"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from rich.text import Text
 
 from rlhf.config.sections import RewardModelConfig, TrainConfig
 from rlhf.errors import UserError
+from rlhf.factory.context import member_folders
 from rlhf.factory.reward_model import build_reward_model, finish_members, finish_reward_model, member_configs
-from rlhf.factory.run import build_run
+from rlhf.factory.run import build_run, is_complete, mark_complete
 from rlhf.report.page import write_overlay, write_report
 from rlhf.tracking.metrics import format_fixed, format_interval, shown_in
-from rlhf.tracking.run_folder import RunFolder
+from rlhf.tracking.run_folder import RunFolder, completed_step
+from rlhf.tracking.same_run import already_complete, check_same_run, finished_step
 from rlhf.tracking.trackers import CallbackTracker
 from rlhf.training.offline import train_offline
 from rlhf.training.session import Session
@@ -28,32 +31,92 @@ OnStep = Callable[[int, Mapping[str, float]], None]
 
 def run_train(config: TrainConfig, console: Console, *, on_step: OnStep | None = None) -> bool:
     """Train as `config` describes; return True if the run is complete, False if it was interrupted and saved."""
+    if print_if_finished(config, console):
+        return True
+    print_folder(config, console)
     run = build_run(config, console)
+    if run.is_complete:
+        return _close_complete(run.session, console)
     _connect(run.session, on_step)
-    run.train()
+    with closed_on_error(run.session):
+        run.train()
     return finish_run(run.session, console)
+
+
+@contextmanager
+def closed_on_error(session: Session) -> Iterator[None]:
+    """Close the files of a run that fails, and unlock its folder: a process may start another run in it."""
+    try:
+        yield
+    except BaseException:
+        session.recorder.close()
+        raise
+
+
+def print_folder(config: TrainConfig | RewardModelConfig, console: Console) -> None:
+    """Print what trains, and the folder that receives it."""
+    what = "reward model" if isinstance(config, RewardModelConfig) else config.algorithm.name
+    console.print(Text(f"{what} in {config.run.out_dir}"), soft_wrap=True)
+
+
+def print_if_finished(config: TrainConfig | RewardModelConfig, console: Console) -> bool:
+    """Return whether the run is finished and nothing has changed since, and say so; nothing is loaded for it.
+
+    Raises:
+        CheckpointError: the folder holds another run.
+    """
+    step = finished_step(config, check_same_run(config))
+    if step is not None:
+        _print_complete(RunFolder(config.run.out_dir), step, console)
+    return step is not None
+
+
+def _print_complete(folder: RunFolder, step: int, console: Console) -> None:
+    lines = [already_complete(folder.path, step), f"model   {folder.model}"]
+    lines += [f"report  {folder.report}"] if folder.report.is_file() else []
+    console.print(Text("\n".join(lines)), soft_wrap=True)
+
+
+def _close_complete(session: Session, console: Console) -> bool:
+    """Close the files of a run that had ended before this start, and say so."""
+    session.recorder.close()
+    _print_complete(session.recorder.folder, session.state.step, console)
+    return True
 
 
 def run_reward_model(config: RewardModelConfig, console: Console, *, on_step: OnStep | None = None) -> bool:
     """Train a reward model, or each of an ensemble; return False if it was interrupted and saved, otherwise True."""
+    if print_if_finished(config, console):
+        return True
     members = member_configs(config)
     if not members:
         return _run_reward_model(config, console, on_step=on_step)
+    finished = 0
     for member in members:
         console.rule(f"member {member.ensemble.member} of {config.ensemble.size}")
+        if print_if_finished(member, console):
+            finished += 1
+            continue
         if not _run_reward_model(member, console, on_step=on_step):
             return False
-    print_ensemble(finish_members(config, members), console)
+    if finished < len(members) or not member_folders(config.run.out_dir):
+        print_ensemble(finish_members(config, members), console)
     return True
 
 
 def _run_reward_model(config: RewardModelConfig, console: Console, *, on_step: OnStep | None = None) -> bool:
+    print_folder(config, console)
     built = build_reward_model(config, console)
     session = built.run.session
+    if is_complete(session):
+        return _close_complete(session, console)
     _connect(session, on_step)
-    with session.recorder.progress:
+    with closed_on_error(session), session.recorder.progress:
         train_offline(built.run)
-        card = {} if session.interrupted else finish_reward_model(built)
+        card = {}
+        if not session.interrupted:
+            card = finish_reward_model(built)
+            mark_complete(session)
     complete = finish_run(session, console)
     if card and session.ranks.is_main:
         print_card(card, console)
@@ -142,7 +205,7 @@ def watch_report(path: str, console: Console) -> None:
         raise UserError(f"{path}: no such folder; start the run first, or give its folder (run.out_dir)")
     console.print(Text(f"report  {folder.report}: rewritten every {WATCH_EVERY_S} s; Ctrl-C ends this"), soft_wrap=True)
     try:
-        while not is_complete(folder):
+        while not _has_ended(folder):
             if folder.read_metrics():
                 write_report(folder.path, refresh_s=WATCH_EVERY_S)
             time.sleep(WATCH_EVERY_S)
@@ -152,9 +215,8 @@ def watch_report(path: str, console: Console) -> None:
         write_report(folder.path)
 
 
-def is_complete(folder: RunFolder) -> bool:
-    """Check whether the run has taken all of its steps and exported its model."""
-    rows = folder.read_metrics()
+def _has_ended(folder: RunFolder) -> bool:
+    """Return whether the run has taken the steps that its configuration plans, and exported its model."""
+    step = completed_step(folder)
     planned = folder.read_config().get("schedule", {}).get("steps")
-    last = max((int(row["step"]) for row in rows), default=-1)
-    return (folder.path / "model").is_dir() and (not isinstance(planned, int) or last >= planned)
+    return step is not None and (not isinstance(planned, int) or step >= planned)

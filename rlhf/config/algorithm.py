@@ -408,6 +408,11 @@ class Online(Section):
     ptx_coef: NonNegative = 0.0
     """Weight of a next-token loss on data.sft, added to the policy loss (PPO-ptx, Ouyang et al. 2022, eq. 2)."""
 
+    @property
+    def name(self) -> str:
+        """Return the preset's name, or the advantage's type if no preset is named."""
+        return self.preset or self.advantage.type
+
     @model_validator(mode="after")
     def _check_critic_and_groups(self) -> Online:
         if isinstance(self.advantage, Gae) != (self.value_loss is not None):

@@ -43,6 +43,7 @@ ALIASES = {
     "num_generations": "completions_per_prompt",
     "max_length": "max_new_tokens or max_tokens",
     "output_dir": "out_dir",
+    "resume": "checkpoint.resume",
 }
 
 

@@ -17,6 +17,7 @@ from rlhf.config.data import Count, Size
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["float32", "bfloat16", "float64"]
 Action = Literal["ignore", "warn", "stop", "lower_lr", "raise_kl"]
+ALGORITHM = "{algorithm}"  # in run.out_dir and run.name: the name of the algorithm that trains
 UNKNOWN_LENGTH = 1_000_000  # schedule.steps of a comparison's arm that only its budget ends
 Mode = Literal["none", "ddp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"]
 
@@ -39,12 +40,13 @@ RESERVED_KEYS = {
 class RunConfig(Section):
     """Identity of the run."""
 
-    name: str = "run"
-    """The run's name in the report and the progress display."""
+    name: str = "{algorithm}"
+    """The run's name in the report and the progress display; {algorithm} as in out_dir."""
     seed: int = 0
     """The only seed; every random generator is derived from it."""
-    out_dir: str = "runs/run"
-    """The run folder; receives configuration, metrics, samples, checkpoints and report."""
+    out_dir: str = "runs/{algorithm}"
+    """The run folder; receives configuration, metrics, samples, checkpoints and report. {algorithm} stands for the
+    algorithm that trains: the preset (ppo, grpo, sft, dpo, ...), or rm for a reward model."""
     device: Device = "auto"
     """auto: a CUDA GPU if there is one, otherwise the CPU. mps: an Apple GPU, which nobody has tested this on."""
     keep_memory: bool = True
@@ -55,6 +57,12 @@ class RunConfig(Section):
     in full float32, as a CPU does."""
     cache_dir: str | None = None
     """Where reference log-probabilities are cached between runs; null: $XDG_CACHE_HOME/rlhf, or ~/.cache/rlhf."""
+
+    def named_after(self, algorithm: str) -> RunConfig:
+        """Return the section with the name of what trains in place of {algorithm}."""
+        names = {key: getattr(self, key).replace(ALGORITHM, algorithm) for key in ("name", "out_dir")}
+        changed = {key: value for key, value in names.items() if value != getattr(self, key)}
+        return self.model_copy(update=changed) if changed else self
 
     def check_dtype(self, section: str, dtype: Dtype) -> None:
         """Check that the device has the `section`'s dtype."""
@@ -107,8 +115,11 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; 0: only at the end and on interruption."""
     keep: Count = 2
     """How many checkpoints are kept; the oldest are deleted first."""
-    resume: Literal["auto", "never"] = "auto"
-    """auto: continue from the newest complete checkpoint; never: refuse a folder that has one."""
+    resume: Literal["auto", "never", "always"] = "auto"
+    """What to do with a folder that holds a run. auto: continue it from its newest intact checkpoint if it is the same
+    run; refuse if a setting differs that may not change (docs/run_folder.md). never: begin at step 0; the run in the
+    folder is moved to <folder>.old-1. always: continue from its weights, optimizer moments and step count with the new
+    settings; KL coefficient, best checkpoint and completions sampled ahead begin again."""
     best: BestConfig | None = None
     """Keep the best checkpoint besides, `{}` with the defaults; RUN@best names it. null: none is kept."""
 

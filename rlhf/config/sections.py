@@ -333,6 +333,12 @@ class TrainSections(Section):
     """What is refused before the run, and what is done about trouble during it."""
 
     @model_validator(mode="after")
+    def _name_run(self) -> TrainSections:
+        """Fill in the algorithm's name: the section is replaced in place, since every section is frozen."""
+        self.__dict__["run"] = self.run.named_after(self.algorithm.name)
+        return self
+
+    @model_validator(mode="after")
     def _check_policy(self) -> TrainSections:
         self.policy.check_optimizer("policy", self.policy.dtype, self.sharding)
         self.run.check_dtype("policy", self.policy.dtype)
@@ -510,6 +516,11 @@ class RewardModelConfig(Section):
     def _expand_size(cls, value: object) -> object:
         """Return the section for a size alone: ensemble=4."""
         return {"size": value} if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _name_run(self) -> RewardModelConfig:
+        self.__dict__["run"] = self.run.named_after("rm")
+        return self
 
     @model_validator(mode="after")
     def _check_model(self) -> RewardModelConfig:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -80,7 +81,12 @@ class BatchStream(Generic[B_co]):
 
     def batch(self, step: int) -> B_co:
         """Return the batch of step `step`, counted from 1."""
-        return self.rows.collate(epoch_order(len(self.rows), self.rows_per_step, self.seed, step))
+        return self.part(step, range(self.rows_per_step))
+
+    def part(self, step: int, places: range) -> B_co:
+        """Return the rows at some places of the batch of a step."""
+        order = epoch_order(len(self.rows), self.rows_per_step, self.seed, step)
+        return self.rows.collate([order[place] for place in places])
 
 
 CHUNK = 512  # rows tokenized in one call
@@ -178,6 +184,7 @@ class RowPipeline(Generic[T, S]):
         read = self.use.read(load_rows(config, skips), skips, turns=self.makes_turns)
         entries = list(self.encode(read, skips, limit=config.limit))
         skips.require_rows()
+        skips.digest = digest_of(entries)
         return entries, skips
 
     def encode(self, read: Iterator[tuple[Row, T]], skips: RowCounts, *, limit: int | None) -> Iterator[Entry[T]]:
@@ -196,6 +203,18 @@ class RowPipeline(Generic[T, S]):
                 _check_seam(encoder, skips, usable.text, ids)
                 skips.used += 1
                 yield usable, fitted
+
+
+def digest_of(entries: Iterable[Entry[Any]]) -> str:
+    """Compute the SHA-256 digest of encoded rows: what each row says, its token ids, and their order."""
+    digest = hashlib.sha256()
+    for usable, ids in entries:
+        digest.update(repr(usable.parsed).encode("utf-8", "backslashreplace"))
+        for tokens in (ids.prompt, *ids.completions):
+            digest.update(b"%d:" % len(tokens) + array("q", tokens).tobytes())
+        for flags in ids.learned:
+            digest.update(bytes(flags))
+    return digest.hexdigest()
 
 
 def _next_chunk_size(limit: int | None, used: int) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import csv
 import glob
 import gzip
+import hashlib
 import io
 import json
 import re
@@ -31,6 +32,7 @@ from rlhf.config.data import DatasetConfig
 from rlhf.data.paths import SUFFIXES, looks_local, missing
 from rlhf.data.rows import Row, RowCounts
 from rlhf.errors import DataError
+from rlhf.tracking.fingerprint import content_digest
 
 _SPLIT_NAMES = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 
@@ -460,6 +462,14 @@ class LazyDataset:
     def fingerprint(self) -> list[list[object]]:
         """Return the names and sizes of the files, by which a change between two runs is noticed."""
         return [[name, source.stat().st_size if isinstance(source, Path) else 0] for name, source in self.files]
+
+    def digest(self) -> str:
+        """Compute a digest of the files' content; of rows of the hub that are not on this machine, of their name."""
+        digest = hashlib.sha256()
+        for name, source in self.files:
+            place = source if isinstance(source, Path) else Path(name)
+            digest.update((content_digest(place) if place.exists() else name).encode())
+        return digest.hexdigest()
 
     def _read_file(self, cursor: Cursor, count: int, skips: RowCounts) -> tuple[list[Row], int, int]:
         if self._reader is None or self._reader[0] != cursor.file:

@@ -9,6 +9,7 @@ reading them again from the beginning, and changes no row.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 import threading
@@ -22,7 +23,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from rlhf.batching import Batch
 from rlhf.config.data import DatasetConfig
-from rlhf.data.datasets import Entry, HasPrompt, RowPipeline, RowSet, epoch_order
+from rlhf.data.datasets import Entry, HasPrompt, RowPipeline, RowSet, digest_of, epoch_order
 from rlhf.data.files import Cursor, LazyDataset
 from rlhf.data.formats import RowFormat
 from rlhf.data.rows import BadRow, Row, RowCounts
@@ -67,6 +68,10 @@ class Source(Protocol[T]):
         """Return whether `position` is in the first epoch."""
         ...
 
+    def digest(self) -> str:
+        """Return a digest of the content."""
+        ...
+
     def skipped(self, rows: int) -> int:
         """Count the rows left out, as malformed or too long, by the time that `rows` usable ones were drawn."""
         ...
@@ -92,6 +97,10 @@ class MemorySource(Generic[T]):
     def has(self, position: int) -> bool:
         """Return whether `position` is in the first epoch."""
         return position < len(self)
+
+    def digest(self) -> str:
+        """Return the digest of the encoded rows."""
+        return digest_of(self.entries)
 
     def skipped(self, rows: int) -> int:
         """Count the rows left out: all at once, when the source was read."""
@@ -182,6 +191,10 @@ class StreamedSource(Generic[T]):
     def has(self, position: int) -> bool:
         """Return whether `position` is in the first epoch; reads as far as it takes to know."""
         return self._locate(position)[0] == 0
+
+    def digest(self) -> str:
+        """Return the digest of the files."""
+        return self._data.digest()
 
     def skipped(self, rows: int) -> int:
         """Count the rows left out in the blocks that were read for the first `rows` usable ones, epochs included."""
@@ -347,7 +360,12 @@ class MixedStream(Generic[T, S]):
 
     def batch(self, step: int) -> Any:
         """Return the batch of step `step`."""
-        rows = self.rows(step)
+        return self.part(step, range(self.rows_per_step))
+
+    def part(self, step: int, places: range) -> Any:
+        """Return the rows at some places of the batch of a step."""
+        start = (step - 1) * self.rows_per_step
+        rows = self._select(range(start + places.start, start + places.stop))
         return rows.collate(list(range(len(rows))))
 
     def first(self, count: int) -> S:
@@ -386,6 +404,11 @@ class MixedStream(Generic[T, S]):
         for source in self.sources.values():
             if isinstance(source, StreamedSource):
                 source.report = report
+
+    def digest(self) -> str:
+        """Return a digest of the content of all sources."""
+        parts = [f"{name} {source.digest()}" for name, source in self.sources.items()]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def state(self, step: int) -> dict[str, Any]:
         """Return where the streamed sources are after a step, for a checkpoint."""

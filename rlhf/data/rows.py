@@ -45,6 +45,7 @@ class RowCounts:
         self.used = 0
         self.cut = 0
         self.too_long = 0
+        self.digest: str | None = None  # of the used rows, once all are read
         self.notes: list[str] = []
         self.counts: dict[str, int] = defaultdict(int)
         self.remarks: dict[str, int] = defaultdict(int)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,20 +25,34 @@ from rlhf.config.run import ScheduleConfig
 from rlhf.config.sections import OnlineConfig, RewardModelConfig, TrainConfig
 from rlhf.data.mixture import MixedStream
 from rlhf.data.paths import resolve_best
-from rlhf.errors import CheckpointError, ConfigError, ModelError
+from rlhf.data.rows import RowCounts
+from rlhf.data.tokenizer import base_of_adapter, locate_model
+from rlhf.errors import ConfigError, ModelError, UserError
 from rlhf.guard.alarms import RunFacts
 from rlhf.guard.lint import check_settings
 from rlhf.models.adapters import is_adapted
 from rlhf.models.backbone import CausalLM, save_model
 from rlhf.models.export import Origin, export_model, save_in_parts, write_parts, write_tensors, write_tokenizer
 from rlhf.models.scalar_head import ScalarHeadModel
-from rlhf.models.weight_files import NamedTensors, WeightFiles, is_split, read_header
+from rlhf.models.weight_files import NamedTensors, WeightFiles, is_split, local_folder, read_header
 from rlhf.runtime.distributed import Distributed
 from rlhf.runtime.engine import Engine, Moments, TrainableModel, make_engine
 from rlhf.tracking.checkpoint import Checkpoints
+from rlhf.tracking.fingerprint import combine, content_digest, weights_digest
 from rlhf.tracking.progress import Progress
 from rlhf.tracking.redact import redact
-from rlhf.tracking.run_folder import FolderLock, RunFolder, write_atomically
+from rlhf.tracking.run_folder import FolderLock, RunFolder, discard_if_empty, write_atomically
+from rlhf.tracking.same_run import (
+    EXPORT,
+    Change,
+    another_run,
+    check_same_run,
+    holds_run,
+    list_changes,
+    matches,
+    move_aside,
+    remove_leftovers,
+)
 from rlhf.tracking.trackers import open_trackers
 from rlhf.training.health import BestKeeper, HealthMonitor, RowValues
 from rlhf.training.session import Recorder, Session, TrainState
@@ -63,6 +78,8 @@ class RunContext:
     positions: Mapping[str, int]
     console: Console | None
     release: Callable[[], None]  # releases the run folder's lock
+    changed: Sequence[Change] = ()  # settings that differ from those the run began with
+    recorded: Mapping[str, str] = field(default_factory=dict)  # digests of the inputs, as the checkpoint has them
     notes: list[str] = field(default_factory=list)  # logged when the run begins; any part of the setup may append
     streams: dict[str, MixedStream[Any, Any]] = field(default_factory=dict)  # mixed and streamed data, by section
     repeats_prompts: bool = False  # the data has fewer prompts than a step takes
@@ -71,6 +88,53 @@ class RunContext:
     def seed(self) -> int:
         """Return the seed of the run."""
         return self.config.run.seed
+
+    @property
+    def is_other_run(self) -> bool:
+        """Return whether checkpoint.resume=always continues the weights of a run with settings that it did not have."""
+        return any(not change.is_allowed for change in self.changed)
+
+    def rows_read(self, name: str, rows: RowCounts) -> None:
+        """Report how many rows of the data set data.NAME are used, and record and check them."""
+        self.notes.append(rows.summary())
+        self.identify(f"data.{name}", rows.digest)
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Release the folder if the setup of the run fails, and remove it if there is nothing else in it."""
+        try:
+            yield
+        except BaseException:
+            if self.engine.ranks.is_main:
+                discard_if_empty(self.folder.path)
+            self.release()
+            raise
+
+    def identify(self, key: str, digest: str | None, *, may_change: bool = False) -> None:
+        """Record the content of an input in the run's state, and check that it is what the run began with.
+
+        Args:
+            key: the setting that names the input, such as policy.model or data.prompts.
+            digest: a digest of its content; None if it cannot be read here, which keeps the recorded one.
+            may_change: a change is a warning even if checkpoint.resume is not always.
+
+        Raises:
+            CheckpointError: it is not, and checkpoint.resume is not always.
+        """
+        before = self.recorded.get(key)
+        digest = before if digest is None else digest
+        if digest is None:
+            return
+        if before is not None and before != digest:
+            what = f"{key}: the content differs from what the run began with"
+            if not may_change and self.config.checkpoint.resume != "always":
+                raise another_run(self.config, what)
+            self.notes.append(f"warning: {what}")
+        self.state.inputs[key] = digest
+
+    def identify_model(self, key: str, path: str) -> None:
+        """Record and check the weights of the model at `path`, which the setting `key` names; see `identify`."""
+        self.identify(key, self.engine.ranks.on_main(lambda: digest_of_model(path)))
 
     def session(
         self,
@@ -94,7 +158,10 @@ class RunContext:
         progress = Progress(config.run.name, total_steps, self.console, start_step=self.state.step, targets=targets)
         resolved = dump(config)
         ranks = self.engine.ranks
-        changed = ranks.on_main(lambda: self._write_configs(resolved))
+        exports_anew = any(matches(change.key, EXPORT) for change in self.changed)
+        is_over = self.resume is not None and self.state.step >= total_steps
+        records = not is_over or (exports_anew and not self.is_other_run)  # settings that nothing used are not recorded
+        changed = ranks.on_main(lambda: self._write_configs(resolved)) if records else []
         trackers = open_trackers(
             config.logging.backends if ranks.is_main else [],
             folder=self.folder.path,
@@ -134,6 +201,7 @@ class RunContext:
             log_every=config.logging.every,
             max_bad_steps=config.schedule.max_bad_steps,
             resumed=self.resume is not None,
+            exports_anew=exports_anew,
             health=health,
             feed=_Feed(self.streams, recorder.note) if self.streams else None,
             ranks=ranks,
@@ -164,7 +232,7 @@ class RunContext:
         return positions.get(section, {})
 
     def _write_configs(self, resolved: Mapping[str, object]) -> list[str]:
-        """Write the configuration files into the run folder; return the keys that differ from the previous ones."""
+        """Write the configuration files into the run folder; return the packages of another version than before."""
         changed = self.folder.write_config(resolved, anew=self.resume is None)
         for name, settings in self.engine.written.items():
             self.folder.write_deepspeed(name, settings)
@@ -205,8 +273,7 @@ def open_context(
         notes: what is to be told at the start, after warnings about the configuration.
 
     Raises:
-        CheckpointError: checkpoint.resume is never and there is a checkpoint, no checkpoint is intact, or another
-            process uses the folder.
+        CheckpointError: the folder holds another run, no checkpoint is intact, or another process uses the folder.
     """
     engine = make_engine(config.run, config.sharding)
     ranks = engine.ranks
@@ -217,17 +284,27 @@ def open_context(
     if ranks.world > 1 and config.sharding.mode == "none":
         notes.append(f"{ranks.world} processes and sharding=none: they share the rows of a step, as with sharding=ddp")
 
-    def newest() -> tuple[Path | None, list[str]]:
-        if config.checkpoint.resume == "never" and checkpoints.all():
-            raise CheckpointError(
-                f"{folder.path} already holds a run and checkpoint.resume is never: choose another run.out_dir"
+    def newest() -> tuple[Path | None, list[Change], list[str]]:
+        messages: list[str] = []
+        remove_leftovers(folder)
+        if config.checkpoint.resume == "never" and holds_run(folder):
+            messages.append(
+                f"checkpoint.resume=never: the run that was in {folder.path} is now in {move_aside(folder.path)}"
             )
-        warnings: list[str] = []
-        return checkpoints.latest_intact(warnings.append), warnings
+        changed = check_same_run(config)
+        checkpoint = checkpoints.latest_intact(messages.append)
+        if checkpoint is None and holds_run(folder):
+            raise another_run(config, "it has a model but no checkpoint to continue from", always=False)
+        return checkpoint, changed, messages
 
-    resume, checkpoint_warnings = ranks.on_main(newest)
-    notes += checkpoint_warnings
+    try:
+        resume, changed, messages = ranks.on_main(newest)
+    except UserError:
+        release()
+        raise
+    notes += messages
     state, positions = TrainState.read(resume) if resume else (TrainState(), {"metrics": 0, "samples": 0})
+    recorded, state.inputs = state.inputs, {}
     return RunContext(
         config=config,
         folder=folder,
@@ -238,6 +315,8 @@ def open_context(
         positions=positions,
         console=console,
         release=release,
+        changed=changed,
+        recorded=recorded,
         notes=notes,
     )
 
@@ -285,16 +364,29 @@ def _lock_folder(folder: Path, ranks: Distributed) -> Callable[[], None]:
     return locks[0].release if locks else lambda: None
 
 
-def _resume_messages(context: RunContext, changed: Sequence[str], total_steps: int) -> list[str]:
+def _resume_messages(context: RunContext, versions: Sequence[str], total_steps: int) -> list[str]:
+    """Describe how a run continues; `versions` are the packages of another version than before."""
     if context.resume is None:
         return []
     messages = [f"continuing from {context.resume} (step {context.state.step} of {total_steps})"]
-    settings = [key for key in changed if not key.startswith(("versions.", "git_commit"))]
-    versions = [key.removeprefix("versions.") for key in changed if key.startswith("versions.")]
+    other = [change for change in context.changed if not change.is_allowed]
+    allowed = [change for change in context.changed if change.is_allowed]
+    if other:
+        messages.append(
+            f"warning: checkpoint.resume=always: from step {context.state.step + 1} on other settings train the "
+            f"weights of this checkpoint: {list_changes(other)}. Weights, optimizer moments and step count are kept; the KL "
+            "coefficient, the best checkpoint and completions sampled ahead begin again"
+        )
+    if allowed:
+        messages.append(f"changed since the last start: {list_changes(allowed)}")
     if versions:
         messages.append(f"warning: other versions than the run began with: {', '.join(versions)}")
-    if settings:
-        messages.append(f"warning: these settings differ from those the run began with: {', '.join(settings)}")
+    unknown = sorted(context.state.inputs.keys() - context.recorded.keys())
+    if unknown:
+        messages.append(
+            f"this checkpoint does not record the content of {', '.join(unknown)}, so a change since the run began "
+            "could not be noticed"
+        )
     return messages
 
 
@@ -339,6 +431,24 @@ MEMBERS = "ensemble.json"  # in a folder of separate reward models: the paths of
 def write_members(folder: Path, members: Sequence[str]) -> None:
     """Record in `folder` that it holds an ensemble with a member in each of these subfolders."""
     write_atomically(folder / MEMBERS, json.dumps({"members": list(members)}, indent=2) + "\n")
+
+
+def digest_of_model(path: str) -> str | None:
+    """Compute a digest of the weight files of a run, model folder, GGUF file, adapter, ensemble or cached hub id.
+
+    None if there are no such files on this machine.
+    """
+    members = member_folders(path)
+    if members:
+        return combine(digest_of_model(str(member)) or "" for member in members)
+    location = locate_model(model_folder(path))
+    if location.gguf is not None:
+        return content_digest(Path(location.path))
+    folder = local_folder(location)
+    digest = None if folder is None else weights_digest(folder)
+    if digest is None or folder is None or not location.is_adapter:
+        return digest
+    return combine([digest, digest_of_model(base_of_adapter(folder)) or ""])
 
 
 def member_folders(path: str) -> list[Path]:

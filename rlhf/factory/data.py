@@ -25,13 +25,14 @@ from rlhf.data.pairs import DemonstrationSet, demonstration_pipeline, load_demon
 from rlhf.data.prompts import SOURCE, PromptSet, PromptStream, prompt_pipeline
 from rlhf.data.rows import RowCounts
 from rlhf.errors import DataError
-from rlhf.factory.context import RunContext
+from rlhf.factory.context import PTX, RunContext
 from rlhf.runtime.seeding import derive_seed
 from rlhf.types import Demonstrations
 
 T = TypeVar("T", bound=HasPrompt)
 S = TypeVar("S", bound=RowSet[Any])
 Collect = Callable[[Sequence[Entry[T]], Sequence[str]], S]
+DATA = {PTX: "sft"}  # the data set of a section, if it is called otherwise
 PromptBatches = PromptStream | MixedStream[PromptText, PromptSet]
 
 
@@ -55,7 +56,7 @@ def build_prompts(
     )
     if config.is_plain:
         rows = pipeline.load(config)
-        context.notes.append(rows.skips.summary())
+        context.rows_read("prompts", rows.skips)
         return PromptStream(rows, rows_per_step, derive_seed(context.seed, "prompts"))
 
     def collect(entries: Sequence[Entry[PromptText]], names: Sequence[str]) -> PromptSet:
@@ -79,7 +80,7 @@ def build_demonstrations(
     """Build the stream of demonstrations; `purpose` names the random order."""
     if config.is_plain:
         rows = load_demonstrations(config, tokenizer, chat_template=chat, context=model_context)
-        context.notes.append(rows.skips.summary())
+        context.rows_read("sft", rows.skips)
         return BatchStream(rows, rows_per_step, derive_seed(context.seed, purpose))
     pipeline = demonstration_pipeline(config, tokenizer, chat_template=chat, context=model_context)
     return mix(config, context, pipeline, section=purpose, rows_per_step=rows_per_step)
@@ -108,6 +109,7 @@ def mix(
         collect=collect,
         note=context.notes.append,
     )
+    context.identify(f"data.{DATA.get(section, section)}", stream.digest())
     context.notes += stream.restore(context.saved_positions(section))
     context.streams[section] = stream
     if not stream.has_batch(1):

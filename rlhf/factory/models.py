@@ -43,8 +43,13 @@ def build_policy(config: PolicyConfig, context: RunContext, tokenizer: PreTraine
 
     The run's seed initializes any new weights.
     """
+    if context.resume is not None:  # before anything slow is loaded
+        context.identify_model("policy.model", config.model)
     with seeded_initialization(context.seed):
-        return context.engine.place(_load_or_resume(config, tokenizer, context.resume, context.engine))
+        model = context.engine.place(_load_or_resume(config, tokenizer, context.resume, context.engine))
+    if context.resume is None:  # a hub id is on this machine now
+        context.identify_model("policy.model", config.model)
+    return model
 
 
 def _load_or_resume(
@@ -73,6 +78,8 @@ def build_online_models(config: OnlineConfig, context: RunContext, tokenizer: Pr
     if config.reference.measure and not adapter_off_is_reference(config):
         with seeded_initialization(context.seed):
             reference = build_reference(config, tokenizer, context.engine)
+    if config.reference.model is not None:
+        context.identify_model("reference.model", config.reference.model)
     models = Models(
         policy=policy,
         temperature=config.sampling.temperature,
@@ -142,7 +149,7 @@ def _critic_start(config: OnlineConfig, context: RunContext, tokenizer: PreTrain
     Raises:
         ConfigError: critic.init names a reward model whose vocabulary differs from the policy's.
     """
-    if context.resume is not None:
+    if context.resume is not None and (context.resume / CRITIC).is_dir():
         return str(context.resume / CRITIC), False
     init, source = config.critic.init, config.reward.source
     policy = model_folder(config.policy.model)

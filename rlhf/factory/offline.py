@@ -125,7 +125,8 @@ class PreferenceData:
         """Load and encode the rows of `data` with the function `load`."""
         limit = context_length(self.models.policy)
         rows = load(data, self.tokenizer, chat_template=self.config.data.chat_format, context=limit)
-        self.context.notes.append(rows.skips.summary())
+        is_train = data is self.config.preference_data
+        self.context.rows_read("preferences" if is_train else "eval_preferences", rows.skips)
         return rows
 
     def stream(self, rows: RowSet[B]) -> BatchStream[B]:
@@ -266,6 +267,11 @@ def build_offline(config: OfflineConfig, console: Console | None = None) -> Offl
     """
     config, precision = choose_precision(config)
     context = open_context(config, console, [*precision, *(f"warning: {text}" for text in rounded_inputs(config))])
+    with context.undone_on_error():
+        return _build(config, context)
+
+
+def _build(config: OfflineConfig, context: RunContext) -> OfflineRun:
     tokenizer = build_tokenizer(config.policy)
     origin = read_export_origin(config.policy, tokenizer)
     engine = context.engine
@@ -291,6 +297,8 @@ def build_offline(config: OfflineConfig, console: Console | None = None) -> Offl
     ema = Ema(policy, config.policy.ema_decay, engine) if config.policy.ema_decay else None
     if context.resume is not None:
         _restore(load_trainer_state(context.resume), trained, ema)
+    if context.is_other_run:
+        context.state.best = None
     evaluate = _Evaluation(config, context, tokenizer, models, task, ema)
     session = context.session(
         total_steps=total_steps(config.schedule, task.steps_per_epoch),
@@ -355,7 +363,7 @@ def _load_rows(
     rows = load_demonstrations(
         data, tokenizer, chat_template=config.data.chat_format, context=context_length(models.policy)
     )
-    context.notes.append(rows.skips.summary())
+    context.rows_read("eval_sft", rows.skips)
     return rows
 
 
@@ -452,6 +460,8 @@ def attach_reference(
     elif needs_reference_during_training(config) or context.resume is not None or config.reference.model is not None:
         with seeded_initialization(context.seed):
             reference = build_reference(config, tokenizer, context.engine)
+        if config.reference.model is not None:
+            context.identify_model("reference.model", config.reference.model)
         models.reference = context.engine.freeze("reference", reference)
 
 

@@ -39,7 +39,7 @@ from rlhf.factory.context import (
 from rlhf.factory.data import PromptBatches, build_demonstrations, build_prompts
 from rlhf.factory.exported import rounded_inputs
 from rlhf.factory.models import build_online_models, build_tokenizer, export, make_decode, read_export_origin
-from rlhf.factory.rewards import build_source, build_watch
+from rlhf.factory.rewards import build_source, build_watch, identify_source
 from rlhf.factory.sampler import build_sampler, slow_lengths_reason
 from rlhf.models.backbone import CausalLM, context_length, freeze
 from rlhf.models.export import Origin
@@ -133,14 +133,20 @@ def build_online(config: OnlineConfig, console: Console | None = None) -> Online
         UserError: a model, data set, reward or checkpoint is missing or invalid; the subclass says which.
     """
     config, precision = choose_precision(config)
-    algorithm = config.algorithm
     context = open_context(config, console, [*precision, *(f"warning: {text}" for text in rounded_inputs(config))])
+    with context.undone_on_error():
+        return _build(config, context)
+
+
+def _build(config: OnlineConfig, context: RunContext) -> OnlineRun:
+    algorithm = config.algorithm
     _check_reward_parts(config, context.engine)
     tokenizer = build_tokenizer(config.policy)
     origin = read_export_origin(config.policy, tokenizer)
     models = build_online_models(config, context, tokenizer)
     fast_ways = None if context.engine.splits_weights else models.fast_ways()
     source = build_source(config.reward.source, tokenizer, context.engine, context.notes.append)
+    identify_source(config.reward.source, context)
     sampler = build_sampler(config, models, tokenizer, context.notes.append)
     saved = _load_checkpoint(context, models)
     trained = _build_trained(config, models, context)
@@ -152,10 +158,12 @@ def build_online(config: OnlineConfig, console: Console | None = None) -> Online
     ema = Ema(models.policy, config.policy.ema_decay, context.engine) if config.policy.ema_decay else None
     if saved is not None:
         _restore(saved, trained, ema)
-    elif context.state.step == 0:
+    if saved is None or context.is_other_run:
         context.state.kl_coef = algorithm.kl.coef
-        if isinstance(algorithm.policy_loss, PenaltyLoss):
-            context.state.penalty_coef = algorithm.policy_loss.coef
+        context.state.penalty_coef = (
+            algorithm.policy_loss.coef if isinstance(algorithm.policy_loss, PenaltyLoss) else 0.0
+        )
+        context.state.best = None
     prompts = _load_prompts(config, context, tokenizer, models)
     queue = _build_queue(config, context, prompts, saved)
     ptx = _load_ptx(config, context, tokenizer, models)
@@ -164,7 +172,7 @@ def build_online(config: OnlineConfig, console: Console | None = None) -> Online
     steps = total_steps(config.schedule, prompts.steps_per_epoch)
     ahead = None
     if config.overlap.ahead:
-        completions = None if saved is None else saved.get("ahead")
+        completions = None if saved is None or context.is_other_run else saved.get("ahead")
         ahead = build_prefetcher(config, context, models, tokenizer, prompts, completions, last_step=steps)
     session = context.session(
         total_steps=steps,
@@ -275,19 +283,25 @@ def _build_queue(
 
 def _load_ptx(
     config: OnlineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase, models: Models
-) -> Callable[[int], Demonstrations] | None:
+) -> Callable[[int, int], Demonstrations] | None:
+    """Return the demonstrations mixed into each optimizer step of PPO-ptx, other ones in each; None without."""
     if config.algorithm.ptx_coef == 0 or config.data.sft is None:
         return None
     size = max(1, config.completions_per_step // config.batch.minibatches)
-    return build_demonstrations(
+    stream = build_demonstrations(
         config.data.sft,
         context,
         tokenizer,
         chat=config.data.chat_format,
-        rows_per_step=size,
+        rows_per_step=size * config.batch.epochs * config.batch.minibatches,
         model_context=context_length(models.policy),
         purpose=PTX,
-    ).batch
+    )
+
+    def draw(step: int, update: int) -> Demonstrations:
+        return stream.part(step, range(update * size, (update + 1) * size))
+
+    return draw
 
 
 def _build_trained(config: OnlineConfig, models: Models, context: RunContext) -> dict[str, TrainableModel]:
@@ -342,7 +356,8 @@ class _Save:
 
 def _restore(state: dict[str, Any], trained: dict[str, TrainableModel], ema: Ema | None) -> None:
     for name, model in trained.items():
-        model.load_state(state[name])
+        if name in state:  # not a critic that checkpoint.resume=always adds
+            model.load_state(state[name])
     if ema is not None and "ema" in state:
         ema.load(state["ema"])
 
@@ -362,7 +377,7 @@ def _load_checkpoint(context: RunContext, models: Models) -> dict[str, Any] | No
     if context.resume is None:
         return None
     saved = load_trainer_state(context.resume)
-    if models.shared_head is not None:
+    if models.shared_head is not None and "shared_head" in saved:
         models.shared_head.load_state_dict(saved["shared_head"])
     return saved
 
@@ -414,7 +429,7 @@ class PromptEvaluator:
                 context=context_length(models.policy),
                 max_new_tokens=config.sampling.max_new_tokens,
             )
-            context.notes.append(held_out.skips.summary())
+            context.rows_read("eval_prompts", held_out.skips)
             self.batches = list(held_out.batches(config.sampling.batch_size))
 
     def connect(self, recorder: Recorder) -> None:

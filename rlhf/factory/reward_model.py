@@ -53,11 +53,11 @@ from rlhf.tracking.checkpoint import replace_folder
 from rlhf.tracking.exported import read_export
 from rlhf.tracking.metrics import progress_metrics
 from rlhf.tracking.run_folder import RunFolder
+from rlhf.tracking.same_run import MEMBERS
 from rlhf.training.offline import OfflineRun
 from rlhf.types import PreferencePairs
 
 PAIRS = "preferences"  # the section of the pairs
-MEMBERS = "members"  # the folder of the runs of an ensemble's separate members
 CARD_PAIRS = 8192  # rows of a mixture that calibration and the report card read
 
 
@@ -87,6 +87,11 @@ def build_reward_model(config: RewardModelConfig, console: Console | None = None
     """
     config, precision = choose_precision(config)
     context = open_context(config, console, [*precision, *(f"warning: {text}" for text in rounded_inputs(config))])
+    with context.undone_on_error():
+        return _build(config, context)
+
+
+def _build(config: RewardModelConfig, context: RunContext) -> RewardModelRun:
     tokenizer = build_tokenizer(config.model)
     origin = read_export_origin(config.model, tokenizer)
     model = _build_model(config, context, tokenizer)
@@ -97,6 +102,8 @@ def build_reward_model(config: RewardModelConfig, console: Console | None = None
     context.notes += fast_ways.lines()
     if context.resume is not None:
         trained.load_state(load_trainer_state(context.resume)["model"])
+    if context.is_other_run:
+        context.state.best = None
     max_length = context_length(model.classifier)
     stream = _train_stream(config, context, tokenizer, max_length)
     held_out = config.data.eval_preferences
@@ -304,6 +311,7 @@ def _build_model(config: RewardModelConfig, context: RunContext, tokenizer: PreT
     path = str(context.resume / MODEL) if context.resume else model_folder(config.model.model)
     with seeded_initialization(context.seed):
         model = _load_model(config, context, path, tokenizer)
+    context.identify_model("model.model", config.model.model)
     if config.model.gradient_checkpointing:
         enable_gradient_checkpointing(model.classifier)
     model.train()
@@ -347,7 +355,8 @@ def _load_pairs(
     max_length: int | None,
 ) -> PairSet:
     pairs = load_pairs(data, tokenizer, chat_template=config.data.chat_format, context=max_length)
-    context.notes.append(pairs.skips.summary())
+    is_train = data is config.data.preferences
+    context.rows_read("preferences" if is_train else "eval_preferences", pairs.skips)
     return pairs
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -23,7 +24,7 @@ from rlhf.config.reward import (
 from rlhf.data.paths import resolve_best
 from rlhf.data.tokenizer import vocabulary_digest
 from rlhf.errors import ConfigError
-from rlhf.factory.context import member_folders, model_folder
+from rlhf.factory.context import RunContext, member_folders, model_folder
 from rlhf.models.policy_models import keep_in_bfloat16
 from rlhf.models.scalar_head import EnsembleHeadModel
 from rlhf.rewards.ensemble import EnsembleReward
@@ -34,6 +35,7 @@ from rlhf.rewards.rules import RulesReward
 from rlhf.rewards.source import MainRankReward, RewardSource, ShardedReward, WatchingJudge
 from rlhf.runtime.device import fallback_note, usable_dtype
 from rlhf.runtime.engine import Engine
+from rlhf.tracking.fingerprint import content_digest
 
 
 def build_source(
@@ -85,6 +87,28 @@ def build_source(
             ruled = config.source
             source = build_source(ruled, tokenizer, engine, warn, may_abstain=may_abstain) if ruled else None
             return RulesReward(config.rules, tokenizer, source)
+
+
+def identify_source(config: RewardSourceConfig, context: RunContext, key: str = "reward.source") -> None:
+    """Record the weights of the reward models of a source, and check that they are what the run began with.
+
+    The file of a function may change, since a mistake in it may have stopped the run: that is a warning.
+    """
+    match config:
+        case ModelSource():
+            context.identify_model(f"{key}.path", resolve_best(config.path))
+        case FunctionSource():
+            file = Path(config.target.rpartition(":")[0])
+            digest = content_digest(file) if file.suffix == ".py" and file.is_file() else None
+            context.identify(f"{key}.target", digest, may_change=True)
+        case EnsembleSource():
+            for number, member in enumerate(config.sources):
+                identify_source(member, context, f"{key}.sources.{number}")
+        case RulesSource():
+            if config.source is not None:
+                identify_source(config.source, context, f"{key}.source")
+        case _:
+            pass
 
 
 def build_watch(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from rich.console import Console
@@ -17,10 +17,23 @@ from rlhf.factory.offline import build_offline
 from rlhf.factory.online import build_online
 from rlhf.tracking.checkpoint import replace_folder
 from rlhf.tracking.exported import read_export
+from rlhf.tracking.run_folder import completed_step
 from rlhf.training.offline import OfflineRun, train_offline
 from rlhf.training.online import train
 from rlhf.training.online_run import OnlineRun
 from rlhf.training.session import Session
+
+
+def is_complete(session: Session) -> bool:
+    """Return whether a run had ended before this start, with its model exported in the dtype that is asked for."""
+    folder, ranks = session.recorder.folder, session.ranks
+    is_exported = ranks.on_main(lambda: completed_step(folder) == session.state.step and folder.model.is_dir())
+    return session.had_ended and is_exported and not session.exports_anew
+
+
+def mark_complete(session: Session) -> None:
+    """Record that the run has ended and its model is exported."""
+    session.ranks.on_main(lambda: session.recorder.folder.write_complete(session.state.step))
 
 
 @dataclass(frozen=True)
@@ -36,7 +49,12 @@ class TrainingRun:
         return self.run.session
 
     def train(self) -> bool:
-        """Run the remaining training steps and export the model; return False if the run was interrupted and saved."""
+        """Run the remaining training steps and export the model; return False if the run was interrupted and saved.
+
+        Where nothing is left to train and the model is exported already, as it is asked for, nothing is done.
+        """
+        if self.is_complete:
+            return True
         with self.session.recorder.progress:
             self.loop()
             if not self.session.interrupted:
@@ -44,7 +62,13 @@ class TrainingRun:
                 export = self.run.export if best is None else partial(self._copy, best)
                 replace_folder(self.session.recorder.folder.path / MODEL, export, self.session.ranks)
                 note_export(self.session)
+                mark_complete(self.session)
         return not self.session.interrupted
+
+    @cached_property
+    def is_complete(self) -> bool:
+        """Return whether the run had ended before this start, with its model exported."""
+        return is_complete(self.session)
 
     def _copy(self, model: Path, folder: Path) -> None:
         """Copy an exported model into the folder, on the main rank, and what is recorded of its weights."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from rlhf.errors import CheckpointError, UserError
+from rlhf.errors import CheckpointError, UserError, how_to_continue
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.tracking.metrics import format_megabytes
 
@@ -161,7 +161,7 @@ class CheckpointWriteErrors:
         if is_write_error and not isinstance(error, UserError):
             raise CheckpointError(
                 f"cannot write {self.what}: {error}. What was there before is untouched. {free}"
-                "Make room, or whatever else it lacks; then the same command continues from the newest checkpoint"
+                f"Make room, or whatever else it lacks; then {how_to_continue()} from the newest checkpoint"
             ) from error
 
 

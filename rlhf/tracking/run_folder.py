@@ -18,6 +18,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from rlhf.config.files import format_yaml
+from rlhf.config.load import RUN_FOLDER_KEYS
 from rlhf.errors import DISTRIBUTION, CheckpointError
 from rlhf.tracking.trackers import flatten, read_jsonl, to_json
 
@@ -31,6 +32,8 @@ class FolderLock:
     Several runs of one process may use the same folder. A lock file that a dead process left behind locks nothing, and
     a forked child does not keep its parent's lock.
     """
+
+    NAME = LOCK
 
     def __init__(self, folder: Path) -> None:
         """Acquire the lock, creating the folder if needed.
@@ -97,6 +100,8 @@ class RunFolder:
     report_card.json  the results of a reward model's evaluation
     export.json       the dtype of the exported weights, and how much of the training it keeps
     checkpoints/      state to resume from
+    model/            the exported model
+    complete.json     {"step"}: the run ended at this step, and its model is exported
     deepspeed/        DeepSpeed's complete JSON configuration of each model, if sharding uses it
     report.html       the page
     """
@@ -111,20 +116,29 @@ class RunFolder:
         self.alarms = self.path / "alarms.jsonl"
         self.report_card = self.path / "report_card.json"
         self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"
+        self.complete = self.path / "complete.json"
         self.report = self.path / "report.html"
 
     def write_config(self, resolved: Mapping[str, object], *, anew: bool = False) -> list[str]:
-        """Write config.yaml unless it exists, and return the dotted keys in which an existing one differs.
+        """Write config.yaml, and return the packages whose version is not the one that the run began with.
 
-        A run that starts `anew`, since an earlier start got no checkpoint, writes its own over the one it finds. The
-        versions and the commit are compared too, since a run resumed under another torch deserves a warning.
+        A run that starts `anew`, since an earlier start got no checkpoint, records its own versions and commit. A run
+        that continues keeps the recorded ones, and leaves a file with the same settings as it is.
         """
-        new = {**_plain_dict(resolved), "versions": versions(), "git_commit": git_commit()}
-        if self.config.exists() and not anew:
-            return differing_keys(self.read_config(), new)
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.config, format_yaml(new, width=100))
-        return []
+        old = {} if anew else self.read_config()
+        began = {"versions": versions(), "git_commit": git_commit()}
+        kept = {key: old[key] for key in began if key in old}
+        settings = _plain_dict(resolved)
+        if differing_keys({key: value for key, value in old.items() if key not in began}, settings):
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.config, format_yaml({**settings, **began, **kept}, width=100))
+        changed = differing_keys(kept.get("versions") or {}, began["versions"]) if "versions" in kept else []
+        return changed
+
+    def write_complete(self, step: int) -> None:
+        """Write complete.json, once the model of a run that ended at `step` is exported."""
+        write_atomically(self.complete, json.dumps({"step": step}) + "\n")
 
     def write_deepspeed(self, name: str, settings: Mapping[str, object]) -> None:
         """Write deepspeed/<name>.json, the configuration DeepSpeed was given for that model."""
@@ -180,6 +194,34 @@ class RunFolder:
         if not isinstance(loaded, dict):
             raise CheckpointError(f"{self.report_card}: expected an object, found {type(loaded).__name__}")
         return loaded
+
+
+def discard_if_empty(folder: Path) -> None:
+    """Remove a folder that holds nothing but the lock, which the caller still has."""
+    with contextlib.suppress(OSError):  # another system may not remove a locked file
+        if [entry.name for entry in folder.iterdir()] == [LOCK]:
+            (folder / LOCK).unlink()
+            folder.rmdir()
+
+
+def newest_step(folder: RunFolder) -> int | None:
+    """Return the step of the newest checkpoint, damaged or not; None without any."""
+    names = [path.name for path in folder.checkpoints.glob("step-*")]
+    return max((int(name[5:]) for name in names if name[5:].isdecimal()), default=None)
+
+
+def completed_step(folder: RunFolder) -> int | None:
+    """Return the step at which the run in the folder ended; None if it has not, or has gone on since."""
+    try:
+        step = int(json.loads(folder.complete.read_text(encoding="utf-8"))["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return step if newest_step(folder) in (None, step) else None
+
+
+def flattened_config(tree: Mapping[str, object]) -> dict[str, object]:
+    """Return settings by dotted key, without what a run folder adds to them."""
+    return flatten({key: value for key, value in tree.items() if key not in RUN_FOLDER_KEYS})
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rlhf.errors import CheckpointError, UserError, install_hint
+from rlhf.errors import CheckpointError, UserError, how_to_continue, install_hint
 
 # Backend -> accelerate's class for it.
 TRACKERS = {
@@ -90,7 +90,7 @@ class JsonlLogger:
         except OSError as error:
             raise CheckpointError(
                 f"cannot write {self.path}: {error}. Make room, or whatever else it lacks; "
-                "then the same command continues from the newest checkpoint"
+                f"then {how_to_continue()} from the newest checkpoint"
             ) from error
 
     def position(self) -> int:

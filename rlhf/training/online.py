@@ -61,11 +61,14 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
     minibatch_size = max(1, -(-len(training_rows) // batch.minibatches))
     for epoch in range(batch.epochs):
         order = row_order(run, len(training_rows), step, epoch)
-        for indices in order.split(minibatch_size) if len(order) else ():
+        for number, indices in enumerate(order.split(minibatch_size) if len(order) else ()):
             minibatch = training_rows.rows(indices.sort().values)  # keeps rows of one prompt together: they share it
             with weights_cast_once():
                 step_metrics = optimizer_step(  # forward, ratio, loss, backward, clip, step
-                    [*(LossBatch(minibatch, loss) for loss in losses), *demonstrations(run, step)],
+                    [
+                        *(LossBatch(minibatch, loss) for loss in losses),
+                        *demonstrations(run, step, epoch * batch.minibatches + number),
+                    ],
                     trained_models(run, step, epoch),
                     micro_batch_size=run.rows,
                     lr_factor=lr_factor_at(run, step),

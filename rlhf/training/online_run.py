@@ -52,7 +52,7 @@ class OnlineRun:
     prompts: Callable[[int], Prompts]  # the prompts of a step
     queue: PromptQueue | None  # replays unsolved prompts (algorithm.rescue), and has the prompts with hints
     refill: Callable[[int], Prompts]  # as many other prompts; rounds count from 1 over the whole run
-    ptx: Callable[[int], Demonstrations] | None  # the demonstrations mixed into a step (PPO-ptx)
+    ptx: Callable[[int, int], Demonstrations] | None  # those mixed into an optimizer step (PPO-ptx), by step and number
     sampler: Sampler
     ahead: CompletionPrefetcher | None  # samples the next step's completions during the update
     reward: RewardSource
@@ -108,12 +108,18 @@ def trained_models(run: OnlineRun, step: int, epoch: int) -> list[TrainableModel
     return policy + ([run.critic] if run.critic is not None else [])
 
 
-def demonstrations(run: OnlineRun, step: int) -> list[LossBatch]:
-    """Return the demonstrations mixed into this step with their loss (PPO-ptx), or nothing."""
+def demonstrations(run: OnlineRun, step: int, update: int) -> list[LossBatch]:
+    """Return the demonstrations mixed into an optimizer step with their loss (PPO-ptx), or nothing.
+
+    Args:
+        run: the run.
+        step: the training step, counted from 1.
+        update: the number of the optimizer step in it, over all epochs, from 0.
+    """
     if run.ptx is None:
         return []
     loss = DemonstrationLoss(run.models, aggregate="token_mean", coef=run.algorithm.ptx_coef, name="ptx")
-    return [LossBatch(run.ptx(step), loss)]
+    return [LossBatch(run.ptx(step, update), loss)]
 
 
 def row_order(run: OnlineRun, rows: int, step: int, epoch: int) -> Int[Tensor, " rows"]:

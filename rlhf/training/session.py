@@ -9,12 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Protocol, runtime_checkable
 
-from rlhf.errors import CheckpointError, DivergenceError, NonFiniteScores, RewardError
+from rlhf.errors import CheckpointError, DivergenceError, NonFiniteScores, RewardError, how_to_continue
 from rlhf.guard.best import BestState
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.runtime.memory import MemoryProfiler
@@ -149,6 +149,7 @@ class TrainState:
     lr_scale: float = 1.0  # product of guard.lr_factor over the alarms that lowered the learning rates
     best: BestState | None = None  # of checkpoint.best
     owed: dict[str, float] | None = None  # metrics of `step` still to be written, if its evaluation failed
+    inputs: dict[str, str] = field(default_factory=dict)  # digests of the start weights and of the rows, by setting
 
     def write(self, folder: Path, positions: Mapping[str, int]) -> None:
         """Write state.json."""
@@ -266,6 +267,7 @@ class Session:
     log_every: int
     max_bad_steps: int = 10
     resumed: bool = False  # continues from a checkpoint, so the evaluation before step 1 is done
+    exports_anew: bool = False  # how the model is exported was changed since the last start
     interrupted: bool = False
     budget: Budget | None = None
     health: Health | None = None
@@ -299,9 +301,18 @@ class Session:
                 self.interrupted = True
                 self._checkpoint()
                 reason = self.health.stop_reason if self.health is not None else ""
-                self.recorder.note(f"stopped at step {self.state.step}{reason}; the same command continues from there")
+                self.recorder.note(f"stopped at step {self.state.step}{reason}; {self._how_to_continue} from there")
                 return
         self._checkpoint()
+
+    @property
+    def had_ended(self) -> bool:
+        """Return whether the run was over before this start: there is nothing left to train."""
+        return self.resumed and self.state.owed is None and self._is_over()
+
+    @property
+    def _how_to_continue(self) -> str:
+        return how_to_continue(self.recorder.folder.path)
 
     def _is_stopped(self, stop: Interruption) -> bool:
         """Return whether a rank was asked to stop, or an alarm stops the run."""
@@ -345,9 +356,7 @@ class Session:
         if self.state.step == 0:  # nothing to save
             return error
         self._checkpoint()
-        return RewardError(
-            f"{error}. The run is saved at step {self.state.step}: the same command continues from there"
-        )
+        return RewardError(f"{error}. The run is saved at step {self.state.step}: {self._how_to_continue} from there")
 
     def _count_bad_step(self, reason: str) -> None:
         state = self.state
@@ -360,8 +369,8 @@ class Session:
                 f"{reason}; no step could be taken {state.bad_in_a_row} times in a row (schedule.max_bad_steps), so "
                 f"the run stopped in step {state.step + 1}. "
                 + (f"The last good checkpoint is {folders[-1]}. " if folders else "There is no checkpoint yet. ")
-                + "Try a lower policy.lr or max_grad_norm, and look at the data and the reward; the same command, with "
-                "that changed, goes on from there"
+                + "Try a lower policy.lr or max_grad_norm, and look at the data and the reward; "
+                f"{self._how_to_continue} from there with the changed setting"
             )
 
     def _is_over(self) -> bool:

@@ -193,6 +193,76 @@ def test_a_second_call_is_a_new_run_and_resume_continues(model: str, tmp_path: P
         train(resume=True, folder=tmp_path / "nowhere")
 
 
+def test_another_run_in_the_folder_is_an_error_in_python_too(model: str, tmp_path: Path) -> None:
+    def train(algorithm: str = "grpo", **changes: Any) -> rlhf.RunResult:
+        options = {"prompts": PROMPTS, "reward": goodness, "folder": tmp_path / "run", "quiet": True, **SETTINGS}
+        return rlhf.train(model, algorithm, **{**options, **changes})
+
+    train()
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"algorithm\.preset: grpo → rloo.*folder=\.\.\..*resume=\"always\"") as error:
+        train("rloo", resume=True, schedule={"steps": 5})
+    assert "checkpoint.resume" not in str(error.value)
+    assert "run.out_dir" not in str(error.value)
+    again = train(resume=True)
+    assert again.complete
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    other = train("rloo", resume="always", schedule={"steps": 5})
+    assert list(other.metrics.index) == [1, 2, 3, 4, 5]
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["algorithm"]["preset"] == "rloo"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "start"]
+
+
+def test_failed_calls_leave_no_folder(model: str, tmp_path: Path) -> None:
+    def fails(**changes: Any) -> None:
+        options = {"prompts": PROMPTS, "reward": goodness, "folder": tmp_path / "run", "quiet": True, **SETTINGS}
+        with pytest.raises(UserError):
+            rlhf.train(model, "grpo", **{**options, **changes})
+
+    def broken(completions: list[str]) -> list[float]:
+        raise ValueError("no such thing")
+
+    fails(prompts=[{"prompt": 3}])
+    fails(reward=broken)
+    fails(tokenizer=tmp_path / "none")
+    fails(prompts=["red", 1])
+    assert [path.name for path in tmp_path.iterdir()] == ["start"]
+    result = rlhf.train(
+        model, "grpo", prompts=PROMPTS, reward=goodness, folder=tmp_path / "run", quiet=True, **SETTINGS
+    )
+    assert result.folder == tmp_path / "run"  # not run-5
+
+
+def test_a_stopped_run_says_in_python_how_to_go_on(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = []
+
+    def fails_later(completions: list[str]) -> list[float]:
+        calls.append(1)
+        if len(calls) > 1:
+            raise ValueError("no such thing")
+        return [0.0 for _ in completions]
+
+    folder = tmp_path / "run"
+    with pytest.raises(
+        RewardError, match=r"saved at step 1: the same call with folder='.*run' and resume=True continues"
+    ):
+        rlhf.train(model, "grpo", prompts=PROMPTS, reward=fails_later, folder=folder, **SETTINGS)
+    assert "command" not in capsys.readouterr().out
+    assert folder.is_dir()  # a step was taken
+
+
+def test_the_folder_of_a_call_is_named_after_what_trains(model: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = {"preferences": PAIRS, "quiet": True, "schedule": {"steps": 1}}
+    assert rlhf.train(model, "dpo", **options).folder == Path("runs/dpo")
+    assert rlhf.train(
+        model, config="configs/dpo.yaml", algorithm="ipo", eval_preferences=PAIRS[:4], **options
+    ).folder == (Path("runs/ipo"))
+    assert rlhf.reward_model(model, PAIRS, quiet=True, schedule={"steps": 1}).folder == Path("runs/rm")
+
+
 def test_a_run_in_a_thread_of_a_notebook(model: str, tmp_path: Path) -> None:
     results: list[rlhf.RunResult] = []
 

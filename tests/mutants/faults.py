@@ -6,6 +6,7 @@ from mutant import Mutant
 
 MANY = ("tests/runtime/test_many_ranks.py",)
 CHECKPOINTS = "tests/faults/test_checkpoint_faults.py"
+ONE_RUN = "tests/faults/test_one_run_a_folder.py"
 NUMBERS = "tests/faults/test_number_faults.py"
 
 FAULTS = [
@@ -20,10 +21,61 @@ FAULTS = [
     Mutant(
         name="ptx-rows-beyond-the-context",
         file="rlhf/factory/online.py",
-        before="        rows_per_step=size,\n        model_context=context_length(models.policy),\n",
-        after="        rows_per_step=size,\n",
+        before="batch.minibatches,\n        model_context=context_length(models.policy),\n",
+        after="batch.minibatches,\n",
         why="GPT-2 has no embedding for a position beyond its context: PPO-ptx ends in an IndexError",
         tests=("tests/training/test_online.py",),
+    ),
+    Mutant(
+        name="ptx-rows-again-in-every-minibatch",
+        file="rlhf/factory/online.py",
+        before="range(update * size, (update + 1) * size)",
+        after="range(size)",
+        why="PPO-ptx takes the same few demonstrations in all epochs and minibatches of a step",
+        tests=(f"{ONE_RUN}::test_every_optimizer_step_of_ppo_ptx_has_demonstrations_of_its_own",),
+    ),
+    Mutant(
+        name="another-algorithm-continues-the-run",
+        file="rlhf/tracking/same_run.py",
+        before="    if refused:\n",
+        after="    if refused and config.run.seed < 0:\n",
+        why="GRPO goes on with PPO's weights and coefficient, and the report still tells of PPO",
+        tests=(f"{ONE_RUN}::test_another_algorithm_is_refused_and_changes_nothing",),
+    ),
+    Mutant(
+        name="changed-content-is-not-noticed",
+        file="rlhf/factory/context.py",
+        before="if before is not None and before != digest:",
+        after="if before is None and before != digest and self.recorded:",
+        why="a run goes on with other start weights or other rows than it began with",
+        tests=(
+            f"{ONE_RUN}::test_overwritten_start_weights_are_refused",
+            f"{ONE_RUN}::test_dpo_rows_that_were_taken_away_are_noticed",
+        ),
+    ),
+    Mutant(
+        name="streams-are-compared-by-name",
+        file="rlhf/data/files.py",
+        before="digest.update((content_digest(place) if place.exists() else name).encode())",
+        after="digest.update(name.encode())",
+        why="a streamed file that was rewritten in the same place is taken for the old one",
+        tests=(f"{ONE_RUN}::test_rows_of_a_mixture_with_the_same_names_and_sizes_are_noticed",),
+    ),
+    Mutant(
+        name="always-keeps-the-old-coefficient",
+        file="rlhf/factory/online.py",
+        before="if saved is None or context.is_other_run:\n        context.state.kl_coef",
+        after="if saved is None:\n        context.state.kl_coef",
+        why="GRPO is penalized by the KL coefficient that PPO's controller had come to",
+        tests=(f"{ONE_RUN}::test_always_trains_the_old_weights_with_the_new_settings_and_says_it",),
+    ),
+    Mutant(
+        name="a-failed-call-keeps-its-folder",
+        file="rlhf/api/inputs.py",
+        before="shutil.rmtree(self.folder, ignore_errors=True)",
+        after="pass",
+        why="every failed call from Python leaves runs/grpo-2, runs/grpo-3 and so on",
+        tests=("tests/api/test_api_runs.py::test_failed_calls_leave_no_folder",),
     ),
     Mutant(
         name="a-ranks-share-drops-a-row",

@@ -74,8 +74,8 @@ SETTINGS = [
     Mutant(
         name="out-dir-is-not-the-folder",
         file="rlhf/api/runs.py",
-        before="Path(folder or out_dir or get_setting",
-        after="Path(folder or get_setting",
+        before="str(folder or out_dir or get_setting",
+        after="str(folder or get_setting",
         why="rlhf.train(run={'out_dir': ...}) does not go where it was told",
         tests=("tests/api/test_api_runs.py::test_a_second_call_is_a_new_run_and_resume_continues",),
     ),

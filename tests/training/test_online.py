@@ -110,7 +110,7 @@ def test_the_ptx_loss_is_at_temperature_1_whatever_is_sampled_at(tmp_path: Path)
     tree = ppo_tree(tmp_path, data=data, algorithm={"ptx_coef": 0.5}, sampling={"temperature": 0.5})
     run = online(tree)
     assert run.ptx is not None
-    batch = run.ptx(1)
+    batch = run.ptx(1, 0)
     terms, observed = DemonstrationLoss(run.models, aggregate="token_mean", name="ptx").terms(batch)
     assert terms["ptx"].item() == pytest.approx(likelihood(run.models, batch), rel=1e-5)
     assert observed["loss/ptx"].total == pytest.approx(likelihood(run.models, batch), rel=1e-5)
@@ -122,7 +122,7 @@ def test_demonstrations_beyond_the_context_are_not_mixed_in(tmp_path: Path) -> N
     sft = write_rows(tmp_path / "sft.jsonl", [{"prompt": "red one", "completion": text} for text in (long, short)] * 8)
     run = online(ppo_tree(tmp_path, data={"sft": {"path": str(sft)}}, algorithm={"ptx_coef": 0.5}))
     assert run.ptx is not None
-    batches = [run.ptx(step) for step in (1, 2, 3)]
+    batches = [run.ptx(step, update) for step in (1, 2, 3) for update in range(4)]
     assert max(int(batch.live_tokens().max()) for batch in batches) <= 64
 
 
