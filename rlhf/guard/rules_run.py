@@ -494,8 +494,7 @@ DATA_RULES = (
         runs=EVERY,
         key="data.eval_prompts.limit, data.eval_preferences.limit, data.eval_sft.limit",
         violation=few_held_out,
-        reason="With fewer than 32 paired scores almost no difference is significant, so the first "
-        "checkpoint is kept.",
+        reason="With fewer than 32 paired scores almost no difference is significant, so the first checkpoint is kept.",
         source="arithmetic: a difference below a third of its standard deviation is within the interval",
         fix="256 held-out rows",
     ),
