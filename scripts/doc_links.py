@@ -1,4 +1,4 @@
-"""Link papers in generated pages: "Schulman et al. 2017" becomes a link to the paper on arXiv."""
+"""Mark up the text of generated pages: citations become links to arXiv, settings and metrics code spans."""
 
 from __future__ import annotations
 
@@ -57,3 +57,19 @@ _CITATION = re.compile("|".join(re.escape(citation) for citation in PAPERS))
 def link_papers(text: str) -> str:
     """Link every citation of a known paper."""
     return _CITATION.sub(lambda found: f"[{found[0]}](https://arxiv.org/abs/{PAPERS[found[0]]})", text)
+
+
+_VALUE = r"(?:=(?:[\w.+-]*\w|\[[^\]]*\]))?"
+_CODE = re.compile(
+    rf"(?<![\w`/.])(?:[a-z_]+(?:\.[a-z_]+)+{_VALUE}|[a-z]+/[a-z]+(?:_[a-z0-9]+)*|[a-z]+_[a-z_]+{_VALUE}|{{}})(?![\w`/])"
+)
+
+
+def code_spans(text: str) -> str:
+    """Put setting keys, `key=value` and metric names into code spans."""
+    return _CODE.sub(lambda found: f"`{found[0]}`", text)
+
+
+def link_pages(text: str, folder: str = "") -> str:
+    """Link the pages that a text names as docs/NAME.md; `folder` leads from the generated page to docs/."""
+    return re.sub(r"`?docs/(\w+)`?\.md", rf"[\1]({folder}\1.md)", text)

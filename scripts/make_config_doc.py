@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
-from doc_links import link_papers
+from doc_links import link_pages, link_papers
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -164,7 +164,7 @@ def _page(page: Page, sections: list[Shape], documented: dict[type[Section], lis
             lines += _section(group, documented)
         for shape in group:
             documented.setdefault(shape.kind, shape.keys)
-    return link_papers("\n".join(lines))
+    return link_pages(link_papers("\n".join(lines)), folder="../")
 
 
 def _index() -> str:
