@@ -57,13 +57,13 @@ class Gae(AdvantageSection):
 
     type: Literal["gae"] = "gae"
     gamma: Fraction = 1.0
-    """Discount per token; 1 is usual for text, since completions are finite."""
+    """Discount per token; 1 is usual for text because completions are finite."""
     gae_lambda: Fraction = 0.95
     """Trades bias against variance: 0 gives the TD error, 1 the reward-to-go minus the value."""
     whiten: bool = True
-    """Scale the advantages to mean 0 and variance 1 over the live tokens of the whole step."""
+    """Scale the advantages to mean 0 and variance 1 over all tokens of the step."""
     whiten_rewards: bool = False
-    """Scale the token rewards to variance 1 over the live tokens of the step, keeping their mean."""
+    """Scale the token rewards to variance 1 over all tokens of the step, keeping their mean."""
 
     def check_sizes(self, sizes: StepSizes) -> None:
         """Check that there are enough completions to whiten over."""
@@ -107,9 +107,9 @@ class Best(AdvantageSection):
 
     type: Literal["best"] = "best"
     keep: Annotated[int, Field(ge=1)] = 1
-    """Completions kept for each prompt."""
+    """Completions kept per prompt."""
     min_score: float | None = None
-    """Least score of a kept completion, after shaping and the KL penalty in the reward; null: no threshold."""
+    """Minimum score of a kept completion, after shaping and the KL penalty in the reward; null: none."""
 
     def check_sizes(self, sizes: StepSizes) -> None:
         """Check that there are completions to choose from, and enough chosen ones to split into minibatches."""
@@ -126,7 +126,7 @@ class BestAndWorst(AdvantageSection):
 
     type: Literal["best_and_worst"] = "best_and_worst"
     min_gap: NonNegative = 0.0
-    """Least difference of score between best and worst, after shaping; prompts with less give no pair."""
+    """Minimum score difference between best and worst, after shaping; other prompts give no pair."""
 
     def check_sizes(self, sizes: StepSizes) -> None:
         """Check that every prompt gives a pair, and that there are enough pairs to split into minibatches."""
@@ -136,7 +136,7 @@ class BestAndWorst(AdvantageSection):
 
 
 class FunctionAdvantage(AdvantageSection):
-    """Advantages from a function of the user, as rlhf.algo.functions.AdvantageFunction says; no critic."""
+    """Advantages from a user function (rlhf.algo.functions.AdvantageFunction); no critic."""
 
     type: Literal["function"] = "function"
     target: str
@@ -155,7 +155,7 @@ class TokenLoss(Section):
 
     type: str
     aggregate: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
-    """How the tokens are weighted; see rlhf.algo.policy_loss.token_weights."""
+    """Weights of the tokens in the loss (rlhf.algo.policy_loss.token_weights)."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus, per nat."""
 
@@ -197,18 +197,18 @@ class TrustRegionLoss(TokenLoss):
     max_kl: Positive = 0.01
     """The trust region: KL(old || new) over the whole vocabulary, in nats per token."""
     line_search: bool = True
-    """Shorten the step until the exact KL is at most max_kl and the loss is lower than before; not taken if none of the
-    lengths is (TRPO, Schulman et al. 2015). false: take the full step as it is (NPG, Kakade 2001)."""
+    """Shorten the step until the exact KL is at most max_kl and the loss decreases; if no length works, the step is
+    rejected (TRPO, Schulman et al. 2015). false: take the full step (NPG, Kakade 2001)."""
     backtracks: Annotated[int, Field(ge=0)] = 10
-    """Shorter lengths that the line search tries after the full one."""
+    """Number of shorter lengths that the line search tries."""
     shrink: Annotated[float, Field(gt=0, lt=1)] = 0.7
-    """Each length is the one before times this."""
+    """Factor between two lengths."""
     cg_iterations: Annotated[int, Field(ge=1)] = 10
-    """Iterations of conjugate gradients, each a product with F: about two passes with gradient over the minibatch."""
+    """Conjugate-gradient iterations; each costs about two passes with gradient over the minibatch."""
     damping: NonNegative = 0.01
-    """Added to the diagonal of F. The larger, the closer the direction to the plain gradient's."""
+    """Added to the diagonal of F. A larger value moves the direction towards the plain gradient."""
     max_parameters: Annotated[int, Field(ge=1)] = 50_000_000
-    """Refuse to train more parameters: about six float64 vectors of that length are held, 48 bytes a parameter."""
+    """Maximum number of trained parameters; the step needs about 48 bytes per parameter."""
 
 
 class CispoLoss(TokenLoss):
@@ -228,7 +228,7 @@ class PolicyGradientLoss(TokenLoss):
 
 
 class FunctionLoss(TokenLoss):
-    """A policy loss per token from a function of the user, as rlhf.algo.functions.LossFunction says."""
+    """A policy loss per token from a user function (rlhf.algo.functions.LossFunction)."""
 
     type: Literal["function"] = "function"
     target: str
@@ -245,7 +245,7 @@ class ReferencedPairSection(Section):
 
     type: str
     nll_coef: NonNegative = 0.0
-    """Weight of the chosen side's negative log-likelihood per token, added to the loss; it keeps the chosen completions
+    """Weight of the chosen side's negative log-likelihood per token, added to the loss to keep chosen completions
     likely. 1 in iterative RPO (Pang et al. 2024); 0: off."""
 
 
@@ -254,7 +254,7 @@ class DpoLoss(ReferencedPairSection):
 
     type: Literal["dpo"] = "dpo"
     beta: Positive = 0.1
-    """Multiplies the log-ratio to the reference, summed over the completion, in nats: larger stays closer to it."""
+    """Factor of the log-ratio to the reference (nats per sequence); a larger value stays closer to it."""
     label_smoothing: Smoothing = 0.0
     """Assumed share of flipped labels; 0.1 is usual for cDPO."""
 
@@ -266,7 +266,7 @@ class RobustDpoLoss(ReferencedPairSection):
     beta: Positive = 0.1
     """As in DPO."""
     label_smoothing: Smoothing = 0.1
-    """Probability that a label is flipped; if set larger than it really is, the loss has no lower bound."""
+    """Assumed share of flipped labels; if it is too large, the loss has no lower bound."""
 
 
 class IpoLoss(ReferencedPairSection):
@@ -276,7 +276,7 @@ class IpoLoss(ReferencedPairSection):
     beta: Positive = 0.1
     """The paper's tau: the difference of log-ratios is pulled towards 1 / (2 beta) nats."""
     normalize: Literal["none", "length"] = "none"
-    """none: log-ratios summed over a completion (the paper); length: per token (TRL). Each needs a beta of its own."""
+    """none: log-ratios summed over a completion (the paper); length: per token (TRL). Each needs its own beta."""
 
 
 class HingeLoss(ReferencedPairSection):
@@ -286,7 +286,7 @@ class HingeLoss(ReferencedPairSection):
     beta: Positive = 0.1
     """As in DPO."""
     margin: Positive = 1.0
-    """A pair whose chosen side leads by this much implicit reward contributes no gradient."""
+    """A pair has no gradient once the chosen side leads by this much implicit reward."""
 
 
 ReferencedPairLoss = DpoLoss | RobustDpoLoss | IpoLoss | HingeLoss
@@ -304,7 +304,7 @@ class OnlinePairLoss(Section):
         | Annotated[HingeLoss, Tag("hinge")],
         Discriminator(type_discriminator("dpo")),
     ] = DpoLoss()
-    """dpo, robust_dpo, ipo or hinge, as offline; its beta is the only pull towards the reference."""
+    """dpo, robust_dpo, ipo or hinge, with the offline settings; only beta keeps the policy near the reference."""
 
 
 Surrogate = ClipLoss | PenaltyLoss | TrustRegionLoss | CispoLoss | PolicyGradientLoss | FunctionLoss
@@ -325,9 +325,9 @@ class ValueLossConfig(Section):
     """The critic's squared error, clipped around the old values."""
 
     coef: Positive = 0.1
-    """Weight relative to the policy loss if the two share a backbone; it scales a separate critic's loss too."""
+    """Weight relative to the policy loss on a shared backbone; also scales a separate critic's loss."""
     clip_eps: Positive | None = 0.2
-    """How far a value may move from the old one before its gradient is cut off, in score units; null: no clipping."""
+    """Maximum distance from the old value before the gradient is clipped, in score units; null: off."""
 
 
 class FixedKl(Section):
@@ -356,8 +356,8 @@ class Kl(Section):
     coef: NonNegative = 0.05
     """Weight of the penalty, in score units per nat."""
     importance_weighted: bool = False
-    """In the loss: weight each token's penalty by pi / pi_old, so that its expected gradient is that of the KL on stale
-    minibatches too (docs/decisions/012); false: unweighted, as in the papers of GRPO and its variants."""
+    """In the loss: weight each token's penalty by pi / pi_old, so that its expected gradient equals the KL's gradient
+    on stale minibatches too; false: unweighted, as in the GRPO papers."""
     controller: Annotated[
         Annotated[FixedKl, Tag("fixed")] | Annotated[AdaptiveKl, Tag("adaptive")],
         Discriminator(type_discriminator("fixed")),
@@ -368,7 +368,7 @@ class Kl(Section):
     def _check_placement(self) -> Kl:
         if self.placement == "loss" and self.estimator == "k1":
             raise ValueError(
-                "k1 in the loss has an expected gradient of zero: it is that of log pi alone, noise without a pull. "
+                "k1 in the loss has an expected gradient of zero, so it adds only noise. "
                 "Use kl.placement=reward, or k2 (exact gradient) or k3 (GRPO's) in the loss"
             )
         if self.importance_weighted and self.placement != "loss":
@@ -385,9 +385,9 @@ class Online(Section):
     """An algorithm that samples from the policy it trains."""
 
     preset: str | None = None
-    """The named algorithm that these settings are based on."""
+    """The preset that these settings start from."""
     advantage: Advantage
-    """How advantages are computed."""
+    """The advantage estimator."""
     policy_loss: PolicyLossConfig = ClipLoss()
     """The policy's loss."""
     value_loss: ValueLossConfig | None = None
@@ -395,16 +395,16 @@ class Online(Section):
     kl: Kl = Kl(placement="none", coef=0.0)
     """The KL penalty against the reference."""
     target_kl: Positive | None = None
-    """Skip a step's remaining epochs once KL(old || new) exceeds 1.5 x this, in nats per token; null: never."""
+    """End a step's epochs once KL(old || new) exceeds 1.5 x this, in nats per token; null: never."""
     drop_uniform_groups: bool = False
-    """Leave out groups whose completions all have the same score (DAPO)."""
+    """Exclude groups whose completions all have the same score (DAPO)."""
     mask_truncated: bool = False
-    """Leave completions that max_new_tokens cut off out of the loss, the critic's included (DAPO's overlong filtering).
-    They still count in their group's baseline and in all score metrics."""
+    """Exclude completions cut off by max_new_tokens from the losses of policy and critic (DAPO's overlong filtering).
+    They still count in the group's baseline and in the score metrics."""
     refill_rounds: Annotated[int, Field(ge=0)] = 0
-    """How many times a step may sample further prompts to replace dropped groups (DAPO); 0: never."""
+    """Rounds of sampling more prompts to replace excluded groups (DAPO); 0: none."""
     rescue: Rescue | None = None
-    """Sample prompts whose whole group fails again with a hint, and replay them in later steps; null: off."""
+    """Resample prompts whose whole group fails, with hints, and replay them later; null: off."""
     ptx_coef: NonNegative = 0.0
     """Weight of a next-token loss on data.sft, added to the policy loss (PPO-ptx, Ouyang et al. 2022, eq. 2)."""
 
@@ -580,7 +580,7 @@ class Offline(Section):
     """An algorithm that learns from a fixed data set."""
 
     preset: str | None = None
-    """The named algorithm that these settings are based on."""
+    """The preset that these settings start from."""
     loss: OfflineLoss = SftLoss()
     """The policy's loss: sft, or a preference loss (dpo, robust_dpo, ipo, hinge, slic, simpo, orpo, kto)."""
 

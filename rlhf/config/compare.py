@@ -22,10 +22,10 @@ BudgetUnit = Literal["completions", "tokens", "flops", "seconds"]
 
 
 class BudgetConfig(Section):
-    """What every trained arm may spend: exactly one of the four limits is set, and all four quantities are recorded."""
+    """The budget of every trained arm: set exactly one of the four limits; all four quantities are recorded."""
 
     completions: Count | None = None
-    """Completions sampled (online), or read from the data, two per pair (offline)."""
+    """Completions sampled (online) or read from the data (offline, two per pair)."""
     tokens: Count | None = None
     """Tokens generated plus tokens read by passes with gradient."""
     flops: Positive | None = None
@@ -56,45 +56,45 @@ class BudgetConfig(Section):
 
 
 class LabConfig(Section):
-    """Where the built-in lab's start model, preference pairs and reward model are; missing ones are made there."""
+    """The built-in lab's start model, preference pairs and reward model; created if missing."""
 
     folder: str = "runs/lab"
-    """Holds sft/, preferences/ and rm/; a folder made by `rlhf quickstart` will do."""
+    """Folder with sft/, preferences/ and rm/, for example from `rlhf quickstart`."""
     seed: int = 0
-    """Seed of the three stages, if they have to be made."""
+    """Seed for creating missing stages."""
 
 
 Scalar = bool | int | float | str | None
 
 
 class Factor(Section):
-    """Values around the arm's own, log-uniform between value / factor and value · factor."""
+    """Values around the arm's value, log-uniform between value / factor and value · factor."""
 
     factor: Annotated[float, Field(gt=1)]
-    """The ratio of the largest value to the arm's own, and of the arm's own to the smallest."""
+    """Ratio of the largest value to the arm's value, and of the arm's value to the smallest."""
 
 
 class Range(Section):
-    """Values between two ends; a setting that is a whole number gets whole numbers."""
+    """Values in an interval; integer settings get integers."""
 
     low: float
     """The smallest value."""
     high: float
     """The largest value."""
     scale: Literal["log", "linear"] = "log"
-    """log: as many values below the geometric mean of the ends as above it; linear: below and above their mean."""
+    """Distribution of the values: uniform in the logarithm, or uniform."""
 
     @model_validator(mode="after")
     def _check_ends(self) -> Range:
         if self.low >= self.high:
-            raise ValueError(f"low is {self.low:g} and high is {self.high:g}: low has to be the smaller")
+            raise ValueError(f"low is {self.low:g} and high is {self.high:g}: low must be below high")
         if self.scale == "log" and self.low <= 0:
             raise ValueError(f"low is {self.low:g}, which has no logarithm: set scale=linear, or a low above 0")
         return self
 
 
 class Choices(Section):
-    """Values from a list, each as likely; the list alone is the short form."""
+    """Values from a list, with equal probability; the list alone is the short form."""
 
     choices: Annotated[list[Scalar], Field(min_length=1)]
     """The values."""
@@ -136,39 +136,40 @@ _RATE: Any = {"policy.lr": {"factor": 10.0}}  # as in a file; a section checks i
 
 
 class ArmTuneConfig(Section):
-    """What is different in one arm's tuning."""
+    """Changes of the tuning for one arm."""
 
     space: Space = {}
-    """Setting -> its values, merged over the comparison's tune.space; null leaves a setting out."""
+    """Values per setting, merged over the comparison's tune.space; null removes a setting."""
 
 
 class TuneConfig(Section):
-    """Tuning: every trained arm gets the same number of trials and the same budget for them; a number is its trials.
+    """Random search with successive halving: every trained arm gets the same number of trials and the same budget.
 
-    Trial 0 is the arm as it is written. The others are drawn at random from the space. They run on seeds and prompts of
-    their own, in rounds: after each, the worst are dropped (successive halving). What scores best becomes the arm.
+    Trial 0 is the arm as written; the others are drawn at random from the space. Trials use separate seeds and prompts
+    and run in rounds; each round drops the worst. The trial with the best score becomes the arm. `tune=8` is short for
+    trials: 8.
     """
 
     trials: Annotated[int, Field(ge=2)] = 8
-    """Configurations tried for each arm, its own included."""
+    """Configurations per arm, including the arm as written."""
     space: Space = Field(default=_RATE)
-    """Setting -> its values: {factor: 10}, {low: 0.01, high: 0.1, scale: log}, or [0.01, 0.1]. Settings that an arm
-    does not read are left out of its space. null leaves a setting out."""
+    """Values per setting: {factor: 10}, {low: 0.01, high: 0.1, scale: log}, or [0.01, 0.1]. Settings that an arm does
+    not read are ignored for that arm; null removes a setting."""
     seeds: Annotated[list[int], Field(min_length=1)] = [1000]
-    """Seeds of the trials; none of them may be a seed that the arms are reported on."""
+    """Seeds of the trials; they must differ from the comparison's seeds."""
     budget: Positive | None = None
-    """What the tuning of one arm may spend, over all trials and seeds, in the unit of the comparison's budget. null: so
-    much that the trials of the last round are trained as long as an arm."""
+    """Tuning budget per arm over all trials and seeds, in the unit of the comparison's budget. null: enough to train
+    the last round's trials as long as an arm."""
     keep: Annotated[int, Field(ge=2)] = 2
-    """After each round one of so many trials goes on (rounded up); the arm as it is written always does."""
+    """Each round keeps one trial in this many (rounded up), and always the arm as written."""
     draw_seed: int = 0
-    """Seed of the draws from the space."""
+    """Seed of the random draws from the space."""
     prompts: PromptsConfig | None = None
-    """Prompts on which trials are judged; null: the held-out prompts are split, and the arms judged on the others."""
+    """Prompts that judge the trials; null: split the held-out prompts between tuning and report."""
     prompts_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Without prompts: the share of the held-out prompts for tuning, chosen by a hash of their text."""
+    """Without tune.prompts: share of the held-out prompts used for tuning, chosen by a hash of the text."""
     report_default: bool = False
-    """Also run the arms as they are written on the reporting seeds, to measure what tuning changed."""
+    """Also run the arms as written on the reporting seeds, to measure the effect of tuning."""
 
     @model_validator(mode="after")
     def _check_seeds(self) -> TuneConfig:
@@ -187,7 +188,7 @@ class TuneConfig(Section):
 
 
 class Overrides(Section):
-    """Settings of rlhf train, section by section, merged over the base; each is checked as part of the whole run."""
+    """Settings of rlhf train, by section, merged over the base."""
 
     data: dict[str, Any] = {}
     """See rlhf train."""
@@ -231,17 +232,17 @@ class TrainedArm(Overrides):
 
     type: Literal["train"] = "train"
     tune: ArmTuneConfig = ArmTuneConfig()
-    """What is different in this arm's tuning."""
+    """Changes of the tuning for this arm."""
 
 
 class BestOfNArm(Section):
-    """An arm without training: of n completions per prompt from the start model, keep the one with the best reward."""
+    """An arm without training: the best of n completions from the start model, by reward."""
 
     type: Literal["best_of_n"] = "best_of_n"
     n: Count = 16
-    """Completions from which the best is picked."""
+    """Completions to choose from."""
     samples: Count = 64
-    """Completions sampled for each held-out prompt; the curve over n goes up to this number."""
+    """Completions sampled per held-out prompt; the maximum n of the curve."""
 
     @model_validator(mode="after")
     def _check_samples(self) -> BestOfNArm:
@@ -262,37 +263,37 @@ class CompareConfig(Section):
     name: str = "compare"
     """The page's title."""
     base: str
-    """A configuration of rlhf train that every arm starts from; a path relative to the working folder or this file."""
+    """The rlhf train configuration that every arm extends; relative to the working folder or this file."""
     out_dir: str = "runs/compare"
-    """Receives results.json, results.parquet, report.html, and one run folder for each arm and seed."""
+    """Folder for results.json, results.parquet, report.html, and one run folder per arm and seed."""
     lab: LabConfig | None = None
-    """Compare in the built-in lab, which provides the start model, the preference pairs and the reward model."""
+    """Use the built-in lab's start model, preference pairs and reward model."""
     start: str | None = None
     """The model that every arm starts from; null: the lab's, otherwise the base's policy.model."""
     reward_source: RewardSourceConfig | None = None
-    """The reward that online arms train on and best-of-n picks by; null: the lab's, otherwise the base's."""
+    """The reward for online arms and best-of-n; null: the lab's, otherwise the base's."""
     judge: RewardSourceConfig | None = None
-    """The source whose score decides; no arm is trained on it; null: the base's eval.source."""
+    """The judge, which no arm is trained on; null: the base's eval.source."""
     budget: BudgetConfig
-    """What every trained arm may spend."""
+    """The budget of every trained arm."""
     seeds: Annotated[list[int], Field(min_length=1)] = [0, 1, 2]
-    """Each arm is run once per seed."""
+    """Seeds; each arm runs once per seed."""
     jobs: Count = 1
-    """Cells (one arm, one seed) run at a time, each on its share of the CPU cores and, with several GPUs, on one."""
+    """Concurrent runs (one arm, one seed each), each on its share of the CPU cores or on one GPU."""
     processes: Count = 1
-    """Processes per trained arm, started by torchrun on this host; never changes a result."""
+    """Processes per trained arm, started by torchrun on this host; does not change results."""
     evaluations: Count = 10
     """Evaluations during each run if the budget is in completions; an arm's own eval.every takes precedence."""
     suites: dict[str, dict[str, Any]] = {}
-    """Suites of `rlhf eval` to run on every final model as well, by name, with their settings: dataset, sampling."""
+    """Suites of `rlhf eval` for every final model, by name, with their settings (dataset, sampling)."""
     equal_kl: Positive | None = None
-    """KL, in nats, at which the arms are compared besides at their end; null: the largest that every arm reached."""
+    """Also compare the arms at this KL (nats); null: the largest KL that every arm reached."""
     tune: TuneConfig | None = None
-    """Tune every trained arm, each with the same number of trials, before it is run; null: arms run as written."""
+    """Tune every trained arm before its run, each with the same number of trials; null: off."""
     shared: Overrides = Overrides()
     """Settings merged over the base for every arm."""
     arms: Annotated[dict[str, Arm], Field(min_length=1)]
-    """Name -> what differs from the base."""
+    """The arms by name, each with its changes to the base."""
 
     @field_validator("tune", mode="before")
     @classmethod

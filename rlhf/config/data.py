@@ -33,47 +33,47 @@ class DatasetConfig(Section):
     path: str
     """File, folder or hub id."""
     split: str = "train"
-    """Which split of a folder or hub data set; a single file has only its own rows."""
+    """The split of a folder or hub data set; ignored for a single file."""
     limit: Count | None = None
-    """Use only this many usable rows, from the start."""
+    """Use only the first N usable rows."""
     columns: dict[str, str] = {}
-    """Our column name -> the file's, where they differ: {prompt: question, completion: answer}."""
+    """Column names that differ from ours, as ours: theirs, e.g. {prompt: question, completion: answer}."""
     bad_rows: Literal["skip", "error"] = "skip"
-    """Malformed rows. skip: count, show and skip them; error: stop."""
+    """Malformed rows. skip: skip, count and report them; error: stop."""
 
 
 class SourceConfig(Section):
-    """One of several sources of a data section; what is null is as the section says."""
+    """One of several sources of a data section; a null setting takes the section's value."""
 
     path: str
     """File, folder or hub id."""
     weight: Weight = 1.0
-    """Rows are drawn from the sources in proportion to their weights, exactly: see docs/data.md."""
+    """Rows are drawn exactly in proportion to the weights of the sources (docs/data.md)."""
     split: str | None = None
-    """Which split of a folder or hub data set."""
+    """The split of a folder or hub data set."""
     limit: Count | None = None
-    """Use only this many usable rows, from the start."""
+    """Use only the first N usable rows."""
     columns: dict[str, str] | None = None
-    """Our column name -> the file's, where they differ."""
+    """Column names that differ from ours, as ours: theirs."""
     bad_rows: Literal["skip", "error"] | None = None
     """Malformed rows: skip or error."""
 
 
 class TrainableDataConfig(DatasetConfig):
-    """A data set to train on: a path, or several sources with weights; read into memory, or streamed."""
+    """A data set to train on: one path or several weighted sources, in memory or streamed."""
 
     path: str = ""
-    """File, folder or hub id; or else set sources."""
+    """File, folder or hub id. Set path or sources."""
     sources: dict[SourceName, SourceConfig] = {}
-    """Name -> path and weight: several data sets, mixed. In place of path. null leaves one out."""
+    """Several data sets to mix, as name: {path, weight}. null removes one."""
     at_end: Literal["restart", "stop"] = "restart"
-    """When a source has no more rows. restart: it begins again, in a new order; stop: the run ends before the step that
-    would need more."""
+    """Action at the end of a source. restart: start again in a new order; stop: end the run before a step that lacks
+    rows."""
     stream: bool = False
-    """Read and tokenize rows as they are needed, not all at the start, so that memory does not grow with the data:
-    JSONL (also .gz), Parquet, folders of save_to_disk and the hub."""
+    """Read and tokenize rows during the run instead of at the start, so that memory does not grow with the data. For
+    JSONL (also .gz), Parquet, save_to_disk folders and the hub."""
     shuffle_buffer: Count = 4096
-    """With stream: rows are shuffled within consecutive blocks of so many rows of a source."""
+    """With stream: rows are shuffled within consecutive blocks of this many rows."""
 
     @property
     def is_plain(self) -> bool:
@@ -104,7 +104,7 @@ class TrainableDataConfig(DatasetConfig):
             problem = "has both path and sources: set one of them" if self.path else "set path (or sources)"
             raise ValueError(problem)
         if not self.stream and "shuffle_buffer" in self.model_fields_set and self.shuffle_buffer != 4096:
-            raise ValueError("shuffle_buffer is of streamed data: set stream=true, or leave it out")
+            raise ValueError("shuffle_buffer needs streamed data: set stream=true, or remove it")
         return self
 
 
@@ -112,14 +112,14 @@ class PromptsConfig(TrainableDataConfig):
     """Prompts to sample completions for."""
 
     max_prompt_tokens: Count = 1024
-    """Longest prompt, in tokens; less if the model's context leaves less room beside sampling.max_new_tokens."""
+    """Maximum prompt tokens; at most the model's context minus sampling.max_new_tokens."""
     too_long: Literal["skip", "truncate", "error"] = "skip"
-    """A longer prompt is counted and skipped, cut at its start, or an error."""
+    """Prompts above max_prompt_tokens. skip: skip and count; truncate: cut at the start; error: stop."""
     first_tokens: Count | None = None
-    """Use only this many first tokens of each text as the prompt (for plain-text data sets)."""
+    """Use the first N tokens of each text as the prompt (for plain-text data sets)."""
     part: tuple[Share, Share] | None = None
-    """Use only rows whose prompt has its place in this part of [0, 1), by a hash of its text: [0, 0.5] and [0.5, 1]
-    have no prompt in common. limit counts the rows of the part."""
+    """Use only prompts whose hash, mapped to [0, 1), is in this interval: [0, 0.5] and [0.5, 1] share no prompt. limit
+    counts rows of the part."""
 
     @model_validator(mode="after")
     def _check_part(self) -> PromptsConfig:
@@ -132,32 +132,32 @@ class SftConfig(TrainableDataConfig):
     """Texts, prompt-completion rows, Alpaca rows or conversations to imitate."""
 
     learn: Learn = "assistant"
-    """Which tokens to train on. In rows of messages: every assistant turn, the last one, or all tokens, the user's
-    included. In other rows: the completion, or with `all` the whole row."""
+    """Tokens to train on. Conversations: all assistant turns, the last one, or all tokens. Other rows: the completion;
+    with `all`, the whole row."""
     max_tokens: Count = 2048
-    """Longest prompt + completion, in tokens."""
+    """Maximum tokens of prompt and completion."""
     too_long: Literal["skip", "truncate", "error"] = "skip"
-    """A longer row is counted and skipped, cut at its end (it then gets no EOS), or an error."""
+    """Longer rows. skip: skip and count; truncate: cut at the end (without EOS); error: stop."""
 
 
 class PreferencesConfig(TrainableDataConfig):
-    """Preference pairs in any of the formats of docs/data.md."""
+    """Preference pairs, in any format of docs/data.md."""
 
     max_tokens: Count = 2048
-    """Longest prompt + completion, in tokens, of either side."""
+    """Maximum tokens of prompt and completion, for the longer side."""
     too_long: Literal["skip", "truncate", "error"] = "skip"
-    """A longer pair is counted and skipped, its prompt cut at the start, or an error."""
+    """Longer pairs. skip: skip and count; truncate: cut the prompt at its start; error: stop."""
 
 
 class DataConfig(Section):
-    """The data sets of a run. An algorithm reads some of them; setting one that it does not read gives a warning."""
+    """The data sets of a run. A data set that the algorithm does not read gives a warning."""
 
     prompts: PromptsConfig | None = None
     """Prompts that an online algorithm samples completions for."""
     eval_prompts: PromptsConfig | None = None
     """Held-out prompts for evaluation."""
     sft: SftConfig | None = None
-    """Texts that SFT imitates and PPO-ptx mixes in."""
+    """Demonstrations for SFT and for PPO-ptx."""
     eval_sft: SftConfig | None = None
     """Held-out rows for the SFT loss."""
     preferences: PreferencesConfig | None = None
@@ -165,12 +165,12 @@ class DataConfig(Section):
     eval_preferences: PreferencesConfig | None = None
     """Held-out preference pairs."""
     chat_template: str = "auto"
-    """auto: the tokenizer's own template, if it has one, for conversations and for prompts, instructions and pairs
-    given as text; none: text is used as it is, and conversations are an error; or a path to a Jinja file."""
+    """auto: the tokenizer's template, if it has one, for conversations and for text prompts, instructions and pairs;
+    none: text unchanged, and conversations are an error; or the path of a Jinja file."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Variables passed to the template, such as {enable_thinking: false}."""
+    """Variables for the template, e.g. {enable_thinking: false}."""
     system: str | None = None
-    """System prompt for conversations that have none."""
+    """System prompt for conversations without one."""
 
     @model_validator(mode="after")
     def _check_held_out(self) -> DataConfig:
@@ -178,7 +178,7 @@ class DataConfig(Section):
             section = getattr(self, name)
             if section is not None and not section.is_plain:
                 raise ValueError(
-                    f"data.{name}: held-out data are read whole and from one place: set path, not sources or stream"
+                    f"data.{name}: held-out data are read whole from one path: set path, not sources or stream"
                 )
         return self
 

@@ -18,11 +18,11 @@ class Hint(Section):
     """A text of the prompt's row, put into the prompt for one more round of sampling."""
 
     column: Annotated[str, Field(min_length=1)]
-    """The column of the data row that has the text: a hint, or a teacher's answer."""
+    """The data column with the text: a hint or a teacher's answer."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """How much of the text is shown: this first share of its words."""
+    """Share of the text's words to show, from the beginning."""
     template: str = "{prompt}\n\nHint: {hint}"
-    """What the prompt becomes; of a conversation, its last user message. Must have {prompt} and {hint}, once each."""
+    """The new prompt (in a conversation, the last user message). Contains {prompt} and {hint} once each."""
 
     @field_validator("template")
     @classmethod
@@ -40,41 +40,41 @@ class Hint(Section):
 
 
 class TokenWeights(Section):
-    """Weights by token, truncated: little variance, some bias (as Guide, Nath et al. 2025)."""
+    """Truncated weights per token: low variance, some bias (as in Guide, Nath et al. 2025)."""
 
     type: Literal["token"] = "token"
     cap: Positive = 2.0
-    """Largest weight of a token."""
+    """Maximum weight of a token."""
 
 
 class SequenceWeights(Section):
-    """Weights by whole completion, truncated: unbiased below the cap, but tiny where the plain prompt fails."""
+    """Truncated weights per completion: unbiased below the cap, but tiny if the plain prompt fails."""
 
     type: Literal["sequence"] = "sequence"
     cap: Positive = 2.0
-    """Largest weight of a completion."""
+    """Maximum weight of a completion."""
 
 
 class ShapedWeights(Section):
-    """Weights by token after LUFFY's policy shaping (Yan et al. 2025): the largest at a ratio of gamma, not at 1."""
+    """Weights per token after LUFFY's policy shaping (Yan et al. 2025), largest at a ratio of gamma."""
 
     type: Literal["shaped"] = "shaped"
     gamma: Positive = 0.1
-    """The ratio that gets the most weight, 1/4: smaller lets less likely tokens speak louder."""
+    """The ratio with the largest weight, 1/4; smaller values favor less likely tokens."""
 
 
 HintWeights = TokenWeights | SequenceWeights | ShapedWeights
 
 
 class ReplayConfig(Section):
-    """Prompts that stay unsolved take the place of fresh ones in later steps."""
+    """Replays of unsolved prompts, in place of new ones, in later steps."""
 
     limit: Annotated[int, Field(ge=0)] = 3
-    """Replays of a prompt before it is given up (until the data reach it again); 0: no replays."""
+    """Replays of a prompt before it is given up until the next epoch; 0: no replays."""
     share: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Largest share of a step's prompts that may be replays; at least one may."""
+    """Maximum share of a step's prompts that are replays (at least one prompt)."""
     until: Literal["plain", "hinted"] = "plain"
-    """What ends a prompt's replays. plain: a completion without a hint succeeds; hinted: one with a hint is enough."""
+    """End of a prompt's replays. plain: a completion without a hint succeeds; hinted: any completion does."""
 
     def per_step(self, prompts: int) -> int:
         """Return how many of a step's `prompts` may be replays."""
@@ -82,21 +82,21 @@ class ReplayConfig(Section):
 
 
 class Rescue(Section):
-    """Help for prompts of which no completion succeeds, where a group algorithm has nothing to learn from."""
+    """Resample prompts without a successful completion, adding a hint to the prompt."""
 
     hints: Annotated[list[Hint], Field(min_length=1, max_length=MOST_HINTS)]
-    """One round of sampling for each, in this order, for the prompts that failed so far: the weakest hint first."""
+    """Hints from weakest to strongest; one round of sampling each, for prompts that still fail."""
     solved_above: float = 0.0
-    """A completion succeeds if its score, after shaping, is above this; a group fails if none does."""
+    """A completion succeeds if its score after shaping is above this; a group fails if none does."""
     hinted_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Share of a group that is sampled with the hint, and takes the place of as many failures; at least one each."""
+    """Share of a group sampled with the hint, replacing as many failures (at least one of each)."""
     weights: Annotated[
         Annotated[TokenWeights, Tag("token")]
         | Annotated[SequenceWeights, Tag("sequence")]
         | Annotated[ShapedWeights, Tag("shaped")],
         Discriminator(type_discriminator("token")),
     ] = TokenWeights()
-    """How completions that were sampled with a hint are weighted when the prompt without it learns from them."""
+    """Importance weights of hinted completions in the loss of the prompt without the hint."""
     replay: ReplayConfig = ReplayConfig()
     """Replays of unsolved prompts in later steps."""
 

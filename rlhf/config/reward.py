@@ -33,30 +33,30 @@ class ChatConfig(Section):
     model: str
     """The model's name at the endpoint."""
     api_key_env: str | None = None
-    """The environment variable that holds the key; null: no key is sent. The key itself is never stored."""
+    """Environment variable with the key, which is never stored; null: no key is sent."""
     template: str | None = None
-    """A text file with the question to ask; null: the built-in one (docs/evaluation.md)."""
+    """Text file with the question; null: the built-in question (docs/evaluation.md)."""
     max_tokens: Count = 512
-    """Longest answer, in tokens."""
+    """Maximum answer tokens."""
     request: dict[str, Any] = {}
-    """Further keys for every request; null removes a default key, e.g. {temperature: null}."""
+    """Additional keys for every request; null removes a default key, e.g. {temperature: null}."""
     timeout_s: Positive = 60.0
-    """Longest wait without data on a request, in seconds."""
+    """Seconds without data after which a request times out."""
     retries: Annotated[int, Field(ge=0)] = 6
     """Retries with exponential backoff after no answer, or an answer with status 429 or 5xx."""
     concurrency: Count = 8
-    """Requests in flight at a time."""
+    """Concurrent requests."""
     cache_dir: str | None = None
-    """Where answers are cached, so that no question is asked twice; null: $XDG_CACHE_HOME/rlhf, or ~/.cache/rlhf."""
+    """Folder of cached answers, so that no question is asked twice; null: $XDG_CACHE_HOME/rlhf or ~/.cache/rlhf."""
 
 
 class ChatSource(ChatConfig, SourceSection):
     """A language model that scores each completion with a number, through an OpenAI-compatible endpoint."""
 
     low: float = 1.0
-    """The lowest score that the model may give."""
+    """The minimum of the rating scale."""
     high: float = 10.0
-    """The highest score. An answer without a number from low to high counts as the midpoint and is reported."""
+    """The maximum of the rating scale. An unreadable answer counts as the midpoint and is reported."""
 
     @model_validator(mode="after")
     def _check_scale(self) -> ChatSource:
@@ -66,7 +66,7 @@ class ChatSource(ChatConfig, SourceSection):
 
 
 class ChatPairsConfig(ChatConfig):
-    """A language model that says which of two completions is better; asked in both orders, disagreement is a tie."""
+    """A language model that compares two completions, in both orders; disagreement is a tie."""
 
 
 class FunctionSource(SourceSection):
@@ -80,7 +80,7 @@ class FunctionSource(SourceSection):
     kwargs: dict[str, Any] = {}
     """Keyword arguments passed to the function unchanged."""
     timeout_s: Positive | None = None
-    """Longest time of one call; a call that takes longer saves and stops the run. null: no limit."""
+    """Maximum seconds per call; after that the run saves and stops. null: no limit."""
 
 
 class ModelSource(SourceSection):
@@ -88,13 +88,13 @@ class ModelSource(SourceSection):
 
     type: Literal["model"] = "model"
     path: str
-    """A run folder of rlhf rm, an ensemble's too, or a sequence-classification model folder with one label."""
+    """A reward-model run (also an ensemble), or a sequence-classification model with one label."""
     micro_batch_size: Count = 64
     """Rows per forward pass; affects memory only."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16: bf16 arithmetic, on a CUDA GPU over matrices that are kept in bf16. Scores change by rounding."""
+    """bfloat16: bf16 arithmetic (on a CUDA GPU also bf16 matrices); scores change by rounding."""
     how: Literal["mean", "minimum", "mean_minus_std"] = "mean"
-    """How the members' scores are combined, where path holds an ensemble (rlhf rm ... ensemble=4)."""
+    """Combination of the members' scores, if path holds an ensemble (ensemble=4)."""
     std_coef: NonNegative = 1.0
     """c in mean - c * std, for mean_minus_std."""
 
@@ -108,11 +108,11 @@ class RemoteSource(SourceSection):
     timeout_s: Positive = 60.0
     """Timeout of one request, in seconds."""
     retries: Size = 8
-    """Retries, 1 s, 2 s, 4 s ... 30 s apart (about two minutes in all); then the run saves and stops."""
+    """Retries 1 s, 2 s, 4 s ... 30 s apart (about two minutes in total); then the run saves and stops."""
     token_env: str | None = None
-    """The environment variable that holds the server's token, sent as Authorization: Bearer; null: none is sent."""
+    """Environment variable with the token for Authorization: Bearer; null: no token is sent."""
     send_tokens: bool = False
-    """Send token ids with the texts: rlhf serve-reward then gives exactly the scores of the same model in-process."""
+    """Also send token ids: rlhf serve-reward then returns exactly the in-process scores."""
 
 
 class EnsembleSource(SourceSection):
@@ -122,9 +122,9 @@ class EnsembleSource(SourceSection):
     sources: list[RewardSourceConfig]
     """The members of the ensemble."""
     names: list[str] | None = None
-    """A name for each member, by which its scores are logged (part/NAME/mean); null: sources.0, sources.1, ..."""
+    """Names of the members in the metrics (part/NAME/mean); null: sources.0, sources.1, ..."""
     weights: list[float] | None = None
-    """A weight for each member, by which its scores are multiplied before they are combined; null: 1 each."""
+    """Factors for the members' scores, applied before they are combined; null: all 1."""
     how: Literal["mean", "sum", "weighted_mean", "minimum", "mean_minus_std", "gdpo"] = "mean"
     """minimum is worst-case optimization, mean_minus_std uncertainty-weighted optimization (Coste et al. 2024);
     weighted_mean divides the sum by the weights of the sources that apply to the completion; gdpo standardizes each
@@ -156,27 +156,27 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Rule(Section):
-    """A rule, with what breaking it costs."""
+    """A rule and the cost of breaking it."""
 
     name: str | None = None
-    """The name that it is logged by; null: its type."""
+    """Name in the metrics; null: the type."""
     weight: NonNegative = 1.0
-    """Subtracted from the score where the rule is broken entirely; in proportion where it is broken in part."""
+    """Penalty if the rule is fully broken; proportional if it is partly broken."""
     gate: float | None = None
-    """Instead of the penalty: the score of a completion that breaks the rule, whatever else it has; the lowest where
-    several such rules are broken. null: the weight counts."""
+    """Replaces the score of a completion that breaks the rule (the lowest gate, if several apply); null: subtract the
+    penalty instead."""
 
 
 class LengthRule(Rule):
-    """A completion has at least `min` and at most `max` words, characters or tokens; broken entirely or not at all."""
+    """Between `min` and `max` words, characters or tokens; fully broken or kept."""
 
     type: Literal["length"] = "length"
     min: Size = 0
-    """The least."""
+    """Minimum length."""
     max: Count | None = None
-    """The most; null: no limit."""
+    """Maximum length; null: no limit."""
     unit: Literal["words", "characters", "tokens"] = "words"
-    """What is counted. Words are separated by white space; tokens are the policy's, EOS included."""
+    """Unit of length. Words are separated by white space; tokens are the policy's, including EOS."""
 
     @model_validator(mode="after")
     def _check_range(self) -> LengthRule:
@@ -188,23 +188,23 @@ class LengthRule(Rule):
 
 
 class RepetitionRule(Rule):
-    """At most the share `max` of a completion's n-grams of words occurred before in it; broken by that share."""
+    """Maximum share of word n-grams that repeat earlier ones; broken in proportion to the share."""
 
     type: Literal["repetition"] = "repetition"
     n: Count = 3
     """Words per n-gram."""
     max: Share = 0.0
-    """The share that is tolerated."""
+    """The tolerated share."""
 
 
 class ScriptRule(Rule):
-    """At most the share `max` of a completion's letters belong to other scripts; broken by that share."""
+    """Maximum share of letters in other scripts; broken in proportion to the share."""
 
     type: Literal["script"] = "script"
     allowed: Annotated[list[str], Field(min_length=1)]
-    """Scripts as the names of Unicode's characters begin: latin, cyrillic, greek, arabic, cjk, hiragana, hangul ..."""
+    """Scripts, as in Unicode character names: latin, cyrillic, greek, arabic, cjk, hiragana, hangul ..."""
     max: Share = 0.0
-    """The share that is tolerated."""
+    """The tolerated share."""
 
 
 LANGUAGES = (
@@ -215,9 +215,9 @@ LANGUAGES = (
 
 
 class LanguageRule(Rule):
-    """A completion is in one of the languages; broken entirely or not at all, and not where no language shows.
+    """The completion's language is one of these; fully broken or kept. Kept if no language is detected.
 
-    Needs the package langdetect, which guesses badly on texts of a few words.
+    Needs the package langdetect, which is unreliable on texts of a few words.
     """
 
     type: Literal["language"] = "language"
@@ -229,18 +229,18 @@ class LanguageRule(Rule):
     def _check_codes(cls, codes: list[str]) -> list[str]:
         for code in codes:
             if code not in LANGUAGES.split():
-                raise ValueError(f"{code!r} is no language that langdetect knows; these are {LANGUAGES}")
+                raise ValueError(f"{code!r} is not a language code of langdetect; choose from {LANGUAGES}")
         return codes
 
 
 class FormatRule(Rule):
-    """Regular expressions that a completion must or must not match somewhere; broken by the share that fails."""
+    """Regular expressions that a completion must or must not contain; broken in proportion to failures."""
 
     type: Literal["format"] = "format"
     must: list[str] = []
-    """Python's regular expressions; . matches a line break too."""
+    """Python regular expressions that must match; . also matches line breaks."""
     must_not: list[str] = []
-    """The same, none of which may match."""
+    """Python regular expressions that must not match."""
 
     @field_validator("must", "must_not")
     @classmethod
@@ -260,13 +260,13 @@ class FormatRule(Rule):
 
 
 class ForbiddenRule(Rule):
-    """Words or phrases that may not occur; broken entirely or not at all."""
+    """Forbidden words or phrases; fully broken or kept."""
 
     type: Literal["forbidden"] = "forbidden"
     phrases: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
     """Whole words or phrases, without regular expressions."""
     ignore_case: bool = True
-    """Whether capitals and small letters are the same."""
+    """Ignore upper and lower case."""
 
 
 RuleConfig = Annotated[
@@ -283,18 +283,18 @@ def rule_names(rules: Sequence[RuleConfig]) -> list[str]:
     names = [rule.name or rule.type for rule in rules]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"two rules are called {name}: give them a name of their own (name: ...)")
+            raise ValueError(f"two rules are called {name}: give each a different name (name: ...)")
     return names
 
 
 class RulesSource(SourceSection):
-    """Rules for the text of a completion: each subtracts a penalty where it is broken, or replaces the score."""
+    """Rules for the text of a completion; a broken rule subtracts a penalty or replaces the score."""
 
     type: Literal["rules"] = "rules"
     rules: Annotated[list[RuleConfig], Field(min_length=1)]
-    """The rules, in any order. Each is logged by its name: how much of it is broken, from 0 to 1."""
+    """The rules, in any order. The metrics log how far each is broken, from 0 to 1."""
     source: RewardSourceConfig | None = None
-    """The source whose scores the rules change; null: none, so that a completion that breaks no rule scores 0."""
+    """The source whose scores the rules change; null: a completion that keeps all rules scores 0."""
 
     @property
     def is_learned(self) -> bool:
@@ -322,23 +322,23 @@ def uses_gdpo(source: RewardSourceConfig) -> bool:
 
 
 class WatchConfig(Section):
-    """A second judge of the training completions, which is never trained on."""
+    """A second judge of training completions that is not trained on."""
 
     source: RewardSourceConfig
-    """The source that scores them. A failure of it is a warning, not the end of the run."""
+    """The judge. If it fails, the run warns and continues."""
     rows: Count = 32
-    """Completions that it scores, drawn anew from each watched step; all of them if there are fewer."""
+    """Completions to score, drawn at random from each watched step."""
     every: Count = 1
-    """Steps between two looks."""
+    """Steps between two watched steps."""
 
 
 class ShapingConfig(Section):
-    """How a score is turned into a reward."""
+    """Transformation of scores into rewards."""
 
     missing_eos_penalty: NonNegative = 0.0
-    """Subtracted from the score of a completion that did not end with EOS."""
+    """Subtracted from the score of a completion without EOS."""
     clip: Positive | None = None
-    """Clip scores to [-clip, clip]; the metric score/clipped is their share. null: no clipping."""
+    """Clip scores to [-clip, clip] (metric score/clipped: share of clipped scores); null: off."""
     overlong_buffer: Size = 0
     """Tokens before max_new_tokens over which a penalty grows from 0 to overlong_penalty (DAPO, eq. 13); 0: off."""
     overlong_penalty: NonNegative = 1.0
@@ -351,14 +351,14 @@ class ShapingConfig(Section):
 
 
 class RewardConfig(Section):
-    """Where scores come from and how they are shaped."""
+    """The source of scores and their shaping."""
 
     source: RewardSourceConfig
     """function, model, remote, openai, ensemble or rules."""
     shaping: ShapingConfig = ShapingConfig()
     """Clipping, and penalties for a missing EOS and for overlong completions."""
     watch: WatchConfig | None = None
-    """A second judge that only watches: metrics watch/score, watch/gap and watch/correlation (online)."""
+    """A second judge for monitoring: metrics watch/score, watch/gap, watch/correlation (online)."""
 
     def check_gdpo(self, algorithm: Online, *, reward_parts: int) -> None:
         """Check that scores standardized within their groups meet an algorithm that takes them as they are.
@@ -394,29 +394,28 @@ class RewardModelLoss(Section):
 
 
 class CalibrationConfig(Section):
-    """The shift and scale stored in the model, which give scores mean 0 and std 1 on reference completions."""
+    """Shift and scale, stored in the model, that give mean 0 and std 1 on reference completions."""
 
     data: Literal["chosen", "both", "none"] = "both"
-    """Which completions of the training pairs to calibrate on; none: leave scores as they are."""
+    """Completions of the training pairs to calibrate on; none: no calibration."""
     limit: Count = 1024
-    """How many completions to calibrate on."""
+    """Number of completions to calibrate on."""
 
 
 class EnsembleConfig(Section):
-    """Several reward models from one run, which differ in what `vary` names. `ensemble=4` is short for size: 4."""
+    """Several reward models from one run that differ as `vary` states. `ensemble=4` is short for size: 4."""
 
     size: Annotated[int, Field(ge=1)] = 1
-    """Members; 1: a single reward model, and no ensemble."""
+    """Number of members; 1: a single reward model."""
     backbone: Literal["shared", "separate"] = "shared"
     """shared: heads on one backbone, trained and scored in one forward pass; separate: whole reward models, trained one
     after another into members/0, members/1, ... of the run folder."""
     vary: list[Varied] | None = None
-    """What members differ in. head: the seed of the head's first weights; order: the order of the pairs (separate
-    backbones only); pairs: each learns from a bootstrap resample of its own. null: [head, pairs] if the backbone is
-    shared, otherwise [head, order]."""
+    """Differences between members. head: the initial weights of the head; order: the order of the pairs (separate
+    backbones only); pairs: a bootstrap resample of the pairs per member. null: [head, pairs] with a shared backbone,
+    otherwise [head, order]."""
     member: Size | None = None
-    """The member that this run trains, of separate backbones, counted from 0; null: all of them. For training members
-    on several machines."""
+    """With separate backbones, train only this member (counted from 0), for example on another machine; null: all."""
 
     @property
     def varied(self) -> frozenset[Varied]:

@@ -23,13 +23,13 @@ Mode = Literal["none", "ddp", "zero1", "zero2", "zero3", "zero2_offload", "zero3
 
 # Keys of DeepSpeed's JSON that a setting of ours controls -> the setting to use instead.
 RESERVED_KEYS = {
-    "optimizer": "policy.optimizer, policy.lr and their neighbors",
+    "optimizer": "policy.optimizer, policy.lr and the other optimizer settings",
     "scheduler": "schedule",
     "gradient_clipping": "policy.max_grad_norm and critic.max_grad_norm",
     "train_batch_size": "batch.prompts_per_step",
     "train_micro_batch_size_per_gpu": "batch.micro_batch_size",
     "gradient_accumulation_steps": "batch.micro_batch_size; what does not fit in one pass is accumulated",
-    "managed_gradient_accumulation": "nothing: the optimizer step says when a step is complete",
+    "managed_gradient_accumulation": "no setting: the optimizer step marks a complete step",
     "fp16": "policy.dtype=bfloat16",
     "bf16": "policy.dtype=bfloat16, which keeps the weights in float32",
     "torch_autocast": "policy.dtype=bfloat16",
@@ -38,7 +38,7 @@ RESERVED_KEYS = {
 
 
 class RunConfig(Section):
-    """Identity of the run."""
+    """Name, seed, folder and device of the run."""
 
     name: str = "{algorithm}"
     """The run's name in the report and the progress display; {algorithm} as in out_dir."""
@@ -48,13 +48,13 @@ class RunConfig(Section):
     """The run folder; receives configuration, metrics, samples, checkpoints and report. {algorithm} stands for the
     algorithm that trains: the preset (ppo, grpo, sft, dpo, ...), or rm for a reward model."""
     device: Device = "auto"
-    """auto: a CUDA GPU if there is one, otherwise the CPU. mps: an Apple GPU, which nobody has tested this on."""
+    """auto: a CUDA GPU if there is one, otherwise the CPU. mps: an Apple GPU (untested)."""
     keep_memory: bool = True
     """On a CPU under Linux: keep freed memory for the next tensors instead of returning it to the system at every step
     (glibc's mallopt). Faster; the peak may be higher."""
     tf32: bool = True
     """On a GPU: compute products of float32 matrices in TF32, several times as fast, with 10 bits of mantissa. false:
-    in full float32, as a CPU does."""
+    full float32, as on a CPU."""
     cache_dir: str | None = None
     """Where reference log-probabilities are cached between runs; null: $XDG_CACHE_HOME/rlhf, or ~/.cache/rlhf."""
 
@@ -83,7 +83,7 @@ class ScheduleConfig(Section):
     warmup_steps: Size = 0
     """Number of first steps over which the learning rate rises linearly."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: constant, or falling towards zero, which the step after the last would reach."""
+    """After the warm-up: constant, or decaying so that the step after the last would have rate zero."""
     max_bad_steps: Count = 10
     """Stop the run after this many consecutive optimizer steps skipped for a NaN or Inf in loss, gradient or scores."""
 
@@ -95,13 +95,13 @@ class ScheduleConfig(Section):
 
 
 class BestConfig(Section):
-    """Keep the best checkpoint: one that beats the best so far, on the same held-out rows, by more than noise."""
+    """Keep the checkpoint with the best evaluation; a new best must be significantly better on the same rows."""
 
     by: Literal["auto", "score", "loss", "accuracy"] = "auto"
-    """What decides. score: the judge's score of the held-out prompts; loss and accuracy: of the held-out rows or pairs
-    (offline runs and reward models); auto: the score where held-out prompts are scored, otherwise the loss."""
+    """The measure. score: the judge's score on held-out prompts; loss, accuracy: on held-out rows or pairs (offline
+    runs and reward models); auto: the score if held-out prompts are scored, otherwise the loss."""
     confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95
-    """A new best is one whose mean paired difference to the old one has this confidence interval above 0."""
+    """A new best requires that the confidence interval of its mean paired difference to the old one is above 0."""
     patience: Count | None = None
     """End the run after this many evaluations in a row without a new best; null: run to the end."""
     restore: bool = True
@@ -121,11 +121,11 @@ class CheckpointConfig(Section):
     folder is moved to <folder>.old-1. always: continue from its weights, optimizer moments and step count with the new
     settings; KL coefficient, best checkpoint and completions sampled ahead begin again."""
     best: BestConfig | None = None
-    """Keep the best checkpoint besides, `{}` with the defaults; RUN@best names it. null: none is kept."""
+    """Also keep the best checkpoint, named RUN@best in commands; `{}` uses the defaults. null: off."""
 
 
 class LoggingConfig(Section):
-    """What is logged."""
+    """Metrics, samples and trackers."""
 
     every: Count = 1
     """Steps between lines of metrics.jsonl."""
@@ -136,21 +136,20 @@ class LoggingConfig(Section):
 
 
 class GuardConfig(Section):
-    """What is refused before a run, and what is done about trouble during it."""
+    """Checks before the run and alarms during it."""
 
     allow: list[str] = []
-    """Rules of `rlhf lint` (docs/lint.md) that this run breaks on purpose, by name: they are neither errors nor
-    warnings."""
+    """Names of `rlhf lint` rules (docs/troubleshooting.md) that this run breaks on purpose; they are not reported."""
     on_alarm: Action = "warn"
-    """When an alarm (docs/health.md) goes off. warn: say so and continue; stop: save a checkpoint and end, to be
-    continued by the same command; lower_lr: multiply the learning rates by lr_factor; raise_kl: multiply the KL
-    penalty's coefficient by kl_factor (online); ignore: look for nothing."""
+    """Action on an alarm (docs/troubleshooting.md). warn: report it and continue; stop: save a checkpoint and end the
+    run; lower_lr: multiply the learning rates by lr_factor; raise_kl: multiply the KL penalty's coefficient by
+    kl_factor (online); ignore: do not check."""
     alarms: dict[str, Action] = {}
-    """Another action for single alarms, by name: {repetition: stop, length-grows: ignore}."""
+    """Actions for single alarms, by name: {repetition: stop, length-grows: ignore}."""
     lr_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """With lower_lr: the learning rates are multiplied by this from the next step on, at each alarm anew."""
+    """With lower_lr: each alarm multiplies the learning rates by this, from the next step on."""
     kl_factor: Annotated[float, Field(gt=1)] = 2.0
-    """With raise_kl: kl.coef is multiplied by this from the next step on, at each alarm anew."""
+    """With raise_kl: each alarm multiplies kl.coef by this, from the next step on."""
 
     def action(self, alarm: str) -> Action:
         """Return what the alarm of this name does."""
@@ -158,12 +157,12 @@ class GuardConfig(Section):
 
 
 class ShardingConfig(Section):
-    """How weights, gradients and optimizer state are spread over processes; `sharding=zero3` sets the mode."""
+    """Distribution of weights, gradients and optimizer state over processes; `sharding=zero3` sets the mode."""
 
     mode: Mode = "none"
     """none, ddp: every process has a full copy, and the processes share the rows of a step; zero1: optimizer state is
-    sharded; zero2: gradients too; zero3: weights too, those of frozen models included; _offload: optimizer state, and
-    with zero3 the weights, stay in CPU memory. Never changes a result."""
+    sharded; zero2: gradients too; zero3: weights too, including frozen models; _offload: optimizer state, and with
+    zero3 the weights, stay in CPU memory. Does not change results."""
     deepspeed: dict[str, Any] = {}
     """Keys of DeepSpeed's JSON that override the mode's preset, e.g.
     sharding.deepspeed.zero_optimization.overlap_comm=false."""
@@ -171,12 +170,11 @@ class ShardingConfig(Section):
     """With _offload: use DeepSpeed's fused CPU Adam instead of torch's; it is compiled at first use (about 90 s; needs
     g++ and ninja)."""
     rollout: Literal["gather", "layered"] = "gather"
-    """Where the weights of the policy are while it samples under zero3. gather: each process holds all of them for the
-    rollout, those that bfloat16 runs compute with in bfloat16; layered: a layer at a time, gathered again for every
-    token by all processes together, which takes far longer and the memory of one layer. Never changes a completion in
-    float32."""
+    """Policy weights during sampling under zero3. gather: each process holds all weights during the rollout (in
+    bfloat16 if the run computes in bfloat16); layered: all processes gather one layer at a time for every token, which
+    needs the memory of one layer and is much slower. Does not change completions in float32."""
     timeout_s: Annotated[float, Field(gt=0)] = 1800.0
-    """How long a process waits for the others before it gives up, in seconds."""
+    """Seconds that a process waits for the others before it gives up."""
 
     @model_validator(mode="before")
     @classmethod

@@ -77,7 +77,7 @@ class OptimizerConfig(Section):
     """The optimizer of one trained model: learning rate, moments, gradient clipping."""
 
     lr: NonNegative = 1e-6
-    """Peak learning rate; 0 trains nothing, for a trial run."""
+    """Peak learning rate; 0 trains nothing (for trial runs)."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Adam's decay rates."""
     adam_eps: Positive = 1e-5
@@ -114,11 +114,11 @@ class PolicyConfig(OptimizerConfig):
     model: str
     """Folder or hub id of a causal language model."""
     tokenizer: str | None = None
-    """Folder or hub id; null: the model's own."""
+    """Folder or hub id; null: the model's tokenizer."""
     dtype: Dtype = "float32"
     """bfloat16: bf16 arithmetic over float32 weights; otherwise weights and arithmetic are in this dtype.
-    Log-probabilities are computed in float32 or better. On a CUDA GPU the default is bfloat16. A CPU that has no
-    bfloat16 products, as most without AVX-512, computes in float32 instead, and the run says so."""
+    Log-probabilities are computed in float32 or better. On a CUDA GPU the default is bfloat16. A CPU
+    without bfloat16 products (most CPUs without AVX-512) computes in float32 instead, and the run reports it."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights."""
     gradient_checkpointing: bool = False
@@ -130,22 +130,21 @@ class PolicyConfig(OptimizerConfig):
     chunked if the model allows it. The results are the same up to rounding."""
     head_dtype: HeadDtype = "float32"
     """float32: logits are float32 even in a bfloat16 run (on a CPU the head's whole matrix product, on a GPU its
-    accumulation and result); model: bfloat16, as the model's own head gives them, with log-probabilities about 0.02
-    nats off."""
+    accumulation and result); model: bfloat16 logits, with errors of about 0.02 nats in the log-probabilities."""
     packing: Packing = "auto"
-    """auto, if the model allows it: rows are packed without padding, completions of one prompt share it, and the layers
-    of known model families run in our own implementation; off: a padded rectangle through the model's own modules.
-    Applies to reference, critic and reward model too. The results are the same up to rounding."""
+    """auto: if the model supports it, rows are packed without padding, completions of one prompt share its tokens, and
+    known model families use fused layers; off: padded batches through the model's own modules. Also applies to
+    reference, critic and reward model. Results are equal up to rounding."""
     compile: bool = False
-    """Compile what the written-out layers compute between their matrix products (norms, rotations, gates, and their
-    backward passes) by torch.compile; the run says if it cannot. Applies to reference and critic too. The results are
-    the same up to rounding. It takes minutes at the first start, and can gain little on a CPU (docs/speed.md)."""
+    """Use torch.compile for the fused layers between their matrix products (norms, rotations, gates, and their backward
+    passes); the run reports if it cannot. Also applies to reference and critic. Results are equal up to rounding. The
+    first start takes minutes, and the gain on a CPU is small (docs/speed.md)."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the exported weights. auto: the dtype that each weight had in the model loaded, or float32 if rounding
     to that dtype would lose more than 5 % of the change that training made, and the run says so (a GGUF file cannot be
     compared: float32). Any other value is obeyed, and the run reports the loss. Checkpoints are exact."""
     trust_remote_code: bool = False
-    """Run Python code that comes with a hub model. Off unless set explicitly."""
+    """Run Python code that a hub model ships."""
 
 
 class ReferenceConfig(Section):
@@ -155,7 +154,7 @@ class ReferenceConfig(Section):
     """Folder or hub id; null: the policy as it was at step 0 (with LoRA: the adapter disabled)."""
     measure: bool = True
     """Measure the KL to the reference even if the algorithm has no KL penalty (online). false: no reference is loaded,
-    and a step saves its forward pass over the completions."""
+    and each step saves one forward pass over the completions."""
 
     def check_measured(self, algorithm: Online) -> None:
         """Check that the reference is there for an algorithm that trains against it."""
@@ -170,17 +169,17 @@ class CriticConfig(OptimizerConfig):
     """The value function: a backbone with a scalar head."""
 
     lr: NonNegative = 5e-6
-    """Peak learning rate; 0 trains nothing, for a trial run."""
+    """Peak learning rate; 0 trains nothing (for trial runs)."""
     init: str = "auto"
     """policy: the policy's backbone with a new head; reward: the reward model of reward.source, head included;
     a folder: that reward model; auto: reward if reward.source is a model, otherwise policy."""
     head: HeadInit = "zero"
-    """How a new head starts, where init gives none. zero: every value is 0; normal: N(0, 1 / (d + 1)) of d inputs;
-    orthogonal: a random direction of length 1, which is what orthogonal initialization is for a single output."""
+    """Initialization of a new head (if init provides none). zero: all values are 0; normal: N(0, 1 / (d + 1)) for d
+    inputs; orthogonal: a random vector of length 1."""
     shared: bool = False
-    """Put the value head on the policy's own backbone, which halves the memory but couples the gradients."""
+    """Put the value head on the policy's backbone: half the memory, but coupled gradients."""
     warmup_steps: Size = 0
-    """Number of first steps that train the critic only."""
+    """Number of initial steps that train only the critic."""
 
     def check_start(self, source: RewardSourceConfig, old_log_probs: OldLogProbs) -> None:
         """Check that the critic can start from a reward of this source, and what a shared backbone rules out."""
@@ -199,7 +198,7 @@ class CriticConfig(OptimizerConfig):
         if self.head != "zero":
             raise ValueError(f"critic.head is {self.head}, but a shared head starts at zero: set critic.head=zero")
         if self.warmup_steps:
-            raise ValueError("critic.warmup_steps trains the critic alone: not possible where critic.shared is true")
+            raise ValueError("critic.warmup_steps trains the critic alone: not possible if critic.shared is true")
         if old_log_probs == "sampler":
             raise ValueError(
                 "critic.shared reads its values in the pass that sampling.old_log_probs=sampler leaves out: "
@@ -208,35 +207,35 @@ class CriticConfig(OptimizerConfig):
 
 
 class SamplingConfig(Section):
-    """How completions are sampled: from the full distribution, so that importance ratios and KL are exact."""
+    """Sampling of completions, from the full distribution, so that importance ratios and KL are exact."""
 
     backend: Literal["auto", "fast", "hf"] = "auto"
     """fast: our own decoding on the live weights; hf: transformers' generate; auto: fast if it supports the model."""
     completions_per_prompt: Count = 1
-    """Completions sampled per prompt: the group size."""
+    """Completions sampled per prompt (the group size)."""
     max_new_tokens: Count = 128
     """Longest completion in tokens, EOS included."""
     temperature: Positive = 1.0
-    """Divides the logits, here and wherever an online run computes log-probabilities of its completions. Losses on
-    data sets (sft, the DPO family, the ptx term) always use 1."""
+    """Divides the logits in sampling and in all log-probabilities of sampled completions. Losses on data sets (SFT, the
+    DPO family, the ptx term) always use temperature 1."""
     batch_size: Count = 256
     """Rows decoded together per process; affects memory only."""
     old_log_probs: OldLogProbs = "auto"
     """Source of the old log-probabilities in the update's importance ratios. trainer: one more forward pass; sampler:
-    those recorded while sampling; auto: the sampler's, except in bfloat16, with a shared critic, or at a step where
-    they differ from the trainer's on the rows that are compared. In bfloat16, where a step is one update
-    on all its completions and has no KL in its rewards, auto takes those of the update's own pass, at a ratio of 1."""
+    recorded while sampling; auto: the sampler's, except in bfloat16, with a shared critic, or if they differ from the
+    trainer's on the compared rows. In bfloat16, if a step is a single update on all its completions without a KL in
+    the rewards, auto uses the update's own forward pass (ratio 1)."""
 
 
 class OverlapConfig(Section):
-    """Work done concurrently. Off by default; for runs in one process."""
+    """Concurrent sampling, scoring and training. Off by default; for runs in one process."""
 
     reward_parts: Count = 1
     """Sample a step's prompts in this many parts and score each part in a thread while the next is sampled. For rewards
-    that spend their time waiting, such as servers; the results are the same up to rounding. 1: off."""
+    that wait, such as servers; results are equal up to rounding. 1: off."""
     ahead: bool = False
-    """Sample a step's completions during the previous step's update, from the policy as it was before that update: one
-    step off-policy, corrected by importance weights (ratio_cap). Takes the memory of one more policy."""
+    """Sample each step's completions during the previous update, from the policy before that update: one step
+    off-policy, corrected by importance weights (ratio_cap). Needs memory for one more copy of the policy."""
     ratio_cap: Positive = 2.0
     """With ahead: each token's advantage is multiplied by pi_old / pi_sampler, truncated at this value (truncated
     importance sampling, Espeholt et al. 2018)."""
@@ -247,23 +246,20 @@ class OverlapConfig(Section):
             return
         if isinstance(algorithm.advantage, Best | BestAndWorst | Greedy):
             raise ValueError(
-                "overlap.ahead corrects by weights of advantages: not with rejection_sampling, online_dpo or remax"
+                "overlap.ahead is incompatible with rejection_sampling, online_dpo and remax: set overlap.ahead=false"
             )
         if algorithm.refill_rounds:
             raise ValueError("overlap.ahead cannot refill groups: set algorithm.refill_rounds=0")
         if algorithm.rescue is not None:
-            raise ValueError(
-                "overlap.ahead samples a step before it is known which prompts fail: set overlap.ahead=false, or leave "
-                "algorithm.rescue out"
-            )
+            raise ValueError("overlap.ahead is incompatible with algorithm.rescue: remove one of the two")
         if self.reward_parts > 1:
-            raise ValueError("overlap.ahead draws a step as a whole: set overlap.reward_parts=1")
+            raise ValueError("overlap.ahead samples each step as a whole: set overlap.reward_parts=1")
         if old_log_probs == "sampler":
             raise ValueError("overlap.ahead needs the trainer's own log-probabilities: set sampling.old_log_probs=auto")
 
 
 class BatchConfig(Section):
-    """Batch sizes. All are global except those of micro-batches, which affect memory only."""
+    """Batch sizes. All are global, except the micro-batch sizes, which affect memory only."""
 
     prompts_per_step: Count = 64
     """Per step and over all processes: prompts (online); examples, pairs or, for KTO, completions (offline)."""
@@ -272,13 +268,13 @@ class BatchConfig(Section):
     minibatches: Count = 1
     """Optimizer steps per epoch (online)."""
     shuffle: bool = True
-    """Deal a step's completions to minibatches at random, anew in every epoch (online). false: as they were sampled, in
-    the same order in every epoch."""
+    """Shuffle a step's completions into minibatches, again in every epoch (online). false: keep the order of sampling
+    in every epoch."""
     micro_batch_size: Count = 16
-    """Rows (for preference losses, pairs) per forward and backward pass per process; never changes a result."""
+    """Rows (for preference losses, pairs) per forward and backward pass and process; does not change results."""
     micro_batch_tokens: Count | None = None
-    """Limit a pass by live tokens instead of rows: as many rows as fit, at least one. For rows of very different
-    lengths; never changes a result. null: micro_batch_size decides."""
+    """Limit each pass by tokens (without padding) instead of rows; at least one row. Useful if row lengths vary a lot;
+    does not change results. null: micro_batch_size applies."""
 
 
 class EvalConfig(Section):
@@ -287,9 +283,9 @@ class EvalConfig(Section):
     every: Size = 50
     """Steps between evaluations; 0: only before the first and after the last step."""
     source: RewardSourceConfig | None = None
-    """The source that scores held-out completions; null: the reward that the run trains on."""
+    """The judge of held-out completions; null: the reward that the run trains on."""
     judge: ChatPairsConfig | None = None
-    """A language model that also says which of two completions is better; for rlhf eval only."""
+    """A language model that compares two completions; used only by rlhf eval."""
     greedy: bool = False
     """Also score greedy completions."""
     samples: Size = 64
@@ -300,7 +296,7 @@ class TrainSections(Section):
     """The sections of a training run; `OnlineConfig` and `OfflineConfig` say which of them a run needs."""
 
     run: RunConfig = RunConfig()
-    """Identity of the run."""
+    """Name, seed, folder and device of the run."""
     data: DataConfig = DataConfig()
     """The data sets."""
     policy: PolicyConfig
@@ -310,27 +306,27 @@ class TrainSections(Section):
     critic: CriticConfig = CriticConfig()
     """The value function (GAE only)."""
     reward: RewardConfig | None = None
-    """Where scores come from (online)."""
+    """The source of scores and their shaping (online)."""
     sampling: SamplingConfig = SamplingConfig()
-    """How completions are sampled (online runs and evaluation)."""
+    """Sampling of completions (online runs and evaluation)."""
     algorithm: Algorithm
     """Advantage, policy loss, value loss and KL of an online algorithm, or an offline loss."""
     overlap: OverlapConfig = OverlapConfig()
-    """Work done concurrently (online)."""
+    """Concurrent sampling, scoring and training (online)."""
     batch: BatchConfig = BatchConfig()
     """Batch sizes."""
     sharding: ShardingConfig = ShardingConfig()
-    """How the run is spread over processes."""
+    """Distribution over processes."""
     schedule: ScheduleConfig = ScheduleConfig(steps=100)
     """Length and learning-rate schedule."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving and resuming."""
     logging: LoggingConfig = LoggingConfig()
-    """What is logged."""
+    """Metrics, samples and trackers."""
     eval: EvalConfig = EvalConfig()
     """Evaluation during the run."""
     guard: GuardConfig = GuardConfig()
-    """What is refused before the run, and what is done about trouble during it."""
+    """Checks before the run and alarms during it."""
 
     @model_validator(mode="after")
     def _name_run(self) -> TrainSections:
@@ -353,7 +349,7 @@ class OnlineConfig(TrainSections):
     reward: Annotated[
         RewardConfig, Needed("set reward.source, e.g. reward.source.type=model reward.source.path=runs/rm")
     ]
-    """Where scores come from (online)."""
+    """The source of scores and their shaping (online)."""
     algorithm: Online
     """Advantage, policy loss, value loss and KL."""
 
@@ -485,7 +481,7 @@ class RewardModelConfig(Section):
     """One reward-model training run."""
 
     run: RunConfig = RunConfig()
-    """Identity of the run."""
+    """Name, seed, folder and device of the run."""
     data: RewardModelDataConfig
     """data.preferences, data.eval_preferences and the chat template."""
     model: PolicyConfig
@@ -499,17 +495,17 @@ class RewardModelConfig(Section):
     batch: BatchConfig = BatchConfig()
     """Batch sizes; prompts_per_step counts pairs."""
     sharding: ShardingConfig = ShardingConfig()
-    """How the run is spread over processes."""
+    """Distribution over processes."""
     schedule: ScheduleConfig = ScheduleConfig(epochs=1.0)
     """Length and learning-rate schedule."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving and resuming."""
     logging: LoggingConfig = LoggingConfig()
-    """What is logged."""
+    """Metrics, samples and trackers."""
     eval: EvalConfig = EvalConfig()
     """Evaluation during the run."""
     guard: GuardConfig = GuardConfig()
-    """What is refused before the run, and what is done about trouble during it."""
+    """Checks before the run and alarms during it."""
 
     @field_validator("ensemble", mode="before")
     @classmethod

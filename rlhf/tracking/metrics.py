@@ -80,24 +80,24 @@ score/std             | score    | their standard deviation
 score/raw             | score    | mean score before shaping
     chart/score: 1
 score/clipped         | share    | completions whose score reward.shaping.clip changed
-score/cut             | share    | completions that the reward model read without the beginning: beyond its context
+score/cut             | share    | completions whose beginning the reward model did not read: longer than its context
 score/disagreement    | score    | mean over completions of the standard deviation over an ensemble's members
     chart/score: 5 Disagreement of the ensemble
-score/greedy          | score    | mean score of the greedy completions that are the baseline (remax)
+score/greedy          | score    | mean score of the greedy baseline completions (remax)
 score/first_draw      | score    | refill_rounds, rescue: mean score of the step's first samples, the policy's own
 score/best_of_group   | score    | mean over prompts of the best score in the group
     chart/score: 1
-part/*/mean           | score    | mean of a part of the score, a source of an ensemble or a rule, where it applies
+part/*/mean           | score    | mean of a part of the score (ensemble source or rule) over completions it applies to
     chart/score: 6 Parts of the score
 part/*/std            | score    | its standard deviation
-part/*/applicable     | share    | completions that it applies to: not None or NaN
-watch/score           | score    | mean score of reward.watch, the judge that is not trained on
+part/*/applicable     | share    | completions that the part applies to: neither None nor NaN
+watch/score           | score    | mean score of reward.watch, a judge that is not trained on
     chart/score: 7 The watching judge
 watch/gap             | score    | mean training score before shaping, less the watching judge's on the same completions
     chart/score: 7
-watch/correlation     | -        | Pearson correlation of the two over these completions
+watch/correlation     | -        | Pearson correlation of training score and watching judge on these completions
     chart/score: 8 Agreement of the training reward and the watching judge
-watch/failed          | 0/1      | 1 where the watching judge could not score the step
+watch/failed          | 0/1      | 1 if the watching judge could not score the step
 reward/kl_penalty     | score    | mean over completions of the summed KL penalty in the token rewards
     chart/kl: 3 KL penalty in the rewards
 kl/reference          | nats     | KL(policy || reference) per sequence, k1 summed over tokens, mean over completions
@@ -106,18 +106,18 @@ kl/coef               | score/nat| coefficient of the KL penalty during the step
     label: kl coef; curve: exact; chart/kl: 2 KL coefficient; progress/online: 3
 kl/penalty_coef       | 1/nat    | coefficient of KL(old || new) during the step (ppo_penalty)
     curve: exact; chart/kl: 4 Coefficient of KL(old || new)
-completion/duplicates | share    | completions that a completion of another prompt of the step equals token by token
+completion/duplicates | share    | completions identical to a completion of another prompt of the step
     chart/completions: 12 Duplicates in a step
-prompt/duplicates     | share    | prompts of the step that another prompt of the step equals token by token
+prompt/duplicates     | share    | prompts identical to another prompt of the step
     chart/completions: 12
-completion/masked     | share    | completions left out of the loss: cut off (mask_truncated), or of uniform groups
+completion/masked     | share    | completions excluded from the loss: cut off (mask_truncated) or in uniform groups
 kl/old                | nats     | KL(old policy || policy) per token during the update
     chart/updates: 2 KL(old || new)
 kl/old_last           | nats     | KL(old policy || policy) per token on the step's last minibatch; steers ppo_penalty
     chart/updates: 2
-kl/sampler_mismatch   | nats     | mean |sampler's - old log-prob| of the sampled tokens; 0 where the sampler's serve
+kl/sampler_mismatch   | nats     | mean |sampler's - old log-prob| of the sampled tokens; 0 if the sampler's are used
     better: lower; chart/updates: 5 Sampler against trainer
-policy/first_ratio_deviation | -  | max |ratio - 1| on the first minibatch of the step; 0 but for rounding
+policy/first_ratio_deviation | -  | max |ratio - 1| on the first minibatch of the step; 0 up to rounding
     better: lower; chart/updates: 4 Ratio on the first minibatch: deviation from 1
 policy/ratio          | -        | mean importance ratio
     chart/updates: 3 Importance ratio
@@ -125,28 +125,28 @@ policy/clip_fraction  | share    | tokens whose gradient the clip stops; in cisp
     chart/updates: 1 Clip fraction
 policy/outside_clip   | share    | tokens whose ratio is outside the clip range, whatever the sign of the advantage
     chart/updates: 1
-policy/entropy        | nats     | entropy of the next-token distribution at the sampled positions
+policy/entropy        | nats     | entropy of the next-token distribution, averaged over sampled positions
     label: entropy; chart/completions: 3 Entropy
 policy/grad_norm      | -        | global gradient norm before clipping
     chart/optimization: 2 Gradient norm; progress/sft: 3; progress/reward_model: 3
-policy/lr             | -        | learning rate; in a trust region the length of the step along F^-1 g
+policy/lr             | -        | learning rate; for npg and trpo the length of the step along F^-1 g
     curve: exact; chart/optimization: 1 Learning rate; progress/sft: 4
 policy/optimizer_steps| count    | optimizer steps of the policy taken in the step; 0 in the critic's warm-up
     curve: exact; chart/updates: 6 Optimizer steps
 policy/early_stop     | 0/1      | 1 when target_kl ended the step's epochs early
     chart/updates: 7 Epochs ended early
-trust_region/kl       | nats     | exact KL(old || new) per token of the step taken, over the vocabulary; 0 if none was
+trust_region/kl       | nats     | exact KL(old || new) per token of the step, over the vocabulary; 0 if rejected
     chart/updates: 9 Trust region: exact KL of the step
-trust_region/kl_full_step | nats | the same of the full step, before the line search; max_kl but for the third order
+trust_region/kl_full_step | nats | exact KL(old || new) of the full step, before the line search; about max_kl
     chart/updates: 9
-trust_region/accepted | 0/1      | 1 where a step was taken; 0 where the line search rejected every length
+trust_region/accepted | 0/1      | 1 if a step was taken; 0 if the line search rejected every length
 trust_region/backtracks | count  | shorter lengths that the line search tried
     chart/updates: 10 Trust region: backtracks
-trust_region/improvement | -     | by how much the step lowered the policy's loss
+trust_region/improvement | -     | decrease of the policy's loss in the step
     chart/updates: 11 Trust region: improvement, actual and expected
-trust_region/expected_improvement | - | the same to first order: length x gradient . direction
+trust_region/expected_improvement | - | decrease predicted to first order: length x gradient . direction
     chart/updates: 11
-trust_region/cg_residual | -     | |g - (F + damping) x| / |g| where conjugate gradients stopped
+trust_region/cg_residual | -     | |g - (F + damping) x| / |g| after the last conjugate-gradient iteration
     better: lower; chart/updates: 12 Conjugate gradients: residual
 critic/explained_variance | share | 1 - Var(return - value) / Var(return), values before the update
     label: expl. var.; better: higher; chart/critic: 1 Explained variance; progress/online: 4;
@@ -173,28 +173,28 @@ completion/length     | tokens   | mean length, EOS included
     label: length; chart/completions: 1 Length; progress/online: 5
 completion/finished   | share    | completions that ended with EOS
     chart/completions: 2 Finished
-completion/count      | count    | completions sampled since the start of the run, those not learned from included
+completion/count      | count    | completions sampled since the start of the run, including those not trained on
     curve: exact; chart/completions: 7 Sampled so far; tile: 8 Completions sampled
-completion/extra      | count    | sampled in the step and not learned from: greedy baselines, replaced or useless ones
-completion/extra_tokens | tokens | theirs, prompts included, and those of all hints
-completion/trained_tokens | tokens | read by the step's passes with gradient, prompts included; without data.sft's
-group/uniform         | share    | completions in groups whose scores are all alike
+completion/extra      | count    | completions sampled and not trained on: greedy baselines, replaced or unused ones
+completion/extra_tokens | tokens | tokens of completion/extra, including prompts, plus the tokens of all hints
+completion/trained_tokens | tokens | tokens read by passes with gradient, including prompts, excluding data.sft
+group/uniform         | share    | completions in groups whose scores are all equal
     chart/completions: 6 Groups with equal scores
-group/refilled        | share    | groups of the step that stand in for uniform ones (refill_rounds)
-rescue/failed         | share    | rescue: prompts of the step of which no completion without a hint succeeded
+group/refilled        | share    | groups of the step that replace uniform groups (refill_rounds)
+rescue/failed         | share    | rescue: prompts of the step without a successful completion before hints
     better: lower; chart/completions: 8 Prompts whose whole group fails
-rescue/rescued        | count    | rescue: those of them of which a completion with a hint did
+rescue/rescued        | count    | rescue: failed prompts with a successful hinted completion
     chart/completions: 9 Prompts rescued
 rescue/by_hint_1      | count    | rescue: prompts that the first hint rescued
-rescue/by_hint_2      | count    | rescue: by the second hint
-rescue/by_hint_3      | count    | rescue: by the third hint
-rescue/by_hint_4      | count    | rescue: by the fourth hint
-rescue/without_hint   | count    | rescue: failed prompts that have no hint: no text, or too long with it
+rescue/by_hint_2      | count    | rescue: prompts that the second hint rescued
+rescue/by_hint_3      | count    | rescue: prompts that the third hint rescued
+rescue/by_hint_4      | count    | rescue: prompts that the fourth hint rescued
+rescue/without_hint   | count    | rescue: failed prompts without a usable hint: no text, or too long with it
 rescue/hinted_tokens  | share    | rescue: completion tokens of the step that were sampled with a hint
     chart/completions: 10 Tokens sampled with a hint
-rescue/weight         | -        | rescue: mean importance weight of those tokens, after truncation or shaping
+rescue/weight         | -        | rescue: mean importance weight of hinted tokens, after truncation or shaping
     chart/updates: 13 Importance weight of hinted tokens
-rescue/weight_ess     | share    | rescue: effective sample size of these weights over the number of tokens
+rescue/weight_ess     | share    | rescue: effective sample size of these weights divided by the number of tokens
     chart/updates: 13
 rescue/replayed       | count    | rescue: prompts of the step that are replays of unsolved ones
     chart/completions: 9
@@ -203,11 +203,11 @@ rescue/waiting        | count    | rescue: prompts that wait for a replay after 
     chart/completions: 11 Prompts waiting for a replay
 rescue/given_up       | count    | rescue: prompts given up after replay.limit replays, since the start
     better: lower
-pair/count            | count    | online_dpo: pairs learned from in the step, one a prompt at most
-pair/ties             | count    | online_dpo: prompts of the step without a pair: ties, and gaps below `min_gap`
+pair/count            | count    | online_dpo: pairs trained on in the step, at most one per prompt
+pair/ties             | count    | online_dpo: prompts without a pair: ties, or gaps below `min_gap`
 pair/score_gap        | score    | online_dpo: mean score of chosen minus rejected completions
-kept/count            | count    | rejection_sampling: completions of the step that are learned from
-kept/none             | count    | rejection_sampling: prompts of the step of which none was kept (min_score)
+kept/count            | count    | rejection_sampling: completions of the step that are trained on
+kept/none             | count    | rejection_sampling: prompts without a kept completion (min_score)
 kept/score            | score    | rejection_sampling: mean score of the kept completions
 loss/policy           | -        | surrogate loss per token
     label: loss; chart/losses: 1 Policy loss
@@ -220,22 +220,22 @@ loss/ptx              | nats     | next-token loss per token on data.sft
 loss/sft              | nats     | negative log-likelihood per completion token
     label: loss; held_out: eval/loss; better: lower; chart/language-modeling: 1 Negative log-likelihood;
     progress/sft: 1; headline: 6 Training loss
-loss/total            | -        | the loss that was descended
+loss/total            | -        | sum of the loss terms that the optimizer minimizes
     label: loss; chart/losses: 6 Total loss; headline: 7 Training loss
 loss/accuracy         | share    | completion tokens that are the model's first choice
     better: higher; chart/language-modeling: 2 Token accuracy; progress/sft: 2
 loss/rm               | nats     | Bradley-Terry loss per pair
     label: loss; held_out: eval/rm_loss; better: lower; chart/reward-model: 2 Loss; progress/reward_model: 1
-loss/preference       | -        | preference loss per pair; of KTO, per completion
+loss/preference       | -        | preference loss per pair (KTO: per completion)
     held_out: eval/preference_loss; better: lower; chart/preferences: 5 Preference loss; progress/preference: 1
-preference/accuracy   | share    | pairs whose chosen side has the higher reward; of KTO, rows on their side of z0
+preference/accuracy   | share    | pairs whose chosen side has the higher reward (KTO: rows on the correct side of z0)
     held_out: eval/preference_accuracy; better: higher; chart/preferences: 1 Accuracy of the implicit reward;
     progress/preference: 2
 preference/margin     | reward   | mean implicit reward of chosen minus rejected sides
     held_out: eval/preference_margin; chart/preferences: 4 Margin; progress/preference: 3
-preference/chosen_reward | reward | mean implicit reward of chosen (of KTO, desirable) completions
+preference/chosen_reward | reward | mean implicit reward of chosen (KTO: desirable) completions
     held_out: eval/chosen_reward; chart/preferences: 3 Implicit reward of chosen and rejected
-preference/rejected_reward | reward | mean implicit reward of rejected (of KTO, undesirable) completions
+preference/rejected_reward | reward | mean implicit reward of rejected (KTO: undesirable) completions
     held_out: eval/rejected_reward; chart/preferences: 3
 preference/chosen_logprob | nats | log-probability of chosen (desirable) completions, summed over tokens
     held_out: eval/chosen_logprob; chart/preferences: 2 Log-probability of chosen and rejected
@@ -250,30 +250,30 @@ rm/margin             | score    | mean score difference, chosen - rejected
     chart/reward-model: 3 Score difference
 rm/score_mean         | score    | mean score over both sides
     chart/reward-model: 4 Mean score
-rm/disagreement       | score    | of an ensemble: mean over pairs of the std over members of chosen - rejected
+rm/disagreement       | score    | ensemble: mean over pairs of the members' standard deviation of chosen - rejected
     held_out: eval/rm_disagreement; chart/reward-model: 5 Disagreement of the members
-source/score/*        | score    | mean score of the step's completions of the prompts of one source, after shaping
+source/score/*        | score    | mean score, after shaping, of the step's completions for one source's prompts
     chart/data: 1 Score by source
-source/loss/*         | -        | the run's main loss (loss/sft, loss/preference or loss/rm) on the rows of one source
+source/loss/*         | -        | main loss (loss/sft, loss/preference or loss/rm) on one source's rows
     chart/data: 2 Loss by source
-source/rows/*         | count    | rows drawn from one source since the start of the run
+source/rows/*         | count    | rows drawn from the source since the start of the run
     curve: exact; chart/data: 3 Rows drawn by source
-source/skipped/*      | count    | rows of one source left out as malformed or too long, up to where it has been read
+source/skipped/*      | count    | rows of the source skipped so far as malformed or too long
     better: lower; curve: exact; chart/data: 4 Rows left out by source
-skipped/nonfinite     | count    | optimizer steps not taken because of a NaN or Inf, since the start
+skipped/nonfinite     | count    | optimizer steps skipped because of NaN or infinity, since the start
     better: lower; curve: exact; chart/updates: 8 Optimizer steps skipped: NaN or infinity;
     tile: 9 Optimizer steps skipped (NaN)
-skipped/zero_gradient | count    | optimizer steps in which a model stood still: its gradient was exactly zero (ties)
+skipped/zero_gradient | count    | optimizer steps skipped because a model's gradient was exactly zero (all ties)
     better: lower
-skipped/unscored      | count    | steps not taken because a score was NaN or infinite, since the start
+skipped/unscored      | count    | steps skipped because a score was NaN or infinite, since the start
     better: lower
 best/step             | count    | the step of the best checkpoint so far (checkpoint.best)
     curve: exact; chart/score: 9 Best checkpoint, step
-best/gain             | score    | mean paired difference of the latest evaluation to the best before; above 0: better
+best/gain             | score    | mean paired difference between the latest and the best evaluation; above 0: better
     chart/score: 10 Gain over the best so far
-best/gain_low         | score    | lower end of its confidence interval; above 0 the latest evaluation is the new best
+best/gain_low         | score    | lower end of its confidence interval; above 0: the latest evaluation is the new best
     chart/score: 10
-eval/score            | score    | mean score of the judge on held-out prompts, one sampled completion each
+eval/score            | score    | mean score of the judge on held-out prompts, one sampled completion per prompt
     better: higher; chart/score: 2 Held-out score; progress/online: 6; progress/preference: 5; progress/sft: 6;
     headline: 1 Mean held-out score; summary: 1; compare/curve: 1 Judge's score; compare/end: 1 score
 eval/score_std        | score    | its standard deviation over prompts
@@ -286,7 +286,7 @@ eval/proxy            | score    | mean score of the trained-on reward on the sa
 eval/kl               | nats     | KL(policy || reference) per sequence on held-out prompts, k1 of the sampled tokens
     chart/kl: 1; summary: 3; compare/curve: 3 KL to the start model; compare/end: 3 KL, nats
 eval/kl_se            | nats     | its standard error
-eval/kl_exact         | nats     | the same KL, over the whole vocabulary at every sampled position instead of k1
+eval/kl_exact         | nats     | eval/kl with the exact KL over the vocabulary at each sampled position, not k1
     chart/kl: 1; compare/end: 4 exact KL
 eval/kl_exact_se      | nats     | its standard error
 eval/reference_perplexity | -     | perplexity of the held-out completions under the reference, per token
@@ -302,21 +302,21 @@ eval/distinct_2       | share    | distinct token-id bigrams over all bigrams of
     compare/curve: 5 Distinct bigrams; compare/end: 7 distinct-2
 eval/distinct_3       | share    | distinct token-id trigrams over all trigrams of all held-out completions, with EOS
     chart/completions: 4
-eval/repetition       | share    | 4-grams that occurred earlier in the same held-out completion, over all its 4-grams
+eval/repetition       | share    | share of 4-grams that occurred earlier in the same held-out completion
     chart/completions: 5 Repeated 4-grams; tile: 5 Repeated 4-grams; compare/end: 8 repetition
 eval/entropy          | nats     | entropy per token: mean of -log pi over the sampled held-out tokens
     chart/completions: 3
 eval/loss             | nats     | held-out negative log-likelihood per completion token
     better: lower; chart/language-modeling: 1; progress/sft: 5; headline: 3 Held-out loss; summary: 6
-eval/preference_loss  | -        | held-out preference loss per pair; of KTO, per completion
+eval/preference_loss  | -        | held-out preference loss per pair (KTO: per completion)
     better: lower; chart/preferences: 5
 eval/preference_accuracy | share | held-out pairs whose chosen side has the higher implicit reward
     better: higher; chart/preferences: 1; progress/preference: 4
 eval/preference_margin | reward  | held-out mean implicit reward of chosen minus rejected sides
     chart/preferences: 4
-eval/chosen_reward    | reward   | mean implicit reward of held-out chosen (of KTO, desirable) completions
+eval/chosen_reward    | reward   | mean implicit reward of held-out chosen (KTO: desirable) completions
     chart/preferences: 7 Held-out implicit reward
-eval/rejected_reward  | reward   | mean implicit reward of held-out rejected (of KTO, undesirable) completions
+eval/rejected_reward  | reward   | mean implicit reward of held-out rejected (KTO: undesirable) completions
     chart/preferences: 7
 eval/chosen_logprob   | nats     | log-probability of held-out chosen (desirable) completions, summed over tokens
     chart/preferences: 6 Held-out log-probability
@@ -324,7 +324,7 @@ eval/rejected_logprob | nats     | log-probability of held-out rejected (undesir
     chart/preferences: 6
 eval/rm_accuracy      | share    | held-out pairs whose chosen side scores higher
     better: higher; chart/reward-model: 1; progress/reward_model: 4; headline: 2 Accuracy on held-out pairs; summary: 7
-eval/rm_disagreement  | score    | held-out mean over pairs of the std over an ensemble's members of chosen - rejected
+eval/rm_disagreement  | score    | ensemble: held-out mean over pairs of the members' std of chosen - rejected
     chart/reward-model: 5
 eval/rm_loss          | nats     | held-out Bradley-Terry loss per pair
     better: lower; chart/reward-model: 2; tile: 1 Held-out pair loss, nats

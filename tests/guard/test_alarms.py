@@ -129,7 +129,7 @@ def test_a_single_bad_step_is_not_enough_and_an_alarm_says_it_once() -> None:
     long = firings(history({"policy/clip_fraction": 0.9}, steps=50))
     assert [firing.step for firing in long] == [BEFORE + 3]
     assert "since step 21" in str(long[0])
-    assert all(text in str(long[0]) for text in ("0.9 (limit 0.4)", "Usually: steps that are too large", "Try: lower"))
+    assert all(text in str(long[0]) for text in ("0.9 (limit 0.4)", "Usually: update steps", "Try: lower"))
 
 
 def test_an_alarm_is_over_after_as_many_good_steps_and_may_go_off_again() -> None:

@@ -1,0 +1,60 @@
+"""Write docs/troubleshooting.md from its template, alarms and rules: `python scripts/make_troubleshooting_doc.py`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from doc_links import code_spans, link_pages, link_papers
+
+from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
+from rlhf.guard.alarms import ALARMS, Alarm
+from rlhf.guard.lint import RULES
+from rlhf.guard.rule import Rule
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "troubleshooting.md"
+TEMPLATE = Path(__file__).resolve().parent / "templates" / "troubleshooting.md"
+RUNS = {OnlineConfig: "online", OfflineConfig: "offline", RewardModelConfig: "reward model"}
+PLACE = re.compile(r"\{\{([a-z ]+)(?:: ([\w, -]+))?\}\}")
+
+
+def page() -> str:
+    """Build the Markdown of docs/troubleshooting.md."""
+    template = TEMPLATE.read_text(encoding="utf-8")
+    placed = {name for found in PLACE.finditer(template) if found[1] == "alarms" for name in found[2].split(", ")}
+
+    def fill(place: re.Match[str]) -> str:
+        if place[1] == "rules":
+            return "\n".join(_row(rule) for rule in RULES if rule.level == place[2])
+        if place[1] == "alarms":
+            return "\n".join(_alarm(alarm) for alarm in ALARMS if alarm.name in place[2].split(", "))
+        rest = [_alarm(alarm) for alarm in ALARMS if alarm.name not in placed]
+        head = "## Other alarms\n\n| symptom | cause | cure |\n|---|---|---|\n"
+        return head + "\n".join(rest) + "\n" if rest else ""
+
+    return PLACE.sub(fill, template)
+
+
+def _alarm(alarm: Alarm) -> str:
+    metrics = ", ".join(f"`{name}`" for name in alarm.metrics)
+    source = "" if alarm.source.startswith("docs/") else f" ({link_papers(_cell(alarm.source))})"
+    symptom = f"**`{alarm.name}`** ({alarm.patience}): {_cell(alarm.sees)} ({metrics})"
+    return f"| {symptom} | {_cell(alarm.causes)}{source} | {_cell(alarm.cure)} |"
+
+
+def _row(rule: Rule) -> str:
+    runs = "every run" if len(rule.runs) == len(RUNS) else ", ".join(RUNS[run] for run in rule.runs)
+    key, reason, source, fix = (_cell(text) for text in (rule.key, rule.reason, rule.source, rule.fix))
+    return f"| `{rule.name}` ({runs})<br>{key} | {reason} ({link_papers(source)}) | {fix} |"
+
+
+def _cell(text: str) -> str:
+    """Mark up settings, metrics and pages, and escape the bars that would end the cell."""
+    return link_pages(code_spans(text)).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
