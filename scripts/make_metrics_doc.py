@@ -39,9 +39,9 @@ Healthy ranges are on the page of each algorithm: [SFT](algorithms/sft.md#what-t
 GROUPS = {
     "score": "The reward source's score per completion, after shaping unless stated otherwise.",
     "part": "Parts of the score by name: sources of an ensemble, rules, and parts that a reward function returns.",
-    "watch": "`reward.watch`: a second judge on a sample of the training completions. Nothing is trained on its scores.",
+    "watch": "`reward.watch`: a second judge on a sample of the completions. Nothing is trained on its scores.",
     "reward": "Rewards per token: the score at the last token, and the KL penalty if it is part of the reward.",
-    "kl": "Two different KLs: to the *reference*, per sequence; to the *old* policy at the start of the step, per token.",
+    "kl": "Two KLs: to the *reference*, per sequence; to the *old* policy at the start of the step, per token.",
     "policy": "The policy's update.",
     "critic": "The value function. With `critic.shared`, gradient norm and learning rate are the policy's.",
     "advantage": "The advantages.",

@@ -374,8 +374,8 @@ def _resume_messages(context: RunContext, versions: Sequence[str], total_steps: 
     if other:
         messages.append(
             f"warning: checkpoint.resume=always: from step {context.state.step + 1} on other settings train the "
-            f"weights of this checkpoint: {list_changes(other)}. Weights, optimizer moments and step count are kept; the KL "
-            "coefficient, the best checkpoint and completions sampled ahead begin again"
+            f"weights of this checkpoint: {list_changes(other)}. Weights, optimizer moments and step count are kept; "
+            "the KL coefficient, the best checkpoint and completions sampled ahead begin again"
         )
     if allowed:
         messages.append(f"changed since the last start: {list_changes(allowed)}")

@@ -108,7 +108,7 @@ def rounded_models(*trees: object) -> list[str]:
         trees: paths, or configurations in which some of the strings are paths: runs, ensembles, folders of models.
     """
     paths = dict.fromkeys(path for tree in trees for path in _folders(tree))
-    models = [str(model) for path in paths for model in member_folders(path) or [path]]
+    models = [str(model) for path in paths for model in member_folders(path) or [Path(path)]]
     return rounding_warnings(dict(zip(models, models, strict=True)))
 
 

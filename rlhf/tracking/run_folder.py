@@ -127,14 +127,14 @@ class RunFolder:
         that continues keeps the recorded ones, and leaves a file with the same settings as it is.
         """
         old = {} if anew else self.read_config()
-        began = {"versions": versions(), "git_commit": git_commit()}
+        began: dict[str, object] = {"versions": versions(), "git_commit": git_commit()}
         kept = {key: old[key] for key in began if key in old}
         settings = _plain_dict(resolved)
         if differing_keys({key: value for key, value in old.items() if key not in began}, settings):
             self.path.mkdir(parents=True, exist_ok=True)
             write_atomically(self.config, format_yaml({**settings, **began, **kept}, width=100))
-        changed = differing_keys(kept.get("versions") or {}, began["versions"]) if "versions" in kept else []
-        return changed
+        recorded = kept.get("versions")
+        return differing_keys(recorded, versions()) if isinstance(recorded, Mapping) else []
 
     def write_complete(self, step: int) -> None:
         """Write complete.json, once the model of a run that ended at `step` is exported."""
