@@ -21,12 +21,12 @@ VERBS = frozenset(
     begin broadcast build calibrate check choose clear clip close collate collect combine compare compile complete
     compute concatenate convert copy count create cut decide decode degrade delete derive describe discard
     divide do download draw drop enable encode escape estimate evaluate evict exit expand explain export extract
-    fill find finish fit flag flatten flush format free freeze gather generate give go group handle import
-    initialize interpolate join judge keep kill lay let list load locate lock log make map match measure merge
-    move normalize number observe open pack pad pair parse pick place plot prepare prepend print put quote raise
+    fill find finish fit flag flatten flush format free freeze gather generate give go group handle hide import
+    initialize interpolate join judge keep kill lay let link list load locate lock log make map mark match measure merge
+    move name normalize note number observe open pack pad pair parse pick place plot prepare prepend print put quote raise
     read rebuild recompute record release remove rename render repeat replace report request reset resolve
-    restore resume return rotate run sample save scatter score see seed select send serve set shard shift shorten show
-    shut silence skip split spread stack standardize start store subtract sum summarize switch take thin time
+    restore resume return rewrite rotate run sample save scatter score see seed select send serve set shard shift shorten show
+    shut silence skip split spread stack standardize start store subtract sum summarize switch take tell thin time
     tokenize train turn undo unmask update upload validate wait watch weight wrap write yield zero
     """.split()  # noqa: SIM905
 )

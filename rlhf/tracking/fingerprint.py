@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 WHOLE = 64 * 2**20  # files up to this size are read whole
@@ -20,7 +20,8 @@ def content_digest(path: Path) -> str:
     """
     digest = hashlib.sha256()
     for file in [path] if path.is_file() else sorted(entry for entry in path.iterdir() if entry.is_file()):
-        _add(digest, file)
+        for block in _blocks(file):
+            digest.update(block)
     return digest.hexdigest()
 
 
@@ -35,14 +36,15 @@ def combine(digests: Iterable[str]) -> str:
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
-def _add(digest: hashlib._Hash, file: Path) -> None:
+def _blocks(file: Path) -> Iterator[bytes]:
+    """Yield the size of a file and what is read of its content."""
     size = file.stat().st_size
-    digest.update(b"%d:" % size)
+    yield b"%d:" % size
     with file.open("rb") as opened:
         if size <= WHOLE:
             while block := opened.read(BLOCK):
-                digest.update(block)
+                yield block
             return
         for number in range(BLOCKS):
             opened.seek((size - BLOCK) * number // (BLOCKS - 1))
-            digest.update(opened.read(BLOCK))
+            yield opened.read(BLOCK)
