@@ -56,7 +56,7 @@ _CITATION = re.compile("|".join(re.escape(citation) for citation in PAPERS))
 
 def link_papers(text: str) -> str:
     """Link every citation of a known paper."""
-    return _CITATION.sub(lambda found: f"[{found[0]}](https://arxiv.org/abs/{PAPERS[found[0]]})", text)
+    return _CITATION.sub(lambda match: f"[{match[0]}](https://arxiv.org/abs/{PAPERS[match[0]]})", text)
 
 
 _VALUE = r"(?:=(?:[\w.+-]*\w|\[[^\]]*\]))?"
@@ -67,7 +67,7 @@ _CODE = re.compile(
 
 def code_spans(text: str) -> str:
     """Put setting keys, `key=value` and metric names into code spans."""
-    return _CODE.sub(lambda found: f"`{found[0]}`", text)
+    return _CODE.sub(lambda match: f"`{match[0]}`", text)
 
 
 def link_pages(text: str, folder: str = "") -> str:

@@ -144,9 +144,9 @@ def pages() -> dict[str, str]:
     for name, page in TRAIN_PAGES.items():
         own = [shape for shape in train[1:] if shape.keys[0].split(".")[0] in page.sections]
         built[f"{name}.md"] = _page(page, own, documented)
-    for name, page, found in (("reward_model", REWARD_MODEL_PAGE, reward_model), ("compare", COMPARE_PAGE, compare)):
-        top = "\n".join(_table(found[0], ()))
-        built[f"{name}.md"] = _page(replace(page, introduction=f"{page.introduction}\n\n{top}"), found[1:], documented)
+    for name, page, tables in (("reward_model", REWARD_MODEL_PAGE, reward_model), ("compare", COMPARE_PAGE, compare)):
+        top = "\n".join(_table(tables[0], ()))
+        built[f"{name}.md"] = _page(replace(page, introduction=f"{page.introduction}\n\n{top}"), tables[1:], documented)
     return built
 
 

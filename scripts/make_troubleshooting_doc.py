@@ -24,7 +24,7 @@ PLACE = re.compile(r"\{\{([a-z ]+)(?:: ([\w, -]+))?\}\}")
 def page() -> str:
     """Build the Markdown of docs/troubleshooting.md."""
     template = TEMPLATE.read_text(encoding="utf-8")
-    placed = {name for found in PLACE.finditer(template) if found[1] == "alarms" for name in found[2].split(", ")}
+    placed = {name for match in PLACE.finditer(template) if match[1] == "alarms" for name in match[2].split(", ")}
 
     def fill(place: re.Match[str]) -> str:
         if place[1] == "rules":

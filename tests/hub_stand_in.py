@@ -29,11 +29,11 @@ class HubStandIn:
                 self.answer(*outer.answer(self.path, body))
 
             def do_GET(self) -> None:
-                found = outer.repositories().get(self.path.removeprefix("/api/models/"))
-                if found is None or self.headers.get("Authorization") != f"Bearer {token}":
+                repository = outer.repositories().get(self.path.removeprefix("/api/models/"))
+                if repository is None or self.headers.get("Authorization") != f"Bearer {token}":
                     self.answer(401, {"error": "Invalid username or password."})
                 else:
-                    self.answer(200, found)
+                    self.answer(200, repository)
 
             def answer(self, status: int, content: dict[str, Any]) -> None:
                 data = json.dumps(content).encode()

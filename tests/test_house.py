@@ -109,12 +109,12 @@ def words_of_code(tree: ast.AST) -> set[str]:
 
 def definitions(tree: ast.AST) -> set[str]:
     """The functions, classes, fields and constants that a file defines, and its strings that are names, as of keys."""
-    found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     assigned = [node.target for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)]
     assigned += [target for node in ast.walk(tree) if isinstance(node, ast.Assign) for target in node.targets]
     strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return (
-        found
+        names
         | {target.id for target in assigned if isinstance(target, ast.Name)}
         | set(filter(str.isidentifier, strings))
     )

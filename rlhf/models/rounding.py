@@ -90,7 +90,7 @@ def names_at_start(model: PreTrainedModel, trained: Mapping[str, Tensor], start:
             for known in (name, tied.get(name, name))
             for candidate in (known, f"{prefix}.{known}", known.removeprefix(f"{prefix}."))
         )
-        found = next((candidate for candidate in candidates if candidate in start), None)
-        if found is not None:
-            names[name] = found
+        known = next((candidate for candidate in candidates if candidate in start), None)
+        if known is not None:
+            names[name] = known
     return names

@@ -54,7 +54,7 @@ def model_card(record: Record, inputs: CardInputs) -> str:
     record = record.exported()
     sections = [
         _front_matter(record, inputs),
-        f"# {_text(record.name)}\n\n{_text(verdict(record))}",
+        f"# {_text(record.name)}\n\n{_text(_without_places(verdict(record)))}",
         "## Training\n\n" + _table(("", ""), _training_rows(record)),
         "## Data\n\n" + _table(("data", "from", "rows"), [_data_row(used) for used in inputs.data]),
         "## Results\n\n" + _results(record, inputs),
@@ -293,7 +293,12 @@ def _limits(record: Record, inputs: CardInputs) -> Iterator[str]:
         yield record.export.warning("model")
     for note in dict.fromkeys(str(note.get("text")) for note in record.notes):
         text = note if inputs.quotes else _QUOTED.sub("…", note)
-        yield f"Noted by the run: {_PATH.sub(lambda path: shorten(path[0]), text)}"
+        yield f"Noted by the run: {_without_places(text)}"
+
+
+def _without_places(text: str) -> str:
+    """Shorten every absolute path in a text."""
+    return _PATH.sub(lambda path: shorten(path[0]), text)
 
 
 def shorten(path: str) -> str:

@@ -212,7 +212,7 @@ kept/score            | score    | rejection_sampling: mean score of the kept co
 loss/policy           | -        | surrogate loss per token
     label: loss; chart/losses: 1 Policy loss
 loss/kl               | score    | KL term of the loss per token
-    chart/losses: 5 KL loss
+    chart/losses: 2 KL loss
 loss/value            | score^2  | value loss per token, before its coefficient
     better: lower; chart/critic: 3 Value loss
 loss/ptx              | nats     | next-token loss per token on data.sft
@@ -221,7 +221,7 @@ loss/sft              | nats     | negative log-likelihood per completion token
     label: loss; held_out: eval/loss; better: lower; chart/language-modeling: 1 Negative log-likelihood;
     progress/sft: 1; headline: 6 Training loss
 loss/total            | -        | sum of the loss terms that the optimizer minimizes
-    label: loss; chart/losses: 6 Total loss; headline: 7 Training loss
+    label: loss; chart/losses: 3 Total loss; headline: 7 Training loss
 loss/accuracy         | share    | completion tokens that are the model's first choice
     better: higher; chart/language-modeling: 2 Token accuracy; progress/sft: 2
 loss/rm               | nats     | Bradley-Terry loss per pair

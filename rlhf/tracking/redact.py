@@ -43,10 +43,10 @@ def redact(value: Any) -> Any:
 
 def redact_text(text: str) -> str:
     """Return the text with the secrets in it replaced by asterisks: in addresses, after the name of a key, by form."""
-    text = _ADDRESS.sub(lambda found: found[1] + (f"{HIDDEN}@" if found[2] else ""), text)
+    text = _ADDRESS.sub(lambda match: match[1] + (f"{HIDDEN}@" if match[2] else ""), text)
     text = _PARAMETER.sub(rf"\g<1>{HIDDEN}", text)
     for pattern in (_ASSIGNED, _TOKEN):
-        text = pattern.sub(lambda found: f"{found[1]}{_hidden_value(found[2])}", text)
+        text = pattern.sub(lambda match: f"{match[1]}{_hidden_value(match[2])}", text)
     return _KNOWN.sub(HIDDEN, _SCHEME.sub(rf"\g<1> {HIDDEN}", text))
 
 

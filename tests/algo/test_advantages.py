@@ -212,11 +212,12 @@ def test_the_advantage_of_a_tie_is_exactly_zero(advantage: Callable[[Tensor, int
 
 @pytest.mark.parametrize("kind", ["gae", "batch_whiten", "group"])
 def test_advantages_before_whitening_are_those_of_the_same_algorithm_without_it(kind: str) -> None:
+    others = {"value_loss": {}} if kind == "gae" else {}
     settings = {"type": kind} if kind == "group" else {"type": kind, "whiten": True}
-    whitened = experience(online(advantage=settings))
-    plain = whitened if kind == "group" else experience(online(advantage={**settings, "whiten": False}))
-    raw = raw_advantages(whitened, online(advantage=settings).advantage)
+    whitened = experience(online(advantage=settings, **others))
+    plain = whitened if kind == "group" else experience(online(advantage={**settings, "whiten": False}, **others))
+    raw = raw_advantages(whitened, online(advantage=settings, **others).advantage)
     torch.testing.assert_close(raw, plain.advantages)
     if kind != "group":
         live = whitened.advantages[whitened.loss_mask]
-        assert abs(float(live.mean())) < 1e-9 < 0.05 < abs(float(raw[whitened.loss_mask].mean()))
+        assert abs(float(live.mean())) < 1e-9 < 0.01 < abs(float(raw[whitened.loss_mask].mean()))

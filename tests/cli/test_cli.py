@@ -40,6 +40,7 @@ GOOD_ROWS = [{"prompt": f"{color} one", "completion": " good"} for color in ("re
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()  # what making the models printed
     assert main(list(arguments)) == 2
     captured = capsys.readouterr()
     assert "Traceback" not in captured.out + captured.err
@@ -154,11 +155,16 @@ def test_a_missing_file_and_a_folder_that_is_no_run(tmp_path: Path, capsys: pyte
     assert error_of(capsys, "sample", str(tmp_path / "none"), "--prompt", "x")
 
 
-def test_resume_never_refuses_a_folder_with_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_never_begins_again_and_keeps_the_old_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_config(tmp_path / "c.yaml", sft_tree(tmp_path, GOOD_ROWS))
     assert main(["train", file]) == 0
-    assert "choose another run.out_dir" in error_of(capsys, "train", file, "checkpoint.resume=never")
-    assert main(["train", file]) == 0  # and auto finds it finished
+    before = (tmp_path / "sft" / "metrics.jsonl").read_bytes()
+    assert main(["train", file, "checkpoint.resume=never"]) == 0
+    assert "already complete" not in capsys.readouterr().out
+    kept = [folder for folder in tmp_path.iterdir() if "sft" in folder.name and folder.name != "sft"]
+    assert [(folder / "metrics.jsonl").read_bytes() for folder in kept] == [before]
+    assert main(["train", file]) == 0
+    assert "already complete, nothing to train" in capsys.readouterr().out
 
 
 def test_the_process_exits_0_on_sigterm_and_the_same_command_continues(

@@ -284,12 +284,12 @@ def test_neither_the_card_nor_the_report_shows_a_secret(run: Path, capsys: pytes
 
 def test_what_a_note_quotes_is_pushed_only_if_asked_for(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with JsonlLogger(RunFolder(run).notes) as log:
-        for said in ("a private 'remark'", "another one", "it's"):
+        for quoted in ("a private 'remark'", "another one", "it's"):
             log.log(
-                {"step": 3, "text": f"scores are not finite; the first is nan, for the completion {said!r}; see docs"}
+                {"step": 3, "text": f"scores are not finite; the first is nan, for the completion {quoted!r}; see docs"}
             )
     card = printed_card(run, capsys)
     assert "- Noted by the run: scores are not finite; the first is nan, for the completion …; see docs" in card
-    assert not any(said in card for said in ("private", "remark", "another one", "it's"))
+    assert not any(text in card for text in ("private", "remark", "another one", "it's"))
     assert main(["push", str(run), "owner/tiny", "--dry-run", "--quotes"]) == 0
     assert "another one" in capsys.readouterr().out

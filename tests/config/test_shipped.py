@@ -38,14 +38,14 @@ def test_outside_a_checkout_the_project_s_own_are_meant() -> None:
         assert locate_config(name).is_absolute()
         assert locate_config(name).read_bytes() == (ROOT / name).read_bytes()
     assert load_train("configs/ppo.yaml", ["policy.lr=0.5"]).policy.lr == 0.5
-    assert read_yaml(load_compare("configs/lab/compare_quick.yaml").base)["run"]["name"] == "lab-ppo"
+    assert read_yaml(load_compare("configs/lab/compare_quick.yaml").base)["run"]["name"] == "lab-{algorithm}"
 
 
 def test_the_working_folder_comes_first(elsewhere: Path) -> None:
     (elsewhere / "configs").mkdir()
     (elsewhere / "configs" / "ppo.yaml").write_text(MINE)
     assert read_yaml("configs/ppo.yaml") == {"policy": {"lr": 0.125}}
-    assert read_yaml("configs/dpo.yaml")["run"]["name"] == "dpo"  # which the folder lacks
+    assert read_yaml("configs/dpo.yaml")["algorithm"]["preset"] == "dpo"  # which the folder lacks
 
 
 @pytest.mark.usefixtures("elsewhere")

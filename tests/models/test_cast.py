@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from collections import Counter
 from contextlib import nullcontext
 from typing import Any
@@ -166,7 +168,7 @@ def test_a_weight_that_an_optimizer_changed_is_cast_again(fused: bool) -> None:
 
 
 def test_no_hook_of_the_context_stays_with_the_optimizers() -> None:
-    hooks = torch.optim.optimizer._global_optimizer_post_hooks
+    hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
     before = dict(hooks)
     with weights_cast_once(), weights_cast_once():
         assert len(hooks) == len(before) + 1

@@ -49,8 +49,8 @@ MACHINERY = [
     Mutant(
         name="secret-in-an-address",
         file="rlhf/tracking/redact.py",
-        before='(f"{HIDDEN}@" if found[2] else "")',
-        after='(found[2] or "")',
+        before='(f"{HIDDEN}@" if match[2] else "")',
+        after='(match[2] or "")',
         why="the password of an address stands in the model card",
         tests=("tests/tracking/test_redact.py", "tests/cli/test_cli_push.py"),
     ),

@@ -19,10 +19,11 @@ ONLINE_ARMS = [
     Mutant(
         name="cispo-silences-like-ppo",
         file="rlhf/algo/policy_loss.py",
-        before="return PolicyLoss(per_token=-weight * advantages * logprobs, clipped=weight != ratio.detach())",
+        before="return PolicyLoss(per_token=-weight * advantages * logprobs, clipped=clipped, outside=clipped)",
         after=(
-            "clipped = weight != ratio.detach()\n"
-            "    return PolicyLoss(per_token=-weight * advantages * logprobs * (~clipped), clipped=clipped)"
+            "return PolicyLoss(\n"
+            "        per_token=-weight * advantages * logprobs * (~clipped), clipped=clipped, outside=clipped\n"
+            "    )"
         ),
         why="clipped tokens get no gradient: what CISPO was made to avoid",
         tests=POLICY_LOSS,

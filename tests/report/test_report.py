@@ -525,7 +525,7 @@ def test_card_tables_follow_the_nesting() -> None:
     card = {"n": 2, "by": {"a": {"x": 1}, "b": {"y": 2}}, "deep": {"k": 1, "rows": [{"x": 1}]}, "tags": ["s", "t"]}
     tables = {table.title: (list(table.columns), [list(row) for row in table.rows]) for table in card_tables(card)}
     assert tables == {
-        "Figures": (["", "value"], [["n", 2], ["tags", ["s", "t"]]]),
+        "Figures": (["", "value"], [["pairs", 2], ["tags", ["s", "t"]]]),
         "By": (["", "x", "y"], [["a", 1, None], ["b", None, 2]]),
         "Deep": (["", "value"], [["k", 1]]),
         "Deep · rows": (["x"], [[1]]),

@@ -56,7 +56,7 @@ def test_how_much_of_a_rule_is_broken(settings: dict[str, object], text: str, br
 
 @pytest.mark.parametrize("code", ["EN", "zh", "english"])
 def test_a_language_that_is_never_detected_is_refused(code: str) -> None:
-    with pytest.raises(ValueError, match=f"'{code}' is no language that langdetect knows; these are af ar"):
+    with pytest.raises(ValueError, match=f"'{code}' is not a language code of langdetect; choose from af ar"):
         rule(type="language", allowed=["de", code])
 
 
