@@ -245,7 +245,7 @@ def finished_step(config: TrainConfig | RewardModelConfig, changed: Iterable[Cha
     """
     folder = RunFolder(config.run.out_dir)
     step = completed_step(folder)
-    unfinished = (*EXPORT, "schedule.steps", "schedule.epochs", "checkpoint.best.patience", "checkpoint.resume")
+    unfinished = (*EXPORT, "schedule.steps", "schedule.epochs", "checkpoint.best.patience")
     if step is None or config.checkpoint.resume == "never" or not folder.model.is_dir():
         return None
     if any(matches(change.key, unfinished) or not change.is_allowed for change in changed):

@@ -161,10 +161,10 @@ def test_resume_never_begins_again_and_keeps_the_old_run(tmp_path: Path, capsys:
     before = (tmp_path / "sft" / "metrics.jsonl").read_bytes()
     assert main(["train", file, "checkpoint.resume=never"]) == 0
     assert "already complete" not in capsys.readouterr().out
-    kept = [folder for folder in tmp_path.iterdir() if "sft" in folder.name and folder.name != "sft"]
+    kept = [folder for folder in tmp_path.iterdir() if folder.name.startswith("sft.old-")]
     assert [(folder / "metrics.jsonl").read_bytes() for folder in kept] == [before]
     assert main(["train", file]) == 0
-    assert "already complete, nothing to train" in capsys.readouterr().out
+    assert "nothing to train" in capsys.readouterr().out
 
 
 def test_the_process_exits_0_on_sigterm_and_the_same_command_continues(

@@ -287,7 +287,7 @@ def test_the_command_line_sets_trials_over_a_file(tmp_path: Path) -> None:
         ({"tune": {"trials": 8, "budget": 1000}}, r"tune.budget is 1,000, but with 219"),
         ({"tune": {"trials": 4, "budget": 40}}, r"round 1 of its tuning a trial has 5 completions.* one step of 16"),
         ({"tune": {"space": {"policy.learning": {"factor": 2}}}}, "no arm reads a setting policy.learning"),
-        ({"tune": {"space": {"policy.lr": {"low": 2, "high": 1}}}}, r"tune.space.policy.lr.*low has to be the smaller"),
+        ({"tune": {"space": {"policy.lr": {"low": 2, "high": 1}}}}, r"tune.space.policy.lr.*low must be below high"),
         ({"tune": {"space": {"policy.lr": {"low": 0, "high": 1}}}}, "no logarithm"),
         ({"tune": {"space": {"policy.model": ["a", "b", "c"]}, "trials": 3}}, "set by start"),
         ({"tune": {"trials": 3, "space": {"policy.lr": [-1, -2]}}}, r"policy.lr.*in trial 1 of tuning"),

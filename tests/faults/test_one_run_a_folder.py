@@ -100,7 +100,7 @@ def test_a_finished_run_started_again_says_so_and_writes_nothing(tmp_path: Path,
     assert "nothing to train" in capsys.readouterr().out
     after = files_of(tmp_path / "run")
     kept = [name for name in before if name != "notes.jsonl"]
-    assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
+    assert {name: after[name][1] for name in kept} == {name: before[name][1] for name in kept}
 
 
 def test_a_finished_run_whose_model_is_gone_or_wanted_otherwise_exports_it_again(
@@ -131,7 +131,7 @@ def test_more_steps_and_another_learning_rate_continue_and_are_recorded(tmp_path
     settings = RunFolder(tmp_path / "run").read_config()
     assert (settings["schedule"]["steps"], settings["policy"]["lr"]) == (3, 0.005)
     assert "changed since the last start: policy.lr: 0.01 → 0.005, schedule.steps: 2 → 3" in notes_of(tmp_path)
-    assert [row["lr/policy"] for row in RunFolder(tmp_path / "run").read_metrics()][1:] == [0.01, 0.01, 0.005]
+    assert [row["policy/lr"] for row in RunFolder(tmp_path / "run").read_metrics()[1:]] == [0.01, 0.01, 0.005]
 
 
 def test_never_moves_the_old_run_and_begins_at_step_0(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-
 from collections import Counter
 from contextlib import nullcontext
 from typing import Any

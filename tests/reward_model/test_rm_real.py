@@ -1,11 +1,8 @@
-"""The configurations of configs/real and the pairs they are about."""
+"""Reward models of configs/real, and pairs that people judged."""
 
 from __future__ import annotations
 
-import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,7 +23,6 @@ from rlhf.runtime.engine import Engine
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs" / "real").glob("rm_*.yaml"))
-SCRIPT = ROOT / "scripts" / "prepare_snippet_pairs.py"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -39,43 +35,6 @@ def test_configurations_load_and_keep_held_out_pairs_apart(path: Path) -> None:
     assert train.max_tokens == held_out.max_tokens
 
 
-def prepared(folder: Path, *options: str) -> list[dict[str, object]]:
-    rated = [{"id": str(i), "text": f"text {i} ", "human_sentiment": i / 10} for i in range(40)]
-    with gzip.open(folder / "rated.jsonl.gz", "wt", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rated)
-    target = folder / "out" / "pairs.jsonl"
-    command = [sys.executable, str(SCRIPT), str(folder / "rated.jsonl.gz"), str(target), *options]
-    subprocess.run(command, check=True, capture_output=True)
-    return [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
-
-
-def number(text: object) -> int:
-    return int(str(text).removeprefix(" text "))
-
-
-def test_snippet_pairs_prefer_the_higher_rating_by_a_gap(tmp_path: Path) -> None:
-    pairs = prepared(tmp_path, "--min-gap", "1.5")
-    assert len(pairs) >= 8
-    for pair in pairs:
-        gap = (number(pair["chosen"]) - number(pair["rejected"])) / 10
-        assert pair["margin"] == pytest.approx(gap)
-        assert gap >= 1.5
-        assert pair["prompt"] == "Review:"
-
-
-def test_in_one_round_no_text_is_in_two_pairs(tmp_path: Path) -> None:
-    one, three = prepared(tmp_path), prepared(tmp_path, "--rounds", "3")
-    texts = [number(pair[side]) for pair in one for side in ("chosen", "rejected")]
-    assert len(texts) == len(set(texts))
-    pairs = [(pair["chosen"], pair["rejected"]) for pair in three]
-    assert len(pairs) == len(set(pairs)) > 2 * len(one)
-
-
-def test_pairs_belong_to_the_seed(tmp_path: Path) -> None:
-    assert prepared(tmp_path) == prepared(tmp_path)
-    assert prepared(tmp_path) != prepared(tmp_path, "--seed", "1")
-
-
 @pytest.mark.parametrize("name", ["hh_rlhf_harmless", "alpaca_eval_prefs"])
 def test_human_judgments_go_all_the_way_to_a_report_card(name: str, shared: Path) -> None:
     """A few pairs and two steps of a real, pretrained backbone: the path, not the result."""
@@ -83,9 +42,8 @@ def test_human_judgments_go_all_the_way_to_a_report_card(name: str, shared: Path
     files = {"preferences": "train.jsonl.gz", "eval_preferences": "test.jsonl.gz"}
     paths = [f"data.{key}.path={folder / file}" for key, file in files.items()]
     sizes = [f"data.{key}.{size}" for key in files for size in ("limit=12", "max_tokens=160", "too_long=truncate")]
-    which = "rm_hh_harmless" if name.startswith("hh") else "rm_alpaca"
     config = load_reward_model(
-        ROOT / "configs" / "real" / f"{which}.yaml",
+        ROOT / "configs" / "real" / "rm_smollm2_hh.yaml",
         [*paths, *sizes, f"model.model={backbone}"],
     )
     assert config.data.eval_preferences is not None
@@ -126,7 +84,7 @@ def test_an_ensemble_on_smollm2_as_published(tmp_path: Path, shared: Path) -> No
         "batch={prompts_per_step: 4, micro_batch_size: 2}",
         "calibration.limit=8",
     ]
-    assert run_reward_model(load_reward_model(ROOT / "configs" / "real" / "rm_smollm2_human.yaml", overrides), quiet())
+    assert run_reward_model(load_reward_model(ROOT / "configs" / "real" / "rm_smollm2_hh.yaml", overrides), quiet())
     rows = [json.loads(line) for line in (tmp_path / "rm" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == 3
     assert rows[-1]["rm/disagreement"] > 0

@@ -352,7 +352,7 @@ def test_a_resumed_run_replays_what_the_uninterrupted_one_does(tmp_path: Path) -
     [
         ({"algorithm": {"preset": "ppo", **RESCUE["algorithm"]}}, "needs advantage.type=group"),
         ({"sampling": {"old_log_probs": "sampler"}}, "needs log-probabilities under the prompt without the hint"),
-        ({"overlap": {"ahead": True}}, "set overlap.ahead=false"),
+        ({"overlap": {"ahead": True}}, "overlap.ahead is incompatible with algorithm.rescue"),
         ({"data": {"prompts": {"first_tokens": 2}}}, "leave one of the two out"),
         ({"algorithm": {"rescue": {"hints": [{"column": "hint", "template": "{hint}"}]}}}, "must have {prompt}"),
         ({"algorithm": {"rescue": {"hints": []}}}, "algorithm.rescue.hints"),

@@ -35,6 +35,7 @@ from rlhf.config.sections import LoraConfig
 from rlhf.data.tokenizer import load_tokenizer, make_encoder, pad_id
 from rlhf.models.backbone import CausalLM, add_lora, eos_ids, load_causal_lm
 from rlhf.models.scalar_head import load_scalar_head, sequence_scores
+from rlhf.tracking.exported import read_export
 
 each_family = pytest.mark.parametrize("family", FAMILIES, ids=[family.name for family in FAMILIES])
 Folder = Callable[[Family], Path]
@@ -173,7 +174,9 @@ def check_export(family: Family, trained: Trained, folder: Path, *, files: bool)
     exported, published = plain_model(trained.folder), published_model(folder)
     shapes = {name: weight.shape for name, weight in published.state_dict().items()}
     assert {name: weight.shape for name, weight in exported.state_dict().items()} == shapes
-    check_weights(exported, trained, getattr(torch, family.dtype))
+    record = read_export(trained.folder.parent)
+    assert record is not None
+    check_weights(exported, trained, getattr(torch, record.dtype))
     expected = expected_logprobs(exported)
     assert (expected - published_logprobs(folder)).abs().max() > 1e-3, "the step is in the export"
     if not files:
@@ -184,13 +187,14 @@ def check_export(family: Family, trained: Trained, folder: Path, *, files: bool)
     assert tokenizer.chat_template == before.chat_template
     assert tokenizer("red one good")["input_ids"] == before("red one good")["input_ids"]
     for name in ("config.json", "generation_config.json"):
-        assert read(trained.folder / name) == read(folder / name)
+        written, start = read(trained.folder / name), read(folder / name)
+        assert written == (start | {"dtype": record.dtype} if "dtype" in start else start)
     ours = our_logprobs(load_causal_lm(str(trained.folder)), pad_id(load_tokenizer(str(trained.folder))))
     assert torch.allclose(ours, expected, atol=1e-4)
 
 
 def check_weights(exported: PreTrainedModel, trained: Trained, dtype: torch.dtype) -> None:
-    """The weights in the files are those that were trained, rounded to the published dtype."""
+    """The weights in the files are those that were trained, in the dtype that the run chose."""
     live = trained.module.state_dict()
     for name, weight in exported.state_dict().items():
         assert torch.equal(weight, live[name].to(dtype).float()), name

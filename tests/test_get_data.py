@@ -1,0 +1,131 @@
+"""scripts/get_data.py and get_stories260k.py: what they write, and what they refuse."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import get_data  # noqa: E402
+import get_stories260k  # noqa: E402
+
+PAGE = ROOT / "docs" / "datasets.md"
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of source files of ours under the names of the real ones, whose checksums are expected."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    openings = [f"\n\nHuman: question {number // 2}" for number in range(40)]
+    pairs = [{"chosen": f"{o}\n\nAssistant: no", "rejected": f"{o}\n\nAssistant: yes"} for o in openings]
+    (folder / "test.jsonl.gz").write_bytes(gzip.compress(get_data.jsonl(pairs)))
+    toxic = "\n".join(f'bad "{number}\tgood {number}\t{"fine" if number % 2 else ""}\t' for number in range(40))
+    (folder / "paradetox.tsv").write_text(f"toxic\tneutral1\tneutral2\tneutral3\n{toxic}\n")
+    for name in ("hh_harmless", "paradetox"):
+        data = get_data.DATA_SETS[name]
+        source = data.sources[0]
+        digest = hashlib.sha256((folder / source.name).read_bytes()).hexdigest()
+        monkeypatch.setitem(get_data.DATA_SETS, name, replace(data, sources=[replace(source, sha256=digest)]))
+    return folder
+
+
+def test_pairs_of_one_opening_are_in_one_split(made: Path, tmp_path: Path) -> None:
+    assert get_data.main(["hh_harmless", "--from", str(made), "--out", str(tmp_path)]) == 0
+    train, test = (
+        {row["chosen"] for row in rows(tmp_path / "hh_harmless" / f"{name}.jsonl")} for name in ("train", "test")
+    )
+    assert (len(train) + len(test), train & test) == (20, set())
+    assert len(test) >= 1
+
+
+def test_each_rewrite_is_a_pair_with_its_toxic_sentence(made: Path, tmp_path: Path) -> None:
+    assert get_data.main(["paradetox", "--from", str(made), "--out", str(tmp_path)]) == 0
+    every = [row for name in ("train", "test") for row in rows(tmp_path / "paradetox" / f"{name}.jsonl")]
+    assert len(every) == 60
+    pair = next(row for row in every if row["chosen"] == "good 7")
+    assert pair["rejected"] == 'bad "7'
+    assert pair["prompt"].endswith('keeping its meaning: bad "7')
+
+
+def test_another_file_is_refused_and_nothing_is_written(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (made / "paradetox.tsv").write_text("toxic\tneutral1\n")
+    assert get_data.main(["paradetox", "--from", str(made), "--out", str(tmp_path)]) == 2
+    assert "another SHA-256" in capsys.readouterr().err
+    assert not (tmp_path / "paradetox").exists()
+
+
+def test_a_missing_file_names_its_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert get_data.main(["ifeval", "--from", str(tmp_path), "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "input_data.jsonl: no such file; download it from https://" in error
+
+
+def test_without_a_network_the_error_names_the_way_around_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(get_data, "GITHUB", "http://127.0.0.1:9")
+    source = get_data.Source("http://127.0.0.1:9/x/file.jsonl", "0", 1)
+    monkeypatch.setitem(get_data.DATA_SETS, "ifeval", replace(get_data.DATA_SETS["ifeval"], sources=[source]))
+    assert get_data.main(["ifeval", "--out", str(tmp_path)]) == 2
+    assert "get_data.py ifeval --from FOLDER" in capsys.readouterr().err
+
+
+def test_a_data_set_that_is_there_is_not_fetched_again(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        assert get_data.main(["paradetox", "--from", str(made), "--out", str(tmp_path)]) == 0
+    assert "already there" in capsys.readouterr().out
+
+
+def test_the_page_lists_every_data_set_with_its_licence_and_source() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    for name, data in get_data.DATA_SETS.items():
+        assert f"`{name}`" in page
+        assert data.licence.split(" (")[0] in page
+        repository = "/".join(data.sources[0].url.split("/")[3:5])
+        assert f"https://github.com/{repository}" in page
+
+
+@pytest.mark.parametrize("name", ["ifeval", "xstest"])
+def test_shared_copies_are_the_sources_files(name: str, shared: Path, tmp_path: Path) -> None:
+    """Where the real files are at hand, they have the checksums that the script expects."""
+    for path in (shared / "data" / name).iterdir():
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        (tmp_path / path.name.removesuffix(".gz")).write_bytes(content)
+    assert get_data.main([name, "--from", str(tmp_path), "--out", str(tmp_path / "data")]) == 0
+
+
+def test_stories260k_is_converted_to_the_weights_and_tokens_of_transformers(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import load_file  # noqa: PLC0415
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    folder = shared / "models" / "stories260K"
+    command = ["get_stories260k.py", "--from", str(folder / "raw"), "--out", str(tmp_path / "model")]
+    monkeypatch.setattr(sys, "argv", command)
+    assert get_stories260k.main() == 0
+    weights, expected = (load_file(path / "model.safetensors") for path in (tmp_path / "model", folder / "hf"))
+    assert weights.keys() == expected.keys()
+    assert all(weights[name].equal(expected[name]) for name in expected)
+    ours, theirs = (AutoTokenizer.from_pretrained(path) for path in (tmp_path / "model", folder / "hf"))
+    for text in ("Once upon a time, there was a cat.", 'Zoë said: "no!"\n\nThe end.', "  two  spaces"):
+        assert ours(text).input_ids == theirs(text).input_ids
+        assert ours.decode(ours(text).input_ids) == theirs.decode(theirs(text).input_ids)
