@@ -8,14 +8,14 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from rlhf.errors import UserError, install_hint
+from rlhf.errors import DISTRIBUTION, UserError, did_you_mean, install_hint
 from rlhf.process import silence_libraries
 
 OTHERS_WAIT_S = 3.0  # a rank other than 0 waits this long before it prints an error
@@ -23,8 +23,8 @@ SILENT_WAIT_S = 60.0  # a rank that prints nothing waits this long before it exi
 EPILOG = """\
 rlhf quickstart                                   the whole pipeline on the lab, in minutes
 rlhf train  configs/sft.yaml policy.model=… data.sft.path=…
-rlhf rm     configs/reward_model.yaml data.preferences.path=…
-rlhf train  configs/ppo.yaml reward.source.path=runs/rm
+rlhf reward configs/reward_model.yaml data.preferences.path=…
+rlhf train  configs/ppo.yaml data.prompts.path=… reward.source.path=runs/reward_model
 rlhf compare configs/lab/compare_quick.yaml       several algorithms, one budget, one judge, one page
 rlhf eval   runs/ppo
 rlhf eval   runs/ppo --suite ifeval --data …       an alignment evaluation; also hh, persona, gsm8k, xstest, lab
@@ -33,13 +33,17 @@ rlhf sample runs/ppo --prompt "…"
 rlhf report runs/ppo
 rlhf push   runs/ppo owner/name --dry-run         the model to the hub, with a card; --dry-run prints the card
 rlhf export runs/ppo --gguf ppo.gguf              one file for llama.cpp
-rlhf serve-reward runs/rm --port 8000             for reward.source.type=remote
+rlhf serve-reward runs/reward_model --port 8000   for reward.source.type=remote
 rlhf config configs/ppo.yaml policy.lr=1e-6
 rlhf lint   configs/ppo.yaml batch.epochs=50      unsafe settings, each with its reason, its source and the fix
 rlhf launch --slurm configs/ppo.yaml --nodes 2 --gpus 8      print the job script; also --torchrun, --skypilot
+
+Completion in bash: eval "$(register-python-argcomplete rlhf)" (in zsh after autoload -U bashcompinit; bashcompinit)
 """
 
 
+ALIASES = {"rm": "reward"}
+SEE = "; rlhf {verb} --help lists what it takes"
 TARGETS = {
     "file": "a configuration (YAML), or the folder of a run or comparison to repeat or continue",
     "run": "a run folder or a model; RUN@best is the best checkpoint that a run has kept",
@@ -49,7 +53,12 @@ TARGETS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit code: 0 when done (or interrupted and saved), 2 for a user error."""
+    """Run one verb and return the exit code: 0 when done (or interrupted and saved), 1 if a part of a comparison
+    failed, 2 for a user error."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments and "_ARGCOMPLETE" not in os.environ:
+        _parser().print_help()
+        return 0
     parsed = parse(arguments)
     rank = int(os.environ.get("RANK", "0"))
     console = Console(quiet=rank > 0)
@@ -71,16 +80,73 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line; key=value is also accepted after options, where argparse does not look for it."""
     parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:
+        _complete(parser)
+    _check_verb(parser, arguments)
     parsed, rest = parser.parse_known_args(arguments)
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
-    if len(overrides) < len(rest) or (overrides and not hasattr(parsed, "overrides")):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    unknown = [word for word in rest if word not in overrides]
+    if unknown or (overrides and not hasattr(parsed, "overrides")):
+        _refuse(parser, parsed.verb, unknown or overrides)
     if overrides:
         parsed.overrides = [*parsed.overrides, *overrides]
     return parsed
+
+
+def _check_verb(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """Exit with the nearest verb if the first word is none."""
+    word = next((word for word in arguments if not word.startswith("-")), None)
+    if word is not None and word not in _VERBS:
+        near = did_you_mean(word, _VERBS) or f"; choose from {', '.join(_VERBS)}"
+        parser.exit(2, f"error: rlhf {word}: no such verb{near}\n")
+
+
+def _refuse(parser: argparse.ArgumentParser, verb: str, words: Sequence[str]) -> None:
+    """Exit with the way to write the first word that a verb does not take."""
+    word = words[0]
+    name, _, value = word.lstrip("-").partition("=")
+    if not word.startswith("-"):
+        hint = f": rlhf {verb} takes no settings" if value else f"; settings are key=value, options begin with --{SEE}"
+    elif "." in name:
+        value = value or next((other for other in words[1:2] if not other.startswith("-")), "VALUE")
+        hint = f": settings are written without dashes, {name}={value}"
+    else:
+        options = [option for action in _verbs(parser)[verb]._actions for option in action.option_strings]
+        hint = (did_you_mean(word.partition("=")[0], options) or SEE).format(verb=verb)
+    parser.exit(2, f"error: rlhf {verb}: unknown argument {word}{hint.format(verb=verb)}\n")
+
+
+def _verbs(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """Return the parsers of the verbs by name."""
+    actions = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    choices: Mapping[str, argparse.ArgumentParser] = next(actions).choices
+    return choices
+
+
+def _complete(parser: argparse.ArgumentParser) -> None:
+    """Print the completions that the shell asks for, and exit."""
+    import argcomplete
+
+    for sub in _verbs(parser).values():
+        for action in sub._actions:
+            if action.dest == "overrides":
+                action.completer = _setting_keys  # type: ignore[attr-defined]
+    argcomplete.autocomplete(parser)
+
+
+def _setting_keys(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
+    """Return the settings of the file on the command line that begin with what was typed."""
+    from rlhf.config.load import dump, load_any
+    from rlhf.tracking.trackers import flatten
+
+    try:
+        keys = flatten(dump(load_any(parsed_args.target)))
+    except UserError:
+        return []
+    return [f"{key}=" for key in keys if key.startswith(prefix)]
 
 
 def _report_error(error: UserError, rank: int) -> None:
@@ -109,6 +175,17 @@ def _shut_down_distributed() -> None:
         distributed.shutdown()
 
 
+class _Version(argparse.Action):
+    """Prints the versions that a report of an error needs; reading them is left until they are asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+        print(f"rlhf {version(DISTRIBUTION)} (Python {sys.version.split()[0]}, {packages})")  # noqa: T201
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rlhf",
@@ -116,6 +193,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     parser.add_argument(
         "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
     )  # passed by deepspeed's launcher
@@ -123,7 +201,8 @@ def _parser() -> argparse.ArgumentParser:
 
     def verb(name: str, help_text: str, target: str | None) -> argparse.ArgumentParser:
         description = f"{help_text[0].upper()}{help_text[1:]}."
-        sub = verbs.add_parser(name, help=help_text, description=description)
+        aliases = [alias for alias, verb in ALIASES.items() if verb == name]
+        sub = verbs.add_parser(name, aliases=aliases, help=help_text, description=description)
         if target is not None:
             sub.add_argument("target", metavar=target, help=TARGETS[target])
         return sub
@@ -136,7 +215,7 @@ def _parser() -> argparse.ArgumentParser:
     }
     for name, text in (
         ("train", "train a model as a configuration file says: SFT, or any online or offline algorithm"),
-        ("rm", "train a reward model on preference pairs"),
+        ("reward", "train a reward model on preference pairs"),
         ("compare", "train several algorithms from one model on one budget, and judge them alike"),
         ("config", "print the configuration with every default filled in, and run nothing"),
         ("lint", "check the settings against what papers report, and run nothing"),
@@ -183,17 +262,25 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument(
         "--top-p", type=float, help=f"draw from the likeliest tokens of this probability (default: {published})"
     )
-    chat.add_argument("--max-tokens", type=int, default=512, help="longest answer, in tokens (default: 512)")
+    chat.add_argument(
+        "--max-new-tokens",
+        "--max-tokens",
+        dest="max_tokens",
+        type=int,
+        default=512,
+        help="longest answer, in tokens (default: 512)",
+    )
     chat.add_argument("--seed", type=int, help="draw the same answers again")
     chat.add_argument("--greedy", action="store_true", help="take the most likely token each time")
     sample = verb("sample", "complete prompts by the model of a run, or in a model folder", "run")
     sample.add_argument("--prompt", action="append", required=True, help="may be given several times")
-    sample.add_argument("--count", type=int, default=1, help="completions of each prompt")
-    sample.add_argument("--seed", type=int, default=0)
-    sample.add_argument("--greedy", action="store_true", help="the most likely token each time")
-    sample.add_argument("--max-new-tokens", type=int)
-    sample.add_argument("--temperature", type=float)
-    sample.add_argument("--top-p", type=float, help="draw from the likeliest tokens of this probability; else from all")
+    sample.add_argument("--count", type=int, default=1, help="completions per prompt (default: 1)")
+    sample.add_argument("--seed", type=int, default=0, help="draw other completions (default: 0)")
+    sample.add_argument("--greedy", action="store_true", help="take the most likely token each time")
+    trained = "as the run was trained; a model folder"
+    sample.add_argument("--max-new-tokens", type=int, help=f"longest completion, in tokens (default: {trained}: 128)")
+    sample.add_argument("--temperature", type=float, help=f"divides the logits (default: {trained}: 1)")
+    sample.add_argument("--top-p", type=float, help="draw from the likeliest tokens of this probability (default: 1)")
     sample.add_argument("--raw", action="store_true", help="give the prompt as it is, without the chat template")
     serve = verb("serve-reward", "serve a trained reward model over HTTP, for reward.source.type=remote", "run")
     serve.add_argument(
@@ -268,7 +355,7 @@ def _train(parsed: argparse.Namespace, console: Console) -> None:
     run_train(config, console)
 
 
-def _rm(parsed: argparse.Namespace, console: Console) -> None:
+def _reward(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.config.load import load_reward_model
     from rlhf.data.paths import check_files
     from rlhf.guard.lint import check_settings
@@ -449,7 +536,8 @@ def _quickstart(parsed: argparse.Namespace, console: Console) -> None:
 
 _VERBS: dict[str, Callable[[argparse.Namespace, Console], None]] = {
     "train": _train,
-    "rm": _rm,
+    "reward": _reward,
+    "rm": _reward,
     "compare": _compare,
     "config": _config,
     "lint": _lint,

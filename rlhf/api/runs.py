@@ -254,7 +254,7 @@ def reward_model(
     Raises:
         UserError: as `train`.
     """
-    draft = Draft.begin("rm", settings, config=config, folder=folder, resume=resume)
+    draft = Draft.begin("reward_model", settings, config=config, folder=folder, resume=resume)
     draft.sections["data"] = draft.inputs.data(None, preferences=preferences, eval_preferences=eval_preferences)
     if model is not None:
         draft.sections["model"] = draft.inputs.model(model, tokenizer)

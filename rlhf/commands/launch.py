@@ -100,7 +100,7 @@ def make_job(path: str, overrides: Sequence[str]) -> Job:
             "checkpoint.resume is never, so a job that was stopped and started again would begin at step 0: "
             "add checkpoint.resume=auto"
         )
-    verb = "rm" if isinstance(config, RewardModelConfig) else "train"
+    verb = "reward" if isinstance(config, RewardModelConfig) else "train"
     name = re.sub(r"[^\w.-]+", "-", config.run.name).strip("-") or "rlhf"
     return Job(name, config, (verb, path, *overrides))
 

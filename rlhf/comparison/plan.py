@@ -19,6 +19,7 @@ from rlhf.config.compare import (
     Overrides,
     TrainedArm,
 )
+from rlhf.config.data import HELD_OUT
 from rlhf.config.files import format_yaml, merge, merge_overrides
 from rlhf.config.load import drop_unread, dump, read_yaml, train_config, validate
 from rlhf.config.presets import drop_keys
@@ -162,6 +163,7 @@ def make_plan(config: CompareConfig, *, beside: Path, lab_files: bool = True, tr
     """
     base = merge(read_yaml(locate_base(config, beside)), config.shared.tree())
     _refuse(config.shared, LENGTH, "shared")
+    base = _held_out(base)
     base = merge(base, _common(config, base))
     arms: dict[str, Arm] = {START_FOLDER: TrainedArm(), **config.arms}
     folder = Path(config.out_dir)
@@ -178,6 +180,17 @@ def make_plan(config: CompareConfig, *, beside: Path, lab_files: bool = True, tr
     if lab_files:
         cells, tuning = [_with_lab_files(cell) for cell in cells], [_with_lab_files(cell) for cell in tuning]
     return Plan(config, folder, cells, tuning)
+
+
+def _held_out(base: Tree) -> Tree:
+    """Return the base with the prompts that all arms are judged on: by data.holdout, a part of the training prompts."""
+    data = base.get("data", {})
+    prompts, share = data.get("prompts"), data.get("holdout")
+    if share is None or not prompts or data.get("eval_prompts"):
+        return base
+    most = HELD_OUT["prompts"]
+    judged = {**prompts, "part": [0.0, share], "limit": min(prompts.get("limit") or most, most)}
+    return merge(base, {"data": {"prompts": {"part": [share, 1.0]}, "eval_prompts": judged}})
 
 
 def _trials(config: CompareConfig, base: Tree, folder: Path) -> list[Cell]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -74,6 +74,9 @@ class TrainableDataConfig(DatasetConfig):
     JSONL (also .gz), Parquet, save_to_disk folders and the hub."""
     shuffle_buffer: Count = 4096
     """With stream: rows are shuffled within consecutive blocks of this many rows."""
+    part: tuple[Share, Share] | None = None
+    """Use only rows whose prompt's hash, mapped to [0, 1), is in this interval: [0, 0.5] and [0.5, 1] share no prompt.
+    limit counts rows of the part."""
 
     @property
     def is_plain(self) -> bool:
@@ -105,6 +108,8 @@ class TrainableDataConfig(DatasetConfig):
             raise ValueError(problem)
         if not self.stream and "shuffle_buffer" in self.model_fields_set and self.shuffle_buffer != 4096:
             raise ValueError("shuffle_buffer needs streamed data: set stream=true, or remove it")
+        if self.part is not None and self.part[0] >= self.part[1]:
+            raise ValueError(f"part is {list(self.part)}: its first number has to be the smaller, as in [0, 0.5]")
         return self
 
 
@@ -117,15 +122,6 @@ class PromptsConfig(TrainableDataConfig):
     """Prompts above max_prompt_tokens. skip: skip and count; truncate: cut at the start; error: stop."""
     first_tokens: Count | None = None
     """Use the first N tokens of each text as the prompt (for plain-text data sets)."""
-    part: tuple[Share, Share] | None = None
-    """Use only prompts whose hash, mapped to [0, 1), is in this interval: [0, 0.5] and [0.5, 1] share no prompt. limit
-    counts rows of the part."""
-
-    @model_validator(mode="after")
-    def _check_part(self) -> PromptsConfig:
-        if self.part is not None and self.part[0] >= self.part[1]:
-            raise ValueError(f"part is {list(self.part)}: its first number has to be the smaller, as in [0, 0.5]")
-        return self
 
 
 class SftConfig(TrainableDataConfig):
@@ -171,6 +167,23 @@ class DataConfig(Section):
     """Variables for the template, e.g. {enable_thinking: false}."""
     system: str | None = None
     """System prompt for conversations without one."""
+    holdout: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """If no held-out rows are set, keep this share of the training rows for evaluation and do not train on them. All
+    rows of a prompt are on one side, chosen by its hash. Not for mixed or streamed data. null: keep none."""
+
+    held_out_of: ClassVar[tuple[str, ...]] = ("sft", "preferences")  # the data sets that the run trains on
+
+    @model_validator(mode="after")
+    def _hold_out(self) -> DataConfig:
+        """Fill in the held-out sections that are not set with a part of the training rows."""
+        for name in self.held_out_of if self.holdout is not None else ():
+            rows = getattr(self, name)
+            if rows is None or getattr(self, f"eval_{name}") is not None or not rows.is_plain or rows.part is not None:
+                continue
+            most = min(rows.limit or HELD_OUT[name], HELD_OUT[name])
+            self.__dict__[name] = rows.model_copy(update={"part": (self.holdout, 1.0)})
+            self.__dict__[f"eval_{name}"] = rows.model_copy(update={"part": (0.0, self.holdout), "limit": most})
+        return self
 
     @model_validator(mode="after")
     def _check_held_out(self) -> DataConfig:
@@ -188,6 +201,7 @@ class DataConfig(Section):
         return ChatFormat(self.chat_template, self.chat_template_kwargs, self.system)
 
 
+HELD_OUT = {"prompts": 256, "sft": 1024, "preferences": 1024}  # at most so many rows are held out by data.holdout
 PROMPTS_NEEDED = Needed("an online algorithm needs prompts; set data.prompts.path")
 
 
@@ -196,6 +210,8 @@ class OnlineDataConfig(DataConfig):
 
     prompts: Annotated[PromptsConfig, PROMPTS_NEEDED]
     """Prompts that an online algorithm samples completions for."""
+
+    held_out_of: ClassVar[tuple[str, ...]] = ("prompts",)
 
     def check_ptx(self, ptx_coef: float) -> None:
         """Check that there are texts for a next-token loss with this weight."""
@@ -208,3 +224,5 @@ class RewardModelDataConfig(DataConfig):
 
     preferences: Annotated[PreferencesConfig, Needed("a reward model needs pairs; set data.preferences.path")]
     """Preference pairs for the reward model and the offline losses."""
+
+    held_out_of: ClassVar[tuple[str, ...]] = ("preferences",)

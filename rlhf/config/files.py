@@ -99,8 +99,8 @@ class InvalidYaml(ValueError):
     """A text that is not YAML, or that cannot hold settings."""
 
 
-def parse_yaml(text: str) -> Any:
-    """Parse a YAML text into plain data.
+def parse_yaml(text: str, name: str = "the text") -> Any:
+    """Parse a YAML text into plain data; `name` is what errors call it.
 
     Raises:
         InvalidYaml: the text is not YAML, a value cannot be constructed, or it is too deep, too large or cyclic.
@@ -112,7 +112,7 @@ def parse_yaml(text: str) -> Any:
         return _with_text_keys(value)
     # Besides its own errors PyYAML lets those of its value constructors through: the 99th of a month, !!int "".
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as error:
-        raise InvalidYaml(str(error) or type(error).__name__) from error
+        raise InvalidYaml((str(error) or type(error).__name__).replace('"<unicode string>"', name)) from error
 
 
 def format_yaml(settings: Any, *, width: int | None = None) -> str:

@@ -53,7 +53,29 @@ def load_train(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
         ConfigError: the file, a key, a value or a combination is wrong; the message names it and says what to do.
     """
-    return train_config(_file_and_command_line(path, overrides))
+    return train_config(_tree_for("train", path, overrides))
+
+
+def _kind(tree: Tree) -> str:
+    """Return the verb that runs what the settings describe: a comparison, a reward model, or training."""
+    if "arms" in tree:
+        return "compare"
+    return "reward" if "model" in tree and "policy" not in tree else "train"
+
+
+def _tree_for(verb: str, path: str | Path, overrides: Sequence[str]) -> Tree:
+    """Return the settings of a file and the command line, which have to be for this verb.
+
+    Raises:
+        ConfigError: the file is for another verb, which the message names; or as `read_yaml`.
+    """
+    file = read_yaml(path)
+    kind = _kind(file)
+    is_empty = kind == "train" and not {"policy", "algorithm"} & set(file)  # settings of the command line say which
+    if kind != verb and not is_empty:
+        what = {"compare": "a comparison", "reward": "a reward model", "train": "the training of a policy"}[kind]
+        raise ConfigError(f"{path} describes {what}: run `rlhf {kind} {path}`")
+    return _file_and_command_line(path, overrides)
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig | RewardModelConfig:
@@ -94,7 +116,7 @@ def load_reward_model(path: str | Path, overrides: Sequence[str] = ()) -> Reward
     Raises:
         ConfigError: as `load_train`.
     """
-    return validate(RewardModelConfig, merge_overrides(read_yaml(path), parse_overrides(overrides)))
+    return validate(RewardModelConfig, _tree_for("reward", path, overrides))
 
 
 def load_compare(path: str | Path, overrides: Sequence[str] = ()) -> CompareConfig:
@@ -103,8 +125,7 @@ def load_compare(path: str | Path, overrides: Sequence[str] = ()) -> CompareConf
     Raises:
         ConfigError: as `load_train`.
     """
-    file = read_yaml(path)
-    return compare_config(merge_overrides(file, parse_overrides(overrides, arms=_arm_names(file))))
+    return compare_config(_tree_for("compare", path, overrides))
 
 
 def compare_config(tree: Tree) -> CompareConfig:
@@ -132,7 +153,7 @@ def _read_yaml(path: str | Path, extended_by: tuple[Path, ...]) -> Tree:
         near = nearest_config(path)
         raise ConfigError(f"no configuration file {str(path)!r}{f'; did you mean {near}?' if near else ''}")
     try:
-        tree = parse_yaml(file.read_text(encoding="utf-8"))
+        tree = parse_yaml(file.read_text(encoding="utf-8"), str(path))
     except ValueError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(tree, dict):
@@ -418,8 +439,10 @@ def load_any(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig | R
         ConfigError: as `load_train`.
     """
     tree = _file_and_command_line(path, overrides)
-    if "arms" in tree:
-        return compare_config(tree)
-    if "model" in tree and "policy" not in tree:
-        return validate(RewardModelConfig, tree)
-    return train_config(tree)
+    match _kind(tree):
+        case "compare":
+            return compare_config(tree)
+        case "reward":
+            return validate(RewardModelConfig, tree)
+        case _:
+            return train_config(tree)

@@ -515,7 +515,7 @@ class RewardModelConfig(Section):
 
     @model_validator(mode="after")
     def _name_run(self) -> RewardModelConfig:
-        self.__dict__["run"] = self.run.named_after("rm")
+        self.__dict__["run"] = self.run.named_after("reward_model")
         return self
 
     @model_validator(mode="after")

@@ -153,6 +153,7 @@ class RowPipeline(Generic[T, S]):
         collect: makes the data set of encoded rows, with the counts of those that were cut and skipped.
         render: renders a parsed row as text, perhaps as several rows; None: one row of prompt and completions.
         turns: text prompts become user turns if there is a chat template.
+        part: only rows whose place (`place_of`) is in this interval are used; None: all.
     """
 
     use: RowFormats[T]
@@ -161,6 +162,7 @@ class RowPipeline(Generic[T, S]):
     collect: Callable[[Sequence[Entry[T]], RowCounts], S]
     render: Render[T] | None = None
     turns: bool = True
+    part: tuple[float, float] | None = None
 
     @property
     def makes_turns(self) -> bool:
@@ -183,6 +185,12 @@ class RowPipeline(Generic[T, S]):
         skips = RowCounts(config.path, fatal=config.bad_rows == "error")
         read = self.use.read(load_rows(config, skips), skips, turns=self.makes_turns)
         entries = list(self.encode(read, skips, limit=config.limit))
+        if not skips.used and self.part is not None:
+            low, high = self.part
+            raise DataError(
+                f"{config.path}: no usable row is in part [{low:g}, {high:g}]: it is small. Set a larger data.holdout, "
+                "the path of held-out rows (data.eval_...path), or data.holdout=null"
+            )
         skips.require_rows()
         skips.digest = digest_of(entries)
         return entries, skips
@@ -190,7 +198,8 @@ class RowPipeline(Generic[T, S]):
     def encode(self, read: Iterator[tuple[Row, T]], skips: RowCounts, *, limit: int | None) -> Iterator[Entry[T]]:
         """Yield the usable ones of some parsed rows with their token ids, at most `limit`."""
         encoder = self.encoder
-        rows = _render_rows(read, encoder, skips, self.render or _default_render(encoder))
+        chosen = ((row, parsed) for row, parsed in read if self._is_in_part(parsed))
+        rows = _render_rows(chosen, encoder, skips, self.render or _default_render(encoder))
         while chunk := list(islice(rows, _next_chunk_size(limit, skips.used))):
             for usable, ids in zip(chunk, _encode(encoder, [u.text for u in chunk]), strict=True):
                 try:
@@ -203,6 +212,25 @@ class RowPipeline(Generic[T, S]):
                 _check_seam(encoder, skips, usable.text, ids)
                 skips.used += 1
                 yield usable, fitted
+
+    def _is_in_part(self, parsed: T) -> bool:
+        return self.part is None or self.part[0] <= place_of(_key(parsed)) < self.part[1]
+
+
+def place_of(text: str) -> float:
+    """Compute the place of a text in [0, 1): its SHA-256 as a fraction, the same in every file and run."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "backslashreplace")).digest()[:6], "big") / 2**48
+
+
+def _key(parsed: HasPrompt) -> str:
+    """Return the text that places a row: its prompt, a conversation's first user turn, or, with neither, its text.
+
+    So all rows of a prompt, and all turns of a conversation, have one place.
+    """
+    if isinstance(parsed.prompt, str):
+        return parsed.prompt or str(getattr(parsed, "completion", ""))
+    turns = [message for message in parsed.prompt if message.get("role") == "user"] or list(parsed.prompt)
+    return str(turns[0].get("content")) if turns else ""
 
 
 def digest_of(entries: Iterable[Entry[Any]]) -> str:
@@ -266,8 +294,7 @@ def _keep_formatted_prompt(row: Row, parsed: T, encoder: Encoder, skips: RowCoun
 
 def _note_treatment(row: Row, prompt: Prompt, texts: Sequence[Rendered], encoder: Encoder, skips: RowCounts) -> None:
     """Record in `skips` how rows like this one are treated, each remark once."""
-    given_as_text = any(isinstance(row.values.get(name), str) for name in _TEXT_PROMPTS)
-    if encoder.template.choice == "auto" and given_as_text and not isinstance(prompt, str):
+    if encoder.template.choice == "auto" and has_text_prompt(row) and not isinstance(prompt, str):
         skips.note(
             "Text prompts become user turns by the tokenizer's chat template; "
             "data.chat_template=none keeps them as they are"
@@ -280,6 +307,11 @@ def _note_treatment(row: Row, prompt: Prompt, texts: Sequence[Rendered], encoder
         skips.count("conversations taken apart, a row for each turn: the chat template rewrites earlier turns")
     for name in texts[0].ignored:
         skips.count(f"rows whose {name} the chat template does not write")
+
+
+def has_text_prompt(row: Row) -> bool:
+    """Return whether the prompt of a row is a text, which a chat template makes a user turn of."""
+    return any(isinstance(row.values.get(name), str) for name in _TEXT_PROMPTS)
 
 
 def check_ids(ids: EncodedRow) -> None:

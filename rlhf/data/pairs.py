@@ -253,7 +253,7 @@ def pair_pipeline(
             rejected_learned=_flags(all_ids, 1),
         )
 
-    return RowPipeline(PAIRS, encoder, _prompt_truncation(encoder, limit), collect)
+    return RowPipeline(PAIRS, encoder, _prompt_truncation(encoder, limit), collect, part=config.part)
 
 
 def _rendered_pair(usable: PreparedRow[PairText]) -> PairText:
@@ -306,7 +306,7 @@ def labelled_pipeline(
             skips=skips,
         )
 
-    return RowPipeline(LABELLED, encoder, _prompt_truncation(encoder, limit), collect)
+    return RowPipeline(LABELLED, encoder, _prompt_truncation(encoder, limit), collect, part=config.part)
 
 
 def load_preference_data(
@@ -368,6 +368,7 @@ def demonstration_pipeline(
         lambda usable, ids, skips: _truncate_end(usable, ids, limit, skips),
         collect,
         render=lambda demo: demonstration_rows(encoder, demo, config.learn),
+        part=config.part,
     )
 
 

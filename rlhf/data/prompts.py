@@ -5,7 +5,6 @@ A prompt may have hints: the texts of a row's columns, put into it as algorithm.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.config.data import ChatFormat, PromptsConfig
 from rlhf.config.rescue import Hint
 from rlhf.data.conversation import Prompt
-from rlhf.data.datasets import BatchStream, EncodedRow, Entry, PreparedRow, RowPipeline, check_ids
+from rlhf.data.datasets import BatchStream, EncodedRow, Entry, PreparedRow, RowPipeline, check_ids, has_text_prompt
 from rlhf.data.formats import ASSISTANT, PROMPTS, PromptText, is_transcript
 from rlhf.data.rows import BadRow, Row, RowCounts
 from rlhf.data.tokenizer import Encoder, LengthLimit, left_pad, make_encoder, truncate_start
@@ -25,6 +24,7 @@ from rlhf.errors import DataError
 from rlhf.types import Prompts
 
 MESSAGES = "prompt_messages"  # the reference column with the prompt as messages, if it is a conversation
+CONVERSATION = "prompt_is_conversation"  # the reference column that is True if the row has messages rather than a text
 SOURCE = "prompt_source"  # the reference column with the name of the source, if the prompts are a mixture
 NO_HINT: list[int] = []  # the ids of a prompt that a hint cannot be put into: its row has none, or it gets too long
 
@@ -131,8 +131,6 @@ def prompt_pipeline(
     limit = _limit(config, context, max_new_tokens)
 
     def fit(usable: PreparedRow[PromptText], ids: EncodedRow, skips: RowCounts) -> EncodedRow | None:
-        if config.part is not None and not config.part[0] <= place_of(usable.text.prompt) < config.part[1]:
-            return None
         prompt_ids = _fit_prompt(usable.row, ids, encoder, config.first_tokens, limit, skips)
         return None if prompt_ids is None else EncodedRow(prompt_ids, (), whole=prompt_ids == ids.prompt)
 
@@ -145,12 +143,7 @@ def prompt_pipeline(
             encode_hints(rows, hints, encoder, max_tokens=limit.tokens, skips=skips),
         )
 
-    return RowPipeline(PROMPTS, encoder, fit, collect, turns=config.first_tokens is None)
-
-
-def place_of(text: str) -> float:
-    """Compute the place of a text in [0, 1): its SHA-256 as a fraction, the same in every file and run."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48
+    return RowPipeline(PROMPTS, encoder, fit, collect, turns=config.first_tokens is None, part=config.part)
 
 
 def _fit_prompt(
@@ -188,6 +181,8 @@ def _reference(usable: PreparedRow[PromptText], ids: EncodedRow, encoder: Encode
     """Build a prompt's reference: the row's columns, the (truncated) text, and the messages of a whole prompt."""
     text = usable.text.prompt if ids.whole else encoder.decode(ids.prompt[encoder.head(ids.prompt) :])
     columns = {**usable.parsed.reference, "prompt": text}
+    if usable.text.messages and not has_text_prompt(usable.row):
+        columns[CONVERSATION] = True
     return {**columns, MESSAGES: list(usable.text.messages)} if usable.text.messages and ids.whole else columns
 
 

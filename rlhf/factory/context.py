@@ -96,7 +96,11 @@ class RunContext:
 
     def rows_read(self, name: str, rows: RowCounts) -> None:
         """Report how many rows of the data set data.NAME are used, and record and check them."""
-        self.notes.append(rows.summary())
+        text, share = rows.summary(), self.config.data.holdout
+        section = getattr(self.config.data, name, None)
+        if share is not None and name.startswith("eval_") and section is not None and section.part == (0.0, share):
+            text += f". Held out for evaluation and not trained on (data.holdout={share:g})"
+        self.notes.append(text)
         self.identify(f"data.{name}", rows.digest)
 
     @contextmanager

@@ -237,7 +237,7 @@ def _suite_table(suite: Mapping[str, Any]) -> str:
 
 def _reproduction(record: Record) -> str:
     """Write the command, the versions and the configuration."""
-    verb = "train" if record.setting("policy") is not None else "rm"
+    verb = "train" if record.setting("policy") is not None else "reward"
     commit = record.setting("git_commit")
     config = {key: value for key, value in record.config.items() if key not in ("versions", "git_commit")}
     versions = record.setting("versions") or {}

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
-from rlhf.errors import RewardError
+from rlhf.data.prompts import CONVERSATION, MESSAGES
+from rlhf.errors import RewardError, did_you_mean
 from rlhf.rewards.source import BatchDecoder, Texts, checked_scores, decode, quoted
 from rlhf.types import Completions, Scores
 from rlhf.user_code import UserCode, load_function
@@ -101,10 +102,15 @@ ARGUMENTS = ("prompts", "completions", "references")
 
 
 class FunctionReward:
-    """Calls fn(prompts=[str], completions=[str], references=[dict], **kwargs), which returns one number per completion.
+    """Calls a function on texts, in either of two forms, told apart by the names of its arguments.
 
-    Those of the three that the function has no argument for are left out. The function returns a list
-    (or array) of numbers, or a pair of that and a dict of named parts, each such a list.
+    1. fn(prompts, completions, references, **kwargs): lists of texts, and of the rows' columns as dictionaries. The
+       arguments that the function does not have are left out.
+    2. TRL's, fn(completions, solution, **kwargs): without `references`, and with arguments of other names or
+       `**kwargs`. The columns of the rows are keyword arguments, each a list. If a row is a conversation, its prompt is
+       a list of messages and its completion is [{"role": "assistant", "content": text}]; otherwise both are texts.
+
+    The function returns a list (or array) of numbers, or a pair of that and a dict of named parts, each such a list.
     """
 
     def __init__(
@@ -130,7 +136,8 @@ class FunctionReward:
         self.may_abstain = may_abstain
         self._function = load_function(target)
         self._names = _accepted(self._function)
-        _check_arguments(self._function, target, self.kwargs, self._names)
+        self._columns = _column_names(self._function, self.kwargs)
+        _check_arguments(self._function, target, self.kwargs, (*self._names, *(self._columns or ())))
 
     def __call__(self, completions: Completions) -> Scores:
         """Score the completions by calling the function.
@@ -149,7 +156,10 @@ class FunctionReward:
         )
 
     def _call(self, texts: Texts) -> Any:
-        arguments = {name: getattr(texts, name) for name in self._names}
+        if self._columns is None:
+            arguments = {name: getattr(texts, name) for name in self._names}
+        else:
+            arguments = self._by_column(texts, self._columns)
         try:
             return run_with_timeout(self.timeout_s, lambda: self._function(**arguments, **self.kwargs))
         except TimeLimitExceeded as error:
@@ -157,6 +167,52 @@ class FunctionReward:
                 f"the reward function {self.target!r} gave no answer in {self.timeout_s:g} s ({_call_info(texts)}): "
                 "look for what it waits for, or raise reward.source.timeout_s"
             ) from error
+
+    def _by_column(self, texts: Texts, columns: Sequence[str]) -> dict[str, Any]:
+        """Return the arguments of TRL's form.
+
+        Raises:
+            RewardError: the function requires a column that the rows do not have.
+        """
+        rows = texts.references
+        known = {name for row in rows for name in row} - {*ARGUMENTS, *self.kwargs, "prompt", MESSAGES, CONVERSATION}
+        missing = [name for name in columns if name not in known]
+        if missing:
+            columns_known = ", ".join(sorted(known)) or "only prompt"
+            raise RewardError(
+                f"the reward function {self.target!r} has an argument {missing[0]!r}, and the rows of data.prompts have "
+                f"no such column{did_you_mean(missing[0], known)}. Their columns: {columns_known}. An argument with a "
+                "fixed value goes into reward.source.kwargs"
+            )
+        accepted = inspect.signature(self._function).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+        given = {name: [row.get(name) for row in rows] for name in sorted(known) if takes_all or name in accepted}
+        pairs = [_as_messages(*pair) for pair in zip(rows, texts.prompts, texts.completions, strict=True)]
+        both = {"prompts": [prompt for prompt, _ in pairs], "completions": [completion for _, completion in pairs]}
+        return {name: both[name] for name in both if takes_all or name in accepted} | given
+
+
+def _as_messages(row: Mapping[str, Any], prompt: str, completion: str) -> tuple[Any, Any]:
+    """Return prompt and completion as messages if the row is a conversation, otherwise as they are."""
+    if not row.get(CONVERSATION):
+        return prompt, completion
+    messages = row.get(MESSAGES) or [{"role": "user", "content": prompt}]  # a prompt that was cut has no messages
+    return list(messages), [{"role": "assistant", "content": completion}]
+
+
+def _column_names(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Return the columns that a function in TRL's form requires; None for a function in our form."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # some built-ins have none
+        return None
+    if "references" in parameters or "completions" not in parameters:
+        return None
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    others = {n: p for n, p in parameters.items() if p.kind in kinds and n not in (*ARGUMENTS, *kwargs)}
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    required = tuple(name for name, parameter in others.items() if parameter.default is parameter.empty)
+    return required if takes_all or required else None
 
 
 def _accepted(function: Callable[..., Any]) -> tuple[str, ...]:

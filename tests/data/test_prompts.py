@@ -11,7 +11,8 @@ from made_tokenizers import byte_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.data import PromptsConfig
-from rlhf.data.prompts import PromptSet, PromptStream, load_prompts, place_of
+from rlhf.data.datasets import place_of
+from rlhf.data.prompts import PromptSet, PromptStream, load_prompts
 from rlhf.errors import DataError
 from rlhf.types import Prompts
 

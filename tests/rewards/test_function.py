@@ -281,3 +281,59 @@ def test_a_timer_that_came_due_meanwhile_fires_after_the_call(alarms: list[float
     assert run_with_timeout(5.0, lambda: (time.sleep(0.2), list(alarms))[1]) == []
     time.sleep(0.05)
     assert len(alarms) == 1
+
+
+def trl(tmp_path: Path, body: str, rows: list[dict[str, Any]], **kwargs: Any) -> list[float]:
+    """The scores of three completions of these rows by a function in TRL's form."""
+    batch = replace(three(), references=tuple(rows))
+    return FunctionReward(written(tmp_path, body), kwargs, tokenizer())(batch).values.tolist()
+
+
+SOLVED = [
+    {"prompt": "a", "solution": "t14", "level": 1},
+    {"prompt": "b", "solution": "no", "level": 2},
+    {"prompt": "c"},
+]
+
+
+def test_columns_are_keyword_arguments_in_the_form_of_trl(tmp_path: Path) -> None:
+    body = (
+        "def score(completions, solution, **kwargs):\n"
+        "    assert sorted(kwargs) == ['level', 'prompts'], kwargs\n"
+        "    assert kwargs['level'] == [1, 2, None]\n"
+        "    return [float(s is not None and s in c) for c, s in zip(completions, solution)]\n"
+    )
+    assert trl(tmp_path, body, SOLVED) == [1.0, 0.0, 0.0]
+
+
+def test_only_the_columns_that_are_named_are_given(tmp_path: Path) -> None:
+    body = "def score(prompts, completions, level, bonus=0):\n    return [bonus + (n or 0) for n in level]\n"
+    assert trl(tmp_path, body, SOLVED) == [1.0, 2.0, 0.0]
+    assert trl(tmp_path, body, SOLVED, bonus=3) == [4.0, 5.0, 3.0]
+
+
+def test_conversations_are_messages_in_the_form_of_trl_and_texts_in_ours(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    rows = [{"prompt": "<u>hello", "prompt_messages": messages, "prompt_is_conversation": True}] * 3
+    body = (
+        "def score(prompts, completions, **kwargs):\n"
+        "    assert not kwargs, kwargs\n"
+        "    assert prompts[0] == [{'role': 'user', 'content': 'hello'}]\n"
+        "    return [len(completion[0]['content'].split()) for completion in completions]\n"
+    )
+    assert trl(tmp_path, body, rows) == [2.0, 3.0, 0.0]
+    ours = "def score(prompts, completions, references):\n    return [len(c.split()) for c in completions]\n"
+    (tmp_path / "ours").mkdir()
+    assert trl(tmp_path / "ours", ours, rows) == [2.0, 3.0, 0.0]
+
+
+def test_a_text_prompt_with_a_template_stays_text_in_the_form_of_trl(tmp_path: Path) -> None:
+    rows = [{"prompt": "hello", "prompt_messages": [{"role": "user", "content": "hello"}]}] * 3
+    body = "def score(completions, **kwargs):\n    return [float(isinstance(c, str)) for c in completions]\n"
+    assert trl(tmp_path, body, rows) == [1.0, 1.0, 1.0]
+
+
+def test_a_column_that_the_rows_do_not_have_is_named(tmp_path: Path) -> None:
+    body = "def score(completions, solutoin): ...\n"
+    with pytest.raises(RewardError, match=r"argument 'solutoin'.*did you mean solution\?.*level, solution.*kwargs"):
+        trl(tmp_path, body, SOLVED)

@@ -1,4 +1,4 @@
-"""The recipes load, are of the models that they say, and need the memory that docs/recipes.md says."""
+"""The recipes load, are of the models that they say, and need the memory that docs/hyperparameters.md says."""
 
 from __future__ import annotations
 
@@ -85,12 +85,14 @@ def test_the_bytes_of_a_parameter_worked_by_hand() -> None:
 
 
 def test_the_page_is_up_to_date() -> None:
-    spec = importlib.util.spec_from_file_location("make_recipes_doc", ROOT / "scripts" / "make_recipes_doc.py")
+    spec = importlib.util.spec_from_file_location(
+        "make_hyperparameters_doc", ROOT / "scripts" / "make_hyperparameters_doc.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8") == module.page()
+    assert (ROOT / "docs" / "hyperparameters.md").read_text(encoding="utf-8") == module.page()
 
 
 def test_a_file_may_extend_another(tmp_path: Path) -> None:

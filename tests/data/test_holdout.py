@@ -1,0 +1,95 @@
+"""data.holdout: a part of the training rows is for evaluation, and nothing is on both sides."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import ppo_tree
+from tiny_models import tokenizer
+
+from rlhf.config.load import dump, load_reward_model, load_train, train_config
+from rlhf.data.pairs import load_demonstrations, load_pairs
+from rlhf.data.prompts import load_prompts
+from rlhf.errors import ConfigError, DataError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def rows_file(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def pairs_of(count: int) -> list[dict[str, Any]]:
+    """Two pairs of each prompt."""
+    return [{"prompt": f"t4 t{5 + n // 2}", "chosen": f" t{n % 7}", "rejected": f" t{n % 5} t9"} for n in range(count)]
+
+
+def loaded(section: Any) -> list[str]:
+    return [text.prompt for text in load_pairs(section, tokenizer(), chat_template="none").texts]
+
+
+def test_pairs_are_split_by_prompt_and_none_is_lost(tmp_path: Path) -> None:
+    path = rows_file(tmp_path / "pairs.jsonl", pairs_of(80))
+    config = load_reward_model("configs/reward_model.yaml", [f"data.preferences.path={path}"])
+    train, held_out = config.data.preferences, config.data.eval_preferences
+    assert held_out is not None
+    inside, outside = loaded(held_out), loaded(train)
+    assert len(inside) + len(outside) == 80
+    assert not set(inside) & set(outside)
+    assert 2 <= len(inside) <= 20
+    assert len(inside) == 2 * len(set(inside))
+
+
+def test_rows_of_its_own_come_first_and_null_keeps_none() -> None:
+    given = load_train("configs/ppo.yaml", ["data.eval_prompts.path=mine.jsonl"]).data
+    assert given.eval_prompts is not None
+    assert (given.eval_prompts.path, given.prompts.part) == ("mine.jsonl", None)
+    none = load_train("configs/ppo.yaml", ["data.holdout=null"]).data
+    assert (none.eval_prompts, none.prompts.part) == (None, None)
+
+
+@pytest.mark.parametrize("name", ["ppo", "dpo", "sft"])
+def test_a_configuration_that_is_written_out_is_the_same_one(name: str) -> None:
+    config = load_train(f"configs/{name}.yaml")
+    assert train_config(dump(config)) == config
+    section = {"ppo": "eval_prompts", "dpo": "eval_preferences", "sft": "eval_sft"}[name]
+    assert getattr(config.data, section).part == (0.0, config.data.holdout)
+    others = {"eval_prompts", "eval_preferences", "eval_sft"} - {section}
+    assert all(getattr(config.data, other) is None for other in others)
+
+
+def test_streams_keep_nothing_and_a_part_of_their_own_is_kept() -> None:
+    stream = load_train("configs/mixture.yaml", ["data.holdout=0.1"]).data
+    assert stream.eval_sft is None
+    own = load_train("configs/ppo.yaml", ["data.prompts.part=[0.5, 1]"]).data
+    assert (own.prompts.part, own.eval_prompts) == ((0.5, 1.0), None)
+
+
+def test_turns_of_one_conversation_have_one_place(tmp_path: Path) -> None:
+    first = [{"prompt": f"t{n}", "completion": " t9"} for n in range(4, 16)]
+    path = rows_file(tmp_path / "rows.jsonl", [*first, *first])
+    config = load_train("configs/sft.yaml", [f"data.sft.path={path}", "data.holdout=0.3"]).data
+    assert config.sft is not None
+    assert config.eval_sft is not None
+    sides = [
+        {text.prompt for text in load_demonstrations(section, tokenizer(), chat_template="none").texts}
+        for section in (config.sft, config.eval_sft)
+    ]
+    assert not sides[0] & sides[1]
+    assert len(sides[0] | sides[1]) == 12
+
+
+def test_a_file_that_is_too_small_says_what_to_do(tmp_path: Path) -> None:
+    path = rows_file(tmp_path / "prompts.jsonl", [{"prompt": "t4"}])
+    config = train_config(ppo_tree(tmp_path, data={"prompts": {"path": path}, "eval_prompts": None, "holdout": 0.001}))
+    with pytest.raises(DataError, match=r"no usable row is in part \[0, 0.001\].*data.holdout=null"):
+        load_prompts(config.data.eval_prompts, tokenizer(), chat_template="none")  # type: ignore[arg-type]
+
+
+def test_a_share_has_to_leave_rows() -> None:
+    with pytest.raises(ConfigError, match=r"data\.holdout"):
+        load_train("configs/ppo.yaml", ["data.holdout=1"])
