@@ -3,8 +3,8 @@
     python benchmarks/recipe_curves.py dpo=runs/smollm2_135m/dpo ppo=runs/smollm2_135m/ppo …
 
 Each argument is a recipe's name and a run folder that it wrote. Writes benchmarks/results/recipes_smollm2.json, which
-`python scripts/make_hyperparameters_doc.py` quotes, and docs/images/recipes_smollm2.svg. Recipes in the JSON that are not named
-stay as they are.
+`python scripts/make_hyperparameters_doc.py` quotes, and docs/images/recipes_smollm2.svg. Other
+recipes in the JSON stay as they are.
 """
 
 from __future__ import annotations

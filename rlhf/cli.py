@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(quiet=rank > 0)
     silence_libraries()
     try:
-        _VERBS[parsed.verb](parsed, console)
+        code = _VERBS[parsed.verb](parsed, console)
     except UserError as error:
         _report_error(error, rank)
         return 2
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Console(stderr=True).print("stopped")
         return 130
     _shut_down_distributed()
-    return 0
+    return code or 0
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -374,7 +374,7 @@ def _reward(parsed: argparse.Namespace, console: Console) -> None:
     run_reward_model(config, console)
 
 
-def _compare(parsed: argparse.Namespace, console: Console) -> None:
+def _compare(parsed: argparse.Namespace, console: Console) -> int:
     from rlhf.comparison.plan import make_plan
     from rlhf.config.files import locate_config
     from rlhf.config.load import load_compare
@@ -382,9 +382,14 @@ def _compare(parsed: argparse.Namespace, console: Console) -> None:
     config, folder = load_compare(parsed.target, parsed.overrides), locate_config(parsed.target).parent
     make_plan(config, beside=folder)
 
-    from rlhf.commands.compare import run_compare
+    from rlhf.commands.compare import failed_arms, run_compare
 
     run_compare(config, beside=folder, console=console)
+    failed = failed_arms(config.out_dir)
+    if failed:
+        message = f"failed: {', '.join(failed)} (the table has the reason); the same command tries them again"
+        Console(stderr=True).print(Text(message, style="red"), soft_wrap=True)
+    return 1 if failed else 0
 
 
 def _config(parsed: argparse.Namespace, console: Console) -> None:
@@ -534,7 +539,7 @@ def _quickstart(parsed: argparse.Namespace, console: Console) -> None:
     run_quickstart(parsed.out, seed=parsed.seed, overrides=parsed.overrides, console=console)
 
 
-_VERBS: dict[str, Callable[[argparse.Namespace, Console], None]] = {
+_VERBS: dict[str, Callable[[argparse.Namespace, Console], int | None]] = {
     "train": _train,
     "reward": _reward,
     "rm": _reward,

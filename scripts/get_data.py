@@ -239,7 +239,7 @@ DATA_SETS: Mapping[str, DataSet] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fetch and write each data set that is asked for; return 2 if one could not be fetched."""
+    """Download and write each data set that is asked for; return 2 if one could not be downloaded."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one or more of {', '.join(DATA_SETS)}")
     parser.add_argument("--out", type=Path, default=Path("data"), help="where to write (default: data)")
@@ -269,7 +269,7 @@ def table() -> str:
 
 
 def get(name: str, out: Path, folder: Path | None) -> None:
-    """Fetch a data set and write its files into `out`, unless they are there."""
+    """Download a data set and write its files into `out`, unless they are there."""
     if (out / "README.md").is_file():
         print(f"{out} is already there: nothing to do")  # noqa: T201
         return

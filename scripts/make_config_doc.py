@@ -74,7 +74,7 @@ TRAIN_PAGES = {
 }
 REWARD_MODEL_PAGE = Page(
     "Settings: reward model",
-    "The configuration of `rlhf rm`. Sections with the same name as in `rlhf train` have the same settings.",
+    "The configuration of `rlhf reward`. Sections with the same name as in `rlhf train` have the same settings.",
     (),
 )
 COMPARE_PAGE = Page("Settings: comparison", "The configuration of [`rlhf compare`](../compare.md).", ())
@@ -174,7 +174,7 @@ def _index() -> str:
         for section in page.sections:
             lines.append(f"| [`{section}`]({name}.md) | {_meaning(TrainSections.model_fields[section])} |")
     lines += [
-        "\nThe settings of `rlhf rm` are on [reward model](reward_model.md), those of `rlhf compare` on "
+        "\nThe settings of `rlhf reward` are on [reward model](reward_model.md), those of `rlhf compare` on "
         "[comparison](compare.md).\n",
         "## Presets\n",
         "The settings of each `algorithm.preset`, relative to `algorithm`; sizes are given with their full key. All "

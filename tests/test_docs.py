@@ -148,7 +148,7 @@ def test_there_are_commands() -> None:
         "rlhf train configs/nowhere.yaml policy.lr=1e-6",
         "rlhf train configs/ppo.yaml policy.lrr=…",
         "rlhf train configs/ppo.yaml policy.lr=fast",
-        "rlhf rm configs/ppo.yaml policy.lr=1e-6",
+        "rlhf reward configs/ppo.yaml policy.lr=1e-6",
         "rlhf sample runs/ppo",
     ],
 )

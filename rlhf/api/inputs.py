@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,8 +14,9 @@ from typing import Any, Literal
 import pandas as pd
 
 from rlhf.config.files import Tree, branch_at, merge
+from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
 from rlhf.data.paths import looks_local
-from rlhf.errors import ConfigError, DataError
+from rlhf.errors import ConfigError, DataError, did_you_mean
 from rlhf.tracking.run_folder import RunFolder
 from rlhf.tracking.same_run import has_trained
 from rlhf.user_code import target_of
@@ -70,6 +72,8 @@ class Inputs:
         Raises:
             ConfigError: a loaded model has no tokenizer with it, or an adapter that is not merged.
         """
+        if isinstance(getattr(model, "folder", None), Path):  # the result of a run
+            model = model.folder
         if isinstance(model, str | Path):
             return {"model": str(model), **self._tokenizer(tokenizer)}
         _check_loaded_model(model, tokenizer)
@@ -117,6 +121,8 @@ class Inputs:
         """
         if isinstance(reward, Mapping):
             return dict(reward)
+        if isinstance(getattr(reward, "folder", None), Path):  # the result of rlhf.reward_model
+            return {"type": "model", "path": str(reward.folder)}  # type: ignore[union-attr]
         if isinstance(reward, str | Path):
             return _source_at(str(reward))
         if isinstance(reward, list):
@@ -169,11 +175,37 @@ class Inputs:
         new.replace(path)
 
 
-def nested(settings: Mapping[str, Any]) -> Tree:
-    """Turn keywords into a tree: `policy={"lr": 1e-5}` and `**{"policy.lr": 1e-5}` are the same."""
+SHORTHANDS = {
+    "lr": "{model}.lr",
+    "learning_rate": "{model}.lr",
+    "steps": "schedule.steps",
+    "epochs": "schedule.epochs",
+    "seed": "run.seed",
+    "temperature": "sampling.temperature",
+    "max_new_tokens": "sampling.max_new_tokens",
+}
+SECTIONS = {*OnlineConfig.model_fields, *OfflineConfig.model_fields, *RewardModelConfig.model_fields}
+
+
+def nested(settings: Mapping[str, Any], call: Callable[..., Any], model: str = "policy") -> Tree:
+    """Turn keywords into a tree: `policy={"lr": 1e-5}`, `**{"policy.lr": 1e-5}` and `lr=1e-5` are the same.
+
+    Args:
+        settings: the keywords.
+        call: the function that was called with them.
+        model: the section of the model that it trains.
+
+    Raises:
+        ConfigError: a keyword is neither an argument, nor a section, nor a key; the message names the nearest.
+    """
     tree: Tree = {}
     for key, value in settings.items():
-        tree = merge(tree, branch_at(key, value))
+        full = SHORTHANDS.get(key, key).format(model=model)
+        if full.partition(".")[0] not in SECTIONS:
+            names = [*inspect.signature(call).parameters, *SECTIONS, *SHORTHANDS]
+            near = did_you_mean(key, names) or "; further settings are given by section, policy={...}, or by key"
+            raise ConfigError(f"{key}: rlhf.{call.__name__} has no such argument{near}")
+        tree = merge(tree, branch_at(full, value))
     return tree
 
 

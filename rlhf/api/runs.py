@@ -117,8 +117,9 @@ class RunResult:
 
 def train(
     model: Any = None,
-    algorithm: str | Mapping[str, Any] | None = None,
+    preset: str | Mapping[str, Any] | None = None,
     *,
+    algorithm: str | Mapping[str, Any] | None = None,
     prompts: Rows | None = None,
     reward: Reward | None = None,
     preferences: Rows | None = None,
@@ -141,10 +142,13 @@ def train(
 
     Args:
         model: a path, a hub id, or a loaded causal LM (then with `tokenizer`).
-        algorithm: a preset such as "ppo", "grpo" or "dpo", or the section `algorithm`.
+        preset: the algorithm, such as "ppo", "grpo" or "dpo"; or the section `algorithm` of a configuration.
+        algorithm: settings of the section `algorithm` over those of the preset, such as {"kl": {"coef": 0.1}}; or the
+            name of the preset.
         prompts: what completions are sampled for (online algorithms).
         reward: where scores come from (online algorithms); a function is called with those of `prompts`, `completions`
-            and `references` that it has arguments for, each a list, and returns a list of numbers.
+            and `references` that it has arguments for, each a list, and returns a list of numbers. A reward function
+            for TRL works as it is (rlhf.rewards.function.FunctionReward).
         preferences: pairs (offline algorithms such as DPO): rows with prompt, chosen and rejected, or another format of
             docs/data.md.
         eval_prompts: held-out prompts.
@@ -160,12 +164,14 @@ def train(
         on_step: called with the step and its metrics.
         quiet: print nothing.
         **settings: further settings, by section (`policy={"lr": 1e-5}`) or by key (`**{"policy.lr": 1e-5}`); see
-            docs/configuration.md.
+            docs/configuration/index.md. Also lr, steps, epochs, seed, temperature and max_new_tokens, for the keys that
+            have these names.
 
     Raises:
         UserError: a setting, a model, the data or the reward is wrong; the message says what to do.
     """
-    draft = Draft.begin(algorithm, settings, config=config, folder=folder, resume=resume)
+    algorithm = _merged(preset, algorithm)
+    draft = Draft.begin(train, algorithm, settings, config=config, folder=folder, resume=resume)
     inputs, sections = draft.inputs, draft.sections
     if model is not None:
         sections["policy"] = inputs.model(model, tokenizer)
@@ -211,7 +217,7 @@ def sft(
     Raises:
         UserError: as `train`.
     """
-    draft = Draft.begin("sft", settings, config=config, folder=folder, resume=resume)
+    draft = Draft.begin(sft, "sft", settings, config=config, folder=folder, resume=resume)
     if "algorithm" not in draft.base:
         draft.sections["algorithm"] = {"preset": "sft"}
     if model is not None:
@@ -245,7 +251,7 @@ def reward_model(
         eval_preferences: held-out pairs.
         tokenizer: as in `train`; so are config, folder, resume, on_step, quiet and settings.
         config: a configuration file.
-        folder: the run folder (default: runs/rm).
+        folder: the run folder (default: runs/reward_model).
         resume: continue the run in `folder`.
         on_step: called with the step and its metrics.
         quiet: print nothing.
@@ -254,7 +260,7 @@ def reward_model(
     Raises:
         UserError: as `train`.
     """
-    draft = Draft.begin("reward_model", settings, config=config, folder=folder, resume=resume)
+    draft = Draft.begin(reward_model, "reward_model", settings, config=config, folder=folder, resume=resume)
     draft.sections["data"] = draft.inputs.data(None, preferences=preferences, eval_preferences=eval_preferences)
     if model is not None:
         draft.sections["model"] = draft.inputs.model(model, tokenizer)
@@ -274,6 +280,7 @@ class Draft:
     @classmethod
     def begin(
         cls,
+        call: Callable[..., RunResult],
         algorithm: object,
         settings: Mapping[str, Any],
         *,
@@ -282,7 +289,8 @@ class Draft:
         resume: Resume,
     ) -> Draft:
         """Read the configuration file and choose the run folder, which is named after the algorithm."""
-        base, keywords = read_yaml(config) if config is not None else {}, nested(settings)
+        base = read_yaml(config) if config is not None else {}
+        keywords = nested(settings, call, "model" if call is reward_model else "policy")
         wanted = _wanted_folder(folder, keywords, base, algorithm)
         return cls(base, Inputs(_run_folder(wanted, resume=bool(resume)), resume), keywords)
 
@@ -345,6 +353,24 @@ def _run_folder(wanted: Path, *, resume: bool) -> Path:
     if not (wanted / "config.yaml").is_file():
         raise ConfigError(f"resume=True, but {wanted} holds no run: give the folder of the run to continue")
     return wanted
+
+
+def _merged(
+    preset: str | Mapping[str, Any] | None, algorithm: str | Mapping[str, Any] | None
+) -> str | Mapping[str, Any] | None:
+    """Return the algorithm that the two arguments describe.
+
+    Raises:
+        ConfigError: each of them names a preset.
+    """
+    if preset is None or algorithm is None:
+        return preset if algorithm is None else algorithm
+    if not isinstance(preset, str):
+        raise ConfigError("the section of the algorithm is given twice: leave one of preset and algorithm out")
+    named = algorithm if isinstance(algorithm, str) else algorithm.get("preset", preset)
+    if named != preset:
+        raise ConfigError(f"preset={preset!r} and algorithm={named!r} name two algorithms: give one of them")
+    return preset if isinstance(algorithm, str) else {"preset": preset, **algorithm}
 
 
 def _algorithm(
@@ -540,7 +566,7 @@ def compare(
     base: Tree = {"algorithm": {"preset": "grpo"}, "policy": inputs.model(model, tokenizer), "data": data}
     if reward is not None:
         base["reward"] = {"source": _importable(inputs.reward(reward))}
-    base = merge(merge(read_yaml(config) if config is not None else {}, base), nested(settings))
+    base = merge(merge(read_yaml(config) if config is not None else {}, base), nested(settings, compare))
     comparison = compare_config(
         {
             "base": str(inputs.folder / "base.yaml"),

@@ -13,7 +13,7 @@ from rlhf.config.files import Tree, merge, parse_overrides
 from rlhf.config.load import load_chat_format, read_yaml, train_config, validate
 from rlhf.config.reward import ModelSource, RewardSourceConfig
 from rlhf.config.sections import OfflineConfig, SamplingConfig
-from rlhf.data.paths import is_missing, missing
+from rlhf.data.paths import is_missing, missing, missing_model
 from rlhf.errors import ConfigError, DataError, ModelError, UserError
 from rlhf.lab.build import PREFIX, resolve_lab_paths
 from rlhf.suites.settings import IfevalSettings, SuiteSettings, find_suite
@@ -78,9 +78,9 @@ def check_chat(path: str, options: ChatOptions) -> SamplingConfig:
         UserError: an option is invalid, or so is the chat format of the run, or the model is missing.
     """
     if options.temperature is not None and not 0 < options.temperature < math.inf:
-        raise UserError(f"--temperature is {options.temperature:g}: it has to be above 0 and finite; --greedy is 0")
+        raise UserError("--temperature must be > 0; use --greedy for deterministic decoding")
     if options.max_tokens < 1:
-        raise UserError(f"--max-tokens is {options.max_tokens}: it has to be at least 1")
+        raise UserError(f"--max-new-tokens is {options.max_tokens}: it must be at least 1")
     _check_common(path, options)
     return SamplingConfig(max_new_tokens=options.max_tokens)
 
@@ -126,8 +126,8 @@ def check_model_path(path: str) -> None:
     Raises:
         ModelError: it does not exist.
     """
-    if is_missing(path, RUNS, suffixes=(".gguf",)):
-        raise ModelError(missing(path))
+    if (problem := missing_model(path)) is not None:
+        raise ModelError(problem)
 
 
 def suite_settings(
@@ -171,13 +171,13 @@ def suite_settings(
     if dataset is not None and dataset.is_required() and not _has_path(tree.get("dataset")):
         raise ConfigError(f"the suite {name} needs data: --data PATH, {suite.data}")
     settings = validate(suite.settings, tree)
-    _check_suite_files(settings)
+    check_suite_files(settings)
     return resolve_lab_paths(settings), task
 
 
-def _check_suite_files(settings: SuiteSettings) -> None:
+def check_suite_files(settings: SuiteSettings) -> None:
     """Check that the data files and model folders of a suite exist; possible hub ids are not checked."""
-    lines = [f"{key}: {missing(path)}" for key, path in _suite_models(settings) if is_missing(path, RUNS)]
+    lines = [f"{key}: {problem}" for key, path in _suite_models(settings) if (problem := missing_model(path))]
     lines += [
         f"{key}: {missing(path)}"
         for key, path in _suite_data(settings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rlhf.commands.checks import check_suite_files
 from rlhf.commands.lint import print_violations, trained_arms
 from rlhf.commands.quickstart import check_lab_folder, prepare_lab
 from rlhf.comparison.aggregate import read_cells, summarize, write_results
@@ -26,12 +27,15 @@ from rlhf.comparison.tuning.plan import tuned_config
 from rlhf.comparison.tuning.run import Chosen, run_tuning, tuning_notes, tuning_table
 from rlhf.config.compare import START_FOLDER, CompareConfig, LabConfig
 from rlhf.config.files import COMPARE_CONFIG, format_yaml
-from rlhf.config.load import compare_config, dump, read_yaml
+from rlhf.config.load import compare_config, dump, read_yaml, validate
+from rlhf.data.paths import check_files, check_out_dir
 from rlhf.errors import ConfigError, UserError, how_to_continue
 from rlhf.factory.context import MODEL
+from rlhf.factory.functions import check_functions
 from rlhf.guard.lint import lint
 from rlhf.report.charts import Table as SuiteTable
 from rlhf.runtime.distributed import world_size_from_env
+from rlhf.suites.settings import find_suite
 from rlhf.tracking.progress import printable
 from rlhf.tracking.run_folder import write_atomically
 
@@ -63,6 +67,7 @@ def run_compare(config: CompareConfig, *, beside: Path, console: Console, start:
     print_violations({name: lint(run) for name, run in trained_arms(plan).items()}, console)
     if config.lab is not None and not _prepare_lab(config.lab, console):
         return False
+    check_arms(plan)
     for cell in plan.untuned():
         check_owner(cell)  # of all cells, before anything in the folder changes
     plan.folder.mkdir(parents=True, exist_ok=True)
@@ -79,6 +84,43 @@ def run_compare(config: CompareConfig, *, beside: Path, console: Console, start:
         console.print(f"stopped; {how_to_continue()} from here")
     _report(plan, console)
     return complete
+
+
+def failed_arms(folder: str) -> list[str]:
+    """List the arms of a comparison that failed, read from its results; none before there are any."""
+    try:
+        results = ComparisonResults.read(folder)
+    except FileNotFoundError:
+        return []
+    return [name for name, arm in results.arms.items() if any(seed.status == "failed" for seed in arm.seeds)]
+
+
+def check_arms(plan: Plan) -> None:
+    """Check everything that the arms of a comparison name: folders, files, models, functions, and data of suites.
+
+    Raises:
+        ConfigError: something is missing or wrong, one line for each, with the arm's name.
+    """
+    check_out_dir(str(plan.folder), "out_dir")
+    problems: dict[str, str] = {}  # by what is wrong: most is common to all arms
+    for cell in plan.untuned():
+        train = cell.config.train
+        checks = [partial(check_files, train), partial(check_functions, train)]
+        checks += [partial(_check_suite, name, settings) for name, settings in cell.config.suites.items()]
+        for check in checks:
+            try:
+                check()
+            except UserError as error:
+                problems.setdefault(str(error), f"arms.{cell.arm}" if cell.arm != START_FOLDER else "all arms")
+    if problems:
+        raise ConfigError("\n".join(f"{where}: {problem}" for problem, where in problems.items()))
+
+
+def _check_suite(name: str, settings: Mapping[str, Any]) -> None:
+    try:
+        check_suite_files(validate(find_suite(name)[0].settings, dict(settings)))
+    except UserError as error:
+        raise ConfigError(f"suites.{name}: {error}") from error
 
 
 def _tune(plan: Plan, start: StartCell, console: Console) -> Chosen | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,6 +68,22 @@ def run_quickstart(out: str, *, seed: int, overrides: Sequence[str], console: Co
         Text(f"{format_duration(time.perf_counter() - start_time)} in all; report: {folder / 'ppo' / 'report.html'}"),
         soft_wrap=True,
     )
+    with held_out.path.open(encoding="utf-8") as lines:
+        prompt = json.dumps(str(json.loads(next(lines))["prompt"]), ensure_ascii=False)
+    console.print(Text(next_steps(folder, prompt)), soft_wrap=True)
+
+
+def next_steps(folder: Path, prompt: str) -> str:
+    """Return the commands that go on from a finished quickstart; `prompt` is one of the lab's, quoted for a shell."""
+    steps = [] if shutil.which("rlhf") else [("source .venv/bin/activate", "so that `rlhf` is found")]
+    steps += [
+        (f"rlhf sample {folder / 'ppo'} --prompt {prompt}", "the trained model writes"),
+        (f"rlhf eval {folder / 'ppo'}", "the trained model against its start, on held-out prompts"),
+        ("bash scripts/test.sh", "the tests (in a checkout)"),
+        ("docs/own_model_and_data.md", "your own model and data"),
+    ]
+    width = max(len(command) for command, _ in steps)
+    return "\n".join(["Next:", *(f"  {command:{width}}  {what}" for command, what in steps)])
 
 
 def prepare_lab(folder: Path, *, seed: int, console: Console, of: int = 3) -> PairsFile | None:

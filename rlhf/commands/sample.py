@@ -112,8 +112,10 @@ def run_chat(
         UserError: the model has no chat template or cannot be loaded.
     """
     read, out = read or sys.stdin, out or sys.stdout
-    conversation = _open(path, options, sampling)
     interactive = read.isatty()
+    if interactive:
+        out.write(f"loading {path} ...\n")
+    conversation = _open(path, options, sampling)
     if interactive:
         out.write(f"{HELP}\nAnswers: {describe_drawing(conversation.drawing)}\n")
     for line in _read_lines(read, interactive=interactive):

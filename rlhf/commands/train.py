@@ -1,4 +1,4 @@
-"""rlhf train, rlhf rm and rlhf report: run, export, write the report, and print a short summary."""
+"""rlhf train, rlhf reward and rlhf report: run, export, write the report, and print a short summary."""
 
 from __future__ import annotations
 

@@ -26,10 +26,10 @@ from rlhf.config.presets import drop_keys
 from rlhf.config.reward import RewardSourceConfig
 from rlhf.config.run import UNKNOWN_LENGTH
 from rlhf.config.sections import TrainConfig
-from rlhf.errors import ConfigError, did_you_mean
+from rlhf.errors import ConfigError
 from rlhf.guard.lint import check_settings
 from rlhf.lab.build import resolve_lab_paths
-from rlhf.suites.settings import SETTINGS, SuiteSettings
+from rlhf.suites.settings import SuiteSettings, find_suite
 from rlhf.tracking.run_folder import differing_keys, write_atomically
 
 Json = dict[str, Any]
@@ -59,10 +59,10 @@ def suites_of(
 
 
 def _settings_class(name: str) -> type[SuiteSettings]:
-    if name not in SETTINGS:
-        hint = did_you_mean(name, SETTINGS, cutoff=0.4)
-        raise ConfigError(f"suites: {name!r} is not one of {', '.join(SETTINGS)}{hint}")
-    return SETTINGS[name]
+    try:
+        return find_suite(name)[0].settings
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--suite", "suites")) from error
 
 
 def _settings(name: str, given: Json, train: TrainConfig) -> Json:

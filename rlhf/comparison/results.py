@@ -371,9 +371,9 @@ class ComparisonResults:
         write_atomically(folder / RESULTS, text + "\n")
 
     @classmethod
-    def read(cls, folder: Path) -> ComparisonResults:
+    def read(cls, folder: Path | str) -> ComparisonResults:
         """Read results.json, as `write` left it."""
-        return cls.of(json.loads((folder / RESULTS).read_text(encoding="utf-8")))
+        return cls.of(json.loads((Path(folder) / RESULTS).read_text(encoding="utf-8")))
 
 
 def _record(result: object, *, flat: Sequence[str] = (), **parts: Any) -> dict[str, object]:

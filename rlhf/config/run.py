@@ -124,6 +124,13 @@ class CheckpointConfig(Section):
     """Also keep the best checkpoint, named RUN@best in commands; `{}` uses the defaults. null: off."""
 
 
+class CostConfig(Section):
+    """What the machine costs."""
+
+    per_hour: Annotated[float, Field(gt=0)] | None = None
+    """Price of the machine in USD per hour; the run then logs cost/usd, its price so far. null: not logged."""
+
+
 class LoggingConfig(Section):
     """Metrics, samples and trackers."""
 

@@ -47,6 +47,7 @@ from rlhf.config.reward import (
 )
 from rlhf.config.run import (
     CheckpointConfig,
+    CostConfig,
     Dtype,
     GuardConfig,
     LoggingConfig,
@@ -323,6 +324,8 @@ class TrainSections(Section):
     """Saving and resuming."""
     logging: LoggingConfig = LoggingConfig()
     """Metrics, samples and trackers."""
+    cost: CostConfig = CostConfig()
+    """What the machine costs."""
     eval: EvalConfig = EvalConfig()
     """Evaluation during the run."""
     guard: GuardConfig = GuardConfig()
@@ -347,7 +350,7 @@ class OnlineConfig(TrainSections):
     data: Annotated[OnlineDataConfig, PROMPTS_NEEDED]
     """The data sets."""
     reward: Annotated[
-        RewardConfig, Needed("set reward.source, e.g. reward.source.type=model reward.source.path=runs/rm")
+        RewardConfig, Needed("set reward.source, e.g. reward.source.type=model reward.source.path=runs/reward_model")
     ]
     """The source of scores and their shaping (online)."""
     algorithm: Online
@@ -502,6 +505,8 @@ class RewardModelConfig(Section):
     """Saving and resuming."""
     logging: LoggingConfig = LoggingConfig()
     """Metrics, samples and trackers."""
+    cost: CostConfig = CostConfig()
+    """What the machine costs."""
     eval: EvalConfig = EvalConfig()
     """Evaluation during the run."""
     guard: GuardConfig = GuardConfig()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from rlhf.config.data import DataConfig, TrainableDataConfig
 from rlhf.config.load import unread_keys
-from rlhf.config.reward import ModelSource
+from rlhf.config.reward import EnsembleSource, ModelSource, RewardSourceConfig, RulesSource
 from rlhf.config.sections import RewardModelConfig, TrainConfig
 from rlhf.errors import ConfigError, DataError, ModelError
 
+HUB_TIMEOUT_S = 10.0
+MODEL_PREFIXES = ("runs/", "models/", "checkpoints/", "outputs/")  # folders rather than organizations of the hub
+SMOLLM2 = "models/smollm2-135m-instruct"
 KINDS = ("jsonl", "json", "csv", "parquet")
 SUFFIXES = tuple(f".{kind}{gz}" for kind in KINDS for gz in (("", ".gz") if kind != "parquet" else ("",)))
 """The suffixes of data files."""
@@ -42,18 +46,77 @@ def missing(path: str) -> str:
 
 
 def check_files(config: TrainConfig | RewardModelConfig) -> None:
-    """Check that the data files and model folders of a configuration exist; possible hub ids are not checked.
+    """Check that the data files and models of a configuration exist, and that its folder can be written.
+
+    Other names than paths are hub ids; the hub is asked for each model once, with a time limit.
 
     Raises:
-        ModelError: a model folder is missing; the message has one line per missing path, data files included.
+        ConfigError: run.out_dir cannot be written.
+        ModelError: a model is missing; the message has one line per missing path, data files included.
         DataError: only data files are missing.
     """
-    models = [f"{key}: {missing(path)}" for key, path in _model_paths(config) if is_missing(path, ("runs/",))]
-    data = [f"{key}: {missing(path)}" for key, path in _data_paths(config) if is_missing(path)]
+    check_out_dir(config.run.out_dir)
+    models = [f"{key}: {problem}" for key, path in _model_paths(config) if (problem := missing_model(path))]
+    by_path = {path: key for key, path in reversed([*_data_paths(config)])}  # held-out rows may be a part of a file
+    data = [f"{key}: {missing(path)}" for path, key in reversed(by_path.items()) if is_missing(path)]
     if models:
         raise ModelError("\n".join([*models, *data]))
     if data:
         raise DataError("\n".join(data))
+
+
+def check_out_dir(path: str, key: str = "run.out_dir") -> None:
+    """Check that files can be written into a folder, which need not exist yet; none is left behind.
+
+    Raises:
+        ConfigError: they cannot; the message says why.
+    """
+    folder = Path(path).expanduser()
+    above = next(parent for parent in (folder, *folder.parents) if parent.exists() or parent == parent.parent)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = "it is a file" if above.is_file() else (error.strerror or str(error)).lower()
+        raise ConfigError(f"{key}: cannot write into {path} ({reason}): choose another folder, {key}=...") from error
+    finally:
+        for made in (folder, *folder.parents):
+            if made != above and above in made.parents and made.is_dir() and not any(made.iterdir()):
+                made.rmdir()
+
+
+def missing_model(path: str) -> str | None:
+    """Return why a model cannot be loaded from a path or hub id; None if there is nothing against it."""
+    if path == SMOLLM2 and not Path(path).exists():
+        return f"no such folder: {path}. `python scripts/get_smollm2.py` makes it"
+    if is_missing(path, MODEL_PREFIXES, suffixes=(".gguf",)):
+        return missing(path)
+    return None if Path(path).expanduser().exists() else _not_on_hub(path)
+
+
+def _not_on_hub(name: str) -> str | None:
+    """Return why the hub does not have a model; None if it has it, if it is in the cache, or in offline mode.
+
+    The libraries that load a model ask an unreachable hub for a minute; here it is asked once.
+    """
+    import huggingface_hub  # takes a third of a second, and only a hub id needs it
+    from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+    try:
+        if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+            return None
+        huggingface_hub.model_info(name, timeout=HUB_TIMEOUT_S)
+    except HFValidationError:
+        return missing(name)
+    except RepositoryNotFoundError:
+        return f"{name!r} is neither a folder here nor a model on the hub (or it is private: `hf auth login`)"
+    except OfflineModeIsEnabled:
+        return f"{name!r} is neither a folder here nor in the hub's cache, and HF_HUB_OFFLINE is set"
+    except Exception as error:  # whatever the HTTP client of the day raises
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return f"{name!r} is no folder here, and the model hub could not be asked for it: {reason}"
+    return None
 
 
 def _data_paths(config: TrainConfig | RewardModelConfig) -> Iterator[tuple[str, str]]:
@@ -75,12 +138,29 @@ def _model_paths(config: TrainConfig | RewardModelConfig) -> Iterator[tuple[str,
         yield "model.model", config.model.model
         return
     yield "policy.model", config.policy.model
-    if (
-        config.reward is not None
-        and isinstance(config.reward.source, ModelSource)
-        and "reward" not in unread_keys(config)
-    ):
-        yield "reward.source.path", config.reward.source.path
+    unread = unread_keys(config)
+    if config.reference.model is not None and "reference" not in unread:
+        yield "reference.model", config.reference.model
+    if config.critic.init not in ("auto", "policy", "reward") and "critic" not in unread:
+        yield "critic.init", config.critic.init
+    if config.reward is not None and "reward" not in unread:
+        yield from _source_paths(config.reward.source, "reward.source")
+    if config.eval.source is not None:
+        yield from _source_paths(config.eval.source, "eval.source")
+
+
+def _source_paths(source: RewardSourceConfig, key: str) -> Iterator[tuple[str, str]]:
+    """Yield the key and path of each reward model in a source."""
+    match source:
+        case ModelSource():
+            yield f"{key}.path", source.path
+        case EnsembleSource():
+            for number, member in enumerate(source.sources):
+                yield from _source_paths(member, f"{key}.sources.{number}")
+        case RulesSource() if source.source is not None:
+            yield from _source_paths(source.source, f"{key}.source")
+        case _:
+            pass
 
 
 def is_missing(path: str, local_prefixes: tuple[str, ...] = (), *, suffixes: tuple[str, ...] = SUFFIXES) -> bool:

@@ -83,6 +83,7 @@ class RunContext:
     notes: list[str] = field(default_factory=list)  # logged when the run begins; any part of the setup may append
     streams: dict[str, MixedStream[Any, Any]] = field(default_factory=dict)  # mixed and streamed data, by section
     repeats_prompts: bool = False  # the data has fewer prompts than a step takes
+    leaves_out_template: bool = False  # the model has a chat template that data.chat_template=none does not use
 
     @property
     def seed(self) -> int:
@@ -180,12 +181,12 @@ class RunContext:
             show=show,
             writes=ranks.is_main,
             memory=self.engine.memory,
+            usd_per_hour=config.cost.per_hour,
             release=self.release,
         )
         recorder.rewind(self.positions)
-        health = HealthMonitor(
-            config.guard, run_facts(config, repeats_prompts=self.repeats_prompts), self.state, recorder
-        )
+        facts = run_facts(config, repeats_prompts=self.repeats_prompts, leaves_out_template=self.leaves_out_template)
+        health = HealthMonitor(config.guard, facts, self.state, recorder)
         if self.resume is not None:
             health.replay(ranks.on_main(self.folder.read_metrics))
         for stream in self.streams.values():
@@ -325,7 +326,9 @@ def open_context(
     )
 
 
-def run_facts(config: TrainConfig | RewardModelConfig, *, repeats_prompts: bool = False) -> RunFacts:
+def run_facts(
+    config: TrainConfig | RewardModelConfig, *, repeats_prompts: bool = False, leaves_out_template: bool = False
+) -> RunFacts:
     """Return what the limits of alarms depend on besides the metrics."""
     if isinstance(config, RewardModelConfig):
         return RunFacts(is_rounded=config.model.dtype == "bfloat16", on_data=True)
@@ -339,6 +342,7 @@ def run_facts(config: TrainConfig | RewardModelConfig, *, repeats_prompts: bool 
         reads_ratio=not (pairs and config.sampling.old_log_probs == "sampler"),
         updates=1 if online is None else config.batch.epochs * config.batch.minibatches,
         repeats_prompts=repeats_prompts,
+        leaves_out_template=leaves_out_template,
         on_data=online is None,
     )
 

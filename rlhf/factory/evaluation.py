@@ -276,7 +276,8 @@ def _score_source(config: TrainConfig) -> RewardSourceConfig | None:
     if config.eval.judge is not None:
         return None
     raise ConfigError(
-        "no judge: set eval.source, e.g. eval.source.type=model eval.source.path=runs/rm, or eval.judge for pairs"
+        "no judge: set eval.source, e.g. eval.source.type=model eval.source.path=runs/reward_model, or eval.judge "
+        "for pairs"
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.algo.objective import Objective
 from rlhf.batching import extend
-from rlhf.config.algorithm import AdaptiveKl, FunctionAdvantage, FunctionLoss, PenaltyLoss, TrustRegionLoss
-from rlhf.config.base import Section
+from rlhf.config.algorithm import AdaptiveKl, PenaltyLoss, TrustRegionLoss
 from rlhf.config.sections import OnlineConfig, TrainConfig
 from rlhf.data.mixture import Stream
 from rlhf.data.prompts import PromptSet, PromptStream, load_prompts
@@ -38,6 +36,7 @@ from rlhf.factory.context import (
 )
 from rlhf.factory.data import PromptBatches, build_demonstrations, build_prompts
 from rlhf.factory.exported import rounded_inputs
+from rlhf.factory.functions import check_functions, user_function
 from rlhf.factory.models import build_online_models, build_tokenizer, export, make_decode, read_export_origin
 from rlhf.factory.rewards import build_source, build_watch, identify_source
 from rlhf.factory.sampler import build_sampler, slow_lengths_reason
@@ -60,7 +59,6 @@ from rlhf.training.rollout import sample_records
 from rlhf.training.session import Recorder, TrainState
 from rlhf.training.trust_region import TrustRegionModel
 from rlhf.types import Completions, Demonstrations, Prompts
-from rlhf.user_code import checked_per_token, load_function
 
 
 def build_prefetcher(
@@ -133,6 +131,7 @@ def build_online(config: OnlineConfig, console: Console | None = None) -> Online
         UserError: a model, data set, reward or checkpoint is missing or invalid; the subclass says which.
     """
     config, precision = choose_precision(config)
+    check_functions(config)
     context = open_context(config, console, [*precision, *(f"warning: {text}" for text in rounded_inputs(config))])
     with context.undone_on_error():
         return _build(config, context)
@@ -203,9 +202,9 @@ def _build(config: OnlineConfig, context: RunContext) -> OnlineRun:
         objective=Objective(
             algorithm,
             max_tokens=config.sampling.max_new_tokens,
-            function=_load_user_function(algorithm.policy_loss, "loss"),
+            function=user_function(algorithm.policy_loss),
         ),
-        advantage_function=_load_user_function(algorithm.advantage, "advantage"),
+        advantage_function=user_function(algorithm.advantage),
         ema=ema,
         rows=adaptive_micro_batch(config.batch, session),
         passes=adaptive_micro_batch(
@@ -217,18 +216,6 @@ def _build(config: OnlineConfig, context: RunContext) -> OnlineRun:
             config.reward.watch, tokenizer, context.engine, seed=config.run.seed, warn=session.recorder.note
         ),
     )
-
-
-def _load_user_function(config: Section, what: str) -> Callable[..., torch.Tensor] | None:
-    """Load the function that a section of type function names; None for any other section.
-
-    Raises:
-        ConfigError: there is no such function.
-    """
-    if not isinstance(config, FunctionLoss | FunctionAdvantage):
-        return None
-    function = partial(load_function(config.target, what=what, error=ConfigError), **config.kwargs)
-    return checked_per_token(function, f"the {what} {config.target!r}", finite=what == "advantage")
 
 
 def no_grad_batch_multiplier(config: OnlineConfig, engine: Engine) -> int:
@@ -259,6 +246,7 @@ def _load_prompts(
         hints=() if config.algorithm.rescue is None else config.algorithm.rescue.hints,
     )
     context.repeats_prompts = prompts.steps_per_epoch < 1
+    context.leaves_out_template = config.data.chat_template == "none" and bool(tokenizer.chat_template)
     if context.repeats_prompts:
         context.notes.append(
             f"data.prompts has fewer rows than a step takes (batch.prompts_per_step={config.batch.prompts_per_step}): "

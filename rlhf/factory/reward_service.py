@@ -38,7 +38,7 @@ class ServiceOptions:
 
 
 def serve_reward(path: str, options: ServiceOptions, environment: Mapping[str, str], console: Console) -> None:
-    """Serve the reward model in `path` (a run of rlhf rm or a model folder) over HTTP until SIGTERM or Ctrl-C.
+    """Serve the reward model in `path` (a run of rlhf reward or a model folder) over HTTP until SIGTERM or Ctrl-C.
 
     Raises:
         ConfigError: an option is invalid, or the address cannot be used.

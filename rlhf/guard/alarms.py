@@ -43,6 +43,7 @@ class RunFacts:
     reads_ratio: bool = True  # false: a pair loss with the sampler's log-probabilities, which no loss reads
     updates: int = 1  # optimizer steps on the same completions
     repeats_prompts: bool = False  # the data has fewer prompts than a step takes
+    leaves_out_template: bool = False  # the model has a chat template that data.chat_template=none does not use
     on_data: bool = False  # nothing is sampled to train on: SFT, losses over pairs, reward models
 
 

@@ -347,9 +347,17 @@ def held_out_is_training(config: RunConfiguration, facts: Facts) -> Value | None
     same = [
         held_out.path
         for held_out, training in _held_out(config)
-        if training is not None and (held_out.path, held_out.split) == (training.path, training.split)
+        if training is not None
+        and (held_out.path, held_out.split) == (training.path, training.split)
+        and not _are_apart(held_out, training)
     ]
     return same[0] if same else None
+
+
+def _are_apart(held_out: DatasetConfig, training: DatasetConfig) -> bool:
+    """Return whether two data sets of one file are parts that share no prompt."""
+    first, second = (getattr(rows, "part", None) for rows in (held_out, training))
+    return first is not None and second is not None and (first[1] <= second[0] or second[1] <= first[0])
 
 
 def few_held_out(config: RunConfiguration, facts: Facts) -> Value | None:

@@ -331,6 +331,9 @@ def _machine_tiles(timings: Sequence[Mapping[str, Any]]) -> list[Tile]:
     speeds = [row["tokens_per_second"] for row in timings if row.get("tokens_per_second")]
     if speeds:
         machine_tiles.append(Tile("Tokens per second", f"{median(speeds):,.0f}", "median"))
+    usd = sum(row.get("usd") or 0.0 for row in timings)
+    if usd:
+        machine_tiles.append(Tile("Cost", f"${usd:,.2f}", "cost.per_hour"))
     memory = [row["peak_memory_mb"] for row in timings if row.get("peak_memory_mb")]
     if memory:
         machine_tiles.append(Tile("Peak memory", format_megabytes(max(memory)), _peak_phases(timings)))

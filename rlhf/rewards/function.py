@@ -175,14 +175,15 @@ class FunctionReward:
             RewardError: the function requires a column that the rows do not have.
         """
         rows = texts.references
-        known = {name for row in rows for name in row} - {*ARGUMENTS, *self.kwargs, "prompt", MESSAGES, CONVERSATION}
+        known = {name for row in rows for name in row}
+        known -= {*ARGUMENTS, *self.kwargs, "prompt", MESSAGES, CONVERSATION}
         missing = [name for name in columns if name not in known]
         if missing:
             columns_known = ", ".join(sorted(known)) or "only prompt"
             raise RewardError(
-                f"the reward function {self.target!r} has an argument {missing[0]!r}, and the rows of data.prompts have "
-                f"no such column{did_you_mean(missing[0], known)}. Their columns: {columns_known}. An argument with a "
-                "fixed value goes into reward.source.kwargs"
+                f"the reward function {self.target!r} has an argument {missing[0]!r}, and the rows of data.prompts "
+                f"have no such column{did_you_mean(missing[0], known)}. Their columns: {columns_known}. An argument "
+                "with a fixed value goes into reward.source.kwargs"
             )
         accepted = inspect.signature(self._function).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
@@ -190,6 +191,17 @@ class FunctionReward:
         pairs = [_as_messages(*pair) for pair in zip(rows, texts.prompts, texts.completions, strict=True)]
         both = {"prompts": [prompt for prompt, _ in pairs], "completions": [completion for _, completion in pairs]}
         return {name: both[name] for name in both if takes_all or name in accepted} | given
+
+
+def check_function(target: str, kwargs: Mapping[str, Any]) -> None:
+    """Import a reward function and check its arguments.
+
+    Raises:
+        RewardError: the target cannot be imported, is not callable, or does not accept these arguments.
+    """
+    function = load_function(target)
+    names = (*_accepted(function), *(_column_names(function, kwargs) or ()))
+    _check_arguments(function, target, kwargs, names)
 
 
 def _as_messages(row: Mapping[str, Any], prompt: str, completion: str) -> tuple[Any, Any]:

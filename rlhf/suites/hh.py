@@ -26,7 +26,9 @@ from rlhf.suites.subject import Subject, cut_completions_at_stop, with_completio
 from rlhf.types import Completions
 
 EXAMPLES = 8
-NO_SOURCE = "no reward source: set source.type and source.path, say, as in source.type=model source.path=runs/rm"
+NO_SOURCE = (
+    "no reward source: set source.type and source.path, say, as in source.type=model source.path=runs/reward_model"
+)
 NO_REFERENCE = "no reference: set reference=PATH to the model that this one was trained from"
 
 

@@ -200,16 +200,6 @@ class HarnessSettings(SuiteSettings):
     """Render questions and examples with the chat template, each as a turn; results then differ from published ones."""
 
 
-SETTINGS: dict[str, type[SuiteSettings]] = {
-    "hh": HhSettings,
-    "persona": PersonaSettings,
-    "gsm8k": Gsm8kSettings,
-    "ifeval": IfevalSettings,
-    "xstest": XstestSettings,
-    "lab": LabSettings,
-}
-"""The settings of the suites that read a data set, by name."""
-
 LM_EVAL = "lm-eval"
 
 

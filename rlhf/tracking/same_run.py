@@ -21,6 +21,7 @@ MAY_CHANGE = (
     # what is logged, evaluated, saved and watched, and how often
     "run.name",
     "logging.*",
+    "cost*",
     "eval.every",
     "eval.samples",
     "eval.greedy",

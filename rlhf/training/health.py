@@ -18,6 +18,7 @@ from rlhf.config.run import BestConfig, GuardConfig
 from rlhf.errors import ConfigError
 from rlhf.guard.alarms import ALARMS, Alarm, History, Reading, RunFacts
 from rlhf.guard.best import Gain, next_best
+from rlhf.guard.first_step import flat_reward_note
 from rlhf.runtime.distributed import Distributed
 from rlhf.tracking.checkpoint import replace_folder
 from rlhf.training.session import STATE, Recorder, TrainState
@@ -110,7 +111,7 @@ class HealthMonitor:
 
     def __init__(self, config: GuardConfig, facts: RunFacts, state: TrainState, recorder: Recorder) -> None:
         """Watch for the alarms that `config` does not ignore."""
-        self.config, self.state, self.recorder = config, state, recorder
+        self.config, self.facts, self.state, self.recorder = config, facts, state, recorder
         self.watch = Watch(facts, [alarm for alarm in ALARMS if config.action(alarm.name) != "ignore"])
         self.stop_reason = ""  # why the run is to stop; empty: it is not
 
@@ -121,6 +122,8 @@ class HealthMonitor:
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
         """Observe a logged step: record what goes off and what is over, and act."""
+        if step == 1 and (note := flat_reward_note(metrics, self.facts)) is not None:
+            self.recorder.note(f"step 1: {note}")
         for firing in self.watch.observe(step, metrics):
             action = "none" if firing.is_over else self.config.action(firing.alarm.name)
             text = "" if firing.is_over else self._act(action, firing)

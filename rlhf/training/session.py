@@ -37,6 +37,7 @@ class Recorder:
         show: Sequence[str],
         writes: bool = True,
         memory: MemoryProfiler | None = None,
+        usd_per_hour: float | None = None,
         release: Callable[[], None] = lambda: None,
     ) -> None:
         """Open the files.
@@ -45,6 +46,7 @@ class Recorder:
             show: the metrics for the progress display.
             writes: False on ranks that leave the files to the main rank.
             memory: measures the peak memory of each phase.
+            usd_per_hour: price of the machine; None: not known.
             release: called on closing, to unlock the folder.
         """
         self.folder = folder
@@ -53,6 +55,8 @@ class Recorder:
         trackers.warn_by(self.note)
         self.show = tuple(show)
         self._memory = memory
+        self._usd_per_second = None if usd_per_hour is None else usd_per_hour / 3600
+        self._usd = 0.0 if usd_per_hour is None else sum(row.get("usd") or 0.0 for row in folder.read_timings())
         self._release = release
 
         def open_logger(path: Path) -> JsonlLogger | SilentLogger:
@@ -80,7 +84,7 @@ class Recorder:
         for name in values:
             describe(name)
         seconds = self.progress.take_timings()
-        total_seconds = sum(seconds.values())
+        total_seconds = float(sum(seconds.values()))
         self._metrics.log({"step": step, **values})
         self._timings.log(
             {
@@ -89,11 +93,21 @@ class Recorder:
                 "tokens_per_second": tokens / total_seconds if total_seconds else None,
                 "peak_memory_mb": memory_mb,
                 "peak_memory_mb_by_phase": self._memory.take() if self._memory else {},
+                **self._cost(total_seconds),
                 "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             }
         )
-        self.trackers.log(step, values)
+        cost = {} if self._usd_per_second is None else {"cost/usd": self._usd}
+        self.trackers.log(step, {**values, **cost})
         self.progress.update(step, values, self.show)
+
+    def _cost(self, seconds: float) -> dict[str, float]:
+        """Return the price of a step in USD, and add it to the run's."""
+        if self._usd_per_second is None:
+            return {}
+        usd = seconds * self._usd_per_second
+        self._usd += usd
+        return {"usd": usd}
 
     def alarm(self, record: Mapping[str, object], text: str) -> None:
         """Append a line to alarms.jsonl, and print it as a note."""

@@ -264,7 +264,7 @@ def test_the_folder_of_a_call_is_named_after_what_trains(model: str, tmp_path: P
     assert rlhf.train(
         model, config="configs/dpo.yaml", algorithm="ipo", eval_preferences=PAIRS[:4], **options
     ).folder == (Path("runs/ipo"))
-    assert rlhf.reward_model(model, PAIRS, quiet=True, schedule={"steps": 1}).folder == Path("runs/rm")
+    assert rlhf.reward_model(model, PAIRS, quiet=True, schedule={"steps": 1}).folder == Path("runs/reward_model")
 
 
 def test_a_run_in_a_thread_of_a_notebook(model: str, tmp_path: Path) -> None:

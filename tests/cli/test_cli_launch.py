@@ -110,7 +110,7 @@ def test_a_reward_model_is_trained_by_its_own_verb_and_without_gpus_none_are_ask
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = printed(capsys, "--slurm configs/reward_model.yaml run.device=cpu --processes 3 --cpus 2")
-    assert "rm configs/reward_model.yaml run.device=cpu &" in text
+    assert "reward configs/reward_model.yaml run.device=cpu &" in text
     assert "--nproc-per-node=3" in text
     assert "--cpus-per-task=6" in sbatch_lines(text)
     assert "gpus" not in text

@@ -80,11 +80,11 @@ MISTAKES = {
     f"sample docs --prompt a --seed {2**64}": f"seed is {2**64}: it has to have at most 64 bits",
     "sample docs --prompt a --temperature nan": "temperature: Input should be a finite number",
     "chat runs/nowhere": "no such file or folder: runs/nowhere",
-    "chat docs --temperature nan": "--temperature is nan: it has to be above 0 and finite",
-    "chat docs --temperature inf": "--temperature is inf: it has to be above 0 and finite",
-    "chat docs --temperature -1": "--temperature is -1: it has to be above 0 and finite",
+    "chat docs --temperature nan": "--temperature must be > 0",
+    "chat docs --temperature inf": "--temperature must be > 0",
+    "chat docs --temperature -1": "--temperature must be > 0",
     "chat docs --top-p 0": "--top-p is 0: it has to be above 0 and at most 1",
-    "chat docs --max-tokens 0": "--max-tokens is 0: it has to be at least 1",
+    "chat docs --max-tokens 0": "--max-new-tokens is 0: it must be at least 1",
     f"chat docs --seed {2**64}": f"seed is {2**64}: it has to have at most 64 bits",
     "eval docs --suite lab --out .": "--out . is a folder: name the file to write",
     "push docs@best owner/name": "docs has kept no best checkpoint",
@@ -180,14 +180,19 @@ def test_files_that_are_not_there_are_told_together_and_by_their_keys(tmp_path: 
     assert not (tmp_path / "run").exists()
 
 
-def test_only_what_a_run_reads_must_be_there(tmp_path: Path) -> None:
+def test_only_what_a_run_reads_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hub id may be anything, an unread section may name anything, a run that continues has its own model."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     unread = {"path": "nowhere.jsonl"}
     file = write_tree(tmp_path, data={"sft": unread, "preferences": unread, "eval_sft": unread})
     config = load_train(file)
     make_model(tmp_path / "model")
     check_files(config)
-    check_files(load_train(file, ["policy.model=owner/name", "data.prompts.path=owner/name"]))
+    check_files(load_train(file, ["data.prompts.path=owner/name"]))
+    with pytest.raises(
+        ModelError, match=r"policy\.model: 'owner/name' is neither a folder here nor in the hub's cache"
+    ):
+        check_files(load_train(file, ["policy.model=owner/name"]))
     gone = load_train(file, [f"policy.model={tmp_path / 'gone'}"])
     with pytest.raises(ModelError, match=r"policy\.model: no such file or folder"):
         check_files(gone)

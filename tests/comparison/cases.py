@@ -50,6 +50,14 @@ def compare_tree(folder: Path, **changes: Any) -> dict[str, Any]:
     return merge(tree, changes)
 
 
+def failing_arm(folder: Path) -> dict[str, Any]:
+    """An arm that passes every check and fails in its first step, by a loss that raises."""
+    body = "def loss(logprobs, old_logprobs, advantages, mask):\n    raise ValueError('no such thing')\n"
+    (folder / "failing.py").write_text(body)
+    section = {"type": "function", "target": f"{folder / 'failing.py'}:loss"}
+    return {"algorithm": {"preset": "grpo", "policy_loss": section}, **GROUPS}
+
+
 def plan_of(tree: dict[str, Any]) -> Plan:
     """Its cells."""
     return make_plan(compare_config(tree), beside=Path())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import Ended, compare_tree, compared, here, plan_of
+from cases import Ended, compare_tree, compared, failing_arm, here, plan_of
 from runs import make_model, quiet
 
 from rlhf.commands.compare import run_compare
@@ -137,15 +137,15 @@ def test_a_run_ends_when_its_budget_is_spent(tmp_path: Path, finished: Path, uni
 
 def test_a_failed_arm_is_recorded_and_the_others_finish(tmp_path: Path) -> None:
     tree = compare_tree(tmp_path, seeds=[0])
-    bad = {"critic": {"init": str(tmp_path / "nowhere")}}
+    bad = failing_arm(tmp_path)
     tree["arms"] = {"bad": bad} | {name: tree["arms"][name] for name in ("ppo", "best_of_n")}
     assert compared(tree)
     folder = tmp_path / "compare"
-    assert "nowhere" in (failure_of(folder / "bad" / "seed-0") or "")
+    assert "no such thing" in (failure_of(folder / "bad" / "seed-0") or "")
     results = json.loads((folder / "results.json").read_text())
     statuses = {name: arm["status"] for name, arm in results["arms"].items()}
     assert statuses == {"bad": "failed", "ppo": "done", "best_of_n": "done"}
-    assert "nowhere" in results["arms"]["bad"]["seeds"][0]["error"]
+    assert "no such thing" in results["arms"]["bad"]["seeds"][0]["error"]
     assert not any("bad" in (row["a"], row["b"]) for row in results["win_rates"])
     assert "bad, seed 0, failed" in (folder / "report.html").read_text()
 
@@ -190,7 +190,7 @@ def test_a_failed_cell_is_tried_again_and_a_finished_one_is_not(tmp_path: Path) 
 
 def test_without_the_start_model_there_is_nothing_to_compare(tmp_path: Path) -> None:
     tree = compare_tree(tmp_path, seeds=[0], start=str(tmp_path / "gone"))
-    with pytest.raises(UserError, match=r"start model could not be judged: .*gone"):
+    with pytest.raises(UserError, match=r"all arms: policy.model: no such file or folder: .*gone"):
         compared(tree)
 
 

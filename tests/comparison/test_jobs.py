@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import compare_tree, compared, plan_of
+from cases import compare_tree, compared, failing_arm, plan_of
 from rich.console import Console
 from runs import quiet
 
@@ -68,7 +68,7 @@ def results_of(folder: Path) -> Any:
 
 def test_two_at_once_give_what_one_after_another_gives(tmp_path: Path) -> None:
     """One arm is broken in both; every other byte that is judged is the same."""
-    bad = {"bad": {"critic": {"init": str(tmp_path / "nowhere")}}}
+    bad = {"bad": failing_arm(tmp_path)}
     alone = compare_tree(tmp_path, seeds=[0], arms=bad) | {"out_dir": str(tmp_path / "alone")}
     beside = alone | {"out_dir": str(tmp_path / "beside"), "jobs": 2}
     assert compared(alone)
@@ -84,7 +84,7 @@ def test_two_at_once_give_what_one_after_another_gives(tmp_path: Path) -> None:
     assert any(line.startswith("ppo, seed 0 | step 4/4") for line in lines)
     assert any(line.startswith("grpo, seed 0 | step 4/4") for line in lines)
     assert any(line.endswith("bad, seed 0: started") for line in lines)
-    assert "nowhere" in (tmp_path / "beside" / "bad" / "seed-0" / ERRORS).read_text()
+    assert "no such thing" in (tmp_path / "beside" / "bad" / "seed-0" / ERRORS).read_text()
     page = (tmp_path / "beside" / "report.html").read_text()
     assert "2 cells ran at once" in page
     assert "ran at once" not in (tmp_path / "alone" / "report.html").read_text()

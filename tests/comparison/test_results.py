@@ -17,10 +17,11 @@ import pytest
 import torch
 import yaml
 from browser import BROWSER, browse, on_a_phone
-from cases import compare_tree, compared, plan_of
+from cases import compare_tree, compared, failing_arm, plan_of
 from datasets import Dataset
 
 from rlhf.cli import main
+from rlhf.commands.compare import failed_arms
 from rlhf.comparison.aggregate import KLS, read_cells, summarize, with_known_kl
 from rlhf.comparison.costs import Costs
 from rlhf.comparison.page import difference_table, reward_hacking_points, seed_means, styles, win_matrix
@@ -50,7 +51,7 @@ EVIL = "</script><script>document.title='owned'</script><img src=x onerror=alert
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished comparison with a failed arm, and a completion that would like to act."""
     path = tmp_path_factory.mktemp("c")
-    tree = compare_tree(path, arms={"broken": {"critic": {"init": str(path / "nowhere")}}})
+    tree = compare_tree(path, arms={"broken": failing_arm(path)})
     with pytest.MonkeyPatch.context() as patch:  # its figures are drawn once, by the report below
         patch.setattr("rlhf.commands.compare.write_figures", lambda folder, results: [])
         assert compared(tree)
@@ -202,7 +203,7 @@ def test_the_words(typed: ComparisonResults) -> None:
     assert "best of 2 samples of the start model gains" in text
     assert len(re.findall(r"\.(?= [A-Z]|$)", text)) == 2  # two sentences
     lines = notes(typed)
-    assert any(note.startswith("broken, seed 0, failed: ") and "nowhere" in note for note in lines)
+    assert any(note.startswith("broken, seed 0, failed: ") and "no such thing" in note for note in lines)
     assert any(note.startswith("2 seeds") for note in lines)
     assert not any("trained on" in note for note in lines)
     assert equal_kl_table(typed) is not None
@@ -321,16 +322,17 @@ def test_control_c_stops_the_command_and_its_cells_which_save(tmp_path: Path) ->
 
 def test_the_command_runs_cells_in_processes_of_their_own(tmp_path: Path) -> None:
     """One arm fails inside its process, the other finishes; the command is done, and says which."""
-    arms = {"grpo": None, "dpo": None, "best_of_n": None, "bad": {"critic": {"init": str(tmp_path / "nowhere")}}}
+    arms = {"grpo": None, "dpo": None, "best_of_n": None, "bad": failing_arm(tmp_path)}
     tree = compare_tree(tmp_path, seeds=[0], arms=arms)
     tree["arms"] = {name: arm for name, arm in tree["arms"].items() if arm is not None}
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
-    assert main(["compare", str(tmp_path / "c.yaml"), "budget.completions=32"]) == 0
+    assert main(["compare", str(tmp_path / "c.yaml"), "budget.completions=32"]) == 1
     results = json.loads((tmp_path / "compare" / "results.json").read_text())
     assert results["arms"]["ppo"]["status"] == "done"
     assert results["arms"]["bad"]["status"] == "failed"
-    assert "nowhere" in results["arms"]["bad"]["seeds"][0]["error"]
-    assert "nowhere" in (tmp_path / "compare" / "bad" / "seed-0" / "errors.log").read_text()
+    assert failed_arms(str(tmp_path / "compare")) == ["bad"]
+    assert "no such thing" in results["arms"]["bad"]["seeds"][0]["error"]
+    assert "no such thing" in (tmp_path / "compare" / "bad" / "seed-0" / "errors.log").read_text()
     assert results["arms"]["ppo"]["costs"]["completions"] == 32
 
 

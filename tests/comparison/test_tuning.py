@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from cases import compare_tree, compared, here, plan_of
+from cases import compare_tree, compared, failing_arm, here, plan_of
 from runs import quiet
 
 from rlhf.commands.compare import rebuild_comparison
@@ -222,12 +222,12 @@ def test_a_trial_that_diverges_is_a_counted_loss(tmp_path: Path, monkeypatch: py
 
 
 def test_if_every_trial_fails_nothing_is_compared(tmp_path: Path) -> None:
-    tune = {"trials": 2, "prompts": {"path": str(tmp_path / "nowhere.jsonl")}}
-    tree = compare_tree(tmp_path, seeds=[0], tune=tune, arms=ONLY_DPO)
+    tree = compare_tree(tmp_path, seeds=[0], tune={"trials": 2}, arms={**ONLY_DPO, "dpo": None})
+    tree["arms"] = {"bad": failing_arm(tmp_path)}
     for _ in range(2):  # it is tried again, not remembered as a loss
-        with pytest.raises(UserError, match=r"every trial of tuning failed.*nowhere"):
+        with pytest.raises(UserError, match=r"every trial of tuning failed.*no such thing"):
             compared(tree)
-    assert not list(read_jsonl(tmp_path / "compare" / "dpo" / "seed-0" / COSTS))
+    assert not list(read_jsonl(tmp_path / "compare" / "bad" / "seed-0" / COSTS))
 
 
 # The plan

@@ -69,7 +69,7 @@ def test_streams_keep_nothing_and_a_part_of_their_own_is_kept() -> None:
     assert (own.prompts.part, own.eval_prompts) == ((0.5, 1.0), None)
 
 
-def test_turns_of_one_conversation_have_one_place(tmp_path: Path) -> None:
+def test_a_row_that_is_repeated_is_on_one_side(tmp_path: Path) -> None:
     first = [{"prompt": f"t{n}", "completion": " t9"} for n in range(4, 16)]
     path = rows_file(tmp_path / "rows.jsonl", [*first, *first])
     config = load_train("configs/sft.yaml", [f"data.sft.path={path}", "data.holdout=0.3"]).data

@@ -301,4 +301,4 @@ def test_the_default_folder_is_named_after_what_trains(tmp_path: Path) -> None:
     assert load_train("configs/dpo.yaml", ["algorithm.preset=kto"]).run.out_dir == "runs/kto"
     assert load_train("configs/ppo.yaml", ["algorithm.preset=grpo", "run.out_dir=here"]).run.out_dir == "here"
     assert load_train("configs/lab/ppo.yaml").run.out_dir == "runs/quickstart/ppo"
-    assert load_reward_model("configs/reward_model.yaml").run.out_dir == "runs/rm"
+    assert load_reward_model("configs/reward_model.yaml").run.out_dir == "runs/reward_model"

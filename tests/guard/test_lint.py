@@ -25,7 +25,7 @@ PPO, DPO, SFT, RM = "configs/ppo.yaml", "configs/dpo.yaml", "configs/sft.yaml", 
 PROMPTS = ["data.eval_prompts.path=held_out.jsonl"]
 BEST = ["checkpoint.best={}"]
 ENSEMBLE = "reward.source={type: ensemble, how: minimum, sources: [%s]}"
-MEMBER = "{type: model, path: runs/rm}"
+MEMBER = "{type: model, path: runs/reward_model}"
 JUDGE = "eval.source={type: model, path: runs/%s}"
 INIT = "critic.init=policy"
 RULES_OVER = "reward.source={type: rules, source: %s, rules: [{type: length, max: 9}]}"
@@ -99,7 +99,7 @@ CASES: list[tuple[str, str, Sequence[str], Sequence[str], Facts]] = [
     ("clip-of-a-checked-reward", PPO, FUNCTION, [], UNKNOWN),
     ("small-ensemble", PPO, [ENSEMBLE % ", ".join([MEMBER] * 2), "critic.init=policy"],
      [ENSEMBLE % ", ".join([MEMBER] * 3), "critic.init=policy"], UNKNOWN),
-    ("judge-is-the-reward", PPO, [JUDGE % "rm"], [JUDGE % "judge"], UNKNOWN),
+    ("judge-is-the-reward", PPO, [JUDGE % "reward_model"], [JUDGE % "judge"], UNKNOWN),
     ("best-by-the-trained-reward", PPO, BEST, [*BEST, JUDGE % "judge"], UNKNOWN),
     ("learning-rate-zero", SFT, ["policy.lr=0"], ["policy.lr=1e-5"], UNKNOWN),
     ("learning-rate-high", PPO, ["policy.lr=1e-4"], ["policy.lr=1e-5"], BILLIONS),
@@ -139,11 +139,12 @@ CASES: list[tuple[str, str, Sequence[str], Sequence[str], Facts]] = [
     ("constant-rate-many-epochs", DPO, ["schedule.epochs=3", "schedule.decay=constant"],
      ["schedule.epochs=3", "schedule.decay=cosine"], UNKNOWN),
     ("best-without-evaluation", PPO, [*BEST, "eval.every=0"], [*BEST, "eval.every=5"], UNKNOWN),
-    ("best-without-held-out-rows", SFT, [*BEST, "eval.every=5"], [*BEST, "eval.every=5", "data.eval_sft.path=b.jsonl"],
+    ("best-without-held-out-rows", SFT, [*BEST, "eval.every=5", "data.holdout=null"], [*BEST, "eval.every=5"],
      UNKNOWN),
-    ("held-out-is-training", PPO, ["data.eval_prompts.path=data/prompts.jsonl"], PROMPTS, UNKNOWN),
-    ("held-out-is-training", RM, ["data.eval_preferences.path=data/preferences/train.jsonl"], [], UNKNOWN),
-    ("few-held-out-rows", PPO, [*BEST, "data.eval_prompts.limit=16"], [*BEST, "data.eval_prompts.limit=32"], UNKNOWN),
+    ("held-out-is-training", PPO, ["data.eval_prompts.path=prompts.jsonl"], PROMPTS, UNKNOWN),
+    ("held-out-is-training", RM, ["data.eval_preferences.path=pairs.jsonl"], [], UNKNOWN),
+    ("few-held-out-rows", PPO, [*BEST, *PROMPTS, "data.eval_prompts.limit=16"],
+     [*BEST, *PROMPTS, "data.eval_prompts.limit=32"], UNKNOWN),
 ]  # fmt: skip
 
 

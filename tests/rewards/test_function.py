@@ -289,7 +289,7 @@ def trl(tmp_path: Path, body: str, rows: list[dict[str, Any]], **kwargs: Any) ->
     return FunctionReward(written(tmp_path, body), kwargs, tokenizer())(batch).values.tolist()
 
 
-SOLVED = [
+SOLVED: list[dict[str, Any]] = [
     {"prompt": "a", "solution": "t14", "level": 1},
     {"prompt": "b", "solution": "no", "level": 2},
     {"prompt": "c"},

@@ -37,14 +37,15 @@ def test_the_shapes_have_the_published_number_of_parameters(model: RecipeModel) 
 def test_a_recipe_reads_all_it_sets_and_writes_into_its_own_folder(model: RecipeModel, kind: str) -> None:
     config = recipe(model, kind)
     assert unread_warnings(config) == []
-    assert config.run.out_dir == f"runs/{model.name}/{kind}"
+    name = "reward_model" if kind == "rm" else kind
+    assert config.run.out_dir == f"runs/{model.name}/{name}"
 
 
 @pytest.mark.parametrize("model", MODELS[1:], ids=lambda model: model.name)
 def test_each_stage_starts_from_the_one_before(model: RecipeModel) -> None:
     for kind in KINDS:
         assert start_of(recipe(model, kind)) == (model.hub if kind in ("sft", "grpo") else f"runs/{model.name}/sft")
-    assert recipe(model, "ppo").reward.source.path == f"runs/{model.name}/rm"  # type: ignore[union-attr]
+    assert recipe(model, "ppo").reward.source.path == f"runs/{model.name}/reward_model"  # type: ignore[union-attr]
 
 
 def start_of(config: Recipe) -> str:

@@ -1,0 +1,115 @@
+"""What a user types first in Python: names, shorthands, sections, the results of other runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import colored_prompts, make_model
+
+import rlhf
+from rlhf.api.inputs import nested
+from rlhf.comparison.results import ComparisonResults
+from rlhf.errors import ConfigError, UserError
+
+PROMPTS = colored_prompts()
+FEW: dict[str, Any] = {
+    "sampling": {"completions_per_prompt": 4, "max_new_tokens": 6},
+    "batch": {"prompts_per_step": 4},
+    "quiet": True,
+}
+
+
+def goodness(completions: list[str]) -> list[float]:
+    return [float(text.count("good")) for text in completions]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return str(make_model(tmp_path / "start"))
+
+
+def test_dir_lists_what_is_exported() -> None:
+    assert {*rlhf.__all__, "__version__"} <= set(dir(rlhf))
+    assert rlhf.__version__[0].isdigit()
+    assert (Path(rlhf.__file__).parent / "py.typed").is_file()
+
+
+def test_shorthands_are_the_keys_that_they_name() -> None:
+    tree = nested({"lr": 1e-4, "steps": 3, "seed": 7, "max_new_tokens": 9}, rlhf.train)
+    assert tree == {
+        "policy": {"lr": 1e-4},
+        "schedule": {"steps": 3},
+        "run": {"seed": 7},
+        "sampling": {"max_new_tokens": 9},
+    }
+    assert nested({"learning_rate": 1e-4}, rlhf.reward_model, "model") == {"model": {"lr": 1e-4}}
+
+
+@pytest.mark.parametrize(
+    ("keyword", "message"),
+    [("prompt", "did you mean prompts"), ("rewards", "did you mean reward"), ("zzz", "by section")],
+)
+def test_a_wrong_keyword_names_the_right_one(keyword: str, message: str, model: str, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {keyword: ["red"], "reward": goodness, "folder": tmp_path / "run"}
+    with pytest.raises(ConfigError, match=f"{keyword}: rlhf.train has no such argument.*{message}"):
+        rlhf.train(model, "grpo", **arguments)
+
+
+def test_sections_of_the_algorithm_go_over_the_preset(model: str, tmp_path: Path) -> None:
+    result = rlhf.train(
+        model,
+        "grpo",
+        algorithm={"kl": {"coef": 0.5}},
+        prompts=PROMPTS,
+        reward=goodness,
+        folder=tmp_path / "run",
+        steps=1,
+        **FEW,
+    )
+    assert result.metrics["kl/coef"].tolist() == [0.5]
+    with pytest.raises(ConfigError, match=r"preset='grpo' and algorithm='ppo' name two algorithms"):
+        rlhf.train(model, "grpo", algorithm="ppo", prompts=PROMPTS, reward=goodness, folder=tmp_path / "x")
+
+
+def test_the_result_of_a_run_is_a_model(model: str, tmp_path: Path) -> None:
+    first = rlhf.train(model, "grpo", prompts=PROMPTS, reward=goodness, folder=tmp_path / "a", steps=1, **FEW)
+    second = rlhf.train(first, "grpo", prompts=PROMPTS, reward=goodness, folder=tmp_path / "b", steps=1, **FEW)
+    assert second.complete
+
+
+def test_a_reward_that_is_no_place_is_said_in_plain_words(model: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"reward.source.path.*nope") as error:
+        rlhf.train(model, "grpo", prompts=PROMPTS, reward="nope", folder=tmp_path / "run", quiet=True)
+    assert "tokenizer" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_of_results_may_be_a_text(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        ComparisonResults.read(str(tmp_path))
+
+
+def test_the_cost_of_the_machine_is_logged_beside_the_times(model: str, tmp_path: Path) -> None:
+    result = rlhf.train(
+        model,
+        "grpo",
+        prompts=PROMPTS,
+        reward=goodness,
+        folder=tmp_path / "run",
+        steps=2,
+        cost={"per_hour": 3600.0},
+        **FEW,
+    )
+    rows = [row for row in rlhf_timings(result.folder) if row["step"] > 0]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["usd"] == pytest.approx(sum(row["seconds"].values()))  # 3600 USD an hour: 1 USD a second
+    assert "cost/usd" not in result.metrics  # these stay equal from run to run
+
+
+def rlhf_timings(folder: Path) -> list[dict[str, Any]]:
+    from rlhf.tracking.run_folder import RunFolder  # noqa: PLC0415
+
+    return RunFolder(folder).read_timings()

@@ -1,0 +1,90 @@
+"""rlhf compare looks at everything that its arms name before anything runs, and its exit code tells of failed arms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import compare_tree, plan_of
+from runs import prompts_file
+
+from rlhf.commands.compare import check_arms
+from rlhf.errors import ConfigError
+
+OWN = """
+def cubic(logprobs, old_logprobs, advantages, mask, *, power=3):
+    return -(logprobs - old_logprobs).exp() * advantages**power
+
+def raw(rewards, mask, group_size):
+    return rewards * mask
+"""
+
+
+def own(folder: Path, **section: Any) -> dict[str, Any]:
+    """An arm with a loss of its own, changed by `section`."""
+    (folder / "mine.py").write_text(OWN)
+    loss = {"type": "function", "target": f"{folder / 'mine.py'}:cubic", **section}
+    grpo: dict[str, Any] = {"preset": "grpo", "policy_loss": loss}
+    return {"own": {"algorithm": grpo, "sampling": {"completions_per_prompt": 4}, "batch": {"prompts_per_step": 4}}}
+
+
+def problems(tree: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as error:
+        check_arms(plan_of(tree))
+    return str(error.value)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    prompts_file(tmp_path)
+    return tmp_path
+
+
+def test_a_comparison_whose_parts_are_there_passes(folder: Path) -> None:
+    check_arms(plan_of(compare_tree(folder, arms=own(folder, kwargs={"power": 2}))))
+
+
+def test_a_misspelt_loss_is_named_with_its_arm(folder: Path) -> None:
+    text = problems(compare_tree(folder, arms=own(folder, target=f"{folder / 'mine.py'}:kubic")))
+    assert text.startswith("arms.own: loss target")
+    assert "did you mean cubic?" in text
+
+
+def test_a_misspelt_keyword_is_named_before_it_runs(folder: Path) -> None:
+    text = problems(compare_tree(folder, arms=own(folder, kwargs={"powr": 2})))
+    assert "arms.own: algorithm.policy_loss.kwargs: 'powr' is no argument of" in text
+    assert "did you mean power?" in text
+    assert "user_code" not in text
+
+
+def test_every_problem_is_listed_once(folder: Path) -> None:
+    tree = compare_tree(
+        folder,
+        arms=own(folder, target=f"{folder / 'mine.py'}:kubic"),
+        start=str(folder / "gone"),
+        suites={"ifeval": {"dataset": {"path": str(folder / "ifeval.jsonl")}}},
+    )
+    lines = problems(tree).splitlines()
+    assert [line.split(": ")[0] for line in lines] == ["all arms", "all arms", "arms.own"]
+    assert "policy.model: no such file or folder" in lines[0]
+    assert "suites.ifeval: dataset.path: no such file or folder" in lines[1]
+    assert "kubic" in lines[2]
+
+
+def test_tasks_of_lm_eval_are_suites(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    plan = plan_of(compare_tree(folder, suites={"lm-eval:truthfulqa_mc2": {"limit": 4}}))
+    settings = plan.cells[0].config.suites["lm-eval:truthfulqa_mc2"]
+    assert (settings["limit"], settings["num_fewshot"]) == (4, None)
+
+
+def test_an_unknown_suite_names_the_nearest(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"suites: 'ifevl' is not one of .*did you mean ifeval"):
+        plan_of(compare_tree(folder, suites={"ifevl": {}}))
+
+
+def test_a_folder_that_cannot_be_written_is_said_first(folder: Path) -> None:
+    (folder / "taken").write_text("a file")
+    with pytest.raises(ConfigError, match=r"out_dir: cannot write into .*taken \(it is a file\)"):
+        check_arms(plan_of(compare_tree(folder, out_dir=str(folder / "taken"))))

@@ -1,0 +1,39 @@
+"""At the first step a flat reward is named, with its cause; a reward that differs is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhf.guard.alarms import RunFacts
+from rlhf.guard.first_step import flat_reward_note
+
+FINE = {"score/std": 0.4, "score/mean": 1.0, "group/uniform": 0.2, "completion/finished": 0.9}
+
+
+def test_scores_that_differ_are_no_note() -> None:
+    assert flat_reward_note(FINE, RunFacts()) is None
+    assert flat_reward_note({}, RunFacts()) is None  # SFT has no scores
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts", "words"),
+    [
+        ({"score/std": 0.0}, {}, "every completion of the first step scored 1.*may ignore the completion"),
+        ({"score/std": 0.0, "completion/finished": 0.02}, {}, "98% of the completions were cut off.*max_new_tokens"),
+        ({"score/std": 0.0}, {"leaves_out_template": True}, "data.chat_template=auto"),
+        ({"group/uniform": 0.95}, {}, "95% of the groups.*sampling.temperature or sampling.completions_per_prompt"),
+    ],
+)
+def test_each_cause_is_named(changes: dict[str, float], facts: dict[str, bool], words: str) -> None:
+    note = flat_reward_note({**FINE, **changes}, RunFacts(**facts))
+    assert note is not None
+    assert note.startswith("the reward is flat: ")
+    import re  # noqa: PLC0415
+
+    assert re.search(words, note)
+
+
+def test_a_cause_that_the_metrics_show_is_not_a_guess_too() -> None:
+    note = flat_reward_note({**FINE, "score/std": 0.0, "completion/finished": 0.0}, RunFacts())
+    assert note is not None
+    assert "ignore" not in note
