@@ -139,6 +139,6 @@ def test_names_in_docstrings_exist() -> None:
         assert not missing, f"{path}: {sorted(missing)}"
 
 
-def test_a_name_that_is_gone_would_be_noticed() -> None:
+def test_a_missing_name_in_a_docstring_would_be_noticed() -> None:
     assert unknown_names("See `gone` and `here`.", {"here"}) == ["gone"]
     assert unknown_names("Do it.\n\n    Raises:\n        GoneError: it is not there.\n", set()) == ["GoneError"]

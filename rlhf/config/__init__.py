@@ -7,5 +7,5 @@
 - `presets`: the named algorithms, and which of two conflicting settings wins.
 - `files`: the YAML parser, `key=value`, and where the project's own `configs/` are.
 
-The package itself exports nothing: import from its modules. docs/configuration.md is made from their docstrings.
+The package itself exports nothing: import from its modules. docs/configuration is made from their docstrings.
 """

@@ -1,6 +1,6 @@
 """The sections of a training run and of a reward-model run, and the checks across them.
 
-Every field's docstring is its help text and its entry in docs/configuration.md. Sizes are global, over all processes.
+Every field's docstring is its help text and its entry in docs/configuration. Sizes are global, over all processes.
 """
 
 from __future__ import annotations

@@ -6,5 +6,5 @@
     alarms.py         the alarms, each a function of the history of the metrics; rlhf/training/health.py acts on them
     best.py           whether an evaluation beats the best one so far by more than noise
 
-The tables are what docs/lint.md and docs/health.md are made from.
+The tables are what docs/troubleshooting.md are made from.
 """

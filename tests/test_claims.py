@@ -1,0 +1,125 @@
+"""Numbers of README and docs are those of the files of results that they name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+NUMBER = re.compile(r"[-+−]?\d+(?:\.\d+)?")
+SEEDS = "compare_smollm2_seeds.json"
+NAMES = {"online DPO": "online_dpo", "DPO": "dpo", "PPO": "ppo", "GRPO": "grpo"}
+SPEED = ("offline", "grpo", "ppo")
+STEPS = {"SFT": "sft", "reward model": "reward", "DPO": "dpo_cached", "GRPO": "grpo", "PPO": "ppo"}
+
+
+def read(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return content
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def rows(text: str) -> Iterator[list[str]]:
+    for line in text.splitlines():
+        if line.startswith("|"):
+            yield [cell.strip() for cell in line.strip().strip("|").split(" | ")]
+
+
+def numbers(cell: str) -> list[str]:
+    return [number.replace("−", "-") for number in NUMBER.findall(cell)]
+
+
+def is_rounded(shown: str, value: float) -> bool:
+    decimals = len(shown.partition(".")[2])
+    return abs(float(shown) - value) <= 0.5 * 10**-decimals + 1e-9 + 1e-4 * abs(value)
+
+
+def wrong(shown: list[str], values: list[float]) -> list[str]:
+    pairs = zip(shown, values, strict=True)
+    return [f"{number}, measured {value:.5g}" for number, value in pairs if not is_rounded(number, value)]
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/results.md", "docs/experiments/smollm2.md"])
+def test_the_comparison_on_smollm2(name: str) -> None:
+    arms, seen = read(SEEDS)["arms"], set()
+    for row in rows(page(name)):
+        arm = NAMES.get(row[0])
+        if arm is None or arm in seen:
+            continue
+        seen.add(arm)
+        gain = numbers(row[1].replace("[95 %]", ""))
+        assert wrong(gain, arms[arm]["gain"]) == [], arm
+        assert wrong(numbers(row[2]), [arms[arm]["kl"]]) == [], arm
+    assert seen == set(NAMES.values())
+
+
+def test_the_seeds_that_the_readme_names() -> None:
+    grpo = read(SEEDS)["arms"]["grpo"]["by_seed"]
+    named = re.search(r"GRPO's seeds gained (\S+) and (\S+)\.", page("README.md"))
+    assert named is not None
+    assert wrong([n for text in named.groups() for n in numbers(text)], [gain[0] for gain in grpo]) == []
+    start = re.search(r"of ([\d.]+) % \[([\d.]+), ([\d.]+)\]", page("README.md"))
+    assert start is not None
+    assert wrong(list(start.groups()), read(SEEDS)["start"]) == []
+
+
+def test_the_lab() -> None:
+    arms, compared = read("compare_lab.json")["arms"], 0
+    other = read("compare_lab_other_reward_model.json")["arms"]
+    for row in rows(page("docs/experiments/lab.md")):
+        name = row[0].strip("`")
+        if name not in arms or len(row) != 5:
+            continue
+        score, proxy, kl, second = (numbers(cell) for cell in row[1:])
+        values = [arms[name]["score"], arms[name]["proxy"], arms[name]["kl"]]
+        assert wrong([*score, *proxy, *kl], values) == [], name
+        assert wrong(second, [other[name]["score"], other[name]["kl"]]) == [], name
+        compared += 1
+    assert compared >= 23
+
+
+def speeds() -> dict[str, dict[str, dict[str, float]]]:
+    files = [read(f"side_by_side_smollm2_bf16_amx_{name}.json")["trainers"] for name in SPEED]
+    return {name: trainer for file in files for name, trainer in file.items()}
+
+
+def test_speed_beside_trl() -> None:
+    measured, seen = speeds(), set()
+    for row in rows(page("docs/speed.md")):
+        name = STEPS.get(row[0].split(",")[0])
+        if name is None or len(row) != 4:
+            continue
+        seen.add(name)
+        for cell, setting in zip(row[1:], ("defaults", "memory", "fastest"), strict=True):
+            figures = measured[name][setting]
+            assert wrong(numbers(cell), [figures["ratio"], figures["memory_share"]]) == [], (name, setting)
+    assert seen == set(STEPS.values())
+
+
+@pytest.mark.parametrize("setting", ["defaults", "memory"])
+def test_the_readme_s_sentence_on_speed(setting: str) -> None:
+    text = page("README.md").split("## Speed")[1].split("##")[0].replace("\n", " ")
+    sentences = {
+        "defaults": r"TRL takes ([\d.]+) to ([\d.]+) times .*?its defaults \(its memory is ([\d.]+) to ([\d.]+) times",
+        "memory": r"and ([\d.]+) to ([\d.]+) times with its memory flags \(([\d.]+) to ([\d.]+) times ours\)",
+    }
+    named = re.search(sentences[setting], text)
+    assert named is not None
+    ratios = [trainer[setting]["ratio"] for trainer in speeds().values()]
+    shares = [1 / trainer[setting]["memory_share"] for trainer in speeds().values()]
+    assert wrong(list(named.groups()), [min(ratios), max(ratios), min(shares), max(shares)]) == []
+
+
+def test_a_wrong_number_would_be_noticed() -> None:
+    assert wrong(["2.84", "5.16"], [2.837, 5.1587]) == []
+    assert wrong(["2.85"], [2.837]) == ["2.85, measured 2.837"]
+    assert wrong(["-1.5"], [-1.48]) == []
