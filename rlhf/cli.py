@@ -35,7 +35,7 @@ rlhf push   runs/ppo owner/name --dry-run         the model to the hub, with a c
 rlhf export runs/ppo --gguf ppo.gguf              one file for llama.cpp
 rlhf serve-reward runs/reward_model --port 8000   for reward.source.type=remote
 rlhf config configs/ppo.yaml policy.lr=1e-6
-rlhf lint   configs/ppo.yaml batch.epochs=50      unsafe settings, each with its reason, its source and the fix
+rlhf lint   configs/ppo.yaml batch.epochs=20      unsafe settings, each with its reason, its source and the fix
 rlhf launch --slurm configs/ppo.yaml --nodes 2 --gpus 8      print the job script; also --torchrun, --skypilot
 
 Completion in bash: eval "$(register-python-argcomplete rlhf)" (in zsh after autoload -U bashcompinit; bashcompinit)
