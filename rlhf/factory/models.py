@@ -28,6 +28,7 @@ from rlhf.models.backbone import (
 from rlhf.models.export import ExportDtype, Origin, read_origin
 from rlhf.models.policy_models import Ema, Models, SharedValueHead, keep_in_bfloat16
 from rlhf.models.scalar_head import ScalarHeadModel, load_reward_heads, load_scalar_head, single_head
+from rlhf.models.text_config import text_config
 from rlhf.runtime.engine import Engine
 from rlhf.runtime.seeding import derive_seed, seeded_initialization
 
@@ -98,7 +99,7 @@ def build_online_models(config: OnlineConfig, context: RunContext, tokenizer: Pr
     if algorithm.value_loss is not None:
         if config.critic.shared:
             models.shared_head = engine.place(
-                SharedValueHead(policy.config.hidden_size, next(policy.parameters()).dtype)
+                SharedValueHead(text_config(policy).hidden_size, next(policy.parameters()).dtype)
             )
         else:
             with seeded_initialization(context.seed):

@@ -29,6 +29,7 @@ from rlhf.data.tokenizer import (
 )
 from rlhf.errors import ModelError
 from rlhf.models.adapters import base_model, is_adapted
+from rlhf.models.text_config import text_config
 from rlhf.models.weight_files import load_split, local_folder
 from rlhf.runtime.engine import Engine
 
@@ -310,7 +311,7 @@ def body_of(model: CausalLM) -> nn.Module:
 
 def context_length(model: CausalLM) -> int | None:
     """Return the longest sequence (tokens) the model was made for; None where its configuration does not say."""
-    value = getattr(model.config, "max_position_embeddings", None)
+    value = getattr(text_config(model), "max_position_embeddings", None)
     return int(value) if value else None
 
 

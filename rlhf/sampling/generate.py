@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -17,6 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from rlhf.batching import concat, extend
 from rlhf.config.sections import SamplingConfig
 from rlhf.models.backbone import CausalLM, autocast
+from rlhf.models.text_config import text_config
 from rlhf.runtime.engine import Engine
 from rlhf.runtime.seeding import uniforms
 from rlhf.types import Completions, Prompts
@@ -48,7 +48,7 @@ class HFSampler:
         self.dtype = dtype
         self.device = device
         self.engine = engine or Engine(device)
-        self.switch = rotation_switch(model.config)
+        self.switch = rotation_switch(model)
 
     def sample(self, prompts: Prompts, *, key: int, group_size: int, greedy: bool = False) -> Completions:
         """Sample completions; see Sampler.sample."""
@@ -78,7 +78,7 @@ class HFSampler:
         """
         if self.switch is None or int(rotation_kinds(prompts, self.config.max_new_tokens, self.switch).max()) <= 0:
             return True
-        return getattr(self.model.config, "original_max_position_embeddings", None) == self.switch
+        return getattr(text_config(self.model), "original_max_position_embeddings", None) == self.switch
 
     @torch.no_grad()
     def _sample(self, prompts: Prompts, key: int, group_size: int, greedy: bool) -> Completions:
@@ -125,9 +125,9 @@ class HFSampler:
         return torch.where(finished, first, completion_ids.shape[1]), finished
 
 
-def rotation_switch(config: Any) -> int | None:
+def rotation_switch(model: CausalLM) -> int | None:
     """Return the length (tokens) beyond which a longrope model rotates all of a sequence differently; else None."""
-    parameters = getattr(config, "rope_parameters", None) or {}
+    parameters = getattr(text_config(model), "rope_parameters", None) or {}
     kinds = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     lengths = [int(kind["original_max_position_embeddings"]) for kind in kinds if kind.get("rope_type") == "longrope"]
     return min(lengths, default=None)

@@ -11,6 +11,7 @@ from rlhf.config.sections import SamplingConfig
 from rlhf.errors import ConfigError
 from rlhf.models.adapters import base_model, is_adapted
 from rlhf.models.backbone import CausalLM
+from rlhf.models.text_config import text_config
 from rlhf.runtime.engine import Engine
 from rlhf.sampling.fast.engine import FastSampler
 from rlhf.sampling.generate import HFSampler, rotation_switch
@@ -76,7 +77,7 @@ def _check_layered(model: CausalLM, config: SamplingConfig) -> None:
             "sampling.backend=fast evicts rows that are complete, each rank at another time, but under "
             f"sharding.rollout=layered all ranks must run the same passes: set sampling.backend=auto, or {cure}"
         )
-    if rotation_switch(model.config) is not None:
+    if rotation_switch(model) is not None:
         raise ConfigError(
             "the rotations of this model change with the length (longrope), so that ranks sample their rows in "
             f"different batches, but under sharding.rollout=layered all must run the same passes: {cure}"
@@ -86,7 +87,7 @@ def _check_layered(model: CausalLM, config: SamplingConfig) -> None:
 def fast_unsupported_reason(model: CausalLM) -> str | None:
     """Return the reason why the fast sampler cannot sample from this model; None if it can."""
     plain = base_model(model)
-    config, name = plain.config, type(plain).__name__
+    config, name = text_config(plain), type(plain).__name__
     if is_adapted(model) and model.peft_type != "LORA":
         return f"the fast sampler does not support adapters of type {model.peft_type}"
     if getattr(config, "is_encoder_decoder", False):

@@ -31,6 +31,7 @@ from rlhf.models.kernels.attention import (
     whole_runs,
 )
 from rlhf.models.kernels.cast import HALF_DTYPES
+from rlhf.models.text_config import text_config
 from rlhf.runtime.device import is_device_error
 
 LAYOUT_PARTS = (PackedBatch, RectangleLayout, RectangleIndex, VarlenLayout)
@@ -363,7 +364,7 @@ def _error(states: Tensor, right: Tensor) -> float:
 
 def fits_window(body: nn.Module, rows: PackedBatch) -> bool:
     """Check whether every row fits into the attention window, so that the window hides nothing."""
-    window = getattr(getattr(body, "config", None), "sliding_window", None)
+    window = getattr(text_config(body), "sliding_window", None)
     return window is None or rows.longest <= window
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, Cache, PretrainedConfig
@@ -23,6 +23,7 @@ from rlhf.batching import widen
 from rlhf.models.adapters import base_model, is_adapted, is_lora_linear
 from rlhf.models.backbone import CausalLM
 from rlhf.models.kernels.llama.families import Layer, Norm, Projection, norm_of, read_layers
+from rlhf.models.text_config import attention_window, text_config
 from rlhf.runtime.device import cpu_has_bfloat16_products
 from rlhf.sampling.fast.kv_cache import KVCache, StepCache, UnsupportedModel, prefill
 from rlhf.sampling.generate import rotation_switch
@@ -312,7 +313,7 @@ def _has_one_lora_adapter(model: Any) -> bool:
 
 def supports_length(model: CausalLM, positions: int) -> bool:
     """Check whether rotations depend on the position alone up to this length; those of longrope change beyond it."""
-    switch = rotation_switch(model.config)
+    switch = rotation_switch(model)
     return switch is None or positions <= switch
 
 
@@ -440,7 +441,7 @@ class ModelDecoder:
     def step(self, slots: KVCache, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
         """Decode one token of every row; see Decoder."""
         slots.begin_step(positions)
-        with _use_our_attention(self.model.config):
+        with _use_our_attention(text_config(self.model)):
             output = self.model(
                 input_ids=tokens[:, None],
                 attention_mask=torch.ones_like(tokens)[:, None],  # unused, but some models warn without it
@@ -546,6 +547,7 @@ class GraphDecoder:
 
 TOKENS = 16  # tokens of a prompt that are used
 STEPS = 2
+MOST_PROBED = 2048  # tokens: a window beyond is not filled for a trial, which would take long
 LIMIT = {"float64": 1e-4, "float32": 1e-3, "bfloat16": 0.1}  # of the largest logit; float64 models norm in float32
 
 
@@ -561,7 +563,8 @@ def verify_decoder(
 ) -> None:
     """Check that decoding a few tokens after two prompts gives the logits of one forward pass without a cache.
 
-    `length` is that of the longest completion: no sequence here is longer than the longest that will be sampled.
+    `length` is that of the longest completion: no sequence here is longer than the longest that will be sampled. If
+    sequences may outgrow the window of the model's attention, the first prompt is repeated until it fills the window.
     `cache` makes a cache of a number of rows, prompts, prompt and completion tokens; None: a KVCache.
 
     Raises:
@@ -572,6 +575,10 @@ def verify_decoder(
     longest = int(mask.sum(dim=1).max())
     width = max(1, min(TOKENS, longest, longest + length - STEPS))
     ids, mask = prompts.prompt_ids[rows][:, -width:].to(device), mask[:, -width:].to(device)
+    window = attention_window(model)
+    if window is not None and width + STEPS <= window <= MOST_PROBED and longest + length > window:
+        ids, mask = _fill_window(ids, mask, window)
+        width = window
     logits, layers = prefill(model, ids, mask)
     size = 3, 2, width, STEPS + 1
     slots = KVCache(*size, device=device, windows=True) if cache is None else cache(*size)
@@ -593,6 +600,19 @@ def verify_decoder(
     difference = _relative_difference(torch.stack(decoded, dim=1), _full_forward(model, sequences, sequence_mask))
     if not difference <= LIMIT[dtype]:
         raise UnsupportedModel(f"its logits come out differently with our cache (by {difference:.1g} of the largest)")
+
+
+def _fill_window(
+    ids: Int[Tensor, "2 L"], mask: Bool[Tensor, "2 L"], window: int
+) -> tuple[Int[Tensor, "2 W"], Bool[Tensor, "2 W"]]:
+    """Pad two prompts on the left to the window, and repeat the tokens of the first one until it is full."""
+    empty = window - ids.shape[1]
+    ids = torch.nn.functional.pad(ids, (empty, 0))
+    mask = torch.nn.functional.pad(mask, (empty, 0))
+    own = ids[0][mask[0]]
+    ids[0] = own.repeat(-(-window // len(own)))[-window:]
+    mask[0] = True
+    return ids, mask
 
 
 def _full_forward(model: CausalLM, ids: Tensor, mask: Tensor) -> Tensor:

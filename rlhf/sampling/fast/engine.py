@@ -13,6 +13,7 @@ from torch import Tensor
 from rlhf.batching import extend
 from rlhf.config.sections import SamplingConfig
 from rlhf.models.backbone import CausalLM, autocast
+from rlhf.models.text_config import text_config
 from rlhf.runtime.engine import Engine
 from rlhf.runtime.seeding import uniforms
 from rlhf.sampling.fast.decoder import (
@@ -81,7 +82,7 @@ class GenerationBatch:
         self.prompt_ids = prompts.prompt_ids[first][:, -longest:]
         self.prompt_mask = prompts.prompt_mask[first][:, -longest:]
         self.size = min(config.batch_size, rows)
-        window = getattr(model.config, "sliding_window", None)
+        window = getattr(text_config(model), "sliding_window", None)
         windows = window is not None and longest + self.length > window
         lanes = min(self.size, len(first))
         self.slots = KVCache(

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from rlhf.models.backbone import CausalLM
+from rlhf.models.text_config import text_config
 from rlhf.runtime.device import cpu_has_bfloat16_products
 
 
@@ -150,7 +151,7 @@ def _prefill_mask(model: CausalLM, mask: Bool[Tensor, "L C"]) -> Tensor:
     From the padding transformers would find out whether a mask is needed at all, for which the host waits. A dead token
     sees itself, since a softmax over nothing is NaN.
     """
-    config, width = model.config, mask.shape[1]
+    config, width = text_config(model), mask.shape[1]
     window = getattr(config, "sliding_window", None)
     if not mask.is_cuda or config._attn_implementation != "sdpa" or (window is not None and window < width):
         return mask.long()
