@@ -69,7 +69,8 @@ class Gae(AdvantageSection):
         """Check that there are enough completions to whiten over."""
         if self.whiten and sizes.completions < 8:
             raise ValueError(
-                f"whitening over {sizes.completions} completions is noise: use 8 or more, or algorithm.advantage.whiten=false"
+                f"whitening over {sizes.completions} completions is noise: use 8 or more, "
+                "or algorithm.advantage.whiten=false"
             )
 
 
