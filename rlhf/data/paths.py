@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +49,7 @@ def missing(path: str) -> str:
 def check_files(config: TrainConfig | RewardModelConfig) -> None:
     """Check that the data files and models of a configuration exist, and that its folder can be written.
 
-    Other names than paths are hub ids; the hub is asked for each model once, with a time limit.
+    Other names than paths are hub ids; the hub is asked for each of them once, with a time limit.
 
     Raises:
         ConfigError: run.out_dir cannot be written.
@@ -58,7 +59,7 @@ def check_files(config: TrainConfig | RewardModelConfig) -> None:
     check_out_dir(config.run.out_dir)
     models = [f"{key}: {problem}" for key, path in _model_paths(config) if (problem := missing_model(path))]
     by_path = {path: key for key, path in reversed([*_data_paths(config)])}  # held-out rows may be a part of a file
-    data = [f"{key}: {missing(path)}" for path, key in reversed(by_path.items()) if is_missing(path)]
+    data = [f"{key}: {problem}" for path, key in reversed(by_path.items()) if (problem := missing_data(path))]
     if models:
         raise ModelError("\n".join([*models, *data]))
     if data:
@@ -95,8 +96,44 @@ def missing_model(path: str) -> str | None:
     return None if Path(path).expanduser().exists() else _not_on_hub(path)
 
 
+def missing_data(path: str) -> str | None:
+    """Return why rows cannot be read from a path or hub id; None if there is nothing against it."""
+    if is_missing(path):
+        return missing(path)
+    return None if Path(path).expanduser().exists() or path.startswith("lab:") else _no_data_on_hub(path)
+
+
+def _no_data_on_hub(name: str) -> str | None:
+    """Return why the hub does not have a data set; None if it has it, if it is in the cache, or in offline mode."""
+    import huggingface_hub
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+    cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets")
+    offline = os.environ.get("HF_DATASETS_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES
+    if offline or (cache.expanduser() / name.lower().replace("/", "___")).is_dir():
+        return None
+    if (cache.expanduser() / name.replace("/", "___")).is_dir():
+        return None
+    try:
+        huggingface_hub.dataset_info(name, timeout=HUB_TIMEOUT_S)
+    except HFValidationError:
+        return missing(name)
+    except RepositoryNotFoundError:
+        return f"{name!r} is neither a file here nor a data set on the hub (or it is private: `hf auth login`)"
+    except OfflineModeIsEnabled:
+        return None  # the library that loads it answers at once
+    except Exception as error:  # whatever the HTTP client of the day raises
+        return f"{name!r} is no file here, and the hub could not be asked for it: {_first_line(error)}"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
 def _not_on_hub(name: str) -> str | None:
-    """Return why the hub does not have a model; None if it has it, if it is in the cache, or in offline mode.
+    """Return why the hub does not have a model; None if it has it, or if it is in the cache.
 
     The libraries that load a model ask an unreachable hub for a minute; here it is asked once.
     """
@@ -104,7 +141,10 @@ def _not_on_hub(name: str) -> str | None:
     from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 
     try:
-        if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+        cached = (
+            huggingface_hub.try_to_load_from_cache(name, file) for file in ("config.json", "tokenizer_config.json")
+        )
+        if any(isinstance(file, str) for file in cached):
             return None
         huggingface_hub.model_info(name, timeout=HUB_TIMEOUT_S)
     except HFValidationError:
@@ -114,8 +154,7 @@ def _not_on_hub(name: str) -> str | None:
     except OfflineModeIsEnabled:
         return f"{name!r} is neither a folder here nor in the hub's cache, and HF_HUB_OFFLINE is set"
     except Exception as error:  # whatever the HTTP client of the day raises
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return f"{name!r} is no folder here, and the model hub could not be asked for it: {reason}"
+        return f"{name!r} is no folder here, and the model hub could not be asked for it: {_first_line(error)}"
     return None
 
 
@@ -136,8 +175,12 @@ def _model_paths(config: TrainConfig | RewardModelConfig) -> Iterator[tuple[str,
         return
     if isinstance(config, RewardModelConfig):
         yield "model.model", config.model.model
+        if config.model.tokenizer is not None:
+            yield "model.tokenizer", config.model.tokenizer
         return
     yield "policy.model", config.policy.model
+    if config.policy.tokenizer is not None:
+        yield "policy.tokenizer", config.policy.tokenizer
     unread = unread_keys(config)
     if config.reference.model is not None and "reference" not in unread:
         yield "reference.model", config.reference.model

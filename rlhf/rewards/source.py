@@ -142,13 +142,15 @@ def _to_tensor(
         raise NonFiniteScores(
             f"{who} returned {len(bad)} {what} of {len(values)} that are not finite numbers; "
             f"the first is {quoted(str(values[bad[0]]))}, for the completion {quoted(completions[bad[0]])}"
-            + ABSTENTION_HINT
-            * (values[bad[0]] is None)
+            + ABSTENTION_HINT * (values[bad[0]] is None)
+            + STRING_HINT * isinstance(values[bad[0]], str)
         )
     return torch.tensor(numbers, dtype=torch.float32)
 
 
 ABSTENTION_HINT = "; only a source in an ensemble may leave a completion to the others by returning None"
+
+STRING_HINT = " (it is a string: return numbers, as in float(score))"
 
 
 def _is_missing(value: object) -> bool:

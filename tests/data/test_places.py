@@ -9,8 +9,9 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from rlhf.data.paths import check_out_dir, missing_model
-from rlhf.errors import ConfigError
+from rlhf.config.load import train_config
+from rlhf.data.paths import check_files, check_out_dir, missing_data, missing_model
+from rlhf.errors import ConfigError, ModelError
 
 
 def test_a_folder_that_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
@@ -73,3 +74,32 @@ def test_a_model_of_the_hub_or_of_its_cache_is_not_missing(monkeypatch: pytest.M
     monkeypatch.undo()
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: "/cache/config.json")
     assert missing_model("owner/name") is None
+
+
+def test_a_data_set_and_a_tokenizer_of_the_hub_are_asked_for_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+
+    def unreachable(name: str, *, timeout: float) -> None:
+        asked.append(name)
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.delenv("HF_DATASETS_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub, "dataset_info", unreachable)
+    monkeypatch.setattr(huggingface_hub, "model_info", unreachable)
+    tree = {
+        "algorithm": {"preset": "sft"},
+        "policy": {"model": str(tmp_path), "tokenizer": "owner/tokens"},
+        "data": {"sft": {"path": "owner/rows"}},
+        "schedule": {"steps": 1},
+        "run": {"out_dir": str(tmp_path / "run")},
+    }
+    with pytest.raises(ModelError) as caught:
+        check_files(train_config(tree))
+    assert asked == ["owner/tokens", "owner/rows"]
+    assert "policy.tokenizer: 'owner/tokens'" in str(caught.value)
+    assert "data.sft.path: 'owner/rows'" in str(caught.value)
+    (tmp_path / "owner___rows").mkdir()
+    assert missing_data("owner/rows") is None  # it is in the cache

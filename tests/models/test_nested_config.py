@@ -1,4 +1,4 @@
-"""Models whose language model is nested in a larger one, as Gemma 3's from 4 billion parameters on: they read images too."""
+"""Read models whose language model is nested in a larger one, as in Gemma 3 of 4 billion parameters and more."""
 
 from __future__ import annotations
 
