@@ -14,6 +14,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from rlhf.config.files import Tree, branch_at, merge
+from rlhf.config.load import SHORTHANDS
 from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
 from rlhf.data.paths import looks_local
 from rlhf.errors import ConfigError, DataError, did_you_mean
@@ -175,15 +176,6 @@ class Inputs:
         new.replace(path)
 
 
-SHORTHANDS = {
-    "lr": "{model}.lr",
-    "learning_rate": "{model}.lr",
-    "steps": "schedule.steps",
-    "epochs": "schedule.epochs",
-    "seed": "run.seed",
-    "temperature": "sampling.temperature",
-    "max_new_tokens": "sampling.max_new_tokens",
-}
 SECTIONS = {*OnlineConfig.model_fields, *OfflineConfig.model_fields, *RewardModelConfig.model_fields}
 
 

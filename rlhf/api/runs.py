@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import pandas as pd
 from rich.console import Console
@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from rlhf.api.inputs import Inputs, Reward, Rows, nested, new_folder
+from rlhf.api.keywords import CompareKeywords, RewardModelKeywords, SftKeywords, TrainKeywords
 from rlhf.commands.checks import SampleOptions, check_sampling, suite_settings
 from rlhf.commands.compare import run_compare
 from rlhf.commands.train import OnStep, run_reward_model, run_train
@@ -134,7 +135,7 @@ def train(
     resume: Resume = False,
     on_step: OnStep | None = None,
     quiet: bool = False,
-    **settings: Any,
+    **settings: Unpack[TrainKeywords],
 ) -> RunResult:
     """Train a policy: PPO, GRPO, DPO or any other algorithm of `rlhf train`.
 
@@ -198,7 +199,7 @@ def sft(
     resume: Resume = False,
     on_step: OnStep | None = None,
     quiet: bool = False,
-    **settings: Any,
+    **settings: Unpack[SftKeywords],
 ) -> RunResult:
     """Train a model on texts, instructions or conversations (supervised fine-tuning).
 
@@ -237,7 +238,7 @@ def reward_model(
     resume: Resume = False,
     on_step: OnStep | None = None,
     quiet: bool = False,
-    **settings: Any,
+    **settings: Unpack[RewardModelKeywords],
 ) -> RunResult:
     """Train a reward model on preference pairs, and compute its report card if there are held-out pairs.
 
@@ -516,7 +517,7 @@ def compare(
     folder: str | Path | None = None,
     resume: bool = False,
     quiet: bool = False,
-    **settings: Any,
+    **settings: Unpack[CompareKeywords],
 ) -> CompareResult:
     """Train several algorithms from one model on one budget, and judge them alike.
 

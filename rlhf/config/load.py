@@ -46,6 +46,17 @@ ALIASES = {
     "resume": "checkpoint.resume",
 }
 
+SHORTHANDS = {
+    "lr": "{model}.lr",
+    "learning_rate": "{model}.lr",
+    "steps": "schedule.steps",
+    "epochs": "schedule.epochs",
+    "seed": "run.seed",
+    "temperature": "sampling.temperature",
+    "max_new_tokens": "sampling.max_new_tokens",
+}
+"""Short names of keys: keywords of rlhf.train, of which the command line names the full key."""
+
 
 def load_train(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Load the training run that a YAML file and `key=value` overrides describe.
@@ -369,7 +380,7 @@ def _message(mistake: Mapping[str, Any], keys: Sequence[str], models: Sequence[t
     message = str(mistake["msg"])
     match mistake["type"]:
         case "extra_forbidden":
-            return f"unknown key{_nearest(keys[-1], models)}"
+            return f"unknown key{_full_key(keys, models) or _nearest(keys[-1], models)}"
         case "missing":
             return "is required; set it in the file or on the command line"
         case "value_error":
@@ -420,6 +431,18 @@ def _sections(annotation: Any) -> list[type[BaseModel]]:
 def _is_tagged(model: type[BaseModel], tag: str) -> bool:
     field = model.model_fields.get("type")
     return (field is not None and field.default == tag) or model.__name__.lower().removesuffix("config") == tag
+
+
+def full_key(name: str, fields: Iterable[str] = ("policy",)) -> str | None:
+    """Return the key that a short name stands for in a configuration with these sections; None if it is not one."""
+    model = "policy" if "policy" in fields else "model"
+    return SHORTHANDS[name].format(model=model) if name in SHORTHANDS else None
+
+
+def _full_key(keys: Sequence[str], models: Sequence[type[BaseModel]]) -> str:
+    """Name the key that a short name at the top of a configuration stands for; empty if it stands for none."""
+    key = full_key(keys[0], models[0].model_fields) if len(keys) == 1 else None
+    return f"; the full key is {key}" if key and CompareConfig not in models else ""
 
 
 def _nearest(key: str, models: Sequence[type[BaseModel]]) -> str:

@@ -99,6 +99,10 @@ def _run_in_thread(seconds: float, call: Callable[[], T]) -> T:
 
 
 ARGUMENTS = ("prompts", "completions", "references")
+FORMS = (
+    "Write score(prompts, completions, references), of which any may be left out, or TRL's form "
+    "score(completions, COLUMN, **kwargs), with columns of the rows as arguments"
+)
 
 
 class FunctionReward:
@@ -255,7 +259,7 @@ def _check_arguments(
     except TypeError as error:
         raise RewardError(
             f"the reward function {target!r} is called with {', '.join([*names, *kwargs])}, but has the "
-            f"arguments {signature}: {error}"
+            f"arguments {signature}: {error}. {FORMS}"
         ) from error
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from runs import colored_prompts, make_model
 
 import rlhf
-from rlhf.api.inputs import nested
+from rlhf.api import keywords
+from rlhf.api.inputs import SHORTHANDS, nested
 from rlhf.comparison.results import ComparisonResults
 from rlhf.errors import ConfigError, UserError
 
+ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = colored_prompts()
 FEW: dict[str, Any] = {
     "sampling": {"completions_per_prompt": 4, "max_new_tokens": 6},
@@ -113,3 +118,41 @@ def rlhf_timings(folder: Path) -> list[dict[str, Any]]:
     from rlhf.tracking.run_folder import RunFolder  # noqa: PLC0415
 
     return RunFolder(folder).read_timings()
+
+
+def test_the_types_of_keywords_are_those_of_the_configuration() -> None:
+    """The file is what its generator writes: run scripts/make_keywords.py after a change of the configuration."""
+    path = ROOT / "scripts" / "make_keywords.py"
+    spec = importlib.util.spec_from_file_location("make_keywords", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    written = ast.parse((ROOT / "rlhf" / "api" / "keywords.py").read_text(encoding="utf-8"))
+    assert ast.dump(ast.parse(module.keywords())) == ast.dump(written)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "model"),
+    [
+        (rlhf.train, keywords.TrainKeywords, "policy"),
+        (rlhf.sft, keywords.SftKeywords, "policy"),
+        (rlhf.reward_model, keywords.RewardModelKeywords, "model"),
+        (rlhf.compare, keywords.CompareKeywords, "policy"),
+    ],
+)
+def test_every_typed_keyword_is_taken_and_none_hides_an_argument(call: Any, kind: Any, model: str) -> None:
+    names = set(kind.__annotations__)
+    assert not names & set(inspect.signature(call).parameters)
+    assert {"lr", "steps", "batch", "schedule"} <= names
+    assert ("temperature" in names) == (model == "policy")
+    for name in names:
+        nested({name: {} if name not in SHORTHANDS else 1}, call, model)  # a ConfigError if it is not taken
+
+
+def test_the_keys_of_a_section_have_types() -> None:
+    hints = get_type_hints(keywords.TrainKeywords)
+    policy, schedule = get_type_hints(hints["policy"]), get_type_hints(hints["schedule"])
+    assert policy["lr"] is float
+    assert schedule["steps"] == int | None
+    assert get_type_hints(keywords.RewardModelKeywords)["lr"] is float
