@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from rlhf.errors import DISTRIBUTION, UserError, did_you_mean, install_hint
+from rlhf.errors import UserError, did_you_mean, install_hint
 from rlhf.process import silence_libraries
 
 OTHERS_WAIT_S = 3.0  # a rank other than 0 waits this long before it prints an error
@@ -190,8 +190,10 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from importlib.metadata import version
 
+        from rlhf import __version__
+
         packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
-        print(f"rlhf {version(DISTRIBUTION)} (Python {sys.version.split()[0]}, {packages})")  # noqa: T201
+        print(f"rlhf {__version__} (Python {sys.version.split()[0]}, {packages})")  # noqa: T201
         parser.exit()
 
 

@@ -115,6 +115,8 @@ class FunctionReward:
        a list of messages and its completion is [{"role": "assistant", "content": text}]; otherwise both are texts.
 
     The function returns a list (or array) of numbers, or a pair of that and a dict of named parts, each such a list.
+    None means that the completion is not scored by this function: it is accepted in an ensemble, in which another
+    source has to score the completion, and is an error otherwise.
     """
 
     def __init__(
