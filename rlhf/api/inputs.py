@@ -6,7 +6,7 @@ import inspect
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -46,8 +46,9 @@ class Inputs:
 
     @contextmanager
     def removed_on_error(self) -> Iterator[None]:
-        """Remove the folder of a new run if the call fails before a step is taken."""
-        existed = self.folder.is_dir()
+        """Remove the folder of a new run, and the one around it if it is new, if the call fails before a step."""
+        existed, parent = self.folder.is_dir(), self.folder.parent
+        parent_existed = parent.is_dir()
         try:
             yield
         except BaseException:
@@ -55,6 +56,9 @@ class Inputs:
                 shutil.rmtree(self.folder, ignore_errors=True)
                 if existed:
                     self.folder.mkdir(exist_ok=True)
+            if not parent_existed:
+                with suppress(OSError):  # there is something else in it by now
+                    parent.rmdir()
             raise
 
     def write(self) -> None:

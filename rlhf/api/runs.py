@@ -28,7 +28,7 @@ from rlhf.commands.compare import run_compare
 from rlhf.commands.train import OnStep, run_reward_model, run_train
 from rlhf.comparison.plan import make_plan
 from rlhf.config.files import Tree, format_yaml, merge, merge_overrides
-from rlhf.config.load import compare_config, load_chat_format, load_run, read_yaml, train_config, validate
+from rlhf.config.load import check_kind, compare_config, load_chat_format, load_run, read_yaml, train_config, validate
 from rlhf.config.presets import get_setting
 from rlhf.config.run import ALGORITHM
 from rlhf.config.sections import RewardModelConfig
@@ -291,6 +291,9 @@ class Draft:
     ) -> Draft:
         """Read the configuration file and choose the run folder, which is named after the algorithm."""
         base = read_yaml(config) if config is not None else {}
+        if config is not None:
+            with called_from_python():
+                check_kind("reward" if call is reward_model else "train", config, base)
         keywords = nested(settings, call, "model" if call is reward_model else "policy")
         wanted = _wanted_folder(folder, keywords, base, algorithm)
         return cls(base, Inputs(_run_folder(wanted, resume=bool(resume)), resume), keywords)
@@ -580,11 +583,12 @@ def compare(
             "arms": _arms(arms),
         }
     )
-    inputs.folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(inputs.folder / "base.yaml", format_yaml(base))
-    inputs.write()
-    make_plan(comparison, beside=inputs.folder)
     with called_from_python():
+        with inputs.removed_on_error():
+            inputs.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(inputs.folder / "base.yaml", format_yaml(base))
+            inputs.write()
+            make_plan(comparison, beside=inputs.folder)
         complete = run_compare(comparison, beside=inputs.folder, console=Console(quiet=quiet))
     return CompareResult(inputs.folder, complete)
 

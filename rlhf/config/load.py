@@ -18,7 +18,7 @@ from rlhf.config.data import ChatFormat, DataConfig
 from rlhf.config.files import Tree, locate_config, merge, merge_overrides, nearest_config, parse_overrides, parse_yaml
 from rlhf.config.presets import PRESETS, drop_keys, get_setting, sizes_of_preset
 from rlhf.config.sections import OfflineConfig, OnlineConfig, OptimizerConfig, RewardModelConfig, TrainConfig
-from rlhf.errors import ConfigError, did_you_mean
+from rlhf.errors import ConfigError, command_or_call, did_you_mean
 
 C = TypeVar("C", bound=Section)
 
@@ -74,18 +74,32 @@ def _kind(tree: Tree) -> str:
     return "reward" if "model" in tree and "policy" not in tree else "train"
 
 
+def check_kind(verb: str, path: str | Path, file: Tree) -> None:
+    """Check that the settings of a file are for `rlhf train`, `reward` or `compare`, whichever `verb` names.
+
+    Raises:
+        ConfigError: they are for another verb, which the message names.
+    """
+    kind = _kind(file)
+    is_empty = kind == "train" and not {"policy", "algorithm"} & set(file)  # settings of the command line say which
+    if kind == verb or is_empty:
+        return
+    what = {"compare": "a comparison", "reward": "a reward model", "train": "the training of a policy"}[kind]
+    command = f"run `rlhf {kind} {path}`"
+    call = {
+        "reward": f"call rlhf.reward_model(config={str(path)!r})",
+        "train": f"call rlhf.train(config={str(path)!r})",
+    }
+    raise ConfigError(f"{path} describes {what}: {command_or_call(command, call.get(kind, command))}")
+
+
 def _tree_for(verb: str, path: str | Path, overrides: Sequence[str]) -> Tree:
     """Return the settings of a file and the command line, which have to be for this verb.
 
     Raises:
         ConfigError: the file is for another verb, which the message names; or as `read_yaml`.
     """
-    file = read_yaml(path)
-    kind = _kind(file)
-    is_empty = kind == "train" and not {"policy", "algorithm"} & set(file)  # settings of the command line say which
-    if kind != verb and not is_empty:
-        what = {"compare": "a comparison", "reward": "a reward model", "train": "the training of a policy"}[kind]
-        raise ConfigError(f"{path} describes {what}: run `rlhf {kind} {path}`")
+    check_kind(verb, path, read_yaml(path))
     return _file_and_command_line(path, overrides)
 
 

@@ -156,3 +156,33 @@ def test_the_keys_of_a_section_have_types() -> None:
     assert policy["lr"] is float
     assert schedule["steps"] == int | None
     assert get_type_hints(keywords.RewardModelKeywords)["lr"] is float
+
+
+@pytest.mark.parametrize(
+    ("call", "file", "right"),
+    [
+        (rlhf.train, "configs/reward_model.yaml", "rlhf.reward_model(config="),
+        (rlhf.sft, "configs/reward_model.yaml", "rlhf.reward_model(config="),
+        (rlhf.reward_model, "configs/ppo.yaml", "rlhf.train(config="),
+        (rlhf.train, "configs/compare.yaml", "run `rlhf compare "),
+    ],
+)
+def test_the_wrong_call_for_a_file_names_the_right_one(call: Any, file: str, right: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        call(config=ROOT / file)
+    assert right in str(error.value)
+
+
+def test_a_call_that_fails_leaves_no_folder(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def score(completions):\n    return [0.0 for _ in completions]\n")
+    with pytest.raises(ConfigError, match=r"nothing to judge on: give held-out prompts, eval_prompts="):
+        rlhf.compare(model, ["grpo"], prompts=PROMPTS, reward="mine.py:score", completions=10, quiet=True)
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(UserError, match=r"gone\.jsonl"):
+        rlhf.train(model, "grpo", prompts="gone.jsonl", reward="mine.py:score", quiet=True)
+    assert not (tmp_path / "runs").exists()
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(UserError, match=r"gone\.jsonl"):
+        rlhf.train(model, "grpo", prompts="gone.jsonl", reward="mine.py:score", quiet=True)
+    assert list((tmp_path / "runs").iterdir()) == []
