@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+import rlhf
+
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
@@ -34,6 +36,10 @@ def test_the_metadata_says_what_the_package_is_and_names_no_address_that_does_no
     assert "urls" not in PROJECT
     for package in ("rlhf", "reward_model"):
         assert (ROOT / package / "py.typed").is_file()
+
+
+def test_the_version_is_that_of_the_project() -> None:
+    assert rlhf.__version__ == PROJECT["version"]
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=[path.stem for path in TEMPLATES])
