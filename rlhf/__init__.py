@@ -31,8 +31,9 @@ The package exports the functions of rlhf.api, which are imported when they are 
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"  # as in pyproject.toml
 
 if TYPE_CHECKING:
     from rlhf.api import (
@@ -66,16 +67,11 @@ __all__ = [
 
 def __dir__() -> list[str]:
     """Return the names that `rlhf` has, also those that are not imported yet."""
-    return sorted({*globals(), *__all__, "__version__"})
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:
     """Import rlhf.api when one of its names is used: it needs torch, which `rlhf --help` and a mistake do not."""
-    if name == "__version__":
-        try:
-            return version("rlhf-trainer")
-        except PackageNotFoundError:  # a checkout that is not installed
-            return "0+unknown"
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("rlhf.api"), name)

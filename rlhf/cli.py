@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from rlhf.errors import DISTRIBUTION, UserError, did_you_mean, install_hint
+from rlhf.errors import UserError, did_you_mean, install_hint
 from rlhf.process import silence_libraries
 
 OTHERS_WAIT_S = 3.0  # a rank other than 0 waits this long before it prints an error
@@ -104,10 +104,19 @@ def _check_verb(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> No
         parser.exit(2, f"error: rlhf {word}: no such verb{near}\n")
 
 
+def _setting(verb: str, name: str) -> str | None:
+    """Return the full key of an option such as --learning-rate, which is a setting here; None if it is not one."""
+    from rlhf.config.load import full_key
+
+    sections = {"train": ["policy"], "reward": ["model"], "rm": ["model"], "lint": ["policy"], "config": ["policy"]}
+    return full_key(name.replace("-", "_"), sections[verb]) if verb in sections else None
+
+
 def _refuse(parser: argparse.ArgumentParser, verb: str, words: Sequence[str]) -> None:
     """Exit with the way to write the first word that a verb does not take."""
     word = words[0]
     name, _, value = word.lstrip("-").partition("=")
+    name = _setting(verb, name) or name
     if not word.startswith("-"):
         hint = f": rlhf {verb} takes no settings" if value else f"; settings are key=value, options begin with --{SEE}"
     elif "." in name:
@@ -181,8 +190,10 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from importlib.metadata import version
 
+        from rlhf import __version__
+
         packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
-        print(f"rlhf {version(DISTRIBUTION)} (Python {sys.version.split()[0]}, {packages})")  # noqa: T201
+        print(f"rlhf {__version__} (Python {sys.version.split()[0]}, {packages})")  # noqa: T201
         parser.exit()
 
 

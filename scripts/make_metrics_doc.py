@@ -16,6 +16,8 @@ INTRODUCTION = """\
 
 `metrics.jsonl` has one line per logged step: `{"step": 12, "score/mean": 0.41, …}`. This page lists every name. Times,
 throughput and memory are in `timings.jsonl` ([run folder](run_folder.md)), so that equal runs give equal bytes here.
+With `cost: {per_hour: 0.40}`, the price of the machine in USD per hour, `timings.jsonl` has the price of each step
+(`usd`), and trackers get the price of the run so far as `cost/usd`.
 
 - **Step 0** is before training and has only the `eval/` names.
 - **Means are exact**: every token, completion or pair has the same weight, whatever the micro-batch size.

@@ -6,7 +6,7 @@ import inspect
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from rlhf.config.files import Tree, branch_at, merge
+from rlhf.config.load import SHORTHANDS
 from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
 from rlhf.data.paths import looks_local
 from rlhf.errors import ConfigError, DataError, did_you_mean
@@ -45,8 +46,9 @@ class Inputs:
 
     @contextmanager
     def removed_on_error(self) -> Iterator[None]:
-        """Remove the folder of a new run if the call fails before a step is taken."""
-        existed = self.folder.is_dir()
+        """Remove the folder of a new run, and the one around it if it is new, if the call fails before a step."""
+        existed, parent = self.folder.is_dir(), self.folder.parent
+        parent_existed = parent.is_dir()
         try:
             yield
         except BaseException:
@@ -54,6 +56,9 @@ class Inputs:
                 shutil.rmtree(self.folder, ignore_errors=True)
                 if existed:
                     self.folder.mkdir(exist_ok=True)
+            if not parent_existed:
+                with suppress(OSError):  # there is something else in it by now
+                    parent.rmdir()
             raise
 
     def write(self) -> None:
@@ -175,15 +180,6 @@ class Inputs:
         new.replace(path)
 
 
-SHORTHANDS = {
-    "lr": "{model}.lr",
-    "learning_rate": "{model}.lr",
-    "steps": "schedule.steps",
-    "epochs": "schedule.epochs",
-    "seed": "run.seed",
-    "temperature": "sampling.temperature",
-    "max_new_tokens": "sampling.max_new_tokens",
-}
 SECTIONS = {*OnlineConfig.model_fields, *OfflineConfig.model_fields, *RewardModelConfig.model_fields}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import pandas as pd
 from rich.console import Console
@@ -22,12 +22,13 @@ from transformers import (
 )
 
 from rlhf.api.inputs import Inputs, Reward, Rows, nested, new_folder
+from rlhf.api.keywords import CompareKeywords, RewardModelKeywords, SftKeywords, TrainKeywords
 from rlhf.commands.checks import SampleOptions, check_sampling, suite_settings
 from rlhf.commands.compare import run_compare
 from rlhf.commands.train import OnStep, run_reward_model, run_train
 from rlhf.comparison.plan import make_plan
 from rlhf.config.files import Tree, format_yaml, merge, merge_overrides
-from rlhf.config.load import compare_config, load_chat_format, load_run, read_yaml, train_config, validate
+from rlhf.config.load import check_kind, compare_config, load_chat_format, load_run, read_yaml, train_config, validate
 from rlhf.config.presets import get_setting
 from rlhf.config.run import ALGORITHM
 from rlhf.config.sections import RewardModelConfig
@@ -134,7 +135,7 @@ def train(
     resume: Resume = False,
     on_step: OnStep | None = None,
     quiet: bool = False,
-    **settings: Any,
+    **settings: Unpack[TrainKeywords],
 ) -> RunResult:
     """Train a policy: PPO, GRPO, DPO or any other algorithm of `rlhf train`.
 
@@ -198,7 +199,7 @@ def sft(
     resume: Resume = False,
     on_step: OnStep | None = None,
     quiet: bool = False,
-    **settings: Any,
+    **settings: Unpack[SftKeywords],
 ) -> RunResult:
     """Train a model on texts, instructions or conversations (supervised fine-tuning).
 
@@ -237,7 +238,7 @@ def reward_model(
     resume: Resume = False,
     on_step: OnStep | None = None,
     quiet: bool = False,
-    **settings: Any,
+    **settings: Unpack[RewardModelKeywords],
 ) -> RunResult:
     """Train a reward model on preference pairs, and compute its report card if there are held-out pairs.
 
@@ -290,6 +291,9 @@ class Draft:
     ) -> Draft:
         """Read the configuration file and choose the run folder, which is named after the algorithm."""
         base = read_yaml(config) if config is not None else {}
+        if config is not None:
+            with called_from_python():
+                check_kind("reward" if call is reward_model else "train", config, base)
         keywords = nested(settings, call, "model" if call is reward_model else "policy")
         wanted = _wanted_folder(folder, keywords, base, algorithm)
         return cls(base, Inputs(_run_folder(wanted, resume=bool(resume)), resume), keywords)
@@ -516,7 +520,7 @@ def compare(
     folder: str | Path | None = None,
     resume: bool = False,
     quiet: bool = False,
-    **settings: Any,
+    **settings: Unpack[CompareKeywords],
 ) -> CompareResult:
     """Train several algorithms from one model on one budget, and judge them alike.
 
@@ -579,11 +583,12 @@ def compare(
             "arms": _arms(arms),
         }
     )
-    inputs.folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(inputs.folder / "base.yaml", format_yaml(base))
-    inputs.write()
-    make_plan(comparison, beside=inputs.folder)
     with called_from_python():
+        with inputs.removed_on_error():
+            inputs.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(inputs.folder / "base.yaml", format_yaml(base))
+            inputs.write()
+            make_plan(comparison, beside=inputs.folder)
         complete = run_compare(comparison, beside=inputs.folder, console=Console(quiet=quiet))
     return CompareResult(inputs.folder, complete)
 

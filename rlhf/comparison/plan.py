@@ -26,7 +26,7 @@ from rlhf.config.presets import drop_keys
 from rlhf.config.reward import RewardSourceConfig
 from rlhf.config.run import UNKNOWN_LENGTH
 from rlhf.config.sections import TrainConfig
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, command_or_call
 from rlhf.guard.lint import check_settings
 from rlhf.lab.build import resolve_lab_paths
 from rlhf.suites.settings import SuiteSettings, find_suite
@@ -322,7 +322,8 @@ def _common(config: CompareConfig, base: Tree) -> Tree:
             "judge is missing: set judge, or eval.source in the base, to a source that no arm is trained on"
         )
     if not base.get("data", {}).get("eval_prompts"):
-        raise ConfigError("nothing to judge on: set data.eval_prompts in the base, or shared.data.eval_prompts.path")
+        keys = "set data.eval_prompts in the base, or shared.data.eval_prompts.path"
+        raise ConfigError(f"nothing to judge on: {command_or_call(keys, 'give held-out prompts, eval_prompts=')}")
     return settings
 
 

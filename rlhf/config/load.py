@@ -18,7 +18,7 @@ from rlhf.config.data import ChatFormat, DataConfig
 from rlhf.config.files import Tree, locate_config, merge, merge_overrides, nearest_config, parse_overrides, parse_yaml
 from rlhf.config.presets import PRESETS, drop_keys, get_setting, sizes_of_preset
 from rlhf.config.sections import OfflineConfig, OnlineConfig, OptimizerConfig, RewardModelConfig, TrainConfig
-from rlhf.errors import ConfigError, did_you_mean
+from rlhf.errors import ConfigError, command_or_call, did_you_mean
 
 C = TypeVar("C", bound=Section)
 
@@ -46,6 +46,17 @@ ALIASES = {
     "resume": "checkpoint.resume",
 }
 
+SHORTHANDS = {
+    "lr": "{model}.lr",
+    "learning_rate": "{model}.lr",
+    "steps": "schedule.steps",
+    "epochs": "schedule.epochs",
+    "seed": "run.seed",
+    "temperature": "sampling.temperature",
+    "max_new_tokens": "sampling.max_new_tokens",
+}
+"""Short names of keys: keywords of rlhf.train, of which the command line names the full key."""
+
 
 def load_train(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Load the training run that a YAML file and `key=value` overrides describe.
@@ -63,18 +74,32 @@ def _kind(tree: Tree) -> str:
     return "reward" if "model" in tree and "policy" not in tree else "train"
 
 
+def check_kind(verb: str, path: str | Path, file: Tree) -> None:
+    """Check that the settings of a file are for `rlhf train`, `reward` or `compare`, whichever `verb` names.
+
+    Raises:
+        ConfigError: they are for another verb, which the message names.
+    """
+    kind = _kind(file)
+    is_empty = kind == "train" and not {"policy", "algorithm"} & set(file)  # settings of the command line say which
+    if kind == verb or is_empty:
+        return
+    what = {"compare": "a comparison", "reward": "a reward model", "train": "the training of a policy"}[kind]
+    command = f"run `rlhf {kind} {path}`"
+    call = {
+        "reward": f"call rlhf.reward_model(config={str(path)!r})",
+        "train": f"call rlhf.train(config={str(path)!r})",
+    }
+    raise ConfigError(f"{path} describes {what}: {command_or_call(command, call.get(kind, command))}")
+
+
 def _tree_for(verb: str, path: str | Path, overrides: Sequence[str]) -> Tree:
     """Return the settings of a file and the command line, which have to be for this verb.
 
     Raises:
         ConfigError: the file is for another verb, which the message names; or as `read_yaml`.
     """
-    file = read_yaml(path)
-    kind = _kind(file)
-    is_empty = kind == "train" and not {"policy", "algorithm"} & set(file)  # settings of the command line say which
-    if kind != verb and not is_empty:
-        what = {"compare": "a comparison", "reward": "a reward model", "train": "the training of a policy"}[kind]
-        raise ConfigError(f"{path} describes {what}: run `rlhf {kind} {path}`")
+    check_kind(verb, path, read_yaml(path))
     return _file_and_command_line(path, overrides)
 
 
@@ -369,7 +394,7 @@ def _message(mistake: Mapping[str, Any], keys: Sequence[str], models: Sequence[t
     message = str(mistake["msg"])
     match mistake["type"]:
         case "extra_forbidden":
-            return f"unknown key{_nearest(keys[-1], models)}"
+            return f"unknown key{_full_key(keys, models) or _nearest(keys[-1], models)}"
         case "missing":
             return "is required; set it in the file or on the command line"
         case "value_error":
@@ -420,6 +445,18 @@ def _sections(annotation: Any) -> list[type[BaseModel]]:
 def _is_tagged(model: type[BaseModel], tag: str) -> bool:
     field = model.model_fields.get("type")
     return (field is not None and field.default == tag) or model.__name__.lower().removesuffix("config") == tag
+
+
+def full_key(name: str, fields: Iterable[str] = ("policy",)) -> str | None:
+    """Return the key that a short name stands for in a configuration with these sections; None if it is not one."""
+    model = "policy" if "policy" in fields else "model"
+    return SHORTHANDS[name].format(model=model) if name in SHORTHANDS else None
+
+
+def _full_key(keys: Sequence[str], models: Sequence[type[BaseModel]]) -> str:
+    """Name the key that a short name at the top of a configuration stands for; empty if it stands for none."""
+    key = full_key(keys[0], models[0].model_fields) if len(keys) == 1 else None
+    return f"; the full key is {key}" if key and CompareConfig not in models else ""
 
 
 def _nearest(key: str, models: Sequence[type[BaseModel]]) -> str:

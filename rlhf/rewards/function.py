@@ -99,6 +99,10 @@ def _run_in_thread(seconds: float, call: Callable[[], T]) -> T:
 
 
 ARGUMENTS = ("prompts", "completions", "references")
+FORMS = (
+    "Write score(prompts, completions, references), of which any may be left out, or TRL's form "
+    "score(completions, COLUMN, **kwargs), with columns of the rows as arguments"
+)
 
 
 class FunctionReward:
@@ -111,6 +115,8 @@ class FunctionReward:
        a list of messages and its completion is [{"role": "assistant", "content": text}]; otherwise both are texts.
 
     The function returns a list (or array) of numbers, or a pair of that and a dict of named parts, each such a list.
+    None means that the completion is not scored by this function: it is accepted in an ensemble, in which another
+    source has to score the completion, and is an error otherwise.
     """
 
     def __init__(
@@ -255,7 +261,7 @@ def _check_arguments(
     except TypeError as error:
         raise RewardError(
             f"the reward function {target!r} is called with {', '.join([*names, *kwargs])}, but has the "
-            f"arguments {signature}: {error}"
+            f"arguments {signature}: {error}. {FORMS}"
         ) from error
 
 

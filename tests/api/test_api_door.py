@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from runs import colored_prompts, make_model
 
 import rlhf
-from rlhf.api.inputs import nested
+from rlhf.api import keywords
+from rlhf.api.inputs import SHORTHANDS, nested
 from rlhf.comparison.results import ComparisonResults
 from rlhf.errors import ConfigError, UserError
 
+ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = colored_prompts()
 FEW: dict[str, Any] = {
     "sampling": {"completions_per_prompt": 4, "max_new_tokens": 6},
@@ -113,3 +118,71 @@ def rlhf_timings(folder: Path) -> list[dict[str, Any]]:
     from rlhf.tracking.run_folder import RunFolder  # noqa: PLC0415
 
     return RunFolder(folder).read_timings()
+
+
+def test_the_types_of_keywords_are_those_of_the_configuration() -> None:
+    """The file is what its generator writes: run scripts/make_keywords.py after a change of the configuration."""
+    path = ROOT / "scripts" / "make_keywords.py"
+    spec = importlib.util.spec_from_file_location("make_keywords", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    written = ast.parse((ROOT / "rlhf" / "api" / "keywords.py").read_text(encoding="utf-8"))
+    assert ast.dump(ast.parse(module.keywords())) == ast.dump(written)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "model"),
+    [
+        (rlhf.train, keywords.TrainKeywords, "policy"),
+        (rlhf.sft, keywords.SftKeywords, "policy"),
+        (rlhf.reward_model, keywords.RewardModelKeywords, "model"),
+        (rlhf.compare, keywords.CompareKeywords, "policy"),
+    ],
+)
+def test_every_typed_keyword_is_taken_and_none_hides_an_argument(call: Any, kind: Any, model: str) -> None:
+    names = set(kind.__annotations__)
+    assert not names & set(inspect.signature(call).parameters)
+    assert {"lr", "steps", "batch", "schedule"} <= names
+    assert ("temperature" in names) == (model == "policy")
+    for name in names:
+        nested({name: {} if name not in SHORTHANDS else 1}, call, model)  # a ConfigError if it is not taken
+
+
+def test_the_keys_of_a_section_have_types() -> None:
+    hints = get_type_hints(keywords.TrainKeywords)
+    policy, schedule = get_type_hints(hints["policy"]), get_type_hints(hints["schedule"])
+    assert policy["lr"] is float
+    assert schedule["steps"] == int | None
+    assert get_type_hints(keywords.RewardModelKeywords)["lr"] is float
+
+
+@pytest.mark.parametrize(
+    ("call", "file", "right"),
+    [
+        (rlhf.train, "configs/reward_model.yaml", "rlhf.reward_model(config="),
+        (rlhf.sft, "configs/reward_model.yaml", "rlhf.reward_model(config="),
+        (rlhf.reward_model, "configs/ppo.yaml", "rlhf.train(config="),
+        (rlhf.train, "configs/compare.yaml", "run `rlhf compare "),
+    ],
+)
+def test_the_wrong_call_for_a_file_names_the_right_one(call: Any, file: str, right: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        call(config=ROOT / file)
+    assert right in str(error.value)
+
+
+def test_a_call_that_fails_leaves_no_folder(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def score(completions):\n    return [0.0 for _ in completions]\n")
+    with pytest.raises(ConfigError, match=r"nothing to judge on: give held-out prompts, eval_prompts="):
+        rlhf.compare(model, ["grpo"], prompts=PROMPTS, reward="mine.py:score", completions=10, quiet=True)
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(UserError, match=r"gone\.jsonl"):
+        rlhf.train(model, "grpo", prompts="gone.jsonl", reward="mine.py:score", quiet=True)
+    assert not (tmp_path / "runs").exists()
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(UserError, match=r"gone\.jsonl"):
+        rlhf.train(model, "grpo", prompts="gone.jsonl", reward="mine.py:score", quiet=True)
+    assert list((tmp_path / "runs").iterdir()) == []

@@ -49,6 +49,9 @@ def test_the_version_is_printed_and_is_the_package_s(capsys: pytest.CaptureFixtu
         (["sample", "m", "--prompt", "a", "--max-tokns", "3"], "did you mean --max-new-tokens?"),
         (["train", "c.yaml", "--policy.lr", "1e-5"], "settings are written without dashes, policy.lr=1e-5"),
         (["train", "c.yaml", "--policy.lr=1e-5"], "settings are written without dashes, policy.lr=1e-5"),
+        (["train", "c.yaml", "--learning-rate", "1e-5"], "settings are written without dashes, policy.lr=1e-5"),
+        (["rm", "c.yaml", "--lr=1e-5"], "settings are written without dashes, model.lr=1e-5"),
+        (["sample", "m", "--prompt", "a", "--lr", "1"], "unknown argument --lr"),
         (["chat", "m", "--zzqqww"], "rlhf chat --help lists what it takes"),
         (["chat", "m", "a=1"], "rlhf chat takes no settings"),
     ],
@@ -77,6 +80,22 @@ def test_the_wrong_verb_for_a_file_names_the_right_one(
     error = error_of(capsys, verb, file)
     assert error.endswith(f"run `rlhf {right} {file}`\n")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("verb", "file", "setting", "key"),
+    [
+        ("train", "configs/ppo.yaml", "lr=1e-5", "policy.lr"),
+        ("train", "configs/ppo.yaml", "learning_rate=1e-5", "policy.lr"),
+        ("train", "configs/dpo.yaml", "steps=3", "schedule.steps"),
+        ("reward", "configs/reward_model.yaml", "lr=1e-5", "model.lr"),
+    ],
+)
+def test_a_short_name_of_a_setting_is_answered_with_the_full_key(
+    verb: str, file: str, setting: str, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = error_of(capsys, verb, file, setting)
+    assert error == f"error: {setting.partition('=')[0]}: unknown key; the full key is {key}\n"
 
 
 def test_rm_is_reward() -> None:

@@ -236,7 +236,8 @@ def test_a_misspelled_argument_is_told_before_any_training(tmp_path: Path) -> No
     target = written(tmp_path, "def score(prompts, completions, references, *, lexicon): ...")
     with pytest.raises(RewardError, match="lexicn"):
         FunctionReward(target, {"lexicn": "x"}, tokenizer())
-    with pytest.raises(RewardError, match="missing a required argument: 'lexicon'"):
+    forms = r"Write score\(prompts, completions, references\).* score\(completions, COLUMN, \*\*kwargs\)"
+    with pytest.raises(RewardError, match=f"missing a required argument: 'lexicon'.*{forms}"):
         FunctionReward(target, {}, tokenizer())
     with pytest.raises(RewardError, match=r"'prompts' is given .* already"):
         FunctionReward(target, {"lexicon": "x", "prompts": []}, tokenizer())
@@ -337,3 +338,13 @@ def test_a_column_that_the_rows_do_not_have_is_named(tmp_path: Path) -> None:
     body = "def score(completions, solutoin): ...\n"
     with pytest.raises(RewardError, match=r"argument 'solutoin'.*did you mean solution\?.*level, solution.*kwargs"):
         trl(tmp_path, body, SOLVED)
+
+
+def test_none_leaves_a_completion_to_the_other_functions_of_an_ensemble(tmp_path: Path) -> None:
+    target = written(tmp_path, "def score(completions, level, **kwargs):\n    return [n and n / 2 for n in level]\n")
+    batch = replace(three(), references=tuple(SOLVED))
+    scores = FunctionReward(target, {}, tokenizer(), may_abstain=True)(batch).values
+    assert scores[:2].tolist() == [0.5, 1.0]
+    assert math.isnan(scores[2])
+    with pytest.raises(RewardError, match="only a source in an ensemble"):
+        FunctionReward(target, {}, tokenizer())(batch)

@@ -1,0 +1,418 @@
+"""The types of the keyword arguments that are settings, by which an editor completes keys.
+
+Made by scripts/make_keywords.py from the configuration, whose pages in docs/configuration describe the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypedDict
+
+
+class RunKeys(TypedDict, total=False):
+    """Keys of a section, all optional."""
+
+    name: str
+    seed: int
+    out_dir: str
+    device: Literal["auto", "cpu", "cuda", "mps"]
+    keep_memory: bool
+    tf32: bool
+    cache_dir: str | None
+
+
+class PromptsKeys(TypedDict, total=False):
+    """Keys of a section, all optional."""
+
+    path: str
+    split: str
+    limit: int | None
+    columns: Any
+    bad_rows: Literal["skip", "error"]
+    sources: Any
+    at_end: Literal["restart", "stop"]
+    stream: bool
+    shuffle_buffer: int
+    part: Any
+    max_prompt_tokens: int
+    too_long: Literal["skip", "truncate", "error"]
+    first_tokens: int | None
+
+
+class OnlineDataKeys(TypedDict, total=False):
+    """Keys of a section, all optional."""
+
+    prompts: PromptsKeys
+    eval_prompts: Any
+    sft: Any
+    eval_sft: Any
+    preferences: Any
+    eval_preferences: Any
+    chat_template: str
+    chat_template_kwargs: Any
+    system: str | None
+    holdout: float | None
+
+
+class PolicyKeys(TypedDict, total=False):
+    """Keys of a section, all optional."""
+
+    lr: float
+    betas: Any
+    adam_eps: float
+    weight_decay: float
+    max_grad_norm: float
+    optimizer: Literal["adamw", "adamw_8bit", "sgd"]
+    model: str
+    tokenizer: str | None
+    dtype: Literal["float32", "bfloat16", "float64"]
+    lora: Any
+    gradient_checkpointing: bool
+    ema_decay: float | None
+    log_probs: Literal["auto", "naive", "chunked"]
+    head_dtype: Literal["float32", "model"]
+    packing: Literal["auto", "off"]
+    compile: bool
+    export_dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    trust_remote_code: bool
+
+
+class ReferenceKeys(TypedDict, total=False):
+    """Keys of a section, all optional."""
+
+    model: str | None
+    measure: bool
+
+
+class CriticKeys(TypedDict, total=False):
+    """Keys of a section, all optional."""
+
+    lr: float
+    betas: Any
+    adam_eps: float
+    weight_decay: float
+    max_grad_norm: float
+    optimizer: Literal["adamw", "adamw_8bit", "sgd"]
+    init: str
+    head: Literal["zero", "normal", "orthogonal"]
+    shared: bool
+    warmup_steps: int
+
+
+class ShapingKeys(TypedDict, total=False):
+    """Keys of a section, all optional."""
+
+    missing_eos_penalty: float
+    clip: float | None
+    overlong_buffer: int
+    overlong_penalty: float
+
+
+class RewardKeys(TypedDict, total=False):
+    """Keys of a section, all optional."""
+
+    source: Any
+    shaping: ShapingKeys
+    watch: Any
+
+
+class SamplingKeys(TypedDict, total=False):
+    """Keys of a section, all optional."""
+
+    backend: Literal["auto", "fast", "hf"]
+    completions_per_prompt: int
+    max_new_tokens: int
+    temperature: float
+    batch_size: int
+    old_log_probs: Literal["auto", "sampler", "trainer"]
+
+
+class KlKeys(TypedDict, total=False):
+    """Keys of a section, all optional."""
+
+    placement: Literal["reward", "loss", "none"]
+    estimator: Literal["k1", "k2", "k3"]
+    coef: float
+    importance_weighted: bool
+    controller: Any
+
+
+class OnlineKeys(TypedDict, total=False):
+    """Keys of a section, all optional."""
+
+    preset: str | None
+    advantage: Any
+    policy_loss: Any
+    value_loss: Any
+    kl: KlKeys
+    target_kl: float | None
+    drop_uniform_groups: bool
+    mask_truncated: bool
+    refill_rounds: int
+    rescue: Any
+    ptx_coef: float
+
+
+class OverlapKeys(TypedDict, total=False):
+    """Keys of a section, all optional."""
+
+    reward_parts: int
+    ahead: bool
+    ratio_cap: float
+
+
+class BatchKeys(TypedDict, total=False):
+    """Keys of a section, all optional."""
+
+    prompts_per_step: int
+    epochs: int
+    minibatches: int
+    shuffle: bool
+    micro_batch_size: int
+    micro_batch_tokens: int | None
+
+
+class ShardingKeys(TypedDict, total=False):
+    """Keys of a section, all optional."""
+
+    mode: Literal["none", "ddp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"]
+    deepspeed: Any
+    cpu_adam: bool
+    rollout: Literal["gather", "layered"]
+    timeout_s: float
+
+
+class ScheduleKeys(TypedDict, total=False):
+    """Keys of a section, all optional."""
+
+    steps: int | None
+    epochs: float | None
+    warmup_steps: int
+    decay: Literal["constant", "linear", "cosine"]
+    max_bad_steps: int
+
+
+class CheckpointKeys(TypedDict, total=False):
+    """Keys of a section, all optional."""
+
+    every: int
+    keep: int
+    resume: Literal["auto", "never", "always"]
+    best: Any
+
+
+class LoggingKeys(TypedDict, total=False):
+    """Keys of a section, all optional."""
+
+    every: int
+    samples: int
+    backends: Any
+
+
+class CostKeys(TypedDict, total=False):
+    """Keys of a section, all optional."""
+
+    per_hour: float | None
+
+
+class EvalKeys(TypedDict, total=False):
+    """Keys of a section, all optional."""
+
+    every: int
+    source: Any
+    judge: Any
+    greedy: bool
+    samples: int
+
+
+class GuardKeys(TypedDict, total=False):
+    """Keys of a section, all optional."""
+
+    allow: Any
+    on_alarm: Literal["ignore", "warn", "stop", "lower_lr", "raise_kl"]
+    alarms: Any
+    lr_factor: float
+    kl_factor: float
+
+
+class DataKeys(TypedDict, total=False):
+    """Keys of a section, all optional."""
+
+    prompts: Any
+    eval_prompts: Any
+    sft: Any
+    eval_sft: Any
+    preferences: Any
+    eval_preferences: Any
+    chat_template: str
+    chat_template_kwargs: Any
+    system: str | None
+    holdout: float | None
+
+
+class OfflineKeys(TypedDict, total=False):
+    """Keys of a section, all optional."""
+
+    preset: str | None
+    loss: Any
+
+
+class TrainKeywords(TypedDict, total=False):
+    """Settings of a call, all optional."""
+
+    run: RunKeys
+    data: Mapping[str, Any]
+    policy: PolicyKeys
+    reference: ReferenceKeys
+    critic: CriticKeys
+    sampling: SamplingKeys
+    overlap: OverlapKeys
+    batch: BatchKeys
+    sharding: ShardingKeys
+    schedule: ScheduleKeys
+    checkpoint: CheckpointKeys
+    logging: LoggingKeys
+    cost: CostKeys
+    eval: EvalKeys
+    guard: GuardKeys
+    lr: float
+    learning_rate: float
+    steps: int | None
+    epochs: float | None
+    seed: int
+    temperature: float
+    max_new_tokens: int
+
+
+class SftKeywords(TypedDict, total=False):
+    """Settings of a call, all optional."""
+
+    run: RunKeys
+    policy: PolicyKeys
+    reference: ReferenceKeys
+    critic: CriticKeys
+    reward: Any
+    sampling: SamplingKeys
+    algorithm: OfflineKeys
+    overlap: OverlapKeys
+    batch: BatchKeys
+    sharding: ShardingKeys
+    schedule: ScheduleKeys
+    checkpoint: CheckpointKeys
+    logging: LoggingKeys
+    cost: CostKeys
+    eval: EvalKeys
+    guard: GuardKeys
+    lr: float
+    learning_rate: float
+    steps: int | None
+    epochs: float | None
+    seed: int
+    temperature: float
+    max_new_tokens: int
+
+
+class PreferencesKeys(TypedDict, total=False):
+    """Keys of a section, all optional."""
+
+    path: str
+    split: str
+    limit: int | None
+    columns: Any
+    bad_rows: Literal["skip", "error"]
+    sources: Any
+    at_end: Literal["restart", "stop"]
+    stream: bool
+    shuffle_buffer: int
+    part: Any
+    max_tokens: int
+    too_long: Literal["skip", "truncate", "error"]
+
+
+class RewardModelDataKeys(TypedDict, total=False):
+    """Keys of a section, all optional."""
+
+    prompts: Any
+    eval_prompts: Any
+    sft: Any
+    eval_sft: Any
+    preferences: PreferencesKeys
+    eval_preferences: Any
+    chat_template: str
+    chat_template_kwargs: Any
+    system: str | None
+    holdout: float | None
+
+
+class RewardModelLossKeys(TypedDict, total=False):
+    """Keys of a section, all optional."""
+
+    use_margin: bool
+    centering: float
+
+
+class EnsembleKeys(TypedDict, total=False):
+    """Keys of a section, all optional."""
+
+    size: int
+    backbone: Literal["shared", "separate"]
+    vary: Any
+    member: int | None
+
+
+class CalibrationKeys(TypedDict, total=False):
+    """Keys of a section, all optional."""
+
+    data: Literal["chosen", "both", "none"]
+    limit: int
+
+
+class RewardModelKeywords(TypedDict, total=False):
+    """Settings of a call, all optional."""
+
+    run: RunKeys
+    data: RewardModelDataKeys
+    loss: RewardModelLossKeys
+    ensemble: EnsembleKeys
+    calibration: CalibrationKeys
+    batch: BatchKeys
+    sharding: ShardingKeys
+    schedule: ScheduleKeys
+    checkpoint: CheckpointKeys
+    logging: LoggingKeys
+    cost: CostKeys
+    eval: EvalKeys
+    guard: GuardKeys
+    lr: float
+    learning_rate: float
+    steps: int | None
+    epochs: float | None
+    seed: int
+
+
+class CompareKeywords(TypedDict, total=False):
+    """Settings of a call, all optional."""
+
+    run: RunKeys
+    data: Mapping[str, Any]
+    policy: PolicyKeys
+    reference: ReferenceKeys
+    critic: CriticKeys
+    sampling: SamplingKeys
+    algorithm: Mapping[str, Any]
+    overlap: OverlapKeys
+    batch: BatchKeys
+    sharding: ShardingKeys
+    schedule: ScheduleKeys
+    checkpoint: CheckpointKeys
+    logging: LoggingKeys
+    cost: CostKeys
+    eval: EvalKeys
+    guard: GuardKeys
+    lr: float
+    learning_rate: float
+    steps: int | None
+    epochs: float | None
+    seed: int
+    temperature: float
+    max_new_tokens: int
