@@ -17,7 +17,7 @@ from rlhf.data.conversation import Prompt
 from rlhf.data.files import load_rows
 from rlhf.data.formats import Completion, RowFormats, is_transcript
 from rlhf.data.rows import BadRow, Row, RowCounts
-from rlhf.data.templates import Rendered
+from rlhf.data.templates import Rendered, is_written_out
 from rlhf.data.tokenizer import Encoder
 from rlhf.errors import DataError
 
@@ -281,13 +281,14 @@ def _render_rows(
 
 
 def _keep_formatted_prompt(row: Row, parsed: T, encoder: Encoder, skips: RowCounts) -> T:
-    """Restore a text prompt that already contains the template's special tokens: it is not to be templated again."""
+    """Restore a text prompt that has the template's turns written out already: it is not to be templated again."""
     prompt = row.values.get("prompt")
     if encoder.template.choice != "auto" or isinstance(parsed.prompt, str) or not isinstance(prompt, str):
         return parsed
-    if not any(special in prompt for special in encoder.template.specials):
+    bos = encoder.tokenizer.bos_token
+    if not is_written_out(prompt, encoder.template, bos if isinstance(bos, str) else None):
         return parsed
-    skips.count("text prompts have special tokens written out already, and stay as they are")
+    skips.count("text prompts have the chat template's turns written out already, and stay as they are")
     item: Any = parsed  # every parsed row is a dataclass, which replace() needs
     return cast(T, replace(item, prompt=prompt))
 

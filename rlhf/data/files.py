@@ -218,9 +218,24 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         raise DataError(f"{path}: cannot be read: {one_line(error)}") from error
 
 
+def arrow_row(row: Mapping[str, object]) -> dict[str, object]:
+    """Return a row of an Arrow table without the nulls inside its columns.
+
+    Arrow gives the structs of a column one type, so that a tool call has a null for each argument of the other rows'
+    tools.
+    """
+    return {name: _without_nulls(value) for name, value in row.items()}
+
+
+def _without_nulls(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def _numbered_rows(rows: Iterable[Any], file: str) -> Iterator[Row]:
     for number, values in enumerate(rows, start=1):
-        yield Row(dict(values), file, number)
+        yield Row(arrow_row(values), file, number)
 
 
 def one_line(error: BaseException) -> str:
@@ -370,7 +385,7 @@ class ParquetReader:
             self._rows, self._offset = self._from(offset), offset
         values = list(islice(self._rows, count))
         self._offset += len(values)
-        rows = [Row(dict(row), str(self.path), number + i) for i, row in enumerate(values, start=1)]
+        rows = [Row(arrow_row(row), str(self.path), number + i) for i, row in enumerate(values, start=1)]
         return rows, self._offset, number + len(values)
 
     def _from(self, offset: int) -> Iterator[Mapping[str, object]]:
@@ -415,7 +430,7 @@ class DatasetsReader:
             self._iterator, self._offset = iter(self.rows.skip(offset)), offset
         values = list(islice(self._iterator, count))
         self._offset += len(values)
-        rows = [Row(dict(row), self.name, number + i) for i, row in enumerate(values, start=1)]
+        rows = [Row(arrow_row(row), self.name, number + i) for i, row in enumerate(values, start=1)]
         return rows, self._offset, number + len(values)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from rlhf.config.data import DataConfig, TrainableDataConfig
@@ -107,29 +108,13 @@ def _no_data_on_hub(name: str) -> str | None:
     """Return why the hub does not have a data set; None if it has it, if it is in the cache, or in offline mode."""
     import huggingface_hub
     from huggingface_hub import constants
-    from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 
-    cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets")
+    cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets").expanduser()
     offline = os.environ.get("HF_DATASETS_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES
-    if offline or (cache.expanduser() / name.lower().replace("/", "___")).is_dir():
-        return None
-    if (cache.expanduser() / name.replace("/", "___")).is_dir():
-        return None
-    try:
-        huggingface_hub.dataset_info(name, timeout=HUB_TIMEOUT_S)
-    except HFValidationError:
-        return missing(name)
-    except RepositoryNotFoundError:
-        return f"{name!r} is neither a file here nor a data set on the hub (or it is private: `hf auth login`)"
-    except OfflineModeIsEnabled:
+    folder = name.replace("/", "___")
+    if offline or constants.HF_HUB_OFFLINE or (cache / folder).is_dir() or (cache / folder.lower()).is_dir():
         return None  # the library that loads it answers at once
-    except Exception as error:  # whatever the HTTP client of the day raises
-        return f"{name!r} is no file here, and the hub could not be asked for it: {_first_line(error)}"
-    return None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return _ask_hub(name, partial(huggingface_hub.dataset_info, name, timeout=HUB_TIMEOUT_S), "file", "data set")
 
 
 def _not_on_hub(name: str) -> str | None:
@@ -138,23 +123,32 @@ def _not_on_hub(name: str) -> str | None:
     The libraries that load a model ask an unreachable hub for a minute; here it is asked once.
     """
     import huggingface_hub  # takes a third of a second, and only a hub id needs it
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        files = ("config.json", "tokenizer_config.json")
+        if any(isinstance(huggingface_hub.try_to_load_from_cache(name, file), str) for file in files):
+            return None
+    except HFValidationError:
+        return missing(name)
+    return _ask_hub(name, partial(huggingface_hub.model_info, name, timeout=HUB_TIMEOUT_S), "folder", "model")
+
+
+def _ask_hub(name: str, ask: Callable[[], object], local: str, kind: str) -> str | None:
+    """Return why the hub does not have `name`, a `kind` of thing that is no `local` file or folder; None if it has."""
     from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 
     try:
-        cached = (
-            huggingface_hub.try_to_load_from_cache(name, file) for file in ("config.json", "tokenizer_config.json")
-        )
-        if any(isinstance(file, str) for file in cached):
-            return None
-        huggingface_hub.model_info(name, timeout=HUB_TIMEOUT_S)
+        ask()
     except HFValidationError:
         return missing(name)
     except RepositoryNotFoundError:
-        return f"{name!r} is neither a folder here nor a model on the hub (or it is private: `hf auth login`)"
+        return f"{name!r} is neither a {local} here nor a {kind} on the hub (or it is private: `hf auth login`)"
     except OfflineModeIsEnabled:
-        return f"{name!r} is neither a folder here nor in the hub's cache, and HF_HUB_OFFLINE is set"
+        return f"{name!r} is neither a {local} here nor in the hub's cache, and HF_HUB_OFFLINE is set"
     except Exception as error:  # whatever the HTTP client of the day raises
-        return f"{name!r} is no folder here, and the model hub could not be asked for it: {_first_line(error)}"
+        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return f"{name!r} is no {local} here, and the hub could not be asked for it: {line}"
     return None
 
 

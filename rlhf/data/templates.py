@@ -53,6 +53,8 @@ class Template:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     system: str | None = None
     specials: tuple[str, ...] = ()  # the tokenizer's special tokens, the longest first
+    end: str | None = None  # the special token that ends an assistant's turn of plain text
+    starts: tuple[str, ...] = ()  # how a text begins that has the template's turns written out
 
     def source_for(self, tools: Tools) -> str | None:
         """Return the Jinja source for a conversation with these tools."""
@@ -70,7 +72,11 @@ def choose_template(tokenizer: PreTrainedTokenizerBase, choice: str | ChatFormat
     if template.source is None and (chat.kwargs or chat.system is not None):
         key = "data.system" if chat.system is not None else "data.chat_template_kwargs"
         raise DataError(f"{key} is given to a chat template, and {_no_template_reason(template)}. Leave it out.")
-    return replace(template, kwargs=chat.kwargs, system=chat.system, specials=special_texts(tokenizer))
+    template = replace(template, kwargs=chat.kwargs, system=chat.system, specials=special_texts(tokenizer))
+    if template.source is None:
+        return template
+    renderer = TemplateRenderer(tokenizer, template)
+    return replace(template, end=_find_turn_end(renderer), starts=_find_turn_starts(renderer))
 
 
 def _load_template(tokenizer: PreTrainedTokenizerBase, choice: str) -> Template:
@@ -102,16 +108,52 @@ def turn_end_id(tokenizer: PreTrainedTokenizerBase, template: Template) -> int |
 
     It need not be the tokenizer's EOS: Gemma's is <end_of_turn>, Phi-3's <|end|>.
     """
-    if template.source is None:
-        return None
-    try:
-        writer = TemplateRenderer(tokenizer, template)
-        text = writer.turn([{"role": "user", "content": "x"}], {"role": "assistant", "content": _PROBES[0]}).text
-    except BadRow:
-        return None
-    end = next((special for special in template.specials if text.endswith(special)), None)
+    end = template.end
     end_id = tokenizer.convert_tokens_to_ids(end) if end is not None else None
     return end_id if isinstance(end_id, int) else None
+
+
+def _find_turn_end(renderer: TemplateRenderer) -> str | None:
+    """Return the special token that ends an assistant's turn of plain text, or None if it ends with none."""
+    try:
+        text = renderer.turn([{"role": "user", "content": "x"}], assistant_turn(_PROBES[0])).text
+    except BadRow:
+        return None
+    return next((special for special in renderer.template.specials if text.endswith(special)), None)
+
+
+def _find_turn_starts(renderer: TemplateRenderer) -> tuple[str, ...]:
+    """Return how a conversation, one with a system prompt, and a user's later turn begin in this template."""
+    user: Message = {"role": "user", "content": _PROBES[0]}
+    answer = assistant_turn(_PROBES[1])
+    cases: list[tuple[list[Message], list[Message]]] = [
+        ([], [user]),
+        ([], [{"role": "system", "content": _PROBES[0]}, user]),
+        ([user, answer], [{"role": "user", "content": _PROBES[1]}]),
+    ]
+    starts: list[str] = []
+    for history, turns in cases:
+        try:
+            before = renderer.write(history, answer=False) if history else ""
+            text = renderer.write([*history, *turns], answer=False).removeprefix(before)
+        except BadRow:  # the template takes no system prompt
+            continue
+        starts.append(_first_marker(text.partition(str(turns[0]["content"]))[0].strip(), renderer))
+    return tuple(dict.fromkeys(start for start in starts if start))
+
+
+def _first_marker(header: str, renderer: TemplateRenderer) -> str:
+    """Return the special token at a header's start, BOS left out; else the whole header, unless it is BOS alone."""
+    bos = renderer.tokenizer.bos_token
+    rest = header.removeprefix(bos).lstrip() if isinstance(bos, str) else header
+    return next((special for special in renderer.template.specials if rest.startswith(special)), header if rest else "")
+
+
+def is_written_out(text: str, template: Template, bos: str | None) -> bool:
+    """Return whether a text has the template's turns written out already: it begins as a turn does, or BOS and that."""
+    bare = text.lstrip()
+    body = bare.removeprefix(bos).lstrip() if bos else bare
+    return bare.startswith(template.starts) or body.startswith(template.starts)
 
 
 @dataclass(frozen=True)
@@ -173,7 +215,7 @@ class TemplateRenderer:
         text = whole[len(start) :]
         if not text.strip():
             raise BadRow("the chat template makes nothing of the completion")
-        return TurnText(start, text[: turn_end(text, self.template.specials)])
+        return TurnText(start, text[: turn_end(text, self.template)])
 
     def _turn_with_thought(
         self, before: str, conversation: Sequence[Message], answer: Message, whole: str
@@ -198,7 +240,7 @@ class TemplateRenderer:
         """Return what the template writes after an answer, up to and including its end-of-turn token."""
         whole = self.write([*conversation, assistant_turn(_PROBES[0])], answer=False)
         after = whole[whole.rfind(_PROBES[0]) + len(_PROBES[0]) :]
-        return after[: turn_end(after, self.template.specials)]
+        return after[: turn_end(after, self.template)]
 
     def _header(self, before: str, conversation: Sequence[Message]) -> str | None:
         """Return the start that the generation prompt shares with the answered conversation, whatever the answer.
@@ -208,7 +250,7 @@ class TemplateRenderer:
         answered = [self.write([*conversation, assistant_turn(probe)], answer=False) for probe in _PROBES]
         header = before[: min(_common_prefix_length(before, text) for text in answered)]
         prompt = self.write(conversation, answer=False)
-        return header if header and header.startswith(prompt[: turn_end(prompt, self.template.specials)]) else None
+        return header if header and header.startswith(prompt[: turn_end(prompt, self.template)]) else None
 
     def write(self, conversation: Sequence[Message], *, answer: bool) -> str:
         """Render a conversation; with `answer`, the text ends with the header of the assistant's turn."""
@@ -263,15 +305,20 @@ def _no_template_reason(template: Template) -> str:
     return "data.chat_template is none" if template.choice == "none" else "the tokenizer has no chat template"
 
 
-def turn_end(text: str, specials: Sequence[str]) -> int:
-    """Return where the last turn of `text` ends: after the first of the special tokens at the end of the text.
+def turn_end(text: str, template: Template) -> int:
+    """Return where the last turn of `text` ends.
 
-    White space may stand between and after these tokens. Without any, the turn is the whole text.
+    Of the special tokens at the end of the text, which white space may separate, it ends after the one that ends a turn
+    of plain text (LFM2 writes <|tool_call_end|><|im_end|> after a tool call), else after the first. Without any, the
+    turn is the whole text.
     """
     end, rest = len(text), text
-    while special := next((token for token in specials if rest.rstrip().endswith(token)), None):
-        end = len(rest.rstrip())
-        rest = rest.rstrip().removesuffix(special)
+    while special := next((token for token in template.specials if rest.rstrip().endswith(token)), None):
+        rest = rest.rstrip()
+        end = len(rest)
+        if special == template.end and not rest.removesuffix(special).rstrip().endswith(special):
+            return end
+        rest = rest.removesuffix(special)
     return end
 
 
@@ -393,7 +440,7 @@ def _marked_turns(
     whole, specials = marked[0], writer.template.specials
     spans = [marked[1][answers.index(i)] for i in turns]
     start, (last_start, last_end) = spans[0][0], spans[-1]
-    end = last_start + turn_end(whole[last_start:last_end], specials)
+    end = last_start + turn_end(whole[last_start:last_end], writer.template)
     learned = ((a - start, b - start) for a, b in [*spans[:-1], (last_start, end)])
     # A block may end before the end-of-turn token.
     end_token = next((token for token in specials if whole.startswith(token, end)), "")

@@ -245,7 +245,7 @@ class FastWays:
     def lines(self) -> list[str]:
         """Describe the fast paths for the user: one line, then the reasons."""
         on, off = ([name for name, is_on in self.ways.items() if is_on == wanted] for wanted in (True, False))
-        line = f"fast ways on: {', '.join(on) or 'none'}" + (f"; off: {', '.join(off)}" if off else "")
+        line = f"optimizations on: {', '.join(on) or 'none'}" + (f"; off: {', '.join(off)}" if off else "")
         return [line, *dict.fromkeys(self.reasons)]
 
     def under_zero(self, stage: int) -> FastWays:

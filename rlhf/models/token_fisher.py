@@ -74,8 +74,8 @@ class TokenFisher:
             F v = sum_t J_t' (diag(p_t) - p_t p_t') J_t v
 
         J v by forward-mode differentiation, without a graph; J' u by an ordinary backward pass, which runs the same
-        fast ways as the loss. Against differentiating the KL twice (Pearlmutter 1994) this is the same matrix with less
-        memory: no graph of a gradient is kept, and the logits need not all be there at once.
+        optimizations as the loss. Against differentiating the KL twice (Pearlmutter 1994) this is the same matrix with
+        less memory: no graph of a gradient is kept, and the logits need not all be there at once.
 
         Raises:
             ModelError: an operation of the model has no forward-mode derivative.

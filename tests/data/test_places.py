@@ -86,6 +86,7 @@ def test_a_data_set_and_a_tokenizer_of_the_hub_are_asked_for_once(
         raise ConnectionError("Name or service not known")
 
     monkeypatch.delenv("HF_DATASETS_OFFLINE", raising=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub, "dataset_info", unreachable)
     monkeypatch.setattr(huggingface_hub, "model_info", unreachable)

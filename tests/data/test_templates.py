@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from rlhf.config.data import ChatFormat, PreferencesConfig, PromptsConfig, SftConfig
 from rlhf.data.pairs import DemonstrationSet, PairSet, load_demonstrations, load_pairs
 from rlhf.data.prompts import MESSAGES, PromptSet, load_prompts
-from rlhf.data.templates import turn_end
+from rlhf.data.templates import Template, turn_end
 from rlhf.data.tokenizer import load_tokenizer, make_encoder, stop_token_ids
 from rlhf.errors import DataError
 
@@ -258,7 +258,7 @@ def test_texts_transcripts_and_written_out_prompts_stay_what_they_are(write: Wri
     written = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     dataset = prompts(write([{"prompt": written}]), tokenizer)
     assert dataset.texts == (written,)
-    assert "1 text prompts have special tokens written out already" in dataset.skips.summary()
+    assert "1 text prompts have the chat template's turns written out already" in dataset.skips.summary()
     cut = prompts(write([{"prompt": "Hi there"}]), tokenizer, first_tokens=2)
     assert cut.texts == ("Hi",)
 
@@ -327,7 +327,37 @@ def test_pairs_that_part_at_what_the_user_says_are_bad_rows(write: Write) -> Non
     ],
 )
 def test_where_a_turn_ends(text: str, end: int) -> None:
-    assert turn_end(text, ("<eos>", "<e>")) == end
+    assert turn_end(text, Template("", True, "auto", specials=("<eos>", "<e>"), end="<e>")) == end
+
+
+def test_a_turn_with_a_tool_call_ends_as_one_of_text_does() -> None:
+    """LFM2 writes <|tool_call_end|><|im_end|>; the end of the turn was not learned."""
+    template = Template("", True, "auto", specials=("<|tool_call_end|>", "<|im_end|>", "<eos>"), end="<|im_end|>")
+    text = "call<|tool_call_end|><|im_end|>\n"
+    assert turn_end(text, template) == len(text) - 1
+    assert turn_end(f"{text}<eos>", template) == len(text) - 1
+    assert turn_end("call<|tool_call_end|>", template) == len("call<|tool_call_end|>")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("text", ["{end}", "Price: <s>9</s> 7", "What is {end} for?", "<file> {eos}", "{bos}Hello"])
+def test_a_special_token_in_a_prompt_takes_nothing_away_from_the_template(name: str, text: str, write: Write) -> None:
+    """A prompt with any special token in it lost its template and its system prompt."""
+    family = FAMILIES[name]
+    tokenizer = family.tokenizer()
+    content = text.format(end=family.end, eos=family.eos, bos=tokenizer.bos_token or "")
+    texts = prompts(write([{"prompt": content}]), tokenizer).texts
+    assert texts == prompts(write([{"messages": [user(content)]}]), tokenizer).texts
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_in_the_words_of_the_template_stays(name: str, write: Write) -> None:
+    tokenizer = FAMILIES[name].tokenizer()
+    turns = [user("Hi"), assistant("Yes"), user("And?")]
+    for conversation in ([user("Hi")], turns):
+        text = str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+        for written in (text, text.removeprefix(tokenizer.bos_token or "")):
+            assert prompts(write([{"prompt": written}]), tokenizer).texts == (written,)
 
 
 def test_a_cut_conversation_keeps_its_mask_in_step(write: Write) -> None:

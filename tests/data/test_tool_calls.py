@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from made_tokenizers import byte_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.data import ChatFormat, SftConfig
 from rlhf.data.conversation import messages
+from rlhf.data.files import Cursor, LazyDataset, load_rows
 from rlhf.data.pairs import DemonstrationSet, load_demonstrations
+from rlhf.data.rows import RowCounts
 from rlhf.errors import DataError
 
 Write = Callable[..., str]
@@ -88,3 +92,15 @@ def test_arguments_beside_the_name_are_read_as_json_too() -> None:
     flat = {"role": "assistant", "content": "", "tool_calls": [{"name": "look", "arguments": '{"a": 1}'}]}
     assert messages(flat, "x")[0]["tool_calls"] == [{"name": "look", "arguments": {"a": 1}}]
     assert json.loads(json.dumps(flat))["tool_calls"][0]["arguments"] == '{"a": 1}'  # the row is as it was
+
+
+def test_a_call_of_a_parquet_file_has_its_own_arguments_alone(tmp_path: Path) -> None:
+    """Arrow gave each call a null for every argument of the other rows' tools."""
+    other = row({"amount": 3})
+    path = tmp_path / "rows.parquet"
+    Dataset.from_list([row({"city": "Rome"}), other]).to_parquet(path)
+    config = SftConfig(path=str(path))
+    for rows in (load_rows(config), LazyDataset(config).read(Cursor(), 2, RowCounts("rows"))[0]):
+        turns: list[Any] = [item.values["messages"] for item in rows]
+        arguments = [messages[1]["tool_calls"][0]["function"]["arguments"] for messages in turns]
+        assert arguments == [{"city": "Rome"}, {"amount": 3}]

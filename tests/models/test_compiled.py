@@ -93,8 +93,8 @@ def lines(model: Any) -> list[str]:
 
 def test_a_run_says_that_its_layers_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     as_if_compiled(monkeypatch, PLAIN)
-    assert lines(tiny()) == ["fast ways on: no padding, written-out layers, compiled layers"]
-    assert lines(adapted("qwen3")) == ["fast ways on: no padding, written-out layers, compiled layers"]
+    assert lines(tiny()) == ["optimizations on: no padding, written-out layers, compiled layers"]
+    assert lines(adapted("qwen3")) == ["optimizations on: no padding, written-out layers, compiled layers"]
 
 
 def test_a_run_that_does_not_ask_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_what_cannot_be_compiled_stays_eager_and_is_said(
     right, _ = gradients(model, BATCHES["alone"])
     as_if_compiled(monkeypatch, functions, graphs=graphs)
     line, explanation = lines(model)
-    assert line == "fast ways on: no padding, written-out layers; off: compiled layers"
+    assert line == "optimizations on: no padding, written-out layers; off: compiled layers"
     assert explanation == f"layers are not compiled: {reason}"
     assert torch.equal(gradients(model, BATCHES["alone"])[0], right)
 

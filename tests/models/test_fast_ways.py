@@ -1,4 +1,4 @@
-"""What a run says of its fast ways."""
+"""What a run says of its optimizations."""
 
 from __future__ import annotations
 

@@ -139,7 +139,8 @@ def test_a_model_that_does_more_to_its_logits_keeps_it(make: Callable[[], PreTra
     models = Models(policy=model, temperature=T, dtype="float64", device=CPU)
     line, reason = models.fast_ways().lines()
     assert (
-        line == "fast ways on: none; off: log-probabilities in chunks, no padding, written-out layers, shared prompts"
+        line
+        == "optimizations on: none; off: log-probabilities in chunks, no padding, written-out layers, shared prompts"
     )
     assert "naive" in reason
 

@@ -230,7 +230,7 @@ FORWARD = [
         file="rlhf/models/kernels/llama/compiled.py",
         before="        if not count_graphs():",
         after="        if count_graphs() < 0:",
-        why="the line of fast ways says compiled where torch's compiler is switched off: slower, and nothing says so",
+        why="the line says compiled where torch's compiler is switched off: slower, and nothing says so",
         tests=COMPILED,
     ),
     Mutant(

@@ -171,8 +171,8 @@ OFFLINE = [
     Mutant(
         name="turn-ends-with-what-follows-it",
         file="rlhf/data/templates.py",
-        before="        end = len(rest.rstrip())\n        rest = rest",
-        after="        end = len(text.rstrip())\n        rest = rest",
+        before="        end = len(rest)\n",
+        after="        end = len(text.rstrip())\n",
         why="a completion of Phi-3 ends with EOS behind its <|end|>, and is scored where no sampled one ends",
         tests=("tests/data/test_templates.py",),
     ),
