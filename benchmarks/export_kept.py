@@ -5,9 +5,9 @@
         --json benchmarks/results/export_kept.json
 
 PPO, GRPO, DPO and the reward model run with the shipped configurations, learning rates and schedules included, on a
-model published in bfloat16. Cut are batches (2 prompts, 4 completions for GRPO, 2 pairs), completions (4 tokens),
-evaluation and checkpoints in between. PPO's reward and GRPO's is a function of the text. Results are added to the JSON
-file run by run, so that the command can be repeated with other --algorithms and --steps.
+model published in bfloat16. Cut are batches (8 prompts for PPO; 2 prompts of 4 completions for GRPO; 2 pairs),
+completions (4 tokens), evaluation and checkpoints in between. PPO's reward and GRPO's is a function of the text.
+Results are added to the JSON file run by run, so that the command can be repeated with other --algorithms and --steps.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def train(name: str, model: str, steps: int, folder: Path) -> rlhf.RunResult:
     where: dict[str, Any] = {"config": config, "folder": folder, "quiet": True}
     cut: dict[str, Any] = {
         "run.device": "cpu",
-        "batch.prompts_per_step": 2,
+        "batch.prompts_per_step": 8 if algorithm == "ppo" else 2,
         "schedule.steps": steps,
         "schedule.epochs": None,
         "eval.every": 0,
