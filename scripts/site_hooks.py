@@ -12,6 +12,7 @@ from mkdocs.utils import get_relative_url
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<=\]\()(?:\.\./)+[^)\s#]+")
 IMAGES = (".png", ".svg")
+BOOSTS = (("api/", 0.2), ("experiments/", 0.3), ("configuration/", 0.5), ("", 2.0))  # a user's question is for a guide
 
 
 def outside(link: str, page: str) -> str | None:
@@ -38,7 +39,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Replace those links by links to the copies."""
+    """Replace those links by links to the copies, and weigh the page for the search."""
+    page.meta.setdefault("search", {"boost": next(b for folder, b in BOOSTS if page.file.src_uri.startswith(folder))})
     here = PurePosixPath(page.file.src_uri)
 
     def rewrite(match: re.Match[str]) -> str:

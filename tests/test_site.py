@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -59,6 +61,33 @@ def test_the_navigation_has_these_parts() -> None:
     assert parts == ["Home", "Get started", "Guides", "Algorithms", "Results", "Reference"]
 
 
+# What a user types into the search, and the pages that answer it.
+QUESTIONS: dict[str, list[str]] = {
+    "install": ["installing"],
+    "use my own data": ["own_model_and_data", "data"],
+    "preference data format": ["data"],
+    "custom reward function": ["own_reward"],
+    "ppo or dpo": ["choosing", "compare"],
+    "out of memory": ["troubleshooting"],
+    "resume a run": ["reliability", "run_folder"],
+    "lora": ["models"],
+    "learning rate": ["hyperparameters", "configuration"],
+    "trl migration": ["coming_from_trl"],
+    "multiple gpus deepspeed": ["distributed"],
+    "kl penalty": ["algorithms/ppo", "reward_hacking", "glossary"],
+    "grpo": ["algorithms/grpo"],
+    "reward model": ["algorithms/reward_model"],
+    "wandb": ["metrics", "configuration", "python", "run_folder"],
+    "chat template": ["data"],
+    "reward hacking": ["reward_hacking"],
+    "push to hub": ["sharing"],
+    "compare algorithms": ["compare"],
+    "loss is nan": ["troubleshooting"],
+    "bfloat16": ["speed", "models", "configuration"],
+    "gsm8k evaluation": ["evaluation_suites"],
+}
+
+
 @pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("material", "mkdocstrings")),
     reason="the site is not built: bash scripts/setup.sh docs",
@@ -76,6 +105,18 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert not re.findall(r'(?:src|href)="https?://[^"]*\.(?:js|css|woff2?)"', first), "a page needs another host"
     assert "compute_advantages" in (tmp_path / "api" / "algo" / "index.html").read_text(encoding="utf-8")
     assert (tmp_path / "repository" / "configs" / "compare.yaml.txt").is_file()
+    if shutil.which("node") is not None:
+        check_the_search(tmp_path)
+
+
+def check_the_search(site: Path) -> None:
+    """Each question has its page among the first three that the site's own search finds."""
+    ask = ["node", str(ROOT / "tests" / "site_search.mjs"), str(site)]
+    answered = subprocess.run(ask, input=json.dumps(QUESTIONS), capture_output=True, text=True, check=True)
+    found: dict[str, list[str]] = json.loads(answered.stdout)
+    missed = {question: found[question] for question, wanted in QUESTIONS.items() if not {*wanted} & {*found[question]}}
+    assert len(QUESTIONS) >= 20
+    assert missed == {}
 
 
 def test_every_common_question_leads_to_its_page() -> None:
