@@ -64,7 +64,9 @@ def draw(arms: dict[str, dict[str, Any]]) -> None:
     for name, values in arms.items():
         value, low, high = values["gain"]
         axes.errorbar(values["kl"], value, yerr=[[value - low], [high - value]], fmt="o", capsize=3, color="#2a5db0")
-        axes.annotate(NAMES[name], (values["kl"], value), xytext=(7, 5), textcoords="offset points")
+        beside = name == "grpo"  # whose bar is next to PPO's
+        place, offset = ((values["kl"], value), (28, 5)) if beside else ((values["kl"], high), (0, 3))
+        axes.annotate(NAMES[name], place, xytext=offset, textcoords="offset points", ha="center")
     axes.axhline(0, color="#888888", linewidth=0.8)
     axes.set_xlabel("KL to the start model, nats per completion")
     axes.set_ylabel("gain on IFEval, points")
