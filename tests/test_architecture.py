@@ -45,7 +45,7 @@ HIGH_LAB = {"rlhf.lab.build", "rlhf.lab.preferences"}
 WORLD_OF_OURS = {"rlhf.errors", "rlhf.types"}
 
 # These take seconds to import; the mathematics must be importable without any of them.
-HEAVY = {"transformers", "datasets", "peft", "accelerate", "evaluate", "plotly", "sklearn", "pandas", "deepspeed"}
+HEAVY = {"transformers", "datasets", "peft", "accelerate", "evaluate", "sklearn", "pandas", "deepspeed"}
 
 
 def inside(name: str, roots: set[str]) -> bool:

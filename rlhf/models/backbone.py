@@ -305,6 +305,8 @@ def body_of(model: CausalLM) -> nn.Module:
     """Return the transformer without its LM head, adapters in place."""
     base = base_model(model)
     body = base.base_model
+    if body is base:  # Llama 4's text model names its prefix after the part of the larger model that it is
+        body = base.model
     assert isinstance(body, nn.Module)
     return body
 

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig as HfConfig
 
 from rlhf.batching import place_live
 from rlhf.config.sections import HeadInit, Packing
@@ -228,8 +229,19 @@ def _load_classifier(
             locate_model(path).name, config=config, dtype=weight_dtype(dtype), trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"cannot load a scalar-head model from {path!r}: {error}") from error
+        raise _cannot_load(path, config, error) from error
     return classifier
+
+
+def _cannot_load(path: str, config: HfConfig, error: Exception) -> ModelError:
+    """Build the error of a classifier that cannot be loaded; transformers lists every class that it has."""
+    if not str(error).startswith("Unrecognized configuration class"):
+        return ModelError(f"cannot load a scalar-head model from {path!r}: {error}")
+    return ModelError(
+        f"{path!r}: transformers has no sequence classifier for models of type {config.model_type}, so that it can be "
+        "neither a critic nor a reward model. Take another model (critic.init, model.model), critic.shared=true, or an "
+        "algorithm without a critic (algorithm.preset=grpo)"
+    )
 
 
 def _on_backbone_of(causal: PreTrainedModel, path: str) -> PreTrainedModel:
@@ -239,7 +251,7 @@ def _on_backbone_of(causal: PreTrainedModel, path: str) -> PreTrainedModel:
     try:
         classifier: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=causal.dtype)
     except ValueError as error:
-        raise ModelError(f"cannot load a scalar-head model from {path!r}: {error}") from error
+        raise _cannot_load(path, config, error) from error
     classifier.base_model.load_state_dict(causal.base_model.state_dict(), assign=True)
     return classifier
 

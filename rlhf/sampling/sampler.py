@@ -94,6 +94,8 @@ def fast_unsupported_reason(model: CausalLM) -> str | None:
         return f"{name} is not a decoder-only model"
     if not getattr(plain, "_supports_attention_backend", False):
         return f"the attention of {name} cannot be given another cache"
+    if getattr(config, "kv_lora_rank", None):
+        return f"{name} has latent attention, whose keys and values differ in width"
     kinds = set(getattr(config, "layer_types", None) or ()) - LAYERS
     if kinds:
         return f"{name} has layers of type {', '.join(sorted(kinds))}"

@@ -73,7 +73,7 @@ def test_the_command_line_prints_nothing_of_its_libraries(tmp_path: Path) -> Non
     command = [sys.executable, "-m", "rlhf", "train", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "NO_COLOR": "1"})
     first_words = {line.split()[0] for line in (done.stdout + done.stderr).splitlines()}
-    assert first_words <= {str(tmp_path / "sft.jsonl:"), "sft", "fast", "step", "the", "model", "report"}
+    assert first_words <= {str(tmp_path / "sft.jsonl:"), "sft", "optimizations", "step", "the", "model", "report"}
 
 
 def test_checkpoints_are_exact_and_otherwise_as_published(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from rlhf.models.kernels.cast import HALF_DTYPES
@@ -225,12 +225,12 @@ def _from_rectangle(states: Float[Tensor, "R H W d"], places: RectangleIndex) ->
 def packed_attention(
     query: Float[Tensor, "1 H N d"],
     key: Float[Tensor, "1 K N d"],
-    value: Float[Tensor, "1 K N d"],
+    value: Float[Tensor, "1 K N e"],
     *,
     rows: PackedBatch,
     scale: float | None,
-) -> Float[Tensor, "1 N H d"]:
-    """Compute causal attention within each row.
+) -> Float[Tensor, "1 N H e"]:
+    """Compute causal attention within each row; values may be narrower than keys (latent attention).
 
     Raises:
         RuntimeError: the rows were laid out for a kernel in 16 bits, and these are not.
@@ -240,8 +240,10 @@ def packed_attention(
         low = compute_dtype(query)
         if low not in HALF_DTYPES:
             raise RuntimeError(f"rows laid out for attention in 16 bits met {low}: enter autocast before packing them")
+        width = value.shape[-1]
+        value = pad(value, (0, key.shape[-1] - width))  # the kernel wants one width
         query, key, value = (states[0].transpose(0, 1).to(low) for states in (query, key, value))
-        return varlen_attention(query, key, value, layout, scale=scale)[None]
+        return varlen_attention(query, key, value, layout, scale=scale)[None, ..., :width]
     first = [_to_rectangle(states, layout.first) for states in (query, key, value)]
     second = (
         [_to_rectangle(states, layout.second) for states in (query, key, value)] if layout.second is not None else []
@@ -315,12 +317,12 @@ def _attention(
 def _attention_by_products(
     query: Float[Tensor, "R H W d"],
     key: Float[Tensor, "R K P d"],
-    value: Float[Tensor, "R K P d"],
+    value: Float[Tensor, "R K P e"],
     *,
     groups: int,
     mask: Bool[Tensor, "R 1 W P"] | None,
     scale: float | None,
-) -> Float[Tensor, "R H W d"]:
+) -> Float[Tensor, "R H W e"]:
     """Compute attention by two batched products, with the heads of a group as rows of one matrix.
 
     softmax(scale Q K^T) V, for short rows in 16 bits on a CPU, where the backward pass of torch's own kernel takes
@@ -331,7 +333,7 @@ def _attention_by_products(
     scores = torch.matmul(scaled, key.transpose(2, 3)).view(rows, heads // groups, groups, width, -1)
     visible = mask[:, :, None] if mask is not None else _causal(width, query.device)
     weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1).view(rows, heads // groups, groups * width, -1)
-    return torch.matmul(weights, value).view(rows, heads, width, dim)
+    return torch.matmul(weights, value).view(rows, heads, width, value.shape[-1])
 
 
 def _causal(width: int, device: torch.device) -> Bool[Tensor, "W W"]:
