@@ -23,8 +23,9 @@ from transformers import PreTrainedTokenizerBase
 from reward_model.model import score_rows
 from reward_model.source import OWN_TEMPLATE, encode_rows, render_for_reward_model, truncate_row
 from rlhf.config.data import ChatFormat
-from rlhf.data.conversation import is_messages
+from rlhf.data.conversation import is_messages, messages
 from rlhf.data.prompts import MESSAGES
+from rlhf.data.rows import BadRow
 from rlhf.data.tokenizer import left_pad, make_encoder, right_pad, vocabulary_digest
 from rlhf.errors import DataError, RewardError
 from rlhf.models.backbone import context_length, freeze
@@ -316,7 +317,14 @@ def _messages(references: Any, count: int) -> tuple[object, ...]:
     if not isinstance(references, list) or len(references) != count:
         return ()
     sent = [row.get(MESSAGES) if isinstance(row, dict) else None for row in references]
-    return tuple(messages if is_messages(messages) else None for messages in sent)
+    given = [turns if is_messages(turns) else None for turns in sent]
+    for number, turns in enumerate(given):
+        try:
+            if turns is not None:
+                messages(turns, f"references[{number}].{MESSAGES}")
+        except BadRow as bad:
+            raise DataError(str(bad)) from bad
+    return tuple(given)
 
 
 def _texts(body: dict[str, Any], key: str) -> list[str]:

@@ -105,8 +105,8 @@ def _no_dropout(config: HfConfig) -> None:
     for name, value in list(vars(config).items()):
         if isinstance(value, HfConfig):
             _no_dropout(value)
-        elif isinstance(value, float) and ("drop" in name or name.endswith("pdrop")):
-            setattr(config, name, 0.0)
+        elif isinstance(value, float) and ("drop" in name or name.endswith("jitter_noise")):
+            setattr(config, name, 0.0)  # the jitter of mixtures of experts is noise in train mode too
 
 
 def load_causal_lm(

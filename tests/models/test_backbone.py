@@ -77,6 +77,16 @@ def test_dropout_is_off_even_in_training_mode(family: str, tmp_path: Path) -> No
     assert torch.equal(logprobs(model), logprobs(align_weights(dropping.eval())))
 
 
+def test_the_jitter_of_experts_is_off_even_in_training_mode(tmp_path: Path) -> None:
+    """It is drawn anew in each pass, so that the ratio of PPO is not 1 in the first one."""
+    path = saved(tiny("mixtral", num_local_experts=2, router_jitter_noise=0.5), tmp_path)
+    noisy = AutoModelForCausalLM.from_pretrained(path).train()
+    assert not torch.equal(logprobs(noisy), logprobs(noisy))
+    model = load_policy(PolicyConfig(model=path), path, tokenizer())
+    assert model.training
+    assert torch.equal(logprobs(model), logprobs(model))
+
+
 def test_the_folders_own_generation_settings_are_dropped(tmp_path: Path) -> None:
     path = saved(tiny(), tmp_path)
     GenerationConfig(

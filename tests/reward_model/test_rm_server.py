@@ -171,6 +171,11 @@ def test_many_at_once_are_scored_together_and_each_gets_its_own(served: Served, 
             422,
             "tokens.completions must be a list of 1 lists",
         ),
+        (
+            {"prompts": ["t3"], "completions": ["t4"], "references": [{"prompt_messages": [1, {"role": "user"}]}]},
+            422,
+            "references[0].prompt_messages is not a list of messages",
+        ),
     ],
 )
 def test_a_bad_request_is_a_4xx_that_says_why(served: Served, body: Any, status: int, message: str) -> None:
