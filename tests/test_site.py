@@ -113,8 +113,8 @@ def check_the_search(site: Path) -> None:
     """Each question has its page among the first three that the site's own search finds."""
     ask = ["node", str(ROOT / "tests" / "site_search.mjs"), str(site)]
     answered = subprocess.run(ask, input=json.dumps(QUESTIONS), capture_output=True, text=True, check=True)
-    answers: dict[str, list[str]] = json.loads(answered.stdout)
-    missed = {question: answers[question] for question, wanted in QUESTIONS.items() if not {*wanted} & {*answers[question]}}
+    pages: dict[str, list[str]] = json.loads(answered.stdout)
+    missed = {question: pages[question] for question, wanted in QUESTIONS.items() if not {*wanted} & {*pages[question]}}
     assert len(QUESTIONS) >= 20
     assert missed == {}
 
