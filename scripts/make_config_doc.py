@@ -18,10 +18,10 @@ from doc_links import link_pages, link_papers
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from rlhf.config.base import Section
 from rlhf.config.compare import CompareConfig
 from rlhf.config.presets import PRESETS
 from rlhf.config.sections import RewardModelConfig, TrainSections
+from rlhf.section import Section
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "configuration"
 ROOTS: tuple[tuple[str, type[Section]], ...] = (

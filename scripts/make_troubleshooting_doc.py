@@ -12,8 +12,8 @@ from doc_links import code_spans, link_pages, link_papers
 
 from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
 from rlhf.guard.alarms import ALARMS, Alarm
-from rlhf.guard.lint import RULES
-from rlhf.guard.rule import Rule
+from rlhf.guard.lint import all_rules
+from rlhf.section import Rule
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "troubleshooting.md"
 TEMPLATE = Path(__file__).resolve().parent / "templates" / "troubleshooting.md"
@@ -28,7 +28,7 @@ def page() -> str:
 
     def fill(place: re.Match[str]) -> str:
         if place[1] == "rules":
-            return "\n".join(_row(rule) for rule in RULES if rule.level == place[2])
+            return "\n".join(_row(rule) for rule in all_rules() if rule.level == place[2])
         if place[1] == "alarms":
             return "\n".join(_alarm(alarm) for alarm in ALARMS if alarm.name in place[2].split(", "))
         rest = [_alarm(alarm) for alarm in ALARMS if alarm.name not in placed]

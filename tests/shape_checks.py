@@ -24,6 +24,7 @@ from beartype.roar import BeartypeDecorHintPep585DeprecationWarning
 from jaxtyping import AbstractArray, AbstractDtype, jaxtyped
 
 PACKAGES = ("rlhf", "reward_model")
+QUICK = ("rlhf.algorithms.", "rlhf.rewards.", "rlhf.suites.")  # modules that import torch for annotations only
 DECORATOR = "decorate_with_checks"  # a global of every module that is checked
 CHECKED_CALLS = 16  # of each function in each test
 
@@ -102,6 +103,13 @@ def _is_shaped(name: str, names: Mapping[str, Any]) -> bool:
     return isinstance(value, type) and issubclass(value, AbstractArray | AbstractDtype)
 
 
+def _with_types_at_the_end(tree: ast.Module) -> ast.Module:
+    """Import after everything else what a module imports for its annotations only: the checks look the names up."""
+    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    body = [node for node in tree.body if node not in blocks]
+    return ast.Module([*body, *(inner for block in blocks for inner in block.body)], tree.type_ignores)
+
+
 class _AddDecorator(ast.NodeTransformer):
     """Decorate functions, below their other decorators, and classes, above them; nothing within a function."""
 
@@ -117,7 +125,10 @@ class _AddDecorator(ast.NodeTransformer):
 class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)  # not __pycache__, which has the code without checks
-        tree = ast.fix_missing_locations(_AddDecorator().visit(ast.parse(self.get_data(path), path)))
+        tree = ast.parse(self.get_data(path), path)
+        if fullname.startswith(QUICK):
+            tree = _with_types_at_the_end(tree)
+        tree = ast.fix_missing_locations(_AddDecorator().visit(tree))
         code: CodeType = compile(tree, path, "exec", dont_inherit=True)
         return code
 

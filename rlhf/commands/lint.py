@@ -14,7 +14,7 @@ from rlhf.config.files import locate_config
 from rlhf.config.load import load_any
 from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
 from rlhf.errors import ConfigError
-from rlhf.guard.lint import RULES, how_to_allow, lint
+from rlhf.guard.lint import all_rules, how_to_allow, lint
 from rlhf.guard.rule import RunConfiguration, Violation, read_facts
 from rlhf.guard.rules_run import trained
 
@@ -37,7 +37,7 @@ def run_lint(path: str | Path, overrides: Sequence[str], console: Console) -> No
     rules = [violation.rule for broken in violations.values() for violation in broken]
     errors = [rule.name for rule in rules if rule.level == "error"]
     warnings = len(rules) - len(errors)
-    console.print(f"{len(RULES)} rules: {_count(len(errors), 'error')}, {_count(warnings, 'warning')}")
+    console.print(f"{len(all_rules())} rules: {_count(len(errors), 'error')}, {_count(warnings, 'warning')}")
     if errors:
         raise ConfigError(f"{path} would be refused. {how_to_allow(errors)}")
 

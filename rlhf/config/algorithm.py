@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from rlhf.config.base import Section, type_discriminator
 from rlhf.config.rescue import Rescue
+from rlhf.section import Section, type_discriminator
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf.config.base import Needed, Section
+from rlhf.section import Needed, Section
 
 Count = Annotated[int, Field(ge=1)]
 Weight = Annotated[float, Field(gt=0)]

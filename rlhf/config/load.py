@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from rlhf.config.algorithm import Gae, OnlinePairLoss, SftLoss, TrustRegionLoss, algorithm_kind
-from rlhf.config.base import Needed, Section
 from rlhf.config.compare import CompareConfig
 from rlhf.config.data import ChatFormat, DataConfig
 from rlhf.config.files import Tree, locate_config, merge, merge_overrides, nearest_config, parse_overrides, parse_yaml
 from rlhf.config.presets import PRESETS, drop_keys, get_setting, sizes_of_preset
 from rlhf.config.sections import OfflineConfig, OnlineConfig, OptimizerConfig, RewardModelConfig, TrainConfig
 from rlhf.errors import ConfigError, command_or_call, did_you_mean
+from rlhf.section import Choice, Needed, Section
 
 C = TypeVar("C", bound=Section)
 
@@ -437,6 +437,8 @@ def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[st
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:
     """Return the section classes that an annotation names."""
+    if isinstance(annotation, type) and issubclass(annotation, Choice):
+        return list(annotation.choices().values())
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
         return [annotation] if issubclass(annotation, BaseModel) else []
     return [section for inner in typing.get_args(annotation) for section in _sections(inner)]

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
-from rlhf.config.base import Section, type_discriminator
+from rlhf.section import Section, type_discriminator
 
 MOST_HINTS = 4  # each has a metric of its own
 Positive = Annotated[float, Field(gt=0)]

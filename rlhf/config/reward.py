@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from rlhf.config.algorithm import Group, NonNegative, Online, Positive
-from rlhf.config.base import Section
 from rlhf.config.data import Count, Size
+from rlhf.section import Section
 
 
 class SourceSection(Section):

@@ -25,7 +25,6 @@ from rlhf.config.algorithm import (
     StepSizes,
     TrustRegionLoss,
 )
-from rlhf.config.base import Needed, Section
 from rlhf.config.data import (
     PROMPTS_NEEDED,
     Count,
@@ -55,6 +54,7 @@ from rlhf.config.run import (
     ScheduleConfig,
     ShardingConfig,
 )
+from rlhf.section import Needed, Section
 
 LogProbs = Literal["auto", "naive", "chunked"]
 Packing = Literal["auto", "off"]

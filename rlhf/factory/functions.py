@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from rlhf.config.algorithm import FunctionAdvantage, FunctionLoss
-from rlhf.config.base import Section
 from rlhf.config.reward import EnsembleSource, FunctionSource, RewardSourceConfig, RulesSource
 from rlhf.config.sections import OnlineConfig, TrainConfig
 from rlhf.errors import ConfigError, did_you_mean
 from rlhf.rewards.function import check_function
+from rlhf.section import Section
 from rlhf.user_code import checked_per_token, load_function
 
 ARGUMENTS: Mapping[type[Section], tuple[str, str, Sequence[str]]] = {

@@ -2,15 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import get_args
 
+from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
 from rlhf.errors import ConfigError, did_you_mean
 from rlhf.guard.alarms import ALARMS
-from rlhf.guard.rule import Facts, Rule, RunConfiguration, Violation, read_facts
+from rlhf.guard.rule import RunConfiguration, Violation, read_facts
 from rlhf.guard.rules_online import ONLINE_RULES, UPDATE_RULES
 from rlhf.guard.rules_run import DATA_RULES, RUN_RULES
+from rlhf.section import Choice, Facts, Rule, Section, rules_of, walk
 
-RULES: tuple[Rule, ...] = (*UPDATE_RULES, *ONLINE_RULES, *RUN_RULES, *DATA_RULES)
+RUN_TABLE: tuple[Rule, ...] = (*UPDATE_RULES, *ONLINE_RULES, *RUN_RULES, *DATA_RULES)
+"""The rules about several sections at once; a rule about one section is written in that section."""
+
+
+def all_rules() -> list[Rule]:
+    """Return every rule of the table and of the sections, registered plug-ins included; the first of each name."""
+    rules = {rule.name: rule for rule in RUN_TABLE}
+    seen: set[type[Section]] = set()
+    for root in (OnlineConfig, OfflineConfig, RewardModelConfig):
+        for section in _sections_below(root, seen):
+            for rule in rules_of(section):
+                rules.setdefault(rule.name, rule)
+    return list(rules.values())
+
+
+def _sections_below(section: type[Section], seen: set[type[Section]]) -> Iterator[type[Section]]:
+    """Yield a section's class and those that its fields can hold, each once."""
+    if section in seen:
+        return
+    seen.add(section)
+    yield section
+    for info in section.model_fields.values():
+        for inner in _classes_in(info.annotation):
+            yield from _sections_below(inner, seen)
+
+
+def _classes_in(annotation: object) -> Iterator[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Choice):
+        yield from annotation.choices().values()
+    elif isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _classes_in(inner)
 
 
 def lint(config: RunConfiguration, facts: Facts | None = None) -> list[Violation]:
@@ -23,16 +59,25 @@ def lint(config: RunConfiguration, facts: Facts | None = None) -> list[Violation
     Raises:
         ConfigError: guard.allow names no rule, or guard.alarms no alarm.
     """
-    _check_names(config.guard.allow, [rule.name for rule in RULES], "guard.allow", "rule")
+    _check_names(config.guard.allow, [rule.name for rule in all_rules()], "guard.allow", "rule")
     _check_names(config.guard.alarms, [alarm.name for alarm in ALARMS], "guard.alarms", "alarm")
-    known = read_facts(config) if facts is None else facts
-    violations = []
-    for rule in RULES:
-        if isinstance(config, rule.runs) and rule.name not in config.guard.allow:
-            value = rule.violation(config, known)
-            if value is not None:
-                violations.append(Violation(rule=rule, value=value))
+    known = replace(read_facts(config) if facts is None else facts, run=config)
+    violations = [
+        Violation(rule=rule, value=value)
+        for section, rule in _rules_for(config)
+        if rule.name not in config.guard.allow and (value := rule.violation(section, known)) is not None
+    ]
     return sorted(violations, key=lambda violation: violation.rule.level)
+
+
+def _rules_for(config: RunConfiguration) -> Iterator[tuple[Section, Rule]]:
+    """Yield each rule with what it judges: the run, or one of its sections, whose path is put before the key."""
+    for rule in RUN_TABLE:
+        if isinstance(config, rule.runs):
+            yield config, rule
+    for path, section in walk(config):
+        for rule in rules_of(type(section)):
+            yield section, replace(rule, key=f"{path}.{rule.key}")
 
 
 def check_settings(config: RunConfiguration) -> list[Violation]:

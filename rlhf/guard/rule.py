@@ -8,16 +8,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
+from rlhf.section import Facts, Rule, Value
 
-Level = Literal["error", "warning"]
 RunConfiguration = OnlineConfig | OfflineConfig | RewardModelConfig
-Value = float | str
 
 ONLINE = (OnlineConfig,)
 OFFLINE = (OfflineConfig,)
@@ -30,27 +27,6 @@ _SIZE = re.compile(r"(?<![A-Za-z0-9.])(?:[A-Za-z]+)?(\d+(?:\.\d+)?)([KMB])(?![A-
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9}
 _HEADER_BYTES = 8
 _LARGEST_HEADER = 100_000_000  # safetensors' own limit
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a rule may need besides the configuration."""
-
-    parameters: float | None = None  # of the model that is trained; None: not known before it is loaded
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """A row of the table. An error will not learn or may lose data; a warning is outside what the source reports."""
-
-    name: str
-    level: Level
-    runs: tuple[type, ...]  # the configurations that it applies to
-    key: str
-    violation: Callable[[Any, Facts], Value | None]  # the offending value; None where the setting is fine
-    reason: str
-    source: str
-    fix: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ from rlhf.config.algorithm import (
 )
 from rlhf.config.reward import EnsembleSource, FunctionSource
 from rlhf.config.sections import OnlineConfig
-from rlhf.guard.rule import EVERY, ONLINE, Facts, Rule, RunConfiguration, Value, outside
+from rlhf.guard.rule import EVERY, ONLINE, RunConfiguration, outside
+from rlhf.section import Facts, Rule, Value
 
 SHORTEST = 16  # tokens
 FEWEST_MEMBERS = 3

@@ -21,7 +21,8 @@ from rlhf.config.algorithm import (
 from rlhf.config.data import DatasetConfig
 from rlhf.config.run import UNKNOWN_LENGTH
 from rlhf.config.sections import OfflineConfig, OnlineConfig, PolicyConfig, RewardModelConfig
-from rlhf.guard.rule import EVERY, OFFLINE, ON_DATA, POLICY, Facts, Rule, RunConfiguration, Value, outside
+from rlhf.guard.rule import EVERY, OFFLINE, ON_DATA, POLICY, RunConfiguration, outside
+from rlhf.section import Facts, Rule, Value
 
 LONG_RUN = 2000  # steps; what is lost with the machine is then hours
 SMALL_MODEL, LARGE_MODEL = 5e7, 1e9  # parameters

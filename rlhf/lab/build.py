@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlhf.config.base import Section
 from rlhf.errors import ConfigError
 from rlhf.lab.world import Request, prompts, sft_rows
+from rlhf.section import Section
 
 if TYPE_CHECKING:
     from rlhf.lab.model import Size

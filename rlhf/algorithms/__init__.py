@@ -1,0 +1,1 @@
+"""The algorithms: each file is one, with its settings, its equation, its usual ranges, its presets and its paper."""

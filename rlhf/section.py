@@ -1,0 +1,202 @@
+"""The base classes of sections: frozen, closed to unknown keys, documented by their attribute docstrings.
+
+A section owns what it configures. A choice (a loss, an advantage, a reward source, a suite) is a `Choice`: a class with
+its settings, what it computes, its usual ranges and its rules. To define the class is to add it to its family; nothing
+else has to know its name.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, reduce
+from operator import or_
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Discriminator, GetCoreSchemaHandler, SerializationInfo, Tag, TypeAdapter
+from pydantic_core import CoreSchema, core_schema
+
+Level = Literal["error", "warning"]
+Value = float | str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a rule may need besides the section that it judges."""
+
+    parameters: float | None = None  # of the model that is trained; None: not known before it is loaded
+    run: Any = None  # the whole configuration of the run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A check of a section. An error will not learn or may lose data; a warning is outside what the source reports."""
+
+    name: str
+    level: Level
+    key: str  # relative to the section; of a run's own rule the full key
+    violation: Callable[[Any, Facts], Value | None]  # the offending value; None where the setting is fine
+    reason: str
+    source: str
+    fix: str
+    runs: tuple[type, ...] = ()  # of a run's own rule: the configurations that it applies to
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usual:
+    """The range that papers report for a field, written into its annotation; outside it `rlhf lint` warns.
+
+    Either end may be None, for no limit on this side. A value of None (switched off) is not judged.
+    """
+
+    low: float | None = None
+    high: float | None = None
+    rule: str
+    reason: str
+    source: str
+    fix: str
+    level: Level = "warning"
+
+    def contains(self, value: float) -> bool:
+        """Check whether a value is within the range."""
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+    def as_rule(self, field: str) -> Rule:
+        """Return the rule that judges the field of this name."""
+
+        def violation(section: Any, facts: Facts) -> Value | None:
+            value = getattr(section, field)
+            return None if value is None or self.contains(value) else float(value)
+
+        return Rule(
+            name=self.rule,
+            level=self.level,
+            key=field,
+            violation=violation,
+            reason=self.reason,
+            source=self.source,
+            fix=self.fix,
+        )
+
+
+C = TypeVar("C", bound="Choice")
+
+
+class Section(BaseModel):
+    """A frozen section of the configuration; an unknown key is an error."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
+
+    lint_rules: ClassVar[tuple[Rule, ...]] = ()
+    """What `rlhf lint` checks of this section beyond the usual ranges of its fields."""
+
+
+class Choice(Section):
+    """A section that is one of a family, chosen by its `type`.
+
+    A direct subclass founds a family. A class below it whose `type` has a default is a member: it is registered when
+    it is defined, in this package or in a user's module.
+    """
+
+    members: ClassVar[dict[str, builtins.type[Choice]]]
+    type: str
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Found a family, or join it.
+
+        Raises:
+            TypeError: the family has another member of this type.
+        """
+        super().__pydantic_init_subclass__(**kwargs)
+        if Choice in cls.__bases__:
+            cls.members = {}
+        name = cls.model_fields["type"].default
+        if "type" not in inspect.get_annotations(cls) or not isinstance(name, str):
+            return
+        other = cls.members.setdefault(name, cls)
+        if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise TypeError(f"type {name!r} of {cls.__name__} is taken by {other.__module__}.{other.__qualname__}")
+        cls.members[name] = cls
+
+    @classmethod
+    def choices(cls) -> dict[str, builtins.type[Self]]:
+        """Return the registered classes below this one by their type."""
+        return {name: member for name, member in cls.members.items() if issubclass(member, cls)}
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Marks a field that holds a member of a family: `loss: Annotated[PairLoss, OneOf("dpo")]`.
+
+    The members are looked up when a value is validated, so a class that is defined later is a choice too. `default` is
+    the type of settings that name none; None: they have to.
+    """
+
+    default: str | None = None
+
+    def __get_pydantic_core_schema__(self, family: type[Choice], handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return a schema that validates as a tagged union of the family's members at that time."""
+
+        def validate(value: object) -> object:
+            return _union(tuple(family.choices().items()), self.default).validate_python(value)
+
+        return core_schema.no_info_plain_validator_function(
+            validate, serialization=core_schema.plain_serializer_function_ser_schema(_dump, info_arg=True)
+        )
+
+
+@cache
+def _union(choices: tuple[tuple[str, type[Choice]], ...], default: str | None) -> TypeAdapter[Any]:
+    tagged: Any = reduce(or_, (Annotated[member, Tag(name)] for name, member in choices))
+    union: Any = Annotated[tagged, Discriminator(type_discriminator(default))]
+    return TypeAdapter(union)
+
+
+def _dump(section: Section, info: SerializationInfo) -> dict[str, Any]:
+    return section.model_dump(
+        mode=info.mode,
+        exclude_unset=info.exclude_unset,
+        exclude_defaults=info.exclude_defaults,
+        exclude_none=info.exclude_none,
+    )
+
+
+def rules_of(section: type[Section]) -> Iterator[Rule]:
+    """Yield the rules of a section: the usual ranges of its fields, then its own."""
+    for name, info in section.model_fields.items():
+        yield from (mark.as_rule(name) for mark in info.metadata if isinstance(mark, Usual))
+    yield from section.lint_rules
+
+
+def walk(section: Section, path: str = "") -> Iterator[tuple[str, Section]]:
+    """Yield a section and all sections in it, each with its dotted path (empty for the outermost)."""
+    yield path, section
+    for name in type(section).model_fields:
+        value, here = getattr(section, name), f"{path}.{name}" if path else name
+        members = enumerate(value) if isinstance(value, list | tuple) else ()
+        inner = [(here, value), *((f"{here}.{number}", member) for number, member in members)]
+        for place, candidate in inner:
+            if isinstance(candidate, Section):
+                yield from walk(candidate, place)
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Marks a field that has to be set; where it is not, the error says `<key> is missing: <reason>`."""
+
+    reason: str
+
+
+def type_discriminator(default: str | None) -> Callable[[object], str | None]:
+    """Build a discriminator for a union of sections: it returns a section's `type`, or `default` if that is not set."""
+
+    def tag(value: object) -> str | None:
+        kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
+        return None if kind is None else str(kind)
+
+    return tag
