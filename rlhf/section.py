@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import builtins
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, reduce
 from operator import or_
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, GetCoreSchemaHandler, SerializationInfo, Tag, TypeAdapter
 from pydantic_core import CoreSchema, core_schema
@@ -107,7 +108,7 @@ class Choice(Section):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Found a family, or join it.
+        """Register the class: it founds a family, or joins one.
 
         Raises:
             TypeError: the family has another member of this type.
@@ -118,15 +119,20 @@ class Choice(Section):
         name = cls.model_fields["type"].default
         if "type" not in inspect.get_annotations(cls) or not isinstance(name, str):
             return
-        other = cls.members.setdefault(name, cls)
-        if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+        other = cls.members.get(name, cls)
+        if _origin(other) != _origin(cls):
             raise TypeError(f"type {name!r} of {cls.__name__} is taken by {other.__module__}.{other.__qualname__}")
         cls.members[name] = cls
 
     @classmethod
-    def choices(cls) -> dict[str, builtins.type[Self]]:
+    def choices(cls: builtins.type[C]) -> dict[str, builtins.type[C]]:
         """Return the registered classes below this one by their type."""
         return {name: member for name, member in cls.members.items() if issubclass(member, cls)}
+
+
+def _origin(kind: type) -> tuple[str, str]:
+    """Return where a class is defined: a file that is imported again, by another name, may define its classes again."""
+    return str(getattr(sys.modules.get(kind.__module__), "__file__", kind.__module__)), kind.__qualname__
 
 
 @dataclass(frozen=True)
@@ -143,27 +149,27 @@ class OneOf:
         """Return a schema that validates as a tagged union of the family's members at that time."""
 
         def validate(value: object) -> object:
-            return _union(tuple(family.choices().items()), self.default).validate_python(value)
+            return _union(tuple(family.choices().items()), self.default)(value)
+
+        def dump(section: Choice, info: SerializationInfo) -> dict[str, Any]:
+            dumped = section.model_dump(
+                mode=info.mode,
+                exclude_unset=info.exclude_unset,
+                exclude_defaults=info.exclude_defaults,
+                exclude_none=info.exclude_none,
+            )
+            return {"type": section.type, **dumped}  # also where it is unset, as in a section made by its class
 
         return core_schema.no_info_plain_validator_function(
-            validate, serialization=core_schema.plain_serializer_function_ser_schema(_dump, info_arg=True)
+            validate, serialization=core_schema.plain_serializer_function_ser_schema(dump, info_arg=True)
         )
 
 
 @cache
-def _union(choices: tuple[tuple[str, type[Choice]], ...], default: str | None) -> TypeAdapter[Any]:
+def _union(choices: tuple[tuple[str, type[Choice]], ...], default: str | None) -> Callable[[object], object]:
     tagged: Any = reduce(or_, (Annotated[member, Tag(name)] for name, member in choices))
     union: Any = Annotated[tagged, Discriminator(type_discriminator(default))]
-    return TypeAdapter(union)
-
-
-def _dump(section: Section, info: SerializationInfo) -> dict[str, Any]:
-    return section.model_dump(
-        mode=info.mode,
-        exclude_unset=info.exclude_unset,
-        exclude_defaults=info.exclude_defaults,
-        exclude_none=info.exclude_none,
-    )
+    return TypeAdapter(union).validate_python
 
 
 def rules_of(section: type[Section]) -> Iterator[Rule]:

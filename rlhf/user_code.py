@@ -9,11 +9,12 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from rlhf.errors import ConfigError, RewardError, UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 OBJECT = "python:"  # how the target of a function begins that was given as an object and has no import path
 _OBJECTS: dict[str, Callable[..., Any]] = {}
@@ -62,9 +63,7 @@ def load_function(target: str, *, what: str = "reward", error: type[UserError] =
     location, colon, name = target.rpartition(":")
     if not (colon and location and name):
         raise error(f"{what} target {target!r}: write module:function or path/to/file.py:function")
-    module = (
-        _load_file(Path(location), what, error) if location.endswith(".py") else _load_module(location, what, error)
-    )
+    module = load_module(location, what=what, error=error)
     function = getattr(module, name, None)
     if function is None:
         raise error(f"{what} target {target!r}: {location} has no {name!r}{_suggest_function(name, module)}")
@@ -81,6 +80,20 @@ def _object(target: str, what: str, error: type[UserError]) -> Callable[..., Any
             "cannot have it: call rlhf.train again, with resume=True, or put the function into a .py file"
         )
     return _OBJECTS[target]
+
+
+def load_module(location: str, *, what: str, error: type[UserError]) -> ModuleType:
+    """Import a module by its name, or a file by its path.
+
+    Args:
+        location: package.module, or path/to/file.py.
+        what: what the module is for, in messages.
+        error: the class of the errors.
+
+    Raises:
+        UserError: there is no such module or file, or its import fails; of the class `error`.
+    """
+    return _load_file(Path(location), what, error) if location.endswith(".py") else _load_module(location, what, error)
 
 
 def _load_module(name: str, what: str, error: type[UserError]) -> ModuleType:
@@ -127,6 +140,8 @@ def checked_per_token(function: Callable[..., Any], what: str, *, finite: bool =
     Raises:
         ConfigError: when it is called: the result is something else, or the function fails.
     """
+
+    from torch import Tensor
 
     def call(*, mask: Tensor, **arguments: Any) -> Tensor:
         with UserCode(what, error=ConfigError):

@@ -18,6 +18,8 @@ from rlhf.config.load import SHORTHANDS
 from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
 from rlhf.data.paths import looks_local
 from rlhf.errors import ConfigError, DataError, did_you_mean
+from rlhf.plugins import as_settings, plugins_in
+from rlhf.section import Section
 from rlhf.tracking.run_folder import RunFolder
 from rlhf.tracking.same_run import has_trained
 from rlhf.user_code import target_of
@@ -126,6 +128,8 @@ class Inputs:
         """
         if isinstance(reward, Mapping):
             return dict(reward)
+        if isinstance(reward, Section):
+            return dict(as_settings(reward))
         if isinstance(getattr(reward, "folder", None), Path):  # the result of rlhf.reward_model
             return {"type": "model", "path": str(reward.folder)}  # type: ignore[union-attr]
         if isinstance(reward, str | Path):
@@ -201,8 +205,14 @@ def nested(settings: Mapping[str, Any], call: Callable[..., Any], model: str = "
             names = [*inspect.signature(call).parameters, *SECTIONS, *SHORTHANDS]
             near = did_you_mean(key, names) or "; further settings are given by section, policy={...}, or by key"
             raise ConfigError(f"{key}: rlhf.{call.__name__} has no such argument{near}")
-        tree = merge(tree, branch_at(full, value))
-    return tree
+        tree = merge(tree, branch_at(full, as_settings(value)))
+    return with_plugins(tree, settings)
+
+
+def with_plugins(tree: Tree, settings: object) -> Tree:
+    """Return the tree with the plug-ins that define sections among the settings it is made of."""
+    own = plugins_in(settings)
+    return {**tree, "plugins": list(dict.fromkeys([*tree.get("plugins", []), *own]))} if own else tree
 
 
 def new_folder(wanted: Path) -> Path:

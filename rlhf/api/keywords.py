@@ -275,6 +275,7 @@ class TrainKeywords(TypedDict, total=False):
     cost: CostKeys
     eval: EvalKeys
     guard: GuardKeys
+    plugins: Any
     lr: float
     learning_rate: float
     steps: int | None
@@ -303,6 +304,7 @@ class SftKeywords(TypedDict, total=False):
     cost: CostKeys
     eval: EvalKeys
     guard: GuardKeys
+    plugins: Any
     lr: float
     learning_rate: float
     steps: int | None
@@ -383,6 +385,7 @@ class RewardModelKeywords(TypedDict, total=False):
     cost: CostKeys
     eval: EvalKeys
     guard: GuardKeys
+    plugins: Any
     lr: float
     learning_rate: float
     steps: int | None
@@ -409,6 +412,7 @@ class CompareKeywords(TypedDict, total=False):
     cost: CostKeys
     eval: EvalKeys
     guard: GuardKeys
+    plugins: Any
     lr: float
     learning_rate: float
     steps: int | None

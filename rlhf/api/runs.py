@@ -21,14 +21,22 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlhf.api.inputs import Inputs, Reward, Rows, nested, new_folder
+from rlhf.api.inputs import Inputs, Reward, Rows, nested, new_folder, with_plugins
 from rlhf.api.keywords import CompareKeywords, RewardModelKeywords, SftKeywords, TrainKeywords
 from rlhf.commands.checks import SampleOptions, check_sampling, suite_settings
 from rlhf.commands.compare import run_compare
 from rlhf.commands.train import OnStep, run_reward_model, run_train
 from rlhf.comparison.plan import make_plan
 from rlhf.config.files import Tree, format_yaml, merge, merge_overrides
-from rlhf.config.load import check_kind, compare_config, load_chat_format, load_run, read_yaml, train_config, validate
+from rlhf.config.load import (
+    check_kind,
+    compare_config,
+    load_chat_format,
+    load_run,
+    read_yaml,
+    reward_model_config,
+    train_config,
+)
 from rlhf.config.presets import get_setting
 from rlhf.config.run import ALGORITHM
 from rlhf.config.sections import RewardModelConfig
@@ -40,6 +48,7 @@ from rlhf.factory.exported import rounded_models
 from rlhf.factory.reward_model import compute_report_card
 from rlhf.factory.sampler import NO_TEMPLATE, Completer
 from rlhf.lab.build import resolve_lab_paths
+from rlhf.plugins import as_settings
 from rlhf.runtime.seeding import derive_seed
 from rlhf.suites.questions import SuiteResult
 from rlhf.tracking.metrics import format_fixed, shown_in
@@ -265,7 +274,7 @@ def reward_model(
     draft.sections["data"] = draft.inputs.data(None, preferences=preferences, eval_preferences=eval_preferences)
     if model is not None:
         draft.sections["model"] = draft.inputs.model(model, tokenizer)
-    run_config = validate(RewardModelConfig, draft.tree())
+    run_config = reward_model_config(draft.tree())
     return _run(run_config, draft.inputs, run_reward_model, on_step=on_step, quiet=quiet)
 
 
@@ -572,16 +581,19 @@ def compare(
         base["reward"] = {"source": _importable(inputs.reward(reward))}
     base = merge(merge(read_yaml(config) if config is not None else {}, base), nested(settings, compare))
     comparison = compare_config(
-        {
-            "base": str(inputs.folder / "base.yaml"),
-            "out_dir": str(inputs.folder),
-            "judge": _importable(inputs.reward(scorer, "judge")),
-            "budget": dict(budget) if budget is not None else {"completions": completions},
-            "seeds": list(seeds),
-            "jobs": jobs,
-            "tune": dict(tune) if isinstance(tune, Mapping) else tune,
-            "arms": _arms(arms),
-        }
+        with_plugins(
+            {
+                "base": str(inputs.folder / "base.yaml"),
+                "out_dir": str(inputs.folder),
+                "judge": _importable(inputs.reward(scorer, "judge")),
+                "budget": dict(budget) if budget is not None else {"completions": completions},
+                "seeds": list(seeds),
+                "jobs": jobs,
+                "tune": dict(tune) if isinstance(tune, Mapping) else tune,
+                "arms": _arms(arms),
+            },
+            [settings, arms if isinstance(arms, Mapping) else {}, reward],
+        )
     )
     with called_from_python():
         with inputs.removed_on_error():
@@ -595,7 +607,7 @@ def compare(
 
 def _arms(arms: Iterable[str] | Mapping[str, str | Mapping[str, Any]]) -> Tree:
     named = arms if isinstance(arms, Mapping) else {name: name for name in arms}
-    return {name: _arm(arm) if isinstance(arm, str) else dict(arm) for name, arm in named.items()}
+    return {name: _arm(arm) if isinstance(arm, str) else dict(as_settings(arm)) for name, arm in named.items()}
 
 
 def _arm(preset: str) -> Tree:

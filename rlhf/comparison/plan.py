@@ -29,6 +29,7 @@ from rlhf.config.sections import TrainConfig
 from rlhf.errors import ConfigError, command_or_call
 from rlhf.guard.lint import check_settings
 from rlhf.lab.build import resolve_lab_paths
+from rlhf.plugins import load_plugins
 from rlhf.suites.settings import SuiteSettings, find_suite
 from rlhf.tracking.run_folder import differing_keys, write_atomically
 
@@ -287,7 +288,9 @@ def read_cell(folder: Path) -> Cell:
     Raises:
         ConfigError: it is not the folder of a cell.
     """
-    return Cell(folder, validate(CellConfig, read_yaml(folder / CELL)))
+    tree = read_yaml(folder / CELL)
+    load_plugins(tree["train"])
+    return Cell(folder, validate(CellConfig, tree))
 
 
 def locate_base(config: CompareConfig, beside: Path) -> Path:
@@ -308,6 +311,8 @@ def _common(config: CompareConfig, base: Tree) -> Tree:
         }
     settings: Tree = {"data": data} if data else {}
     settings["schedule"] = {"steps": 1, "epochs": None}
+    if config.plugins:
+        settings["plugins"] = list(dict.fromkeys([*base.get("plugins", []), *config.plugins]))
     if start is not None:
         settings["policy"] = {"model": start}
     if source is not None:

@@ -294,6 +294,8 @@ class CompareConfig(Section):
     """Settings merged over the base for every arm."""
     arms: Annotated[dict[str, Arm], Field(min_length=1)]
     """The arms by name, each with its changes to the base."""
+    plugins: list[str] = []
+    """Your own files and modules that define losses, advantages, rewards, suites or alarms, as in [my_losses.py]."""
 
     @field_validator("tune", mode="before")
     @classmethod

@@ -18,6 +18,7 @@ from rlhf.config.files import Tree, locate_config, merge, merge_overrides, neare
 from rlhf.config.presets import PRESETS, drop_keys, get_setting, sizes_of_preset
 from rlhf.config.sections import OfflineConfig, OnlineConfig, OptimizerConfig, RewardModelConfig, TrainConfig
 from rlhf.errors import ConfigError, command_or_call, did_you_mean
+from rlhf.plugins import load_plugins
 from rlhf.section import Choice, Needed, Section
 
 C = TypeVar("C", bound=Section)
@@ -113,7 +114,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig | R
         raise ConfigError(f"{path} is not a run folder (it has no config.yaml)")
     tree = merge_overrides(read_yaml(path), parse_overrides(overrides))
     if "model" in tree and "policy" not in tree:
-        return validate(RewardModelConfig, tree)
+        return reward_model_config(tree)
     return train_config(tree)
 
 
@@ -129,10 +130,17 @@ def load_chat_format(path: str) -> ChatFormat:
 
 def train_config(tree: Tree) -> TrainConfig:
     """Build the training run, online or offline, that a tree of settings describes, after expanding its preset."""
+    load_plugins(tree)
     expanded = expand_preset(tree)
     if algorithm_kind(expanded.get("algorithm")) == "online":
         return validate(OnlineConfig, expanded)
     return validate(OfflineConfig, expanded)
+
+
+def reward_model_config(tree: Tree) -> RewardModelConfig:
+    """Build the reward-model run that a tree of settings describes."""
+    load_plugins(tree)
+    return validate(RewardModelConfig, tree)
 
 
 def load_reward_model(path: str | Path, overrides: Sequence[str] = ()) -> RewardModelConfig:
@@ -141,7 +149,7 @@ def load_reward_model(path: str | Path, overrides: Sequence[str] = ()) -> Reward
     Raises:
         ConfigError: as `load_train`.
     """
-    return validate(RewardModelConfig, _tree_for("reward", path, overrides))
+    return reward_model_config(_tree_for("reward", path, overrides))
 
 
 def load_compare(path: str | Path, overrides: Sequence[str] = ()) -> CompareConfig:
@@ -155,6 +163,7 @@ def load_compare(path: str | Path, overrides: Sequence[str] = ()) -> CompareConf
 
 def compare_config(tree: Tree) -> CompareConfig:
     """Build the comparison that a tree of settings describes."""
+    load_plugins(tree)
     if isinstance(tree.get("arms"), Mapping):
         tree = {**tree, "arms": {name: arm for name, arm in tree["arms"].items() if arm is not None}}
     return validate(CompareConfig, tree)
@@ -482,6 +491,6 @@ def load_any(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig | R
         case "compare":
             return compare_config(tree)
         case "reward":
-            return validate(RewardModelConfig, tree)
+            return reward_model_config(tree)
         case _:
             return train_config(tree)

@@ -330,6 +330,8 @@ class TrainSections(Section):
     """Evaluation during the run."""
     guard: GuardConfig = GuardConfig()
     """Checks before the run and alarms during it."""
+    plugins: list[str] = []
+    """Your own files and modules that define losses, advantages, rewards, suites or alarms, as in [my_losses.py]."""
 
     @model_validator(mode="after")
     def _name_run(self) -> TrainSections:
@@ -511,6 +513,8 @@ class RewardModelConfig(Section):
     """Evaluation during the run."""
     guard: GuardConfig = GuardConfig()
     """Checks before the run and alarms during it."""
+    plugins: list[str] = []
+    """Your own files and modules that define losses, advantages, rewards, suites or alarms, as in [my_losses.py]."""
 
     @field_validator("ensemble", mode="before")
     @classmethod

@@ -20,6 +20,7 @@ MAY_CHANGE = (
     *(f"{model}.{setting}" for model in ("policy", "critic", "model") for setting in ("lr", "max_grad_norm")),
     # what is logged, evaluated, saved and watched, and how often
     "run.name",
+    "plugins*",
     "logging.*",
     "cost*",
     "eval.every",
