@@ -231,7 +231,10 @@ def _parser() -> argparse.ArgumentParser:
         ("config", "print the configuration with every default filled in, and run nothing"),
         ("lint", "check the settings against what papers report, and run nothing"),
     ):
-        verb(name, text, "file").add_argument("overrides", **overrides)  # type: ignore[arg-type]
+        parser_of_verb = verb(name, text, "file")
+        parser_of_verb.add_argument("overrides", **overrides)  # type: ignore[arg-type]
+        if name == "config":
+            parser_of_verb.add_argument("--explain", metavar="KEY", help="say what a key or a section means instead")
     _add_launch(verb("launch", "print the script that starts a training run on a cluster", "file"), overrides)
     evaluation = verb("eval", "evaluate a run against the model it started from, or against another", "run")
     evaluation.add_argument("overrides", **overrides)  # type: ignore[arg-type]
@@ -408,6 +411,11 @@ def _config(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.config.load import dump, load_any, unread_warnings
 
     config = load_any(parsed.target, parsed.overrides)
+    if parsed.explain is not None:
+        from rlhf.commands.explain import explain
+
+        explain(config, parsed.explain, console)
+        return
     print(format_yaml(dump(config)), end="")  # noqa: T201
     for warning in unread_warnings(config):
         Console(stderr=True).print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)

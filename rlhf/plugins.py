@@ -57,17 +57,17 @@ def as_settings(value: Any) -> Any:
 def plugins_in(value: Any) -> list[str]:
     """Return the plug-ins that define the sections among settings, each once."""
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    own = [plugin_of(value)] if isinstance(value, Section) else []
+    own = [plugin_of(type(value))] if isinstance(value, Section) else []
     names = [*own, *(name for part in inner for name in plugins_in(part))]
     return list(dict.fromkeys(name for name in names if name is not None))
 
 
-def plugin_of(section: Section) -> str | None:
-    """Return the plug-in that defines a section's class; None for one of ours, and for one that has no module.
+def plugin_of(kind: type[Section]) -> str | None:
+    """Return the plug-in that defines a class of sections; None for one of ours, and for one that has no module.
 
     A class of a script or a notebook has none: no other process can import it.
     """
-    module = type(section).__module__
+    module = kind.__module__
     if module.partition(".")[0] in OURS or module == "__main__":
         return None
     if module in _loaded:

@@ -128,8 +128,8 @@ def test_a_file_of_the_users_adds_a_member(tmp_path: Path, monkeypatch: pytest.M
     load_plugins({"plugins": [str(file)]})  # a second configuration of the same process
     triangle = Drawing.model_validate({"shape": {"type": "triangle"}}).shape
     assert type(triangle).__name__ == "Triangle"
-    assert plugin_of(triangle) == str(file)
-    assert plugin_of(Square()) == __file__
+    assert plugin_of(type(triangle)) == str(file)
+    assert plugin_of(Square) == __file__
     assert plugins_in({"a": [triangle, {"b": triangle}]}) == [str(file)]
     assert as_settings({"a": [triangle]}) == {"a": [{"type": "triangle"}]}
 

@@ -1,0 +1,44 @@
+"""rlhf config --explain: what a key means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhf.cli import main
+
+PPO = str(Path(__file__).resolve().parents[2] / "configs" / "ppo.yaml")
+
+
+def explained(capsys: pytest.CaptureFixture[str], key: str) -> str:
+    assert main(["config", PPO, "policy.lr=2e-6", "--explain", key]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_setting_is_explained_with_its_value_and_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    text = explained(capsys, "policy.lr")
+    assert "policy.lr = 2e-06" in text
+    assert "Allowed: ≥ 0." in text
+    assert "policy.max_grad_norm" not in text
+
+
+def test_a_section_is_explained_with_all_of_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    text = explained(capsys, "algorithm.advantage")
+    assert "Schulman et al. 2016" in text
+    assert "algorithm.advantage.whiten = true" in text
+    assert "algorithm.advantage.gae_lambda = 0.95" in text
+
+
+@pytest.mark.parametrize(
+    "key, message",
+    [
+        ("policy.lrr", "policy.lrr: policy has no 'lrr'; did you mean lr?"),
+        ("polcy.lr", "polcy.lr: the configuration has no 'polcy'; did you mean policy?"),
+        ("policy.lr.x", "policy.lr.x: policy.lr is 2e-06, which has no settings"),
+    ],
+)
+def test_a_wrong_key_is_named(capsys: pytest.CaptureFixture[str], key: str, message: str) -> None:
+    assert main(["config", PPO, "policy.lr=2e-6", "--explain", key]) == 2
+    captured = capsys.readouterr()
+    assert message in " ".join((captured.out + captured.err).split())
