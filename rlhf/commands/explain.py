@@ -81,10 +81,7 @@ def _other_types(section: Choice) -> Iterator[str]:
 
 def _print_setting(section: Section, name: str, key: str, console: Console) -> None:
     info, value = type(section).model_fields[name], getattr(section, name)
-    shown = (
-        f"{{type: {value.type}, …}}" if isinstance(value, Choice) else "{…}" if isinstance(value, Section) else value
-    )
-    console.print(Text(key, style="cyan").append(f" = {'null' if shown is None else shown}", style="default"))
+    console.print(Text(key, style="cyan").append(f" = {_shown(value)}", style="default"))
     for line in (info.description or "", *_facts(info)):
         console.print(Padding(Text(" ".join(line.split())), (0, 0, 0, 4)))
 
@@ -97,12 +94,8 @@ def _shown(value: object) -> str:
 
 
 def _facts(info: FieldInfo) -> Iterator[str]:
-    limits = [
-        f"{sign} {getattr(mark, of):g}"
-        for mark in info.metadata
-        for kind, (sign, of) in LIMITS.items()
-        if isinstance(mark, kind)
-    ]
+    marks = [(mark, *LIMITS[type(mark)]) for mark in info.metadata if type(mark) in LIMITS]
+    limits = [f"{sign} {getattr(mark, of):g}" for mark, sign, of in marks]
     if limits:
         yield f"Allowed: {', '.join(limits)}."
     for mark in info.metadata:
