@@ -110,7 +110,7 @@ class Choice(Section):
         """Found a family, or join it.
 
         Raises:
-            TypeError: the family has another member of this type.
+            TypeError: the family has another member of this type, or an abstract method is not defined.
         """
         super().__pydantic_init_subclass__(**kwargs)
         if Choice in cls.__bases__:
@@ -118,6 +118,8 @@ class Choice(Section):
         name = cls.model_fields["type"].default
         if "type" not in inspect.get_annotations(cls) or not isinstance(name, str):
             return
+        if inspect.isabstract(cls):
+            raise TypeError(f"{cls.__name__} has to define {', '.join(sorted(cls.__abstractmethods__))}")
         other = cls.members.setdefault(name, cls)
         if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
             raise TypeError(f"type {name!r} of {cls.__name__} is taken by {other.__module__}.{other.__qualname__}")

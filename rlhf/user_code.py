@@ -9,11 +9,12 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from rlhf.errors import ConfigError, RewardError, UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 OBJECT = "python:"  # how the target of a function begins that was given as an object and has no import path
 _OBJECTS: dict[str, Callable[..., Any]] = {}
@@ -127,6 +128,8 @@ def checked_per_token(function: Callable[..., Any], what: str, *, finite: bool =
     Raises:
         ConfigError: when it is called: the result is something else, or the function fails.
     """
+
+    from torch import Tensor
 
     def call(*, mask: Tensor, **arguments: Any) -> Tensor:
         with UserCode(what, error=ConfigError):

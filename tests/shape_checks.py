@@ -24,7 +24,9 @@ from beartype.roar import BeartypeDecorHintPep585DeprecationWarning
 from jaxtyping import AbstractArray, AbstractDtype, jaxtyped
 
 PACKAGES = ("rlhf", "reward_model")
-QUICK = ("rlhf.algorithms.", "rlhf.rewards.", "rlhf.suites.")  # modules that import torch for annotations only
+# modules that import torch for annotations only
+QUICK = ("rlhf.algorithms.", "rlhf.rewards.", "rlhf.suites.", "rlhf.user_code")
+UNCHECKED = "rlhf.section"  # beartype takes neither Self nor pydantic's TypeAdapter
 DECORATOR = "decorate_with_checks"  # a global of every module that is checked
 CHECKED_CALLS = 16  # of each function in each test
 
@@ -141,7 +143,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname.partition(".")[0] not in PACKAGES:
+        if fullname.partition(".")[0] not in PACKAGES or fullname == UNCHECKED:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
