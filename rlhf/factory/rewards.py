@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -43,12 +44,12 @@ def build_source(
         ConfigError: a template lacks its fields, or a key or token is not in the environment.
         ModelError: a reward model cannot be loaded.
     """
-
-    def load_model(section: ModelSource, context: SourceContext) -> RewardSource:
-        return _load_model(section, context, engine)
-
     context = SourceContext(
-        tokenizer=tokenizer, device=engine.device, ranks=engine.ranks, warn=warn, load_model=load_model
+        tokenizer=tokenizer,
+        device=engine.device,
+        ranks=engine.ranks,
+        warn=warn,
+        load_model=partial(_load_model, engine=engine),
     )
     return context.build(config, may_abstain=False)
 
@@ -80,7 +81,7 @@ def build_watch(
     return WatchingJudge(source=source, rows=config.rows, every=config.every, seed=seed, warn=warn)
 
 
-def _load_model(config: ModelSource, context: SourceContext, engine: Engine) -> RewardSource:
+def _load_model(config: ModelSource, context: SourceContext, *, engine: Engine) -> RewardSource:
     """Load a reward model, or an ensemble of them, and spread the scoring over the ranks."""
     dtype = usable_dtype(config.dtype, engine.device)
     if dtype != config.dtype:
@@ -88,7 +89,9 @@ def _load_model(config: ModelSource, context: SourceContext, engine: Engine) -> 
     members = member_folders(config.path)
     if members:
         single = ModelSource(path="", micro_batch_size=config.micro_batch_size, dtype=dtype)
-        sources = [_load_model(single.model_copy(update={"path": str(member)}), context, engine) for member in members]
+        sources = [
+            _load_model(single.model_copy(update={"path": str(member)}), context, engine=engine) for member in members
+        ]
         names = [f"member.{number}" for number in range(len(members))]
         return EnsembleReward(sources, how=config.how, std_coef=config.std_coef, names=names)
     source = RewardModelSource.load(

@@ -2,9 +2,9 @@
 
 A class below `Source` is a source that `reward.source.type` can name, in this package or in a user's module:
 
-    class Vowels(Source):
-        type: Literal["vowels"] = "vowels"
-        is_learned: ClassVar[bool] = False  # a program counts them
+    class Shortness(Source):
+        type: Literal["shortness"] = "shortness"
+        is_learned: ClassVar[bool] = False  # a program counts the words
 
         def build(self, context: SourceContext) -> RewardSource: ...
 
