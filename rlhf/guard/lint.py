@@ -29,17 +29,17 @@ def all_rules() -> list[Rule]:
 
 def sections_below(*roots: type[Section]) -> dict[type[Section], str]:
     """Return the classes of sections and of what their fields can hold, each with the first path that leads to it."""
-    found: dict[type[Section], str] = {}
+    paths: dict[type[Section], str] = {}
     waiting = [(root, "") for root in roots]
     while waiting:
         section, path = waiting.pop(0)
-        if section in found:
+        if section in paths:
             continue
-        found[section] = path
+        paths[section] = path
         for name, info in section.model_fields.items():
             inner = _classes_in(info.annotation)
             waiting += [(kind, f"{path}.{name}".removeprefix(".")) for kind in inner]
-    return found
+    return paths
 
 
 def _classes_in(annotation: object) -> Iterator[type[Section]]:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -88,6 +87,8 @@ class ChatModel:
         Raises:
             RewardError: the endpoint refuses, times out, or does not answer in the OpenAI format.
         """
+        from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+
         bodies = {self._key(body): body for body in map(self._body, questions)}
         answers = {key: answer for key in bodies if (answer := self._read_cached(key)) is not None}
         pool = ThreadPoolExecutor(max_workers=self.config.concurrency)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import random
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from rlhf.errors import RewardError
 from rlhf.rewards.source import quoted
+
+if TYPE_CHECKING:
+    import urllib.error
 
 MAX_BACKOFF_S = 30.0
 
@@ -77,6 +78,9 @@ class JsonPoster:
         Raises:
             RewardError: the server refuses, or does not answer in any of the tries.
         """
+        import http.client
+        import urllib.error
+
         started, asked_to_wait = time.monotonic(), 0.0
         for attempt in range(self.retries + 1):
             if attempt:
@@ -96,6 +100,8 @@ class JsonPoster:
         )
 
     def _send(self, body: bytes) -> bytes:
+        import urllib.request
+
         request = urllib.request.Request(self.url, data=body, headers={"Content-Type": "application/json"})
         if self.secret is not None:
             request.add_unredirected_header("Authorization", f"Bearer {self.secret}")
@@ -105,6 +111,8 @@ class JsonPoster:
 
     def _error_text(self, error: urllib.error.HTTPError) -> str:
         """Return the readable text of an error response, without the secret, and close its connection."""
+        import http.client
+
         with error, contextlib.suppress(OSError, http.client.HTTPException):
             text = error.read(1000).decode(errors="replace")
             return f": {quoted(text.replace(self.secret, '***') if self.secret else text)}"
