@@ -26,7 +26,6 @@ from rich.console import Console
 
 from rlhf.commands.train import run_reward_model, run_train
 from rlhf.config.load import load_reward_model, load_train
-from rlhf.config.reward import ModelSource
 from rlhf.config.run import RunConfig
 from rlhf.config.sections import SamplingConfig
 from rlhf.evaluation.frontier import curve_sizes, expected_best, fit_with_intervals, kl_bound, predicted_gain
@@ -35,6 +34,7 @@ from rlhf.factory.sampler import Completer
 from rlhf.lab.build import lab_config, resolve_lab_paths
 from rlhf.lab.gold import gold_reward
 from rlhf.lab.world import prompts
+from rlhf.rewards.model import ModelSource
 from rlhf.rewards.source import decode
 from rlhf.runtime.engine import make_engine
 from rlhf.tracking.run_folder import RunFolder

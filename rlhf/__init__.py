@@ -9,7 +9,7 @@ A run passes through these packages, top to bottom; imports point down only:
     suites, report      benchmarks; the HTML page of a run
     evaluation          trained policies on held-out prompts
     training            the online and the offline loop, their losses, the optimizer step
-    sampling, rewards   prompts to completions, completions to scores
+    sampling            prompts to completions
     models              policy, reference, critic: log-probabilities and values
     data                rows of a file to batches of token ids
     guard               unsafe settings, alarms while a run trains, whether a checkpoint is the best
@@ -17,6 +17,7 @@ A run passes through these packages, top to bottom; imports point down only:
     exact               a world small enough to enumerate, which shows whether a loss is right
     algo                advantages and losses: tensors in, tensors out
     config              YAML to frozen, typed sections
+    rewards             completions to scores: each source is its section and what scores
 
 `types` has the batches that flow through an online step: Prompts -> Completions -> Rollout -> Experience. Start reading
 there, then in algo/objective.py and training/online.py. `lab` is a small world with a known true reward, `constraints`

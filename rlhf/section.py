@@ -111,7 +111,7 @@ class Choice(Section):
         """Register the class: it founds a family, or joins one.
 
         Raises:
-            TypeError: the family has another member of this type.
+            TypeError: the family has another member of this type, or an abstract method is not defined.
         """
         super().__pydantic_init_subclass__(**kwargs)
         if Choice in cls.__bases__:
@@ -119,6 +119,8 @@ class Choice(Section):
         name = cls.model_fields["type"].default
         if "type" not in inspect.get_annotations(cls) or not isinstance(name, str):
             return
+        if inspect.isabstract(cls):
+            raise TypeError(f"{cls.__name__} has to define {', '.join(sorted(cls.__abstractmethods__))}")
         other = cls.members.get(name, cls)
         if _origin(other) != _origin(cls):
             raise TypeError(f"type {name!r} of {cls.__name__} is taken by {other.__module__}.{other.__qualname__}")

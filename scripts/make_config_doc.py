@@ -21,7 +21,7 @@ from pydantic_core import PydanticUndefined
 from rlhf.config.compare import CompareConfig
 from rlhf.config.presets import PRESETS
 from rlhf.config.sections import RewardModelConfig, TrainSections
-from rlhf.section import Section
+from rlhf.section import Choice, Section
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "configuration"
 ROOTS: tuple[tuple[str, type[Section]], ...] = (
@@ -380,7 +380,7 @@ def _named(annotation: Any, metadata: typing.Sequence[object] = ()) -> str:
 
 
 def _named_annotated(inner: typing.Sequence[Any]) -> str:
-    return _named(inner[0], [limit for given in inner[1:] for limit in getattr(given, "metadata", [])])
+    return _named(inner[0], [limit for given in inner[1:] for limit in getattr(given, "metadata", [given])])
 
 
 def _named_literal(inner: typing.Sequence[Any]) -> str:
@@ -427,7 +427,9 @@ def _is_mapping(annotation: Any) -> bool:
 
 
 def _kinds(annotation: Any) -> list[type[Section]]:
-    """Return the section classes that an annotation names."""
+    """Return the section classes that an annotation names, or that a field of it can hold."""
+    if isinstance(annotation, type) and issubclass(annotation, Choice):
+        return list(annotation.choices().values())
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
         return [annotation] if issubclass(annotation, Section) else []
     return [kind for inner in typing.get_args(annotation) for kind in _kinds(inner)]

@@ -46,7 +46,7 @@ def _alarm(alarm: Alarm) -> str:
 
 
 def _row(rule: Rule) -> str:
-    runs = "every run" if len(rule.runs) == len(RUNS) else ", ".join(RUNS[run] for run in rule.runs)
+    runs = "every run" if len(rule.runs) in (0, len(RUNS)) else ", ".join(RUNS[run] for run in rule.runs)
     key, reason, source, fix = (_cell(text) for text in (rule.key, rule.reason, rule.source, rule.fix))
     return f"| `{rule.name}` ({runs})<br>{key} | {reason} ({link_papers(source)}) | {fix} |"
 

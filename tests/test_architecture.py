@@ -26,6 +26,7 @@ IMPORTERS = {
         "rlhf.factory",
         "reward_model",
         "rlhf.api",
+        "rlhf.rewards.source",  # for annotations only
     },
     "deepspeed": {"rlhf.runtime.deepspeed"},
     "fastapi": {"reward_model.server"},

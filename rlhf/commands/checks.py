@@ -11,11 +11,11 @@ from rlhf.config.algorithm import ReferencedLoss
 from rlhf.config.data import DatasetConfig
 from rlhf.config.files import Tree, merge, parse_overrides
 from rlhf.config.load import load_chat_format, read_yaml, train_config, validate
-from rlhf.config.reward import ModelSource, RewardSourceConfig
 from rlhf.config.sections import OfflineConfig, SamplingConfig
 from rlhf.data.paths import is_missing, missing, missing_model
 from rlhf.errors import ConfigError, DataError, ModelError, UserError
 from rlhf.lab.build import PREFIX, resolve_lab_paths
+from rlhf.rewards.source import Source, sources_in
 from rlhf.suites.settings import IfevalSettings, SuiteSettings, find_suite
 
 START = "start"
@@ -192,8 +192,9 @@ def _suite_models(settings: SuiteSettings) -> Iterator[tuple[str, str]]:
     if isinstance(reference, str):
         yield "reference", reference
     source = getattr(settings, "source", None)
-    if isinstance(source, ModelSource) and not (isinstance(settings, IfevalSettings) and settings.best_of == 1):
-        yield "source.path", source.path
+    if isinstance(source, Source) and not (isinstance(settings, IfevalSettings) and settings.best_of == 1):
+        for place, inner in sources_in(source, "source"):
+            yield from ((f"{place}.{field}", path) for field, path in inner.model_paths().items())
 
 
 def _suite_data(settings: SuiteSettings) -> Iterator[tuple[str, str]]:
@@ -216,7 +217,7 @@ def _settings_of_run(target: str, kind: type[SuiteSettings]) -> Tree:
         )
     config = train_config(tree)
     loss = config.algorithm.loss if isinstance(config, OfflineConfig) else None
-    source: RewardSourceConfig | None = config.eval.source or (config.reward.source if config.reward else None)
+    source = config.eval.source or (config.reward.source if config.reward else None)
     settings = {
         "seed": config.run.seed,
         "device": config.run.device,

@@ -12,9 +12,9 @@ from safetensors import safe_open
 from torch import nn
 
 from rlhf.config.compare import BudgetConfig, BudgetUnit
-from rlhf.config.reward import EnsembleSource, ModelSource, RewardSourceConfig, RulesSource
 from rlhf.config.sections import OfflineConfig, TrainConfig
 from rlhf.factory.context import member_folders, model_folder
+from rlhf.rewards.source import Source, sources_in
 from rlhf.tracking.metrics import format_duration
 from rlhf.tracking.run_folder import write_atomically
 from rlhf.tracking.trackers import encode_line, read_jsonl
@@ -187,18 +187,18 @@ def count_parameters(module: nn.Module | None) -> int:
     return sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())  # of a shard, numel() is the part's
 
 
-def count_source_parameters(source: RewardSourceConfig | None) -> int:
+def count_source_parameters(source: Source | None) -> int:
     """Count the parameters of a reward source; 0 for a function or a server, whose cost is not known."""
-    if isinstance(source, EnsembleSource):
-        return sum(count_source_parameters(member) for member in source.sources)
-    if isinstance(source, RulesSource):
-        return count_source_parameters(source.source)
-    if not isinstance(source, ModelSource):
+    if source is None:
         return 0
-    members = member_folders(source.path)
+    return sum(_model_parameters(path) for _, inner in sources_in(source) for path in inner.model_paths().values())
+
+
+def _model_parameters(path: str) -> int:
+    members = member_folders(path)
     if members:
-        return sum(count_source_parameters(ModelSource(path=str(member))) for member in members)
-    return sum(_stored_parameters(file) for file in sorted(Path(model_folder(source.path)).glob("*.safetensors")))
+        return sum(_model_parameters(str(member)) for member in members)
+    return sum(_stored_parameters(file) for file in sorted(Path(model_folder(path)).glob("*.safetensors")))
 
 
 def _stored_parameters(file: Path) -> int:

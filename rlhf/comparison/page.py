@@ -32,7 +32,6 @@ from rlhf.comparison.summary import (
 from rlhf.comparison.tuning.run import trial_tables, tuning_in_words, tuning_notes, tuning_table
 from rlhf.config.compare import START_FOLDER, BudgetUnit
 from rlhf.config.load import dump
-from rlhf.config.reward import FunctionSource, ModelSource, RemoteSource, RewardSourceConfig
 from rlhf.config.sections import TrainConfig
 from rlhf.evaluation.frontier import overoptimized
 from rlhf.report.charts import Axis, Chart, Series, Table
@@ -168,23 +167,10 @@ def _facts(results: ComparisonResults) -> list[tuple[str, str]]:
         ("seeds", ", ".join(map(str, results.seeds))),
         ("held-out prompts", f"{results.prompts:,}"),
         ("start", results.start),
-        ("judge", redact_text(_source(results.judge))),
-        ("trained-on reward", redact_text(_source(source)) if source is not None else "none"),
+        ("judge", redact_text(results.judge.describe())),
+        ("trained-on reward", redact_text(source.describe()) if source is not None else "none"),
         *([("tuning", f"{tuning.trials} trials for each trained arm")] if tuning is not None else []),
     ]
-
-
-def _source(source: RewardSourceConfig) -> str:
-    """Describe a reward source: its function, its path or its address, otherwise its type."""
-    match source:
-        case FunctionSource():
-            return source.target
-        case ModelSource():
-            return source.path
-        case RemoteSource():
-            return source.url
-        case _:
-            return source.type
 
 
 ROLES, DASHES = 8, ("solid", "dash", "dot", "dashdot")

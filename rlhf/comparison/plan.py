@@ -23,13 +23,13 @@ from rlhf.config.data import HELD_OUT
 from rlhf.config.files import format_yaml, merge, merge_overrides
 from rlhf.config.load import drop_unread, dump, read_yaml, train_config, validate
 from rlhf.config.presets import drop_keys
-from rlhf.config.reward import RewardSourceConfig
 from rlhf.config.run import UNKNOWN_LENGTH
 from rlhf.config.sections import TrainConfig
 from rlhf.errors import ConfigError, command_or_call
 from rlhf.guard.lint import check_settings
 from rlhf.lab.build import resolve_lab_paths
 from rlhf.plugins import load_plugins
+from rlhf.rewards.source import Source
 from rlhf.suites.settings import SuiteSettings, find_suite
 from rlhf.tracking.run_folder import differing_keys, write_atomically
 
@@ -37,9 +37,7 @@ Json = dict[str, Any]
 Settings = dict[str, dict[str, Any]]
 
 
-def suites_of(
-    suites: Mapping[str, Json], train: TrainConfig, proxy: RewardSourceConfig | None, n: int | None
-) -> Settings:
+def suites_of(suites: Mapping[str, Json], train: TrainConfig, proxy: Source | None, n: int | None) -> Settings:
     """Complete the settings of the suites for one cell.
 
     Args:

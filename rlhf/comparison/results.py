@@ -9,15 +9,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import TypeAdapter
 
 from rlhf.comparison.costs import Costs
 from rlhf.comparison.tuning.results import Tuning
 from rlhf.config.compare import BudgetUnit
-from rlhf.config.reward import RewardSourceConfig
 from rlhf.evaluation.win_rate import Interval, LengthControlled
+from rlhf.rewards.source import Source
+from rlhf.section import OneOf
 from rlhf.tracking.run_folder import write_atomically
 from rlhf.tracking.trackers import to_json
 
@@ -306,8 +307,8 @@ class ComparisonResults:
 
     name: str
     start: str
-    judge: RewardSourceConfig
-    reward_source: RewardSourceConfig | None
+    judge: Source
+    reward_source: Source | None
     judge_is_trained_on: bool
     budget: Budget
     seeds: tuple[int, ...]
@@ -393,8 +394,8 @@ def _interval(record: Mapping[str, float] | None) -> Interval | None:
     return Interval(**record) if record is not None else None
 
 
-def _source_of(record: Mapping[str, Any]) -> RewardSourceConfig:
-    source: RewardSourceConfig = TypeAdapter(RewardSourceConfig).validate_python(record)
+def _source_of(record: Mapping[str, Any]) -> Source:
+    source: Source = TypeAdapter(Annotated[Source, OneOf()]).validate_python(record)
     return source
 
 

@@ -10,9 +10,9 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
 from rlhf.config.algorithm import Positive, algorithm_kind
 from rlhf.config.data import Count, PromptsConfig
-from rlhf.config.reward import RewardSourceConfig
 from rlhf.config.sections import OfflineConfig, OnlineConfig
-from rlhf.section import Section, type_discriminator
+from rlhf.rewards.source import Source
+from rlhf.section import OneOf, Section, type_discriminator
 
 START_FOLDER = "start"  # folder of the cells that evaluate the start model itself
 UNTUNED = "_untuned"  # ending of the name under which an arm as it is written is run beside the tuned one
@@ -270,9 +270,9 @@ class CompareConfig(Section):
     """Use the built-in lab's start model, preference pairs and reward model."""
     start: str | None = None
     """The model that every arm starts from; null: the lab's, otherwise the base's policy.model."""
-    reward_source: RewardSourceConfig | None = None
+    reward_source: Annotated[Source, OneOf()] | None = None
     """The reward for online arms and best-of-n; null: the lab's, otherwise the base's."""
-    judge: RewardSourceConfig | None = None
+    judge: Annotated[Source, OneOf()] | None = None
     """The judge, which no arm is trained on; null: the base's eval.source."""
     budget: BudgetConfig
     """The budget of every trained arm."""
@@ -364,7 +364,7 @@ class CellConfig(Section):
         Annotated[OnlineConfig, Tag("online")] | Annotated[OfflineConfig, Tag("offline")], Discriminator(_run_kind)
     ]
     """The run; a cell without training uses only its start model, held-out prompts, sampling and judge."""
-    proxy: RewardSourceConfig | None = None
+    proxy: Annotated[Source, OneOf()] | None = None
     """The reward to train on."""
     budget: BudgetConfig | None = None
     """What the run may spend; null: nothing is trained."""

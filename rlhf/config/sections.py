@@ -39,10 +39,8 @@ from rlhf.config.reward import (
     CalibrationConfig,
     ChatPairsConfig,
     EnsembleConfig,
-    ModelSource,
     RewardConfig,
     RewardModelLoss,
-    RewardSourceConfig,
 )
 from rlhf.config.run import (
     CheckpointConfig,
@@ -54,7 +52,8 @@ from rlhf.config.run import (
     ScheduleConfig,
     ShardingConfig,
 )
-from rlhf.section import Needed, Section
+from rlhf.rewards.source import Source
+from rlhf.section import Needed, OneOf, Section
 
 LogProbs = Literal["auto", "naive", "chunked"]
 Packing = Literal["auto", "off"]
@@ -182,16 +181,16 @@ class CriticConfig(OptimizerConfig):
     warmup_steps: Size = 0
     """Number of initial steps that train only the critic."""
 
-    def check_start(self, source: RewardSourceConfig, old_log_probs: OldLogProbs) -> None:
+    def check_start(self, source: Source, old_log_probs: OldLogProbs) -> None:
         """Check that the critic can start from a reward of this source, and what a shared backbone rules out."""
         if self.shared:
             self._check_shared(old_log_probs)
-        if self.init == "reward" and not isinstance(source, ModelSource):
+        if self.init == "reward" and source.critic_start is None:
             raise ValueError("critic.init is reward, but reward.source is not a model: use critic.init=policy")
 
-    def starts_anew(self, source: RewardSourceConfig) -> bool:
+    def starts_anew(self, source: Source) -> bool:
         """Return whether the critic gets a new head, as far as the configuration tells."""
-        return self.init == "policy" or (self.init == "auto" and not isinstance(source, ModelSource))
+        return self.init == "policy" or (self.init == "auto" and source.critic_start is None)
 
     def _check_shared(self, old_log_probs: OldLogProbs) -> None:
         if self.init not in ("policy", "auto"):
@@ -283,7 +282,7 @@ class EvalConfig(Section):
 
     every: Size = 50
     """Steps between evaluations; 0: only before the first and after the last step."""
-    source: RewardSourceConfig | None = None
+    source: Annotated[Source, OneOf()] | None = None
     """The judge of held-out completions; null: the reward that the run trains on."""
     judge: ChatPairsConfig | None = None
     """A language model that compares two completions; used only by rlhf eval."""
@@ -455,7 +454,7 @@ class OfflineConfig(TrainSections):
         return self.data.preferences
 
     @property
-    def held_out_source(self) -> RewardSourceConfig | None:
+    def held_out_source(self) -> Source | None:
         """Return the source that scores sampled held-out completions; None if the run samples none."""
         return self.eval.source if self.data.eval_prompts is not None else None
 

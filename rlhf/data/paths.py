@@ -11,9 +11,10 @@ from pathlib import Path
 
 from rlhf.config.data import DataConfig, TrainableDataConfig
 from rlhf.config.load import unread_keys
-from rlhf.config.reward import EnsembleSource, ModelSource, RewardSourceConfig, RulesSource
 from rlhf.config.sections import RewardModelConfig, TrainConfig
 from rlhf.errors import ConfigError, DataError, ModelError
+from rlhf.rewards.source import sources_in
+from rlhf.section import Section
 
 HUB_TIMEOUT_S = 10.0
 MODEL_PREFIXES = ("runs/", "models/", "checkpoints/", "outputs/")  # folders rather than organizations of the hub
@@ -181,23 +182,14 @@ def _model_paths(config: TrainConfig | RewardModelConfig) -> Iterator[tuple[str,
     if config.critic.init not in ("auto", "policy", "reward") and "critic" not in unread:
         yield "critic.init", config.critic.init
     if config.reward is not None and "reward" not in unread:
-        yield from _source_paths(config.reward.source, "reward.source")
-    if config.eval.source is not None:
-        yield from _source_paths(config.eval.source, "eval.source")
+        yield from _source_paths(config.reward, "reward")
+    yield from _source_paths(config.eval, "eval")
 
 
-def _source_paths(source: RewardSourceConfig, key: str) -> Iterator[tuple[str, str]]:
-    """Yield the key and path of each reward model in a source."""
-    match source:
-        case ModelSource():
-            yield f"{key}.path", source.path
-        case EnsembleSource():
-            for number, member in enumerate(source.sources):
-                yield from _source_paths(member, f"{key}.sources.{number}")
-        case RulesSource() if source.source is not None:
-            yield from _source_paths(source.source, f"{key}.source")
-        case _:
-            pass
+def _source_paths(section: Section, key: str) -> Iterator[tuple[str, str]]:
+    """Yield the key and path of each reward model of the sources in a section."""
+    for place, source in sources_in(section, key):
+        yield from ((f"{place}.{field}", path) for field, path in source.model_paths().items())
 
 
 def is_missing(path: str, local_prefixes: tuple[str, ...] = (), *, suffixes: tuple[str, ...] = SUFFIXES) -> bool:

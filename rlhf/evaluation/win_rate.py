@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from rlhf.config.reward import ChatPairsConfig
-from rlhf.rewards.judge import ChatModel, check_readable, fill_template, read_template
+from rlhf.rewards.chat import ChatModel, check_readable, fill_template, read_template
 from rlhf.runtime.seeding import generator
 from rlhf.tracking.metrics import format_interval
 

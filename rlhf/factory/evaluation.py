@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.config.load import dump
-from rlhf.config.reward import RewardSourceConfig
 from rlhf.config.sections import TrainConfig
 from rlhf.data.prompts import load_prompts
 from rlhf.errors import ConfigError, DataError
@@ -40,8 +39,8 @@ from rlhf.factory.sampler import build_sampler
 from rlhf.models.backbone import check_vocabulary, context_length, freeze, load_causal_lm, move_to
 from rlhf.models.export import weights_fingerprint
 from rlhf.models.policy_models import Models
-from rlhf.rewards.judge import ChatModel
-from rlhf.rewards.source import Texts, decode
+from rlhf.rewards.chat import ChatModel
+from rlhf.rewards.source import Source, Texts, decode
 from rlhf.runtime.device import choose_device, fallback_note, usable_dtype
 from rlhf.runtime.engine import Engine, make_engine
 from rlhf.runtime.seeding import derive_seed
@@ -267,7 +266,7 @@ def _zero_scores(completions: Completions) -> Scores:
     return Scores(values=torch.zeros(len(completions)), parts={})
 
 
-def _score_source(config: TrainConfig) -> RewardSourceConfig | None:
+def _score_source(config: TrainConfig) -> Source | None:
     """Return the source that scores single completions; None if only eval.judge compares pairs."""
     if config.eval.source is not None:
         return config.eval.source

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
 from rlhf.config.algorithm import FunctionAdvantage, FunctionLoss
-from rlhf.config.reward import EnsembleSource, FunctionSource, RewardSourceConfig, RulesSource
 from rlhf.config.sections import OnlineConfig, TrainConfig
 from rlhf.errors import ConfigError, did_you_mean
-from rlhf.rewards.function import check_function
+from rlhf.rewards.source import sources_in
 from rlhf.section import Section
 from rlhf.user_code import checked_per_token, load_function
 
@@ -40,32 +40,18 @@ def user_function(config: Section) -> Callable[..., Tensor] | None:
 
 
 def check_functions(config: TrainConfig) -> None:
-    """Import every function that a run names, and check that it takes the arguments it will be called with.
+    """Import every function that a run names and check its arguments, and check the reward sources.
 
     Raises:
-        UserError: a function cannot be imported or called so; the message names its key.
+        UserError: a function cannot be imported or called so, or a source cannot be built; the message names its key.
     """
+    sources = sources_in(config.eval, "eval")
     if isinstance(config, OnlineConfig):
         user_function(config.algorithm.policy_loss)
         user_function(config.algorithm.advantage)
-        for source in _functions_of(config.reward.source):
-            check_function(source.target, source.kwargs)
-    if config.eval.source is not None:
-        for source in _functions_of(config.eval.source):
-            check_function(source.target, source.kwargs)
-
-
-def _functions_of(source: RewardSourceConfig) -> Iterator[FunctionSource]:
-    match source:
-        case FunctionSource():
-            yield source
-        case EnsembleSource():
-            for member in source.sources:
-                yield from _functions_of(member)
-        case RulesSource() if source.source is not None:
-            yield from _functions_of(source.source)
-        case _:
-            pass
+        sources = chain(sources_in(config.reward, "reward"), sources)
+    for _, source in sources:
+        source.check()
 
 
 def _check_arguments(

@@ -10,7 +10,6 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.config.algorithm import TokenLoss
-from rlhf.config.reward import ModelSource
 from rlhf.config.sections import OnlineConfig, PolicyConfig, TrainConfig
 from rlhf.data.tokenizer import load_tokenizer, shares_vocabulary
 from rlhf.errors import ConfigError
@@ -152,11 +151,11 @@ def _critic_start(config: OnlineConfig, context: RunContext, tokenizer: PreTrain
     """
     if context.resume is not None and (context.resume / CRITIC).is_dir():
         return str(context.resume / CRITIC), False
-    init, source = config.critic.init, config.reward.source
+    init, start = config.critic.init, config.reward.source.critic_start
     policy = model_folder(config.policy.model)
-    if init == "policy" or (init == "auto" and not isinstance(source, ModelSource)):
+    if init == "policy" or (init == "auto" and start is None):
         return policy, True
-    path = source.path if init in ("reward", "auto") and isinstance(source, ModelSource) else init
+    path = start if init in ("reward", "auto") and start is not None else init
     members = member_folders(path)
     folder = model_folder(str(members[0]) if members else path)  # of separate backbones the first, for one critic
     trust = config.policy.trust_remote_code

@@ -43,7 +43,7 @@ from rlhf.factory.sampler import build_sampler, slow_lengths_reason
 from rlhf.models.backbone import CausalLM, context_length, freeze
 from rlhf.models.export import Origin
 from rlhf.models.policy_models import Ema, Models
-from rlhf.rewards.rules import ShapedReward
+from rlhf.rewards.shaping import ShapedReward
 from rlhf.rewards.source import RewardSource
 from rlhf.runtime.device import choose_precision
 from rlhf.runtime.engine import Engine, LocalModel, TrainableModel

@@ -21,23 +21,25 @@ RUN_TABLE: tuple[Rule, ...] = (*UPDATE_RULES, *ONLINE_RULES, *RUN_RULES, *DATA_R
 def all_rules() -> list[Rule]:
     """Return every rule of the table and of the sections, registered plug-ins included; the first of each name."""
     rules = {rule.name: rule for rule in RUN_TABLE}
-    seen: set[type[Section]] = set()
-    for root in (OnlineConfig, OfflineConfig, RewardModelConfig):
-        for section in _sections_below(root, seen):
-            for rule in rules_of(section):
-                rules.setdefault(rule.name, rule)
+    for section, path in sections_below(OnlineConfig, OfflineConfig, RewardModelConfig).items():
+        for rule in rules_of(section):
+            rules.setdefault(rule.name, replace(rule, key=f"{path}.{rule.key}"))
     return list(rules.values())
 
 
-def _sections_below(section: type[Section], seen: set[type[Section]]) -> Iterator[type[Section]]:
-    """Yield a section's class and those that its fields can hold, each once."""
-    if section in seen:
-        return
-    seen.add(section)
-    yield section
-    for info in section.model_fields.values():
-        for inner in _classes_in(info.annotation):
-            yield from _sections_below(inner, seen)
+def sections_below(*roots: type[Section]) -> dict[type[Section], str]:
+    """Return the classes of sections and of what their fields can hold, each with the first path that leads to it."""
+    paths: dict[type[Section], str] = {}
+    waiting = [(root, "") for root in roots]
+    while waiting:
+        section, path = waiting.pop(0)
+        if section in paths:
+            continue
+        paths[section] = path
+        for name, info in section.model_fields.items():
+            inner = _classes_in(info.annotation)
+            waiting += [(kind, f"{path}.{name}".removeprefix(".")) for kind in inner]
+    return paths
 
 
 def _classes_in(annotation: object) -> Iterator[type[Section]]:

@@ -14,13 +14,11 @@ from rlhf.config.algorithm import (
     TokenLoss,
     TrustRegionLoss,
 )
-from rlhf.config.reward import EnsembleSource, FunctionSource
 from rlhf.config.sections import OnlineConfig
 from rlhf.guard.rule import EVERY, ONLINE, RunConfiguration, outside
 from rlhf.section import Facts, Rule, Value
 
 SHORTEST = 16  # tokens
-FEWEST_MEMBERS = 3
 LARGEST_ERROR = 0.2  # the error of the adaptive controller is clipped to this
 ENOUGH_STEPS = 20  # fewer are a trial, in which no controller gets anywhere
 
@@ -139,16 +137,8 @@ def masked_penalty(config: OnlineConfig, facts: Facts) -> Value | None:
 
 
 def clip_of_checked_reward(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return a clip on the scores of a function, which has no outliers to tame."""
-    return config.reward.shaping.clip if isinstance(config.reward.source, FunctionSource) else None
-
-
-def small_ensemble(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return the number of members of a conservative ensemble that are too few to disagree."""
-    source = config.reward.source
-    if not isinstance(source, EnsembleSource) or source.how not in ("minimum", "mean_minus_std"):
-        return None
-    return float(len(source.sources)) if len(source.sources) < FEWEST_MEMBERS else None
+    """Return a clip on the scores of a program, which has no outliers to tame."""
+    return None if config.reward.source.is_learned else config.reward.shaping.clip
 
 
 def judge_is_reward(config: OnlineConfig, facts: Facts) -> Value | None:
@@ -338,16 +328,6 @@ ONLINE_RULES = (
         reason="A programmed check has no outliers: clipping only makes different answers equal.",
         source="clips reported for learned rewards: DeepSpeed-Chat: 5; OpenRLHF: 10",
         fix="reward.shaping.clip=null",
-    ),
-    Rule(
-        name="small-ensemble",
-        level="warning",
-        runs=ONLINE,
-        key="reward.source.sources",
-        violation=small_ensemble,
-        reason="The minimum or the spread of two members is a poor estimate of their uncertainty.",
-        source="Coste et al. 2024: 3 to 5 members",
-        fix="4 members, or reward.source.how=mean",
     ),
     Rule(
         name="judge-is-the-reward",

@@ -1,8 +1,13 @@
 """Reward sources: anything that turns completions into one score each.
 
-`source.RewardSource` is the interface. The sources here are a Python function (`function`), a reward server (`remote`)
-and a language model as judge (`judge`); `ensemble` combines several. `source` also divides the work among the ranks of
-a distributed run, and has the second judge that only watches. `rules` are checks of the text, and the clipping and
-penalties of scores. A trained reward model is a source too: `reward_model.source`. `rlhf.factory.rewards` builds the
-source that a configuration describes.
+Each source is one file: its section, and what scores. They are a Python function (`function`), a trained reward model
+(`model`), a reward server (`remote`), a language model as judge (`openai`), several sources combined (`ensemble`), and
+checks of the text (`rules`). `source` has what a new one is made of; a file that is put here is found. `chat` asks a
+language model, `shaping` clips scores and subtracts penalties. `rlhf.factory.rewards` builds the source of a run.
 """
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

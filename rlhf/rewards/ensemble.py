@@ -6,18 +6,99 @@ Some members may not apply to a completion: their score is NaN there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
+from annotated_types import Ge
+from pydantic import model_validator
 
-from rlhf.algo.advantages import GROUP_STD_EPS
 from rlhf.errors import ConfigError, NonFiniteScores
-from rlhf.rewards.source import RewardSource
-from rlhf.types import Completions, Scores
+from rlhf.rewards.source import RewardSource, Source, SourceContext
+from rlhf.section import Facts, OneOf, Rule, Value
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+    from torch import Tensor
+
+    from rlhf.types import Completions, Scores
 
 EnsembleMode = Literal["mean", "sum", "weighted_mean", "minimum", "mean_minus_std", "gdpo"]
+FEWEST_MEMBERS = 3
+
+
+def _few_members(source: EnsembleSource, facts: Facts) -> Value | None:
+    """Return the number of members of a conservative ensemble that are too few to disagree."""
+    is_conservative = source.how in ("minimum", "mean_minus_std")
+    return float(len(source.sources)) if is_conservative and len(source.sources) < FEWEST_MEMBERS else None
+
+
+class EnsembleSource(Source):
+    """Several sources combined into one score."""
+
+    asks_on_main_rank: ClassVar[bool] = False  # its members are asked as each of them wants
+    lint_rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="small-ensemble",
+            level="warning",
+            key="sources",
+            violation=_few_members,
+            reason="The minimum or the spread of two members is a poor estimate of their uncertainty.",
+            source="Coste et al. 2024: 3 to 5 members",
+            fix="4 members, or how=mean",
+        ),
+    )
+
+    type: Literal["ensemble"] = "ensemble"
+    sources: list[Annotated[Source, OneOf()]]
+    """The members of the ensemble."""
+    names: list[str] | None = None
+    """Names of the members in the metrics (part/NAME/mean); null: sources.0, sources.1, ..."""
+    weights: list[float] | None = None
+    """Factors for the members' scores, applied before they are combined; null: all 1."""
+    how: EnsembleMode = "mean"
+    """minimum is worst-case optimization, mean_minus_std uncertainty-weighted optimization (Coste et al. 2024);
+    weighted_mean divides the sum by the weights of the sources that apply to the completion; gdpo standardizes each
+    source within its group before the sum (Liu et al. 2026), with advantage.type=group and baseline=centered."""
+    std_coef: Annotated[float, Ge(0)] = 1.0
+    """c in mean - c * std, for mean_minus_std."""
+
+    @property
+    def is_learned(self) -> bool:
+        """Return whether a model gives the scores of any member."""
+        return any(member.is_learned for member in self.sources)
+
+    @property
+    def standardizes_in_groups(self) -> bool:
+        """Return whether the members' scores are standardized within groups before their sum."""
+        return self.how == "gdpo"
+
+    def build(self, context: SourceContext) -> EnsembleReward:
+        """Return what asks every member and combines their scores.
+
+        Raises:
+            UserError: a member cannot be built.
+        """
+        return EnsembleReward(
+            [context.build(member, may_abstain=True) for member in self.sources],
+            how=self.how,
+            std_coef=self.std_coef,
+            weights=self.weights,
+            names=self.names,
+            may_abstain=context.may_abstain,
+        )
+
+    @model_validator(mode="after")
+    def _check_members(self) -> EnsembleSource:
+        for key, given in (("weights", self.weights), ("names", self.names)):
+            if given is not None and len(given) != len(self.sources):
+                raise ValueError(f"{key} has {len(given)} entries for {len(self.sources)} sources: give each one")
+        reserved = {"disagreement", "weighted_sum"}
+        if self.names is not None and (len(set(self.names)) < len(self.names) or reserved & set(self.names)):
+            raise ValueError("names must differ from each other, and from disagreement and weighted_sum")
+        if self.how == "weighted_mean" and any(weight <= 0 for weight in self.weights or ()):
+            raise ValueError("how is weighted_mean, which divides by the weights: they must be above 0")
+        if any(source.standardizes_in_groups for source in self.sources):
+            raise ValueError("how=gdpo standardizes over groups: only the outermost source of a run may")
+        return self
 
 
 def combine(
@@ -42,6 +123,8 @@ def combine(
     Returns:
         One score per completion; NaN where no source applies.
     """
+    import torch
+
     applies = ~scores.isnan()
     weighted = torch.where(applies, scores * weights[:, None], 0.0)
     count = applies.sum(dim=0)
@@ -58,6 +141,8 @@ def _combined(
     how: EnsembleMode,
     std_coef: float,
 ) -> Float[Tensor, " B"]:
+    import torch
+
     total = weighted.sum(dim=0)
     match how:
         case "sum" | "gdpo":
@@ -74,11 +159,15 @@ def _combined(
 
 def disagreement(scores: Float[Tensor, "K B"], weights: Float[Tensor, " K"]) -> Float[Tensor, " B"]:
     """Compute the population's standard deviation of w_k r_k over the sources that apply; 0 where fewer than 2 do."""
+    import torch
+
     applies = ~scores.isnan()
     return _std(torch.where(applies, scores * weights[:, None], 0.0), applies, applies.sum(dim=0).clamp(min=1))
 
 
 def _std(weighted: Float[Tensor, "K B"], applies: Bool[Tensor, "K B"], count: Tensor) -> Float[Tensor, " B"]:
+    import torch
+
     deviations = torch.where(applies, weighted - weighted.sum(dim=0) / count, 0.0)
     return (deviations.square().sum(dim=0) / count).sqrt()
 
@@ -103,6 +192,10 @@ def normalize_then_sum(
     Returns:
         Per completion the advantage Â, whose mean over each group is 0; NaN where no source applies.
     """
+    import torch
+
+    from rlhf.algo.advantages import GROUP_STD_EPS
+
     applies = ~scores.isnan()
     groups, live = scores.unflatten(1, (-1, group_size)), applies.unflatten(1, (-1, group_size))
     count = live.sum(dim=2, keepdim=True).clamp(min=1)
@@ -144,6 +237,8 @@ class EnsembleReward:
         Raises:
             ConfigError: there are no members.
         """
+        import torch
+
         if not members:
             raise ConfigError("reward.source.sources is empty: an ensemble needs at least one source")
         names = names or [f"sources.{i}" for i in range(len(members))]
@@ -163,6 +258,10 @@ class EnsembleReward:
         Raises:
             NonFiniteScores: no member applies to a completion.
         """
+        import torch
+
+        from rlhf.types import Scores
+
         scores = {name: member(completions) for name, member in self.members.items()}
         parts: dict[str, Float[Tensor, " B"]] = {}
         for name, member_scores in scores.items():

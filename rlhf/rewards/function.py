@@ -7,14 +7,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
-from rlhf.data.prompts import CONVERSATION, MESSAGES
+from annotated_types import Gt
+
 from rlhf.errors import RewardError, did_you_mean
-from rlhf.rewards.source import BatchDecoder, Texts, checked_scores, decode, quoted
-from rlhf.types import Completions, Scores
+from rlhf.rewards.source import BatchDecoder, Source, SourceContext, Texts, checked_scores, decode, quoted
 from rlhf.user_code import UserCode, load_function
+
+if TYPE_CHECKING:
+    from rlhf.types import Completions, Scores
 
 T = TypeVar("T")
 
@@ -96,6 +100,47 @@ def _run_in_thread(seconds: float, call: Callable[[], T]) -> T:
     if not results:
         raise TimeLimitExceeded
     return results[0]
+
+
+class FunctionSource(Source):
+    """A Python function, given by its import path."""
+
+    is_learned: ClassVar[bool] = False
+
+    type: Literal["function"] = "function"
+    target: str
+    """module:function, or path/to/file.py:function; called with prompts, completions and references (lists)."""
+    kwargs: dict[str, Any] = {}
+    """Keyword arguments passed to the function unchanged."""
+    timeout_s: Annotated[float, Gt(0)] | None = None
+    """Maximum seconds per call; after that the run saves and stops. null: no limit."""
+
+    def check(self) -> None:
+        """Import the function and check its arguments.
+
+        Raises:
+            RewardError: it cannot be imported, is not callable, or does not accept these arguments.
+        """
+        check_function(self.target, self.kwargs)
+
+    def code_files(self) -> Mapping[str, Path]:
+        """Return the file of the function, if the target names one."""
+        file = Path(self.target.rpartition(":")[0])
+        return {"target": file} if file.suffix == ".py" and file.is_file() else {}
+
+    def describe(self) -> str:
+        """Return the import path."""
+        return self.target
+
+    def build(self, context: SourceContext) -> FunctionReward:
+        """Return what calls the function.
+
+        Raises:
+            RewardError: it cannot be imported, is not callable, or does not accept these arguments.
+        """
+        return FunctionReward(
+            self.target, self.kwargs, context.tokenizer, timeout_s=self.timeout_s, may_abstain=context.may_abstain
+        )
 
 
 ARGUMENTS = ("prompts", "completions", "references")
@@ -180,6 +225,8 @@ class FunctionReward:
         Raises:
             RewardError: the function requires a column that the rows do not have.
         """
+        from rlhf.data.prompts import CONVERSATION, MESSAGES
+
         rows = texts.references
         known = {name for row in rows for name in row}
         known -= {*ARGUMENTS, *self.kwargs, "prompt", MESSAGES, CONVERSATION}
@@ -212,6 +259,8 @@ def check_function(target: str, kwargs: Mapping[str, Any]) -> None:
 
 def _as_messages(row: Mapping[str, Any], prompt: str, completion: str) -> tuple[Any, Any]:
     """Return prompt and completion as messages if the row is a conversation, otherwise as they are."""
+    from rlhf.data.prompts import CONVERSATION, MESSAGES
+
     if not row.get(CONVERSATION):
         return prompt, completion
     messages = row.get(MESSAGES) or [{"role": "user", "content": prompt}]  # a prompt that was cut has no messages

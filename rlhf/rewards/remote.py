@@ -2,122 +2,64 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
-import random
-import time
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections.abc import Callable
+import os
 from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from rlhf.errors import RewardError
-from rlhf.rewards.source import BatchDecoder, checked_scores, decode, quoted, unpadded_ids
-from rlhf.types import Completions, Scores
+from annotated_types import Ge, Gt
 
-MAX_BACKOFF_S = 30.0
+from rlhf.errors import ConfigError, RewardError
+from rlhf.rewards.http import JsonPoster
+from rlhf.rewards.source import BatchDecoder, Source, SourceContext, checked_scores, decode, quoted, unpadded_ids
 
-
-def server_error(code: int) -> bool:
-    """Return whether an HTTP status is a server error (5xx), which may pass."""
-    return code >= 500
-
-
-def busy_or_server_error(code: int) -> bool:
-    """Return whether an HTTP status is a server error or 429 (too many requests)."""
-    return code == 429 or server_error(code)
+if TYPE_CHECKING:
+    from rlhf.types import Completions, Scores
 
 
-class JsonPoster:
-    """POSTs JSON and returns the body of the response, with retries and exponential back-off.
+class RemoteSource(Source):
+    """A reward server over HTTP."""
 
-    A refused or broken connection, a timeout and a status for which `passing` is true are retried after backoff_s,
-    2 backoff_s, ... (at most 30 s apart; if the server sends Retry-After, at least that long, up to 30 s). Any other
-    error is final. Each pause is randomly up to half shorter, so that many clients do not come back at once.
-    """
+    is_learned: ClassVar[bool] = True  # a model may stand behind the server
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        key: str,
-        who: str,
-        timeout_s: float,
-        retries: int,
-        backoff_s: float,
-        passing: Callable[[int], bool] = server_error,
-        secret: str | None = None,
-    ) -> None:
-        """Check the address and store the settings of the requests.
+    type: Literal["remote"] = "remote"
+    url: str
+    """Answers POST {prompts, completions, references} with {scores}."""
+    timeout_s: Annotated[float, Gt(0)] = 60.0
+    """Timeout of one request, in seconds."""
+    retries: Annotated[int, Ge(0)] = 8
+    """Retries 1 s, 2 s, 4 s ... 30 s apart (about two minutes in total); then the run saves and stops."""
+    token_env: str | None = None
+    """Environment variable with the token for Authorization: Bearer; null: no token is sent."""
+    send_tokens: bool = False
+    """Also send token ids: rlhf serve-reward then returns exactly the in-process scores."""
 
-        Args:
-            url: the address.
-            key: the setting the address comes from, for errors.
-            who: what the server is, for errors.
-            timeout_s: how long a request may go without data, in seconds.
-            retries: the number of tries after the first.
-            backoff_s: the first pause, in seconds.
-            passing: whether a request with this HTTP status is to be retried.
-            secret: sent as bearer token; not sent on to a redirection, and never part of an error.
+    def describe(self) -> str:
+        """Return the address."""
+        return self.url
+
+    def build(self, context: SourceContext) -> RemoteReward:
+        """Return what asks the server.
 
         Raises:
-            RewardError: the address is not an HTTP one, or contains a user name.
+            ConfigError: the token is not in the environment.
+            RewardError: the address is invalid.
         """
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise RewardError(f"{key} {url!r}: give an http:// or https:// address")
-        if parts.username is not None:
-            raise RewardError(f"{key}: leave user and password out of the address; it is written to the run folder")
-        self.url, self.who = url, who
-        self.timeout_s, self.retries, self.backoff_s = timeout_s, retries, backoff_s
-        self.passing, self.secret = passing, secret
+        from rlhf.data.tokenizer import vocabulary_digest
 
-    def post(self, body: bytes) -> bytes:
-        """Send `body` and return the body of the response.
-
-        Raises:
-            RewardError: the server refuses, or does not answer in any of the tries.
-        """
-        started, asked_to_wait = time.monotonic(), 0.0
-        for attempt in range(self.retries + 1):
-            if attempt:
-                backoff = min(self.backoff_s * 2 ** (attempt - 1), MAX_BACKOFF_S) * random.uniform(0.5, 1.0)
-                time.sleep(min(max(backoff, asked_to_wait), MAX_BACKOFF_S))
-            try:
-                return self._send(body)
-            except urllib.error.HTTPError as error:
-                last, asked_to_wait = f"HTTP {error.code} {error.reason}{self._error_text(error)}", _retry_after(error)
-                if not self.passing(error.code):
-                    raise RewardError(f"{self.who} {self.url} refused: {last}") from None
-            except (OSError, http.client.HTTPException) as error:
-                last, asked_to_wait = str(getattr(error, "reason", error)) or type(error).__name__, 0.0
-        raise RewardError(
-            f"{self.who} {self.url} gave no answer in {self.retries + 1} tries over "
-            f"{time.monotonic() - started:.1f} s (timeout {self.timeout_s:g} s each); the last: {last}"
+        name = self.token_env
+        if name is not None and not os.environ.get(name):
+            raise ConfigError(
+                f"reward.source.token_env: the environment variable {name} is not set: put the token in it"
+            )
+        return RemoteReward(
+            self.url,
+            context.tokenizer,
+            timeout_s=self.timeout_s,
+            retries=self.retries,
+            secret=os.environ[name] if name is not None else None,
+            vocabulary=vocabulary_digest(context.tokenizer) if self.send_tokens else None,
         )
-
-    def _send(self, body: bytes) -> bytes:
-        request = urllib.request.Request(self.url, data=body, headers={"Content-Type": "application/json"})
-        if self.secret is not None:
-            request.add_unredirected_header("Authorization", f"Bearer {self.secret}")
-        with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
-            content: bytes = response.read()
-        return content
-
-    def _error_text(self, error: urllib.error.HTTPError) -> str:
-        """Return the readable text of an error response, without the secret, and close its connection."""
-        with error, contextlib.suppress(OSError, http.client.HTTPException):
-            text = error.read(1000).decode(errors="replace")
-            return f": {quoted(text.replace(self.secret, '***') if self.secret else text)}"
-        return ""
-
-
-def _retry_after(error: urllib.error.HTTPError) -> float:
-    """Return the seconds that the server asks to wait; 0 if it does not ask or gives a date."""
-    value = (error.headers.get("Retry-After") or "").strip()
-    return float(value) if value.isdecimal() else 0.0
 
 
 class RemoteReward:

@@ -1,31 +1,247 @@
-"""Rules for the text of a completion (penalties, and gates that replace the score), and the shaping of scores."""
+"""A reward source of rules for the text of a completion: a broken rule is a penalty, or a gate replaces the score."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-import torch
-from jaxtyping import Float, Int
-from torch import Tensor
+from annotated_types import Ge, Lt
+from pydantic import Field, field_validator, model_validator
 
-from rlhf.config.reward import (
-    ForbiddenRule,
-    FormatRule,
-    LanguageRule,
-    LengthRule,
-    RepetitionRule,
-    RuleConfig,
-    ScriptRule,
-    ShapingConfig,
-    rule_names,
-)
 from rlhf.constraints.checks import detect_language, require_langdetect
-from rlhf.errors import RewardError
-from rlhf.rewards.source import BatchDecoder, RewardSource, decode
-from rlhf.types import Completions, Scores
+from rlhf.rewards.source import BatchDecoder, RewardSource, Source, SourceContext, decode
+from rlhf.section import Choice, OneOf
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+    from rlhf.types import Completions, Scores
+
+
+class TextRule(Choice):
+    """A rule for the text of a completion, and the cost of breaking it."""
+
+    name: str | None = None
+    """Name in the metrics; null: the type."""
+    weight: Annotated[float, Ge(0)] = 1.0
+    """Penalty if the rule is fully broken; proportional if it is partly broken."""
+    gate: float | None = None
+    """Replaces the score of a completion that breaks the rule (the lowest gate, if several apply); null: subtract the
+    penalty instead."""
+
+    @abstractmethod
+    def violation(self, text: str, tokens: int) -> float:
+        """Compute how much of the rule a completion breaks, from 0 (nothing) to 1.
+
+        Args:
+            text: the completion, without special tokens.
+            tokens: its length in tokens, EOS included.
+        """
+
+    def check(self) -> None:
+        """Check before a run that what the rule needs is installed.
+
+        Raises:
+            ConfigError: it is not.
+        """
+
+
+class LengthRule(TextRule):
+    """Between `min` and `max` words, characters or tokens; fully broken or kept."""
+
+    type: Literal["length"] = "length"
+    min: Annotated[int, Ge(0)] = 0
+    """Minimum length."""
+    max: Annotated[int, Ge(1)] | None = None
+    """Maximum length; null: no limit."""
+    unit: Literal["words", "characters", "tokens"] = "words"
+    """Unit of length. Words are separated by white space; tokens are the policy's, including EOS."""
+
+    @model_validator(mode="after")
+    def _check_range(self) -> LengthRule:
+        if self.max is not None and self.max < self.min:
+            raise ValueError(f"max is {self.max}, below min, {self.min}: no completion can keep the rule")
+        if self.max is None and self.min == 0:
+            raise ValueError("give min, max or both: every completion keeps this rule")
+        return self
+
+    def violation(self, text: str, tokens: int) -> float:
+        """Compute how much of the rule a completion breaks."""
+        length = {"words": len(text.split()), "characters": len(text), "tokens": tokens}[self.unit]
+        return float(length < self.min or (self.max is not None and length > self.max))
+
+
+class RepetitionRule(TextRule):
+    """Maximum share of word n-grams that repeat earlier ones; broken in proportion to the share."""
+
+    type: Literal["repetition"] = "repetition"
+    n: Annotated[int, Ge(1)] = 3
+    """Words per n-gram."""
+    max: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """The tolerated share."""
+
+    def violation(self, text: str, tokens: int) -> float:
+        """Compute how much of the rule a completion breaks."""
+        return _above(repeated_share(text.casefold().split(), self.n), self.max)
+
+
+class ScriptRule(TextRule):
+    """Maximum share of letters in other scripts; broken in proportion to the share."""
+
+    type: Literal["script"] = "script"
+    allowed: Annotated[list[str], Field(min_length=1)]
+    """Scripts, as in Unicode character names: latin, cyrillic, greek, arabic, cjk, hiragana, hangul ..."""
+    max: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """The tolerated share."""
+
+    def violation(self, text: str, tokens: int) -> float:
+        """Compute how much of the rule a completion breaks."""
+        return _above(foreign_share(text, frozenset(name.upper() for name in self.allowed)), self.max)
+
+
+LANGUAGES = (
+    "af ar bg bn ca cs cy da de el en es et fa fi fr gu he hi hr hu id it ja kn ko lt lv mk ml mr ne nl no pa pl pt ro "
+    "ru sk sl so sq sv sw ta te th tl tr uk ur vi zh-cn zh-tw"
+)
+"""The languages that langdetect knows."""
+
+
+class LanguageRule(TextRule):
+    """The completion's language is one of these; fully broken or kept. Kept if no language is detected.
+
+    Needs the package langdetect, which is unreliable on texts of a few words.
+    """
+
+    type: Literal["language"] = "language"
+    allowed: Annotated[list[str], Field(min_length=1)]
+    """ISO 639-1 codes: en, de, zh-cn ..."""
+
+    @field_validator("allowed")
+    @classmethod
+    def _check_codes(cls, codes: list[str]) -> list[str]:
+        for code in codes:
+            if code not in LANGUAGES.split():
+                raise ValueError(f"{code!r} is not a language code of langdetect; choose from {LANGUAGES}")
+        return codes
+
+    def check(self) -> None:
+        """Check that langdetect is installed.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        require_langdetect()
+
+    def violation(self, text: str, tokens: int) -> float:
+        """Compute how much of the rule a completion breaks."""
+        return float(detect_language(text) not in (None, *self.allowed))
+
+
+class FormatRule(TextRule):
+    """Regular expressions that a completion must or must not contain; broken in proportion to failures."""
+
+    type: Literal["format"] = "format"
+    must: list[str] = []
+    """Python regular expressions that must match; . also matches line breaks."""
+    must_not: list[str] = []
+    """Python regular expressions that must not match."""
+
+    @field_validator("must", "must_not")
+    @classmethod
+    def _check_patterns(cls, patterns: list[str]) -> list[str]:
+        for pattern in patterns:
+            try:
+                re.compile(pattern, re.DOTALL)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+        return patterns
+
+    @model_validator(mode="after")
+    def _check_given(self) -> FormatRule:
+        if not self.must and not self.must_not:
+            raise ValueError("give must, must_not or both: every completion keeps this rule")
+        return self
+
+    def violation(self, text: str, tokens: int) -> float:
+        """Compute how much of the rule a completion breaks."""
+        failures = [re.search(pattern, text, re.DOTALL) is None for pattern in self.must]
+        failures += [re.search(pattern, text, re.DOTALL) is not None for pattern in self.must_not]
+        return sum(failures) / len(failures)
+
+
+class ForbiddenRule(TextRule):
+    """Forbidden words or phrases; fully broken or kept."""
+
+    type: Literal["forbidden"] = "forbidden"
+    phrases: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+    """Whole words or phrases, without regular expressions."""
+    ignore_case: bool = True
+    """Ignore upper and lower case."""
+
+    def violation(self, text: str, tokens: int) -> float:
+        """Compute how much of the rule a completion breaks."""
+        flags = re.IGNORECASE if self.ignore_case else 0
+        return float(any(re.search(_whole(phrase), text, flags) for phrase in self.phrases))
+
+
+def rule_names(rules: Sequence[TextRule]) -> list[str]:
+    """Return the names that the rules are logged by.
+
+    Raises:
+        ValueError: two rules have the same name.
+    """
+    names = [rule.name or rule.type for rule in rules]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two rules are called {name}: give each a different name (name: ...)")
+    return names
+
+
+class RulesSource(Source):
+    """Rules for the text of a completion; a broken rule subtracts a penalty or replaces the score."""
+
+    asks_on_main_rank: ClassVar[bool] = False  # the inner source is asked as it wants
+
+    type: Literal["rules"] = "rules"
+    rules: Annotated[list[Annotated[TextRule, OneOf()]], Field(min_length=1)]
+    """The rules, in any order. The metrics log how far each is broken, from 0 to 1."""
+    source: Annotated[Source, OneOf()] | None = None
+    """The source whose scores the rules change; null: a completion that keeps all rules scores 0."""
+
+    @property
+    def is_learned(self) -> bool:
+        """Return whether a model gives the scores that the rules change."""
+        return self.source is not None and self.source.is_learned
+
+    def check(self) -> None:
+        """Check that what the rules need is installed.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        for rule in self.rules:
+            rule.check()
+
+    def build(self, context: SourceContext) -> RulesReward:
+        """Return what measures the texts, and changes the scores of the inner source.
+
+        Raises:
+            UserError: a rule needs a package that is not installed, or the inner source cannot be built.
+        """
+        inner = context.build(self.source, may_abstain=context.may_abstain) if self.source is not None else None
+        return RulesReward(self.rules, context.tokenizer, inner)
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> RulesSource:
+        rule_names(self.rules)
+        if self.source is not None and self.source.standardizes_in_groups:
+            raise ValueError("how=gdpo standardizes over groups: only the outermost source of a run may")
+        return self
 
 
 def repeated_share(words: Sequence[str], n: int) -> float:
@@ -48,33 +264,6 @@ def _script(character: str) -> str:
     return unicodedata.name(character, "UNNAMED").split()[0].split("-")[0]
 
 
-def violation(rule: RuleConfig, text: str, tokens: int) -> float:
-    """Compute how much of a rule a completion breaks, from 0 (nothing) to 1.
-
-    Args:
-        rule: the rule.
-        text: the completion, without special tokens.
-        tokens: its length in tokens, EOS included.
-    """
-    match rule:
-        case LengthRule():
-            length = {"words": len(text.split()), "characters": len(text), "tokens": tokens}[rule.unit]
-            return float(length < rule.min or (rule.max is not None and length > rule.max))
-        case RepetitionRule():
-            return _above(repeated_share(text.casefold().split(), rule.n), rule.max)
-        case ScriptRule():
-            return _above(foreign_share(text, frozenset(name.upper() for name in rule.allowed)), rule.max)
-        case LanguageRule():
-            return float(detect_language(text) not in (None, *rule.allowed))
-        case FormatRule():
-            failures = [re.search(pattern, text, re.DOTALL) is None for pattern in rule.must]
-            failures += [re.search(pattern, text, re.DOTALL) is not None for pattern in rule.must_not]
-            return sum(failures) / len(failures)
-        case ForbiddenRule():
-            flags = re.IGNORECASE if rule.ignore_case else 0
-            return float(any(re.search(_whole(phrase), text, flags) for phrase in rule.phrases))
-
-
 def _above(share: float, tolerated: float) -> float:
     return share if share > tolerated else 0.0
 
@@ -85,7 +274,7 @@ def _whole(phrase: str) -> str:
 
 
 def apply_rules(
-    base: Float[Tensor, " B"], violations: Float[Tensor, "K B"], rules: Sequence[RuleConfig]
+    base: Float[Tensor, " B"], violations: Float[Tensor, "K B"], rules: Sequence[TextRule]
 ) -> Float[Tensor, " B"]:
     """Subtract the penalties of broken rules from the scores, and replace the scores where a gate is broken.
 
@@ -96,6 +285,8 @@ def apply_rules(
         violations: of K rules, from 0 to 1.
         rules: the rules.
     """
+    import torch
+
     values = base
     gates = torch.full_like(base, torch.inf)
     for rule, broken in zip(rules, violations, strict=True):
@@ -113,14 +304,14 @@ class RulesReward:
     is 1 where a gate replaced the score, if there are gates.
     """
 
-    def __init__(self, rules: Sequence[RuleConfig], tokenizer: BatchDecoder, source: RewardSource | None) -> None:
+    def __init__(self, rules: Sequence[TextRule], tokenizer: BatchDecoder, source: RewardSource | None) -> None:
         """Apply `rules` to the texts that `tokenizer` decodes and, unless it is None, to the scores of `source`.
 
         Raises:
             ConfigError: a rule needs a package that is not installed.
         """
-        if any(isinstance(rule, LanguageRule) for rule in rules):
-            require_langdetect()
+        for rule in rules:
+            rule.check()
         self.rules = list(rules)
         self.names = rule_names(rules)
         self.tokenizer = tokenizer
@@ -128,10 +319,14 @@ class RulesReward:
 
     def __call__(self, completions: Completions) -> Scores:
         """Score the completions; see apply_rules."""
+        import torch
+
+        from rlhf.types import Scores
+
         texts = decode(completions, self.tokenizer).completions
         lengths = completions.completion_mask.sum(dim=1).tolist()
         violations = torch.tensor(
-            [[violation(rule, text, n) for text, n in zip(texts, lengths, strict=True)] for rule in self.rules]
+            [[rule.violation(text, n) for text, n in zip(texts, lengths, strict=True)] for rule in self.rules]
         )
         parts = dict(zip(self.names, violations, strict=True))
         base = torch.zeros(len(texts))
@@ -143,63 +338,3 @@ class RulesReward:
         if gates:
             parts["gated"] = (violations[gates] > 0).any(dim=0).to(base)
         return Scores(values=apply_rules(base, violations.to(base), self.rules), parts=parts)
-
-
-class ShapedReward:
-    """Wraps a source and shapes its scores.
-
-    The score is clipped first, so that the clip cannot hide a penalty:
-
-        shaped = clip(score, -clip, clip) - missing_eos_penalty * [not finished] - overlong(length)
-
-    The parts are the source's, the unshaped score as "raw", each penalty that is switched on, and, if clip is set,
-    "clipped": 1.0 for each score that the clip changed, else 0.0.
-    """
-
-    def __init__(self, source: RewardSource, config: ShapingConfig, max_new_tokens: int) -> None:
-        self.source = source
-        self.config = config
-        self.max_new_tokens = max_new_tokens
-
-    def __call__(self, completions: Completions) -> Scores:
-        """Score the completions with the source and shape the scores.
-
-        Raises:
-            RewardError: the source fails, or one of its parts has a name that shaping uses.
-        """
-        scores = self.source(completions)
-        penalties = self._penalties(completions, scores.values)
-        values, shaping_parts = scores.values, {"raw": scores.values, **penalties}
-        if self.config.clip is not None:
-            values = values.clamp(-self.config.clip, self.config.clip)
-            shaping_parts["clipped"] = (values != scores.values).to(values)
-        clash = sorted(shaping_parts.keys() & scores.parts.keys())
-        if clash:
-            raise RewardError(f"the reward names a part {clash[0]!r}, which shaping keeps for itself; rename it")
-        for penalty in penalties.values():
-            values = values - penalty
-        return Scores(values=values, parts={**scores.parts, **shaping_parts})
-
-    def _penalties(self, completions: Completions, like: Float[Tensor, " B"]) -> dict[str, Float[Tensor, " B"]]:
-        config, penalties = self.config, {}
-        if config.missing_eos_penalty > 0:
-            missing = (~completions.finished).to(like)
-            penalties["missing_eos_penalty"] = config.missing_eos_penalty * missing
-        if config.overlong_buffer > 0:
-            share = overlong_share(
-                completions.completion_mask.sum(dim=1).to(like.device),
-                max_new_tokens=self.max_new_tokens,
-                buffer=config.overlong_buffer,
-            )
-            penalties["overlong_penalty"] = config.overlong_penalty * share.to(like)
-        return penalties
-
-
-def overlong_share(lengths: Int[Tensor, " B"], *, max_new_tokens: int, buffer: int) -> Float[Tensor, " B"]:
-    """Compute the share of the overlong penalty for completions of `lengths` tokens (EOS included).
-
-    This is minus DAPO's R_length (Yu et al. 2025, eq. 13): 0 up to max_new_tokens - buffer, then linear, 1 at
-    max_new_tokens.
-    """
-    start = max_new_tokens - buffer
-    return ((lengths.double() - start) / buffer).clamp(0.0, 1.0)

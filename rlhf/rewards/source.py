@@ -1,4 +1,12 @@
-"""The protocol of reward sources, the texts that most of them read, a judge that only watches, and scores over ranks.
+"""Reward sources: the family of their sections, the protocol of what scores, and the texts that most of them read.
+
+A class below `Source` is a source that `reward.source.type` can name, in this package or in a user's module:
+
+    class Shortness(Source):
+        type: Literal["shortness"] = "shortness"
+        is_learned: ClassVar[bool] = False  # a program counts the words
+
+        def build(self, context: SourceContext) -> RewardSource: ...
 
 In a distributed run every rank gets the same scores as a single process would.
 """
@@ -6,20 +14,23 @@ In a distributed run every rank gets the same scores as a single process would.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
-import torch
-from jaxtyping import Float
-from torch import Tensor
-
-from rlhf.algo.masked import Mean
 from rlhf.errors import NonFiniteScores, RewardError
-from rlhf.runtime.distributed import Distributed
-from rlhf.runtime.seeding import generator
-from rlhf.tracking.metrics import Metrics
-from rlhf.types import Completions, Scores
+from rlhf.section import Choice, Section, walk
+
+if TYPE_CHECKING:
+    import torch
+    from jaxtyping import Float
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from rlhf.runtime.distributed import Distributed
+    from rlhf.types import Completions, Scores
 
 
 @runtime_checkable
@@ -32,6 +43,79 @@ class RewardSource(Protocol):
         Raises:
             RewardError: the scores are NaN or infinite, of the wrong length, or could not be obtained.
         """
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceContext:
+    """What a source may need to be built."""
+
+    tokenizer: PreTrainedTokenizerBase  # the policy's, in whose ids the completions are
+    device: torch.device  # where models go
+    ranks: Distributed  # the process group over which scoring can be divided
+    warn: Callable[[str], None]  # receives messages for the user
+    load_model: Callable[[Any, SourceContext], RewardSource]  # loads what a section of type model names
+    may_abstain: bool = False  # whether a score may be NaN, which leaves the completion to the others of an ensemble
+
+    def build(self, source: Source, *, may_abstain: bool) -> RewardSource:
+        """Build a source, a member of another one too, so that it scores alike in a run of any number of processes."""
+        built = source.build(replace(self, may_abstain=may_abstain))
+        return MainRankReward(built, self.ranks) if source.asks_on_main_rank else built
+
+
+class Source(Choice):
+    """Where scores come from; one of its members is chosen by `type`."""
+
+    asks_on_main_rank: ClassVar[bool] = True
+    """Rank 0 alone asks for the scores of the whole batch. False: what `build` returns divides the work itself."""
+
+    @property
+    @abstractmethod
+    def is_learned(self) -> bool:
+        """Return whether a model gives the scores, whose mistakes a policy can exploit; False for a program's check."""
+
+    @abstractmethod
+    def build(self, context: SourceContext) -> RewardSource:
+        """Return what scores completions.
+
+        Raises:
+            UserError: it cannot be built; the message says why.
+        """
+
+    @property
+    def standardizes_in_groups(self) -> bool:
+        """Return whether the scores are standardized over the completions of a prompt, as gdpo does."""
+        return False
+
+    @property
+    def critic_start(self) -> str | None:
+        """Return the path of the reward model that a critic can start from; None without one."""
+        return None
+
+    def check(self) -> None:
+        """Check before a run, without loading a model, what the fields alone do not tell.
+
+        Raises:
+            UserError: the source could not be built; the message says why.
+        """
+
+    def model_paths(self) -> Mapping[str, str]:
+        """Return the path of each model that gives scores, by its field: it has to exist, and to stay the same."""
+        return {}
+
+    def code_files(self) -> Mapping[str, Path]:
+        """Return the files of user code by their field; a run that resumes after a change of one warns."""
+        return {}
+
+    def describe(self) -> str:
+        """Return the source in a few words, for a report."""
+        return self.type
+
+
+def sources_in(section: Section, key: str = "") -> Iterator[tuple[str, Source]]:
+    """Yield every source in a section, itself and those in other sources included, with its key below `key`."""
+    for path, inner in walk(section, key):
+        if isinstance(inner, Source):
+            yield path, inner
 
 
 @runtime_checkable
@@ -90,6 +174,8 @@ def checked_scores(values: object, parts: object, texts: Texts, *, who: str, may
         raise RewardError(
             f"{who} returned parts of type {type(parts).__name__}; give a dict of name -> list of numbers"
         )
+    from rlhf.types import Scores
+
     return Scores(
         values=_to_tensor(values, texts.completions, who=who, what="scores", may_abstain=may_abstain),
         parts={
@@ -145,6 +231,8 @@ def _to_tensor(
             + ABSTENTION_HINT * (values[bad[0]] is None)
             + STRING_HINT * isinstance(values[bad[0]], str)
         )
+    import torch
+
     return torch.tensor(numbers, dtype=torch.float32)
 
 
@@ -167,6 +255,8 @@ def _to_float(value: object) -> float:
     value = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(value, int | float):
         return math.nan
+    import torch
+
     return float(value) if abs(value) <= torch.finfo(torch.float32).max else math.nan
 
 
@@ -179,6 +269,8 @@ class ShardedReward:
 
     def __call__(self, completions: Completions) -> Scores:
         """Score this rank's share of the completions and gather the scores of all ranks."""
+        from rlhf.types import Scores
+
         names: list[str] = []
 
         def score(share: Completions) -> tuple[Tensor, ...]:
@@ -203,6 +295,9 @@ class MainRankReward:
 
     def __call__(self, completions: Completions) -> Scores:
         """Score the completions on rank 0 and broadcast the scores to all ranks."""
+        import torch
+
+        from rlhf.types import Scores
 
         def ask() -> tuple[Tensor, dict[str, Tensor]]:
             scores = self.source(completions)
@@ -211,54 +306,3 @@ class MainRankReward:
         values, parts = self.ranks.on_main(ask)
         assert isinstance(values, torch.Tensor)
         return Scores(values=values, parts=parts)
-
-
-def watch_metrics(proxy: Float[Tensor, " N"], watched: Float[Tensor, " N"]) -> dict[str, Mean]:
-    """Compare the scores that are trained on with those of the watching judge, on the same completions.
-
-    watch/score is the judge's mean, watch/gap the proxy's mean less the judge's, and watch/correlation Pearson's
-    correlation of the two, where both vary. The gap means something if both are on one scale, such as that of
-    calibrated reward models; how it changes does in any case.
-    """
-    proxy, watched = proxy.double(), watched.double()
-    metrics = {"watch/score": Mean.of(watched), "watch/gap": Mean.of(proxy - watched)}
-    if len(proxy) > 1 and bool(proxy.min() < proxy.max()) and bool(watched.min() < watched.max()):
-        metrics["watch/correlation"] = Mean(float(torch.corrcoef(torch.stack([proxy, watched]))[0, 1]), 1.0)
-    return metrics
-
-
-@dataclass(frozen=True, kw_only=True)
-class WatchingJudge:
-    """Scores `rows` completions of every `every`-th step; `warn` receives a message when it could not."""
-
-    source: RewardSource
-    rows: int
-    every: int
-    seed: int
-    warn: Callable[[str], None]
-
-    def __call__(self, completions: Completions, scores: Scores, step: int) -> Metrics:
-        """Compute the metrics of a step; empty if it is not watched.
-
-        The completions are drawn by the seed and the step alone, so that a resumed run watches the same ones. They are
-        compared by the score before shaping. Where the judge fails, training goes on and watch/failed is 1.
-        """
-        if step % self.every:
-            return Metrics()
-        order = torch.randperm(len(completions), generator=generator(self.seed, "watch", step))
-        index = order[: self.rows].sort().values
-        metrics = Metrics()
-        try:
-            watched = self.source(_ungrouped(completions, index)).values
-        except RewardError as error:
-            self.warn(f"warning: reward.watch could not score step {step}: {error}")
-            metrics.add("watch/failed", 1.0)
-            return metrics
-        metrics.add("watch/failed", 0.0)
-        metrics.update(watch_metrics(scores.parts.get("raw", scores.values)[index], watched))
-        return metrics
-
-
-def _ungrouped(completions: Completions, index: Tensor) -> Completions:
-    """Select rows, which are then no longer whole groups of a prompt."""
-    return replace(completions.rows(index), group_size=1)

@@ -14,10 +14,10 @@ from pydantic import Field, model_validator
 
 from rlhf.config.algorithm import Positive
 from rlhf.config.data import ChatFormat, Count, DatasetConfig, PreferencesConfig
-from rlhf.config.reward import RewardSourceConfig
 from rlhf.config.run import Device, Dtype
 from rlhf.errors import ConfigError, did_you_mean, install_hint
-from rlhf.section import Section
+from rlhf.rewards.source import Source
+from rlhf.section import OneOf, Section
 
 
 class EvalRows(DatasetConfig):
@@ -78,7 +78,7 @@ class HhSettings(SuiteSettings):
 
     dataset: EvalPairs
     """Preference pairs; --data is dataset.path."""
-    source: RewardSourceConfig | None = None
+    source: Annotated[Source, OneOf()] | None = None
     """What scores completions; null: the run's judge or reward, where it has one."""
     reference: str | None = None
     """Folder or hub id of the reference of DPO's implicit reward, whose completions are also compared."""
@@ -167,7 +167,7 @@ class IfevalSettings(AnswerSettings):
     """Prompts with instruction_id_list and kwargs; --data is dataset.path."""
     best_of: Count = 1
     """Sample this many answers to each prompt and keep the one that `source` scores highest."""
-    source: RewardSourceConfig | None = None
+    source: Annotated[Source, OneOf()] | None = None
     """What picks the best answer where best_of is above 1; null: the run's judge or reward, where it has one."""
 
     @model_validator(mode="after")

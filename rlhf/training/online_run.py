@@ -27,7 +27,7 @@ from rlhf.config.sections import OnlineConfig
 from rlhf.data.datasets import epoch_order
 from rlhf.data.prompts import PromptSet
 from rlhf.models.policy_models import Ema, Models
-from rlhf.rewards.source import RewardSource, WatchingJudge
+from rlhf.rewards.source import RewardSource
 from rlhf.runtime.device import SideStream
 from rlhf.runtime.engine import TrainableModel, lr_factor
 from rlhf.runtime.memory import AdaptiveMicroBatch
@@ -38,6 +38,7 @@ from rlhf.training.losses import DemonstrationLoss, OnlineLoss, SampledPairLoss
 from rlhf.training.rollout import Collected, compute_logprobs_and_values, live_tokens, sample_records
 from rlhf.training.session import Session, TrainState
 from rlhf.training.step import LossBatch, count_tokens
+from rlhf.training.watch import WatchingJudge
 from rlhf.types import Completions, Demonstrations, Experience, Prompts, Rollout, SampledPairs, Scores
 
 NO_GRAD_BATCH_MULTIPLIER = 4  # size of a pass without gradient, in micro-batches

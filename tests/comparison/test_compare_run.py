@@ -29,10 +29,12 @@ from rlhf.comparison.plan import ensure_owner, make_plan
 from rlhf.comparison.scheduler import FAILED, failure_of, run_cells
 from rlhf.comparison.trial import JUDGED, Judgment
 from rlhf.config.load import compare_config, load_compare
-from rlhf.config.reward import EnsembleSource, FunctionSource, ModelSource
 from rlhf.errors import ConfigError, UserError
 from rlhf.evaluation.win_rate import Interval
 from rlhf.models.backbone import load_causal_lm
+from rlhf.rewards.ensemble import EnsembleSource
+from rlhf.rewards.function import FunctionSource
+from rlhf.rewards.model import ModelSource
 from rlhf.tracking.run_folder import RunFolder
 from rlhf.tracking.trackers import read_jsonl
 

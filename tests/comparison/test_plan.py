@@ -14,9 +14,9 @@ from rlhf.comparison.page import differences
 from rlhf.comparison.plan import Plan, ensure_owner, make_plan, read_cell, read_plan
 from rlhf.config.compare import START_FOLDER, CompareConfig, TrainedArm
 from rlhf.config.load import compare_config, dump, load_any, load_compare, unread_warnings
-from rlhf.config.reward import FunctionSource
 from rlhf.config.run import UNKNOWN_LENGTH
 from rlhf.errors import ConfigError
+from rlhf.rewards.function import FunctionSource
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rlhf.config.algorithm import AdaptiveKl, Gae, Group, Online, PenaltyLoss
-from rlhf.config.compare import CellConfig
+from rlhf.config.compare import CellConfig, CompareConfig
 from rlhf.config.data import DataConfig
 from rlhf.config.files import InvalidYaml, format_yaml, merge, merge_overrides, parse_overrides, parse_yaml
 from rlhf.config.load import (
@@ -34,6 +34,7 @@ from rlhf.config.sections import (
     TrainSections,
 )
 from rlhf.errors import ConfigError
+from rlhf.guard.lint import sections_below
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -155,7 +156,7 @@ def test_texts_that_look_like_numbers_survive_a_file(tmp_path: Path) -> None:
         ("algorithm.preset=grpoo", "'grpoo' is not one of"),
         (
             "reward.source.type=modle",
-            "reward.source.type: 'modle' is not one of function, model, remote, openai, ensemble, rules; "
+            "reward.source.type: 'modle' is not one of ensemble, function, model, openai, remote, rules; "
             "did you mean model?",
         ),
         (
@@ -410,16 +411,13 @@ def test_reward_models_refuse_adapters() -> None:
 
 
 def test_every_field_has_a_description() -> None:
-    def undocumented(kind: Any, seen: set[Any]) -> list[str]:
-        schema = kind.model_json_schema()
-        return [
-            f"{name}.{key}"
-            for name, part in schema.get("$defs", {}).items()
-            for key, field in part.get("properties", {}).items()
-            if "description" not in field and key != "type"
-        ]
-
-    assert undocumented(OnlineConfig, set()) == undocumented(OfflineConfig, set()) == []
+    undocumented = [
+        f"{section.__name__}.{name}"
+        for section in sections_below(TrainSections, OnlineConfig, OfflineConfig, RewardModelConfig, CompareConfig)
+        for name, info in section.model_fields.items()
+        if not info.description and name != "type"
+    ]
+    assert undocumented == []
 
 
 def test_expanding_leaves_an_explicit_algorithm_alone() -> None:

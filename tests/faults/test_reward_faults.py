@@ -181,7 +181,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dying]:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses between tries, not slept."""
     waited: list[float] = []
-    monkeypatch.setattr("rlhf.rewards.remote.time.sleep", waited.append)
+    monkeypatch.setattr("rlhf.rewards.http.time.sleep", waited.append)
     return waited
 
 

@@ -232,7 +232,7 @@ FAULTS = [
     ),
     Mutant(
         name="a-dead-server-is-not-waited-for",
-        file="rlhf/rewards/remote.py",
+        file="rlhf/rewards/http.py",
         before="backoff = min(self.backoff_s * 2 ** (attempt - 1), MAX_BACKOFF_S)",
         after="backoff = min(self.backoff_s, MAX_BACKOFF_S)",
         why="all tries are over before a server has restarted",

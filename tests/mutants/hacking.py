@@ -69,7 +69,7 @@ HACKING = [
     ),
     Mutant(
         name="watch-shaped-score",
-        file="rlhf/rewards/source.py",
+        file="rlhf/training/watch.py",
         before='scores.parts.get("raw", scores.values)[index]',
         after="scores.values[index]",
         why="a clip or a length penalty looks like a gap between the reward and the judge",

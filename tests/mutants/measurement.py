@@ -118,7 +118,7 @@ MEASUREMENT = [
     ),
     Mutant(
         name="answers-by-question-alone",
-        file="rlhf/rewards/judge.py",
+        file="rlhf/rewards/chat.py",
         before='{VERSION} {self.poster.url} ".encode() + body',
         after='{VERSION} {self.poster.url} ".encode() + body[body.index(b"messages"):body.index(b"model")]',
         why="other settings of a request get the answers of the old ones",
@@ -126,7 +126,7 @@ MEASUREMENT = [
     ),
     Mutant(
         name="the-key-is-in-the-error",
-        file="rlhf/rewards/remote.py",
+        file="rlhf/rewards/http.py",
         before="text.replace(self.secret, '***') if self.secret else text",
         after="text",
         why="a server that repeats the key puts it into the log",
@@ -134,7 +134,7 @@ MEASUREMENT = [
     ),
     Mutant(
         name="too-many-requests-is-final",
-        file="rlhf/rewards/remote.py",
+        file="rlhf/rewards/http.py",
         before="return code == 429 or server_error(code)",
         after="return server_error(code)",
         why="a long evaluation ends at the first rate limit",

@@ -97,7 +97,7 @@ SETTINGS = [
     ),
     Mutant(
         name="the-scale-is-the-score",
-        file="rlhf/rewards/judge.py",
+        file="rlhf/rewards/openai.py",
         before='_NUMBER.search(_SCALE.sub("", lines[-1]))',
         after="_NUMBER.search(lines[-1])",
         why="a judge's 3 out of 10 counts as 10",

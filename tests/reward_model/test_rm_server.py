@@ -29,11 +29,10 @@ from reward_model.server import Row, TextScorer, parse_request
 from reward_model.source import RewardModelSource
 from rlhf.cli import main
 from rlhf.config.files import merge
-from rlhf.config.reward import RemoteSource
 from rlhf.data.tokenizer import vocabulary_digest
 from rlhf.errors import ConfigError, DataError, NonFiniteScores, RewardError
 from rlhf.factory.rewards import build_source
-from rlhf.rewards.remote import RemoteReward
+from rlhf.rewards.remote import RemoteReward, RemoteSource
 from rlhf.rewards.source import MainRankReward
 from rlhf.runtime.engine import Engine
 from rlhf.training.online import train

@@ -19,11 +19,11 @@ from transformers import PreTrainedTokenizerFast
 
 from reward_model.source import RewardModelSource, truncate_row
 from rlhf.batching import concat
-from rlhf.config.reward import ModelSource
 from rlhf.data.tokenizer import shares_vocabulary
 from rlhf.errors import ModelError, RewardError
 from rlhf.factory.rewards import build_source
 from rlhf.models.scalar_head import ScalarHeadModel, sequence_scores
+from rlhf.rewards.model import ModelSource
 from rlhf.rewards.source import ShardedReward
 from rlhf.runtime.engine import Engine
 from rlhf.types import Completions

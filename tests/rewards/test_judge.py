@@ -10,9 +10,9 @@ import pytest
 from chat_server import Reply, chat, serving
 from tiny_models import EOS, completions_of, tokenizer
 
-from rlhf.config.reward import ChatConfig, ChatSource
 from rlhf.errors import ConfigError, RewardError
-from rlhf.rewards.judge import ChatModel, ChatReward, answer_folder, fill_template, read_score, read_template
+from rlhf.rewards.chat import ChatConfig, ChatModel, answer_folder, fill_template, read_template
+from rlhf.rewards.openai import ChatReward, ChatSource, read_score
 
 SECRET = "sk-very-secret"
 
@@ -84,7 +84,7 @@ def test_429_and_500_are_tried_again_and_what_the_server_asks_for_is_waited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr("rlhf.rewards.remote.time.sleep", pauses.append)
+    monkeypatch.setattr("rlhf.rewards.http.time.sleep", pauses.append)
     replies: list[Reply] = [(429, b"slow down", {"Retry-After": "2"}), (500, b""), (503, b"", {"Retry-After": "900"})]
     with serving(lambda n, question: replies[n] if n < 3 else echo(n, question)) as server:
         assert model(server.url, tmp_path).ask(["a"]) == ["you said a"]

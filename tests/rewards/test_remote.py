@@ -100,7 +100,7 @@ def test_a_passing_500_is_tried_again_with_growing_pauses(
     serve: Callable[[Answer], Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr("rlhf.rewards.remote.time.sleep", pauses.append)
+    monkeypatch.setattr("rlhf.rewards.http.time.sleep", pauses.append)
     server = serve(lambda n, asked: good(n, asked) if n == 3 else (503, b"busy"))
     assert reward(server, backoff_s=0.5)(two()).values.tolist() == [2.0, 2.0]
     assert len(server.requests) == 4

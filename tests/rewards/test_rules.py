@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import torch
@@ -11,14 +12,23 @@ from pydantic import TypeAdapter
 from tiny_models import completions_of, tokenizer
 
 from rlhf.config.load import validate
-from rlhf.config.reward import LANGUAGES, RewardConfig, RuleConfig, RulesSource
+from rlhf.config.reward import RewardConfig
 from rlhf.errors import ConfigError
-from rlhf.rewards.rules import RulesReward, apply_rules, foreign_share, repeated_share, violation
+from rlhf.rewards.rules import (
+    LANGUAGES,
+    RulesReward,
+    RulesSource,
+    TextRule,
+    apply_rules,
+    foreign_share,
+    repeated_share,
+)
+from rlhf.section import OneOf
 from rlhf.types import Completions, Scores
 
 
-def rule(**settings: object) -> RuleConfig:
-    made: RuleConfig = TypeAdapter(RuleConfig).validate_python(settings)
+def rule(**settings: object) -> TextRule:
+    made: TextRule = TypeAdapter(Annotated[TextRule, OneOf()]).validate_python(settings)
     return made
 
 
@@ -51,7 +61,7 @@ def rule(**settings: object) -> RuleConfig:
     ],
 )
 def test_how_much_of_a_rule_is_broken(settings: dict[str, object], text: str, broken: float) -> None:
-    assert violation(rule(**settings), text, 7) == pytest.approx(broken, abs=1e-12)
+    assert rule(**settings).violation(text, 7) == pytest.approx(broken, abs=1e-12)
 
 
 @pytest.mark.parametrize("code", ["EN", "zh", "english"])
@@ -75,7 +85,7 @@ def test_the_languages_are_those_of_langdetect() -> None:
 )
 def test_a_language(text: str, broken: float) -> None:
     pytest.importorskip("langdetect")
-    assert violation(rule(type="language", allowed=["en", "fr"]), text, 7) == broken
+    assert rule(type="language", allowed=["en", "fr"]).violation(text, 7) == broken
 
 
 def test_empty_texts_break_no_share() -> None:

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import completions_of
 
-from rlhf.config.reward import ShapingConfig
 from rlhf.errors import RewardError
-from rlhf.rewards.rules import ShapedReward, overlong_share
+from rlhf.rewards.shaping import ShapedReward, ShapingConfig, overlong_share
 from rlhf.types import Completions, Scores
 
 

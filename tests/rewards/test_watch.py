@@ -7,7 +7,7 @@ import torch
 from tiny_models import completions_of
 
 from rlhf.errors import RewardError
-from rlhf.rewards.source import WatchingJudge, watch_metrics
+from rlhf.training.watch import WatchingJudge, watch_metrics
 from rlhf.types import Completions, Scores
 
 

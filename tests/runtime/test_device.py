@@ -12,13 +12,13 @@ from pydantic import ValidationError
 from runs import make_model, write_rows
 from transformers import AutoModelForSequenceClassification
 
-from rlhf.config.reward import ModelSource
 from rlhf.config.run import RunConfig, ShardingConfig
 from rlhf.config.sections import RewardModelConfig
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import ConfigError
 from rlhf.factory.evaluation import evaluate_suite, load_model_for_suite
 from rlhf.factory.rewards import build_source
+from rlhf.rewards.model import ModelSource
 from rlhf.runtime import device as device_module
 from rlhf.runtime import engine as engine_module
 from rlhf.runtime.device import choose_device, choose_precision, empty_cache, is_out_of_memory, usable_dtype
