@@ -107,7 +107,7 @@ class Choice(Section):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Found a family, or join it.
+        """Start a family, or join it.
 
         Raises:
             TypeError: the family has another member of this type.
@@ -118,15 +118,47 @@ class Choice(Section):
         name = cls.model_fields["type"].default
         if "type" not in inspect.get_annotations(cls) or not isinstance(name, str):
             return
-        other = cls.members.setdefault(name, cls)
-        if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise TypeError(f"type {name!r} of {cls.__name__} is taken by {other.__module__}.{other.__qualname__}")
-        cls.members[name] = cls
+        _join(cls.members, "type", name, cls)
 
     @classmethod
     def choices(cls) -> dict[str, builtins.type[Self]]:
         """Return the registered classes below this one by their type."""
         return {name: member for name, member in cls.members.items() if issubclass(member, cls)}
+
+
+class Named:
+    """A class that is one of a family by its class variable `name`, as a suite or an alarm.
+
+    A direct subclass founds a family. A class below it that sets `name` is a member: it is registered when it is
+    defined, in this package or in a user's module.
+    """
+
+    members: ClassVar[dict[str, builtins.type[Any]]]
+    name: ClassVar[str]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Start a family, or join it.
+
+        Raises:
+            TypeError: the family has another member of this name.
+        """
+        super().__init_subclass__(**kwargs)
+        if Named in cls.__bases__:
+            cls.members = {}
+        elif "name" in cls.__dict__:
+            _join(cls.members, "name", cls.__dict__["name"], cls)
+
+    @classmethod
+    def choices(cls) -> dict[str, builtins.type[Any]]:
+        """Return the members of the family by name."""
+        return dict(cls.members)
+
+
+def _join(members: dict[str, builtins.type[Any]], key: str, name: str, cls: builtins.type) -> None:
+    other = members.setdefault(name, cls)
+    if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise TypeError(f"{key} {name!r} of {cls.__name__} is taken by {other.__module__}.{other.__qualname__}")
+    members[name] = cls
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from rlhf.config.sections import TrainConfig
 from rlhf.errors import ConfigError, command_or_call
 from rlhf.guard.lint import check_settings
 from rlhf.lab.build import resolve_lab_paths
-from rlhf.suites.settings import SuiteSettings, find_suite
+from rlhf.suites.suite import Suite, find_suite
 from rlhf.tracking.run_folder import differing_keys, write_atomically
 
 Json = dict[str, Any]
@@ -58,9 +58,9 @@ def suites_of(
     return {name: {**settings, "best_of": n, "source": source} for name, settings in picking.items()}
 
 
-def _settings_class(name: str) -> type[SuiteSettings]:
+def _settings_class(name: str) -> type[Suite]:
     try:
-        return find_suite(name)[0].settings
+        return find_suite(name)[0]
     except ConfigError as error:
         raise ConfigError(str(error).replace("--suite", "suites")) from error
 
