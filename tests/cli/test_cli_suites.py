@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -245,3 +247,9 @@ def test_the_settings_and_figures_are_on_the_page(tmp_path: Path, model: str) ->
             assert known, f"{name} is not in docs/evaluation_suites.md"
         for key in find_suite(suite)[0].model_fields:
             assert key in page, f"the setting {key} is not in docs/evaluation_suites.md"
+
+
+def test_settings_are_checked_without_what_computes() -> None:
+    check = "import sys, rlhf.commands.checks; print(sorted({'torch', 'evaluate', 'transformers'} & set(sys.modules)))"
+    shown = subprocess.run([sys.executable, "-c", check], check=True, capture_output=True, text=True)
+    assert shown.stdout.strip() == "[]"
