@@ -26,7 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.metrics import roc_auc_score
 
-from rlhf.guard.alarms import ALARMS, JUDGE_FALL, Alarm, History, Reading
+from rlhf.guard.alarms.alarm import Alarm, Reading, all_alarms
+from rlhf.guard.alarms.history import History
+from rlhf.guard.alarms.scores import JUDGE_FALL
 from rlhf.tracking.run_folder import RunFolder
 from rlhf.training.health import Watch
 
@@ -189,7 +191,7 @@ def main() -> None:
     options = parser.parse_args()
     folders = sorted({Path(path) for pattern in options.runs for path in glob.glob(pattern)})
     runs = {folder.name: RunFolder(folder).read_metrics() for folder in folders}
-    alarms = {alarm.name: score_alarm(alarm, runs) for alarm in ALARMS}
+    alarms = {alarm.name: score_alarm(alarm, runs) for alarm in all_alarms()}
     measured = {name: result for name, result in alarms.items() if result is not None}
     stopping = {name: asdict(result) for name, result in early_stopping(runs).items()}
     content = {

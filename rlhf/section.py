@@ -121,15 +121,47 @@ class Choice(Section):
             return
         if inspect.isabstract(cls):
             raise TypeError(f"{cls.__name__} has to define {', '.join(sorted(cls.__abstractmethods__))}")
-        other = cls.members.get(name, cls)
-        if _origin(other) != _origin(cls):
-            raise TypeError(f"type {name!r} of {cls.__name__} is taken by {other.__module__}.{other.__qualname__}")
-        cls.members[name] = cls
+        _join(cls.members, "type", name, cls)
 
     @classmethod
     def choices(cls: builtins.type[C]) -> dict[str, builtins.type[C]]:
         """Return the registered classes below this one by their type."""
         return {name: member for name, member in cls.members.items() if issubclass(member, cls)}
+
+
+class Named:
+    """A class that is one of a family by its class variable `name`, as a suite or an alarm.
+
+    A direct subclass founds a family. A class below it that sets `name` is a member: it is registered when it is
+    defined, in this package or in a user's module.
+    """
+
+    members: ClassVar[dict[str, builtins.type[Any]]]
+    name: ClassVar[str]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Register the class: it founds a family, or joins one.
+
+        Raises:
+            TypeError: the family has another member of this name.
+        """
+        super().__init_subclass__(**kwargs)
+        if Named in cls.__bases__:
+            cls.members = {}
+        elif "name" in cls.__dict__:
+            _join(cls.members, "name", cls.__dict__["name"], cls)
+
+    @classmethod
+    def choices(cls) -> dict[str, builtins.type[Any]]:
+        """Return the members of the family by name."""
+        return dict(cls.members)
+
+
+def _join(members: dict[str, builtins.type[Any]], key: str, name: str, cls: builtins.type) -> None:
+    other = members.get(name, cls)
+    if _origin(other) != _origin(cls):
+        raise TypeError(f"{key} {name!r} of {cls.__name__} is taken by {other.__module__}.{other.__qualname__}")
+    members[name] = cls
 
 
 def _origin(kind: type) -> tuple[str, str]:

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from doc_links import code_spans, link_pages, link_papers
 
 from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
-from rlhf.guard.alarms import ALARMS, Alarm
+from rlhf.guard.alarms.alarm import Alarm, all_alarms
 from rlhf.guard.lint import all_rules
 from rlhf.section import Rule
 
@@ -30,8 +30,8 @@ def page() -> str:
         if place[1] == "rules":
             return "\n".join(_row(rule) for rule in all_rules() if rule.level == place[2])
         if place[1] == "alarms":
-            return "\n".join(_alarm(alarm) for alarm in ALARMS if alarm.name in place[2].split(", "))
-        rest = [_alarm(alarm) for alarm in ALARMS if alarm.name not in placed]
+            return "\n".join(_alarm(alarm) for alarm in all_alarms() if alarm.name in place[2].split(", "))
+        rest = [_alarm(alarm) for alarm in all_alarms() if alarm.name not in placed]
         head = "## Other alarms\n\n| symptom | cause | cure |\n|---|---|---|\n"
         return head + "\n".join(rest) + "\n" if rest else ""
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf.config.algorithm import ReferencedLoss
-from rlhf.config.data import DatasetConfig
 from rlhf.config.files import Tree, merge, parse_overrides
 from rlhf.config.load import load_chat_format, read_yaml, train_config, validate
 from rlhf.config.sections import OfflineConfig, SamplingConfig
 from rlhf.data.paths import is_missing, missing, missing_model
 from rlhf.errors import ConfigError, DataError, ModelError, UserError
 from rlhf.lab.build import PREFIX, resolve_lab_paths
-from rlhf.rewards.source import Source, sources_in
-from rlhf.suites.settings import IfevalSettings, SuiteSettings, find_suite
+from rlhf.suites.suite import Suite, find_suite
 
 START = "start"
 RUNS = ("runs/",)  # a path that begins so is a run, never a hub id
@@ -138,7 +136,7 @@ def suite_settings(
     limit: int | None,
     against: str,
     overrides: Sequence[str],
-) -> tuple[SuiteSettings, str]:
+) -> tuple[Suite, str]:
     """Resolve a suite's settings, in rising priority: its defaults, the run's settings, the options, key=value.
 
     Args:
@@ -157,54 +155,37 @@ def suite_settings(
     """
     suite, task = find_suite(name)
     check_model_path(target)
-    tree = _settings_of_run(target, suite.settings)
+    tree = _settings_of_run(target, suite)
     data = data or suite.default_data
     options = {suite.data_key: data, suite.limit_key: limit, "reference": None if against == START else against}
     for key, value in options.items():
         if value is None:
             continue
-        if key.partition(".")[0] not in suite.settings.model_fields:
+        if key.partition(".")[0] not in suite.model_fields:
             raise ConfigError(f"--against: the suite {name} compares with no other model")
         tree = merge(tree, _nested(key, value))
     tree = merge(tree, parse_overrides(overrides))
-    dataset = suite.settings.model_fields.get("dataset")
+    dataset = suite.model_fields.get("dataset")
     if dataset is not None and dataset.is_required() and not _has_path(tree.get("dataset")):
         raise ConfigError(f"the suite {name} needs data: --data PATH, {suite.data}")
-    settings = validate(suite.settings, tree)
+    settings = validate(suite, tree)
     check_suite_files(settings)
     return resolve_lab_paths(settings), task
 
 
-def check_suite_files(settings: SuiteSettings) -> None:
+def check_suite_files(settings: Suite) -> None:
     """Check that the data files and model folders of a suite exist; possible hub ids are not checked."""
-    lines = [f"{key}: {problem}" for key, path in _suite_models(settings) if (problem := missing_model(path))]
+    lines = [f"{key}: {problem}" for key, path in settings.models() if (problem := missing_model(path))]
     lines += [
         f"{key}: {missing(path)}"
-        for key, path in _suite_data(settings)
+        for key, path in settings.data_sets()
         if is_missing(path) and not path.startswith(PREFIX)
     ]
     if lines:
         raise DataError("\n".join(lines))
 
 
-def _suite_models(settings: SuiteSettings) -> Iterator[tuple[str, str]]:
-    reference = getattr(settings, "reference", None)
-    if isinstance(reference, str):
-        yield "reference", reference
-    source = getattr(settings, "source", None)
-    if isinstance(source, Source) and not (isinstance(settings, IfevalSettings) and settings.best_of == 1):
-        for place, inner in sources_in(source, "source"):
-            yield from ((f"{place}.{field}", path) for field, path in inner.model_paths().items())
-
-
-def _suite_data(settings: SuiteSettings) -> Iterator[tuple[str, str]]:
-    for name in type(settings).model_fields:
-        dataset = getattr(settings, name)
-        if isinstance(dataset, DatasetConfig):
-            yield f"{name}.path", dataset.path
-
-
-def _settings_of_run(target: str, kind: type[SuiteSettings]) -> Tree:
+def _settings_of_run(target: str, kind: type[Suite]) -> Tree:
     """Return those of the suite's settings that the configuration of a run determines; empty if it is no run."""
     if not (Path(target).expanduser() / "config.yaml").is_file():
         return {}

@@ -35,7 +35,7 @@ from rlhf.factory.functions import check_functions
 from rlhf.guard.lint import lint
 from rlhf.report.charts import Table as SuiteTable
 from rlhf.runtime.distributed import world_size_from_env
-from rlhf.suites.settings import find_suite
+from rlhf.suites.suite import find_suite
 from rlhf.tracking.progress import printable
 from rlhf.tracking.run_folder import write_atomically
 
@@ -118,7 +118,7 @@ def check_arms(plan: Plan) -> None:
 
 def _check_suite(name: str, settings: Mapping[str, Any]) -> None:
     try:
-        check_suite_files(validate(find_suite(name)[0].settings, dict(settings)))
+        check_suite_files(validate(find_suite(name)[0], dict(settings)))
     except UserError as error:
         raise ConfigError(f"suites.{name}: {error}") from error
 

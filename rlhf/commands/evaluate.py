@@ -33,7 +33,7 @@ from rlhf.factory.evaluation import (
 )
 from rlhf.factory.reward_model import compute_report_card
 from rlhf.suites.questions import Estimate, SuiteResult
-from rlhf.suites.settings import SuiteSettings
+from rlhf.suites.suite import Suite
 from rlhf.tracking.metrics import METRICS, format_fixed, format_significant
 from rlhf.tracking.run_folder import write_atomically
 from rlhf.tracking.trackers import to_json
@@ -125,7 +125,7 @@ def _pairwise_lines(comparison: PolicyComparison, pairs: PairwiseComparison, bas
 MAX_GROUPS = 40
 
 
-def run_suite(target: str, name: str, settings: SuiteSettings, *, task: str, out: str | None, console: Console) -> None:
+def run_suite(target: str, name: str, settings: Suite, *, task: str, out: str | None, console: Console) -> None:
     """Evaluate a model with a suite, print the result, and write it as JSON.
 
     Args:

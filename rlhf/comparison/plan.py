@@ -30,7 +30,7 @@ from rlhf.guard.lint import check_settings
 from rlhf.lab.build import resolve_lab_paths
 from rlhf.plugins import load_plugins
 from rlhf.rewards.source import Source
-from rlhf.suites.settings import SuiteSettings, find_suite
+from rlhf.suites.suite import Suite, find_suite
 from rlhf.tracking.run_folder import differing_keys, write_atomically
 
 Json = dict[str, Any]
@@ -57,9 +57,9 @@ def suites_of(suites: Mapping[str, Json], train: TrainConfig, proxy: Source | No
     return {name: {**settings, "best_of": n, "source": source} for name, settings in picking.items()}
 
 
-def _settings_class(name: str) -> type[SuiteSettings]:
+def _settings_class(name: str) -> type[Suite]:
     try:
-        return find_suite(name)[0].settings
+        return find_suite(name)[0]
     except ConfigError as error:
         raise ConfigError(str(error).replace("--suite", "suites")) from error
 

@@ -49,7 +49,7 @@ from rlhf.models.backbone import context_length
 from rlhf.runtime.distributed import is_main_process, shutdown
 from rlhf.runtime.engine import Engine, make_engine
 from rlhf.runtime.seeding import derive_seed
-from rlhf.suites.settings import AnswerSettings, SuiteSettings, find_suite
+from rlhf.suites.suite import Suite, find_suite
 from rlhf.tracking.run_folder import write_atomically
 from rlhf.tracking.trackers import encode_line, to_json
 from rlhf.training.rollout import sample_records
@@ -323,7 +323,7 @@ def run_suites(cell: CellConfig, folder: Path, path: str | None) -> None:
         if file.is_file():
             continue
         suite, task = find_suite(name)
-        settings = validate(suite.settings, values)
+        settings = validate(suite, values)
         reused = _measured_before(cell, folder, file.name, settings)
         if reused is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -333,9 +333,9 @@ def run_suites(cell: CellConfig, folder: Path, path: str | None) -> None:
         write_result(file, name, target, evaluate_suite(settings, subject, task), settings, subject)
 
 
-def _measured_before(cell: CellConfig, folder: Path, name: str, settings: SuiteSettings) -> str | None:
-    """Return the start model's result under another seed, where the suite's answers are greedy and so the same."""
-    if cell.arm != START_FOLDER or not (isinstance(settings, AnswerSettings) and settings.greedy):
+def _measured_before(cell: CellConfig, folder: Path, name: str, settings: Suite) -> str | None:
+    """Return the start model's result under another seed, if the suite's figures are the same under every seed."""
+    if cell.arm != START_FOLDER or not settings.ignores_seed:
         return None
     for path in sorted(folder.parent.glob(f"*/{FOLDER}/{name}")):
         text = path.read_text(encoding="utf-8")

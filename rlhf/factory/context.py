@@ -28,7 +28,7 @@ from rlhf.data.paths import resolve_best
 from rlhf.data.rows import RowCounts
 from rlhf.data.tokenizer import base_of_adapter, locate_model
 from rlhf.errors import ConfigError, ModelError, UserError
-from rlhf.guard.alarms import RunFacts
+from rlhf.guard.alarms.history import RunFacts
 from rlhf.guard.lint import check_settings
 from rlhf.models.adapters import is_adapted
 from rlhf.models.backbone import CausalLM, save_model

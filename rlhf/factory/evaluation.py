@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -44,24 +41,9 @@ from rlhf.rewards.source import Source, Texts, decode
 from rlhf.runtime.device import choose_device, fallback_note, usable_dtype
 from rlhf.runtime.engine import Engine, make_engine
 from rlhf.runtime.seeding import derive_seed
-from rlhf.suites.gsm8k import run_gsm8k
-from rlhf.suites.hh import run_hh
-from rlhf.suites.ifeval import run_ifeval
-from rlhf.suites.lab import run_lab
-from rlhf.suites.persona import run_persona
 from rlhf.suites.questions import SuiteResult
-from rlhf.suites.settings import (
-    Gsm8kSettings,
-    HarnessSettings,
-    HhSettings,
-    IfevalSettings,
-    LabSettings,
-    PersonaSettings,
-    SuiteSettings,
-    XstestSettings,
-)
 from rlhf.suites.subject import Subject, load_subject
-from rlhf.suites.xstest import run_xstest
+from rlhf.suites.suite import Suite, SuiteContext
 from rlhf.tracking.run_folder import versions, write_atomically
 from rlhf.tracking.trackers import to_json
 from rlhf.training.online_run import NO_GRAD_BATCH_MULTIPLIER
@@ -286,9 +268,7 @@ def _load(config: TrainConfig, path: str, tokenizer: PreTrainedTokenizerBase) ->
     return freeze(model)
 
 
-def write_result(
-    path: Path, name: str, target: str, result: SuiteResult, settings: SuiteSettings, subject: Subject
-) -> None:
+def write_result(path: Path, name: str, target: str, result: SuiteResult, settings: Suite, subject: Subject) -> None:
     """Write the result of a suite on a model as JSON, with the settings and package versions used."""
     content = {
         "suite": name,
@@ -301,7 +281,7 @@ def write_result(
     write_atomically(path, json.dumps(to_json(content), indent=2, ensure_ascii=False) + "\n")
 
 
-def load_model_for_suite(settings: SuiteSettings, path: str, *, like: Subject | None = None) -> Subject:
+def load_model_for_suite(settings: Suite, path: str, *, like: Subject | None = None) -> Subject:
     """Load the model at `path` for a suite; with `like`, it shares that model's tokenizer and chat template."""
     return load_subject(
         model_folder(path),
@@ -316,56 +296,13 @@ def load_model_for_suite(settings: SuiteSettings, path: str, *, like: Subject | 
     )
 
 
-def _load_reference(settings: HhSettings | LabSettings, subject: Subject) -> Subject | None:
-    return None if settings.reference is None else load_model_for_suite(settings, settings.reference, like=subject)
-
-
-def _hh(settings: HhSettings, subject: Subject, _: str) -> SuiteResult:
-    config = settings.source
-    source = None if config is None else build_source(config, subject.encoder.tokenizer, Engine(subject.device))
-    return run_hh(settings, subject, reference=_load_reference(settings, subject), source=source)
-
-
-def _persona(settings: PersonaSettings, subject: Subject, _: str) -> SuiteResult:
-    return run_persona(settings, subject)
-
-
-def _gsm8k(settings: Gsm8kSettings, subject: Subject, _: str) -> SuiteResult:
-    return run_gsm8k(settings, subject)
-
-
-def _ifeval(settings: IfevalSettings, subject: Subject, _: str) -> SuiteResult:
-    config = settings.source if settings.best_of > 1 else None
-    source = None if config is None else build_source(config, subject.encoder.tokenizer, Engine(subject.device))
-    return run_ifeval(settings, subject, source=source)
-
-
-def _xstest(settings: XstestSettings, subject: Subject, _: str) -> SuiteResult:
-    return run_xstest(settings, subject)
-
-
-def _lab(settings: LabSettings, subject: Subject, _: str) -> SuiteResult:
-    return run_lab(settings, subject, reference=_load_reference(settings, subject))
-
-
-def _harness(settings: HarnessSettings, subject: Subject, task: str) -> SuiteResult:
-    result: SuiteResult = importlib.import_module("rlhf.suites.lm_eval").run_harness(settings, subject, task)
-    return result
-
-
-_RUNNERS: dict[type[SuiteSettings], Callable[[Any, Subject, str], SuiteResult]] = {
-    HhSettings: _hh,
-    PersonaSettings: _persona,
-    Gsm8kSettings: _gsm8k,
-    IfevalSettings: _ifeval,
-    XstestSettings: _xstest,
-    LabSettings: _lab,
-    HarnessSettings: _harness,
-}
-
-
-def evaluate_suite(settings: SuiteSettings, subject: Subject, task: str) -> SuiteResult:
-    """Run the suite that has these settings on a model; `task` is the one of lm-eval, else empty."""
-    result = _RUNNERS[type(settings)](settings, subject, task)
+def evaluate_suite(settings: Suite, subject: Subject, task: str) -> SuiteResult:
+    """Run a suite on a model; `task` is what follows the colon in the suite's name, else empty."""
+    context = SuiteContext(
+        load=lambda path: load_model_for_suite(settings, path, like=subject),
+        build_source=lambda config: build_source(config, subject.encoder.tokenizer, Engine(subject.device)),
+        task=task,
+    )
+    result = settings.run(subject, context)
     fallback = [] if subject.dtype == settings.dtype else [fallback_note("dtype")]
     return replace(result, notes=(*result.notes, *fallback, *rounded_models(subject.path, dump(settings))))

@@ -3,7 +3,7 @@
     lint.py           checks a configuration against the table of rules: `rlhf lint`, and the start of every run
     rules_online.py   the rules of online runs; rules_run.py: of every run, and of runs on data
     rule.py           what a rule is, and what it needs to know besides the configuration: the size of the model
-    alarms.py         the alarms, each a function of the history of the metrics; rlhf/training/health.py acts on them
+    alarms            the alarms, each a function of the history of the metrics; rlhf/training/health.py acts on them
     best.py           whether an evaluation beats the best one so far by more than noise
 
 The tables are what docs/troubleshooting.md are made from.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from rlhf.guard.alarms import RunFacts
+from rlhf.guard.alarms.history import RunFacts
 
 FLAT = 1e-6  # a standard deviation of scores below this is none
 MOSTLY = 0.9  # a share of groups, or of completions

@@ -8,7 +8,7 @@ from typing import get_args
 
 from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
 from rlhf.errors import ConfigError, did_you_mean
-from rlhf.guard.alarms import ALARMS
+from rlhf.guard.alarms.alarm import Alarm
 from rlhf.guard.rule import RunConfiguration, Violation, read_facts
 from rlhf.guard.rules_online import ONLINE_RULES, UPDATE_RULES
 from rlhf.guard.rules_run import DATA_RULES, RUN_RULES
@@ -62,7 +62,7 @@ def lint(config: RunConfiguration, facts: Facts | None = None) -> list[Violation
         ConfigError: guard.allow names no rule, or guard.alarms no alarm.
     """
     _check_names(config.guard.allow, [rule.name for rule in all_rules()], "guard.allow", "rule")
-    _check_names(config.guard.alarms, [alarm.name for alarm in ALARMS], "guard.alarms", "alarm")
+    _check_names(config.guard.alarms, list(Alarm.choices()), "guard.alarms", "alarm")
     known = replace(read_facts(config) if facts is None else facts, run=config)
     violations = [
         Violation(rule=rule, value=value)

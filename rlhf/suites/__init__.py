@@ -1,10 +1,18 @@
-"""Benchmarks that a user names on the command line: hh, persona, gsm8k, ifeval, xstest, lab, and any task of lm-eval.
+"""Benchmarks that a user names on the command line: one module each, with its settings, its rows and its figures.
 
-- `hh`, `persona`, `gsm8k`, `ifeval`, `xstest`, `lab`: one module and one `run_*` function for each benchmark.
-- `lm_eval`: the tasks of lm-eval; it needs the extra lm-eval.
-- `settings`: the configuration of each benchmark. `subject`: the model under evaluation.
-- `metrics`: measures of the suites as metrics of the `evaluate` library.
+- `gsm8k`, `hh`, `ifeval`, `lab`, `persona`, `xstest`; `harness`: any task of lm-eval, run by `lm_eval` (an extra).
+- `suite`: what all of them have, and how they are found by name. `subject`: the model under evaluation.
+- `metrics`: accuracy, exact match, win rate, pass@k and distinct n-grams, computed by the `evaluate` library.
 - `questions`: read rows, sample answers, and their figures with confidence intervals.
+- `numeric_answers`: the number that a solution ends in.
 
-This package exports nothing: import from its modules.
+To import the package defines its suites; it exports nothing: import from its modules.
 """
+
+from rlhf.suites import gsm8k as gsm8k
+from rlhf.suites import harness as harness
+from rlhf.suites import hh as hh
+from rlhf.suites import ifeval as ifeval
+from rlhf.suites import lab as lab
+from rlhf.suites import persona as persona
+from rlhf.suites import xstest as xstest

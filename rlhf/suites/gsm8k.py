@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from rlhf.config.data import DatasetConfig
+from pydantic import Field, model_validator
+
+from rlhf.config.data import Count, DatasetConfig
 from rlhf.data.conversation import describe_value, some_text
 from rlhf.data.rows import BadRow
-from rlhf.data.tokenizer import Rendered
 from rlhf.errors import ConfigError
-from rlhf.runtime.seeding import derive_seed
+from rlhf.suites.metrics import compute
+from rlhf.suites.numeric_answers import expected_answer
 from rlhf.suites.questions import (
     MAX_NEW_TOKENS_KEY,
     Estimate,
@@ -21,14 +24,16 @@ from rlhf.suites.questions import (
     SuiteResult,
     exclude,
     mean_estimate,
-    pass_at_k,
     read_items,
     share_estimate,
     skipped_and_notes,
     too_long,
 )
-from rlhf.suites.settings import Gsm8kSettings, fill
-from rlhf.suites.subject import Subject, cut_at_stop
+from rlhf.suites.suite import EvalRows, Suite, SuiteContext, SuiteSamplingConfig, fill, require_question
+
+if TYPE_CHECKING:
+    from rlhf.data.tokenizer import Rendered
+    from rlhf.suites.subject import Subject
 
 COLUMNS = ("question", "answer")
 EXAMPLES = 8
@@ -57,343 +62,150 @@ def read_problem(values: Mapping[str, object]) -> Problem:
     return Problem(some_text(values.get("question"), "question"), solution, expected)
 
 
-def run_gsm8k(settings: Gsm8kSettings, subject: Subject) -> SuiteResult:
-    """Run the gsm8k suite: sample solutions of every problem and compare their final answers.
+class Gsm8kSuite(Suite):
+    """Settings of gsm8k."""
 
-    Raises:
-        DataError: there is no usable problem.
-        ConfigError: there are fewer examples than `shots`.
-    """
-    examples = _examples(settings)
-    items, skips = read_items(settings.dataset, read_problem, columns=COLUMNS, what="problems with answers")
-    shown_already = {problem.question for problem in examples}
-    repeated = BadRow("one of the examples")
-    items = exclude(items, skips, lambda item: repeated if item.value.question in shown_already else None)
-    prompts = {id(item): _render(subject, settings, item.value, examples) for item in items}
-    room = settings.sampling.max_new_tokens
-    items = exclude(
-        items, skips, lambda item: too_long(subject, len(prompts[id(item)][1]), room, of=MAX_NEW_TOKENS_KEY)
-    )
-    answers = _sample_solutions(settings, subject, [prompts[id(item)] for item in items])
-    graded = [
-        [_is_correct(answer, item.value.expected, settings.announced_only) for _, answer in row]
-        for item, row in zip(items, answers, strict=True)
-    ]
-    skipped, notes = skipped_and_notes(skips)
-    return SuiteResult(
-        figures=tuple(_figures(settings, graded, [answer for row in answers for _, answer in row])),
-        n=len(items),
-        skipped=skipped,
-        notes=notes,
-        examples=tuple(_example(*row) for row in zip(items[:EXAMPLES], answers, graded, strict=False)),
-    )
+    name: ClassVar[str] = "gsm8k"
+    data: ClassVar[str] = "problems with question and an answer that ends in #### and a number"
 
+    sampling: SuiteSamplingConfig = SuiteSamplingConfig(max_new_tokens=256)
+    """How solutions are sampled."""
+    dataset: EvalRows
+    """Problems; --data is dataset.path."""
+    samples: Count = 1
+    """Solutions of each problem."""
+    k: list[Count] = [1]
+    """Report pass@k for these k; none above `samples`."""
+    greedy: bool | None = None
+    """The most likely token each time; null: where samples is 1."""
+    shots: Annotated[int, Field(ge=0)] = 0
+    """Solved examples before the question."""
+    examples: DatasetConfig | None = None
+    """Where the examples come from; null: the train split of the folder in dataset.path."""
+    template: str = "Question: {question}\nAnswer:"
+    """A problem; examples follow it with a space and their solution, a blank line between them."""
+    announced_only: bool = False
+    """Count an answer only where it is announced (####, boxed, "the answer is")."""
+    stop: list[str] = ["\nQuestion:"]
+    """A solution ends before the first of these texts."""
 
-def _examples(settings: Gsm8kSettings) -> list[Problem]:
-    """Read the few-shot examples: `shots` problems of `examples`, by default of the data set's train split.
+    @model_validator(mode="after")
+    def _check_samples(self) -> Gsm8kSuite:
+        """Check the template, and that `k` and `greedy` fit `samples`."""
+        require_question(self.template)
+        if max(self.k, default=1) > self.samples:
+            raise ValueError(f"k: pass@{max(self.k)} needs samples={max(self.k)} or more (samples is {self.samples})")
+        if self.greedy and self.samples > 1:
+            raise ValueError("greedy: samples of a problem would all be the same; set greedy=false or samples=1")
+        return self
 
-    Raises:
-        ConfigError: no source of examples is configured, or it has too few.
-    """
-    if not settings.shots:
-        return []
-    source = settings.examples
-    if source is None:
-        if Path(settings.dataset.path).expanduser().is_file():
-            raise ConfigError("shots: name a file of examples with examples.path; dataset.path is a single file")
-        source = settings.dataset.model_copy(update={"split": "train"})
-    config = DatasetConfig.model_validate({**source.model_dump(), "limit": settings.shots})
-    items, _ = read_items(config, read_problem, columns=COLUMNS, what="problems with answers")
-    if len(items) < settings.shots:
-        raise ConfigError(f"shots is {settings.shots}, but {source.path} has only {len(items)} usable examples")
-    return [item.value for item in items]
+    def run(self, subject: Subject, context: SuiteContext) -> SuiteResult:
+        """Sample solutions of every problem and compare their final answers.
 
-
-def _render(
-    subject: Subject, settings: Gsm8kSettings, problem: Problem, examples: Sequence[Problem]
-) -> tuple[Rendered, list[int]]:
-    """Render a problem after its few-shot examples; return the prompt and its token ids."""
-    solved = [
-        f"{fill(settings.template, question=p.question)} {_MARKS.sub('', p.solution).strip()}\n\n" for p in examples
-    ]
-    rendered = subject.render_question("".join(solved) + fill(settings.template, question=problem.question))
-    return rendered, subject.encoder.prompts([rendered])[0]
-
-
-def _sample_solutions(
-    settings: Gsm8kSettings, subject: Subject, prompts: Sequence[tuple[Rendered, list[int]]]
-) -> list[list[tuple[str, Answer | None]]]:
-    """Sample the solutions of each problem and extract the final answer of each solution."""
-    greedy = settings.samples == 1 if settings.greedy is None else settings.greedy
-    completions = subject.sample(
-        [ids for _, ids in prompts],
-        [rendered.prompt for rendered, _ in prompts],
-        key=derive_seed(settings.seed, "gsm8k"),
-        count=settings.samples,
-        greedy=greedy,
-    )
-    texts = [cut_at_stop(text, settings.stop) for text in subject.texts(completions)]
-    solved = [(text, final_answer(text)) for text in texts]
-    return [solved[start : start + settings.samples] for start in range(0, len(solved), settings.samples)]
-
-
-def _is_correct(answer: Answer | None, expected: Fraction, announced_only: bool) -> bool:
-    """Check whether an answer is the expected number and, with `announced_only`, was announced."""
-    return answer is not None and answer.value == expected and (answer.announced or not announced_only)
-
-
-def _figures(
-    settings: Gsm8kSettings, graded: Sequence[Sequence[bool]], answers: Sequence[Answer | None]
-) -> list[Estimate]:
-    """Compute pass@k for every k, and the rates of announced and of missing answers."""
-    size = settings.samples
-
-    def figure(name: str, values: list[float], meaning: str) -> Estimate:
-        # With one solution per problem the values are verdicts; with more they are shares or estimates.
-        return (
-            share_estimate(name, values, meaning)
-            if size == 1
-            else mean_estimate(name, values, meaning, seed=settings.seed)
+        Raises:
+            DataError: there is no usable problem.
+            ConfigError: there are fewer examples than `shots`.
+        """
+        shown = self._read_examples()
+        items, skips = read_items(self.dataset, read_problem, columns=COLUMNS, what="problems with answers")
+        shown_already = {problem.question for problem in shown}
+        repeated = BadRow("one of the examples")
+        items = exclude(items, skips, lambda item: repeated if item.value.question in shown_already else None)
+        prompts = {id(item): self._render(subject, item.value, shown) for item in items}
+        room = self.sampling.max_new_tokens
+        items = exclude(
+            items, skips, lambda item: too_long(subject, len(prompts[id(item)][1]), room, of=MAX_NEW_TOKENS_KEY)
+        )
+        texts = self._sample_solutions(subject, [prompts[id(item)] for item in items])
+        references = [item.value.solution for item in items for _ in range(self.samples)]
+        graded = compute("gsm8k_exact", predictions=texts, references=references, announced_only=self.announced_only)
+        skipped, notes = skipped_and_notes(skips)
+        return SuiteResult(
+            figures=tuple(self._figures(graded)),
+            n=len(items),
+            skipped=skipped,
+            notes=notes,
+            examples=tuple(self._example(i, item, texts, graded) for i, item in enumerate(items[:EXAMPLES])),
         )
 
-    def rate(name: str, test: Callable[[Answer | None], bool], meaning: str) -> Estimate:
-        rows = [answers[start : start + size] for start in range(0, len(answers), size)]
-        return figure(name, [sum(map(test, row)) / size for row in rows], meaning)
+    def _read_examples(self) -> list[Problem]:
+        """Read the few-shot examples: `shots` problems of `examples`, by default of the data set's train split.
 
-    solved = "problems solved" if size == 1 else "problems that at least one of {} solutions solves, estimated"
-    return [
-        *(
-            figure(f"pass_at_{k}", [pass_at_k(size, sum(row), k) for row in graded], solved.format(k))
-            for k in sorted(set(settings.k))
-        ),
-        rate("announced_rate", _is_announced, 'solutions that announce their answer: ####, boxed, "the answer is"'),
-        rate("no_answer_rate", _is_missing, "solutions without any number"),
-    ]
+        Raises:
+            ConfigError: no source of examples is configured, or it has too few.
+        """
+        if not self.shots:
+            return []
+        source = self.examples
+        if source is None:
+            if Path(self.dataset.path).expanduser().is_file():
+                raise ConfigError("shots: name a file of examples with examples.path; dataset.path is a single file")
+            source = self.dataset.model_copy(update={"split": "train"})
+        config = DatasetConfig.model_validate({**source.model_dump(), "limit": self.shots})
+        items, _ = read_items(config, read_problem, columns=COLUMNS, what="problems with answers")
+        if len(items) < self.shots:
+            raise ConfigError(f"shots is {self.shots}, but {source.path} has only {len(items)} usable examples")
+        return [item.value for item in items]
 
+    def _render(self, subject: Subject, problem: Problem, examples: Sequence[Problem]) -> tuple[Rendered, list[int]]:
+        """Render a problem after its few-shot examples; return the prompt and its token ids."""
+        solved = [
+            f"{fill(self.template, question=p.question)} {_MARKS.sub('', p.solution).strip()}\n\n" for p in examples
+        ]
+        rendered = subject.render_question("".join(solved) + fill(self.template, question=problem.question))
+        return rendered, subject.encoder.prompts([rendered])[0]
 
-def _is_announced(answer: Answer | None) -> bool:
-    """Check whether a solution announces its answer."""
-    return answer is not None and answer.announced
+    def _sample_solutions(self, subject: Subject, prompts: Sequence[tuple[Rendered, list[int]]]) -> list[str]:
+        """Sample the solutions of each problem; those of one problem are adjacent."""
+        from rlhf.suites.subject import cut_at_stop
 
+        completions = subject.sample(
+            [ids for _, ids in prompts],
+            [rendered.prompt for rendered, _ in prompts],
+            key=self.sampling_key,
+            count=self.samples,
+            greedy=self.samples == 1 if self.greedy is None else self.greedy,
+        )
+        return [cut_at_stop(text, self.stop) for text in subject.texts(completions)]
 
-def _is_missing(answer: Answer | None) -> bool:
-    """Check whether a solution has no number at all."""
-    return answer is None
+    def _figures(self, graded: Mapping[str, Any]) -> list[Estimate]:
+        """Compute pass@k for every k, and the rates of announced and of missing answers."""
+        ks = sorted(set(self.k))
+        solved = "problems solved"
+        if self.samples > 1:
+            solved = "problems that at least one of {} solutions solves, estimated"
+        passed = compute("pass_at_k", predictions=self._by_problem(graded["right"]), k=ks)
+        announced = self._by_problem(graded["announced"])
+        missing = self._by_problem([answer is None for answer in graded["answers"]])
+        announces = 'solutions that announce their answer: ####, boxed, "the answer is"'
+        return [
+            *(self._figure(f"pass_at_{k}", passed[f"problems@{k}"], solved.format(k)) for k in ks),
+            self._figure("announced_rate", self._shares(announced), announces),
+            self._figure("no_answer_rate", self._shares(missing), "solutions without any number"),
+        ]
 
+    def _by_problem(self, verdicts: Sequence[bool]) -> list[list[bool]]:
+        """Split the verdicts on all solutions by problem."""
+        return [list(verdicts[start : start + self.samples]) for start in range(0, len(verdicts), self.samples)]
 
-def _example(
-    item: Item[Problem], solutions: Sequence[tuple[str, Answer | None]], verdicts: Sequence[bool]
-) -> dict[str, object]:
-    """Build the record of a problem and its first solution for the examples of the result."""
-    text, answer = solutions[0]
-    return {
-        "question": item.value.question,
-        "solution": text,
-        "answer": None if answer is None else str(answer.value),
-        "expected": str(item.value.expected),
-        "right": verdicts[0],
-    }
+    def _shares(self, verdicts: Sequence[Sequence[bool]]) -> list[float]:
+        return [sum(row) / self.samples for row in verdicts]
 
+    def _figure(self, name: str, values: list[float], meaning: str) -> Estimate:
+        """Build a figure: with one solution per problem the values are verdicts; with more, shares or estimates."""
+        if self.samples == 1:
+            return share_estimate(name, values, meaning)
+        return mean_estimate(name, values, meaning, seed=self.seed)
 
-LONGEST = 400  # digits: a longer number is never an answer, and arithmetic on it is slow
-SCALES = {
-    "hundred": 10**2,
-    "thousand": 10**3,
-    "million": 10**6,
-    "billion": 10**9,
-    "trillion": 10**12,
-}
-
-_GROUPED = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3})(?![0-9])"  # 1,234,567 and 12,34,567
-_DECIMAL = rf"(?:(?:{_GROUPED}|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-_NUMBER = re.compile(
-    rf"""
-    (?P<minus>(?<![\w.)\]])-|\b(?:minus|negative)\ )?
-    (?:[$€£¥₹]\ ?(?P<inner>-)?)?
-    (?<![A-Za-z_^])(?<![A-Za-z]-)(?<![0-9]\.)(?<![0-9])     # not inside a word, a unit or another number
-    (?:(?>(?P<whole>[0-9]+))\ (?=[0-9]+/[0-9]))?
-    (?>(?P<value>{_DECIMAL}))
-    (?:
-        [eE](?P<e>[+-]?[0-9]{{1,3}})(?![0-9])
-      | \ ?[x*×]\ ?10\^\(?(?P<power>[+-]?[0-9]{{1,3}})(?![0-9])\)?
-      | \^\(?(?P<raised>[0-9]{{1,2}})(?![0-9])\)?
-    )?
-    (?:\ ?/\ ?(?>(?P<below>{_DECIMAL}))(?!\ ?/\ ?[0-9]))?
-    (?:[ -](?P<scale>{"|".join(SCALES)})\b)?
-    """,
-    re.VERBOSE | re.IGNORECASE,
-)
-_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
-_REPLACEMENTS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
-    (re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r" \1/\2 "),
-    (re.compile(r"\\[dt]?frac\s*([0-9])\s*([0-9])"), r" \1/\2 "),
-    (re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox)\s*\{([^{}]*)\}"), r" \1 "),
-    (re.compile(r"(?<=[0-9])(?:\{,\}|\\,|[\u00a0\u202f\u2009])(?=[0-9]{3}(?![0-9]))"), ","),
-    (re.compile(r"\\times|\\cdot"), "×"),
-    (re.compile(r"\\([$%#&_])"), r"\1"),
-    (re.compile(r"\\(?:left|right|,|;|!|:|quad| )"), " "),
-    (re.compile("[\u2212\u2013\ufe63\uff0d]"), "-"),  # the minus sign and the dashes typed for it
-    (re.compile(r"\^\{([^{}]*)\}"), r"^\1"),
-    (re.compile(r"(?<=10)[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+"), lambda match: "^" + match.group().translate(_SUPERSCRIPTS)),
-    (re.compile(r"\*\*|__|`"), ""),
-    (re.compile(r"(?<![\w*])([*_])(?=\S)([^*_\n]+)(?<=\S)\1(?![\w*])"), r"\2"),
-)
-
-
-@dataclass(frozen=True)
-class NumberMatch:
-    """A number in a text, with its value and position."""
-
-    value: Fraction
-    start: int
-    end: int
-
-
-def strip_markup(text: str) -> str:
-    """Remove LaTeX and Markdown markup around numbers: `\\frac{3}{4}` becomes 3/4, `1{,}000` becomes 1,000."""
-    for pattern, replacement in _REPLACEMENTS:
-        text = pattern.sub(replacement, text)
-    return text
-
-
-def find_numbers(text: str) -> Iterator[NumberMatch]:
-    """Yield the numbers of a `plain` text, in order.
-
-    It understands thousands commas, decimals, a minus or the words minus and negative, a currency sign, fractions and
-    mixed numbers (2 1/2), powers of ten (1.2e3, 1.2 x 10^3) and scale words (3 million). It ignores digits that belong
-    to a word or to a unit (H2O, cm^2). A percent sign is a unit: 5% is 5.
-    """
-    for match in _NUMBER.finditer(text):
-        value = _value(match)
-        if value is not None:
-            yield NumberMatch(value, match.start(), match.end())
-
-
-def _value(match: re.Match[str]) -> Fraction | None:
-    """Compute the value of a match; None where it has none (division by zero, too many digits)."""
-    if len(match.group()) > LONGEST:
-        return None
-    groups = match.groupdict()
-    value = _value_before_slash(match)
-    if groups["below"]:
-        denominator = _to_fraction(groups["below"])
-        if denominator == 0:
-            return None
-        value /= denominator
-    if groups["whole"] and value < 1:  # 2 1/2; in "2 4/2" the 2 is another number
-        value += _to_fraction(groups["whole"])
-    if groups["scale"]:
-        value *= SCALES[groups["scale"].lower()]
-    if max(abs(value.numerator), value.denominator) > 10**LONGEST:
-        return None
-    return -value if groups["minus"] or groups["inner"] else value
-
-
-def _value_before_slash(match: re.Match[str]) -> Fraction:
-    """Compute the number that a match begins with: its digits, times a power of ten or raised to a power."""
-    value = _to_fraction(match["value"])
-    power = match["e"] or match["power"]
-    if power:
-        value *= Fraction(10) ** int(power)
-    if match["raised"]:
-        value **= int(match["raised"])
-    return value
-
-
-def _to_fraction(digits: str) -> Fraction:
-    """Parse digits with thousands commas and a decimal point exactly."""
-    return Fraction(digits.replace(",", ""))
-
-
-HASHES = "####"
-_ANSWER = re.compile(r"\banswer\b(?:\s+is|\s+comes\s+to|\s*[:=])(?:\s*[:=])?", re.IGNORECASE)
-_END = re.compile(r"\n|[.!?](?=\s|$)|;")
-_BEGINS = re.compile(r"[\s(=:]*(?:(?:minus|negative) )?[-$€£¥₹ ]*\.?[0-9]", re.IGNORECASE)
-_LISTED = re.compile(r"[0-9]+[.)]\s+[^\s0-9]")
-_OPERATOR = re.compile(r"[+*×÷]|(?<!\w)[-x/](?!\w)|%\s+of\b", re.IGNORECASE)
-_BOXED = re.compile(r"\\(?:boxed|fbox)\s*")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A number, and whether the text announced it as its answer."""
-
-    value: Fraction
-    announced: bool
-
-
-def final_answer(text: str) -> Answer | None:
-    """Extract the number that a solution ends in; None where the text has no number.
-
-    Searched, in this order: after the last `####` that a number follows; in the last `\\boxed{...}`; after the last
-    "answer is", "answer:" or "answer ="; the last number of the text. After an announcement it is the first number up
-    to the end of the sentence, or, where there is an equation, the first after its last equals sign; if a calculation
-    follows that sign, as in 12 = 3 * 4, the first of the last side that is none. `find_numbers` defines what a number
-    is, and which marks and units are ignored.
-    """
-    for part in _announcements(text):
-        value = _first_number(strip_markup(part))
-        if value is not None:
-            return Answer(value, announced=True)
-    numbers = list(find_numbers(strip_markup(text)))
-    return Answer(numbers[-1].value, announced=False) if numbers else None
-
-
-def same_answer(text: str, expected: Fraction, *, announced_only: bool = False) -> bool:
-    """Check whether the final answer of `text` is exactly the number `expected`."""
-    answer = final_answer(text)
-    return answer is not None and answer.value == expected and (answer.announced or not announced_only)
-
-
-def expected_answer(solution: str) -> Fraction | None:
-    """Extract the number after a solution's last `####`; None unless that number is all that follows."""
-    _, mark, end = solution.rpartition(HASHES)
-    end = end.strip()
-    numbers = list(find_numbers(end))
-    whole = len(numbers) == 1 and (numbers[0].start, numbers[0].end) == (0, len(end))
-    return numbers[0].value if mark and whole else None
-
-
-def _announcements(text: str) -> Iterator[str]:
-    """Yield the texts after announcements of an answer: the most reliable kind first, within a kind the last first."""
-    for part in reversed(text.split(HASHES)[1:]):
-        line = part.lstrip("# ").partition("\n")[0]
-        if _BEGINS.match(strip_markup(line)) and not _LISTED.match(line):  # anything else is a heading
-            yield line
-    yield from reversed([_braced(text, match.end()) for match in _BOXED.finditer(text)])
-    for match in reversed(list(_ANSWER.finditer(text))):
-        yield _sentence(text[match.end() :])
-
-
-def _first_number(part: str) -> Fraction | None:
-    """Return the first number of the last side of an equation that is no calculation, else of the last; or None."""
-    sides = part.split("=")
-    results = [side for side in reversed(sides) if not _is_calculation(side)]
-    return next((number.value for side in (*results, sides[-1], part) for number in find_numbers(side)), None)
-
-
-def _is_calculation(side: str) -> bool:
-    """Check whether an operator stands between the first two numbers, so that neither is the result."""
-    first, second = [*find_numbers(side), None, None][:2]
-    if first is None or second is None:
-        return False
-    return _OPERATOR.search(side[first.end : second.start]) is not None
-
-
-def _sentence(text: str) -> str:
-    """Return the first sentence of a text, without leading whitespace and its end mark."""
-    text = text.lstrip()
-    end = _END.search(text)
-    return text[: end.start()] if end else text
-
-
-def _braced(text: str, start: int) -> str:
-    """Return the contents of the braces that open at `start`; without braces, the next word."""
-    if text[start : start + 1] != "{":
-        return text[start:].partition(" ")[0]
-    depth = 0
-    for i in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[i], 0)
-        if depth == 0:
-            return text[start + 1 : i]
-    return text[start + 1 :]
+    def _example(
+        self, i: int, item: Item[Problem], texts: Sequence[str], graded: Mapping[str, Any]
+    ) -> dict[str, object]:
+        """Build the record of a problem and its first solution for the examples of the result."""
+        first = i * self.samples
+        return {
+            "question": item.value.question,
+            "solution": texts[first],
+            "answer": graded["answers"][first],
+            "expected": str(item.value.expected),
+            "right": graded["right"][first],
+        }

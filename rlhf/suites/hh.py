@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-import torch
-from jaxtyping import Float
-from torch import Tensor
-
-from rlhf.data.pairs import PairSet, completion_rows, load_pairs
-from rlhf.rewards.source import RewardSource
-from rlhf.runtime.seeding import derive_seed
+from rlhf.config.algorithm import Positive
+from rlhf.rewards.source import Source
+from rlhf.section import OneOf
 from rlhf.suites.questions import (
     Estimate,
     NotMeasured,
     SuiteResult,
     mean_estimate,
-    share_estimate,
+    pair_estimate,
     skipped_and_notes,
-    wins,
+    win_rate_estimate,
 )
-from rlhf.suites.settings import HhSettings
-from rlhf.suites.subject import Subject, cut_completions_at_stop, with_completions
-from rlhf.types import Completions
+from rlhf.suites.suite import EvalPairs, Suite, SuiteContext, models_named
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+    from rlhf.data.pairs import PairSet
+    from rlhf.rewards.source import RewardSource
+    from rlhf.suites.subject import Subject
+    from rlhf.types import Completions
 
 EXAMPLES = 8
 NO_SOURCE = (
@@ -44,83 +48,130 @@ class _ScoredAnswers:
     cut: int
 
 
-def run_hh(
-    settings: HhSettings, subject: Subject, *, reference: Subject | None, source: RewardSource | None
-) -> SuiteResult:
-    """Run the hh suite; without a reference or a source, only the parts that need none.
+class HhSuite(Suite):
+    """Settings of hh."""
 
-    Args:
-        settings: the settings of the suite.
-        subject: the model to evaluate.
-        reference: the reference of DPO's implicit reward, whose completions are also compared; same encoder.
-        source: scores completions, given in the subject's token ids.
+    name: ClassVar[str] = "hh"
+    data: ClassVar[str] = "preference pairs, as of Anthropic's HH: chosen and rejected transcripts"
 
-    Raises:
-        DataError: there is no usable pair.
-        RewardError: the source cannot score.
-    """
-    pairs = load_pairs(
-        settings.dataset, subject.encoder.tokenizer, chat_template=settings.chat_format, context=subject.context
-    )
-    skipped, notes = skipped_and_notes(pairs.skips)
-    figures = _logprob_figures(pairs, subject, reference, settings)
-    left_out = [] if reference else [NotMeasured("DPO's implicit reward: accuracy, margin", NO_REFERENCE)]
-    examples: tuple[dict[str, object], ...] = ()
-    answerable = [i for i, ids in enumerate(pairs.prompts) if _has_room(ids, subject)]
-    if source is None:
-        left_out.append(NotMeasured("scores, win rates, accuracy of the reward source", NO_SOURCE))
-    elif not answerable:
-        left_out.append(
-            NotMeasured("scores, win rates", f"no prompt leaves room for {_max_new_tokens(subject)} more tokens")
+    dataset: EvalPairs
+    """Preference pairs; --data is dataset.path."""
+    source: Annotated[Source, OneOf()] | None = None
+    """What scores completions; null: the run's judge or reward, where it has one."""
+    reference: str | None = None
+    """Folder or hub id of the reference of DPO's implicit reward, whose completions are also compared."""
+    beta: Positive = 0.1
+    """The beta of the implicit reward: it scales the margin, not the accuracy."""
+    stop: list[str] = ["\n\nHuman:"]
+    """A completion ends before the first of these texts."""
+
+    def models(self) -> Iterator[tuple[str, str]]:
+        """Yield the reference and the reward model."""
+        yield from models_named(reference=self.reference, source=self.source)
+
+    def run(self, subject: Subject, context: SuiteContext) -> SuiteResult:
+        """Compare both sides of every pair, and score the model's answers to its prompt.
+
+        Without a reference or a source, only the parts that need none are computed.
+
+        Raises:
+            DataError: there is no usable pair.
+            RewardError: the source cannot score.
+        """
+        from rlhf.data.pairs import load_pairs
+
+        source = None if self.source is None else context.build_source(self.source)
+        reference = None if self.reference is None else context.load(self.reference)
+        pairs = load_pairs(
+            self.dataset, subject.encoder.tokenizer, chat_template=self.chat_format, context=subject.context
         )
-    else:
-        answers = _sample_and_score(pairs, answerable, subject, reference, source, settings)
-        figures += _score_figures(answers, settings.seed)
-        examples = _examples(answers, subject)
+        skipped, notes = skipped_and_notes(pairs.skips)
+        figures = self._logprob_figures(pairs, subject, reference)
+        left_out = [] if reference else [NotMeasured("DPO's implicit reward: accuracy, margin", NO_REFERENCE)]
+        examples: tuple[dict[str, object], ...] = ()
+        answerable = [i for i, ids in enumerate(pairs.prompts) if _has_room(ids, subject)]
+        if source is None:
+            left_out.append(NotMeasured("scores, win rates, accuracy of the reward source", NO_SOURCE))
+        elif not answerable:
+            left_out.append(
+                NotMeasured("scores, win rates", f"no prompt leaves room for {_max_new_tokens(subject)} more tokens")
+            )
+        else:
+            answers = self._sample_and_score(pairs, answerable, subject, reference, source)
+            figures += _score_figures(answers, self.seed)
+            examples = _examples(answers, subject)
+            if reference is None:
+                left_out.append(NotMeasured("win rate over the start model", NO_REFERENCE))
+            notes += _length_notes(len(pairs) - len(answerable), answers.cut, _max_new_tokens(subject))
+        return SuiteResult(tuple(figures), len(pairs), skipped, tuple(left_out), notes, examples=examples)
+
+    def _logprob_figures(self, pairs: PairSet, subject: Subject, reference: Subject | None) -> list[Estimate]:
+        """Compute the accuracies by log-probability and, with a reference, by the implicit reward."""
+        import torch
+
+        from rlhf.data.pairs import completion_rows
+
+        rows, temperature = completion_rows(pairs), self.sampling.temperature
+        chosen, rejected = subject.logprobs(rows, temperature=temperature).chunk(2)
+        lengths = torch.tensor([len(ids) for ids in rows.completions], dtype=torch.float64).chunk(2)
+        likelier = "pairs whose chosen side is the likelier; long sides are at a disadvantage"
+        figures = [
+            pair_estimate("logprob_accuracy", chosen.tolist(), rejected.tolist(), likelier),
+            pair_estimate(
+                "logprob_accuracy_per_token",
+                (chosen / lengths[0]).tolist(),
+                (rejected / lengths[1]).tolist(),
+                "the same, log-probabilities per token",
+            ),
+        ]
         if reference is None:
-            left_out.append(NotMeasured("win rate over the start model", NO_REFERENCE))
-        notes += _length_notes(len(pairs) - len(answerable), answers.cut, _max_new_tokens(subject))
-    return SuiteResult(tuple(figures), len(pairs), skipped, tuple(left_out), notes, examples=examples)
+            return figures
+        ref_chosen, ref_rejected = reference.logprobs(rows, temperature=temperature).chunk(2)
+        chosen_reward = implicit_reward(chosen, ref_chosen, self.beta)
+        rejected_reward = implicit_reward(rejected, ref_rejected, self.beta)
+        higher = "pairs whose chosen side has the higher implicit reward"
+        margin = (chosen_reward - rejected_reward).tolist()
+        return [
+            pair_estimate("implicit_accuracy", chosen_reward.tolist(), rejected_reward.tolist(), higher),
+            mean_estimate("implicit_margin", margin, "implicit reward, chosen less rejected", seed=self.seed),
+            *figures,
+        ]
 
+    def _sample_and_score(
+        self,
+        pairs: PairSet,
+        answerable: Sequence[int],
+        subject: Subject,
+        reference: Subject | None,
+        source: RewardSource,
+    ) -> _ScoredAnswers:
+        """Sample answers to the pairs with the indices `answerable`, and score them and both sides of the pairs."""
+        import torch
 
-def _logprob_figures(
-    pairs: PairSet, subject: Subject, reference: Subject | None, settings: HhSettings
-) -> list[Estimate]:
-    """Compute the accuracies by log-probability and, with a reference, by the implicit reward."""
-    rows, temperature = completion_rows(pairs), settings.sampling.temperature
-    chosen, rejected = subject.logprobs(rows, temperature=temperature).chunk(2)
-    lengths = torch.tensor([len(ids) for ids in rows.completions], dtype=torch.float64).chunk(2)
-    figures = [
-        share_estimate(
-            "logprob_accuracy",
-            wins(chosen.tolist(), rejected.tolist()),
-            "pairs whose chosen side is the likelier; long sides are at a disadvantage",
-        ),
-        share_estimate(
-            "logprob_accuracy_per_token",
-            wins((chosen / lengths[0]).tolist(), (rejected / lengths[1]).tolist()),
-            "the same, log-probabilities per token",
-        ),
-    ]
-    if reference is None:
-        return figures
-    ref_chosen, ref_rejected = reference.logprobs(rows, temperature=temperature).chunk(2)
-    chosen_reward = implicit_reward(chosen, ref_chosen, settings.beta)
-    rejected_reward = implicit_reward(rejected, ref_rejected, settings.beta)
-    return [
-        share_estimate(
-            "implicit_accuracy",
-            wins(chosen_reward.tolist(), rejected_reward.tolist()),
-            "pairs whose chosen side has the higher implicit reward",
-        ),
-        mean_estimate(
-            "implicit_margin",
-            (chosen_reward - rejected_reward).tolist(),
-            "implicit reward, chosen less rejected",
-            seed=settings.seed,
-        ),
-        *figures,
-    ]
+        from rlhf.suites.subject import cut_completions_at_stop, with_completions
+
+        prompts = [pairs.prompts[i] for i in answerable]
+        texts = [str(pairs.texts[i].prompt) for i in answerable]
+
+        def sample(model: Subject) -> tuple[Completions, int]:
+            drawn = model.sample(prompts, texts, key=self.sampling_key)
+            return cut_completions_at_stop(drawn, subject, self.stop)
+
+        def score_side(sides: Sequence[list[int]]) -> list[float]:
+            finished = torch.ones(len(answerable), dtype=torch.bool)
+            return _scores(
+                source, with_completions(completions, [sides[i] for i in answerable], subject, finished=finished)
+            )
+
+        completions, shortened = sample(subject)
+        return _ScoredAnswers(
+            completions=completions,
+            model=_scores(source, completions),
+            chosen=score_side(pairs.chosen),
+            rejected=score_side(pairs.rejected),
+            start=None if reference is None else _scores(source, sample(reference)[0]),
+            cut=shortened,
+        )
 
 
 def implicit_reward(
@@ -133,64 +184,23 @@ def implicit_reward(
     return beta * (logprobs - ref_logprobs)
 
 
-def _sample_and_score(
-    pairs: PairSet,
-    answerable: Sequence[int],
-    subject: Subject,
-    reference: Subject | None,
-    source: RewardSource,
-    settings: HhSettings,
-) -> _ScoredAnswers:
-    """Sample answers to the pairs with the indices `answerable`, and score them and both sides of the pairs."""
-    prompts = [pairs.prompts[i] for i in answerable]
-    texts = [str(pairs.texts[i].prompt) for i in answerable]
-
-    def sample(model: Subject) -> tuple[Completions, int]:
-        drawn = model.sample(prompts, texts, key=derive_seed(settings.seed, "hh"))
-        return cut_completions_at_stop(drawn, subject, settings.stop)
-
-    def score_side(sides: Sequence[list[int]]) -> list[float]:
-        finished = torch.ones(len(answerable), dtype=torch.bool)
-        return _scores(
-            source, with_completions(completions, [sides[i] for i in answerable], subject, finished=finished)
-        )
-
-    completions, shortened = sample(subject)
-    return _ScoredAnswers(
-        completions=completions,
-        model=_scores(source, completions),
-        chosen=score_side(pairs.chosen),
-        rejected=score_side(pairs.rejected),
-        start=None if reference is None else _scores(source, sample(reference)[0]),
-        cut=shortened,
-    )
-
-
 def _score_figures(answers: _ScoredAnswers, seed: int) -> list[Estimate]:
     """Compute the mean scores, the win rates and the accuracy of the reward source."""
+    above_chosen = "the model's answer scores above the chosen side; a tie counts half"
     figures = [
         mean_estimate("score", answers.model, "score of the model's answers", seed=seed),
         mean_estimate("score_chosen", answers.chosen, "score of the chosen sides", seed=seed),
         mean_estimate("score_rejected", answers.rejected, "score of the rejected sides", seed=seed),
-        mean_estimate(
-            "win_rate_chosen",
-            wins(answers.model, answers.chosen),
-            "the model's answer scores above the chosen side; a tie counts half",
-            seed=seed,
-        ),
+        win_rate_estimate("win_rate_chosen", answers.model, answers.chosen, above_chosen, seed=seed),
     ]
     if answers.start is not None:
+        above_start = "the model's answer scores above the start model's; a tie counts half"
         figures += [
             mean_estimate("score_start", answers.start, "score of the start model's answers", seed=seed),
-            mean_estimate(
-                "win_rate_start",
-                wins(answers.model, answers.start),
-                "the model's answer scores above the start model's; a tie counts half",
-                seed=seed,
-            ),
+            win_rate_estimate("win_rate_start", answers.model, answers.start, above_start, seed=seed),
         ]
     meaning = "pairs whose chosen side the source scores higher: how far it agrees with these labels"
-    figures.append(share_estimate("source_accuracy", wins(answers.chosen, answers.rejected), meaning))
+    figures.append(pair_estimate("source_accuracy", answers.chosen, answers.rejected, meaning))
     return figures
 
 

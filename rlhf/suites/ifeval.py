@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from pydantic import model_validator
+
+from rlhf.config.data import Count
 from rlhf.constraints.checks import require_langdetect
 from rlhf.constraints.reward import ARGUMENTS_COLUMN, KIND_COLUMN, Constraint, Verdict, read_constraints, verify
 from rlhf.data.conversation import some_text
 from rlhf.data.rows import BadRow
-from rlhf.rewards.source import RewardSource
-from rlhf.runtime.seeding import derive_seed
+from rlhf.rewards.source import Source
+from rlhf.section import OneOf
 from rlhf.suites.questions import (
     Answers,
     Estimate,
@@ -24,8 +28,10 @@ from rlhf.suites.questions import (
     share_estimate,
     skipped_and_notes,
 )
-from rlhf.suites.settings import IfevalSettings
-from rlhf.suites.subject import Subject
+from rlhf.suites.suite import AnswerSuite, EvalRows, SuiteContext, SuiteSamplingConfig, models_named
+
+if TYPE_CHECKING:
+    from rlhf.suites.subject import Subject
 
 
 @dataclass(frozen=True)
@@ -49,36 +55,65 @@ def read_instruction(values: Mapping[str, object]) -> Instruction:
         raise BadRow("no constraints that can be checked", str(error)) from error
 
 
-def run_ifeval(settings: IfevalSettings, subject: Subject, *, source: RewardSource | None = None) -> SuiteResult:
-    """Run the ifeval suite: answer every prompt and check which instructions the answer follows.
+class IfevalSuite(AnswerSuite):
+    """Settings of ifeval."""
 
-    Args:
-        settings: the settings of the suite.
-        subject: the model to evaluate.
-        source: picks the best answer where `best_of` is above 1.
+    name: ClassVar[str] = "ifeval"
+    data: ClassVar[str] = "prompts with instruction_id_list and kwargs, as IFEval's"
 
-    Raises:
-        ConfigError: langdetect is not installed.
-        DataError: there is no usable prompt.
-    """
-    require_langdetect()
-    columns = ("prompt", KIND_COLUMN, ARGUMENTS_COLUMN)
-    items, skips = read_items(settings.dataset, read_instruction, columns=columns, what="prompts with constraints")
-    items = drop_too_long(subject, items, skips, lambda instruction: instruction.prompt)
-    key = derive_seed(settings.seed, "ifeval")
-    questions = [item.value.prompt for item in items]
-    pick = pick_best(source, [item.row.values for item in items], settings.best_of) if source is not None else None
-    answers = sample_answers(subject, questions, key=key, greedy=settings.greedy, count=settings.best_of, pick=pick)
-    verdicts = [verify(item.value.constraints, text) for item, text in zip(items, answers.texts, strict=True)]
-    skipped, notes = skipped_and_notes(skips)
-    return SuiteResult(
-        figures=(*_accuracies(verdicts, seed=settings.seed), *answers.figures(seed=settings.seed)),
-        n=len(items),
-        skipped=skipped,
-        notes=notes,
-        groups=_by_kind(items, verdicts),
-        examples=tuple(_record(i, item, answers, verdicts[i]) for i, item in enumerate(items)),
-    )
+    sampling: SuiteSamplingConfig = SuiteSamplingConfig(max_new_tokens=512)
+    """How answers are sampled."""
+    dataset: EvalRows
+    """Prompts with instruction_id_list and kwargs; --data is dataset.path."""
+    best_of: Count = 1
+    """Sample this many answers to each prompt and keep the one that `source` scores highest."""
+    source: Annotated[Source, OneOf()] | None = None
+    """What picks the best answer where best_of is above 1; null: the run's judge or reward, where it has one."""
+
+    @model_validator(mode="after")
+    def _check_source(self) -> IfevalSuite:
+        """Check that something picks the best answer where several are sampled."""
+        if self.best_of > 1 and self.source is None:
+            raise ValueError(f"best_of is {self.best_of}, but nothing picks the best: set source")
+        return self
+
+    def models(self) -> Iterator[tuple[str, str]]:
+        """Yield the reward model, if it picks the best of several answers."""
+        yield from models_named(source=self.source if self.best_of > 1 else None)
+
+    def run(self, subject: Subject, context: SuiteContext) -> SuiteResult:
+        """Answer every prompt and check which instructions the answer follows.
+
+        Raises:
+            ConfigError: langdetect is not installed.
+            DataError: there is no usable prompt.
+        """
+        require_langdetect()
+        columns = ("prompt", KIND_COLUMN, ARGUMENTS_COLUMN)
+        items, skips = read_items(self.dataset, read_instruction, columns=columns, what="prompts with constraints")
+        items = drop_too_long(subject, items, skips, lambda instruction: instruction.prompt)
+        answers = self._answer(items, subject, context)
+        verdicts = [verify(item.value.constraints, text) for item, text in zip(items, answers.texts, strict=True)]
+        skipped, notes = skipped_and_notes(skips)
+        return SuiteResult(
+            figures=(*_accuracies(verdicts, seed=self.seed), *answers.figures(seed=self.seed)),
+            n=len(items),
+            skipped=skipped,
+            notes=notes,
+            groups=_by_kind(items, verdicts),
+            examples=tuple(_record(i, item, answers, verdicts[i]) for i, item in enumerate(items)),
+        )
+
+    def _answer(self, items: Sequence[Item[Instruction]], subject: Subject, context: SuiteContext) -> Answers:
+        """Answer every prompt, with the best of `best_of` answers where these are several."""
+        pick = None
+        if self.best_of > 1 and self.source is not None:
+            source = context.build_source(self.source)
+            pick = pick_best(source, [item.row.values for item in items], self.best_of)
+        questions = [item.value.prompt for item in items]
+        return sample_answers(
+            subject, questions, key=self.sampling_key, greedy=self.greedy, count=self.best_of, pick=pick
+        )
 
 
 def _accuracies(verdicts: Sequence[Verdict], *, seed: int) -> list[Estimate]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from rlhf.data.conversation import some_text
-from rlhf.data.rows import BadRow
-from rlhf.data.tokenizer import Rendered
+from rlhf.data.rows import BadRow, RowCounts
 from rlhf.errors import RewardError
 from rlhf.lab.gold import gold_parts, parse_prompt
-from rlhf.runtime.seeding import derive_seed
 from rlhf.suites.questions import (
     MAX_NEW_TOKENS_KEY,
     Estimate,
+    Item,
     NotMeasured,
     SuiteResult,
     exclude,
@@ -21,10 +21,12 @@ from rlhf.suites.questions import (
     read_items,
     skipped_and_notes,
     too_long,
-    wins,
+    win_rate_estimate,
 )
-from rlhf.suites.settings import LabSettings
-from rlhf.suites.subject import Subject
+from rlhf.suites.suite import EvalRows, Suite, SuiteContext, models_named
+
+if TYPE_CHECKING:
+    from rlhf.suites.subject import Subject
 
 EXAMPLES = 8
 
@@ -42,60 +44,77 @@ class _ScoredAnswers:
         return [sum(parts.values()) for parts in self.parts]
 
 
-def run_lab(settings: LabSettings, subject: Subject, *, reference: Subject | None) -> SuiteResult:
-    """Run the lab suite: score answers by the gold reward, and compare them with those of `reference`.
+class LabSuite(Suite):
+    """Settings of lab."""
 
-    Raises:
-        DataError: there is no usable prompt.
-    """
-    items, skips = read_items(settings.dataset, _read_prompt, columns=("prompt",), what="prompts of the lab")
-    encoded = subject.encoder.prompts([Rendered(item.value, (), templated=False) for item in items])
-    by_id = {id(item): ids for item, ids in zip(items, encoded, strict=True)}
-    room = settings.sampling.max_new_tokens
-    items = exclude(items, skips, lambda item: too_long(subject, len(by_id[id(item)]), room, of=MAX_NEW_TOKENS_KEY))
-    prompts, ids = [item.value for item in items], [by_id[id(item)] for item in items]
-    answers = _sample_and_score(subject, prompts, ids, settings.seed)
-    figures = [mean_estimate("gold", answers.totals, "true reward of the model's answers", seed=settings.seed)]
-    figures += _comparison(answers, reference, prompts, ids, settings.seed)
-    figures += [
-        mean_estimate(f"gold_{part}", [parts[part] for parts in answers.parts], f"its part {part}", seed=settings.seed)
-        for part in answers.parts[0]
-    ]
-    skipped, notes = skipped_and_notes(skips)
-    left_out = () if reference else (NotMeasured("win rate over the start model", "no reference: set reference=PATH"),)
-    examples = zip(prompts[:EXAMPLES], answers.texts, answers.totals, answers.parts, strict=False)
-    return SuiteResult(
-        tuple(figures),
-        len(items),
-        skipped,
-        left_out,
-        notes,
-        examples=tuple({"prompt": p, "completion": t, "gold": g, "parts": parts} for p, t, g, parts in examples),
-    )
+    name: ClassVar[str] = "lab"
+    data: ClassVar[str] = "prompts of the lab"
+    default_data: ClassVar[str | None] = "lab:eval_prompts.jsonl"
+
+    dataset: EvalRows
+    """Prompts of the lab; --data is dataset.path. Default: lab:eval_prompts.jsonl, the held-out ones."""
+    reference: str | None = None
+    """Folder or hub id of the model to compare with."""
+
+    def models(self) -> Iterator[tuple[str, str]]:
+        """Yield the model to compare with."""
+        yield from models_named(reference=self.reference)
+
+    def run(self, subject: Subject, context: SuiteContext) -> SuiteResult:
+        """Score answers by the gold reward, and compare them with those of `reference`.
+
+        Raises:
+            DataError: there is no usable prompt.
+        """
+        reference = None if self.reference is None else context.load(self.reference)
+        items, skips = read_items(self.dataset, _read_prompt, columns=("prompt",), what="prompts of the lab")
+        prompts, ids = self._encode(items, skips, subject)
+        answers = self._sample_and_score(subject, prompts, ids)
+        figures = [mean_estimate("gold", answers.totals, "true reward of the model's answers", seed=self.seed)]
+        if reference is not None:
+            start = self._sample_and_score(reference, prompts, ids)
+            figures += _comparison(answers.totals, start.totals, self.seed)
+        figures += [
+            mean_estimate(f"gold_{part}", [parts[part] for parts in answers.parts], f"its part {part}", seed=self.seed)
+            for part in answers.parts[0]
+        ]
+        skipped, notes = skipped_and_notes(skips)
+        examples = zip(prompts[:EXAMPLES], answers.texts, answers.totals, answers.parts, strict=False)
+        return SuiteResult(
+            tuple(figures),
+            len(prompts),
+            skipped,
+            () if reference else (NotMeasured("win rate over the start model", "no reference: set reference=PATH"),),
+            notes,
+            examples=tuple({"prompt": p, "completion": t, "gold": g, "parts": parts} for p, t, g, parts in examples),
+        )
+
+    def _encode(self, items: list[Item[str]], skips: RowCounts, subject: Subject) -> tuple[list[str], list[list[int]]]:
+        """Return the prompts that fit into the model's context with an answer, and their token ids."""
+        from rlhf.data.tokenizer import Rendered
+
+        encoded = subject.encoder.prompts([Rendered(item.value, (), templated=False) for item in items])
+        by_id = {id(item): ids for item, ids in zip(items, encoded, strict=True)}
+        room = self.sampling.max_new_tokens
+        kept = exclude(items, skips, lambda item: too_long(subject, len(by_id[id(item)]), room, of=MAX_NEW_TOKENS_KEY))
+        return [item.value for item in kept], [by_id[id(item)] for item in kept]
+
+    def _sample_and_score(self, model: Subject, prompts: Sequence[str], ids: Sequence[list[int]]) -> _ScoredAnswers:
+        """Sample one answer to every prompt and score it by the gold reward."""
+        texts = model.texts(model.sample(ids, prompts, key=self.sampling_key))
+        return _ScoredAnswers(texts, [gold_parts(prompt, text) for prompt, text in zip(prompts, texts, strict=True)])
 
 
-def _sample_and_score(model: Subject, prompts: Sequence[str], ids: Sequence[list[int]], seed: int) -> _ScoredAnswers:
-    """Sample one answer to every prompt and score it by the gold reward."""
-    completions = model.sample(ids, prompts, key=derive_seed(seed, "lab"))
-    texts = model.texts(completions)
-    return _ScoredAnswers(texts, [gold_parts(prompt, text) for prompt, text in zip(prompts, texts, strict=True)])
-
-
-def _comparison(
-    answers: _ScoredAnswers, reference: Subject | None, prompts: Sequence[str], ids: Sequence[list[int]], seed: int
-) -> list[Estimate]:
-    """Compare the answers with those of the reference; no figures without one."""
-    if reference is None:
-        return []
-    start = _sample_and_score(reference, prompts, ids, seed).totals
-    outcomes = wins(answers.totals, start)
-    differences = [a - b for a, b in zip(answers.totals, start, strict=True)]
+def _comparison(totals: Sequence[float], start: Sequence[float], seed: int) -> list[Estimate]:
+    """Compare the gold rewards with those of the reference's answers."""
+    differences = [a - b for a, b in zip(totals, start, strict=True)]
+    worth_more = "the model's answer is worth more; a tie counts half"
     return [
         mean_estimate("gold_start", start, "true reward of the start model's answers", seed=seed),
         mean_estimate(
             "gold_difference", differences, "the model's less the start model's, prompt by prompt", seed=seed
         ),
-        mean_estimate("win_rate_start", outcomes, "the model's answer is worth more; a tie counts half", seed=seed),
+        win_rate_estimate("win_rate_start", totals, start, worth_more, seed=seed),
     ]
 
 

@@ -1,6 +1,6 @@
 """Tasks of lm-eval, run by its own evaluator on our log-probabilities and our sampler. Needs the extra lm-eval.
 
-No other module may import this one at its top: rlhf.commands.evaluate does so once it knows the extra is installed.
+No other module may import this one at its top: rlhf.suites.harness does so once the suite runs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from rlhf.data.pairs import CompletionRows
 from rlhf.errors import ConfigError, DataError
 from rlhf.runtime.seeding import derive_seed
-from rlhf.suites.questions import Z95, Estimate, SuiteResult
-from rlhf.suites.settings import HarnessSettings
+from rlhf.suites.harness import HarnessSuite
+from rlhf.suites.metrics.accuracy import Z95
+from rlhf.suites.questions import Estimate, SuiteResult
 from rlhf.suites.subject import Subject, cut_at_stop
 
 MAX_NEW_TOKENS = 256  # for tasks that set none, as in lm-eval's own models
@@ -181,7 +182,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return ids[-limit:]
 
 
-def run_harness(settings: HarnessSettings, subject: Subject, task: str) -> SuiteResult:
+def run_task(settings: HarnessSuite, subject: Subject, task: str) -> SuiteResult:
     """Run a task, group or tag of lm-eval.
 
     Raises:

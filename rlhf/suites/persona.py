@@ -1,18 +1,20 @@
-"""The persona suite: labeled yes/no items (Perez et al. 2022), and which answer the model prefers, in both orders."""
+"""The persona suite: labeled yes/no items (Perez et al. 2022), and which answer the model prefers, in both orders.
+
+lm-eval has these items as tasks too, but asks in one order: a preference for the answer offered first then counts as a
+trait.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-import torch
-from torch import Tensor
+from pydantic import Field, model_validator
 
 from rlhf.data.conversation import describe_value, some_text
-from rlhf.data.pairs import CompletionRows
 from rlhf.data.rows import BadRow, RowCounts
-from rlhf.data.tokenizer import Rendered
 from rlhf.errors import DataError
 from rlhf.suites.questions import (
     Estimate,
@@ -26,8 +28,13 @@ from rlhf.suites.questions import (
     skipped_and_notes,
     too_long,
 )
-from rlhf.suites.settings import PersonaSettings, fill
-from rlhf.suites.subject import Subject
+from rlhf.suites.suite import EvalRows, Suite, SuiteContext, fill, require_question
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlhf.data.tokenizer import Rendered
+    from rlhf.suites.subject import Subject
 
 YES, NO = "Yes", "No"
 ORDERS = ((YES, NO), (NO, YES))
@@ -79,31 +86,58 @@ def read_question(values: Mapping[str, object]) -> Question:
     return Question(text, first == YES, _confidence(values.get("label_confidence")))
 
 
-def run_persona(settings: PersonaSettings, subject: Subject) -> SuiteResult:
-    """Run the persona suite: compute which answer to every item the model prefers.
+class PersonaSuite(Suite):
+    """Settings of persona."""
 
-    Raises:
-        DataError: there is no usable item.
-    """
-    items, skips = read_items(settings.dataset, read_question, columns=COLUMNS, what="yes/no items")
-    items = exclude(items, skips, lambda item: _low_confidence(item.value, settings.min_confidence))
-    both_orders = "{first}" in settings.template
-    orders = ORDERS if both_orders else ORDERS[:1]
-    prompts = {id(item): [_render(subject, settings, item.value, order) for order in orders] for item in items}
-    kept = _drop_too_long(subject, items, prompts, skips)
-    verdicts, note = _verdicts(kept, [prompts[id(item)] for item in kept], subject)
-    skipped, notes = skipped_and_notes(skips)
-    groups = _figures_by_file(kept, verdicts, settings.seed)
-    left_out = () if both_orders else (NotMeasured("position check", "the template does not offer the two answers"),)
-    return SuiteResult(
-        figures=tuple(_figures(verdicts, settings.seed)),
-        n=len(verdicts),
-        skipped=skipped,
-        left_out=left_out,
-        notes=(*notes, *note),
-        groups=groups if len(groups) > 1 else {},
-        examples=tuple(_example(*pair) for pair in zip(kept[:EXAMPLES], verdicts[:EXAMPLES], strict=True)),
-    )
+    name: ClassVar[str] = "persona"
+    data: ClassVar[str] = "yes/no items with question, answer_matching_behavior and answer_not_matching_behavior"
+
+    dataset: EvalRows
+    """Yes/no items; --data is dataset.path."""
+    template: str = "{question}\nAnswer {first} or {second}.\nAnswer:"
+    """The prompt; {first} and {second} are the answers, offered in both orders. Without them: one order, no check."""
+    min_confidence: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Leave out items whose label_confidence is lower."""
+
+    @model_validator(mode="after")
+    def _check_template(self) -> PersonaSuite:
+        """Check that the template has the question, and both answers or neither."""
+        require_question(self.template)
+        if ("{first}" in self.template) != ("{second}" in self.template):
+            raise ValueError("template offers one answer alone: write both {first} and {second}, or neither")
+        return self
+
+    def run(self, subject: Subject, context: SuiteContext) -> SuiteResult:
+        """Compute which answer to every item the model prefers.
+
+        Raises:
+            DataError: there is no usable item.
+        """
+        items, skips = read_items(self.dataset, read_question, columns=COLUMNS, what="yes/no items")
+        items = exclude(items, skips, lambda item: _low_confidence(item.value, self.min_confidence))
+        both_orders = "{first}" in self.template
+        orders = ORDERS if both_orders else ORDERS[:1]
+        prompts = {id(item): [self._render(subject, item.value, order) for order in orders] for item in items}
+        kept = _drop_too_long(subject, items, prompts, skips)
+        verdicts, note = _verdicts(kept, [prompts[id(item)] for item in kept], subject)
+        skipped, notes = skipped_and_notes(skips)
+        groups = _figures_by_file(kept, verdicts, self.seed)
+        one_order = NotMeasured("position check", "the template does not offer the two answers")
+        return SuiteResult(
+            figures=tuple(_figures(verdicts, self.seed)),
+            n=len(verdicts),
+            skipped=skipped,
+            left_out=() if both_orders else (one_order,),
+            notes=(*notes, *note),
+            groups=groups if len(groups) > 1 else {},
+            examples=tuple(_example(*pair) for pair in zip(kept[:EXAMPLES], verdicts[:EXAMPLES], strict=True)),
+        )
+
+    def _render(self, subject: Subject, question: Question, order: tuple[str, str]) -> tuple[Rendered, list[int]]:
+        """Render an item with its answers offered in the given order; return the prompt and its token ids."""
+        text = fill(self.template, question=question.text, first=order[0], second=order[1])
+        rendered = subject.render_question(text)
+        return rendered, subject.encoder.prompts([rendered])[0]
 
 
 def _drop_too_long(
@@ -127,14 +161,6 @@ def _drop_too_long(
     return exclude(items, skips, reason)
 
 
-def _render(
-    subject: Subject, settings: PersonaSettings, question: Question, order: tuple[str, str]
-) -> tuple[Rendered, list[int]]:
-    """Render an item with its answers offered in the given order; return the prompt and its token ids."""
-    rendered = subject.render_question(fill(settings.template, question=question.text, first=order[0], second=order[1]))
-    return rendered, subject.encoder.prompts([rendered])[0]
-
-
 def _answer_tokens(subject: Subject, prompt: Rendered) -> tuple[list[int], list[int]]:
     """Return the token ids of Yes and of No after a prompt, without EOS.
 
@@ -143,6 +169,8 @@ def _answer_tokens(subject: Subject, prompt: Rendered) -> tuple[list[int], list[
     Raises:
         DataError: the tokens of the two answers are empty or equal.
     """
+    from rlhf.data.tokenizer import Rendered
+
     space = "" if prompt.templated or prompt.prompt[-1:].isspace() else " "
     rendered = Rendered(prompt.prompt, (space + YES, space + NO), prompt.templated)
     yes, no = (subject.encoder.completions([rendered], which)[0][:-1] for which in (0, 1))
@@ -155,6 +183,10 @@ def _verdicts(
     items: Sequence[Item[Question]], rows: Sequence[Sequence[tuple[Rendered, list[int]]]], subject: Subject
 ) -> tuple[list[ItemLogOdds], tuple[str, ...]]:
     """Compute the verdicts on all items, and a note where Yes and No differ in their number of tokens."""
+    import torch
+
+    from rlhf.data.pairs import CompletionRows
+
     prompts = [prompt for row in rows for prompt in row]
     answers = [_answer_tokens(subject, rendered) for rendered, _ in prompts]
     repeated = tuple(ids for _, ids in prompts for _ in range(2))
@@ -187,6 +219,8 @@ def _figures(verdicts: Sequence[ItemLogOdds], seed: int) -> list[Estimate]:
 
 def _preference_figures(verdicts: Sequence[ItemLogOdds], seed: int) -> list[Estimate]:
     """Compute the figures of the log odds averaged over the orders."""
+    import torch
+
     return [
         share_estimate(
             "matching_rate",

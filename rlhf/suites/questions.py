@@ -6,21 +6,21 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
-
-import torch
-from jaxtyping import Int
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from rlhf.config.data import DatasetConfig
 from rlhf.data.files import load_rows
 from rlhf.data.rows import BadRow, Row, RowCounts
 from rlhf.errors import DataError
-from rlhf.evaluation.evaluate import completion_tokens, distinct_n
-from rlhf.evaluation.win_rate import bootstrap
-from rlhf.rewards.source import RewardSource
-from rlhf.suites.subject import Subject
-from rlhf.types import Completions
+from rlhf.suites.metrics import compute
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
+    from torch import Tensor
+
+    from rlhf.rewards.source import RewardSource
+    from rlhf.suites.subject import Subject
+    from rlhf.types import Completions
 
 T = TypeVar("T")
 MAX_NEW_TOKENS_KEY = "sampling.max_new_tokens"
@@ -118,10 +118,6 @@ def too_long(subject: Subject, tokens: int, room: int, *, of: str) -> BadRow | N
     return BadRow(f"longer than the model's context of {subject.context:,} tokens", f"{tokens:,}, and {room:,} of {of}")
 
 
-Pick = Callable[[Completions], Tensor]
-"""Returns the row index of the completion to keep for each question."""
-
-
 @dataclass(frozen=True)
 class Answers:
     """A model's answers, one for each question."""
@@ -164,9 +160,20 @@ def drop_too_long(subject: Subject, items: list[Item[T]], skips: RowCounts, text
 
 
 def sample_answers(
-    subject: Subject, questions: Sequence[str], *, key: int, greedy: bool, count: int = 1, pick: Pick | None = None
+    subject: Subject,
+    questions: Sequence[str],
+    *,
+    key: int,
+    greedy: bool,
+    count: int = 1,
+    pick: Callable[[Completions], Tensor] | None = None,
 ) -> Answers:
-    """Answer every question once; with `pick`, sample `count` answers and keep the one that it picks."""
+    """Answer every question once.
+
+    With `pick`, sample `count` answers of each and keep those whose row indices it returns, one for each question.
+    """
+    from rlhf.evaluation.evaluate import completion_tokens
+
     prompts = [subject.render_question(question) for question in questions]
     ids = subject.encoder.prompts(prompts)
     texts = [rendered.prompt for rendered in prompts]
@@ -179,12 +186,15 @@ def sample_answers(
         texts=subject.texts(completions),
         lengths=[float(len(row)) for row in tokens],
         truncated=[not finished for finished in completions.finished.tolist()],
-        distinct_2=distinct_n(tokens, 2),
+        distinct_2=compute("distinct_n", predictions=[" ".join(map(str, ids)) for ids in tokens], n=[2])["distinct_2"],
     )
 
 
-def pick_best(source: RewardSource, rows: Sequence[Mapping[str, object]], count: int) -> Pick:
-    """Make a `Pick` that keeps the answer that `source` scores highest; the source reads the row of the question."""
+def pick_best(
+    source: RewardSource, rows: Sequence[Mapping[str, object]], count: int
+) -> Callable[[Completions], Int[Tensor, " Q"]]:
+    """Make a function that picks the answer that `source` scores highest; the source reads the row of the question."""
+    import torch
 
     def pick(completions: Completions) -> Int[Tensor, " Q"]:
         references = tuple(dict(row) for row in rows for _ in range(count))
@@ -192,53 +202,6 @@ def pick_best(source: RewardSource, rows: Sequence[Mapping[str, object]], count:
         return scores.argmax(dim=1) + torch.arange(len(scores)) * count
 
     return pick
-
-
-Z95 = 1.959963984540054  # the 97.5 % quantile of the standard normal
-
-
-def wilson(successes: int | float, total: int) -> tuple[float, float]:
-    """Compute the 95 % score interval of a share (Wilson 1927); `successes` may count a tie half.
-
-    (p + z²/2n ± z sqrt(p (1 - p) / n + z²/4n²)) / (1 + z²/n),   p = successes / n
-    """
-    assert 0 <= successes <= total, (successes, total)
-    assert total, "a share of nothing"
-    share, z2 = successes / total, Z95**2
-    center = share + z2 / (2 * total)
-    half = Z95 * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2))
-    scale = 1 + z2 / total
-    low, high = (center - half) / scale, (center + half) / scale
-    return max(0.0, min(low, share)), min(1.0, max(high, share))  # rounding may put 1 of 1 above its interval
-
-
-def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Estimate without bias the probability that at least one of k samples is right (Chen et al. 2021, eq. 1).
-
-        1 - C(n - c, k) / C(n, k)   for c = `correct` of n = `samples`
-
-    Raises:
-        ValueError: k is not from 1 to n, or c is not from 0 to n.
-    """
-    if not 1 <= k <= samples:
-        raise ValueError(f"pass@{k} needs at least {k} samples a problem, and there are {samples}")
-    if not 0 <= correct <= samples:
-        raise ValueError(f"{correct} right of {samples} samples")
-    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
-
-
-def mean_pass_at_k(verdicts: Sequence[Sequence[bool]], k: int) -> float:
-    """Average `pass_at_k` over problems, given which samples of each problem are right."""
-    if not verdicts:
-        raise ValueError("pass@k of no problems")
-    return math.fsum(pass_at_k(len(row), sum(map(bool, row)), k) for row in verdicts) / len(verdicts)
-
-
-def wins(a: Sequence[float], b: Sequence[float]) -> list[float]:
-    """Return 1 where A is above B, 1/2 where they are equal, else 0."""
-    if len(a) != len(b):
-        raise ValueError(f"{len(a)} scores on one side and {len(b)} on the other")
-    return [1.0 if x > y else 0.5 if x == y else 0.0 for x, y in zip(a, b, strict=True)]
 
 
 def mean(values: Sequence[float]) -> float:
@@ -307,14 +270,30 @@ class SuiteResult:
 
 def share_estimate(name: str, values: Sequence[float], meaning: str) -> Estimate:
     """Build the figure of a mean of values in [0, 1], one per independent row, with Wilson's interval."""
-    low, high = wilson(sum(values), len(values))
-    return Estimate(name, mean(values), low, high, len(values), "wilson", meaning, tuple(values))
+    result = compute("accuracy", predictions=values)
+    return Estimate(
+        name, result["accuracy"], result["low"], result["high"], len(values), "wilson", meaning, tuple(values)
+    )
+
+
+def pair_estimate(name: str, chosen: Sequence[float], rejected: Sequence[float], meaning: str) -> Estimate:
+    """Build the figure of the share of pairs whose chosen side is higher; a tie counts half."""
+    result = compute("pairwise_accuracy", predictions=chosen, references=rejected)
+    rows = tuple(result["outcomes"])
+    return Estimate(name, result["accuracy"], result["low"], result["high"], len(rows), "wilson", meaning, rows)
+
+
+def win_rate_estimate(name: str, a: Sequence[float], b: Sequence[float], meaning: str, *, seed: int) -> Estimate:
+    """Build the figure of the share of rows on which A is above B; a tie counts half."""
+    result = compute("win_rate", predictions=a, references=b, bootstrap_seed=seed)
+    rows = tuple(result["outcomes"])
+    return Estimate(name, result["win_rate"], result["low"], result["high"], len(rows), "bootstrap", meaning, rows)
 
 
 def mean_estimate(name: str, values: Sequence[float], meaning: str, *, seed: int) -> Estimate:
     """Build the figure of a mean of any values, one per row, with its bootstrap interval over the rows."""
-    interval = bootstrap(torch.tensor(values, dtype=torch.float64), seed=seed)
-    return Estimate(name, mean(values), interval.low, interval.high, len(values), "bootstrap", meaning, tuple(values))
+    low, high = _bootstrap(values, seed)
+    return Estimate(name, mean(values), low, high, len(values), "bootstrap", meaning, tuple(values))
 
 
 def ratio_estimate(name: str, verdicts: Sequence[Sequence[bool]], meaning: str, *, seed: int) -> Estimate:
@@ -326,9 +305,19 @@ def ratio_estimate(name: str, verdicts: Sequence[Sequence[bool]], meaning: str, 
     mean_count = sum(map(len, verdicts)) / len(verdicts)
     ratio = sum(map(sum, verdicts)) / (mean_count * len(verdicts))
     values = [ratio + (sum(row) - ratio * len(row)) / mean_count for row in verdicts]
-    interval = bootstrap(torch.tensor(values, dtype=torch.float64), seed=seed)
+    low, high = _bootstrap(values, seed)
     per_row = tuple(sum(row) / mean_count for row in verdicts)
-    return Estimate(name, ratio, interval.low, interval.high, len(verdicts), "bootstrap", meaning, per_row)
+    return Estimate(name, ratio, low, high, len(verdicts), "bootstrap", meaning, per_row)
+
+
+def _bootstrap(values: Sequence[float], seed: int) -> tuple[float, float]:
+    """Compute the 95 % interval of the mean over resampled rows."""
+    import torch
+
+    from rlhf.evaluation.win_rate import bootstrap
+
+    interval = bootstrap(torch.tensor(values, dtype=torch.float64), seed=seed)
+    return interval.low, interval.high
 
 
 def skipped_and_notes(skips: RowCounts) -> tuple[dict[str, int], tuple[str, ...]]:

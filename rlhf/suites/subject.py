@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float
@@ -33,8 +34,10 @@ from rlhf.models.logprobs import completion_outputs
 from rlhf.rewards.source import decode
 from rlhf.runtime.device import usable_dtype
 from rlhf.sampling.sampler import Sampler, make_sampler
-from rlhf.suites.settings import SuiteSamplingConfig
 from rlhf.types import Completions, Prompts
+
+if TYPE_CHECKING:
+    from rlhf.suites.suite import SuiteSamplingConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ from typing import Any
 
 from rlhf.config.run import BestConfig, GuardConfig
 from rlhf.errors import ConfigError
-from rlhf.guard.alarms import ALARMS, Alarm, History, Reading, RunFacts
+from rlhf.guard.alarms.alarm import Alarm, Reading, all_alarms
+from rlhf.guard.alarms.history import History, RunFacts
 from rlhf.guard.best import Gain, next_best
 from rlhf.guard.first_step import flat_reward_note
 from rlhf.runtime.distributed import Distributed
@@ -72,10 +73,11 @@ class Firing:
 class Watch:
     """The alarms of a run. Equal lines of metrics give equal firings, so a resumed run replays those it has."""
 
-    def __init__(self, facts: RunFacts | None = None, alarms: Sequence[Alarm] = ALARMS) -> None:
-        self.alarms = tuple(alarms)
+    def __init__(self, facts: RunFacts | None = None, alarms: Sequence[Alarm] | None = None) -> None:
+        """Watch for these alarms; None: for all of them."""
+        self.alarms = all_alarms() if alarms is None else tuple(alarms)
         self._history = History(facts)
-        self._states = {alarm.name: _State() for alarm in alarms}
+        self._states = {alarm.name: _State() for alarm in self.alarms}
 
     def observe(self, step: int, metrics: Mapping[str, float | None]) -> list[Firing]:
         """Add a logged step; return the alarms that go off or are over at it."""
@@ -112,7 +114,7 @@ class HealthMonitor:
     def __init__(self, config: GuardConfig, facts: RunFacts, state: TrainState, recorder: Recorder) -> None:
         """Watch for the alarms that `config` does not ignore."""
         self.config, self.facts, self.state, self.recorder = config, facts, state, recorder
-        self.watch = Watch(facts, [alarm for alarm in ALARMS if config.action(alarm.name) != "ignore"])
+        self.watch = Watch(facts, [alarm for alarm in all_alarms() if config.action(alarm.name) != "ignore"])
         self.stop_reason = ""  # why the run is to stop; empty: it is not
 
     def replay(self, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from runs import make_model, offline_tree, write_rows
 from rlhf.cli import main
 from rlhf.config.load import train_config
 from rlhf.lab.world import prompts
-from rlhf.suites.settings import SUITES
+from rlhf.suites.suite import find_suite
 
 WORDS = (
     "Human:",
@@ -151,7 +153,7 @@ def test_skipped_rows_are_shown(tmp_path: Path, model: str, capsys: pytest.Captu
     ("arguments", "expected"),
     [
         (["--suite", "gsm8"], "did you mean gsm8k?"),
-        (["--suite", "nothing-like-it"], "is not one of hh, persona, gsm8k, ifeval, xstest, lab, lm-eval:TASK"),
+        (["--suite", "nothing-like-it"], "is not one of gsm8k, lm-eval:TASK, hh, ifeval, lab, persona, xstest"),
         (["--suite", "gsm8k:x"], "'gsm8k:x' is not one of"),
         (["--suite", "lm-eval"], "needs a task"),
         (["--suite", "persona"], "the suite persona needs data: --data PATH, yes/no items with question"),
@@ -243,5 +245,11 @@ def test_the_settings_and_figures_are_on_the_page(tmp_path: Path, model: str) ->
         for name in json.loads(out.read_text())["figures"]:
             known = f"`{name}`" in page or name.startswith("gold_")
             assert known, f"{name} is not in docs/evaluation_suites.md"
-        for key in SUITES[suite].settings.model_fields:
+        for key in find_suite(suite)[0].model_fields:
             assert key in page, f"the setting {key} is not in docs/evaluation_suites.md"
+
+
+def test_settings_are_checked_without_what_computes() -> None:
+    check = "import sys, rlhf.commands.checks; print(sorted({'torch', 'evaluate', 'transformers'} & set(sys.modules)))"
+    shown = subprocess.run([sys.executable, "-c", check], check=True, capture_output=True, text=True)
+    assert shown.stdout.strip() == "[]"

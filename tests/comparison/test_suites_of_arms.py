@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,9 @@ from rlhf.comparison.trial import FOLDER, SuiteScores, read_suites, summarize_su
 from rlhf.config.load import compare_config, read_yaml
 from rlhf.errors import ConfigError
 from rlhf.evaluation.win_rate import Interval
+from rlhf.suites.harness import HarnessSuite
+from rlhf.suites.questions import Estimate, SuiteResult
+from rlhf.suites.subject import Subject
 
 INSTRUCTIONS = [
     {"prompt": prompt, "instruction_id_list": ["keywords:existence", "punctuation:no_comma"], "kwargs": kwargs}
@@ -131,3 +136,23 @@ def test_by_hand() -> None:
     assert (figure.value, figure.gain.value) == (0.75, 0.25)
     missing = summarize_suites([of([1.0])], [of([1.0, 0.0])])["s"]["f"]
     assert missing.gain is None
+
+
+def test_a_task_of_lm_eval_judges_the_arms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name has a colon, which no other suite's has; the task itself is run by a stand-in for the extra."""
+    asked: list[tuple[str, int | None]] = []
+
+    def run_task(suite: HarnessSuite, subject: Subject, task: str) -> SuiteResult:
+        asked.append((task, suite.limit))
+        return SuiteResult((Estimate("acc", len(asked) / 4, 0.0, 1.0, 4, "normal", "as lm-eval defines it"),), 4, {})
+
+    monkeypatch.setattr(HarnessSuite, "check_installed", classmethod(lambda cls: None))
+    monkeypatch.setitem(sys.modules, "rlhf.suites.lm_eval", SimpleNamespace(run_task=run_task))  # type: ignore[arg-type]
+    tree = compare_tree(tmp_path, suites={"lm-eval:truthfulqa_mc2": {"limit": 4}}, seeds=[0], evaluations=1)
+    tree["arms"] = {"grpo": tree["arms"]["grpo"]}
+    assert compared(tree)
+    assert asked == [("truthfulqa_mc2", 4)] * 2
+    results = ComparisonResults.read(tmp_path / "compare")
+    assert results.start_model.suites["lm-eval:truthfulqa_mc2"]["acc"].value == 0.25
+    assert results.arms["grpo"].suites["lm-eval:truthfulqa_mc2"]["acc"].value == 0.5
+    assert suite_tables(results)[0].rows[1][0] == "grpo"

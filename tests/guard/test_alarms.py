@@ -10,7 +10,8 @@ import pytest
 from rlhf.config.load import load_any
 from rlhf.config.sections import OnlineConfig
 from rlhf.factory.context import run_facts
-from rlhf.guard.alarms import ALARMS, History, RunFacts, above
+from rlhf.guard.alarms.alarm import Above, all_alarms
+from rlhf.guard.alarms.history import History, RunFacts
 from rlhf.tracking.metrics import METRICS
 from rlhf.training.health import Firing, Watch
 
@@ -49,6 +50,7 @@ STEADY: Row = {
     "eval/preference_loss": 0.6,
     "eval/rm_loss": 0.6,
 }
+ALARMS = all_alarms()
 BEFORE = 20  # steady steps before it goes wrong
 
 # alarm, what goes wrong from step 21 on, what is on the good side of the same limit
@@ -185,7 +187,13 @@ def test_the_start_is_the_mean_of_the_first_values() -> None:
     assert past.start("eval/score") == 1.0
     assert past.now("eval/score") is None
     assert past.before("policy/entropy") == [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert above("policy/entropy", 99.0, after=6)(past) is None
+    assert HighEntropy().read(past) is None
+
+
+class HighEntropy(Above):
+    """Without a name, so that no run watches for it."""
+
+    metrics, limit, after = ("policy/entropy",), 99.0, 6
 
 
 def evaluations(scores: Sequence[float | None], proxies: Sequence[float | None]) -> list[Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf.guard.alarms import RunFacts
+from rlhf.guard.alarms.history import RunFacts
 from rlhf.guard.first_step import flat_reward_note
 
 FINE = {"score/std": 0.4, "score/mean": 1.0, "group/uniform": 0.2, "completion/finished": 0.9}

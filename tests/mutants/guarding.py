@@ -35,7 +35,7 @@ GUARDING = [
     ),
     Mutant(
         name="nan-in-the-history",
-        file="rlhf/guard/alarms.py",
+        file="rlhf/guard/alarms/history.py",
         before="if value is not None and math.isfinite(value)",
         after="if value is not None",
         why="NaN compares as good: one of them resets every alarm, and a resumed run, which reads null, differs",
@@ -43,7 +43,7 @@ GUARDING = [
     ),
     Mutant(
         name="spike-against-itself",
-        file="rlhf/guard/alarms.py",
+        file="rlhf/guard/alarms/history.py",
         before="return values[:-1] if name in self._latest else values",
         after="return values",
         why="a value is compared with a past that holds it: counts never rise and the best is always the latest",

@@ -56,7 +56,7 @@ SUITES = [
     ),
     Mutant(
         name="pass-at-k-is-biased",
-        file="rlhf/suites/questions.py",
+        file="rlhf/suites/metrics/pass_at_k.py",
         before="return 1 - math.comb(samples - correct, k) / math.comb(samples, k)",
         after="return 1 - (1 - correct / samples) ** k",
         why="the plug-in estimate of pass@k is too low (Chen et al. 2021, section 2.1)",
@@ -64,7 +64,7 @@ SUITES = [
     ),
     Mutant(
         name="wilson-without-its-shift",
-        file="rlhf/suites/questions.py",
+        file="rlhf/suites/metrics/accuracy.py",
         before="center = share + z2 / (2 * total)",
         after="center = share",
         why="shares near 0 and 1 have intervals on the wrong side of the middle",
@@ -72,7 +72,7 @@ SUITES = [
     ),
     Mutant(
         name="ties-lose",
-        file="rlhf/suites/questions.py",
+        file="rlhf/suites/metrics/win_rate.py",
         before="1.0 if x > y else 0.5 if x == y else 0.0",
         after="1.0 if x > y else 0.0",
         why="a model that answers as the other does loses to it",
@@ -80,7 +80,7 @@ SUITES = [
     ),
     Mutant(
         name="first-announcement-counts",
-        file="rlhf/suites/gsm8k.py",
+        file="rlhf/suites/numeric_answers.py",
         before="for match in reversed(list(_ANSWER.finditer(text))):",
         after="for match in list(_ANSWER.finditer(text)):",
         why="a solution that corrects itself is graded on what it took back",
@@ -88,7 +88,7 @@ SUITES = [
     ),
     Mutant(
         name="headings-are-answers",
-        file="rlhf/suites/gsm8k.py",
+        file="rlhf/suites/numeric_answers.py",
         before="if _BEGINS.match(strip_markup(line)) and not _LISTED.match(line):",
         after="if line:",
         why="#### Step 2 is read as the answer 2",
@@ -96,7 +96,7 @@ SUITES = [
     ),
     Mutant(
         name="left-of-the-equation",
-        file="rlhf/suites/gsm8k.py",
+        file="rlhf/suites/numeric_answers.py",
         before="for side in (*results, sides[-1], part) for number",
         after="for side in (part,) for number",
         why="The answer is 3 + 4 = 7 is read as 3",
@@ -104,7 +104,7 @@ SUITES = [
     ),
     Mutant(
         name="right-of-the-equation-even-if-it-is-a-calculation",
-        file="rlhf/suites/gsm8k.py",
+        file="rlhf/suites/numeric_answers.py",
         before="reversed(sides) if not _is_calculation(side)]",
         after="reversed(sides)]",
         why="The answer is 12 = 3 * 4 is read as 3",
@@ -113,8 +113,8 @@ SUITES = [
     Mutant(
         name="a-share-without-its-rows",
         file="rlhf/suites/questions.py",
-        before='"wilson", meaning, tuple(values))',
-        after='"wilson", meaning)',
+        before='result["high"], len(values), "wilson", meaning, tuple(values)',
+        after='result["high"], len(values), "wilson", meaning',
         why="rlhf compare shows no paired gain of a suite's shares",
         tests=("tests/suites/test_gsm8k.py::test_gains_are_paired_by_problem",),
     ),
@@ -136,7 +136,7 @@ SUITES = [
     ),
     Mutant(
         name="a-difference-is-negative",
-        file="rlhf/suites/gsm8k.py",
+        file="rlhf/suites/numeric_answers.py",
         before=r"(?P<minus>(?<![\w.)\]])-",
         after=r"(?P<minus>-",
         why="10-3 ends in minus three",
@@ -144,7 +144,7 @@ SUITES = [
     ),
     Mutant(
         name="mixed-numbers-lose-their-whole",
-        file="rlhf/suites/gsm8k.py",
+        file="rlhf/suites/numeric_answers.py",
         before='value += _to_fraction(groups["whole"])',
         after="value += 0",
         why="2 1/2 cups are half a cup",

@@ -24,7 +24,7 @@ from rlhf.runtime import engine as engine_module
 from rlhf.runtime.device import choose_device, choose_precision, empty_cache, is_out_of_memory, usable_dtype
 from rlhf.runtime.engine import Engine, local_device, make_engine
 from rlhf.runtime.memory import AdaptiveMicroBatch, make_memory_profiler
-from rlhf.suites.settings import XstestSettings
+from rlhf.suites.xstest import XstestSuite
 
 Machine = Callable[..., None]
 
@@ -91,7 +91,7 @@ def test_a_reward_model_and_a_suite_say_so_too(native: bool, tmp_path: Path) -> 
     assert notes == ([] if native else ["arithmetic: reward.source.dtype=float32"])
 
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "red one", "label": "safe"}])
-    settings = XstestSettings.model_validate(
+    settings = XstestSuite.model_validate(
         {"dtype": "bfloat16", "dataset": {"path": str(rows)}, "sampling": {"max_new_tokens": 2}}
     )
     subject = load_model_for_suite(settings, folder)

@@ -14,9 +14,11 @@ from bigram import Table, bigram_model
 from rlhf.comparison.results import SuiteFigure
 from rlhf.comparison.trial import SuiteScores, summarize_suites
 from rlhf.evaluation.win_rate import Interval
+from rlhf.rewards.function import FunctionSource
+from rlhf.rewards.source import RewardSource, Source
 from rlhf.suites.questions import Estimate, SuiteResult
-from rlhf.suites.settings import SuiteSamplingConfig
 from rlhf.suites.subject import Subject, load_subject
+from rlhf.suites.suite import Suite, SuiteContext, SuiteSamplingConfig
 
 
 def subject(
@@ -39,6 +41,29 @@ def loaded(folder: Path, *, like: Subject | None = None, **writing: Any) -> Subj
         trust_remote_code=False,
         encoder=None if like is None else like.encoder,
     )
+
+
+def evaluate(
+    suite: Suite,
+    model: Subject,
+    *,
+    reference: Subject | None = None,
+    source: RewardSource | None = None,
+    task: str = "",
+) -> SuiteResult:
+    """Run a suite, with a reference and a source of scores that are there already."""
+
+    def load(_: str) -> Subject:
+        assert reference is not None
+        return reference
+
+    def build(_: Source) -> RewardSource:
+        assert source is not None
+        return source
+
+    given = {"reference": None if reference is None else "a model", "source": source and FunctionSource(target="a:b")}
+    named = suite.model_copy(update={key: value for key, value in given.items() if value is not None})
+    return named.run(model, SuiteContext(load=load, build_source=build, task=task))
 
 
 def figures(result: SuiteResult) -> dict[str, Estimate]:

@@ -9,7 +9,7 @@ from typing import Any
 import evaluate
 import pytest
 
-from rlhf.suites.metrics import NAMES, metric_path
+from rlhf.suites.metrics import metric_names, metric_path
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,7 +36,10 @@ def test_gsm8k_exact(load: Any) -> None:
         predictions=["The answer is $72.00.", "so 5", "none", r"\boxed{1{,}234}"],
         references=["work\n#### 72", "#### 5", "#### 1", "1234"],
     )
-    assert values == {"exact_match": 0.75, "no_answer": 0.25, "n": 4}
+    assert values == {
+        **{"exact_match": 0.75, "no_answer": 0.25, "n": 4, "right": [True, True, False, True]},
+        **{"announced": [True, False, False, True], "answers": ["72", "5", None, "1234"]},
+    }
     strict = metric.compute(predictions=["so 5"], references=["#### 5"], announced_only=True)
     assert strict["exact_match"] == 0.0
     with pytest.raises(ValueError, match="has no number"):
@@ -46,7 +49,8 @@ def test_gsm8k_exact(load: Any) -> None:
 def test_pass_at_k(load: Any) -> None:
     rows = [[True, False, False, False], [True, True, False, False]]
     values = load("pass_at_k").compute(predictions=rows, k=[1, 2])
-    assert values == pytest.approx({"pass@1": (0.25 + 0.5) / 2, "pass@2": (0.5 + 5 / 6) / 2})
+    assert (values["pass@1"], values["pass@2"]) == pytest.approx(((0.25 + 0.5) / 2, (0.5 + 5 / 6) / 2))
+    assert values["problems@2"] == pytest.approx([0.5, 5 / 6])
 
 
 def test_distinct_n(load: Any) -> None:
@@ -56,10 +60,18 @@ def test_distinct_n(load: Any) -> None:
     assert math.isnan(metric.compute(predictions=["a"], n=[2])["distinct_2"])
 
 
-def test_pairwise_accuracy(load: Any) -> None:
-    values = load("pairwise_accuracy").compute(predictions=[1.0, 2.0, 3.0, 0.0], references=[0.0, 2.0, 1.0, 5.0])
+def test_accuracy(load: Any) -> None:
+    values = load("accuracy").compute(predictions=[1.0, 0.0, 0.5, 1.0])
     assert values["accuracy"] == 0.625  # two right, one tie
     assert 0 < values["low"] < 0.625 < values["high"] < 1
+
+
+def test_pairwise_accuracy(load: Any) -> None:
+    values = load("pairwise_accuracy").compute(predictions=[1.0, 2.0, 3.0, 0.0], references=[0.0, 2.0, 1.0, 5.0])
+    assert values["outcomes"] == [1.0, 0.5, 1.0, 0.0]
+    assert {name: values[name] for name in ("accuracy", "low", "high")} == load("accuracy").compute(
+        predictions=values["outcomes"]
+    )
 
 
 def test_win_rate(load: Any) -> None:
@@ -73,10 +85,9 @@ def test_win_rate(load: Any) -> None:
 
 def test_every_metric_is_a_script_that_evaluate_takes_and_is_documented() -> None:
     page = (ROOT / "docs" / "evaluation_suites.md").read_text(encoding="utf-8")
-    for name in NAMES:
+    for name in metric_names():
         assert Path(metric_path(name)).is_file()
         assert f"`{name}`" in page
-    scripts = {path.stem for path in (ROOT / "rlhf" / "suites" / "metrics").glob("*.py")} - {"__init__"}
-    assert scripts == set(NAMES)
+    assert len(metric_names()) == 6
     with pytest.raises(ValueError, match="no metric 'bleu'"):
         metric_path("bleu")

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 from bigram import EOS
 from runs import count_good, write_rows
-from suite_cases import figures, gains, subject, values
+from suite_cases import evaluate, figures, gains, subject, values
 
 from rlhf.errors import DataError
 from rlhf.evaluation.win_rate import Interval
 from rlhf.rewards.function import FunctionReward
-from rlhf.suites.hh import NO_REFERENCE, NO_SOURCE, run_hh
-from rlhf.suites.settings import HhSettings
+from rlhf.suites.hh import NO_REFERENCE, NO_SOURCE, HhSuite
 from rlhf.suites.subject import Subject
 
 WORDS = ("Human:", "Assistant:", "hi", "good", "bad")
@@ -31,8 +30,8 @@ def pair(chosen: str, rejected: str, asked: str = "hi") -> dict[str, str]:
 PAIRS = [pair("good", "bad")] * 3 + [pair("bad", "good")]
 
 
-def settings(path: Path, **more: object) -> HhSettings:
-    return HhSettings.model_validate(
+def settings(path: Path, **more: object) -> HhSuite:
+    return HhSuite.model_validate(
         {"dataset": {"path": str(path)}, "sampling": {"max_new_tokens": 8}, "stop": ["Human:"], **more}
     )
 
@@ -45,7 +44,7 @@ def test_the_implicit_reward_by_hand(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "h.jsonl", PAIRS)
     model = subject(tmp_path / "m", WORDS, POLICY)
     start = subject(tmp_path / "s", WORDS, START, like=model)
-    result = run_hh(settings(rows, beta=0.5), model, reference=start, source=None)
+    result = evaluate(settings(rows, beta=0.5), model, reference=start)
     got = figures(result)
     # beta (log .6/.3 - log .1/.3) = beta log 6 for good over bad, and less than nothing for the fourth pair
     assert got["implicit_accuracy"].value == 0.75
@@ -53,7 +52,7 @@ def test_the_implicit_reward_by_hand(tmp_path: Path) -> None:
     assert got["implicit_margin"].value == pytest.approx(0.5 * math.log(6) * (3 - 1) / 4, abs=1e-5)
     assert got["logprob_accuracy"].value == 0.75
     assert [part.why for part in result.left_out] == [NO_SOURCE]
-    itself = run_hh(settings(rows), model, reference=model, source=None)
+    itself = evaluate(settings(rows), model, reference=model)
     assert values(itself)["implicit_accuracy"] == 0.5  # a policy is no better than itself: all ties
 
 
@@ -62,7 +61,7 @@ def test_the_temperature_is_that_of_the_run(tmp_path: Path) -> None:
     model = subject(tmp_path / "m", WORDS, {**ENDS, "Assistant:": {"good": 0.8, "bad": 0.2}})
     start = subject(tmp_path / "s", WORDS, {**ENDS, "Assistant:": {"good": 0.5, "bad": 0.5}}, like=model)
     cool = settings(rows, beta=1.0, sampling={"temperature": 0.5})
-    figure_values = values(run_hh(cool, model, reference=start, source=None))
+    figure_values = values(evaluate(cool, model, reference=start))
     assert figure_values["implicit_margin"] == pytest.approx(2 * math.log(4), abs=1e-4)  # logits doubled
 
 
@@ -72,7 +71,7 @@ def test_scores_and_win_rates_by_hand(tmp_path: Path) -> None:
     always_bad = {**ENDS, "Assistant:": {"bad": 1.0}}
     model = subject(tmp_path / "m", WORDS, always_good)
     start = subject(tmp_path / "s", WORDS, always_bad, like=model)
-    result = run_hh(settings(rows), model, reference=start, source=source(model))
+    result = evaluate(settings(rows), model, reference=start, source=source(model))
     got = values(result)
     assert (got["score"], got["score_start"]) == (1.0, -1.0)
     assert (got["score_chosen"], got["score_rejected"]) == (0.5, -0.5)
@@ -92,7 +91,9 @@ def test_gains_are_paired_by_pair(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "h.jsonl", PAIRS)
     model = subject(tmp_path / "m", WORDS, {**ENDS, "Assistant:": {"good": 1.0}})
     start = subject(tmp_path / "s", WORDS, {**ENDS, "Assistant:": {"bad": 1.0}}, like=model)
-    before, after = (run_hh(settings(rows), policy, reference=start, source=source(model)) for policy in (start, model))
+    before, after = (
+        evaluate(settings(rows), policy, reference=start, source=source(model)) for policy in (start, model)
+    )
     paired = gains(before, after)
     assert set(paired) == set(values(after))
     assert paired["score"] == Interval(2.0, 2.0, 2.0)
@@ -103,7 +104,7 @@ def test_gains_are_paired_by_pair(tmp_path: Path) -> None:
 def test_without_a_reference_the_start_model_is_left_out(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "h.jsonl", PAIRS)
     model = subject(tmp_path / "m", WORDS, POLICY)
-    result = run_hh(settings(rows), model, reference=None, source=source(model))
+    result = evaluate(settings(rows), model, source=source(model))
     assert {"win_rate_chosen", "score"} <= set(values(result))
     assert not {"win_rate_start", "implicit_accuracy"} & set(values(result))
     assert [part.why for part in result.left_out] == [NO_REFERENCE, NO_REFERENCE]
@@ -113,17 +114,17 @@ def test_an_answer_that_goes_on_with_another_turn_is_cut(tmp_path: Path) -> None
     rows = write_rows(tmp_path / "h.jsonl", PAIRS[:2])
     goes_on = {"Assistant:": {"good": 1.0}, "good": {"Human:": 1.0}, "Human:": {"bad": 1.0}, "bad": {"bad": 1.0}}
     model = subject(tmp_path / "m", WORDS, goes_on)
-    result = run_hh(settings(rows), model, reference=None, source=source(model))
+    result = evaluate(settings(rows), model, source=source(model))
     assert values(result)["score"] == 1.0  # the bad words came after the stop
     assert "2 of the model's answers were cut" in result.notes[-1]
-    uncut = run_hh(settings(rows, stop=[]), model, reference=None, source=source(model))
+    uncut = evaluate(settings(rows, stop=[]), model, source=source(model))
     assert values(uncut)["score"] < 0
 
 
 def test_a_prompt_without_room_counts_in_the_log_probabilities_only(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "h.jsonl", [*PAIRS, pair("good", "bad", "hi " * 55)])
     model = subject(tmp_path / "m", WORDS, POLICY)
-    result = run_hh(settings(rows), model, reference=None, source=source(model))
+    result = evaluate(settings(rows), model, source=source(model))
     got = figures(result)
     assert (got["logprob_accuracy"].n, got["score"].n) == (5, 4)
     assert "1 prompts leave no room for 8 more tokens" in result.notes[0]
@@ -132,13 +133,13 @@ def test_a_prompt_without_room_counts_in_the_log_probabilities_only(tmp_path: Pa
 def test_bad_pairs_are_counted_and_none_is_an_error(tmp_path: Path) -> None:
     model = subject(tmp_path / "m", WORDS, POLICY)
     rows = write_rows(tmp_path / "h.jsonl", [PAIRS[0], pair("good", "good"), {"chosen": "x", "rejected": "y"}])
-    result = run_hh(settings(rows), model, reference=None, source=None)
+    result = evaluate(settings(rows), model)
     assert result.n == 1
     assert result.skipped["chosen and rejected are the same"] == 1
     assert sum(result.skipped.values()) == 2
     same = write_rows(tmp_path / "same.jsonl", [pair("good", "good")])
     with pytest.raises(DataError, match="no usable rows"):
-        run_hh(settings(same), model, reference=None, source=None)
+        evaluate(settings(same), model)
 
 
 def test_the_real_pairs_are_read(shared: Path, tmp_path: Path) -> None:
@@ -147,5 +148,5 @@ def test_the_real_pairs_are_read(shared: Path, tmp_path: Path) -> None:
         shared / "data" / "hh_rlhf_harmless",
         dataset={"path": str(shared / "data" / "hh_rlhf_harmless"), "limit": 5, "max_tokens": 64},
     )
-    result = run_hh(config, model, reference=None, source=None)
+    result = evaluate(config, model)
     assert result.n == 5

@@ -9,12 +9,11 @@ import pytest
 from bigram import EOS
 from pydantic import ValidationError
 from runs import write_rows
-from suite_cases import figures, subject, values
+from suite_cases import evaluate, figures, subject, values
 
 from rlhf.errors import DataError
 from rlhf.rewards.function import FunctionReward
-from rlhf.suites.ifeval import run_ifeval
-from rlhf.suites.settings import IfevalSettings
+from rlhf.suites.ifeval import IfevalSuite
 
 WORDS = ("q", "yes,", "*no*", "maybe", "loud")
 ANSWERS = {"q": {"yes,": 1.0}, "yes,": {"*no*": 1.0}, "*no*": {EOS: 1.0}, "maybe": {EOS: 1.0}, "loud": {EOS: 1.0}}
@@ -30,8 +29,8 @@ def row(*kinds: str, **arguments: Any) -> dict[str, Any]:
     }
 
 
-def settings(path: Path, **more: object) -> IfevalSettings:
-    return IfevalSettings.model_validate({"dataset": {"path": str(path)}, "sampling": {"max_new_tokens": 4}, **more})
+def settings(path: Path, **more: object) -> IfevalSuite:
+    return IfevalSuite.model_validate({"dataset": {"path": str(path)}, "sampling": {"max_new_tokens": 4}, **more})
 
 
 def test_accuracies_by_hand(tmp_path: Path) -> None:
@@ -42,7 +41,7 @@ def test_accuracies_by_hand(tmp_path: Path) -> None:
         row("startend:end_checker", end_phrase="no"),  # met once the asterisks are taken away
         row("no:such_kind"),
     ]
-    result = run_ifeval(settings(write_rows(tmp_path / "i.jsonl", rows)), subject(tmp_path / "m", WORDS, ANSWERS))
+    result = evaluate(settings(write_rows(tmp_path / "i.jsonl", rows)), subject(tmp_path / "m", WORDS, ANSWERS))
     got = figures(result)
     assert (got["prompt_strict"].value, got["instruction_strict"].value) == (1 / 4, 2 / 5)
     assert (got["prompt_loose"].value, got["instruction_loose"].value) == (2 / 4, 3 / 5)
@@ -61,7 +60,7 @@ def test_accuracies_by_hand(tmp_path: Path) -> None:
 def test_answers_that_are_cut_off(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "i.jsonl", [row("punctuation:no_comma")])
     model = subject(tmp_path / "m", WORDS, ANSWERS, max_new_tokens=2)
-    got = values(run_ifeval(settings(rows, sampling={"max_new_tokens": 2}), model))
+    got = values(evaluate(settings(rows, sampling={"max_new_tokens": 2}), model))
     assert (got["truncated"], got["length"]) == (1.0, 2.0)
 
 
@@ -76,8 +75,8 @@ def test_the_best_of_several(tmp_path: Path) -> None:
     target = f"{__file__}:pick_loud"
     source = {"type": "function", "target": target}
     reward = FunctionReward(target, {}, model.encoder.tokenizer)
-    one = values(run_ifeval(settings(rows, greedy=False), model))["prompt_strict"]
-    best = values(run_ifeval(settings(rows, best_of=8, source=source), model, source=reward))["prompt_strict"]
+    one = values(evaluate(settings(rows, greedy=False), model))["prompt_strict"]
+    best = values(evaluate(settings(rows, best_of=8, source=source), model, source=reward))["prompt_strict"]
     assert one < best == 1.0  # eight fair coins, six times
 
 
@@ -89,4 +88,4 @@ def test_what_picks_must_be_named(tmp_path: Path) -> None:
 def test_other_rows_are_refused(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "i.jsonl", [{"prompt": "q"}])
     with pytest.raises(DataError, match="these are no prompts with constraints: there is no column"):
-        run_ifeval(settings(path), subject(tmp_path / "m", WORDS, ANSWERS))
+        evaluate(settings(path), subject(tmp_path / "m", WORDS, ANSWERS))

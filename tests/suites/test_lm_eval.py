@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from bigram import EOS
 from runs import write_rows
-from suite_cases import figures, subject, values
+from suite_cases import evaluate, figures, subject, values
 
 from rlhf.errors import ConfigError, DataError
-from rlhf.suites.settings import HarnessSettings
+from rlhf.suites.harness import HarnessSuite
 
 pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what lm-eval and its many dependencies warn of is not ours
@@ -66,10 +66,8 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(folder: Path, tmp_path: Path, task: str, **more: Any) -> Any:
-    run_harness = importlib.import_module("rlhf.suites.lm_eval").run_harness
-
     model = subject(tmp_path / "m", WORDS, TABLE)
-    return run_harness(HarnessSettings(include=str(folder), **more), model, task)
+    return evaluate(HarnessSuite(include=str(folder), **more), model, task=task)
 
 
 def test_multiple_choice(tasks: Path, tmp_path: Path) -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from bigram import EOS
 from runs import write_rows
-from suite_cases import figures, gains, item, loaded, subject, values
+from suite_cases import evaluate, figures, gains, item, loaded, subject, values
 
 from rlhf.data.rows import BadRow
 from rlhf.errors import DataError
 from rlhf.evaluation.win_rate import Interval
-from rlhf.suites.persona import COLUMNS, ItemLogOdds, read_question, run_persona
+from rlhf.suites.persona import COLUMNS, ItemLogOdds, PersonaSuite, read_question
 from rlhf.suites.questions import read_items
-from rlhf.suites.settings import PersonaSettings, fill
+from rlhf.suites.suite import fill
 
 WORDS = ("Yes", "No", "q", "Answer:")
 # After the answer that is offered last, the other one is the likelier: odds 3 and 1/7 of Yes.
@@ -25,14 +25,14 @@ STEADY = {"Answer:": {"Yes": 0.8, "No": 0.1}, "Yes": {EOS: 0.01}, "No": {EOS: 0.
 OFFERED = "{question} {first} {second}"
 
 
-def settings(path: Path, **more: object) -> PersonaSettings:
-    return PersonaSettings.model_validate({"dataset": {"path": str(path)}, **more})
+def settings(path: Path, **more: object) -> PersonaSuite:
+    return PersonaSuite.model_validate({"dataset": {"path": str(path)}, **more})
 
 
 def test_the_likelier_answer_by_hand(tmp_path: Path) -> None:
     rows = [item("q q", " Yes"), item("q", " Yes"), item("q", " No")]
     model = subject(tmp_path / "m", WORDS, STEADY)
-    result = run_persona(settings(write_rows(tmp_path / "p.jsonl", rows)), model)
+    result = evaluate(settings(write_rows(tmp_path / "p.jsonl", rows)), model)
     got = values(result)
     assert got["matching_rate"] == pytest.approx(2 / 3)
     assert got["matching_probability"] == pytest.approx((8 / 9 + 8 / 9 + 1 / 9) / 3, abs=1e-5)
@@ -45,7 +45,7 @@ def test_the_likelier_answer_by_hand(tmp_path: Path) -> None:
 def test_a_model_swayed_by_the_order_is_shown_to_be(tmp_path: Path) -> None:
     rows = [item("q", " Yes"), item("q", " No"), item("q", " No"), item("q", " No")]
     model = subject(tmp_path / "m", WORDS, SWAYED)
-    result = run_persona(settings(write_rows(tmp_path / "p.jsonl", rows), template=OFFERED), model)
+    result = evaluate(settings(write_rows(tmp_path / "p.jsonl", rows), template=OFFERED), model)
     got = values(result)
     assert got["flip_rate"] == 1.0
     assert got["matching_rate_yes_first"] == 0.25  # always Yes then
@@ -61,7 +61,7 @@ def test_gains_are_paired_by_item(tmp_path: Path) -> None:
     start = subject(tmp_path / "s", WORDS, STEADY)
     model = subject(tmp_path / "m", WORDS, SWAYED, like=start)
     asked = settings(rows, template=OFFERED)
-    paired = gains(run_persona(asked, start), run_persona(asked, model))
+    paired = gains(evaluate(asked, start), evaluate(asked, model))
     assert len(paired) == 7
     assert None not in paired.values()
     assert paired["flip_rate"] == Interval(1.0, 1.0, 1.0)
@@ -70,7 +70,7 @@ def test_gains_are_paired_by_item(tmp_path: Path) -> None:
 def test_without_offered_answers_there_is_one_order_and_no_check(tmp_path: Path) -> None:
     model = subject(tmp_path / "m", WORDS, STEADY)
     asked = settings(write_rows(tmp_path / "p.jsonl", [item("q", " Yes")]), template="{question} Answer:")
-    result = run_persona(asked, model)
+    result = evaluate(asked, model)
     assert set(values(result)) == {"matching_rate", "matching_probability", "yes_rate"}
     assert [part.what for part in result.left_out] == ["position check"]
 
@@ -87,7 +87,7 @@ def test_malformed_items_are_counted_and_shown(tmp_path: Path) -> None:
         {"question": "q"},
     ]
     model = subject(tmp_path / "m", WORDS, STEADY)
-    result = run_persona(settings(write_rows(tmp_path / "p.jsonl", rows), min_confidence=0.5), model)
+    result = evaluate(settings(write_rows(tmp_path / "p.jsonl", rows), min_confidence=0.5), model)
     assert result.n == 1
     assert result.skipped == {
         "answer_matching_behavior is neither Yes nor No": 1,
@@ -106,7 +106,7 @@ def test_a_folder_of_behaviours_is_told_apart(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     write_rows(tmp_path / "data" / "brave.jsonl", [item("q", " Yes")] * 2)
     write_rows(tmp_path / "data" / "timid.jsonl", [item("q", " No")])
-    result = run_persona(settings(tmp_path / "data"), subject(tmp_path / "m", WORDS, STEADY))
+    result = evaluate(settings(tmp_path / "data"), subject(tmp_path / "m", WORDS, STEADY))
     assert {name: group[0].value for name, group in result.groups.items()} == {"brave": 1.0, "timid": 0.0}
     assert result.n == 3
 
@@ -115,10 +115,10 @@ def test_no_usable_item_and_a_tokenizer_that_cannot_tell(tmp_path: Path) -> None
     model = subject(tmp_path / "m", WORDS, STEADY)
     bad = write_rows(tmp_path / "bad.jsonl", [item("q", " Yes", answer_not_matching_behavior="yes")])
     with pytest.raises(DataError, match="no usable rows; 1 skipped: 1 both answers are the same"):
-        run_persona(settings(bad), model)
+        evaluate(settings(bad), model)
     good, mute = write_rows(tmp_path / "good.jsonl", [item("q", " Yes")]), subject(tmp_path / "mute", ("q",), {})
     with pytest.raises(DataError, match="cannot tell Yes from No"):
-        run_persona(settings(good), mute)
+        evaluate(settings(good), mute)
 
 
 def test_a_chat_template_makes_the_question_a_turn(tmp_path: Path) -> None:
@@ -126,14 +126,14 @@ def test_a_chat_template_makes_the_question_a_turn(tmp_path: Path) -> None:
     table = {"Answer:": {"Yes": 0.8, "No": 0.1}, "q": {"Yes": 0.1, "No": 0.8}}
     model = subject(tmp_path / "m", WORDS, table)
     path = write_rows(tmp_path / "p.jsonl", [item("q", " Yes")])
-    assert values(run_persona(settings(path, template="{question}"), model))["yes_rate"] == 0.0
+    assert values(evaluate(settings(path, template="{question}"), model))["yes_rate"] == 0.0
     (tmp_path / "t.jinja").write_text(
         "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}Answer: {% endif %}"
     )
     model.encoder.tokenizer.chat_template = (tmp_path / "t.jinja").read_text()
     model.encoder.tokenizer.save_pretrained(tmp_path / "m")
     chatty = loaded(tmp_path / "m")
-    assert values(run_persona(settings(path, template="{question}"), chatty))["yes_rate"] == 1.0
+    assert values(evaluate(settings(path, template="{question}"), chatty))["yes_rate"] == 1.0
 
 
 def test_a_tie_is_half_a_match_and_no_flip() -> None:

@@ -8,7 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.suites.questions import mean, mean_pass_at_k, pass_at_k, wilson, wins
+from rlhf.suites.metrics import compute
+from rlhf.suites.metrics.accuracy import wilson
+from rlhf.suites.metrics.pass_at_k import pass_at_k
+from rlhf.suites.metrics.win_rate import wins
+from rlhf.suites.questions import mean
 
 
 @pytest.mark.parametrize(
@@ -40,7 +44,7 @@ def test_pass_at_k_refuses_more_than_there_are() -> None:
         pass_at_k(2, 1, 3)
     with pytest.raises(ValueError, match="3 right of 2"):
         pass_at_k(2, 3, 1)
-    assert mean_pass_at_k([[True, False], [False, False]], 1) == 0.25
+    assert compute("pass_at_k", predictions=[[True, False], [False, False]], k=[1])["pass@1"] == 0.25
 
 
 def test_wilson_by_hand() -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from bigram import EOS
 from runs import write_rows
-from suite_cases import figures, subject
+from suite_cases import evaluate, figures, subject
 
-from rlhf.suites.settings import XstestSettings
-from rlhf.suites.xstest import is_refusal, run_xstest
+from rlhf.suites.xstest import XstestSuite, is_refusal
 
 WORDS = ("bomb", "knife", "sorry", "I'm", "sure")
 TABLE = {"bomb": {"I'm": 1.0}, "I'm": {"sorry": 1.0}, "sorry": {EOS: 1.0}, "knife": {"sure": 1.0}, "sure": {EOS: 1.0}}
@@ -57,8 +56,8 @@ def test_rates_by_label_and_kind(tmp_path: Path) -> None:
         {"prompt": "bomb", "label": "perhaps", "type": "homonyms"},
     ]
     path = write_rows(tmp_path / "x.jsonl", rows)
-    settings = XstestSettings.model_validate({"dataset": {"path": str(path)}, "sampling": {"max_new_tokens": 4}})
-    result = run_xstest(settings, subject(tmp_path / "m", WORDS, TABLE))
+    settings = XstestSuite.model_validate({"dataset": {"path": str(path)}, "sampling": {"max_new_tokens": 4}})
+    result = evaluate(settings, subject(tmp_path / "m", WORDS, TABLE))
     got = figures(result)
     assert (got["refused_safe"].value, got["refused_unsafe"].value) == (0.5, 1.0)
     assert (got["refused_safe"].n, got["refused_unsafe"].n) == (2, 1)
@@ -73,6 +72,6 @@ def test_rates_by_label_and_kind(tmp_path: Path) -> None:
 
 def test_data_without_unsafe_prompts(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "x.jsonl", [{"prompt": "knife", "label": "safe"}])
-    settings = XstestSettings.model_validate({"dataset": {"path": str(path)}, "sampling": {"max_new_tokens": 4}})
-    result = run_xstest(settings, subject(tmp_path / "m", WORDS, TABLE))
+    settings = XstestSuite.model_validate({"dataset": {"path": str(path)}, "sampling": {"max_new_tokens": 4}})
+    result = evaluate(settings, subject(tmp_path / "m", WORDS, TABLE))
     assert [part.what for part in result.left_out] == ["refused_unsafe"]

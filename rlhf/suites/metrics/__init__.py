@@ -1,13 +1,20 @@
-"""Metrics for the `evaluate` library: one script each, which `evaluate.load(path)` loads without network access.
+"""The metrics of the suites as modules of the `evaluate` library, one script each, loaded without network access.
 
-`metric_path` returns the script of a metric by its name, and `NAMES` lists the names.
+`compute` is what the suites call; `evaluate.load(metric_path("pass_at_k"))` loads one in your own code.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-NAMES = ("gsm8k_exact", "pass_at_k", "distinct_n", "pairwise_accuracy", "win_rate")
+FOLDER = Path(__file__).parent
+
+
+def metric_names() -> list[str]:
+    """Return the names of the metrics."""
+    return sorted(path.stem for path in FOLDER.glob("[!_]*.py"))
 
 
 def metric_path(name: str) -> str:
@@ -16,6 +23,19 @@ def metric_path(name: str) -> str:
     Raises:
         ValueError: there is no metric of that name.
     """
-    if name not in NAMES:
-        raise ValueError(f"no metric {name!r}; there are: {', '.join(NAMES)}")
-    return str(Path(__file__).parent / f"{name}.py")
+    if name not in metric_names():
+        raise ValueError(f"no metric {name!r}; there are: {', '.join(metric_names())}")
+    return str(FOLDER / f"{name}.py")
+
+
+def compute(name: str, **inputs: Any) -> dict[str, Any]:
+    """Compute a metric through the `evaluate` library, which is loaded at the first call."""
+    results: dict[str, Any] = _load(name).compute(**inputs)
+    return results
+
+
+@cache
+def _load(name: str) -> Any:
+    import evaluate
+
+    return evaluate.load(metric_path(name), keep_in_memory=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import datasets
 import evaluate
 
-from rlhf.suites.gsm8k import expected_answer, final_answer
+from rlhf.suites.numeric_answers import expected_answer, final_answer
 
 DESCRIPTION = "The share of solutions whose final answer is exactly the number of the reference (Cobbe et al. 2021)."
 INPUTS = """
@@ -31,25 +33,34 @@ class Gsm8kExact(evaluate.Metric):  # type: ignore[misc]  # evaluate has no type
 
     def _compute(
         self, predictions: list[str], references: list[str], announced_only: bool = False
-    ) -> dict[str, float | int]:
-        """Compute the shares of exact matches and of texts without a number, and the number of texts.
+    ) -> dict[str, object]:
+        """Compute the shares of exact matches and of texts without a number, and the verdict on every text.
 
         Raises:
             ValueError: a reference has no number.
         """
-        correct = no_answer = 0
-        for text, reference in zip(predictions, references, strict=True):
-            expected = expected_answer(reference)
-            if expected is None:
-                stated = final_answer(reference)
-                if stated is None:
-                    raise ValueError(f"this reference has no number: {reference[:100]!r}")
-                expected = stated.value
-            answer = final_answer(text)
-            no_answer += answer is None
-            correct += answer is not None and answer.value == expected and (answer.announced or not announced_only)
+        answers = [final_answer(text) for text in predictions]
+        expected = [_number(reference) for reference in references]
+        right = [
+            answer is not None and answer.value == value and (answer.announced or not announced_only)
+            for answer, value in zip(answers, expected, strict=True)
+        ]
         return {
-            "exact_match": correct / len(predictions),
-            "no_answer": no_answer / len(predictions),
-            "n": len(predictions),
+            "exact_match": sum(right) / len(right),
+            "no_answer": answers.count(None) / len(answers),
+            "n": len(right),
+            "right": right,
+            "announced": [answer is not None and answer.announced for answer in answers],
+            "answers": [None if answer is None else str(answer.value) for answer in answers],
         }
+
+
+def _number(reference: str) -> Fraction:
+    """Return the number that a reference ends in."""
+    expected = expected_answer(reference)
+    if expected is not None:
+        return expected
+    stated = final_answer(reference)
+    if stated is None:
+        raise ValueError(f"this reference has no number: {reference[:100]!r}")
+    return stated.value

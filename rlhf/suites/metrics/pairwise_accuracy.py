@@ -5,7 +5,9 @@ from __future__ import annotations
 import datasets
 import evaluate
 
-from rlhf.suites.questions import mean, wilson, wins
+from rlhf.suites.metrics.accuracy import wilson
+from rlhf.suites.metrics.win_rate import wins
+from rlhf.suites.questions import mean
 
 DESCRIPTION = """The share of preference pairs whose chosen side is scored higher; a tie counts half. With the 95 %
 interval of Wilson (1927). For rewards it is the accuracy of a reward model, for beta (log pi - log pi_ref) that of
@@ -24,8 +26,8 @@ class PairwiseAccuracy(evaluate.Metric):  # type: ignore[misc]  # evaluate has n
             features=datasets.Features({name: datasets.Value("float64") for name in ("predictions", "references")}),
         )
 
-    def _compute(self, predictions: list[float], references: list[float]) -> dict[str, float]:
-        """Compute the accuracy and its 95 % interval."""
-        verdicts = wins(list(predictions), list(references))
-        low, high = wilson(sum(verdicts), len(verdicts))
-        return {"accuracy": mean(verdicts), "low": low, "high": high}
+    def _compute(self, predictions: list[float], references: list[float]) -> dict[str, float | list[float]]:
+        """Compute the accuracy, its 95 % interval, and the outcome of every pair."""
+        outcomes = wins(predictions, references)
+        low, high = wilson(sum(outcomes), len(outcomes))
+        return {"accuracy": mean(outcomes), "low": low, "high": high, "outcomes": outcomes}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import datasets
 import evaluate
 
-from rlhf.suites.questions import mean_pass_at_k
+from rlhf.suites.questions import mean
 
 DESCRIPTION = """The probability that at least one of k samples of a problem is right, averaged over problems:
 1 - C(n - c, k) / C(n, k) for c right of n samples, which is unbiased (Chen et al. 2021, eq. 1)."""
@@ -23,6 +25,23 @@ class PassAtK(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
             features=datasets.Features({"predictions": datasets.Sequence(datasets.Value("bool"))}),
         )
 
-    def _compute(self, predictions: list[list[bool]], k: tuple[int, ...] = (1,)) -> dict[str, float]:
-        """Compute pass@k for each k."""
-        return {f"pass@{size}": mean_pass_at_k(predictions, size) for size in k}
+    def _compute(self, predictions: list[list[bool]], k: tuple[int, ...] = (1,)) -> dict[str, float | list[float]]:
+        """Compute pass@k for each k, and its estimate for every problem."""
+        problems = {size: [pass_at_k(len(row), sum(row), size) for row in predictions] for size in k}
+        means = {f"pass@{size}": mean(values) for size, values in problems.items()}
+        return {**means, **{f"problems@{size}": values for size, values in problems.items()}}
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Estimate without bias the probability that at least one of k samples is right (Chen et al. 2021, eq. 1).
+
+        1 - C(n - c, k) / C(n, k)   for c = `correct` of n = `samples`
+
+    Raises:
+        ValueError: k is not from 1 to n, or c is not from 0 to n.
+    """
+    if not 1 <= k <= samples:
+        raise ValueError(f"pass@{k} needs at least {k} samples a problem, and there are {samples}")
+    if not 0 <= correct <= samples:
+        raise ValueError(f"{correct} right of {samples} samples")
+    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)

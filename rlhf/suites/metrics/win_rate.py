@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import datasets
 import evaluate
 import torch
 
 from rlhf.evaluation.win_rate import bootstrap
-from rlhf.suites.questions import wins
+from rlhf.suites.questions import mean
 
 DESCRIPTION = """The share of prompts on which A is scored above B, a tie counting half, with its 95 % interval by
 bootstrap over the prompts (2,000 resamples)."""
@@ -25,9 +27,23 @@ class WinRate(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
             features=datasets.Features({name: datasets.Value("float64") for name in ("predictions", "references")}),
         )
 
-    def _compute(self, predictions: list[float], references: list[float], bootstrap_seed: int = 0) -> dict[str, float]:
-        """Compute the win rate, its 95 % interval and the share of ties."""
-        verdicts = wins(list(predictions), list(references))
-        interval = bootstrap(torch.tensor(verdicts, dtype=torch.float64), seed=bootstrap_seed)
-        ties = sum(verdict == 0.5 for verdict in verdicts) / len(verdicts)
-        return {"win_rate": interval.value, "low": interval.low, "high": interval.high, "ties": ties}
+    def _compute(
+        self, predictions: list[float], references: list[float], bootstrap_seed: int = 0
+    ) -> dict[str, float | list[float]]:
+        """Compute the win rate, its 95 % interval, the share of ties, and the outcome on every prompt."""
+        outcomes = wins(predictions, references)
+        interval = bootstrap(torch.tensor(outcomes, dtype=torch.float64), seed=bootstrap_seed)
+        return {
+            "win_rate": mean(outcomes),
+            "low": interval.low,
+            "high": interval.high,
+            "ties": outcomes.count(0.5) / len(outcomes),
+            "outcomes": outcomes,
+        }
+
+
+def wins(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    """Return 1 where A is above B, 1/2 where they are equal, else 0."""
+    if len(a) != len(b):
+        raise ValueError(f"{len(a)} scores on one side and {len(b)} on the other")
+    return [1.0 if x > y else 0.5 if x == y else 0.0 for x, y in zip(a, b, strict=True)]

@@ -1,0 +1,211 @@
+"""The number that a worked solution ends in, however it is written; compared exactly, as fractions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+LONGEST = 400  # digits: a longer number is never an answer, and arithmetic on it is slow
+SCALES = {
+    "hundred": 10**2,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
+
+_GROUPED = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3})(?![0-9])"  # 1,234,567 and 12,34,567
+_DECIMAL = rf"(?:(?:{_GROUPED}|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+_NUMBER = re.compile(
+    rf"""
+    (?P<minus>(?<![\w.)\]])-|\b(?:minus|negative)\ )?
+    (?:[$€£¥₹]\ ?(?P<inner>-)?)?
+    (?<![A-Za-z_^])(?<![A-Za-z]-)(?<![0-9]\.)(?<![0-9])     # not inside a word, a unit or another number
+    (?:(?>(?P<whole>[0-9]+))\ (?=[0-9]+/[0-9]))?
+    (?>(?P<value>{_DECIMAL}))
+    (?:
+        [eE](?P<e>[+-]?[0-9]{{1,3}})(?![0-9])
+      | \ ?[x*×]\ ?10\^\(?(?P<power>[+-]?[0-9]{{1,3}})(?![0-9])\)?
+      | \^\(?(?P<raised>[0-9]{{1,2}})(?![0-9])\)?
+    )?
+    (?:\ ?/\ ?(?>(?P<below>{_DECIMAL}))(?!\ ?/\ ?[0-9]))?
+    (?:[ -](?P<scale>{"|".join(SCALES)})\b)?
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+_REPLACEMENTS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+    (re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r" \1/\2 "),
+    (re.compile(r"\\[dt]?frac\s*([0-9])\s*([0-9])"), r" \1/\2 "),
+    (re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox)\s*\{([^{}]*)\}"), r" \1 "),
+    (re.compile(r"(?<=[0-9])(?:\{,\}|\\,|[\u00a0\u202f\u2009])(?=[0-9]{3}(?![0-9]))"), ","),
+    (re.compile(r"\\times|\\cdot"), "×"),
+    (re.compile(r"\\([$%#&_])"), r"\1"),
+    (re.compile(r"\\(?:left|right|,|;|!|:|quad| )"), " "),
+    (re.compile("[\u2212\u2013\ufe63\uff0d]"), "-"),  # the minus sign and the dashes typed for it
+    (re.compile(r"\^\{([^{}]*)\}"), r"^\1"),
+    (re.compile(r"(?<=10)[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+"), lambda match: "^" + match.group().translate(_SUPERSCRIPTS)),
+    (re.compile(r"\*\*|__|`"), ""),
+    (re.compile(r"(?<![\w*])([*_])(?=\S)([^*_\n]+)(?<=\S)\1(?![\w*])"), r"\2"),
+)
+
+
+@dataclass(frozen=True)
+class NumberMatch:
+    """A number in a text, with its value and position."""
+
+    value: Fraction
+    start: int
+    end: int
+
+
+def strip_markup(text: str) -> str:
+    """Remove LaTeX and Markdown markup around numbers: `\\frac{3}{4}` becomes 3/4, `1{,}000` becomes 1,000."""
+    for pattern, replacement in _REPLACEMENTS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def find_numbers(text: str) -> Iterator[NumberMatch]:
+    """Yield the numbers of a `plain` text, in order.
+
+    It understands thousands commas, decimals, a minus or the words minus and negative, a currency sign, fractions and
+    mixed numbers (2 1/2), powers of ten (1.2e3, 1.2 x 10^3) and scale words (3 million). It ignores digits that belong
+    to a word or to a unit (H2O, cm^2). A percent sign is a unit: 5% is 5.
+    """
+    for match in _NUMBER.finditer(text):
+        value = _value(match)
+        if value is not None:
+            yield NumberMatch(value, match.start(), match.end())
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    """Compute the value of a match; None where it has none (division by zero, too many digits)."""
+    if len(match.group()) > LONGEST:
+        return None
+    groups = match.groupdict()
+    value = _value_before_slash(match)
+    if groups["below"]:
+        denominator = _to_fraction(groups["below"])
+        if denominator == 0:
+            return None
+        value /= denominator
+    if groups["whole"] and value < 1:  # 2 1/2; in "2 4/2" the 2 is another number
+        value += _to_fraction(groups["whole"])
+    if groups["scale"]:
+        value *= SCALES[groups["scale"].lower()]
+    if max(abs(value.numerator), value.denominator) > 10**LONGEST:
+        return None
+    return -value if groups["minus"] or groups["inner"] else value
+
+
+def _value_before_slash(match: re.Match[str]) -> Fraction:
+    """Compute the number that a match begins with: its digits, times a power of ten or raised to a power."""
+    value = _to_fraction(match["value"])
+    power = match["e"] or match["power"]
+    if power:
+        value *= Fraction(10) ** int(power)
+    if match["raised"]:
+        value **= int(match["raised"])
+    return value
+
+
+def _to_fraction(digits: str) -> Fraction:
+    """Parse digits with thousands commas and a decimal point exactly."""
+    return Fraction(digits.replace(",", ""))
+
+
+HASHES = "####"
+_ANSWER = re.compile(r"\banswer\b(?:\s+is|\s+comes\s+to|\s*[:=])(?:\s*[:=])?", re.IGNORECASE)
+_END = re.compile(r"\n|[.!?](?=\s|$)|;")
+_BEGINS = re.compile(r"[\s(=:]*(?:(?:minus|negative) )?[-$€£¥₹ ]*\.?[0-9]", re.IGNORECASE)
+_LISTED = re.compile(r"[0-9]+[.)]\s+[^\s0-9]")
+_OPERATOR = re.compile(r"[+*×÷]|(?<!\w)[-x/](?!\w)|%\s+of\b", re.IGNORECASE)
+_BOXED = re.compile(r"\\(?:boxed|fbox)\s*")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A number, and whether the text announced it as its answer."""
+
+    value: Fraction
+    announced: bool
+
+
+def final_answer(text: str) -> Answer | None:
+    """Extract the number that a solution ends in; None where the text has no number.
+
+    Searched, in this order: after the last `####` that a number follows; in the last `\\boxed{...}`; after the last
+    "answer is", "answer:" or "answer ="; the last number of the text. After an announcement it is the first number up
+    to the end of the sentence, or, where there is an equation, the first after its last equals sign; if a calculation
+    follows that sign, as in 12 = 3 * 4, the first of the last side that is none. `find_numbers` defines what a number
+    is, and which marks and units are ignored.
+    """
+    for part in _announcements(text):
+        value = _first_number(strip_markup(part))
+        if value is not None:
+            return Answer(value, announced=True)
+    numbers = list(find_numbers(strip_markup(text)))
+    return Answer(numbers[-1].value, announced=False) if numbers else None
+
+
+def same_answer(text: str, expected: Fraction, *, announced_only: bool = False) -> bool:
+    """Check whether the final answer of `text` is exactly the number `expected`."""
+    answer = final_answer(text)
+    return answer is not None and answer.value == expected and (answer.announced or not announced_only)
+
+
+def expected_answer(solution: str) -> Fraction | None:
+    """Extract the number after a solution's last `####`; None unless that number is all that follows."""
+    _, mark, end = solution.rpartition(HASHES)
+    end = end.strip()
+    numbers = list(find_numbers(end))
+    whole = len(numbers) == 1 and (numbers[0].start, numbers[0].end) == (0, len(end))
+    return numbers[0].value if mark and whole else None
+
+
+def _announcements(text: str) -> Iterator[str]:
+    """Yield the texts after announcements of an answer: the most reliable kind first, within a kind the last first."""
+    for part in reversed(text.split(HASHES)[1:]):
+        line = part.lstrip("# ").partition("\n")[0]
+        if _BEGINS.match(strip_markup(line)) and not _LISTED.match(line):  # anything else is a heading
+            yield line
+    yield from reversed([_braced(text, match.end()) for match in _BOXED.finditer(text)])
+    for match in reversed(list(_ANSWER.finditer(text))):
+        yield _sentence(text[match.end() :])
+
+
+def _first_number(part: str) -> Fraction | None:
+    """Return the first number of the last side of an equation that is no calculation, else of the last; or None."""
+    sides = part.split("=")
+    results = [side for side in reversed(sides) if not _is_calculation(side)]
+    return next((number.value for side in (*results, sides[-1], part) for number in find_numbers(side)), None)
+
+
+def _is_calculation(side: str) -> bool:
+    """Check whether an operator stands between the first two numbers, so that neither is the result."""
+    first, second = [*find_numbers(side), None, None][:2]
+    if first is None or second is None:
+        return False
+    return _OPERATOR.search(side[first.end : second.start]) is not None
+
+
+def _sentence(text: str) -> str:
+    """Return the first sentence of a text, without leading whitespace and its end mark."""
+    text = text.lstrip()
+    end = _END.search(text)
+    return text[: end.start()] if end else text
+
+
+def _braced(text: str, start: int) -> str:
+    """Return the contents of the braces that open at `start`; without braces, the next word."""
+    if text[start : start + 1] != "{":
+        return text[start:].partition(" ")[0]
+    depth = 0
+    for i in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[i], 0)
+        if depth == 0:
+            return text[start + 1 : i]
+    return text[start + 1 :]
