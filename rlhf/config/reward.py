@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf.config.algorithm import Group, NonNegative, Online, Positive
+from rlhf.config.algorithm import Group, Online
 from rlhf.config.data import Count, Size
-from rlhf.section import Section
+from rlhf.section import NonNegative, Positive, Section
 
 
 class SourceSection(Section):
