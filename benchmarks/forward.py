@@ -36,8 +36,10 @@ from reward_model.model import BradleyTerryLoss
 from rlhf.algo.advantages import compute_advantages
 from rlhf.algo.kl import Coefs
 from rlhf.algo.objective import Objective
+from rlhf.algorithms.dpo import Dpo
+from rlhf.algorithms.sft import Sft
 from rlhf.batching import extend
-from rlhf.config.algorithm import DpoLoss, Online
+from rlhf.config.algorithm import Online
 from rlhf.config.presets import PRESETS
 from rlhf.config.reward import RewardModelLoss
 from rlhf.config.sections import OptimizerConfig
@@ -150,7 +152,7 @@ def sft(size: str, way: dict[str, Any]) -> Step:
     batch = Demonstrations(
         prompt_ids=prompt[0], prompt_mask=prompt[1], completion_ids=ids, completion_mask=mask, loss_mask=mask
     )
-    policy, loss = trained("policy", models.policy, "sft"), DemonstrationLoss(models, aggregate="token_mean")
+    policy, loss = trained("policy", models.policy, "sft"), DemonstrationLoss(models, Sft())
     return lambda: descend(batch, [policy], loss)
 
 
@@ -164,7 +166,7 @@ def rm(size: str, way: dict[str, Any]) -> Step:
 def dpo(size: str, way: dict[str, Any]) -> Step:
     """Prepare a step of DPO on 32 pairs, including the reference's log-probabilities."""
     models, batch = models_of(size, way, reference=causal_lm(size).eval()), pairs(size)
-    policy, loss = trained("policy", models.policy, "preference"), PairwiseLoss(models, DpoLoss())
+    policy, loss = trained("policy", models.policy, "preference"), PairwiseLoss(models, Dpo())
 
     def step() -> None:
         with torch.no_grad():

@@ -16,7 +16,16 @@ from functools import cache, reduce
 from operator import or_
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, GetCoreSchemaHandler, SerializationInfo, Tag, TypeAdapter
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    SerializationInfo,
+    Tag,
+    TypeAdapter,
+)
 from pydantic_core import CoreSchema, core_schema
 
 Level = Literal["error", "warning"]
@@ -82,6 +91,10 @@ class Usual:
         )
 
 
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
 C = TypeVar("C", bound="Choice")
 
 
@@ -104,6 +117,8 @@ class Choice(Section):
     """
 
     members: ClassVar[dict[str, builtins.type[Choice]]]
+    metrics: ClassVar[str] = ""
+    """Rows of metrics that only this choice reports, in the format of the table in rlhf/tracking/metrics.py."""
     type: str
 
     @classmethod
@@ -169,21 +184,32 @@ def _origin(kind: type) -> tuple[str, str]:
     return str(getattr(sys.modules.get(kind.__module__), "__file__", kind.__module__)), kind.__qualname__
 
 
+def declared_metrics() -> set[str]:
+    """Return the rows of metrics that the members of all families declare."""
+    return {member.metrics for family in Choice.__subclasses__() for member in family.members.values()} - {""}
+
+
 @dataclass(frozen=True)
 class OneOf:
     """Marks a field that holds a member of a family: `loss: Annotated[PairLoss, OneOf("dpo")]`.
 
     The members are looked up when a value is validated, so a class that is defined later is a choice too. `default` is
-    the type of settings that name none; None: they have to.
+    the type of settings that name none; None: they have to. `only` limits the members to those for which it holds.
     """
 
     default: str | None = None
+    only: Callable[[type[Any]], bool] | None = None
+
+    def members(self, family: type[Choice]) -> dict[str, type[Choice]]:
+        """Return the members of a family that the field can hold."""
+        choices = family.choices().items()
+        return {name: member for name, member in choices if self.only is None or self.only(member)}
 
     def __get_pydantic_core_schema__(self, family: type[Choice], handler: GetCoreSchemaHandler) -> CoreSchema:
         """Return a schema that validates as a tagged union of the family's members at that time."""
 
         def validate(value: object) -> object:
-            return _union(tuple(family.choices().items()), self.default)(value)
+            return _union(tuple(self.members(family).items()), self.default)(value)
 
         def dump(section: Choice, info: SerializationInfo) -> dict[str, Any]:
             dumped = section.model_dump(

@@ -104,6 +104,30 @@ class AnnotatedPairs(PreferencePairs):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Side:
+    """The log-probabilities and lengths of one side of each pair: what a pair loss reads."""
+
+    logprobs: Float[Tensor, " B"]  # log pi, summed over tokens
+    ref_logprobs: Float[Tensor, " B"]  # 0 if the loss reads no reference
+    lengths: Float[Tensor, " B"]
+
+    @property
+    def log_ratios(self) -> Float[Tensor, " B"]:
+        """Return the log-ratio to the reference, h = log pi - log pi_ref."""
+        return self.logprobs - self.ref_logprobs
+
+    @property
+    def mean_log_ratios(self) -> Float[Tensor, " B"]:
+        """Return the log-ratio to the reference per token, h / length."""
+        return self.log_ratios / self.lengths
+
+    @property
+    def mean_logprobs(self) -> Float[Tensor, " B"]:
+        """Return the mean log-probability per token, m = log pi / length."""
+        return self.logprobs / self.lengths
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampledPairs(AnnotatedPairs):
     """Pairs sampled from the policy being trained, with its per-token log-probabilities of both sides at that time."""
 

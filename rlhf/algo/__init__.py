@@ -9,5 +9,5 @@ The modules, roughly in the order in which a training step uses them:
     value_loss       the clipped value loss and the explained variance
     objective        combines the above as an algorithm's configuration asks: start reading here
 
-preference_loss holds the offline losses (DPO, IPO, SimPO, ORPO, KTO, ...). Import from these modules directly.
+The offline losses (DPO, IPO, SimPO, ORPO, KTO, ...) are in rlhf.algorithms. Import from these modules directly.
 """

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf.config.algorithm import ReferencedLoss
 from rlhf.config.files import Tree, merge, parse_overrides
 from rlhf.config.load import load_chat_format, read_yaml, train_config, validate
 from rlhf.config.sections import OfflineConfig, SamplingConfig
@@ -210,7 +209,7 @@ def _settings_of_run(target: str, kind: type[Suite]) -> Tree:
         "sampling": {key: getattr(config.sampling, key) for key in ("max_new_tokens", "temperature", "batch_size")},
         "reference": config.reference.model or config.policy.model,
         "source": None if source is None else source.model_dump(mode="json"),
-        "beta": loss.beta if isinstance(loss, ReferencedLoss) else None,
+        "beta": getattr(loss, "beta", None) if loss is not None and loss.needs_reference else None,
     }
     return {key: value for key, value in settings.items() if key in kind.model_fields and value is not None}
 

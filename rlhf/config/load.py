@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from rlhf.config.algorithm import Gae, OnlinePairLoss, SftLoss, TrustRegionLoss, algorithm_kind
+from rlhf.config.algorithm import Gae, OnlinePairLoss, TrustRegionLoss, algorithm_kind
 from rlhf.config.compare import CompareConfig
 from rlhf.config.data import ChatFormat, DataConfig
 from rlhf.config.files import Tree, locate_config, merge, merge_overrides, nearest_config, parse_overrides, parse_yaml
@@ -342,7 +342,7 @@ def _unread_optimizer(config: OnlineConfig) -> list[tuple[str, str]]:
 
 
 def _unread_by_offline(config: OfflineConfig) -> list[tuple[str, str]]:
-    name, is_sft = config.algorithm.name, isinstance(config.algorithm.loss, SftLoss)
+    name, is_sft = config.algorithm.name, config.algorithm.loss.data == "demonstrations"
     others = ("preferences", "eval_preferences") if is_sft else ("sft", "eval_sft")
     offline = "an offline algorithm does not read it"
     unread = _changed_among(config, "", ("critic", "reward", "overlap"), offline)

@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf.algorithms.presets import PRESETS as PRESETS
+from rlhf.algorithms.presets import preset
+
 Tree = dict[str, Any]
 
 _CRITIC = {"advantage": {"type": "gae"}, "value_loss": {}}
@@ -13,18 +16,7 @@ _ONE_UPDATE = {"batch": {"epochs": 1, "minibatches": 1}}
 _CRITIC_EPOCHS = {"batch": {"epochs": 8, "minibatches": 1}}  # the policy steps in the first epoch only
 _GROUP_OF_8 = {"sampling": {"completions_per_prompt": 8}}
 
-PRESETS: dict[str, Tree] = {
-    "sft": {"algorithm": {"loss": {"type": "sft"}}},
-    "dpo": {"algorithm": {"loss": {"type": "dpo", "beta": 0.1}}},
-    "cdpo": {"algorithm": {"loss": {"type": "dpo", "beta": 0.1, "label_smoothing": 0.1}}},
-    "robust_dpo": {"algorithm": {"loss": {"type": "robust_dpo", "beta": 0.1, "label_smoothing": 0.1}}},
-    "ipo": {"algorithm": {"loss": {"type": "ipo", "beta": 0.1, "normalize": "none"}}},
-    "ipo_per_token": {"algorithm": {"loss": {"type": "ipo", "beta": 0.1, "normalize": "length"}}},
-    "hinge": {"algorithm": {"loss": {"type": "hinge", "beta": 0.1, "margin": 1.0}}},
-    "slic": {"algorithm": {"loss": {"type": "slic", "margin": 1.0, "nll_coef": 0.5}}},
-    "simpo": {"algorithm": {"loss": {"type": "simpo", "beta": 2.0, "gamma": 1.0}}},
-    "orpo": {"algorithm": {"loss": {"type": "orpo", "coef": 0.1}}},
-    "kto": {"algorithm": {"loss": {"type": "kto", "beta": 0.1}}},
+_ONLINE: dict[str, Tree] = {
     "ppo": {"algorithm": {**_CRITIC, "kl": {"placement": "reward", "estimator": "k1", "coef": 0.05}}},
     "ppo_penalty": {
         "algorithm": {
@@ -148,14 +140,14 @@ PRESETS: dict[str, Tree] = {
         **_ONE_UPDATE,
     },
 }
-"""What each preset stands for: the section `algorithm`, and the sizes that it requires or is designed for.
-docs/algorithms/ has a page for each: equations, defaults, departures from the paper, what to watch."""
+for _name, _settings in _ONLINE.items():
+    preset(_name, _settings)
 
 
 def sizes_of_preset(name: object) -> Tree:
     """Return what a preset sets outside `algorithm`; nothing if there is no such preset."""
-    preset = PRESETS.get(name, {}) if isinstance(name, str) else {}
-    return {section: settings for section, settings in preset.items() if section != "algorithm"}
+    settings = PRESETS.get(name, {}) if isinstance(name, str) else {}
+    return {section: values for section, values in settings.items() if section != "algorithm"}
 
 
 # At most one of each row may be set (the sections themselves check that).

@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf.config.algorithm import Group, NonNegative, Online
+from rlhf.config.algorithm import Group, Online
 from rlhf.config.data import Count, Size
 from rlhf.rewards.chat import ChatConfig
 from rlhf.rewards.shaping import ShapingConfig
 from rlhf.rewards.source import Source
-from rlhf.section import OneOf, Section
+from rlhf.section import NonNegative, OneOf, Section
 
 
 class ChatPairsConfig(ChatConfig):

@@ -15,13 +15,8 @@ from rlhf.config.algorithm import (
     BestAndWorst,
     Gae,
     Greedy,
-    KtoLoss,
-    NonNegative,
     Offline,
     Online,
-    Positive,
-    ReferencedLoss,
-    SftLoss,
     StepSizes,
     TrustRegionLoss,
 )
@@ -53,7 +48,7 @@ from rlhf.config.run import (
     ShardingConfig,
 )
 from rlhf.rewards.source import Source
-from rlhf.section import Needed, OneOf, Section
+from rlhf.section import Needed, NonNegative, OneOf, Positive, Section
 
 LogProbs = Literal["auto", "naive", "chunked"]
 Packing = Literal["auto", "off"]
@@ -425,8 +420,7 @@ class OfflineConfig(TrainSections):
     @property
     def completions_per_step(self) -> int:
         """Return how many completions a step reads: 2 for each pair, 1 for each row of SFT or KTO."""
-        rows = self.batch.prompts_per_step
-        return rows if isinstance(self.algorithm.loss, SftLoss | KtoLoss) else 2 * rows
+        return self.batch.prompts_per_step * self.algorithm.loss.completions_per_row
 
     @property
     def sft_data(self) -> SftConfig:
@@ -447,7 +441,7 @@ class OfflineConfig(TrainSections):
             ValueError: it is missing.
         """
         if self.data.preferences is None:
-            what = "pairs or labelled completions" if isinstance(self.algorithm.loss, KtoLoss) else "pairs"
+            what = "pairs or labelled completions" if self.algorithm.loss.data == "labelled" else "pairs"
             raise ValueError(
                 f"data.preferences is missing: {self.algorithm.name} needs {what}; set data.preferences.path"
             )
@@ -465,14 +459,15 @@ class OfflineConfig(TrainSections):
         SFT's evaluation reports the KL only if reference.model is set: the model that SFT starts from is rarely the one
         that it should stay close to.
         """
-        if isinstance(self.algorithm.loss, ReferencedLoss):
+        if self.algorithm.loss.needs_reference:
             return True
-        is_named = self.reference.model is not None or not isinstance(self.algorithm.loss, SftLoss)
+        is_named = self.reference.model is not None or self.algorithm.loss.data != "demonstrations"
         return is_named and self.held_out_source is not None
 
     @model_validator(mode="after")
     def _check_data_and_sizes(self) -> OfflineConfig:
-        _ = self.sft_data if isinstance(self.algorithm.loss, SftLoss) else self.preference_data  # raise if missing
+        is_sft = self.algorithm.loss.data == "demonstrations"
+        _ = self.sft_data if is_sft else self.preference_data  # raise if missing
         self.algorithm.check_sizes(self.batch.prompts_per_step)
         return self
 

@@ -23,8 +23,9 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlhf.algorithms.offline_loss import LabelLoss, PairLoss
+from rlhf.algorithms.sft import Sft
 from rlhf.batching import Batch
-from rlhf.config.algorithm import DpoLoss, KtoLoss, PairLossConfig, ReferencedLoss, SftLoss
 from rlhf.config.data import PreferencesConfig, SftConfig
 from rlhf.config.sections import OfflineConfig
 from rlhf.data.datasets import BatchStream, HasPrompt, RowPipeline, RowSet, sequential_batches
@@ -172,19 +173,22 @@ def build_task(
     Call it before the first update: the policy may itself be the reference.
     """
     loss = config.algorithm.loss
-    if isinstance(loss, SftLoss):
-        return sft_task(config, loss, context, tokenizer, models)
-    judgments = PreferenceData(config, context, tokenizer, models)
-    task = labelled_task(judgments, loss) if isinstance(loss, KtoLoss) else pairs_task(judgments, loss)
+    task = TASKS[loss.data](config, loss, context, tokenizer, models)
     if not needs_reference_during_training(config):
         models.reference = None
     return task
 
 
-def pairs_task(judgments: PreferenceData, loss_config: PairLossConfig) -> OfflineTask:
+def pairs_task(
+    config: OfflineConfig,
+    section: PairLoss,
+    context: RunContext,
+    tokenizer: PreTrainedTokenizerBase,
+    models: Models,
+) -> OfflineTask:
     """Build the task of a loss that compares the two completions of a pair."""
-    config, data = judgments.config, judgments.config.data
-    loss = PairwiseLoss(judgments.models, loss_config)
+    judgments, data = PreferenceData(config, context, tokenizer, models), config.data
+    loss = PairwiseLoss(models, section)
     feed: TrainingData[AnnotatedPairs]
     if config.preference_data.is_plain:
         train = judgments.annotate.pairs(judgments.load(load_pairs, config.preference_data))
@@ -204,11 +208,17 @@ def pairs_task(judgments: PreferenceData, loss_config: PairLossConfig) -> Offlin
     )
 
 
-def labelled_task(judgments: PreferenceData, loss_config: KtoLoss) -> OfflineTask:
+def labelled_task(
+    config: OfflineConfig,
+    section: LabelLoss,
+    context: RunContext,
+    tokenizer: PreTrainedTokenizerBase,
+    models: Models,
+) -> OfflineTask:
     """Build the task of a loss on single labelled completions (KTO); pairs are split into two rows."""
-    config, data, models = judgments.config, judgments.config.data, judgments.models
+    judgments, data = PreferenceData(config, context, tokenizer, models), config.data
     loss = LabelledLoss(
-        models, loss_config, rows_per_pass=no_grad_batch_size(config), context=context_length(models.policy)
+        models, section, rows_per_pass=no_grad_batch_size(config), context=context_length(models.policy)
     )
     feed: TrainingData[AnnotatedLabelledCompletions]
     if config.preference_data.is_plain:
@@ -221,9 +231,9 @@ def labelled_task(judgments: PreferenceData, loss_config: KtoLoss) -> OfflineTas
         judgments.load(load_preference_data, data.eval_preferences) if data.eval_preferences is not None else None
     )
     held_out: HeldOut = no_held_out
-    if isinstance(eval_rows, PairSet):  # the implicit reward of KTO is that of DPO: beta times the log-ratio
-        dpo = PairwiseLoss(models, DpoLoss(beta=loss_config.beta))
-        held_out = evaluate_pairs_fn(judgments, dpo, eval_rows, leave_out={"loss/preference"})
+    if isinstance(eval_rows, PairSet):
+        pair_loss = PairwiseLoss(models, section.as_pair_loss())
+        held_out = evaluate_pairs_fn(judgments, pair_loss, eval_rows, leave_out={"loss/preference"})
     elif eval_rows is not None:
         held_out = evaluate_labelled_fn(judgments, loss, judgments.annotate.labelled(eval_rows))
     return OfflineTask(
@@ -328,13 +338,13 @@ def _build(config: OfflineConfig, context: RunContext) -> OfflineRun:
 
 def sft_task(
     config: OfflineConfig,
-    loss_config: SftLoss,
+    section: Sft,
     context: RunContext,
     tokenizer: PreTrainedTokenizerBase,
     models: Models,
 ) -> OfflineTask:
     """Build the task of SFT: demonstrations, and their negative log-likelihood as the loss."""
-    loss = DemonstrationLoss(models, aggregate=loss_config.aggregate)
+    loss = DemonstrationLoss(models, section)
     stream = build_demonstrations(
         config.sft_data,
         context,
@@ -370,6 +380,14 @@ def _load_rows(
 def _evaluate_rows(rows: DemonstrationSet, loss: DemonstrationLoss, size: int) -> HeldOut:
     ranks = loss.models.engine.ranks
     return lambda values: evaluate_loss(sequential_batches(rows, size), loss, ranks, rows=values)
+
+
+TASKS: dict[str, Callable[..., OfflineTask]] = {
+    "demonstrations": sft_task,
+    "pairs": pairs_task,
+    "labelled": labelled_task,
+}
+"""What builds the task of a loss, by what a row of its data is."""
 
 
 def no_held_out(rows: RowTable) -> dict[str, float]:
@@ -468,13 +486,13 @@ def attach_reference(
 def needs_reference_during_training(config: OfflineConfig) -> bool:
     """Return whether the reference is read during training.
 
-    It is for KTO's z0, for the KL of held-out completions, and for pairs that are mixed or streamed, which are
-    annotated as they come.
+    It is for the baseline of labelled completions (KTO), for the KL of held-out completions, and for pairs that are
+    mixed or streamed, which are annotated as they come.
     """
     loss = config.algorithm.loss
-    is_read_each_step = isinstance(loss, ReferencedLoss) and not config.preference_data.is_plain
+    is_read_each_step = loss.needs_reference and not config.preference_data.is_plain
     is_evaluated = config.held_out_source is not None and config.uses_reference
-    return isinstance(loss, KtoLoss) or is_read_each_step or is_evaluated
+    return loss.data == "labelled" or is_read_each_step or is_evaluated
 
 
 def no_grad_batch_size(config: OfflineConfig) -> int:
@@ -503,7 +521,7 @@ class ReferenceAnnotator:
     def batch(self, pairs: PairSet) -> AnnotatedPairSet:
         """Annotate the pairs of one step, without the cache."""
         rows = completion_rows(pairs)
-        needed = isinstance(self.config.algorithm.loss, ReferencedLoss)
+        needed = self.config.algorithm.loss.needs_reference
         values = self._forward(rows) if needed else torch.zeros(len(rows), dtype=torch.float64)
         return AnnotatedPairSet(pairs, *values.chunk(2))
 
@@ -513,7 +531,7 @@ class ReferenceAnnotator:
         return AnnotatedLabelledSet(completions, completion_labels(rows), self._forward(completions))
 
     def _logprobs(self, rows: CompletionRows) -> Float[Tensor, " N"]:
-        if not isinstance(self.config.algorithm.loss, ReferencedLoss):
+        if not self.config.algorithm.loss.needs_reference:
             return torch.zeros(len(rows), dtype=torch.float64)
         key = cache_key(
             weights=self._fingerprint(),

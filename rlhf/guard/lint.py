@@ -21,10 +21,15 @@ RUN_TABLE: tuple[Rule, ...] = (*UPDATE_RULES, *ONLINE_RULES, *RUN_RULES, *DATA_R
 def all_rules() -> list[Rule]:
     """Return every rule of the table and of the sections, registered plug-ins included; the first of each name."""
     rules = {rule.name: rule for rule in RUN_TABLE}
-    for section, path in sections_below(OnlineConfig, OfflineConfig, RewardModelConfig).items():
-        for rule in rules_of(section):
-            rules.setdefault(rule.name, replace(rule, key=f"{path}.{rule.key}"))
+    for _, rule in section_rules():
+        rules.setdefault(rule.name, rule)
     return list(rules.values())
+
+
+def section_rules() -> Iterator[tuple[type[Section], Rule]]:
+    """Yield the rules of all sections, each with its section's class and with its full key."""
+    for section, path in sections_below(OfflineConfig, OnlineConfig, RewardModelConfig).items():
+        yield from ((section, replace(rule, key=f"{path}.{rule.key}")) for rule in rules_of(section))
 
 
 def sections_below(*roots: type[Section]) -> dict[type[Section], str]:

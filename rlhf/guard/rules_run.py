@@ -4,20 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from rlhf.config.algorithm import (
-    DpoLoss,
-    HingeLoss,
-    IpoLoss,
-    KtoLoss,
-    OfflineLoss,
-    OnlinePairLoss,
-    OrpoLoss,
-    RobustDpoLoss,
-    SftLoss,
-    SimpoLoss,
-    SlicLoss,
-    TrustRegionLoss,
-)
+from rlhf.config.algorithm import TrustRegionLoss
 from rlhf.config.data import DatasetConfig
 from rlhf.config.run import UNKNOWN_LENGTH
 from rlhf.config.sections import OfflineConfig, OnlineConfig, PolicyConfig, RewardModelConfig
@@ -58,7 +45,7 @@ def method(config: RunConfiguration) -> str:
         return "reward model"
     if isinstance(config, OnlineConfig):
         return "online"
-    return "sft" if isinstance(config.algorithm.loss, SftLoss) else "preference"
+    return "sft" if config.algorithm.loss.data == "demonstrations" else "preference"
 
 
 def rate(config: RunConfiguration) -> float | None:
@@ -244,50 +231,6 @@ FEWEST_HELD_OUT = 32
 MANY_PASSES, MOST_PASSES, MOST_SFT_PASSES = 3.0, 3.0, 16.0
 
 
-def beta(config: OfflineConfig | OnlineConfig, facts: Facts) -> Value | None:
-    """Return a β that is out of the range reported for its loss."""
-    loss: OfflineLoss | None
-    if isinstance(config, OfflineConfig):
-        loss = config.algorithm.loss
-    else:
-        pair_loss = config.algorithm.policy_loss
-        loss = pair_loss.loss if isinstance(pair_loss, OnlinePairLoss) else None
-    match loss:
-        case DpoLoss() | RobustDpoLoss() | HingeLoss():
-            return outside(loss.beta, 0.01, 5.0)
-        case IpoLoss() | KtoLoss():
-            return outside(loss.beta, 0.01, 1.0)
-        case SimpoLoss():
-            return outside(loss.beta, 1.0, 10.0)
-        case SftLoss() | SlicLoss() | OrpoLoss() | None:  # they have no beta
-            return None
-
-
-def orpo_weight(config: OfflineConfig, facts: Facts) -> Value | None:
-    """Return a weight of the odds ratio that is out of range."""
-    loss = config.algorithm.loss
-    return outside(loss.coef, 0.01, 1.0) if isinstance(loss, OrpoLoss) else None
-
-
-def simpo_margin(config: OfflineConfig, facts: Facts) -> Value | None:
-    """Return the target margin relative to β where it is out of range."""
-    loss = config.algorithm.loss
-    return outside(loss.gamma / loss.beta, 0.0, 1.6) if isinstance(loss, SimpoLoss) else None
-
-
-def label_smoothing(config: OfflineConfig, facts: Facts) -> Value | None:
-    """Return a label smoothing that says that the labels say next to nothing."""
-    loss = config.algorithm.loss
-    return outside(loss.label_smoothing, 0.0, 0.3) if isinstance(loss, DpoLoss | RobustDpoLoss) else None
-
-
-def kto_one_sided(config: OfflineConfig, facts: Facts) -> Value | None:
-    """Return a weight of 0 for one of KTO's two sides."""
-    loss = config.algorithm.loss
-    is_one_sided = isinstance(loss, KtoLoss) and 0.0 in (loss.desirable_weight, loss.undesirable_weight)
-    return 0.0 if is_one_sided else None
-
-
 def batch_of_one(config: OfflineConfig | RewardModelConfig, facts: Facts) -> Value | None:
     """Return a batch of a single row."""
     return 1.0 if config.batch.prompts_per_step == 1 else None
@@ -296,7 +239,7 @@ def batch_of_one(config: OfflineConfig | RewardModelConfig, facts: Facts) -> Val
 def no_end_learned(config: OfflineConfig, facts: Facts) -> Value | None:
     """Return truncate where rows lose the EOS that the model should learn to end with."""
     sft = config.data.sft
-    is_cut = isinstance(config.algorithm.loss, SftLoss) and sft is not None and sft.too_long == "truncate"
+    is_cut = method(config) == "sft" and sft is not None and sft.too_long == "truncate"
     return "truncate" if is_cut else None
 
 
@@ -368,58 +311,6 @@ def few_held_out(config: RunConfiguration, facts: Facts) -> Value | None:
 
 
 DATA_RULES = (
-    Rule(
-        name="preference-beta",
-        level="warning",
-        runs=POLICY,
-        key="algorithm.loss.beta (online_dpo: algorithm.policy_loss.loss.beta)",
-        violation=beta,
-        reason="If β is too small the policy leaves the reference; if it is too large nothing is learned. "
-        "Each loss has its own scale.",
-        source="Rafailov et al. 2023, sec. 6.1: 0.05 to 5; Zephyr's recipe: 0.01; Azar et al. 2024: "
-        "0.1 to 1; Ethayarajh et al. 2024: 0.01 to 0.1; Meng et al. 2024: 2 to 10",
-        fix="0.1 for DPO, IPO and KTO, 2 for SimPO",
-    ),
-    Rule(
-        name="orpo-weight",
-        level="warning",
-        runs=OFFLINE,
-        key="algorithm.loss.coef",
-        violation=orpo_weight,
-        reason="Above 1 the odds-ratio term outweighs the likelihood that keeps ORPO close to the data.",
-        source="Hong et al. 2024: 0.1 to 1",
-        fix="algorithm.loss.coef=0.1",
-    ),
-    Rule(
-        name="simpo-margin",
-        level="warning",
-        runs=OFFLINE,
-        key="algorithm.loss.gamma / algorithm.loss.beta",
-        violation=simpo_margin,
-        reason="Few pairs reach a target margin above 1.6 β.",
-        source="Meng et al. 2024: 0.3 to 1.6 β",
-        fix="set algorithm.loss.gamma to half of algorithm.loss.beta",
-    ),
-    Rule(
-        name="label-smoothing",
-        level="warning",
-        runs=OFFLINE,
-        key="algorithm.loss.label_smoothing",
-        violation=label_smoothing,
-        reason="A smoothing above 0.3 assumes that a third of the labels are wrong, so the pairs carry little signal.",
-        source="Mitchell 2023 (cDPO), Chowdhury et al. 2024 (robust DPO): 0.1",
-        fix="algorithm.loss.label_smoothing=0.1",
-    ),
-    Rule(
-        name="kto-one-sided",
-        level="warning",
-        runs=OFFLINE,
-        key="algorithm.loss.desirable_weight, undesirable_weight",
-        violation=kto_one_sided,
-        reason="With one weight at 0, KTO only imitates or only unlearns.",
-        source="Ethayarajh et al. 2024: the weighted counts of the two sides in a ratio of 1 to 3/2",
-        fix="both weights above 0",
-    ),
     Rule(
         name="batch-of-one",
         level="warning",

@@ -11,7 +11,7 @@ import yaml
 
 from rlhf.report.page import final_kl, verdict
 from rlhf.report.record import Record
-from rlhf.tracking.metrics import METRICS, format_interval, format_number, format_value
+from rlhf.tracking.metrics import format_interval, format_number, format_value, table_of
 from rlhf.tracking.redact import redact_text
 
 Z95 = 1.96
@@ -176,11 +176,11 @@ def _results(record: Record, inputs: CardInputs) -> str:
 
 def _metric_table(record: Record) -> str:
     """Write the held-out metrics before and after training."""
-    rows = []
+    rows, table = [], table_of(record.series)
     for name in record.series:
         points = record.points(name)
         if name.startswith("eval/") and not name.endswith("_se") and points:
-            info = METRICS.get(name)
+            info = table.get(name)
             before = format_number(points[0][1]) if len(points) > 1 else ""
             after = _with_error(record, name, points[-1][1])
             rows.append((f"`{name}`", before, after, info.unit if info else "", info.meaning if info else ""))

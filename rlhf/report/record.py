@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config.run import UNKNOWN_LENGTH
-from rlhf.errors import UserError
+from rlhf.errors import ConfigError, UserError
+from rlhf.plugins import load_plugins
 from rlhf.tracking.exported import ExportRecord, read_export
 from rlhf.tracking.redact import redact
 from rlhf.tracking.run_folder import RunFolder
@@ -197,18 +198,28 @@ def read_record(run_dir: Path) -> Record:
             f"{run_dir} has no metrics.jsonl with a logged step, so there is nothing to report: is it a run folder "
             "(run.out_dir), and has the run logged a step (logging.every)?"
         )
+    config = folder.read_config()
     return Record(
         path=run_dir,
-        config=redact(folder.read_config()),
+        config=redact(config),
         series=collect(rows),
         last_step=max((int(row.get("step", 0)) for row in rows), default=0),
         samples=folder.read_samples(),
         timings=folder.read_timings(),
-        notes=redact(folder.read_notes()),
+        notes=[*redact(folder.read_notes()), *_missing_plugins(config)],
         card=card,
         alarms=folder.read_alarms(),
         export=read_export(run_dir),
     )
+
+
+def _missing_plugins(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Load the plug-ins of a run, whose sections declare metrics; return a note if one cannot be loaded."""
+    try:
+        load_plugins(config)
+    except ConfigError as error:
+        return [{"step": 0, "text": f"warning: the page lacks what plug-ins declare: {error}"}]
+    return []
 
 
 def collect(rows: Iterable[Mapping[str, Any]]) -> dict[str, MetricSeries]:

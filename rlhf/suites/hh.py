@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from rlhf.config.algorithm import Positive
 from rlhf.rewards.source import Source
-from rlhf.section import OneOf
+from rlhf.section import OneOf, Positive
 from rlhf.suites.questions import (
     Estimate,
     NotMeasured,

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rlhf.config.algorithm import Positive
 from rlhf.config.data import ChatFormat, Count, DatasetConfig, PreferencesConfig
 from rlhf.config.run import Device, Dtype
 from rlhf.errors import ConfigError, did_you_mean
 from rlhf.rewards.source import Source, sources_in
-from rlhf.section import Named, Section
+from rlhf.section import Named, Positive, Section
 
 if TYPE_CHECKING:
     from rlhf.rewards.source import RewardSource

@@ -15,7 +15,8 @@ from torch import Tensor
 from rlhf.algo.kl import Coefs
 from rlhf.algo.masked import Mean
 from rlhf.algo.objective import Objective
-from rlhf.algo.policy_loss import Aggregate, importance_ratio, kl_old_new, loss_weights, token_weights
+from rlhf.algo.policy_loss import importance_ratio, kl_old_new, loss_weights, token_weights
+from rlhf.algorithms.sft import Sft
 from rlhf.batching import Number
 from rlhf.config.algorithm import (
     OnlinePairLoss,
@@ -161,31 +162,32 @@ class DemonstrationLoss:
     Computed at temperature 1 whatever the run samples at: demonstrations are not drawn from the policy.
     """
 
-    def __init__(self, models: Models, *, aggregate: Aggregate, coef: float = 1.0, name: str = "sft") -> None:
-        """Set the aggregation over tokens, the weight, and the name: sft, or ptx where mixed into an online update."""
+    def __init__(self, models: Models, loss: Sft, *, coef: float = 1.0, name: str = "sft") -> None:
+        """Set the loss per token, the weight, and the name: sft, or ptx where mixed into an online update."""
         self.models = models
-        self.aggregate = aggregate
+        self.loss = loss
         self.coef = coef
         self.name = name
         self.row_values: dict[str, Tensor] = {}  # of each demonstration of the latest call of `terms`, per token
 
     def denominators(self, batch: Demonstrations) -> dict[str, float]:
         """Compute the denominator of the loss from the whole minibatch."""
-        _, denominator = token_weights(batch.loss_mask, self.aggregate, max_tokens=batch.loss_mask.shape[1])
+        _, denominator = token_weights(batch.loss_mask, self.loss.aggregate, max_tokens=batch.loss_mask.shape[1])
         return {self.name: max(denominator, 1.0)}
 
     def terms(self, micro: Demonstrations) -> tuple[dict[str, Tensor], dict[str, Mean]]:
         """Compute the loss, summed over a micro-batch, and its metrics."""
         micro = micro.to(self.models.device)
         tokens = self.models.policy_tokens(micro, temperature=1.0)
-        weights = loss_weights(micro.loss_mask, self.aggregate, max_tokens=micro.loss_mask.shape[1])
-        total = (torch.where(micro.loss_mask, -tokens.logprobs, 0.0) * weights).sum()
+        weights = loss_weights(micro.loss_mask, self.loss.aggregate, max_tokens=micro.loss_mask.shape[1])
+        per_token = self.loss.per_token(tokens.logprobs)
+        total = (torch.where(micro.loss_mask, per_token, 0.0) * weights).sum()
         lengths = micro.loss_mask.sum(dim=1).clamp(min=1)
         self.row_values = {
-            "loss": torch.where(micro.loss_mask, -tokens.logprobs.detach(), 0.0).sum(dim=1) / lengths,
+            "loss": torch.where(micro.loss_mask, per_token.detach(), 0.0).sum(dim=1) / lengths,
             "accuracy": (tokens.first_choice & micro.loss_mask).sum(dim=1) / lengths,
         }
-        metrics = {f"loss/{self.name}": Mean.of(-tokens.logprobs, micro.loss_mask)}
+        metrics = {f"loss/{self.name}": Mean.of(per_token, micro.loss_mask)}
         if self.name == "sft":
             metrics["loss/accuracy"] = Mean.of(tokens.first_choice, micro.loss_mask)
         return {self.name: self.coef * total}, metrics

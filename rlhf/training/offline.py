@@ -11,36 +11,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rlhf.algo.masked import Mean
-from rlhf.algo.preference_loss import (
-    PreferenceLoss,
-    add_chosen_likelihood,
-    dpo,
-    hinge,
-    ipo,
-    kto,
-    kto_baseline,
-    mismatched_partners,
-    orpo,
-    robust_dpo,
-    simpo,
-    slic,
-)
+from rlhf.algorithms.kto import mismatched_partners
+from rlhf.algorithms.offline_loss import LabelLoss, PairLoss
 from rlhf.batching import Batch, concat, extend, widen
-from rlhf.config.algorithm import (
-    DpoLoss,
-    HingeLoss,
-    IpoLoss,
-    KtoLoss,
-    OrpoLoss,
-    PairLossConfig,
-    ReferencedPairLoss,
-    RobustDpoLoss,
-    SimpoLoss,
-    SlicLoss,
-)
 from rlhf.config.run import ScheduleConfig
 from rlhf.config.sections import BatchConfig
 from rlhf.data.pairs import CompletionRows
+from rlhf.errors import ConfigError
 from rlhf.models.kernels.cast import weights_cast_once
 from rlhf.models.policy_models import Ema, Models
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
@@ -55,6 +32,7 @@ from rlhf.types import (
     BaselinedLabelledCompletions,
     Demonstrations,
     PreferencePairs,
+    Side,
 )
 
 MAIN_LOSSES = ("loss/sft", "loss/preference", "loss/rm")
@@ -163,60 +141,6 @@ TokenLogprobs = Callable[[Demonstrations], Tensor]
 """Returns a model's log-probabilities of completion tokens: [B, T], zero outside the mask."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Side:
-    """The log-probabilities and lengths of one side of each pair."""
-
-    logprobs: Float[Tensor, " B"]  # log pi, summed over tokens
-    ref_logprobs: Float[Tensor, " B"]
-    lengths: Float[Tensor, " B"]
-
-    @property
-    def log_ratios(self) -> Float[Tensor, " B"]:
-        """Return the log-ratio to the reference, h = log pi - log pi_ref."""
-        return self.logprobs - self.ref_logprobs
-
-    @property
-    def mean_log_ratios(self) -> Float[Tensor, " B"]:
-        """Return the log-ratio to the reference per token, h / length."""
-        return self.log_ratios / self.lengths
-
-    @property
-    def mean_logprobs(self) -> Float[Tensor, " B"]:
-        """Return the mean log-probability per token, m = log pi / length."""
-        return self.logprobs / self.lengths
-
-
-def pair_loss(config: PairLossConfig, chosen: Side, rejected: Side) -> PreferenceLoss:
-    """Compute the pair loss that `config` describes."""
-    loss = _comparison(config, chosen, rejected)
-    if isinstance(config, ReferencedPairLoss) and config.nll_coef > 0:
-        return add_chosen_likelihood(loss, chosen.mean_logprobs, nll_coef=config.nll_coef)
-    return loss
-
-
-def _comparison(config: PairLossConfig, chosen: Side, rejected: Side) -> PreferenceLoss:
-    """Compute the loss that `config` names; no other code dispatches on it."""
-    log_ratios = chosen.log_ratios, rejected.log_ratios
-    match config:
-        case DpoLoss():
-            return dpo(*log_ratios, beta=config.beta, label_smoothing=config.label_smoothing)
-        case RobustDpoLoss():
-            return robust_dpo(*log_ratios, beta=config.beta, label_smoothing=config.label_smoothing)
-        case IpoLoss(normalize="length"):
-            return ipo(chosen.mean_log_ratios, rejected.mean_log_ratios, beta=config.beta)
-        case IpoLoss():
-            return ipo(*log_ratios, beta=config.beta)
-        case HingeLoss():
-            return hinge(*log_ratios, beta=config.beta, margin=config.margin)
-        case SlicLoss():
-            return slic(chosen.logprobs, rejected.logprobs, margin=config.margin, nll_coef=config.nll_coef)
-        case SimpoLoss():
-            return simpo(chosen.mean_logprobs, rejected.mean_logprobs, beta=config.beta, gamma=config.gamma)
-        case OrpoLoss():
-            return orpo(chosen.mean_logprobs, rejected.mean_logprobs, coef=config.coef)
-
-
 def stack_sides(pairs: PreferencePairs) -> Demonstrations:
     """Stack the chosen sides, then the rejected ones, as 2B rows for one forward pass."""
     sides = (
@@ -245,9 +169,9 @@ def sum_logprobs(logprobs: Float[Tensor, "B T"], learned: Bool[Tensor, "B T"]) -
 class PairwiseLoss:
     """A loss that compares the two sides of a pair; a rlhf.training.step.Loss over AnnotatedPairs."""
 
-    def __init__(self, models: Models, config: PairLossConfig) -> None:
+    def __init__(self, models: Models, loss: PairLoss) -> None:
         self.models = models
-        self.config = config
+        self.loss = loss
         self.row_values: dict[str, Tensor] = {}  # of each pair of the latest call of `terms`
 
     def denominators(self, batch: AnnotatedPairs) -> dict[str, float]:
@@ -265,20 +189,35 @@ class PairwiseLoss:
     ) -> tuple[dict[str, Tensor], dict[str, Mean]]:
         """Compute the loss and its metrics from the policy's log-probabilities of `rows`, the `stack_sides(pairs)`."""
         chosen, rejected = _sides(pairs, rows, logprobs)
-        loss = pair_loss(self.config, chosen, rejected)
-        gaps = (loss.chosen_reward - loss.rejected_reward).detach()
+        per_pair = check_values(self.loss.per_pair(chosen, rejected), len(pairs), f"{self.loss.type}: per_pair")
+        with torch.no_grad():
+            rewards = self.loss.reward(chosen), self.loss.reward(rejected)
+            measured = self.loss.measure(chosen, rejected)
+        gaps = rewards[0] - rewards[1]
         wins = torch.heaviside(gaps, torch.full_like(gaps, 0.5))  # a tie wins half
-        self.row_values = {"loss": loss.per_pair.detach(), "accuracy": wins}
+        self.row_values = {"loss": per_pair.detach(), "accuracy": wins}
         metrics = {
-            "loss/preference": Mean.of(loss.per_pair),
+            "loss/preference": Mean.of(per_pair),
             "preference/accuracy": Mean.of(wins),
             "preference/margin": Mean.of(gaps),
-            "preference/chosen_reward": Mean.of(loss.chosen_reward),
-            "preference/rejected_reward": Mean.of(loss.rejected_reward),
+            "preference/chosen_reward": Mean.of(rewards[0]),
+            "preference/rejected_reward": Mean.of(rewards[1]),
             "preference/chosen_logprob": Mean.of(chosen.logprobs),
             "preference/rejected_logprob": Mean.of(rejected.logprobs),
         }
-        return {PREFERENCE_TERM: loss.per_pair.sum()}, metrics
+        return {PREFERENCE_TERM: per_pair.sum()}, metrics | {name: Mean.of(of) for name, of in measured.items()}
+
+
+def check_values(values: Tensor, count: int, what: str) -> Tensor:
+    """Return what a loss computed, if it is a value for each of `count` rows.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not isinstance(values, Tensor) or values.shape != (count,):
+        got = f"a tensor of shape {list(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+        raise ConfigError(f"{what} returned {got}: it has to return one value per row, a tensor of shape [{count}]")
+    return values
 
 
 def _sides(pairs: AnnotatedPairs, rows: Demonstrations, logprobs: Float[Tensor, "B2 T"]) -> tuple[Side, Side]:
@@ -293,21 +232,24 @@ def _sides(pairs: AnnotatedPairs, rows: Demonstrations, logprobs: Float[Tensor, 
 
 
 class LabelledLoss:
-    """KTO; a training.step.Loss over BaselinedLabelledCompletions, which `with_baseline` makes of a whole minibatch."""
+    """A loss over labelled completions (KTO); a training.step.Loss over BaselinedLabelledCompletions.
 
-    def __init__(self, models: Models, config: KtoLoss, *, rows_per_pass: int, context: int | None) -> None:
+    `with_baseline` makes them of a whole minibatch.
+    """
+
+    def __init__(self, models: Models, loss: LabelLoss, *, rows_per_pass: int, context: int | None) -> None:
         """Set the rows of a pass without gradient (only memory depends on it) and the models' context, in tokens."""
         self.models = models
-        self.config = config
+        self.loss = loss
         self.rows_per_pass = rows_per_pass
         self.context = context
         self.row_values: dict[str, Tensor] = {}  # as in PairwiseLoss
 
     @torch.no_grad()
     def with_baseline(self, batch: AnnotatedLabelledCompletions) -> BaselinedLabelledCompletions:
-        """Add z0 of the current policy to every row of the minibatch, by one more pass of policy and reference.
+        """Add the current policy's baseline to every row of the minibatch, by one more pass of policy and reference.
 
-        As a part of the batch, z0 does not depend on how the batch is later split into micro-batches. A prompt with
+        As a part of the batch, it does not depend on how the batch is later split into micro-batches. A prompt with
         another prompt's completion may be too long for the models; the completion is then truncated at the context.
         """
         prompts = [tuple(ids[mask].tolist()) for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]
@@ -321,7 +263,7 @@ class LabelledLoss:
             loss_mask=mask & batch.loss_mask[partners],
         )
         (ratios,) = self.models.engine.ranks.map_rows_to_tensors(others, self._log_ratios)
-        baseline = kto_baseline(ratios)
+        baseline = self.loss.baseline(ratios)
         return extend(BaselinedLabelledCompletions, batch, baselines=baseline.expand(len(batch)).clone())
 
     def _log_ratios(self, rows: Demonstrations) -> tuple[Tensor, ...]:
@@ -348,30 +290,25 @@ class LabelledLoss:
         rows = micro.to(self.models.device)
         logprobs = sum_logprobs(self.models.policy_tokens(rows).logprobs, rows.loss_mask)
         log_ratios, desirable = logprobs - rows.ref_logprobs.to(logprobs.dtype), rows.desirable
-        loss = kto(
-            log_ratios,
-            desirable,
-            rows.baselines.to(logprobs.dtype),
-            beta=self.config.beta,
-            desirable_weight=self.config.desirable_weight,
-            undesirable_weight=self.config.undesirable_weight,
-        )
+        per_completion = self.loss.per_completion(log_ratios, desirable, rows.baselines.to(logprobs.dtype))
+        check_values(per_completion, len(rows), f"{self.loss.type}: per_completion")
+        rewards = self.loss.reward(log_ratios)
         above_baseline = log_ratios.detach() > rows.baselines
         self.row_values = {
-            "loss": loss.per_completion.detach(),
+            "loss": per_completion.detach(),
             "accuracy": (above_baseline == desirable).to(logprobs.dtype),
         }
         metrics = {
-            "loss/preference": Mean.of(loss.per_completion),
+            "loss/preference": Mean.of(per_completion),
             "preference/accuracy": Mean.of(above_baseline == desirable),
-            "preference/chosen_reward": Mean.of(loss.reward, desirable),
-            "preference/rejected_reward": Mean.of(loss.reward, ~desirable),
+            "preference/chosen_reward": Mean.of(rewards, desirable),
+            "preference/rejected_reward": Mean.of(rewards, ~desirable),
             "preference/chosen_logprob": Mean.of(logprobs, desirable),
             "preference/rejected_logprob": Mean.of(logprobs, ~desirable),
             "preference/baseline": Mean.of(rows.baselines),
         }
         missing = [side for side, label in (("chosen", True), ("rejected", False)) if label not in micro.desirable]
-        return {PREFERENCE_TERM: loss.per_completion.sum()}, {
+        return {PREFERENCE_TERM: per_completion.sum()}, {
             name: mean for name, mean in metrics.items() if not any(f"/{side}_" in name for side in missing)
         }
 

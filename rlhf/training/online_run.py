@@ -20,6 +20,7 @@ from torch import Tensor
 from rlhf.algo.functions import AdvantageFunction
 from rlhf.algo.kl import Coefs, next_kl_coef, next_penalty_coef
 from rlhf.algo.objective import Objective
+from rlhf.algorithms.sft import Sft
 from rlhf.batching import concat
 from rlhf.config.algorithm import AdaptiveKl, Online, PenaltyLoss, TrustRegionLoss
 from rlhf.config.rescue import ReplayConfig
@@ -119,7 +120,7 @@ def demonstrations(run: OnlineRun, step: int, update: int) -> list[LossBatch]:
     """
     if run.ptx is None:
         return []
-    loss = DemonstrationLoss(run.models, aggregate="token_mean", coef=run.algorithm.ptx_coef, name="ptx")
+    loss = DemonstrationLoss(run.models, Sft(), coef=run.algorithm.ptx_coef, name="ptx")
     return [LossBatch(run.ptx(step, update), loss)]
 
 

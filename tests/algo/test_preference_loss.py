@@ -10,28 +10,18 @@ import torch
 from algo_cases import close
 from hypothesis import given
 from hypothesis import strategies as st
+from pair_values import PairValues, dpo, hinge, ipo, orpo, robust_dpo, simpo, slic, values_of
 from torch import Tensor
 
-from rlhf.algo.preference_loss import (
-    PreferenceLoss,
-    add_chosen_likelihood,
-    dpo,
-    hinge,
-    ipo,
-    kto,
-    kto_baseline,
-    mismatched_partners,
-    orpo,
-    robust_dpo,
-    simpo,
-    slic,
-)
+from rlhf.algorithms.kto import Kto, mismatched_partners
+from rlhf.algorithms.offline_loss import LogRatioLoss
+from rlhf.types import Side
 
 seeds = st.integers(0, 2**31 - 1)
 noises = st.floats(0.01, 0.45)
 LOG3 = math.log(3.0)
 
-PAIR_LOSSES: dict[str, Callable[[Tensor, Tensor], PreferenceLoss]] = {
+PAIR_LOSSES: dict[str, Callable[[Tensor, Tensor], PairValues]] = {
     "dpo": lambda a, b: dpo(a, b, beta=0.4),
     "cdpo": lambda a, b: dpo(a, b, beta=0.4, label_smoothing=0.2),
     "robust_dpo": lambda a, b: robust_dpo(a, b, beta=0.4, label_smoothing=0.2),
@@ -95,16 +85,22 @@ def test_slic_by_hand():
 
 
 def test_the_chosen_likelihood_by_hand_has_a_gradient_and_changes_no_reward():
-    """-log sigma(0) = log 2 for each pair, and half the mean surprise of the chosen tokens."""
-    chosen = numbers(-2.0, -0.5).requires_grad_()
-    pair = dpo(numbers(1.0, 1.0), numbers(1.0, 1.0), beta=0.3)
-    losses = add_chosen_likelihood(pair, chosen, nll_coef=0.5)
+    """A comparison of log 2 for each pair, and half the mean surprise of the chosen tokens."""
+
+    class Constant(LogRatioLoss):
+        def compare(self, chosen: Side, rejected: Side) -> Tensor:
+            return torch.full_like(chosen.logprobs, math.log(2))
+
+    chosen, rejected = numbers(-2.0, -0.5).requires_grad_(), numbers(-3.0, -3.0)
+    losses = values_of(Constant(type="constant", nll_coef=0.5), chosen, rejected)
     close(losses.per_pair, [math.log(2) + 1.0, math.log(2) + 0.25])
     losses.per_pair.sum().backward()
     assert chosen.grad is not None
     close(chosen.grad, [-0.5, -0.5])
-    close(losses.chosen_reward, pair.chosen_reward)
-    close(losses.rejected_reward, pair.rejected_reward)
+    plain, with_likelihood = (dpo(chosen, rejected, beta=0.3, nll_coef=coef) for coef in (0.0, 0.5))
+    close(with_likelihood.per_pair, plain.per_pair - 0.5 * chosen)
+    close(with_likelihood.chosen_reward, plain.chosen_reward)
+    close(with_likelihood.rejected_reward, plain.rejected_reward)
 
 
 def test_simpo_by_hand():
@@ -145,30 +141,23 @@ def test_kto_is_lambda_minus_value(seed, beta, z0):
     generator = torch.Generator().manual_seed(seed)
     ratios = 2 * torch.randn(5, generator=generator, dtype=torch.float64)
     good = torch.rand(5, generator=generator) > 0.5
-    losses = kto(ratios, good, torch.full_like(ratios, z0), beta=beta, desirable_weight=1.3, undesirable_weight=0.6)
+    loss = Kto(beta=beta, desirable_weight=1.3, undesirable_weight=0.6)
+    losses = loss.per_completion(ratios, good, torch.full_like(ratios, z0))
     weights = [1.3 if g else 0.6 for g in good.tolist()]
     rows = zip(ratios.tolist(), good.tolist(), weights, strict=True)
-    close(losses.per_completion, [w - value(h, z0, desirable=g, beta=beta, weight=w) for h, g, w in rows])
-    close(losses.reward, beta * ratios)
+    close(losses, [w - value(h, z0, desirable=g, beta=beta, weight=w) for h, g, w in rows])
+    close(loss.reward(ratios), beta * ratios)
 
 
 def test_kto_by_hand():
     """Reward log 3 above z0, in units of beta: 1/4 of the weight is lost if desirable, 3/4 if not."""
-    losses = kto(
-        numbers(2 * LOG3 + 1, 2 * LOG3 + 1),
-        torch.tensor([True, False]),
-        numbers(1.0, 1.0),
-        beta=0.5,
-        desirable_weight=1.0,
-        undesirable_weight=2.0,
-    )
-    close(losses.per_completion, [0.25, 1.5])
+    loss, ratios = Kto(beta=0.5, undesirable_weight=2.0), numbers(2 * LOG3 + 1, 2 * LOG3 + 1)
+    close(loss.per_completion(ratios, torch.tensor([True, False]), numbers(1.0, 1.0)), [0.25, 1.5])
 
 
 def test_kto_pushes_each_label_its_way_and_lets_the_baseline_be():
     ratios, baselines = numbers(0.3, 0.3).requires_grad_(), numbers(0.1, 0.1).requires_grad_()
-    losses = kto(ratios, torch.tensor([True, False]), baselines, beta=0.5, desirable_weight=1.0, undesirable_weight=1.0)
-    losses.per_completion.sum().backward()
+    Kto(beta=0.5).per_completion(ratios, torch.tensor([True, False]), baselines).sum().backward()
     slope = 0.5 * torch.sigmoid(torch.tensor(0.1)).item() * torch.sigmoid(torch.tensor(-0.1)).item()
     assert ratios.grad is not None
     close(ratios.grad, [-slope, slope], rtol=1e-6)
@@ -177,10 +166,10 @@ def test_kto_pushes_each_label_its_way_and_lets_the_baseline_be():
 
 def test_the_baseline_is_a_mean_that_is_not_negative_and_has_no_gradient():
     ratios = numbers(1.0, -0.5, 1.0).requires_grad_()
-    baseline = kto_baseline(ratios)
+    baseline = Kto().baseline(ratios)
     close(baseline, 0.5)
     assert not baseline.requires_grad
-    close(kto_baseline(numbers(-1.0, 0.5)), 0.0)
+    close(Kto().baseline(numbers(-1.0, 0.5)), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +213,7 @@ def test_robust_dpo_is_unbiased_under_flipped_labels_and_cdpo_is_not(seed, noise
     chosen, rejected = sides(seed)
     clean = dpo(chosen, rejected, beta=0.3).per_pair
 
-    def expected(loss: Callable[..., PreferenceLoss]) -> Tensor:
+    def expected(loss: Callable[..., PairValues]) -> Tensor:
         kept = loss(chosen, rejected, beta=0.3, label_smoothing=noise).per_pair
         flipped = loss(rejected, chosen, beta=0.3, label_smoothing=noise).per_pair
         return (1 - noise) * kept + noise * flipped
@@ -327,10 +316,8 @@ def test_gradients_are_those_of_finite_differences(name):
 def test_the_gradient_of_kto_is_that_of_finite_differences():
     ratios, baselines = sides(7)
     good = torch.tensor([True, False] * 3)
-    assert torch.autograd.gradcheck(
-        lambda h: kto(h, good, baselines, beta=0.7, desirable_weight=1.5, undesirable_weight=0.5).per_completion,
-        (ratios.requires_grad_(),),
-    )
+    loss = Kto(beta=0.7, desirable_weight=1.5, undesirable_weight=0.5)
+    assert torch.autograd.gradcheck(lambda h: loss.per_completion(h, good, baselines), (ratios.requires_grad_(),))
 
 
 @pytest.mark.parametrize("name", PAIR_LOSSES)

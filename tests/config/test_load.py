@@ -211,7 +211,7 @@ def test_a_mistake_is_named(override: str, message: str | None) -> None:
         (
             "online_dpo",
             "algorithm.policy_loss.loss.type=simpo",
-            "policy_loss.loss.type: 'simpo' is not one of dpo, robust_dpo, ipo, hinge",
+            "policy_loss.loss.type: 'simpo' is not one of dpo, hinge, ipo, robust_dpo",
         ),
         ("online_dpo", "algorithm.policy_loss.entropy_coef=0.1", "algorithm.policy_loss.entropy_coef: unknown key"),
         ("online_dpo", "batch={prompts_per_step: 3, minibatches: 4}", "at most 3 pairs are made in a step"),

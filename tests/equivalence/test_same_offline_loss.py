@@ -13,8 +13,13 @@ from runs import largest_difference, make_model, online, ppo_tree, weights
 
 from rlhf.algo.advantages import compute_advantages
 from rlhf.algo.masked import Mean
+from rlhf.algorithms.dpo import Dpo
+from rlhf.algorithms.hinge import Hinge
+from rlhf.algorithms.ipo import Ipo
+from rlhf.algorithms.offline_loss import PairLoss
+from rlhf.algorithms.robust_dpo import RobustDpo
+from rlhf.algorithms.sft import Sft
 from rlhf.batching import Batch
-from rlhf.config.algorithm import DpoLoss, HingeLoss, IpoLoss, PairLossConfig, RobustDpoLoss
 from rlhf.config.files import merge
 from rlhf.data.pairs import CompletionRows
 from rlhf.data.tokenizer import left_pad, right_pad
@@ -105,18 +110,18 @@ def fixed_pairs(run: OnlineRun, experience: Experience) -> AnnotatedPairs:
     )
 
 
-LOSSES: list[PairLossConfig] = [
-    DpoLoss(beta=0.3),
-    DpoLoss(label_smoothing=0.1),
-    RobustDpoLoss(),
-    IpoLoss(),
-    IpoLoss(normalize="length"),
-    HingeLoss(nll_coef=0.7),
+LOSSES: list[PairLoss] = [
+    Dpo(beta=0.3),
+    Dpo(label_smoothing=0.1),
+    RobustDpo(),
+    Ipo(),
+    Ipo(normalize="length"),
+    Hinge(nll_coef=0.7),
 ]
 
 
 @pytest.mark.parametrize("config", LOSSES, ids=lambda config: "-".join(map(str, config.model_dump().values())))
-def test_online_dpo_is_offline_dpo_on_the_pairs_it_drew(tmp_path: Path, config: PairLossConfig) -> None:
+def test_online_dpo_is_offline_dpo_on_the_pairs_it_drew(tmp_path: Path, config: PairLoss) -> None:
     tree = tree_of(tmp_path, {"preset": "online_dpo", "policy_loss": {"loss": config.model_dump()}})
     run = fresh(tree)
     start, experience = weights(run.models.policy), experience_of(run)
@@ -147,7 +152,7 @@ def test_rejection_sampling_is_sft_on_the_kept_completions(tmp_path: Path, keep:
     kept = [row for group in groups_of(experience) for row in sorted(group, key=lambda row: -row[2])[:keep]]
     prompts, completions = tuple(row[0] for row in kept), tuple(row[1] for row in kept)
     other = fresh(tree)
-    loss = DemonstrationLoss(other.models, aggregate=aggregate, name="policy")  # type: ignore[arg-type]
+    loss = DemonstrationLoss(other.models, Sft.model_validate({"aggregate": aggregate}), name="policy")
     loss.denominators, loss.terms = _as_policy(loss)  # type: ignore[method-assign]
     sft = stepped(other, CompletionRows(prompts, completions, 0).collate(range(len(kept))), loss)
     assert largest_difference(start, sft) > 1e-3

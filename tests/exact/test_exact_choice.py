@@ -10,31 +10,30 @@ from torch import Tensor
 from rlhf.algo.advantages import compute_advantages
 from rlhf.algo.objective import Objective
 from rlhf.algo.selection import select_training_rows
+from rlhf.algorithms.dpo import Dpo
+from rlhf.algorithms.hinge import Hinge
+from rlhf.algorithms.ipo import Ipo
+from rlhf.algorithms.offline_loss import PairLoss
+from rlhf.algorithms.robust_dpo import RobustDpo
 from rlhf.config.algorithm import (
     Best,
     BestAndWorst,
-    DpoLoss,
-    HingeLoss,
-    IpoLoss,
     Online,
     OnlinePairLoss,
-    PairLossConfig,
     PolicyGradientLoss,
-    RobustDpoLoss,
 )
 from rlhf.exact.world import make_rollout, model_outputs, random_table
-from rlhf.training.offline import Side, pair_loss
-from rlhf.types import Experience, SampledPairs
+from rlhf.types import Experience, SampledPairs, Side
 
 N = len(WORLD.ids)
 # Scores with ties: some pairs cannot be ranked.
 COARSE = PROBLEM.scores.round()
-LOSSES: list[PairLossConfig] = [
-    DpoLoss(beta=0.4),
-    DpoLoss(beta=0.4, label_smoothing=0.2),
-    RobustDpoLoss(beta=0.4),
-    IpoLoss(beta=0.4),
-    HingeLoss(beta=0.4, margin=0.3),
+LOSSES: list[PairLoss] = [
+    Dpo(beta=0.4),
+    Dpo(beta=0.4, label_smoothing=0.2),
+    RobustDpo(beta=0.4),
+    Ipo(beta=0.4),
+    Hinge(beta=0.4, margin=0.3),
 ]
 
 
@@ -55,7 +54,7 @@ def row_of(ids: Tensor, mask: Tensor, prompt_ids: Tensor) -> Tensor:
     return torch.tensor(which) + N * (prompt_ids[:, 1] - 1)
 
 
-def pair_term(config: PairLossConfig, *, old: Tensor, new: Tensor, scores: Tensor = COARSE) -> Tensor:
+def pair_term(config: PairLoss, *, old: Tensor, new: Tensor, scores: Tensor = COARSE) -> Tensor:
     """Online DPO's loss, expected over the two completions that `old` draws of a prompt."""
     algorithm = Online(advantage=BestAndWorst(), policy_loss=OnlinePairLoss())
     batch, _, joint = drawn(algorithm, old, scores)
@@ -72,10 +71,10 @@ def pair_term(config: PairLossConfig, *, old: Tensor, new: Tensor, scores: Tenso
 
     chosen = side(pairs.chosen_ids, pairs.chosen_mask, pairs.chosen_ref_logprobs)
     rejected = side(pairs.rejected_ids, pairs.rejected_mask, pairs.rejected_ref_logprobs)
-    return (weights * pair_loss(config, chosen, rejected).per_pair).sum()
+    return (weights * config.per_pair(chosen, rejected)).sum()
 
 
-def as_defined(config: PairLossConfig, *, old: Tensor, new: Tensor) -> Tensor:
+def as_defined(config: PairLoss, *, old: Tensor, new: Tensor) -> Tensor:
     """The same by its definition: over all (winner, loser), each met in either order."""
     probability = WORLD.sequence_logprobs(old.detach()).exp()
     h, lengths = WORLD.sequence_logprobs(new) - REFERENCE, WORLD.mask.sum(1).double()
@@ -89,7 +88,7 @@ def as_defined(config: PairLossConfig, *, old: Tensor, new: Tensor) -> Tensor:
                         for n in (winner, loser)
                     ]
                     weight = 2 * probability[c, winner] * probability[c, loser] / WORLD.prompts
-                    total = total + weight * pair_loss(config, *sides).per_pair.sum()
+                    total = total + weight * config.per_pair(*sides).sum()
     return total
 
 
@@ -106,7 +105,7 @@ def policy() -> Table:
 
 
 @pytest.mark.parametrize("config", LOSSES, ids=lambda config: f"{config.type}-{getattr(config, 'label_smoothing', 0)}")
-def test_online_dpo_is_the_expected_offline_loss_on_ranked_pairs(policy: Table, config: PairLossConfig) -> None:
+def test_online_dpo_is_the_expected_offline_loss_on_ranked_pairs(policy: Table, config: PairLoss) -> None:
     for old in (policy(), random_table(WORLD, 13)):
         ours, exact = pair_term(config, old=old, new=policy()), as_defined(config, old=old, new=policy())
         torch.testing.assert_close(ours, exact)
@@ -119,7 +118,7 @@ def test_online_dpo_starts_by_climbing_the_win_rate_against_itself() -> None:
     with torch.no_grad():
         policy.logits.copy_(PROBLEM.reference)
     table = policy()
-    ours = pair_term(DpoLoss(beta=0.4), old=table, new=table)
+    ours = pair_term(Dpo(beta=0.4), old=table, new=table)
     same_gradient(policy, ours, win_rate(table, table), scale=-2 * 0.4)
     expected_score = (WORLD.sequence_logprobs(table).exp() * COARSE).sum(1).mean()
     differ(policy, -ours, 2 * 0.4 * expected_score)  # it is not the score that is climbed
@@ -159,5 +158,5 @@ def test_the_first_steps_of_both_point_the_same_way() -> None:
         policy.logits.copy_(PROBLEM.reference)
     table = policy()
     same_gradient(policy, rejection_term(old=table, new=table), win_rate(table, table), scale=-2.0)
-    pairs = pair_term(DpoLoss(beta=0.4), old=table, new=table)
+    pairs = pair_term(Dpo(beta=0.4), old=table, new=table)
     same_gradient(policy, pairs, rejection_term(old=table, new=table), scale=0.4)

@@ -12,9 +12,11 @@ from torch import Tensor
 from rlhf.algo.advantages import compute_advantages
 from rlhf.algo.kl import Coefs
 from rlhf.algo.objective import Objective, divide_by_denominators
-from rlhf.algo.preference_loss import kto, kto_baseline
 from rlhf.algo.selection import best_and_worst
-from rlhf.config.algorithm import KtoLoss, Offline, Online, OnlinePairLoss, SftLoss
+from rlhf.algorithms.kto import Kto
+from rlhf.algorithms.offline_loss import PairLoss
+from rlhf.algorithms.sft import Sft
+from rlhf.config.algorithm import Offline, Online, OnlinePairLoss
 from rlhf.config.presets import PRESETS
 from rlhf.evaluation.frontier import exact_frontier, optimal_logprobs, score_at_kl
 from rlhf.exact.world import (
@@ -29,8 +31,7 @@ from rlhf.exact.world import (
     random_scores,
     random_table,
 )
-from rlhf.training.offline import Side, pair_loss
-from rlhf.types import Rollout
+from rlhf.types import Rollout, Side
 
 WORLD = enumerate_world()
 PROBLEM = Problem(world=WORLD, reference=random_table(WORLD, 10), scores=random_scores(WORLD, 11))
@@ -89,7 +90,7 @@ def online_loss(
             )
             for part in best_and_worst(rollout.scores, GROUP)
         ]
-        return pair_loss(algorithm.policy_loss.loss, *sides).per_pair.mean()
+        return algorithm.policy_loss.loss.per_pair(*sides).mean()
     batch = compute_advantages(rollout, algorithm, coefs)
     objective = Objective(algorithm, max_tokens=WORLD.horizon)
     terms, _ = objective.loss(batch, model_outputs(WORLD, rows, table, critic), coefs)
@@ -119,30 +120,21 @@ def population_loss(algorithm: Offline, table: Tensor) -> Tensor:
     logprobs = WORLD.sequence_logprobs(table)
     wins = torch.sigmoid(PROBLEM.scores[:, :, None] - PROBLEM.scores[:, None, :])
     match algorithm.loss:
-        case SftLoss():
+        case Sft():
             return -(wins.mean(2) * logprobs).sum(1).mean()  # on the chosen sides
-        case KtoLoss() as how:
-            ratios = logprobs - REFERENCE
-            parts = {"desirable_weight": how.desirable_weight, "undesirable_weight": how.undesirable_weight}
-            losses = [
-                kto(
-                    ratios.flatten(),
-                    torch.full_like(ratios, label).bool().flatten(),
-                    kto_baseline(ratios.flatten()).expand(ratios.numel()),
-                    beta=how.beta,
-                    **parts,
-                ).per_completion
-                for label in (1, 0)
-            ]
+        case Kto() as how:
+            ratios = (logprobs - REFERENCE).flatten()
+            baselines = how.baseline(ratios).expand(ratios.numel())
+            losses = [how.per_completion(ratios, torch.full_like(ratios, label).bool(), baselines) for label in (1, 0)]
             good = wins.mean(2).flatten()
             return (good * losses[0] + (1 - good) * losses[1]).mean()
-        case how:
+        case PairLoss() as how:
             count = logprobs.shape[1]
             sides = [
                 Side(**{name: value.unsqueeze(3 - dim).expand(-1, count, count).flatten() for name, value in numbers})
                 for dim, numbers in ((1, numbers_of(logprobs)), (2, numbers_of(logprobs)))
             ]
-            return (wins.flatten() * pair_loss(how, *sides).per_pair).mean()
+            return (wins.flatten() * how.per_pair(*sides)).mean()
 
 
 def numbers_of(logprobs: Tensor) -> list[tuple[str, Tensor]]:

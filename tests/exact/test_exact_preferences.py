@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from pair_values import PairValues, dpo, hinge, ipo, robust_dpo
 from torch import Tensor
 
-from rlhf.algo.preference_loss import PreferenceLoss, dpo, hinge, ipo, robust_dpo
 from rlhf.exact.world import enumerate_world, kl, optimum, random_scores, random_table
 
 WORLD = enumerate_world()
@@ -19,7 +19,7 @@ REWARDS = random_scores(WORLD, 11)
 MASS = random_scores(WORLD, 12).softmax(1)
 BETA = 0.5
 
-Loss = Callable[[Tensor, Tensor], PreferenceLoss]
+Loss = Callable[[Tensor, Tensor], PairValues]
 
 
 def preferences(rewards: Tensor, *, flipped: float = 0.0) -> Tensor:

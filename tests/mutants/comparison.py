@@ -56,7 +56,7 @@ COMPARISON = [
     Mutant(
         name="pairs-count-once",
         file="rlhf/config/sections.py",
-        before="return rows if isinstance(self.algorithm.loss, SftLoss | KtoLoss) else 2 * rows",
+        before="return self.batch.prompts_per_step * self.algorithm.loss.completions_per_row",
         after="return rows",
         why="an offline arm reads twice the completions of the budget",
         tests=("tests/comparison/test_plan.py",),

@@ -57,8 +57,8 @@ MACHINERY = [
     Mutant(
         name="config-with-secrets",
         file="rlhf/report/record.py",
-        before="config=redact(folder.read_config()),",
-        after="config=folder.read_config(),",
+        before="config=redact(config),",
+        after="config=config,",
         why="the keys in reward.source.kwargs are uploaded with the model card",
         tests=("tests/cli/test_cli_push.py",),
     ),

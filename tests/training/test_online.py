@@ -12,6 +12,7 @@ import pytest
 import torch
 from runs import largest_difference, online, ppo_tree, trained, weights, write_rows
 
+from rlhf.algorithms.sft import Sft
 from rlhf.models.policy_models import Models
 from rlhf.rewards.source import RewardSource
 from rlhf.training.losses import DemonstrationLoss
@@ -111,7 +112,7 @@ def test_the_ptx_loss_is_at_temperature_1_whatever_is_sampled_at(tmp_path: Path)
     run = online(tree)
     assert run.ptx is not None
     batch = run.ptx(1, 0)
-    terms, observed = DemonstrationLoss(run.models, aggregate="token_mean", name="ptx").terms(batch)
+    terms, observed = DemonstrationLoss(run.models, Sft(), name="ptx").terms(batch)
     assert terms["ptx"].item() == pytest.approx(likelihood(run.models, batch), rel=1e-5)
     assert observed["loss/ptx"].total == pytest.approx(likelihood(run.models, batch), rel=1e-5)
 

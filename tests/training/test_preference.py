@@ -7,11 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pair_values import dpo, hinge, robust_dpo, simpo
 from tiny_models import EOS, completions_of, padded, tiny
 from transformers import PreTrainedModel
 
-from rlhf.algo.preference_loss import dpo, hinge, robust_dpo, simpo
-from rlhf.config.algorithm import DpoLoss, HingeLoss, IpoLoss, KtoLoss, PairLossConfig, RobustDpoLoss, SimpoLoss
+from rlhf.algorithms.dpo import Dpo
+from rlhf.algorithms.hinge import Hinge
+from rlhf.algorithms.ipo import Ipo
+from rlhf.algorithms.kto import Kto
+from rlhf.algorithms.offline_loss import PairLoss
+from rlhf.algorithms.robust_dpo import RobustDpo
+from rlhf.algorithms.simpo import Simpo
 from rlhf.data.pairs import CompletionRows
 from rlhf.models.logprobs import completion_outputs
 from rlhf.models.policy_models import Models
@@ -97,17 +103,17 @@ def test_the_loss_is_that_of_rows_by_themselves(family: str) -> None:
     h = [logprobs - numbers(reference) for logprobs, reference in zip(alone, REFERENCE, strict=True)]
     m = [logprobs / numbers([len(c) for c in side]) for logprobs, side in zip(alone, (CHOSEN, REJECTED), strict=True)]
     per_token = [x / numbers([len(c) for c in side]) for x, side in zip(h, (CHOSEN, REJECTED), strict=True)]
-    expected: list[tuple[PairLossConfig, torch.Tensor]] = [
-        (DpoLoss(beta=0.3), dpo(*h, beta=0.3).per_pair),
-        (DpoLoss(beta=0.3, label_smoothing=0.2), dpo(*h, beta=0.3, label_smoothing=0.2).per_pair),
-        (SimpoLoss(beta=2.0, gamma=0.5), simpo(*m, beta=2.0, gamma=0.5).per_pair),
-        (IpoLoss(beta=0.3), (h[0] - h[1] - 1 / 0.6) ** 2),
-        (IpoLoss(beta=0.3, normalize="length"), (per_token[0] - per_token[1] - 1 / 0.6) ** 2),
-        (DpoLoss(beta=0.3, nll_coef=0.7), dpo(*h, beta=0.3).per_pair - 0.7 * m[0]),
-        (IpoLoss(beta=0.3, nll_coef=0.7), (h[0] - h[1] - 1 / 0.6) ** 2 - 0.7 * m[0]),
-        (HingeLoss(beta=0.3, nll_coef=0.7), hinge(*h, beta=0.3, margin=1.0).per_pair - 0.7 * m[0]),
+    expected: list[tuple[PairLoss, torch.Tensor]] = [
+        (Dpo(beta=0.3), dpo(*h, beta=0.3).per_pair),
+        (Dpo(beta=0.3, label_smoothing=0.2), dpo(*h, beta=0.3, label_smoothing=0.2).per_pair),
+        (Simpo(beta=2.0, gamma=0.5), simpo(*m, beta=2.0, gamma=0.5).per_pair),
+        (Ipo(beta=0.3), (h[0] - h[1] - 1 / 0.6) ** 2),
+        (Ipo(beta=0.3, normalize="length"), (per_token[0] - per_token[1] - 1 / 0.6) ** 2),
+        (Dpo(beta=0.3, nll_coef=0.7), dpo(*h, beta=0.3).per_pair - 0.7 * m[0]),
+        (Ipo(beta=0.3, nll_coef=0.7), (h[0] - h[1] - 1 / 0.6) ** 2 - 0.7 * m[0]),
+        (Hinge(beta=0.3, nll_coef=0.7), hinge(*h, beta=0.3, margin=1.0).per_pair - 0.7 * m[0]),
         (
-            RobustDpoLoss(beta=0.3, nll_coef=0.7),
+            RobustDpo(beta=0.3, nll_coef=0.7),
             robust_dpo(*h, beta=0.3, label_smoothing=0.1).per_pair - 0.7 * m[0],
         ),
     ]
@@ -121,7 +127,7 @@ def test_the_loss_is_that_of_rows_by_themselves(family: str) -> None:
 
 def test_rewards_and_accuracy_are_observed_apart() -> None:
     policy = tiny()
-    loss = PairwiseLoss(models_of(policy), DpoLoss(beta=0.3))
+    loss = PairwiseLoss(models_of(policy), Dpo(beta=0.3))
     alone = [
         numbers([sequence_logprob(policy, *row) for row in zip(PROMPTS, side, strict=True)])
         for side in (CHOSEN, REJECTED)
@@ -142,7 +148,7 @@ def test_a_users_turn_between_two_answers_is_read_and_not_scored() -> None:
     tokens = models_of(policy).policy_tokens(completions_of(PROMPTS, CHOSEN)).logprobs.double()
     expected = torch.where(learned, tokens, 0.0).sum(dim=1)
     some = replace(both, chosen_learned=learned)
-    observed = PairwiseLoss(models_of(policy), DpoLoss()).terms(some)[1]
+    observed = PairwiseLoss(models_of(policy), Dpo()).terms(some)[1]
     assert observed["preference/chosen_logprob"].value == pytest.approx(expected.mean().item())
     rows = CompletionRows(tuple(PROMPTS), tuple(CHOSEN), 0, tuple([i != 1 for i in range(len(c))] for c in CHOSEN))
     say = lambda batch: models_of(policy).policy_tokens(batch).logprobs  # noqa: E731
@@ -152,7 +158,7 @@ def test_a_users_turn_between_two_answers_is_read_and_not_scored() -> None:
 
 def test_a_tie_is_half_right() -> None:
     tied = pairs()
-    observed = PairwiseLoss(models_of(tiny()), DpoLoss()).terms(
+    observed = PairwiseLoss(models_of(tiny()), Dpo()).terms(
         type(tied)(
             **{
                 **vars(tied),
@@ -172,7 +178,7 @@ def test_a_tie_is_half_right() -> None:
 
 def kto_loss(models: Models, **options: int | None) -> LabelledLoss:
     how = {"rows_per_pass": 2, "context": None, **options}
-    return LabelledLoss(models, KtoLoss(beta=0.3), **how)  # type: ignore[arg-type]
+    return LabelledLoss(models, Kto(beta=0.3), **how)  # type: ignore[arg-type]
 
 
 def test_the_baseline_is_of_completions_of_other_prompts() -> None:
