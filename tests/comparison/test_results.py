@@ -290,7 +290,7 @@ class TestInABrowser:
 
 
 def test_control_c_stops_the_command_and_its_cells_which_save(tmp_path: Path) -> None:
-    """As a terminal sends it: to every process of the group at once, those that cells are forked from included."""
+    """As a terminal sends it: to every process of the group at once."""
     tree = compare_tree(tmp_path, seeds=[0], budget={"completions": 32000}, evaluations=1, jobs=2)
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({**tree, "arms": {"ppo": {}, "again": {}}}))
     command = [sys.executable, "-m", "rlhf", "compare", str(tmp_path / "c.yaml")]
