@@ -1,6 +1,6 @@
 """The charts and tables of a page: described once, and drawn on a page with plotly.
 
-Colors are roles; the page resolves them. rlhf/comparison/figures.py draws the same descriptions for print.
+Colors are roles; the page resolves them.
 """
 
 from __future__ import annotations
@@ -41,14 +41,12 @@ class Series:
     size: Number | Sequence[Number] = 0  # of the markers, or of each of them; 0 for none
     symbol: str = "circle"
     opacity: Number = 1
-    hatched: bool = False
     band: Sequence[tuple[Number, Number]] = ()  # (low, high) at each point
     errors: Sequence[Number | None] = ()  # the standard error of each point
     texts: Sequence[str] = ()  # on pointing at each point
     group: str = ""  # shown and hidden as one
     in_legend: bool = True
     interactive: bool = True  # False for what only accompanies another series
-    minor: bool = False  # one of too many for their bands to be told apart in print
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,6 @@ class Chart:
     _: KW_ONLY
     has_legend: bool = True
     by_point: bool = False  # one points at a single point of it, not at all points above one another
-    note: str = ""  # below it in print
 
 
 Json = dict[str, Any]

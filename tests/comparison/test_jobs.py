@@ -38,12 +38,6 @@ from rlhf.errors import ConfigError
 from rlhf.tracking.trackers import read_jsonl
 
 
-@pytest.fixture(autouse=True)
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take seconds to draw, and test_figures.py looks at them."""
-    monkeypatch.setattr("rlhf.commands.compare.write_figures", lambda folder, results: [])
-
-
 def in_processes(tree: dict[str, Any], console: Console | None = None) -> bool:
     config = compare_config(tree)
     start = partial(CellProcess, jobs=config.jobs)

@@ -52,9 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished comparison with a failed arm, and a completion that would like to act."""
     path = tmp_path_factory.mktemp("c")
     tree = compare_tree(path, arms={"broken": failing_arm(path)})
-    with pytest.MonkeyPatch.context() as patch:  # its figures are drawn once, by the report below
-        patch.setattr("rlhf.commands.compare.write_figures", lambda folder, results: [])
-        assert compared(tree)
+    assert compared(tree)
     judgment = Judgment.read(path / "compare" / "ppo" / "seed-0")
     assert judgment is not None
     rows = [{**judgment.rows[0], "completion": EVIL + "w" * 400}, *judgment.rows[1:]]
