@@ -261,7 +261,7 @@ def model_outputs(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class ExactProblem:
     """What is learned where: the world, what the policy starts from, and what it is paid for."""
 
     world: World

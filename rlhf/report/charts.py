@@ -260,7 +260,7 @@ MAX_BARS = 80
 
 
 @dataclass(frozen=True)
-class Group:
+class ChartGroup:
     """Charts that answer one question about a run."""
 
     key: str
@@ -332,9 +332,9 @@ def panels(group: str, table: Mapping[str, MetricInfo]) -> list[tuple[str, list[
     return [(row[0][1].title, [info.name for info, _ in row]) for row in rows]
 
 
-def overlay_groups(records: Mapping[str, Record], table: Mapping[str, MetricInfo]) -> list[Group]:
+def overlay_groups(records: Mapping[str, Record], table: Mapping[str, MetricInfo]) -> list[ChartGroup]:
     """Build one chart for each metric of several runs, with a curve for each run, in the groups of a run's page."""
-    groups: list[Group] = []
+    groups: list[ChartGroup] = []
     names = list(dict.fromkeys(name for record in records.values() for name in record.series))
     zero = {name for name in names if all(name in stayed_zero(r) for r in records.values() if r.points(name))}
     rest = [name for name in names if name not in zero and not name.endswith("_se")]
@@ -342,9 +342,9 @@ def overlay_groups(records: Mapping[str, Record], table: Mapping[str, MetricInfo
         shown = [name for _, metrics in panels(key, table) for name in metrics if name in rest]
         charts = [_overlay_chart(records, name, table) for name in shown]
         rest = [name for name in rest if name not in shown]
-        groups += [Group(key, title, "", charts)] if charts else []
+        groups += [ChartGroup(key, title, "", charts)] if charts else []
     others = [_overlay_chart(records, name, table) for name in rest if any(r.points(name) for r in records.values())]
-    return [*groups, Group("other", "Other", "", others)] if others else groups
+    return [*groups, ChartGroup("other", "Other", "", others)] if others else groups
 
 
 def _overlay_chart(records: Mapping[str, Record], name: str, table: Mapping[str, MetricInfo]) -> Chart:
@@ -358,7 +358,7 @@ def _overlay_chart(records: Mapping[str, Record], name: str, table: Mapping[str,
     return Chart(f"overlay:{name}", name, Axis("step"), Axis(unit="" if unit == "-" else unit), curves)
 
 
-def chart_groups(record: Record, table: Mapping[str, MetricInfo]) -> list[Group]:
+def chart_groups(record: Record, table: Mapping[str, MetricInfo]) -> list[ChartGroup]:
     """Build the charts of all metrics of the run, grouped, without empty charts and groups."""
     groups, drawn = [], set(stayed_zero(record))
     for key, title, hint in GROUPS:
@@ -369,11 +369,11 @@ def chart_groups(record: Record, table: Mapping[str, MetricInfo]) -> list[Group]
             if present:
                 charts.append(_curves_chart(record, present, chart_title, table))
         if charts:
-            groups.append(Group(key, title, hint, charts))
+            groups.append(ChartGroup(key, title, hint, charts))
     rest = [n for n in record.series if n not in drawn and not _error_bar_of(n, record) and record.points(n)]
     if rest:
         charts = [_curves_chart(record, [name], name, table) for name in rest]
-        groups.append(Group("other", "Other", "Everything else that the run logged.", charts))
+        groups.append(ChartGroup("other", "Other", "Everything else that the run logged.", charts))
     return groups
 
 

@@ -26,7 +26,7 @@ from rlhf.comparison.aggregate import KLS, read_cells, summarize, with_known_kl
 from rlhf.comparison.costs import Costs
 from rlhf.comparison.page import difference_table, reward_hacking_points, seed_means, styles, win_matrix
 from rlhf.comparison.plan import read_plan
-from rlhf.comparison.results import MEASURES, Budget, ComparisonResults, Evaluation, FrontierPoint, Measures
+from rlhf.comparison.results import MEASURES, ArmBudget, ComparisonResults, Evaluation, FrontierPoint, Measures
 from rlhf.comparison.scheduler import failure_of
 from rlhf.comparison.summary import budget_in_words, equal_kl_table, format_gain, notes, ranking, verdict
 from rlhf.comparison.trial import Judgment
@@ -208,7 +208,7 @@ def test_the_words(typed: ComparisonResults) -> None:
 
 
 def test_a_budget_in_words() -> None:
-    words = [budget_in_words(Budget(unit="seconds", limit=limit)) for limit in (64.0, 2.5, 4e9)]
+    words = [budget_in_words(ArmBudget(unit="seconds", limit=limit)) for limit in (64.0, 2.5, 4e9)]
     assert words == [f"{limit} seconds of training" for limit in ("64", "2.50", "4,000,000,000")]
 
 
@@ -230,7 +230,7 @@ def test_bands_and_marks_by_hand(typed: ComparisonResults) -> None:
     seeds = {0: [row(0, 1, 1.0, 0.0), row(0, 2, 3.0, 1.0)], 1: [row(1, 3, 2.0, 0.0)]}
     assert seed_means(seeds, "score", "tokens") == [(2.0, 1.5, 1.0, 2.0)]  # the second: not every seed has come to it
     rows = [row(0, i, gold, proxy) for i, (gold, proxy) in enumerate([(0.0, 0.0), (2.0, 1.0), (1.9, 2.0), (1.0, 3.0)])]
-    gaming = replace(typed, evaluations=tuple(rows), budget=Budget(unit="tokens", limit=3.0), prompts=100)
+    gaming = replace(typed, evaluations=tuple(rows), budget=ArmBudget(unit="tokens", limit=3.0), prompts=100)
     assert reward_hacking_points(gaming, "a") == [(3.0, 1.0)]  # 1.9 is within two standard errors (0.2) of 2.0
     drawn = styles([f"a{i}" for i in range(9)])
     assert drawn["a0"].role == drawn["a8"].role == "s1"

@@ -13,7 +13,7 @@ from rlhf.algo.kl import Coefs, next_kl_coef, next_penalty_coef
 from rlhf.algo.objective import Objective, divide_by_denominators
 from rlhf.config.algorithm import Online
 from rlhf.exact.world import (
-    Problem,
+    ExactProblem,
     best_score,
     best_value,
     enumerate_world,
@@ -28,7 +28,7 @@ from rlhf.exact.world import (
 )
 
 WORLD = enumerate_world()
-PROBLEM = Problem(world=WORLD, reference=random_table(WORLD, 10), scores=random_scores(WORLD, 11))
+PROBLEM = ExactProblem(world=WORLD, reference=random_table(WORLD, 10), scores=random_scores(WORLD, 11))
 REFERENCE = WORLD.sequence_logprobs(PROBLEM.reference)
 
 

@@ -19,7 +19,7 @@ from rlhf.config.presets import PRESETS
 from rlhf.evaluation.frontier import exact_frontier, optimal_logprobs, score_at_kl
 from rlhf.exact.world import (
     EOS,
-    Problem,
+    ExactProblem,
     best_score,
     enumerate_world,
     expectation,
@@ -33,7 +33,7 @@ from rlhf.training.offline import Side, pair_loss
 from rlhf.types import Rollout
 
 WORLD = enumerate_world()
-PROBLEM = Problem(world=WORLD, reference=random_table(WORLD, 10), scores=random_scores(WORLD, 11))
+PROBLEM = ExactProblem(world=WORLD, reference=random_table(WORLD, 10), scores=random_scores(WORLD, 11))
 REFERENCE = WORLD.sequence_logprobs(PROBLEM.reference)
 LENGTHS = WORLD.mask.sum(1).double().expand(WORLD.prompts, -1)
 START = expectation(REFERENCE, PROBLEM.scores).item()

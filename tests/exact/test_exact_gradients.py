@@ -15,7 +15,7 @@ from rlhf.algo.kl import Coefs
 from rlhf.algo.objective import Objective
 from rlhf.config.algorithm import Online
 from rlhf.exact.world import (
-    Problem,
+    ExactProblem,
     World,
     action_values,
     enumerate_world,
@@ -29,7 +29,7 @@ from rlhf.exact.world import (
 )
 
 WORLD = enumerate_world()
-PROBLEM = Problem(world=WORLD, reference=random_table(WORLD, 10), scores=random_scores(WORLD, 11))
+PROBLEM = ExactProblem(world=WORLD, reference=random_table(WORLD, 10), scores=random_scores(WORLD, 11))
 REFERENCE = WORLD.sequence_logprobs(PROBLEM.reference)
 BETA = 0.3
 COEFS = Coefs(kl=BETA, penalty=0.7)
@@ -291,7 +291,7 @@ def test_kl_in_the_loss_is_the_kl_of_each_token_in_states_taken_as_given(policy,
 
 def test_kl_in_the_loss_with_k2_is_exact_for_one_token():
     world = enumerate_world(horizon=1)
-    problem = Problem(world=world, reference=random_table(world, 1), scores=random_scores(world, 2))
+    problem = ExactProblem(world=world, reference=random_table(world, 1), scores=random_scores(world, 2))
     policy = Table(world)
     table = policy()
     algorithm = online(kl={"placement": "loss", "estimator": "k2"}, **REINFORCE)

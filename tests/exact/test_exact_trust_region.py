@@ -18,7 +18,7 @@ from rlhf.algo.trust_region import (
 )
 from rlhf.config.algorithm import Online
 from rlhf.exact.world import (
-    Problem,
+    ExactProblem,
     action_values,
     best_value,
     enumerate_world,
@@ -32,7 +32,7 @@ from rlhf.exact.world import (
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
 WORLD = enumerate_world()
-PROBLEM = Problem(world=WORLD, reference=random_table(WORLD, 10), scores=random_scores(WORLD, 11))
+PROBLEM = ExactProblem(world=WORLD, reference=random_table(WORLD, 10), scores=random_scores(WORLD, 11))
 REFERENCE = WORLD.sequence_logprobs(PROBLEM.reference)
 BETA = 0.3
 COEFS = Coefs(kl=BETA, penalty=0.0)
