@@ -72,7 +72,7 @@ class GenerationBatch:
         device: torch.device,
         static: bool = False,
     ) -> None:
-        """Allocate the cache and the outputs; a `key` of None decodes greedily, and `static` is that of Slots."""
+        """Allocate the cache and the outputs; a `key` of None decodes greedily, `static` is for `RowSlots`."""
         self.model, self.decoder, self.device = model, decoder, device
         self.temperature, self.length = config.temperature, config.max_new_tokens
         rows = len(prompts)
