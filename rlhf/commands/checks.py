@@ -19,7 +19,6 @@ from rlhf.lab.build import PREFIX, resolve_lab_paths
 from rlhf.suites.settings import IfevalSettings, SuiteSettings, find_suite
 
 START = "start"
-RUNS = ("runs/",)  # a path that begins so is a run, never a hub id
 
 
 @dataclass(frozen=True, kw_only=True)
