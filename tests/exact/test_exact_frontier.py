@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from exact_problem import ExactProblem, best_score, kl, make_rollout, model_outputs
 from torch import Tensor
 
 from rlhf.algo.advantages import compute_advantages
@@ -17,18 +18,7 @@ from rlhf.algo.selection import best_and_worst
 from rlhf.config.algorithm import KtoLoss, Offline, Online, OnlinePairLoss, SftLoss
 from rlhf.config.presets import PRESETS
 from rlhf.evaluation.frontier import exact_frontier, optimal_logprobs, score_at_kl
-from rlhf.exact.world import (
-    EOS,
-    ExactProblem,
-    best_score,
-    enumerate_world,
-    expectation,
-    kl,
-    make_rollout,
-    model_outputs,
-    random_scores,
-    random_table,
-)
+from rlhf.exact.world import EOS, enumerate_world, expectation, random_scores, random_table
 from rlhf.training.offline import Side, pair_loss
 from rlhf.types import Rollout
 
