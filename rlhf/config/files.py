@@ -83,7 +83,7 @@ class _SettingsLoader(yaml.SafeLoader):
     }
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Compose a mapping, and refuse a key that is there twice: the first value would be lost without a word."""
+        """Build a node of a mapping, and refuse a key that is there twice: one value would be lost."""
         node = super().compose_mapping_node(anchor)
         seen: set[str] = set()
         for key, _ in node.value:
@@ -96,7 +96,7 @@ class _SettingsLoader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Construct a mapping with text keys, as in JSON: 16 becomes "16", for example as the name of an arm."""
+        """Build a mapping with text keys, as in JSON: 16 becomes "16", for example as the name of an arm."""
         return {str(key): value for key, value in super().construct_mapping(node, deep).items()}
 
 

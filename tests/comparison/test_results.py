@@ -301,11 +301,11 @@ def test_control_c_stops_the_command_and_its_cells_which_save(tmp_path: Path) ->
         start_new_session=True,
     )
     cells = [tmp_path / "compare" / arm / "seed-0" for arm in ("ppo", "again")]
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline and any(len(list(read_jsonl(cell / "costs.jsonl"))) < 3 for cell in cells):
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert "the same command continues" in out
     assert "Traceback" not in out + err
