@@ -22,13 +22,14 @@ import numpy as np
 import torch
 from matplotlib import colormaps
 from matplotlib.figure import Figure
+from overoptimization_laws import fit_with_intervals, predicted_gain
 from rich.console import Console
 
 from rlhf.commands.train import run_reward_model, run_train
 from rlhf.config.load import load_reward_model, load_train
 from rlhf.config.run import RunConfig
 from rlhf.config.sections import SamplingConfig
-from rlhf.evaluation.frontier import curve_sizes, expected_best, fit_with_intervals, kl_bound, predicted_gain
+from rlhf.evaluation.frontier import curve_sizes, expected_best, kl_bound
 from rlhf.factory.rewards import build_source
 from rlhf.factory.sampler import Completer
 from rlhf.lab.build import lab_config, resolve_lab_paths

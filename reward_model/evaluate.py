@@ -91,7 +91,7 @@ class Baseline:
 
 
 @dataclass(frozen=True)
-class Probe:
+class ProbeResult:
     """Share of the chosen completions whose degraded copy scores higher (ties count half)."""
 
     scores_higher: float | None
@@ -113,7 +113,7 @@ class ReportCard:
     calibration: Calibration
     length: Length
     baselines: dict[str, Baseline]
-    probes: dict[str, Probe]
+    probes: dict[str, ProbeResult]
 
     def as_dict(self) -> dict[str, object]:
         """Return the report card as plain data, for report_card.json."""
@@ -221,7 +221,7 @@ def _probes(
     eos_ids: Sequence[int],
     micro_batch_size: int,
     dtype: str,
-) -> dict[str, Probe]:
+) -> dict[str, ProbeResult]:
     """Score degraded copies of the chosen sides; a copy too long for the model's context is not counted."""
     context = context_length(model.classifier)
     won: dict[str, list[Tensor]] = {name: [] for name in PROBES}
@@ -239,11 +239,11 @@ def _probes(
     return {name: _probe(parts) for name, parts in won.items()}
 
 
-def _probe(parts: list[Tensor]) -> Probe:
+def _probe(parts: list[Tensor]) -> ProbeResult:
     if not parts:
-        return Probe(scores_higher=None, n=0)
+        return ProbeResult(scores_higher=None, n=0)
     won = torch.cat(parts).double()
-    return Probe(scores_higher=won.mean().item(), n=len(won))
+    return ProbeResult(scores_higher=won.mean().item(), n=len(won))
 
 
 # Functions import scikit-learn and scipy.stats: 100 MB that a run needs only once it makes a card.

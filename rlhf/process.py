@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
+import threading
 from typing import NoReturn
 
 
@@ -17,6 +19,17 @@ def silence_libraries() -> None:
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     for name in ("DeepSpeed", "bitsandbytes.backends.cpu.ops"):
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
+
+
+def stop_with_input() -> None:
+    """Send SIGTERM (save and stop) to this process when its standard input ends: whoever wrote to it has ended."""
+
+    def wait() -> None:
+        while os.read(0, 1024):  # not sys.stdin, whose lock a waiting thread would hold at exit
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def exit_process(code: int) -> NoReturn:

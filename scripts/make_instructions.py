@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf.constraints.generate import generate_instructions
+from instructions import generate_instructions
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -418,7 +418,7 @@ def test_overoptimization_of_made_scores(tmp_path: Path, monkeypatch: pytest.Mon
     """A proxy that is the gold has nothing to over-optimize; one that prizes what the gold hates has."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     module = importlib.import_module("overoptimization")
-    monkeypatch.setattr("rlhf.evaluation.frontier.RESAMPLES", 100)
+    monkeypatch.setattr("overoptimization_laws.RESAMPLES", 100)
     gold = torch.randn(40, 16, generator=torch.Generator().manual_seed(0))
     results = module.best_of_n({"gold": gold, "good": gold * 2 + 1, "bad": -gold}, 0)
     assert results["good"]["n"] == [1, 2, 3, 4, 6, 8, 12, 16]

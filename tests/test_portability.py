@@ -178,11 +178,6 @@ def test_without_affinity_all_cores_count(monkeypatch: pytest.MonkeyPatch) -> No
     assert scheduler.count_cores() == 1
 
 
-def test_elsewhere_processes_are_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler.sys, "platform", "win32")
-    assert scheduler._process_class().__name__ == "SpawnProcess"
-
-
 @pytest.mark.parametrize("has_resource", [True, False], ids=["macOS", "Windows"])
 def test_without_proc_memory_is_measured_otherwise(
     has_resource: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,7 +16,6 @@ from rlhf.lab.build import PREFIX, resolve_lab_paths
 from rlhf.suites.suite import Suite, find_suite
 
 START = "start"
-RUNS = ("runs/",)  # a path that begins so is a run, never a hub id
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,11 +17,10 @@ from rlhf.commands.checks import check_suite_files
 from rlhf.commands.lint import print_violations, trained_arms
 from rlhf.commands.quickstart import check_lab_folder, prepare_lab
 from rlhf.comparison.aggregate import read_cells, summarize, write_results
-from rlhf.comparison.figures import write_figures
 from rlhf.comparison.page import comparison_charts, write_compare_page
 from rlhf.comparison.plan import Cell, Plan, check_owner, locate_base, make_plan, read_plan
 from rlhf.comparison.results import ArmResult, ComparisonResults, FrontierPoint
-from rlhf.comparison.scheduler import StartCell, run_cells, start_cell
+from rlhf.comparison.scheduler import CellProcess, StartCell, run_cells
 from rlhf.comparison.summary import format_gain, ranking, suite_tables, verdict
 from rlhf.comparison.tuning.plan import tuned_config
 from rlhf.comparison.tuning.run import Chosen, run_tuning, tuning_notes, tuning_table
@@ -73,7 +72,7 @@ def run_compare(config: CompareConfig, *, beside: Path, console: Console, start:
     plan.folder.mkdir(parents=True, exist_ok=True)
     settings = {**dump(config), "base": str(locate_base(config, beside))}
     write_atomically(plan.folder / COMPARE_CONFIG, format_yaml(settings))
-    start = start or partial(start_cell, jobs=config.jobs, processes=config.processes)
+    start = start or partial(CellProcess, jobs=config.jobs, processes=config.processes)
     complete = True
     if config.tune is not None:
         chosen = _tune(plan, start, console)
@@ -219,8 +218,7 @@ def _report(plan: Plan, console: Console, *, required: bool = False) -> None:
         return
     results = replace(summarize(plan, cells), exact_frontier=exact_frontier_of(plan.folder))
     write_results(plan, results, cells)
-    charts = comparison_charts(results)
-    report = write_compare_page(plan, results, charts, cells, write_figures(plan.folder, charts))
+    report = write_compare_page(plan, results, comparison_charts(results), cells)
     table = Table("arm", "judge's score", "gain over start", "KL, nats", "status", box=None, pad_edge=False)
     ranked = ranking(results)
     for name in [*ranked, *(name for name in results.arms if name not in ranked)]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import PurePosixPath
+from textwrap import indent
 from typing import Literal
-
-import yaml
 
 from rlhf.config.compare import CompareConfig
 from rlhf.config.load import load_any
@@ -148,40 +149,12 @@ def _check_size(options: LaunchOptions, device: str) -> None:
 
 def slurm_script(job: Job, options: LaunchOptions, made_by: str) -> str:
     """Return a batch script: one launcher on each node, saved and requeued before the time limit."""
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            *(f"#SBATCH {line}" for line in _sbatch_lines(job, options)),
-            "#",
-            f"# {made_by}",
-            "# Submit it with sbatch, from the folder where you would run rlhf, with its environment active.",
-            "# Shortly before the time limit the run is saved and the job goes back into the queue; it then continues.",
-            "set -u",
-            "",
-            'MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
-            'MASTER_PORT="$((10000 + SLURM_JOB_ID % 20000))"  # another one for each job that shares the node',
-            "export MASTER_ADDR MASTER_PORT",
-            "",
-            "# What each node runs.",
-            "node='",
-            *_launcher_lines(options, node_rank='"$SLURM_NODEID"', words='"$@"'),
-            "'",
-            "",
-            "save_and_requeue() {",
-            "    trap '' USR1",
-            '    scancel --signal=TERM "$SLURM_JOB_ID"  # to the nodes, not to this shell',
-            '    wait "$step"',
-            '    scontrol requeue "$SLURM_JOB_ID"',
-            "    exit",
-            "}",
-            "trap save_and_requeue USR1",
-            "",
-            'srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c "$node" node \\',
-            f"    {shlex.join(job.words)} &",
-            "step=$!",
-            'wait "$step"',
-            "",
-        ]
+    return _fill(
+        "slurm.sh",
+        sbatch="\n".join(f"#SBATCH {line}" for line in _sbatch_lines(job, options)),
+        made_by=made_by,
+        node=_node_script(options, rank="SLURM_NODEID", words='"$@"'),
+        words=shlex.join(job.words),
     )
 
 
@@ -209,64 +182,37 @@ def _sbatch_lines(job: Job, options: LaunchOptions) -> list[str]:
 
 def torchrun_script(job: Job, options: LaunchOptions, made_by: str) -> str:
     """Return a shell script to start on every node, by hand or by a scheduler of your own."""
-    several = options.nodes > 1
-    usage = "NODE_RANK=0 MASTER_ADDR=<address of node 0> bash <this file>" if several else "bash <this file>"
-    where = f"on each of the {options.nodes} nodes, with NODE_RANK from 0 to {options.nodes - 1}" if several else ""
-    defaults = [
-        ': "${NODE_RANK:?the number of this node, from 0}"' if several else "NODE_RANK=0",
-        ': "${MASTER_ADDR:?the address of node 0}"' if several else "MASTER_ADDR=127.0.0.1",
-        'MASTER_PORT="${MASTER_PORT:-29500}"',
-    ]
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            f"# {made_by}",
-            f"# Run it {where + ': ' if where else 'so: '}{usage}",
-            "# SIGTERM saves the run. Run it again, and it continues.",
-            "set -u",
-            *defaults,
-            "",
-            *_launcher_lines(options, node_rank='"$NODE_RANK"', words=shlex.join(job.words)),
-            "",
-        ]
-    )
+    usage, defaults = "so: bash <this file>", "NODE_RANK=0\nMASTER_ADDR=127.0.0.1"
+    if options.nodes > 1:
+        usage = (
+            f"on each of the {options.nodes} nodes, with NODE_RANK from 0 to {options.nodes - 1}: "
+            "NODE_RANK=0 MASTER_ADDR=<address of node 0> bash <this file>"
+        )
+        defaults = ': "${NODE_RANK:?the number of this node, from 0}"\n: "${MASTER_ADDR:?the address of node 0}"'
+    node = _node_script(options, rank="NODE_RANK", words=shlex.join(job.words))
+    return _fill("torchrun.sh", made_by=made_by, usage=usage, defaults=defaults, node=node)
 
 
 def skypilot_yaml(job: Job, options: LaunchOptions, made_by: str) -> str:
     """Return a SkyPilot task."""
     words, out_dir = job.words, job.config.run.out_dir
-    task: dict[str, object] = {"name": job.name, "num_nodes": options.nodes, "workdir": "."}
-    cores = options.processes_per_node * options.cpus
-    accelerators = {} if options.gpus is None else {"accelerators": f"{options.gpu_type}:{options.gpus}"}
-    task["resources"] = {**accelerators, "cpus": f"{cores}+"}
+    hint = f"# It continues only if {out_dir} outlives the machine: give --bucket, or mount a volume there.\n"
+    mounts = ""
     if options.bucket is not None:
-        task["file_mounts"] = {BUCKET_FOLDER: {"name": options.bucket, "mode": "MOUNT_CACHED"}}
-        words = (*words, f"run.out_dir={BUCKET_FOLDER}/{PurePosixPath(out_dir).name}")
-    task["setup"] = _setup(job.config)
-    lines = [
-        "source .venv/bin/activate",
-        'MASTER_ADDR="$(echo "$SKYPILOT_NODE_IPS" | head -n 1)"',
-        "MASTER_PORT=29500",
-        *_launcher_lines(options, node_rank='"$SKYPILOT_NODE_RANK"', words=shlex.join(words)),
-    ]
-    task["run"] = "\n".join(lines) + "\n"
-    header = [f"# {made_by}", "# Start it with: sky jobs launch <this file>   (a preempted job is started again)"]
-    if options.bucket is None:
-        header.append(f"# It continues only if {out_dir} outlives the machine: give --bucket, or mount a volume there.")
-    dumped = yaml.dump(task, Dumper=_BlockDumper, sort_keys=False, allow_unicode=True, width=1000)
-    return "\n".join([*header, dumped])
-
-
-class _BlockDumper(yaml.SafeDumper):
-    """Writes texts of several lines as blocks."""
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Choose the block style for a text of several lines."""
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_BlockDumper.add_representer(str, _represent_text)
+        words, hint = (*words, f"run.out_dir={BUCKET_FOLDER}/{PurePosixPath(out_dir).name}"), ""
+        mounts = f'file_mounts:\n  {BUCKET_FOLDER}:\n    name: "{options.bucket}"\n    mode: MOUNT_CACHED\n'
+    return _fill(
+        "skypilot.yaml",
+        made_by=made_by,
+        hint=hint,
+        name=job.name,
+        nodes=options.nodes,
+        accelerators="" if options.gpus is None else f'  accelerators: "{options.gpu_type}:{options.gpus}"\n',
+        cpus=options.processes_per_node * options.cpus,
+        mounts=mounts,
+        setup=_setup(job.config),
+        node=indent(_node_script(options, rank="SKYPILOT_NODE_RANK", words=shlex.join(words)), "  "),
+    )
 
 
 def _setup(config: TrainConfig | RewardModelConfig) -> str:
@@ -281,23 +227,25 @@ def _setup(config: TrainConfig | RewardModelConfig) -> str:
     return f"{install} && .venv/bin/python -m pip install trackio" if "trackio" in backends else install
 
 
-def _launcher_lines(options: LaunchOptions, *, node_rank: str, words: str) -> list[str]:
-    """Return the lines that start torchrun on a node and end with its exit code.
+def _node_script(options: LaunchOptions, *, rank: str, words: str) -> str:
+    """Return the lines that start torchrun on a node and end with its exit code; `rank` is a variable of the shell.
 
     SIGTERM goes to the training processes, which save and end by themselves. Torchrun is left alone: when told to stop,
     it kills them after 30 seconds, which may be too short for a step and a checkpoint.
     """
-    torchrun = f"python -m torch.distributed.run --nnodes={options.nodes} --nproc-per-node={options.processes_per_node}"
-    return [
-        'stop() { pkill -TERM -P "$launcher" || kill -TERM "$launcher"; }',
-        "trap stop TERM INT",
-        f"{torchrun} \\",
-        f'    --node-rank={node_rank} --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \\',
-        f"    -m rlhf {words} &",
-        "launcher=$!",
-        'while kill -0 "$launcher" 2>/dev/null; do wait "$launcher"; done  # a signal ends wait',
-        'wait "$launcher"',
-    ]
+    return _fill("node.sh", nodes=options.nodes, processes=options.processes_per_node, rank=rank, words=words)
+
+
+class _Template(string.Template):
+    """A template for shell scripts, in which $ is the shell's."""
+
+    delimiter = "@@"
+
+
+def _fill(template: str, **values: object) -> str:
+    """Return a file of the templates folder with its @@names replaced."""
+    text = (files("rlhf.commands") / "templates" / template).read_text(encoding="utf-8")
+    return _Template(text).substitute(values)
 
 
 def _own_command(path: str, overrides: Sequence[str], options: LaunchOptions) -> list[str]:

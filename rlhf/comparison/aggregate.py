@@ -15,8 +15,9 @@ from rlhf.comparison.costs import COSTS, Costs
 from rlhf.comparison.plan import Cell, Plan
 from rlhf.comparison.results import (
     MEASURES,
+    ArmBudget,
     ArmResult,
-    Budget,
+    ArmWinRate,
     ComparisonResults,
     CurvePoint,
     EqualKl,
@@ -28,7 +29,6 @@ from rlhf.comparison.results import (
     StartModel,
     Status,
     Suites,
-    WinRate,
 )
 from rlhf.comparison.scheduler import failure_of
 from rlhf.comparison.trial import Judgment, SuiteScores, read_curve, read_suites, summarize_suites
@@ -113,7 +113,7 @@ def summarize(plan: Plan, cells: Sequence[CellResult]) -> ComparisonResults:
         judge=judge,
         reward_source=cell.proxy,
         judge_is_trained_on=judge == cell.proxy,
-        budget=Budget(unit=config.budget.unit, limit=config.budget.limit),
+        budget=ArmBudget(unit=config.budget.unit, limit=config.budget.limit),
         seeds=tuple(config.seeds),
         prompts=len(_judgments(start)[0].rows),
         start_model=start_model,
@@ -329,9 +329,9 @@ def _at_equal_kl(done: Sequence[CellResult], level: float) -> EqualKl:
     )
 
 
-def _win_rates(arms: Mapping[str, Sequence[CellResult]]) -> tuple[WinRate, ...]:
+def _win_rates(arms: Mapping[str, Sequence[CellResult]]) -> tuple[ArmWinRate, ...]:
     """Compute the win rate of every ordered pair of arms that have finished a seed in common."""
-    rates: dict[tuple[str, str], WinRate] = {}
+    rates: dict[tuple[str, str], ArmWinRate] = {}
     for a in arms:
         for b in arms:
             seeds = common_seeds(arms[a], arms[b])
@@ -345,8 +345,8 @@ def _win_rate(
     b: tuple[str, Sequence[CellResult]],
     seeds: Sequence[int],
     *,
-    swapped: WinRate | None,
-) -> WinRate:
+    swapped: ArmWinRate | None,
+) -> ArmWinRate:
     """Compute the win rate of a pair; where it is known with its sides swapped, no regression is fitted again."""
     (a_name, a_cells), (b_name, b_cells) = a, b
     a_scores, b_scores = scores_of(a_cells, seeds), scores_of(b_cells, seeds)
@@ -356,7 +356,7 @@ def _win_rate(
     else:
         longer = _column(a_cells, seeds, "length") - _column(b_cells, seeds, "length")
         length_controlled = length_controlled_win_rate(wins, longer)
-    return WinRate(
+    return ArmWinRate(
         a=a_name,
         b=b_name,
         rate=bootstrap_crossed(wins),

@@ -1,7 +1,4 @@
-"""Write the report.html of a comparison: its charts, computed once from its results, its tables, and its cells.
-
-figures.py draws the same charts for print.
-"""
+"""Write the report.html of a comparison: its charts, computed once from its results, its tables, and its cells."""
 
 from __future__ import annotations
 
@@ -44,7 +41,6 @@ from rlhf.tracking.trackers import flatten
 REPORT = "report.html"
 PROMPTS = 8  # whose completions are shown side by side
 FIRST_PROMPTS = 3  # shown unfolded; the others are folded
-FIGURES = "figures"  # the folder of the figures for print
 GLYPHS = {
     **{"circle": "●", "square": "■", "diamond": "◆", "triangle-up": "▲"},
     **{"triangle-down": "▼", "cross": "✚", "x": "✖", "star": "★"},
@@ -56,7 +52,6 @@ def write_compare_page(
     results: ComparisonResults,
     charts: ComparisonCharts,
     cells: Sequence[CellResult],
-    drawings: Sequence[tuple[str, str]] = (),
 ) -> Path:
     """Write report.html into the comparison's folder and return its path.
 
@@ -65,7 +60,6 @@ def write_compare_page(
         results: its results.
         charts: what is drawn of them.
         cells: what each cell's folder contains.
-        drawings: the figures that write_figures drew: (name of the files without suffix, title).
     """
     configs = {name: plan.of(name)[0].config.train for name, arm in results.arms.items() if arm.type == "train"}
     return write_page(
@@ -82,8 +76,6 @@ def write_compare_page(
         charts=charts,
         chips=chips(results, charts.drawn),
         glyphs=GLYPHS,
-        figures_in=FIGURES,
-        drawings=drawings,
         exact=bool(results.exact_frontier),
         axis=UNITS[results.budget.unit],
         end=end_table(results),
@@ -196,8 +188,7 @@ class Style:
 
     def series(self, xs: Sequence[float], ys: Sequence[float | None]) -> Series:
         """Draw points of the arm."""
-        line = Series(self.arm, self.role, xs, ys, dash=self.dash, symbol=self.symbol, size=5, group=self.arm)
-        return replace(line, minor=not self.shown)
+        return Series(self.arm, self.role, xs, ys, dash=self.dash, symbol=self.symbol, size=5, group=self.arm)
 
 
 @dataclass(frozen=True)
@@ -207,7 +198,6 @@ class Win:
     share: int | None
     low: int = 0
     high: int = 0
-    exact: float = 50.0  # the share before rounding
 
     @property
     def clear(self) -> bool:
@@ -217,14 +207,13 @@ class Win:
 
 @dataclass(frozen=True)
 class ComparisonCharts:
-    """What the page and the figures of a comparison draw."""
+    """What the page of a comparison draws."""
 
     drawn: Mapping[str, Style]  # by arm, in the order in which they are drawn
     frontier: Chart
     curves: Sequence[Chart]  # one for each measure
     proxies: Sequence[Chart]  # one for each arm
     wins: Sequence[tuple[str, Sequence[Win]]]  # by arm, against each arm
-    costs: Sequence[Chart]  # one for each unit of a budget
 
 
 def comparison_charts(results: ComparisonResults) -> ComparisonCharts:
@@ -236,7 +225,6 @@ def comparison_charts(results: ComparisonResults) -> ComparisonCharts:
         curves=curve_charts(results, drawn),
         proxies=[chart for arm in drawn if (chart := _proxy_chart(results, arm)) is not None],
         wins=win_matrix(results),
-        costs=cost_charts(results, drawn),
     )
 
 
@@ -300,9 +288,7 @@ def curve_charts(results: ComparisonResults, drawn: Mapping[str, Style]) -> list
 
     Each curve is the mean over seeds, with a band from the lowest seed to the highest.
     """
-    unit, count = results.budget.unit, sum(style.shown for style in drawn.values())
-    note = f"bands from the lowest seed to the highest: the best {count} only" if count < len(drawn) else ""
-    charts = []
+    unit, charts = results.budget.unit, []
     for info, place in shown_in("compare/curve"):
         name, series = info.name.removeprefix("eval/"), []
         for arm, style in drawn.items():
@@ -312,7 +298,7 @@ def curve_charts(results: ComparisonResults, drawn: Mapping[str, Style]) -> list
                 series.append(replace(line, band=band if any(high > low for low, high in band) else ()))
         if series:
             x, y = Axis(UNITS[unit]), Axis(unit=info.unit)
-            charts.append(Chart(f"curve:{name}", place.title, x, y, series, note=note))
+            charts.append(Chart(f"curve:{name}", place.title, x, y, series))
     return charts
 
 
@@ -410,25 +396,9 @@ def win_matrix(results: ComparisonResults) -> list[tuple[str, list[Win]]]:
     wins: dict[tuple[str, str], Win] = {}
     for row in results.win_rates:
         value, low, high = (100 * share for share in (row.rate.value, row.rate.low, row.rate.high))
-        wins[row.a, row.b] = Win(round(value), round(low), round(high), exact=value)
+        wins[row.a, row.b] = Win(round(value), round(low), round(high))
     arms = ranking(results)
     return [(a, [wins.get((a, b), Win(None)) for b in arms]) for a in arms]
-
-
-def cost_charts(results: ComparisonResults, drawn: Mapping[str, Style]) -> list[Chart]:
-    """Plot what every arm spent, the mean over seeds, in each unit of a budget."""
-    finals = results.finals
-    spent = {arm: costs for arm in drawn if arm in finals and (costs := finals[arm].costs) is not None}
-    hatched = {arm for arm in spent if results.arms[arm].type == "best_of_n"}
-    note = "hatched: paid at every use, and no part of the budget" if hatched else ""
-    charts = []
-    for unit, label in UNITS.items():
-        bars = []
-        for i, (arm, costs) in enumerate(spent.items()):
-            bar = Series(arm, drawn[arm].role, [i], [costs.amount(unit)], kind="bars", hatched=arm in hatched)
-            bars.append(bar)
-        charts.append(Chart(f"cost:{unit}", "", Axis(), Axis(label), bars, note=note))
-    return charts if spent else []
 
 
 PER_CELL_KEYS = ("run.name", "run.out_dir", "run.seed")  # differ between any two cells

@@ -248,7 +248,7 @@ class ArmResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WinRate:
+class ArmWinRate:
     """How often arm `a` scores higher than arm `b`, over the prompts and the seeds that both have finished."""
 
     a: str
@@ -264,7 +264,7 @@ class WinRate:
         return _record(self, flat=("rate",), **parts)
 
     @classmethod
-    def of(cls, record: Mapping[str, Any]) -> WinRate:
+    def of(cls, record: Mapping[str, Any]) -> ArmWinRate:
         """Build the win rate from the dictionary that `record` returned."""
         return _build(
             cls,
@@ -294,7 +294,7 @@ class StartModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Budget:
+class ArmBudget:
     """What every trained arm may spend."""
 
     unit: BudgetUnit
@@ -310,13 +310,13 @@ class ComparisonResults:
     judge: Source
     reward_source: Source | None
     judge_is_trained_on: bool
-    budget: Budget
+    budget: ArmBudget
     seeds: tuple[int, ...]
     prompts: int  # held-out prompts
     start_model: StartModel
     equal_kl: float | None  # nats; None where no KL is common to all
     arms: Mapping[str, ArmResult]
-    win_rates: tuple[WinRate, ...]
+    win_rates: tuple[ArmWinRate, ...]
     evaluations: tuple[Evaluation, ...]
     best_of_n: Mapping[str, tuple[CurvePoint, ...]]  # by arm, the mean over seeds
     exact_frontier: tuple[FrontierPoint, ...] | None = None  # of a task whose completions can be enumerated
@@ -355,11 +355,11 @@ class ComparisonResults:
             record,
             judge=_source_of(record["judge"]),
             reward_source=_source_of(proxy) if proxy is not None else None,
-            budget=Budget(**record["budget"]),
+            budget=ArmBudget(**record["budget"]),
             seeds=tuple(record["seeds"]),
             start_model=StartModel.of(record["start_model"]),
             arms={name: ArmResult.of(arm) for name, arm in record["arms"].items()},
-            win_rates=tuple(WinRate.of(rate) for rate in record["win_rates"]),
+            win_rates=tuple(ArmWinRate.of(rate) for rate in record["win_rates"]),
             evaluations=tuple(Evaluation.of(evaluation) for evaluation in record["evaluations"]),
             best_of_n={name: tuple(CurvePoint(**point) for point in curve) for name, curve in curves},
             exact_frontier=tuple(FrontierPoint(**point) for point in exact) if exact is not None else None,

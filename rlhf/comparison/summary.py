@@ -8,8 +8,9 @@ from typing import Any
 
 from rlhf.comparison.costs import COSTS_TABLE, UNITS
 from rlhf.comparison.results import (
+    ArmBudget,
     ArmResult,
-    Budget,
+    ArmWinRate,
     ComparisonResults,
     EqualKl,
     FinalModels,
@@ -17,7 +18,6 @@ from rlhf.comparison.results import (
     SeedResult,
     Status,
     SuiteFigure,
-    WinRate,
 )
 from rlhf.evaluation.win_rate import Interval
 from rlhf.report.charts import Table, humanize
@@ -93,7 +93,7 @@ def _second(results: ComparisonResults, best: str, others: Sequence[str]) -> str
     return f"{_against(results, pair)}{ending}."
 
 
-def _against(results: ComparisonResults, pair: WinRate) -> str:
+def _against(results: ComparisonResults, pair: ArmWinRate) -> str:
     """Describe how the best trained arm does against the next, on the seeds that both have finished."""
     next_best = pair.b + _seeds_if_partial(results, pair.b)
     gain = pair.difference
@@ -106,7 +106,7 @@ def _against(results: ComparisonResults, pair: WinRate) -> str:
     )
 
 
-def _conclusion(pair: WinRate, prompts: int) -> str:
+def _conclusion(pair: ArmWinRate, prompts: int) -> str:
     """Describe what the interval of a difference shows.
 
     One seed shows nothing of another. Of fewer than FEW_PROMPTS prompts all can favor one side by chance, and no
@@ -286,7 +286,7 @@ def _kl(kl: float | None, *, is_bound: bool) -> str:
     return f"at {bound}{format_number(kl)} nats of KL" if kl is not None else "at a KL not measured"
 
 
-def budget_in_words(budget: Budget) -> str:
+def budget_in_words(budget: ArmBudget) -> str:
     """Write a budget's limit with its unit."""
     limit = f"{budget.limit:,.0f}" if budget.limit == int(budget.limit) else format_number(budget.limit)
     return f"{limit} {UNITS[budget.unit]}"

@@ -1,14 +1,14 @@
 """Configuration files and `key=value` overrides as plain data: found, parsed, merged.
 
-The project's own configurations are `configs/` of a checkout, which an installed package has beside this package. Any
-text is parsed or raises one error: no cycles, and no document that blows up in memory.
+The project's own configurations are `configs/` of a checkout, which an installed package has beside this package.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,8 +28,6 @@ CONFIGS = "configs"
 RUN_CONFIG = "config.yaml"
 COMPARE_CONFIG = "compare.yaml"
 PACKAGE = Path(__file__).resolve().parents[1]
-MAX_DEPTH = 32
-MAX_VALUES = 100_000  # values, each alias counted as everything that it stands for
 
 
 def shipped_configs() -> Path:
@@ -77,12 +75,29 @@ def _is_shipped_name(file: Path) -> bool:
 
 
 class _SettingsLoader(yaml.SafeLoader):
-    """A loader that reads 2000-01-01 as text: settings are limited to JSON's types and survive a round trip."""
+    """A safe loader of what JSON can hold: 2000-01-01 and all keys are text. No key is there twice."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Build a node of a mapping, and refuse a key that is there twice: one value would be lost."""
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.composer.ComposerError(
+                        None, None, f"the key {key.value!r} is there twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """Build a mapping with text keys, as in JSON: 16 becomes "16", for example as the name of an arm."""
+        return {str(key): value for key, value in super().construct_mapping(node, deep).items()}
 
 
 class _SettingsDumper(yaml.SafeDumper):
@@ -103,14 +118,15 @@ def parse_yaml(text: str, name: str = "the text") -> Any:
     """Parse a YAML text into plain data; `name` is what errors call it.
 
     Raises:
-        InvalidYaml: the text is not YAML, a value cannot be constructed, or it is too deep, too large or cyclic.
+        InvalidYaml: the text is not YAML, a value cannot be constructed, a key is there twice, or JSON cannot hold it.
     """
     try:
-        _check_size(text)
         value = yaml.load(text, Loader=_SettingsLoader)
-        _check_plain(value)
-        return _with_text_keys(value)
-    # Besides its own errors PyYAML lets those of its value constructors through: the 99th of a month, !!int "".
+        json.dumps(value, ensure_ascii=False).encode()  # no date or bytes, no cycle, no half of a surrogate pair
+        return value
+    except RecursionError as error:
+        raise InvalidYaml("it is nested too deep") from error
+    # Besides its own errors PyYAML lets those of its value constructors through: !!int "", !!float x.
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as error:
         raise InvalidYaml((str(error) or type(error).__name__).replace('"<unicode string>"', name)) from error
 
@@ -118,70 +134,6 @@ def parse_yaml(text: str, name: str = "the text") -> Any:
 def format_yaml(settings: Any, *, width: int | None = None) -> str:
     """Format settings as a YAML text that `parse_yaml` reads as the same settings."""
     return str(yaml.dump(settings, Dumper=_SettingsDumper, sort_keys=False, allow_unicode=True, width=width))
-
-
-def _check_plain(value: Any) -> None:
-    """Check that a value has JSON's types only, since settings are written to the run folder and read from there."""
-    match value:
-        case dict():
-            for key, inner in value.items():
-                if isinstance(key, bytes | tuple | frozenset):
-                    raise InvalidYaml(f"a key is a {type(key).__name__}")
-                _check_plain(key)
-                _check_plain(inner)
-        case list():
-            for inner in value:
-                _check_plain(inner)
-        case str():
-            value.encode()  # half a surrogate pair raises UnicodeEncodeError, which is a ValueError
-        case None | bool() | int() | float():
-            pass
-        case _:
-            raise InvalidYaml(f"a value is a {type(value).__name__}, which is no setting")
-
-
-def _with_text_keys(value: Any) -> Any:
-    """Convert all keys to text, as in JSON: 16 becomes "16", as the name of an arm or in an error message."""
-    if isinstance(value, list):
-        return [_with_text_keys(inner) for inner in value]
-    if not isinstance(value, dict):
-        return value
-    converted = {str(key): _with_text_keys(inner) for key, inner in value.items()}
-    if len(converted) < len(value):
-        raise InvalidYaml("a key is there twice, as text and as another value")
-    return converted
-
-
-def _check_size(text: str) -> None:
-    """Check the depth, size and aliases of a document without constructing it."""
-    open_collections: list[tuple[str | None, int]] = []  # (anchor, count of values when the collection began)
-    sizes: dict[str, int] = {}
-    open_anchors: set[str] = set()
-    count = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        match event:
-            case yaml.CollectionStartEvent():
-                open_collections.append((event.anchor, count))
-                if event.anchor:
-                    open_anchors.add(event.anchor)
-                count += 1
-            case yaml.CollectionEndEvent():
-                anchor, start = open_collections.pop()
-                if anchor:
-                    open_anchors.discard(anchor)
-                    sizes[anchor] = count - start
-            case yaml.ScalarEvent():
-                count += 1
-            case yaml.AliasEvent():
-                if event.anchor in open_anchors:
-                    raise InvalidYaml(f"&{event.anchor} refers to itself")
-                count += sizes.get(event.anchor or "", 1)
-            case _:
-                pass
-        if len(open_collections) > MAX_DEPTH:
-            raise InvalidYaml(f"it is nested more than {MAX_DEPTH} deep")
-        if count > MAX_VALUES:
-            raise InvalidYaml(f"it is larger than {MAX_VALUES:,} values")
 
 
 Tree = dict[str, Any]

@@ -405,20 +405,20 @@ class ParquetReader:
                 drop = max(0, drop - len(rows))
 
 
-class Table(Protocol):
+class DatasetRows(Protocol):
     """A data set of `datasets`, memory-mapped or streamed."""
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the rows, each a dict of its columns."""
 
-    def skip(self, n: int) -> Table:
+    def skip(self, n: int) -> DatasetRows:
         """Return the rows after the first `n`."""
 
 
 class DatasetsReader:
     """Reads rows of a folder of save_to_disk (memory-mapped) or of a data set of the hub (downloaded as it is read)."""
 
-    def __init__(self, rows: Table, name: str) -> None:
+    def __init__(self, rows: DatasetRows, name: str) -> None:
         self.rows, self.name = rows, name
         self._iterator: Iterator[Mapping[str, object]] | None = None
         self._offset = -1

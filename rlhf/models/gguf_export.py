@@ -18,7 +18,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf.errors import ModelError
 
 GgufDtype = Literal["f32", "f16", "bf16"]
-GGUF_DTYPES: tuple[GgufDtype, ...] = ("f32", "f16", "bf16")
 SUPPORTED = "models of type llama with a byte-level BPE tokenizer and unscaled rotations, such as SmolLM2"
 
 _LAYER_NAMES = {

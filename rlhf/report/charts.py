@@ -1,6 +1,6 @@
 """The charts and tables of a page: described once, and drawn on a page with plotly.
 
-Colors are roles; the page resolves them. rlhf/comparison/figures.py draws the same descriptions for print.
+Colors are roles; the page resolves them.
 """
 
 from __future__ import annotations
@@ -41,14 +41,12 @@ class Series:
     size: Number | Sequence[Number] = 0  # of the markers, or of each of them; 0 for none
     symbol: str = "circle"
     opacity: Number = 1
-    hatched: bool = False
     band: Sequence[tuple[Number, Number]] = ()  # (low, high) at each point
     errors: Sequence[Number | None] = ()  # the standard error of each point
     texts: Sequence[str] = ()  # on pointing at each point
     group: str = ""  # shown and hidden as one
     in_legend: bool = True
     interactive: bool = True  # False for what only accompanies another series
-    minor: bool = False  # one of too many for their bands to be told apart in print
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,6 @@ class Chart:
     _: KW_ONLY
     has_legend: bool = True
     by_point: bool = False  # one points at a single point of it, not at all points above one another
-    note: str = ""  # below it in print
 
 
 Json = dict[str, Any]
@@ -263,7 +260,7 @@ MAX_BARS = 80
 
 
 @dataclass(frozen=True)
-class Group:
+class ChartGroup:
     """Charts that answer one question about a run."""
 
     key: str
@@ -335,9 +332,9 @@ def panels(group: str, table: Mapping[str, MetricInfo]) -> list[tuple[str, list[
     return [(row[0][1].title, [info.name for info, _ in row]) for row in rows]
 
 
-def overlay_groups(records: Mapping[str, Record], table: Mapping[str, MetricInfo]) -> list[Group]:
+def overlay_groups(records: Mapping[str, Record], table: Mapping[str, MetricInfo]) -> list[ChartGroup]:
     """Build one chart for each metric of several runs, with a curve for each run, in the groups of a run's page."""
-    groups: list[Group] = []
+    groups: list[ChartGroup] = []
     names = list(dict.fromkeys(name for record in records.values() for name in record.series))
     zero = {name for name in names if all(name in stayed_zero(r) for r in records.values() if r.points(name))}
     rest = [name for name in names if name not in zero and not name.endswith("_se")]
@@ -345,9 +342,9 @@ def overlay_groups(records: Mapping[str, Record], table: Mapping[str, MetricInfo
         shown = [name for _, metrics in panels(key, table) for name in metrics if name in rest]
         charts = [_overlay_chart(records, name, table) for name in shown]
         rest = [name for name in rest if name not in shown]
-        groups += [Group(key, title, "", charts)] if charts else []
+        groups += [ChartGroup(key, title, "", charts)] if charts else []
     others = [_overlay_chart(records, name, table) for name in rest if any(r.points(name) for r in records.values())]
-    return [*groups, Group("other", "Other", "", others)] if others else groups
+    return [*groups, ChartGroup("other", "Other", "", others)] if others else groups
 
 
 def _overlay_chart(records: Mapping[str, Record], name: str, table: Mapping[str, MetricInfo]) -> Chart:
@@ -361,7 +358,7 @@ def _overlay_chart(records: Mapping[str, Record], name: str, table: Mapping[str,
     return Chart(f"overlay:{name}", name, Axis("step"), Axis(unit="" if unit == "-" else unit), curves)
 
 
-def chart_groups(record: Record, table: Mapping[str, MetricInfo]) -> list[Group]:
+def chart_groups(record: Record, table: Mapping[str, MetricInfo]) -> list[ChartGroup]:
     """Build the charts of all metrics of the run, grouped, without empty charts and groups."""
     groups, drawn = [], set(stayed_zero(record))
     for key, title, hint in GROUPS:
@@ -372,11 +369,11 @@ def chart_groups(record: Record, table: Mapping[str, MetricInfo]) -> list[Group]
             if present:
                 charts.append(_curves_chart(record, present, chart_title, table))
         if charts:
-            groups.append(Group(key, title, hint, charts))
+            groups.append(ChartGroup(key, title, hint, charts))
     rest = [n for n in record.series if n not in drawn and not _error_bar_of(n, record) and record.points(n)]
     if rest:
         charts = [_curves_chart(record, [name], name, table) for name in rest]
-        groups.append(Group("other", "Other", "Everything else that the run logged.", charts))
+        groups.append(ChartGroup("other", "Other", "Everything else that the run logged.", charts))
     return groups
 
 

@@ -70,7 +70,7 @@ def write_page(path: Path, template: str, drawn: Sequence[Chart], **context: Any
 def _environment() -> Environment:
     """Create the jinja2 environment: autoescaping, strict about undefined names."""
     environment = Environment(
-        loader=PackageLoader("rlhf.evaluation"),
+        loader=PackageLoader("rlhf.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -96,7 +96,7 @@ def _plotly() -> str:
 
 def _asset(name: str) -> str:
     """Read a file of the templates folder."""
-    return (files("rlhf.evaluation") / "templates" / name).read_text(encoding="utf-8")
+    return (files("rlhf.report") / "templates" / name).read_text(encoding="utf-8")
 
 
 def _hash(script: str) -> str:

@@ -41,19 +41,11 @@ from rlhf.tracking.trackers import read_jsonl
 ONLY_PPO = {"grpo": None, "dpo": None, "best_of_n": None}
 
 
-@pytest.fixture(autouse=True)
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take seconds to draw, and test_figures.py looks at them."""
-    monkeypatch.setattr("rlhf.commands.compare.write_figures", lambda folder, results: [])
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a comparison of one seed that nothing interrupted."""
     path = tmp_path_factory.mktemp("finished")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rlhf.commands.compare.write_figures", lambda folder, results: [])
-        assert compared(compare_tree(path, seeds=[0]))
+    assert compared(compare_tree(path, seeds=[0]))
     return path / "compare"
 
 

@@ -26,7 +26,7 @@ from rlhf.comparison.aggregate import KLS, read_cells, summarize, with_known_kl
 from rlhf.comparison.costs import Costs
 from rlhf.comparison.page import difference_table, reward_hacking_points, seed_means, styles, win_matrix
 from rlhf.comparison.plan import read_plan
-from rlhf.comparison.results import MEASURES, Budget, ComparisonResults, Evaluation, FrontierPoint, Measures
+from rlhf.comparison.results import MEASURES, ArmBudget, ComparisonResults, Evaluation, FrontierPoint, Measures
 from rlhf.comparison.scheduler import failure_of
 from rlhf.comparison.summary import budget_in_words, equal_kl_table, format_gain, notes, ranking, verdict
 from rlhf.comparison.trial import Judgment
@@ -52,9 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished comparison with a failed arm, and a completion that would like to act."""
     path = tmp_path_factory.mktemp("c")
     tree = compare_tree(path, arms={"broken": failing_arm(path)})
-    with pytest.MonkeyPatch.context() as patch:  # its figures are drawn once, by the report below
-        patch.setattr("rlhf.commands.compare.write_figures", lambda folder, results: [])
-        assert compared(tree)
+    assert compared(tree)
     judgment = Judgment.read(path / "compare" / "ppo" / "seed-0")
     assert judgment is not None
     rows = [{**judgment.rows[0], "completion": EVIL + "w" * 400}, *judgment.rows[1:]]
@@ -210,7 +208,7 @@ def test_the_words(typed: ComparisonResults) -> None:
 
 
 def test_a_budget_in_words() -> None:
-    words = [budget_in_words(Budget(unit="seconds", limit=limit)) for limit in (64.0, 2.5, 4e9)]
+    words = [budget_in_words(ArmBudget(unit="seconds", limit=limit)) for limit in (64.0, 2.5, 4e9)]
     assert words == [f"{limit} seconds of training" for limit in ("64", "2.50", "4,000,000,000")]
 
 
@@ -232,7 +230,7 @@ def test_bands_and_marks_by_hand(typed: ComparisonResults) -> None:
     seeds = {0: [row(0, 1, 1.0, 0.0), row(0, 2, 3.0, 1.0)], 1: [row(1, 3, 2.0, 0.0)]}
     assert seed_means(seeds, "score", "tokens") == [(2.0, 1.5, 1.0, 2.0)]  # the second: not every seed has come to it
     rows = [row(0, i, gold, proxy) for i, (gold, proxy) in enumerate([(0.0, 0.0), (2.0, 1.0), (1.9, 2.0), (1.0, 3.0)])]
-    gaming = replace(typed, evaluations=tuple(rows), budget=Budget(unit="tokens", limit=3.0), prompts=100)
+    gaming = replace(typed, evaluations=tuple(rows), budget=ArmBudget(unit="tokens", limit=3.0), prompts=100)
     assert reward_hacking_points(gaming, "a") == [(3.0, 1.0)]  # 1.9 is within two standard errors (0.2) of 2.0
     drawn = styles([f"a{i}" for i in range(9)])
     assert drawn["a0"].role == drawn["a8"].role == "s1"
@@ -290,7 +288,7 @@ class TestInABrowser:
 
 
 def test_control_c_stops_the_command_and_its_cells_which_save(tmp_path: Path) -> None:
-    """As a terminal sends it: to every process of the group at once, those that cells are forked from included."""
+    """As a terminal sends it: to every process of the group at once."""
     tree = compare_tree(tmp_path, seeds=[0], budget={"completions": 32000}, evaluations=1, jobs=2)
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({**tree, "arms": {"ppo": {}, "again": {}}}))
     command = [sys.executable, "-m", "rlhf", "compare", str(tmp_path / "c.yaml")]
@@ -303,11 +301,11 @@ def test_control_c_stops_the_command_and_its_cells_which_save(tmp_path: Path) ->
         start_new_session=True,
     )
     cells = [tmp_path / "compare" / arm / "seed-0" for arm in ("ppo", "again")]
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline and any(len(list(read_jsonl(cell / "costs.jsonl"))) < 3 for cell in cells):
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert "the same command continues" in out
     assert "Traceback" not in out + err

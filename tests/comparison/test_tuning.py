@@ -38,14 +38,6 @@ ARMS: dict[str, Any] = {
 ONLY_DPO = {"ppo": None, "grpo": None, "best_of_n": None}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def no_figures() -> Any:
-    """They take seconds to draw, and test_figures.py looks at them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rlhf.commands.compare.write_figures", lambda folder, results: [])
-        yield
-
-
 def tuned_tree(folder: Path, **changes: Any) -> dict[str, Any]:
     return compare_tree(folder, seeds=[0], tune=TUNE, arms=ARMS) | changes
 

@@ -6,6 +6,7 @@ import gzip
 import importlib
 import json
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ import pytest
 from hand_made import CASES
 
 from rlhf.constraints.checks import CHECKS
-from rlhf.constraints.generate import generate_instructions
 from rlhf.constraints.reward import Constraint, loose_variants, read_constraints
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from instructions import generate_instructions
 
 NEEDS_PUNKT = {"length_constraints:number_sentences", "change_case:capital_word_frequency"}  # models to be downloaded
 PIECES = (

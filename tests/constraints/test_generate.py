@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ from typing import Any
 import pytest
 
 from rlhf.constraints.checks import CHECKS
-from rlhf.constraints.generate import KINDS, LANGUAGES, generate_instructions
 from rlhf.constraints.reward import read_constraints
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from instructions import KINDS, LANGUAGES, generate_instructions
 
 RUN = 8  # words
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rlhf.evaluation.frontier import Law, features, fit_law, fit_with_intervals, peak, predicted_gain
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from overoptimization_laws import Law, features, fit_law, fit_with_intervals, peak, predicted_gain
 
 LAWS: tuple[Law, ...] = ("best_of_n", "rl")
 DISTANCES = np.array([0.0, 0.5, 1.0, 2.0, 3.0])
@@ -50,7 +54,7 @@ def test_one_distance_determines_nothing() -> None:
 @pytest.mark.parametrize("law", LAWS)
 def test_intervals_cover_the_truth_about_as_often_as_they_say(law: Law, monkeypatch: pytest.MonkeyPatch) -> None:
     """60 data sets of 25 noisy curves: 95 % intervals of each coefficient should cover about 57 times."""
-    monkeypatch.setattr("rlhf.evaluation.frontier.RESAMPLES", 200)
+    monkeypatch.setattr("overoptimization_laws.RESAMPLES", 200)
     random, alpha, beta = np.random.default_rng(0), 1.5, 0.3
     truth = predicted_gain(DISTANCES, alpha, beta, law)
     covered = {"alpha": 0, "beta": 0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from exact_problem import make_rollout, model_outputs
 from test_exact_gradients import COEFS, PROBLEM, REFERENCE, WORLD, Table, differ, same_gradient
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from rlhf.config.algorithm import (
     OnlinePairLoss,
     PolicyGradientLoss,
 )
-from rlhf.exact.world import make_rollout, model_outputs, random_table
+from rlhf.exact.world import random_table
 from rlhf.types import Experience, SampledPairs, Side
 
 N = len(WORLD.ids)

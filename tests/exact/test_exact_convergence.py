@@ -6,29 +6,26 @@ from typing import Any
 
 import pytest
 import torch
+from exact_problem import (
+    ExactProblem,
+    best_score,
+    best_value,
+    kl,
+    make_rollout,
+    model_outputs,
+    objective_value,
+    optimum,
+)
 from torch import Tensor
 
 from rlhf.algo.advantages import compute_advantages
 from rlhf.algo.kl import Coefs, next_kl_coef, next_penalty_coef
 from rlhf.algo.objective import Objective, divide_by_denominators
 from rlhf.config.algorithm import Online
-from rlhf.exact.world import (
-    Problem,
-    best_score,
-    best_value,
-    enumerate_world,
-    expectation,
-    kl,
-    make_rollout,
-    model_outputs,
-    objective_value,
-    optimum,
-    random_scores,
-    random_table,
-)
+from rlhf.exact.world import enumerate_world, expectation, random_scores, random_table
 
 WORLD = enumerate_world()
-PROBLEM = Problem(world=WORLD, reference=random_table(WORLD, 10), scores=random_scores(WORLD, 11))
+PROBLEM = ExactProblem(world=WORLD, reference=random_table(WORLD, 10), scores=random_scores(WORLD, 11))
 REFERENCE = WORLD.sequence_logprobs(PROBLEM.reference)
 
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from exact_problem import ExactProblem, best_score, kl, make_rollout, model_outputs
 from torch import Tensor
 
 from rlhf.algo.advantages import compute_advantages
@@ -19,22 +20,11 @@ from rlhf.algorithms.sft import Sft
 from rlhf.config.algorithm import Offline, Online, OnlinePairLoss
 from rlhf.config.presets import PRESETS
 from rlhf.evaluation.frontier import exact_frontier, optimal_logprobs, score_at_kl
-from rlhf.exact.world import (
-    EOS,
-    Problem,
-    best_score,
-    enumerate_world,
-    expectation,
-    kl,
-    make_rollout,
-    model_outputs,
-    random_scores,
-    random_table,
-)
+from rlhf.exact.world import EOS, enumerate_world, expectation, random_scores, random_table
 from rlhf.types import Rollout, Side
 
 WORLD = enumerate_world()
-PROBLEM = Problem(world=WORLD, reference=random_table(WORLD, 10), scores=random_scores(WORLD, 11))
+PROBLEM = ExactProblem(world=WORLD, reference=random_table(WORLD, 10), scores=random_scores(WORLD, 11))
 REFERENCE = WORLD.sequence_logprobs(PROBLEM.reference)
 LENGTHS = WORLD.mask.sum(1).double().expand(WORLD.prompts, -1)
 START = expectation(REFERENCE, PROBLEM.scores).item()

@@ -8,28 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from exact_problem import ExactProblem, action_values, kl, make_rollout, model_outputs, objective_value
 from torch import Tensor
 
 from rlhf.algo.advantages import compute_advantages
 from rlhf.algo.kl import Coefs
 from rlhf.algo.objective import Objective
 from rlhf.config.algorithm import Online
-from rlhf.exact.world import (
-    Problem,
-    World,
-    action_values,
-    enumerate_world,
-    expectation,
-    kl,
-    make_rollout,
-    model_outputs,
-    objective_value,
-    random_scores,
-    random_table,
-)
+from rlhf.exact.world import World, enumerate_world, expectation, random_scores, random_table
 
 WORLD = enumerate_world()
-PROBLEM = Problem(world=WORLD, reference=random_table(WORLD, 10), scores=random_scores(WORLD, 11))
+PROBLEM = ExactProblem(world=WORLD, reference=random_table(WORLD, 10), scores=random_scores(WORLD, 11))
 REFERENCE = WORLD.sequence_logprobs(PROBLEM.reference)
 BETA = 0.3
 COEFS = Coefs(kl=BETA, penalty=0.7)
@@ -291,7 +280,7 @@ def test_kl_in_the_loss_is_the_kl_of_each_token_in_states_taken_as_given(policy,
 
 def test_kl_in_the_loss_with_k2_is_exact_for_one_token():
     world = enumerate_world(horizon=1)
-    problem = Problem(world=world, reference=random_table(world, 1), scores=random_scores(world, 2))
+    problem = ExactProblem(world=world, reference=random_table(world, 1), scores=random_scores(world, 2))
     policy = Table(world)
     table = policy()
     algorithm = online(kl={"placement": "loss", "estimator": "k2"}, **REINFORCE)

@@ -6,12 +6,13 @@ import math
 
 import pytest
 import torch
+from exact_problem import kl
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from rlhf.algo.kl import kl_estimate, kl_of_distributions
-from rlhf.exact.world import World, enumerate_world, expectation, kl, random_table
+from rlhf.exact.world import World, enumerate_world, expectation, random_table
 
 LOG2 = math.log(2.0)
 WORLD = enumerate_world(prompts=2, vocabulary=3, horizon=3)

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from exact_problem import kl, optimum
 from pair_values import PairValues, dpo, hinge, ipo, robust_dpo
 from torch import Tensor
 
-from rlhf.exact.world import enumerate_world, kl, optimum, random_scores, random_table
+from rlhf.exact.world import enumerate_world, random_scores, random_table
 
 WORLD = enumerate_world()
 REFERENCE_TABLE = random_table(WORLD, 10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from exact_problem import ExactProblem, action_values, best_value, objective_value
 from torch import Tensor
 from torch.func import functional_call, jvp, vjp
 
@@ -17,22 +18,13 @@ from rlhf.algo.trust_region import (
     undamped_curvature,
 )
 from rlhf.config.algorithm import Online
-from rlhf.exact.world import (
-    Problem,
-    action_values,
-    best_value,
-    enumerate_world,
-    expectation,
-    objective_value,
-    random_scores,
-    random_table,
-)
+from rlhf.exact.world import enumerate_world, expectation, random_scores, random_table
 
 # torch scripts its rules for forward-mode differentiation, at their first use, with what it has deprecated itself.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
 WORLD = enumerate_world()
-PROBLEM = Problem(world=WORLD, reference=random_table(WORLD, 10), scores=random_scores(WORLD, 11))
+PROBLEM = ExactProblem(world=WORLD, reference=random_table(WORLD, 10), scores=random_scores(WORLD, 11))
 REFERENCE = WORLD.sequence_logprobs(PROBLEM.reference)
 BETA = 0.3
 COEFS = Coefs(kl=BETA, penalty=0.0)

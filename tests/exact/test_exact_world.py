@@ -6,22 +6,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from exact_problem import action_values, best_score, best_value, frontier, kl, objective_value, optimum, state_values
 
-from rlhf.exact.world import (
-    EOS,
-    action_values,
-    best_score,
-    best_value,
-    enumerate_world,
-    expectation,
-    frontier,
-    kl,
-    objective_value,
-    optimum,
-    random_scores,
-    random_table,
-    state_values,
-)
+from rlhf.exact.world import EOS, enumerate_world, expectation, random_scores, random_table
 
 WORLD = enumerate_world()
 OTHER = enumerate_world(prompts=1, vocabulary=4, horizon=2)

@@ -102,7 +102,7 @@ SCENES: dict[str, Scene] = {
     "overlapping": overlapping,
 }
 
-Sampler, Slots, Rollout = recorded.RecordedSampler, recorded.RowSlots, recorded.Rollout
+Sampler, Slots, Rollout = recorded.RecordedSampler, recorded.RowSlots, recorded.RecordedGeneration
 MISTAKES: dict[str, tuple[str, Any, str, str, str]] = {
     "a column is a Python number": ("sampling", Slots, "attend", "self.column[:rows]\n", "int(self.column[0])\n"),
     "tokens are rebound": ("sampling", Sampler, "_step", "token.copy_(drawn_token)", "self.token = drawn_token"),

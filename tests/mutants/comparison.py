@@ -197,6 +197,6 @@ COMPARISON = [
         before="    if len(arms) <= MAX_ALL_SHOWN:\n        return arms\n",
         after="    return arms[::-1]\n",
         why="of many arms those shown at first are not the best",
-        tests=("tests/comparison/test_figures.py::test_of_many_arms_the_best_are_shown_first",),
+        tests=("tests/comparison/test_page.py::test_of_many_arms_the_best_are_shown_first",),
     ),
 ]

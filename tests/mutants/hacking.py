@@ -117,7 +117,7 @@ HACKING = [
     ),
     Mutant(
         name="law-of-best-of-n-for-rl",
-        file="rlhf/evaluation/frontier.py",
+        file="benchmarks/overoptimization_laws.py",
         before="return np.stack([distance, -distance * logs], axis=-1)",
         after="return np.stack([distance, -(distance**2)], axis=-1)",
         why="PPO's beta is fitted to another law than the paper's",
@@ -125,7 +125,7 @@ HACKING = [
     ),
     Mutant(
         name="law-interval-of-a-point",
-        file="rlhf/evaluation/frontier.py",
+        file="benchmarks/overoptimization_laws.py",
         before="low, high = _interval(distances, gains, law, seed)",
         after="low, high = _interval(distances.reshape(-1, 1), gains.reshape(-1, 1), law, seed)",
         why="points of one curve count as independent: intervals far too narrow",

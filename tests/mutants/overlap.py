@@ -92,10 +92,10 @@ OVERLAPPING = [
     ),
     Mutant(
         name="cells-outlive-the-comparison",
-        file="rlhf/comparison/scheduler.py",
-        before="        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)",
+        file="rlhf/process.py",
+        before="        os.kill(os.getpid(), signal.SIGTERM)",
         after="        pass",
         why="a comparison that was killed leaves runs behind, which hold the machine and the folders",
-        tests=("tests/comparison/test_jobs.py::test_a_cell_does_not_outlive_a_comparison_that_is_killed",),
+        tests=("tests/test_process.py::test_a_process_stops_when_the_one_that_started_it_is_killed",),
     ),
 ]

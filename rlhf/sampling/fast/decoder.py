@@ -38,9 +38,6 @@ class Decoder(Protocol):
         """Return the logits that follow `tokens`, which stand at `positions` of their rows."""
 
 
-Product = Callable[[Tensor], Tensor]
-
-
 class PackedLinear:
     """Computes x W^T + b, where W stacks the rows of several weights; it holds copies of them."""
 
@@ -513,8 +510,8 @@ AttentionInterface.register(ATTENTION_NAME, _attention)
 class GraphDecoder:
     """A Decoder that replays another's step as a CUDA graph, recorded anew whenever rows have come or gone.
 
-    The Slots must be static. A step may be repeated with the same tokens, since it writes the same column: the warm-up
-    before recording relies on it.
+    The `RowSlots` must be static. A step may be repeated with the same tokens, since it writes the same column: the
+    warm-up before recording relies on it.
     """
 
     def __init__(self, decoder: Decoder) -> None:

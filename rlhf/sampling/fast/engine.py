@@ -29,7 +29,7 @@ from rlhf.sampling.fast.decoder import (
     verify_decoder,
 )
 from rlhf.sampling.fast.kv_cache import KVCache, UnsupportedModel, prefill
-from rlhf.sampling.fast.recorded import COLUMN_MULTIPLE, RecordedSampler, Rollout, RowSlots, TrialCache
+from rlhf.sampling.fast.recorded import COLUMN_MULTIPLE, RecordedGeneration, RecordedSampler, RowSlots, TrialCache
 from rlhf.sampling.generate import HFSampler, repeat_rows, rotation_kinds
 from rlhf.types import Completions, Prompts
 
@@ -72,7 +72,7 @@ class GenerationBatch:
         device: torch.device,
         static: bool = False,
     ) -> None:
-        """Allocate the cache and the outputs; a `key` of None decodes greedily, and `static` is that of Slots."""
+        """Allocate the cache and the outputs; a `key` of None decodes greedily, `static` is for `RowSlots`."""
         self.model, self.decoder, self.device = model, decoder, device
         self.temperature, self.length = config.temperature, config.max_new_tokens
         rows = len(prompts)
@@ -394,7 +394,7 @@ class FastSampler:
             kept = self._recorded[size] = RecordedSampler(
                 decoder, slots, length=length, temperature=self.config.temperature, ends=self.eos_ids
             )
-        return Rollout(kept, self.model, prompts, prompt, key=key).generate()
+        return RecordedGeneration(kept, self.model, prompts, prompt, key=key).generate()
 
     def _refreshed_decoder(self, rows: int, positions: int) -> FusedDecoder:
         """Return the decoder that all recorded steps share, with the current weights; made anew if it is too short."""

@@ -273,7 +273,7 @@ def bucket_sizes(size: int) -> list[int]:
     return sizes
 
 
-class Rollout:
+class RecordedGeneration:
     """One call of a RecordedSampler: which row is in which slot, and the tokens of the rows that are done."""
 
     def __init__(

@@ -45,6 +45,13 @@
     };
   }
 
+  // Pointing at a chart shows one button, which saves it as SVG.
+  const saving = (name) => ({
+    displaylogo: false,
+    modeBarButtons: [["toImage"]],
+    toImageButtonOptions: { format: "svg", filename: name.replace(/[^\w-]+/g, "_") },
+  });
+
   function draw() {
     const away = hidden();
     for (const part of document.querySelectorAll("[data-arm]")) part.hidden = away.has(part.dataset.arm);
@@ -52,7 +59,7 @@
       if (place.closest("[hidden]")) continue; // it has no width to draw in
       const figure = figures[place.dataset.figure];
       const traces = figure.data.map(colored).map((trace) => ({ ...trace, visible: !away.has(trace.legendgroup) }));
-      Plotly.react(place, traces, layoutOf(figure), { displayModeBar: false, responsive: true });
+      Plotly.react(place, traces, layoutOf(figure), { ...saving(place.dataset.figure), responsive: true });
     }
     button.textContent = isDark() ? "☀ Light" : "☾ Dark";
   }
