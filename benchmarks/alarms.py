@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from runs import golds, make_model, write_rows  # noqa: E402
 
-from rlhf.algo.advantages import compute_advantages  # noqa: E402
+from rlhf.algorithms.experience import compute_advantages  # noqa: E402
 from rlhf.config.files import merge  # noqa: E402
 from rlhf.config.load import train_config  # noqa: E402
 from rlhf.config.sections import OnlineConfig  # noqa: E402

@@ -33,12 +33,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from reward_model.model import BradleyTerryLoss
-from rlhf.algo.advantages import compute_advantages
 from rlhf.algo.kl import Coefs
-from rlhf.algo.objective import Objective
+from rlhf.algorithms.experience import compute_advantages
+from rlhf.algorithms.objective import Objective
+from rlhf.algorithms.presets import PRESETS
 from rlhf.batching import extend
 from rlhf.config.algorithm import DpoLoss, Online
-from rlhf.config.presets import PRESETS
 from rlhf.config.reward import RewardModelLoss
 from rlhf.config.sections import OptimizerConfig
 from rlhf.models.kernels.llama import forward as written_out

@@ -16,11 +16,24 @@ from functools import cache, reduce
 from operator import or_
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, GetCoreSchemaHandler, SerializationInfo, Tag, TypeAdapter
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    SerializationInfo,
+    Tag,
+    TypeAdapter,
+)
 from pydantic_core import CoreSchema, core_schema
 
 Level = Literal["error", "warning"]
 Value = float | str
+
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
@@ -104,6 +117,8 @@ class Choice(Section):
     """
 
     members: ClassVar[dict[str, builtins.type[Choice]]]
+    metrics: ClassVar[str] = ""
+    """Metrics that this member alone logs, a line each: `name | unit | meaning`."""
     type: str
 
     @classmethod

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
-from rlhf.config.algorithm import Positive, algorithm_kind
+from rlhf.config.algorithm import algorithm_kind
 from rlhf.config.data import Count, PromptsConfig
 from rlhf.config.reward import RewardSourceConfig
 from rlhf.config.sections import OfflineConfig, OnlineConfig
-from rlhf.section import Section, type_discriminator
+from rlhf.section import Positive, Section, type_discriminator
 
 START_FOLDER = "start"  # folder of the cells that evaluate the start model itself
 UNTUNED = "_untuned"  # ending of the name under which an arm as it is written is run beside the tuned one

@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf.config.algorithm import Group, NonNegative, Online, Positive
+from rlhf.algorithms.online import Online
 from rlhf.config.data import Count, Size
-from rlhf.section import Section
+from rlhf.section import NonNegative, Positive, Section
 
 
 class SourceSection(Section):
@@ -368,8 +368,7 @@ class RewardConfig(Section):
         """
         if not uses_gdpo(self.source):
             return
-        advantage = algorithm.advantage
-        if not isinstance(advantage, Group) or advantage.baseline != "centered":
+        if not algorithm.advantage.only_centers:
             raise ValueError(
                 "reward.source.how is gdpo, which standardizes each source within its group: the advantage must only "
                 "center, algorithm.preset=grpo algorithm.advantage.baseline=centered"

@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf.config.algorithm import Positive
 from rlhf.config.data import Count, Size
-from rlhf.section import Section
+from rlhf.section import Positive, Section
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["float32", "bfloat16", "float64"]

@@ -16,7 +16,6 @@ from rlhf.config.algorithm import (
     SftLoss,
     SimpoLoss,
     SlicLoss,
-    TrustRegionLoss,
 )
 from rlhf.config.data import DatasetConfig
 from rlhf.config.run import UNKNOWN_LENGTH
@@ -62,8 +61,8 @@ def method(config: RunConfiguration) -> str:
 
 
 def rate(config: RunConfiguration) -> float | None:
-    """Return the learning rate; None where a trust region sets the length of the step."""
-    has_none = isinstance(config, OnlineConfig) and isinstance(config.algorithm.policy_loss, TrustRegionLoss)
+    """Return the learning rate; None where the policy loss sets the length of the step."""
+    has_none = isinstance(config, OnlineConfig) and config.algorithm.policy_loss.searches
     return None if has_none else trained(config).lr
 
 

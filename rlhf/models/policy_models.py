@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rlhf.algo.kl import kl_of_distributions
-from rlhf.algo.objective import Outputs
+from rlhf.algorithms.objective import Outputs
 from rlhf.batching import on_host, place_live, select_live
 from rlhf.config.sections import LogProbs, Packing
 from rlhf.models.adapters import is_adapted

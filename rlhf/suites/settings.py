@@ -12,12 +12,11 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from rlhf.config.algorithm import Positive
 from rlhf.config.data import ChatFormat, Count, DatasetConfig, PreferencesConfig
 from rlhf.config.reward import RewardSourceConfig
 from rlhf.config.run import Device, Dtype
 from rlhf.errors import ConfigError, did_you_mean, install_hint
-from rlhf.section import Section
+from rlhf.section import Positive, Section
 
 
 class EvalRows(DatasetConfig):

@@ -10,10 +10,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf.algo.advantages import compute_advantages
 from rlhf.algo.kl import Coefs
-from rlhf.algo.objective import Outputs
-from rlhf.config.algorithm import Online
+from rlhf.algorithms.experience import compute_advantages
+from rlhf.algorithms.objective import Outputs
+from rlhf.algorithms.online import Online
 from rlhf.types import Experience, Rollout
 
 NAN = float("nan")

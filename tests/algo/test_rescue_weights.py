@@ -8,8 +8,6 @@ import pytest
 import torch
 from algo_cases import COEFS, rollout
 
-from rlhf.algo.advantages import compute_advantages
-from rlhf.algo.objective import Objective, Outputs
 from rlhf.algo.selection import (
     effective_sample_share,
     failed_groups,
@@ -17,8 +15,10 @@ from rlhf.algo.selection import (
     sequence_importance,
     shaped_importance,
 )
-from rlhf.config.algorithm import Online
-from rlhf.config.rescue import SequenceWeights, ShapedWeights, TokenWeights
+from rlhf.algorithms.experience import compute_advantages
+from rlhf.algorithms.objective import Objective, Outputs
+from rlhf.algorithms.online import Online
+from rlhf.algorithms.rescue import SequenceWeights, ShapedWeights, TokenWeights
 
 LIVE = torch.tensor([[True, True], [True, False]])
 PLAIN = torch.tensor([[0.1, 0.5], [0.2, 0.9]], dtype=torch.float64).log()

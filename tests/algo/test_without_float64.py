@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from rlhf import batching
 from rlhf.algo.masked import Mean
-from rlhf.algo.objective import Objective
+from rlhf.algorithms.objective import Objective
 from rlhf.batching import widen
 from rlhf.runtime.seeding import uniforms
 from rlhf.training.offline import sum_logprobs

@@ -11,8 +11,8 @@ import pytest
 import torch
 from runs import largest_difference, make_model, online, ppo_tree, weights
 
-from rlhf.algo.advantages import compute_advantages
 from rlhf.algo.masked import Mean
+from rlhf.algorithms.experience import compute_advantages
 from rlhf.batching import Batch
 from rlhf.config.algorithm import DpoLoss, HingeLoss, IpoLoss, PairLossConfig, RobustDpoLoss
 from rlhf.config.files import merge

@@ -11,7 +11,7 @@ import pytest
 import torch
 from runs import largest_difference, make_model, online, ppo_tree, quiet, trained, trained_offline, weights, write_rows
 
-from rlhf.algo.advantages import compute_advantages
+from rlhf.algorithms.experience import compute_advantages
 from rlhf.config.files import merge
 from rlhf.config.load import validate
 from rlhf.config.sections import RewardModelConfig

@@ -7,9 +7,8 @@ import torch
 from test_exact_gradients import COEFS, PROBLEM, REFERENCE, WORLD, Table, differ, same_gradient
 from torch import Tensor
 
-from rlhf.algo.advantages import compute_advantages
-from rlhf.algo.objective import Objective
-from rlhf.algo.selection import select_training_rows
+from rlhf.algorithms.experience import compute_advantages, select_training_rows
+from rlhf.algorithms.objective import Objective
 from rlhf.config.algorithm import (
     Best,
     BestAndWorst,

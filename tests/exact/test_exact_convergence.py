@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.algo.advantages import compute_advantages
 from rlhf.algo.kl import Coefs, next_kl_coef, next_penalty_coef
-from rlhf.algo.objective import Objective, divide_by_denominators
-from rlhf.config.algorithm import Online
+from rlhf.algorithms.experience import compute_advantages
+from rlhf.algorithms.objective import Objective, divide_by_denominators
+from rlhf.algorithms.online import Online
 from rlhf.exact.world import (
     Problem,
     best_score,

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.algo.advantages import compute_advantages
 from rlhf.algo.kl import Coefs
-from rlhf.algo.objective import Objective, divide_by_denominators
 from rlhf.algo.preference_loss import kto, kto_baseline
 from rlhf.algo.selection import best_and_worst
+from rlhf.algorithms.experience import compute_advantages
+from rlhf.algorithms.objective import Objective, divide_by_denominators
+from rlhf.algorithms.presets import PRESETS
 from rlhf.config.algorithm import KtoLoss, Offline, Online, OnlinePairLoss, SftLoss
-from rlhf.config.presets import PRESETS
 from rlhf.evaluation.frontier import exact_frontier, optimal_logprobs, score_at_kl
 from rlhf.exact.world import (
     EOS,

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.algo.advantages import compute_advantages
 from rlhf.algo.kl import Coefs
-from rlhf.algo.objective import Objective
-from rlhf.config.algorithm import Online
+from rlhf.algorithms.experience import compute_advantages
+from rlhf.algorithms.objective import Objective
+from rlhf.algorithms.online import Online
 from rlhf.exact.world import (
     Problem,
     World,

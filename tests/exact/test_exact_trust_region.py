@@ -16,7 +16,7 @@ from rlhf.algo.trust_region import (
     step_length,
     undamped_curvature,
 )
-from rlhf.config.algorithm import Online
+from rlhf.algorithms.online import Online
 from rlhf.exact.world import (
     Problem,
     action_values,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from runs import largest_difference, make_model, online, ppo_tree, trained, weights
 
-from rlhf.algo.advantages import compute_advantages
+from rlhf.algorithms.experience import compute_advantages
 from rlhf.config.files import merge
 from rlhf.config.load import train_config, unread_warnings
 from rlhf.errors import ConfigError
