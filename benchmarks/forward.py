@@ -36,9 +36,10 @@ from reward_model.model import BradleyTerryLoss
 from rlhf.algo.kl import Coefs
 from rlhf.algorithms.experience import compute_advantages
 from rlhf.algorithms.objective import Objective
+from rlhf.algorithms.online import Online
 from rlhf.algorithms.presets import PRESETS
 from rlhf.batching import extend
-from rlhf.config.algorithm import DpoLoss, Online
+from rlhf.config.algorithm import DpoLoss
 from rlhf.config.reward import RewardModelLoss
 from rlhf.config.sections import OptimizerConfig
 from rlhf.models.kernels.llama import forward as written_out

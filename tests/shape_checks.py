@@ -24,7 +24,8 @@ from beartype.roar import BeartypeDecorHintPep585DeprecationWarning
 from jaxtyping import AbstractArray, AbstractDtype, jaxtyped
 
 PACKAGES = ("rlhf", "reward_model")
-QUICK = ("rlhf.algorithms.", "rlhf.rewards.", "rlhf.suites.")  # modules that import torch for annotations only
+# modules that import torch for annotations only
+QUICK = ("rlhf.algorithms.", "rlhf.rewards.", "rlhf.suites.", "rlhf.user_code")
 DECORATOR = "decorate_with_checks"  # a global of every module that is checked
 CHECKED_CALLS = 16  # of each function in each test
 

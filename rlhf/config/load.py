@@ -411,8 +411,6 @@ def _message(mistake: Mapping[str, Any], keys: Sequence[str], models: Sequence[t
             return message.removeprefix("Value error, ")
         case "union_tag_invalid":
             return _not_one_of(mistake["ctx"]["tag"], re.findall(r"'(.+?)'", mistake["ctx"]["expected_tags"]))
-        case "union_tag_not_found":
-            return f"give its settings, and their type (got {mistake.get('input')!r})"
         case "literal_error" if isinstance(mistake.get("input"), str):
             return _not_one_of(mistake["input"], re.findall(r"'(.+?)'", mistake["ctx"]["expected"]))
         case _:

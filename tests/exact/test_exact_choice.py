@@ -9,18 +9,11 @@ from torch import Tensor
 
 from rlhf.algorithms.experience import compute_advantages, select_training_rows
 from rlhf.algorithms.objective import Objective
-from rlhf.config.algorithm import (
-    Best,
-    BestAndWorst,
-    DpoLoss,
-    HingeLoss,
-    IpoLoss,
-    Online,
-    OnlinePairLoss,
-    PairLossConfig,
-    PolicyGradientLoss,
-    RobustDpoLoss,
-)
+from rlhf.algorithms.online import Online
+from rlhf.algorithms.online_dpo import BestAndWorst
+from rlhf.algorithms.reinforce import PolicyGradientLoss
+from rlhf.algorithms.rejection_sampling import Best
+from rlhf.config.algorithm import DpoLoss, HingeLoss, IpoLoss, OnlinePairLoss, PairLossConfig, RobustDpoLoss
 from rlhf.exact.world import make_rollout, model_outputs, random_table
 from rlhf.training.offline import Side, pair_loss
 from rlhf.types import Experience, SampledPairs

@@ -14,8 +14,9 @@ from rlhf.algo.preference_loss import kto, kto_baseline
 from rlhf.algo.selection import best_and_worst
 from rlhf.algorithms.experience import compute_advantages
 from rlhf.algorithms.objective import Objective, divide_by_denominators
+from rlhf.algorithms.online import Online
 from rlhf.algorithms.presets import PRESETS
-from rlhf.config.algorithm import KtoLoss, Offline, Online, OnlinePairLoss, SftLoss
+from rlhf.config.algorithm import KtoLoss, Offline, SftLoss
 from rlhf.evaluation.frontier import exact_frontier, optimal_logprobs, score_at_kl
 from rlhf.exact.world import (
     EOS,
@@ -80,7 +81,7 @@ def online_loss(
     algorithm: Online, coefs: Coefs, rows: Tensor, rollout: Rollout, table: Tensor, critic: Tensor
 ) -> Tensor:
     """The loss of one step on all of its rows: pairs by the pair loss, tokens by the objective."""
-    if isinstance(algorithm.policy_loss, OnlinePairLoss):
+    if algorithm.policy_loss.pair_loss is not None:
         sides = [
             Side(
                 logprobs=WORLD.token_logprobs(table, rows[part]).sum(1),
