@@ -34,17 +34,17 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from reward_model.model import BradleyTerryLoss
 from rlhf.algo.kl import Coefs
-from rlhf.algorithms.experience import compute_advantages
-from rlhf.algorithms.objective import Objective
 from rlhf.algorithms.online import Online
 from rlhf.algorithms.presets import PRESETS
 from rlhf.batching import extend
 from rlhf.config.algorithm import DpoLoss
 from rlhf.config.reward import RewardModelLoss
 from rlhf.config.sections import OptimizerConfig
+from rlhf.experience import compute_advantages
 from rlhf.models.kernels.llama import forward as written_out
 from rlhf.models.policy_models import Models
 from rlhf.models.scalar_head import ScalarHeadModel
+from rlhf.objective import Objective
 from rlhf.runtime.engine import LocalModel
 from rlhf.runtime.memory import AdaptiveMicroBatch, keep_memory
 from rlhf.training.losses import DemonstrationLoss, online_losses

@@ -22,18 +22,16 @@ from pydantic import (
     Discriminator,
     Field,
     GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     SerializationInfo,
     Tag,
     TypeAdapter,
 )
+from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 Level = Literal["error", "warning"]
 Value = float | str
-
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
@@ -95,6 +93,10 @@ class Usual:
         )
 
 
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
 C = TypeVar("C", bound="Choice")
 
 
@@ -118,7 +120,7 @@ class Choice(Section):
 
     members: ClassVar[dict[str, builtins.type[Choice]]]
     metrics: ClassVar[str] = ""
-    """Metrics that this member alone logs, a line each: `name | unit | meaning`."""
+    """Rows of metrics that only this choice reports, in the format of the table in rlhf/tracking/metrics.py."""
     type: str
 
     @classmethod
@@ -150,21 +152,32 @@ def _origin(kind: type) -> tuple[str, str]:
     return str(getattr(sys.modules.get(kind.__module__), "__file__", kind.__module__)), kind.__qualname__
 
 
+def declared_metrics() -> set[str]:
+    """Return the rows of metrics that the members of all families declare."""
+    return {member.metrics for family in Choice.__subclasses__() for member in family.members.values()} - {""}
+
+
 @dataclass(frozen=True)
 class OneOf:
     """Marks a field that holds a member of a family: `loss: Annotated[PairLoss, OneOf("dpo")]`.
 
     The members are looked up when a value is validated, so a class that is defined later is a choice too. `default` is
-    the type of settings that name none; None: they have to.
+    the type of settings that name none; None: they have to. `only` limits the members to those for which it holds.
     """
 
     default: str | None = None
+    only: Callable[[type[Any]], bool] | None = None
+
+    def members(self, family: type[Choice]) -> dict[str, type[Choice]]:
+        """Return the members of a family that the field can hold."""
+        choices = family.choices().items()
+        return {name: member for name, member in choices if self.only is None or self.only(member)}
 
     def __get_pydantic_core_schema__(self, family: type[Choice], handler: GetCoreSchemaHandler) -> CoreSchema:
         """Return a schema that validates as a tagged union of the family's members at that time."""
 
         def validate(value: object) -> object:
-            return _union(tuple(family.choices().items()), self.default)(value)
+            return _union(tuple(self.members(family).items()), self.default)(value)
 
         def dump(section: Choice, info: SerializationInfo) -> dict[str, Any]:
             dumped = section.model_dump(
@@ -175,8 +188,13 @@ class OneOf:
             )
             return {"type": section.type, **dumped}  # also where it is unset, as in a section made by its class
 
+        def json_schema(_: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+            return {"anyOf": [handler(member.__pydantic_core_schema__) for member in self.members(family).values()]}
+
         return core_schema.no_info_plain_validator_function(
-            validate, serialization=core_schema.plain_serializer_function_ser_schema(dump, info_arg=True)
+            validate,
+            metadata={"pydantic_js_functions": [json_schema]},
+            serialization=core_schema.plain_serializer_function_ser_schema(dump, info_arg=True),
         )
 
 

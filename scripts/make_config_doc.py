@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 import typing
@@ -21,7 +22,7 @@ from pydantic_core import PydanticUndefined
 from rlhf.algorithms.presets import PRESETS
 from rlhf.config.compare import CompareConfig
 from rlhf.config.sections import RewardModelConfig, TrainSections
-from rlhf.section import Section
+from rlhf.section import OneOf, Section
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "configuration"
 ROOTS: tuple[tuple[str, type[Section]], ...] = (
@@ -268,7 +269,13 @@ def _section(group: list[Shape], documented: Mapping[type[Section], list[str]]) 
 
 
 def _described(kind: type[Section]) -> str:
-    return " ".join((kind.__doc__ or "").split())
+    """Return the docstring in one line; the lines of an equation, which are indented, are code."""
+    paragraphs = inspect.cleandoc(kind.__doc__ or "").split("\n\n")
+    return " ".join(_equation(text) if text.startswith(" ") else " ".join(text.split()) for text in paragraphs)
+
+
+def _equation(text: str) -> str:
+    return " ".join(f"`{' '.join(line.split())}`" for line in text.splitlines())
 
 
 def _label(shape: Shape) -> str:
@@ -427,7 +434,10 @@ def _is_mapping(annotation: Any) -> bool:
 
 
 def _kinds(annotation: Any) -> list[type[Section]]:
-    """Return the section classes that an annotation names."""
+    """Return the section classes that an annotation names: of a family, the members that the field can hold."""
+    family, *marks = typing.get_args(annotation) or (None,)
+    if choice := next((mark for mark in marks if isinstance(mark, OneOf)), None):
+        return list(choice.members(family).values())
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
         return [annotation] if issubclass(annotation, Section) else []
     return [kind for inner in typing.get_args(annotation) for kind in _kinds(inner)]

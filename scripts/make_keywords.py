@@ -17,6 +17,7 @@ from pydantic import BaseModel
 import rlhf
 from rlhf.api.inputs import SHORTHANDS
 from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
+from rlhf.section import Choice
 
 TARGET = Path(__file__).resolve().parents[1] / "rlhf" / "api" / "keywords.py"
 HEAD = '''\
@@ -63,6 +64,8 @@ def _fields(models: tuple[type[BaseModel], ...], classes: dict[str, str]) -> dic
 def _type(annotation: Any, classes: dict[str, str]) -> str:
     """Write an annotation; sections become a TypedDict of their own, and what is more complicated becomes Any."""
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
+        if issubclass(annotation, Choice):
+            return "Any"
         if issubclass(annotation, BaseModel):
             return _section(annotation, classes)
         return annotation.__name__ if annotation in (*SCALARS, types.NoneType) else "Any"

@@ -1,33 +1,13 @@
 """The algorithms: each file is one, with its settings, its equation, its usual ranges, its presets and its paper.
 
-    advantage, policy_loss    the families: what a member can have and what a run asks it
-    online                    the section `algorithm` of an online run, and the checks across its parts
-    experience, objective     what a step does with them: advantages for a whole step, the loss of a micro-batch
-
-To import the package is to register all members, and to read configurations is quick: files of algorithms import
-torch where they compute.
+A file that is put beside them is found: all are imported with the package, so that their classes are registered. None
+of them imports torch before it computes something, because a configuration is read without it.
 """
 
-# In the order in which presets are listed.
-# isort: off
-from rlhf.algorithms import online, ppo, penalty, trust_region, reinforce, remax, rloo, grpo, dapo, cispo, gspo
-from rlhf.algorithms import online_dpo, rejection_sampling, gae, functions
-# isort: on
+from __future__ import annotations
 
-__all__ = [
-    "cispo",
-    "dapo",
-    "functions",
-    "gae",
-    "grpo",
-    "gspo",
-    "online",
-    "online_dpo",
-    "penalty",
-    "ppo",
-    "reinforce",
-    "rejection_sampling",
-    "remax",
-    "rloo",
-    "trust_region",
-]
+import importlib
+import pkgutil
+
+for _file in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_file.name}")

@@ -5,10 +5,10 @@ The baseline of a completion is made of the other completions of its prompt, so 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rlhf.algorithms.advantage import Advantage, StepSizes
-from rlhf.algorithms.presets import Tree, preset
+from rlhf.algorithms.presets import preset
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rlhf.types import Rollout
 
-GROUP_OF_8: Tree = {"sampling": {"completions_per_prompt": 8}}
+GROUP_OF_8: dict[str, Any] = {"sampling": {"completions_per_prompt": 8}}
 
 preset(
     "grpo",

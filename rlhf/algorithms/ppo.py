@@ -5,16 +5,16 @@ The file of the critic's advantages is gae.py.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from rlhf.algorithms.policy_loss import RatioLevel, Surrogate, TokenLoss, Tokens
-from rlhf.algorithms.presets import Tree, preset
+from rlhf.algorithms.presets import preset
 from rlhf.section import Facts, Fraction, NonNegative, Rule, Usual, Value
 
 CLIP_RANGES = {"token": (0.1, 0.3), "sequence": (0.1, 0.3), "sequence_mean": (1e-4, 1e-2)}
-CRITIC: Tree = {"advantage": {"type": "gae"}, "value_loss": {}, "kl": {"placement": "reward"}}
+CRITIC: dict[str, Any] = {"advantage": {"type": "gae"}, "value_loss": {}, "kl": {"placement": "reward"}}
 """What every preset with a critic has; Kl has its estimator and coefficient."""
 
 preset("ppo", {"algorithm": CRITIC})

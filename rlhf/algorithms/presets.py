@@ -1,16 +1,19 @@
-"""Named algorithms: a few lines of configuration each, declared in the file of the algorithm that they are."""
+"""The presets: named algorithms of a few lines of configuration each, declared in the files of the algorithms."""
 
 from __future__ import annotations
 
 from typing import Any
 
-Tree = dict[str, Any]
-
-PRESETS: dict[str, Tree] = {}
+PRESETS: dict[str, dict[str, Any]] = {}
 """What each preset stands for: the section `algorithm`, and the sizes that it requires or is designed for.
 docs/algorithms/ has a page for each: equations, defaults, departures from the paper, what to watch."""
 
 
-def preset(name: str, settings: Tree) -> None:
-    """Name these settings: those of `algorithm`, and of other sections the sizes that the algorithm requires."""
-    PRESETS[name] = settings
+def preset(name: str, settings: dict[str, Any]) -> None:
+    """Declare a preset by its sections: {"algorithm": {...}, "sampling": {...}}.
+
+    Raises:
+        ValueError: another preset has this name.
+    """
+    if PRESETS.setdefault(name, settings) != settings:
+        raise ValueError(f"there is a preset {name!r} with other settings: {PRESETS[name]}")

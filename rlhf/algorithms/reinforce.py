@@ -5,13 +5,13 @@ REINFORCE has no baseline. REINFORCE++ has the mean of the batch for one, and PP
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rlhf.algorithms.advantage import Advantage
 from rlhf.algorithms.gae import Discount
 from rlhf.algorithms.policy_loss import Surrogate, TokenLoss, Tokens
 from rlhf.algorithms.ppo import CRITIC
-from rlhf.algorithms.presets import Tree, preset
+from rlhf.algorithms.presets import preset
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rlhf.algorithms.advantage import StepSizes
     from rlhf.types import Experience, Rollout
 
-ONE_UPDATE: Tree = {"batch": {"epochs": 1, "minibatches": 1}}
+ONE_UPDATE: dict[str, Any] = {"batch": {"epochs": 1, "minibatches": 1}}
 
 preset(
     "a2c",

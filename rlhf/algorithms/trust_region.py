@@ -7,13 +7,13 @@ The conjugate gradients and the line search are in rlhf.algo.trust_region.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from rlhf.algorithms.policy_loss import Surrogate, TokenLoss, Tokens
 from rlhf.algorithms.ppo import CRITIC
-from rlhf.algorithms.presets import Tree, preset
+from rlhf.algorithms.presets import preset
 from rlhf.errors import ConfigError
 from rlhf.section import NonNegative, Positive
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rlhf.algorithms.advantage import StepSizes
     from rlhf.algorithms.search import StepSpace
 
-CRITIC_EPOCHS: Tree = {"batch": {"epochs": 8, "minibatches": 1}}  # the policy steps in the first epoch only
+CRITIC_EPOCHS: dict[str, Any] = {"batch": {"epochs": 8, "minibatches": 1}}  # the policy steps in the first epoch only
 
 preset("trpo", {"algorithm": {**CRITIC, "policy_loss": {"type": "trust_region"}}, **CRITIC_EPOCHS})
 preset(

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf.algorithms.advantage import Advantage
-from rlhf.algorithms.presets import PRESETS, Tree, preset
+from rlhf.algorithms.presets import PRESETS, preset
+
+Tree = dict[str, Any]
 
 preset("sft", {"algorithm": {"loss": {"type": "sft"}}})
 preset("dpo", {"algorithm": {"loss": {"type": "dpo", "beta": 0.1}}})

@@ -4,7 +4,7 @@ A *table* `[C, S, V]` holds a policy: the log-probabilities of the next token, f
 (a state is the prefix of live tokens so far). A *distribution* `[C, N]` holds log-probabilities of the N completions
 of each prompt. Prompts are equally likely. Rows of batches are prompt-major: row `c * N + n`.
 
-How an expectation passes through `rlhf.algorithms.objective`: the loss is a sum over rows, so E[loss] is the sum over
+How an expectation passes through `rlhf.objective`: the loss is a sum over rows, so E[loss] is the sum over
 all completions of probability x (that row's loss). All completions are the rows of one `Experience`, and
 `weigh_gradient` multiplies what flows back into each row by that row's probability: one call of `Objective.loss`
 gives the exact gradient of the expectation over completions drawn from the *old* policy. `sequence_*` and `constant`
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from rlhf.algo.kl import Coefs
-from rlhf.algorithms.experience import compute_advantages
-from rlhf.algorithms.objective import Objective, Outputs
 from rlhf.algorithms.online import Online
 from rlhf.batching import extend
+from rlhf.experience import compute_advantages
+from rlhf.objective import Objective, Outputs
 from rlhf.types import Completions, Experience, Rollout
 
 EOS = 0

@@ -21,23 +21,28 @@ RUN_TABLE: tuple[Rule, ...] = (*UPDATE_RULES, *ONLINE_RULES, *RUN_RULES, *DATA_R
 def all_rules() -> list[Rule]:
     """Return every rule of the table and of the sections, registered plug-ins included; the first of each name."""
     rules = {rule.name: rule for rule in RUN_TABLE}
-    seen: set[type[Section]] = set()
-    for root in (OnlineConfig, OfflineConfig, RewardModelConfig):
-        for section in _sections_below(root, seen):
-            for rule in rules_of(section):
-                rules.setdefault(rule.name, rule)
+    for _, rule in section_rules():
+        rules.setdefault(rule.name, rule)
     return list(rules.values())
 
 
-def _sections_below(section: type[Section], seen: set[type[Section]]) -> Iterator[type[Section]]:
-    """Yield a section's class and those that its fields can hold, each once."""
+def section_rules() -> Iterator[tuple[type[Section], Rule]]:
+    """Yield the rules of all sections, each with its section's class and with its full key."""
+    seen: set[type[Section]] = set()
+    for root in (OfflineConfig, OnlineConfig, RewardModelConfig):
+        for path, section in _sections_below(root, "", seen):
+            yield from ((section, replace(rule, key=f"{path}{rule.key}")) for rule in rules_of(section))
+
+
+def _sections_below(section: type[Section], path: str, seen: set[type[Section]]) -> Iterator[tuple[str, type[Section]]]:
+    """Yield a section's class and those that its fields can hold, each once, with what comes before their keys."""
     if section in seen:
         return
     seen.add(section)
-    yield section
-    for info in section.model_fields.values():
+    yield path, section
+    for name, info in section.model_fields.items():
         for inner in _classes_in(info.annotation):
-            yield from _sections_below(inner, seen)
+            yield from _sections_below(inner, f"{path}{name}.", seen)
 
 
 def _classes_in(annotation: object) -> Iterator[type[Section]]:

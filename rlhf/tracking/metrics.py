@@ -11,10 +11,12 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from textwrap import dedent
 from typing import Literal
 
 from rlhf.algo.masked import Mean
 from rlhf.batching import Number
+from rlhf.section import declared_metrics
 
 RunKind = Literal["online", "preference", "sft", "reward_model"]
 OPTIONAL_FIELDS = ("label", "better", "held_out", "curve")  # of a MetricInfo; its other details are places
@@ -337,29 +339,43 @@ FAMILIES = {  # rows whose star stands for a name that the configuration gives
 
 
 def describe(name: str) -> MetricInfo:
-    """Return the table's entry for `name`; that of its family where a part of the name comes from the configuration.
+    """Return the entry for `name`, of the table or of a section that declares it (rlhf.section.Choice.metrics).
 
-    The star of a row stands for that part: `source/score/*` describes `source/score/chat`.
+    Where a part of the name comes from the configuration, it is the entry of its family, whose star stands for that
+    part: `source/score/*` describes `source/score/chat`.
 
     Raises:
-        KeyError: the name is not in METRICS; add it there with its unit and meaning.
+        KeyError: there is none; add it with its unit and meaning.
     """
-    return METRICS[name] if name in METRICS else METRICS[_family(name)]
+    row = _family(name)
+    if row in METRICS:
+        return METRICS[row]
+    declared = _declared()
+    if name not in declared:
+        raise KeyError(f"{name}: no row describes this metric; add one to `metrics` of the section that reports it")
+    return declared[name]
 
 
 def _family(name: str) -> str:
     """Return the name of the row with a star that describes `name`; the name itself if there is none."""
-    for row, pattern in FAMILIES.items():
-        if pattern.fullmatch(name):
-            return row
-    return name
+    if name in METRICS:
+        return name
+    return next((row for row, pattern in FAMILIES.items() if pattern.fullmatch(name)), name)
+
+
+def _declared() -> dict[str, MetricInfo]:
+    """Return the rows that sections declare for metrics of their own."""
+    return {name: info for rows in sorted(declared_metrics()) for name, info in _parse_table(dedent(rows)).items()}
 
 
 def table_of(names: Iterable[str]) -> dict[str, MetricInfo]:
-    """Return the table with a row of its own for each of `names` that a row with a star describes."""
+    """Return the table with the rows that sections declare.
+
+    Each of `names` that a row with a star describes has a row of its own.
+    """
     rows = {name: _family(name) for name in sorted(names) if name not in METRICS}
     members = {name: replace(METRICS[row], name=name) for name, row in rows.items() if row in METRICS}
-    return METRICS | members
+    return METRICS | _declared() | members
 
 
 def shown_in(view: str, table: Mapping[str, MetricInfo] = METRICS) -> list[tuple[MetricInfo, Place]]:
@@ -370,7 +386,7 @@ def shown_in(view: str, table: Mapping[str, MetricInfo] = METRICS) -> list[tuple
 
 def progress_metrics(kind: RunKind) -> tuple[str, ...]:
     """Return the names of the metrics on the progress line of a kind of run, in order; a run shows those it has."""
-    return tuple(info.name for info, _ in shown_in(f"progress/{kind}"))
+    return tuple(info.name for info, _ in shown_in(f"progress/{kind}", METRICS | _declared()))
 
 
 class Metrics:

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rlhf.tracking.metrics import METRICS, format_duration, format_number
+from rlhf.tracking.metrics import format_duration, format_number, table_of
 
 SECONDS_BETWEEN_LINES = 10.0  # without a terminal, so that the log of a long run stays readable
 RECENT = 20  # updates the speed is averaged over; evaluation and checkpoints count, the first compilation drops out
@@ -203,7 +203,8 @@ class _PhaseClock:
 
 def _labels(names: Sequence[str]) -> dict[str, str]:
     """Map metric names to short labels, keeping the full name where two labels would be the same."""
-    short = [METRICS[name].label or name if name in METRICS else name for name in names]
+    table = table_of(names)
+    short = [table[name].label or name if name in table else name for name in names]
     return {name: label if short.count(label) == 1 else name for name, label in zip(names, short, strict=True)}
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from rlhf.algo.kl import Coefs
 from rlhf.algo.masked import Mean
 from rlhf.algo.policy_loss import Aggregate, importance_ratio, kl_old_new, loss_weights, token_weights
-from rlhf.algorithms.objective import Objective
 from rlhf.batching import Number
 from rlhf.config.algorithm import PairLossConfig
 from rlhf.models.policy_models import Models
+from rlhf.objective import Objective
 from rlhf.section import Section
 from rlhf.training.offline import PairwiseLoss, stack_sides
 from rlhf.training.rollout import logprob_metrics

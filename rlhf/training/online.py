@@ -6,7 +6,7 @@ and the run folder is in online_run.py and session.py.
 
 from __future__ import annotations
 
-from rlhf.algorithms.experience import compute_advantages, select_training_rows
+from rlhf.experience import compute_advantages, select_training_rows
 from rlhf.models.kernels.cast import weights_cast_once
 from rlhf.tracking.metrics import Metrics
 from rlhf.training.collect import sample_and_score

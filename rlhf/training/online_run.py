@@ -18,7 +18,6 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from rlhf.algo.kl import Coefs
-from rlhf.algorithms.objective import Objective
 from rlhf.algorithms.online import Online
 from rlhf.algorithms.rescue import ReplayConfig
 from rlhf.batching import concat
@@ -26,6 +25,7 @@ from rlhf.config.sections import OnlineConfig
 from rlhf.data.datasets import epoch_order
 from rlhf.data.prompts import PromptSet
 from rlhf.models.policy_models import Ema, Models
+from rlhf.objective import Objective
 from rlhf.rewards.source import RewardSource, WatchingJudge
 from rlhf.runtime.device import SideStream
 from rlhf.runtime.engine import TrainableModel, lr_factor

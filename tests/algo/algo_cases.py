@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlhf.algo.kl import Coefs
-from rlhf.algorithms.experience import compute_advantages
-from rlhf.algorithms.objective import Outputs
 from rlhf.algorithms.online import Online
 from rlhf.algorithms.policy_loss import Tokens
+from rlhf.experience import compute_advantages
+from rlhf.objective import Outputs
 from rlhf.types import Experience, Rollout
 
 NAN = float("nan")

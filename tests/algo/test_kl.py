@@ -117,9 +117,8 @@ def test_kl_old_new_by_hand():
     ],
 )
 def test_adaptive_coefficient_by_hand(kl, expected):
-    assert AdaptiveKl(target=6.0, horizon=10_000.0).next_coef(0.2, kl=kl, completions=256) == pytest.approx(
-        expected, rel=1e-12
-    )
+    controller = AdaptiveKl(target=6.0, horizon=10_000.0)
+    assert controller.next_coef(0.2, kl=kl, completions=256) == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_fixed_coefficient_stays() -> None:

@@ -14,10 +14,10 @@ from rlhf.algo.selection import (
     sequence_importance,
     shaped_importance,
 )
-from rlhf.algorithms.experience import compute_advantages
-from rlhf.algorithms.objective import Objective, Outputs
 from rlhf.algorithms.online import Online
 from rlhf.algorithms.rescue import HintWeights, SequenceWeights, ShapedWeights, TokenWeights
+from rlhf.experience import compute_advantages
+from rlhf.objective import Objective, Outputs
 
 LIVE = torch.tensor([[True, True], [True, False]])
 PLAIN = torch.tensor([[0.1, 0.5], [0.2, 0.9]], dtype=torch.float64).log()

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.algo.selection import best_and_worst, best_worst_pairs, pair_signs, select_best
-from rlhf.algorithms.experience import compute_advantages, select_training_rows
-from rlhf.algorithms.objective import Objective
+from rlhf.experience import compute_advantages, select_training_rows
+from rlhf.objective import Objective
 from rlhf.training.rollout import selection_metrics
 from rlhf.types import Experience, SampledPairs
 

@@ -12,12 +12,12 @@ import torch
 from runs import largest_difference, make_model, online, ppo_tree, weights
 
 from rlhf.algo.masked import Mean
-from rlhf.algorithms.experience import compute_advantages
 from rlhf.batching import Batch
 from rlhf.config.algorithm import DpoLoss, HingeLoss, IpoLoss, PairLossConfig, RobustDpoLoss
 from rlhf.config.files import merge
 from rlhf.data.pairs import CompletionRows
 from rlhf.data.tokenizer import left_pad, right_pad
+from rlhf.experience import compute_advantages
 from rlhf.runtime.memory import AdaptiveMicroBatch
 from rlhf.training.losses import DemonstrationLoss
 from rlhf.training.offline import PairwiseLoss, completion_logprobs

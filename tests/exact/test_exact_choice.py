@@ -7,14 +7,14 @@ import torch
 from test_exact_gradients import COEFS, PROBLEM, REFERENCE, WORLD, Table, differ, same_gradient
 from torch import Tensor
 
-from rlhf.algorithms.experience import compute_advantages, select_training_rows
-from rlhf.algorithms.objective import Objective
 from rlhf.algorithms.online import Online
 from rlhf.algorithms.online_dpo import BestAndWorst
 from rlhf.algorithms.reinforce import PolicyGradientLoss
 from rlhf.algorithms.rejection_sampling import Best
 from rlhf.config.algorithm import DpoLoss, HingeLoss, IpoLoss, OnlinePairLoss, PairLossConfig, RobustDpoLoss
 from rlhf.exact.world import make_rollout, model_outputs, random_table
+from rlhf.experience import compute_advantages, select_training_rows
+from rlhf.objective import Objective
 from rlhf.training.offline import Side, pair_loss
 from rlhf.types import Experience, SampledPairs
 

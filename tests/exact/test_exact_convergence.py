@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from rlhf.algo.kl import Coefs
-from rlhf.algorithms.experience import compute_advantages
-from rlhf.algorithms.objective import Objective, divide_by_denominators
 from rlhf.algorithms.online import Online
 from rlhf.exact.world import (
     Problem,
@@ -26,6 +24,8 @@ from rlhf.exact.world import (
     random_scores,
     random_table,
 )
+from rlhf.experience import compute_advantages
+from rlhf.objective import Objective, divide_by_denominators
 
 WORLD = enumerate_world()
 PROBLEM = Problem(world=WORLD, reference=random_table(WORLD, 10), scores=random_scores(WORLD, 11))

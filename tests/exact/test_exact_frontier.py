@@ -12,8 +12,6 @@ from torch import Tensor
 from rlhf.algo.kl import Coefs
 from rlhf.algo.preference_loss import kto, kto_baseline
 from rlhf.algo.selection import best_and_worst
-from rlhf.algorithms.experience import compute_advantages
-from rlhf.algorithms.objective import Objective, divide_by_denominators
 from rlhf.algorithms.online import Online
 from rlhf.algorithms.presets import PRESETS
 from rlhf.config.algorithm import KtoLoss, Offline, SftLoss
@@ -30,6 +28,8 @@ from rlhf.exact.world import (
     random_scores,
     random_table,
 )
+from rlhf.experience import compute_advantages
+from rlhf.objective import Objective, divide_by_denominators
 from rlhf.training.offline import Side, pair_loss
 from rlhf.types import Rollout
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from runs import largest_difference, make_model, online, ppo_tree, trained, weights
 
-from rlhf.algorithms.experience import compute_advantages
 from rlhf.config.files import merge
 from rlhf.config.load import train_config, unread_warnings
 from rlhf.errors import ConfigError
+from rlhf.experience import compute_advantages
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.runtime.engine import SteppingModel
 from rlhf.runtime.memory import AdaptiveMicroBatch
