@@ -108,8 +108,8 @@ GUARDING = [
     Mutant(
         name="allowed-rules-still-refuse",
         file="rlhf/guard/lint.py",
-        before="if isinstance(config, rule.runs) and rule.name not in config.guard.allow:",
-        after="if isinstance(config, rule.runs):",
+        before="if rule.name not in config.guard.allow and (value :=",
+        after="if (value :=",
         why="what was broken on purpose cannot be run",
         tests=("tests/guard/test_lint.py::test_a_refusal_names_rule_key_value_source_fix_and_the_way_around",),
     ),
