@@ -143,8 +143,9 @@ class Choice(Section):
 
     @classmethod
     def choices(cls: builtins.type[C]) -> dict[str, builtins.type[C]]:
-        """Return the registered classes below this one by their type."""
-        return {name: member for name, member in cls.members.items() if issubclass(member, cls)}
+        """Return the registered classes below this one by their type, in the order of their files."""
+        members = sorted(cls.members.items(), key=lambda entry: entry[1].__module__)
+        return {name: member for name, member in members if issubclass(member, cls)}
 
 
 def _origin(kind: type) -> tuple[str, str]:
