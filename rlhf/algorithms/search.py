@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rlhf.algo.trust_region import Trial
 
 
+@runtime_checkable
 class StepSpace(Protocol):
     """The policy's weights at a batch: vectors have an entry for each trained parameter; all ranks have the same."""
 
