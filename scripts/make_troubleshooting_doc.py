@@ -67,7 +67,7 @@ def _section_rows(level: str) -> Iterator[str]:
 
 
 def _none(section: object, facts: Facts) -> None:
-    """Stand for the violation of a rule, which a row does not show."""
+    """Return nothing: a row does not show how a rule is checked."""
 
 
 def _row(rule: Rule, where: str) -> str:

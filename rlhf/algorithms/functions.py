@@ -42,7 +42,7 @@ class FunctionLoss(TokenLoss):
         _ = self.function
 
     def per_token(self, tokens: Tokens) -> Surrogate:
-        """Call the function."""
+        """Compute the loss by the function."""
         per_token = self.function(
             logprobs=tokens.logprobs, old_logprobs=tokens.old_logprobs, advantages=tokens.advantages, mask=tokens.mask
         )
@@ -70,7 +70,7 @@ class FunctionAdvantage(Advantage):
     def compute(
         self, rollout: Rollout, rewards: Float[Tensor, "B T"]
     ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-        """Call the function; the returns are the undiscounted rewards-to-go."""
+        """Compute the advantages by the function; the returns are the undiscounted rewards-to-go."""
         import torch
 
         from rlhf.algo.advantages import rewards_to_go

@@ -69,7 +69,10 @@ class TokenWeights(HintWeights):
     def weigh(
         self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
     ) -> Float[Tensor, "B T"]:
-        """Correct the choice of each token, given those before it, which stay the hinted ones; that is their bias."""
+        """Compute weights that correct the choice of each token, given those before it.
+
+        Those before it stay the hinted ones, which is the bias of these weights.
+        """
         from rlhf.algo.policy_loss import truncated_importance
 
         return truncated_importance(logprobs, sampler_logprobs, mask, cap=self.cap)
@@ -85,7 +88,7 @@ class SequenceWeights(HintWeights):
     def weigh(
         self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
     ) -> Float[Tensor, "B T"]:
-        """Correct the choice of the whole completion, at each of its tokens."""
+        """Compute weights that correct the choice of the whole completion, the same at each of its tokens."""
         from rlhf.algo.selection import sequence_importance
 
         return sequence_importance(logprobs, sampler_logprobs, mask, cap=self.cap)
@@ -101,7 +104,7 @@ class ShapedWeights(HintWeights):
     def weigh(
         self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
     ) -> Float[Tensor, "B T"]:
-        """Give each token the factor that policy shaping gives its gradient."""
+        """Compute for each token the factor that policy shaping gives its gradient."""
         from rlhf.algo.selection import shaped_importance
 
         return shaped_importance(logprobs, sampler_logprobs, mask, gamma=self.gamma)
