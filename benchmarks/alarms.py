@@ -30,11 +30,11 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from runs import golds, make_model, write_rows  # noqa: E402
 
-from rlhf.algo.advantages import compute_advantages  # noqa: E402
 from rlhf.config.files import merge  # noqa: E402
 from rlhf.config.load import train_config  # noqa: E402
 from rlhf.config.sections import OnlineConfig  # noqa: E402
 from rlhf.errors import DivergenceError  # noqa: E402
+from rlhf.experience import compute_advantages  # noqa: E402
 from rlhf.factory.offline import build_offline  # noqa: E402
 from rlhf.factory.online import build_online  # noqa: E402
 from rlhf.sampling.generate import HFSampler  # noqa: E402

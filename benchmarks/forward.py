@@ -33,19 +33,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from reward_model.model import BradleyTerryLoss
-from rlhf.algo.advantages import compute_advantages
 from rlhf.algo.kl import Coefs
-from rlhf.algo.objective import Objective
 from rlhf.algorithms.dpo import Dpo
+from rlhf.algorithms.online import Online
+from rlhf.algorithms.presets import PRESETS
 from rlhf.algorithms.sft import Sft
 from rlhf.batching import extend
-from rlhf.config.algorithm import Online
-from rlhf.config.presets import PRESETS
 from rlhf.config.reward import RewardModelLoss
 from rlhf.config.sections import OptimizerConfig
+from rlhf.experience import compute_advantages
 from rlhf.models.kernels.llama import forward as written_out
 from rlhf.models.policy_models import Models
 from rlhf.models.scalar_head import ScalarHeadModel
+from rlhf.objective import Objective
 from rlhf.runtime.engine import LocalModel
 from rlhf.runtime.memory import AdaptiveMicroBatch, keep_memory
 from rlhf.training.losses import DemonstrationLoss, online_losses

@@ -15,12 +15,13 @@ A run passes through these packages, top to bottom; imports point down only:
     guard               unsafe settings, alarms while a run trains, whether a checkpoint is the best
     tracking, runtime   metrics, checkpoints; devices, ranks, memory
     exact               a world small enough to enumerate, which shows whether a loss is right
-    algo                advantages and losses: tensors in, tensors out
     config              YAML to frozen, typed sections
     rewards             completions to scores: each source is its section and what scores
+    algorithms          one file each: settings, equation, usual ranges, presets
+    algo                the mathematics that they share: tensors in, tensors out
 
 `types` has the batches that flow through an online step: Prompts -> Completions -> Rollout -> Experience. Start reading
-there, then in algo/objective.py and training/online.py. `lab` is a small world with a known true reward, `constraints`
+there, then in objective.py and training/online.py. `lab` is a small world with a known true reward, `constraints`
 a reward without a model. Beside this package, reward_model trains and serves reward models.
 
 The package exports the functions of rlhf.api, which are imported when they are first used:

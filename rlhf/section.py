@@ -22,10 +22,12 @@ from pydantic import (
     Discriminator,
     Field,
     GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     SerializationInfo,
     Tag,
     TypeAdapter,
 )
+from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 Level = Literal["error", "warning"]
@@ -140,8 +142,9 @@ class Choice(Section):
 
     @classmethod
     def choices(cls: builtins.type[C]) -> dict[str, builtins.type[C]]:
-        """Return the registered classes below this one by their type."""
-        return {name: member for name, member in cls.members.items() if issubclass(member, cls)}
+        """Return the registered classes below this one by their type, in the order of their files."""
+        members = sorted(cls.members.items(), key=lambda entry: entry[1].__module__)
+        return {name: member for name, member in members if issubclass(member, cls)}
 
 
 class Named:
@@ -220,8 +223,13 @@ class OneOf:
             )
             return {"type": section.type, **dumped}  # also where it is unset, as in a section made by its class
 
+        def json_schema(_: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+            return {"anyOf": [handler(member.__pydantic_core_schema__) for member in self.members(family).values()]}
+
         return core_schema.no_info_plain_validator_function(
-            validate, serialization=core_schema.plain_serializer_function_ser_schema(dump, info_arg=True)
+            validate,
+            metadata={"pydantic_js_functions": [json_schema]},
+            serialization=core_schema.plain_serializer_function_ser_schema(dump, info_arg=True),
         )
 
 

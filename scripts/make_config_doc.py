@@ -19,8 +19,8 @@ from doc_links import link_pages, link_papers
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from rlhf.algorithms.presets import PRESETS
 from rlhf.config.compare import CompareConfig
-from rlhf.config.presets import PRESETS
 from rlhf.config.sections import RewardModelConfig, TrainSections
 from rlhf.section import Choice, OneOf, Section
 

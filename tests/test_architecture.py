@@ -39,7 +39,7 @@ TRAINERS = {f"transformers.{prefix}{name}" for prefix in ("", "Seq2Seq") for nam
 
 # All that these may import; nothing else.
 MATHEMATICS = {"__future__", "collections", "dataclasses", "jaxtyping", "math", "torch", "typing"}
-MATHEMATICS |= {"rlhf.algo", "rlhf.batching", "rlhf.config", "rlhf.types"}
+MATHEMATICS |= {"rlhf.algo", "rlhf.batching", "rlhf.types"}
 
 # Of the lab, these may use the trainers; the rest is a world that knows nothing of training.
 HIGH_LAB = {"rlhf.lab.build", "rlhf.lab.preferences"}

@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 from tiny_models import EOS, completions_of, tokenizer
 
 import rlhf
+from rlhf.algorithms.presets import PRESETS
 from rlhf.cli import _VERBS, parse
 from rlhf.config.compare import CompareConfig
 from rlhf.config.load import (
@@ -33,7 +34,6 @@ from rlhf.config.load import (
     train_config,
     unread_warnings,
 )
-from rlhf.config.presets import PRESETS
 from rlhf.config.sections import RewardModelConfig, TrainSections
 from rlhf.errors import ConfigError, install_hint
 from rlhf.rewards.function import FunctionReward

@@ -2,12 +2,11 @@
 
 The modules, roughly in the order in which a training step uses them:
 
-    kl               KL estimators and the controllers of the KL coefficients
+    kl               KL estimators
     advantages       token rewards, GAE, rewards-to-go, group baselines
     selection        best-of-n rows, best-against-worst pairs, weights of completions sampled with a hint
-    policy_loss      importance ratios, surrogate losses, aggregation over tokens
-    value_loss       the clipped value loss and the explained variance
-    objective        combines the above as an algorithm's configuration asks: start reading here
+    policy_loss      importance ratios, aggregation over tokens
+    trust_region     conjugate gradients and the line search of a natural gradient step
 
-The offline losses (DPO, IPO, SimPO, ORPO, KTO, ...) are in rlhf.algorithms. Import from these modules directly.
+The losses, online and offline, are in rlhf/algorithms. Import from these modules directly.
 """

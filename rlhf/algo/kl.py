@@ -1,8 +1,7 @@
-"""KL divergence to the reference policy: estimators, and controllers of the penalty coefficients. All in nats."""
+"""KL divergence to the reference policy: estimators, and the coefficients of the penalties. All in nats."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,35 +59,3 @@ def kl_of_distributions(
     """
     pi = log_pi.exp()
     return torch.where(pi > 0, pi * (log_pi - log_ref), 0.0).sum(dim=-1)
-
-
-def next_kl_coef(coef: float, *, kl: float, target: float, horizon: float, completions: int) -> float:
-    """Return the KL coefficient for the next step, by a proportional controller (Ziegler et al. 2019, sec. 2.2).
-
-        e = clip(KL / target - 1, -0.2, 0.2),   coef <- coef * (1 + e * completions / horizon)
-
-    Args:
-        coef: the coefficient of the step in which `kl` was measured.
-        kl: mean KL to the reference over the step's completions, in nats per *sequence*.
-        target: the desired KL, in the same unit.
-        horizon: time constant of the controller, in completions.
-        completions: how many the step sampled, over all ranks.
-
-    A KL of NaN carries no information: the coefficient stays as it is.
-    """
-    if math.isnan(kl):
-        return coef
-    error = min(max(kl / target - 1.0, -0.2), 0.2)
-    return coef * max(1.0 + error * completions / horizon, 0.0)
-
-
-def next_penalty_coef(coef: float, *, kl: float, target: float) -> float:
-    """Return the coefficient of the KL(old || new) penalty for the next step (Schulman et al. 2017, sec. 4).
-
-    It is halved where KL < target / 1.5 and doubled where KL > target * 1.5; both are in nats per token.
-    """
-    if kl < target / 1.5:
-        return coef / 2.0
-    if kl > target * 1.5:
-        return coef * 2.0
-    return coef

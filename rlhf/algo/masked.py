@@ -79,3 +79,16 @@ def whiten(
     variance = masked_mean((values - mean) ** 2, mask)
     scaled = (values - mean) * torch.rsqrt(variance + eps)
     return torch.where(mask, scaled if shift_mean else scaled + mean, 0.0)
+
+
+def explained_variance(values: Float[Tensor, "B T"], returns: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> float:
+    """Compute the share of the returns' variance that the critic explains, over live tokens.
+
+        1 - Var(R - V) / Var(R)
+
+    1 is perfect, 0 is as good as a constant, below 0 is worse than that; NaN where Var(R) is 0.
+    """
+    error = returns - values
+    error_variance = masked_mean((error - masked_mean(error, mask)) ** 2, mask)
+    variance = masked_mean((returns - masked_mean(returns, mask)) ** 2, mask)
+    return float(1.0 - error_variance / variance) if variance > 0 else float("nan")

@@ -1,8 +1,10 @@
-"""Policy losses per token: surrogates of importance ratio x advantage. `token_weights` says how they are reduced."""
+"""What policy losses have in common: importance ratios, KL(old || new), and the weights of the tokens in a loss.
+
+The losses themselves are in rlhf/algorithms.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -14,15 +16,6 @@ from rlhf.batching import widen
 RatioLevel = Literal["token", "sequence", "sequence_mean"]
 LARGEST_LOG_RATIO = 20.0  # nats: e^20 times an advantage, squared and summed for a norm, still fits float32
 Aggregate = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyLoss:
-    """A loss per token, and where it was clipped."""
-
-    per_token: Float[Tensor, "B T"]
-    clipped: Bool[Tensor, "B T"]  # where the clip stops the gradient; in CISPO, where it bounds the weight
-    outside: Bool[Tensor, "B T"] | None = None  # where the ratio is outside the clip range; None without a range
 
 
 def importance_ratio(
@@ -49,90 +42,6 @@ def importance_ratio(
         case "sequence_mean":
             total = difference.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
     return torch.where(mask, total, 0.0).clamp(max=LARGEST_LOG_RATIO).exp()
-
-
-def clipped_surrogate(
-    ratio: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    *,
-    clip_eps_low: float,
-    clip_eps_high: float,
-    dual_clip: float | None = None,
-) -> PolicyLoss:
-    """Compute PPO's clipped surrogate loss (Schulman et al. 2017, eq. 7; DAPO for low != high).
-
-        -min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)
-
-    With `dual_clip` c > 1 and A < 0 the objective is max(min(...), c * A) (Ye et al. 2020, eq. 5), so that a token
-    that became much more likely cannot dominate. The gradient stops in exactly these cases:
-    A > 0 and ratio > 1 + high; A < 0 and ratio < 1 - low; and, with dual clip, A < 0 and ratio > c.
-    """
-    clipped_ratio = ratio.clamp(1.0 - clip_eps_low, 1.0 + clip_eps_high)
-    objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
-    clipped = ((advantages > 0) & (ratio > 1.0 + clip_eps_high)) | ((advantages < 0) & (ratio < 1.0 - clip_eps_low))
-    if dual_clip is not None:
-        floor = dual_clip * advantages
-        objective = torch.where(advantages < 0, torch.maximum(objective, floor), objective)
-        clipped = clipped | ((advantages < 0) & (ratio > dual_clip))
-    return PolicyLoss(per_token=-objective, clipped=clipped, outside=clipped_ratio != ratio)
-
-
-def unclipped_surrogate(ratio: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"]) -> PolicyLoss:
-    """Compute the surrogate loss that a trust region bounds from outside (Schulman et al. 2015, eq. 14).
-
-        -ratio * A
-
-    At ratio 1 its gradient is the policy gradient; away from it nothing in the loss holds the policy back.
-    """
-    return PolicyLoss(per_token=-ratio * advantages, clipped=torch.zeros_like(ratio, dtype=torch.bool))
-
-
-def penalized_surrogate(
-    ratio: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    old_kl: Float[Tensor, "B T"],
-    *,
-    coef: float,
-) -> PolicyLoss:
-    """Compute PPO's KL-penalized surrogate loss (Schulman et al. 2017, eq. 8).
-
-        -(ratio * A - coef * KL(old || new))
-
-    `old_kl` is the estimate of `kl_old_new`.
-    """
-    return PolicyLoss(
-        per_token=-(ratio * advantages - coef * old_kl), clipped=torch.zeros_like(ratio, dtype=torch.bool)
-    )
-
-
-def cispo_loss(
-    ratio: Float[Tensor, "B T"],
-    logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    *,
-    clip_eps_low: float,
-    clip_eps_high: float,
-) -> PolicyLoss:
-    """Compute the CISPO loss: the log-likelihood, weighted by a clipped ratio (MiniMax 2025, MiniMax-M1, eq. 4 and 5).
-
-        -sg(clip(ratio, 1 - low, 1 + high)) * A * log pi
-
-    sg stops the gradient, so every token keeps its own, -weight * A * grad log pi, even where the clip is active: the
-    clip bounds a token's weight but never silences it. Where it is not active, the gradient is that of ratio * A.
-    """
-    weight = ratio.detach().clamp(1.0 - clip_eps_low, 1.0 + clip_eps_high)
-    clipped = weight != ratio.detach()
-    return PolicyLoss(per_token=-weight * advantages * logprobs, clipped=clipped, outside=clipped)
-
-
-def policy_gradient_loss(logprobs: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"]) -> PolicyLoss:
-    """Compute the plain policy gradient loss (Williams 1992, REINFORCE), valid for tokens drawn from pi itself.
-
-        -A * log pi
-
-    Its gradient is that of every ratio-based surrogate at ratio 1; there is no ratio here that could move away from 1.
-    """
-    return PolicyLoss(per_token=-advantages * logprobs, clipped=torch.zeros_like(logprobs, dtype=torch.bool))
 
 
 def truncated_importance(

@@ -14,10 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlhf.algo.policy_loss import LARGEST_LOG_RATIO, truncated_importance
+from rlhf.algo.policy_loss import LARGEST_LOG_RATIO
 from rlhf.batching import widen
-from rlhf.config.algorithm import Best, BestAndWorst, Online
-from rlhf.config.rescue import HintWeights, SequenceWeights, ShapedWeights, TokenWeights
 from rlhf.types import Experience, SampledPairs
 
 
@@ -74,33 +72,6 @@ def best_worst_pairs(experience: Experience, *, min_gap: float = 0.0) -> Sampled
     )
 
 
-def select_training_rows(experience: Experience, algorithm: Online) -> Experience | SampledPairs:
-    """Select what the update trains on: the rows with a token in the loss, or pairs of rows.
-
-    A row of a dropped group, or one that was cut off and masked, adds nothing to any sum or denominator: it takes no
-    forward pass, and minibatches are drawn from the others. A critic learns from every row. There may be no pairs and
-    no kept rows; where a group algorithm has dropped everything, all rows are returned, and have a gradient of zero.
-    """
-    match algorithm.advantage:
-        case BestAndWorst() as config:
-            return best_worst_pairs(experience, min_gap=config.min_gap)
-        case Best():
-            return experience.rows(_rows_in_loss(experience))
-        case _ if _drops_rows(algorithm) and len(_rows_in_loss(experience)):
-            return experience.rows(_rows_in_loss(experience))
-        case _:
-            return experience
-
-
-def _rows_in_loss(experience: Experience) -> Int[Tensor, " N"]:
-    return experience.loss_mask.any(dim=1).nonzero().flatten()
-
-
-def _drops_rows(algorithm: Online) -> bool:
-    """Check whether some rows are in no loss at all; a critic learns from every row."""
-    return algorithm.value_loss is None and (algorithm.drop_uniform_groups or algorithm.mask_truncated)
-
-
 def failed_groups(scores: Float[Tensor, " B"], group_size: int, *, solved_above: float) -> Bool[Tensor, " N"]:
     """Flag the groups in which no score is above `solved_above`."""
     return (scores.view(-1, group_size) <= solved_above).all(dim=1)
@@ -145,28 +116,6 @@ def shaped_importance(
     """
     ratio = torch.where(mask, logprobs - sampler_logprobs, 0.0).clamp(max=LARGEST_LOG_RATIO).exp()
     return torch.where(mask, gamma * ratio / (ratio + gamma) ** 2, 1.0)
-
-
-def hint_weights(
-    logprobs: Float[Tensor, "B T"],
-    sampler_logprobs: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    hinted: Bool[Tensor, " B"],
-    config: HintWeights,
-) -> Float[Tensor, "B T"]:
-    """Compute the weights of the tokens sampled with a hint, as `config` says; 1 for all others.
-
-    Token weights are policy_loss.truncated_importance: each corrects the choice of its own token, given those before
-    it, which stay the hinted ones; that is their bias.
-    """
-    live = mask & hinted[:, None]
-    match config:
-        case TokenWeights():
-            return truncated_importance(logprobs, sampler_logprobs, live, cap=config.cap)
-        case SequenceWeights():
-            return sequence_importance(logprobs, sampler_logprobs, live, cap=config.cap)
-        case ShapedWeights():
-            return shaped_importance(logprobs, sampler_logprobs, live, gamma=config.gamma)
 
 
 def effective_sample_share(weights: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> float:

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import yaml
 
+from rlhf.algorithms.presets import PRESETS
 from rlhf.config.presets import (
-    PRESETS,
     drop_keys,
     drop_overruled,
     get_setting,

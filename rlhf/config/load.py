@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from rlhf.config.algorithm import Gae, OnlinePairLoss, TrustRegionLoss, algorithm_kind
+from rlhf.algorithms.presets import PRESETS
+from rlhf.config.algorithm import algorithm_kind
 from rlhf.config.compare import CompareConfig
 from rlhf.config.data import ChatFormat, DataConfig
 from rlhf.config.files import Tree, locate_config, merge, merge_overrides, nearest_config, parse_overrides, parse_yaml
-from rlhf.config.presets import PRESETS, drop_keys, get_setting, sizes_of_preset
+from rlhf.config.presets import drop_keys, get_setting, has_critic, sizes_of_preset
 from rlhf.config.sections import OfflineConfig, OnlineConfig, OptimizerConfig, RewardModelConfig, TrainConfig
 from rlhf.errors import ConfigError, command_or_call, did_you_mean
 from rlhf.plugins import load_plugins
@@ -255,11 +256,11 @@ def expand_preset(tree: Tree) -> Tree:
 
 
 def _with_matching_value_loss(preset: Tree, algorithm: Mapping[str, Any]) -> Tree:
-    """Match the preset's value loss to an advantage that `algorithm` sets: added for GAE, removed for any other."""
+    """Match the preset's value loss to an advantage that `algorithm` sets: added for a critic, removed without one."""
     advantage = get_setting(algorithm, "advantage.type")
     if advantage is None or "loss" in preset:
         return preset
-    return drop_keys(preset, ["value_loss"]) if advantage != "gae" else {"value_loss": {}, **preset}
+    return {"value_loss": {}, **preset} if has_critic(advantage) else drop_keys(preset, ["value_loss"])
 
 
 def dump(config: Section) -> Tree:
@@ -304,10 +305,11 @@ def _unread(config: TrainConfig | RewardModelConfig) -> list[tuple[str, str]]:
 
 def _unread_by_online(config: OnlineConfig) -> list[tuple[str, str]]:
     changed, algorithm = _changed_fields(config), config.algorithm
-    has_critic, is_pair_loss = isinstance(algorithm.advantage, Gae), isinstance(algorithm.policy_loss, OnlinePairLoss)
+    advantage, is_pair_loss = algorithm.advantage, algorithm.policy_loss.pair_loss is not None
+    named = f"advantage.type={advantage.type}"
     kl_is_set = "kl" in _changed_fields(algorithm) and algorithm.kl.coef > 0
     unread = [
-        ("critic", "critic" in changed and not has_critic, "only GAE has a critic"),
+        ("critic", "critic" in changed and not advantage.needs_critic, f"{named} has no critic"),
         (
             "critic.lr",
             config.critic.shared and "lr" in _changed_fields(config.critic),
@@ -334,11 +336,10 @@ def _unread_by_online(config: OnlineConfig) -> list[tuple[str, str]]:
 
 
 def _unread_optimizer(config: OnlineConfig) -> list[tuple[str, str]]:
-    """List the policy's optimizer settings where a trust region steps instead of an optimizer."""
-    if not isinstance(config.algorithm.policy_loss, TrustRegionLoss):
-        return []
-    why = "a trust region's step has the length that policy_loss.max_kl gives it"
-    return _changed_among(config.policy, "policy.", tuple(OptimizerConfig.model_fields), why)
+    """List the policy's optimizer settings where the policy loss searches its step instead."""
+    loss = config.algorithm.policy_loss
+    settings = tuple(OptimizerConfig.model_fields) if loss.searches else ()
+    return _changed_among(config.policy, "policy.", settings, loss.unread_optimizer)
 
 
 def _unread_by_offline(config: OfflineConfig) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf.config.algorithm import Group, Online
+from rlhf.algorithms.online import Online
 from rlhf.config.data import Count, Size
 from rlhf.rewards.chat import ChatConfig
 from rlhf.rewards.shaping import ShapingConfig
@@ -47,8 +47,7 @@ class RewardConfig(Section):
         """
         if not self.source.standardizes_in_groups:
             return
-        advantage = algorithm.advantage
-        if not isinstance(advantage, Group) or advantage.baseline != "centered":
+        if not algorithm.advantage.only_centers:
             raise ValueError(
                 "reward.source.how is gdpo, which standardizes each source within its group: the advantage must only "
                 "center, algorithm.preset=grpo algorithm.advantage.baseline=centered"

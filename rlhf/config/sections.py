@@ -9,17 +9,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf.config.algorithm import (
-    Algorithm,
-    Best,
-    BestAndWorst,
-    Gae,
-    Greedy,
-    Offline,
-    Online,
-    StepSizes,
-    TrustRegionLoss,
-)
+from rlhf.algorithms.advantage import StepSizes
+from rlhf.algorithms.offline import Offline
+from rlhf.algorithms.online import Online
+from rlhf.config.algorithm import Algorithm
 from rlhf.config.data import (
     PROMPTS_NEEDED,
     Count,
@@ -239,7 +232,7 @@ class OverlapConfig(Section):
         """Check that sampling ahead covers all sampling of a step and that importance weights can correct for it."""
         if not self.ahead:
             return
-        if isinstance(algorithm.advantage, Best | BestAndWorst | Greedy):
+        if algorithm.advantage.chooses_rows or algorithm.advantage.needs_greedy:
             raise ValueError(
                 "overlap.ahead is incompatible with rejection_sampling, online_dpo and remax: set overlap.ahead=false"
             )
@@ -378,28 +371,18 @@ class OnlineConfig(TrainSections):
         if self.algorithm.rescue is not None:
             prompts = self.data.prompts
             self.algorithm.rescue.check_run(old_log_probs, prompts.first_tokens, is_plain=prompts.is_plain)
-        if isinstance(self.algorithm.advantage, Gae):  # without a critic the section is unread, which is a warning
+        if self.algorithm.advantage.needs_critic:  # without a critic the section is unread, which is a warning
             self.critic.check_optimizer("critic", self.policy.dtype, self.sharding)
             self.critic.check_start(self.reward.source, old_log_probs)
         self.algorithm.check_sizes(self._step_sizes)
-        self._check_trust_region()
+        self.algorithm.policy_loss.check_run(
+            sharding=self.sharding.mode,
+            splits_weights=self.sharding.uses_deepspeed,
+            shares_backbone=self.critic.shared and self.algorithm.value_loss is not None,
+        )
         self.reward.shaping.check_length(self.sampling.max_new_tokens)
         self.reward.check_gdpo(self.algorithm, reward_parts=self.overlap.reward_parts)
         return self
-
-    def _check_trust_region(self) -> None:
-        if not isinstance(self.algorithm.policy_loss, TrustRegionLoss):
-            return
-        if self.sharding.uses_deepspeed:
-            raise ValueError(
-                f"a trust region needs whole weights on every rank, but sharding is {self.sharding.mode}: set "
-                "sharding=ddp (adapters of policy.lora are small enough), or algorithm.policy_loss.type=penalty"
-            )
-        if self.critic.shared and self.algorithm.value_loss is not None:
-            raise ValueError(
-                "a trust region's step is along the natural gradient of the policy alone, but critic.shared mixes the "
-                "value loss into it: set critic.shared=false, or algorithm.policy_loss.type=penalty"
-            )
 
     @property
     def _step_sizes(self) -> StepSizes:

@@ -13,8 +13,8 @@ from jaxtyping import Bool
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlhf.algorithms.rescue import Hint
 from rlhf.config.data import ChatFormat, PromptsConfig
-from rlhf.config.rescue import Hint
 from rlhf.data.conversation import Prompt
 from rlhf.data.datasets import BatchStream, EncodedRow, Entry, PreparedRow, RowPipeline, check_ids, has_text_prompt
 from rlhf.data.formats import ASSISTANT, PROMPTS, PromptText, is_transcript

@@ -18,13 +18,19 @@ from torch import Tensor
 
 from rlhf.algo.advantages import token_rewards
 from rlhf.algo.functions import AdvantageFunction, LossFunction
+from rlhf.algo.kl import Coefs
+from rlhf.algo.policy_loss import importance_ratio, kl_old_new
+from rlhf.algorithms.advantage import Advantage
+from rlhf.algorithms.policy_loss import PolicyLoss, TokenLoss, Tokens
 from rlhf.errors import ConfigError, UserError
 from rlhf.exact.world import World, enumerate_world, expectation, random_scores, random_table
+from rlhf.types import Rollout
 from rlhf.user_code import checked_per_token
 
 Kind = Literal["loss", "advantage"]
 ROUNDING = 1e-8
 GROUP = 2  # completions of a prompt; all pairs are enumerated
+Checked = Callable[..., Tensor] | PolicyLoss | Advantage | type[PolicyLoss | Advantage]
 LEAST_COSINE = 0.9  # GRPO's division by the standard deviation, a known bias, has 0.96
 
 
@@ -56,22 +62,83 @@ class CheckResult:
         return "\n".join([*lines, f"this {self.kind} is {verdict}"])
 
 
-def check(function: Callable[..., Tensor], kind: Kind | None = None) -> CheckResult:
+def check(function: Checked, kind: Kind | None = None) -> CheckResult:
     """Check a loss or an advantage of your own.
 
         print(rlhf.check(my_loss))
 
     Args:
-        function: a loss (rlhf.algo.functions.LossFunction) or an advantage (AdvantageFunction).
-        kind: which of the two; None tells by the names of its arguments.
+        function: a loss (rlhf.algo.functions.LossFunction) or an advantage (AdvantageFunction); or a section of a
+            TokenLoss or an Advantage, or such a class, which is checked with its defaults.
+        kind: which of the two a function is; None tells by the names of its arguments.
 
     Raises:
-        ConfigError: the arguments are those of neither.
+        ConfigError: the arguments are those of neither; or a class cannot be made without settings.
     """
+    if isinstance(function, type):
+        function = _with_defaults(function)
+    if isinstance(function, PolicyLoss):
+        function, kind = _loss_function(function), "loss"
+    elif isinstance(function, Advantage):
+        function, kind = _advantage_function(function), "advantage"
     kind = kind or _kind_of(function)
     world, checked = enumerate_world(), checked_per_token(function, f"the {kind}")
     findings = _check_loss(checked, world) if kind == "loss" else _check_advantage(checked, world)
     return CheckResult(kind, tuple(findings))
+
+
+def _with_defaults(kind: type[PolicyLoss | Advantage]) -> PolicyLoss | Advantage:
+    missing = [name for name, field in kind.model_fields.items() if field.is_required()]
+    if missing:
+        raise ConfigError(f"{kind.__name__} has no default for {', '.join(missing)}: give an instance")
+    return kind()  # type: ignore[call-arg]
+
+
+def _loss_function(loss: PolicyLoss) -> LossFunction:
+    """Return the loss as a function of log-probabilities, as training calls it at the first step's coefficients."""
+    if not isinstance(loss, TokenLoss):
+        raise ConfigError(f"policy_loss.type={loss.type} has no loss per token that could be checked")
+
+    def function(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        tokens = Tokens(
+            ratio=importance_ratio(logprobs, old_logprobs, mask, loss.ratio_level),
+            logprobs=logprobs,
+            old_logprobs=old_logprobs,
+            advantages=advantages,
+            mask=mask,
+            old_kl=kl_old_new(logprobs, old_logprobs, mask),
+            coefs=Coefs(kl=0.0, penalty=loss.start_coef),
+        )
+        return loss.per_token(tokens).per_token
+
+    return function
+
+
+def _advantage_function(advantage: Advantage) -> AdvantageFunction:
+    """Return the advantage as a function of rewards: of completions without a KL, with values and baselines of 0."""
+
+    def function(rewards: Tensor, mask: Tensor, group_size: int) -> Tensor:
+        rows, zeros = len(rewards), torch.zeros_like(rewards)
+        rollout = Rollout(
+            prompt_ids=torch.zeros(rows, 1, dtype=torch.long),
+            prompt_mask=torch.ones(rows, 1, dtype=torch.bool),
+            row_ids=torch.arange(rows),
+            references=({},) * rows,
+            completion_ids=torch.zeros_like(mask, dtype=torch.long),
+            completion_mask=mask,
+            sampler_logprobs=zeros,
+            finished=torch.ones(rows, dtype=torch.bool),
+            group_size=group_size,
+            scores=rewards.sum(dim=1),
+            baselines=zeros[:, 0],
+            logprobs=zeros,
+            ref_logprobs=zeros,
+            values=zeros,
+            hinted=torch.zeros(rows, dtype=torch.bool),
+        )
+        return advantage.compute(rollout, rewards)[0]
+
+    return function
 
 
 def _line(finding: Finding) -> str:

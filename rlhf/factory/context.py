@@ -19,7 +19,6 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.config.algorithm import AdaptiveKl, OnlinePairLoss
 from rlhf.config.load import dump, unread_warnings
 from rlhf.config.run import ScheduleConfig
 from rlhf.config.sections import OnlineConfig, RewardModelConfig, TrainConfig
@@ -333,10 +332,9 @@ def run_facts(
     if isinstance(config, RewardModelConfig):
         return RunFacts(is_rounded=config.model.dtype == "bfloat16", on_data=True)
     online = config if isinstance(config, OnlineConfig) else None
-    controller = online.algorithm.kl.controller if online is not None else None
-    pairs = online is not None and isinstance(online.algorithm.policy_loss, OnlinePairLoss)
+    pairs = online is not None and online.algorithm.policy_loss.pair_loss is not None
     return RunFacts(
-        kl_target=controller.target if isinstance(controller, AdaptiveKl) else None,
+        kl_target=None if online is None else online.algorithm.kl.controller.goal,
         is_rounded=config.policy.dtype == "bfloat16",
         is_ahead=config.overlap.ahead,
         reads_ratio=not (pairs and config.sampling.old_log_probs == "sampler"),

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from rlhf.algorithms.rescue import Hint
 from rlhf.config.data import ChatFormat, PromptsConfig, SftConfig, TrainableDataConfig
-from rlhf.config.rescue import Hint
 from rlhf.data.datasets import BatchStream, Entry, HasPrompt, RowPipeline, RowSet
 from rlhf.data.formats import PromptText
 from rlhf.data.mixture import (

@@ -9,7 +9,6 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.config.algorithm import TokenLoss
 from rlhf.config.sections import OnlineConfig, PolicyConfig, TrainConfig
 from rlhf.data.tokenizer import load_tokenizer, shares_vocabulary
 from rlhf.errors import ConfigError
@@ -72,7 +71,6 @@ def _load_or_resume(
 def build_online_models(config: OnlineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase) -> Models:
     """Build all the models of an online run: policy, reference, and critic if the algorithm has one."""
     algorithm, engine = config.algorithm, context.engine
-    loss = algorithm.policy_loss
     policy = build_policy(config.policy, context, tokenizer)
     reference = None
     if config.reference.measure and not adapter_off_is_reference(config):
@@ -91,7 +89,7 @@ def build_online_models(config: OnlineConfig, context: RunContext, tokenizer: Pr
         reference=engine.freeze("reference", reference) if reference is not None else None,
         adapter_off_is_reference=config.reference.measure and adapter_off_is_reference(config),
         update_gives_old_logprobs=config.update_gives_old_log_probs,
-        entropy_gradient=isinstance(loss, TokenLoss) and loss.entropy_coef > 0,
+        entropy_gradient=algorithm.policy_loss.needs_entropy,
         engine=engine,
     )
     keep_reference_in_bfloat16(models)

@@ -13,9 +13,7 @@ from rich.console import Console
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.algo.objective import Objective
 from rlhf.batching import extend
-from rlhf.config.algorithm import AdaptiveKl, PenaltyLoss, TrustRegionLoss
 from rlhf.config.sections import OnlineConfig, TrainConfig
 from rlhf.data.mixture import Stream
 from rlhf.data.prompts import PromptSet, PromptStream, load_prompts
@@ -36,13 +34,14 @@ from rlhf.factory.context import (
 )
 from rlhf.factory.data import PromptBatches, build_demonstrations, build_prompts
 from rlhf.factory.exported import rounded_inputs
-from rlhf.factory.functions import check_functions, user_function
+from rlhf.factory.functions import check_functions
 from rlhf.factory.models import build_online_models, build_tokenizer, export, make_decode, read_export_origin
 from rlhf.factory.rewards import build_source, build_watch, identify_source
 from rlhf.factory.sampler import build_sampler, slow_lengths_reason
 from rlhf.models.backbone import CausalLM, context_length, freeze
 from rlhf.models.export import Origin
 from rlhf.models.policy_models import Ema, Models
+from rlhf.objective import Objective
 from rlhf.rewards.shaping import ShapedReward
 from rlhf.rewards.source import RewardSource
 from rlhf.runtime.device import choose_precision
@@ -56,8 +55,8 @@ from rlhf.training.collect import sampling_key
 from rlhf.training.offline import PREFERENCE_TERM, adaptive_micro_batch
 from rlhf.training.online_run import NO_GRAD_BATCH_MULTIPLIER, CompletionPrefetcher, OnlineRun, PromptQueue
 from rlhf.training.rollout import sample_records
+from rlhf.training.searched import SearchedModel
 from rlhf.training.session import Recorder, TrainState
-from rlhf.training.trust_region import TrustRegionModel
 from rlhf.types import Completions, Demonstrations, Prompts
 
 
@@ -159,15 +158,13 @@ def _build(config: OnlineConfig, context: RunContext) -> OnlineRun:
         _restore(saved, trained, ema)
     if saved is None or context.is_other_run:
         context.state.kl_coef = algorithm.kl.coef
-        context.state.penalty_coef = (
-            algorithm.policy_loss.coef if isinstance(algorithm.policy_loss, PenaltyLoss) else 0.0
-        )
+        context.state.penalty_coef = algorithm.policy_loss.start_coef
         context.state.best = None
     prompts = _load_prompts(config, context, tokenizer, models)
     queue = _build_queue(config, context, prompts, saved)
     ptx = _load_ptx(config, context, tokenizer, models)
     evaluate = _build_evaluator(config, context, tokenizer, models, sampler, source)
-    controller = algorithm.kl.controller
+    goal = algorithm.kl.controller.goal
     steps = total_steps(config.schedule, prompts.steps_per_epoch)
     ahead = None
     if config.overlap.ahead:
@@ -178,7 +175,7 @@ def _build(config: OnlineConfig, context: RunContext) -> OnlineRun:
         save=_Save(models, trained, tokenizer, origin, ema, ahead, queue, context.state),
         evaluate=_with_average(evaluate, ema),
         show=progress_metrics("online"),
-        targets={"kl/reference": controller.target} if isinstance(controller, AdaptiveKl) else None,
+        targets=None if goal is None else {"kl/reference": goal},
     )
     evaluate.connect(session.recorder)
 
@@ -199,12 +196,7 @@ def _build(config: OnlineConfig, context: RunContext) -> OnlineRun:
         models=models,
         policy=trained["policy"],
         critic=trained.get("critic"),
-        objective=Objective(
-            algorithm,
-            max_tokens=config.sampling.max_new_tokens,
-            function=user_function(algorithm.policy_loss),
-        ),
-        advantage_function=user_function(algorithm.advantage),
+        objective=Objective(algorithm, max_tokens=config.sampling.max_new_tokens),
         ema=ema,
         rows=adaptive_micro_batch(config.batch, session),
         passes=adaptive_micro_batch(
@@ -298,9 +290,9 @@ def _build_trained(config: OnlineConfig, models: Models, context: RunContext) ->
         policy_and_head = nn.ModuleDict({"policy": models.policy, "head": models.shared_head})
         return {"policy": engine.train("policy", policy_and_head, config.policy, terms=("policy", "ptx", "value"))}
     policy = engine.train("policy", models.policy, config.policy, terms=("policy", PREFERENCE_TERM, "ptx"))
-    if isinstance(config.algorithm.policy_loss, TrustRegionLoss):
+    if config.algorithm.policy_loss.searches:
         assert isinstance(policy, LocalModel), "the configuration refuses DeepSpeed"
-        policy = TrustRegionModel(policy, models, config.algorithm.policy_loss)
+        policy = SearchedModel(policy, models, config.algorithm.policy_loss)
     trained: dict[str, TrainableModel] = {"policy": policy}
     if models.critic is not None:
         trained["critic"] = engine.train("critic", models.critic, config.critic, terms=("value",))

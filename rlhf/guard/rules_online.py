@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from rlhf.config.algorithm import (
-    AdaptiveKl,
-    BatchWhiten,
-    Best,
-    BestAndWorst,
-    ClipLoss,
-    FunctionLoss,
-    Gae,
-    Group,
-    TokenLoss,
-    TrustRegionLoss,
-)
 from rlhf.config.sections import OnlineConfig
 from rlhf.guard.rule import EVERY, ONLINE, RunConfiguration, outside
 from rlhf.section import Facts, Rule, Value
 
 SHORTEST = 16  # tokens
-LARGEST_ERROR = 0.2  # the error of the adaptive controller is clipped to this
-ENOUGH_STEPS = 20  # fewer are a trial, in which no controller gets anywhere
 
 
 def no_brake(config: OnlineConfig, facts: Facts) -> Value | None:
@@ -30,54 +16,9 @@ def no_brake(config: OnlineConfig, facts: Facts) -> Value | None:
         config.algorithm.target_kl is not None,
         config.checkpoint.best is not None,
         config.guard.on_alarm not in ("ignore", "warn"),
-        isinstance(config.algorithm.advantage, Best),  # imitates what the start model writes itself
+        config.algorithm.advantage.imitates,  # what the start model writes itself
     )
     return "none, or 0" if config.reward.source.is_learned and not any(brakes) else None
-
-
-def kl_coefficient(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return a coefficient of the KL penalty that is out of range; 0 is another rule's business."""
-    kl = config.algorithm.kl
-    return outside(kl.coef, 1e-4, 0.5) if kl.placement != "none" and kl.coef > 0 else None
-
-
-def estimator_in_reward(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return an estimator that as a reward has another expected gradient than the KL."""
-    kl = config.algorithm.kl
-    return kl.estimator if kl.placement == "reward" and kl.coef > 0 and kl.estimator != "k1" else None
-
-
-def _adaptive(config: OnlineConfig) -> AdaptiveKl | None:
-    controller = config.algorithm.kl.controller
-    return controller if isinstance(controller, AdaptiveKl) else None
-
-
-def adaptive_from_zero(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return 0 where a controller multiplies a coefficient of 0."""
-    return 0.0 if _adaptive(config) is not None and config.algorithm.kl.coef == 0 else None
-
-
-def adaptive_target(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return a target that was probably meant per token, or is none."""
-    adaptive = _adaptive(config)
-    return None if adaptive is None else outside(adaptive.target, 0.5, 50.0)
-
-
-def adaptive_horizon(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return a horizon so short that one step can set the coefficient to 0, where it stays."""
-    adaptive = _adaptive(config)
-    if adaptive is None or LARGEST_ERROR * config.completions_per_step < adaptive.horizon:
-        return None
-    return adaptive.horizon
-
-
-def adaptive_too_slow(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return a horizon so long that the coefficient cannot change by a tenth before the run ends."""
-    adaptive, steps = _adaptive(config), config.schedule.steps
-    if adaptive is None or steps is None or steps < ENOUGH_STEPS:
-        return None
-    largest_change = LARGEST_ERROR * steps * config.completions_per_step / adaptive.horizon
-    return adaptive.horizon if largest_change < 0.1 else None
 
 
 def unmeasured_kl(config: OnlineConfig, facts: Facts) -> Value | None:
@@ -106,10 +47,8 @@ def two_temperatures(config: OnlineConfig, facts: Facts) -> Value | None:
 
 def rounded_logprobs(config: OnlineConfig, facts: Facts) -> Value | None:
     """Return `sampler` where its rounded log-probabilities meet a clip range of their own size."""
-    loss = config.algorithm.policy_loss
     is_rounded = config.policy.dtype == "bfloat16" and config.sampling.old_log_probs == "sampler"
-    is_narrow = isinstance(loss, ClipLoss) and loss.ratio == "sequence_mean"
-    return "sampler" if is_rounded and is_narrow else None
+    return "sampler" if is_rounded and config.algorithm.policy_loss.has_narrow_clip else None
 
 
 def head_in_bfloat16(config: OnlineConfig, facts: Facts) -> Value | None:
@@ -132,8 +71,8 @@ def cut_off_unpunished(config: OnlineConfig, facts: Facts) -> Value | None:
 
 def masked_penalty(config: OnlineConfig, facts: Facts) -> Value | None:
     """Return a penalty on completions that are left out of the loss and of every baseline."""
-    penalty, has_group = config.reward.shaping.missing_eos_penalty, isinstance(config.algorithm.advantage, Group)
-    return penalty if config.algorithm.mask_truncated and penalty > 0 and not has_group else None
+    penalty, algorithm = config.reward.shaping.missing_eos_penalty, config.algorithm
+    return penalty if algorithm.mask_truncated and penalty > 0 and not algorithm.advantage.is_group else None
 
 
 def clip_of_checked_reward(config: OnlineConfig, facts: Facts) -> Value | None:
@@ -165,67 +104,6 @@ ONLINE_RULES = (
         "its score rises while the true score falls.",
         source="Gao et al. 2023, sec. 3; Coste et al. 2024",
         fix="algorithm.kl.placement=reward algorithm.kl.coef=0.05, or checkpoint.best.patience=3 with a judge",
-    ),
-    Rule(
-        name="kl-coefficient",
-        level="warning",
-        runs=ONLINE,
-        key="algorithm.kl.coef",
-        violation=kl_coefficient,
-        reason="Above 0.5 a nat costs half a standard deviation of a calibrated score; below 1e-4 it has no effect.",
-        source="Huang et al. 2024 (N+): 0.05; Ziegler et al. 2019: 0.15; Shao et al. 2024 (GRPO): 0.04; verl: 0.001",
-        fix="algorithm.kl.coef=0.05",
-    ),
-    Rule(
-        name="kl-estimator-in-reward",
-        level="warning",
-        runs=ONLINE,
-        key="algorithm.kl.estimator",
-        violation=estimator_in_reward,
-        reason="In the reward only k1 gives the gradient of the KL: no gradient flows through a reward of k2 or k3.",
-        source="Tang and Munos 2025; Shah et al. 2025 (A Comedy of Estimators)",
-        fix="algorithm.kl.estimator=k1, or algorithm.kl.placement=loss with k2 or k3",
-    ),
-    Rule(
-        name="adaptive-kl-from-zero",
-        level="error",
-        runs=ONLINE,
-        key="algorithm.kl.coef",
-        violation=adaptive_from_zero,
-        reason="The controller multiplies the coefficient, so a coefficient of 0 stays 0.",
-        source="Ziegler et al. 2019, sec. 2.2",
-        fix="algorithm.kl.coef=0.05",
-    ),
-    Rule(
-        name="adaptive-kl-target",
-        level="warning",
-        runs=ONLINE,
-        key="algorithm.kl.controller.target",
-        violation=adaptive_target,
-        reason="The target is in nats per sequence; values near 0.1 are per token, as in other programs.",
-        source="Ziegler et al. 2019, sec. 2.2: 6; Rafailov et al. 2023, sec. 6.1: 3 to 12; verl: 0.1 per token",
-        fix="algorithm.kl.controller.target=6",
-    ),
-    Rule(
-        name="adaptive-kl-horizon",
-        level="error",
-        runs=ONLINE,
-        key="algorithm.kl.controller.horizon",
-        violation=adaptive_horizon,
-        reason="The horizon is shorter than a fifth of a step's completions: one step below the target "
-        "sets the coefficient to 0 permanently.",
-        source="Ziegler et al. 2019, sec. 2.2: 10,000 at 512 completions per step",
-        fix="algorithm.kl.controller.horizon of 5 to 20 times the completions of a step",
-    ),
-    Rule(
-        name="adaptive-kl-too-slow",
-        level="warning",
-        runs=ONLINE,
-        key="algorithm.kl.controller.horizon",
-        violation=adaptive_too_slow,
-        reason="Over the whole run the coefficient can change by less than 10 %, so it is practically fixed.",
-        source="Ziegler et al. 2019, sec. 2.2: 10,000 of 2 million completions",
-        fix="algorithm.kl.controller.horizon of 5 to 20 times the completions of a step",
     ),
     Rule(
         name="kl-not-measured",
@@ -352,52 +230,15 @@ ONLINE_RULES = (
 )
 
 
-CLIP_RANGES = {"token": (0.1, 0.3), "sequence": (0.1, 0.3), "sequence_mean": (1e-4, 1e-2)}
 FEWEST_IN_GROUP = 4
 FEWEST_COMPLETIONS = 16
 USUAL_EPOCHS, MOST_EPOCHS = 4.0, 30.0
 MOST_OWN_UPDATES = 16
 
 
-def clip_is_zero(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return the clip range where it leaves no room on either side."""
-    loss = config.algorithm.policy_loss
-    is_zero = isinstance(loss, ClipLoss) and loss.clip_eps_low == 0 and loss.clip_eps_high == 0
-    return 0.0 if is_zero else None
-
-
-def clip_never_binds(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return a clip range below of 1 or more: a ratio is never negative, so nothing bounds it from below."""
-    loss = config.algorithm.policy_loss
-    return loss.clip_eps_low if isinstance(loss, ClipLoss) and loss.clip_eps_low >= 1 else None
-
-
-def clip_range(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return the side of the clip range that is out of the range reported for its ratio."""
-    loss = config.algorithm.policy_loss
-    if not isinstance(loss, ClipLoss) or clip_is_zero(config, facts) is not None:
-        return None
-    low, high = CLIP_RANGES[loss.ratio]
-    sides = [side for side in (loss.clip_eps_low, loss.clip_eps_high) if outside(side, low, high) is not None]
-    return sides[0] if sides else None
-
-
-def dual_clip(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return a dual clip that is out of range."""
-    loss = config.algorithm.policy_loss
-    bound = loss.dual_clip if isinstance(loss, ClipLoss) else None
-    return None if bound is None else outside(bound, 1.5, 10.0)
-
-
-def entropy_bonus(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return an entropy bonus larger than any reported."""
-    loss = config.algorithm.policy_loss
-    return outside(loss.entropy_coef, 0.0, 0.05) if isinstance(loss, TokenLoss) else None
-
-
 def epochs_of_text(config: OnlineConfig, facts: Facts) -> Value | None:
     """Return more passes over the same completions than is usual for text, where no target_kl ends them."""
-    if isinstance(config.algorithm.policy_loss, TrustRegionLoss):  # its policy moves once, whatever the passes
+    if config.algorithm.policy_loss.searches:  # the policy moves once, whatever the passes
         return None
     is_many = USUAL_EPOCHS < config.batch.epochs <= MOST_EPOCHS and config.algorithm.target_kl is None
     return float(config.batch.epochs) if is_many else None
@@ -408,35 +249,10 @@ def epochs_beyond_ppo(config: OnlineConfig, facts: Facts) -> Value | None:
     return outside(float(config.batch.epochs), 1.0, MOST_EPOCHS)
 
 
-def target_kl(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return a target_kl that is out of range."""
-    target = config.algorithm.target_kl
-    return None if target is None else outside(target, 0.003, 0.1)
-
-
-def not_whitened(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return false where GAE's advantages are not normalized."""
-    advantage = config.algorithm.advantage
-    return "false" if isinstance(advantage, Gae) and not advantage.whiten else None
-
-
-def discount(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return a discount that hides the end of a text from its beginning."""
-    advantage = config.algorithm.advantage
-    return outside(advantage.gamma, 0.99, 1.0) if isinstance(advantage, Gae | BatchWhiten) else None
-
-
-def gae_lambda(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return a λ below what is reported."""
-    advantage = config.algorithm.advantage
-    return outside(advantage.gae_lambda, 0.9, 1.0) if isinstance(advantage, Gae) else None
-
-
 def small_group(config: OnlineConfig, facts: Facts) -> Value | None:
     """Return a group too small to estimate the standard deviation that it is divided by."""
-    advantage, size = config.algorithm.advantage, config.sampling.completions_per_prompt
-    is_normalized = isinstance(advantage, Group) and advantage.baseline == "normalized"
-    return float(size) if is_normalized and size < FEWEST_IN_GROUP else None
+    size = config.sampling.completions_per_prompt
+    return float(size) if config.algorithm.advantage.divides_by_spread and size < FEWEST_IN_GROUP else None
 
 
 def small_step(config: OnlineConfig, facts: Facts) -> Value | None:
@@ -446,12 +262,8 @@ def small_step(config: OnlineConfig, facts: Facts) -> Value | None:
 
 def _rows_trained_on(config: OnlineConfig) -> int:
     """Return the most rows that a step's minibatches are made of."""
-    advantage, prompts = config.algorithm.advantage, config.batch.prompts_per_step
-    if isinstance(advantage, BestAndWorst):
-        return prompts
-    if isinstance(advantage, Best):
-        return prompts * min(advantage.keep, config.sampling.completions_per_prompt)
-    return config.completions_per_step
+    per_prompt = config.algorithm.advantage.rows_per_prompt(config.sampling.completions_per_prompt)
+    return config.batch.prompts_per_step * per_prompt
 
 
 def minibatch_of_one(config: OnlineConfig, facts: Facts) -> Value | None:
@@ -469,81 +281,25 @@ def uneven_minibatches(config: OnlineConfig, facts: Facts) -> Value | None:
 
 def critic_frozen(config: OnlineConfig, facts: Facts) -> Value | None:
     """Return 0 where a policy learns from the values of a critic that does not."""
-    has_own_critic = isinstance(config.algorithm.advantage, Gae) and not config.critic.shared
+    has_own_critic = config.algorithm.advantage.needs_critic and not config.critic.shared
     return 0.0 if has_own_critic and config.critic.lr == 0 and config.policy.lr > 0 else None
 
 
 def critic_warmup(config: OnlineConfig, facts: Facts) -> Value | None:
     """Return a warm-up of the critic that leaves the policy no step."""
     steps, warmup = config.schedule.steps, config.critic.warmup_steps
-    has_critic = isinstance(config.algorithm.advantage, Gae)
+    has_critic = config.algorithm.advantage.needs_critic
     return float(warmup) if has_critic and steps is not None and steps <= warmup else None
-
-
-def value_weight(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return a weight of the value loss that is out of range, where it competes with the policy's."""
-    loss = config.algorithm.value_loss
-    return outside(loss.coef, 0.01, 1.0) if loss is not None and config.critic.shared else None
 
 
 def own_loss_updates(config: OnlineConfig, facts: Facts) -> Value | None:
     """Return how many updates on the same completions a loss of the user's is trusted with, where it is many."""
     updates = config.batch.epochs * config.batch.minibatches
-    is_own = isinstance(config.algorithm.policy_loss, FunctionLoss)
-    return float(updates) if is_own and updates > MOST_OWN_UPDATES else None
+    is_trusted = config.algorithm.policy_loss.is_trusted
+    return float(updates) if not is_trusted and updates > MOST_OWN_UPDATES else None
 
 
 UPDATE_RULES = (
-    Rule(
-        name="clip-zero",
-        level="error",
-        runs=ONLINE,
-        key="algorithm.policy_loss.clip_eps_low, clip_eps_high",
-        violation=clip_is_zero,
-        reason="With a clip range of 0 every ratio other than 1 is clipped: nothing is learned after the first update.",
-        source="Schulman et al. 2017, eq. 7",
-        fix="algorithm.policy_loss.clip_eps_low=0.2 algorithm.policy_loss.clip_eps_high=0.2",
-    ),
-    Rule(
-        name="clip-never-binds",
-        level="error",
-        runs=ONLINE,
-        key="algorithm.policy_loss.clip_eps_low",
-        violation=clip_never_binds,
-        reason="A ratio is never negative, so 1 - clip_eps_low bounds nothing: one step can unlearn a token.",
-        source="Schulman et al. 2017, eq. 7 and table 1: 0.1 to 0.3",
-        fix="algorithm.policy_loss.clip_eps_low=0.2",
-    ),
-    Rule(
-        name="clip-range",
-        level="warning",
-        runs=ONLINE,
-        key="algorithm.policy_loss.clip_eps_low, clip_eps_high",
-        violation=clip_range,
-        reason="Published ranges: 0.1 to 0.3 for PPO, 0.28 for clip-higher, 3e-4 for GSPO's ratio per sequence.",
-        source="Schulman et al. 2017, table 1; Yu et al. 2025 (DAPO), sec. 3.1; Zheng et al. 2025 (GSPO), sec. 5.1",
-        fix="0.2; with policy_loss.ratio=sequence_mean 3e-4 and 4e-4",
-    ),
-    Rule(
-        name="dual-clip",
-        level="warning",
-        runs=ONLINE,
-        key="algorithm.policy_loss.dual_clip",
-        violation=dual_clip,
-        reason="Near 1 it clips nearly every negative advantage; at large values it has no effect.",
-        source="Ye et al. 2020, eq. 5: 3",
-        fix="algorithm.policy_loss.dual_clip=3, or null",
-    ),
-    Rule(
-        name="entropy-bonus",
-        level="warning",
-        runs=ONLINE,
-        key="algorithm.policy_loss.entropy_coef",
-        violation=entropy_bonus,
-        reason="With a vocabulary of thousands of tokens a bonus above 0.05 per nat rewards noise.",
-        source="Huang et al. 2022 (37 details), detail 10: 0.01; Huang et al. 2024 (N+): 0",
-        fix="algorithm.policy_loss.entropy_coef=0.01, or 0",
-    ),
     Rule(
         name="epochs-many-for-text",
         level="warning",
@@ -563,46 +319,6 @@ UPDATE_RULES = (
         reason="No published PPO run takes more than 30 passes: most tokens are clipped or overfit by then.",
         source="Schulman et al. 2017, tables 3 to 5: 3 to 15",
         fix="batch.epochs=4",
-    ),
-    Rule(
-        name="target-kl",
-        level="warning",
-        runs=ONLINE,
-        key="algorithm.target_kl",
-        violation=target_kl,
-        reason="In nats per token: below 0.003 each step ends after one or two updates; above 0.1 it acts too late.",
-        source="Spinning Up's PPO: 0.01; Huang et al. 2022 (37 details), early stopping: 0.01",
-        fix="algorithm.target_kl=0.02",
-    ),
-    Rule(
-        name="advantages-not-normalized",
-        level="warning",
-        runs=ONLINE,
-        key="algorithm.advantage.whiten",
-        violation=not_whitened,
-        reason="Without whitening the size of an update depends on the scale of the reward.",
-        source="Huang et al. 2022 (37 details), detail 7; Xu et al. 2024, sec. 5",
-        fix="algorithm.advantage.whiten=true",
-    ),
-    Rule(
-        name="discount",
-        level="warning",
-        runs=ONLINE,
-        key="algorithm.advantage.gamma",
-        violation=discount,
-        reason="The score is at the last token: at 0.95 the first of 100 tokens receives less than 1 % of it.",
-        source="Huang et al. 2024 (N+): 1; Ziegler et al. 2019: 1",
-        fix="algorithm.advantage.gamma=1",
-    ),
-    Rule(
-        name="gae-lambda",
-        level="warning",
-        runs=ONLINE,
-        key="algorithm.advantage.gae_lambda",
-        violation=gae_lambda,
-        reason="A small λ relies on the critic more than on the score, and the critic is poor early in training.",
-        source="Schulman et al. 2016, sec. 6: 0.92 to 0.99; Huang et al. 2024 (N+): 0.95",
-        fix="algorithm.advantage.gae_lambda=0.95, or 1",
     ),
     Rule(
         name="small-group",
@@ -663,16 +379,6 @@ UPDATE_RULES = (
         reason="The policy is not trained during the critic's warm-up, and the run ends before the warm-up does.",
         source="implementation detail: critic.warmup_steps trains the critic alone",
         fix="critic.warmup_steps below schedule.steps",
-    ),
-    Rule(
-        name="value-loss-weight",
-        level="warning",
-        runs=ONLINE,
-        key="algorithm.value_loss.coef",
-        violation=value_weight,
-        reason="On a shared backbone the losses compete: a large weight harms the policy, a small one the critic.",
-        source="Huang et al. 2024 (N+): 0.1; Huang et al. 2022 (37 details): 0.5",
-        fix="algorithm.value_loss.coef=0.1",
     ),
     Rule(
         name="own-loss-many-updates",

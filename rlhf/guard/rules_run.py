@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from rlhf.config.algorithm import TrustRegionLoss
 from rlhf.config.data import DatasetConfig
 from rlhf.config.run import UNKNOWN_LENGTH
 from rlhf.config.sections import OfflineConfig, OnlineConfig, PolicyConfig, RewardModelConfig
@@ -49,8 +48,8 @@ def method(config: RunConfiguration) -> str:
 
 
 def rate(config: RunConfiguration) -> float | None:
-    """Return the learning rate; None where a trust region sets the length of the step."""
-    has_none = isinstance(config, OnlineConfig) and isinstance(config.algorithm.policy_loss, TrustRegionLoss)
+    """Return the learning rate; None where the policy loss sets the length of the step."""
+    has_none = isinstance(config, OnlineConfig) and config.algorithm.policy_loss.searches
     return None if has_none else trained(config).lr
 
 

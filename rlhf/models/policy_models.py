@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rlhf.algo.kl import kl_of_distributions
-from rlhf.algo.objective import Outputs
 from rlhf.batching import on_host, place_live, select_live
 from rlhf.config.sections import LogProbs, Packing
 from rlhf.models.adapters import is_adapted
@@ -46,6 +45,7 @@ from rlhf.models.logprobs import (
     output_head,
 )
 from rlhf.models.scalar_head import ScalarHeadModel, completion_values
+from rlhf.objective import Outputs
 from rlhf.runtime.engine import Engine
 from rlhf.types import Completions, Demonstrations
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from rlhf.algo.advantages import uniform_groups
 from rlhf.algo.masked import Mean
 from rlhf.algo.selection import failed_groups
+from rlhf.algorithms.online import Online
+from rlhf.algorithms.rescue import Rescue
 from rlhf.batching import concat, extend
-from rlhf.config.algorithm import Greedy, Online
-from rlhf.config.rescue import Rescue
 from rlhf.config.sections import OnlineConfig
 from rlhf.errors import NonFiniteScores, RewardError
 from rlhf.runtime.seeding import derive_seed
@@ -161,7 +161,7 @@ def collect(
         metrics.add("group/refilled", replaced / len(prompts))
     completions, scores = batch
     baselines = torch.zeros_like(scores.values)
-    if isinstance(algorithm.advantage, Greedy):
+    if algorithm.advantage.needs_greedy:
         best, best_scores = draw(prompts, "greedy", group_size=1, greedy=True)
         baselines = best_scores.values.repeat_interleave(group_size)
         metrics.update({"score/greedy": Mean.of(best_scores.values)})

@@ -14,14 +14,12 @@ from torch import Tensor
 
 from rlhf.algo.kl import Coefs
 from rlhf.algo.masked import Mean
-from rlhf.algo.objective import Objective
 from rlhf.algo.policy_loss import importance_ratio, kl_old_new, loss_weights, token_weights
+from rlhf.algorithms.offline_loss import PairLoss
 from rlhf.algorithms.sft import Sft
 from rlhf.batching import Number
-from rlhf.config.algorithm import (
-    OnlinePairLoss,
-)
 from rlhf.models.policy_models import Models
+from rlhf.objective import Objective
 from rlhf.training.offline import PairwiseLoss, stack_sides
 from rlhf.training.rollout import logprob_metrics
 from rlhf.types import (
@@ -39,9 +37,9 @@ def online_losses(
     The loss of a critic with its own backbone is separate, so that its forward pass stores activations only after those
     of the policy are freed.
     """
-    config = objective.algorithm.policy_loss
-    if isinstance(config, OnlinePairLoss):
-        return (SampledPairLoss(models, config),)
+    pair_loss = objective.algorithm.policy_loss.pair_loss
+    if pair_loss is not None:
+        return (SampledPairLoss(models, pair_loss),)
     policy = OnlineLoss(models, objective, coefs)
     return (policy,) if models.critic is None else (policy, CriticLoss(models, objective))
 
@@ -114,9 +112,9 @@ class SampledPairLoss:
     To the offline loss it adds the metrics of an online update: the distance from the policy that sampled the pairs.
     """
 
-    def __init__(self, models: Models, config: OnlinePairLoss) -> None:
+    def __init__(self, models: Models, pair_loss: PairLoss) -> None:
         self.models = models
-        self.pairs = PairwiseLoss(models, config.loss)
+        self.pairs = PairwiseLoss(models, pair_loss)
         self.ratio_deviation: Number = 0.0  # as in OnlineLoss
 
     def denominators(self, batch: SampledPairs) -> dict[str, float]:

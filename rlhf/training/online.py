@@ -1,13 +1,12 @@
 """The online loop of PPO, GRPO, online DPO and others: sample, score, annotate, compute advantages, update.
 
-What differs between algorithms is in rlhf.algo, chosen by configuration; how a step's parts use devices, ranks and the
-run folder is in online_run.py and session.py.
+What differs between algorithms is in rlhf.algorithms, chosen by configuration; how a step's parts use devices, ranks
+and the run folder is in online_run.py and session.py.
 """
 
 from __future__ import annotations
 
-from rlhf.algo.advantages import compute_advantages
-from rlhf.algo.selection import select_training_rows
+from rlhf.experience import compute_advantages, select_training_rows
 from rlhf.models.kernels.cast import weights_cast_once
 from rlhf.tracking.metrics import Metrics
 from rlhf.training.collect import sample_and_score
@@ -37,9 +36,7 @@ def train(run: OnlineRun) -> None:
         # 3. Annotate: log-probabilities of policy and reference, values of the critic, before any update.
         rollout = annotate(run, collected)  # Rollout [B, T]
         # 4. Compute rewards, advantages and returns.
-        experience = compute_advantages(  # Experience [B, T]
-            rollout, run.algorithm, run.coefs, ratio_cap=run.ratio_cap, function=run.advantage_function
-        )
+        experience = compute_advantages(rollout, run.algorithm, run.coefs, ratio_cap=run.ratio_cap)  # [B, T]
         metrics = rollout_metrics(experience, collected.scores, run.models, run.algorithm)
         metrics.merge(selection_metrics(experience, run.algorithm))
         metrics.merge(collected.metrics)

@@ -17,17 +17,16 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from rlhf.algo.functions import AdvantageFunction
-from rlhf.algo.kl import Coefs, next_kl_coef, next_penalty_coef
-from rlhf.algo.objective import Objective
+from rlhf.algo.kl import Coefs
+from rlhf.algorithms.online import Online
+from rlhf.algorithms.rescue import ReplayConfig
 from rlhf.algorithms.sft import Sft
 from rlhf.batching import concat
-from rlhf.config.algorithm import AdaptiveKl, Online, PenaltyLoss, TrustRegionLoss
-from rlhf.config.rescue import ReplayConfig
 from rlhf.config.sections import OnlineConfig
 from rlhf.data.datasets import epoch_order
 from rlhf.data.prompts import PromptSet
 from rlhf.models.policy_models import Ema, Models
+from rlhf.objective import Objective
 from rlhf.rewards.source import RewardSource
 from rlhf.runtime.device import SideStream
 from rlhf.runtime.engine import TrainableModel, lr_factor
@@ -62,7 +61,6 @@ class OnlineRun:
     policy: TrainableModel
     critic: TrainableModel | None  # None if there is none, or if it shares the policy's backbone
     objective: Objective
-    advantage_function: AdvantageFunction | None  # where advantage.type is function
     ema: Ema | None
     rows: AdaptiveMicroBatch  # micro-batch of a pass with gradient
     passes: AdaptiveMicroBatch  # micro-batch of a pass without gradient
@@ -104,8 +102,8 @@ def annotate(run: OnlineRun, collected: Collected) -> Rollout:
 
 
 def trained_models(run: OnlineRun, step: int, epoch: int) -> list[TrainableModel]:
-    """Return the models to train: the critic alone during its warm-up, and once a trust region's one step is taken."""
-    stepped = epoch > 0 and isinstance(run.algorithm.policy_loss, TrustRegionLoss)
+    """Return the models to train: the critic alone during its warm-up, and once a step that is searched is taken."""
+    stepped = epoch > 0 and run.algorithm.policy_loss.searches
     policy = [] if _is_warming_up(run, step) or stepped else [run.policy]
     return policy + ([run.critic] if run.critic is not None else [])
 
@@ -209,21 +207,13 @@ def _update_controllers(run: OnlineRun, metrics: Metrics, completions: int, step
     """
     state = run.session.state
     metrics.add("kl/coef", state.kl_coef)
-    controller = run.algorithm.kl.controller
-    if isinstance(controller, AdaptiveKl) and not _is_warming_up(run, step):
-        state.kl_coef = next_kl_coef(
-            state.kl_coef,
-            kl=metrics["kl/reference"],
-            target=controller.target,
-            horizon=controller.horizon,
-            completions=completions,
-        )
-    if isinstance(run.algorithm.policy_loss, PenaltyLoss):
-        metrics.add("kl/penalty_coef", state.penalty_coef)
+    controller, loss = run.algorithm.kl.controller, run.algorithm.policy_loss
+    if controller.adapts and not _is_warming_up(run, step):
+        state.kl_coef = controller.next_coef(state.kl_coef, kl=metrics["kl/reference"], completions=completions)
+    if loss.coef_metric:
+        metrics.add(loss.coef_metric, state.penalty_coef)
         if metrics["policy/optimizer_steps"] > 0:
-            state.penalty_coef = next_penalty_coef(
-                state.penalty_coef, kl=metrics["kl/old_last"], target=run.algorithm.policy_loss.target
-            )
+            state.penalty_coef = loss.next_coef(state.penalty_coef, kl=metrics["kl/old_last"])
     if run.ema is not None:
         run.ema.update()
 

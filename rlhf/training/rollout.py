@@ -11,13 +11,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rlhf.algo.advantages import raw_advantages, uniform_groups
+from rlhf.algo.advantages import uniform_groups
 from rlhf.algo.kl import kl_estimate
-from rlhf.algo.masked import Mean
-from rlhf.algo.selection import best_and_worst, effective_sample_share
-from rlhf.algo.value_loss import explained_variance
+from rlhf.algo.masked import Mean, explained_variance
+from rlhf.algo.selection import effective_sample_share
+from rlhf.algorithms.online import Online
 from rlhf.batching import extend
-from rlhf.config.algorithm import Best, BestAndWorst, Online
 from rlhf.config.sections import OldLogProbs
 from rlhf.data.prompts import SOURCE
 from rlhf.models.kernels.cast import weights_cast_once
@@ -266,26 +265,13 @@ def _scores_by_source(experience: Experience, scores: Float[Tensor, " B"]) -> di
 
 
 def selection_metrics(experience: Experience, algorithm: Online) -> Metrics:
-    """Compute how many of a step's completions are trained on and how they scored; empty where all of them are."""
-    scores, groups = experience.scores.double(), len(experience) // experience.group_size
+    """Compute how many of a step's completions are trained on and how they scored, and the advantage's own metrics."""
     metrics = Metrics()
     if algorithm.mask_truncated or algorithm.drop_uniform_groups:
         metrics.update({"completion/masked": Mean.of(~experience.loss_mask.any(dim=1))})
     if algorithm.rescue is not None:
         metrics.merge(_hint_metrics(experience))
-    match algorithm.advantage:
-        case Best():
-            kept = experience.loss_mask.any(dim=1)
-            metrics.add("kept/count", float(kept.sum()))
-            metrics.add("kept/none", float((~kept.view(groups, -1).any(dim=1)).sum()))
-            metrics.update({"kept/score": Mean.of(scores, kept)})
-        case BestAndWorst() as config:
-            best, worst = best_and_worst(experience.scores, experience.group_size, min_gap=config.min_gap)
-            metrics.add("pair/count", float(len(best)))
-            metrics.add("pair/ties", float(groups - len(best)))
-            metrics.update({"pair/score_gap": Mean.of(scores[best] - scores[worst])})
-        case _:
-            pass
+    metrics.update(algorithm.advantage.measure(experience))
     return metrics
 
 
@@ -301,7 +287,7 @@ def _hint_metrics(experience: Experience) -> Metrics:
 
 def _advantage_metrics(experience: Experience, algorithm: Online) -> Metrics:
     """Compute mean, standard deviation and two quantiles of the advantages before whitening."""
-    raw = raw_advantages(experience, algorithm.advantage)
+    raw = algorithm.advantage.before_whitening(experience)
     live = raw[experience.loss_mask].double()
     metrics = Metrics({"advantage/mean": Mean.of(live)})
     if len(live):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rlhf.algo.masked import Mean
-from rlhf.algo.objective import divide_by_denominators
 from rlhf.batching import Batch, Number, read_numbers
+from rlhf.objective import divide_by_denominators
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.runtime.engine import SteppingModel, TrainableModel
 from rlhf.runtime.memory import AdaptiveMicroBatch, return_gaps

@@ -10,10 +10,11 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf.algo.advantages import compute_advantages
 from rlhf.algo.kl import Coefs
-from rlhf.algo.objective import Outputs
-from rlhf.config.algorithm import Online
+from rlhf.algorithms.online import Online
+from rlhf.algorithms.policy_loss import Tokens
+from rlhf.experience import compute_advantages
+from rlhf.objective import Outputs
 from rlhf.types import Experience, Rollout
 
 NAN = float("nan")
@@ -151,6 +152,18 @@ def rollout(
         values=normal(rows, tokens),
         hinted=torch.zeros(rows, dtype=torch.bool),
     )
+
+
+def tokens(ratio: Tensor, advantages: Tensor, **given: Any) -> Tokens:
+    """What a loss of these tokens is given, all of them live; coefficients as in COEFS."""
+    zeros = torch.zeros_like(ratio.detach())
+    others = {
+        "logprobs": zeros,
+        "old_logprobs": zeros,
+        "mask": torch.ones_like(zeros, dtype=torch.bool),
+        "old_kl": zeros,
+    }
+    return Tokens(**{"ratio": ratio, "advantages": advantages, "coefs": COEFS, **others, **given})
 
 
 def experience(algorithm: Online, **how: Any) -> Experience:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
-from algo_cases import NAN, close, experience, grids, live, online, table
+from algo_cases import NAN, close, experience, grids, live, online, rollout, table
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -17,14 +18,20 @@ from rlhf.algo.advantages import (
     group_centered,
     group_normalized,
     leave_one_out,
-    raw_advantages,
-    returns_minus_baseline,
     rewards_to_go,
     token_rewards,
     uniform_groups,
 )
+from rlhf.algorithms.remax import Greedy
 
 fractions = st.floats(0, 1)
+
+
+def returns_minus_baseline(rewards: Tensor, baselines: Tensor, mask: Tensor) -> Tensor:
+    """ReMax's advantages of rows with these baselines."""
+    rows, columns = mask.shape
+    here = replace(rollout(groups=rows, group_size=1, tokens=columns), completion_mask=mask, baselines=baselines)
+    return Greedy().compute(here, rewards)[0]
 
 
 def test_token_rewards_by_hand():
@@ -216,7 +223,7 @@ def test_advantages_before_whitening_are_those_of_the_same_algorithm_without_it(
     settings = {"type": kind} if kind == "group" else {"type": kind, "whiten": True}
     whitened = experience(online(advantage=settings, **others))
     plain = whitened if kind == "group" else experience(online(advantage={**settings, "whiten": False}, **others))
-    raw = raw_advantages(whitened, online(advantage=settings, **others).advantage)
+    raw = online(advantage=settings, **others).advantage.before_whitening(whitened)
     torch.testing.assert_close(raw, plain.advantages)
     if kind != "group":
         live = whitened.advantages[whitened.loss_mask]

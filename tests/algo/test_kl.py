@@ -10,8 +10,10 @@ from algo_cases import close, grids, table
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.algo.kl import kl_estimate, next_kl_coef, next_penalty_coef
+from rlhf.algo.kl import kl_estimate
 from rlhf.algo.policy_loss import kl_old_new
+from rlhf.algorithms.kl import AdaptiveKl, FixedKl
+from rlhf.algorithms.penalty import PenaltyLoss
 
 LOG2 = math.log(2.0)
 seeds = st.integers(0, 2**31 - 1)
@@ -115,19 +117,24 @@ def test_kl_old_new_by_hand():
     ],
 )
 def test_adaptive_coefficient_by_hand(kl, expected):
-    assert next_kl_coef(0.2, kl=kl, target=6.0, horizon=10_000.0, completions=256) == pytest.approx(expected, rel=1e-12)
+    controller = AdaptiveKl(target=6.0, horizon=10_000.0)
+    assert controller.next_coef(0.2, kl=kl, completions=256) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_fixed_coefficient_stays() -> None:
+    assert FixedKl().next_coef(0.2, kl=60.0, completions=256) == 0.2
 
 
 def test_adaptive_coefficient_never_turns_negative():
-    assert next_kl_coef(0.2, kl=0.0, target=6.0, horizon=100.0, completions=1000) == 0.0
+    assert AdaptiveKl(target=6.0, horizon=100.0).next_coef(0.2, kl=0.0, completions=1000) == 0.0
 
 
 @given(st.floats(0, 50), st.floats(0.1, 20), st.integers(1, 500), st.floats(0.001, 10))
 def test_adaptive_coefficient_moves_against_the_error_and_little(kl, target, completions, coef):
-    after = next_kl_coef(coef, kl=kl, target=target, horizon=1000.0, completions=completions)
+    after = AdaptiveKl(target=target, horizon=1000.0).next_coef(coef, kl=kl, completions=completions)
     assert (after - coef) * (kl - target) >= 0
     assert abs(after / coef - 1) <= 0.2 * completions / 1000.0 + 1e-12
-    doubled = next_kl_coef(coef, kl=2 * kl, target=2 * target, horizon=1000.0, completions=completions)
+    doubled = AdaptiveKl(target=2 * target, horizon=1000.0).next_coef(coef, kl=2 * kl, completions=completions)
     assert doubled == pytest.approx(after, rel=1e-12)
 
 
@@ -136,11 +143,14 @@ def test_adaptive_coefficient_moves_against_the_error_and_little(kl, target, com
     [(0.0, 1.0), (1.99, 1.0), (2.0, 2.0), (3.0, 2.0), (4.5, 2.0), (4.51, 4.0), (99.0, 4.0)],
 )
 def test_penalty_coefficient_by_hand(kl, expected):
-    assert next_penalty_coef(2.0, kl=kl, target=3.0) == expected
+    assert PenaltyLoss(target=3.0).next_coef(2.0, kl=kl) == expected
 
 
 def test_a_kl_that_is_no_number_leaves_the_coefficients() -> None:
     """NaN went into the coefficient, and from there into every later reward."""
-    assert next_kl_coef(0.2, kl=math.nan, target=6.0, horizon=100.0, completions=10) == 0.2
-    assert next_penalty_coef(0.2, kl=math.nan, target=0.01) == 0.2
-    assert next_kl_coef(0.2, kl=math.inf, target=6.0, horizon=100.0, completions=10) == pytest.approx(0.2 * 1.02)
+    controller = AdaptiveKl(target=6.0, horizon=100.0)
+    assert controller.next_coef(0.2, kl=math.nan, completions=10) == 0.2
+    assert PenaltyLoss(target=0.01).next_coef(0.2, kl=math.nan) == 0.2
+    assert AdaptiveKl(target=6.0, horizon=100.0).next_coef(0.2, kl=math.inf, completions=10) == pytest.approx(
+        0.2 * 1.02
+    )

@@ -24,12 +24,13 @@ from algo_cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.algo.advantages import compute_advantages, gae, rewards_to_go
+from rlhf.algo.advantages import gae, rewards_to_go
 from rlhf.algo.kl import Coefs, kl_estimate
 from rlhf.algo.masked import Mean, masked_mean, masked_sum, whiten
-from rlhf.algo.objective import Objective, Outputs, divide_by_denominators
+from rlhf.algorithms.presets import PRESETS
 from rlhf.batching import concat
-from rlhf.config.presets import PRESETS
+from rlhf.experience import compute_advantages
+from rlhf.objective import Objective, Outputs, divide_by_denominators
 from rlhf.types import Rollout
 
 names = st.sampled_from(sorted(ALGORITHMS))

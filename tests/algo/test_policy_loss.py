@@ -6,23 +6,37 @@ import math
 
 import pytest
 import torch
-from algo_cases import NAN, close, grids, live, prefix_mask, table
+from algo_cases import NAN, close, grids, live, prefix_mask, table, tokens
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from rlhf.algo.policy_loss import (
-    RatioLevel,
-    cispo_loss,
-    clipped_surrogate,
-    importance_ratio,
-    kl_old_new,
-    penalized_surrogate,
-    policy_gradient_loss,
-    token_weights,
-    truncated_importance,
-)
+from rlhf.algo.kl import Coefs
+from rlhf.algo.policy_loss import RatioLevel, importance_ratio, kl_old_new, token_weights, truncated_importance
+from rlhf.algorithms.cispo import CispoLoss
+from rlhf.algorithms.penalty import PenaltyLoss
+from rlhf.algorithms.policy_loss import Surrogate
+from rlhf.algorithms.ppo import ClipLoss
+from rlhf.algorithms.reinforce import PolicyGradientLoss
 
 AGGREGATES = ("token_mean", "sequence_mean", "sequence_sum", "constant")
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, **how: float | None) -> Surrogate:
+    return ClipLoss.model_validate(how).per_token(tokens(ratio, advantages))
+
+
+def cispo_loss(ratio: Tensor, logprobs: Tensor, advantages: Tensor, **how: float) -> Surrogate:
+    return CispoLoss.model_validate(how).per_token(tokens(ratio, advantages, logprobs=logprobs))
+
+
+def policy_gradient_loss(logprobs: Tensor, advantages: Tensor) -> Surrogate:
+    return PolicyGradientLoss().per_token(tokens(torch.ones_like(logprobs), advantages, logprobs=logprobs))
+
+
+def penalized_surrogate(ratio: Tensor, advantages: Tensor, old_kl: Tensor, *, coef: float) -> Surrogate:
+    coefs = Coefs(kl=0.0, penalty=coef)  # of the step, not the one that the configuration begins with
+    return PenaltyLoss(coef=9.0).per_token(tokens(ratio, advantages, old_kl=old_kl, coefs=coefs))
 
 
 def loss_and_gradient(ratio: float, advantage: float, **how: float | None) -> tuple[float, float, bool]:
@@ -113,7 +127,7 @@ def test_at_ratio_one_the_gradient_is_reinforce(grid):
             cispo_loss(ratio, logprobs, advantages, clip_eps_low=0.2, clip_eps_high=0.2),
             policy_gradient_loss(logprobs, advantages),
         ):
-            assert not loss.clipped.any()
+            assert loss.clipped is None or not loss.clipped.any()
             total = torch.where(grid.mask, loss.per_token, 0.0).sum()
             close(torch.autograd.grad(total, logprobs, retain_graph=True)[0], reinforce)
 
@@ -159,13 +173,13 @@ def test_log_likelihood_by_hand():
     loss = policy_gradient_loss(logprobs, table([2.0, -4.0]))
     close(loss.per_token.detach(), [[3.0, -2.0]])
     close(torch.autograd.grad(loss.per_token.sum(), logprobs)[0], [[-2.0, 4.0]])
-    assert not loss.clipped.any()
+    assert loss.clipped is None
 
 
 def test_penalized_surrogate_by_hand():
     loss = penalized_surrogate(table([1.5, 0.5]), table([2.0, -4.0]), table([0.1, 0.2]), coef=3.0)
     close(loss.per_token, [[-2.7, 2.6]])
-    assert not loss.clipped.any()
+    assert loss.clipped is None
 
 
 def test_importance_ratio_by_hand():

@@ -8,17 +8,16 @@ import pytest
 import torch
 from algo_cases import COEFS, rollout
 
-from rlhf.algo.advantages import compute_advantages
-from rlhf.algo.objective import Objective, Outputs
 from rlhf.algo.selection import (
     effective_sample_share,
     failed_groups,
-    hint_weights,
     sequence_importance,
     shaped_importance,
 )
-from rlhf.config.algorithm import Online
-from rlhf.config.rescue import SequenceWeights, ShapedWeights, TokenWeights
+from rlhf.algorithms.online import Online
+from rlhf.algorithms.rescue import HintWeights, SequenceWeights, ShapedWeights, TokenWeights
+from rlhf.experience import compute_advantages
+from rlhf.objective import Objective, Outputs
 
 LIVE = torch.tensor([[True, True], [True, False]])
 PLAIN = torch.tensor([[0.1, 0.5], [0.2, 0.9]], dtype=torch.float64).log()
@@ -32,19 +31,18 @@ def test_a_group_fails_if_no_score_is_above_the_threshold() -> None:
 
 
 def test_weights_by_hand() -> None:
-    both = torch.tensor([True, True])
-    token = hint_weights(PLAIN, HINTED, LIVE, both, TokenWeights(cap=1.5))
+    token = TokenWeights(cap=1.5).weigh(PLAIN, HINTED, LIVE)
     assert token.tolist() == [pytest.approx([0.2, 1.5]), pytest.approx([0.25, 1.0])]
-    sequence = hint_weights(PLAIN, HINTED, LIVE, both, SequenceWeights())
+    sequence = SequenceWeights().weigh(PLAIN, HINTED, LIVE)
     assert sequence.tolist() == [pytest.approx([0.4, 0.4]), pytest.approx([0.25, 1.0])]
     assert sequence_importance(PLAIN, HINTED, LIVE, cap=0.3)[0].tolist() == pytest.approx([0.3, 0.3])
-    shaped = hint_weights(PLAIN, HINTED, LIVE, both, ShapedWeights(gamma=0.2))
+    shaped = ShapedWeights(gamma=0.2).weigh(PLAIN, HINTED, LIVE)
     assert shaped.tolist() == [pytest.approx([0.25, 0.2 * 2 / 2.2**2]), pytest.approx([0.2 * 0.25 / 0.45**2, 1.0])]
 
 
 @pytest.mark.parametrize("config", [TokenWeights(), SequenceWeights(), ShapedWeights()])
-def test_only_rows_with_a_hint_are_weighted(config: TokenWeights | SequenceWeights | ShapedWeights) -> None:
-    weights = hint_weights(PLAIN, HINTED, LIVE, torch.tensor([False, True]), config)
+def test_only_the_tokens_in_the_mask_are_weighted(config: HintWeights) -> None:
+    weights = config.weigh(PLAIN, HINTED, LIVE & torch.tensor([[False], [True]]))
     assert weights[0].tolist() == [1.0, 1.0]
     assert weights[1, 0] < 1.0
 
@@ -61,7 +59,7 @@ def test_sequence_weights_turn_an_expectation_with_the_hint_into_the_one_without
     weights = sequence_importance(plain, hinted, mask, cap=float("inf"))[:, 0]
     with_hint, without = hinted.sum(1).exp(), plain.sum(1).exp()
     assert float((with_hint * weights * value).sum()) == pytest.approx(float((without * value).sum()), abs=1e-12)
-    token = hint_weights(plain, hinted, mask, mask[:, 0], TokenWeights(cap=1e9))
+    token = TokenWeights(cap=1e9).weigh(plain, hinted, mask)
     expected = (
         (hint_second.exp().flatten() * token[:, 1]).view(3, 3).sum(1)
     )  # of a token's weight, given the one before

@@ -11,9 +11,9 @@ from algo_cases import CLIP_PPO, COEFS, close, experience, online, output_rows, 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.algo.advantages import compute_advantages
-from rlhf.algo.objective import Objective
-from rlhf.algo.selection import best_and_worst, best_worst_pairs, pair_signs, select_best, select_training_rows
+from rlhf.algo.selection import best_and_worst, best_worst_pairs, pair_signs, select_best
+from rlhf.experience import compute_advantages, select_training_rows
+from rlhf.objective import Objective
 from rlhf.training.rollout import selection_metrics
 from rlhf.types import Experience, SampledPairs
 

@@ -10,7 +10,8 @@ from algo_cases import NAN, close, grids, live, table
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.algo.value_loss import clipped_value_loss, explained_variance, value_clip_mask
+from rlhf.algo.masked import explained_variance
+from rlhf.algorithms.value_loss import ValueLoss
 
 
 @pytest.mark.parametrize(
@@ -28,28 +29,28 @@ from rlhf.algo.value_loss import clipped_value_loss, explained_variance, value_c
 def test_the_cases_of_the_value_clip(value, target, loss, gradient):
     variable = table([value]).requires_grad_()
     old, returns = table([0.0]), table([target])
-    per_token = clipped_value_loss(variable, old, returns, clip_eps=0.2)
+    per_token = ValueLoss(clip_eps=0.2).per_token(variable, old, returns)
     per_token.sum().backward()
     close(per_token, [[loss]])
     # At the edge the two branches are one; autograd splits the gradient between them, and both give it.
     close(variable.grad, [[gradient]])
-    assert value_clip_mask(variable.detach(), old, returns, clip_eps=0.2).item() == (gradient == 0.0)
+    assert ValueLoss(clip_eps=0.2).clipped(variable.detach(), old, returns).item() == (gradient == 0.0)
 
 
 def test_without_a_clip_it_is_half_the_squared_error():
-    close(clipped_value_loss(table([1, 5]), table([0, 0]), table([2, 2]), clip_eps=None), [[0.5, 4.5]])
-    assert not value_clip_mask(table([1, 5]), table([0, 0]), table([2, 2]), clip_eps=None).any()
+    close(ValueLoss(clip_eps=None).per_token(table([1, 5]), table([0, 0]), table([2, 2])), [[0.5, 4.5]])
+    assert not ValueLoss(clip_eps=None).clipped(table([1, 5]), table([0, 0]), table([2, 2])).any()
 
 
 @given(grids(), st.floats(0.01, 2.0))
 def test_the_clip_never_lowers_the_loss_and_says_where_it_stops(grid, eps):
     values = (grid.first + grid.second).requires_grad_()
     returns = grid.first.flip(0)
-    loss = clipped_value_loss(values, grid.first, returns, clip_eps=eps)
-    plain = clipped_value_loss(values, grid.first, returns, clip_eps=None)
+    loss = ValueLoss(clip_eps=eps).per_token(values, grid.first, returns)
+    plain = ValueLoss(clip_eps=None).per_token(values, grid.first, returns)
     assert (loss >= plain).all()
     (slope,) = torch.autograd.grad(loss.sum(), values)
-    clipped = value_clip_mask(values.detach(), grid.first, returns, clip_eps=eps)
+    clipped = ValueLoss(clip_eps=eps).clipped(values.detach(), grid.first, returns)
     close(slope, torch.where(clipped, 0.0, values.detach() - returns))
 
 

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from rlhf import batching
 from rlhf.algo.masked import Mean
-from rlhf.algo.objective import Objective
 from rlhf.batching import widen
+from rlhf.objective import Objective
 from rlhf.runtime.seeding import uniforms
 from rlhf.training.offline import sum_logprobs
 

@@ -10,13 +10,21 @@ from torch import Tensor
 
 import rlhf
 from rlhf.algo.advantages import group_normalized
-from rlhf.algo.policy_loss import clipped_surrogate, importance_ratio
+from rlhf.algo.policy_loss import importance_ratio
+from rlhf.algorithms.cispo import CispoLoss
+from rlhf.algorithms.functions import FunctionLoss
+from rlhf.algorithms.grpo import Group
+from rlhf.algorithms.online_dpo import OnlinePairLoss
+from rlhf.algorithms.penalty import PenaltyLoss
+from rlhf.algorithms.policy_loss import PolicyLoss
+from rlhf.algorithms.ppo import ClipLoss
+from rlhf.algorithms.reinforce import BatchWhiten, PolicyGradientLoss
 from rlhf.errors import ConfigError
 
 
 def clipped(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     ratio = importance_ratio(logprobs, old_logprobs, mask, "token")
-    return clipped_surrogate(ratio, advantages, clip_eps_low=0.2, clip_eps_high=0.2, dual_clip=None).per_token
+    return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
 
 
 def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -34,6 +42,37 @@ def test_right_losses() -> None:
     assert rlhf.check(sequence_ratio).passed
     assert "minibatches=1" in str(rlhf.check(policy_gradient))
     assert str(rlhf.check(policy_gradient)).endswith("this loss is right")
+
+
+@pytest.mark.parametrize(
+    "loss, message",
+    [
+        (ClipLoss, "later updates on the same completions are corrected"),
+        (ClipLoss(ratio="sequence"), "with policy_loss.aggregate=sequence_mean"),
+        (PenaltyLoss(coef=3.0), "the expected gradient is the policy gradient"),
+        (CispoLoss, "later updates on the same completions are corrected"),
+        (PolicyGradientLoss(), "minibatches=1"),
+    ],
+)
+def test_losses_that_are_sections(loss: PolicyLoss | type[PolicyLoss], message: str) -> None:
+    result = rlhf.check(loss)
+    assert result.passed, result
+    assert result.kind == "loss"
+    assert message in str(result)
+
+
+def test_advantages_that_are_sections() -> None:
+    assert str(rlhf.check(Group(baseline="leave_one_out"))).endswith("this advantage is right")
+    assert rlhf.check(Group).passed
+    assert "with a bias" in str(rlhf.check(Group))
+    assert rlhf.check(BatchWhiten(whiten=False)).passed
+
+
+def test_a_section_that_cannot_be_checked_says_why() -> None:
+    with pytest.raises(ConfigError, match="FunctionLoss has no default for target: give an instance"):
+        rlhf.check(FunctionLoss)
+    with pytest.raises(ConfigError, match=r"policy_loss\.type=pair has no loss per token"):
+        rlhf.check(OnlinePairLoss())
 
 
 Loss = Callable[..., Tensor]

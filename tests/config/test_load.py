@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf.config.algorithm import AdaptiveKl, Gae, Group, Online, PenaltyLoss
+from rlhf.algorithms.gae import Gae
+from rlhf.algorithms.grpo import Group
+from rlhf.algorithms.kl import AdaptiveKl
+from rlhf.algorithms.online import Online
+from rlhf.algorithms.penalty import PenaltyLoss
+from rlhf.algorithms.presets import PRESETS
 from rlhf.config.compare import CellConfig, CompareConfig
 from rlhf.config.data import DataConfig
 from rlhf.config.files import InvalidYaml, format_yaml, merge, merge_overrides, parse_overrides, parse_yaml
@@ -23,7 +28,7 @@ from rlhf.config.load import (
     unread_warnings,
     validate,
 )
-from rlhf.config.presets import PRESETS, drop_keys, get_setting
+from rlhf.config.presets import drop_keys, get_setting
 from rlhf.config.sections import (
     CriticConfig,
     OfflineConfig,
@@ -166,7 +171,7 @@ def test_texts_that_look_like_numbers_survive_a_file(tmp_path: Path) -> None:
         ("reward=null", "reward is missing: set reward.source"),
         ("data.prompts=null", "data.prompts is missing"),
         ("algorithm.kl={placement: loss, estimator: k1}", "k1 in the loss has an expected gradient of zero"),
-        ("algorithm.value_loss=null", "GAE needs algorithm.value_loss"),
+        ("algorithm.value_loss=null", "advantage.type=gae has a critic, which needs algorithm.value_loss"),
         ("algorithm.drop_uniform_groups=true", "drop_uniform_groups needs a group advantage"),
         ("algorithm.refill_rounds=2", "refill_rounds replaces dropped groups: set drop_uniform_groups=true"),
         (
@@ -306,7 +311,7 @@ def test_merge_is_deep_but_another_tag_replaces_the_section() -> None:
 
 def test_precedence_is_preset_then_file_then_command_line() -> None:
     file = base(preset="ppo", kl={"coef": 0.2})
-    assert _online(train_config(base())).kl.coef == PRESETS["ppo"]["algorithm"]["kl"]["coef"]
+    assert _online(train_config(base())).kl.coef == 0.05
     assert _online(train_config(file)).kl.coef == 0.2
     assert _online(train_config(merge(file, parse_overrides(["algorithm.kl.coef=0.3"])))).kl.coef == 0.3
 
@@ -330,7 +335,7 @@ def test_an_adaptive_controller_from_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "changes", "expected"),
     [
-        ("grpo", {"critic": {"lr": 1.0}}, "critic is set, but only GAE has a critic"),
+        ("grpo", {"critic": {"lr": 1.0}}, "critic is set, but advantage.type=group has no critic"),
         ("ppo", {}, "data.sft is set, but algorithm.ptx_coef is 0"),
         ("sft", {"critic": {"lr": 1.0}}, "critic is set, but an offline algorithm does not read it"),
         ("sft", {"batch": {"epochs": 3}}, "batch.epochs is set, but an offline algorithm"),
@@ -340,7 +345,7 @@ def test_an_adaptive_controller_from_the_command_line() -> None:
         ("dpo", {}, "data.sft is set, but dpo does not read it"),
         ("online_dpo", {}, "data.preferences is set, but an online algorithm does not read it"),
         ("online_dpo", {"algorithm": {"kl": {"placement": "none", "coef": 0.1}}}, "algorithm.kl is set, but the beta"),
-        ("rejection_sampling", {"critic": {"lr": 1.0}}, "critic is set, but only GAE has a critic"),
+        ("rejection_sampling", {"critic": {"lr": 1.0}}, "critic is set, but advantage.type=best has no critic"),
         ("cdpo", {"data": {"eval_prompts": {"path": "e"}}}, "data.eval_prompts is set, but eval.source, the judge"),
     ],
 )
@@ -585,7 +590,7 @@ def test_a_section_said_beside_a_preset_that_does_not_read_it_is_named(tmp_path:
     path = write(tmp_path, base() | {"reward": FUNCTION, "critic": {"init": "reward"}, "algorithm": {"preset": "grpo"}})
     for overrides in (["algorithm.preset=rloo", "critic.lr=1e-3"], ["policy.lr=1"], ["algorithm.preset=grpo"]):
         notes = unread_warnings(load_train(path, overrides))
-        assert "critic is set, but only GAE has a critic: it has no effect" in notes, overrides
+        assert "critic is set, but advantage.type=group has no critic: it has no effect" in notes, overrides
     quiet = unread_warnings(load_train(path, ["algorithm.preset=rloo"]))
     assert quiet == []
 

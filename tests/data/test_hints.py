@@ -7,8 +7,8 @@ from pathlib import Path
 from runs import write_rows
 from tiny_models import tokenizer
 
+from rlhf.algorithms.rescue import Hint
 from rlhf.config.data import PromptsConfig
-from rlhf.config.rescue import Hint
 from rlhf.data.prompts import hint_text, load_prompts, with_hint
 
 HINT = Hint(column="hint")

@@ -11,7 +11,6 @@ import pytest
 import torch
 from runs import largest_difference, make_model, online, ppo_tree, weights
 
-from rlhf.algo.advantages import compute_advantages
 from rlhf.algo.masked import Mean
 from rlhf.algorithms.dpo import Dpo
 from rlhf.algorithms.hinge import Hinge
@@ -23,6 +22,7 @@ from rlhf.batching import Batch
 from rlhf.config.files import merge
 from rlhf.data.pairs import CompletionRows
 from rlhf.data.tokenizer import left_pad, right_pad
+from rlhf.experience import compute_advantages
 from rlhf.runtime.memory import AdaptiveMicroBatch
 from rlhf.training.losses import DemonstrationLoss
 from rlhf.training.offline import PairwiseLoss, completion_logprobs

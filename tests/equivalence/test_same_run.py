@@ -11,11 +11,11 @@ import pytest
 import torch
 from runs import largest_difference, make_model, online, ppo_tree, quiet, trained, trained_offline, weights, write_rows
 
-from rlhf.algo.advantages import compute_advantages
 from rlhf.config.files import merge
 from rlhf.config.load import validate
 from rlhf.config.sections import RewardModelConfig
 from rlhf.errors import ConfigError
+from rlhf.experience import compute_advantages
 from rlhf.factory.reward_model import build_reward_model
 from rlhf.runtime.memory import AdaptiveMicroBatch
 from rlhf.training.offline import train_offline

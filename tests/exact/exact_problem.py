@@ -1,6 +1,6 @@
 """What is computed exactly in a world that can be enumerated: optima, frontiers, values, expected losses.
 
-How an expectation passes through `rlhf.algo.objective`: the loss is a sum over rows, so E[loss] is the sum over
+How an expectation passes through `rlhf.objective`: the loss is a sum over rows, so E[loss] is the sum over
 all completions of probability x (that row's loss). All completions are the rows of one `Experience`, and
 `weigh_gradient` multiplies what flows back into each row by that row's probability: one call of `Objective.loss`
 gives the exact gradient of the expectation over completions drawn from the *old* policy. `sequence_*` and `constant`
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhf.algo.advantages import compute_advantages
 from rlhf.algo.kl import Coefs
-from rlhf.algo.objective import Objective, Outputs
+from rlhf.algorithms.online import Online
 from rlhf.batching import extend
-from rlhf.config.algorithm import Online
 from rlhf.exact.world import World, expectation
+from rlhf.experience import compute_advantages
+from rlhf.objective import Objective, Outputs
 from rlhf.types import Completions, Experience, Rollout
 
 

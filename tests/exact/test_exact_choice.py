@@ -8,22 +8,18 @@ from exact_problem import make_rollout, model_outputs
 from test_exact_gradients import COEFS, PROBLEM, REFERENCE, WORLD, Table, differ, same_gradient
 from torch import Tensor
 
-from rlhf.algo.advantages import compute_advantages
-from rlhf.algo.objective import Objective
-from rlhf.algo.selection import select_training_rows
 from rlhf.algorithms.dpo import Dpo
 from rlhf.algorithms.hinge import Hinge
 from rlhf.algorithms.ipo import Ipo
 from rlhf.algorithms.offline_loss import PairLoss
+from rlhf.algorithms.online import Online
+from rlhf.algorithms.online_dpo import BestAndWorst, OnlinePairLoss
+from rlhf.algorithms.reinforce import PolicyGradientLoss
+from rlhf.algorithms.rejection_sampling import Best
 from rlhf.algorithms.robust_dpo import RobustDpo
-from rlhf.config.algorithm import (
-    Best,
-    BestAndWorst,
-    Online,
-    OnlinePairLoss,
-    PolicyGradientLoss,
-)
 from rlhf.exact.world import random_table
+from rlhf.experience import compute_advantages, select_training_rows
+from rlhf.objective import Objective
 from rlhf.types import Experience, SampledPairs, Side
 
 N = len(WORLD.ids)

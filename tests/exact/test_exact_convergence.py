@@ -18,11 +18,11 @@ from exact_problem import (
 )
 from torch import Tensor
 
-from rlhf.algo.advantages import compute_advantages
-from rlhf.algo.kl import Coefs, next_kl_coef, next_penalty_coef
-from rlhf.algo.objective import Objective, divide_by_denominators
-from rlhf.config.algorithm import Online
+from rlhf.algo.kl import Coefs
+from rlhf.algorithms.online import Online
 from rlhf.exact.world import enumerate_world, expectation, random_scores, random_table
+from rlhf.experience import compute_advantages
+from rlhf.objective import Objective, divide_by_denominators
 
 WORLD = enumerate_world()
 PROBLEM = ExactProblem(world=WORLD, reference=random_table(WORLD, 10), scores=random_scores(WORLD, 11))
@@ -142,15 +142,10 @@ def learn(
 def next_coefs(algorithm: Online, coefs: Coefs, batch: Any, old_kl: float) -> Coefs:
     """Controllers as the configuration has them."""
     reference_kl = (batch.logprobs - batch.ref_logprobs).sum(1).mean().item()
-    controller, surrogate = algorithm.kl.controller, algorithm.policy_loss
-    kl_coef, penalty = coefs.kl, coefs.penalty
-    if controller.type == "adaptive":
-        kl_coef = next_kl_coef(
-            kl_coef, kl=reference_kl, target=controller.target, horizon=controller.horizon, completions=len(batch)
-        )
-    if surrogate.type == "penalty":
-        penalty = next_penalty_coef(penalty, kl=old_kl, target=surrogate.target)
-    return Coefs(kl=kl_coef, penalty=penalty)
+    return Coefs(
+        kl=algorithm.kl.controller.next_coef(coefs.kl, kl=reference_kl, completions=len(batch)),
+        penalty=algorithm.policy_loss.next_coef(coefs.penalty, kl=old_kl),
+    )
 
 
 RLOO = {

@@ -10,17 +10,18 @@ import torch
 from exact_problem import ExactProblem, best_score, kl, make_rollout, model_outputs
 from torch import Tensor
 
-from rlhf.algo.advantages import compute_advantages
 from rlhf.algo.kl import Coefs
-from rlhf.algo.objective import Objective, divide_by_denominators
 from rlhf.algo.selection import best_and_worst
 from rlhf.algorithms.kto import Kto
+from rlhf.algorithms.offline import Offline
 from rlhf.algorithms.offline_loss import PairLoss
+from rlhf.algorithms.online import Online
+from rlhf.algorithms.presets import PRESETS
 from rlhf.algorithms.sft import Sft
-from rlhf.config.algorithm import Offline, Online, OnlinePairLoss
-from rlhf.config.presets import PRESETS
 from rlhf.evaluation.frontier import exact_frontier, optimal_logprobs, score_at_kl
 from rlhf.exact.world import EOS, enumerate_world, expectation, random_scores, random_table
+from rlhf.experience import compute_advantages
+from rlhf.objective import Objective, divide_by_denominators
 from rlhf.types import Rollout, Side
 
 WORLD = enumerate_world()
@@ -71,7 +72,7 @@ def online_loss(
     algorithm: Online, coefs: Coefs, rows: Tensor, rollout: Rollout, table: Tensor, critic: Tensor
 ) -> Tensor:
     """The loss of one step on all of its rows: pairs by the pair loss, tokens by the objective."""
-    if isinstance(algorithm.policy_loss, OnlinePairLoss):
+    if algorithm.policy_loss.pair_loss is not None:
         sides = [
             Side(
                 logprobs=WORLD.token_logprobs(table, rows[part]).sum(1),

@@ -11,11 +11,11 @@ import torch
 from exact_problem import ExactProblem, action_values, kl, make_rollout, model_outputs, objective_value
 from torch import Tensor
 
-from rlhf.algo.advantages import compute_advantages
 from rlhf.algo.kl import Coefs
-from rlhf.algo.objective import Objective
-from rlhf.config.algorithm import Online
+from rlhf.algorithms.online import Online
 from rlhf.exact.world import World, enumerate_world, expectation, random_scores, random_table
+from rlhf.experience import compute_advantages
+from rlhf.objective import Objective
 
 WORLD = enumerate_world()
 PROBLEM = ExactProblem(world=WORLD, reference=random_table(WORLD, 10), scores=random_scores(WORLD, 11))

@@ -17,7 +17,7 @@ from rlhf.algo.trust_region import (
     step_length,
     undamped_curvature,
 )
-from rlhf.config.algorithm import Online
+from rlhf.algorithms.online import Online
 from rlhf.exact.world import enumerate_world, expectation, random_scores, random_table
 
 # torch scripts its rules for forward-mode differentiation, at their first use, with what it has deprecated itself.

@@ -17,10 +17,10 @@ import yaml
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
+from rlhf.algorithms.presets import PRESETS
 from rlhf.config.compare import CompareConfig
 from rlhf.config.data import PreferencesConfig, PromptsConfig, SftConfig
 from rlhf.config.load import dump, load_any, unread_warnings, validate
-from rlhf.config.presets import PRESETS
 from rlhf.data.pairs import load_demonstrations, load_labelled, load_pairs
 from rlhf.data.prompts import load_prompts
 from rlhf.errors import UserError

@@ -75,9 +75,9 @@ CHOOSING = [
     ),
     Mutant(
         name="rejection-learns-from-all",
-        file="rlhf/algo/advantages.py",
-        before="    if isinstance(algorithm.advantage, Best | BestAndWorst):\n",
-        after="    if isinstance(algorithm.advantage, BestAndWorst):\n",
+        file="rlhf/algorithms/rejection_sampling.py",
+        before="    chooses_rows: ClassVar[bool] = True\n",
+        after="    chooses_rows: ClassVar[bool] = False\n",
         why="the loss is divided by the tokens of the rejected completions too: a step n times too small",
         tests=SAME_STEP,
     ),

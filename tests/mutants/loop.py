@@ -36,15 +36,15 @@ LOOP = [
     Mutant(
         name="adaptive-kl-falls-in-the-warm-up",
         file="rlhf/training/online_run.py",
-        before="if isinstance(controller, AdaptiveKl) and not _is_warming_up(run, step):",
-        after="if isinstance(controller, AdaptiveKl):",
+        before="if controller.adapts and not _is_warming_up(run, step):",
+        after="if controller.adapts:",
         why="the KL of a policy that may not move is 0: the coefficient falls at every step of the warm-up",
         tests=ONLINE,
     ),
     Mutant(
         name="nan-kl-in-the-coefficient",
-        file="rlhf/algo/kl.py",
-        before="    if math.isnan(kl):\n        return coef\n",
+        file="rlhf/algorithms/kl.py",
+        before="        if math.isnan(kl):\n            return coef\n",
         after="",
         why="one NaN and every later reward is NaN",
         tests=("tests/algo/test_kl.py",),
@@ -59,7 +59,7 @@ LOOP = [
     ),
     Mutant(
         name="truncated-rows-in-the-denominator",
-        file="rlhf/algo/objective.py",
+        file="rlhf/objective.py",
         before="return batch.completion_mask & batch.finished[:, None]",
         after="return batch.completion_mask",
         why="the critic learns from completions that were cut off, though they are to be left out",
@@ -67,7 +67,7 @@ LOOP = [
     ),
     Mutant(
         name="weighed-k3-without-the-gradient-of-its-weight",
-        file="rlhf/algo/objective.py",
+        file="rlhf/objective.py",
         before='penalty * (ratio if self.algorithm.kl.estimator == "k3" else ratio.detach())',
         after="penalty * ratio.detach()",
         why="k3's gradient is that of the reverse KL, weighed or not",
@@ -99,8 +99,8 @@ LOOP = [
     ),
     Mutant(
         name="own-old-log-probs-though-rewards-read-them",
-        file="rlhf/config/algorithm.py",
-        before='in_reward = self.kl.placement == "reward" and penalty',
+        file="rlhf/algorithms/online.py",
+        before='in_reward = self.kl.placement == "reward" and self.kl.weighs',
         after="in_reward = False",
         why="the KL penalty in the reward is of the sampler's rounded log-probabilities",
         tests=UPDATE_LOGPROBS,

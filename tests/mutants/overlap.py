@@ -18,7 +18,7 @@ OVERLAPPING = [
     ),
     Mutant(
         name="importance-left-out",
-        file="rlhf/algo/advantages.py",
+        file="rlhf/experience.py",
         before="    if ratio_cap is not None:",
         after="    if ratio_cap is not None and ratio_cap < 0:",
         why="completions of an older policy are learned from as if the present one had drawn them",

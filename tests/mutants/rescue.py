@@ -45,9 +45,9 @@ RESCUING = [
     ),
     Mutant(
         name="all-rows-weighted",
-        file=ALGO,
-        before="live = mask & hinted[:, None]",
-        after="live = mask",
+        file="rlhf/experience.py",
+        before="hinted = mask & rollout.hinted[:, None]",
+        after="hinted = mask",
         why="completions of the plain prompt are corrected too: for rounding, and by the shaping",
         tests=WEIGHTS,
     ),
@@ -61,7 +61,7 @@ RESCUING = [
     ),
     Mutant(
         name="hint-weights-not-applied",
-        file="rlhf/algo/advantages.py",
+        file="rlhf/experience.py",
         before="        advantages = advantages * weights\n",
         after="",
         why="completions with a hint are learned from as if the plain prompt had given them",
@@ -69,7 +69,7 @@ RESCUING = [
     ),
     Mutant(
         name="kl-of-hinted-tokens-unweighted",
-        file="rlhf/algo/objective.py",
+        file="rlhf/objective.py",
         before="penalty = micro.hint_weights * kl_estimate(",
         after="penalty = kl_estimate(",
         why="the KL loss is estimated from tokens that another distribution drew",

@@ -13,7 +13,7 @@ FISHER = ("tests/models/test_token_fisher.py",)
 TRUST_REGION = [
     Mutant(
         name="trust-region-climbs",
-        file=STEP,
+        file="rlhf/training/searched.py",
         before="old[name] - length * step)",
         after="old[name] + length * step)",
         why="the step goes up the loss; every length is rejected, or NPG unlearns",
@@ -21,9 +21,9 @@ TRUST_REGION = [
     ),
     Mutant(
         name="damping-forgotten",
-        file=STEP,
-        before="return self._fisher_product(vector, minibatch) + self.config.damping * vector",
-        after="return self._fisher_product(vector, minibatch)",
+        file="rlhf/algorithms/trust_region.py",
+        before="return space.fisher_product(vector) + self.damping * vector",
+        after="return space.fisher_product(vector)",
         why="conjugate gradients divide by eigenvalues that are noise",
         tests=STEPS,
     ),
@@ -61,8 +61,8 @@ TRUST_REGION = [
     ),
     Mutant(
         name="rejected-step-stays",
-        file=STEP,
-        before="            self._set(old, direction, 0.0)",
+        file="rlhf/algorithms/trust_region.py",
+        before="            space.restore()",
         after="            pass",
         why="the last length that was tried and rejected stays in the weights",
         tests=STEPS,
@@ -93,7 +93,7 @@ TRUST_REGION = [
     ),
     Mutant(
         name="fisher-not-averaged",
-        file=STEP,
+        file="rlhf/training/searched.py",
         before="return total / _count_tokens(minibatch)",
         after="return total",
         why="the metric is a sum over tokens: steps shrink with the batch, and the damping means nothing",
@@ -110,8 +110,8 @@ TRUST_REGION = [
     Mutant(
         name="trust-region-in-every-epoch",
         file="rlhf/training/online_run.py",
-        before="stepped = epoch > 0 and isinstance(",
-        after="stepped = epoch < 0 and isinstance(",
+        before="stepped = epoch > 0 and",
+        after="stepped = epoch < 0 and",
         why="the policy moves once an epoch: the bound holds for each move, not for their sum",
         tests=STEPS,
     ),

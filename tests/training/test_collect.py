@@ -11,7 +11,7 @@ import torch
 from tiny_models import completions_of
 
 from rlhf.algo.advantages import uniform_groups
-from rlhf.config.algorithm import Online
+from rlhf.algorithms.online import Online
 from rlhf.training.collect import collect
 from rlhf.training.rollout import Collected, live_tokens
 from rlhf.types import Completions, Prompts, Scores

@@ -11,7 +11,7 @@ import torch
 from runs import online, ppo_tree
 from torch import Tensor, nn
 
-from rlhf.algo.advantages import compute_advantages
+from rlhf.experience import compute_advantages
 from rlhf.runtime.memory import AdaptiveMicroBatch
 from rlhf.training.collect import _draw
 from rlhf.training.losses import online_losses

@@ -10,8 +10,8 @@ import pytest
 import torch
 from runs import largest_difference, online, ppo_tree, trained, weights
 
-from rlhf.algo.advantages import compute_advantages
 from rlhf.config.files import merge
+from rlhf.experience import compute_advantages
 from rlhf.models.policy_models import Models
 from rlhf.runtime.memory import AdaptiveMicroBatch
 from rlhf.training.online import update

@@ -15,10 +15,10 @@ from runs import online, ppo_tree, quiet, trained
 from tiny_models import completions_of
 
 from rlhf.algo.selection import failed_groups
-from rlhf.config.algorithm import Online
+from rlhf.algorithms.online import Online
+from rlhf.algorithms.rescue import Hint, ReplayConfig
 from rlhf.config.files import merge
 from rlhf.config.load import train_config
-from rlhf.config.rescue import Hint, ReplayConfig
 from rlhf.data.prompts import PromptSet
 from rlhf.data.rows import RowCounts
 from rlhf.errors import DataError, UserError

@@ -12,10 +12,10 @@ import pytest
 import torch
 from runs import largest_difference, make_model, online, ppo_tree, trained, weights
 
-from rlhf.algo.advantages import compute_advantages
 from rlhf.config.files import merge
 from rlhf.config.load import train_config, unread_warnings
 from rlhf.errors import ConfigError
+from rlhf.experience import compute_advantages
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.runtime.engine import SteppingModel
 from rlhf.runtime.memory import AdaptiveMicroBatch
@@ -23,8 +23,8 @@ from rlhf.training.losses import online_losses
 from rlhf.training.online import train, update
 from rlhf.training.online_run import OnlineRun
 from rlhf.training.rollout import compute_logprobs_and_values
+from rlhf.training.searched import SearchedModel
 from rlhf.training.step import LossBatch, Minibatch, SearchingModel, optimizer_step
-from rlhf.training.trust_region import TrustRegionModel
 from rlhf.types import Experience
 
 LORA = {"r": 1, "target_modules": ["q_proj", "down_proj"]}
@@ -54,7 +54,7 @@ def vector_of(run: OnlineRun) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in run.policy.parameters]).clone()
 
 
-def explicit_fisher(model: TrustRegionModel, experience: Experience) -> torch.Tensor:
+def explicit_fisher(model: SearchedModel, experience: Experience) -> torch.Tensor:
     """Column by column, by products that tests/models/test_token_fisher.py compares with the definition."""
     size = sum(p.numel() for p in model.parameters)
     named, columns = model.local.named, []
@@ -71,7 +71,7 @@ def test_the_step_solves_the_damped_system_and_has_the_length_it_should(tmp_path
     tree = merge(tree_of(tmp_path, cg_iterations=400, damping=0.05, line_search=False, max_kl=1e-4), {})
     tree["policy"]["lora"] = small
     run = online(tree)
-    assert isinstance(run.policy, TrustRegionModel)
+    assert isinstance(run.policy, SearchedModel)
     generator = torch.Generator().manual_seed(0)
     for parameter in run.policy.parameters:  # adapters as after some training: at zero half the Fisher matrix is zero
         parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -124,7 +124,7 @@ class OneOfTwo(Distributed):
 
 def test_what_the_ranks_compute_adds_up_to_what_one_process_computes(tmp_path: Path) -> None:
     run = online(tree_of(tmp_path))
-    assert isinstance(run.policy, TrustRegionModel)
+    assert isinstance(run.policy, SearchedModel)
     experience = drawn(run).rows(torch.arange(11))  # 6 rows and 5
     loss = online_losses(run.models, run.objective, run.coefs)[0]
     parts, vector = [LossBatch(experience, loss)], torch.randn_like(vector_of(run))
@@ -155,7 +155,7 @@ def test_the_policy_moves_once_and_the_critic_in_every_epoch(tmp_path: Path) -> 
 
 def test_a_step_that_the_line_search_rejects_leaves_every_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = online(tree_of(tmp_path, backtracks=2))
-    assert isinstance(run.policy, TrustRegionModel)
+    assert isinstance(run.policy, SearchedModel)
     monkeypatch.setattr(run.policy.fisher, "kl", lambda *_: 1e9)
     before = vector_of(run)
     metrics = update(drawn(run), run, 1)

@@ -12,34 +12,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rlhf.algo.functions import LossFunction
 from rlhf.algo.kl import Coefs, kl_estimate
 from rlhf.algo.masked import Mean
-from rlhf.algo.policy_loss import (
-    PolicyLoss,
-    cispo_loss,
-    clipped_surrogate,
-    importance_ratio,
-    kl_old_new,
-    loss_weights,
-    penalized_surrogate,
-    policy_gradient_loss,
-    token_weights,
-    unclipped_surrogate,
-)
-from rlhf.algo.value_loss import clipped_value_loss, value_clip_mask
+from rlhf.algo.policy_loss import importance_ratio, kl_old_new, loss_weights, token_weights
+from rlhf.algorithms.online import Online
+from rlhf.algorithms.policy_loss import Surrogate, TokenLoss, Tokens
 from rlhf.batching import widen
-from rlhf.config.algorithm import (
-    CispoLoss,
-    ClipLoss,
-    FunctionLoss,
-    Online,
-    OnlinePairLoss,
-    PenaltyLoss,
-    PolicyGradientLoss,
-    Surrogate,
-    TrustRegionLoss,
-)
 from rlhf.types import Experience
 
 
@@ -55,20 +33,20 @@ class Outputs:
 class Objective:
     """The token-level online loss: named terms, each a sum over a micro-batch with a denominator of the minibatch."""
 
-    def __init__(self, algorithm: Online, *, max_tokens: int, function: LossFunction | None = None) -> None:
-        """Prepare the loss that `algorithm` describes; `function` computes it where policy_loss.type is function."""
-        self.algorithm, self.max_tokens, self.function = algorithm, max_tokens, function
+    def __init__(self, algorithm: Online, *, max_tokens: int) -> None:
+        """Prepare the loss that `algorithm` describes."""
+        self.algorithm, self.max_tokens = algorithm, max_tokens
 
     @property
-    def surrogate(self) -> Surrogate:
-        """Return the configuration of the policy loss; pair losses do not use Objective (see rlhf.training.losses)."""
-        config = self.algorithm.policy_loss
-        assert not isinstance(config, OnlinePairLoss)
-        return config
+    def policy_loss(self) -> TokenLoss:
+        """Return the policy loss; one over pairs does not use Objective (see rlhf.training.losses)."""
+        loss = self.algorithm.policy_loss
+        assert isinstance(loss, TokenLoss)
+        return loss
 
     def denominators(self, minibatch: Experience) -> dict[str, float]:
         """Compute each term's denominator from the masks of the whole minibatch; never 0."""
-        _, policy = token_weights(minibatch.loss_mask, self.surrogate.aggregate, max_tokens=self.max_tokens)
+        _, policy = token_weights(minibatch.loss_mask, self.policy_loss.aggregate, max_tokens=self.max_tokens)
         tokens = float(self._value_mask(minibatch).sum().item())
         return {"policy": max(policy, 1.0), "value": max(tokens, 1.0)}
 
@@ -90,8 +68,8 @@ class Objective:
         surrogate, metrics = self._surrogate(micro, logprobs, coefs)
         metrics["policy/entropy"] = Mean.of(entropy, mask)
         per_token = surrogate.per_token
-        if self.surrogate.entropy_coef > 0:
-            per_token = per_token - self.surrogate.entropy_coef * entropy
+        if self.policy_loss.needs_entropy:
+            per_token = per_token - self.policy_loss.entropy_coef * entropy
         if self.algorithm.kl.placement == "loss":
             live, ref_logprobs = _live(mask, logprobs, micro.ref_logprobs)
             penalty = micro.hint_weights * kl_estimate(live, ref_logprobs, self.algorithm.kl.estimator)
@@ -99,7 +77,7 @@ class Objective:
                 penalty = self._reweighted(penalty, importance_ratio(logprobs, micro.logprobs, mask, "token"))
             per_token = per_token + coefs.kl * penalty
             metrics["loss/kl"] = Mean.of(coefs.kl * penalty, mask)
-        weights = loss_weights(mask, self.surrogate.aggregate, max_tokens=self.max_tokens)
+        weights = loss_weights(mask, self.policy_loss.aggregate, max_tokens=self.max_tokens)
         return {"policy": _weighted_sum(per_token, weights, mask)}, metrics
 
     def value_term(
@@ -109,10 +87,10 @@ class Objective:
         config, mask = self.algorithm.value_loss, self._value_mask(micro)
         assert config is not None
         live, old_values, returns = _live(mask, values, micro.values, micro.returns)
-        per_token = clipped_value_loss(live, old_values, returns, clip_eps=config.clip_eps)
+        per_token = config.per_token(live, old_values, returns)
         metrics = {
             "loss/value": Mean.of(per_token, mask),
-            "critic/clip_fraction": Mean.of(value_clip_mask(live, old_values, returns, clip_eps=config.clip_eps), mask),
+            "critic/clip_fraction": Mean.of(config.clipped(live, old_values, returns), mask),
         }
         return {"value": config.coef * _weighted_sum(per_token, widen(mask), mask)}, metrics
 
@@ -132,49 +110,32 @@ class Objective:
 
     def _surrogate(
         self, micro: Experience, logprobs: Float[Tensor, "B T"], coefs: Coefs
-    ) -> tuple[PolicyLoss, dict[str, Mean]]:
-        config, mask = self.surrogate, micro.loss_mask
-        level = config.ratio if isinstance(config, ClipLoss | PenaltyLoss) else "token"
-        ratio = importance_ratio(logprobs, micro.logprobs, mask, level)
+    ) -> tuple[Surrogate, dict[str, Mean]]:
+        loss, mask = self.policy_loss, micro.loss_mask
+        ratio = importance_ratio(logprobs, micro.logprobs, mask, loss.ratio_level)
         old_kl = kl_old_new(logprobs, micro.logprobs, mask)
-        match config:
-            case ClipLoss():
-                surrogate = clipped_surrogate(
-                    ratio,
-                    micro.advantages,
-                    clip_eps_low=config.clip_eps_low,
-                    clip_eps_high=config.clip_eps_high,
-                    dual_clip=config.dual_clip,
-                )
-            case PenaltyLoss():
-                surrogate = penalized_surrogate(ratio, micro.advantages, old_kl, coef=coefs.penalty)
-            case TrustRegionLoss():
-                surrogate = unclipped_surrogate(ratio, micro.advantages)
-            case CispoLoss():
-                (live,) = _live(mask, logprobs)
-                surrogate = cispo_loss(
-                    ratio,
-                    live,
-                    micro.advantages,
-                    clip_eps_low=config.clip_eps_low,
-                    clip_eps_high=config.clip_eps_high,
-                )
-            case PolicyGradientLoss():
-                surrogate = policy_gradient_loss(torch.where(mask, logprobs, 0.0), micro.advantages)
-            case FunctionLoss():
-                assert self.function is not None
-                live, old = _live(mask, logprobs, micro.logprobs)
-                per_token = self.function(logprobs=live, old_logprobs=old, advantages=micro.advantages, mask=mask)
-                surrogate = PolicyLoss(per_token=per_token, clipped=torch.zeros_like(mask))
+        live, old = _live(mask, logprobs, micro.logprobs)
+        surrogate = loss.per_token(
+            Tokens(
+                ratio=ratio,
+                logprobs=live,
+                old_logprobs=old,
+                advantages=micro.advantages,
+                mask=mask,
+                old_kl=old_kl,
+                coefs=coefs,
+            )
+        )
+        clipped = torch.zeros_like(mask) if surrogate.clipped is None else surrogate.clipped
         metrics = {
             "loss/policy": Mean.of(surrogate.per_token, mask),
-            "policy/clip_fraction": Mean.of(surrogate.clipped, mask),
+            "policy/clip_fraction": Mean.of(clipped, mask),
             "policy/ratio": Mean.of(ratio, mask),
             "kl/old": Mean.of(old_kl, mask),
         }
         if surrogate.outside is not None:
             metrics["policy/outside_clip"] = Mean.of(surrogate.outside, mask)
-        return surrogate, metrics
+        return surrogate, {**metrics, **surrogate.metrics}
 
 
 def _live(mask: Bool[Tensor, "B T"], *tensors: Float[Tensor, "B T"]) -> tuple[Tensor, ...]:

@@ -1,16 +1,23 @@
-"""The rescue section: prompts that a whole group fails at are sampled again with a hint, and replayed later."""
+"""Rescue: prompts that a whole group fails at are sampled again with a hint, and replayed later.
+
+Nath et al. 2025 (Guide, arXiv:2506.13923) do this for groups that fail; Yan et al. 2025 (LUFFY, arXiv:2504.14945) mix
+completions of a teacher into groups. The equations of the weights are in rlhf.algo.selection.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import Field, field_validator
 
-from rlhf.section import Section, type_discriminator
+from rlhf.section import Choice, OneOf, Positive, Section
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+    from torch import Tensor
 
 MOST_HINTS = 4  # each has a metric of its own
-Positive = Annotated[float, Field(gt=0)]
 _PLACES = ("{prompt}", "{hint}")
 
 
@@ -39,31 +46,68 @@ class Hint(Section):
         return re.sub(r"\{prompt\}|\{hint\}", lambda place: values[place[0]], self.template)
 
 
-class TokenWeights(Section):
+class HintWeights(Choice):
+    """Weights of the tokens that were sampled with a hint, which the plain prompt gives other probabilities."""
+
+    def weigh(
+        self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+    ) -> Float[Tensor, "B T"]:
+        """Compute the weight of every token in the mask, from its log-probabilities without and with the hint.
+
+        It is 1 outside the mask.
+        """
+        raise NotImplementedError
+
+
+class TokenWeights(HintWeights):
     """Truncated weights per token: low variance, some bias (as in Guide, Nath et al. 2025)."""
 
     type: Literal["token"] = "token"
     cap: Positive = 2.0
     """Maximum weight of a token."""
 
+    def weigh(
+        self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+    ) -> Float[Tensor, "B T"]:
+        """Compute weights that correct the choice of each token, given those before it.
 
-class SequenceWeights(Section):
+        Those before it stay the hinted ones, which is the bias of these weights.
+        """
+        from rlhf.algo.policy_loss import truncated_importance
+
+        return truncated_importance(logprobs, sampler_logprobs, mask, cap=self.cap)
+
+
+class SequenceWeights(HintWeights):
     """Truncated weights per completion: unbiased below the cap, but tiny if the plain prompt fails."""
 
     type: Literal["sequence"] = "sequence"
     cap: Positive = 2.0
     """Maximum weight of a completion."""
 
+    def weigh(
+        self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+    ) -> Float[Tensor, "B T"]:
+        """Compute weights that correct the choice of the whole completion, the same at each of its tokens."""
+        from rlhf.algo.selection import sequence_importance
 
-class ShapedWeights(Section):
+        return sequence_importance(logprobs, sampler_logprobs, mask, cap=self.cap)
+
+
+class ShapedWeights(HintWeights):
     """Weights per token after LUFFY's policy shaping (Yan et al. 2025), largest at a ratio of gamma."""
 
     type: Literal["shaped"] = "shaped"
     gamma: Positive = 0.1
     """The ratio with the largest weight, 1/4; smaller values favor less likely tokens."""
 
+    def weigh(
+        self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+    ) -> Float[Tensor, "B T"]:
+        """Compute for each token the factor that policy shaping gives its gradient."""
+        from rlhf.algo.selection import shaped_importance
 
-HintWeights = TokenWeights | SequenceWeights | ShapedWeights
+        return shaped_importance(logprobs, sampler_logprobs, mask, gamma=self.gamma)
 
 
 class ReplayConfig(Section):
@@ -90,12 +134,7 @@ class Rescue(Section):
     """A completion succeeds if its score after shaping is above this; a group fails if none does."""
     hinted_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Share of a group sampled with the hint, replacing as many failures (at least one of each)."""
-    weights: Annotated[
-        Annotated[TokenWeights, Tag("token")]
-        | Annotated[SequenceWeights, Tag("sequence")]
-        | Annotated[ShapedWeights, Tag("shaped")],
-        Discriminator(type_discriminator("token")),
-    ] = TokenWeights()
+    weights: Annotated[HintWeights, OneOf("token")] = TokenWeights()
     """Importance weights of hinted completions in the loss of the prompt without the hint."""
     replay: ReplayConfig = ReplayConfig()
     """Replays of unsolved prompts in later steps."""

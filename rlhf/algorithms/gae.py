@@ -1,0 +1,101 @@
+"""Advantages from a critic: generalized advantage estimation (GAE; Schulman et al. 2016)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from rlhf.algorithms.advantage import Advantage, StepSizes
+from rlhf.section import Facts, Fraction, Rule, Usual, Value
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+    from rlhf.types import Experience, Rollout
+
+FEWEST_TO_WHITEN = 8
+
+Discount = Annotated[
+    Fraction,
+    Usual(
+        low=0.99,
+        high=1.0,
+        rule="discount",
+        reason="The score is at the last token: at 0.95 the first of 100 tokens receives less than 1 % of it.",
+        source="Huang et al. 2024 (N+): 1; Ziegler et al. 2019: 1",
+        fix="algorithm.advantage.gamma=1",
+    ),
+]
+
+
+def not_whitened(advantage: Gae, facts: Facts) -> Value | None:
+    """Return false where the advantages are not normalized."""
+    return None if advantage.whiten else "false"
+
+
+class Gae(Advantage):
+    """Generalized advantage estimation with a critic (Schulman et al. 2016)."""
+
+    needs_critic: ClassVar[bool] = True
+    reads_old_logprobs: ClassVar[bool] = False
+
+    type: Literal["gae"] = "gae"
+    gamma: Discount = 1.0
+    """Discount per token; 1 is usual for text because completions are finite."""
+    gae_lambda: Annotated[
+        Fraction,
+        Usual(
+            low=0.9,
+            high=1.0,
+            rule="gae-lambda",
+            reason="A small λ relies on the critic more than on the score, and the critic is poor early in training.",
+            source="Schulman et al. 2016, sec. 6: 0.92 to 0.99; Huang et al. 2024 (N+): 0.95",
+            fix="algorithm.advantage.gae_lambda=0.95, or 1",
+        ),
+    ] = 0.95
+    """Trades bias against variance: 0 gives the TD error, 1 the reward-to-go minus the value."""
+    whiten: bool = True
+    """Scale the advantages to mean 0 and variance 1 over all tokens of the step."""
+    whiten_rewards: bool = False
+    """Scale the token rewards to variance 1 over all tokens of the step, keeping their mean."""
+
+    lint_rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="advantages-not-normalized",
+            level="warning",
+            key="whiten",
+            violation=not_whitened,
+            reason="Without whitening the size of an update depends on the scale of the reward.",
+            source="Huang et al. 2022 (37 details), detail 7; Xu et al. 2024, sec. 5",
+            fix="algorithm.advantage.whiten=true",
+        ),
+    )
+
+    def check_sizes(self, sizes: StepSizes) -> None:
+        """Check that there are enough completions to whiten over."""
+        if self.whiten and sizes.completions < FEWEST_TO_WHITEN:
+            raise ValueError(
+                f"whitening over {sizes.completions} completions is noise: use {FEWEST_TO_WHITEN} or more, or "
+                "algorithm.advantage.whiten=false"
+            )
+
+    def compute(
+        self, rollout: Rollout, rewards: Float[Tensor, "B T"]
+    ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+        """Compute the advantages and the critic's targets by the recursion of rlhf.algo.advantages.gae."""
+        from rlhf.algo.advantages import gae
+        from rlhf.algo.masked import whiten
+
+        mask = rollout.completion_mask
+        if self.whiten_rewards:
+            rewards = whiten(rewards, mask, shift_mean=False)
+        advantages, returns = gae(rewards, rollout.values, mask, gamma=self.gamma, gae_lambda=self.gae_lambda)
+        return (whiten(advantages, mask) if self.whiten else advantages), returns
+
+    def before_whitening(self, experience: Experience) -> Float[Tensor, "B T"]:
+        """Compute returns - values, which whitening has scaled; zero outside the mask."""
+        import torch
+
+        if not self.whiten:
+            return experience.advantages
+        return torch.where(experience.loss_mask, experience.returns - experience.values, 0.0)

@@ -1,0 +1,72 @@
+"""From a rollout to what the update reads: token rewards, advantages and returns, and the rows that are trained on."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from rlhf.algo.advantages import token_rewards, uniform_groups
+from rlhf.algo.kl import Coefs, kl_estimate
+from rlhf.algo.policy_loss import truncated_importance
+from rlhf.algorithms.online import Online
+from rlhf.batching import extend
+from rlhf.types import Experience, Rollout, SampledPairs
+
+
+def compute_advantages(
+    rollout: Rollout, algorithm: Online, coefs: Coefs, *, ratio_cap: float | None = None
+) -> Experience:
+    """Compute the rewards, advantages and returns of a whole step, with statistics over all of its rows.
+
+    Where `ratio_cap` is given, the completions come from an older policy, and the advantages are weighted by
+    policy_loss.truncated_importance with that cap. Those of rows that were sampled with a hint are weighted as
+    algorithm.rescue says.
+    """
+    mask = rollout.completion_mask
+    rewards = token_rewards(rollout.scores, _reward_penalty(rollout, algorithm, coefs), mask)
+    advantages, returns = algorithm.advantage.compute(rollout, rewards)
+    if ratio_cap is not None:
+        advantages = advantages * truncated_importance(rollout.logprobs, rollout.sampler_logprobs, mask, cap=ratio_cap)
+    weights = torch.ones_like(rollout.logprobs)
+    if algorithm.rescue is not None:
+        hinted = mask & rollout.hinted[:, None]
+        weights = algorithm.rescue.weights.weigh(rollout.logprobs, rollout.sampler_logprobs, hinted)
+        advantages = advantages * weights
+    loss_mask = mask & _trainable_rows(rollout, advantages, algorithm)[:, None]
+    return extend(
+        Experience,
+        rollout,
+        loss_mask=loss_mask,
+        rewards=rewards,
+        advantages=torch.where(loss_mask, advantages, 0.0),
+        returns=returns,
+        hint_weights=weights,
+    )
+
+
+def select_training_rows(experience: Experience, algorithm: Online) -> Experience | SampledPairs:
+    """Select what the update trains on: the rows with a token in the loss, or pairs of rows.
+
+    A row of a dropped group, or one that was cut off and masked, adds nothing to any sum or denominator: it takes no
+    forward pass, and minibatches are drawn from the others. A critic learns from every row. There may be no pairs and
+    no kept rows; where a group algorithm has dropped everything, all rows are returned, and have a gradient of zero.
+    """
+    is_in_no_loss = algorithm.value_loss is None and (algorithm.drop_uniform_groups or algorithm.mask_truncated)
+    return algorithm.advantage.select(experience, drops_rows=is_in_no_loss)
+
+
+def _trainable_rows(rollout: Rollout, advantages: Float[Tensor, "B T"], algorithm: Online) -> Bool[Tensor, " B"]:
+    """Flag the rows that enter the loss."""
+    eligible = rollout.finished if algorithm.mask_truncated else torch.ones_like(rollout.finished)
+    if algorithm.advantage.chooses_rows:
+        return eligible & (advantages != 0).any(dim=1)
+    if algorithm.drop_uniform_groups:
+        return eligible & ~uniform_groups(rollout.scores, rollout.group_size)
+    return eligible
+
+
+def _reward_penalty(rollout: Rollout, algorithm: Online, coefs: Coefs) -> Float[Tensor, "B T"]:
+    if algorithm.kl.placement != "reward":
+        return torch.zeros_like(rollout.logprobs)
+    return coefs.kl * kl_estimate(rollout.logprobs, rollout.ref_logprobs, algorithm.kl.estimator)

@@ -1,0 +1,64 @@
+"""What every preset and every shipped file stands for, setting by setting: resolved.json has it, and nothing moves it.
+
+A setting that is changed on purpose is written again: `python tests/config/test_resolved.py`, with the tests' folder
+and the checkout on the path.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.config.files import merge
+from rlhf.config.load import dump, load_any, train_config
+
+ROOT = Path(__file__).parents[2]
+RESOLVED = Path(__file__).parent / "resolved.json"
+FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "configs").rglob("*.yaml"))
+PRESETS = [
+    *("sft", "dpo", "cdpo", "robust_dpo", "ipo", "ipo_per_token", "hinge", "slic", "simpo", "orpo", "kto"),
+    *("ppo", "ppo_penalty", "trpo", "npg", "a2c", "reinforce", "remax", "reinforce_pp", "rloo", "grpo", "dr_grpo"),
+    *("dapo", "cispo", "gspo", "online_dpo", "rejection_sampling"),
+]
+TREE: dict[str, Any] = {
+    "policy": {"model": "m"},
+    "data": {"prompts": {"path": "p"}, "sft": {"path": "s"}, "preferences": {"path": "d"}},
+    "reward": {"source": {"type": "model", "path": "rm"}},
+    "batch": {"prompts_per_step": 16},
+}
+TWO_UPDATES = {"batch": {"epochs": 2}}  # the penalty needs a second one
+
+
+def of_preset(name: str) -> dict[str, Any]:
+    """What a run with this preset and nothing else is made of, in the order of its keys."""
+    given = merge(TREE, {"algorithm": {"preset": name}, **(TWO_UPDATES if name == "ppo_penalty" else {})})
+    return dump(train_config(merge(TREE, given)))
+
+
+def of_file(file: str) -> dict[str, Any]:
+    """All settings of a shipped file; its paths relative to the checkout."""
+    text = json.dumps(dump(load_any(ROOT / file))).replace(str(ROOT), "ROOT")
+    settings: dict[str, Any] = json.loads(text)
+    return settings
+
+
+def text_of(settings: dict[str, Any]) -> str:
+    return json.dumps(settings, indent=1)  # the order of keys is part of what `rlhf config` prints
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_what_it_was(name: str) -> None:
+    assert text_of(of_preset(name)) == text_of(json.loads(RESOLVED.read_text())["presets"][name])
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_shipped_file_is_what_it_was(file: str) -> None:
+    assert text_of(of_file(file)) == text_of(json.loads(RESOLVED.read_text())["files"][file])
+
+
+if __name__ == "__main__":
+    table = {"presets": {name: of_preset(name) for name in PRESETS}, "files": {file: of_file(file) for file in FILES}}
+    RESOLVED.write_text(json.dumps(table, separators=(",", ":")) + "\n", encoding="utf-8")
