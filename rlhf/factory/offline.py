@@ -290,7 +290,6 @@ def _build(config: OfflineConfig, context: RunContext) -> OfflineRun:
     attach_reference(config, context, tokenizer, models)
     trained = engine.train("policy", policy, config.policy, terms=("sft", PREFERENCE_TERM))
     fast_ways = fast_ways or models.fast_ways()  # under ZeRO-3 only DeepSpeed's hooks make weights whole
-    fast_ways.with_compiled(models.bodies, config.policy.dtype, wanted=config.policy.compile)
     context.notes += fast_ways.lines()
     task = build_task(config, context, tokenizer, models)
     keep_reference_in_bfloat16(models)  # now: the cache of its log-probabilities goes by its weights as they were

@@ -150,7 +150,6 @@ def _build(config: OnlineConfig, context: RunContext) -> OnlineRun:
     saved = _load_checkpoint(context, models)
     trained = _build_trained(config, models, context)
     fast_ways = fast_ways or models.fast_ways()  # under ZeRO-3 only DeepSpeed's hooks make weights whole
-    fast_ways.with_compiled(models.bodies, config.policy.dtype, wanted=config.policy.compile)
     fast_ways.ways["fast sampling"] = not isinstance(sampler, HFSampler)
     fast_ways.reasons += slow_lengths_reason(config, sampler)
     context.notes += fast_ways.lines()

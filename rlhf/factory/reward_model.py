@@ -98,7 +98,6 @@ def _build(config: RewardModelConfig, context: RunContext) -> RewardModelRun:
     fast_ways = None if context.engine.splits_weights else _fast_ways(config, context, model)
     trained = context.engine.train("policy", model, config.model, terms=("rm",))
     fast_ways = fast_ways or _fast_ways(config, context, model)
-    fast_ways.with_compiled([model.classifier.base_model], config.model.dtype, wanted=config.model.compile)
     context.notes += fast_ways.lines()
     if context.resume is not None:
         trained.load_state(load_trainer_state(context.resume)["model"])
