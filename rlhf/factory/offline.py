@@ -77,10 +77,11 @@ from rlhf.runtime.engine import TrainableModel
 from rlhf.runtime.seeding import derive_seed, seeded_initialization
 from rlhf.tracking.metrics import progress_metrics
 from rlhf.training.losses import DemonstrationLoss
+from rlhf.training.micro_batches import count_tokens
 from rlhf.training.offline import PREFERENCE_TERM, LabelledLoss, OfflineRun, PairwiseLoss, completion_logprobs
 from rlhf.training.online_run import NO_GRAD_BATCH_MULTIPLIER
 from rlhf.training.session import Recorder
-from rlhf.training.step import Loss, count_tokens
+from rlhf.training.step import Loss
 from rlhf.types import (
     AnnotatedLabelledCompletions,
     AnnotatedPairs,

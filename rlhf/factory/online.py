@@ -54,7 +54,9 @@ from rlhf.sampling.sampler import Sampler
 from rlhf.tracking.metrics import progress_metrics
 from rlhf.training.collect import sampling_key
 from rlhf.training.offline import PREFERENCE_TERM, adaptive_micro_batch
-from rlhf.training.online_run import NO_GRAD_BATCH_MULTIPLIER, CompletionPrefetcher, OnlineRun, PromptQueue
+from rlhf.training.online_run import NO_GRAD_BATCH_MULTIPLIER, OnlineRun
+from rlhf.training.overlap import CompletionPrefetcher
+from rlhf.training.prompt_queue import PromptQueue
 from rlhf.training.rollout import sample_records
 from rlhf.training.session import Recorder, TrainState
 from rlhf.training.trust_region import TrustRegionModel

@@ -26,7 +26,7 @@ OVERLAPPING = [
     ),
     Mutant(
         name="ahead-never-refreshed",
-        file="rlhf/training/online_run.py",
+        file="rlhf/training/overlap.py",
         before="        self._refresh()",
         after="        pass",
         why="completions fall behind by ever more steps, and only the mismatch metric shows it",
@@ -42,7 +42,7 @@ OVERLAPPING = [
     ),
     Mutant(
         name="ahead-forgets-the-step-at-hand",
-        file="rlhf/training/online_run.py",
+        file="rlhf/training/overlap.py",
         before="        self._drawn = {step: self._drawn[step]}",
         after="        self._drawn = {}",
         why="a run that its reward stopped draws the step again, by later weights",
