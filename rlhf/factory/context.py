@@ -36,7 +36,8 @@ from rlhf.models.export import Origin, export_model, save_in_parts, write_parts,
 from rlhf.models.scalar_head import ScalarHeadModel
 from rlhf.models.weight_files import NamedTensors, WeightFiles, is_split, local_folder, read_header
 from rlhf.runtime.distributed import Distributed
-from rlhf.runtime.engine import Engine, Moments, TrainableModel, make_engine
+from rlhf.runtime.engine import Engine, TrainableModel, make_engine
+from rlhf.runtime.optimizers import Moments
 from rlhf.tracking.checkpoint import Checkpoints
 from rlhf.tracking.fingerprint import combine, content_digest, weights_digest
 from rlhf.tracking.progress import Progress

@@ -74,7 +74,7 @@ OVERLAPPING = [
     ),
     Mutant(
         name="eightbit-scales-not-saved",
-        file="rlhf/runtime/engine.py",
+        file="rlhf/runtime/optimizers.py",
         before='QUANTIZED = ("state1", "state2", "absmax1", "absmax2")',
         after='QUANTIZED = ("state1", "state2", "absmax1")',
         why="a resumed run starts with second moments of another scale",
