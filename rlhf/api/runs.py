@@ -34,12 +34,12 @@ from rlhf.config.run import ALGORITHM
 from rlhf.config.sections import RewardModelConfig
 from rlhf.data.paths import check_files, resolve_best
 from rlhf.errors import ConfigError, called_from_python
-from rlhf.factory.context import MODEL
 from rlhf.factory.evaluation import START, PolicyComparison, compare_models, evaluate_suite, load_model_for_suite
 from rlhf.factory.exported import rounded_models
-from rlhf.factory.reward_model import compute_report_card
+from rlhf.factory.reward_card import compute_report_card
 from rlhf.factory.sampler import NO_TEMPLATE, Completer
 from rlhf.lab.build import resolve_lab_paths
+from rlhf.models.folders import MODEL
 from rlhf.runtime.seeding import derive_seed
 from rlhf.suites.questions import SuiteResult
 from rlhf.tracking.metrics import format_fixed, shown_in

@@ -30,9 +30,9 @@ from rlhf.config.files import COMPARE_CONFIG, format_yaml
 from rlhf.config.load import compare_config, dump, read_yaml, validate
 from rlhf.data.paths import check_files, check_out_dir
 from rlhf.errors import ConfigError, UserError, how_to_continue
-from rlhf.factory.context import MODEL
 from rlhf.factory.functions import check_functions
 from rlhf.guard.lint import lint
+from rlhf.models.folders import MODEL
 from rlhf.report.charts import Table as SuiteTable
 from rlhf.runtime.distributed import world_size_from_env
 from rlhf.suites.settings import find_suite

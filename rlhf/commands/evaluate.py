@@ -31,7 +31,7 @@ from rlhf.factory.evaluation import (
     load_model_for_suite,
     write_result,
 )
-from rlhf.factory.reward_model import compute_report_card
+from rlhf.factory.reward_card import compute_report_card
 from rlhf.suites.questions import Estimate, SuiteResult
 from rlhf.suites.settings import SuiteSettings
 from rlhf.tracking.metrics import METRICS, format_fixed, format_significant

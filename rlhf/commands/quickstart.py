@@ -21,7 +21,7 @@ from rlhf.errors import ConfigError
 from rlhf.evaluation.evaluate import PolicyEvaluation
 from rlhf.evaluation.win_rate import mean_difference, win_rate
 from rlhf.factory.evaluation import evaluate_model
-from rlhf.factory.reward_model import score_gaps
+from rlhf.factory.reward_card import score_gaps
 from rlhf.factory.sampler import Completer
 from rlhf.lab.build import LabSpec, lab_config, lab_key, resolve_lab_paths
 from rlhf.lab.gold import expected_accuracy

@@ -14,9 +14,10 @@ from rich.text import Text
 
 from rlhf.config.sections import RewardModelConfig, TrainConfig
 from rlhf.errors import UserError
-from rlhf.factory.context import member_folders
-from rlhf.factory.reward_model import build_reward_model, finish_members, finish_reward_model, member_configs
+from rlhf.factory.reward_card import finish_members, finish_reward_model, member_configs
+from rlhf.factory.reward_model import build_reward_model
 from rlhf.factory.run import build_run, is_complete, mark_complete
+from rlhf.models.folders import member_folders
 from rlhf.report.page import write_overlay, write_report
 from rlhf.tracking.metrics import format_fixed, format_interval, shown_in
 from rlhf.tracking.run_folder import RunFolder, completed_step

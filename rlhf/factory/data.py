@@ -25,8 +25,9 @@ from rlhf.data.pairs import DemonstrationSet, demonstration_pipeline, load_demon
 from rlhf.data.prompts import SOURCE, PromptSet, PromptStream, prompt_pipeline
 from rlhf.data.rows import RowCounts
 from rlhf.errors import DataError
-from rlhf.factory.context import PTX, RunContext
+from rlhf.factory.context import RunContext
 from rlhf.runtime.seeding import derive_seed
+from rlhf.training.feed import PTX
 from rlhf.types import Demonstrations
 
 T = TypeVar("T", bound=HasPrompt)

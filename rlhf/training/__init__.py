@@ -13,6 +13,9 @@
     overlap       sampling during the update before; scoring one part while the next is sampled
     trust_region  a policy whose step is a natural gradient (TRPO, NPG)
     health        what watches a run: alarms, and the best checkpoint
+    checkpoints   what a checkpoint holds: models, optimizers, averages, queues
+    reference     the reference's log-probabilities of offline data, kept on disk between runs
+    feed          the mixed and streamed data of a run
     session       the course of a run: steps, evaluation, checkpoints, interruption, records
 
 rlhf.factory makes the collaborators of a run; `online.train` and `offline.train_offline` run it.

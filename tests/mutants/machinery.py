@@ -176,7 +176,7 @@ MACHINERY = [
     ),
     Mutant(
         name="optimizer-not-restored",
-        file="rlhf/factory/online.py",
+        file="rlhf/training/checkpoints.py",
         before="        model.load_state(state[name])",
         after="        pass",
         why="a resumed run forgets Adam's moments and takes another path",

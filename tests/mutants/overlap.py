@@ -34,7 +34,7 @@ OVERLAPPING = [
     ),
     Mutant(
         name="ahead-not-saved",
-        file="rlhf/factory/online.py",
+        file="rlhf/training/checkpoints.py",
         before='extra["ahead"] = self.ahead.saved(self.state)',
         after='extra["ahead"] = {}',
         why="a resumed run draws the next step by other weights than the uninterrupted one did",

@@ -133,7 +133,7 @@ RESCUING = [
     ),
     Mutant(
         name="queue-not-saved",
-        file="rlhf/factory/online.py",
+        file="rlhf/training/checkpoints.py",
         before='extra["queue"] = self.queue.saved()',
         after='extra["queue"] = None',
         why="a resumed run has other prompts than the uninterrupted one",
