@@ -24,7 +24,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from rlhf.commands.train import run_reward_model, run_train
+from rlhf.api.training import run_reward_model, run_train
 from rlhf.config.load import load_reward_model, load_train
 from rlhf.config.reward import ModelSource
 from rlhf.config.run import RunConfig

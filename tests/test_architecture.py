@@ -235,7 +235,7 @@ def test_the_mathematics_is_light_to_import() -> None:
 
 def test_a_training_run_imports_no_library_that_it_does_not_use() -> None:
     """They take 100 MB of every process: `datasets` reads Parquet, scikit-learn makes a reward model's card."""
-    code = "import sys; import rlhf.commands.train; print(*sys.modules)"
+    code = "import sys; import rlhf.api.training; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()) & {"datasets", "pyarrow", "pandas", "sklearn", "scipy.stats", "peft"} == set()

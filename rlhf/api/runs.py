@@ -21,11 +21,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from rlhf.api.checks import SampleOptions, check_sampling, suite_settings
+from rlhf.api.comparing import run_compare
 from rlhf.api.inputs import Inputs, Reward, Rows, nested, new_folder
 from rlhf.api.keywords import CompareKeywords, RewardModelKeywords, SftKeywords, TrainKeywords
-from rlhf.commands.checks import SampleOptions, check_sampling, suite_settings
-from rlhf.commands.compare import run_compare
-from rlhf.commands.train import OnStep, run_reward_model, run_train
+from rlhf.api.training import OnStep, run_reward_model, run_train
 from rlhf.comparison.plan import make_plan
 from rlhf.config.files import Tree, format_yaml, merge, merge_overrides
 from rlhf.config.load import check_kind, compare_config, load_chat_format, load_run, read_yaml, train_config, validate

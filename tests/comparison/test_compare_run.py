@@ -13,7 +13,7 @@ import pytest
 from cases import Ended, compare_tree, compared, failing_arm, here, plan_of
 from runs import make_model, quiet
 
-from rlhf.commands.compare import run_compare
+from rlhf.api.comparing import run_compare
 from rlhf.comparison.aggregate import read_cells, summarize
 from rlhf.comparison.costs import (
     COSTS,
@@ -42,7 +42,7 @@ ONLY_PPO = {"grpo": None, "dpo": None, "best_of_n": None}
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take seconds to draw, and test_figures.py looks at them."""
-    monkeypatch.setattr("rlhf.commands.compare.write_figures", lambda folder, results: [])
+    monkeypatch.setattr("rlhf.api.comparing.write_figures", lambda folder, results: [])
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a comparison of one seed that nothing interrupted."""
     path = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rlhf.commands.compare.write_figures", lambda folder, results: [])
+        patch.setattr("rlhf.api.comparing.write_figures", lambda folder, results: [])
         assert compared(compare_tree(path, seeds=[0]))
     return path / "compare"
 

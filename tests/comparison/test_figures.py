@@ -14,7 +14,7 @@ from browser import BROWSER, after, browse
 from many import ARMS, many
 from PIL import Image
 
-from rlhf.commands.compare import EXACT_FRONTIER, exact_frontier_of
+from rlhf.api.comparing import EXACT_FRONTIER, exact_frontier_of
 from rlhf.comparison.figures import DRAWINGS, FIGURES, MARKERS, PALETTE, write_figures
 from rlhf.comparison.page import (
     EXACT,

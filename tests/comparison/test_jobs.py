@@ -18,7 +18,7 @@ from cases import compare_tree, compared, failing_arm, plan_of
 from rich.console import Console
 from runs import quiet
 
-from rlhf.commands.compare import run_compare
+from rlhf.api.comparing import run_compare
 from rlhf.comparison.costs import COSTS
 from rlhf.comparison.plan import Cell
 from rlhf.comparison.scheduler import (
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")  # of for
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take seconds to draw, and test_figures.py looks at them."""
-    monkeypatch.setattr("rlhf.commands.compare.write_figures", lambda folder, results: [])
+    monkeypatch.setattr("rlhf.api.comparing.write_figures", lambda folder, results: [])
 
 
 def in_processes(tree: dict[str, Any], console: Console | None = None) -> bool:

@@ -20,8 +20,8 @@ from browser import BROWSER, browse, on_a_phone
 from cases import compare_tree, compared, failing_arm, plan_of
 from datasets import Dataset
 
+from rlhf.api.comparing import failed_arms
 from rlhf.cli import main
-from rlhf.commands.compare import failed_arms
 from rlhf.comparison.aggregate import KLS, read_cells, summarize, with_known_kl
 from rlhf.comparison.costs import Costs
 from rlhf.comparison.page import difference_table, reward_hacking_points, seed_means, styles, win_matrix
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("c")
     tree = compare_tree(path, arms={"broken": failing_arm(path)})
     with pytest.MonkeyPatch.context() as patch:  # its figures are drawn once, by the report below
-        patch.setattr("rlhf.commands.compare.write_figures", lambda folder, results: [])
+        patch.setattr("rlhf.api.comparing.write_figures", lambda folder, results: [])
         assert compared(tree)
     judgment = Judgment.read(path / "compare" / "ppo" / "seed-0")
     assert judgment is not None

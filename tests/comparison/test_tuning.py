@@ -15,7 +15,7 @@ import yaml
 from cases import compare_tree, compared, failing_arm, here, plan_of
 from runs import quiet
 
-from rlhf.commands.compare import rebuild_comparison
+from rlhf.api.comparing import rebuild_comparison
 from rlhf.comparison.costs import COSTS, CostTracker
 from rlhf.comparison.plan import ensure_owner
 from rlhf.comparison.results import ComparisonResults
@@ -42,7 +42,7 @@ ONLY_DPO = {"ppo": None, "grpo": None, "best_of_n": None}
 def no_figures() -> Any:
     """They take seconds to draw, and test_figures.py looks at them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rlhf.commands.compare.write_figures", lambda folder, results: [])
+        patch.setattr("rlhf.api.comparing.write_figures", lambda folder, results: [])
         yield
 
 

@@ -12,7 +12,7 @@ import torch
 from runs import largest_difference, make_model, pairs_file, ppo_tree, quiet, trained, weights
 from transformers import AutoModelForSequenceClassification
 
-from rlhf.commands.train import run_reward_model
+from rlhf.api.training import run_reward_model
 from rlhf.config.files import merge
 from rlhf.config.load import validate
 from rlhf.config.sections import RewardModelConfig
