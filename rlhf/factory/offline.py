@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -47,11 +48,12 @@ from rlhf.factory.models import (
 )
 from rlhf.models.backbone import context_length
 from rlhf.models.policy_models import Ema, Models
+from rlhf.models.saving import save_models
 from rlhf.runtime.device import choose_precision
 from rlhf.runtime.engine import TrainableModel
 from rlhf.runtime.seeding import derive_seed, seeded_initialization
 from rlhf.tracking.metrics import progress_metrics
-from rlhf.training.checkpoints import OfflineSaver, load_trainer_state, restore_trainer_state
+from rlhf.training.checkpoints import Saver, load_trainer_state, restore_trainer_state
 from rlhf.training.losses import DemonstrationLoss
 from rlhf.training.micro_batches import count_tokens
 from rlhf.training.offline import PREFERENCE_TERM, LabelledLoss, OfflineRun, PairwiseLoss
@@ -264,7 +266,7 @@ def _build(config: OfflineConfig, context: RunContext) -> OfflineRun:
     evaluation = build_offline_evaluation(config, context, tokenizer, models, task.held_out, ema)
     session = context.session(
         total_steps=total_steps(config.schedule, task.steps_per_epoch),
-        save=OfflineSaver(models, trained, tokenizer, origin, ema),
+        save=Saver(partial(save_models, models, tokenizer, origin), {"policy": trained}, ema, engine),
         evaluate=evaluation,
         show=task.show,
     )

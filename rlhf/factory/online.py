@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from rlhf.factory.sampler import build_sampler, slow_lengths_reason
 from rlhf.models.backbone import CausalLM, context_length, freeze
 from rlhf.models.export import Origin
 from rlhf.models.policy_models import Ema, Models
+from rlhf.models.saving import save_models
 from rlhf.rewards.rules import ShapedReward
 from rlhf.rewards.source import RewardSource
 from rlhf.runtime.device import choose_precision
@@ -155,10 +157,11 @@ def _build(config: OnlineConfig, context: RunContext) -> OnlineRun:
     if config.overlap.ahead:
         completions = None if saved is None or context.is_other_run else saved.get("ahead")
         ahead = build_prefetcher(config, context, models, tokenizer, prompts, completions, last_step=steps)
+    save = partial(save_models, models, tokenizer, origin)
     controller = config.algorithm.kl.controller
     session = context.session(
         total_steps=steps,
-        save=OnlineSaver(models, built.trained, tokenizer, origin, built.ema, ahead, queue, context.state),
+        save=OnlineSaver(save, models, built.trained, built.ema, ahead, queue, context.state),
         evaluate=with_average(evaluator, built.ema),
         show=progress_metrics("online"),
         targets={"kl/reference": controller.target} if isinstance(controller, AdaptiveKl) else None,

@@ -33,7 +33,7 @@ from rlhf.runtime.device import choose_precision
 from rlhf.runtime.engine import Engine, TrainableModel
 from rlhf.runtime.seeding import derive_seed, seeded_initialization
 from rlhf.tracking.metrics import progress_metrics
-from rlhf.training.checkpoints import RewardModelSaver, load_trainer_state
+from rlhf.training.checkpoints import Saver, load_trainer_state
 from rlhf.training.micro_batches import count_tokens
 from rlhf.training.offline import OfflineRun
 from rlhf.types import PreferencePairs
@@ -61,14 +61,15 @@ def _build(config: RewardModelConfig, context: RunContext) -> RewardModelRun:
     eval_pairs = _load_pairs(config, held_out, context, tokenizer, max_length) if held_out is not None else None
     loss = _build_loss(config, model)
     evaluation = PairEvaluation(eval_pairs, loss, config.batch.micro_batch_size, engine.ranks)
+    save_model = partial(_save_model, model, tokenizer, engine)
     session = context.session(
         total_steps=total_steps(config.schedule, stream.steps_per_epoch),
-        save=RewardModelSaver(model, trained, tokenizer, engine),
+        save=Saver(lambda folder: save_model(folder / MODEL), {"model": trained}, None, engine),
         evaluate=evaluation,
         show=progress_metrics("reward_model"),
     )
     _check_best(config, context)
-    keep_best(context, session, lambda: evaluation.rows, partial(_save_model, model, tokenizer, engine))
+    keep_best(context, session, lambda: evaluation.rows, save_model)
     dtype = config.model.export_dtype
     run = OfflineRun(
         batch=config.batch,

@@ -12,9 +12,18 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.models.adapters import is_adapted
 from rlhf.models.backbone import CausalLM, save_model
 from rlhf.models.export import Origin, export_model, save_in_parts, write_parts, write_tokenizer
+from rlhf.models.folders import CRITIC, MODEL
+from rlhf.models.policy_models import Models
 from rlhf.models.scalar_head import ScalarHeadModel
 from rlhf.models.weight_files import is_split
 from rlhf.runtime.engine import Engine
+
+
+def save_models(models: Models, tokenizer: PreTrainedTokenizerBase, origin: Origin, folder: Path) -> None:
+    """Save the trained models of a run as folders in `folder`: the policy, and its critic if it has one of its own."""
+    save_policy(models.policy, tokenizer, folder / MODEL, models.engine, origin)
+    if models.critic is not None:
+        save_scalar_head(models.critic, tokenizer, folder / CRITIC, models.engine)
 
 
 def save_policy(

@@ -5,18 +5,15 @@ Every rank calls the functions that save, because gathering the weights is colle
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from rlhf.models.export import Origin, write_tensors
-from rlhf.models.folders import CRITIC, MODEL
+from rlhf.models.export import write_tensors
 from rlhf.models.policy_models import Ema, Models
-from rlhf.models.saving import save_policy, save_scalar_head
-from rlhf.models.scalar_head import ScalarHeadModel
 from rlhf.models.weight_files import NamedTensors, WeightFiles, read_header
 from rlhf.runtime.engine import Engine, TrainableModel
 from rlhf.runtime.optimizers import Moments
@@ -28,30 +25,43 @@ TRAINER = "trainer.pt"
 OPTIMIZER = "optimizer-{:05d}-of-{:05d}.safetensors"  # what one of several ranks writes
 
 
+class Saver:
+    """Fills a checkpoint folder of an offline or a reward-model run."""
+
+    def __init__(
+        self, save_models: Callable[[Path], None], trained: dict[str, TrainableModel], ema: Ema | None, engine: Engine
+    ) -> None:
+        """Take what is saved; `save_models` writes the models as folders in a folder."""
+        self.save_models, self.trained, self.ema, self.engine = save_models, trained, ema, engine
+
+    def __call__(self, folder: Path) -> None:
+        """Fill a checkpoint folder."""
+        self.save_models(folder)
+        extra = {"ema": self.ema.saved()} if self.ema is not None else {}
+        save_trainer_state(folder, self.trained, extra, self.engine)
+
+
 class OnlineSaver:
-    """Saves the checkpoints of an online run."""
+    """Fills a checkpoint folder of an online run."""
 
     def __init__(
         self,
+        save_models: Callable[[Path], None],
         models: Models,
         trained: dict[str, TrainableModel],
-        tokenizer: PreTrainedTokenizerBase,
-        origin: Origin,
         ema: Ema | None,
         ahead: CompletionPrefetcher | None,
         queue: PromptQueue | None,
         state: TrainState,
     ) -> None:
-        """Take what is saved."""
-        self.models, self.trained, self.tokenizer, self.origin = models, trained, tokenizer, origin
+        """Take what is saved; `save_models` writes the models as folders in a folder."""
+        self.save_models, self.models, self.trained = save_models, models, trained
         self.ema, self.ahead, self.queue, self.state = ema, ahead, queue, state
 
     def __call__(self, folder: Path) -> None:
         """Fill a checkpoint folder."""
         engine, head = self.models.engine, self.models.shared_head
-        save_policy(self.models.policy, self.tokenizer, folder / MODEL, engine, self.origin)
-        if self.models.critic is not None:
-            save_scalar_head(self.models.critic, self.tokenizer, folder / CRITIC, engine)
+        self.save_models(folder)
         extra: dict[str, Any] = {}
         if head is not None:
             full_state = engine.full_state(head)
@@ -63,42 +73,6 @@ class OnlineSaver:
         if self.queue is not None:
             extra["queue"] = self.queue.saved()
         save_trainer_state(folder, self.trained, extra, engine)
-
-
-class OfflineSaver:
-    """Saves the checkpoints of an offline run."""
-
-    def __init__(
-        self,
-        models: Models,
-        trained: TrainableModel,
-        tokenizer: PreTrainedTokenizerBase,
-        origin: Origin,
-        ema: Ema | None,
-    ) -> None:
-        """Take what is saved."""
-        self.models, self.trained, self.tokenizer, self.origin, self.ema = models, trained, tokenizer, origin, ema
-
-    def __call__(self, folder: Path) -> None:
-        """Fill a checkpoint folder."""
-        save_policy(self.models.policy, self.tokenizer, folder / MODEL, self.models.engine, self.origin)
-        extra = {"ema": self.ema.saved()} if self.ema is not None else {}
-        save_trainer_state(folder, {"policy": self.trained}, extra, self.models.engine)
-
-
-class RewardModelSaver:
-    """Saves the checkpoints of a reward model's run."""
-
-    def __init__(
-        self, model: ScalarHeadModel, trained: TrainableModel, tokenizer: PreTrainedTokenizerBase, engine: Engine
-    ) -> None:
-        """Take what is saved."""
-        self.model, self.trained, self.tokenizer, self.engine = model, trained, tokenizer, engine
-
-    def __call__(self, folder: Path) -> None:
-        """Fill a checkpoint folder."""
-        save_scalar_head(self.model, self.tokenizer, folder / MODEL, self.engine)
-        save_trainer_state(folder, {"model": self.trained}, {}, self.engine)
 
 
 def restore_trainer_state(state: dict[str, Any], trained: dict[str, TrainableModel], ema: Ema | None) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from runs import make_model, offline, offline_tree, pairs_file, trained_offline, weights
 
-import rlhf.factory.offline as built
+import rlhf.training.reference as built
 from rlhf.config.files import merge
 from rlhf.models.export import weights_fingerprint
 from rlhf.runtime import device
