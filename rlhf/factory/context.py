@@ -155,10 +155,7 @@ class RunContext:
         changed = ranks.on_main(lambda: self._write_configs(dump(config))) if records else []
         recorder = self._open_recorder(progress, show)
         health = self._open_health(recorder)
-        for stream in self.streams.values():
-            stream.report_to(recorder.note)
-        for message in [*self.notes, *self.engine.notes, *_resume_messages(self, changed, total_steps)]:
-            recorder.note(message)
+        self._report_to(recorder, _resume_messages(self, changed, total_steps))
         return Session(
             state=self.state,
             total_steps=total_steps,
@@ -200,6 +197,13 @@ class RunContext:
         )
         recorder.rewind(self.positions)
         return recorder
+
+    def _report_to(self, recorder: Recorder, messages: Sequence[str]) -> None:
+        """Note what the setup has to tell, and let the streams tell what comes."""
+        for stream in self.streams.values():
+            stream.report_to(recorder.note)
+        for message in [*self.notes, *self.engine.notes, *messages]:
+            recorder.note(message)
 
     def _open_health(self, recorder: Recorder) -> HealthMonitor:
         """Open the alarms of the run, which have seen its metrics so far."""

@@ -227,12 +227,10 @@ def evaluate_model(
         raise ConfigError("nothing to evaluate on: set data.eval_prompts.path")
     tokenizer = build_tokenizer(config.policy.model_copy(update={"model": tokenizer_from}))
     models = _load_models(config, path, tokenizer, engine, with_reference=with_reference)
+    chat, longest = config.data.chat_format, config.sampling.max_new_tokens
+    limit = context_length(models.policy)
     held_out = load_prompts(
-        config.data.eval_prompts,
-        tokenizer,
-        chat_template=config.data.chat_format,
-        context=context_length(models.policy),
-        max_new_tokens=config.sampling.max_new_tokens,
+        config.data.eval_prompts, tokenizer, chat_template=chat, context=limit, max_new_tokens=longest
     )
     source = _score_source(config)
     evaluation = evaluate_policy(

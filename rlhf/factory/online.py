@@ -79,12 +79,7 @@ def build_prefetcher(
         ConfigError: the run has several processes, uses DeepSpeed, or may end before its last step.
         CheckpointError: the saved completions do not fit the configured number of prompts or completions.
     """
-    if config.data.prompts.at_end == "stop":
-        raise ConfigError(
-            "overlap.ahead samples a step that at_end=stop may never take: set data.prompts.at_end=restart"
-        )
-    if context.engine.ranks.world > 1 or context.engine.sharding.uses_deepspeed:
-        raise ConfigError("overlap.ahead works in one process without DeepSpeed: set overlap.ahead=false")
+    _check_ahead(config, context.engine)
     policy_copy = freeze(copy.deepcopy(models.policy))
     group_size = config.sampling.completions_per_prompt
     sampler = build_sampler(config, replace(models, policy=policy_copy), tokenizer)
@@ -98,6 +93,15 @@ def build_prefetcher(
     if saved:
         ahead.restore(saved["step"], _restore_completions(saved, prompts, group_size))
     return ahead
+
+
+def _check_ahead(config: OnlineConfig, engine: Engine) -> None:
+    if config.data.prompts.at_end == "stop":
+        raise ConfigError(
+            "overlap.ahead samples a step that at_end=stop may never take: set data.prompts.at_end=restart"
+        )
+    if engine.ranks.world > 1 or engine.sharding.uses_deepspeed:
+        raise ConfigError("overlap.ahead works in one process without DeepSpeed: set overlap.ahead=false")
 
 
 @torch.no_grad()
