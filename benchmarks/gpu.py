@@ -7,7 +7,6 @@ Random weights shaped like a 0.5B and a 1.5B model, bfloat16 arithmetic over flo
   correctness  pytest tests/gpu on this card: every trainer and sampler has the CPU's numbers
   decoding     steps as they are recorded and as they are replayed, beside generate and, if installed, vLLM; GQA shapes,
                lengths as of real rows
-  compile      a forward and backward pass with layers compiled (policy.compile) and eager, in turn; GQA shape of 0.5B
 Each part runs alone (--only), within a time limit, and its failure is a result: the others go on. A bare image with
 torch needs the wheels in `WHEELS` besides; what is missing is printed.
 With --pretend the parts that can run on the pretend GPU of tests/gpu do (no times, but the script is known to work).
@@ -127,12 +126,10 @@ def processes(options: argparse.Namespace) -> dict[str, list[str]]:
     """Return the parts that are processes of their own, which the pretend GPU can run too."""
     decoding = [sys.executable, str(ROOT / "benchmarks" / "recorded_decoding.py")]
     correctness = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "tests/gpu"]
-    compiling = [sys.executable, str(ROOT / "benchmarks" / "compile.py")]
     if options.pretend:  # at toy size, whatever the shape
         return {
             "correctness": correctness,
             "decoding": [*decoding, "--pretend"],
-            "compile": [*compiling, "--pretend"],
         }
     vllm = {"decoding vllm 0.5b": [*decoding, "--backends", "vllm"]} if importlib.util.find_spec("vllm") else {}
     return {
@@ -140,7 +137,6 @@ def processes(options: argparse.Namespace) -> dict[str, list[str]]:
         "decoding 0.5b": decoding,
         **vllm,
         "decoding 1.5b": [*decoding, "--shape", "1.5b"],
-        "compile": [*compiling, "--shape", "0.5b", "--device", "cuda", "--dtypes", "bfloat16", "--rows", "64"],
     }
 
 
@@ -222,7 +218,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--pretend", action="store_true")
-    parser.add_argument("--only", choices=("correctness", "decoding", "compile", "rollout", "update", "grpo", "ppo"))
+    parser.add_argument("--only", choices=("correctness", "decoding", "rollout", "update", "grpo", "ppo"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--md", type=Path)
     options = parser.parse_args()

@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from overoptimization_laws import fit_with_intervals, predicted_gain
 from rich.console import Console
 
-from rlhf.commands.train import run_reward_model, run_train
+from rlhf.api.training import run_reward_model, run_train
 from rlhf.config.load import load_reward_model, load_train
 from rlhf.config.run import RunConfig
 from rlhf.config.sections import SamplingConfig

@@ -2,8 +2,8 @@
 
 A run passes through these packages, top to bottom; imports point down only:
 
-    api                 what this package exports: the program's verbs as Python functions
     cli, commands       the `rlhf` program
+    api                 what this package exports: its verbs as Python functions
     comparison          several algorithms on one budget under one judge
     factory             from a configuration to the objects of a run
     suites, report      benchmarks; the HTML page of a run
@@ -38,19 +38,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"  # as in pyproject.toml
 
 if TYPE_CHECKING:
-    from rlhf.api import (
-        CheckResult,
-        CompareResult,
-        Finding,
-        RunResult,
-        check,
-        compare,
-        evaluate,
-        reward_model,
-        sample,
-        sft,
-        train,
-    )
+    from rlhf.api.runs import CompareResult, RunResult, compare, evaluate, reward_model, sample, sft, train
+    from rlhf.exact.check import CheckResult, Finding, check
 
 __all__ = [
     "CheckResult",
@@ -73,7 +62,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import rlhf.api when one of its names is used: it needs torch, which `rlhf --help` and a mistake do not."""
+    """Import what defines a name when it is first used: it needs torch, which `rlhf --help` and a mistake do not."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("rlhf.api"), name)
+    owner = "rlhf.exact.check" if name in ("CheckResult", "Finding", "check") else "rlhf.api.runs"
+    return getattr(importlib.import_module(owner), name)

@@ -364,7 +364,7 @@ def _train(parsed: argparse.Namespace, console: Console) -> None:
     check_files(config)
     check_settings(config)
 
-    from rlhf.commands.train import run_train
+    from rlhf.api.training import run_train
 
     run_train(config, console)
 
@@ -383,7 +383,7 @@ def _reward(parsed: argparse.Namespace, console: Console) -> None:
     check_files(config)
     check_settings(config)
 
-    from rlhf.commands.train import run_reward_model
+    from rlhf.api.training import run_reward_model
 
     run_reward_model(config, console)
 
@@ -396,7 +396,7 @@ def _compare(parsed: argparse.Namespace, console: Console) -> int:
     config, folder = load_compare(parsed.target, parsed.overrides), locate_config(parsed.target).parent
     make_plan(config, beside=folder)
 
-    from rlhf.commands.compare import failed_arms, run_compare
+    from rlhf.api.comparing import failed_arms, run_compare
 
     run_compare(config, beside=folder, console=console)
     failed = failed_arms(config.out_dir)
@@ -441,7 +441,7 @@ def _eval(parsed: argparse.Namespace, console: Console) -> None:
 
     parsed.target, parsed.against = resolve_best(parsed.target), resolve_best(parsed.against)
     if parsed.suite is not None:
-        from rlhf.commands.checks import check_output_file, suite_settings
+        from rlhf.api.checks import check_output_file, suite_settings
 
         if parsed.out is not None:
             check_output_file("--out", parsed.out)
@@ -464,8 +464,8 @@ def _eval(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def _report(parsed: argparse.Namespace, console: Console) -> None:
-    from rlhf.commands.compare import is_comparison, rebuild_comparison
-    from rlhf.commands.train import run_overlay, run_report, watch_report
+    from rlhf.api.comparing import is_comparison, rebuild_comparison
+    from rlhf.commands.report import run_overlay, run_report, watch_report
 
     if parsed.others:
         run_overlay([parsed.target, *parsed.others], parsed.out or Path("overlay.html"), console)
@@ -491,7 +491,7 @@ def _push(parsed: argparse.Namespace, console: Console) -> None:
 def _export(parsed: argparse.Namespace, console: Console) -> None:
     if importlib.util.find_spec("gguf") is None:
         raise UserError(f"writing a GGUF file needs the package gguf: {install_hint('gguf')}")
-    from rlhf.commands.checks import check_output_file
+    from rlhf.api.checks import check_output_file
 
     check_output_file("--gguf", parsed.gguf)
 
@@ -501,7 +501,7 @@ def _export(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def _chat(parsed: argparse.Namespace, console: Console) -> None:
-    from rlhf.commands.checks import ChatOptions, check_chat
+    from rlhf.api.checks import ChatOptions, check_chat
     from rlhf.data.paths import resolve_best
 
     del console  # the conversation streams to standard output, without layout
@@ -516,7 +516,7 @@ def _chat(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def _sample(parsed: argparse.Namespace, console: Console) -> None:
-    from rlhf.commands.checks import SampleOptions, check_sampling
+    from rlhf.api.checks import SampleOptions, check_sampling
     from rlhf.data.paths import resolve_best
 
     target = resolve_best(parsed.target)

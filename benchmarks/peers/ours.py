@@ -30,7 +30,6 @@ from rlhf.config.load import load_reward_model, train_config
 from rlhf.data import datasets as stream
 from rlhf.data.pairs import AnnotatedPairSet, PairSet
 from rlhf.factory import online
-from rlhf.factory.offline import ReferenceAnnotator
 from rlhf.factory.reward_model import build_reward_model
 from rlhf.factory.run import build_run
 from rlhf.models.policy_models import Models
@@ -40,6 +39,7 @@ from rlhf.tracking.metrics import Metrics
 from rlhf.training import offline as offline_loop
 from rlhf.training import online as online_loop
 from rlhf.training.offline import train_offline
+from rlhf.training.reference import ReferenceAnnotator
 from rlhf.training.session import Session
 from rlhf.types import Completions, Prompts
 

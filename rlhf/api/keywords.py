@@ -72,7 +72,6 @@ class PolicyKeys(TypedDict, total=False):
     log_probs: Literal["auto", "naive", "chunked"]
     head_dtype: Literal["float32", "model"]
     packing: Literal["auto", "off"]
-    compile: bool
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"]
     trust_remote_code: bool
 

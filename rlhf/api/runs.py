@@ -21,11 +21,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from rlhf.api.checks import SampleOptions, check_sampling, suite_settings
+from rlhf.api.comparing import run_compare
 from rlhf.api.inputs import Inputs, Reward, Rows, nested, new_folder, with_plugins
 from rlhf.api.keywords import CompareKeywords, RewardModelKeywords, SftKeywords, TrainKeywords
-from rlhf.commands.checks import SampleOptions, check_sampling, suite_settings
-from rlhf.commands.compare import run_compare
-from rlhf.commands.train import OnStep, run_reward_model, run_train
+from rlhf.api.training import OnStep, run_reward_model, run_train
 from rlhf.comparison.plan import make_plan
 from rlhf.config.files import Tree, format_yaml, merge, merge_overrides
 from rlhf.config.load import (
@@ -42,12 +42,12 @@ from rlhf.config.run import ALGORITHM
 from rlhf.config.sections import RewardModelConfig
 from rlhf.data.paths import check_files, resolve_best
 from rlhf.errors import ConfigError, called_from_python
-from rlhf.factory.context import MODEL
 from rlhf.factory.evaluation import START, PolicyComparison, compare_models, evaluate_suite, load_model_for_suite
 from rlhf.factory.exported import rounded_models
-from rlhf.factory.reward_model import compute_report_card
+from rlhf.factory.reward_card import compute_report_card
 from rlhf.factory.sampler import NO_TEMPLATE, Completer
 from rlhf.lab.build import resolve_lab_paths
+from rlhf.models.folders import MODEL
 from rlhf.plugins import as_settings
 from rlhf.runtime.seeding import derive_seed
 from rlhf.suites.questions import SuiteResult

@@ -17,7 +17,6 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from rlhf.commands.notices import warn_of_rounding
-from rlhf.commands.train import print_card
 from rlhf.config.load import load_run
 from rlhf.config.sections import RewardModelConfig
 from rlhf.errors import ConfigError
@@ -31,7 +30,8 @@ from rlhf.factory.evaluation import (
     load_model_for_suite,
     write_result,
 )
-from rlhf.factory.reward_model import compute_report_card
+from rlhf.factory.reward_card import compute_report_card
+from rlhf.report.terminal import print_card
 from rlhf.suites.questions import Estimate, SuiteResult
 from rlhf.suites.suite import Suite
 from rlhf.tracking.metrics import METRICS, format_fixed, format_significant

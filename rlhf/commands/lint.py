@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from rlhf.comparison.plan import Plan, make_plan
+from rlhf.comparison.plan import make_plan, trained_arms
 from rlhf.config.files import locate_config
 from rlhf.config.load import load_any
 from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
@@ -17,8 +17,7 @@ from rlhf.errors import ConfigError
 from rlhf.guard.lint import all_rules, how_to_allow, lint
 from rlhf.guard.rule import RunConfiguration, Violation, read_facts
 from rlhf.guard.rules_run import trained
-
-STYLES = {"error": "red", "warning": "yellow"}
+from rlhf.report.terminal import STYLES
 
 
 def run_lint(path: str | Path, overrides: Sequence[str], console: Console) -> None:
@@ -63,16 +62,3 @@ def runs_of(path: str | Path, overrides: Sequence[str]) -> Mapping[str, RunConfi
         return {"": config}
     plan = make_plan(config, beside=locate_config(path).parent, lab_files=False)
     return trained_arms(plan)
-
-
-def trained_arms(plan: Plan) -> dict[str, RunConfiguration]:
-    """Return the runs of a comparison's trained arms, one for all its seeds."""
-    return {f"arms.{cell.arm}": cell.config.train for cell in plan.cells if cell.config.budget is not None}
-
-
-def print_violations(violations: Mapping[str, Sequence[Violation]], console: Console) -> None:
-    """Print the violations of each run, by its name."""
-    for name, broken in violations.items():
-        for violation in broken:
-            level, where = violation.rule.level, f"{name}: " if name else ""
-            console.print(Text(f"{level}: {where}{violation}", style=STYLES[level]), soft_wrap=True)

@@ -34,9 +34,9 @@ from rlhf.data.paths import SUFFIXES, looks_local
 from rlhf.data.rows import RowCounts
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import CheckpointError, DataError, ModelError, UserError
-from rlhf.factory.context import model_folder
 from rlhf.factory.exported import change_lost_in
 from rlhf.models.backbone import load_causal_lm, load_model_config
+from rlhf.models.folders import model_folder
 from rlhf.report.model_card import CardInputs, DataUsed, model_card
 from rlhf.report.record import read_record
 from rlhf.tracking.exported import TOLERATED_LOSS, read_export

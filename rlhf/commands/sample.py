@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from rlhf.commands.checks import ChatOptions, SampleOptions
+from rlhf.api.checks import ChatOptions, SampleOptions
 from rlhf.commands.notices import warn_of_rounding
 from rlhf.config.load import load_chat_format
 from rlhf.config.sections import SamplingConfig

@@ -9,5 +9,5 @@ aggregate.py    `read_cells`, `summarize`, `write_results`: the results, from th
 summary.py      the verdict and the tables in words
 page.py         `write_compare_page`: report.html, and what its charts show
 
-Import these functions from their modules, as rlhf/commands/compare.py does; the package itself exports nothing.
+Import these functions from their modules, as rlhf/api/comparing.py does; the package itself exports nothing.
 """

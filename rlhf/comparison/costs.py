@@ -13,7 +13,7 @@ from torch import nn
 
 from rlhf.config.compare import BudgetConfig, BudgetUnit
 from rlhf.config.sections import OfflineConfig, TrainConfig
-from rlhf.factory.context import member_folders, model_folder
+from rlhf.models.folders import member_folders, model_folder
 from rlhf.rewards.source import Source, sources_in
 from rlhf.tracking.metrics import format_duration
 from rlhf.tracking.run_folder import write_atomically

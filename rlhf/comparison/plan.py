@@ -27,6 +27,7 @@ from rlhf.config.run import UNKNOWN_LENGTH
 from rlhf.config.sections import TrainConfig
 from rlhf.errors import ConfigError, command_or_call
 from rlhf.guard.lint import check_settings
+from rlhf.guard.rule import RunConfiguration
 from rlhf.lab.build import resolve_lab_paths
 from rlhf.plugins import load_plugins
 from rlhf.rewards.source import Source
@@ -387,3 +388,8 @@ def _with_length(tree: Tree, config: CompareConfig, arm_settings: Tree, train: T
     if steps != UNKNOWN_LENGTH and "every" not in eval_settings:
         settings = merge(settings, {"eval": {"every": max(1, round(steps / config.evaluations))}})
     return settings
+
+
+def trained_arms(plan: Plan) -> dict[str, RunConfiguration]:
+    """Return the runs of a comparison's trained arms, one for all its seeds."""
+    return {f"arms.{cell.arm}": cell.config.train for cell in plan.cells if cell.config.budget is not None}

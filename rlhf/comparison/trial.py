@@ -39,13 +39,13 @@ from rlhf.errors import ConfigError, UserError
 from rlhf.evaluation.evaluate import diversity
 from rlhf.evaluation.frontier import curve_sizes, expected_best, kl_bound, picks
 from rlhf.evaluation.win_rate import Interval, bootstrap_crossed
-from rlhf.factory.context import model_folder
 from rlhf.factory.evaluation import evaluate_model, evaluate_suite, load_model_for_suite, write_result
 from rlhf.factory.models import build_tokenizer, make_decode
 from rlhf.factory.rewards import build_source
 from rlhf.factory.run import build_run
 from rlhf.factory.sampler import Completer
 from rlhf.models.backbone import context_length
+from rlhf.models.folders import model_folder
 from rlhf.runtime.distributed import is_main_process, shutdown
 from rlhf.runtime.engine import Engine, make_engine
 from rlhf.runtime.seeding import derive_seed

@@ -5,7 +5,8 @@ Every field's docstring is its help text and its entry in docs/configuration. Si
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -123,16 +124,22 @@ class PolicyConfig(OptimizerConfig):
     """auto: if the model supports it, rows are packed without padding, completions of one prompt share its tokens, and
     known model families use fused layers; off: padded batches through the model's own modules. Also applies to
     reference, critic and reward model. Results are equal up to rounding."""
-    compile: bool = False
-    """Use torch.compile for the fused layers between their matrix products (norms, rotations, gates, and their backward
-    passes); the run reports if it cannot. Also applies to reference and critic. Results are equal up to rounding. The
-    first start takes minutes, and the gain on a CPU is small (docs/speed.md)."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the exported weights. auto: the dtype that each weight had in the model loaded, or float32 if rounding
     to that dtype would lose more than 5 % of the change that training made, and the run says so (a GGUF file cannot be
     compared: float32). Any other value is obeyed, and the run reports the loss. Checkpoints are exact."""
     trust_remote_code: bool = False
     """Run Python code that a hub model ships."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_compile(cls, settings: Any) -> Any:
+        """Drop `compile: false`, which files written before its removal have, and refuse any other value of it."""
+        if not isinstance(settings, Mapping) or "compile" not in settings:
+            return settings
+        if settings["compile"] is not False:
+            raise ValueError("compile was removed: no gain in speed was measured. Delete the key")
+        return {key: value for key, value in settings.items() if key != "compile"}
 
 
 class ReferenceConfig(Section):

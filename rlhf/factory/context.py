@@ -1,8 +1,4 @@
-"""Start a run (folder, checkpoint to resume, engine, messages), and save its models, however sharded.
-
-Every rank calls the functions that save, because gathering the weights is collective; only the main rank
-writes.
-"""
+"""Start a run: its folder, the checkpoint to resume, its engine, and what it says at the start."""
 
 from __future__ import annotations
 
@@ -14,33 +10,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from rich.text import Text
 
 from rlhf.config.load import dump, unread_warnings
 from rlhf.config.run import ScheduleConfig
 from rlhf.config.sections import OnlineConfig, RewardModelConfig, TrainConfig
 from rlhf.data.mixture import MixedStream
-from rlhf.data.paths import resolve_best
 from rlhf.data.rows import RowCounts
-from rlhf.data.tokenizer import base_of_adapter, locate_model
-from rlhf.errors import ConfigError, ModelError, UserError
+from rlhf.errors import ConfigError, UserError
 from rlhf.guard.alarms.history import RunFacts
 from rlhf.guard.lint import check_settings
-from rlhf.models.adapters import is_adapted
-from rlhf.models.backbone import CausalLM, save_model
-from rlhf.models.export import Origin, export_model, save_in_parts, write_parts, write_tensors, write_tokenizer
-from rlhf.models.scalar_head import ScalarHeadModel
-from rlhf.models.weight_files import NamedTensors, WeightFiles, is_split, local_folder, read_header
+from rlhf.models.folders import digest_of_model
 from rlhf.runtime.distributed import Distributed
-from rlhf.runtime.engine import Engine, Moments, TrainableModel, make_engine
+from rlhf.runtime.engine import Engine, make_engine
 from rlhf.tracking.checkpoint import Checkpoints
-from rlhf.tracking.fingerprint import combine, content_digest, weights_digest
 from rlhf.tracking.progress import Progress
 from rlhf.tracking.redact import redact
-from rlhf.tracking.run_folder import FolderLock, RunFolder, discard_if_empty, write_atomically
+from rlhf.tracking.run_folder import FolderLock, RunFolder, discard_if_empty
 from rlhf.tracking.same_run import (
     EXPORT,
     Change,
@@ -53,15 +40,11 @@ from rlhf.tracking.same_run import (
     remove_leftovers,
 )
 from rlhf.tracking.trackers import open_trackers
+from rlhf.training.feed import StreamFeed
 from rlhf.training.health import BestKeeper, HealthMonitor, RowValues
 from rlhf.training.session import Recorder, Session, TrainState
 
-MODEL = "model"  # the trained model, in a run folder and in each checkpoint
-CRITIC = "critic"
-TRAINER = "trainer.pt"
 POSITIONS = "data.json"  # in a checkpoint: where the streamed sources are
-PTX = "ptx"  # the stream of the demonstrations mixed into an online update
-OPTIMIZER = "optimizer-{:05d}-of-{:05d}.safetensors"  # what one of several ranks writes
 
 
 @dataclass
@@ -88,6 +71,11 @@ class RunContext:
     def seed(self) -> int:
         """Return the seed of the run."""
         return self.config.run.seed
+
+    def announce(self, text: str) -> None:
+        """Print a message at once, before the run begins."""
+        if self.console is not None:
+            self.console.print(Text(text), soft_wrap=True)
 
     @property
     def is_other_run(self) -> bool:
@@ -158,40 +146,15 @@ class RunContext:
             show: the metrics of the progress display.
             targets: the target values that the progress display shows beside a metric.
         """
-        config = self.config
+        config, ranks = self.config, self.engine.ranks
         progress = Progress(config.run.name, total_steps, self.console, start_step=self.state.step, targets=targets)
-        resolved = dump(config)
-        ranks = self.engine.ranks
         exports_anew = any(matches(change.key, EXPORT) for change in self.changed)
         is_over = self.resume is not None and self.state.step >= total_steps
         records = not is_over or (exports_anew and not self.is_other_run)  # settings that nothing used are not recorded
-        changed = ranks.on_main(lambda: self._write_configs(resolved)) if records else []
-        trackers = open_trackers(
-            config.logging.backends if ranks.is_main else [],
-            folder=self.folder.path,
-            name=config.run.name,
-            config=redact(resolved),
-            first_step=self._first_logged_step(),
-        )
-        recorder = Recorder(
-            self.folder,
-            progress,
-            trackers,
-            show=show,
-            writes=ranks.is_main,
-            memory=self.engine.memory,
-            usd_per_hour=config.cost.per_hour,
-            release=self.release,
-        )
-        recorder.rewind(self.positions)
-        facts = run_facts(config, repeats_prompts=self.repeats_prompts, leaves_out_template=self.leaves_out_template)
-        health = HealthMonitor(config.guard, facts, self.state, recorder)
-        if self.resume is not None:
-            health.replay(ranks.on_main(self.folder.read_metrics))
-        for stream in self.streams.values():
-            stream.report_to(recorder.note)
-        for message in [*self.notes, *self.engine.notes, *_resume_messages(self, changed, total_steps)]:
-            recorder.note(message)
+        changed = ranks.on_main(lambda: self._write_configs(dump(config))) if records else []
+        recorder = self._open_recorder(progress, show)
+        health = self._open_health(recorder)
+        self._report_to(recorder, _resume_messages(self, changed, total_steps))
         return Session(
             state=self.state,
             total_steps=total_steps,
@@ -207,9 +170,48 @@ class RunContext:
             resumed=self.resume is not None,
             exports_anew=exports_anew,
             health=health,
-            feed=_Feed(self.streams, recorder.note) if self.streams else None,
+            feed=StreamFeed(self.streams, recorder.note) if self.streams else None,
             ranks=ranks,
         )
+
+    def _open_recorder(self, progress: Progress, show: Sequence[str]) -> Recorder:
+        """Open the files and the trackers of the run, rewound to the checkpoint."""
+        config, is_main = self.config, self.engine.ranks.is_main
+        trackers = open_trackers(
+            config.logging.backends if is_main else [],
+            folder=self.folder.path,
+            name=config.run.name,
+            config=redact(dump(config)),
+            first_step=self._first_logged_step(),
+        )
+        recorder = Recorder(
+            self.folder,
+            progress,
+            trackers,
+            show=show,
+            writes=is_main,
+            memory=self.engine.memory,
+            usd_per_hour=config.cost.per_hour,
+            release=self.release,
+        )
+        recorder.rewind(self.positions)
+        return recorder
+
+    def _report_to(self, recorder: Recorder, messages: Sequence[str]) -> None:
+        """Note what the setup has to tell, and let the streams tell what comes."""
+        for stream in self.streams.values():
+            stream.report_to(recorder.note)
+        for message in [*self.notes, *self.engine.notes, *messages]:
+            recorder.note(message)
+
+    def _open_health(self, recorder: Recorder) -> HealthMonitor:
+        """Open the alarms of the run, which have seen its metrics so far."""
+        repeats, leaves_out = self.repeats_prompts, self.leaves_out_template
+        facts = run_facts(self.config, repeats_prompts=repeats, leaves_out_template=leaves_out)
+        health = HealthMonitor(self.config.guard, facts, self.state, recorder)
+        if self.resume is not None:
+            health.replay(self.engine.ranks.on_main(self.folder.read_metrics))
+        return health
 
     def _first_logged_step(self) -> int:
         """Return the first step whose metrics are still to be logged: of a resumed run the one after its checkpoint."""
@@ -243,29 +245,6 @@ class RunContext:
         return changed
 
 
-class _Feed:
-    """The mixed and streamed data of a run: whether they go on, and the metrics of what the run trains on."""
-
-    def __init__(self, streams: Mapping[str, MixedStream[Any, Any]], note: Callable[[str], None]) -> None:
-        self._streams, self._note = streams, note
-        self._ended = False
-
-    def has_batch(self, step: int) -> bool:
-        """Return whether every stream has rows for a step, and note it the first time that one has not."""
-        for section, stream in self._streams.items():
-            if not stream.has_batch(step):
-                if not self._ended:
-                    self._note(f"data.{section}: a source has no more rows (at_end: stop): the run ends here")
-                self._ended = True
-                return False
-        return True
-
-    def metrics(self, step: int) -> dict[str, float]:
-        """Return the rows drawn and skipped up to the end of a step; nothing for the demonstrations of PPO-ptx."""
-        main = [stream for section, stream in self._streams.items() if section != PTX]
-        return main[0].metrics(step) if main else {}
-
-
 def open_context(
     config: TrainConfig | RewardModelConfig, console: Console | None, notes: Sequence[str] = ()
 ) -> RunContext:
@@ -287,22 +266,8 @@ def open_context(
     notes = [f"warning: {warning}" for warning in [*unread_warnings(config), *check_settings(config)]] + [*notes]
     if ranks.world > 1 and config.sharding.mode == "none":
         notes.append(f"{ranks.world} processes and sharding=none: they share the rows of a step, as with sharding=ddp")
-
-    def newest() -> tuple[Path | None, list[Change], list[str]]:
-        messages: list[str] = []
-        remove_leftovers(folder)
-        if config.checkpoint.resume == "never" and holds_run(folder):
-            messages.append(
-                f"checkpoint.resume=never: the run that was in {folder.path} is now in {move_aside(folder.path)}"
-            )
-        changed = check_same_run(config)
-        checkpoint = checkpoints.latest_intact(messages.append)
-        if checkpoint is None and holds_run(folder):
-            raise another_run(config, "it has a model but no checkpoint to continue from", always=False)
-        return checkpoint, changed, messages
-
     try:
-        resume, changed, messages = ranks.on_main(newest)
+        resume, changed, messages = ranks.on_main(lambda: _find_newest(config, folder, checkpoints))
     except UserError:
         release()
         raise
@@ -323,6 +288,27 @@ def open_context(
         recorded=recorded,
         notes=notes,
     )
+
+
+def _find_newest(
+    config: TrainConfig | RewardModelConfig, folder: RunFolder, checkpoints: Checkpoints
+) -> tuple[Path | None, list[Change], list[str]]:
+    """Return the checkpoint to resume from, the settings that differ, and messages.
+
+    Raises:
+        CheckpointError: the folder holds another run, or no checkpoint to continue from.
+    """
+    messages: list[str] = []
+    remove_leftovers(folder)
+    if config.checkpoint.resume == "never" and holds_run(folder):
+        messages.append(
+            f"checkpoint.resume=never: the run that was in {folder.path} is now in {move_aside(folder.path)}"
+        )
+    changed = check_same_run(config)
+    checkpoint = checkpoints.latest_intact(messages.append)
+    if checkpoint is None and holds_run(folder):
+        raise another_run(config, "it has a model but no checkpoint to continue from", always=False)
+    return checkpoint, changed, messages
 
 
 def run_facts(
@@ -411,129 +397,3 @@ def total_steps(schedule: ScheduleConfig, steps_per_epoch: float) -> int:
             "epochs long: set schedule.steps, and schedule.epochs=null"
         )
     return max(1, round(schedule.epochs * steps_per_epoch))
-
-
-def model_folder(path: str) -> str:
-    """Return the folder of the weights: a run folder's model or newest intact checkpoint, or `path` itself.
-
-    Raises:
-        ModelError: the run folder has neither.
-    """
-    path = resolve_best(path)
-    folder = Path(path).expanduser()
-    if not (folder / "checkpoints").is_dir() and not (folder / "config.yaml").is_file():
-        return path
-    if (folder / MODEL).is_dir():
-        return str(folder / MODEL)
-    newest = Checkpoints(folder / "checkpoints", keep=1).latest_intact(lambda _: None)
-    if newest is None:
-        raise ModelError(f"{path} is a run folder without a checkpoint: that run has not come far enough")
-    return str(newest / MODEL)
-
-
-MEMBERS = "ensemble.json"  # in a folder of separate reward models: the paths of the members, relative to the folder
-
-
-def write_members(folder: Path, members: Sequence[str]) -> None:
-    """Record in `folder` that it holds an ensemble with a member in each of these subfolders."""
-    write_atomically(folder / MEMBERS, json.dumps({"members": list(members)}, indent=2) + "\n")
-
-
-def digest_of_model(path: str) -> str | None:
-    """Compute a digest of the weight files of a run, model folder, GGUF file, adapter, ensemble or cached hub id.
-
-    None if there are no such files on this machine.
-    """
-    members = member_folders(path)
-    if members:
-        return combine(digest_of_model(str(member)) or "" for member in members)
-    location = locate_model(model_folder(path))
-    if location.gguf is not None:
-        return content_digest(Path(location.path))
-    folder = local_folder(location)
-    digest = None if folder is None else weights_digest(folder)
-    if digest is None or folder is None or not location.is_adapter:
-        return digest
-    return combine([digest, digest_of_model(base_of_adapter(folder)) or ""])
-
-
-def member_folders(path: str) -> list[Path]:
-    """Return the run folders of an ensemble of separate reward models; empty where `path` is no such ensemble.
-
-    Raises:
-        ModelError: a member is missing.
-    """
-    folder = Path(path).expanduser()
-    if not (folder / MEMBERS).is_file():
-        return []
-    members = [folder / name for name in json.loads((folder / MEMBERS).read_text(encoding="utf-8"))["members"]]
-    missing = [str(member) for member in members if not member.is_dir()]
-    if missing:
-        raise ModelError(f"{path} is an ensemble without its member {missing[0]}: train it again")
-    return members
-
-
-def save_policy(
-    policy: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path, engine: Engine, origin: Origin
-) -> None:
-    """Save the policy with its exact weights, as an adapter if it has one."""
-    if engine.splits_weights and is_split(policy):
-        save_in_parts(policy, tokenizer, folder, origin=origin, engine=engine)
-        return
-    state = engine.full_state(policy, trained_only=is_adapted(policy))
-
-    def write() -> None:
-        if is_adapted(policy):
-            save_model(policy, tokenizer, folder, state)
-            write_tokenizer(tokenizer, folder, origin)
-        else:
-            export_model(policy, tokenizer, folder, origin=origin, dtype=None, state=state)
-
-    engine.ranks.on_main(write)
-
-
-def save_scalar_head(model: ScalarHeadModel, tokenizer: PreTrainedTokenizerBase, folder: Path, engine: Engine) -> None:
-    """Save a critic or a reward model with its exact weights."""
-    if engine.splits_weights and is_split(model.classifier):
-        engine.ranks.on_main(lambda: model.save_settings(tokenizer, folder))
-        write_parts(model.classifier, folder, engine)
-        return
-    state = engine.full_state(model.classifier)
-    engine.ranks.on_main(lambda: model.save(tokenizer, folder, state))
-
-
-def save_trainer_state(
-    folder: Path, trained: dict[str, TrainableModel], besides: dict[str, Any], engine: Engine
-) -> None:
-    """Save optimizer states by parameter name, and `besides`, unsharded so that any number of processes can resume.
-
-    Under DeepSpeed every rank writes the moments of the weights that it owns to a file of its own, and under ZeRO-3
-    the averaged weights too.
-    """
-    states = {name: model.state() for name, model in trained.items()}
-    parts: dict[str, Tensor] = {}
-    if engine.sharding.uses_deepspeed:
-        for name, state in states.items():
-            parts |= _flatten(f"{name}/", state.pop("moments"))
-        if engine.splits_weights:
-            parts |= {f"ema/{name}": weight for name, weight in besides.pop("ema", {}).items()}
-        file = OPTIMIZER.format(engine.ranks.rank + 1, engine.ranks.world)
-        engine.ranks.all_succeed(lambda: write_tensors(parts, folder / file))
-    engine.ranks.on_main(lambda: torch.save(states | besides, folder / TRAINER))
-
-
-def _flatten(prefix: str, moments: Moments) -> dict[str, Tensor]:
-    return {f"{prefix}{key}/{name}": value for key, named in moments.items() for name, value in named.items()}
-
-
-def load_trainer_state(folder: Path) -> dict[str, Any]:
-    """Load the state that `save_trainer_state` wrote, onto the CPU; what ranks wrote is read when it is asked for."""
-    state: dict[str, Any] = torch.load(folder / TRAINER, weights_only=True, map_location="cpu")
-    paths = sorted(folder.glob(OPTIMIZER.format(0, 0).replace("00000", "*")))
-    files = WeightFiles(folder, {path.name: read_header(path) for path in paths})
-    for name, model in state.items():
-        if isinstance(model, dict) and set(model) == {"step"}:
-            keys = sorted({stored.split("/")[1] for stored in files.names() if stored.startswith(f"{name}/")})
-            model["moments"] = {key: NamedTensors(files, f"{name}/{key}/") for key in keys}
-    averages = NamedTensors(files, "ema/")
-    return state | ({"ema": averages} if averages else {})

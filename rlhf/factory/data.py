@@ -25,8 +25,9 @@ from rlhf.data.pairs import DemonstrationSet, demonstration_pipeline, load_demon
 from rlhf.data.prompts import SOURCE, PromptSet, PromptStream, prompt_pipeline
 from rlhf.data.rows import RowCounts
 from rlhf.errors import DataError
-from rlhf.factory.context import PTX, RunContext
+from rlhf.factory.context import RunContext
 from rlhf.runtime.seeding import derive_seed
+from rlhf.training.feed import PTX
 from rlhf.types import Demonstrations
 
 T = TypeVar("T", bound=HasPrompt)
@@ -141,6 +142,20 @@ def open_mixture(
     Raises:
         DataError: a source is missing, cannot be read or streamed, or has no usable row.
     """
+    sources = _open_sources(config, pipeline, seed=seed, name=name, note=note)
+    weights = [source.weight for source in config.sources.values()] or [1.0]
+    return MixedStream(
+        sources,
+        QuotaSchedule(integer_weights(weights)),
+        rows_per_step,
+        collect or (lambda entries, _: pipeline.collect(entries, RowCounts("a batch"))),
+        stops=config.at_end == "stop",
+    )
+
+
+def _open_sources(
+    config: TrainableDataConfig, pipeline: RowPipeline[T, S], *, seed: int, name: str, note: Callable[[str], None]
+) -> dict[str, Source[T]]:
     sources: dict[str, Source[T]] = {}
     for key, part in config.by_source(name).items():
         own_seed = source_seed(seed, key)
@@ -151,11 +166,4 @@ def open_mixture(
         entries, skips = pipeline.load_entries(part)
         note(f"{key}: {skips.summary()}")
         sources[key] = MemorySource(entries, skips, own_seed)
-    weights = [source.weight for source in config.sources.values()] or [1.0]
-    return MixedStream(
-        sources,
-        QuotaSchedule(integer_weights(weights)),
-        rows_per_step,
-        collect or (lambda entries, _: pipeline.collect(entries, RowCounts("a batch"))),
-        stops=config.at_end == "stop",
-    )
+    return sources

@@ -28,13 +28,13 @@ from rlhf.evaluation.win_rate import (
     outcomes,
     win_rate,
 )
-from rlhf.factory.context import model_folder
 from rlhf.factory.exported import rounded_inputs, rounded_models
 from rlhf.factory.models import build_tokenizer
 from rlhf.factory.rewards import build_source
 from rlhf.factory.sampler import build_sampler
 from rlhf.models.backbone import check_vocabulary, context_length, freeze, load_causal_lm, move_to
 from rlhf.models.export import weights_fingerprint
+from rlhf.models.folders import model_folder
 from rlhf.models.policy_models import Models
 from rlhf.rewards.chat import ChatModel
 from rlhf.rewards.source import Source, Texts, decode
@@ -207,24 +207,11 @@ def evaluate_model(
     if config.data.eval_prompts is None:
         raise ConfigError("nothing to evaluate on: set data.eval_prompts.path")
     tokenizer = build_tokenizer(config.policy.model_copy(update={"model": tokenizer_from}))
-    start = model_folder(config.reference.model or config.policy.model)
-    models = Models(
-        policy=move_to(_load(config, model_folder(path) if path else start, tokenizer), engine.device),
-        reference=move_to(_load(config, start, tokenizer), engine.device) if with_reference else None,
-        temperature=config.sampling.temperature,
-        dtype=config.policy.dtype,
-        device=engine.device,
-        log_probs=config.policy.log_probs,
-        packing=config.policy.packing,
-        float32_head=config.policy.head_dtype == "float32",
-        engine=engine,
-    )
+    models = _load_models(config, path, tokenizer, engine, with_reference=with_reference)
+    chat, longest = config.data.chat_format, config.sampling.max_new_tokens
+    limit = context_length(models.policy)
     held_out = load_prompts(
-        config.data.eval_prompts,
-        tokenizer,
-        chat_template=config.data.chat_format,
-        context=context_length(models.policy),
-        max_new_tokens=config.sampling.max_new_tokens,
+        config.data.eval_prompts, tokenizer, chat_template=chat, context=limit, max_new_tokens=longest
     )
     source = _score_source(config)
     evaluation = evaluate_policy(
@@ -241,6 +228,23 @@ def evaluate_model(
         return evaluation
     metrics = {name: value for name, value in evaluation.metrics.items() if not name.startswith("eval/score")}
     return PolicyEvaluation(metrics, evaluation.rollout, evaluation.scores, evaluation.exact_kl)
+
+
+def _load_models(
+    config: TrainConfig, path: str | None, tokenizer: PreTrainedTokenizerBase, engine: Engine, *, with_reference: bool
+) -> Models:
+    start = model_folder(config.reference.model or config.policy.model)
+    return Models(
+        policy=move_to(_load(config, model_folder(path) if path else start, tokenizer), engine.device),
+        reference=move_to(_load(config, start, tokenizer), engine.device) if with_reference else None,
+        temperature=config.sampling.temperature,
+        dtype=config.policy.dtype,
+        device=engine.device,
+        log_probs=config.policy.log_probs,
+        packing=config.policy.packing,
+        float32_head=config.policy.head_dtype == "float32",
+        engine=engine,
+    )
 
 
 def _zero_scores(completions: Completions) -> Scores:

@@ -17,10 +17,10 @@ from rlhf.config.sections import RewardModelConfig, TrainConfig
 from rlhf.data.paths import resolve_best
 from rlhf.data.tokenizer import locate_model
 from rlhf.errors import ConfigError, ModelError
-from rlhf.factory.context import member_folders, model_folder
 from rlhf.models.adapters import is_adapted
 from rlhf.models.backbone import CausalLM, merged_copy
 from rlhf.models.export import ExportDtype, Exported, Origin, export_model
+from rlhf.models.folders import member_folders, model_folder
 from rlhf.models.rounding import lost_change, names_at_start
 from rlhf.models.scalar_head import ScalarHeadModel
 from rlhf.models.weight_files import WeightFiles, local_folder, read_headers

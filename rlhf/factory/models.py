@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf.config.sections import OnlineConfig, PolicyConfig, TrainConfig
 from rlhf.data.tokenizer import load_tokenizer, shares_vocabulary
 from rlhf.errors import ConfigError
-from rlhf.factory.context import CRITIC, MODEL, RunContext, member_folders, model_folder
+from rlhf.factory.context import RunContext
 from rlhf.factory.exported import export_policy
 from rlhf.models.backbone import (
     CausalLM,
@@ -24,6 +24,7 @@ from rlhf.models.backbone import (
     load_policy,
 )
 from rlhf.models.export import ExportDtype, Origin, read_origin
+from rlhf.models.folders import CRITIC, MODEL, member_folders, model_folder
 from rlhf.models.policy_models import Ema, Models, SharedValueHead, keep_in_bfloat16
 from rlhf.models.scalar_head import ScalarHeadModel, load_reward_heads, load_scalar_head, single_head
 from rlhf.models.text_config import text_config

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +17,12 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.batching import extend
 from rlhf.config.sections import OnlineConfig, TrainConfig
 from rlhf.data.mixture import Stream
-from rlhf.data.prompts import PromptSet, PromptStream, load_prompts
+from rlhf.data.prompts import PromptSet, PromptStream
 from rlhf.errors import CheckpointError, ConfigError
-from rlhf.evaluation.evaluate import evaluate_policy
-from rlhf.factory.context import (
-    CRITIC,
-    MODEL,
-    PTX,
-    RunContext,
-    keep_best,
-    load_trainer_state,
-    open_context,
-    save_policy,
-    save_scalar_head,
-    save_trainer_state,
-    total_steps,
-)
+from rlhf.evaluation.during_run import with_average
+from rlhf.factory.context import RunContext, keep_best, open_context, total_steps
 from rlhf.factory.data import PromptBatches, build_demonstrations, build_prompts
+from rlhf.factory.evaluator import build_evaluator
 from rlhf.factory.exported import rounded_inputs
 from rlhf.factory.functions import check_functions
 from rlhf.factory.models import build_online_models, build_tokenizer, export, make_decode, read_export_origin
@@ -41,22 +31,25 @@ from rlhf.factory.sampler import build_sampler, slow_lengths_reason
 from rlhf.models.backbone import CausalLM, context_length, freeze
 from rlhf.models.export import Origin
 from rlhf.models.policy_models import Ema, Models
+from rlhf.models.saving import save_models
 from rlhf.objective import Objective
 from rlhf.rewards.shaping import ShapedReward
 from rlhf.rewards.source import RewardSource
 from rlhf.runtime.device import choose_precision
 from rlhf.runtime.engine import Engine, LocalModel, TrainableModel
-from rlhf.runtime.memory import AdaptiveMicroBatch
 from rlhf.runtime.seeding import derive_seed
 from rlhf.sampling.generate import HFSampler, repeat_rows
 from rlhf.sampling.sampler import Sampler
 from rlhf.tracking.metrics import progress_metrics
+from rlhf.training.checkpoints import OnlineSaver, load_trainer_state, restore_trainer_state
 from rlhf.training.collect import sampling_key
+from rlhf.training.feed import PTX
 from rlhf.training.offline import PREFERENCE_TERM, adaptive_micro_batch
-from rlhf.training.online_run import NO_GRAD_BATCH_MULTIPLIER, CompletionPrefetcher, OnlineRun, PromptQueue
-from rlhf.training.rollout import sample_records
+from rlhf.training.online_run import NO_GRAD_BATCH_MULTIPLIER, OnlineRun
+from rlhf.training.overlap import CompletionPrefetcher
+from rlhf.training.prompt_queue import PromptQueue
 from rlhf.training.searched import SearchedModel
-from rlhf.training.session import Recorder, TrainState
+from rlhf.training.session import Session
 from rlhf.types import Completions, Demonstrations, Prompts
 
 
@@ -85,12 +78,7 @@ def build_prefetcher(
         ConfigError: the run has several processes, uses DeepSpeed, or may end before its last step.
         CheckpointError: the saved completions do not fit the configured number of prompts or completions.
     """
-    if config.data.prompts.at_end == "stop":
-        raise ConfigError(
-            "overlap.ahead samples a step that at_end=stop may never take: set data.prompts.at_end=restart"
-        )
-    if context.engine.ranks.world > 1 or context.engine.sharding.uses_deepspeed:
-        raise ConfigError("overlap.ahead works in one process without DeepSpeed: set overlap.ahead=false")
+    _check_ahead(config, context.engine)
     policy_copy = freeze(copy.deepcopy(models.policy))
     group_size = config.sampling.completions_per_prompt
     sampler = build_sampler(config, replace(models, policy=policy_copy), tokenizer)
@@ -104,6 +92,15 @@ def build_prefetcher(
     if saved:
         ahead.restore(saved["step"], _restore_completions(saved, prompts, group_size))
     return ahead
+
+
+def _check_ahead(config: OnlineConfig, engine: Engine) -> None:
+    if config.data.prompts.at_end == "stop":
+        raise ConfigError(
+            "overlap.ahead samples a step that at_end=stop may never take: set data.prompts.at_end=restart"
+        )
+    if engine.ranks.world > 1 or engine.sharding.uses_deepspeed:
+        raise ConfigError("overlap.ahead works in one process without DeepSpeed: set overlap.ahead=false")
 
 
 @torch.no_grad()
@@ -136,11 +133,68 @@ def build_online(config: OnlineConfig, console: Console | None = None) -> Online
         return _build(config, context)
 
 
+@dataclass(frozen=True)
+class _Models:
+    """The models of a run and what samples, scores and trains them."""
+
+    models: Models
+    sampler: Sampler
+    source: RewardSource
+    trained: dict[str, TrainableModel]
+    ema: Ema | None
+    saved: dict[str, Any] | None  # the trainer state of the checkpoint; None for a new run
+
+
 def _build(config: OnlineConfig, context: RunContext) -> OnlineRun:
-    algorithm = config.algorithm
     _check_reward_parts(config, context.engine)
     tokenizer = build_tokenizer(config.policy)
     origin = read_export_origin(config.policy, tokenizer)
+    built = _build_models(config, context, tokenizer)
+    models, saved = built.models, built.saved
+    prompts = _load_prompts(config, context, tokenizer, models)
+    queue = _build_queue(config, context, prompts, saved)
+    ptx = _load_ptx(config, context, tokenizer, models)
+    evaluator = build_evaluator(config, context, tokenizer, models, built.sampler, built.source)
+    steps = total_steps(config.schedule, prompts.steps_per_epoch)
+    ahead = None
+    if config.overlap.ahead:
+        completions = None if saved is None or context.is_other_run else saved.get("ahead")
+        ahead = build_prefetcher(config, context, models, tokenizer, prompts, completions, last_step=steps)
+    save = partial(save_models, models, tokenizer, origin)
+    goal = config.algorithm.kl.controller.goal
+    session = context.session(
+        total_steps=steps,
+        save=OnlineSaver(save, models, built.trained, built.ema, ahead, queue, context.state),
+        evaluate=with_average(evaluator, built.ema),
+        show=progress_metrics("online"),
+        targets=None if goal is None else {"kl/reference": goal},
+    )
+    evaluator.connect(session.recorder)
+    export_model = _make_export(config, context, tokenizer, origin, built)
+    keep_best(context, session, lambda: evaluator.rows, export_model)
+    feed = _Feed(
+        prompts=prompts.batch if queue is None else lambda _: queue.prompts(),
+        queue=queue,
+        refill=prompts.reseeded(derive_seed(context.seed, "refill")).batch,
+        ptx=ptx,
+        ahead=ahead,
+    )
+    return _assemble(config, context, tokenizer, built, feed, session, export_model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Feed:
+    """The prompts and demonstrations of each step; see OnlineRun."""
+
+    prompts: Callable[[int], Prompts]
+    queue: PromptQueue | None
+    refill: Callable[[int], Prompts]
+    ptx: Callable[[int, int], Demonstrations] | None
+    ahead: CompletionPrefetcher | None
+
+
+def _build_models(config: OnlineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase) -> _Models:
+    """Build the models, sampler and reward of a run, and restore what the checkpoint has of them."""
     models = build_online_models(config, context, tokenizer)
     fast_ways = None if context.engine.splits_weights else models.fast_ways()
     source = build_source(config.reward.source, tokenizer, context.engine, context.notes.append)
@@ -149,64 +203,57 @@ def _build(config: OnlineConfig, context: RunContext) -> OnlineRun:
     saved = _load_checkpoint(context, models)
     trained = _build_trained(config, models, context)
     fast_ways = fast_ways or models.fast_ways()  # under ZeRO-3 only DeepSpeed's hooks make weights whole
-    fast_ways.with_compiled(models.bodies, config.policy.dtype, wanted=config.policy.compile)
     fast_ways.ways["fast sampling"] = not isinstance(sampler, HFSampler)
     fast_ways.reasons += slow_lengths_reason(config, sampler)
     context.notes += fast_ways.lines()
     ema = Ema(models.policy, config.policy.ema_decay, context.engine) if config.policy.ema_decay else None
     if saved is not None:
-        _restore(saved, trained, ema)
+        restore_trainer_state(saved, trained, ema)
     if saved is None or context.is_other_run:
-        context.state.kl_coef = algorithm.kl.coef
-        context.state.penalty_coef = algorithm.policy_loss.start_coef
+        context.state.kl_coef = config.algorithm.kl.coef
+        context.state.penalty_coef = config.algorithm.policy_loss.start_coef
         context.state.best = None
-    prompts = _load_prompts(config, context, tokenizer, models)
-    queue = _build_queue(config, context, prompts, saved)
-    ptx = _load_ptx(config, context, tokenizer, models)
-    evaluate = _build_evaluator(config, context, tokenizer, models, sampler, source)
-    goal = algorithm.kl.controller.goal
-    steps = total_steps(config.schedule, prompts.steps_per_epoch)
-    ahead = None
-    if config.overlap.ahead:
-        completions = None if saved is None or context.is_other_run else saved.get("ahead")
-        ahead = build_prefetcher(config, context, models, tokenizer, prompts, completions, last_step=steps)
-    session = context.session(
-        total_steps=steps,
-        save=_Save(models, trained, tokenizer, origin, ema, ahead, queue, context.state),
-        evaluate=_with_average(evaluate, ema),
-        show=progress_metrics("online"),
-        targets=None if goal is None else {"kl/reference": goal},
-    )
-    evaluate.connect(session.recorder)
+    return _Models(models, sampler, source, trained, ema, saved)
 
-    def export_model(folder: Path) -> None:
-        export(models.policy, ema, tokenizer, folder, context.engine, origin=origin, dtype=config.policy.export_dtype)
 
-    keep_best(context, session, lambda: evaluate.rows, export_model)
+def _make_export(
+    config: OnlineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase, origin: Origin, built: _Models
+) -> Callable[[Path], None]:
+    policy, ema, dtype = built.models.policy, built.ema, config.policy.export_dtype
+    return lambda folder: export(policy, ema, tokenizer, folder, context.engine, origin=origin, dtype=dtype)
+
+
+def _assemble(
+    config: OnlineConfig,
+    context: RunContext,
+    tokenizer: PreTrainedTokenizerBase,
+    built: _Models,
+    feed: _Feed,
+    session: Session,
+    export_model: Callable[[Path], None],
+) -> OnlineRun:
+    algorithm, engine, longest = config.algorithm, context.engine, config.sampling.max_new_tokens
+    times = no_grad_batch_multiplier(config, engine)
     return OnlineRun(
         config=config,
         session=session,
-        prompts=prompts.batch if queue is None else lambda _: queue.prompts(),
-        queue=queue,
-        refill=prompts.reseeded(derive_seed(context.seed, "refill")).batch,
-        ptx=ptx,
-        sampler=sampler,
-        ahead=ahead,
-        reward=ShapedReward(source, config.reward.shaping, config.sampling.max_new_tokens),
-        models=models,
-        policy=trained["policy"],
-        critic=trained.get("critic"),
-        objective=Objective(algorithm, max_tokens=config.sampling.max_new_tokens),
-        ema=ema,
+        prompts=feed.prompts,
+        queue=feed.queue,
+        refill=feed.refill,
+        ptx=feed.ptx,
+        sampler=built.sampler,
+        ahead=feed.ahead,
+        reward=ShapedReward(built.source, config.reward.shaping, longest),
+        models=built.models,
+        policy=built.trained["policy"],
+        critic=built.trained.get("critic"),
+        objective=Objective(algorithm, max_tokens=longest),
+        ema=built.ema,
         rows=adaptive_micro_batch(config.batch, session),
-        passes=adaptive_micro_batch(
-            config.batch, session, times=no_grad_batch_multiplier(config, context.engine), what="a forward pass"
-        ),
+        passes=adaptive_micro_batch(config.batch, session, times=times, what="a forward pass"),
         decode=make_decode(tokenizer),
         export=export_model,
-        watch=build_watch(
-            config.reward.watch, tokenizer, context.engine, seed=config.run.seed, warn=session.recorder.note
-        ),
+        watch=build_watch(config.reward.watch, tokenizer, engine, seed=config.run.seed, warn=session.recorder.note),
     )
 
 
@@ -299,49 +346,6 @@ def _build_trained(config: OnlineConfig, models: Models, context: RunContext) ->
     return trained
 
 
-class _Save:
-    """A function that fills a checkpoint folder: models as ordinary folders, optimizers and averages in one file."""
-
-    def __init__(
-        self,
-        models: Models,
-        trained: dict[str, TrainableModel],
-        tokenizer: PreTrainedTokenizerBase,
-        origin: Origin,
-        ema: Ema | None,
-        ahead: CompletionPrefetcher | None,
-        queue: PromptQueue | None,
-        state: TrainState,
-    ) -> None:
-        self.models, self.trained, self.tokenizer, self.origin = models, trained, tokenizer, origin
-        self.ema, self.ahead, self.queue, self.state = ema, ahead, queue, state
-
-    def __call__(self, folder: Path) -> None:
-        engine, head = self.models.engine, self.models.shared_head
-        save_policy(self.models.policy, self.tokenizer, folder / MODEL, engine, self.origin)
-        if self.models.critic is not None:
-            save_scalar_head(self.models.critic, self.tokenizer, folder / CRITIC, engine)
-        extra: dict[str, Any] = {}
-        if head is not None:
-            full_state = engine.full_state(head)
-            extra["shared_head"] = head.state_dict() if full_state is None else full_state
-        if self.ema is not None:
-            extra["ema"] = self.ema.saved()
-        if self.ahead is not None:
-            extra["ahead"] = self.ahead.saved(self.state)
-        if self.queue is not None:
-            extra["queue"] = self.queue.saved()
-        save_trainer_state(folder, self.trained, extra, engine)
-
-
-def _restore(state: dict[str, Any], trained: dict[str, TrainableModel], ema: Ema | None) -> None:
-    for name, model in trained.items():
-        if name in state:  # not a critic that checkpoint.resume=always adds
-            model.load_state(state[name])
-    if ema is not None and "ema" in state:
-        ema.load(state["ema"])
-
-
 def _check_reward_parts(config: TrainConfig, engine: Engine) -> None:
     """Check that a run that scores the parts of a step while it samples the next has one process.
 
@@ -360,89 +364,3 @@ def _load_checkpoint(context: RunContext, models: Models) -> dict[str, Any] | No
     if models.shared_head is not None and "shared_head" in saved:
         models.shared_head.load_state_dict(saved["shared_head"])
     return saved
-
-
-def _build_evaluator(
-    config: TrainConfig,
-    context: RunContext,
-    tokenizer: PreTrainedTokenizerBase,
-    models: Models,
-    sampler: Sampler,
-    source: RewardSource,
-) -> PromptEvaluator:
-    """Build the evaluator, with a judge of its own if eval.source is set; else the training reward `source` judges."""
-    if config.eval.source is None:
-        return PromptEvaluator(config, context, tokenizer, models, sampler, judge=source, proxy=None)
-    judge = build_source(config.eval.source, tokenizer, context.engine)
-    return PromptEvaluator(config, context, tokenizer, models, sampler, judge=judge, proxy=source)
-
-
-class PromptEvaluator:
-    """Evaluation of the policy on held-out prompts during a run; it does nothing if the run has none."""
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        context: RunContext,
-        tokenizer: PreTrainedTokenizerBase,
-        models: Models,
-        sampler: Sampler,
-        judge: RewardSource,
-        proxy: RewardSource | None,
-    ) -> None:
-        """Load the held-out prompts; `proxy` is the reward that is trained on, if the judge is another one."""
-        self.config, self.models, self.sampler = config, models, sampler
-        self.judge, self.proxy = judge, proxy
-        self.decode = make_decode(tokenizer)
-        self.key = derive_seed(context.seed, "eval")
-        self.record: Callable[[list[dict[str, object]]], None] = lambda _: None
-        self.passes = AdaptiveMicroBatch(
-            config.batch.micro_batch_size * NO_GRAD_BATCH_MULTIPLIER, what="an evaluation pass"
-        )
-        self.rows: dict[str, list[float]] = {}  # of the latest evaluation: the score of each prompt
-        self.batches: list[Prompts] = []
-        if config.data.eval_prompts is not None:
-            held_out = load_prompts(
-                config.data.eval_prompts,
-                tokenizer,
-                chat_template=config.data.chat_format,
-                context=context_length(models.policy),
-                max_new_tokens=config.sampling.max_new_tokens,
-            )
-            context.rows_read("eval_prompts", held_out.skips)
-            self.batches = list(held_out.batches(config.sampling.batch_size))
-
-    def connect(self, recorder: Recorder) -> None:
-        """Send the held-out samples, and messages about memory, to the recorder of the run."""
-        self.record, self.passes.note = recorder.samples, recorder.note
-
-    def __call__(self, step: int) -> dict[str, float]:
-        """Evaluate the current policy, record samples of its completions, and return the metrics."""
-        if not self.batches:
-            return {}
-        evaluation = evaluate_policy(
-            self.batches,
-            self.sampler,
-            self.models,
-            self.judge,
-            proxy=self.proxy,
-            key=self.key,
-            greedy=self.config.eval.greedy,
-            rows_per_pass=self.passes,
-        )
-        self.rows = {"score": evaluation.rollout.scores.tolist()}
-        parts, limit = evaluation.scores.parts, self.config.eval.samples
-        self.record(sample_records(evaluation.rollout, self.decode, step=step, split="eval", limit=limit, parts=parts))
-        return evaluation.metrics
-
-
-def _with_average(evaluate: PromptEvaluator, ema: Ema | None) -> Callable[[int], dict[str, float]]:
-    """Make `evaluate` use the moving average of the weights, if there is one."""
-    if ema is None:
-        return evaluate
-
-    def evaluate_average(step: int) -> dict[str, float]:
-        with ema.applied():
-            return evaluate(step)
-
-    return evaluate_average

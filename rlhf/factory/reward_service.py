@@ -18,8 +18,8 @@ from rlhf.config.run import RunConfig
 from rlhf.data.paths import resolve_best
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import ConfigError
-from rlhf.factory.context import model_folder
 from rlhf.factory.exported import rounded_models
+from rlhf.models.folders import model_folder
 from rlhf.models.scalar_head import load_reward_heads
 from rlhf.runtime.engine import make_engine
 

@@ -13,7 +13,8 @@ from rlhf.config.load import load_chat_format
 from rlhf.config.reward import WatchConfig
 from rlhf.data.paths import resolve_best
 from rlhf.errors import ConfigError
-from rlhf.factory.context import RunContext, member_folders, model_folder
+from rlhf.factory.context import RunContext
+from rlhf.models.folders import member_folders, model_folder
 from rlhf.models.policy_models import keep_in_bfloat16
 from rlhf.models.scalar_head import EnsembleHeadModel
 from rlhf.rewards.ensemble import EnsembleReward

@@ -11,10 +11,10 @@ from pathlib import Path
 from rich.console import Console
 
 from rlhf.config.sections import OnlineConfig, TrainConfig
-from rlhf.factory.context import MODEL
 from rlhf.factory.exported import note_export
 from rlhf.factory.offline import build_offline
 from rlhf.factory.online import build_online
+from rlhf.models.folders import MODEL
 from rlhf.tracking.checkpoint import replace_folder
 from rlhf.tracking.exported import read_export
 from rlhf.tracking.run_folder import completed_step

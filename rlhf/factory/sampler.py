@@ -19,9 +19,9 @@ from rlhf.data.conversation import Message, Prompt
 from rlhf.data.prompts import encode_conversations
 from rlhf.data.tokenizer import load_tokenizer, locate_model, make_encoder, pad_id, stop_token_ids
 from rlhf.errors import DataError, ModelError
-from rlhf.factory.context import model_folder
 from rlhf.models.backbone import check_vocabulary, context_length, eos_ids, freeze, load_causal_lm, move_to
 from rlhf.models.export import GENERATION
+from rlhf.models.folders import model_folder
 from rlhf.models.policy_models import Models
 from rlhf.models.weight_files import local_folder
 from rlhf.runtime.device import choose_device

@@ -1,7 +1,8 @@
 """Policy, reference, critic and reward models: load, export, and compute log-probabilities and values.
 
 - Load and save: `backbone` (causal LMs), `scalar_head` (critic and reward model), `export` (write a model as it was
-  published), `gguf_export`, `weight_files` (parts of a checkpoint).
+  published), `saving` (with its exact weights), `folders` (where models are), `gguf_export`, `weight_files` (parts of a
+  checkpoint).
 - Compute: `policy_models.Models` holds the models of a run; `logprobs` computes log-probabilities and entropies.
 - `kernels`: the same numbers in less time and memory.
 

@@ -26,7 +26,6 @@ from rlhf.models.adapters import base_model
 from rlhf.models.backbone import CausalLM, body_of
 from rlhf.models.kernels.attention import PackedBatch
 from rlhf.models.kernels.cast import HALF_DTYPES, cast_weight, pad_rows_for_onednn
-from rlhf.models.kernels.llama.compiled import NOT_WRITTEN_OUT, compile_layers
 from rlhf.models.kernels.llama.forward import fused_unsupported_reason, predictor_states, supports_fused
 from rlhf.models.kernels.packing import (
     autocast_off,
@@ -232,7 +231,6 @@ def completion_logits(
 
 WRITTEN_OUT = "written-out layers"
 VARLEN = "attention over rows of any length"
-COMPILED = "compiled layers"
 
 
 @dataclass
@@ -260,15 +258,6 @@ class FastWays:
         if device.type == "cuda" and dtype == "bfloat16" and self.ways["no padding"]:
             reasons = [varlen_unsupported_reason(body, torch.bfloat16) for body in bodies]
             self.ways[VARLEN] = not any(reasons)
-            self.reasons += [reason for reason in reasons if reason]
-        return self
-
-    def with_compiled(self, bodies: Sequence[nn.Module], dtype: str, *, wanted: bool) -> FastWays:
-        """Compile layers where the run asks for it (policy.compile); call it once the other ways are known."""
-        if wanted:
-            tried = bodies if self.ways[WRITTEN_OUT] else []
-            reasons = [compile_layers(body, getattr(torch, dtype)) for body in tried] or [NOT_WRITTEN_OUT]
-            self.ways[COMPILED] = not any(reasons)
             self.reasons += [reason for reason in reasons if reason]
         return self
 

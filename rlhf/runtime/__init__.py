@@ -1,6 +1,6 @@
 """The machine that a run uses: devices, ranks, memory, optimizers and random numbers.
 
-- `engine`: the device, and trained models with their optimizers, however they are sharded.
+- `engine`: the device, and trained models, however they are sharded. `optimizers`: their optimizers by name.
 - `distributed`: torch.distributed. `deepspeed`: ZeRO. `device`: where devices differ.
 - `memory`: peak memory, allocators, and micro-batches that shrink when memory runs out.
 - `seeding`: counter-based randomness, from the seed and the step alone.

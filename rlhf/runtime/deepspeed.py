@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rlhf.config.sections import OptimizerConfig
 from rlhf.runtime.distributed import Distributed
-from rlhf.runtime.engine import MOMENTS, adam_state, make_optimizer, parse_state
+from rlhf.runtime.optimizers import MOMENTS, adam_state, make_optimizer, parse_state
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 # torch 2.13 deprecates the names by which DeepSpeed 0.19 calls collectives.

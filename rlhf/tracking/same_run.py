@@ -52,7 +52,7 @@ MAY_CHANGE = (
     *(
         f"{model}.{setting}"
         for model in ("policy", "model")
-        for setting in ("dtype", "gradient_checkpointing", "log_probs", "packing", "compile", "trust_remote_code")
+        for setting in ("dtype", "gradient_checkpointing", "log_probs", "packing", "trust_remote_code")
     ),
     "reward.watch*",
     *(

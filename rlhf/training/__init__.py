@@ -6,9 +6,16 @@
     collect       samples and scores a step's completions: rescued and refilled groups, greedy baselines
     rollout       log-probabilities and values of scored completions, and their metrics
     step          the optimizer step, the only one: micro-batches, gradients over ranks, checks for NaN
-    online_run    the collaborators of an online run, and the parts of its step around the update
+    micro_batches rows as micro-batches over the ranks, and the numbers of all of them together
+    online_run    the collaborators of an online run, and what they are at a step
+    annotate, update_record, kl_control, finish    the parts of an online step around the update
+    prompt_queue  the prompts of a step where unsolved ones are replayed
+    overlap       sampling during the update before; scoring one part while the next is sampled
     trust_region  a policy whose step is a natural gradient (TRPO, NPG)
     health        what watches a run: alarms, and the best checkpoint
+    checkpoints   what a checkpoint holds: models, optimizers, averages, queues
+    reference     the reference's log-probabilities of offline data, kept on disk between runs
+    feed          the mixed and streamed data of a run
     session       the course of a run: steps, evaluation, checkpoints, interruption, records
 
 rlhf.factory makes the collaborators of a run; `online.train` and `offline.train_offline` run it.

@@ -22,7 +22,9 @@ from rlhf.errors import NonFiniteScores, RewardError
 from rlhf.runtime.seeding import derive_seed
 from rlhf.sampling.generate import repeat_rows
 from rlhf.tracking.metrics import Metrics
-from rlhf.training.online_run import OnlineRun, counts, sample_and_score_in_parts
+from rlhf.training.finish import counts
+from rlhf.training.online_run import OnlineRun
+from rlhf.training.overlap import sample_and_score_in_parts
 from rlhf.training.rollout import Collected, live_tokens
 from rlhf.types import Completions, Prompts, Scores
 

@@ -1,7 +1,7 @@
 """The online loop of PPO, GRPO, online DPO and others: sample, score, annotate, compute advantages, update.
 
 What differs between algorithms is in rlhf.algorithms, chosen by configuration; how a step's parts use devices, ranks
-and the run folder is in online_run.py and session.py.
+and the run folder is in the files beside this one and in session.py.
 """
 
 from __future__ import annotations
@@ -9,20 +9,14 @@ from __future__ import annotations
 from rlhf.experience import compute_advantages, select_training_rows
 from rlhf.models.kernels.cast import weights_cast_once
 from rlhf.tracking.metrics import Metrics
+from rlhf.training.annotate import annotate
 from rlhf.training.collect import sample_and_score
+from rlhf.training.finish import finish_step
 from rlhf.training.losses import online_losses
-from rlhf.training.online_run import (
-    OnlineRun,
-    UpdateRecord,
-    annotate,
-    demonstrations,
-    finish_step,
-    lr_factor_at,
-    row_order,
-    trained_models,
-)
+from rlhf.training.online_run import OnlineRun, demonstrations, lr_factor_at, row_order, trained_models
 from rlhf.training.rollout import rollout_metrics, selection_metrics
 from rlhf.training.step import LossBatch, optimizer_step
+from rlhf.training.update_record import UpdateRecord
 from rlhf.types import Experience
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from rlhf.algo.masked import Mean
-from rlhf.batching import Batch, Number, read_numbers
+from rlhf.batching import Batch, Number
 from rlhf.objective import divide_by_denominators
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.runtime.engine import SteppingModel, TrainableModel
 from rlhf.runtime.memory import AdaptiveMicroBatch, return_gaps
 from rlhf.tracking.metrics import Metrics
-from rlhf.types import Completions, Demonstrations, PreferencePairs
+from rlhf.training.micro_batches import MicroBatch, gather_metrics, read_numbers_once, split_into_micro_batches
 
 
 @runtime_checkable
@@ -44,14 +44,6 @@ class LossBatch:
 
     batch: Batch
     loss: Loss
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """The rows of one forward and backward pass; `counts` is False for a dummy pass that keeps the ranks in step."""
-
-    rows: Batch
-    counts: bool
 
 
 @dataclass(frozen=True)
@@ -111,15 +103,28 @@ def optimizer_step(
     fitting = (
         micro_batch_size if isinstance(micro_batch_size, AdaptiveMicroBatch) else AdaptiveMicroBatch(micro_batch_size)
     )
-    means, losses = fitting.run(
+    means, losses = fitting.run(  # forward, loss and backward of every micro-batch
         lambda size: _compute_gradients(parts, trained, fitting, size, ranks),
         again=lambda: _drop_gradients(trained),  # of the passes before memory ran out
     )
-    means, losses, norms = _read(means, losses, [model.grad_norm() for model in trained])
-    metrics, total = _gather_metrics(means, losses, ranks)
+    means, losses, norms = read_numbers_once(means, losses, [model.grad_norm() for model in trained])
+    metrics, total = gather_metrics(means, losses, ranks)
     metrics.add("loss/total", total)
+    if not (math.isfinite(total) and all(math.isfinite(norm) for norm in norms)):
+        _drop_gradients(trained)
+        metrics.update({"skipped/nonfinite": Mean(1.0, 1.0)})
+        return metrics
     minibatch = Minibatch(parts, fitting, ranks)
-    _step(trained, metrics, norms, minibatch, finite=math.isfinite(total), lr_factor=lr_factor)
+    for model, norm in zip(trained, norms, strict=True):
+        metrics.add(f"{model.name}/grad_norm", norm)
+        if norm == 0.0:
+            model.zero_grad()
+            metrics.update({"skipped/zero_gradient": Mean(1.0, 1.0)})
+        elif isinstance(model, SearchingModel):
+            metrics.merge(model.search(minibatch, lr_factor=lr_factor))
+        else:
+            assert isinstance(model, SteppingModel)
+            metrics.add(f"{model.name}/lr", model.step(norm=norm, lr_factor=lr_factor))  # clips, then steps
     return metrics
 
 
@@ -137,110 +142,26 @@ def _compute_gradients(
         if len(parts) > 1:  # what one model's pass leaves between its gradients does not fit another's activations
             return_gaps()
         denominators = part.loss.denominators(part.batch)
+        later = {name for other in parts[number + 1 :] for name in other.loss.denominators(other.batch)}
         passes = split_into_micro_batches(part.batch, fitting, size, ranks)
         for index, micro in enumerate(passes):
-            sums, observed = part.loss.terms(micro.rows)
+            sums, observed = part.loss.terms(micro.rows)  # forward, ratio, loss
             terms = divide_by_denominators(sums, denominators)
             if not micro.counts:
                 terms = {name: 0.0 * value for name, value in terms.items()}
-            is_last = index == len(passes) - 1
-            later = (
-                {name for other in parts[number + 1 :] for name in other.loss.denominators(other.batch)}
-                if is_last
-                else None
-            )
             if number:  # most is in use now: the gradients of the parts before, and this one's activations
                 return_gaps()
-            _backward(terms, trained, later)
+            is_last = index == len(passes) - 1
+            for model in trained:
+                own = [terms[name] for name in model.terms if name in terms]
+                if own:
+                    model.backward(sum(own[1:], start=own[0]), last=is_last and not later & set(model.terms))
             if micro.counts:
                 losses.append([value.detach() for value in terms.values()])
                 means.append(observed)
     return means, losses
 
 
-def _read(
-    means: Sequence[Mapping[str, Mean]], losses: list[list[Number]], norms: list[Number]
-) -> tuple[list[dict[str, Mean]], list[list[Number]], list[float]]:
-    """Return the numbers of an optimizer step as Python's, for which the host waits once."""
-    sums = [number for named in means for mean in named.values() for number in (mean.total, mean.weight)]
-    numbers = iter(read_numbers([*sums, *(loss for terms in losses for loss in terms), *norms]))
-    read = [{name: Mean(next(numbers), next(numbers)) for name in named} for named in means]
-    return read, [[next(numbers) for _ in terms] for terms in losses], list(numbers)
-
-
-def split_into_micro_batches(
-    batch: Batch, fitting: AdaptiveMicroBatch, size: int, ranks: Distributed
-) -> list[MicroBatch]:
-    """Split this rank's share of the rows into passes, as many on every rank: those of a sharded model are collective.
-
-    A rank that runs out of rows repeats one of them in passes that do not count.
-    """
-    share = ranks.share(len(batch))
-    local = batch.rows(share.rows[: share.live])
-    passes = [MicroBatch(local.rows(rows), True) for rows in fitting.cut(local, size) if len(rows)]
-    largest = ranks.largest(float(len(passes))) if fitting.tokens else -(-len(share.rows) // size)
-    missing = int(largest) - len(passes)
-    return passes + [MicroBatch(batch.rows(share.rows[-1:]), False)] * missing
-
-
-def _gather_metrics(
-    means: list[dict[str, Mean]], losses: list[list[Number]], ranks: Distributed
-) -> tuple[Metrics, float]:
-    """Sum the metrics and the losses over micro-batches and ranks, with the same result on each rank."""
-    metrics, total = Metrics(), 0.0
-    for named, terms in zip(means, losses, strict=True):
-        metrics.update(named)
-        total += float(sum(terms))
-    gathered = ranks.gather((metrics.means(), total))
-    merged = Metrics()
-    for rank_means, _ in gathered:
-        merged.update(rank_means)
-    return merged, sum(loss for _, loss in gathered)
-
-
-def _backward(terms: Mapping[str, Tensor], trained: Sequence[TrainableModel], later: set[str] | None) -> None:
-    """Backpropagate each model's terms; `later` names the terms of the remaining parts, None within a part."""
-    for model in trained:
-        losses = [terms[name] for name in model.terms if name in terms]
-        if losses:
-            last = later is not None and not later & set(model.terms)
-            model.backward(sum(losses[1:], start=losses[0]), last=last)
-
-
-def _step(
-    trained: Sequence[TrainableModel],
-    metrics: Metrics,
-    norms: Sequence[float],
-    minibatch: Minibatch,
-    *,
-    finite: bool,
-    lr_factor: float,
-) -> None:
-    if not (finite and all(math.isfinite(norm) for norm in norms)):
-        _drop_gradients(trained)
-        metrics.update({"skipped/nonfinite": Mean(1.0, 1.0)})
-        return
-    for model, norm in zip(trained, norms, strict=True):
-        metrics.add(f"{model.name}/grad_norm", norm)
-        if norm == 0.0:
-            model.zero_grad()
-            metrics.update({"skipped/zero_gradient": Mean(1.0, 1.0)})
-            continue
-        if isinstance(model, SearchingModel):
-            metrics.merge(model.search(minibatch, lr_factor=lr_factor))
-            continue
-        assert isinstance(model, SteppingModel)
-        metrics.add(f"{model.name}/lr", model.step(norm=norm, lr_factor=lr_factor))
-
-
 def _drop_gradients(trained: Sequence[TrainableModel]) -> None:
     for model in trained:
         model.zero_grad()
-
-
-def count_tokens(batch: Batch) -> int:
-    """Count the tokens that a pass over the batch reads; a pair reads its prompt twice."""
-    if isinstance(batch, PreferencePairs):
-        return int(2 * batch.prompt_mask.sum() + batch.chosen_mask.sum() + batch.rejected_mask.sum())
-    assert isinstance(batch, Demonstrations | Completions)
-    return int(batch.prompt_mask.sum() + batch.completion_mask.sum())

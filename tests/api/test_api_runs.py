@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlhf
+from rlhf.api import checks
 from rlhf.cli import main
-from rlhf.commands import checks
 from rlhf.errors import ConfigError, DataError, RewardError, UserError
 from rlhf.user_code import _OBJECTS, load_function
 

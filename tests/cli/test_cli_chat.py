@@ -12,9 +12,9 @@ import pytest
 import yaml
 from runs import make_model, write_rows
 
+from rlhf.api.checks import ChatOptions, check_chat
 from rlhf.cli import main
 from rlhf.commands import sample as chat_command
-from rlhf.commands.checks import ChatOptions, check_chat
 from rlhf.commands.sample import choose_drawing, run_chat
 from rlhf.config.data import ChatFormat
 from rlhf.config.load import load_chat_format

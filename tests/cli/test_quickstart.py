@@ -11,6 +11,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+from rlhf.api import lab
 from rlhf.commands import quickstart
 from rlhf.config.files import merge
 from rlhf.config.load import read_yaml
@@ -49,8 +50,9 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path.write_text(yaml.safe_dump(merge(read_yaml(whole(name)), SMALL[name])), encoding="utf-8")
         return path
 
-    monkeypatch.setattr(quickstart, "lab_config", lab_config)
-    monkeypatch.setattr(quickstart, "PAIRS", {"train": 48, "eval": 48})
+    for module in (lab, quickstart):
+        monkeypatch.setattr(module, "lab_config", lab_config)
+    monkeypatch.setattr(lab, "PAIRS", {"train": 48, "eval": 48})
     return tmp_path / "out"
 
 

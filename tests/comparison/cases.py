@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from runs import ppo_tree, quiet, write_rows
 
-from rlhf.commands.compare import run_compare
+from rlhf.api.comparing import run_compare
 from rlhf.comparison.plan import Cell, Plan, make_plan
 from rlhf.comparison.scheduler import Outcome, record_failure
 from rlhf.comparison.trial import run_cell

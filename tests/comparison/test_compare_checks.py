@@ -9,7 +9,7 @@ import pytest
 from cases import compare_tree, plan_of
 from runs import prompts_file
 
-from rlhf.commands.compare import check_arms
+from rlhf.api.comparing import check_arms
 from rlhf.errors import ConfigError
 
 OWN = """

@@ -13,7 +13,7 @@ import pytest
 from cases import Ended, compare_tree, compared, failing_arm, here, plan_of
 from runs import make_model, quiet
 
-from rlhf.commands.compare import run_compare
+from rlhf.api.comparing import run_compare
 from rlhf.comparison.aggregate import read_cells, summarize
 from rlhf.comparison.costs import (
     COSTS,

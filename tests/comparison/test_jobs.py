@@ -17,7 +17,7 @@ from cases import compare_tree, compared, failing_arm, plan_of
 from rich.console import Console
 from runs import quiet
 
-from rlhf.commands.compare import run_compare
+from rlhf.api.comparing import run_compare
 from rlhf.comparison.costs import COSTS
 from rlhf.comparison.plan import Cell, ensure_owner
 from rlhf.comparison.scheduler import (

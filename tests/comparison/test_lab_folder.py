@@ -11,8 +11,8 @@ from cases import compare_tree, compared
 from rich.console import Console
 from runs import quiet
 
-from rlhf.commands import quickstart
-from rlhf.commands.quickstart import RECORD, check_lab_folder, prepare_lab
+from rlhf.api import lab
+from rlhf.api.lab import RECORD, check_lab_folder, prepare_lab
 from rlhf.errors import ConfigError
 from rlhf.lab.build import LabSpec, lab_key
 
@@ -35,10 +35,10 @@ def test_another_seed_or_another_version_is_refused(tmp_path: Path, monkeypatch:
     folder = tmp_path / "lab"
     check_lab_folder(folder, seed=3, console=quiet())
     before = (folder / RECORD).read_bytes()
-    monkeypatch.setattr(quickstart, "run_train", lambda *_: pytest.fail("a stage began"))
+    monkeypatch.setattr(lab, "run_train", lambda *_: pytest.fail("a stage began"))
     with pytest.raises(ConfigError, match=r"lab was made with seed 3 instead of 4: give another folder .* or remove"):
         prepare_lab(folder, seed=4, console=quiet())
-    monkeypatch.setattr(quickstart, "lab_key", lambda spec: "tiny-new")
+    monkeypatch.setattr(lab, "lab_key", lambda spec: "tiny-new")
     with pytest.raises(ConfigError, match=r"made with another version of the lab, tiny-.* instead of tiny-new:"):
         check_lab_folder(folder, seed=3, console=quiet())
     with pytest.raises(ConfigError, match="seed 3 instead of 4 and another version"):

@@ -12,7 +12,7 @@ import pytest
 from browser import BROWSER, after, browse
 from many import ARMS, many
 
-from rlhf.commands.compare import EXACT_FRONTIER, exact_frontier_of
+from rlhf.api.comparing import EXACT_FRONTIER, exact_frontier_of
 from rlhf.comparison.page import (
     EXACT,
     GLYPHS,

@@ -20,8 +20,8 @@ from browser import BROWSER, browse, on_a_phone
 from cases import compare_tree, compared, failing_arm, plan_of
 from datasets import Dataset
 
+from rlhf.api.comparing import failed_arms
 from rlhf.cli import main
-from rlhf.commands.compare import failed_arms
 from rlhf.comparison.aggregate import KLS, read_cells, summarize, with_known_kl
 from rlhf.comparison.costs import Costs
 from rlhf.comparison.page import difference_table, reward_hacking_points, seed_means, styles, win_matrix

@@ -15,7 +15,7 @@ import yaml
 from cases import compare_tree, compared, failing_arm, here, plan_of
 from runs import quiet
 
-from rlhf.commands.compare import rebuild_comparison
+from rlhf.api.comparing import rebuild_comparison
 from rlhf.comparison.costs import COSTS, CostTracker
 from rlhf.comparison.plan import ensure_owner
 from rlhf.comparison.results import ComparisonResults

@@ -23,7 +23,8 @@ from runs import quiet
 from rlhf.config.files import merge
 from rlhf.config.load import train_config, validate
 from rlhf.config.sections import RewardModelConfig
-from rlhf.factory.reward_model import build_reward_model, finish_reward_model
+from rlhf.factory.reward_card import finish_reward_model
+from rlhf.factory.reward_model import build_reward_model
 from rlhf.factory.run import build_run
 from rlhf.models import weight_files
 from rlhf.models.weight_files import read_headers

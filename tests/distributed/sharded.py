@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 
 from rlhf.config.files import merge
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.factory.context import load_trainer_state
 from rlhf.models.scalar_head import load_scalar_head
+from rlhf.training.checkpoints import load_trainer_state
 
 JOB = Path(__file__).with_name("job.py")
 ROOT = Path(__file__).resolve().parents[2]

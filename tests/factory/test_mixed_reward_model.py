@@ -11,8 +11,9 @@ from runs import make_model, pairs_file, quiet
 
 from rlhf.config.load import validate
 from rlhf.config.sections import RewardModelConfig
-from rlhf.factory import reward_model as factory
-from rlhf.factory.reward_model import build_reward_model, compute_report_card, finish_reward_model
+from rlhf.factory import reward_card as factory
+from rlhf.factory.reward_card import compute_report_card, finish_reward_model
+from rlhf.factory.reward_model import build_reward_model
 from rlhf.training.offline import train_offline
 
 

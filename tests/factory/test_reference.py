@@ -11,12 +11,11 @@ import pytest
 import torch
 from runs import make_model, offline, offline_tree, pairs_file, trained_offline, weights
 
-import rlhf.factory.offline as built
+import rlhf.training.reference as built
 from rlhf.config.files import merge
-from rlhf.factory.offline import completion_logprobs
 from rlhf.models.export import weights_fingerprint
 from rlhf.runtime import device
-from rlhf.training.offline import OfflineRun
+from rlhf.training.offline import OfflineRun, completion_logprobs
 
 UNJUDGED: dict[str, Any] = {"data": {"eval_prompts": None, "eval_preferences": None}, "eval": {"source": None}}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.factory.offline import ReferenceCache, cache_folder, cache_key, rows_fingerprint
+from rlhf.training.reference import ReferenceCache, cache_folder, cache_key, rows_fingerprint
 
 VALUES = torch.tensor([-1.5, -2.25, -1e4], dtype=torch.float64)
 

@@ -22,9 +22,9 @@ from rlhf.config.sections import OptimizerConfig, SamplingConfig
 from rlhf.models.kernels import packing
 from rlhf.models.logprobs import completion_outputs
 from rlhf.runtime import device as device_module
-from rlhf.runtime import engine
+from rlhf.runtime import optimizers
 from rlhf.runtime.device import SideStream
-from rlhf.runtime.engine import make_optimizer, optimizer_state
+from rlhf.runtime.optimizers import make_optimizer, optimizer_state
 from rlhf.sampling.fast import decoder, recorded
 from rlhf.sampling.fast.engine import FastSampler
 
@@ -73,7 +73,7 @@ def resuming(device: str) -> list[Tensor]:
     optimizer.step()
     again = make_optimizer([weight], config)
     state = optimizer_state(optimizer, {"w": weight}, "adamw")
-    engine.load_optimizer_state(again, {"w": weight}, state, "adamw")
+    optimizers.load_optimizer_state(again, {"w": weight}, state, "adamw")
     again.step()
     return [weight.detach().cpu()]
 
@@ -82,7 +82,7 @@ def resuming_sharded(device: str) -> list[Tensor]:
     """A step of Adam over many weights in one flat tensor, from a count of steps: a run continued under ZeRO."""
     flat = torch.nn.Parameter(torch.ones(4, device=device))
     optimizer = make_optimizer([flat], OptimizerConfig(lr=0.1))
-    optimizer.state[flat] |= engine.adam_state(flat.detach(), 3)
+    optimizer.state[flat] |= optimizers.adam_state(flat.detach(), 3)
     flat.grad = torch.arange(4.0).to(device)
     optimizer.step()
     return [flat.detach().cpu()]
@@ -174,14 +174,14 @@ MISTAKES: dict[str, tuple[str, Any, str, str, str]] = {
     ),
     "Adam's step on the host": (
         "resuming",
-        engine,
+        optimizers,
         "load_optimizer_state",
         'parameter.device if kind == "adamw" else "cpu"',
         '"cpu"',
     ),
     "Adam's step on the host, sharded": (
         "resuming, sharded",
-        engine,
+        optimizers,
         "adam_state",
         "device=flat.device",
         'device="cpu"',

@@ -87,8 +87,8 @@ def test_a_mistake_of_rows_is_caught(
 
 
 def wrong_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = elementwise.apply_rope
-    monkeypatch.setattr(elementwise, "apply_rope", lambda heads, cos, sin, way: plain(heads, cos, sin, -way))
+    plain = elementwise.rotate
+    monkeypatch.setattr(elementwise, "rotate", lambda heads, cos, sin, **more: plain(heads, cos, -sin, **more))
 
 
 def no_epsilon(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from rlhf.config.sections import LoraConfig
 from rlhf.models import logprobs
 from rlhf.models.backbone import CausalLM, _quiet_peft, add_lora, body_of, enable_gradient_checkpointing
 from rlhf.models.kernels.llama import forward as lean
+from rlhf.models.kernels.llama.elementwise import rotate
 from rlhf.models.kernels.llama.families import Norm, read_layers
 from rlhf.models.kernels.llama.forward import predictor_states, rms_norm, supports_fused
 from rlhf.models.kernels.packing import pack, packed_inputs, packing_unsupported_reason
@@ -280,6 +281,17 @@ def test_states_are_those_asked_for() -> None:
     whole = body(**packed_inputs(rows)).last_hidden_state[0]
     for chosen in (rows.predictor_index, rows.last, torch.tensor([4, 0, 4])):
         torch.testing.assert_close(predictor_states(body, rows, chosen), whole[chosen], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_rotation_turns_planes_and_back_undoes_it(dtype: torch.dtype) -> None:
+    heads = torch.randn(7, 3, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    angles = torch.linspace(-3, 3, 14, dtype=torch.float64).view(7, 1, 2)
+    turned = rotate(heads, angles.cos(), angles.sin())
+    planes = torch.complex(heads[..., :2].double(), heads[..., 2:4].double()) * torch.exp(1j * angles)
+    torch.testing.assert_close(turned, torch.cat([planes.real, planes.imag, heads[..., 4:].double()], dim=-1))
+    torch.testing.assert_close(rotate(turned, angles.cos(), angles.sin(), back=True), heads.double())
+    assert rotate(heads, angles.cos(), angles.sin(), dtype=torch.float32).dtype == torch.float32
 
 
 def test_the_norm_and_its_gradient() -> None:

@@ -83,7 +83,7 @@ CHOOSING = [
     ),
     Mutant(
         name="rejected-completions-cost-a-pass",
-        file="rlhf/training/online_run.py",
+        file="rlhf/training/update_record.py",
         before="tokens += count_tokens(minibatch)",
         after="tokens += count_tokens(experience)",
         why="an arm is billed for passes over completions that it threw away: unequal budgets",

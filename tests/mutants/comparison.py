@@ -111,7 +111,7 @@ COMPARISON = [
     ),
     Mutant(
         name="a-lab-of-another-seed",
-        file="rlhf/commands/quickstart.py",
+        file="rlhf/api/lab.py",
         before='if recorded["seed"] != seed else []',
         after="if False else []",
         why="a comparison with lab.seed=1 is run on the lab of seed 0",

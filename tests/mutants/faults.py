@@ -104,7 +104,7 @@ FAULTS = [
     ),
     Mutant(
         name="a-filler-pass-counts",
-        file="rlhf/training/step.py",
+        file="rlhf/training/micro_batches.py",
         before="return passes + [MicroBatch(batch.rows(share.rows[-1:]), False)] * missing",
         after="return passes + [MicroBatch(batch.rows(share.rows[-1:]), True)] * missing",
         why="the row that a process repeats to keep step with the others is trained on twice",
@@ -120,7 +120,7 @@ FAULTS = [
     ),
     Mutant(
         name="metrics-of-rank-0-only",
-        file="rlhf/training/step.py",
+        file="rlhf/training/micro_batches.py",
         before="for rank_means, _ in gathered:",
         after="for rank_means, _ in gathered[:1]:",
         why="the curves show a part of the data",
@@ -128,7 +128,7 @@ FAULTS = [
     ),
     Mutant(
         name="the-loss-of-one-rank-is-the-total",
-        file="rlhf/training/step.py",
+        file="rlhf/training/micro_batches.py",
         before="return merged, sum(loss for _, loss in gathered)",
         after="return merged, total",
         why="ranks differ in what they think of the step: one drops it for a NaN, another takes it",
@@ -145,8 +145,8 @@ FAULTS = [
     Mutant(
         name="one-finite-norm-is-enough",
         file="rlhf/training/step.py",
-        before="if not (finite and all(math.isfinite(norm) for norm in norms)):",
-        after="if not (finite and any(math.isfinite(norm) for norm in norms)):",
+        before="if not (math.isfinite(total) and all(math.isfinite(norm) for norm in norms)):",
+        after="if not (math.isfinite(total) and any(math.isfinite(norm) for norm in norms)):",
         why="a bad gradient of the critic moves its weights, since the policy's is good",
         tests=("tests/training/test_step.py",),
     ),

@@ -6,7 +6,6 @@ from mutant import Mutant
 
 HEAD = ("tests/models/test_lm_head.py",)
 LEAN = ("tests/models/test_llama_forward.py",)
-COMPILED = ("tests/models/test_compiled.py",)
 
 FORWARD = [
     Mutant(
@@ -100,8 +99,8 @@ FORWARD = [
     Mutant(
         name="lean-rotates-gradients-forward",
         file="rlhf/models/kernels/llama/elementwise.py",
-        before="apply_rope(exact, cos, sin, -1)",
-        after="apply_rope(exact, cos, sin, 1)",
+        before="rotate(gradient, cos, sin, back=True)",
+        after="rotate(gradient, cos, sin)",
         why="gradients of queries and keys are turned the wrong way; the loss still falls",
         tests=LEAN,
     ),
@@ -164,8 +163,8 @@ FORWARD = [
     Mutant(
         name="lean-parts-of-a-head-are-lost",
         file="rlhf/models/kernels/llama/elementwise.py",
-        before="        turned[..., 2 * half :] = rest",
-        after="        turned[..., 2 * half :] = 0",
+        before="        rotated[..., 2 * half :] = rest",
+        after="        rotated[..., 2 * half :] = 0",
         why="what Phi-4 mini does not rotate is left out; the trial sees it, and the fast way is off",
         tests=LEAN,
     ),
@@ -208,30 +207,6 @@ FORWARD = [
         after="with autocast_off(body):",
         why="a new adapter adds nothing, so that a wrong use of it passes the trial",
         tests=LEAN,
-    ),
-    Mutant(
-        name="compiled-norm-loses-the-skip",
-        file="rlhf/models/kernels/llama/compiled.py",
-        before="d_x if d_skip is None else d_skip + d_x",
-        after="d_x",
-        why="with policy.compile nothing flows past a layer; the trial sees it, and the run stays eager",
-        tests=COMPILED,
-    ),
-    Mutant(
-        name="compiled-without-a-gradient-trial",
-        file="rlhf/models/kernels/llama/compiled.py",
-        before="error <= MAX_ERROR[dtype] and ",
-        after="",
-        why="a compiler's mistake in a backward pass trains another model: the trial of the body looks at states alone",
-        tests=COMPILED,
-    ),
-    Mutant(
-        name="compiled-by-nobody",
-        file="rlhf/models/kernels/llama/compiled.py",
-        before="        if not count_graphs():",
-        after="        if count_graphs() < 0:",
-        why="the line says compiled where torch's compiler is switched off: slower, and nothing says so",
-        tests=COMPILED,
     ),
     Mutant(
         name="window-outgrown",

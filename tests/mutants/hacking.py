@@ -133,7 +133,7 @@ HACKING = [
     ),
     Mutant(
         name="card-of-weights-before-rounding",
-        file="rlhf/factory/reward_model.py",
+        file="rlhf/factory/reward_card.py",
         before="        _load_weights(built, folder.path)  # rounded",
         after="        pass",
         why="the report card is of weights that were not exported: rounding to bfloat16 took the training away",

@@ -35,8 +35,8 @@ LOOP = [
     ),
     Mutant(
         name="adaptive-kl-falls-in-the-warm-up",
-        file="rlhf/training/online_run.py",
-        before="if controller.adapts and not _is_warming_up(run, step):",
+        file="rlhf/training/kl_control.py",
+        before="if controller.adapts and not is_warming_up(run, step):",
         after="if controller.adapts:",
         why="the KL of a policy that may not move is 0: the coefficient falls at every step of the warm-up",
         tests=ONLINE,

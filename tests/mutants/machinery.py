@@ -153,7 +153,7 @@ MACHINERY = [
     Mutant(
         name="nan-step-taken",
         file="rlhf/training/step.py",
-        before="if not (finite and all(math.isfinite(norm) for norm in norms)):",
+        before="if not (math.isfinite(total) and all(math.isfinite(norm) for norm in norms)):",
         after="if False:",
         why="one NaN and the weights are gone",
         tests=("tests/training/test_step.py",),
@@ -176,7 +176,7 @@ MACHINERY = [
     ),
     Mutant(
         name="optimizer-not-restored",
-        file="rlhf/factory/online.py",
+        file="rlhf/training/checkpoints.py",
         before="        model.load_state(state[name])",
         after="        pass",
         why="a resumed run forgets Adam's moments and takes another path",
@@ -201,7 +201,7 @@ MACHINERY = [
     Mutant(
         name="warmup-trains-the-policy",
         file="rlhf/training/online_run.py",
-        before="policy = [] if _is_warming_up(run, step) or stepped else [run.policy]",
+        before="policy = [] if is_warming_up(run, step) or stepped else [run.policy]",
         after="policy = [run.policy]",
         why="critic warm-up moves the policy along an untrained critic",
         tests=("tests/learning/test_learns.py::test_critic_warmup_leaves_the_policy_alone",),

@@ -138,7 +138,7 @@ OFFLINE = [
     ),
     Mutant(
         name="cache-forgets-the-model",
-        file="rlhf/factory/offline.py",
+        file="rlhf/training/reference.py",
         before="weights=self._fingerprint(),",
         after='weights="",',
         why="a new SFT model reads the old one's log-probs",
@@ -146,7 +146,7 @@ OFFLINE = [
     ),
     Mutant(
         name="cache-forgets-the-temperature",
-        file="rlhf/factory/offline.py",
+        file="rlhf/training/reference.py",
         before='"dtype": dtype, "temperature": temperature}',
         after='"dtype": dtype}',
         why="policy and reference are compared at two temperatures",
@@ -154,7 +154,7 @@ OFFLINE = [
     ),
     Mutant(
         name="cache-checksum-ignored",
-        file="rlhf/factory/offline.py",
+        file="rlhf/training/reference.py",
         before='return "" if metadata.get("checksum") == _checksum(values) else "its checksum does not match", values',
         after='return "", values',
         why="a flipped bit is a reward from then on",

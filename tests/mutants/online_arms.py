@@ -74,7 +74,7 @@ ONLINE_ARMS = [
     ),
     Mutant(
         name="greedy-completions-are-free",
-        file="rlhf/training/online_run.py",
+        file="rlhf/training/finish.py",
         before="run.session.state.completions += len(rollout) + collected.extra",
         after="run.session.state.completions += len(rollout)",
         why="a budget in completions favors the arms that sample what they do not learn from",

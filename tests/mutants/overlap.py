@@ -26,7 +26,7 @@ OVERLAPPING = [
     ),
     Mutant(
         name="ahead-never-refreshed",
-        file="rlhf/training/online_run.py",
+        file="rlhf/training/overlap.py",
         before="        self._refresh()",
         after="        pass",
         why="completions fall behind by ever more steps, and only the mismatch metric shows it",
@@ -34,7 +34,7 @@ OVERLAPPING = [
     ),
     Mutant(
         name="ahead-not-saved",
-        file="rlhf/factory/online.py",
+        file="rlhf/training/checkpoints.py",
         before='extra["ahead"] = self.ahead.saved(self.state)',
         after='extra["ahead"] = {}',
         why="a resumed run draws the next step by other weights than the uninterrupted one did",
@@ -42,7 +42,7 @@ OVERLAPPING = [
     ),
     Mutant(
         name="ahead-forgets-the-step-at-hand",
-        file="rlhf/training/online_run.py",
+        file="rlhf/training/overlap.py",
         before="        self._drawn = {step: self._drawn[step]}",
         after="        self._drawn = {}",
         why="a run that its reward stopped draws the step again, by later weights",
@@ -74,7 +74,7 @@ OVERLAPPING = [
     ),
     Mutant(
         name="eightbit-scales-not-saved",
-        file="rlhf/runtime/engine.py",
+        file="rlhf/runtime/optimizers.py",
         before='QUANTIZED = ("state1", "state2", "absmax1", "absmax2")',
         after='QUANTIZED = ("state1", "state2", "absmax1")',
         why="a resumed run starts with second moments of another scale",

@@ -6,7 +6,7 @@ from mutant import Mutant
 
 ALGO = "rlhf/algo/selection.py"
 COLLECT = "rlhf/training/collect.py"
-REPLAY = "rlhf/training/online_run.py"
+REPLAY = "rlhf/training/prompt_queue.py"
 WEIGHTS = ("tests/algo/test_rescue_weights.py",)
 MACHINERY = ("tests/training/test_rescue.py",)
 
@@ -85,7 +85,7 @@ RESCUING = [
     ),
     Mutant(
         name="sampler-log-probabilities-of-the-hint",
-        file="rlhf/training/online_run.py",
+        file="rlhf/training/annotate.py",
         before="is_off_policy = run.ahead is not None or bool(collected.hinted.any())",
         after="is_off_policy = run.ahead is not None",
         why="log-probabilities with the hint could serve as those without it: every weight is 1",
@@ -133,7 +133,7 @@ RESCUING = [
     ),
     Mutant(
         name="queue-not-saved",
-        file="rlhf/factory/online.py",
+        file="rlhf/training/checkpoints.py",
         before='extra["queue"] = self.queue.saved()',
         after='extra["queue"] = None',
         why="a resumed run has other prompts than the uninterrupted one",

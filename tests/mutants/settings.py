@@ -129,7 +129,7 @@ SETTINGS = [
     ),
     Mutant(
         name="the-folder-changes-before-its-owner-is-asked",
-        file="rlhf/commands/compare.py",
+        file="rlhf/api/comparing.py",
         before="        check_owner(cell)  # of all cells, before anything in the folder changes\n",
         after="        pass\n",
         why="a comparison that is refused leaves its settings in the folder of the other",

@@ -7,7 +7,7 @@ from mutant import Mutant
 SHARDED_MODELS = [
     Mutant(
         name="adam-s-count-on-the-cpu",
-        file="rlhf/runtime/engine.py",
+        file="rlhf/runtime/optimizers.py",
         before="torch.tensor(float(step), device=flat.device)",
         after="torch.tensor(float(step))",
         why="a run continued under ZeRO on GPUs gives the fused kernel a count of steps that it cannot read",

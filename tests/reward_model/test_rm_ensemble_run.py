@@ -12,13 +12,14 @@ import torch
 from runs import largest_difference, make_model, pairs_file, ppo_tree, quiet, trained, weights
 from transformers import AutoModelForSequenceClassification
 
-from rlhf.commands.train import run_reward_model
+from rlhf.api.training import run_reward_model
 from rlhf.config.files import merge
 from rlhf.config.load import validate
 from rlhf.config.sections import RewardModelConfig
 from rlhf.errors import ConfigError
-from rlhf.factory.context import member_folders
-from rlhf.factory.reward_model import build_reward_model, compute_report_card
+from rlhf.factory.reward_card import compute_report_card
+from rlhf.factory.reward_model import build_reward_model
+from rlhf.models.folders import member_folders
 from rlhf.training.offline import train_offline
 
 

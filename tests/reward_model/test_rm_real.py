@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification
 
 from reward_model.evaluate import evaluate_reward_model
 from reward_model.model import BradleyTerryLoss, calibrate
-from rlhf.commands.train import run_reward_model
+from rlhf.api.training import run_reward_model
 from rlhf.config.load import load_reward_model
 from rlhf.data.datasets import BatchStream
 from rlhf.data.pairs import load_pairs

@@ -14,7 +14,7 @@ from rlhf.errors import ConfigError, NonFiniteScores, UserError
 from rlhf.rewards.source import MainRankReward, ShardedReward
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.runtime.memory import AdaptiveMicroBatch
-from rlhf.training.step import split_into_micro_batches
+from rlhf.training.micro_batches import split_into_micro_batches
 from rlhf.types import Completions, Scores
 
 T = TypeVar("T")

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from rlhf.config.sections import OptimizerConfig
 from rlhf.errors import CheckpointError, ConfigError
-from rlhf.runtime.engine import MOMENTS, LocalModel, adam_state, load_optimizer_state, make_optimizer
+from rlhf.runtime.engine import LocalModel
+from rlhf.runtime.optimizers import MOMENTS, adam_state, load_optimizer_state, make_optimizer
 
 
 def module() -> nn.Sequential:

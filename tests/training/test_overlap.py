@@ -15,7 +15,7 @@ from rlhf.config.load import train_config
 from rlhf.errors import ConfigError, RewardError
 from rlhf.training.collect import sampling_key
 from rlhf.training.online import train
-from rlhf.training.online_run import sample_and_score_in_parts
+from rlhf.training.overlap import sample_and_score_in_parts
 from rlhf.types import Completions, Prompts, Scores
 
 PATIENCE_S = 60.0

@@ -21,8 +21,8 @@ from rlhf.algorithms.simpo import Simpo
 from rlhf.data.pairs import CompletionRows
 from rlhf.models.logprobs import completion_outputs
 from rlhf.models.policy_models import Models
+from rlhf.training.micro_batches import count_tokens
 from rlhf.training.offline import LabelledLoss, PairwiseLoss, completion_logprobs
-from rlhf.training.step import count_tokens
 from rlhf.types import AnnotatedLabelledCompletions, AnnotatedPairs
 
 PROMPTS = [[1, 5, 6], [1, 7], [1, 8, 9, 10]]

@@ -25,9 +25,11 @@ from rlhf.errors import DataError, UserError
 from rlhf.factory.online import build_online
 from rlhf.lab import doors
 from rlhf.sampling.generate import repeat_rows
+from rlhf.training.annotate import annotate
 from rlhf.training.collect import collect, sample_and_score, under_prompts
 from rlhf.training.online import train
-from rlhf.training.online_run import OnlineRun, PromptQueue, annotate
+from rlhf.training.online_run import OnlineRun
+from rlhf.training.prompt_queue import PromptQueue
 from rlhf.training.rollout import Collected, live_tokens
 from rlhf.types import Completions, Prompts, Scores
 

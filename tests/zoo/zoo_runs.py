@@ -16,7 +16,8 @@ from torch import nn
 from rlhf.config.files import merge
 from rlhf.config.load import train_config, validate
 from rlhf.config.sections import RewardModelConfig
-from rlhf.factory.reward_model import build_reward_model, finish_reward_model
+from rlhf.factory.reward_card import finish_reward_model
+from rlhf.factory.reward_model import build_reward_model
 from rlhf.factory.run import TrainingRun, build_run
 from rlhf.training.offline import train_offline
 

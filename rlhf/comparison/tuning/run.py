@@ -31,7 +31,7 @@ from rlhf.comparison.tuning.plan import (
 from rlhf.comparison.tuning.results import ArmTuning, TrialResult, Tuning, total_costs
 from rlhf.config.compare import UNTUNED, CompareConfig, Scalar, TrainedArm, TuneConfig
 from rlhf.errors import UserError
-from rlhf.factory.context import MODEL
+from rlhf.models.folders import MODEL
 from rlhf.report.charts import Table
 from rlhf.tracking.metrics import format_number
 from rlhf.tracking.trackers import read_jsonl

@@ -2,5 +2,5 @@
 
 - `families`: the one list of families, and where each keeps its weights.
 - `forward`: the whole body over packed rows, each layer as two autograd functions.
-- `elementwise`: norms, RoPE and gates; `compiled`: the same for torch.compile.
+- `elementwise`: norms, RoPE and gates.
 """

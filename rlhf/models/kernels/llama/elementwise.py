@@ -1,7 +1,6 @@
 """What a layer computes between its matrix products, forward and backward: norms, rotations and gates.
 
-`EAGER` has them as they run by default, each in as few passes over memory as torch's own operators allow. compiled.py
-has the same functions for torch.compile. A layer (forward.py) is given one of the two.
+Each takes as few passes over memory as torch's own operators allow.
 """
 
 from __future__ import annotations
@@ -33,18 +32,6 @@ ACTIVATIONS = {  # by their names in model configurations
         partial(functional.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh")
     ),
 }
-
-
-class Elementwise(NamedTuple):
-    """The functions between the products; each has the signature and the result of its namesake in this file."""
-
-    normalize: Callable[..., tuple[Tensor, Tensor]]
-    renormalize: Callable[..., tuple[Tensor, Tensor]]
-    norm_backward: Callable[..., tuple[Tensor, Weight]]
-    rope: Callable[..., Tensor]
-    rope_backward: Callable[..., Tensor]
-    gate: Callable[..., Tensor]
-    gate_backward: Callable[..., tuple[Weight, Tensor, Tensor]]
 
 
 def normalize(
@@ -90,15 +77,14 @@ def rope(
     heads: Float[Tensor, "N H d"], cos: Float[Tensor, "N 1 E"], sin: Float[Tensor, "N 1 E"], dtype: torch.dtype
 ) -> Float[Tensor, "N H d"]:
     """Rotate heads to their positions, at least in the precision of the angles, and return them in `dtype`."""
-    return apply_rope(heads.to(torch.promote_types(heads.dtype, cos.dtype)), cos, sin, 1).to(dtype)
+    return rotate(heads, cos, sin).to(dtype)
 
 
 def rope_backward(
     gradient: Float[Tensor, "N H d"], cos: Float[Tensor, "N 1 E"], sin: Float[Tensor, "N 1 E"], dtype: torch.dtype
 ) -> Float[Tensor, "M Hd"]:
     """Rotate the gradients of heads back, and return them as rows of a product in `dtype`."""
-    exact = gradient.to(torch.promote_types(gradient.dtype, cos.dtype))
-    return pad_rows_for_onednn(apply_rope(exact, cos, sin, -1).flatten(1), dtype)
+    return pad_rows_for_onednn(rotate(gradient, cos, sin, back=True).flatten(1), dtype)
 
 
 def gate(gates: Float[Tensor, "N E"], ups: Float[Tensor, "N E"], activation: str) -> Float[Tensor, "N E"]:
@@ -123,27 +109,30 @@ def gate_backward(
     return value, ACTIVATIONS[activation].back(gradient.mul_(ups), gates), d_ups
 
 
-def apply_rope(
-    heads: Float[Tensor, "N H d"], cos: Float[Tensor, "N 1 E"], sin: Float[Tensor, "N 1 E"], direction: int
+def rotate(
+    heads: Float[Tensor, "N H d"],
+    cos: Float[Tensor, "N 1 E"],
+    sin: Float[Tensor, "N 1 E"],
+    *,
+    back: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Float[Tensor, "N H d"]:
-    """Apply rotary embeddings to the first 2 E numbers of each head; `direction` is 1, or -1 to rotate back.
+    """Apply rotary position embeddings to the first 2 E entries of every head (Su et al. 2021), or undo that (`back`).
 
-    Their two halves are the coordinates of E planes. The rest, in families that rotate only a part, stays as it is.
+    The two halves of these entries are the coordinates of E planes. Entries beyond them, in families that rotate only a
+    part of the head, stay as they are. The result has the widest dtype of the three, unless `dtype` is given.
     """
-    half = cos.shape[-1]
+    half, direction = cos.shape[-1], -1 if back else 1
     first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
-    turned = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
-    torch.mul(first, cos, out=turned[..., :half]).addcmul_(second, sin, value=-direction)
-    torch.mul(second, cos, out=turned[..., half : 2 * half]).addcmul_(first, sin, value=direction)
+    rotated = heads.new_empty(heads.shape, dtype=dtype or torch.promote_types(heads.dtype, cos.dtype))
+    torch.addcmul(first * cos, second, sin, value=-direction, out=rotated[..., :half])
+    torch.addcmul(second * cos, first, sin, value=direction, out=rotated[..., half : 2 * half])
     if rest.shape[-1]:
-        turned[..., 2 * half :] = rest
-    return turned
+        rotated[..., 2 * half :] = rest
+    return rotated
 
 
 def _inverse_rms(x: Float[Tensor, "*shape D"], eps: float) -> Float[Tensor, "*shape 1"]:
     """Compute the inverse RMS of x, 1 / sqrt(mean(x²) + eps)."""
     square: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
     return square.div_(x.shape[-1]).add_(eps).rsqrt_()
-
-
-EAGER = Elementwise(normalize, renormalize, norm_backward, rope, rope_backward, gate, gate_backward)

@@ -3,8 +3,8 @@
 A layer is two halves around its attention, each with a backward pass of its own. Modules take a dozen steps, each of
 which keeps its inputs; here few passes over memory do the same, and what is cheap to recompute in the backward pass
 (norms, silu) is not kept. Matrix products are computed in the dtype `low`, which is autocast's or else the weights'
-own; norms, rotations and the residual stream are in the weights' dtype. What is between the products is given as
-functions, eager or compiled (elementwise.py, compiled.py).
+own; norms, rotations and the residual stream are in the weights' dtype. What is between the products is in
+elementwise.py.
 
 Which families these are, and where they keep their weights, is in families.py. Results that nobody reads are left out
 too: the last layer's feed-forward half is computed for the chosen tokens only.
@@ -28,8 +28,9 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhf.models.adapters import is_lora_linear
 from rlhf.models.kernels.attention import PackedBatch, RectangleIndex, attend, compute_dtype
-from rlhf.models.kernels.cast import HALF_DTYPES, cast_weight, pad_rows_for_onednn
-from rlhf.models.kernels.llama.elementwise import ACTIVATIONS, EAGER, Elementwise, Weight
+from rlhf.models.kernels.cast import cast_weight, pad_rows_for_onednn
+from rlhf.models.kernels.llama import elementwise
+from rlhf.models.kernels.llama.elementwise import ACTIVATIONS, Weight
 from rlhf.models.kernels.llama.families import READERS, Layer, Norm, Norms, Projection, Reader, norm_of, read_layers
 from rlhf.models.kernels.packing import autocast_off, build_probe, packed_inputs
 from rlhf.runtime.device import is_device_error
@@ -44,7 +45,6 @@ def predictor_states(body: nn.Module, rows: PackedBatch, chosen: Int[Tensor, " M
 
 
 _MATCHES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # tried once for each model
-_FUNCTIONS: WeakKeyDictionary[nn.Module, Elementwise] = WeakKeyDictionary()  # of models whose layers are compiled
 
 
 def supports_fused(body: nn.Module) -> bool:
@@ -59,18 +59,6 @@ def supports_fused(body: nn.Module) -> bool:
     if body not in _MATCHES:
         _MATCHES[body] = _matches_modules(body)
     return _MATCHES[body]
-
-
-def use_functions(body: nn.Module, functions: Elementwise) -> bool:
-    """Compute with `functions` what is between the products of a supported `body`, if it passes the trial with them."""
-    before = _FUNCTIONS.get(body, EAGER)
-    _FUNCTIONS[body] = functions
-    # Where policy_models.round_matrices has kept weights in 16 bits, the modules cannot be called for a trial.
-    kept_low = any(weight.dtype in HALF_DTYPES for weight in body.parameters())
-    matches = kept_low or _matches_modules(body)
-    if not matches:
-        _FUNCTIONS[body] = before
-    return matches
 
 
 def fused_unsupported_reason(body: nn.Module) -> str:
@@ -184,7 +172,7 @@ def live_adapters(body: nn.Module) -> Iterator[None]:
 
 def _states(body: Any, rows: PackedBatch, chosen: Int[Tensor, " M"]) -> Float[Tensor, "M D"]:
     x = body.embed_tokens(rows.input_ids)[0]
-    read, functions = READERS[type(body)], _FUNCTIONS.get(body, EAGER)
+    read = READERS[type(body)]
     layers = body.layers[: body.config.num_hidden_layers]
     turns = {angles: rotary(body, x, rows, angles) for angles in {read(layer).rope_kind for layer in layers}}
     for number, layer in enumerate(layers, start=1):
@@ -195,13 +183,12 @@ def _states(body: Any, rows: PackedBatch, chosen: Int[Tensor, " M"]) -> Float[Te
             turns=turns,
             rows=rows,
             chosen=chosen if number == len(layers) else None,
-            functions=functions,
         )
         if layer.gradient_checkpointing and layer.training:
             x = checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)
         else:
             x = forward(x)
-    return rms_norm(x, norm_of(body.norm), functions)
+    return rms_norm(x, norm_of(body.norm))
 
 
 def rotary(body: Any, x: Float[Tensor, "N D"], rows: PackedBatch, angles: str | None) -> RotaryTable:
@@ -219,9 +206,8 @@ def layer_forward(
     turns: Mapping[str | None, RotaryTable],
     rows: PackedBatch,
     chosen: Int[Tensor, " M"] | None,
-    functions: Elementwise,
 ) -> Float[Tensor, "M D"]:
-    """Compute a layer, with `functions` between its products, for the `chosen` tokens or, where that is None, all."""
+    """Compute a layer for the `chosen` tokens or, where that is None, all."""
     spec = read(layer)
     turn = turns[spec.rope_kind]
     low = compute_dtype(x)
@@ -235,7 +221,6 @@ def layer_forward(
         spec.head_dim,
         turn,
         low,
-        functions,
     )
     others = [spec.output, *spec.gate_up, spec.down]
     return after_attention(
@@ -248,7 +233,6 @@ def layer_forward(
         _adapters(others),
         spec.activation_name,
         low,
-        functions,
     )
 
 
@@ -282,7 +266,6 @@ def before_attention(
     width: int,
     turn: RotaryTable,
     low: torch.dtype,
-    functions: Elementwise = EAGER,
 ) -> tuple[Float[Tensor, "N D"], list[Tensor]]:
     """Return x itself, and query, key and value of norm(x) in each rectangle [places, heads, d = width], rotated.
 
@@ -292,7 +275,7 @@ def before_attention(
     eps, norm_weights = _split_norms([norm, *(head_norms or (None, None))])
     scales, pairs = _flatten_adapters(adapters)
     skip, *states = _BeforeAttention.apply(  # type: ignore[no-untyped-call]
-        eps, width, turn, low, scales, functions, x, *norm_weights, *weights, *biases, *pairs
+        eps, width, turn, low, scales, x, *norm_weights, *weights, *biases, *pairs
     )
     return skip, states
 
@@ -307,7 +290,6 @@ def after_attention(
     adapters: Sequence[Adapter],
     activation: str,
     low: torch.dtype,
-    functions: Elementwise = EAGER,
 ) -> Float[Tensor, "M D"]:
     """Compute a layer from the output of its attention on, for the `chosen` tokens or, where that is None, for all.
 
@@ -317,32 +299,31 @@ def after_attention(
     scales, pairs = _flatten_adapters(adapters)
     eps, norm_weights = _split_norms([norms.before_mlp, norms.after_attention, norms.after_mlp])
     after: Tensor = _AfterAttention.apply(  # type: ignore[no-untyped-call]
-        eps, low, scales, places, chosen, activation, functions, skip, *norm_weights, *weights, *pairs, *seen
+        eps, low, scales, places, chosen, activation, skip, *norm_weights, *weights, *pairs, *seen
     )
     return after
 
 
-def rms_norm(x: Float[Tensor, "N D"], norm: Norm, functions: Elementwise = EAGER) -> Float[Tensor, "N D"]:
+def rms_norm(x: Float[Tensor, "N D"], norm: Norm) -> Float[Tensor, "N D"]:
     """Apply an RMSNorm to x."""
-    y: Tensor = _RMSNorm.apply(x, norm.weight, norm.eps, functions)  # type: ignore[no-untyped-call]
+    y: Tensor = _RMSNorm.apply(x, norm.weight, norm.eps)  # type: ignore[no-untyped-call]
     return y
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, functions: Elementwise) -> Tensor:
-        y, inverse = functions.normalize(x, weight, eps, x.dtype)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y, inverse = elementwise.normalize(x, weight, eps, x.dtype)
         ctx.save_for_backward(x, weight, inverse)
-        ctx.functions = functions
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Weight, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Weight, None]:
         x, weight, inverse = ctx.saved_tensors
         needs_grad = ctx.needs_input_grad[1]
-        d_x, d_weight = ctx.functions.norm_backward(gradient, x * inverse, weight, inverse, None, needs_grad)
-        return d_x, d_weight, None, None
+        d_x, d_weight = elementwise.norm_backward(gradient, x * inverse, weight, inverse, None, needs_grad)
+        return d_x, d_weight, None
 
 
 class _BeforeAttention(torch.autograd.Function):
@@ -354,13 +335,12 @@ class _BeforeAttention(torch.autograd.Function):
         turn: RotaryTable,
         low: torch.dtype,
         scales: Sequence[float],
-        functions: Elementwise,
         x: Tensor,
         weight: Weight,
         *others: Weight,
     ) -> Any:
         head_norms, weights, biases, adapters = others[:2], others[2:5], others[5:8], _pair_adapters(others[8:], scales)
-        inner, inverse = _normalize(x, weight, eps[0], low, functions)
+        inner, inverse = _normalize(x, weight, eps[0], low)
         heads = [
             _linear(inner, w, b, adapter)[: len(x)] for w, b, adapter in zip(weights, biases, adapters, strict=True)
         ]
@@ -368,12 +348,12 @@ class _BeforeAttention(torch.autograd.Function):
         for number, norm in enumerate(head_norms):
             if norm is not None:
                 states = heads[number].to(x.dtype).view(-1, len(norm))
-                heads[number], inverse_rms = functions.normalize(states, norm, eps[1 + number], x.dtype)
+                heads[number], inverse_rms = elementwise.normalize(states, norm, eps[1 + number], x.dtype)
                 kept += [states, inverse_rms]
         query, key, value = (states.view(len(x), -1, width) for states in heads)
-        query, key = (functions.rope(states, turn.cos, turn.sin, low) for states in (query, key))
+        query, key = (elementwise.rope(states, turn.cos, turn.sin, low) for states in (query, key))
         projected = query, key, value
-        ctx.turn, ctx.low, ctx.scales, ctx.functions = turn, low, scales, functions
+        ctx.turn, ctx.low, ctx.scales = turn, low, scales
         ctx.save_for_backward(x, weight, inverse, *head_norms, *weights, *others[8:], *kept)
         if not turn.places:
             return x.view_as(x), *projected
@@ -389,17 +369,16 @@ class _BeforeAttention(torch.autograd.Function):
         """Gather gradients from places to tokens, rotate them back, and go through the products and the norm."""
         x, weight, inverse, *saved = ctx.saved_tensors
         head_norms, weights, adapters, kept = saved[:2], saved[2:5], _pair_adapters(saved[5:11], ctx.scales), saved[11:]
-        needs_grad = ctx.needs_input_grad[7:]
+        needs_grad = ctx.needs_input_grad[6:]
         turn: RotaryTable = ctx.turn
-        functions: Elementwise = ctx.functions
         d_heads = [_gather_live(gradients[number::3], turn.places) for number in range(3)]
         before_rows = x.dtype if kept else ctx.low  # the norms of heads come before the rows of a product
-        flat = [functions.rope_backward(d, turn.cos, turn.sin, before_rows) for d in d_heads[:2]]
+        flat = [elementwise.rope_backward(d, turn.cos, turn.sin, before_rows) for d in d_heads[:2]]
         d_head_norms: list[Weight] = [None, None]
         if kept:
-            flat, d_head_norms = _head_norms_backward(flat, kept, head_norms, needs_grad[1:3], functions)
+            flat, d_head_norms = _head_norms_backward(flat, kept, head_norms, needs_grad[1:3])
         flat = [pad_rows_for_onednn(d, ctx.low) for d in (*flat, d_heads[2].flatten(1))]
-        scaled, inner = _renormalize(x, inverse, weight, ctx.low, functions)
+        scaled, inner = _renormalize(x, inverse, weight, ctx.low)
         d_weights = [
             _weight_gradient(dy, inner, w, needed) for dy, w, needed in zip(flat, weights, needs_grad[3:6], strict=True)
         ]
@@ -412,8 +391,8 @@ class _BeforeAttention(torch.autograd.Function):
             for d in _adapter_gradients(dy, inner, adapter, needed)
         ]
         d_inner = _input_gradient(flat, weights, adapters, x.dtype)[: len(x)]
-        d_x, d_weight = _norm_backward(d_inner, scaled, weight, inverse, d_skip, needs_grad[0], functions)
-        return None, None, None, None, None, None, d_x, d_weight, *d_head_norms, *d_weights, *d_biases, *d_pairs
+        d_x, d_weight = _norm_backward(d_inner, scaled, weight, inverse, d_skip, needs_grad[0])
+        return None, None, None, None, None, d_x, d_weight, *d_head_norms, *d_weights, *d_biases, *d_pairs
 
 
 def _head_norms_backward(
@@ -421,15 +400,15 @@ def _head_norms_backward(
     kept: Sequence[Tensor],
     weights: Sequence[Weight],
     needs_grad: Sequence[bool],
-    functions: Elementwise,
 ) -> tuple[list[Tensor], list[Weight]]:
     """Go back through the norms of queries and keys; `kept` has the input and the inverse RMS of each, in turn."""
     d_states, d_weights = [], []
     for gradient, state, inverse, weight, needed in zip(
         gradients, kept[::2], kept[1::2], weights, needs_grad, strict=True
     ):
+        assert weight is not None
         d_norm = gradient.view(state.shape)
-        d_state, d_weight = functions.norm_backward(d_norm, state * inverse, weight, inverse, None, needed)
+        d_state, d_weight = elementwise.norm_backward(d_norm, state * inverse, weight, inverse, None, needed)
         d_states.append(d_state.view(gradient.shape))
         d_weights.append(d_weight)
     return d_states, d_weights
@@ -445,7 +424,6 @@ class _AfterAttention(torch.autograd.Function):
         places: Sequence[RectangleIndex],
         chosen: Tensor | None,
         activation: str,
-        functions: Elementwise,
         skip: Tensor,
         weight: Weight,
         after_attention: Weight,
@@ -461,16 +439,12 @@ class _AfterAttention(torch.autograd.Function):
         seen = _gather_live(rectangles, places).flatten(1)
         if chosen is not None:
             seen, skip = seen.index_select(0, chosen), skip.index_select(0, chosen)
-        middle, *of_attention = _add_half(
-            skip, pad_rows_for_onednn(seen, low), out, on_out, after_attention, eps[1], functions
-        )
-        inner, inverse = _normalize(middle, weight, eps[0], low, functions)
+        middle, *of_attention = _add_half(skip, pad_rows_for_onednn(seen, low), out, on_out, after_attention, eps[1])
+        inner, inverse = _normalize(middle, weight, eps[0], low)
         gates, ups = _linear(inner, gate, adapter=on_gate), _linear(inner, up, adapter=on_up)
-        total, *of_mlp = _add_half(
-            middle, functions.gate(gates, ups, activation), down, on_down, after_mlp, eps[2], functions
-        )
+        total, *of_mlp = _add_half(middle, elementwise.gate(gates, ups, activation), down, on_down, after_mlp, eps[2])
         ctx.places, ctx.chosen, ctx.low, ctx.scales = places, chosen, low, scales
-        ctx.activation, ctx.functions = activation, functions
+        ctx.activation = activation
         norms = weight, inverse, after_attention, *of_attention, after_mlp, *of_mlp
         ctx.save_for_backward(middle, *norms, out, gate, up, down, gates, ups, *pairs, *rectangles)
         return total
@@ -485,19 +459,18 @@ class _AfterAttention(torch.autograd.Function):
         middle, weight, inverse, after_attention, attended, attended_inverse, *saved = ctx.saved_tensors
         after_mlp, mlp_output, mlp_inverse, out, gate, up, down, gates, ups, *others = saved
         rectangles, (on_out, on_gate, on_up, on_down) = others[8:], _pair_adapters(others[:8], ctx.scales)
-        needs_grad, dtype = ctx.needs_input_grad[8:], middle.dtype
-        functions: Elementwise = ctx.functions
+        needs_grad, dtype = ctx.needs_input_grad[7:], middle.dtype
         to_norms, to_weights, to_adapters = needs_grad[:3], needs_grad[3:7], needs_grad[7:15:2]
         d_mlp_output, d_after_mlp = _norm_backward(
-            gradient, _scaled(mlp_output, mlp_inverse), after_mlp, mlp_inverse, None, to_norms[2], functions
+            gradient, _scaled(mlp_output, mlp_inverse), after_mlp, mlp_inverse, None, to_norms[2]
         )
         d_low = pad_rows_for_onednn(d_mlp_output, ctx.low)
         d_hidden = _input_gradient([d_low], [down], [on_down], ctx.low)
         needs_hidden = to_weights[3] or to_adapters[3]
-        hidden, d_gates, d_ups = functions.gate_backward(d_hidden, gates, ups, ctx.activation, needs_hidden)
+        hidden, d_gates, d_ups = elementwise.gate_backward(d_hidden, gates, ups, ctx.activation, needs_hidden)
         d_down = _weight_gradient(d_low, hidden, down, to_weights[3])
         d_on_down = _adapter_gradients(d_low, hidden, on_down, to_adapters[3])
-        scaled, inner = _renormalize(middle, inverse, weight, ctx.low, functions)
+        scaled, inner = _renormalize(middle, inverse, weight, ctx.low)
         d_gate, d_up = (
             _weight_gradient(d_gates, inner, gate, to_weights[1]),
             _weight_gradient(d_ups, inner, up, to_weights[2]),
@@ -505,7 +478,7 @@ class _AfterAttention(torch.autograd.Function):
         d_on_gate = _adapter_gradients(d_gates, inner, on_gate, to_adapters[1])
         d_on_up = _adapter_gradients(d_ups, inner, on_up, to_adapters[2])
         d_inner = _input_gradient([d_gates, d_ups], [gate, up], [on_gate, on_up], dtype)[: len(middle)]
-        d_middle, d_weight = _norm_backward(d_inner, scaled, weight, inverse, gradient, to_norms[0], functions)
+        d_middle, d_weight = _norm_backward(d_inner, scaled, weight, inverse, gradient, to_norms[0])
         d_attended, d_after_attention = _norm_backward(
             d_middle,
             _scaled(attended, attended_inverse),
@@ -513,7 +486,6 @@ class _AfterAttention(torch.autograd.Function):
             attended_inverse,
             None,
             to_norms[1],
-            functions,
         )
         d_low, rows = pad_rows_for_onednn(d_attended, ctx.low), _count_tokens(rectangles, ctx.places)
         seen = None
@@ -531,7 +503,7 @@ class _AfterAttention(torch.autograd.Function):
         d_rectangles = _scatter_to(rectangles, ctx.places, d_seen)
         d_weights = d_middle, d_weight, d_after_attention, d_after_mlp, d_out, d_gate, d_up, d_down
         d_pairs = *d_on_out, *d_on_gate, *d_on_up, *d_on_down
-        return None, None, None, None, None, None, None, *d_weights, *d_pairs, *d_rectangles
+        return None, None, None, None, None, None, *d_weights, *d_pairs, *d_rectangles
 
 
 def _split_norms(norms: Sequence[Norm | None]) -> tuple[list[float], list[Weight]]:
@@ -589,13 +561,12 @@ def _add_half(
     adapter: Adapter,
     norm: Weight,
     eps: float,
-    functions: Elementwise,
 ) -> tuple[Tensor, Weight, Weight]:
     """Add a half's product, or its norm, to `skip`; also return the product and its inverse RMS if there is a norm."""
     if norm is None:
         return _add_product(skip, x, weight, adapter), None, None
     product = _linear(x, weight, adapter=adapter)[: len(skip)].to(skip.dtype)
-    normed, inverse = functions.normalize(product, norm, eps, skip.dtype)
+    normed, inverse = elementwise.normalize(product, norm, eps, skip.dtype)
     return skip + normed, product, inverse
 
 
@@ -662,17 +633,20 @@ def _gather_live(rectangles: Sequence[Tensor], places: Sequence[RectangleIndex])
 
 
 def _normalize(
-    x: Float[Tensor, "N D"], weight: Weight, eps: float, low: torch.dtype, functions: Elementwise
+    x: Float[Tensor, "N D"], weight: Weight, eps: float, low: torch.dtype
 ) -> tuple[Float[Tensor, "M D"], Weight]:
     """Compute the norm of x, as rows of a product in `low`, and its inverse RMS; without a norm x itself, and None."""
-    return (pad_rows_for_onednn(x, low), None) if weight is None else functions.normalize(x, weight, eps, low)
+    return (pad_rows_for_onednn(x, low), None) if weight is None else elementwise.normalize(x, weight, eps, low)
 
 
 def _renormalize(
-    x: Float[Tensor, "N D"], inverse: Weight, weight: Weight, low: torch.dtype, functions: Elementwise
+    x: Float[Tensor, "N D"], inverse: Weight, weight: Weight, low: torch.dtype
 ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "M D"]]:
     """Compute the norm of x without its weight, and with it as rows of a product in `low`; both x without a norm."""
-    return (x, pad_rows_for_onednn(x, low)) if weight is None else functions.renormalize(x, inverse, weight, low)
+    if weight is None:
+        return x, pad_rows_for_onednn(x, low)
+    assert inverse is not None
+    return elementwise.renormalize(x, inverse, weight, low)
 
 
 def _scaled(x: Any, inverse: Weight) -> Any:
@@ -687,9 +661,10 @@ def _norm_backward(
     inverse: Weight,
     d_skip: Weight,
     needs_grad: bool,
-    functions: Elementwise,
 ) -> tuple[Tensor, Weight]:
     """Compute the gradients of a norm's input, added to `d_skip`, and of its weight; without a norm dx = dy."""
     if weight is None:
         return (gradient if d_skip is None else gradient + d_skip), None
-    return functions.norm_backward(gradient, scaled, weight, inverse, d_skip, needs_grad)
+    assert scaled is not None
+    assert inverse is not None
+    return elementwise.norm_backward(gradient, scaled, weight, inverse, d_skip, needs_grad)

@@ -1,4 +1,4 @@
-"""rlhf compare: several algorithms from the same start model, on one budget, under one judge; resumable."""
+"""A comparison: several algorithms from the same start model, on one budget, under one judge; resumable."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf.commands.checks import check_suite_files
-from rlhf.commands.lint import print_violations, trained_arms
-from rlhf.commands.quickstart import check_lab_folder, prepare_lab
+from rlhf.api.checks import check_suite_files
+from rlhf.api.lab import check_lab_folder, prepare_lab
 from rlhf.comparison.aggregate import read_cells, summarize, write_results
 from rlhf.comparison.page import comparison_charts, write_compare_page
-from rlhf.comparison.plan import Cell, Plan, check_owner, locate_base, make_plan, read_plan
+from rlhf.comparison.plan import Cell, Plan, check_owner, locate_base, make_plan, read_plan, trained_arms
 from rlhf.comparison.results import ArmResult, ComparisonResults, FrontierPoint
 from rlhf.comparison.scheduler import CellProcess, StartCell, run_cells
 from rlhf.comparison.summary import format_gain, ranking, suite_tables, verdict
@@ -29,10 +28,11 @@ from rlhf.config.files import COMPARE_CONFIG, format_yaml
 from rlhf.config.load import compare_config, dump, read_yaml, validate
 from rlhf.data.paths import check_files, check_out_dir
 from rlhf.errors import ConfigError, UserError, how_to_continue
-from rlhf.factory.context import MODEL
 from rlhf.factory.functions import check_functions
 from rlhf.guard.lint import lint
+from rlhf.models.folders import MODEL
 from rlhf.report.charts import Table as SuiteTable
+from rlhf.report.terminal import print_violations
 from rlhf.runtime.distributed import world_size_from_env
 from rlhf.suites.suite import find_suite
 from rlhf.tracking.progress import printable

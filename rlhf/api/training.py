@@ -1,0 +1,127 @@
+"""Train as a configuration says: run, export, write the report. The console gets the progress and a short summary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.text import Text
+
+from rlhf.config.sections import RewardModelConfig, TrainConfig
+from rlhf.factory.reward_card import finish_members, finish_reward_model, member_configs
+from rlhf.factory.reward_model import build_reward_model
+from rlhf.factory.run import build_run, is_complete, mark_complete
+from rlhf.models.folders import member_folders
+from rlhf.report.page import write_report
+from rlhf.report.terminal import print_card, print_complete, print_ensemble, print_folder, print_summary
+from rlhf.tracking.run_folder import RunFolder
+from rlhf.tracking.same_run import check_same_run, finished_step
+from rlhf.tracking.trackers import CallbackTracker
+from rlhf.training.offline import train_offline
+from rlhf.training.session import Session
+
+OnStep = Callable[[int, Mapping[str, float]], None]
+"""Called with the step and its metrics whenever a line of metrics is written, that of the first evaluation (0) too."""
+
+
+def run_train(config: TrainConfig, console: Console, *, on_step: OnStep | None = None) -> bool:
+    """Train as `config` describes; return True if the run is complete, False if it was interrupted and saved."""
+    if print_if_finished(config, console):
+        return True
+    print_folder(config, console)
+    run = build_run(config, console)
+    if run.is_complete:
+        return _close_complete(run.session, console)
+    _connect(run.session, on_step)
+    with closed_on_error(run.session):
+        run.train()
+    return finish_run(run.session, console)
+
+
+def run_reward_model(config: RewardModelConfig, console: Console, *, on_step: OnStep | None = None) -> bool:
+    """Train a reward model, or each of an ensemble; return False if it was interrupted and saved, otherwise True."""
+    if print_if_finished(config, console):
+        return True
+    members = member_configs(config)
+    if not members:
+        return _run_reward_model(config, console, on_step=on_step)
+    finished = 0
+    for member in members:
+        console.rule(f"member {member.ensemble.member} of {config.ensemble.size}")
+        if print_if_finished(member, console):
+            finished += 1
+            continue
+        if not _run_reward_model(member, console, on_step=on_step):
+            return False
+    if finished < len(members) or not member_folders(config.run.out_dir):
+        print_ensemble(finish_members(config, members), console)
+    return True
+
+
+def _run_reward_model(config: RewardModelConfig, console: Console, *, on_step: OnStep | None = None) -> bool:
+    print_folder(config, console)
+    built = build_reward_model(config, console)
+    session = built.run.session
+    if is_complete(session):
+        return _close_complete(session, console)
+    _connect(session, on_step)
+    with closed_on_error(session), session.recorder.progress:
+        train_offline(built.run)
+        card = {}
+        if not session.interrupted:
+            card = finish_reward_model(built)
+            mark_complete(session)
+    complete = finish_run(session, console)
+    if card and session.ranks.is_main:
+        print_card(card, console)
+    return complete
+
+
+def print_if_finished(config: TrainConfig | RewardModelConfig, console: Console) -> bool:
+    """Return whether the run is finished and nothing has changed since, and say so; nothing is loaded for it.
+
+    Raises:
+        CheckpointError: the folder holds another run.
+    """
+    step = finished_step(config, check_same_run(config))
+    if step is not None:
+        print_complete(RunFolder(config.run.out_dir), step, console)
+    return step is not None
+
+
+def _close_complete(session: Session, console: Console) -> bool:
+    """Close the files of a run that had ended before this start, and say so."""
+    session.recorder.close()
+    print_complete(session.recorder.folder, session.state.step, console)
+    return True
+
+
+@contextmanager
+def closed_on_error(session: Session) -> Iterator[None]:
+    """Close the files of a run that fails, and unlock its folder: a process may start another run in it."""
+    try:
+        yield
+    except BaseException:
+        session.recorder.close()
+        raise
+
+
+def _connect(session: Session, on_step: OnStep | None) -> None:
+    """Give the metrics to `on_step` whenever the run logs some, on its main rank."""
+    if on_step is not None and session.ranks.is_main:
+        session.recorder.trackers.add(CallbackTracker(on_step))
+
+
+def finish_run(session: Session, console: Console) -> bool:
+    """Close the files of a run, write its report, and print a summary; return whether the run is complete."""
+    session.recorder.close()
+    folder = session.recorder.folder
+    if session.interrupted:
+        return False
+    if not session.ranks.is_main:
+        return True
+    report = write_report(folder.path)
+    print_summary(folder, console)
+    console.print(Text(f"model   {folder.path / 'model'}\nreport  {report}"), soft_wrap=True)
+    return True

@@ -1,0 +1,55 @@
+"""rlhf report: the page of a run, once or while it trains, and a page of several runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from rlhf.errors import UserError
+from rlhf.report.page import write_overlay, write_report
+from rlhf.tracking.run_folder import RunFolder, completed_step
+
+
+def run_report(path: str, console: Console) -> None:
+    """Rebuild the report page of a run from its folder."""
+    console.print(Text(f"report  {write_report(Path(path))}"), soft_wrap=True)
+
+
+def run_overlay(paths: Sequence[str], out: Path, console: Console) -> None:
+    """Write a page with the curves of several runs laid over each other."""
+    console.print(Text(f"report  {write_overlay([Path(path) for path in paths], out)}"), soft_wrap=True)
+
+
+WATCH_EVERY_S = 10
+
+
+def watch_report(path: str, console: Console) -> None:
+    """Rewrite the report page of a run while it trains, until it is complete or Ctrl-C.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    folder = RunFolder(Path(path))
+    if not folder.path.is_dir():
+        raise UserError(f"{path}: no such folder; start the run first, or give its folder (run.out_dir)")
+    console.print(Text(f"report  {folder.report}: rewritten every {WATCH_EVERY_S} s; Ctrl-C ends this"), soft_wrap=True)
+    try:
+        while not _has_ended(folder):
+            if folder.read_metrics():
+                write_report(folder.path, refresh_s=WATCH_EVERY_S)
+            time.sleep(WATCH_EVERY_S)
+    except KeyboardInterrupt:
+        console.print("stopped watching; the run itself goes on")
+    if folder.read_metrics():
+        write_report(folder.path)
+
+
+def _has_ended(folder: RunFolder) -> bool:
+    """Return whether the run has taken the steps that its configuration plans, and exported its model."""
+    step = completed_step(folder)
+    planned = folder.read_config().get("schedule", {}).get("steps")
+    return step is not None and (not isinstance(planned, int) or step >= planned)

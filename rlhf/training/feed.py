@@ -1,0 +1,34 @@
+"""The mixed and streamed data of a run: whether they go on, and what was drawn from each source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlhf.data.mixture import MixedStream
+
+PTX = "ptx"  # the stream of the demonstrations mixed into an online update
+
+
+class StreamFeed:
+    """The mixed and streamed data of a run: whether they go on, and the metrics of what the run trains on."""
+
+    def __init__(self, streams: Mapping[str, MixedStream[Any, Any]], note: Callable[[str], None]) -> None:
+        """Take the streams by section, and what reports a message to the user."""
+        self._streams, self._note = streams, note
+        self._ended = False
+
+    def has_batch(self, step: int) -> bool:
+        """Return whether every stream has rows for a step, and note it the first time that one has not."""
+        for section, stream in self._streams.items():
+            if not stream.has_batch(step):
+                if not self._ended:
+                    self._note(f"data.{section}: a source has no more rows (at_end: stop): the run ends here")
+                self._ended = True
+                return False
+        return True
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Return the rows drawn and skipped up to the end of a step; nothing for the demonstrations of PPO-ptx."""
+        main = [stream for section, stream in self._streams.items() if section != PTX]
+        return main[0].metrics(step) if main else {}

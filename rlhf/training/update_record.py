@@ -1,0 +1,55 @@
+"""What an update collects over its optimizer steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rlhf.tracking.metrics import Metrics
+from rlhf.training.losses import OnlineLoss, SampledPairLoss
+from rlhf.training.micro_batches import count_tokens
+from rlhf.training.online_run import OnlineRun
+from rlhf.types import Experience, SampledPairs
+
+
+@dataclass
+class UpdateRecord:
+    """The metrics of one update, collected over its optimizer steps, and whether it is to stop early."""
+
+    run: OnlineRun
+    metrics: Metrics = field(default_factory=Metrics)
+    steps: int = 0
+    steps_taken: int = 0  # less those skipped for a NaN, or in which the policy had no gradient
+    tokens: int = 0
+    last_kl: float = 0.0
+    should_stop: bool = False  # the policy has moved too far from the one that sampled (target_kl)
+
+    def add(
+        self, step_metrics: Metrics, minibatch: Experience | SampledPairs, policy_loss: OnlineLoss | SampledPairLoss
+    ) -> None:
+        """Count an optimizer step.
+
+        Raises:
+            DivergenceError: too many in a row could not be taken.
+        """
+        target_kl = self.run.algorithm.target_kl
+        self.run.session.check_update(step_metrics)
+        if self.steps == 0:
+            ranks, deviation = self.run.session.ranks, policy_loss.ratio_deviation
+            largest = deviation if ranks.world == 1 else ranks.largest(float(deviation))
+            self.metrics.add("policy/first_ratio_deviation", largest)
+        self.metrics.merge(step_metrics)
+        self.steps += 1
+        self.steps_taken += "policy/lr" in step_metrics
+        self.tokens += count_tokens(minibatch)
+        self.last_kl = step_metrics["kl/old"]
+        self.should_stop = target_kl is not None and self.last_kl > 1.5 * target_kl
+
+    def finish(self) -> Metrics:
+        """Return the metrics of the whole update."""
+        self.metrics.add("policy/optimizer_steps", float(self.steps_taken))
+        self.metrics.add("completion/trained_tokens", float(self.tokens))
+        if self.steps:
+            self.metrics.add("kl/old_last", self.last_kl)
+        if self.run.algorithm.target_kl is not None:
+            self.metrics.add("policy/early_stop", float(self.should_stop))
+        return self.metrics
