@@ -386,12 +386,15 @@ def _reward(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def _compare(parsed: argparse.Namespace, console: Console) -> int:
+    from rlhf.commands.checks import check_arm_files
     from rlhf.comparison.plan import make_plan
     from rlhf.config.files import locate_config
     from rlhf.config.load import load_compare
+    from rlhf.data.paths import Found
 
     config, folder = load_compare(parsed.target, parsed.overrides), locate_config(parsed.target).parent
-    make_plan(config, beside=folder)
+    plan = make_plan(config, beside=folder, lab_files=False)  # making them takes torch
+    check_arm_files(plan, Found(later=None if config.lab is None else Path(config.lab.folder)))
 
     from rlhf.commands.compare import failed_arms, run_compare
 

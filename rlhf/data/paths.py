@@ -6,6 +6,7 @@ import difflib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,31 @@ SMOLLM2 = "models/smollm2-135m-instruct"
 KINDS = ("jsonl", "json", "csv", "parquet")
 SUFFIXES = tuple(f".{kind}{gz}" for kind in KINDS for gz in (("", ".gz") if kind != "parquet" else ("",)))
 """The suffixes of data files."""
+
+
+@dataclass
+class Found:
+    """The answers to whether models and data files exist, each path and hub id looked up once."""
+
+    later: Path | None = None
+    """A folder that is made before the runs begin: what is in it is not looked up."""
+    _models: dict[str, str | None] = field(default_factory=dict)
+    _data: dict[str, str | None] = field(default_factory=dict)
+
+    def missing_model(self, path: str) -> str | None:
+        """Return why a model cannot be loaded from a path or hub id; None if there is nothing against it."""
+        if path not in self._models:
+            self._models[path] = None if self._is_later(path) else missing_model(path)
+        return self._models[path]
+
+    def missing_data(self, path: str) -> str | None:
+        """Return why rows cannot be read from a path or hub id; None if there is nothing against it."""
+        if path not in self._data:
+            self._data[path] = None if self._is_later(path) else missing_data(path)
+        return self._data[path]
+
+    def _is_later(self, path: str) -> bool:
+        return self.later is not None and Path(path).is_relative_to(self.later)
 
 
 def looks_local(path: str, suffixes: tuple[str, ...] = ()) -> bool:
@@ -47,10 +73,14 @@ def missing(path: str) -> str:
     return f"{message} ({known} has no {wanted.name})"
 
 
-def check_files(config: TrainConfig | RewardModelConfig) -> None:
+def check_files(config: TrainConfig | RewardModelConfig, found: Found | None = None) -> None:
     """Check that the data files and models of a configuration exist, and that its folder can be written.
 
     Other names than paths are hub ids; the hub is asked for each of them once, with a time limit.
+
+    Args:
+        config: the run.
+        found: what is known of paths and hub ids already, when several runs are checked; new answers are added.
 
     Raises:
         ConfigError: run.out_dir cannot be written.
@@ -58,9 +88,10 @@ def check_files(config: TrainConfig | RewardModelConfig) -> None:
         DataError: only data files are missing.
     """
     check_out_dir(config.run.out_dir)
-    models = [f"{key}: {problem}" for key, path in _model_paths(config) if (problem := missing_model(path))]
+    found = Found() if found is None else found
+    models = [f"{key}: {problem}" for key, path in _model_paths(config) if (problem := found.missing_model(path))]
     by_path = {path: key for key, path in reversed([*_data_paths(config)])}  # held-out rows may be a part of a file
-    data = [f"{key}: {problem}" for path, key in reversed(by_path.items()) if (problem := missing_data(path))]
+    data = [f"{key}: {problem}" for path, key in reversed(by_path.items()) if (problem := found.missing_data(path))]
     if models:
         raise ModelError("\n".join([*models, *data]))
     if data:
