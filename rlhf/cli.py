@@ -222,7 +222,7 @@ def _parser() -> argparse.ArgumentParser:
         "nargs": "*",
         "metavar": "key=value",
         "default": [],
-        "help": "settings over those of the file, e.g. policy.lr=1e-6",
+        "help": "settings that override the file's, e.g. policy.lr=1e-6",
     }
     for name, text in (
         ("train", "train a model as a configuration file says: SFT, or any online or offline algorithm"),

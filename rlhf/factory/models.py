@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf.config.algorithm import TokenLoss
 from rlhf.config.reward import ModelSource
 from rlhf.config.sections import OnlineConfig, PolicyConfig, TrainConfig
+from rlhf.data.channels import writes_channels
 from rlhf.data.tokenizer import load_tokenizer, shares_vocabulary
 from rlhf.errors import ConfigError
 from rlhf.factory.context import CRITIC, MODEL, RunContext, member_folders, model_folder
@@ -172,10 +173,11 @@ def _critic_start(config: OnlineConfig, context: RunContext, tokenizer: PreTrain
 
 
 def make_decode(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
-    """Return a function that decodes token ids to text without special tokens."""
+    """Return a function that decodes token ids to text without special tokens; channels keep them, to be told apart."""
+    skip = not writes_channels(tokenizer)
 
     def decode(ids: Sequence[int]) -> str:
-        text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = tokenizer.decode(list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 

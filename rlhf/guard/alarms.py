@@ -385,7 +385,7 @@ ALARMS = (
         sees="after step 15 the critic predicts no better than a constant for ten steps",
         causes="a critic that learns too slowly, too fast, or not at all; too few steps; an unpredictable reward",
         cure="raise or lower critic.lr, critic.init=reward, algorithm.advantage.gae_lambda=1, or algorithm.preset=rloo",
-        source="Schulman et al. 2016, sec. 3: the variance of GAE is that of the critic's errors",
+        source="Schulman et al. 2016, sec. 3: the variance of GAE comes from the critic's errors",
     ),
     Alarm(
         name="critic-worse-than-constant",

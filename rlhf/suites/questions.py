@@ -203,7 +203,7 @@ def wilson(successes: int | float, total: int) -> tuple[float, float]:
     (p + z²/2n ± z sqrt(p (1 - p) / n + z²/4n²)) / (1 + z²/n),   p = successes / n
     """
     assert 0 <= successes <= total, (successes, total)
-    assert total, "a share of nothing"
+    assert total, "no problems given"
     share, z2 = successes / total, Z95**2
     center = share + z2 / (2 * total)
     half = Z95 * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2))
@@ -230,7 +230,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 def mean_pass_at_k(verdicts: Sequence[Sequence[bool]], k: int) -> float:
     """Average `pass_at_k` over problems, given which samples of each problem are right."""
     if not verdicts:
-        raise ValueError("pass@k of no problems")
+        raise ValueError("no problems given")
     return math.fsum(pass_at_k(len(row), sum(map(bool, row)), k) for row in verdicts) / len(verdicts)
 
 

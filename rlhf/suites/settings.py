@@ -57,7 +57,7 @@ class SuiteSettings(Section):
     trust_remote_code: bool = False
     """Run Python code that comes with a hub model."""
     chat_template: str = "auto"
-    """auto: questions go through the tokenizer's own template where it has one; none; or a path to a Jinja file."""
+    """auto: questions go through the tokenizer's own template if it has one; none; or a path to a Jinja file."""
     chat_template_kwargs: dict[str, Any] = {}
     """As data.chat_template_kwargs."""
     system: str | None = None
@@ -79,7 +79,7 @@ class HhSettings(SuiteSettings):
     dataset: EvalPairs
     """Preference pairs; --data is dataset.path."""
     source: RewardSourceConfig | None = None
-    """What scores completions; null: the run's judge or reward, where it has one."""
+    """What scores completions; null: the run's judge or reward, if it has one."""
     reference: str | None = None
     """Folder or hub id of the reference of DPO's implicit reward, whose completions are also compared."""
     beta: Positive = 0.1
@@ -127,7 +127,7 @@ class Gsm8kSettings(SuiteSettings):
     template: str = "Question: {question}\nAnswer:"
     """A problem; examples follow it with a space and their solution, a blank line between them."""
     announced_only: bool = False
-    """Count an answer only where it is announced (####, boxed, "the answer is")."""
+    """Count an answer only if it is announced (####, boxed, "the answer is")."""
     stop: list[str] = ["\nQuestion:"]
     """A solution ends before the first of these texts."""
 
@@ -168,7 +168,7 @@ class IfevalSettings(AnswerSettings):
     best_of: Count = 1
     """Sample this many answers to each prompt and keep the one that `source` scores highest."""
     source: RewardSourceConfig | None = None
-    """What picks the best answer where best_of is above 1; null: the run's judge or reward, where it has one."""
+    """What picks the best answer if best_of is above 1; null: the run's judge or reward, if it has one."""
 
     @model_validator(mode="after")
     def _check_source(self) -> IfevalSettings:
