@@ -16,7 +16,7 @@ PAGE = ROOT / "docs" / "models.md"
 INTRODUCTION = """\
 # Models
 
-Which models can be trained, and which of the fast code paths each family can use.
+Which models can be trained, and which optimizations each family can use.
 
 Any causal LM of transformers can be the policy, as it was published: `policy.model` is a folder or a hub id. No
 token is added to its vocabulary and no row to its embedding. The exported model has the shapes, settings, tokenizer
@@ -34,8 +34,8 @@ tokens and chat template of the model that the table names. For each of them
 
 SmolLM2-135M-Instruct is also tested with its published weights (`tests/zoo/test_zoo_real.py`).
 
-A family that is not in the table can be used too. When a run starts, each fast way is compared with the plain one
-on a few tokens. If the two differ, the fast way is not used, and a line says why.
+A family that is not in the table can be used too. When a run starts, each optimization is compared with the
+model's own forward pass on a few tokens. If the two differ, the optimization is off, and a line says why.
 
 `python scripts/make_support_matrix.py` makes this page from the table in `tests/zoo/families.py`. Change it there.
 """
@@ -74,7 +74,7 @@ def page() -> str:
     """Build the Markdown of docs/models.md."""
     parts = [
         INTRODUCTION,
-        "## Fast ways\n",
+        "## Optimizations\n",
         *(f"- **{title}**: {meaning}." for _, title, meaning in WAYS),
         "",
         *_table(["family", *(title for _, title, _ in WAYS)], [_ways(family) for family in FAMILIES]),
