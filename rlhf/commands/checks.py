@@ -17,7 +17,7 @@ from rlhf.config.files import Tree, merge, parse_overrides
 from rlhf.config.load import load_chat_format, read_yaml, train_config, validate
 from rlhf.config.reward import ModelSource, RewardSourceConfig
 from rlhf.config.sections import OfflineConfig, SamplingConfig, TrainConfig
-from rlhf.data.paths import Found, check_files, check_out_dir, is_missing, missing, missing_model
+from rlhf.data.paths import DATA_PREFIXES, Found, check_files, check_out_dir, is_missing, missing, missing_model
 from rlhf.errors import ConfigError, DataError, ModelError, UserError
 from rlhf.lab.build import PREFIX, resolve_lab_paths
 from rlhf.suites.settings import IfevalSettings, SuiteSettings, find_suite
@@ -219,7 +219,7 @@ def check_suite_files(settings: SuiteSettings) -> None:
     lines += [
         f"{key}: {missing(path)}"
         for key, path in _suite_data(settings)
-        if is_missing(path) and not path.startswith(PREFIX)
+        if is_missing(path, DATA_PREFIXES) and not path.startswith(PREFIX)
     ]
     if lines:
         raise DataError("\n".join(lines))

@@ -18,7 +18,19 @@ from rlhf.errors import ConfigError, DataError, ModelError
 
 HUB_TIMEOUT_S = 10.0
 MODEL_PREFIXES = ("runs/", "models/", "checkpoints/", "outputs/")  # folders rather than organizations of the hub
-SMOLLM2 = "models/smollm2-135m-instruct"
+DATA_PREFIXES = ("data/", *MODEL_PREFIXES)
+FETCHED = ("gsm8k", "hh_harmless", "ifeval", "paradetox", "persona", "stories", "xstest")
+"""The data sets that scripts/get_data.py fetches into data/."""
+MAKERS = {
+    "models/smollm2-135m-instruct": "python scripts/get_smollm2.py",
+    "models/stories260k": "python scripts/get_stories260k.py",
+    "runs/instructions/train.jsonl": "python scripts/make_instructions.py runs/instructions/train.jsonl --rows 4000",
+    "runs/instructions/eval.jsonl": (
+        "python scripts/make_instructions.py runs/instructions/eval.jsonl --rows 64 --skip 100000"
+    ),
+    **{f"data/{name}": f"python scripts/get_data.py {name}" for name in FETCHED},
+}
+"""The command that makes each model folder and data file which shipped configurations name; of a folder, all in it."""
 KINDS = ("jsonl", "json", "csv", "parquet")
 SUFFIXES = tuple(f".{kind}{gz}" for kind in KINDS for gz in (("", ".gz") if kind != "parquet" else ("",)))
 """The suffixes of data files."""
@@ -64,6 +76,9 @@ def missing(path: str) -> str:
     while not known.is_dir() and known != known.parent:
         wanted, known = known, known.parent
     message = f"no such file or folder: {path}"
+    maker = next((command for made, command in MAKERS.items() if Path(path).is_relative_to(made)), None)
+    if maker is not None:
+        return f"{message}. `{maker}` makes it"
     if not known.is_dir():
         return message
     names = [entry.name for entry in known.iterdir() if not entry.name.startswith(".")]
@@ -121,8 +136,6 @@ def check_out_dir(path: str, key: str = "run.out_dir") -> None:
 
 def missing_model(path: str) -> str | None:
     """Return why a model cannot be loaded from a path or hub id; None if there is nothing against it."""
-    if path == SMOLLM2 and not Path(path).exists():
-        return f"no such folder: {path}. `python scripts/get_smollm2.py` makes it"
     if is_missing(path, MODEL_PREFIXES, suffixes=(".gguf",)):
         return missing(path)
     return None if Path(path).expanduser().exists() else _not_on_hub(path)
@@ -130,7 +143,7 @@ def missing_model(path: str) -> str | None:
 
 def missing_data(path: str) -> str | None:
     """Return why rows cannot be read from a path or hub id; None if there is nothing against it."""
-    if is_missing(path):
+    if is_missing(path, DATA_PREFIXES):
         return missing(path)
     return None if Path(path).expanduser().exists() or path.startswith("lab:") else _no_data_on_hub(path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -37,11 +38,12 @@ for arguments in json.load(sys.stdin):
 Ending = tuple[str, str, str]  # a command's output, its errors, and what became of it
 
 
-def run_all(commands: Sequence[Sequence[str]]) -> list[Ending]:
+def run_all(commands: Sequence[Sequence[str]], folder: Path = ROOT) -> list[Ending]:
     """Run command lines one after another in a new process, which has imported nothing slow before any of them."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        cwd=ROOT,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         input=json.dumps(commands),
         capture_output=True,
         text=True,
@@ -117,6 +119,22 @@ def test_a_mistake_is_told_before_anything_slow_is_imported(command: str, ending
     _, errors, ending = endings[command]
     assert MISTAKES[command] in errors
     assert ending == "code 2 imported"
+
+
+NOT_FETCHED = {
+    "reward {}/rm_smollm2_hh.yaml": "hh_harmless/train.jsonl. `python scripts/get_data.py hh_harmless` makes it",
+    "train {}/ppo_stories_vader.yaml": "models/stories260k. `python scripts/get_stories260k.py` makes it",
+    "compare {}/compare_smollm2.yaml": "`python scripts/make_instructions.py runs/instructions/train.jsonl --rows",
+    "eval . --suite ifeval --data data/ifeval": "data/ifeval. `python scripts/get_data.py ifeval` makes it",
+    "sample models/smollm2-135m-instruct --prompt a": "`python scripts/get_smollm2.py` makes it",
+}
+
+
+def test_what_a_script_makes_is_told_with_its_command(tmp_path: Path) -> None:
+    commands = [command.format(ROOT / "configs" / "real").split() for command in NOT_FETCHED]
+    for (_, errors, ending), message in zip(run_all(commands, tmp_path), NOT_FETCHED.values(), strict=True):
+        assert message in errors
+        assert ending == "code 2 imported"
 
 
 @pytest.mark.parametrize("command", LIGHT)
