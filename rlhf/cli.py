@@ -390,11 +390,11 @@ def _compare(parsed: argparse.Namespace, console: Console) -> int:
     from rlhf.comparison.plan import make_plan
     from rlhf.config.files import locate_config
     from rlhf.config.load import load_compare
-    from rlhf.data.paths import Found
+    from rlhf.data.paths import Lookups
 
     config, folder = load_compare(parsed.target, parsed.overrides), locate_config(parsed.target).parent
     plan = make_plan(config, beside=folder, lab_files=False)  # making them takes torch
-    check_arm_files(plan, Found(later=None if config.lab is None else Path(config.lab.folder)))
+    check_arm_files(plan, Lookups(later=None if config.lab is None else Path(config.lab.folder)))
 
     from rlhf.commands.compare import failed_arms, run_compare
 

@@ -17,7 +17,7 @@ from rlhf.config.files import Tree, merge, parse_overrides
 from rlhf.config.load import load_chat_format, read_yaml, train_config, validate
 from rlhf.config.reward import ModelSource, RewardSourceConfig
 from rlhf.config.sections import OfflineConfig, SamplingConfig, TrainConfig
-from rlhf.data.paths import DATA_PREFIXES, Found, check_files, check_out_dir, is_missing, missing, missing_model
+from rlhf.data.paths import DATA_PREFIXES, Lookups, check_files, check_out_dir, is_missing, missing, missing_model
 from rlhf.errors import ConfigError, DataError, ModelError, UserError
 from rlhf.lab.build import PREFIX, resolve_lab_paths
 from rlhf.suites.settings import IfevalSettings, SuiteSettings, find_suite
@@ -179,23 +179,23 @@ def suite_settings(
     return resolve_lab_paths(settings), task
 
 
-def check_arm_files(plan: Plan, found: Found | None = None, *checks: Callable[[TrainConfig], None]) -> None:
+def check_arm_files(plan: Plan, lookups: Lookups | None = None, *checks: Callable[[TrainConfig], None]) -> None:
     """Check the folders, files, models and data of suites that the arms of a comparison name.
 
     Args:
         plan: the comparison.
-        found: what is known of paths and hub ids already.
+        lookups: what is known of paths and hub ids already.
         checks: further checks of each arm's configuration.
 
     Raises:
         ConfigError: something is missing or wrong, one line for each, with the arm's name.
     """
     check_out_dir(str(plan.folder), "out_dir")
-    found = Found() if found is None else found
+    lookups = Lookups() if lookups is None else lookups
     problems: dict[str, str] = {}  # by what is wrong: most is common to all arms
     for cell in plan.untuned():
         train = cell.config.train
-        calls = [partial(check_files, train, found), *(partial(check, train) for check in checks)]
+        calls = [partial(check_files, train, lookups), *(partial(check, train) for check in checks)]
         calls += [partial(_check_suite, name, settings) for name, settings in cell.config.suites.items()]
         for call in calls:
             try:

@@ -28,7 +28,7 @@ from rlhf.comparison.tuning.run import Chosen, run_tuning, tuning_notes, tuning_
 from rlhf.config.compare import START_FOLDER, CompareConfig, LabConfig
 from rlhf.config.files import COMPARE_CONFIG, format_yaml
 from rlhf.config.load import compare_config, dump, read_yaml
-from rlhf.data.paths import Found
+from rlhf.data.paths import Lookups
 from rlhf.errors import ConfigError, UserError, how_to_continue
 from rlhf.factory.context import MODEL
 from rlhf.factory.functions import check_functions
@@ -105,7 +105,7 @@ def check_arms(plan: Plan) -> None:
         ConfigError: something is missing or wrong, one line for each, with the arm's name.
     """
     lab = plan.config.lab
-    check_arm_files(plan, Found(later=None if lab is None else Path(lab.folder)), check_functions)
+    check_arm_files(plan, Lookups(later=None if lab is None else Path(lab.folder)), check_functions)
 
 
 def _tune(plan: Plan, start: StartCell, console: Console) -> Chosen | None:

@@ -37,7 +37,7 @@ SUFFIXES = tuple(f".{kind}{gz}" for kind in KINDS for gz in (("", ".gz") if kind
 
 
 @dataclass
-class Found:
+class Lookups:
     """The answers to whether models and data files exist, each path and hub id looked up once."""
 
     later: Path | None = None
@@ -88,14 +88,14 @@ def missing(path: str) -> str:
     return f"{message} ({known} has no {wanted.name})"
 
 
-def check_files(config: TrainConfig | RewardModelConfig, found: Found | None = None) -> None:
+def check_files(config: TrainConfig | RewardModelConfig, lookups: Lookups | None = None) -> None:
     """Check that the data files and models of a configuration exist, and that its folder can be written.
 
     Other names than paths are hub ids; the hub is asked for each of them once, with a time limit.
 
     Args:
         config: the run.
-        found: what is known of paths and hub ids already, when several runs are checked; new answers are added.
+        lookups: what is known of paths and hub ids already, when several runs are checked; new answers are added.
 
     Raises:
         ConfigError: run.out_dir cannot be written.
@@ -103,10 +103,10 @@ def check_files(config: TrainConfig | RewardModelConfig, found: Found | None = N
         DataError: only data files are missing.
     """
     check_out_dir(config.run.out_dir)
-    found = Found() if found is None else found
-    models = [f"{key}: {problem}" for key, path in _model_paths(config) if (problem := found.missing_model(path))]
+    lookups = Lookups() if lookups is None else lookups
+    models = [f"{key}: {problem}" for key, path in _model_paths(config) if (problem := lookups.missing_model(path))]
     by_path = {path: key for key, path in reversed([*_data_paths(config)])}  # held-out rows may be a part of a file
-    data = [f"{key}: {problem}" for path, key in reversed(by_path.items()) if (problem := found.missing_data(path))]
+    data = [f"{key}: {problem}" for path, key in reversed(by_path.items()) if (problem := lookups.missing_data(path))]
     if models:
         raise ModelError("\n".join([*models, *data]))
     if data:
