@@ -222,7 +222,7 @@ def _parser() -> argparse.ArgumentParser:
         "nargs": "*",
         "metavar": "key=value",
         "default": [],
-        "help": "settings over those of the file, e.g. policy.lr=1e-6",
+        "help": "settings that override the file's, e.g. policy.lr=1e-6",
     }
     for name, text in (
         ("train", "train a model as a configuration file says: SFT, or any online or offline algorithm"),
@@ -389,12 +389,15 @@ def _reward(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def _compare(parsed: argparse.Namespace, console: Console) -> int:
+    from rlhf.api.checks import check_arm_files
     from rlhf.comparison.plan import make_plan
     from rlhf.config.files import locate_config
     from rlhf.config.load import load_compare
+    from rlhf.data.paths import Lookups
 
     config, folder = load_compare(parsed.target, parsed.overrides), locate_config(parsed.target).parent
-    make_plan(config, beside=folder)
+    plan = make_plan(config, beside=folder, lab_files=False)  # making them takes torch
+    check_arm_files(plan, Lookups(later=None if config.lab is None else Path(config.lab.folder)))
 
     from rlhf.api.comparing import failed_arms, run_compare
 

@@ -140,6 +140,7 @@ class Setting:
 def pages() -> dict[str, str]:
     """Build the Markdown of every page of docs/configuration, by file name."""
     train, reward_model, compare = (shapes(root) for _, root in ROOTS)
+    reward_model = [shape for shape in reward_model if shape.keys != ["model.lora"]]  # trained in full
     documented: dict[type[Section], list[str]] = {}
     built = {"index.md": _index()}
     for name, page in TRAIN_PAGES.items():

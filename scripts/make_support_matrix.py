@@ -16,7 +16,7 @@ PAGE = ROOT / "docs" / "models.md"
 INTRODUCTION = """\
 # Models
 
-Which models can be trained, and which of the fast code paths each family can use.
+Which models can be trained, and which optimizations each family can use.
 
 Any causal LM of transformers can be the policy, as it was published: `policy.model` is a folder or a hub id. No
 token is added to its vocabulary and no row to its embedding. The exported model has the shapes, settings, tokenizer
@@ -27,15 +27,15 @@ tokens and chat template of the model that the table names. For each of them
 
 - texts and conversations are tokenized as transformers does it;
 - greedy sampling gives the completions of transformers' `generate`, token by token;
-- log-probabilities are those of a plain forward pass;
+- log-probabilities equal a plain forward pass;
 - one step of SFT, of GRPO with LoRA and of a reward model trains; the export loads in plain transformers and gives the
   same outputs there. So does a step of PPO, DPO and GRPO: of every third family each in the default tests, of all with
   `-m slow`.
 
 SmolLM2-135M-Instruct is also tested with its published weights (`tests/zoo/test_zoo_real.py`).
 
-A family that is not in the table can be used too. When a run starts, each fast way is compared with the plain one
-on a few tokens. If the two differ, the fast way is not used, and a line says why.
+A family that is not in the table can be used too. When a run starts, each optimization is compared with the
+model's own forward pass on a few tokens. If the two differ, the optimization is off, and a line says why.
 
 `python scripts/make_support_matrix.py` makes this page from the table in `tests/zoo/families.py`. Change it there.
 """
@@ -63,7 +63,7 @@ CLOSING = """\
   without padding. A batch with a longer row is padded.
 - **Rotary embeddings that change with the length** (longrope: Phi-4 mini, Phi-3 with 128k) do so beyond
   `original_max_position_embeddings`. If a row of a batch may grow beyond that, the batch is sampled with
-  transformers' `generate`, rows of one prompt length together. So log-probabilities are those of the model without
+  transformers' `generate`, rows of one prompt length together. So log-probabilities equal the model's without
   a cache.
 - **Pad tokens.** Masks are made from lengths, so it does not matter which token pads a row. A model without a pad
   token, or with EOS as its pad token, works as it is.
@@ -74,7 +74,7 @@ def page() -> str:
     """Build the Markdown of docs/models.md."""
     parts = [
         INTRODUCTION,
-        "## Fast ways\n",
+        "## Optimizations\n",
         *(f"- **{title}**: {meaning}." for _, title, meaning in WAYS),
         "",
         *_table(["family", *(title for _, title, _ in WAYS)], [_ways(family) for family in FAMILIES]),
@@ -83,7 +83,7 @@ def page() -> str:
         "",
         CLOSING,
         "## Tokens and templates\n",
-        "*Ends a completion* lists what stops sampling: the tokenizer's EOS and those of `generation_config.json`.\n",
+        "*Ends a completion* lists the stop tokens: the EOS tokens of the tokenizer and of `generation_config.json`.\n",
         *_table(
             ["family", "tested as", "BOS before a text", "pads rows", "ends a completion", "ends a turn"],
             [_tokens(family) for family in FAMILIES],

@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("pairs", type=Path)
-    parser.add_argument("--prompts", type=int, help="how many; all where it is not given")
+    parser.add_argument("--prompts", type=int, help="how many (default: all)")
     parser.add_argument("--completions", type=int, default=4, help="of each prompt, at least 2")
     parser.add_argument("--min-gap", type=float, default=0.0, help="scores of a pair differ by more than this")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")

@@ -11,7 +11,7 @@ from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<=\]\()(?:\.\./)+[^)\s#]+")
-IMAGES = (".png", ".svg")
+AS_THEY_ARE = (".png", ".svg", ".ipynb")
 BOOSTS = (("api/", 0.2), ("experiments/", 0.3), ("configuration/", 0.5), ("", 2.0))  # a user's question is for a guide
 
 
@@ -24,8 +24,8 @@ def outside(link: str, page: str) -> str | None:
 
 
 def place(path: str) -> str:
-    """Return where a file of the repository is in the site: as it is if an image, otherwise as plain text to read."""
-    return f"repository/{path}" if path.endswith(IMAGES) else f"repository/{path}.txt"
+    """Return where a file of the repository is in the site: as it is if an image or a notebook, else as plain text."""
+    return f"repository/{path}" if path.endswith(AS_THEY_ARE) else f"repository/{path}.txt"
 
 
 def on_files(files: Files, config: Any) -> Files:

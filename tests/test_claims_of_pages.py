@@ -119,6 +119,23 @@ def test_the_readme_s_sentence_on_speed(setting: str) -> None:
     assert wrong(list(named.groups()), [min(ratios), max(ratios), min(shares), max(shares)]) == []
 
 
+def test_what_exports_keep() -> None:
+    runs = {(run["algorithm"], run["learning_rate"], run["steps"]): run for run in read("export_kept.json")["runs"]}
+    named = {"GRPO": "grpo", "PPO": "ppo", "DPO": "dpo", "reward model": "reward model"}
+    compared = 0
+    for row in rows(page("docs/own_model_and_data.md")):
+        if row[0] not in named or len(row) != 5:
+            continue
+        rate, steps = float(row[1]), int(row[2])
+        name = "grpo, lr 1e-5" if (row[0], rate) == ("GRPO", 1e-5) else named[row[0]]
+        run = runs[name, rate, steps]
+        measured = [100 * run["kept_in_bfloat16"], 100 * run["kept_by_the_export"]]
+        assert wrong([*numbers(row[3]), *numbers(row[4])], measured) == [], row
+        assert run["kept_by_the_export"] >= 0.95, row
+        compared += 1
+    assert compared == len(runs)
+
+
 def test_a_wrong_number_would_be_noticed() -> None:
     assert wrong(["2.84", "5.16"], [2.837, 5.1587]) == []
     assert wrong(["2.85"], [2.837]) == ["2.85, measured 2.837"]

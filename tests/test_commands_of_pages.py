@@ -2,7 +2,8 @@
 
 The folder has what the pages name: a small chat model in models/smollm2-135m-instruct, prompts.jsonl, pairs.jsonl,
 demonstrations.jsonl, my_rewards.py, and the runs that other pages make. Training commands get the overrides of SHORT,
-which cut them to one step; nothing else is changed. A block after `<!-- not run: reason -->` is not run.
+which cut them to one step; nothing else is changed. A block after `<!-- not run: reason -->` is not run: of its
+commands the files, options and settings are checked.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rlhf.cli import main
+from rlhf.cli import main, parse
+from rlhf.comparison.plan import make_plan
 from rlhf.config.compare import CompareConfig
+from rlhf.config.files import locate_config
 from rlhf.config.load import load_any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -199,6 +202,42 @@ def test_the_commands_of_a_page_run_in_order(page: Path, stranger: Path, capsys:
                 code = int(exit_.code or 0)
             output = capsys.readouterr()
             assert code == 0, f"{command}\n{output.out[-2000:]}\n{output.err[-2000:]}"
+
+
+MARKED = [
+    (page, command)
+    for page in PAGES
+    for block in blocks(page)
+    if block.reason is not None and block.kind == "bash"
+    for command in commands(block.body)
+]
+
+
+@pytest.mark.parametrize(
+    ("page", "command"), MARKED, ids=[f"{page.relative_to(ROOT)}-{number}" for number, (page, _) in enumerate(MARKED)]
+)
+def test_a_command_that_is_not_run_is_one_that_could_be(
+    page: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files are there, the program takes its words, and its settings are valid."""
+    monkeypatch.chdir(ROOT)
+    for part in re.split(r"&&|\|", command):
+        words = shlex.split(part, comments=True)
+        if words[:1] == ["rlhf"]:
+            check_words(words[1:])
+        elif len(words) > 1 and words[0].rpartition("/")[2] in ("python", "bash") and words[1].endswith((".py", ".sh")):
+            shared = (ROOT / words[1]).parent.glob("*/options.py")
+            source = "".join(file.read_text(encoding="utf-8") for file in (ROOT / words[1], *shared))
+            options = [word.partition("=")[0] for word in words[2:] if word.startswith("--")]
+            assert [option for option in options if f'"{option}"' not in source] == [], f"{page.name}: {command}"
+
+
+def check_words(words: list[str]) -> None:
+    parsed = parse(words)
+    if words[0] in (*TRAINING, "compare", "config", "lint"):
+        config = load_any(parsed.target, parsed.overrides)
+        if isinstance(config, CompareConfig):
+            make_plan(config, beside=locate_config(parsed.target).parent, lab_files=False)
 
 
 def test_most_blocks_are_run() -> None:

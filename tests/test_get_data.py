@@ -18,6 +18,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import get_data  # noqa: E402
 import get_stories260k  # noqa: E402
 
+from rlhf.data import paths  # noqa: E402
+
 PAGE = ROOT / "docs" / "datasets.md"
 
 
@@ -129,3 +131,7 @@ def test_stories260k_is_converted_to_the_weights_and_tokens_of_transformers(
     for text in ("Once upon a time, there was a cat.", 'Zoë said: "no!"\n\nThe end.', "  two  spaces"):
         assert ours(text).input_ids == theirs(text).input_ids
         assert ours.decode(ours(text).input_ids) == theirs.decode(theirs(text).input_ids)
+
+
+def test_a_missing_data_set_names_the_command_that_fetches_it() -> None:
+    assert {*paths.FETCHED} == {*get_data.DATA_SETS}

@@ -119,6 +119,12 @@ def check_the_search(site: Path) -> None:
     assert missed == {}
 
 
+def test_the_example_pages_link_to_nothing_that_is_not_there() -> None:
+    for page in (DOCS / "examples").glob("*.html"):
+        links = re.findall(r'href="([\w./-]+)"', page.read_text(encoding="utf-8"))
+        assert [link for link in links if not (page.parent / link).exists()] == [], page.name
+
+
 def test_every_common_question_leads_to_its_page() -> None:
     text_of_all = sections("index.md")["Common questions"]
     questions = re.findall(r"^\*\*([^*]+)\*\* (.+?)(?=\n\n|\Z)", text_of_all, re.MULTILINE | re.DOTALL)

@@ -1,16 +1,20 @@
-"""Check options of `rlhf sample`, `chat`, `eval` and `export`, without importing torch: a mistake is told at once."""
+"""Check the options and files of the verbs without importing torch, so that a mistake is told at once."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from rlhf.comparison.plan import Plan
+from rlhf.config.compare import START_FOLDER
 from rlhf.config.files import Tree, merge, parse_overrides
 from rlhf.config.load import load_chat_format, read_yaml, train_config, validate
-from rlhf.config.sections import OfflineConfig, SamplingConfig
-from rlhf.data.paths import is_missing, missing, missing_model
+from rlhf.config.sections import OfflineConfig, SamplingConfig, TrainConfig
+from rlhf.data.paths import DATA_PREFIXES, Lookups, check_files, check_out_dir, is_missing, missing, missing_model
 from rlhf.errors import ConfigError, DataError, ModelError, UserError
 from rlhf.lab.build import PREFIX, resolve_lab_paths
 from rlhf.suites.suite import Suite, find_suite
@@ -171,13 +175,47 @@ def suite_settings(
     return resolve_lab_paths(settings), task
 
 
+def check_arm_files(plan: Plan, lookups: Lookups | None = None, *checks: Callable[[TrainConfig], None]) -> None:
+    """Check the folders, files, models and data of suites that the arms of a comparison name.
+
+    Args:
+        plan: the comparison.
+        lookups: what is known of paths and hub ids already.
+        checks: further checks of each arm's configuration.
+
+    Raises:
+        ConfigError: something is missing or wrong, one line for each, with the arm's name.
+    """
+    check_out_dir(str(plan.folder), "out_dir")
+    lookups = Lookups() if lookups is None else lookups
+    problems: dict[str, str] = {}  # by what is wrong: most is common to all arms
+    for cell in plan.untuned():
+        train = cell.config.train
+        calls = [partial(check_files, train, lookups), *(partial(check, train) for check in checks)]
+        calls += [partial(_check_suite, name, settings) for name, settings in cell.config.suites.items()]
+        for call in calls:
+            try:
+                call()
+            except UserError as error:
+                problems.setdefault(str(error), f"arms.{cell.arm}" if cell.arm != START_FOLDER else "all arms")
+    if problems:
+        raise ConfigError("\n".join(f"{where}: {problem}" for problem, where in problems.items()))
+
+
+def _check_suite(name: str, settings: Mapping[str, Any]) -> None:
+    try:
+        check_suite_files(validate(find_suite(name)[0], dict(settings)))
+    except UserError as error:
+        raise ConfigError(f"suites.{name}: {error}") from error
+
+
 def check_suite_files(settings: Suite) -> None:
     """Check that the data files and model folders of a suite exist; possible hub ids are not checked."""
     lines = [f"{key}: {problem}" for key, path in settings.models() if (problem := missing_model(path))]
     lines += [
         f"{key}: {missing(path)}"
         for key, path in settings.data_sets()
-        if is_missing(path) and not path.startswith(PREFIX)
+        if is_missing(path, DATA_PREFIXES) and not path.startswith(PREFIX)
     ]
     if lines:
         raise DataError("\n".join(lines))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf.api.checks import check_suite_files
+from rlhf.api.checks import check_arm_files
 from rlhf.api.lab import check_lab_folder, prepare_lab
 from rlhf.comparison.aggregate import read_cells, summarize, write_results
 from rlhf.comparison.page import comparison_charts, write_compare_page
@@ -25,8 +25,8 @@ from rlhf.comparison.tuning.plan import tuned_config
 from rlhf.comparison.tuning.run import Chosen, run_tuning, tuning_notes, tuning_table
 from rlhf.config.compare import START_FOLDER, CompareConfig, LabConfig
 from rlhf.config.files import COMPARE_CONFIG, format_yaml
-from rlhf.config.load import compare_config, dump, read_yaml, validate
-from rlhf.data.paths import check_files, check_out_dir
+from rlhf.config.load import compare_config, dump, read_yaml
+from rlhf.data.paths import Lookups
 from rlhf.errors import ConfigError, UserError, how_to_continue
 from rlhf.factory.functions import check_functions
 from rlhf.guard.lint import lint
@@ -34,7 +34,6 @@ from rlhf.models.folders import MODEL
 from rlhf.report.charts import Table as SuiteTable
 from rlhf.report.terminal import print_violations
 from rlhf.runtime.distributed import world_size_from_env
-from rlhf.suites.suite import find_suite
 from rlhf.tracking.progress import printable
 from rlhf.tracking.run_folder import write_atomically
 
@@ -64,9 +63,11 @@ def run_compare(config: CompareConfig, *, beside: Path, console: Console, start:
         )
     plan = make_plan(config, beside=beside)
     print_violations({name: lint(run) for name, run in trained_arms(plan).items()}, console)
-    if config.lab is not None and not _prepare_lab(config.lab, console):
-        return False
     check_arms(plan)
+    if config.lab is not None:
+        if not _prepare_lab(config.lab, console):
+            return False
+        check_arm_files(plan)
     for cell in plan.untuned():
         check_owner(cell)  # of all cells, before anything in the folder changes
     plan.folder.mkdir(parents=True, exist_ok=True)
@@ -97,29 +98,13 @@ def failed_arms(folder: str) -> list[str]:
 def check_arms(plan: Plan) -> None:
     """Check everything that the arms of a comparison name: folders, files, models, functions, and data of suites.
 
+    What the comparison makes in the lab's folder is not looked for.
+
     Raises:
         ConfigError: something is missing or wrong, one line for each, with the arm's name.
     """
-    check_out_dir(str(plan.folder), "out_dir")
-    problems: dict[str, str] = {}  # by what is wrong: most is common to all arms
-    for cell in plan.untuned():
-        train = cell.config.train
-        checks = [partial(check_files, train), partial(check_functions, train)]
-        checks += [partial(_check_suite, name, settings) for name, settings in cell.config.suites.items()]
-        for check in checks:
-            try:
-                check()
-            except UserError as error:
-                problems.setdefault(str(error), f"arms.{cell.arm}" if cell.arm != START_FOLDER else "all arms")
-    if problems:
-        raise ConfigError("\n".join(f"{where}: {problem}" for problem, where in problems.items()))
-
-
-def _check_suite(name: str, settings: Mapping[str, Any]) -> None:
-    try:
-        check_suite_files(validate(find_suite(name)[0], dict(settings)))
-    except UserError as error:
-        raise ConfigError(f"suites.{name}: {error}") from error
+    lab = plan.config.lab
+    check_arm_files(plan, Lookups(later=None if lab is None else Path(lab.folder)), check_functions)
 
 
 def _tune(plan: Plan, start: StartCell, console: Console) -> Chosen | None:

@@ -22,7 +22,7 @@ from rlhf.training.offline import train_offline
 from rlhf.training.session import Session
 
 OnStep = Callable[[int, Mapping[str, float]], None]
-"""Called with the step and its metrics whenever a line of metrics is written, that of the first evaluation (0) too."""
+"""Called with the step and its metrics whenever a line of metrics is written, the first evaluation (0) included."""
 
 
 def run_train(config: TrainConfig, console: Console, *, on_step: OnStep | None = None) -> bool:

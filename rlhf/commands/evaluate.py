@@ -164,8 +164,8 @@ def _print_suite(name: str, target: str, result: SuiteResult, console: Console) 
     skipped = sum(result.skipped.values())
     rows = f"{result.n:,} rows, {skipped:,} skipped" if skipped else f"{result.n:,} rows"
     console.print(Text(f"{name} of {target}: {rows}"), soft_wrap=True)
-    name_column = Column("figure", min_width=max((len(figure.name) for figure in result.figures), default=0))
-    table = Table(name_column, "value", "95 % interval", "rows", "what it is", box=None, pad_edge=False)
+    columns = (Column(name, no_wrap=True) for name in ("figure", "value", "95 % interval", "rows"))
+    table = Table(*columns, "what it is", box=None, pad_edge=False)
     for figure in result.figures:
         table.add_row(
             *map(

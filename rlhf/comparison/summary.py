@@ -172,9 +172,7 @@ def _cells_with(results: ComparisonResults, status: Status) -> list[tuple[str, S
 
 def parallel_note(jobs: int) -> list[str]:
     """Return a note that seconds are not comparable, if several cells ran at once."""
-    text = (
-        f"{jobs} cells ran at once on shares of one machine: their seconds are not comparable with those of one alone."
-    )
+    text = f"{jobs} cells ran at once on shares of one machine: their seconds are no measure of a cell alone."
     return [text] if jobs > 1 else []
 
 

@@ -219,7 +219,7 @@ class StreamedSource(Generic[T]):
         }
 
     def restore(self, state: Mapping[str, Any]) -> bool:
-        """Read on from where a checkpoint says; False, and from the beginning, if the files are not those of then."""
+        """Resume from a checkpoint; return False and restart if the files changed."""
         if state.get("files") != self._data.fingerprint() or state.get("block_size") != self.block_size:
             return False
         start = dict(state["start"])

@@ -6,6 +6,7 @@ import difflib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -18,10 +19,47 @@ from rlhf.section import Section
 
 HUB_TIMEOUT_S = 10.0
 MODEL_PREFIXES = ("runs/", "models/", "checkpoints/", "outputs/")  # folders rather than organizations of the hub
-SMOLLM2 = "models/smollm2-135m-instruct"
+DATA_PREFIXES = ("data/", *MODEL_PREFIXES)
+FETCHED = ("gsm8k", "hh_harmless", "ifeval", "paradetox", "persona", "stories", "xstest")
+"""The data sets that scripts/get_data.py fetches into data/."""
+MAKERS = {
+    "models/smollm2-135m-instruct": "python scripts/get_smollm2.py",
+    "models/stories260k": "python scripts/get_stories260k.py",
+    "runs/instructions/train.jsonl": "python scripts/make_instructions.py runs/instructions/train.jsonl --rows 4000",
+    "runs/instructions/eval.jsonl": (
+        "python scripts/make_instructions.py runs/instructions/eval.jsonl --rows 64 --skip 100000"
+    ),
+    **{f"data/{name}": f"python scripts/get_data.py {name}" for name in FETCHED},
+}
+"""The command that makes each model folder and data file which shipped configurations name; of a folder, all in it."""
 KINDS = ("jsonl", "json", "csv", "parquet")
 SUFFIXES = tuple(f".{kind}{gz}" for kind in KINDS for gz in (("", ".gz") if kind != "parquet" else ("",)))
 """The suffixes of data files."""
+
+
+@dataclass
+class Lookups:
+    """The answers to whether models and data files exist, each path and hub id looked up once."""
+
+    later: Path | None = None
+    """A folder that is made before the runs begin: what is in it is not looked up."""
+    _models: dict[str, str | None] = field(default_factory=dict)
+    _data: dict[str, str | None] = field(default_factory=dict)
+
+    def missing_model(self, path: str) -> str | None:
+        """Return why a model cannot be loaded from a path or hub id; None if there is nothing against it."""
+        if path not in self._models:
+            self._models[path] = None if self._is_later(path) else missing_model(path)
+        return self._models[path]
+
+    def missing_data(self, path: str) -> str | None:
+        """Return why rows cannot be read from a path or hub id; None if there is nothing against it."""
+        if path not in self._data:
+            self._data[path] = None if self._is_later(path) else missing_data(path)
+        return self._data[path]
+
+    def _is_later(self, path: str) -> bool:
+        return self.later is not None and Path(path).is_relative_to(self.later)
 
 
 def looks_local(path: str, suffixes: tuple[str, ...] = ()) -> bool:
@@ -39,6 +77,9 @@ def missing(path: str) -> str:
     while not known.is_dir() and known != known.parent:
         wanted, known = known, known.parent
     message = f"no such file or folder: {path}"
+    maker = next((command for made, command in MAKERS.items() if Path(path).is_relative_to(made)), None)
+    if maker is not None:
+        return f"{message}. `{maker}` makes it"
     if not known.is_dir():
         return message
     names = [entry.name for entry in known.iterdir() if not entry.name.startswith(".")]
@@ -48,10 +89,14 @@ def missing(path: str) -> str:
     return f"{message} ({known} has no {wanted.name})"
 
 
-def check_files(config: TrainConfig | RewardModelConfig) -> None:
+def check_files(config: TrainConfig | RewardModelConfig, lookups: Lookups | None = None) -> None:
     """Check that the data files and models of a configuration exist, and that its folder can be written.
 
     Other names than paths are hub ids; the hub is asked for each of them once, with a time limit.
+
+    Args:
+        config: the run.
+        lookups: what is known of paths and hub ids already, when several runs are checked; new answers are added.
 
     Raises:
         ConfigError: run.out_dir cannot be written.
@@ -59,9 +104,10 @@ def check_files(config: TrainConfig | RewardModelConfig) -> None:
         DataError: only data files are missing.
     """
     check_out_dir(config.run.out_dir)
-    models = [f"{key}: {problem}" for key, path in _model_paths(config) if (problem := missing_model(path))]
+    lookups = Lookups() if lookups is None else lookups
+    models = [f"{key}: {problem}" for key, path in _model_paths(config) if (problem := lookups.missing_model(path))]
     by_path = {path: key for key, path in reversed([*_data_paths(config)])}  # held-out rows may be a part of a file
-    data = [f"{key}: {problem}" for path, key in reversed(by_path.items()) if (problem := missing_data(path))]
+    data = [f"{key}: {problem}" for path, key in reversed(by_path.items()) if (problem := lookups.missing_data(path))]
     if models:
         raise ModelError("\n".join([*models, *data]))
     if data:
@@ -91,8 +137,6 @@ def check_out_dir(path: str, key: str = "run.out_dir") -> None:
 
 def missing_model(path: str) -> str | None:
     """Return why a model cannot be loaded from a path or hub id; None if there is nothing against it."""
-    if path == SMOLLM2 and not Path(path).exists():
-        return f"no such folder: {path}. `python scripts/get_smollm2.py` makes it"
     if is_missing(path, MODEL_PREFIXES, suffixes=(".gguf",)):
         return missing(path)
     return None if Path(path).expanduser().exists() else _not_on_hub(path)
@@ -100,7 +144,7 @@ def missing_model(path: str) -> str | None:
 
 def missing_data(path: str) -> str | None:
     """Return why rows cannot be read from a path or hub id; None if there is nothing against it."""
-    if is_missing(path):
+    if is_missing(path, DATA_PREFIXES):
         return missing(path)
     return None if Path(path).expanduser().exists() or path.startswith("lab:") else _no_data_on_hub(path)
 

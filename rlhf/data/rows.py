@@ -65,7 +65,7 @@ class RowCounts:
         if self.fatal:
             raise DataError(
                 f"{row.place}: {BadRow(reason, detail)}. "
-                "Mend the row, or let bad_rows=skip count such rows and go on without them."
+                "Fix the row, or let bad_rows=skip count such rows and go on without them."
             )
         self.skip(row, reason, detail)
 

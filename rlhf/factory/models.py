@@ -28,6 +28,7 @@ from rlhf.models.folders import CRITIC, MODEL, member_folders, model_folder
 from rlhf.models.policy_models import Ema, Models, SharedValueHead, keep_in_bfloat16
 from rlhf.models.scalar_head import ScalarHeadModel, load_reward_heads, load_scalar_head, single_head
 from rlhf.models.text_config import text_config
+from rlhf.rewards.channels import writes_channels
 from rlhf.runtime.engine import Engine
 from rlhf.runtime.seeding import derive_seed, seeded_initialization
 
@@ -170,10 +171,11 @@ def _critic_start(config: OnlineConfig, context: RunContext, tokenizer: PreTrain
 
 
 def make_decode(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
-    """Return a function that decodes token ids to text without special tokens."""
+    """Return a function that decodes token ids to text without special tokens; channels keep them, to be told apart."""
+    skip = not writes_channels(tokenizer)
 
     def decode(ids: Sequence[int]) -> str:
-        text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = tokenizer.decode(list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 

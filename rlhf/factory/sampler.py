@@ -95,7 +95,7 @@ def published_drawing(folder: str) -> Drawing:
         if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
             raise ModelError(
                 f"{folder}: {GENERATION} has {name} {value!r}, which is no number that tokens can be drawn with; "
-                "mend the file, or set do_sample to false in it"
+                "fix the file, or set do_sample to false in it"
             )
     return Drawing(float(values["temperature"]), float(values["top_p"]), int(values["top_k"]))
 

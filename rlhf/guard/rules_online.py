@@ -27,7 +27,7 @@ def unmeasured_kl(config: OnlineConfig, facts: Facts) -> Value | None:
 
 
 def nothing_to_raise(config: RunConfiguration, facts: Facts) -> Value | None:
-    """Return raise_kl where there is no penalty to raise: in a run on data there never is."""
+    """Flag raise_kl when the run has no KL penalty."""
     if "raise_kl" not in (config.guard.on_alarm, *config.guard.alarms.values()):
         return None
     kl = config.algorithm.kl if isinstance(config, OnlineConfig) else None

@@ -296,7 +296,7 @@ GROUPS = (
     (
         "language-modeling",
         "Language modeling",
-        "Held-out loss should fall; where it turns up while the training loss still falls, the run is too long.",
+        "Held-out loss should fall; if it turns up while the training loss still falls, the run is too long.",
     ),
     ("losses", "Losses", "A policy-gradient loss need not fall."),
     (

@@ -263,12 +263,12 @@ def _limits(record: Record, inputs: CardInputs) -> Iterator[str]:
     planned = record.planned_steps
     if inputs.best is not None:
         yield (
-            f"It is the best checkpoint of the run, that of step {inputs.best['step']:,}, chosen by the best "
+            f"It is the best checkpoint of the run, from step {inputs.best['step']:,}, chosen by the best "
             f"{inputs.best['by']} of {inputs.best['rows']:,} held-out rows: on these rows it looks better than it is."
         )
     elif record.exports_best:
         yield (
-            f"It is the best checkpoint of the run, that of step {record.last_step:,}. The best of several evaluations "
+            f"It is the best checkpoint of the run, from step {record.last_step:,}. The best of several evaluations "
             "is too good by chance: report scores on prompts that chose nothing."
         )
     elif planned is not None and record.last_step < planned:

@@ -213,7 +213,7 @@ def _best(record: Record) -> str:
     value = None if headline is None else dict(record.points(headline[0].name)).get(step)
     figure = "" if headline is None or value is None else f" ({headline[1].lower()} {format_number(value)})"
     export = ", which is the model that the run exports" if record.exports_best else ""
-    return f"The best checkpoint is that of step {step}{figure}{export}."
+    return f"The best checkpoint is step {step}{figure}{export}."
 
 
 def _kl(record: Record) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from rlhf.errors import NonFiniteScores, RewardError
+from rlhf.rewards.channels import final_answer, writes_channels
 from rlhf.section import Choice, Section, walk
 
 if TYPE_CHECKING:
@@ -139,7 +140,8 @@ def decode(completions: Completions, tokenizer: BatchDecoder) -> Texts:
     """Decode prompts and completions to text, without special tokens and without the final EOS of a completion.
 
     A prompt is the text of its row's "prompt" column if there is one, else its decoded tokens. A completion is what it
-    adds to the decoded prompt: many tokenizers drop a leading space, so its tokens decoded alone would lose one.
+    adds to the decoded prompt: many tokenizers drop a leading space, so its tokens decoded alone would lose one. Of a
+    completion in channels it is the final answer.
     """
     prompt_ids, completion_ids = unpadded_ids(completions)
     completion_ids = [
@@ -150,13 +152,16 @@ def decode(completions: Completions, tokenizer: BatchDecoder) -> Texts:
     joined_ids = [before + after for before, after in zip(prompt_ids, completion_ids, strict=True)]
     joined = tokenizer.batch_decode(joined_ids, skip_special_tokens=True)
     references = [dict(reference) for reference in completions.references]
+    # A character split by the prompt's end decodes differently once complete: then the texts share no start.
+    answers = [
+        text.removeprefix(before) if text.startswith(before) else completion
+        for text, before, completion in zip(joined, prompts, alone, strict=True)
+    ]
+    if writes_channels(tokenizer):
+        answers = [final_answer(tokenizer, ids) for ids in completion_ids]
     return Texts(
         prompts=[_original_prompt(r, p) for r, p in zip(references, prompts, strict=True)],
-        # A character split by the prompt's end decodes differently once complete: then the texts share no start.
-        completions=[
-            text.removeprefix(before) if text.startswith(before) else completion
-            for text, before, completion in zip(joined, prompts, alone, strict=True)
-        ],
+        completions=answers,
         references=references,
     )
 

@@ -85,7 +85,7 @@ class Gsm8kSuite(Suite):
     template: str = "Question: {question}\nAnswer:"
     """A problem; examples follow it with a space and their solution, a blank line between them."""
     announced_only: bool = False
-    """Count an answer only where it is announced (####, boxed, "the answer is")."""
+    """Count an answer only if it is announced (####, boxed, "the answer is")."""
     stop: list[str] = ["\nQuestion:"]
     """A solution ends before the first of these texts."""
 

@@ -68,7 +68,7 @@ class IfevalSuite(AnswerSuite):
     best_of: Count = 1
     """Sample this many answers to each prompt and keep the one that `source` scores highest."""
     source: Annotated[Source, OneOf()] | None = None
-    """What picks the best answer where best_of is above 1; null: the run's judge or reward, where it has one."""
+    """What picks the best answer if best_of is above 1; null: the run's judge or reward, if it has one."""
 
     @model_validator(mode="after")
     def _check_source(self) -> IfevalSuite:

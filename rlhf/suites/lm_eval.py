@@ -318,7 +318,7 @@ def _check_sampling(arguments: Mapping[str, Any]) -> None:
     if unknown:
         raise ConfigError(
             f"this task samples with {', '.join(sorted(unknown))}; we sample from the whole distribution at a "
-            "temperature, so that its figures would not be those of the task"
+            "temperature, so the figures would differ from the task's"
         )
 
 

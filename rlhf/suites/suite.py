@@ -88,7 +88,7 @@ class Suite(Named, Section):
     trust_remote_code: bool = False
     """Run Python code that comes with a hub model."""
     chat_template: str = "auto"
-    """auto: questions go through the tokenizer's own template where it has one; none; or a path to a Jinja file."""
+    """auto: questions go through the tokenizer's own template if it has one; none; or a path to a Jinja file."""
     chat_template_kwargs: dict[str, Any] = {}
     """As data.chat_template_kwargs."""
     system: str | None = None

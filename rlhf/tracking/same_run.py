@@ -71,7 +71,15 @@ continues with another value."""
 EXPORT = ("*.export_dtype", "checkpoint.best", "checkpoint.best.restore")
 """The settings that decide which model a finished run exports."""
 
-FIRST = ("algorithm.preset", "policy.model", "model.model", "reward.source*", "data.*path", "reference.model")
+FIRST = (
+    "algorithm.preset",
+    "policy.model",
+    "model.model",
+    "reward.source.type",
+    "reward.source*",
+    "data.*path",
+    "reference.model",
+)
 FREE = ("kwargs", "request")  # sections whose keys are the user's
 SHOWN = 4  # changes that a message names
 NOT_SET = object()

@@ -62,7 +62,7 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 record = json.loads(line)
             except ValueError as error:
-                raise CheckpointError(f"{path}, line {number}: not JSON ({error}); mend or remove that line") from None
+                raise CheckpointError(f"{path}, line {number}: not JSON ({error}); fix or remove that line") from None
             if not isinstance(record, dict):
                 raise CheckpointError(f"{path}, line {number}: expected an object, found {type(record).__name__}")
             yield record

@@ -202,7 +202,7 @@ class BestKeeper:
             self._keep(step, name, values, gain)
         if self.patience_is_over:
             self.recorder.note(
-                f"no evaluation has beaten that of step {self.state.best.step} {self.state.best.since} times in a row "
+                f"no evaluation has beaten step {self.state.best.step} {self.state.best.since} times in a row "
                 "(checkpoint.best.patience): the run ends here"
             )
         changes = {} if gain is None else {"best/gain": gain.mean, "best/gain_low": gain.low}

@@ -194,7 +194,7 @@ class ReferenceCache:
         if not damage and values.shape != (count,):
             damage = f"it holds {tuple(values.shape)} numbers instead of {count}"
         if damage:
-            self.notes.append(f"{path} is damaged ({damage}): computed anew")
+            self.notes.append(f"{path} is damaged ({damage}): recomputing")
             return None
         return values
 

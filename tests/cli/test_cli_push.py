@@ -152,7 +152,7 @@ def test_the_card_is_of_the_best_checkpoint_where_that_is_the_model(
     assert "| `eval/score` | 0.53 | 1.50 | score |" in card
     assert "| KL to the reference | 2 [1.8, 2.2] nats per sequence, target 6 |" in card
     assert "| steps | 10 of 20 |" in card
-    assert "- It is the best checkpoint of the run, that of step 10." in card
+    assert "- It is the best checkpoint of the run, from step 10." in card
     assert "The run has" not in card
     folder.config.write_text(
         yaml.safe_dump({**config, "checkpoint": {**config["checkpoint"], "best": {"restore": False}}})
@@ -228,7 +228,7 @@ def test_the_best_checkpoint_is_pushed_with_what_was_measured_up_to_it(
     card = hub.commits[0]["README.md"].decode()
     assert "| steps | 20 |" in card
     assert "| `eval/score` | 0.53 | 0.91 | score |" in card
-    assert "that of step 20, chosen by the best score of 128 held-out rows" in card
+    assert "from step 20, chosen by the best score of 128 held-out rows" in card
     assert "win rate" not in card  # eval.json of the run is that of its own model
 
 

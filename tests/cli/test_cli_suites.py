@@ -133,6 +133,19 @@ def test_a_run_brings_its_reference_its_judge_and_its_settings(
     assert results["figures"]["implicit_accuracy"]["value"] == 0.5
 
 
+def test_the_table_keeps_every_letter_in_a_narrow_terminal(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = tmp_path / "result.json"
+    command = ["eval", str(run), "--suite", "hh", "--data", data_of(tmp_path, "hh"), "stop=['Human:']"]
+    assert main([*command, "--out", str(out)]) == 0
+    shown = capsys.readouterr().out.split()
+    meanings = [figure["meaning"] for figure in json.loads(out.read_text())["figures"].values()]
+    assert len(meanings) > 4
+    assert [word for meaning in meanings for word in meaning.split() if word not in shown] == []
+
+
 def test_what_is_left_out_is_said(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", model, "--suite", "hh", "--data", data_of(tmp_path, "hh")]) == 0
     shown = capsys.readouterr().out
@@ -250,6 +263,6 @@ def test_the_settings_and_figures_are_on_the_page(tmp_path: Path, model: str) ->
 
 
 def test_settings_are_checked_without_what_computes() -> None:
-    check = "import sys, rlhf.commands.checks; print(sorted({'torch', 'evaluate', 'transformers'} & set(sys.modules)))"
+    check = "import sys, rlhf.api.checks; print(sorted({'torch', 'evaluate', 'transformers'} & set(sys.modules)))"
     shown = subprocess.run([sys.executable, "-c", check], check=True, capture_output=True, text=True)
     assert shown.stdout.strip() == "[]"

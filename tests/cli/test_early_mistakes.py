@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -37,11 +38,12 @@ for arguments in json.load(sys.stdin):
 Ending = tuple[str, str, str]  # a command's output, its errors, and what became of it
 
 
-def run_all(commands: Sequence[Sequence[str]]) -> list[Ending]:
+def run_all(commands: Sequence[Sequence[str]], folder: Path = ROOT) -> list[Ending]:
     """Run command lines one after another in a new process, which has imported nothing slow before any of them."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        cwd=ROOT,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         input=json.dumps(commands),
         capture_output=True,
         text=True,
@@ -61,6 +63,9 @@ MISTAKES = {
     "config configs/ppo.yaml batch.minibatches=0": "batch.minibatches: Input should be greater than or equal",
     "compare configs/compare.yaml budget.steps=3": "budget.steps: unknown key",
     "compare configs/lab/compare.yaml arms.ppo.policy.lrr=1": "arms.ppo: policy.lrr: unknown key",
+    "compare configs/compare.yaml start=runs/no": "all arms: policy.model: no such file or folder: runs/no",
+    "compare configs/compare.yaml out_dir=README.md": "out_dir: cannot write into README.md (it is a file)",
+    "compare configs/lab/compare.yaml out_dir=README.md": "out_dir: cannot write into README.md (it is a file)",
     "train configs/lab/ppo.yaml data.prompts.path=lab:promts": "the lab has no 'promts'",
     "quickstart policy.lrr=1": "policy.lrr: unknown key; did you mean lr?",
     "eval docs": "docs is not a run folder (it has no config.yaml)",
@@ -114,6 +119,22 @@ def test_a_mistake_is_told_before_anything_slow_is_imported(command: str, ending
     _, errors, ending = endings[command]
     assert MISTAKES[command] in errors
     assert ending == "code 2 imported"
+
+
+NOT_FETCHED = {
+    "reward {}/rm_smollm2_hh.yaml": "hh_harmless/train.jsonl. `python scripts/get_data.py hh_harmless` makes it",
+    "train {}/ppo_stories_vader.yaml": "models/stories260k. `python scripts/get_stories260k.py` makes it",
+    "compare {}/compare_smollm2.yaml": "`python scripts/make_instructions.py runs/instructions/train.jsonl --rows",
+    "eval . --suite ifeval --data data/ifeval": "data/ifeval. `python scripts/get_data.py ifeval` makes it",
+    "sample models/smollm2-135m-instruct --prompt a": "`python scripts/get_smollm2.py` makes it",
+}
+
+
+def test_what_a_script_makes_is_told_with_its_command(tmp_path: Path) -> None:
+    commands = [command.format(ROOT / "configs" / "real").split() for command in NOT_FETCHED]
+    for (_, errors, ending), message in zip(run_all(commands, tmp_path), NOT_FETCHED.values(), strict=True):
+        assert message in errors
+        assert ending == "code 2 imported"
 
 
 @pytest.mark.parametrize("command", LIGHT)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from cases import compare_tree, plan_of
-from runs import prompts_file
+from runs import prompts_file, quiet
 
-from rlhf.api.comparing import check_arms
+from rlhf.api.comparing import check_arms, run_compare
+from rlhf.config.load import compare_config
 from rlhf.errors import ConfigError
 
 OWN = """
@@ -88,3 +89,18 @@ def test_a_folder_that_cannot_be_written_is_said_first(folder: Path) -> None:
     (folder / "taken").write_text("a file")
     with pytest.raises(ConfigError, match=r"out_dir: cannot write into .*taken \(it is a file\)"):
         check_arms(plan_of(compare_tree(folder, out_dir=str(folder / "taken"))))
+
+
+def test_a_misspelt_loss_is_named_before_the_lab_is_made(folder: Path) -> None:
+    arms = own(folder, target=f"{folder / 'mine.py'}:kubic")
+    config = compare_config(compare_tree(folder, arms=arms, lab={"folder": str(folder / "lab")}))
+    with pytest.raises(ConfigError, match=r"^arms\.own: loss target .*did you mean cubic\?$"):
+        run_compare(config, beside=folder, console=quiet())
+    assert not (folder / "lab" / "sft").exists()
+
+
+def test_the_hub_is_asked_once_for_a_model_of_all_arms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("rlhf.data.paths._not_on_hub", asked.append)
+    check_arms(plan_of(compare_tree(folder, start="owner/name", seeds=[0, 1, 2])))
+    assert asked == ["owner/name"]

@@ -88,7 +88,7 @@ def test_a_damaged_file_is_computed_anew_and_mended(tmp_path: Path, asked: list[
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     assert torch.equal(references(offline(tree_of(tmp_path))), first)
     assert len(asked) == 2
-    assert "is damaged (its checksum does not match): computed anew" in notes(tmp_path)
+    assert "is damaged (its checksum does not match): recomputing" in notes(tmp_path)
     assert path.read_bytes() == whole
 
 

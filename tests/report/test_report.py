@@ -274,7 +274,7 @@ def test_verdict_names_the_best_checkpoint_where_it_is_not_the_last(restore: boo
     config = {"checkpoint": {"best": {"restore": restore}}, "schedule": {"steps": 4}}
     assert verdict(record(rows, config=config)) == (
         "Mean held-out score went from 0.50 (before) to 0.10 (after) over 4 steps. "
-        f"The best checkpoint is that of step 2 (mean held-out score 0.90){export}."
+        f"The best checkpoint is step 2 (mean held-out score 0.90){export}."
     )
     assert "best checkpoint" not in verdict(record(rows[:2], config=config))
 

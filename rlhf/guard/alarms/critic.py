@@ -18,7 +18,7 @@ class CriticExplainsNothing(Below):
     patience = 10
     causes = "a critic that learns too slowly, too fast, or not at all; too few steps; an unpredictable reward"
     cure = "raise or lower critic.lr, critic.init=reward, algorithm.advantage.gae_lambda=1, or algorithm.preset=rloo"
-    source = "Schulman et al. 2016, sec. 3: the variance of GAE is that of the critic's errors"
+    source = "Schulman et al. 2016, sec. 3: the variance of GAE comes from the critic's errors"
 
 
 class CriticWorseThanConstant(Below):

@@ -1,4 +1,4 @@
-"""Fast ways to the same numbers: each is verified against the model's own modules before it is used.
+"""Optimizations that give the same numbers: each is verified against the model's own modules before it is used.
 
 - `packing`: batches without padding, prompts shared by their completions. `attention`: within their rows, in
   rectangles or in one call for rows of any length.
