@@ -27,7 +27,7 @@ rlhf reward configs/reward_model.yaml data.preferences.path=…
 rlhf train  configs/ppo.yaml data.prompts.path=… reward.source.path=runs/reward_model
 rlhf compare configs/lab/compare_quick.yaml       several algorithms, one budget, one judge, one page
 rlhf eval   runs/ppo
-rlhf eval   runs/ppo --suite ifeval --data …       an alignment evaluation; also hh, persona, gsm8k, xstest, lab
+rlhf eval   runs/ppo --suite ifeval --data …       an alignment evaluation; also hh, persona, gsm8k, xstest, detox, lab
 rlhf chat   runs/ppo                              a conversation, where the model has a chat template
 rlhf sample runs/ppo --prompt "…"
 rlhf report runs/ppo
@@ -244,7 +244,7 @@ def _parser() -> argparse.ArgumentParser:
         default="start",
         help="what to compare with: a run, a model folder, or start (the default), the model that the run began with",
     )
-    suites = "hh, persona, gsm8k, ifeval, xstest, lab or lm-eval:TASK"
+    suites = "hh, persona, gsm8k, ifeval, xstest, detox, lab or lm-eval:TASK"
     evaluation.add_argument("--suite", help=f"run an alignment evaluation instead: {suites}")
     evaluation.add_argument("--data", metavar="path", help="the data to run the suite on")
     evaluation.add_argument("--limit", type=int, help="use only the first so many rows of it")

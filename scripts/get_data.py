@@ -88,16 +88,82 @@ def write_unchanged(files: Files) -> Iterator[tuple[str, bytes]]:
     yield from files.items()
 
 
+@dataclass(frozen=True)
+class Toxic:
+    """A toxic sentence, and the rewrites that people gave it."""
+
+    sentence: str
+    rewrites: list[str]
+
+    @property
+    def prompt(self) -> str:
+        """Return the request to rewrite the sentence."""
+        return f"Rewrite this sentence politely, keeping its meaning: {self.sentence}"
+
+    @property
+    def number(self) -> int:
+        """Return the hash that decides the sentence's place."""
+        return int(hashlib.sha256(self.sentence.encode()).hexdigest(), 16)
+
+    @property
+    def changed(self) -> list[str]:
+        """Return the rewrites that differ from the sentence in more than case and the final stop."""
+        return [rewrite for rewrite in self.rewrites if bare(rewrite) != bare(self.sentence)]
+
+    def pairs(self, *, changed: bool = False) -> list[Row]:
+        """Return a pair for each rewrite: it is chosen, and the sentence is rejected."""
+        rewrites = self.changed if changed else self.rewrites
+        return [{"prompt": self.prompt, "chosen": text, "rejected": self.sentence} for text in rewrites]
+
+
+def bare(text: str) -> str:
+    """Return a text without case, final stops and white space at its ends."""
+    return text.lower().strip(" .!?")
+
+
+TEST_PARTS = 8  # one part of the sentences is for the test
+ROLES = ("dev", "eval_preferences", *["sft"] * 4, *["preferences"] * 7, *["prompts"] * 7)  # of the other sentences
+
+
 def write_paradetox(files: Files) -> Iterator[tuple[str, bytes]]:
-    """Yield a pair for each human rewrite: it is chosen, and the toxic sentence is rejected."""
+    """Yield a pair for each human rewrite, and the rows of the stages of a chain, whose sentences are disjoint.
+
+    train.jsonl and test.jsonl hold all pairs. The sentences of train.jsonl are shared out: sft.jsonl,
+    preferences.jsonl with eval_preferences.jsonl, prompts.jsonl and dev_sentences.jsonl; test_sentences.jsonl has those
+    of test.jsonl.
+    """
     table = csv.DictReader(io.StringIO(files["paradetox.tsv"].decode()), delimiter="\t", quoting=csv.QUOTE_NONE)
-    rows: list[Row] = []
+    texts: dict[str, list[str]] = {}
     for row in table:
-        toxic = str(row["toxic"]).strip()
         rewrites = (str(row.get(f"neutral{number}") or "").strip() for number in (1, 2, 3))
-        prompt = f"Rewrite this sentence politely, keeping its meaning: {toxic}"
-        rows += [{"prompt": prompt, "chosen": rewrite, "rejected": toxic} for rewrite in rewrites if rewrite]
-    yield from split(rows, lambda row: str(row["rejected"]), parts=8)
+        texts.setdefault(str(row["toxic"]).strip(), []).extend(rewrite for rewrite in rewrites if rewrite)
+    every = [Toxic(sentence, rewrites) for sentence, rewrites in texts.items()]
+    pairs = [pair for toxic in every for pair in toxic.pairs()]
+    yield from split(pairs, lambda row: str(row["rejected"]), parts=TEST_PARTS)
+    roles: dict[str, list[Toxic]] = {name: [] for name in ("test", *ROLES)}
+    for toxic in sorted(every, key=lambda toxic: toxic.number):  # in the order of a hash, so that `limit` is a sample
+        if toxic.changed:
+            test, place = toxic.number % TEST_PARTS == 0, toxic.number // TEST_PARTS
+            roles["test" if test else ROLES[place % len(ROLES)]].append(toxic)
+    yield "sft.jsonl", jsonl([{"prompt": t.prompt, "completion": text} for t in roles["sft"] for text in t.changed])
+    for name in ("preferences", "eval_preferences"):
+        yield f"{name}.jsonl", jsonl(with_meaning_negatives(roles[name]))
+    yield "prompts.jsonl", jsonl([{"prompt": t.prompt, "sentence": t.sentence} for t in roles["prompts"]])
+    for name in ("dev", "test"):
+        rows = [{"prompt": t.prompt, "sentence": t.sentence, "rewrites": t.changed} for t in roles[name]]
+        yield f"{name}_sentences.jsonl", jsonl(rows)
+
+
+def with_meaning_negatives(sentences: Sequence[Toxic]) -> list[Row]:
+    """Return each sentence's pairs, and one whose rejected side is the rewrite of the sentence before it.
+
+    Without it, the rejected side is always a copy, and a reward model need not read the prompt.
+    """
+    rows: list[Row] = []
+    for other, toxic in zip([sentences[-1], *sentences], sentences, strict=False):
+        rows += toxic.pairs(changed=True)
+        rows.append({"prompt": toxic.prompt, "chosen": toxic.changed[0], "rejected": other.changed[0]})
+    return rows
 
 
 def write_transcripts(files: Files) -> Iterator[tuple[str, bytes]]:

@@ -63,6 +63,34 @@ def test_each_rewrite_is_a_pair_with_its_toxic_sentence(made: Path, tmp_path: Pa
     assert pair["prompt"].endswith('keeping its meaning: bad "7')
 
 
+def test_the_stages_of_a_chain_share_no_sentence(made: Path, tmp_path: Path) -> None:
+    many = "\n".join(f"bad {number}\tgood {number}\tBad {number} .\t" for number in range(400))
+    (made / "paradetox.tsv").write_text(f"toxic\tneutral1\tneutral2\tneutral3\n{many}\n")
+    source = get_data.DATA_SETS["paradetox"].sources[0]
+    digest = hashlib.sha256((made / source.name).read_bytes()).hexdigest()
+    data = replace(get_data.DATA_SETS["paradetox"], sources=[replace(source, sha256=digest)])
+    contents = dict(data.write({source.name: (made / source.name).read_bytes()}))
+    names = ("sft", "preferences", "eval_preferences", "prompts", "dev_sentences", "test_sentences")
+    stages = {name: [json.loads(line) for line in contents[f"{name}.jsonl"].splitlines()] for name in names}
+    prompts = {name: {row["prompt"] for row in stage} for name, stage in stages.items()}
+    assert all(prompts.values())
+    assert sum(map(len, prompts.values())) == len(set().union(*prompts.values())) == 400
+    assert {row["prompt"] for row in map(json.loads, contents["test.jsonl"].splitlines())} == prompts["test_sentences"]
+    assert all(row["completion"].startswith("good") for row in stages["sft"])  # not the rewrite that changes nothing
+
+
+def test_half_of_the_pairs_of_one_rewrite_are_about_the_meaning() -> None:
+    pairs = get_data.with_meaning_negatives([get_data.Toxic(f"bad {n}", [f"good {n}"]) for n in range(3)])
+    assert [(pair["chosen"], pair["rejected"]) for pair in pairs] == [
+        ("good 0", "bad 0"),
+        ("good 0", "good 2"),
+        ("good 1", "bad 1"),
+        ("good 1", "good 0"),
+        ("good 2", "bad 2"),
+        ("good 2", "good 1"),
+    ]
+
+
 def test_another_file_is_refused_and_nothing_is_written(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,7 @@
 """Benchmarks that a user names on the command line: one module each, with its settings, its rows and its figures.
 
-- `gsm8k`, `hh`, `ifeval`, `lab`, `persona`, `xstest`; `harness`: any task of lm-eval, run by `lm_eval` (an extra).
+- `detox`, `gsm8k`, `hh`, `ifeval`, `lab`, `persona`, `xstest`.
+- `harness`: any task of lm-eval, run by `lm_eval` (an extra).
 - `suite`: what all of them have, and how they are found by name. `subject`: the model under evaluation.
 - `metrics`: accuracy, exact match, win rate, pass@k and distinct n-grams, computed by the `evaluate` library.
 - `questions`: read rows, sample answers, and their figures with confidence intervals.
@@ -9,6 +10,7 @@
 To import the package defines its suites; it exports nothing: import from its modules.
 """
 
+from rlhf.suites import detox as detox
 from rlhf.suites import gsm8k as gsm8k
 from rlhf.suites import harness as harness
 from rlhf.suites import hh as hh
