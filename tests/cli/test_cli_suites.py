@@ -250,6 +250,6 @@ def test_the_settings_and_figures_are_on_the_page(tmp_path: Path, model: str) ->
 
 
 def test_settings_are_checked_without_what_computes() -> None:
-    check = "import sys, rlhf.commands.checks; print(sorted({'torch', 'evaluate', 'transformers'} & set(sys.modules)))"
+    check = "import sys, rlhf.api.checks; print(sorted({'torch', 'evaluate', 'transformers'} & set(sys.modules)))"
     shown = subprocess.run([sys.executable, "-c", check], check=True, capture_output=True, text=True)
     assert shown.stdout.strip() == "[]"
