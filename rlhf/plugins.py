@@ -7,13 +7,13 @@ register its classes: they are then valid wherever the classes of this package a
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rlhf.errors import ConfigError
-from rlhf.section import Choice, Section
+from rlhf.section import Choice, Section, walk
 from rlhf.user_code import load_module
 
 OURS = ("rlhf", "reward_model")
@@ -54,12 +54,19 @@ def as_settings(value: Any) -> Any:
     return [as_settings(inner) for inner in value] if isinstance(value, list) else value
 
 
+def sections_in(value: Any) -> Iterator[Section]:
+    """Yield the sections among settings, as they were given: not the ones within a section."""
+    if isinstance(value, Section):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from sections_in(inner)
+
+
 def plugins_in(value: Any) -> list[str]:
     """Return the plug-ins that define the sections among settings, each once."""
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    own = [plugin_of(type(value))] if isinstance(value, Section) else []
-    names = [*own, *(name for part in inner for name in plugins_in(part))]
-    return list(dict.fromkeys(name for name in names if name is not None))
+    kinds = {type(inner): None for section in sections_in(value) for _, inner in walk(section)}
+    return list(dict.fromkeys(name for name in map(plugin_of, kinds) if name is not None))
 
 
 def plugin_of(kind: type[Section]) -> str | None:

@@ -22,7 +22,7 @@ from pydantic_core import PydanticUndefined
 from rlhf.algorithms.presets import PRESETS
 from rlhf.config.compare import CompareConfig
 from rlhf.config.sections import RewardModelConfig, TrainSections
-from rlhf.section import Choice, OneOf, Section
+from rlhf.section import Choice, OneOf, Section, description
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "configuration"
 ROOTS: tuple[tuple[str, type[Section]], ...] = (
@@ -174,7 +174,7 @@ def _index() -> str:
     lines = [GENERATED, INTRODUCTION, "## Sections of `rlhf train`\n", "| section | meaning |\n|---|---|"]
     for name, page in TRAIN_PAGES.items():
         for section in page.sections:
-            lines.append(f"| [`{section}`]({name}.md) | {_meaning(TrainSections.model_fields[section])} |")
+            lines.append(f"| [`{section}`]({name}.md) | {_meaning(TrainSections, section)} |")
     lines += [
         "\nThe settings of `rlhf reward` are on [reward model](reward_model.md), those of `rlhf compare` on "
         "[comparison](compare.md).\n",
@@ -261,7 +261,7 @@ def _section(group: list[Shape], documented: Mapping[type[Section], list[str]]) 
         return
     yield f"{_described(first.kind)} {also}".strip() + "\n"
     shared, where = _shared_settings(first.kind, documented)
-    if all(_meaning(info).startswith("See rlhf train") for info in first.kind.model_fields.values()):
+    if all(_meaning(first.kind, name).startswith("See rlhf train") for name in first.kind.model_fields):
         yield f"Any of {_listed(first.kind.model_fields)}, with the settings of `rlhf train`.\n"
         return
     if shared:
@@ -293,8 +293,8 @@ def _variants(group: list[Shape]) -> Iterator[str]:
     for shape in group:
         kinds = hints_of(shape.kind)
         for name, info in shape.kind.model_fields.items():
-            if name != "type" and not _meaning(info).startswith("See rlhf train"):
-                cells = (name, _named(kinds[name]), _default(info), _meaning(info))
+            if name != "type" and not _meaning(shape.kind, name).startswith("See rlhf train"):
+                cells = (name, _named(kinds[name]), _default(info), _meaning(shape.kind, name))
                 rows.setdefault(cells, []).append(_label(shape))
     if rows:
         yield "\n| key | in | type | default | meaning |\n|---|---|---|---|---|"
@@ -329,7 +329,8 @@ def _is_same(kind: type[Section], other: type[Section], name: str) -> bool:
     if fields[1] is None:
         return False
     same_type = hints_of(kind)[name] == hints_of(other)[name]
-    return same_type and (_default(fields[0]), _meaning(fields[0])) == (_default(fields[1]), _meaning(fields[1]))
+    same_meaning = _meaning(kind, name) == _meaning(other, name)
+    return same_type and same_meaning and _default(fields[0]) == _default(fields[1])
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -345,13 +346,13 @@ def _table(shape: Shape, without: Sequence[str]) -> Iterator[str]:
     for name in rows:
         info = shape.kind.model_fields[name]
         key = f"{shape.keys[0]}.{name}" if shape.keys[0] else name
-        cells = (f"`{key}`", _named(kinds[name]), _default(info), _meaning(info))
+        cells = (f"`{key}`", _named(kinds[name]), _default(info), _meaning(shape.kind, name))
         yield "| " + " | ".join(map(_cell, cells)) + " |"
     yield ""
 
 
-def _meaning(info: FieldInfo) -> str:
-    return " ".join((info.description or "").split())
+def _meaning(section: type[Section], name: str) -> str:
+    return " ".join(description(section, name).split())
 
 
 def _plain_default(info: FieldInfo) -> object:

@@ -5,6 +5,7 @@ A plugin of its own (see conftest.py): pytest-xdist's controller runs no test, a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,9 @@ from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from rlhf import plugins
+from rlhf.algorithms.presets import PRESETS
+from rlhf.section import Choice, Named
 from rlhf.training.session import Recorder
 
 torch.set_num_threads(1)
@@ -82,3 +86,17 @@ def close_recorders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for recorder in opened:
         recorder.close()
+
+
+@pytest.fixture
+def nothing_stays_registered() -> Iterator[None]:
+    """Forget what a test's plug-ins register: other tests of the same process look at all members."""
+    families = [family for base in (Choice, Named) for family in base.__subclasses__() if "members" in vars(family)]
+    tables: list[dict[str, Any]] = [*(family.members for family in families), PRESETS, plugins._loaded]
+    before = [dict(table) for table in tables]
+    yield
+    for name in set(plugins._loaded) - set(before[-1]):
+        sys.modules.pop(name, None)
+    for table, entries in zip(tables, before, strict=True):
+        table.clear()
+        table.update(entries)

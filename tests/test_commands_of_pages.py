@@ -1,9 +1,10 @@
 """Every fenced command and Python block of README and docs runs, in order, in an empty folder with a fresh HOME.
 
 The folder has what the pages name: a small chat model in models/smollm2-135m-instruct, prompts.jsonl, pairs.jsonl,
-demonstrations.jsonl, my_rewards.py, and the runs that other pages make. Training commands get the overrides of SHORT,
-which cut them to one step; nothing else is changed. A block after `<!-- not run: reason -->` is not run: of its
-commands the files, options and settings are checked.
+demonstrations.jsonl, and the runs that other pages make. A Python block below a line with the name of a file, such as
+`my_rewards.py`:, is that file, for every page. Training commands get the overrides of SHORT, which cut them to one
+step; nothing else is changed. A block after `<!-- not run: reason -->` is not run: of its commands the files, options
+and settings are checked.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,7 @@ BLOCK = re.compile(
     r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?^```(?P<kind>bash|python)\n(?P<body>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
+FILE = re.compile(r"^`(\w+\.py)`:\n\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TRAINING = ("train", "reward")
 SHORT = (
     "schedule={steps: 1, epochs: null, warmup_steps: 0, decay: constant}",
@@ -62,7 +65,7 @@ CHATML = (
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page; `reason` says why it is not run."""
+    """A fenced block of a page; `reason` says why it is not run by itself."""
 
     kind: str
     body: str
@@ -70,8 +73,12 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    matches = BLOCK.finditer(page.read_text(encoding="utf-8"))
-    return [Block(match["kind"], match["body"], match["reason"]) for match in matches]
+    text = page.read_text(encoding="utf-8")
+    files = {body: f"it is {name}, which the other blocks use" for name, body in FILE.findall(text)}
+    return [
+        Block(match["kind"], match["body"], match["reason"] or files.get(match["body"]))
+        for match in BLOCK.finditer(text)
+    ]
 
 
 RUNNABLE = [page for page in PAGES if any(block.reason is None for block in blocks(page))]
@@ -115,8 +122,10 @@ def write_rows(folder: Path) -> None:
     }
     for name, rows in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    source = next(b for b in blocks(ROOT / "docs" / "own_reward.md") if b.kind == "python" and "def score" in b.body)
-    (folder / "my_rewards.py").write_text(source.body, encoding="utf-8")
+    for page in PAGES:
+        for name, body in FILE.findall(page.read_text(encoding="utf-8")):
+            assert not (folder / name).exists(), f"{name} is in two pages"
+            (folder / name).write_text(body, encoding="utf-8")
 
 
 @pytest.fixture(scope="session")
@@ -140,7 +149,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def stranger(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def stranger(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A copy of that folder, in which the commands are run, and a HOME of its own."""
     folder = tmp_path / "work"
     shutil.copytree(prepared, folder)
@@ -148,7 +157,10 @@ def stranger(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.chdir(folder)
-    return folder
+    monkeypatch.syspath_prepend(str(folder))
+    yield folder
+    for name in [name for name, module in sys.modules.items() if str(folder) in str(getattr(module, "__file__", ""))]:
+        del sys.modules[name]
 
 
 def commands(body: str) -> Iterator[str]:
@@ -186,6 +198,7 @@ def is_supervised(file: str) -> bool:
     return any(name in file for name in ("sft", "dpo"))
 
 
+@pytest.mark.usefixtures("nothing_stays_registered")
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_commands_of_a_page_run_in_order(page: Path, stranger: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written: set[str] = set()
@@ -245,6 +258,13 @@ def test_most_blocks_are_run() -> None:
     run = [block for block in every if block.reason is None]
     assert len(run) >= 30, f"{len(every)} blocks, {len(run)} run"
     assert all(block.reason for block in every if block not in run)
+
+
+def test_the_files_of_pages_are_used() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for name, _ in FILE.findall(text):
+            assert any(name in block.body for block in blocks(page) if block.reason is None), name
 
 
 def test_no_command_stands_outside_a_fence() -> None:

@@ -36,6 +36,7 @@ from rlhf.config.load import (
 )
 from rlhf.config.sections import RewardModelConfig, TrainSections
 from rlhf.errors import ConfigError, install_hint
+from rlhf.plugins import load_plugins
 from rlhf.rewards.function import FunctionReward
 from rlhf.tracking.metrics import METRICS
 
@@ -53,6 +54,7 @@ PLACEHOLDER = re.compile(r"…|<[^<>]*>")
 FENCE = re.compile(r"^(```+)(\w*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^()\s]+)\)")
+NAMED_FILE = re.compile(r"^`(\w+\.py)`:\n\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILES = ("py", "json", "jsonl", "yaml", "html", "md")
 
 
@@ -69,6 +71,15 @@ def fences(page: Path, language: str) -> list[str]:
         for _, fence_language, body in FENCE.findall(page.read_text(encoding="utf-8"))
         if fence_language == language
     ]
+
+
+@pytest.fixture
+def files_of_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_stays_registered: None) -> None:
+    """Put the Python files that pages tell a reader to write into the current folder."""
+    for page in PAGES:
+        for name, body in NAMED_FILE.findall(page.read_text(encoding="utf-8")):
+            (tmp_path / name).write_text(body, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
 
 
 def spans(page: Path) -> list[str]:
@@ -125,6 +136,7 @@ def check_command(command: str) -> None:
         loader(ROOT / target, parsed.overrides)
 
 
+@pytest.mark.usefixtures("files_of_pages")
 @each_page
 def test_commands_are_understood(page: Path) -> None:
     for command in command_lines(page.read_text(encoding="utf-8")):
@@ -185,7 +197,12 @@ OWN_FOLDERS = "rlhf|reward_model|tests|scripts|benchmarks|configs|examples|docs"
 PATH = re.compile(rf"(?<![\w./-])(?:{OWN_FOLDERS})/[\w./*-]*\w/?")
 DOTTED_NAME = re.compile(r"(?<![\w./-])(?:rlhf|reward_model)(?:\.[A-Za-z_]\w*)+(?::\w+)?")
 PYTHON_FILE = re.compile(r"(?:[\w-]+/)*([\w-]+\.py)(?:::(\w+))?")
-USERS_FILES = {"my_rewards.py", "my_functions.py"}  # files that the pages tell a reader to write
+USERS_FILES = {
+    "my_rewards.py",
+    "my_functions.py",
+    "my_losses.py",
+    "my_parts.py",
+}  # which the pages tell to write
 TEST_NAME = re.compile(r"(?:::)?(test_\w+)(?:\[[\w-]+\])?")
 ALL_PAGES = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
 CURRENT_PAGES = [page for page in ALL_PAGES if not re.match(r"\d{3}-", page.name)]
@@ -349,6 +366,7 @@ def check_yaml(text: str) -> None:
     tree = yaml.safe_load(text)
     if not isinstance(tree, Mapping) or not set(tree) <= TOP:
         return
+    load_plugins(tree)
     if {"policy", "algorithm"} <= set(tree):
         assert unread_warnings(train_config(dict(tree))) == []
         return
@@ -357,6 +375,7 @@ def check_yaml(text: str) -> None:
         TypeAdapter(fields[name].annotation).validate_python(section)
 
 
+@pytest.mark.usefixtures("files_of_pages")
 @each_page
 def test_yaml_examples_are_valid(page: Path) -> None:
     for body in fences(page, "yaml"):

@@ -17,6 +17,7 @@ from rlhf.config.sections import OfflineConfig, SamplingConfig, TrainConfig
 from rlhf.data.paths import DATA_PREFIXES, Lookups, check_files, check_out_dir, is_missing, missing, missing_model
 from rlhf.errors import ConfigError, DataError, ModelError, UserError
 from rlhf.lab.build import PREFIX, resolve_lab_paths
+from rlhf.plugins import load_plugins
 from rlhf.suites.suite import Suite, find_suite
 
 START = "start"
@@ -147,7 +148,8 @@ def suite_settings(
         data: the suite's data.
         limit: the number of rows to use, None for all.
         against: the model to compare with; `start` is the reference of the run.
-        overrides: key=value settings on top of the run's own.
+        overrides: key=value settings on top of the run's own; `plugins=[FILE]` names the file of a suite of the user's,
+            unless the configuration of the run lists it.
 
     Returns:
         The settings, and the task of lm-eval:TASK (empty for the other suites).
@@ -155,9 +157,12 @@ def suite_settings(
     Raises:
         UserError: the suite, a key or a value is invalid, or a file is missing.
     """
-    suite, task = find_suite(name)
     check_model_path(target)
-    tree = _settings_of_run(target, suite)
+    config, given = _config_of_run(target), parse_overrides(overrides)
+    load_plugins(given)
+    given.pop("plugins", None)
+    suite, task = find_suite(name)
+    tree = _settings_of_run(config, suite) if config is not None else {}
     data = data or suite.default_data
     options = {suite.data_key: data, suite.limit_key: limit, "reference": None if against == START else against}
     for key, value in options.items():
@@ -166,7 +171,7 @@ def suite_settings(
         if key.partition(".")[0] not in suite.model_fields:
             raise ConfigError(f"--against: the suite {name} compares with no other model")
         tree = merge(tree, _nested(key, value))
-    tree = merge(tree, parse_overrides(overrides))
+    tree = merge(tree, given)
     dataset = suite.model_fields.get("dataset")
     if dataset is not None and dataset.is_required() and not _has_path(tree.get("dataset")):
         raise ConfigError(f"the suite {name} needs data: --data PATH, {suite.data}")
@@ -221,10 +226,10 @@ def check_suite_files(settings: Suite) -> None:
         raise DataError("\n".join(lines))
 
 
-def _settings_of_run(target: str, kind: type[Suite]) -> Tree:
-    """Return those of the suite's settings that the configuration of a run determines; empty if it is no run."""
+def _config_of_run(target: str) -> TrainConfig | None:
+    """Return the configuration of a policy's run, whose plug-ins are loaded; None if the target is no run."""
     if not (Path(target).expanduser() / "config.yaml").is_file():
-        return {}
+        return None
     tree = read_yaml(Path(target).expanduser())
     if "arms" in tree:
         raise ConfigError(f"{target} is the folder of a comparison: name one of the runs in it")
@@ -232,7 +237,11 @@ def _settings_of_run(target: str, kind: type[Suite]) -> Tree:
         raise ConfigError(
             f"{target} is a reward model's run: it writes nothing. Name a policy's; rlhf eval {target} alone"
         )
-    config = train_config(tree)
+    return train_config(tree)
+
+
+def _settings_of_run(config: TrainConfig, kind: type[Suite]) -> Tree:
+    """Return those of the suite's settings that the configuration of a run determines."""
     loss = config.algorithm.loss if isinstance(config, OfflineConfig) else None
     source = config.eval.source or (config.reward.source if config.reward else None)
     settings = {

@@ -27,9 +27,10 @@ from rlhf.user_code import target_of
 Rows = str | Path | Mapping[str, Any] | Iterable[str | Mapping[str, Any]]
 """A path or a hub id; a section such as {"path": ..., "limit": 100}; the rows: a list, a `datasets.Dataset`, an
 iterator; or several of these as {name: (data, weight)}. A row is a dictionary, or a text."""
-Reward = str | Path | Mapping[str, Any] | Callable[..., Any] | Sequence[Any]
-"""A function; a path (a reward model, or file.py:function); a URL; a section of the configuration; a loaded classifier
-with its tokenizer, as (model, tokenizer); or a list of these, each alone or as (reward, weight)."""
+Reward = str | Path | Mapping[str, Any] | Section | Callable[..., Any] | Sequence[Any]
+"""A function; a path (a reward model, or file.py:function); a URL; a section of the configuration, as settings or an
+instance of its class; a loaded classifier with its tokenizer, as (model, tokenizer); or a list of these, each alone or
+as (reward, weight)."""
 TextColumn = Literal["prompt", "text"]
 
 

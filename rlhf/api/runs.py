@@ -48,8 +48,9 @@ from rlhf.factory.reward_card import compute_report_card
 from rlhf.factory.sampler import NO_TEMPLATE, Completer
 from rlhf.lab.build import resolve_lab_paths
 from rlhf.models.folders import MODEL
-from rlhf.plugins import as_settings
+from rlhf.plugins import as_settings, sections_in
 from rlhf.runtime.seeding import derive_seed
+from rlhf.section import Section
 from rlhf.suites.questions import SuiteResult
 from rlhf.tracking.metrics import format_fixed, shown_in
 from rlhf.tracking.run_folder import RunFolder, write_atomically
@@ -137,8 +138,8 @@ def train(
     eval_preferences: Rows | None = None,
     judge: Reward | None = None,
     tokenizer: Any = None,
-    advantage: Callable[..., Any] | None = None,
-    loss: Callable[..., Any] | None = None,
+    advantage: Callable[..., Any] | Section | None = None,
+    loss: Callable[..., Any] | Section | None = None,
     config: str | Path | None = None,
     folder: str | Path | None = None,
     resume: Resume = False,
@@ -165,8 +166,10 @@ def train(
         eval_preferences: held-out pairs.
         judge: scores the completions of held-out prompts, where it should not be the training reward (eval.source).
         tokenizer: a tokenizer, or the path of one; None: the model's.
-        advantage: an advantage of your own (rlhf.algo.functions.AdvantageFunction); see `rlhf.check`.
-        loss: a policy loss of your own, per token (rlhf.algo.functions.LossFunction); see `rlhf.check`.
+        advantage: an advantage of your own: a function (rlhf.algo.functions.AdvantageFunction), or an instance of a
+            subclass of Advantage; see `rlhf.check`.
+        loss: a policy loss of your own: a function per token (rlhf.algo.functions.LossFunction), or an instance of a
+            subclass of TokenLoss; see `rlhf.check`.
         config: a configuration file, over which the arguments go.
         folder: the run folder (default: runs/<algorithm>). If it is taken, a new run goes to folder-2, folder-3, ...
         resume: True continues the run in `folder` instead of starting a new one; it has to be the same run, except for
@@ -180,7 +183,8 @@ def train(
     Raises:
         UserError: a setting, a model, the data or the reward is wrong; the message says what to do.
     """
-    algorithm = _merged(preset, algorithm)
+    given = [preset, algorithm, reward, judge, advantage, loss]
+    algorithm = as_settings(_merged(preset, algorithm))
     draft = Draft.begin(train, algorithm, settings, config=config, folder=folder, resume=resume)
     inputs, sections = draft.inputs, draft.sections
     if model is not None:
@@ -194,7 +198,8 @@ def train(
         sections["reward"] = {"source": inputs.reward(reward)}
     if judge is not None:
         sections["eval"] = {"source": inputs.reward(judge, "judge")}
-    return _run(train_config(draft.tree()), inputs, run_train, on_step=on_step, quiet=quiet)
+    config_of_run = train_config(with_plugins(draft.tree(), given))
+    return _run(config_of_run, inputs, run_train, on_step=on_step, quiet=quiet)
 
 
 def sft(
@@ -387,15 +392,19 @@ def _merged(
 
 
 def _algorithm(
-    algorithm: str | Mapping[str, Any] | None, advantage: Callable[..., Any] | None, loss: Callable[..., Any] | None
+    algorithm: str | Mapping[str, Any] | None,
+    advantage: Callable[..., Any] | Section | None,
+    loss: Callable[..., Any] | Section | None,
 ) -> Tree:
     """Return the section `algorithm`; own functions without an algorithm are used in place of GRPO's."""
     if algorithm is None and (advantage is not None or loss is not None):
         algorithm = "grpo"
     section: Tree = {"preset": algorithm} if isinstance(algorithm, str) else dict(algorithm or {})
-    for key, function in {"advantage": advantage, "policy_loss": loss}.items():
-        if function is not None:
-            section[key] = {"type": "function", "target": target_of(function)}
+    for key, own in {"advantage": advantage, "policy_loss": loss}.items():
+        if isinstance(own, Section):
+            section[key] = as_settings(own)
+        elif own is not None:
+            section[key] = {"type": "function", "target": target_of(own)}
     return section
 
 
@@ -563,6 +572,8 @@ def compare(
     scorer = reward if judge is None else judge
     if scorer is None:
         raise ConfigError("a comparison needs a reward or a judge: the score that decides")
+    given = [settings, arms, reward, judge]
+    _check_importable(given)
     wanted = Path(folder or "runs/compare").expanduser()
     inputs = Inputs(wanted if resume else new_folder(wanted), resume)
     sections = {
@@ -592,7 +603,7 @@ def compare(
                 "tune": dict(tune) if isinstance(tune, Mapping) else tune,
                 "arms": _arms(arms),
             },
-            [settings, arms if isinstance(arms, Mapping) else {}, reward],
+            given,
         )
     )
     with called_from_python():
@@ -612,6 +623,20 @@ def _arms(arms: Iterable[str] | Mapping[str, str | Mapping[str, Any]]) -> Tree:
 
 def _arm(preset: str) -> Tree:
     return {"type": "best_of_n"} if preset == "best_of_n" else {"algorithm": {"preset": preset}}
+
+
+def _check_importable(given: object) -> None:
+    """Check that another process can import the classes of the sections among the arguments.
+
+    Raises:
+        ConfigError: one is defined in a script or a notebook.
+    """
+    for section in sections_in(given):
+        if type(section).__module__ == "__main__":
+            raise ConfigError(
+                f"rlhf.compare runs each arm in a process of its own, which cannot have the class "
+                f"{type(section).__name__} of a script or a notebook: put it into a .py file and import it from there"
+            )
 
 
 def _importable(source: Tree) -> Tree:

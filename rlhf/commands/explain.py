@@ -14,7 +14,7 @@ from rich.text import Text
 
 from rlhf.errors import ConfigError, did_you_mean
 from rlhf.plugins import plugin_of
-from rlhf.section import Choice, Section, Usual, rules_of
+from rlhf.section import Choice, Section, Usual, description, rules_of
 
 LIMITS = {Gt: (">", "gt"), Ge: ("≥", "ge"), Lt: ("<", "lt"), Le: ("≤", "le")}
 
@@ -82,7 +82,7 @@ def _other_types(section: Choice) -> Iterator[str]:
 def _print_setting(section: Section, name: str, key: str, console: Console) -> None:
     info, value = type(section).model_fields[name], getattr(section, name)
     console.print(Text(key, style="cyan").append(f" = {_shown(value)}", style="default"))
-    for line in (info.description or "", *_facts(info)):
+    for line in (description(type(section), name), *_facts(info)):
         console.print(Padding(Text(" ".join(line.split())), (0, 0, 0, 4)))
 
 

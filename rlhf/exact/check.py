@@ -24,13 +24,14 @@ from rlhf.algorithms.advantage import Advantage
 from rlhf.algorithms.policy_loss import PolicyLoss, TokenLoss, Tokens
 from rlhf.errors import ConfigError, UserError
 from rlhf.exact.world import World, enumerate_world, expectation, random_scores, random_table
+from rlhf.section import Section
 from rlhf.types import Rollout
 from rlhf.user_code import checked_per_token
 
 Kind = Literal["loss", "advantage"]
 ROUNDING = 1e-8
 GROUP = 2  # completions of a prompt; all pairs are enumerated
-Checked = Callable[..., Tensor] | PolicyLoss | Advantage | type[PolicyLoss | Advantage]
+Checked = Callable[..., Tensor] | Section | type[Section]
 LEAST_COSINE = 0.9  # GRPO's division by the standard deviation, a known bias, has 0.96
 
 
@@ -73,7 +74,7 @@ def check(function: Checked, kind: Kind | None = None) -> CheckResult:
         kind: which of the two a function is; None tells by the names of its arguments.
 
     Raises:
-        ConfigError: the arguments are those of neither; or a class cannot be made without settings.
+        ConfigError: it is neither, by its class or its arguments; or a class cannot be made without settings.
     """
     if isinstance(function, type):
         function = _with_defaults(function)
@@ -81,17 +82,21 @@ def check(function: Checked, kind: Kind | None = None) -> CheckResult:
         function, kind = _loss_function(function), "loss"
     elif isinstance(function, Advantage):
         function, kind = _advantage_function(function), "advantage"
+    elif isinstance(function, Section):
+        raise ConfigError(
+            f"{type(function).__name__} is no policy loss and no advantage, which are all that is checked"
+        )
     kind = kind or _kind_of(function)
     world, checked = enumerate_world(), checked_per_token(function, f"the {kind}")
     findings = _check_loss(checked, world) if kind == "loss" else _check_advantage(checked, world)
     return CheckResult(kind, tuple(findings))
 
 
-def _with_defaults(kind: type[PolicyLoss | Advantage]) -> PolicyLoss | Advantage:
+def _with_defaults(kind: type[Section]) -> Section:
     missing = [name for name, field in kind.model_fields.items() if field.is_required()]
     if missing:
         raise ConfigError(f"{kind.__name__} has no default for {', '.join(missing)}: give an instance")
-    return kind()  # type: ignore[call-arg]
+    return kind()
 
 
 def _loss_function(loss: PolicyLoss) -> LossFunction:

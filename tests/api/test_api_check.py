@@ -12,6 +12,7 @@ import rlhf
 from rlhf.algo.advantages import group_normalized
 from rlhf.algo.policy_loss import importance_ratio
 from rlhf.algorithms.cispo import CispoLoss
+from rlhf.algorithms.dpo import Dpo
 from rlhf.algorithms.functions import FunctionLoss
 from rlhf.algorithms.grpo import Group
 from rlhf.algorithms.online_dpo import OnlinePairLoss
@@ -69,6 +70,8 @@ def test_advantages_that_are_sections() -> None:
 
 
 def test_a_section_that_cannot_be_checked_says_why() -> None:
+    with pytest.raises(ConfigError, match="Dpo is no policy loss and no advantage"):
+        rlhf.check(Dpo)
     with pytest.raises(ConfigError, match="FunctionLoss has no default for target: give an instance"):
         rlhf.check(FunctionLoss)
     with pytest.raises(ConfigError, match=r"policy_loss\.type=pair has no loss per token"):

@@ -39,6 +39,7 @@ from rlhf.config.sections import (
 )
 from rlhf.errors import ConfigError
 from rlhf.guard.lint import sections_below
+from rlhf.section import description
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -427,8 +428,8 @@ def test_every_field_has_a_description() -> None:
     undocumented = [
         f"{section.__name__}.{name}"
         for section in sections_below(TrainSections, OnlineConfig, OfflineConfig, RewardModelConfig, CompareConfig)
-        for name, info in section.model_fields.items()
-        if not info.description and name != "type"
+        for name in section.model_fields
+        if not description(section, name) and name != "type"
     ]
     assert undocumented == []
 

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 from rlhf.config.load import validate
 from rlhf.errors import ConfigError
 from rlhf.plugins import as_settings, load_plugins, plugin_of, plugins_in
-from rlhf.section import Choice, Facts, OneOf, Section, Usual, rules_of, walk
+from rlhf.section import Choice, Facts, OneOf, Section, Usual, description, rules_of, walk
 
 
 class Shape(Choice):
@@ -86,6 +86,22 @@ def test_the_type_is_written_even_where_it_was_not_set() -> None:
         "others": [{"type": "circle", "radius": 2.0}],
     }
     assert Drawing.model_validate(drawing.model_dump(mode="json")) == drawing
+
+
+def test_the_docstring_of_a_field_is_read_from_the_class_that_defines_it() -> None:
+    class Dot(Circle):
+        """A small circle."""
+
+        radius: float = 0.1
+
+        color: str = "red"
+        """Its color,
+
+        in words."""
+
+    assert description(Circle, "radius") == "In metres."
+    assert (description(Dot, "radius"), description(Dot, "color")) == ("", "Its color,\n\nin words.")
+    assert description(Dot, "type") == ""
 
 
 def test_a_type_belongs_to_one_class() -> None:

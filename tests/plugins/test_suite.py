@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from bigram import EOS, bigram_model
-from runs import write_rows
+from runs import ppo_tree, write_rows
 
 from rlhf.cli import main
 from rlhf.suites.suite import Suite
@@ -74,6 +74,26 @@ def test_it_is_run_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
     assert "xstest, brevity; did you mean brevity?" in capsys.readouterr().err
     assert main(["eval", str(model), "--suite", "brevity"]) == 2
     assert "the suite brevity needs data: --data PATH, questions" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["run", "command"])
+def test_its_file_is_named_by_the_run_or_on_the_command_line(tmp_path: Path, place: str) -> None:
+    model = bigram_model(tmp_path / "m", ("hi", "good"), {"hi": {"good": 1.0}, "good": {EOS: 1.0}})
+    rows = str(write_rows(tmp_path / "q.jsonl", [{"question": "hi"}]))
+    file, out = tmp_path / "brevity_file.py", tmp_path / "brevity.json"
+    file.write_text(SUITE)
+    command = ["eval", str(model), "--suite", "brevity", "--data", rows, "--out", str(out)]
+    assert main(command) == 2
+    if place == "run":
+        run = tmp_path / "run"
+        (run / "model").parent.mkdir()
+        (run / "model").symlink_to(model)
+        (run / "config.yaml").write_text(json.dumps(ppo_tree(tmp_path, plugins=[str(file)])))
+        command[1] = str(run)
+    else:
+        command.append(f"plugins=[{file}]")
+    assert main(command) == 0
+    assert json.loads(out.read_text())["figures"]["brief"]["value"] == 1.0
 
 
 @pytest.mark.usefixtures("imported")
