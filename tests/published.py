@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from stored_templates import chat_template
 from tiny_models import BOS, EOS, VOCAB, tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -17,10 +18,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 TURN_END = 3  # <end_of_turn>, which the generation settings name beside the EOS
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }} {{ m.content }} <end_of_turn> {% endfor %}"
-    "{% if add_generation_prompt %}assistant {% endif %}"
-)
+TEMPLATE = chat_template("published")
 
 
 @dataclass(frozen=True)

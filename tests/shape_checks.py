@@ -39,7 +39,9 @@ def begin_test() -> None:
 
 
 def install() -> None:
-    """Check what is imported from now on."""
+    """Check what is imported from now on; a second call, as of a program that runs pytest twice, changes nothing."""
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
     early = [name for name in PACKAGES if name in sys.modules]
     assert not early, f"{early} imported before their checks were installed"
     sys.meta_path.insert(0, _Finder())

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from stored_templates import chat_template
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -192,10 +193,7 @@ def test_output_says_where_bfloat16_is_no_faster(modules: dict[str, ModuleType])
     assert "no fast bfloat16" not in fast.text("bfloat16")
 
 
-TEMPLATE = (
-    "{% for m in messages %}<bos> {{ m['role'] }} {{ m['content'] }} <eos> {% endfor %}"
-    "{% if add_generation_prompt %}<bos> assistant{% endif %}"
-)
+TEMPLATE = chat_template("benchmark")
 
 
 @pytest.fixture

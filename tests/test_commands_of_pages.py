@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stored_templates import chat_template
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -57,10 +58,7 @@ SHORT_COMPARISON = (
     "arms.best_of_n={n: 2, samples: 2}",
 )
 ROWS = 60
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+CHATML = chat_template("chatml")
 
 
 @dataclass(frozen=True)

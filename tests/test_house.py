@@ -43,11 +43,14 @@ def first_line(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     return (ast.get_docstring(function) or "").split("\n")[0]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_docstrings_of_functions_are_sentences_that_begin_with_a_verb(path: Path) -> None:
-    lines = [(function.name, first_line(function)) for function in functions(ast.parse(path.read_text()))]
+def test_docstrings_of_functions_are_sentences_that_begin_with_a_verb() -> None:
+    lines = [
+        (f"{path.relative_to(ROOT)}: {function.name}", first_line(function))
+        for path in FILES
+        for function in functions(ast.parse(path.read_text(encoding="utf-8")))
+    ]
     wrong = {name: line for name, line in lines if line and line.split()[0].strip(",.:;").lower() not in VERBS}
-    assert not wrong, "begin with a verb in its base form; a new verb goes into VERBS"
+    assert wrong == {}, "begin with a verb in its base form; a new verb goes into VERBS"
 
 
 def names_in(source: str) -> set[str]:
@@ -60,11 +63,11 @@ def names_in(source: str) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("path", [*FILES, *TESTS], ids=lambda path: str(path.relative_to(ROOT)))
-def test_names_say_what_they_hold(path: Path) -> None:
-    source = path.read_text(encoding="utf-8")
-    if any(name in source for name in SAYS_NOTHING):  # also in a comment; most files need not be parsed
-        assert not names_in(source) & SAYS_NOTHING, "name what it is: metrics, output, rows"
+def test_names_say_what_they_hold() -> None:
+    sources = {path: path.read_text(encoding="utf-8") for path in [*FILES, *TESTS]}
+    suspects = [path for path, source in sources.items() if any(name in source for name in SAYS_NOTHING)]
+    wrong = {str(path.relative_to(ROOT)): names_in(sources[path]) & SAYS_NOTHING for path in suspects}
+    assert {path: names for path, names in wrong.items() if names} == {}, "name what it is: metrics, output, rows"
 
 
 @pytest.mark.parametrize(
@@ -133,10 +136,11 @@ def test_names_in_docstrings_exist() -> None:
     defined = set().union(*map(definitions, trees.values())) | {
         part for path in trees for part in path.with_suffix("").parts
     }
+    missing = {}
     for path, tree in trees.items():
         words = defined | words_of_code(tree)
-        missing = {name for node in docstrings(tree) for name in unknown_names(str(node.value), words)}
-        assert not missing, f"{path}: {sorted(missing)}"
+        missing[path] = {name for node in docstrings(tree) for name in unknown_names(str(node.value), words)}
+    assert {str(path.relative_to(ROOT)): names for path, names in missing.items() if names} == {}
 
 
 def test_a_missing_name_in_a_docstring_would_be_noticed() -> None:

@@ -125,7 +125,7 @@ def test_the_commands_import_without_any_extra(imports: subprocess.CompletedProc
 
 
 def test_every_module_can_be_imported_without_what_windows_lacks(imports: subprocess.CompletedProcess[str]) -> None:
-    assert len(NAMES_TO_IMPORT) > 100
+    assert {"rlhf.cli", "reward_model.model"} <= set(NAMES_TO_IMPORT)
     assert imports.returncode == 0, imports.stderr
     imported = set(imports.stdout.splitlines()[-1].split())
     assert set(NAMES_TO_IMPORT) - imported <= OF_AN_EXTRA, "only modules of an extra not installed may be left out"

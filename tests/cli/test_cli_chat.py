@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from runs import make_model, write_rows
+from stored_templates import chat_template
 
 from rlhf.api.checks import ChatOptions, check_chat
 from rlhf.cli import main
@@ -22,10 +23,7 @@ from rlhf.config.sections import SamplingConfig
 from rlhf.errors import ModelError, UserError
 from rlhf.factory.sampler import GREEDY, Completer, Drawing, published_drawing
 
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'user' %}<bos> {{ m.content }} {% elif m.role == 'system' %}two "
-    "{{ m.content }} {% else %}{{ m.content }} <eos> {% endif %}{% endfor %}"
-)
+TEMPLATE = chat_template("words")
 ROWS = [
     {"messages": [{"role": "user", "content": "red one"}, {"role": "assistant", "content": "good good"}]},
     {"messages": [{"role": "user", "content": "blue one"}, {"role": "assistant", "content": "bad"}]},

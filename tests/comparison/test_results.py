@@ -269,8 +269,6 @@ class TestInABrowser:
         places = set(re.findall(r'<div class="chart[^"]*" data-figure="([^"]+)"', dom))
         assert {"frontier", "curve:score", "curve:kl", "proxy:ppo", "proxy:grpo"} <= places
         assert dom.count('<svg class="main-svg"') >= len(places)
-        for name in ("frontier", "learning_curves", "proxy_against_judge", "win_rates", "costs"):
-            assert f'href="figures/{name}.svg"' in dom
             assert (folder / "figures" / f"{name}.svg").is_file()
         for arm in ("start", *ARMS):
             assert f'<div class="when">{arm}</div>' in dom, arm

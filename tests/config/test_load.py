@@ -56,9 +56,9 @@ def base(**algorithm: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("file", FILES, ids=[str(f.relative_to(ROOT)) for f in FILES])
-def test_every_shipped_file_loads_and_every_section_is_read(file: Path) -> None:
-    assert unread_warnings(load_any(file)) == []
+def test_every_shipped_file_loads_and_every_section_is_read() -> None:
+    warnings = {str(file.relative_to(ROOT)): unread_warnings(load_any(file)) for file in FILES}
+    assert {file: texts for file, texts in warnings.items() if texts} == {}
 
 
 def test_there_are_shipped_files() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 from made_tokenizers import byte_tokenizer
+from stored_templates import chat_template
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.data import ChatFormat, SftConfig
@@ -21,22 +22,9 @@ from rlhf.errors import DataError
 
 Write = Callable[..., str]
 
-MISTRAL = (  # Mistral 7B Instruct v0.3: an id of nine characters, and turns that alternate besides the calls
-    "{% set turns = namespace(count=0) %}{% for m in messages %}{% if m.role != 'tool' and not m.tool_calls %}"
-    "{% if (m.role == 'user') != (turns.count % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
-    "{% set turns.count = turns.count + 1 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
-    "{% elif m.tool_calls %}[TOOL_CALLS] {% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}</s>"
-    "{% elif m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}{{ raise_exception('9 characters') }}{% endif %}"
-    "[TOOL_RESULTS] {{ m.content }} {{ m.tool_call_id }}[/TOOL_RESULTS]{% else %} {{ m.content }}</s>{% endif %}"
-    "{% endfor %}"
-)
-DEEPSEEK = (  # joins the arguments, a text, to its own text
-    "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}{% elif m.role == 'tool' %}"
-    "<|output|>{{ m.content }}{% else %}<|Assistant|>{{ m.content }}{% for call in m.tool_calls or [] %}"
-    "{{ call.function.name + '\n' + call.function.arguments }}{% endfor %}</s>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|Assistant|>{% endif %}"
-)
+# Mistral 7B Instruct v0.3: an id of nine characters, and turns that alternate besides the calls
+MISTRAL = chat_template("mistral_tools")
+DEEPSEEK = chat_template("deepseek_tools")  # joins the arguments, a text, to its own text
 
 
 def tokenizer_of(template: str) -> PreTrainedTokenizerBase:

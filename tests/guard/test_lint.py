@@ -171,11 +171,14 @@ def test_every_rule_has_a_case_and_says_all_that_it_should() -> None:
         assert all((rule.key, rule.fix, rule.source, rule.reason.endswith("."))), rule.name
 
 
-@pytest.mark.parametrize("file", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_is_shipped_breaks_no_rule(file: Path) -> None:
-    facts = TINY if "lab" in file.parts else None  # the lab's models are there or not: it makes no difference
-    broken_by = {name: [str(violation) for violation in lint(run, facts)] for name, run in runs_of(file, []).items()}
-    assert not any(broken_by.values()), broken_by
+def test_what_is_shipped_breaks_no_rule() -> None:
+    broken = []
+    for file in SHIPPED:
+        facts = TINY if "lab" in file.parts else None  # the lab's models are there or not: it makes no difference
+        for name, run in runs_of(file, []).items():
+            broken += [f"{file.relative_to(ROOT)}: {name}: {violation}" for violation in lint(run, facts)]
+    assert SHIPPED
+    assert broken == []
 
 
 @pytest.mark.parametrize(

@@ -353,11 +353,13 @@ def test_a_tile_holds_a_count_a_change_or_a_mean_at_the_end() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", sorted(METRICS))
-def test_every_metric_of_the_table_is_drawn(name: str) -> None:
-    rows = [{"step": 1, name: 1.0}, {"step": 2, name: 2.0}]
-    drawn = [series for group in chart_groups(record(rows), METRICS) for c in group.charts for series in c.series]
-    assert [(series.name, series.xs, series.ys) for series in drawn] == [(name, (1, 2), (1.0, 2.0))]
+def test_every_metric_of_the_table_is_drawn() -> None:
+    drawn = {}
+    for name in METRICS:
+        rows = [{"step": 1, name: 1.0}, {"step": 2, name: 2.0}]
+        charts = [chart for group in chart_groups(record(rows), METRICS) for chart in group.charts]
+        drawn[name] = [(series.name, series.xs, series.ys) for chart in charts for series in chart.series]
+    assert drawn == {name: [(name, (1, 2), (1.0, 2.0))] for name in METRICS}
 
 
 def test_every_group_has_charts_and_every_chart_a_group() -> None:

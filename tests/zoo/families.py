@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from stored_templates import chat_template
+
 ON = ""  # nothing speaks against a fast way: it is on
 
 CONVERSATION = [
@@ -19,102 +21,6 @@ CONVERSATION = [
     {"role": "assistant", "content": "Hello"},
     {"role": "user", "content": "Bye"},
 ]
-
-CHATML_TURNS = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-SMOLLM2 = (
-    "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, "
-    "trained by Hugging Face<|im_end|>\n' }}{% endif %}" + CHATML_TURNS
-)
-QWEN2_5 = (
-    "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. "
-    "You are a helpful assistant.<|im_end|>\n' }}{% endif %}" + CHATML_TURNS
-)
-QWEN3 = (  # the thought of earlier turns is left out, the last turn has one, empty where it came without
-    "{% set asked = namespace(last=-1) %}{% for message in messages %}{% if message.role == 'user' %}"
-    "{% set asked.last = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for message in messages %}{% if message.role == 'assistant' %}"
-    "{% set parts = message.content.split('</think>') %}{% set said = parts[-1].lstrip('\n') %}"
-    "{% set thought = parts[0].split('<think>')[-1].strip('\n') if parts|length > 1 else '' %}"
-    "{{ '<|im_start|>assistant\n' }}{% if loop.index0 > asked.last and (loop.last or thought) %}"
-    "{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}{{ said + '<|im_end|>\n' }}"
-    "{% else %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
-    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
-)
-LLAMA2 = (
-    "{% if messages[0].role == 'system' %}{% set system = '<<SYS>>\n' + messages[0].content + '\n<</SYS>>\n\n' %}"
-    "{% set turns = messages[1:] %}{% else %}{% set system = '' %}{% set turns = messages %}{% endif %}"
-    "{% for message in turns %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-    "{% if message.role == 'user' %}{% set said = (system if loop.first else '') + message.content %}"
-    "{{ bos_token + '[INST] ' + said.strip() + ' [/INST]' }}"
-    "{% else %}{{ ' ' + message.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
-)
-LLAMA3 = (
-    "{{ bos_token }}{% if messages[0].role == 'system' %}{% set system = messages[0].content|trim %}"
-    "{% set turns = messages[1:] %}{% else %}{% set system = '' %}{% set turns = messages %}{% endif %}"
-    "{{ '<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n"
-    "Today Date: 26 Jul 2024\n\n' + system + '<|eot_id|>' }}"
-    "{% for message in turns %}{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' "
-    "+ message.content|trim + '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
-MISTRAL = (
-    "{{ bos_token }}{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-    "{% if message.role == 'user' %}{{ '[INST] ' + message.content + ' [/INST]' }}"
-    "{% else %}{{ message.content + eos_token }}{% endif %}{% endfor %}"
-)
-ZEPHYR = (
-    "{% for message in messages %}{{ '<|' + message.role + '|>\n' + message.content + eos_token + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
-)
-GEMMA_TURNS = (
-    "{% for message in turns %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-    "{{ '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\n' "
-    "+ (system if loop.first else '') + message.content|trim + '<end_of_turn>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
-)
-GEMMA2 = (
-    "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% set turns = messages %}{% set system = '' %}" + GEMMA_TURNS
-)
-GEMMA3 = (
-    "{{ bos_token }}{% if messages[0].role == 'system' %}{% set system = messages[0].content + '\n\n' %}"
-    "{% set turns = messages[1:] %}{% else %}{% set system = '' %}{% set turns = messages %}{% endif %}" + GEMMA_TURNS
-)
-PHI3 = (
-    "{% for message in messages %}{{ '<|' + message.role + '|>\n' + message.content + '<|end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
-)
-PHI4 = (
-    "{% for message in messages %}{% if message.role == 'assistant' %}{{ message.content + '<|im_end|>' }}"
-    "{% else %}{{ '<|im_start|>' + message.role + '<|im_sep|>' + message.content + '<|im_end|>' }}"
-    "{% if message.role == 'user' %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}{% endif %}{% endfor %}"
-)
-PHI4_MINI = (
-    "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"
-)
-OLMO2 = (
-    "{{ bos_token }}{% for message in messages %}{{ '<|' + message.role + '|>\n' + message.content }}"
-    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}"
-    "{% if message.role != 'assistant' or not loop.last %}{{ '\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
-)
-FALCON = (
-    "{% if messages[0].role == 'system' %}{{ messages[0].content.strip() }}{% set turns = messages[1:] %}"
-    "{% else %}{% set turns = messages %}{% endif %}{% for message in turns %}"
-    "{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-    "{{ '\n\n' + message.role.title() + ': ' "
-    "+ message.content.strip().replace('\r\n', '\n').replace('\n\n', '\n') }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '\n\nAssistant:' }}{% endif %}"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +135,7 @@ FAMILIES = (
         generation={"do_sample": True, "temperature": 0.6, "top_p": 0.9, "pad_token_id": 0},
         pads_with="</s>",
         dtype="float16",
-        template=LLAMA2,
+        template=chat_template("zoo/llama2"),
         chat="<s>[INST] Hi [/INST] Hello </s><s>[INST] Bye [/INST]",
         turn_end="</s>",
         prefix="<s>",
@@ -270,7 +176,7 @@ FAMILIES = (
         ends=("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
         generation={"do_sample": True, "temperature": 0.6, "top_p": 0.9},
         pads_with="<|eot_id|>",
-        template=LLAMA3,
+        template=chat_template("zoo/llama3"),
         reduced=True,
         chat=(
             "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n"
@@ -320,7 +226,7 @@ FAMILIES = (
         ),
         ends=("</s>",),
         pads_with="</s>",
-        template=MISTRAL,
+        template=chat_template("zoo/mistral"),
         chat="<s>[INST] Hi [/INST]Hello</s>[INST] Bye [/INST]",
         turn_end="</s>",
         prefix="<s>",
@@ -350,7 +256,7 @@ FAMILIES = (
         ends=("</s>",),
         generation={"max_length": 2048, "pad_token_id": 0},
         pads_with="</s>",
-        template=ZEPHYR,
+        template=chat_template("zoo/zephyr"),
         chat="<|user|>\nHi</s>\n<|assistant|>\nHello</s>\n<|user|>\nBye</s>\n<|assistant|>\n",
         turn_end="</s>",
         prefix="<s>",
@@ -379,7 +285,7 @@ FAMILIES = (
         ),
         ends=("<|im_end|>",),
         pads_with="<|im_end|>",
-        template=SMOLLM2,
+        template=chat_template("zoo/smollm2"),
         chat=(
             "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
             "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n"
@@ -418,7 +324,7 @@ FAMILIES = (
             "top_k": 20,
         },
         pads_with="<|endoftext|>",
-        template=QWEN2_5,
+        template=chat_template("zoo/qwen2_5"),
         reduced=True,
         chat=(
             "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
@@ -451,7 +357,7 @@ FAMILIES = (
         ends=("<|im_end|>", "<|endoftext|>"),
         generation={"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20},
         pads_with="<|endoftext|>",
-        template=QWEN3,
+        template=chat_template("zoo/qwen3"),  # a thought in the last turn only, empty if it came without
         reduced=True,
         chat=(
             "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n"
@@ -491,7 +397,7 @@ FAMILIES = (
         ),
         ends=("<eos>", "<end_of_turn>"),
         pads_with="<pad>",
-        template=GEMMA2,
+        template=chat_template("zoo/gemma2"),
         chat=(
             "<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\nHello<end_of_turn>\n"
             "<start_of_turn>user\nBye<end_of_turn>\n<start_of_turn>model\n"
@@ -538,7 +444,7 @@ FAMILIES = (
         ends=("<eos>", "<end_of_turn>"),
         generation={"do_sample": True, "top_k": 64, "top_p": 0.95},
         pads_with="<pad>",
-        template=GEMMA3,
+        template=chat_template("zoo/gemma3"),
         reduced=True,
         chat=(
             "<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\nHello<end_of_turn>\n"
@@ -572,7 +478,7 @@ FAMILIES = (
         ),
         ends=("<|endoftext|>", "<|assistant|>", "<|end|>"),
         pads_with="<|endoftext|>",
-        template=PHI3,
+        template=chat_template("zoo/phi3"),
         chat="<|user|>\nHi<|end|>\n<|assistant|>\nHello<|end|>\n<|user|>\nBye<|end|>\n<|assistant|>\n",
         turn_end="<|end|>",
         notes="fused projections; a window of 2,047 tokens (8 here); the pad token is EOS, a turn ends with another",
@@ -599,7 +505,7 @@ FAMILIES = (
         ),
         ends=("<|im_end|>",),
         pads_with="<|dummy_85|>",
-        template=PHI4,
+        template=chat_template("zoo/phi4"),
         chat=(
             "<|im_start|>user<|im_sep|>Hi<|im_end|><|im_start|>assistant<|im_sep|>Hello<|im_end|>"
             "<|im_start|>user<|im_sep|>Bye<|im_end|><|im_start|>assistant<|im_sep|>"
@@ -640,7 +546,7 @@ FAMILIES = (
         ),
         ends=("<|end|>", "<|endoftext|>"),
         pads_with="<|endoftext|>",
-        template=PHI4_MINI,
+        template=chat_template("zoo/phi4_mini"),
         reduced=True,
         chat="<|user|>Hi<|end|><|assistant|>Hello<|end|><|user|>Bye<|end|><|assistant|>",
         turn_end="<|end|>",
@@ -663,7 +569,7 @@ FAMILIES = (
         ),
         ends=("<|endoftext|>",),
         pads_with="<|endoftext|>",
-        template=OLMO2,
+        template=chat_template("zoo/olmo2"),
         chat="<|endoftext|><|user|>\nHi\n<|assistant|>\nHello<|endoftext|>\n<|user|>\nBye\n<|assistant|>\n",
         turn_end="<|endoftext|>",
         notes="norms after attention and feed-forward, and of queries and keys; BOS is EOS; role marks are plain text",
@@ -757,7 +663,7 @@ FAMILIES = (
         ),
         ends=("<|endoftext|>",),
         pads_with="<|endoftext|>",
-        template=FALCON,
+        template=chat_template("zoo/falcon"),
         chat="\n\nUser: Hi\n\nAssistant: Hello\n\nUser: Bye\n\nAssistant:",
         fast=FastWays(
             packed="rows of FalconModel without padding give other numbers",
