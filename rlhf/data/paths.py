@@ -43,6 +43,8 @@ class Lookups:
 
     later: Path | None = None
     """A folder that is made before the runs begin: what is in it is not looked up."""
+    prefix: str | None = None
+    """How names begin of files that are made before the runs begin."""
     _models: dict[str, str | None] = field(default_factory=dict)
     _data: dict[str, str | None] = field(default_factory=dict)
 
@@ -59,6 +61,8 @@ class Lookups:
         return self._data[path]
 
     def _is_later(self, path: str) -> bool:
+        if self.prefix is not None and path.startswith(self.prefix):
+            return True
         return self.later is not None and Path(path).is_relative_to(self.later)
 
 

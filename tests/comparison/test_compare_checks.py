@@ -9,10 +9,15 @@ import pytest
 from cases import compare_tree, plan_of
 from runs import prompts_file, quiet
 
+from rlhf.api.checks import check_arm_files
 from rlhf.api.comparing import check_arms, run_compare
-from rlhf.config.load import compare_config
+from rlhf.comparison.plan import make_plan
+from rlhf.config.load import compare_config, load_compare
+from rlhf.data.paths import Lookups
 from rlhf.errors import ConfigError
+from rlhf.lab.build import PREFIX
 
+ROOT = Path(__file__).resolve().parents[2]
 OWN = """
 def cubic(logprobs, old_logprobs, advantages, mask, *, power=3):
     return -(logprobs - old_logprobs).exp() * advantages**power
@@ -104,3 +109,13 @@ def test_the_hub_is_asked_once_for_a_model_of_all_arms(folder: Path, monkeypatch
     monkeypatch.setattr("rlhf.data.paths._not_on_hub", asked.append)
     check_arms(plan_of(compare_tree(folder, start="owner/name", seeds=[0, 1, 2])))
     assert asked == ["owner/name"]
+
+
+def test_files_of_the_lab_are_made_later_and_not_missed() -> None:
+    config = load_compare(ROOT / "configs" / "lab" / "compare_quick.yaml")
+    assert config.lab is not None
+    later = Path(config.lab.folder)
+    plan = make_plan(config, beside=ROOT / "configs" / "lab", lab_files=False)
+    check_arm_files(plan, Lookups(later=later, prefix=PREFIX))
+    with pytest.raises(ConfigError, match=r"lab:eval_prompts\.jsonl"):
+        check_arm_files(plan, Lookups(later=later))
