@@ -26,6 +26,7 @@ IMPORTERS = {
         "rlhf.factory",
         "reward_model",
         "rlhf.api",
+        "rlhf.suites.detox",  # its judge of similarity is a model of transformers
         "rlhf.rewards.source",  # for annotations only
     },
     "deepspeed": {"rlhf.runtime.deepspeed"},

@@ -215,7 +215,13 @@ def _check_suite(name: str, settings: Mapping[str, Any]) -> None:
 
 
 def check_suite_files(settings: Suite) -> None:
-    """Check that the data files and model folders of a suite exist; possible hub ids are not checked."""
+    """Check that a suite's packages are installed and its files and models exist; possible hub ids are not checked.
+
+    Raises:
+        ConfigError: a package is missing.
+        DataError: a file or a folder is missing.
+    """
+    settings.check_installed()
     lines = [f"{key}: {problem}" for key, path in settings.models() if (problem := missing_model(path))]
     lines += [
         f"{key}: {missing(path)}"

@@ -128,7 +128,7 @@ def test_an_empty_prompt_needs_a_bos(write: Write, plain: PreTrainedTokenizerBas
 
 
 def test_bad_rows_can_be_fatal(write: Write, plain: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(DataError, match=r"rows.jsonl:2: no prompt. Mend the row"):
+    with pytest.raises(DataError, match=r"rows.jsonl:2: no prompt. Fix the row"):
         load(write([{"prompt": "a"}, {"prompt": None}, {"prompt": "b"}]), plain, bad_rows="error")
 
 

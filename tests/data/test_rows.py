@@ -30,7 +30,7 @@ def test_the_summary_has_every_reason_with_its_first_three_rows() -> None:
 def test_bad_rows_are_fatal_if_wanted_and_long_ones_are_not_bad() -> None:
     skips = RowCounts("p.jsonl", fatal=True)
     skips.skip(row(2), "longer than max_tokens of 5 tokens", "9")
-    with pytest.raises(DataError, match=r"p.jsonl:4: margin is not a number: 'x'. Mend the row"):
+    with pytest.raises(DataError, match=r"p.jsonl:4: margin is not a number: 'x'. Fix the row"):
         skips.add(row(4), "margin is not a number", "'x'")
 
 

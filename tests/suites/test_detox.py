@@ -102,7 +102,7 @@ def test_a_limit_needs_what_measures_it(monkeypatch: pytest.MonkeyPatch) -> None
 def test_missing_judges_are_named_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detox, "JUDGES", ("no_such_module",))
     with pytest.raises(ConfigError, match=r"rlhf-trainer\[detox\]"):
-        find_suite("detox")
+        find_suite("detox")[0].check_installed()
 
 
 @pytest.mark.usefixtures("judges")
