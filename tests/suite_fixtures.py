@@ -5,6 +5,7 @@ A plugin of its own (see conftest.py): pytest-xdist's controller runs no test, a
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -91,6 +92,8 @@ def close_recorders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def nothing_stays_registered() -> Iterator[None]:
     """Forget what a test's plug-ins register: other tests of the same process look at all members."""
+    for package in ("rlhf.algorithms", "rlhf.rewards", "rlhf.suites", "rlhf.guard.alarms"):
+        importlib.import_module(package)  # a family that is founded later would not be put back
     families = [family for base in (Choice, Named) for family in base.__subclasses__() if "members" in vars(family)]
     tables: list[dict[str, Any]] = [*(family.members for family in families), PRESETS, plugins._loaded]
     before = [dict(table) for table in tables]
