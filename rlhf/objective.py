@@ -28,7 +28,7 @@ class Outputs:
     logprobs: Float[Tensor, "B T"]
     entropy: Float[Tensor, "B T"]
     values: Float[Tensor, "B T"]
-    teacher: Float[Tensor, "K B T"] | None = None  # what the loss's `compare` gave, if it reads a teacher
+    teacher: Float[Tensor, "K B T"] | None = None  # what the loss's `against_teacher` gave, if it reads a teacher
 
 
 class Objective:

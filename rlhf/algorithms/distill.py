@@ -15,7 +15,6 @@ from pydantic import Field, model_validator
 
 from rlhf.algorithms.policy_loss import Surrogate, TokenLoss, Tokens
 from rlhf.algorithms.presets import preset
-from rlhf.algorithms.reinforce import ONE_UPDATE
 from rlhf.algorithms.sft import DemonstratedLoss
 from rlhf.section import Facts, NonNegative, Rule, Section, Value
 
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from rlhf.algo.masked import Mean
     from rlhf.algorithms import online
 
+ONE_UPDATE: dict[str, Any] = {"batch": {"epochs": 1, "minibatches": 1}}
 UNSCORED: dict[str, Any] = {
     "reward": {"source": {"type": "zero"}},
     "guard": {"alarms": {"score-constant": "ignore"}},
@@ -39,7 +39,7 @@ preset(
     "distill",
     {
         "algorithm": {
-            "advantage": {**PLAIN_RETURN, "gamma": 0.0},
+            "advantage": PLAIN_RETURN,  # of a reward that the loss does not read
             "policy_loss": {"type": "distill"},
         },
         "reference": {"measure": False},
@@ -49,11 +49,12 @@ preset(
 )
 
 
-def _log_ratio_reward(gamma: float, aggregate: str) -> dict[str, Any]:
+def _log_ratio_reward(gamma: float) -> dict[str, Any]:
+    """Return the settings of a reward of -(log π - log π_T) for every sampled token, and of no other."""
     return {
         "algorithm": {
             "advantage": {**PLAIN_RETURN, "gamma": gamma},
-            "policy_loss": {"type": "policy_gradient", "aggregate": aggregate},
+            "policy_loss": {"type": "policy_gradient"},
             "kl": {"to": "teacher", "placement": "reward", "estimator": "k1", "coef": 1.0},
         },
         **UNSCORED,
@@ -61,11 +62,14 @@ def _log_ratio_reward(gamma: float, aggregate: str) -> dict[str, Any]:
     }
 
 
-preset("opd", _log_ratio_reward(0.0, "token_mean"))
-preset("minillm", _log_ratio_reward(1.0, "token_mean"))
+OPD = _log_ratio_reward(0.0)
+OPD["guard"] = {**UNSCORED["guard"], "allow": ["discount"]}  # a token's own reward is all that it is to learn from
+preset("opd", OPD)
+preset("minillm", _log_ratio_reward(1.0))
 
+HALF = 0.5  # the Jensen-Shannon divergence itself
 COLUMNS = ("divergence", "kl", "agreement", "teacher_tail", "student_tail", "error")
-"""What `DistillSettings.compare` computes of each token."""
+"""What `DistillSettings.against_teacher` computes of each token."""
 
 
 def reverse_without_tail(settings: DistillSettings, facts: Facts) -> Value | None:
@@ -79,7 +83,7 @@ class DistillSettings(Section):
     divergence: Literal["reverse", "forward", "jsd"] = "reverse"
     """reverse: KL(policy || teacher), which seeks a mode; forward: KL(teacher || policy), which covers all;
     jsd: the generalized Jensen-Shannon divergence, between the two."""
-    beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    beta: Annotated[float, Field(gt=0, lt=1)] = HALF
     """With jsd: the teacher's weight in the mixture. Near 0 the divergence is beta times forward, near 1 it is
     1 - beta times reverse."""
     top_k: Annotated[int, Field(ge=1)] | None = None
@@ -103,11 +107,11 @@ class DistillSettings(Section):
 
     @model_validator(mode="after")
     def _check_beta(self) -> DistillSettings:
-        if "beta" in self.model_fields_set and self.divergence != "jsd":
+        if self.beta != HALF and self.divergence != "jsd":
             raise ValueError(f"beta is the mixture of jsd, but divergence is {self.divergence}: leave it out")
         return self
 
-    def compare(self, log_pi: Float[Tensor, "N V"], teacher: TeacherTokens) -> Float[Tensor, "6 N"]:
+    def against_teacher(self, log_pi: Float[Tensor, "N V"], teacher: TeacherTokens) -> Float[Tensor, "6 N"]:
         """Compute the `COLUMNS` of each token; the divergence alone has a gradient.
 
         `kl` is KL(policy || teacher) whatever the divergence is, over all that the teacher gives. `error` is what top_k
@@ -199,6 +203,6 @@ class DistillSft(DistillSettings, DemonstratedLoss):
     def per_token(
         self, logprobs: Float[Tensor, "B T"], teacher: Float[Tensor, "K B T"] | None = None
     ) -> Float[Tensor, "B T"]:
-        """Compute the loss of each token from its log-probability and the columns of `compare`."""
+        """Compute the loss of each token from its log-probability and the columns of `against_teacher`."""
         assert teacher is not None
         return teacher[0] - self.nll_coef * logprobs

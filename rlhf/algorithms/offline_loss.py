@@ -36,7 +36,7 @@ class OfflineLoss(Choice):
     needs_reference: ClassVar[bool] = False
     """Whether the loss reads the reference's log-probabilities."""
     reads_teacher: ClassVar[bool] = False
-    """Whether it compares the policy's next-token distributions with a teacher's, by `compare`."""
+    """Whether it compares the policy's next-token distributions with a teacher's, by `against_teacher`."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -49,7 +49,7 @@ class OfflineLoss(Choice):
     def check_sizes(self, rows_per_step: int) -> None:
         """Check that the loss can work with this many rows in a step."""
 
-    def compare(self, log_pi: Float[Tensor, "N V"], teacher: TeacherTokens) -> Float[Tensor, "K N"]:
+    def against_teacher(self, log_pi: Float[Tensor, "N V"], teacher: TeacherTokens) -> Float[Tensor, "K N"]:
         """Compute K numbers of each token from its distributions, for a loss that reads a teacher."""
         raise NotImplementedError
 

@@ -156,7 +156,7 @@ def _check_distillation(loss: TokenLoss, world: World) -> list[Finding]:
     def per_token(logits: Tensor, rows: Tensor) -> Tensor:
         log_pi, mask = logits.log_softmax(-1), world.mask[rows % len(world.ids)]
         states, known = (world.per_token(table, rows)[mask] for table in (log_pi, teacher))
-        columns = loss.compare(states, TeacherTokens(logprobs=known))
+        columns = loss.against_teacher(states, TeacherTokens(logprobs=known))
         placed = columns.new_zeros(len(columns), *mask.shape).masked_scatter(
             mask.expand(len(columns), *mask.shape), columns
         )

@@ -55,9 +55,9 @@ def build_teacher(
     needs = teacher_context(config, tokenizer, policy, context.engine, warn=context.notes.append)
     if config.algorithm.compares_with_teacher:
         return config.teacher.build(needs)
-    path = config.reference_model
-    assert path is not None, "the configuration refuses a teacher that cannot stand in for the reference"
-    check_tokenizers(ModelTeacher(model=path), needs)
+    reference = config.reference_model
+    assert reference is not None, "the configuration refuses a teacher that cannot stand in for the reference"
+    check_tokenizers(ModelTeacher(model=reference), needs)
     return None
 
 

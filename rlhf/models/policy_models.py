@@ -65,7 +65,7 @@ class ReadsTeacher(Protocol):
         """Return whether it does."""
         ...
 
-    def compare(self, log_pi: Tensor, teacher: TeacherTokens) -> Tensor:
+    def against_teacher(self, log_pi: Tensor, teacher: TeacherTokens) -> Tensor:
         """Compute K numbers of each token."""
         ...
 
@@ -278,7 +278,7 @@ class Models:
             return None
         assert self.teacher is not None, "the configuration has a teacher for such a loss"
         targets = self.teacher(batch)
-        return lambda log_pi, tokens: loss.compare(log_pi, targets.part(tokens))
+        return lambda log_pi, tokens: loss.against_teacher(log_pi, targets.part(tokens))
 
     def reference_logprobs(self, batch: Completions | Demonstrations) -> Float[Tensor, "B T"]:
         """Compute log pi_ref of the completion tokens.

@@ -151,7 +151,7 @@ class AskedTeacher:
     def _check_texts(self, ids: Sequence[int], texts: Sequence[object]) -> None:
         """Check that the server's ids mean the policy's texts, as far as the server says what they mean."""
         for token, text in zip(ids, texts, strict=True):
-            ours = self.tokenizer.decode([token])
+            ours = str(self.tokenizer.decode([token]))
             if isinstance(text, str) and text.strip() and "\ufffd" not in text and text.strip() != ours.strip():
                 raise RewardError(
                     f"the teacher has another vocabulary than the policy: id {token} is {text!r} at the server "

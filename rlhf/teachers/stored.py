@@ -103,7 +103,7 @@ class StoredAnswers:
         return cls(path, rows, tensors["ids"], tensors["logprobs"], device)
 
     def __call__(self, batch: Completions | Demonstrations) -> ListedTokens:
-        """Look up every row.
+        """Read every row's answer.
 
         Raises:
             DataError: the file has no answer for a row.

@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from rlhf.section import Choice
 
@@ -39,7 +39,10 @@ class Targets(Protocol):
 class TeacherSource(Protocol):
     """Anything that gives next-token distributions at the states of completions."""
 
-    parameters: int  # of a model in this process, for its cost; 0 if that is not known
+    @property
+    def parameters(self) -> int:
+        """Return the number of parameters of a model in this process, for its cost; 0 if that is not known."""
+        ...
 
     def __call__(self, batch: Completions | Demonstrations) -> Targets:
         """Read the batch, and return the distributions of its live completion tokens.
@@ -57,7 +60,7 @@ class TeacherContext:
 
     tokenizer: PreTrainedTokenizerBase  # the policy's, in whose ids the batches are
     device: torch.device
-    dtype: str  # the policy's
+    dtype: Literal["float32", "bfloat16", "float64"]  # the policy's
     temperature: float  # at which the distributions are compared
     stop_ids: tuple[int, ...]  # the ids that end a completion of the policy
     chat: Any  # the chat format of the data (rlhf.config.data.ChatFormat)

@@ -127,7 +127,7 @@ def test_ids_that_only_one_model_has_are_left_out() -> None:
 
 def test_the_columns_of_a_comparison() -> None:
     pi, teacher = random_pair(6)
-    columns = DistillLoss(top_k=4, divergence="forward").compare(pi, TeacherTokens(logprobs=teacher))
+    columns = DistillLoss(top_k=4, divergence="forward").against_teacher(pi, TeacherTokens(logprobs=teacher))
     named = dict(zip(COLUMNS, columns, strict=True))
     torch.testing.assert_close(named["kl"], divergence(pi, teacher, "reverse"))  # over the whole vocabulary
     torch.testing.assert_close(named["divergence"] + named["error"], divergence(pi, teacher, "forward"))
@@ -140,7 +140,7 @@ def test_the_columns_of_a_comparison() -> None:
 def test_only_the_divergence_has_a_gradient() -> None:
     pi, teacher = random_pair(7)
     pi.requires_grad_()
-    columns = DistillLoss(divergence="jsd", beta=0.3).compare(pi, TeacherTokens(logprobs=teacher))
+    columns = DistillLoss(divergence="jsd", beta=0.3).against_teacher(pi, TeacherTokens(logprobs=teacher))
     assert columns[0].requires_grad
     (whole,) = torch.autograd.grad(columns.sum(), pi, retain_graph=True)
     (own,) = torch.autograd.grad(columns[0].sum(), pi)

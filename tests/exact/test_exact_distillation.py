@@ -40,7 +40,7 @@ def preset(name: str, **changes: Any) -> Online:
 def compared(loss: DistillLoss, table: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
     """What the models compute for a loss that reads the teacher; the gradient is weighted by row."""
     mask = WORLD.mask[rows % len(WORLD.ids)]
-    columns = loss.compare(
+    columns = loss.against_teacher(
         WORLD.per_token(table, rows)[mask], TeacherTokens(logprobs=WORLD.per_token(TEACHER, rows)[mask])
     )
     placed = columns.new_zeros(len(columns), *mask.shape).masked_scatter(
@@ -130,7 +130,7 @@ def test_rlhf_check_finds_a_truncated_sum() -> None:
 
         type: str = "truncated"  # type: ignore[assignment]
 
-        def compare(self, log_pi: Tensor, teacher: TeacherTokens) -> Tensor:
+        def against_teacher(self, log_pi: Tensor, teacher: TeacherTokens) -> Tensor:
             known = teacher.top(2)
             chosen = log_pi.gather(1, known.ids)
             return torch.stack([(known.logprobs.exp() * (known.logprobs - chosen)).sum(-1)] * 6)
