@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from tiny_models import ragged, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlhf.algo.divergence import TeacherTokens
 from rlhf.algorithms.distill import DistillLoss
 from rlhf.cli import main
 from rlhf.config.files import merge
@@ -41,6 +43,7 @@ from rlhf.models.backbone import add_lora
 from rlhf.models.policy_models import Models
 from rlhf.models.teacher import LocalTeacher
 from rlhf.teachers.listed import ListedTokens
+from rlhf.teachers.teacher import Teacher, TeacherContext
 from rlhf.tracking.trackers import read_jsonl
 
 CPU = torch.device("cpu")
@@ -350,6 +353,44 @@ def test_listed_tokens_keep_the_order_of_the_rows() -> None:
     assert part.ids.tolist() == [[2, 3], [4, 5]]
     assert part.rest is not None
     torch.testing.assert_close(part.rest.exp(), torch.tensor([0.25, 0.25]))
+
+
+# A teacher of the user's
+
+
+class UniformTeacher(Teacher):
+    """Says that every token is as likely as any other."""
+
+    type: Literal["uniform"] = "uniform"
+    vocabulary: int
+
+    def build(self, context: TeacherContext) -> UniformTeacher:
+        """Return itself: it has nothing to load."""
+        return self
+
+    @property
+    def parameters(self) -> int:
+        """Return 0."""
+        return 0
+
+    def __call__(self, batch: Any) -> UniformTeacher:
+        """Read nothing."""
+        return self
+
+    def part(self, tokens: slice) -> TeacherTokens:
+        """Return the same for every token."""
+        count, size = tokens.stop - tokens.start, self.vocabulary
+        return TeacherTokens(logprobs=torch.full((count, size), -math.log(size)))
+
+
+def test_a_teacher_of_the_users_own_is_a_teacher_everywhere(tmp_path: Path) -> None:
+    tree = with_teacher(tmp_path, schedule={"steps": 8}, policy={"lr": 0.1})
+    tree["teacher"] = {"type": "uniform", "vocabulary": 10}
+    trained(tree, "eval.every=0")
+    kl, entropy = column(tree, "kl/teacher"), column(tree, "policy/entropy")
+    for divergence, nats in zip(kl, entropy, strict=True):
+        assert divergence == pytest.approx(math.log(10) - nats, abs=1e-5)  # KL(π ‖ uniform) = log V - H(π)
+    assert kl[-1] < 0.5 * kl[0]
 
 
 # What is refused
